@@ -25,7 +25,7 @@ from cairn.engine.memory import (
 from cairn.engine.recorded import RecordedEngine
 from cairn.kernels.choose import load_kernels
 from cairn.kernels.quantized import Segments
-from cairn.kv.pool.attention_window import longest
+from cairn.kv.pool.cache import longest
 from cairn.models.forward.decoder import build
 from cairn.models.packing.weight_format import HeldWeights, form_of
 from cairn.models.safetensors.weights import open_weights, parameters

@@ -109,7 +109,7 @@ def test_what_waits_is_held_against_the_pool_before_it_waits() -> None:
         queue.check(one, 4, 4, 0.0, 500)
         queue.enter(one)
     assert queue.needed == 900
-    with pytest.raises(Overloaded, match=r"about 900 tokens, and this request of 150; the pool holds 500, .* 2 times"):
+    with pytest.raises(Overloaded, match=r"about 900 tokens, and this one for 150; the pool holds 500, .* 2 times"):
         queue.check(asked[6], 4, 4, 0.0, 500)
     queue.check(asked[6], 4, 4, 0.0, 0)  # an encoder has no pool
     queue.begin(asked[0])
@@ -129,7 +129,7 @@ def test_who_would_not_begin_in_time_is_refused_at_once() -> None:
     def asks(share: str, timeout: float) -> Request:
         return Request(id=2, prompt=(7,), sampling=SamplingParams(max_tokens=1), share=share, timeout=timeout)
 
-    with pytest.raises(Overloaded, match="takes about 100 s, and this request may take 30 s in all") as refused:
+    with pytest.raises(Overloaded, match="take about 100 s, and the timeout of this one is 30 s") as refused:
         queue.check(asks("a", 30.0), 4, 4, 0.0)
     assert refused.value.retry_after is not None and refused.value.retry_after > 90
     queue.check(asks("a", 200.0), 4, 4, 0.0)

@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from cairn.frontend.miss_explainer import CONTEXTS, SHOWN, TENANTS, TOKENS, PromptOrigin, RecentContexts, told_of
+from cairn.frontend.miss_explainer import (
+    CONTEXTS,
+    SHOWN,
+    TENANTS,
+    TOKENS,
+    PromptOrigin,
+    RecentContexts,
+    describe_prompt,
+)
 from cairn.frontend.service import Service
 from cairn.types.block_size import BLOCK_TOKENS, CHUNK_TOKENS
 from cairn.types.stats import Differs, Miss, MissReason
@@ -48,10 +56,13 @@ def test_a_system_text_that_changed_is_named(recent: RecentContexts, at: int, re
     """The system's text stands at the places 4 to 79; a session's id or a git status in it costs all behind it."""
     ids = [*KNOWN[:at], 7, *KNOWN[at + 1 :]]
     system = spell(ids[4:80])
-    told = told_of([{"role": "system", "content": f" {system}\n"}, {"role": "user", "content": "Hello"}])
+    told = describe_prompt([{"role": "system", "content": f" {system}\n"}, {"role": "user", "content": "Hello"}])
     found = why(recent, ids, at // 16 * 16, told)
     assert found.reason == reason and found.differs is not None and found.differs.position == at
-    assert why(recent, ids, at // 16 * 16, told_of([{"role": "user", "content": system}])).reason == "different tokens"
+    assert (
+        why(recent, ids, at // 16 * 16, describe_prompt([{"role": "user", "content": system}])).reason
+        == "different tokens"
+    )
 
 
 def test_the_nearest_context_is_compared(recent: RecentContexts) -> None:
@@ -106,9 +117,11 @@ def test_of_conversations_that_begin_alike_the_one_that_goes_on_alike_is_compare
         {"role": role, "content": text} for role, text in (("system", "S"), ("user", "a"), ("user", "b"))
     )
     rest = [{"role": "assistant", "content": "ok"}, {"role": "user", "content": "more"}]
-    recent.note(MINE, [*KNOWN[:40], 1, *range(60)], 100, told_of([system, old, *rest]).messages)
-    recent.note(MINE, [*KNOWN[:40], 2, *range(60)], 100, told_of([system, {"role": "user", "content": "c"}]).messages)
-    found = why(recent, [*KNOWN[:40], 3, *range(60)], 40, told_of([system, new, *rest]))
+    recent.note(MINE, [*KNOWN[:40], 1, *range(60)], 100, describe_prompt([system, old, *rest]).messages)
+    recent.note(
+        MINE, [*KNOWN[:40], 2, *range(60)], 100, describe_prompt([system, {"role": "user", "content": "c"}]).messages
+    )
+    found = why(recent, [*KNOWN[:40], 3, *range(60)], 40, describe_prompt([system, new, *rest]))
     assert found.reason == "different tokens" and found.differs is not None
     assert found.differs.known.startswith("1 0 1") and found.differs.position == 40
 
@@ -118,14 +131,18 @@ def test_the_same_messages_that_became_other_tokens() -> None:
     recent = RecentContexts()
     first = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     then = [*first, {"role": "assistant", "content": "Hi"}, {"role": "user", "content": "And?"}]
-    recent.note(MINE, KNOWN[:100], 80, told_of(first).messages)
-    recent.note(MINE, KNOWN, 180, told_of(then).messages)
+    recent.note(MINE, KNOWN[:100], 80, describe_prompt(first).messages)
+    recent.note(MINE, KNOWN, 180, describe_prompt(then).messages)
     other = [*KNOWN[:40], *range(200)]
-    assert why(recent, other, 32, told_of(then)).reason == "template"
-    assert why(recent, other, 32, told_of([*first, {"role": "assistant", "content": "Ho"}])).reason == "template"
-    assert why(recent, other, 32, told_of([{"role": "user", "content": "Hello"}])).reason == "different tokens"
-    assert why(recent, [*KNOWN[:90], 1], 80, told_of(first)).reason == "different tokens", "the answer was edited"
-    assert why(recent, other, 32, told_of(then)).differs is not None
+    assert why(recent, other, 32, describe_prompt(then)).reason == "template"
+    assert (
+        why(recent, other, 32, describe_prompt([*first, {"role": "assistant", "content": "Ho"}])).reason == "template"
+    )
+    assert why(recent, other, 32, describe_prompt([{"role": "user", "content": "Hello"}])).reason == "different tokens"
+    assert why(recent, [*KNOWN[:90], 1], 80, describe_prompt(first)).reason == "different tokens", (
+        "the answer was edited"
+    )
+    assert why(recent, other, 32, describe_prompt(then)).differs is not None
 
 
 def test_a_history_that_leaves_an_answer_out_is_other_tokens() -> None:
@@ -133,12 +150,16 @@ def test_a_history_that_leaves_an_answer_out_is_other_tokens() -> None:
     recent = RecentContexts()
     asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     question, answer = {"role": "user", "content": "And?"}, {"role": "assistant", "content": "Hi"}
-    recent.note(MINE, [*KNOWN[:80], 1, 2, 3, *range(50)], 83, told_of(asked).messages)
+    recent.note(MINE, [*KNOWN[:80], 1, 2, 3, *range(50)], 83, describe_prompt(asked).messages)
     left_out = [*KNOWN[:80], 1, 5, 6, 7]
-    assert why(recent, left_out, 80, told_of([*asked, question])).reason == "different tokens"
-    assert why(recent, left_out, 80, told_of([*asked, answer, question])).reason == "template", "none is left out"
+    assert why(recent, left_out, 80, describe_prompt([*asked, question])).reason == "different tokens"
+    assert why(recent, left_out, 80, describe_prompt([*asked, answer, question])).reason == "template", (
+        "none is left out"
+    )
     early = [*KNOWN[:40], *range(60)]
-    assert why(recent, early, 32, told_of([*asked, question])).reason == "template", "what comes first differs too"
+    assert why(recent, early, 32, describe_prompt([*asked, question])).reason == "template", (
+        "what comes first differs too"
+    )
 
 
 def test_what_the_caller_knows_comes_before_a_comparison(recent: RecentContexts) -> None:

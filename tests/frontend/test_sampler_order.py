@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cairn.frontend.requests import SamplingOptions, sampling_params
-from cairn.frontend.sampler_order import ORDERS
+from cairn.frontend.sampling_extras import ORDERS
 from cairn.types.errors import InvalidRequest, Unsupported
 from cairn.types.sampling_params import SamplingParams
 from tests.api.scripted import SPEC
@@ -103,7 +103,7 @@ def test_another_order_is_refused_with_the_two_that_there_are(samplers: Any, wor
     [
         (["top_k", "mirostat_v3"], "'mirostat_v3', expected penalties"),
         ("kq", "'q', expected the letters edskypmxt"),
-        (["infill"], "infill, and this sampler is not built"),
+        (["infill"], "infill, and this sampler is not supported"),
         ("i", "infill"),
         (["top_k", "temp", "temperature"], "temperature twice"),
         (["top_k"] * 65, "65 samplers; the limit is 64"),

@@ -144,5 +144,5 @@ def test_a_list_of_biases_is_of_ids_or_of_texts() -> None:
 
 def test_texts_need_the_models_tokens() -> None:
     for options in ({"bad_words": ["a"]}, {"logit_bias": [["a", 1]]}):
-        with pytest.raises(InvalidRequest, match="takes no texts"):
+        with pytest.raises(InvalidRequest, match="takes only token ids"):
             sampling_params(SPEC, SamplingOptions(**options), prompt_tokens=1)

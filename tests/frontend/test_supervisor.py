@@ -28,7 +28,7 @@ from cairn.frontend import launch, supervisor
 from cairn.frontend import worker_connection as link_module
 from cairn.frontend.service import Service
 from cairn.frontend.stream import RequestStream
-from cairn.frontend.watchdog import Patience
+from cairn.frontend.worker_connection import Patience
 from cairn.system.interfaces import Clock
 from cairn.system.posix import SystemClock
 from cairn.types.errors import GenerationFailed, ModelError, Unavailable

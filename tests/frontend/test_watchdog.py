@@ -14,7 +14,7 @@ import pytest
 from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.frontend import launch
 from cairn.frontend.service import Service
-from cairn.frontend.watchdog import Patience, Watchdog
+from cairn.frontend.worker_connection import Patience, Watchdog
 from cairn.kv.pool.cache import Cache
 from cairn.scheduler.plan import Limits
 from cairn.scheduler.scheduler import Scheduler

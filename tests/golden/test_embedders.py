@@ -17,7 +17,7 @@ from cairn import LLM
 from cairn.config.config import Config
 from cairn.engine.device import load_engine
 from cairn.engine.encoder import EncoderEngine
-from cairn.frontend.reranker_prompt import INSTRUCTION
+from cairn.frontend.embeddings import INSTRUCTION
 from cairn.models.spec.config import load_spec
 from cairn.types.errors import ContextTooLong, InvalidRequest, ModelError
 from cairn.types.pooling_spec import JudgeSpec

@@ -10,8 +10,7 @@ from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.kv.pool.cache import Cache
 from cairn.kv.pool.sequence_kv import TierName
 from cairn.kv.tiers.reader import LoadMode
-from cairn.kv.tiers.reuse_hints import Standing
-from cairn.kv.tiers.store import Chunk, DurableStore, Store
+from cairn.kv.tiers.store import Chunk, DurableStore, Standing, Store
 from cairn.kv.tiers.tiers import Tiers
 from cairn.kv.tiers.write_behind import WriteLimits
 from cairn.scheduler.plan import Limits

@@ -21,8 +21,7 @@ from typing import Protocol
 from cairn.kv.disk.chunk_file import Name
 from cairn.kv.disk.index import DiskIndex, IndexEntry
 from cairn.kv.ram import RamStore
-from cairn.kv.tiers.reuse_hints import Standing
-from cairn.kv.tiers.store import Chunk
+from cairn.kv.tiers.store import Chunk, Standing
 from tests.laws.storage_world import law
 
 TOKENS = 64

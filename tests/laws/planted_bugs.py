@@ -141,7 +141,7 @@ def _places(scope: ast.AST, wanted: Sequence[ast.AST]) -> Iterator[tuple[ast.AST
 BLOCKS = "kv/pool/blocks.py"
 PREFIX = "kv/pool/prefix.py"
 CACHE = "kv/pool/cache.py"
-ATTENTION_WINDOW = "kv/pool/attention_window.py"
+ATTENTION_WINDOW = "kv/pool/cache.py"
 PARTIAL_BLOCKS = "kv/pool/partial_blocks.py"
 SEQUENCE_KV = "kv/pool/sequence_kv.py"
 WAITERS = "kv/pool/waiters.py"
@@ -149,10 +149,10 @@ TIERS = "kv/tiers/tiers.py"
 WRITE_BEHIND = "kv/tiers/write_behind.py"
 WAITING_CHUNKS = "kv/tiers/waiting_chunks.py"
 FLUSHES = "kv/tiers/flushes.py"
-STORE_WRITER = "kv/tiers/store_writer.py"
+STORE_WRITER = "kv/tiers/write_behind.py"
 STORE_READER = "kv/tiers/reader.py"
 RAM = "kv/ram.py"
-STANDING = "kv/tiers/reuse_hints.py"
+STANDING = "kv/tiers/store.py"
 SCHEDULER = "scheduler/scheduler.py"
 PLAN = "scheduler/plan.py"
 SEQUENCE = "scheduler/sequence.py"
@@ -227,23 +227,23 @@ BUGS = (
     Bug("a partly filled block is published", CACHE, "Cache.publish", "computed // self._block_tokens", "min(len(tokens), computed + 1) // self._block_tokens"),
     Bug("the room of the second pool is not checked", CACHE, "Cache.grow", "(blocks - len(table) > pool.available for pool, table in pairs)", "(blocks - len(table) > pool.available for pool, table in pairs[:1])"),
     Bug("blocks are given back first to last", CACHE, "Cache.close", "reversed(table)", "table"),
-    Bug("an open that finds no room keeps what it held", CACHE, "Cache._hold_with_room", "self.close(context, tokens)", "pass"),
-    Bug("room is counted before the hit is held", CACHE, "Cache._hold_with_room", "self._hold_prefix(context, tokens, hit)", "pass"),
+    Bug("an open that finds no room keeps what it held", CACHE, "Cache._hold_with_room", "self.close(seq_kv, tokens)", "pass"),
+    Bug("room is counted before the hit is held", CACHE, "Cache._hold_with_room", "self._hold_prefix(seq_kv, tokens, hit)", "pass"),
     Bug("the table keeps the block that was released for its twin", CACHE, "Cache.publish", "table[done] = block", "pass"),
-    Bug("a hit is published again", CACHE, "Cache._hold_found", "context.table.published[number] = len(table)", "pass"),
+    Bug("a hit is published again", CACHE, "Cache._hold_found", "seq_kv.table.published[number] = len(table)", "pass"),
     Bug("capacity is that of the longest table", SEQUENCE_KV, "BlockTable.measure", "min((len(blocks) for blocks in self.groups))", "max((len(blocks) for blocks in self.groups))"),
-    Bug("a closed context still claims to compute", CACHE, "Cache.close", "self._unclaim(context, tokens, context.claim.blocks.stop)", "pass"),
-    Bug("published blocks are still claimed", CACHE, "Cache.publish", "self._unclaim(context, tokens, context.table.published[0])", "pass"),
+    Bug("a closed context still claims to compute", CACHE, "Cache.close", "self._unclaim(seq_kv, tokens, seq_kv.claim.blocks.stop)", "pass"),
+    Bug("published blocks are still claimed", CACHE, "Cache.publish", "self._unclaim(seq_kv, tokens, seq_kv.table.published[0])", "pass"),
     Bug("equal prompts do not wait for each other", CACHE, "Cache._on_its_way", "owner is None", "True"),
     Bug("a window needs one block less than it does", ATTENTION_WINDOW, "window_blocks", "-(-(group.window - 1) // block_tokens) + 1", "-(-(group.window - 1) // block_tokens)"),
     Bug("a window hit counts its held blocks twice", CACHE, "Cache._hold_with_room", "span - held", "span"),
     # ------------------------------------------------------------------------------------------------------ states
     Bug("a hit is taken without a state", CACHE, "Cache._gap", "(found := next(ends, 0)) < hit", "(found := next(ends, 0)) < 0"),
-    Bug("a snapshot is published before its step", CACHE, "Cache._publish_states", "range(context.table.published[number], full)", "range(context.table.published[number], len(table))"),
+    Bug("a snapshot is published before its step", CACHE, "Cache._publish_states", "range(seq_kv.table.published[number], full)", "range(seq_kv.table.published[number], len(table))"),
     Bug("a state is given back before the row that reads it", CACHE, "Cache.publish", "first_read(group, computed, self._block_tokens)", "full"),
     Bug("a state that no position reads is held", CACHE, "Cache._give_back_states", "max(0, done - 1)", "done"),
     Bug("a state is read one position too late", ATTENTION_WINDOW, "first_read", "max(0, position - 1) // block_tokens", "position // block_tokens"),
-    Bug("the row's last state is left nowhere", CACHE, "Cache._grow_with_states", "sorted({*context.table.snapshots.places(len(table), blocks), blocks - 1})", "context.table.snapshots.places(len(table), blocks)"),
+    Bug("the row's last state is left nowhere", CACHE, "Cache._grow_with_states", "sorted({*seq_kv.table.snapshots.places(len(table), blocks), blocks - 1})", "seq_kv.table.snapshots.places(len(table), blocks)"),
     Bug("the pages of a state are another one's", TIERS, "Tiers._bring", "block != NO_BLOCK", "block != NO_BLOCK or chunk.group > 0"),
     # -------------------------------------------------------------------------------------------------- scheduler
     Bug("a preempted sequence believes in its old progress", SCHEDULER, "Scheduler._fit", "victim.computed = 0", "pass"),
@@ -309,14 +309,14 @@ BUGS = (
     Bug("what was long once is long for ever", SCHEDULER, "Scheduler._open", "sequence.long_beside = kept", "sequence.long_beside = 1 << 30"),
     Bug("a long look is not forgotten at the next", SCHEDULER, "Scheduler._open", "sequence.long_beside = 0", "pass"),
     # ------------------------------------------------------------------------------------------------ who is woken
-    Bug("nobody is woken by what is published", CACHE, "Cache.publish", "self._waiters.settled(context.chains[0].key(index, tokens))", "pass"),
+    Bug("nobody is woken by what is published", CACHE, "Cache.publish", "self._waiters.settled(seq_kv.chains[0].key(index, tokens))", "pass"),
     Bug("nobody is woken by the end of a claim", CACHE, "Cache._unclaim", "self._waiters.settled(key)", "pass"),
-    Bug("nobody is woken by the end of its load", CACHE, "Cache.close", "self._waiters.wake(context)", "pass"),
+    Bug("nobody is woken by the end of its load", CACHE, "Cache.close", "self._waiters.wake(seq_kv)", "pass"),
     Bug("nobody is woken by blocks that are given back", CACHE, "Cache.close", "self._waiters.freed()", "pass"),
     Bug("nobody is woken by blocks that a step gives back", CACHE, "Cache.publish", "self._waiters.freed()", "pass"),
     Bug("only one of those that wait for a block is woken", WAITERS, "Waiters.settled", "tuple(self._watched.get(key, ()))", "tuple(self._watched.get(key, ()))[:1]"),
-    Bug("who waits for a load is not counted", WAITERS, "Waiters.remember", "self._blocked[context] = None", "self._blocked.update({context: None} if match.blocked_on != 'load' else {})"),
-    Bug("who has waited is still counted", WAITERS, "Waiters.wake", "self._blocked.pop(context, None)", "pass"),
+    Bug("who waits for a load is not counted", WAITERS, "Waiters.remember", "self._blocked[seq_kv] = None", "self._blocked.update({seq_kv: None} if match.blocked_on != 'load' else {})"),
+    Bug("who has waited is still counted", WAITERS, "Waiters.wake", "self._blocked.pop(seq_kv, None)", "pass"),
     Bug("what is waited for is forgotten", CACHE, "Cache._remember", "keys = [blocked_on]", "pass"),
     Bug("what would make a long prompt short is not watched", CACHE, "Cache._remember", "keys = [key(hit, tokens), *(one for index, one in later if index < reach or one in self._computing)]", "pass"),
     Bug("who waits, waits for another block than the other brings", CACHE, "Cache._on_its_way", "return key(hit, tokens)", "return key(last - 1, tokens)"),
@@ -330,16 +330,16 @@ BUGS = (
     Bug("a loaded page is not written", TIERS, "Tiers._bring", "self._engine.write_blocks(group, blocks, pages[count - len(blocks):count]).wait()", "pass"),
     Bug("a load that begins inside a chunk takes its first pages", TIERS, "Tiers._bring", "pages[count - len(blocks):count]", "pages[:len(blocks)]"),
     Bug("a load that ends inside a chunk takes its last pages", TIERS, "Tiers._bring", "pages[count - len(blocks):count]", "pages[len(pages) - len(blocks):]"),
-    Bug("a tail is taken for a whole chunk", TIERS, "Tiers._bring", "begin, (end, wants) = (len(context.table.groups[0]), load.stretches[load.landed])", "begin, (end, wants) = (len(context.table.groups[0]), load.stretches[load.landed])\nend = -(-end // CHUNK_BLOCKS) * CHUNK_BLOCKS"),
+    Bug("a tail is taken for a whole chunk", TIERS, "Tiers._bring", "begin, (end, wants) = (len(seq_kv.table.groups[0]), load.stretches[load.landed])", "begin, (end, wants) = (len(seq_kv.table.groups[0]), load.stretches[load.landed])\nend = -(-end // CHUNK_BLOCKS) * CHUNK_BLOCKS"),
     Bug("the block that a chunk goes on with is taken for the context's", PARTIAL_BLOCKS, "PartialBlocks.put", "pool.publish(block, key, follow, parent)", "pool.publish(block, key, tuple(tokens[end * size:(end + 1) * size]), parent)"),
-    Bug("a load that ended keeps its blocks", TIERS, "Tiers._land", "self._cache.close(context, tokens)", "self._cache.close(context, tokens) if not load.landed else self._loads.pop(context)"),
+    Bug("a load that ended keeps its blocks", TIERS, "Tiers._land", "self._cache.close(seq_kv, tokens)", "self._cache.close(seq_kv, tokens) if not load.landed else self._loads.pop(seq_kv)"),
     Bug("a load is never late", TIERS, "Tiers._land", "load.landed == before and self.load_policy.late(load, self.reader.alive) and (not load.over)", "False"),
     Bug("a buffer is read into while its chunk waits", STORE_READER, "StoreReader._fetch", "self._load_policy.read(size, self._clock.now() - began)", "self._load_policy.read(size, self._clock.now() - began)\nfor buffer in buffers:\n    self._buffers[len(buffer)].append(buffer)"),
     Bug("the store in memory keeps what lies in a buffer", STORE_READER, "StoreReader._fetch", "dataclasses.replace(chunk, pages=bytes(chunk.pages))", "chunk"),
     Bug("a load that stands still is never late", STORE_READER, "LoadPolicy.late", "if now - max(load.started, load.heard, alive) > STALL_SECONDS:\n    return True", "pass"),
     Bug("nobody hears that a load has ended", TIERS, "Tiers.stop", "self._answers += load.done", "pass"),
-    Bug("a load goes on for a sequence that has ended", CACHE, "Cache.close", "self.below.stop(context)", "pass"),
-    Bug("a sequence runs while it is loaded", CACHE, "Cache.match", "'load' if context.claim.tried else None", "None"),
+    Bug("a load goes on for a sequence that has ended", CACHE, "Cache.close", "self.below.stop(seq_kv)", "pass"),
+    Bug("a sequence runs while it is loaded", CACHE, "Cache.match", "'load' if seq_kv.claim.tried else None", "None"),
     Bug("a load takes blocks that are not there", CACHE, "Cache.extend", "if any((counts[number] > self.pools[number].available for number in groups)):\n    return False", "pass"),
     Bug("blocks that a load skips are taken all the same", CACHE, "Cache.extend", "counts[number] if number in groups else 0", "counts[number]"),
     Bug("a lost chunk is read over", STORE_READER, "StoreReader.work", "if arrival is None or load.fetched == len(load.stretches):\n    load.over = True", "load.fetched += arrival is None\nif load.fetched >= len(load.stretches):\n    load.over = True"),
@@ -421,7 +421,7 @@ BUGS = (
     Bug("pins are forgotten at a restart", DISK, "DiskStore._open", "state.index.pin(name, ids)", "pass"),
     Bug("pins are forgotten in a power cut", PINS, "Pins.save", "self._folder.files.sync_folder(self._path)", "pass"),
     Bug("the checksum of pages is not looked at", CHUNKS, "verify", "xxhash.xxh3_128_digest(view[pages_at:]) != header.pages_check", "False"),
-    Bug("another chunk's file is believed", CHUNKS, "verify", "_said(header, name.size) != name", "False"),
+    Bug("another chunk's file is believed", CHUNKS, "verify", "_header_name(header, name.size) != name", "False"),
     Bug("chunks being written are not in the budget", STATE, "DiskState.make_room", "self.index.bytes + self.folder.littered + self.reserved", "self.index.bytes + self.folder.littered"),
     Bug("the chunk that comes in is not in the budget", STATE, "DiskState.make_room", "self.index.bytes + self.folder.littered + self.reserved + need", "self.index.bytes + self.folder.littered + self.reserved"),
     Bug("the store grows into the reserve", STATE, "DiskState.make_room", "need - max(free - self._reserve, freed) if need else 0", "0"),
@@ -432,14 +432,14 @@ BUGS = (
     Bug("orphans stay on the disk", DISK_MAINTENANCE, "fill", "found.junk + [(state.folder.path(entry.name), entry.disk) for entry in (*entries.values(), *replaced)]", "found.junk"),
     Bug("leftovers that could not be removed stay", DISK_MAINTENANCE, "clean", "state.folder.tidy()", "()"),
     # the check of codecs
-    Bug("agreement is of the tokens that were read", CHECK, "compare", "one.top[0][0] == other.top[0][0]", "one.token == other.token"),
-    Bug("agreement is with the text", CHECK, "compare", "one.top[0][0] == other.top[0][0]", "other.top[0][0] == other.token"),
-    Bug("agreement is counted where they differ", CHECK, "compare", "one.top[0][0] == other.top[0][0]", "one.top[0][0] != other.top[0][0]"),
+    Bug("agreement is of the tokens that were read", CHECK, "judged", "one.top[0][0] == other.top[0][0]", "one.token == other.token"),
+    Bug("agreement is with the text", CHECK, "judged", "one.top[0][0] == other.top[0][0]", "other.top[0][0] == other.token"),
+    Bug("agreement is counted where they differ", CHECK, "judged", "one.top[0][0] == other.top[0][0]", "one.top[0][0] != other.top[0][0]"),
     Bug("what a codec made of the pages is not read", CHECK, "_store", "engine.write_blocks(group, ids, views).wait()", "pass"),
-    Bug("raw is compared with raw", CHECK, "compare", "_read(engine, codec, tokens)", "plain"),
+    Bug("raw is compared with raw", CHECK, "compare", "predict(engine, tokens, codec)", "predict(engine, tokens)"),
     Bug("a divergence forgets how likely a token is", CHECK, "_divergence", "p * (log_p[token] - log_q[token])", "log_p[token] - log_q[token]"),
-    Bug("the best place counts for the worst", CHECK, "compare", "-1 - len(apart) // 100", "len(apart) // 100"),
-    Bug("perplexities change places", CHECK, "compare", "Comparison(codec.name, len(plain), agreed, _perplexity(plain), _perplexity(coded), math.fsum(apart) / len(apart), apart[-1 - len(apart) // 100])", "Comparison(codec.name, len(plain), agreed, _perplexity(coded), _perplexity(plain), math.fsum(apart) / len(apart), apart[-1 - len(apart) // 100])"),
+    Bug("the best place counts for the worst", CHECK, "judged", "-1 - len(apart) // 100", "len(apart) // 100"),
+    Bug("perplexities change places", CHECK, "judged", "Comparison(name, len(plain), agreed, _perplexity(plain), _perplexity(coded), math.fsum(apart) / len(apart), apart[-1 - len(apart) // 100], beside)", "Comparison(name, len(plain), agreed, _perplexity(coded), _perplexity(plain), math.fsum(apart) / len(apart), apart[-1 - len(apart) // 100], beside)"),
     Bug("a window's blocks are taken from the wrong place", CHECK, "_store", "range(first, first + CHUNK_BLOCKS)", "range(CHUNK_BLOCKS)"),
     # ---------------------------------------------------------------------------------------------- the token log
     Bug("a turn's end is not synced", LOG, "Log.write", "if sync:\n    self._sync()", "pass"),

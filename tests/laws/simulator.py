@@ -22,9 +22,8 @@ import numpy as np
 from cairn.engine.fake import STATE, FakeEngine, fake_spec
 from cairn.engine.sampling import sample
 from cairn.kv.pool import prefix
-from cairn.kv.pool.attention_window import first_read, window_blocks
 from cairn.kv.pool.blocks import BlockPool
-from cairn.kv.pool.cache import Cache
+from cairn.kv.pool.cache import Cache, first_read, window_blocks
 from cairn.kv.pool.sequence_kv import Match, SequenceKV
 from cairn.kv.pool.snapshots import SPACING
 from cairn.scheduler.plan import Limits, Plan, PrefillPace

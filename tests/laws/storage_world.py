@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cairn.kv.pool.attention_window import lead
+from cairn.kv.pool.cache import lead
 from cairn.kv.pool.sequence_kv import SequenceKV, TierName
 from cairn.kv.ram import RamStore
 from cairn.kv.tiers.store import HEAD_BYTES, Chunk, Store

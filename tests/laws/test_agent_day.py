@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from cairn.kv.tiers.reuse_hints import Standing
+from cairn.kv.tiers.store import Standing
 from tests.laws import agent_day
 from tests.laws.agent_day import Disk, Memory
 

@@ -19,7 +19,6 @@ HEART = [
 HEART += [
     "kv/pool/blocks.py",
     "kv/pool/prefix.py",
-    "kv/pool/attention_window.py",
     "kv/pool/cache.py",
     "kv/pool/sequence_kv.py",
     "kv/pool/waiters.py",
@@ -39,7 +38,6 @@ ALLOWED = {
     "types.step",
     "kv.pool.blocks",
     "kv.pool.prefix",
-    "kv.pool.attention_window",
     "kv.pool.cache",
 }
 ALLOWED |= {

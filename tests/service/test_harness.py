@@ -19,7 +19,7 @@ from cairn.engine.device import load_engine
 from cairn.engine.fake import FakeEngine
 from cairn.frontend import launch
 from cairn.frontend.service import Service
-from cairn.frontend.watchdog import Patience
+from cairn.frontend.worker_connection import Patience
 from cairn.types.errors import Overloaded
 from cairn.types.request import Request
 from tests.service.tiny import collect, config, request, until

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from cairn.config.paths import with_folder
 from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.frontend.service import Service
-from cairn.frontend.watchdog import Patience
+from cairn.frontend.worker_connection import Patience
 from cairn.kv.disk.store import DiskStore
 from cairn.system.posix import SystemClock, SystemFiles
 from cairn.types.errors import ConfigError, Conflict

@@ -23,7 +23,7 @@ from cairn.agents.request_contexts import (
 )
 from cairn.agents.turn_tree import NOBODY, Agent, Turn
 from cairn.frontend.service import Service
-from cairn.kv.tiers.reuse_hints import Standing
+from cairn.kv.tiers.store import Standing
 from cairn.router.services import Services
 from cairn.types.block_size import CHUNK_TOKENS
 from cairn.types.errors import Conflict, Unavailable

@@ -18,7 +18,7 @@ from cairn.agents.log.records import EndRecord, TurnRecord, check, pack
 from cairn.agents.log.segment import Record
 from cairn.agents.running_turn import RunningTurn, said_before
 from cairn.agents.turn_tree import Agent, Turn
-from cairn.frontend.miss_explainer import PromptOrigin, told_of
+from cairn.frontend.miss_explainer import PromptOrigin, describe_prompt
 from cairn.frontend.requests import SamplingOptions
 from cairn.frontend.service import Service
 from cairn.frontend.stream import RequestStream
@@ -167,7 +167,7 @@ class Turns:
         wanted = _with_strict(wanted, branch.beginning.strict)
         whole = [*history, *messages]
         changed = bool(head.number) and head.identity != service.spec.identity
-        origin = told_of(whole, why="model changed" if changed else None)
+        origin = describe_prompt(whole, why="model changed" if changed else None)
         before = branch.context() if head.number and not changed else None
         if before is not None:
             # KV that was not computed by this server and its kernels cannot have been evicted here.

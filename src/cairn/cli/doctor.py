@@ -140,7 +140,7 @@ def _fit(name: str, config: Config, rate: float = 0.0) -> str:
     from cairn.cli.output import amount
     from cairn.engine import memory
     from cairn.engine.device import check_context
-    from cairn.kv.pool.attention_window import ANY, longest
+    from cairn.kv.pool.cache import ANY, longest
     from cairn.models.hub import hub
     from cairn.models.packing.weight_format import HeldWeights, form_of
     from cairn.models.safetensors.weights import open_weights

@@ -1,4 +1,4 @@
-"""Who is let in: the limits that need the loaded engine, the bounds of the queue, and when to come back."""
+"""Admission of requests: limits of the loaded engine, bounds of the queue, and when to retry."""
 
 from __future__ import annotations
 
@@ -15,29 +15,34 @@ from cairn.worker import wire
 _MEMORY = 30.0
 _BOOKED = 10.0
 _GUESS = 0.1
-"""Seconds and requests that are assumed to have been measured already: a place a second."""
+"""Seconds and requests that count as measured before any were: one place a second."""
 _TOKEN_GUESS = 1.0
-"""Seconds of the queue's own pace that count as much as what the worker says of its speed."""
+"""Weight of the speed that the worker reports, in seconds of the queue's own measurements."""
 _ANSWER_GUESS = 256.0
-"""Tokens that an answer is taken to have before any has ended."""
+"""Assumed length of an answer in tokens before any has ended."""
 _ANSWER_WEIGHT = 0.05
-"""How much one answer counts in what they have on the whole."""
+"""Weight of one answer in the mean length."""
 LONGEST_RETRY = 600.0
-"""Seconds that nobody is told to stay away for longer than."""
+"""Most seconds that a client is told to wait before it retries."""
 
 
 class QueuePace:
-    """How fast the queue moves, measured while somebody waits; what is older than `_MEMORY` seconds fades."""
+    """The speed at which the queue moves, measured while requests wait.
+
+    Older measurements fade over `_MEMORY` seconds.
+    """
 
     def __init__(self) -> None:
         self._left = self._tokens = self._seconds = self._last = self._due = 0.0
         self._queued = False
         self.token_seconds = 0.0
-        """How long the worker takes for a token of a prompt; 0 before it has told."""
+        """Seconds that the worker takes for a token of a prompt; 0 before it has reported any."""
 
     def note(self, now: float, left: int, queued: bool, tokens: int = 0) -> None:
-        """`left` requests with so many tokens left the queue since the last call; `queued`: whether others still
-        wait."""
+        """Record that `left` requests with `tokens` left the queue since the last call.
+
+        `queued`: whether others still wait.
+        """
         if self._queued:
             passed = now - self._last
             fade = math.exp(-passed / _MEMORY)
@@ -46,10 +51,10 @@ class QueuePace:
         self._last, self._queued = now, queued
 
     def ahead(self, requests: int, tokens: int) -> float:
-        """Seconds until so many requests that wait, with so many tokens, have begun; 0 where nothing tells.
+        """Return the seconds until so many waiting requests, with so many tokens, have begun; 0 if nothing is known.
 
-        What left the queue lately says how long these take, by their number and by their tokens, cached or not; where
-        little did, what the worker says of its speed.
+        The estimate is the larger of one by requests and one by tokens, cached or not, from what left the queue lately;
+        where that was little, the speed that the worker reports counts.
         """
         by_number = requests * (self._seconds + _GUESS) / (self._left + _GUESS) if self._left else 0.0
         weight = _TOKEN_GUESS if self.token_seconds else 0.0
@@ -57,10 +62,10 @@ class QueuePace:
         return max(by_number, tokens * (self._seconds + weight) / known if known else 0.0)
 
     def book(self, now: float, most: int, ahead: float = 0.0, waiting: int = 1) -> float:
-        """Seconds until the `waiting` requests, for which so many seconds are `ahead`, have begun, and a place in the
-        queue is free that nobody was told of yet; at most `LONGEST_RETRY`.
+        """Return the seconds until the waiting requests have begun and a place is free that was promised to nobody.
 
-        Those who were told may not come back, so at most `most` places or `_BOOKED` seconds are kept for them.
+        `ahead`: seconds until the `waiting` requests have begun. At most `LONGEST_RETRY`. Clients that were told may
+        not come back, so at most `most` places or `_BOOKED` seconds are reserved for them.
         """
         each = max((self._seconds + _GUESS) / (self._left + _GUESS), ahead / max(1, waiting))
         self._due = min(max(self._due, now) + each, now + max(most * each, _BOOKED))
@@ -68,10 +73,10 @@ class QueuePace:
 
 
 class Queue:
-    """The requests that no worker has begun to compute, by whose share of the server they take.
+    """The requests that no worker has begun to compute, counted by tenant.
 
-    One tenant may have all places while no other wants any. Half of it is for one of several: what one has beyond that
-    takes nothing from the others, who find their half of the places free.
+    One tenant may have all places while no other wants any. With several, each is sure of its half: what one tenant
+    holds beyond half of the places does not count against the others.
     """
 
     def __init__(self, config: Config) -> None:
@@ -82,42 +87,45 @@ class Queue:
         self._blocked = False
         self._places: Counter[str] = Counter()
         self._prompts: Counter[str] = Counter()
-        """Requests and tokens of each tenant."""
+        """Requests (`_places`) and prompt tokens of each tenant."""
         self._begun = [0, 0]
-        """Requests and tokens that left to be computed since the worker's last step."""
+        """Requests and tokens whose computation began since the worker's last step."""
         self._needs: dict[int, int] = {}
-        """Tokens of KV that each request will come to need, as far as can be told."""
+        """Estimated tokens of KV that each request will need."""
         self._pools = config.max_queue_pools
         self._answer = _ANSWER_GUESS
         self.requests = 0
         self.tokens = 0
         """Tokens of their prompts."""
         self.needed = 0
-        """Tokens of KV that they will come to need."""
+        """Estimated tokens of KV that they will need."""
 
     def enter(self, request: Request) -> None:
-        """A request was let in."""
+        """Add a request."""
         self._needs[request.id] = need = self._need(request)
         self.needed += need
         self._count(request, 1)
 
     def leave(self, request: Request) -> None:
-        """It has ended."""
+        """Remove a request that has ended."""
         self.needed -= self._needs.pop(request.id, 0)
         self._count(request, -1)
 
     def answered(self, tokens: int) -> None:
-        """An answer has ended that had so many tokens."""
+        """Record the length in tokens of an answer that has ended."""
         self._answer += _ANSWER_WEIGHT * (tokens - self._answer)
 
     def _need(self, request: Request) -> int:
-        """Its prompt, and as long an answer as it asks for or as answers are on the whole, whichever is less. What it
-        shares with others counts all the same."""
+        """Return the tokens of KV that a request will need: its prompt and an answer.
+
+        The answer is taken to have the usual length, or that of its limit if lower. Shared prefixes are counted in
+        full.
+        """
         answer = min(request.sampling.max_tokens, round(self._answer))
         return len(request.prompt) + max(answer, len(request.generated))
 
     def begin(self, request: Request) -> None:
-        """It is computed now."""
+        """Remove a request whose computation begins."""
         self.leave(request)
         self._begun[0] += 1
         self._begun[1] += len(request.prompt)
@@ -132,7 +140,7 @@ class Queue:
             del self._places[share], self._prompts[share]
 
     def note(self, now: float, stats: wire.Stats) -> None:
-        """The worker made a step."""
+        """Record a step of the worker."""
         self._blocked = stats.waiting > 0
         self._pace.token_seconds = stats.token_seconds
         left, tokens = self._begun
@@ -140,12 +148,15 @@ class Queue:
         self._pace.note(now, left, self._blocked, tokens)
 
     def check(self, request: Request, running: int, rows: int, now: float, pool: int = 0) -> None:
-        """Raise Overloaded if there is no place, or none before it would have to end. `running` requests are computed,
-        `rows` could be; `pool`: tokens of KV that there is room for, 0 for a model that keeps none."""
+        """Raise Overloaded if there is no place for a request, or none in time for its deadline.
+
+        `running`: requests being computed; `rows`: how many could be; `pool`: tokens of KV that fit, 0 for a model
+        without KV.
+        """
         self._check_pool(request, pool, now)
         self._check_time(request, now)
         free = 0
-        if not self._blocked:  # the worker takes everybody: its free places are for those on the way to it
+        if not self._blocked:  # the worker has free places, which the requests on the way to it will take
             free = max(0, min(self._max_running, rows) - running)
         if self._has_place(request, free) and self._has_tokens(request, free):
             return
@@ -158,32 +169,36 @@ class Queue:
         )
 
     def _check_pool(self, request: Request, pool: int, now: float) -> None:
-        """Whether the KV of all that waits would fill the pool too many times over: it is refused now, not once it has
-        waited for that."""
+        """Raise Overloaded if the KV of all waiting requests would fill the pool more often than `max_queue_pools`.
+
+        The request is refused now rather than after a long wait.
+        """
         need = self._need(request)
         if not pool or not self.requests or self.needed + need <= self._pools * pool:
             return
         raise Overloaded(
-            f"what waits will need KV of about {self.needed} tokens, and this request of {need}; the pool holds "
-            f"{pool}, and the limit is {self._pools:g} times that (max_queue_pools)",
+            f"the waiting requests will need KV for about {self.needed} tokens, and this one for {need}; the pool "
+            f"holds {pool}, and the limit is {self._pools:g} times that (max_queue_pools)",
             retry_after=self.retry_after(now),
         )
 
     def _check_time(self, request: Request, now: float) -> None:
-        """Whether it would begin in time, as fast as the queue moves. Tenants take turns: as many of each are ahead of
-        it as of its own."""
+        """Raise Overloaded if a request would not begin before its deadline at the queue's present speed.
+
+        Tenants take turns: as many requests of each other tenant are ahead of it as of its own.
+        """
         if not self._blocked or not self.requests:
             return
         turns = (self._places[request.share] + 1) * len(self._places)
         ahead = min(1.0, turns / self.requests) * self._pace.ahead(self.requests, self.tokens)
         if request.timeout is not None and ahead > request.timeout:
             raise Overloaded(
-                f"what waits takes about {ahead:.0f} s, and this request may take {request.timeout:.3g} s in all",
+                f"the requests ahead take about {ahead:.0f} s, and the timeout of this one is {request.timeout:.3g} s",
                 retry_after=self.retry_after(now),
             )
 
     def _has_place(self, request: Request, free: int) -> bool:
-        """Whether there is a place, or one of the tenant's half."""
+        """Return whether there is a place, or one in the tenant's half."""
         if self.requests - free < self._limit:
             return True
         half = max(1, self._limit // 2)
@@ -191,7 +206,10 @@ class Queue:
         return self._places[request.share] < half and counted - free < self._limit
 
     def _has_tokens(self, request: Request, free: int) -> bool:
-        """The same of tokens. The first request of a tenant may have more than its half of them."""
+        """Return whether its prompt fits the token limit or the tenant's half.
+
+        The first request of a tenant may have more than that half.
+        """
         size, share = len(request.prompt), request.share
         if self.requests <= free or self.tokens + size <= self._limit_tokens:
             return True
@@ -203,15 +221,15 @@ class Queue:
         return others + min(mine + size, half) <= self._limit_tokens
 
     def retry_after(self, now: float) -> float:
-        """Seconds until what waits now has begun, and a place is free that nobody was promised yet."""
+        """Return the seconds until the waiting requests have begun and a place is free that was promised to nobody."""
         ahead = self._pace.ahead(self.requests, self.tokens)
         return self._pace.book(now, self._limit, ahead, self.requests)
 
 
 def check_together(requests: Sequence[Request], config: Config, rows: int) -> None:
-    """Raise InvalidRequest for the choices of one call that would not all get past `Queue.check` on an empty server.
+    """Raise InvalidRequest if the choices of one call could not all pass `Queue.check` on an empty server.
 
-    They start together, so to come back later, as Overloaded asks for, would never help. `rows` as there.
+    They start together, so a later retry, as Overloaded asks for, would never help. `rows` as there.
     """
     count, tokens = len(requests), sum(len(request.prompt) for request in requests)
     places = min(config.max_running, rows)
@@ -231,7 +249,7 @@ def check_together(requests: Sequence[Request], config: Config, rows: int) -> No
 
 
 def check_tokens(request: Request, info: wire.Info) -> None:
-    """Raise ContextTooLong or InvalidRequest, with the figures, for what this engine could never compute."""
+    """Raise ContextTooLong or InvalidRequest, with the figures, for a request that this engine can never compute."""
     prompt, asked = len(request.prompt), request.sampling.max_tokens
     if prompt + asked > info.context:
         raise ContextTooLong(

@@ -1,4 +1,4 @@
-"""Where the next worker computes after a device failed: there again, and after a second failure on the CPU."""
+"""The device of the next worker after a device failed: the same again, after a second failure the CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 CPU = "cpu"
 TOGETHER = 3600.0
-"""Seconds within which two failures of a device are one trouble."""
+"""Seconds within which a second failure of a device moves the model to the CPU."""
 
 
 class DeviceFallback:
@@ -28,7 +28,7 @@ class DeviceFallback:
         """Why the CPU computes instead of the device that was asked for; empty while it does not."""
 
     def failed(self, why: str) -> None:
-        """Note that a step on the device failed, or that it was not there any more when a worker was to use it."""
+        """Record that a step on the device failed, or that a new worker did not find the device."""
         now = self._clock.now()
         if now - self._failed_at < TOGETHER and not self.sentence:
             self.sentence = (
@@ -39,14 +39,14 @@ class DeviceFallback:
         self._failed_at = now
 
     def load(self, load: wire.LoadModel) -> wire.LoadModel:
-        """Return what the next worker is to load: the same, or on the CPU with a pool for its memory."""
+        """Return the load for the next worker: the same, or on the CPU with a pool sized for its memory."""
         self._device = load.config.device
         if not self.sentence:
             return load
         return msgspec.structs.replace(load, config=msgspec.structs.replace(load.config, device=CPU), blocks=())
 
-    def told(self, ready: wire.ModelReady) -> wire.ModelReady:
-        """Return what a worker says when it has loaded, with the sentence among its troubles."""
+    def explain(self, ready: wire.ModelReady) -> wire.ModelReady:
+        """Return the message of a worker that has loaded, with the sentence among its troubles."""
         if not self.sentence:
             return ready
         both = f"{self.sentence}; {ready.trouble}" if ready.trouble else self.sentence

@@ -1,8 +1,8 @@
-"""Texts to vectors and scores, through a service's requests: HTTP, Python and the CLI all come through here.
+"""Embeddings, scores and reranking of texts through a service's requests, for HTTP, Python and the CLI.
 
-Each text is a request of its own, so texts of all callers share steps, without padding, and take their tenants' turns.
-Of many texts so many are under way at once that the queue keeps room for others. numpy is imported with the first
-text: a server that only answers chats does without it.
+Each text is a request of its own, so the texts of all callers share steps, without padding, and take their tenants'
+turns. The number of one call's texts in flight is bounded, so that the queue keeps room for others. numpy is imported
+with the first text: a server that only answers chats does without it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cairn.frontend.reranker_prompt import Question
 from cairn.frontend.service import Service
 from cairn.frontend.stream import merge
 from cairn.text.tokens import length
 from cairn.text.tokens.post_processor import WholeInput
-from cairn.text.tokens.tokenizer import INLINE
+from cairn.text.tokens.tokenizer import INLINE, Tokenizer
 from cairn.types.errors import ContextTooLong, GenerationFailed, InvalidRequest, Overloaded
 from cairn.types.outputs import Done
 from cairn.types.request import Request
@@ -31,27 +30,54 @@ if TYPE_CHECKING:
 
     Vector = NDArray[np.float32]
 
+
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+"""The instruction for reranking if the caller gives none."""
+_BEFORE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+)
+_BEHIND = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+class Question:
+    """The prompts of a reranker for one instruction."""
+
+    def __init__(self, tokenizer: Tokenizer, instruction: str | None) -> None:
+        self._tokenizer = tokenizer
+        self._instruction = INSTRUCTION if instruction is None else instruction
+        self._before = tokenizer.encode(_BEFORE, special=True)
+        self._behind = tokenizer.encode(_BEHIND, special=True)
+
+    def pair(self, query: str, document: str, limit: int | None = None) -> WholeInput:
+        """Return the prompt of a pair, cut to `limit` tokens at the end of the document."""
+        text = f"<Instruct>: {self._instruction}\n<Query>: {query}\n<Document>: {document}"
+        ids = self._tokenizer.encode(text)
+        room = len(ids) if limit is None else max(0, limit - len(self._before) - len(self._behind))
+        return WholeInput((*self._before, *ids[:room], *self._behind))
+
+
 Text = str | Sequence[int | str]
-"""A text, or its token ids as they are to be computed; texts may stand between them."""
+"""A text, or its token ids as they are to be computed; texts may stand between the ids."""
 Encode = Callable[[], list[WholeInput]]
 
 MAX_TEXTS = 2048
-"""Texts of one call, as in the OpenAI API."""
+"""Most texts of one call, as in the OpenAI API."""
 MAX_TOKENS = 1 << 20
-"""Tokens of all texts of one call, so that no call fills the memory with them."""
+"""Most tokens of all texts of one call, which bounds the memory that a call takes."""
 MAX_READ = 16 << 20
-"""Characters of all pairs of one call that are read together with their query."""
+"""Most characters of all pairs of one call that are read together with their query."""
 CHARACTERS = 64
-"""Characters for each token that a text may have, of one that is to be cut: what follows is not read."""
+"""Characters that are read for each token that remains of a text to be cut; the rest is ignored."""
 AT_ONCE = 256
-"""Texts of one call that are under way at once, at most."""
+"""Most texts of one call that are in flight at once."""
 _PAUSE = 0.05
 _SAMPLING = SamplingParams(max_tokens=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """Whose texts they are, and what bounds them."""
+    """The caller of texts, and the limits and options of its call."""
 
     salt: bytes = b""
     share: str = ""
@@ -60,15 +86,15 @@ class Asking:
     truncate: bool = False
     """Whether a text that is too long is cut; otherwise it is refused."""
     field: str = "input"
-    """What the caller calls the texts."""
+    """The name of the field that holds the texts, for errors."""
     prompt_name: str | None = None
-    """Which of the model's words stand before them; None: those that it puts before every text, if any."""
+    """Name of the model's prompt to put before the texts; None for the one that it puts before every text, if any."""
     instruction: str | None = None
-    """What a decoder judges by; None: whether a document answers a query of a web search."""
+    """The criterion for a decoder's judgement; None for whether a document answers the query of a web search."""
 
 
 def check_embeds(service: Service) -> None:
-    """InvalidRequest for a model that makes no vectors."""
+    """Raise InvalidRequest for a model that makes no vectors."""
     if service.spec.kind == "rerank":
         raise InvalidRequest(
             f"{service.name} judges pairs of texts and makes no embeddings; it serves /v1/rerank and /v1/score",
@@ -77,7 +103,7 @@ def check_embeds(service: Service) -> None:
 
 
 def check_scores(service: Service) -> None:
-    """InvalidRequest for a judge whose answer is not one score."""
+    """Raise InvalidRequest for a reranker whose answer is not one score."""
     encoder = service.spec.encoder
     if service.spec.kind == "rerank" and encoder is not None and encoder.labels != 1:
         raise InvalidRequest(
@@ -86,12 +112,12 @@ def check_scores(service: Service) -> None:
 
 
 def longest_text(service: Service) -> int:
-    """Tokens of the longest text that this model takes."""
+    """Return the tokens of the longest text that this model takes."""
     return min(service.info.context, service.spec.longest_text)
 
 
 async def vectors(service: Service, texts: Sequence[Text], asking: Asking) -> tuple[list[Vector], int]:
-    """The vector of each text as the model gives it, and how many tokens they have together."""
+    """Return the vector of each text as the model gives it, and the tokens of all texts together."""
     check_embeds(service)
     wholes = await _encoded(service, texts, asking)
     return await _computed(service, wholes, asking), sum(len(whole.tokens) for whole in wholes)
@@ -100,18 +126,18 @@ async def vectors(service: Service, texts: Sequence[Text], asking: Asking) -> tu
 async def scores(
     service: Service, pairs: Sequence[tuple[str, str]], asking: Asking, *, raw: bool = False
 ) -> tuple[list[float], int]:
-    """How well the texts of each pair go together, and how many tokens were read for it.
+    """Return how well the texts of each pair match, and the number of tokens read.
 
-    Of a model that judges pairs its own score, 0 to 1, or with `raw` before the logistic function; of one that makes
-    embeddings the cosine, for which each text is computed once.
+    For a reranker it is the model's score, 0 to 1, or with `raw` before the logistic function; for an embedding model
+    the cosine, for which each text is computed once.
     """
     check_scores(service)
     if asking.instruction is not None and service.spec.judge is None:
         raise InvalidRequest(f"{service.name} takes no instruction", field="instruction")
     if service.spec.kind == "rerank":
         wholes = await _encoded_pairs(service, pairs, asking)
-        found = [float(one[0]) for one in await _computed(service, wholes, asking)]
-        return found if raw else [_logistic(one) for one in found], sum(len(whole.tokens) for whole in wholes)
+        scored = [float(one[0]) for one in await _computed(service, wholes, asking)]
+        return scored if raw else [_logistic(one) for one in scored], sum(len(whole.tokens) for whole in wholes)
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
     made, tokens = await vectors(service, texts, asking)
     known = dict(zip(texts, finished(made), strict=True))
@@ -123,7 +149,7 @@ def _logistic(score: float) -> float:
 
 
 def check_dimensions(service: Service, dimensions: int | None, *, normalize: bool = True) -> None:
-    """InvalidRequest for a number of dimensions that this model's vectors cannot be cut to."""
+    """Raise InvalidRequest if vectors cannot be cut to so many numbers."""
     most = service.spec.width
     if dimensions is None or dimensions == most:
         return
@@ -133,16 +159,16 @@ def check_dimensions(service: Service, dimensions: int | None, *, normalize: boo
             field="dimensions",
         )
     if not normalize:
-        raise InvalidRequest("dimensions cuts vectors that are normalised again; normalize is false", field="normalize")
+        raise InvalidRequest("dimensions needs normalize to be true: cut vectors are scaled again", field="normalize")
 
 
-def finished(made: Sequence[Vector], dimensions: int | None = None, *, normalize: bool = True) -> list[Vector]:
-    """Vectors cut to their first `dimensions` numbers, of length 1 where they are to be normalised."""
+def finished(vectors: Sequence[Vector], dimensions: int | None = None, *, normalize: bool = True) -> list[Vector]:
+    """Return the vectors cut to `dimensions` numbers, and scaled to length 1 if `normalize`."""
     import numpy as np
 
     done = []
-    for one in made:
-        cut = one[:dimensions]
+    for vector in vectors:
+        cut = vector[:dimensions]
         size = float(np.sqrt(np.square(cut, dtype=np.float64).sum()))
         done.append((cut / max(size, 1e-12)).astype(np.float32) if normalize else cut)
     return done
@@ -178,30 +204,30 @@ async def _encoded(service: Service, texts: Sequence[Text], asking: Asking) -> l
 
 
 def _pieces(text: Text) -> list[str]:
-    """What of a text has to be encoded."""
+    """Return the texts that have to be encoded."""
     return [text] if isinstance(text, str) else [piece for piece in text if isinstance(piece, str)]
 
 
 def _readable(text: str, cut: int | None) -> str:
-    """What is read of a text of which `cut` tokens are left: encoding the rest would take memory for nothing."""
+    """Return the beginning of a text that can matter if `cut` tokens of it remain: encoding the rest wastes memory."""
     return text if cut is None else text[: CHARACTERS * cut]
 
 
 def _bounded(wholes: Iterable[WholeInput], field: str) -> list[WholeInput]:
-    """The texts, unless they have too many tokens together."""
-    found, tokens = list[WholeInput](), 0
+    """Return the texts as a list. Raise InvalidRequest if they have too many tokens together."""
+    texts, tokens = list[WholeInput](), 0
     for whole in wholes:
         tokens += len(whole.tokens)
         if tokens > MAX_TOKENS:
             raise InvalidRequest(
                 f"{field} has more than {MAX_TOKENS} tokens together, the limit of a call", field=field
             )
-        found.append(whole)
-    return found
+        texts.append(whole)
+    return texts
 
 
 def _words(service: Service, name: str | None) -> str:
-    """What stands before a text. InvalidRequest for a name that the model does not have."""
+    """Return the words to put before a text. Raise InvalidRequest for a prompt name that the model does not have."""
     known = service.spec.embedding.prompts
     name = service.spec.embedding.prompt if name is None else name
     if name is None:
@@ -219,9 +245,9 @@ async def _encoded_pairs(service: Service, pairs: Sequence[tuple[str, str]], ask
     cut = limit if asking.truncate else None
     read = sum(len(_readable(one, cut)) + len(_readable(other, cut)) for one, other in pairs)
     read += len(pairs) * len(asking.instruction or "")
-    if service.spec.judge is not None and read > MAX_READ:  # a query is read again with each text
+    if service.spec.judge is not None and read > MAX_READ:  # the query is read again with each text
         raise InvalidRequest(
-            f"{asking.field}, each with its query, have more than {MAX_READ} characters, the limit of a call",
+            f"{asking.field}, each with its query, has more than {MAX_READ} characters, the limit of a call",
             field=asking.field,
         )
 
@@ -240,7 +266,7 @@ async def _encoded_pairs(service: Service, pairs: Sequence[tuple[str, str]], ask
 
 
 async def _aside(service: Service, texts: Sequence[str], asking: Asking, encode: Encode) -> list[WholeInput]:
-    """What `encode` makes of these texts, in a thread where they are long."""
+    """Run `encode`, in a thread if the texts are long."""
     if sum(map(len, texts)) <= INLINE:
         return encode()
     long, limit = service.chat.long, longest_text(service)
@@ -252,7 +278,7 @@ async def _aside(service: Service, texts: Sequence[str], asking: Asking, encode:
 
 def _check(service: Service, whole: WholeInput, name: str, limit: int, asking: Asking) -> None:
     if not whole.tokens:
-        raise InvalidRequest(f"{name} is empty: its tokenizer makes nothing of it", field=asking.field)
+        raise InvalidRequest(f"{name} is empty: it has no tokens", field=asking.field)
     if len(whole.tokens) > limit:
         raise ContextTooLong(
             f"{name} has {len(whole.tokens)} tokens, which is too large: {service.name} takes at most {limit} "
@@ -270,7 +296,7 @@ def _check(service: Service, whole: WholeInput, name: str, limit: int, asking: A
 
 
 async def _computed(service: Service, wholes: Sequence[WholeInput], asking: Asking) -> list[Vector]:
-    """The vectors of whole texts, in order. What a full queue refuses in the middle is asked for again."""
+    """Return the vectors of whole texts, in order. Retry requests that a full queue refuses after the first batch."""
     done: list[Vector] = []
     while len(done) < len(wholes):
         some = wholes[len(done) : len(done) + asking.at_once]
@@ -300,12 +326,12 @@ async def _together(service: Service, wholes: Sequence[WholeInput], asking: Aski
     ]
     import numpy as np
 
-    found: dict[int, Vector] = {}
+    vectors: dict[int, Vector] = {}
     async with contextlib.aclosing(merge(service.generate, requests)) as events:
         async for batch in events:
             for index, event in batch:
                 if isinstance(event, Done):
-                    found[index] = np.frombuffer(event.vector, np.float32)
-    if not all(index in found and found[index].size for index in range(len(wholes))):
+                    vectors[index] = np.frombuffer(event.vector, np.float32)
+    if not all(index in vectors and vectors[index].size for index in range(len(wholes))):
         raise GenerationFailed("the engine gave no vector")
-    return [found[index] for index in range(len(wholes))]
+    return [vectors[index] for index in range(len(wholes))]

@@ -1,4 +1,4 @@
-"""What a model did in each of the last 60 minutes: tokens, and how long its answers took to begin."""
+"""Figures of a model for each of the last 60 minutes: tokens, and time to first token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SECONDS = 60.0
 
 
 class Minute(msgspec.Struct, frozen=True, kw_only=True):
-    """One minute."""
+    """The figures of one minute."""
 
     at: float
     """Its end, in seconds since 1970."""
@@ -23,12 +23,12 @@ class Minute(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens; `cached` of them were not computed again."""
     cached: int
     answers: int
-    """Answers that began, and (`first_token`) the seconds that this took them all together."""
+    """Answers that began; `first_token` is the sum of the seconds that this took."""
     first_token: float
 
 
 class LastHour:
-    """Differences of the counters, a minute each. Nobody is asked for anything: it is called now and then."""
+    """Differences of the counters, one minute each. Call `note` from time to time."""
 
     def __init__(self) -> None:
         self.minutes: deque[Minute] = deque(maxlen=MINUTES)
@@ -36,7 +36,7 @@ class LastHour:
         self._before: tuple[float, ...] = ()
 
     def note(self, clock: Clock, metrics: Metrics) -> None:
-        """Look at the counters, if a minute is over."""
+        """Record the counters if a minute is over."""
         now = clock.now()
         if self._due is not None and now < self._due:
             return

@@ -1,4 +1,4 @@
-"""A worker's process (or thread) from nothing to where it loads a model, and how a server comes to its first one.
+"""Starting a worker's process or thread up to its loading a model, and a server's first worker.
 
 This imports little: a server starts its first worker before it imports the rest of itself, so that both go on at once.
 """
@@ -20,7 +20,6 @@ from typing import NoReturn
 import msgspec
 import xxhash
 
-import cairn
 from cairn.config.config import Config, TenantTurns
 from cairn.models.hub.hub import locate
 from cairn.system.posix import without_secrets
@@ -28,12 +27,12 @@ from cairn.types.errors import ConfigError, NoWorker
 from cairn.worker import wire
 
 WORKER = (sys.executable, "-P", "-m", "cairn.worker.worker")
-"""The worker's command line; the socket's number is added to it. Without -P it would import the Python files of the
-working directory, which may be a model's folder."""
+"""The worker's command line; the socket's number is appended. Without -P it would import Python files from the working
+directory, which may be a model's folder."""
 KILL_SECONDS = 2.0
-"""How long a worker that was killed may take to be gone, where nobody can wait for longer."""
+"""Seconds that a killed worker may take to end before the caller goes on without waiting."""
 ENDING = (signal.SIGINT, signal.SIGTERM)
-"""What ends a server: a terminal sends it to every process at once, and only the front heeds it."""
+"""Signals that end a server: a terminal sends them to every process at once, and only the front acts on them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +46,20 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class First:
-    """A server's first worker, and what the later ones need to be like it."""
+    """A server's first worker, and what later ones need to be like it."""
 
     load: wire.LoadModel
     code: bytes
-    """`code_digest` of the package when it was started; empty in-process, and where the package could not be read:
-    then later workers are not held against it."""
+    """`code_digest` of the package at its start; empty in-process, or if the package could not be read: then later
+    workers are not compared with it."""
     worker: Worker
 
     def end(self) -> None:
-        """Kill the worker, if it is a process that still runs."""
+        """Kill the worker if it is a process that still runs."""
         self.worker.sock.close()
         if self.worker.process is not None:
             self.worker.process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # a disk or a device holds it: nobody else need wait
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a disk or a device holds it; do not wait for it
                 self.worker.process.wait(KILL_SECONDS)
 
 
@@ -73,34 +72,34 @@ def launch_first(
     turns: TenantTurns | None = None,
     wait: bool = False,
 ) -> First:
-    """Start a worker that loads the model, which is in `folder` where that is known already.
+    """Start a worker that loads the model, from `folder` if that is known already.
 
-    `blocks`, `kv_part`, `turns`, `wait`: as of `wire.LoadModel`.
+    `blocks`, `kv_part`, `turns`, `wait`: as in `wire.LoadModel`.
 
-    Raises ModelError where the model cannot be had, NoWorker where a worker cannot, ConfigError for an option that
-    cannot be told to it.
+    Raise ModelError if the model cannot be found or fetched, NoWorker if no worker can be started, ConfigError for an
+    option that cannot be sent to it.
     """
-    found = folder or locate(config.model)
-    load = wire.LoadModel(plain(config), str(found), blocks, kv_part, turns or TenantTurns(), wait)
+    path = folder or locate(config.model)
+    load = wire.LoadModel(plain(config), str(path), blocks, kv_part, turns or TenantTurns(), wait)
     seen = b""
     if not in_process:
-        with contextlib.suppress(OSError):  # one file that cannot be read is no reason not to serve
+        with contextlib.suppress(OSError):  # serve even if a file cannot be read
             seen = code_digest()
     try:
         return First(load, seen, launch(load, in_process))
     except OSError as error:
         raise NoWorker(f"the process that loads the model could not be started: {error}") from error
-    except UnicodeEncodeError as error:  # a folder of the options or HOME, made with another encoding
+    except UnicodeEncodeError as error:  # a folder in the options or HOME whose name has another encoding
         raise ConfigError(f"{error.object!a} is not UTF-8, as folders and other options must be") from None
 
 
 def plain(config: Config) -> Config:
-    """The options without what other processes must not know, or need not."""
+    """Return the options without secrets, and without those that other processes do not need."""
     return msgspec.structs.replace(config, api_key=(), tenants=(), admin_key=None, models=())
 
 
 def launch(load: wire.LoadModel, in_process: bool = False) -> Worker:
-    """Start a worker and send it its first frame. Raises OSError, or before that UnicodeEncodeError."""
+    """Start a worker and send it its first frame. Raise OSError, or before that UnicodeEncodeError."""
     first = wire.encode(load)
     if in_process:
         _import_all(load)
@@ -116,14 +115,17 @@ def launch(load: wire.LoadModel, in_process: bool = False) -> Worker:
         except BaseException:
             ours.close()
             raise
-    with contextlib.suppress(OSError):  # one that is gone already is noticed by who reads
-        ours.sendall(first)  # some hundred bytes: it need not read yet
+    with contextlib.suppress(OSError):  # the reader notices a worker that is gone already
+        ours.sendall(first)  # a few hundred bytes fit the socket's buffer, so this does not wait
     return worker
 
 
 def _import_all(load: wire.LoadModel) -> None:
-    """Import what the worker's thread and the one that reads the tokenizer need, before there is either. numpy's parts
-    import each other, and of two threads in the middle of that one sees a part that is not whole."""
+    """Import the modules that the worker's thread and the thread that reads the tokenizer need.
+
+    This is done before either starts: numpy's parts import each other, so of two threads that import them at once, one
+    could see a half-imported part.
+    """
     import cairn.text.tokens.gguf
     import cairn.worker.worker  # noqa: F401
     from cairn.engine.device import import_engine
@@ -132,7 +134,7 @@ def _import_all(load: wire.LoadModel) -> None:
 
 
 def _process(sock: socket.socket) -> subprocess.Popen[bytes]:
-    # A Ctrl-C in a terminal goes to all its processes; this one ignores it, but only once it has come to that.
+    # A Ctrl-C in a terminal goes to all its processes. The worker ignores it, but only once it has set that up.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
         command = [*WORKER, str(sock.fileno())]
@@ -144,7 +146,7 @@ def _process(sock: socket.socket) -> subprocess.Popen[bytes]:
 
 
 def _serve_quietly(sock: socket.socket) -> None:
-    """The worker of in-process use: an unforeseen error is shown, and the front sees the connection close."""
+    """Serve in-process: print an unforeseen error; the front sees the connection close."""
     from cairn.worker.worker import serve
 
     try:
@@ -157,16 +159,18 @@ CODE_CHANGED = "Cairn's own files were changed since this server started, so it 
 
 
 def code_digest() -> bytes:
-    """Which code is on the disk: a digest of the names and contents of the package's modules as they are now. Raises
-    OSError where one cannot be read."""
-    folder = Path(cairn.__file__).parent
-    found = xxhash.xxh3_128()
+    """Return a digest of the names and contents of the package's modules on the disk.
+
+    Raise OSError if one cannot be read.
+    """
+    folder = Path(__file__).parents[1]
+    digest = xxhash.xxh3_128()
     walk = os.walk(folder, onerror=_refuse)  # `rglob` leaves out what it cannot read
     for path in sorted(Path(place, name) for place, _, names in walk for name in names):
         if path.suffix in (".py", ".so"):
-            found.update(str(path.relative_to(folder)).encode() + b"\0")
-            found.update(path.read_bytes())
-    return found.digest()
+            digest.update(str(path.relative_to(folder)).encode() + b"\0")
+            digest.update(path.read_bytes())
+    return digest.digest()
 
 
 def _refuse(error: OSError) -> NoReturn:

@@ -1,8 +1,8 @@
-"""Recent contexts of each tenant: with them the front says more exactly than the worker why a prompt was not found.
+"""Recent contexts of each tenant, with which the front explains cache misses better than the worker can.
 
-The worker knows keys only, so to it a prompt whose third message was edited is `never seen`. Here are the ids of what
-the same tenant asked lately, so that the report can name the place where the two part, and show both sides. A tenant
-is known by its salt, which no two share; nothing here is ever compared with, or shown to, another.
+The worker knows only keys, so a prompt whose third message was edited is `never seen` to it. This table has the ids of
+each tenant's recent contexts, so that the report can name the place where a prompt differs and show both sides. A
+tenant is known by its salt, which no two share; nothing here is ever compared with, or shown to, another tenant.
 """
 
 from __future__ import annotations
@@ -20,56 +20,56 @@ from cairn.types.block_size import BLOCK_TOKENS, CHUNK_TOKENS
 from cairn.types.stats import Differs, Miss, MissReason
 
 CONTEXTS = 256
-"""Kept of one tenant."""
+"""Most contexts of one tenant."""
 TOKENS = 1 << 18
-"""Kept of one tenant: 1 MB."""
+"""Most tokens of one tenant: 1 MB."""
 TENANTS = 64
 SHOWN_TOKENS = 16
 SHOWN = 48
 """Characters of each side's text."""
 REACH = 1 << 16
-"""Tokens in which a system's text is looked for."""
+"""Tokens in which a system prompt's text is searched."""
 OPENING = 16
-"""At the end of a prompt a template opens the answer: at most so many tokens, which follow no message."""
+"""Most tokens at the end of a prompt with which a template opens the answer; they belong to no message."""
 _DIGEST = 8
 _ID = 4  # bytes
 
 
 class PromptOrigin(NamedTuple):
-    """What the front knows of a request beside its ids."""
+    """What the front knows about a prompt besides its ids."""
 
     messages: tuple[bytes, ...] = ()
     """A digest of each message that the prompt was rendered from."""
     store: bool = True
-    """Whether a later report of the tenant may show its text."""
+    """Whether a later report to the tenant may show its text."""
     why: MissReason | None = None
-    """What a caller knows to be the reason, if something is missing."""
+    """The reason for a miss, if the caller knows it."""
     system: str = ""
-    """The system's text that the messages begin with."""
+    """The system prompt's text that the messages begin with."""
 
 
 class _Context(NamedTuple):
     ids: bytes
     prompts: tuple[tuple[int, bytes], ...]
-    """(tokens, digests of messages one after another) of prompts that it begins with."""
+    """(tokens, concatenated digests of messages) of the prompts that it begins with."""
 
 
 class RecentContexts:
-    """The table. Bounded in tenants, contexts and tokens; what was used longest ago goes first."""
+    """The table of contexts. Bounded in tenants, contexts and tokens; the least recently used are evicted."""
 
     def __init__(self) -> None:
         self._tenants: OrderedDict[bytes, list[_Context]] = OrderedDict()
 
     def note(self, salt: bytes, ids: Sequence[int], prompt: int, messages: tuple[bytes, ...] = ()) -> None:
-        """A context was computed, of which the first `prompt` ids were rendered from `messages`."""
+        """Add a context that was computed; its first `prompt` ids were rendered from `messages`."""
         data = array("I", ids).tobytes()
         if len(data) > TOKENS * _ID:
             return
-        found = self._tenants.setdefault(salt, [])
+        contexts = self._tenants.setdefault(salt, [])
         self._tenants.move_to_end(salt)
         prompts = {prompt: b"".join(messages)} if messages else {}
         kept = []
-        for other in found:
+        for other in contexts:
             if data.startswith(other.ids) or other.ids.startswith(data):
                 data = max(data, other.ids, key=len)
                 prompts = dict(other.prompts) | prompts
@@ -83,24 +83,23 @@ class RecentContexts:
             self._tenants.popitem(last=False)
 
     def forget(self, salt: bytes) -> None:
-        """Keep nothing more of a tenant: something of it was erased, and its text must not come back here."""
+        """Forget a tenant's contexts: some of its text was erased and must not reappear here."""
         self._tenants.pop(salt, None)
 
     def explain(
-        self, miss: Miss, salt: bytes, ids: Sequence[int], told: PromptOrigin, decode: Callable[[Sequence[int]], str]
+        self, miss: Miss, salt: bytes, ids: Sequence[int], origin: PromptOrigin, decode: Callable[[Sequence[int]], str]
     ) -> Miss:
-        """The worker's reason, or a better one. Only `never seen` leaves something to say."""
+        """Return the worker's miss, or one with a better reason. Only `never seen` can be improved."""
         if miss.reason != "never seen":
             return miss
-        if told.why is not None:
-            return msgspec.structs.replace(miss, reason=told.why)
-        at, again, known = self._nearest(salt, array("I", ids).tobytes(), told.messages)
+        if origin.why is not None:
+            return msgspec.structs.replace(miss, reason=origin.why)
+        at, again, known = self._nearest(salt, array("I", ids).tobytes(), origin.messages)
         if known is None or at < miss.position:
             return miss
         size, end = len(known.ids) // _ID, (miss.position // CHUNK_TOKENS + 1) * CHUNK_TOKENS
-        if (
-            at > miss.position + BLOCK_TOKENS
-        ):  # the first that is missing was computed; stores may have had whole chunks
+        if at > miss.position + BLOCK_TOKENS:
+            # The first missing block was computed before, but only whole chunks may have been stored.
             return msgspec.structs.replace(miss, reason="evicted" if at >= end and size > end else "not stored")
         if at < size and at < len(ids):
             differs = Differs(
@@ -109,41 +108,41 @@ class RecentContexts:
                 given=_shown(decode, ids[at : at + SHOWN_TOKENS]),
             )
             reason: MissReason = "template" if again else "different tokens"
-            if not again and _within(told.system, lambda count: decode(ids[:count]), at, len(ids)):
+            if not again and _within(origin.system, lambda count: decode(ids[:count]), at, len(ids)):
                 reason = "system text changed"
             return Miss(position=miss.position, reason=reason, differs=differs)
         return miss
 
     def _nearest(self, salt: bytes, data: bytes, messages: Sequence[bytes]) -> tuple[int, bool, _Context | None]:
-        """The context that a prompt has most first ids in common with; how many, and whether it has the same messages,
-        of which a template made other ids.
+        """Return the longest common prefix's length, whether the messages are the same, and the context that has it.
 
-        Of several it is the one of the same messages, then the one that has most of the prompt's messages in any place,
-        since one that was edited is followed by others that were not; then the one that was noted last.
+        "The same" means that a template rendered other ids from the same messages. Of several contexts, prefer one with
+        the same messages, then the one with most of the prompt's messages in any place, since an edited message is
+        followed by unedited ones, then the latest.
         """
-        said, found, known = b"".join(messages), (0, False, 0), None
+        digests, best, known = b"".join(messages), (0, False, 0), None
         for context in self._tenants.get(salt, ()):
-            if (same := _common(context.ids, data)) < max(found[0], 1):
+            if (same := _common(context.ids, data)) < max(best[0], 1):
                 continue
-            again = any(same < _rendered(length, which, said) for length, which in context.prompts)
+            again = any(same < _rendered(length, which, digests) for length, which in context.prompts)
             near = same, again, _shared(context, messages)
-            if near >= found:
-                found, known = near, context
-        return found[0], found[1], known
+            if near >= best:
+                best, known = near, context
+        return best[0], best[1], known
 
 
-def told_of(
+def describe_prompt(
     messages: Sequence[Mapping[str, Any]], *, store: bool = True, why: MissReason | None = None
 ) -> PromptOrigin:
-    """What is known of a request that was rendered from these messages."""
+    """Describe a prompt that was rendered from these messages."""
     first = messages[0] if messages else {}
-    said = first.get("content") if first.get("role") in ("system", "developer") else ""
-    system = said.strip() if isinstance(said, str) else ""
+    content = first.get("content") if first.get("role") in ("system", "developer") else ""
+    system = content.strip() if isinstance(content, str) else ""
     return PromptOrigin(tuple(_digest(message) for message in messages), store, why, system)
 
 
 def _within(system: str, before: Callable[[int], str], at: int, size: int) -> bool:
-    """Whether a place in a prompt is in the system's text: `before` gives the text of so many ids."""
+    """Return whether a position of a prompt is within the system prompt; `before` gives the text of so many ids."""
     if not system or at > REACH:
         return False
     head, tail = system[:SHOWN_TOKENS], system[-SHOWN:]
@@ -153,21 +152,23 @@ def _within(system: str, before: Callable[[int], str], at: int, size: int) -> bo
 
 
 def _digest(message: Mapping[str, Any]) -> bytes:
-    """A digest of one message; the last bit tells an assistant's."""
+    """Return a digest of one message; its last bit is set for an assistant's."""
     digest = hashlib.sha256(json.dumps(message, sort_keys=True, default=str).encode()).digest()
     return digest[: _DIGEST - 1] + bytes([digest[_DIGEST] & 0xFE | (message.get("role") == "assistant")])
 
 
 def _shared(context: _Context, messages: Sequence[bytes]) -> int:
-    """How many of these messages the longest prompt of a context has."""
+    """Return how many of these messages the longest prompt of a context has."""
     which = context.prompts[-1][1] if context.prompts else b""
     there = {which[at : at + _DIGEST] for at in range(0, len(which), _DIGEST)}
     return sum(message in there for message in messages)
 
 
 def _rendered(length: int, which: bytes, said: bytes) -> int:
-    """How many ids of a prompt of `length`, made from the messages `which`, the same template makes of the messages
-    `said` too. Where no answer follows them there, that is not so of what opens one."""
+    """Return how many ids of a prompt with the messages `which` the same template renders for `said` too.
+
+    If no answer follows these messages in `said`, the ids that open an answer are left out.
+    """
     if not said.startswith(which):
         return 0
     follows = said[len(which) : len(which) + _DIGEST]
@@ -175,7 +176,7 @@ def _rendered(length: int, which: bytes, said: bytes) -> int:
 
 
 def _common(one: bytes, other: bytes) -> int:
-    """Leading ids that two contexts have in common."""
+    """Return the number of leading ids that two contexts have in common."""
     low, high = 0, min(len(one), len(other)) // _ID
     left, right = memoryview(one), memoryview(other)
     while low < high:

@@ -1,15 +1,18 @@
-"""The front's record of a request: what its worker said, and what its consumer has not read yet.
+"""The front's record of a request: the worker's output, and what its consumer has not read yet.
 
-The tokens so far are all that is needed to go on in another worker. They are turned into text when the consumer reads,
-so a consumer that lags gets what it missed as one event; only a request with stop strings, of one tool call, or whose
-loops end it, is read at once, because a stop must reach the worker whether anybody reads or not.
+The tokens so far are all that is needed to continue in another worker. They are turned into text when the consumer
+reads, so a consumer that lags gets what it missed as one event. Only a request with stop strings, of one tool call, or
+that its own repetition ends, is read at once, because a stop must reach the worker whether anybody reads or not.
 """
 
 from __future__ import annotations
 
+import asyncio
+import math
+import weakref
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
 
@@ -34,8 +37,7 @@ from cairn.types.stats import CacheReport
 
 
 class PackedLogprobs:
-    """A queue of `TokenLogprob`, in at the end, out at the front: a tenth of the size of the objects they are read
-    as."""
+    """A FIFO queue of `TokenLogprob` in a tenth of the memory of the objects."""
 
     __slots__ = ("_counts", "_ids", "_values")
 
@@ -78,43 +80,41 @@ class PackedLogprobs:
         return tuple(taken)
 
 
-if TYPE_CHECKING:
-    from cairn.frontend.stream import Waker
-
 State = Literal["waiting", "running", "finished", "failed", "cancelled"]
 PLAIN = PromptOrigin()
-_MERGE_AT = 32  # unread events of a stream that is read at once, before they are made one
+_MERGE_AT = 32
+"""Unread events of a request that is read at once, above which they are merged."""
 
 
 class RequestStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a request, now or after its end."""
+    """The state of a request, now or at its end."""
 
     id: int
     state: State
     prompt_tokens: int
     completion_tokens: int
     text: str
-    """Content so far; what a stop string or a split character may still change is not in it."""
+    """Content so far, without text that a stop string or a split character may still change."""
     reasoning: str = ""
     reason: FinishReason | None = None
     error: str = ""
     salt: bytes = b""
-    """The tenant's salt, so that a tenant is shown its own requests only."""
+    """The tenant's salt, so that a tenant sees only its own requests."""
     choice: int = 0
-    """Its place among the choices of one prompt."""
+    """Its index among the choices of one prompt."""
 
 
 class InFlight(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that waits or runs, in figures."""
+    """Figures of a request that waits or runs."""
 
     id: int
     state: Literal["waiting", "prefill", "running"]
     """`prefill`: its prompt is being computed."""
     seconds: float
-    """Since it arrived."""
+    """Seconds since it arrived."""
     prompt_tokens: int
     cached_tokens: int | None
-    """None until that is known."""
+    """None until it is known."""
     completion_tokens: int
 
 
@@ -139,6 +139,7 @@ class RequestState:
         "last_at",
         "limit",
         "mu",
+        "origin",
         "prompt_logprobs",
         "read_at",
         "reason",
@@ -149,25 +150,25 @@ class RequestState:
         "survived",
         "text",
         "tokens",
-        "told",
         "vector",
         "waker",
     )
 
-    def __init__(self, request: Request, text: TextStream, arrived: float, told: PromptOrigin = PLAIN) -> None:
+    def __init__(self, request: Request, text: TextStream, arrived: float, origin: PromptOrigin = PLAIN) -> None:
         self.request = request
-        self.told = told
+        self.origin = origin
         self.text = text
         output = request.output
         self.eager = bool(request.stop) or output.one_call or output.calls_only or request.repetition_stop
         self.tokens = list(request.generated)
-        """Every token of the answer so far, also what was generated before."""
+        """Every token of the answer so far, including those generated before a resumption."""
         self.mu = request.mu
-        """Mirostat's state after `tokens`, where that is on."""
+        """Mirostat's state after `tokens`, if that is on."""
         self.limit = len(request.prompt) + request.sampling.max_tokens
-        """Tokens, the prompt's included, that it may grow to as it was let in: an end below is none of its own."""
+        """Tokens, with the prompt, that it may grow to as admitted; a length limit below that came from a smaller
+        worker."""
         self.prompt_logprobs = 0
-        """Prompt log-probabilities received, and (`skip`) how many of a new worker's are repetitions."""
+        """Prompt log-probabilities received; `skip` of those from a new worker are repetitions."""
         self.skip = 0
         self.cache: CacheReport | None = None
         self.arrived = arrived
@@ -179,20 +180,21 @@ class RequestState:
         self.reason: FinishReason | None = None
         self.error: CairnError | None = None
         self.deaths = 0
-        """Workers that died in a row with this request in flight and without a new token of it."""
+        """Consecutive workers that died with this request in flight and without a new token of it."""
         self.survived = len(self.tokens)
         """Length of `tokens` at the last such death."""
         self.done = False
         self.vector = b""
-        """What a request has got that wants a hidden state."""
+        """The hidden state, for a request that wants one."""
         self.waker: Waker | None = None
         self.spans: Spans | None = None
-        """Where it is noted what its time went to, if anybody wants to know."""
+        """Collector of the spans of its time, if anybody wants them."""
         self._unread: list[int] = []
         self._logprobs = PackedLogprobs()
-        """Logprobs of the tokens whose kind was not told: a delta gets those of its `kinds` when it is taken."""
+        """Log-probabilities of tokens that no delta has reported; a delta gets those of its `kinds` when it is
+        taken."""
         self._unscored = text.undecided
-        """How many tokens come first that an earlier request has sampled, so that theirs are not known."""
+        """Leading tokens that an earlier request sampled, so that their log-probabilities are unknown."""
         self._events: list[Event] = []
         self._merge_at = _MERGE_AT
         self._parts = [delta.text for delta in text.before]
@@ -201,7 +203,7 @@ class RequestState:
     # -------------------------------------------------------------------------------------- what the worker says
 
     def accept(self, output: Output) -> None:
-        """Take an output of the worker; its end is the service's business."""
+        """Record an output of the worker. The service handles its end."""
         if output.cache is not None and self.cache is None:
             self.cache = output.cache
         if output.prompt_logprobs:
@@ -219,12 +221,12 @@ class RequestState:
         self._logprobs.extend(output.logprobs)
 
     def accept_token(self, token: int) -> None:
-        """Take an output that is one token and nothing else."""
+        """Record an output that is one token and nothing else."""
         self.tokens.append(token)
         self._unread.append(token)
 
     def resume(self, now: float) -> Request:
-        """The request for another worker: it goes on after the tokens that this front already has."""
+        """Return the request for another worker, which continues after the tokens received so far."""
         sampling = self.request.sampling
         if sampling.prompt_logprobs and self.tokens:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=False)
@@ -243,10 +245,10 @@ class RequestState:
             self._add(self.text.push(tokens))
 
     def end(self, reason: FinishReason, error: CairnError | None, timing: Timing | None) -> None:
-        """Close the text and queue the last event. `error` is raised to the consumer after what was said before.
+        """Close the text and queue the last event. The consumer gets `error` after all text before it.
 
-        One with LENGTH says that there was no room for more: where the text has stopped, nothing is missing and it is
-        none. What `finish` brings up does not stop it: with more tokens it might have been read otherwise.
+        An error with LENGTH says that there was no room for more: if the text has stopped, nothing is missing and it is
+        dropped. Text that only `finish` releases does not stop it: with more tokens it might have been read otherwise.
         """
         self.read()
         short = error is not None and reason is FinishReason.LENGTH
@@ -289,7 +291,7 @@ class RequestState:
     # ----------------------------------------------------------------------------------- what the consumer reads
 
     def take(self) -> list[Event]:
-        """Everything new, a lagging consumer's deltas as one."""
+        """Return all new events, with a lagging consumer's deltas merged."""
         self.read()
         events = self._events
         if len(events) > 1:
@@ -317,7 +319,7 @@ class RequestState:
 
     @property
     def backlog(self) -> int:
-        """About how many bytes wait for the consumer."""
+        """Approximate bytes that wait for the consumer."""
         size = 8 * len(self._unread) + self._logprobs.nbytes
         for event in self._events:
             if isinstance(event, Delta):
@@ -336,7 +338,7 @@ class RequestState:
         )
 
     def status(self) -> RequestStatus:
-        """What to tell somebody who asks for this request: all that was said, also before it was resumed."""
+        """Return the status with the whole text, including that before a resumption."""
         self.read()
         before = sum(len(delta.tokens) for delta in self.text.before)
         return RequestStatus(
@@ -353,7 +355,7 @@ class RequestState:
         )
 
     def figures(self, now: float) -> InFlight:
-        """What it is doing `now`, without its text."""
+        """Return its figures at the time `now`, without its text."""
         state: Literal["waiting", "prefill", "running"] = "running"
         if self.started_at is None:
             state = "waiting"
@@ -377,8 +379,10 @@ class RequestState:
 
 
 def joined(events: list[Event]) -> list[Event]:
-    """Return these events with runs of deltas made one, as far as that keeps the order: of one delta reasoning comes
-    first, then text, then calls."""
+    """Merge runs of deltas as far as that keeps their order.
+
+    Within one delta reasoning comes first, then text, then calls.
+    """
     merged: list[Event] = []
     run: list[Delta] = []
     said = 0
@@ -398,12 +402,12 @@ def joined(events: list[Event]) -> list[Event]:
 
 
 def _first(delta: Delta) -> int:
-    """Where in a delta what it says first stands; behind all of it where it says nothing."""
+    """Return the rank of the first part of a delta: reasoning 0, text 1, calls or nothing 2."""
     return 0 if delta.reasoning else 1 if delta.text else 2
 
 
 def _last(delta: Delta) -> int:
-    """Where in a delta what it says last stands."""
+    """Return the rank of the last part of a delta."""
     return 2 if delta.tool_calls else 1 if delta.text else 0
 
 
@@ -419,3 +423,73 @@ def _one(deltas: list[Delta]) -> Delta:
         prompt_logprobs=tuple(logprob for delta in deltas for logprob in delta.prompt_logprobs),
         progress=tuple(one for delta in deltas for one in delta.progress),
     )
+
+
+class Waker:
+    """A wake-up for one consumer that sleeps until any of its streams has news.
+
+    A sleep with a timeout moves a deadline; one timer serves all of them and checks the deadline when it fires. So a
+    stream that gets a token every few milliseconds does not make and cancel a timer for each.
+    """
+
+    __slots__ = ("__weakref__", "_deadline", "_future", "_loop", "_timer")
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._future: asyncio.Future[bool] | None = None
+        self._deadline = math.inf
+        self._timer: asyncio.TimerHandle | None = None
+
+    def wake(self) -> None:
+        """Wake the consumer; this costs nothing if it is awake."""
+        future = self._future
+        if future is not None and not future.done():
+            future.set_result(True)
+
+    async def sleep(self, timeout: float | None = None) -> bool:
+        """Sleep until `wake` (True) or until `timeout` seconds have passed (False).
+
+        Raise `RuntimeError` if somebody else sleeps: only one of two could be woken.
+        """
+        if self._future is not None:
+            raise RuntimeError("this stream is being read already")
+        future: asyncio.Future[bool] = self._loop.create_future()
+        self._future = future
+        if timeout is None:
+            self._deadline = math.inf
+        else:
+            self._deadline = self._loop.time() + timeout
+            if self._timer is None or self._timer.when() > self._deadline:
+                self._arm()
+        try:
+            return await future
+        finally:
+            self._future = None
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(self._deadline, _expire, weakref.ref(self))
+
+    def __del__(self) -> None:
+        # The garbage collector may run in any thread; a timer may be cancelled only in the loop's.
+        if self._timer is None or self._loop.is_closed():
+            return
+        if asyncio._get_running_loop() is self._loop:
+            self._timer.cancel()
+        else:
+            self._loop.call_soon_threadsafe(self._timer.cancel)
+
+
+def _expire(reference: weakref.ref[Waker]) -> None:
+    """End the sleep if its deadline has come, else set the timer again."""
+    waker = reference()
+    if waker is None:
+        return
+    waker._timer = None
+    if waker._future is None or waker._future.done() or waker._deadline == math.inf:
+        return
+    if waker._loop.time() >= waker._deadline:
+        waker._future.set_result(False)
+    else:
+        waker._arm()

@@ -1,4 +1,4 @@
-"""The requests in flight: what the worker says of them, what is measured of it, and the one way out.
+"""The requests in flight: the worker's outputs, their metrics, and the one way out.
 
 A frame of the worker is one step of all requests: each request's record (`RequestState`) takes its tokens, and its
 consumer is woken once. Every request leaves by `release`, whatever ended it.
@@ -43,21 +43,20 @@ KEEP_CHARACTERS = 32 << 20
 
 
 class History:
-    """What is remembered of the last requests that ended: by age, by number and by the size of their text, whichever
-    is reached first."""
+    """The status of the last requests that ended, bounded by age, number and the size of their text."""
 
     def __init__(self) -> None:
         self._ended: OrderedDict[int, tuple[float, RequestStatus]] = OrderedDict()
         self._characters = 0
 
     def add(self, status: RequestStatus, now: float) -> None:
-        """Remember one; the oldest make room."""
+        """Add a status and drop the oldest ones beyond the bounds."""
         self._ended[status.id] = (now, status)
         self._characters += len(status.text) + len(status.reasoning)
         self.forget(now)
 
     def get(self, id: int) -> RequestStatus | None:
-        """The status at its end, if it is still remembered."""
+        """Return the status at a request's end, if it is still kept."""
         ended = self._ended.get(id)
         return ended[1] if ended else None
 
@@ -75,8 +74,8 @@ class History:
 log = logging.getLogger(__name__)
 
 Used = Callable[[str, int, int], None]
-"""Is told of each request that was begun, at its end, however that came: whose share of the server it took, and how
-many tokens its prompt and its answer have. A prompt of several choices counts with the first of them."""
+"""Called at the end of each request that was begun, with its tenant's share of the server and the tokens of its prompt
+and its answer. A prompt of several choices counts with the first of them."""
 
 _LATE = 1.0
 """Seconds past a deadline after which the front ends a request itself; the worker normally does."""
@@ -87,7 +86,7 @@ class RequestTable:
 
     metrics: Metrics
     tokenizer: Tokenizer
-    """Both are set before the first request."""
+    """Set before the first request, as `metrics` is."""
 
     def __init__(self, config: Config, supervisor: Supervisor, clock: Clock) -> None:
         self.flights = supervisor.flights
@@ -102,16 +101,16 @@ class RequestTable:
 
     @property
     def running(self) -> int:
-        """How many requests are being computed."""
+        """Number of requests that are being computed."""
         return len(self.flights) - self.queue.requests
 
     def enter(self, flight: RequestState) -> None:
-        """A request was let in. Raises `WireError` if it is too long to be sent."""
+        """Add an admitted request. Raises `WireError` if it is too long to be sent."""
         self._supervisor.add(flight)
         self.queue.enter(flight.request)
 
     async def emptied(self, seconds: float) -> None:
-        """Wait until there are no requests, but not longer."""
+        """Wait until there are no requests, for at most so many seconds."""
         if self.flights:
             self._empty.clear()
             with contextlib.suppress(TimeoutError):
@@ -120,7 +119,7 @@ class RequestTable:
     # --------------------------------------------------------------------------------------- what the worker says
 
     def step(self, step: wire.StepOutputs, before: wire.Stats) -> None:
-        """The worker made a step; `before`: its figures at the last one."""
+        """Process a step of the worker; `before`: its figures at the last one."""
         now = self._clock.now()
         for id in step.started:
             self._started(id, now)
@@ -135,7 +134,7 @@ class RequestTable:
             self._output(output, now)
 
     def _tokens(self, step: wire.StepOutputs, now: float) -> None:
-        """One token each for most requests; those that had theirs of the last step, too, waited equally long."""
+        """Process the single tokens that most requests get; those with one in the last step too waited equally long."""
         flights, before, together, taken = self.flights, self._stepped, 0, 0
         for id, token in zip(step.ids, step.tokens, strict=True):
             flight = flights.get(id)
@@ -195,7 +194,7 @@ class RequestTable:
             self.release(output.id, output.finish, error=error, timing=output.timing)
 
     def _explained(self, flight: RequestState, output: Output) -> Output:
-        """The first output of a request, with the best reason that is known why a part of its prompt was not found."""
+        """Return a request's first output with the best known reason why a part of its prompt was not cached."""
         cache, request, metrics = output.cache, flight.request, self.metrics
         assert cache is not None
         metrics.prompt_tokens += len(request.prompt)
@@ -209,23 +208,23 @@ class RequestTable:
         def decode(ids: Sequence[int]) -> str:
             return self.tokenizer.decode(ids, skip_special=False)
 
-        miss = self.recent.explain(cache.miss, request.salt, request.prompt, flight.told, decode)
+        miss = self.recent.explain(cache.miss, request.salt, request.prompt, flight.origin, decode)
         metrics.misses[miss.reason] += 1
         return msgspec.structs.replace(output, cache=msgspec.structs.replace(cache, miss=miss))
 
     def refused(self, refused: wire.Refused) -> None:
-        """The worker does not take a request."""
+        """End a request that the worker does not take."""
         error = by_code(refused.code, refused.message, refused.field)
         if isinstance(error, Overloaded | Unavailable):
             error.retry_after = self.queue.retry_after(self._clock.now())
         self.release(refused.id, FinishReason.ERROR, error=error)
 
     def lost(self, flight: RequestState, error: CairnError) -> None:
-        """Its workers did not survive a request."""
+        """End a request that its workers did not survive."""
         self.release(flight.request.id, FinishReason.ERROR, error=error)
 
     def _show(self, flight: RequestState) -> None:
-        """Let the consumer know of news; a request with stop strings is read at once."""
+        """Wake the consumer; read a request with stop strings at once."""
         if flight.eager:
             try:
                 with self._counting(flight):
@@ -242,9 +241,11 @@ class RequestTable:
 
     @contextlib.contextmanager
     def _counting(self, flight: RequestState) -> Iterator[None]:
-        """Count the tokens that are read inside, of a request whose text may stop within them. All others count when
-        they come, so that the total is the sum of what requests are told; what a worker sends of one that has ended
-        meanwhile counts nowhere."""
+        """Count the tokens read inside, for a request whose text may stop within them.
+
+        All others are counted on arrival, so that the total is the sum of what requests report. Tokens that a worker
+        sends for an ended request count nowhere.
+        """
         before = flight.text.completion_tokens
         yield
         if flight.eager:
@@ -261,7 +262,10 @@ class RequestTable:
         timing: Timing | None = None,
         tell: bool = False,
     ) -> bool:
-        """End a request, whatever ended it. `tell`: the worker does not know yet. False if it had ended before."""
+        """End a request, whatever ended it; return False if it had ended before.
+
+        `tell`: the worker does not know yet.
+        """
         flight = self._supervisor.remove(id, reason if tell else None)
         if flight is None:
             return False
@@ -282,7 +286,7 @@ class RequestTable:
         return True
 
     def _remember(self, flight: RequestState, reason: FinishReason, timing: Timing, now: float) -> None:
-        """What is left of a request that has ended."""
+        """Record the metrics, spans, context and status of a request that has ended."""
         request = flight.request
         if self.used is not None and flight.started_at is not None:
             prompt = len(request.prompt) if request.choice == 0 else 0
@@ -298,13 +302,13 @@ class RequestTable:
         )
         if flight.first_at is not None and request.want == "token":
             self.queue.answered(flight.text.completion_tokens)
-        if flight.first_at is not None and flight.told.store:
+        if flight.first_at is not None and flight.origin.store:
             context = [*request.prompt, *flight.tokens]
-            self.recent.note(request.salt, context, len(request.prompt), flight.told.messages)
+            self.recent.note(request.salt, context, len(request.prompt), flight.origin.messages)
         self.history.add(flight.status(), now)
 
     def end_late(self) -> None:
-        """End what is past its deadline although the worker did not say so, and what nobody reads."""
+        """End requests past their deadline that the worker did not end, and those that nobody reads."""
         now = self._clock.now()
         for id, flight in tuple(self.flights.items()):
             timeout, first = flight.request.timeout, flight.request.first_token_timeout
@@ -322,7 +326,7 @@ class RequestTable:
 
 
 def _error(output: Output) -> CairnError | None:
-    """What an end that is no success raises."""
+    """Return the error that an unsuccessful end raises; None for a success."""
     if output.finish is FinishReason.DEADLINE:
         return _late()
     if output.finish is FinishReason.CANCELLED:
@@ -344,15 +348,17 @@ def _broken(error: Exception) -> CairnError:
 
 
 def _timing(flight: RequestState, now: float) -> Timing:
-    """The three spans that the worker reports, as this side saw them."""
+    """Return the three spans that the worker reports, as this side saw them."""
     started = now if flight.started_at is None else flight.started_at
     first = now if flight.first_at is None else flight.first_at
     return Timing(queue=started - flight.arrived, prefill=max(0.0, first - started), decode=now - first)
 
 
 def _note_spans(flight: RequestState, reason: FinishReason, timing: Timing, now: float) -> None:
-    """What the time of a request that has ended went to, counted back from its end: what came before its last worker
-    began with it was waiting."""
+    """Record the spans of a request that has ended, counted back from its end.
+
+    Time before its last worker began with it counts as waiting.
+    """
     spans, request = flight.spans, flight.request
     if spans is None:
         return

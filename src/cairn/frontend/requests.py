@@ -1,7 +1,7 @@
-"""From what a caller asked for to frozen `Request`s: the one place that knows ranges, defaults and limits.
+"""Making frozen `Request`s from a caller's options: the one place that knows ranges, defaults and limits.
 
-The HTTP API, the Python API and the CLI all come through here, so that the same options mean the same everywhere.
-An option that is None was not given: what applies then is said in `sampling_defaults`.
+The HTTP API, the Python API and the CLI all come through here, so that the same options mean the same everywhere. None
+stands for an option that the caller left out: `sampling_defaults` says what applies then.
 """
 
 from __future__ import annotations
@@ -14,8 +14,17 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from cairn.config.config import Config
-from cairn.frontend.sampler_order import NEUTRAL, SamplerOrder, arrange
-from cairn.frontend.sampling_extras import MAX_BIAS, NUMBERS, Encode, bias_of, extras_of, numbers
+from cairn.frontend.sampling_extras import (
+    MAX_BIAS,
+    NEUTRAL,
+    NUMBERS,
+    Encode,
+    SamplerOrder,
+    arrange,
+    bias_of,
+    extras_of,
+    numbers,
+)
 from cairn.scheduler.sequence import MAX_PRIORITY
 from cairn.system.interfaces import Rng
 from cairn.system.posix import SystemRng
@@ -27,7 +36,7 @@ from cairn.types.sampling_params import SAMPLING_RANGES, SamplingParams
 Source = Literal["option", "model", "makers", "default"]
 
 DRAW = {"temperature": 0.8, "top_k": 40.0, "top_p": 0.95, "min_p": 0.05}
-"""Cairn's own, in the order in which people name them."""
+"""Cairn's own defaults, in the order in which people name them."""
 CUTS = ("top_k", "top_p", "min_p")
 _OWNERS: dict[Source, str] = {
     "option": "the server's options",
@@ -38,7 +47,7 @@ _OWNERS: dict[Source, str] = {
 
 
 class Applied(NamedTuple):
-    """One sampling parameter as it applies where a request does not name it."""
+    """The value of a sampling parameter that a request does not name."""
 
     value: float
     source: Source
@@ -54,39 +63,39 @@ def with_options(spec: ModelSpec, config: Config) -> ModelSpec:
 
 
 def sampling_defaults(spec: ModelSpec) -> dict[str, Applied]:
-    """How a model is sampled where a request says nothing: every sampling parameter by name, in a fixed order.
+    """Return the default of every sampling parameter of a model by name, in a fixed order.
 
-    Cairn's own defaults are those that small models talk sense with. What options say (`with_options`) comes before
-    all, each by itself. Next is what a model's files (generation_config.json, `general.sampling.*` of GGUF) say:
+    Cairn's own defaults are those with which small models make sense. Options (`with_options`) come before all others,
+    each by itself. Next come a model's files (generation_config.json, `general.sampling.*` of GGUF):
 
         a cut is named (top_k, top_p, min_p)    the makers' whole recipe: the other cuts are off, a temperature that is
                                                 not named is 1, as in the libraries in which they found their values
         only a temperature, or greedy           it applies, with Cairn's cuts, as where a request names it alone
-        neither                                 what the makers' card says (`MakersSampling`), or else Cairn's defaults;
-                                                a penalty alone says nothing of the draw
+        neither                                 the makers' card (`MakersSampling`), or else Cairn's defaults; a penalty
+                                                alone says nothing about the draw
     """
-    said = spec.defaults
+    own = spec.defaults
     card: Mapping[str, float] = {}
-    if spec.makers is not None and not any(name in said for name in DRAW):
+    if spec.makers is not None and not any(name in own for name in DRAW):
         card = {name: neutral for name, neutral in NEUTRAL.items() if name in DRAW} | spec.makers.values
-    recipe = any(name in said for name in CUTS)
-    found = {}
+    recipe = any(name in own for name in CUTS)
+    defaults = {}
     for name, neutral in NEUTRAL.items():
         if name in spec.asked:
-            found[name] = Applied(spec.asked[name], "option")
-        elif name in said:
-            found[name] = Applied(said[name], "model")
+            defaults[name] = Applied(spec.asked[name], "option")
+        elif name in own:
+            defaults[name] = Applied(own[name], "model")
         elif name in card:
-            found[name] = Applied(card[name], "makers")
+            defaults[name] = Applied(card[name], "makers")
         elif recipe and name in DRAW:
-            found[name] = Applied(neutral, "model")
+            defaults[name] = Applied(neutral, "model")
         else:
-            found[name] = Applied(DRAW.get(name, neutral), "default")
-    return found
+            defaults[name] = Applied(DRAW.get(name, neutral), "default")
+    return defaults
 
 
 def sentence(applied: Mapping[str, Applied]) -> str:
-    """What applies, in a line: `temperature 0.6, top_p 0.9 (the model's own)`. What is off is left out."""
+    """Describe the parameters in a line: `temperature 0.6, top_p 0.9 (the model's own)`, without those that are off."""
     greedy = applied["temperature"].value == 0
     parts: list[tuple[str, Source]] = []
     for name, (value, source) in applied.items():
@@ -99,7 +108,7 @@ def sentence(applied: Mapping[str, Applied]) -> str:
 
 
 def off(name: str, value: float) -> bool:
-    """Whether a parameter changes nothing at this value."""
+    """Return whether a parameter changes nothing at this value."""
     return value == NEUTRAL[name] or (name == "top_k" and value <= 0)
 
 
@@ -108,18 +117,18 @@ MAX_STOP_BYTES = 256
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_TOKENS = 64
 ONE_TOKEN = 1e-9
-"""What a top_p of 0 means: the likeliest token alone."""
+"""The value that replaces a top_p of 0: the likeliest token alone."""
 MOST_SECONDS = 1e9
-"""The longest time limit where none is configured."""
+"""The longest time limit if none is configured."""
 LEAST_SEED, MOST_SEED = -(1 << 63), (1 << 64) - 1
 MOST_BUDGET = (1 << 31) - 1
-"""Of reasoning; no context is as long."""
+"""Most tokens of reasoning; no context is as long."""
 NONE_GIVEN = -1
-"""What it means as a seed: draw one. As `max_tokens`: until the context is full. As a budget: there is none."""
+"""As a seed: draw one. As `max_tokens`: until the context is full. As a budget: none."""
 
 
 class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a caller may ask of one generation. Nothing is checked here: `sampling_params` and `requests` do that."""
+    """Options of one generation, unchecked: `sampling_params` and `requests` check them."""
 
     max_tokens: int | None = None
     """At least 1. Default, and -1: what is left of the context; more than that ends there too. 0 is allowed by
@@ -135,7 +144,7 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     samplers: Sequence[str] | str | None = None
-    """Those that apply, in their order, as llama.cpp's clients name them (`sampler_order`)."""
+    """Those that apply, in their order, by the names that llama.cpp's clients use (`sampling_extras.arrange`)."""
     logit_bias: Mapping[int, float] | Sequence[Sequence[Any]] | None = None
     """Token id -> -100 to 100, at most 1,024 of them; or a list of pairs (`sampling_extras`)."""
     typical_p: float | None = None
@@ -162,9 +171,9 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """0 to 20; needs `logprobs`."""
     prompt_logprobs: bool = False
     stop: str | Sequence[str] | None = None
-    """At most 64 texts of at most 256 bytes. One that is a control token, which is never shown, is a stop token too."""
+    """At most 64 texts of at most 256 bytes. A control token, which is never shown, is a stop token too."""
     stop_token_ids: Sequence[int] | None = None
-    """Token ids that end the generation beside the model's EOS."""
+    """Token ids that end the generation, in addition to the model's EOS."""
     min_tokens: int | None = None
     ignore_eos: bool = False
     repetition_stop: bool = False
@@ -173,15 +182,15 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     n: int | None = None
     """Choices, at most `max_choices`."""
     priority: int | None = None
-    """-100 to 100, default 0; lower runs sooner. Waiting makes up for it, so nobody starves."""
+    """-100 to 100, default 0; lower runs sooner. Waiting makes up for it, so no request starves."""
     timeout: float | None = None
-    """Seconds after which it ends with an error; at most, and by default, what the server allows."""
+    """Seconds after which it ends with an error; by default, and at most, what the server allows."""
     first_token_timeout: float | None = None
-    """Seconds after which it ends with an error where not a token has come."""
+    """Seconds after which it ends with an error if no token has come."""
     reasoning_budget: int | None = None
-    """Tokens of reasoning after which the tag comes that ends it. Default, and -1: it ends by itself."""
+    """Tokens of reasoning after which the tag that ends it is forced. Default, and -1: it ends by itself."""
     progress: bool = False
-    """Whether the events before the answer say how far its prompt is."""
+    """Whether the events before the answer report how much of its prompt is computed."""
     parallel_tool_calls: bool = True
     """False: an answer ends with its first tool call."""
 
@@ -200,12 +209,12 @@ def sampling_params(
     sampler_order: SamplerOrder = "default",
     encode: Encode | None = None,
 ) -> SamplingParams:
-    """Checked and complete sampling parameters.
+    """Return checked and complete sampling parameters.
 
-    Order of precedence: the request's option, then `sampling_defaults`. `context` is the
-    engine's limit in tokens (`EngineInfo.context`), default the model's. `allow_empty` admits `max_tokens=0` (only the
-    prompt is scored). `sampler_order` applies where the options list no samplers. Raises InvalidRequest (with `field`
-    and the limit) or ContextTooLong (with the figures).
+    Order of precedence: the request's option, then `sampling_defaults`. `context` is the engine's limit in tokens
+    (`EngineInfo.context`), by default the model's. `allow_empty` admits `max_tokens=0` (only the prompt is scored).
+    `sampler_order` applies if the options list no samplers. Raise InvalidRequest (with `field` and the limit) or
+    ContextTooLong (with the figures).
     """
     context = spec.context if context is None else context
     beyond = numbers({name: getattr(options, name) for name in NUMBERS})
@@ -270,13 +279,14 @@ def requests(
     grammar: Grammar | None = None,
     encode: Encode | None = None,
 ) -> tuple[Request, ...]:
-    """One `Request` a choice (`options.n`, default 1) for a prompt of token ids; `ids` gives each its id.
+    """Return one `Request` per choice (`options.n`, default 1) for a prompt of token ids.
 
-    `controls`: text -> id of the model's control tokens; a stop text that is one is a stop token too. `grammar`:
-    `Request.grammar`, which compiles. `encode`: text -> ids of the model's tokens, for options that name texts.
+    `ids` returns each one's id. `controls`: text -> id of the model's control tokens; a stop text that is one is a stop
+    token too. `grammar`: `Request.grammar`, which compiles. `encode`: text -> ids of the model's tokens, for options
+    that name texts.
 
-    Raises InvalidRequest for an empty prompt, a token id outside the vocabulary or an option out of range, and
-    ContextTooLong where the prompt leaves no room in the context.
+    Raise InvalidRequest for an empty prompt, a token id outside the vocabulary or an option out of range, and
+    ContextTooLong if the prompt leaves no room in the context.
     """
     tokens = tuple(prompt)
     if not tokens:
@@ -288,7 +298,7 @@ def requests(
         wrong = low if low < 0 else high
         raise InvalidRequest(f"prompt holds token id {wrong}; ids go from 0 to {spec.vocab - 1}", field="prompt")
     if grammar is not None and options.ignore_eos:
-        raise InvalidRequest("ignore_eos: an answer that is held to a form ends with it", field="ignore_eos")
+        raise InvalidRequest("ignore_eos must be false with structured output, which ends itself", field="ignore_eos")
     choices = 1 if options.n is None else _count("n", options.n, 1, max_choices)
     sampling = sampling_params(
         spec,
@@ -338,43 +348,43 @@ def requests(
 
 
 def _values(spec: ModelSpec, options: SamplingOptions) -> dict[str, float]:
-    """Every sampling parameter of `sampling_defaults`, checked."""
-    found: dict[str, float] = {}
+    """Return every parameter of `sampling_defaults`, checked."""
+    values: dict[str, float] = {}
     for name, applied in sampling_defaults(spec).items():
-        given = getattr(options, name)
+        option = getattr(options, name)
         if name == "top_k":
-            found[name] = _count(name, int(applied.value) if given is None else given, *SAMPLING_RANGES[name])
+            values[name] = _count(name, int(applied.value) if option is None else option, *SAMPLING_RANGES[name])
         else:
-            found[name] = _number(name, applied.value if given is None else given)
-    return found
+            values[name] = _number(name, applied.value if option is None else option)
+    return values
 
 
 def _number(name: str, value: object) -> float:
     low, high = SAMPLING_RANGES[name]
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidRequest(f"{name} must be a finite number", field=name)
-    if isinstance(value, float) and not math.isfinite(value):  # whole numbers are, also those that no float can hold
+    if isinstance(value, float) and not math.isfinite(value):  # an int is always finite, but may not fit a float
         raise InvalidRequest(f"{name} must be a finite number", field=name)
     if not low <= value <= high:
-        raise InvalidRequest(f"{name} must be from {low:g} to {high:g}; it is {_said(value)}", field=name)
+        raise InvalidRequest(f"{name} must be from {low:g} to {high:g}; it is {_shown(value)}", field=name)
     return float(value)
 
 
 def _reasoning_budget(value: object, output: OutputFormat) -> int | None:
-    """`Request.reasoning_budget`; None also where no reasoning is told apart."""
+    """Return `Request.reasoning_budget`; None also if reasoning is not recognized in the output."""
     budget = NONE_GIVEN if value is None else _count("reasoning_budget", value, NONE_GIVEN, MOST_BUDGET)
     if budget == NONE_GIVEN:
         return None
     if output.continues:
         raise InvalidRequest(
-            "reasoning_budget belongs to chats: in the text that follows a raw prompt no reasoning is told apart",
+            "reasoning_budget works only in chats: the text that follows a raw prompt has no separate reasoning",
             field="reasoning_budget",
         )
     return budget if output.reasoning else None
 
 
 def _seconds(name: str, value: object, most: float) -> float | None:
-    """A time limit that is asked for, or None."""
+    """Return the time limit that is asked for, or None."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
@@ -385,32 +395,32 @@ def _seconds(name: str, value: object, most: float) -> float | None:
 
 
 def _count(name: str, value: object, low: float, high: float, limit: str = "") -> int:
-    """A whole number in [low, high], which 4.0 is too; `limit` names the option that `high` comes from."""
+    """Return a whole number in [low, high], also from 4.0; `limit` names the option that `high` comes from."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidRequest(f"{name} must be a whole number", field=name)
     if not low <= value <= high:
         named = f" ({limit})" if limit else ""
-        raise InvalidRequest(f"{name} must be from {low} to {high}{named}; it is {_said(value)}", field=name)
+        raise InvalidRequest(f"{name} must be from {low} to {high}{named}; it is {_shown(value)}", field=name)
     return value
 
 
-def _said(value: float) -> str:
-    """A number as its sender is told of it: of a huge one only how huge it is."""
+def _shown(value: float) -> str:
+    """Format a number for an error message; abbreviate whole numbers of more than 64 bits."""
     if isinstance(value, float):
         return f"{value:g}"
     return str(value) if abs(value) < 1 << 64 else f"a number of {value.bit_length()} bits"
 
 
 def _max_tokens(asked: int | None, prompt_tokens: int, context: int, allow_empty: bool) -> int:
-    """How many tokens an answer may have: what was asked for, and never more than there is room for."""
+    """Return how many tokens an answer may have: at most what was asked for and what the context has room for."""
     endless = asked is None or asked == NONE_GIVEN
     most = context if asked is None or endless else _count("max_tokens", asked, 0, 1 << 63)
     if most == 0 and not allow_empty:
         raise InvalidRequest(
-            "max_tokens must be from 1, as an answer has at least 1 token; leave it out, or send -1, for as many as "
-            "there is room for",
+            "max_tokens must be from 1, since an answer has at least 1 token; leave it out, or send -1, for as "
+            "many as there is room for",
             field="max_tokens",
         )
     room = context - prompt_tokens
@@ -451,13 +461,13 @@ def _bias(bias: Mapping[int, float], vocab: int) -> tuple[tuple[int, float], ...
         raise InvalidRequest("logit_bias must map token ids to numbers", field="logit_bias")
     if len(bias) > MAX_BIAS:
         raise InvalidRequest(f"logit_bias has {len(bias)} entries; at most {MAX_BIAS}", field="logit_bias")
-    found = []
+    pairs = []
     for token, value in bias.items():
         _count("logit_bias", token, 0, vocab - 1, "the vocabulary")
         if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
             raise InvalidRequest("logit_bias values must be numbers from -100 to 100", field="logit_bias")
-        found.append((token, float(value)))
-    return tuple(sorted(found))
+        pairs.append((token, float(value)))
+    return tuple(sorted(pairs))
 
 
 def _stop_tokens(tokens: Sequence[int], vocab: int) -> tuple[int, ...]:
@@ -477,7 +487,7 @@ def _stop(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     for text in texts:
         if not isinstance(text, str) or not text:
             raise InvalidRequest("stop must hold texts that are not empty", field="stop")
-        if len(text) > MAX_STOP_BYTES:  # before each character is looked at
+        if len(text) > MAX_STOP_BYTES:  # checked before the loop over its characters
             raise InvalidRequest(f"a stop text may have at most {MAX_STOP_BYTES} bytes", field="stop")
         if any("\ud800" <= char <= "\udfff" for char in text):
             raise InvalidRequest("stop holds half a surrogate pair, which is not a character", field="stop")

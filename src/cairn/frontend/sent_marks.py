@@ -1,4 +1,4 @@
-"""What a worker was told of how contexts stand, for the next one: workers keep that in memory only."""
+"""Marks of contexts' standings that were sent to a worker, for the next one: workers keep them only in memory."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from cairn.kv.tiers.reuse_hints import Standing
+from cairn.kv.tiers.store import Standing
 from cairn.types.block_size import CHUNK_TOKENS
 
 MOST_TOKENS = 1 << 20
-"""Of all contexts together: 4 MiB. Those that were told longest ago are forgotten first."""
+"""Most tokens of all marked contexts: 4 MiB. The oldest marks are forgotten first."""
 
 
 class Mark(NamedTuple):
-    """A context that stands so beyond its first `keep` tokens."""
+    """The standing of a context beyond its first `keep` tokens."""
 
     tokens: Sequence[int]
     salt: bytes
@@ -24,7 +24,7 @@ class Mark(NamedTuple):
 
 
 class SentMarks:
-    """The marks, in the order in which they were told: a later one is about chunks of an earlier one, too."""
+    """The marks in the order in which they were sent: a later one may concern chunks of an earlier one too."""
 
     def __init__(self, most: int = MOST_TOKENS) -> None:
         self._marks: OrderedDict[tuple[bytes, bytes], Mark] = OrderedDict()
@@ -34,7 +34,10 @@ class SentMarks:
         return iter(tuple(self._marks.values()))
 
     def add(self, mark: Mark) -> None:
-        """The worker is told this. What is idle is what nobody was told of, unless it begins like one of these."""
+        """Record a mark sent to the worker.
+
+        Idle marks are dropped (idle is the default) unless they share a first chunk with a recorded one.
+        """
         ids = array("I", mark.tokens)
         key = mark.salt, ids.tobytes()
         self._remove(key)
@@ -46,13 +49,13 @@ class SentMarks:
             self._remove(next(iter(self._marks)))
 
     def forget(self, tokens: Sequence[int], salt: bytes, keep: int) -> None:
-        """This context is erased beyond its first `keep` tokens, and so is what goes on with it."""
+        """Forget marks of contexts that continue this one beyond its first `keep` tokens, which are erased."""
         if len(tokens) > keep:
             for key in self._with(array("I", tokens[: keep + 1]), salt):
                 self._remove(key)
 
     def _with(self, beginning: array[int], salt: bytes) -> list[tuple[bytes, bytes]]:
-        """Those of a tenant whose contexts begin with these."""
+        """Return the keys of a tenant's marks whose contexts begin with these ids."""
         wanted = beginning.tobytes()
         return [key for key in self._marks if key[0] == salt and key[1].startswith(wanted)]
 

@@ -1,6 +1,6 @@
 """The front of one model: `generate`, `abort`, `status`, `drain`, `close`. HTTP, CLI and Python all come through here.
 
-Everything runs on one event loop. What becomes of a request after its admission is `RequestTable`.
+Everything runs on one event loop. `RequestTable` handles a request after its admission.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from cairn.frontend.requests import SamplingOptions, requests, with_options
 from cairn.frontend.sent_marks import Mark, SentMarks
 from cairn.frontend.stream import RequestStream
 from cairn.frontend.supervisor import Supervisor
-from cairn.frontend.watchdog import Patience
-from cairn.kv.tiers.reuse_hints import Standing
+from cairn.frontend.worker_connection import Patience
+from cairn.kv.tiers.store import Standing
 from cairn.models.hub.hub import locate
 from cairn.models.spec.tokenizer_files import check_fits
-from cairn.router.services import RequestIds
 from cairn.system.deadline import left
 from cairn.system.interfaces import Clock
 from cairn.system.metrics import Metrics
@@ -48,23 +47,38 @@ from cairn.worker import wire
 log = logging.getLogger(__name__)
 
 FULL = 0.9
-"""Share of the KV pool in use by requests from which the server says that it is not ready."""
+"""Share of the KV pool in use by requests above which the server reports that it is not ready."""
 SHUTTING_DOWN = "the server is shutting down"
 DRAINED = "the server's owner has drained it: it takes no new requests"
 _TICK = 0.25
 
 
 def names_of(config: Config, spec: ModelSpec) -> frozenset[str]:
-    """What a model may be called: its names, what was given to `serve`, and the end of that where it is a path or a
-    name on the hub."""
-    given = config.model
-    ends = {given, given.rstrip("/").rpartition("/")[2]}
-    ends |= {end.removesuffix(".gguf") for end in ends} | {end.partition(":")[0] for end in ends if "/" in given}
+    """Return the names of a model: its own, those of the options, and the last part of a path or hub name."""
+    option = config.model
+    ends = {option, option.rstrip("/").rpartition("/")[2]}
+    ends |= {end.removesuffix(".gguf") for end in ends} | {end.partition(":")[0] for end in ends if "/" in option}
     return frozenset({spec.name, config.served_name or spec.name, *config.alias, *ends} - {""})
 
 
+class RequestIds:
+    """Request ids: strictly increasing, below 2**63, and above those of earlier runs, since they follow the clock.
+
+    All services of a server share one.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._last = 0
+
+    def draw(self) -> int:
+        """Return the next id."""
+        self._last = max(self._last + 1, self._clock.time_ns())
+        return self._last
+
+
 class ServiceStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What the service does now."""
+    """Present figures of the service."""
 
     running: int
     waiting: int
@@ -79,16 +93,16 @@ class Service:
     spec: ModelSpec
     """The model."""
     info: wire.Info
-    """What the loaded engine can do."""
+    """The capabilities of the loaded engine."""
     tokenizer: Tokenizer
     chat: Chat
     metrics: Metrics
     name: str
-    """What clients call the model."""
+    """The model's name for clients."""
     names: frozenset[str]
-    """All that they may call it."""
+    """All names that clients may use for it."""
     strict: bool
-    """Whether they may call it nothing else."""
+    """Whether clients may use no other name."""
 
     def __init__(
         self,
@@ -116,14 +130,14 @@ class Service:
         self._stats = wire.Stats()
         self._trouble = ""
         self._logged: dict[str, str] = {}
-        """The trouble of each store as the log has it."""
+        """The trouble of each store that was logged last."""
         self._marks = SentMarks()
         self._telling: asyncio.Task[None] | None = None
-        """Tells a new worker what the one before it was told."""
+        """Sends the marks of the last worker to a new one."""
         self.hour = LastHour()
         self._loaded = self._waits = False
         self.leaving = ""
-        """Why it takes no more requests; empty where it does."""
+        """Why it takes no more requests; empty if it does."""
         self._closed = False
         self._ticker: asyncio.Task[None] | None = None
 
@@ -140,9 +154,8 @@ class Service:
     ) -> Service:
         """Load the model in a worker process (`in_process`: on a thread) and serve it.
 
-        `first`: a worker that was started with this configuration before. `ids`: where other services of the server
-        draw theirs, too. Raises ModelError (or what else the model's
-        files deserve) with nothing left running.
+        `first`: a worker that was started with this configuration before. `ids`: the source of ids that other services
+        of the server use too. Raises ModelError, or the error that the model's files cause, and leaves nothing running.
         """
         if first is None:
             first = launch_first(config, in_process, await asyncio.to_thread(locate, config.model))
@@ -160,8 +173,10 @@ class Service:
         clock: Clock | None = None,
         ids: RequestIds | None = None,
     ) -> Service:
-        """Make a service whose tokenizer and templates are ready, and with a worker that is to `wait` its model's files
-        are checked; then `load`. Options and errors as of `start`."""
+        """Make a service whose tokenizer and templates are ready; then call `load`.
+
+        With a worker that is to `wait`, the model's files are checked too. Options and errors as for `start`.
+        """
         service = cls(config, patience=patience, clock=clock, ids=ids)
         try:
             service._supervisor.start(first)
@@ -177,7 +192,7 @@ class Service:
         return service
 
     async def load(self) -> None:
-        """Load the model of a service that is prepared. Raises what its files deserve, with nothing left running."""
+        """Load the model of a prepared service. Raises the error that its files cause, and leaves nothing running."""
         try:
             await self._load()
         except BaseException:
@@ -206,18 +221,18 @@ class Service:
                 " ".join(f"{byte:02x}" for byte in sorted(lacking)),
             )
         if self.spec.kind != "chat":
-            await asyncio.to_thread(importlib.import_module, "numpy")  # for what is done with vectors here
+            await asyncio.to_thread(importlib.import_module, "numpy")  # vectors are processed with it
         self._loaded = True
 
     # ---------------------------------------------------------------------------------------------- for callers
 
     def next_id(self) -> int:
-        """A request id: see `RequestIds`."""
+        """Return a new request id: see `RequestIds`."""
         return self._ids.draw()
 
     @property
     def used(self) -> Used | None:
-        """Who is told what each request has used, if anybody."""
+        """The callback that gets each request's use of tokens, if any."""
         return self._traffic.used
 
     @used.setter
@@ -225,7 +240,7 @@ class Service:
         self._traffic.used = used
 
     def check_generates(self) -> None:
-        """InvalidRequest for a model that was not made to answer."""
+        """Raise InvalidRequest for a model that does not generate text."""
         if self.spec.kind != "chat":
             use = "/v1/rerank" if self.spec.kind == "rerank" else "/v1/embeddings"
             made = "judges texts" if self.spec.kind == "rerank" else "makes embeddings"
@@ -246,8 +261,10 @@ class Service:
         stored: bool = True,
         allow_empty: bool = False,
     ) -> tuple[Request, ...]:
-        """The requests of a prompt, one a choice, with this model's limits and the configuration's. `ids` gives each
-        its id. Raises as `cairn.frontend.requests.requests`."""
+        """Make the requests of a prompt, one per choice, within the limits of the model and the configuration.
+
+        `ids` returns each one's id. Raises as `cairn.frontend.requests.requests`.
+        """
         return requests(
             self.spec,
             prompt,
@@ -268,14 +285,13 @@ class Service:
             encode=self.tokenizer.encode,
         )
 
-    def generate(self, request: Request, told: PromptOrigin | None = None) -> RequestStream:
-        """Start a request. The events follow as an async iterator; what goes wrong later is raised by it.
+    def generate(self, request: Request, origin: PromptOrigin | None = None) -> RequestStream:
+        """Start a request and return its events as an async iterator, which raises later errors.
 
-        `told`: what helps to say why a part of the prompt was not found.
+        `origin`: helps to explain why a part of the prompt was not cached.
 
-        Raises here, before anything is computed: ContextTooLong, InvalidRequest, DeadlineExceeded, Overloaded and
-        Unavailable (both with `retry_after`). A request without a timeout gets the configured one, or what is left of
-        its call's.
+        Raises before anything is computed: ContextTooLong, InvalidRequest, DeadlineExceeded, Overloaded and Unavailable
+        (both with `retry_after`). A request without a timeout gets the configured one, or what remains of its call's.
         """
         now = self._clock.now()
         most = self._config.request_timeout if request.timeout is None else request.timeout
@@ -284,7 +300,7 @@ class Service:
         if request.timeout != timeout:
             request = msgspec.structs.replace(request, timeout=timeout)
         self._admit(request)
-        flight = RequestState(request, TextStream(self.tokenizer, request), now, told or PLAIN)
+        flight = RequestState(request, TextStream(self.tokenizer, request), now, origin or PLAIN)
         flight.spans = PRESENT.get()
         stream = RequestStream(flight, self.abort)
         try:
@@ -295,24 +311,27 @@ class Service:
         return stream
 
     def abort(self, id: int) -> bool:
-        """Cancel a request: its stream raises `Cancelled` after what was said. False if it does not run."""
+        """Cancel a request; return False if it does not run.
+
+        Its stream raises `Cancelled` after the events before it.
+        """
         error = Cancelled("the request was cancelled")
         return self._traffic.release(id, FinishReason.CANCELLED, error=error, tell=True)
 
     def status(self, id: int) -> RequestStatus | None:
-        """What is known of a request; None if it never was, or ended too long ago."""
+        """Return the status of a request; None if it never existed or ended too long ago."""
         flight = self._flights.get(id)
         if flight is not None:
             return flight.status()
         return self._history.get(id)
 
     def in_flight(self, salt: bytes) -> list[InFlight]:
-        """A tenant's requests that have not ended, the oldest first."""
+        """Return figures of a tenant's requests that have not ended, the oldest first."""
         now = self._clock.now()
         return [flight.figures(now) for flight in self._flights.values() if flight.request.salt == salt]
 
     def stats(self) -> ServiceStats:
-        """The numbers of this moment."""
+        """Return the present figures."""
         return ServiceStats(
             running=self._traffic.running,
             waiting=self._queue.requests,
@@ -327,7 +346,7 @@ class Service:
         return bool(self._flights)
 
     def unready(self) -> list[str]:
-        """Why new requests would not be served well now; empty when they would."""
+        """Return why new requests would not be served well now; empty if they would."""
         reasons = []
         if self._supervisor.trouble:
             reasons.append(self._supervisor.trouble)
@@ -345,35 +364,37 @@ class Service:
 
     @property
     def gave_up(self) -> str:
-        """Why there will be no other worker; empty where there is one, or will be."""
+        """Why there will be no other worker; empty if there is one, or will be."""
         return self._supervisor.gave_up
 
     @property
     def stalled(self) -> str:
-        """Why the worker, which has work, does not get on; empty where it does."""
+        """Why the worker, which has work, makes no progress; empty if it does."""
         return self._supervisor.stalled
 
     def troubles(self) -> list[str]:
-        """What does not work now although requests are served: stores of KV, a sentence each."""
+        """Return what fails now although requests are served: a sentence for each store of KV."""
         if not self._loaded:
             return []
         tiers = (self.metrics.kv.ram, self.metrics.kv.disk)
-        found = [tier.trouble for tier in tiers if tier is not None and tier.trouble]
-        return [self._trouble, *found] if self._trouble else found
+        troubles = [tier.trouble for tier in tiers if tier is not None and tier.trouble]
+        return [self._trouble, *troubles] if self._trouble else troubles
 
     def kv(self) -> KvStats:
-        """The stores below the pool, at most about a second old."""
+        """Return the figures of the stores below the pool, at most about a second old."""
         return self.metrics.kv
 
     async def drain(self, grace: float, why: str = SHUTTING_DOWN) -> None:
-        """Take no more requests, wait up to `grace` seconds for those that run, and end the rest with Unavailable,
-        which says `why`."""
+        """Take no more requests, wait up to `grace` seconds for running ones, and end the rest with Unavailable.
+
+        The error's message is `why`.
+        """
         self.leaving = why
         await self._traffic.emptied(grace)
         self._end_all()
 
     async def close(self) -> None:
-        """End everything at once: requests, the worker, the template helper. Nothing is left. May be called again."""
+        """End everything at once: requests, the worker, the template helper. May be called again."""
         self.leaving = self.leaving or SHUTTING_DOWN
         self._end_all()
         if self._closed:
@@ -392,35 +413,40 @@ class Service:
     # All of these raise Unavailable while the worker is being replaced.
 
     async def flush(self) -> None:
-        """Return when all KV that was to be stored until now is durable. Unavailable if a part of it was given up."""
+        """Wait until all KV computed until now that should be stored is durable.
+
+        Raise Unavailable if some was given up.
+        """
         self._answered(await self._supervisor.ask("flush"))
 
     async def pin(self, owner: str, tokens: Sequence[int], salt: bytes = b"") -> None:
         """Keep the chunks of this context in every store from eviction, also those that are written later.
 
-        They take the place of what `owner` pinned before. Durable when it returns.
+        They replace what `owner` pinned before. Durable on return.
         """
         self._answered(await self._supervisor.ask("pin", owner=owner, tokens=tuple(tokens), salt=salt))
 
     async def unpin(self, owner: str) -> None:
-        """Give up what `owner` pinned."""
+        """Release what `owner` pinned."""
         self._answered(await self._supervisor.ask("pin", owner=owner))
 
     async def mark(self, tokens: Sequence[int], salt: bytes, standing: Standing, *, keep: int = 0) -> None:
-        """Say how soon the stores may evict this context beyond its first `keep` tokens: see `kv.standing`. The next
-        worker is told so, too."""
+        """Set the standing (`kv.tiers.store.Standing`) of this context beyond its first `keep` tokens.
+
+        It shapes how soon the stores evict it. The next worker gets the mark too.
+        """
         self._marks.add(Mark(tokens, salt, standing, keep))
         asked = self._supervisor.ask("mark", tokens=tuple(tokens), salt=salt, keep=keep, standing=standing)
         self._answered(await asked)
 
     async def prefetch(self, tokens: Sequence[int], salt: bytes = b"") -> Placed:
-        """Bring what the stores have of this context up into the pool; where it is then."""
+        """Load what the stores have of this context into the pool; return where the context is then."""
         return self._answered(await self._supervisor.ask("prefetch", tokens=tuple(tokens), salt=salt)).placed
 
     async def evict(self, tokens: Sequence[int], salt: bytes = b"", *, keep: int = 0, disk: bool = False) -> Placed:
-        """Give up the KV of this context in the pool and in RAM, and with `disk` everywhere; where it is then.
+        """Evict the KV of this context from the pool and RAM, and with `disk` everywhere; return where it is then.
 
-        Its first `keep` tokens stay, because others need them; so does what a running request holds.
+        Its first `keep` tokens stay, because others need them; so do blocks that a running request holds.
         """
         if disk:
             self._marks.forget(tokens, salt, keep)
@@ -428,31 +454,33 @@ class Service:
         return self._answered(await asked).placed
 
     async def kv_paths(self, tokens: Sequence[int], salt: bytes = b"") -> list[Path]:
-        """The files that the disk has of this context: each may be gone by the time it is read."""
+        """Return the files that the disk has of this context: each may be gone by the time it is read."""
         asked = self._supervisor.ask("paths", tokens=tuple(tokens), salt=salt)
         return [Path(path) for path in self._answered(await asked).paths]
 
     async def take_in(self, path: Path, tokens: Sequence[int], salt: bytes = b"") -> TakenIn:
-        """Store what a file has of this context's KV (`kv.portable_kv`), after every check."""
+        """Store a file's KV of this context (`kv.disk.portable_kv`), after every check."""
         asked = self._supervisor.ask("take_in", path=str(path), tokens=tuple(tokens), salt=salt)
         return self._answered(await asked).taken
 
     async def erase_of_model(self, model: bytes, tokens: Sequence[int], salt: bytes = b"", *, keep: int = 0) -> None:
-        """Erase the KV of a context beyond its first `keep` tokens that another model, which is not loaded, has stored
-        in the same folder. Unavailable where that cannot be done now."""
+        """Erase KV that another, unloaded model stored of a context beyond its first `keep` tokens.
+
+        Raise Unavailable if that is impossible now.
+        """
         asked = self._supervisor.ask("evict", tokens=tuple(tokens), salt=salt, keep=keep, model=model)
         self._answered(await asked)
 
     async def where(self, tokens: Sequence[int], salt: bytes = b"") -> Placed:
-        """How many leading tokens of this context each tier has."""
+        """Return how many leading tokens of this context each tier has."""
         return self._answered(await self._supervisor.ask("where", tokens=tuple(tokens), salt=salt)).placed
 
     async def scrub(self) -> Swept:
-        """Read and check every stored chunk, and remove the damaged ones."""
+        """Read and verify every stored chunk, and remove the damaged ones."""
         return self._answered(await self._supervisor.ask("scrub")).swept
 
     async def prune(self) -> Swept:
-        """Remove what nobody has used for longer than the stores' time to live."""
+        """Remove chunks that nobody has used for longer than the stores' time to live."""
         return self._answered(await self._supervisor.ask("prune")).swept
 
     def _answered(self, answer: wire.KVAnswer) -> wire.KVAnswer:
@@ -499,19 +527,19 @@ class Service:
         self.metrics.worker_still = lambda: self._supervisor.still
 
     async def _mark_again(self) -> None:
-        """Tell a new worker how contexts stand, as the one before it knew."""
-        with contextlib.suppress(Unavailable):  # it is gone again: the next one is told
+        """Send the marks that the last worker had to a new one."""
+        with contextlib.suppress(Unavailable):  # it is gone again; the next one will get the marks
             for tokens, salt, standing, keep in self._marks:
                 await self._supervisor.ask("mark", tokens=tuple(tokens), salt=salt, keep=keep, standing=standing)
 
     def _with_ends(self, spec: ModelSpec) -> ModelSpec:
-        """The spec with all that ends an answer: with what the tokenizer and the chat template know, once loaded."""
+        """Return the spec with all tokens that end an answer, also those of the tokenizer and the chat template."""
         more = sorted(self.tokenizer.end_ids) if hasattr(self, "tokenizer") else ()
         ends = dict.fromkeys((*spec.eos_ids, *(i for i in more if i < spec.vocab)))
         return msgspec.structs.replace(spec, eos_ids=tuple(ends))
 
     def _on_end(self) -> None:
-        """A worker has ended, and nothing runs until there is another, if there ever is."""
+        """Reset the figures of a worker that has ended."""
         self._stats = wire.Stats()
         if hasattr(self, "metrics"):  # it had loaded
             self.metrics.worker_replaced()
@@ -523,7 +551,7 @@ class Service:
             self._log_troubles(step.stats.kv)
 
     def _log_troubles(self, kv: KvStats) -> None:
-        """Say once what a store cannot do, and once that it works again. Of a store that is not there nothing new."""
+        """Log once that a store fails, and once that it works again. A store that is missing changes nothing."""
         for name, tier in (("in memory", kv.ram), ("on the disk", kv.disk)):
             if tier is None or tier.trouble == self._logged.get(name, ""):
                 continue

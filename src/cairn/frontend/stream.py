@@ -1,92 +1,21 @@
-"""The consumer's handle on a request: events as they come, one wait for all of a frame, cancelled when let go of."""
+"""The consumer's handle on a request: an iterator of events, one wait per frame, cancelled when abandoned."""
 
 from __future__ import annotations
 
 import asyncio
-import math
-import weakref
 from collections.abc import AsyncGenerator, Callable, Sequence
 
-from cairn.frontend.request_state import RequestState
+from cairn.frontend.request_state import RequestState, Waker
 from cairn.types.outputs import Event
 from cairn.types.request import Request
 from cairn.types.stats import CacheReport
 
 
-class Waker:
-    """Lets one consumer sleep until any of its streams has something to say.
-
-    A sleep with a timeout moves a deadline; there is one timer for all of them, which looks at the deadline when it
-    fires. So a stream that gets a token every few milliseconds does not make and cancel a timer for each.
-    """
-
-    __slots__ = ("__weakref__", "_deadline", "_future", "_loop", "_timer")
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._future: asyncio.Future[bool] | None = None
-        self._deadline = math.inf
-        self._timer: asyncio.TimerHandle | None = None
-
-    def wake(self) -> None:
-        """Wake the consumer; it costs nothing if it is awake."""
-        future = self._future
-        if future is not None and not future.done():
-            future.set_result(True)
-
-    async def sleep(self, timeout: float | None = None) -> bool:
-        """Sleep until `wake` (True) or until `timeout` seconds have passed (False).
-
-        Raises `RuntimeError` while somebody else sleeps: only one of two could be woken.
-        """
-        if self._future is not None:
-            raise RuntimeError("this stream is being read already")
-        future: asyncio.Future[bool] = self._loop.create_future()
-        self._future = future
-        if timeout is None:
-            self._deadline = math.inf
-        else:
-            self._deadline = self._loop.time() + timeout
-            if self._timer is None or self._timer.when() > self._deadline:
-                self._arm()
-        try:
-            return await future
-        finally:
-            self._future = None
-
-    def _arm(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self._loop.call_at(self._deadline, _expire, weakref.ref(self))
-
-    def __del__(self) -> None:
-        # The collector may run in any thread; a timer belongs to the loop's.
-        if self._timer is None or self._loop.is_closed():
-            return
-        if asyncio._get_running_loop() is self._loop:
-            self._timer.cancel()
-        else:
-            self._loop.call_soon_threadsafe(self._timer.cancel)
-
-
-def _expire(reference: weakref.ref[Waker]) -> None:
-    """The timer fired: end the sleep if its deadline has come, else fire again then."""
-    waker = reference()
-    if waker is None:
-        return
-    waker._timer = None
-    if waker._future is None or waker._future.done() or waker._deadline == math.inf:
-        return
-    if waker._loop.time() >= waker._deadline:
-        waker._future.set_result(False)
-    else:
-        waker._arm()
-
-
 class RequestStream:
     """The events of one request, for one consumer: an async iterator that ends after `Done` or raises a typed error.
 
-    Closing it (`aclose`, `close`), cancelling the task that waits for it, or letting go of it cancels the request.
+    Closing it (`aclose`, `close`), cancelling the task that waits for it, or dropping the last reference cancels the
+    request.
     """
 
     def __init__(self, flight: RequestState, cancel: Callable[[int], object]) -> None:
@@ -109,7 +38,7 @@ class RequestStream:
 
     @property
     def cache(self) -> CacheReport | None:
-        """Where the KV of the prompt came from, once that was computed."""
+        """The origin of the prompt's KV, once known."""
         return self._flight.cache
 
     @property
@@ -118,11 +47,14 @@ class RequestStream:
         return self._over
 
     def wake_with(self, waker: Waker) -> None:
-        """Let `waker` be woken instead of this stream's own: one consumer reads several streams."""
+        """Use another consumer's waker, so that one consumer can read several streams."""
         self._flight.waker = waker
 
     def take(self) -> list[Event]:
-        """The events that are there, without waiting: perhaps none. Raises the request's error once all is read."""
+        """Return the events that are there, perhaps none, without waiting.
+
+        Raise the request's error once all are read.
+        """
         flight = self._flight
         if self._over or flight.idle:
             return []
@@ -139,7 +71,7 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> Event:
-        """The next event. Cancelling the wait cancels the request."""
+        """Return the next event. Cancelling the wait cancels the request."""
         while not self._events:
             self._events = self.take()
             if self._events:
@@ -166,11 +98,11 @@ class RequestStream:
             self._cancel(self.id)
 
     async def aclose(self) -> None:
-        """`close`, for `contextlib.aclosing`."""
+        """Do the same as `close`, for `contextlib.aclosing`."""
         self.close()
 
     def __del__(self) -> None:
-        # The consumer let go of it in the middle. The collector may run in any thread.
+        # The consumer abandoned it before its end. The garbage collector may run in any thread.
         if not self._flight.done and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._cancel, self.id)
 
@@ -182,12 +114,12 @@ async def merge(
     heartbeat: Callable[[], float] | None = None,
     announce: bool = False,
 ) -> AsyncGenerator[list[tuple[int, Event]], None]:
-    """Start all requests, the choices of one call, and give (index, event) as they come, all that is there at once.
+    """Start the requests of one call and yield lists of (index, event), all that is there at once.
 
-    An empty list says that nothing came for as many seconds as `heartbeat` gave when the wait began; with `announce`
-    one comes first of all, and says that all of them were let in. The first error of any of them is raised, after what
-    the others had said by then. However this ends - all are done, an error, `aclose`, a cancelled task - every request
-    is closed.
+    An empty list means that nothing came for as many seconds as `heartbeat` returned when the wait began. With
+    `announce` one is yielded first, once all requests were admitted. The first error of any of them is raised after the
+    events that came before it. However this ends (all are done, an error, `aclose`, a cancelled task), every request is
+    closed.
     """
     waker = Waker()
     streams: list[RequestStream] = []
@@ -200,19 +132,19 @@ async def merge(
             yield []
         alive = list(enumerate(streams))
         while alive:
-            found: list[tuple[int, Event]] = []
+            news: list[tuple[int, Event]] = []
             failed: Exception | None = None
             for index, stream in alive:
                 try:
-                    found += [(index, event) for event in stream.take()]
+                    news += [(index, event) for event in stream.take()]
                 except Exception as error:
                     failed = failed or error
             alive = [pair for pair in alive if not pair[1].over]
-            if found:
-                yield found
+            if news:
+                yield news
             if failed is not None:
                 raise failed
-            if not found and alive and not await waker.sleep(None if heartbeat is None else heartbeat()):
+            if not news and alive and not await waker.sleep(None if heartbeat is None else heartbeat()):
                 yield []
     finally:
         for stream in streams:

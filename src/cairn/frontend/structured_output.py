@@ -1,4 +1,4 @@
-"""What a caller wants of an answer, from the fields by which clients ask for JSON, a grammar, or calls of tools."""
+"""The output constraints of a request, from the fields by which clients ask for JSON, a grammar or tool calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIELDS: tuple[str, ...] = (
     "guided_grammar",
 )
 FIELDS += ("grammar", "json_schema")
-"""What asks for a structure: OpenAI's, vLLM's and llama.cpp's."""
+"""The fields that ask for a structure: OpenAI's, vLLM's and llama.cpp's."""
 _KINDS: Mapping[str, Kind] = {"json": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 _OBJECT = '{"type":"object"}'
 
@@ -30,20 +30,20 @@ def wanted_of(
     *,
     parallel: bool = True,
 ) -> Wanted:
-    """What the answer has to be.
+    """Return the constraints on an answer.
 
-    `fields`: those of `FIELDS` that were given. `tools`: the name of each tool, and whether its calls must fit its
-    schema; `tool_choice` as a client sends it; `parallel`: whether one answer may call more than once. Raises
+    `fields`: those of `FIELDS` that the request has. `tools`: the name of each tool, and whether its calls must fit its
+    schema; `tool_choice` as a client sends it; `parallel`: whether one answer may contain several calls. Raise
     InvalidRequest or Unsupported, which name the field.
     """
-    found = [one for name, value in fields.items() if value is not None for one in _structures(name, value)]
-    if len(found) > 1:
-        one, other = found[0].field, found[1].field
-        raise InvalidRequest(f"{one} and {other}: an answer can be held to one of them", field=other)
+    structures = [one for name, value in fields.items() if value is not None for one in _structures(name, value)]
+    if len(structures) > 1:
+        one, other = structures[0].field, structures[1].field
+        raise InvalidRequest(f"{one} and {other} exclude each other: send one of them", field=other)
     choice = _choice(tool_choice, [name for name, _ in tools])
     strict = tuple(name for name, held in tools if held)
     choice = ToolChoice(required=choice.required, names=choice.names, strict=strict, parallel=parallel)
-    return Wanted(structure=found[0] if found else None, choice=choice)
+    return Wanted(structure=structures[0] if structures else None, choice=choice)
 
 
 def _structures(name: str, value: Any) -> Iterator[Structure]:
@@ -52,44 +52,44 @@ def _structures(name: str, value: Any) -> Iterator[Structure]:
     elif name == "structured_outputs":
         yield from _structured_outputs(value)
     elif name == "grammar":
-        if value != "":  # as llama.cpp's own clients send it unasked
+        if value != "":  # llama.cpp's own clients send an empty one unasked
             yield _structure("gbnf", value, name)
     else:
         yield _structure("json" if name == "json_schema" else _KINDS[name.removeprefix("guided_")], value, name)
 
 
-def _response_format(given: Any) -> Iterator[Structure]:
-    """OpenAI's, with llama.cpp's `schema` beside a type; vLLM's structural tags are not built."""
+def _response_format(value: Any) -> Iterator[Structure]:
+    """Yield OpenAI's structure, with llama.cpp's `schema` beside a type; vLLM's structural tags are not supported."""
     field = "response_format"
-    kind = given.get("type") if isinstance(given, Mapping) else None
+    kind = value.get("type") if isinstance(value, Mapping) else None
     if kind == "text":
         return
     if kind not in ("json_object", "json_schema", "grammar", "regex"):
         raise Unsupported(
-            f"{field}.type must be text, json_object, json_schema, grammar or regex; other forms are not built",
+            f"{field}.type must be text, json_object, json_schema, grammar or regex",
             field=f"{field}.type",
         )
     if kind in ("grammar", "regex"):
         name = "pattern" if kind == "regex" else "grammar"
-        yield _structure(_KINDS[kind], given.get(name), f"{field}.{name}")
+        yield _structure(_KINDS[kind], value.get(name), f"{field}.{name}")
         return
-    inner = given.get("json_schema")
+    inner = value.get("json_schema")
     if isinstance(inner, Mapping) and "schema" in inner:
         yield _structure("json", inner["schema"], f"{field}.json_schema.schema", strict=inner.get("strict") is True)
-    elif given.get("schema") is not None:
-        yield _structure("json", given["schema"], f"{field}.schema")
+    elif value.get("schema") is not None:
+        yield _structure("json", value["schema"], f"{field}.schema")
     elif kind == "json_schema":
         raise InvalidRequest(f"{field}.json_schema.schema is missing", field=f"{field}.json_schema.schema")
     else:
         yield Structure(kind="json", text=_OBJECT, field=field)
 
 
-def _structured_outputs(given: Any) -> Iterator[Structure]:
-    """vLLM's: one of its members says what is wanted."""
+def _structured_outputs(outputs: Any) -> Iterator[Structure]:
+    """Yield vLLM's structure: one of the members says what is wanted."""
     field = "structured_outputs"
-    if not isinstance(given, Mapping):
+    if not isinstance(outputs, Mapping):
         raise InvalidRequest(f"{field} must be an object", field=field)
-    for name, value in given.items():
+    for name, value in outputs.items():
         where = f"{field}.{str(name)[:64]}"
         if value is None or (name.startswith(("disable_", "enable_")) and value is False) or name.startswith("_"):
             continue
@@ -99,11 +99,11 @@ def _structured_outputs(given: Any) -> Iterator[Structure]:
         elif name in ("json", "regex", "choice", "grammar"):
             yield _structure(_KINDS[name], value, where)
         else:
-            raise Unsupported(f"{where} is not built", field=where)
+            raise Unsupported(f"{where} is not supported", field=where)
 
 
 def _structure(kind: Kind, value: Any, field: str, *, strict: bool = False) -> Structure:
-    """What one field says. `strict`: a schema that cannot be held to in full is an error."""
+    """Return the structure that one field asks for. `strict`: refuse a schema that cannot be enforced in full."""
     if kind == "json":
         if isinstance(value, str):
             _check_size(value, field)
@@ -128,24 +128,24 @@ def _structure(kind: Kind, value: Any, field: str, *, strict: bool = False) -> S
 
 
 def _check_size(text: str, field: str) -> None:
-    """Raise InvalidRequest for more than the process that compiles takes, before anything is made of it here."""
+    """Raise InvalidRequest for more text than the compiling process takes, before anything is done with it here."""
     if len(text) > MAX_TEXT:
         raise InvalidRequest(f"{field} has {len(text)} characters; the limit is {MAX_TEXT}", field=field)
 
 
-def _choice(given: Any, offered: Sequence[str]) -> ToolChoice:
-    """OpenAI's `tool_choice`, and the forms in which some clients send its words."""
-    if isinstance(given, Mapping) and given.get("type") == "allowed_tools":
-        inner = given.get("allowed_tools", given)
+def _choice(choice: Any, offered: Sequence[str]) -> ToolChoice:
+    """Parse OpenAI's `tool_choice`, and the forms in which some clients send it."""
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        inner = choice.get("allowed_tools", choice)
         inner = inner if isinstance(inner, Mapping) else {}
         listed = inner.get("tools")
         names = [_named(tool) for tool in listed] if isinstance(listed, list | tuple) else []
         return _called(inner.get("mode", "auto"), names, offered)
-    if isinstance(given, Mapping) and given.get("type") in ("function", "tool", "custom"):
-        return _called("required", [_named(given)], offered)
-    if isinstance(given, Mapping):
-        given = given.get("type", given.get("mode", ""))
-    return _called("auto" if given is None else given, None, offered)
+    if isinstance(choice, Mapping) and choice.get("type") in ("function", "tool", "custom"):
+        return _called("required", [_named(choice)], offered)
+    if isinstance(choice, Mapping):
+        choice = choice.get("type", choice.get("mode", ""))
+    return _called("auto" if choice is None else choice, None, offered)
 
 
 def _called(mode: Any, names: Sequence[Any] | None, offered: Sequence[str]) -> ToolChoice:
@@ -156,17 +156,17 @@ def _called(mode: Any, names: Sequence[Any] | None, offered: Sequence[str]) -> T
             field="tool_choice",
         )
     if mode == "required" and not offered:
-        raise InvalidRequest("tool_choice: there are no tools that could be called", field="tool_choice")
+        raise InvalidRequest("tool_choice requires a call, but there are no tools", field="tool_choice")
     known = frozenset(offered)
     wrong = next(([name] for name in names or () if not isinstance(name, str) or name not in known), [])
     if names is not None and (not names or wrong):
-        said = f" {wrong[0][:64]!r}" if wrong and isinstance(wrong[0], str) else ""
-        raise InvalidRequest(f"tool_choice names a tool{said} that is not among tools", field="tool_choice")
+        named = f" {wrong[0][:64]!r}" if wrong and isinstance(wrong[0], str) else ""
+        raise InvalidRequest(f"tool_choice names a tool{named} that is not among tools", field="tool_choice")
     return ToolChoice(required=mode == "required", names=None if names is None else tuple(dict.fromkeys(names)))
 
 
 def _named(tool: Any) -> Any:
-    """The name of a tool in a choice: OpenAI's has it in `function` or `custom`, others beside the type."""
+    """Return the name of a tool in a choice: in OpenAI's it is in `function` or `custom`, in others beside the type."""
     if not isinstance(tool, Mapping):
         return None
     inner = next((found for key in ("function", "custom") if isinstance(found := tool.get(key), Mapping)), tool)

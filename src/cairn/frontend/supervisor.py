@@ -1,13 +1,13 @@
-"""Keeps a worker alive: starts it, watches it, replaces it, and lets the requests in flight go on in the next one.
+"""Supervision of a model's worker: start it, watch it, replace it, and resume the requests in flight in the next one.
 
-A worker that ends, falls silent while it has work, or makes no progress is replaced. Requests in flight are added
-again with the tokens that were already received, so they go on with the same tokens. One that was there at two deaths
-in a row without a new token is a suspect: suspects are tried one at a time, and one that is there alone when the
-worker dies again fails alone. After `Patience.restarts` deaths in a row without any progress all requests in flight
-end, and new ones are sent away; but another worker is tried for ever, after a pause that grows up to a minute, for what
-kills workers may pass: a machine that is out of memory has some again. A worker that others killed while it had nothing
-to do is no such death: the next one starts at once. Only where no worker could be of use any more,
-because the code or the model is another one now, does the supervisor give up.
+A worker that ends, falls silent while it has work, or makes no progress is replaced. Requests in flight are sent again
+with the tokens already received, so they continue with the same tokens. A request that was in flight at two deaths in a
+row without a new token is a suspect. Suspects are tried one at a time; one that is alone when the worker dies again
+fails alone. After `Patience.restarts` deaths in a row without any progress all requests in flight end, and new ones are
+refused. But another worker is tried for ever, after a pause that grows up to a minute, since the cause may pass: a
+machine that is out of memory has some again. If others kill a worker that has nothing to do, that does not count: the
+next one starts at once. The supervisor gives up only if no worker could be of use any more, because the code or the
+model was changed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from cairn.frontend import launch as launching
 from cairn.frontend.device_fallback import DeviceFallback
 from cairn.frontend.launch import CODE_CHANGED, First, launch
 from cairn.frontend.request_state import RequestState
-from cairn.frontend.watchdog import Patience
-from cairn.frontend.worker_connection import WorkerConnection
+from cairn.frontend.worker_connection import Patience, WorkerConnection
 from cairn.system.interfaces import Clock
 from cairn.types.errors import CairnError, GenerationFailed, ModelError, NoDevice, NoWorker, Unavailable, by_code, trace
 from cairn.types.outputs import FinishReason
@@ -35,8 +34,7 @@ from cairn.worker import wire
 
 
 class Questions:
-    """What the front asks the worker beside requests: each `KVQuery` is one question, and its `KVAnswer` may never
-    come."""
+    """The front's questions to the worker: each `KVQuery` is one, and its `KVAnswer` may never come."""
 
     def __init__(self) -> None:
         self._asked: dict[int, asyncio.Future[wire.KVAnswer]] = {}
@@ -46,7 +44,7 @@ class Questions:
         return bool(self._asked)
 
     async def ask(self, link: WorkerConnection, what: wire.What, **fields: Any) -> wire.KVAnswer:
-        """The worker's answer. Raises what `fail` is told if that comes first."""
+        """Return the worker's answer. Raise the error of `fail` if that comes first."""
         number = next(self._numbers)
         answer: asyncio.Future[wire.KVAnswer] = asyncio.get_running_loop().create_future()
         self._asked[number] = answer
@@ -57,12 +55,12 @@ class Questions:
             del self._asked[number]
 
     def take(self, answer: wire.KVAnswer) -> None:
-        """Give an answer to whoever asked, if anybody still waits."""
+        """Pass an answer to its asker, if one still waits."""
         if (asked := self._asked.get(answer.id)) is not None and not asked.done():
             asked.set_result(answer)
 
     def fail(self, error: CairnError) -> None:
-        """None of them will be answered."""
+        """Raise an error to all askers: none of them will be answered."""
         for answer in self._asked.values():
             if not answer.done():
                 answer.set_exception(error)
@@ -71,19 +69,19 @@ class Questions:
 log = logging.getLogger(__name__)
 
 CHANGED = "the model's files were changed since this server started; restart it"
-LESS_MEMORY = "the worker was replaced by one with less memory for KV, in which this answer has no room"
+LESS_MEMORY = "the worker was replaced by one with less memory for KV, which has no room for this answer"
 CLOSE_SECONDS = 2.0
-"""How long a worker whose socket was closed may take to end before it is killed."""
+"""Seconds that a worker whose socket was closed may take to end before it is killed."""
 STORE_SECONDS = 5.0
-"""How long it may take at the end of the server: the worker stores the KV that still waits for it."""
+"""Seconds that it may take at the end of the server, while it stores the KV that still waits."""
 
 
 class Supervisor:
     """One model's worker, always the same to the service however often it is replaced.
 
-    `flights` are the requests that have not ended. The callbacks are called on the event loop's thread: `on_ready`
-    for every worker that has loaded, `on_end` for every one that has ended, `on_lost` for a request that its workers
-    did not survive.
+    `flights` are the requests that have not ended. The callbacks run on the event loop's thread: `on_ready` for every
+    worker that has loaded, `on_end` for every one that has ended, `on_lost` for a request that its workers did not
+    survive.
     """
 
     def __init__(
@@ -109,7 +107,7 @@ class Supervisor:
         """The flights that the present worker has."""
         self._questions = Questions()
         self._suspects: deque[int] = deque()
-        """While there are any, the first of them is tried, alone but for those that were cleared before it."""
+        """Suspects to try; the first is in the worker now, beside those that were cleared before it."""
         self._link: WorkerConnection | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._loaded: asyncio.Future[None] | None = None
@@ -117,22 +115,22 @@ class Supervisor:
         self._model = b""
         """The identity of the model that the first worker loaded."""
         self._blocks: tuple[int, ...] = ()
-        """Those of its pools. Later ones get as many, where there is memory: requests were let in by them."""
+        """Sizes of its pools. Later workers get the same, if there is memory: requests were admitted by them."""
         self._longest = 0
-        """Tokens of the longest sequence that the last of them can compute."""
+        """Tokens of the longest sequence that the last worker can compute."""
         self._failures = 0
         self._why = ""
-        """The end of the last worker."""
+        """Why the last worker ended."""
         self._looked = clock.now()
         self._fallback = DeviceFallback(clock)
         self._blameless = False
-        """Whether the present worker ends because its device failed."""
+        """Whether the present worker ends because its device failed, which no request is to blame for."""
         self.restarts = 0
         self.gave_up = ""
         """Why there is no worker and will be none."""
 
     def start(self, first: First) -> None:
-        """Take over the first worker; from now on one is kept alive."""
+        """Take over the first worker and keep one alive from now on."""
         self._loaded = asyncio.get_running_loop().create_future()
         self._loaded.add_done_callback(_seen)
         self._checked = asyncio.get_running_loop().create_future()
@@ -140,7 +138,7 @@ class Supervisor:
         self._keeper = asyncio.create_task(self._keep(self._link, first))
 
     async def loaded(self) -> None:
-        """Wait until the first worker has loaded. Raises the typed error of what went wrong."""
+        """Wait until the first worker has loaded. Raises its typed error if that failed."""
         assert self._loaded is not None
         await asyncio.shield(self._loaded)
 
@@ -152,7 +150,7 @@ class Supervisor:
             await self.loaded()
 
     def start_loading(self) -> None:
-        """Let a worker load that has waited for it."""
+        """Let a worker that has waited for it load."""
         if self._link is not None:
             self._link.send(wire.StartLoading())
 
@@ -173,12 +171,12 @@ class Supervisor:
 
     @property
     def failures(self) -> int:
-        """How many workers have ended in a row without being of use, and none is up."""
+        """Consecutive workers that ended without being of use; 0 if one is up."""
         return 0 if self.up else self._failures
 
     @property
     def trouble(self) -> str:
-        """Why there is no worker, where that is more than one that is being replaced; empty where all is well."""
+        """Why there is no worker, unless one is just being replaced; empty if all is well."""
         if self.gave_up or self.up or not self.failing:
             return self.gave_up
         return (
@@ -188,32 +186,32 @@ class Supervisor:
 
     @property
     def stalled(self) -> str:
-        """Why the worker that is up does not get on; empty where it does, or has nothing to do."""
+        """Why the worker that is up makes no progress; empty if it does, or has nothing to do."""
         if self._link is None or not self.up or not (self._sent or self._questions):
             return ""
         return self._link.watchdog.stalled(self._patience)
 
     @property
     def still(self) -> float:
-        """For how many seconds it has made no progress although it has work."""
+        """Seconds for which it has made no progress although it has work."""
         if self._link is None or not self.up or not self._sent:
             return 0.0
         return self._link.watchdog.seconds
 
     @property
     def pause(self) -> float:
-        """Seconds after which a client may come back while workers are failing."""
+        """Seconds after which a client may retry while workers are failing."""
         return max(1.0, self._backoff())
 
     def add(self, flight: RequestState) -> None:
-        """Give a request to the worker, or to the next one. Raises `WireError` if it is too long to be sent."""
+        """Send a request to the worker, or to the next one. Raises `WireError` if it is too long to be sent."""
         if self.up and not self._suspects:
             self._send(flight.request)
         flight.limit = min(flight.limit, self._longest)
         self.flights[flight.request.id] = flight
 
     def remove(self, id: int, reason: FinishReason | None) -> RequestState | None:
-        """Forget a request, and (unless `reason` is None) tell the worker that nobody wants it any more."""
+        """Forget a request, and (unless `reason` is None) tell the worker to drop it."""
         flight = self.flights.pop(id, None)
         if id in self._sent:
             self._sent.discard(id)
@@ -224,24 +222,24 @@ class Supervisor:
         return flight
 
     def look(self) -> None:
-        """Check the worker; to be called a few times a second."""
+        """Check the worker; call it a few times a second."""
         now = self._clock.now()
         late, self._looked = now - self._looked, now
         if self._link is None:
             return
         if late > self._patience.silence / 2:
-            self._link.rest()  # this process itself stood still: what the worker sent has not been read yet
+            self._link.rest()  # this process itself stood still and has not read what the worker sent
         elif why := self._link.overdue(self._patience, bool(self._sent or self._questions)):
             self._link.kill(why)
 
     async def ask(self, what: wire.What, **fields: Any) -> wire.KVAnswer:
-        """The worker's answer to a `KVQuery`. Raises `Unavailable` where there is no worker, or it ends before."""
+        """Return the worker's answer to a `KVQuery`. Raise `Unavailable` without a worker, or if it ends first."""
         if self._link is None or not self.up:
             raise Unavailable("the worker is being replaced", retry_after=self.pause)
         return await self._questions.ask(self._link, what, **fields)
 
     async def close(self) -> None:
-        """End the worker and wait until nothing of it is left. If this is cut off, the worker is killed at once."""
+        """End the worker and wait until it is gone. If this is cancelled, the worker is killed at once."""
         try:
             if self._keeper is not None and not self._keeper.done():
                 self._keeper.cancel()
@@ -261,7 +259,7 @@ class Supervisor:
         """Keep a worker alive until cancelled or given up."""
         try:
             await self._replace(link, first)
-        except Exception as error:  # nobody waits for this task: without a word all would wait for ever
+        except Exception as error:  # nobody awaits this task, so without this requests would wait for ever
             log.error("the worker cannot be replaced: %s", trace(error))
             why = f"the worker cannot be replaced ({type(error).__name__})"
             if self._loaded is not None and not self._loaded.done():
@@ -287,15 +285,15 @@ class Supervisor:
                 why = await self._live(link)
 
     async def _live(self, link: WorkerConnection) -> str:
-        """Until a worker's end; returns why it ended."""
+        """Wait for a worker's end; return why it ended."""
         why = await asyncio.shield(link.ended)
         idle = link.ready and not (self._sent or self._questions)
         self._leave_unanswered()
         self._on_end()
-        how = await link.reap(CLOSE_SECONDS, surely=True)  # memory may not have room for two models
+        how = await link.reap(CLOSE_SECONDS, surely=True)  # two models may not fit in memory
         if link.progressed:
             self._failures = 0
-        elif not (idle and link.killed):  # somebody else's doing: the next one need not wait
+        elif not (idle and link.killed):  # else others killed it while idle: the next one starts at once
             self._failures += 1
         return f"{why}; {how}"
 
@@ -333,16 +331,16 @@ class Supervisor:
             self._load_failed(link, message)
 
     def _load_failed(self, link: WorkerConnection, message: wire.LoadFailed) -> None:
-        """Take the end of a worker that could not load the model."""
+        """End a worker that could not load the model, and report the error to `loaded`."""
         if message.code == NoDevice.code and self._model:
             self._fallback.failed(message.message)
         if self._loaded is not None and not self._loaded.done():
             self._loaded.set_exception(by_code(message.code, message.message))
-        self._blocks = ()  # there may be no memory for as many: fewer are better than no worker
+        self._blocks = ()  # memory may not suffice for as many, and fewer are better than no worker
         link.end(message.message)
 
     def _welcome(self, link: WorkerConnection, ready: wire.ModelReady) -> None:
-        """Give a worker that has loaded what there is to do, unless it has loaded another model than the first one."""
+        """Send a worker that has loaded the requests in flight, unless it loaded another model than the first one."""
         self._model = self._model or ready.spec.identity
         if ready.spec.identity != self._model:
             link.end("it loaded another model")
@@ -353,7 +351,7 @@ class Supervisor:
             if flight.limit > self._longest <= flight.length:
                 self._on_lost(flight, GenerationFailed(LESS_MEMORY))
         link.welcome()
-        self._on_ready(self._fallback.told(ready))
+        self._on_ready(self._fallback.explain(ready))
         if self._loaded is not None and not self._loaded.done():
             self._loaded.set_result(None)
         self._next_trial()
@@ -366,7 +364,7 @@ class Supervisor:
         self._sent.add(request.id)
 
     def _next_trial(self) -> None:
-        """Clear suspects that ended or got further; try the next one, or without suspects send everything."""
+        """Clear suspects that ended or progressed; try the next one, or send everything if there is none."""
         while self._suspects:
             suspect = self.flights.get(self._suspects[0])
             if suspect is not None and len(suspect.tokens) == suspect.survived:
@@ -377,7 +375,7 @@ class Supervisor:
                 self._send(self.flights[id].resume(self._clock.now()))
 
     def _carry_on(self, why: str) -> bool:
-        """Account for a death. Returns whether to start another worker."""
+        """Record a death; return whether to start another worker."""
         if self._loaded is not None and not self._loaded.done():
             self._loaded.set_exception(NoWorker(f"the worker ended while loading the model: {why}"))
         if self.gave_up or (self._loaded is not None and self._loaded.exception() is not None):
@@ -396,7 +394,7 @@ class Supervisor:
         return True
 
     def _give_up(self, why: str) -> None:
-        """There will be no other worker."""
+        """Start no other worker and end all requests."""
         self.gave_up = why
         log.error(why)
         self._lose(why)
@@ -428,6 +426,6 @@ class Supervisor:
 
 
 def _seen(loaded: asyncio.Future[None]) -> None:
-    """Mark an error as seen: where the tokenizer fails first, or the start is cut off, nobody waits for the worker."""
+    """Mark an error as retrieved: if the tokenizer fails first, or the start is cancelled, nobody awaits the worker."""
     if not loaded.cancelled():
         loaded.exception()

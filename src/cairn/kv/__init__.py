@@ -1,1 +1,1 @@
-"""The paged KV cache: blocks, keys, tables."""
+"""The paged KV cache: the pool, the stores below it, and the way between them."""

@@ -1,8 +1,8 @@
-"""A store in host memory, for engines whose pool is not host memory: what a GPU forgets comes back without a disk.
+"""A store in host memory, for engines whose pool is elsewhere: KV that a GPU evicts comes back without a disk.
 
-Leaves first: a chunk goes only when nothing here extends it, the one used longest ago before the others; what is
-superseded (`reuse_hints`) before all others, and what waits for its next turn once as much as the whole budget was kept
-after it.
+Leaves first: a chunk is evicted only when nothing here extends it, the least recently used first. Superseded chunks
+(`Standing`) go before all others; chunks that wait for their next turn outlive others used at the same time, until as
+many bytes as the whole budget were stored after them.
 """
 
 from __future__ import annotations
@@ -13,50 +13,51 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from cairn.kv.tiers.reuse_hints import Standing, Standings, later
-from cairn.kv.tiers.store import HEAD_BYTES, Chunk, spared
+from cairn.kv.tiers.store import HEAD_BYTES, Chunk, Standing, Standings, later, spared
 from cairn.types.stats import TierStats
 
 _CHUNK_OVERHEAD = 1024
-"""Bytes that a chunk takes beside its pages, about: 64 tokens, keys and the index."""
+"""Approximate bytes that a chunk takes beside its pages: 64 tokens, keys and the index."""
 
 
 class Leaves:
-    """When chunks were used, and those that nothing extends in the order in which they may be evicted. Time is told by
-    the bytes that were kept."""
+    """The order of eviction: when chunks were used, and which of them nothing extends.
+
+    Time is counted in bytes stored.
+    """
 
     def __init__(self, patience: int) -> None:
-        """`patience`: how many bytes what waits for its next turn outlives other chunks that were used with it."""
+        """Set how many bytes longer (`patience`) waiting chunks stay than others that were used at the same time."""
         self._patience = patience
         self._used: dict[bytes, tuple[int, int]] = {}
-        """The bytes that were kept before the last use of each chunk, and its number among all uses."""
+        """Bytes stored before the last use of each chunk, and that use's serial number."""
         self._order: list[tuple[float, int, bytes]] = []
         self._places: dict[bytes, tuple[float, int, bytes]] = {}
         self._uses = 0
         self._standings = Standings()
 
     def __iter__(self) -> Iterator[bytes]:
-        """The first to go first. Ask anew after a change."""
+        """Iterate over the keys in the order of eviction. Start a new iteration after a change."""
         return (key for _, _, key in self._order)
 
     def use(self, key: bytes, now: int) -> None:
-        """A chunk is used now."""
+        """Record a use of a chunk."""
         self._uses += 1
         self._used[key] = now, self._uses
         self._move(key)
 
     def add(self, key: bytes) -> None:
-        """Nothing extends it now."""
+        """Add a chunk that nothing extends any more."""
         self._places.setdefault(key, (0, 0, b""))
         self._move(key)
 
     def extend(self, key: bytes) -> None:
-        """Something extends it now."""
+        """Take a chunk out of the order because another one extends it now."""
         if (place := self._places.pop(key, None)) is not None and place[2]:
             del self._order[bisect.bisect_left(self._order, place)]
 
     def remove(self, key: bytes, parent: bytes) -> None:
-        """It is gone. Whoever used it used what it extends."""
+        """Forget a chunk; its parent inherits its last use."""
         self.extend(key)
         used = self._used.pop(key)
         if parent in self._used:
@@ -64,7 +65,7 @@ class Leaves:
             self._move(parent)
 
     def mark(self, keys: Iterable[bytes], standing: Standing) -> None:
-        """These chunks stand so from now on, those that come later too."""
+        """Set the standing of chunks, also of those that are stored later."""
         for key in self._standings.set(keys, standing):
             self._move(key)
 
@@ -77,7 +78,7 @@ class Leaves:
 
 
 class RamStore:
-    """`Store` with a budget in bytes. Every call is short, under one lock."""
+    """A `Store` in memory with a budget in bytes. Every call is short, under one lock."""
 
     def __init__(self, budget: int) -> None:
         self._lock = threading.Lock()
@@ -85,12 +86,12 @@ class RamStore:
         self._children: dict[bytes, set[bytes]] = {}
         """Keys of the chunks here that extend a chunk, which may itself not be here."""
         self._leaves = Leaves(budget)
-        """Chunks that nothing here extends, in the order in which they may go."""
+        """Chunks that nothing here extends, in the order of eviction."""
         self._having: dict[bytes, set[bytes]] = {}
-        """Keys of the chunks here by the beginnings of the keys of the blocks that they have."""
+        """Keys of the chunks here by the heads of the blocks that they contain."""
         self._pins: dict[str, frozenset[bytes]] = {}
         self._pinned: frozenset[bytes] = frozenset()
-        """Beginnings of the keys of all blocks that are pinned."""
+        """Heads of all pinned blocks."""
         self._stats = TierStats(budget=budget)
 
     def match_prefix(self, keys: Sequence[bytes]) -> int:
@@ -118,7 +119,7 @@ class RamStore:
         return found
 
     def fetch(self, key: bytes, tokens: Sequence[int], buffer: memoryview | None = None) -> Chunk | None:
-        """See `Store`. No copy."""
+        """See `Store`. The pages are not copied."""
         with self._lock:
             chunk = self._chunks.get(key)
             if chunk is None or chunk.tokens[: len(tokens)] != tuple(tokens):
@@ -129,7 +130,7 @@ class RamStore:
             return chunk
 
     def keep(self, chunks: Sequence[Chunk]) -> int:
-        """See `Store`. A chunk without its parent or without room is refused, and those after it."""
+        """See `Store`. A chunk without its parent or without room is refused, and so are those after it."""
         with self._lock:
             for count, chunk in enumerate(chunks):
                 if chunk.key in self._chunks or self._having.get(chunk.key[:HEAD_BYTES]):
@@ -160,13 +161,13 @@ class RamStore:
             return self._drop(keys)
 
     def _drop(self, keys: Sequence[bytes]) -> int:
-        """Remove these and all that extends them."""
+        """Remove these chunks and all that extend them; return how many were removed."""
         family, waiting = [], list(keys)
         while waiting:
             key = waiting.pop()
             family.append(key)
             waiting += self._children.get(key, ())
-        # What extends was found after what it extends.
+        # Children were found after their parents, so they are removed before them.
         return sum(self._remove(key) for key in reversed(dict.fromkeys(family)))
 
     def pin(self, owner: str, keys: Sequence[bytes]) -> None:
@@ -183,7 +184,7 @@ class RamStore:
             self._leaves.mark(keys, standing)
 
     def durable(self) -> None:
-        """It ends with the process."""
+        """Return None: the store ends with the process."""
 
     def stats(self) -> TierStats:
         """See `Store`."""
@@ -192,7 +193,7 @@ class RamStore:
             return msgspec.structs.replace(self._stats, pinned=len(having))
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         with self._lock:
             self._chunks.clear()
             self._children.clear()
@@ -200,7 +201,10 @@ class RamStore:
             self._leaves = Leaves(0)
 
     def _make_room(self, size: int, parent: bytes) -> bool:
-        """Evict leaves until `size` bytes fit; never `parent`, which is about to be extended."""
+        """Evict leaves other than `parent`, which is about to be extended, until `size` bytes fit.
+
+        Return False if they do not fit.
+        """
         while self._stats.bytes + size > self._stats.budget:
             free = (key for key in self._leaves if key != parent and not self._is_pinned(key))
             victim = next(free, None)
@@ -237,7 +241,7 @@ class RamStore:
 
 
 def _heads(chunk: Chunk) -> tuple[bytes, ...]:
-    """Return the beginnings of the keys of all blocks of a chunk."""
+    """Return the heads of all blocks of a chunk."""
     return (*chunk.heads, chunk.key[:HEAD_BYTES])
 
 

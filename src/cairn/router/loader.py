@@ -19,12 +19,12 @@ from cairn.config.config import Config, TenantTurns
 from cairn.engine.machine import memory_available
 from cairn.frontend.launch import First, launch_first
 from cairn.frontend.request_table import Used
-from cairn.frontend.service import Service
-from cairn.frontend.watchdog import Patience
+from cairn.frontend.service import RequestIds, Service
+from cairn.frontend.worker_connection import Patience
 from cairn.router.fit import Fit, measure
 from cairn.router.registry import ModelLeases, ModelRegistry
 from cairn.router.served_model import LoadedModel, ServedModel, locate
-from cairn.router.services import RequestIds, Services
+from cairn.router.services import Services
 from cairn.system.interfaces import Clock
 from cairn.system.posix import SystemClock
 from cairn.types.errors import CairnError, ModelError, Unavailable

@@ -20,7 +20,7 @@ from cairn.config.config import Config, ModelOptions, TenantTurns
 from cairn.engine.machine import memory_available
 from cairn.frontend.launch import First
 from cairn.frontend.service import SHUTTING_DOWN, Service
-from cairn.frontend.watchdog import Patience
+from cairn.frontend.worker_connection import Patience
 from cairn.router.loader import FAILED_SECONDS, ModelLoader
 from cairn.router.registry import ModelLeases, ModelRegistry
 from cairn.router.served_model import LoadedModel, ServedModel, locate, served_models

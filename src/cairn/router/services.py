@@ -9,7 +9,6 @@ from cairn.types.errors import NotLoaded
 
 if TYPE_CHECKING:
     from cairn.frontend.service import Service
-    from cairn.system.interfaces import Clock
     from cairn.text.chat.replay import ReplayTable
 
 MOST_REPLAYS = 4
@@ -17,22 +16,6 @@ MOST_REPLAYS = 4
 
 Those of other models are read again at a restart.
 """
-
-
-class RequestIds:
-    """Source of request ids for all services of a server.
-
-    Ids increase strictly, stay below 2**63, and exceed those of earlier runs because they follow the clock.
-    """
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._last = 0
-
-    def draw(self) -> int:
-        """Return the next id."""
-        self._last = max(self._last + 1, self._clock.time_ns())
-        return self._last
 
 
 class Services:

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-import cairn
 from cairn.config.config import Config
 from cairn.config.paths import expanded, with_folder
 from cairn.kv.disk.codec import Q8, state_groups
-from cairn.kv.disk.codec_check import POOL_Q8, POSITIONS, Comparison, compare, foretell, judged, remember
+from cairn.kv.disk.codec_check import POOL_Q8, POSITIONS, Comparison, compare, judged, predict, remember
 from cairn.kv.disk.folder import open_folder
 from cairn.models.hub.hub import locate
 from cairn.models.spec.config import check_decodes, load_spec
@@ -86,7 +85,7 @@ def _compare_pools(config: Config, folder: Path, tokens: list[int]) -> tuple[Mod
         try:
             if dtype == "q8" and engine.info.kv_dtype != "int8":
                 raise ConfigError(f"kv_dtype: the engine {config.engine} has no pool of q8", field="kv_dtype")
-            said.append(foretell(engine, tokens))
+            said.append(predict(engine, tokens))
             infos.append(engine.info)
         finally:
             engine.close()
@@ -129,7 +128,7 @@ def _codec(spec: ModelSpec, engine: Engine) -> Q8:
 def _tokens(tokenizer: Tokenizer, text: Path | None) -> list[int]:
     """The first 2,001 of them: one more than is foretold."""
     if text is None:
-        sources = sorted((Path(cairn.__file__).parent / "entrypoints").glob("*.py"))
+        sources = sorted((Path(__file__).parents[1] / "entrypoints").glob("*.py"))
         said = "\n".join(source.read_text(encoding="utf-8") for source in sources)
     else:
         try:

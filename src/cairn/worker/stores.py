@@ -14,10 +14,9 @@ from cairn.config.paths import expanded, users_folder
 from cairn.kv.disk.codec import Codec, open_codec, state_groups
 from cairn.kv.disk.codec_check import POOL_Q8, Comparison, recall
 from cairn.kv.disk.folder import OF_MODELS, held
-from cairn.kv.disk.layout import Layout
 from cairn.kv.disk.model_folders import places
 from cairn.kv.disk.store import DiskStore
-from cairn.kv.pool.prefix import numerics
+from cairn.kv.pool.prefix import Layout, numerics
 from cairn.kv.pool.sequence_kv import TierName
 from cairn.kv.ram import RamStore
 from cairn.kv.tiers.store import Store

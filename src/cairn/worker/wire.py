@@ -15,7 +15,7 @@ from typing import Generic, Literal, TypeVar
 import msgspec
 
 from cairn.config.config import Config, TenantTurns
-from cairn.kv.tiers.reuse_hints import Standing
+from cairn.kv.tiers.store import Standing
 from cairn.types.errors import CairnError
 from cairn.types.model_spec import ModelSpec
 from cairn.types.outputs import FinishReason, Output

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from cairn.frontend.miss_explainer import told_of
+from cairn.frontend.miss_explainer import describe_prompt
 from cairn.frontend.requests import SamplingOptions
 from cairn.frontend.service import Service
 from cairn.text.chat.message_builder import MessageBuilder
@@ -109,7 +109,7 @@ class ServiceAnswerer:
             share=asker.share,
         )
         said, done = MessageBuilder(), None
-        async with contextlib.aclosing(service.generate(request, told_of(messages))) as stream:
+        async with contextlib.aclosing(service.generate(request, describe_prompt(messages))) as stream:
             async for event in stream:
                 if isinstance(event, Done):
                     done = event

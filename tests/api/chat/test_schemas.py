@@ -539,7 +539,7 @@ SENTENCES = [
     ),
     (
         {"response_format": {"type": "yaml"}},
-        "response_format.type must be text, json_object, json_schema, grammar or regex; other forms are not built",
+        "response_format.type must be text, json_object, json_schema, grammar or regex",
     ),
     ({"web_search_options": {}}, "web_search_options can only be absent: this server does not search the web"),
     ({"reasoning_effort": 3}, "reasoning_effort must be a text; it is a whole number"),

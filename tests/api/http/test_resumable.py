@@ -21,7 +21,7 @@ from cairn.api.http.call import HTTPCall
 from cairn.api.http.event_log import PAGE, EventLog
 from cairn.api.http.resumable import EventLogs
 from cairn.config.config import Config, Secret
-from cairn.frontend.stream import Waker
+from cairn.frontend.request_state import Waker
 from cairn.types.errors import NotFound, Overloaded
 from cairn.types.outputs import Delta
 from cairn.types.request import Request

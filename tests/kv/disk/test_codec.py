@@ -30,9 +30,9 @@ def test_raw_is_the_very_bits() -> None:
 def test_a_wrong_size_or_group_is_refused(name: str) -> None:
     codec = open_codec("q8" if name == "q8" else "raw", BLOCKS, 16)
     for data in (b"", pages(1)[:-4], pages(1) + b"...."):
-        with pytest.raises(ValueError, match="bytes where a chunk has"):
+        with pytest.raises(ValueError, match="bytes are not whole blocks"):
             codec.encode(0, data)
-        with pytest.raises(ValueError, match="bytes where a chunk has"):
+        with pytest.raises(ValueError, match="bytes are not whole blocks"):
             codec.decode(0, memoryview(data))
     for group in (-1, 2):
         with pytest.raises(ValueError, match="cache group"):
@@ -86,6 +86,6 @@ def test_states_are_left_as_they_are_and_a_chunk_has_one(name: str) -> None:
     state = np.array([1e30, -1e-42, np.nan, np.inf, *range(7)], "<f4").tobytes()
     assert codec.size(1) == len(codec.encode(1, state)) == 44
     assert bytes(codec.decode(1, memoryview(bytes(codec.encode(1, state))))) == state
-    with pytest.raises(ValueError, match="bytes where a chunk has"):
+    with pytest.raises(ValueError, match="bytes are not whole blocks"):
         codec.encode(1, 4 * state)
     assert codec.size(2) == (2048 if name == "raw" else 4 * 8 * 20)

@@ -65,7 +65,7 @@ def test_kv_that_8_bits_cannot_hold_is_one_sentence() -> None:
     engine._model.embed[0, 7] = 1
     with pytest.raises(ModelError, match="q8 cannot hold this model's KV: too large"):
         compare(engine, _Refusing(engine.info.block_bytes, codecs.WIDTH), [7] * 100)
-    with pytest.raises(ValueError, match="one token"):
+    with pytest.raises(ValueError, match="two tokens"):
         compare(engine, codec, [7])
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from cairn.kv.disk.layout import Layout
 from cairn.kv.disk.model_folders import places
 from cairn.kv.disk.store import DiskStore
+from cairn.kv.pool.prefix import Layout
 from cairn.kv.tiers.store import Chunk
 from cairn.types.errors import ConfigError, Conflict
 from cairn.types.layer_spec import CacheGroup

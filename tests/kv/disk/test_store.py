@@ -18,7 +18,7 @@ from cairn.kv.disk.codec import Raw
 from cairn.kv.disk.index import DiskIndex, IndexEntry
 from cairn.kv.ram import RamStore
 from cairn.kv.tiers.store import OVERHEAD, Chunk
-from cairn.kv.tiers.store_writer import StoreWriter
+from cairn.kv.tiers.write_behind import StoreWriter
 from cairn.system.posix import SystemFiles
 from cairn.types.errors import ConfigError, Conflict
 from tests.files import CrashFile, CrashFiles, Fault
@@ -657,7 +657,7 @@ def test_a_chunk_that_cannot_be_read_twice_is_given_up(files: CrashFiles, time: 
 
 NO_ROOM = (
     r"cannot write /kv: [\d,]+ bytes of its disk are free, and [\d,]+ are left to others; "
-    "name a folder on a larger one with --kv-dir, or keep none with --no-kv-disk"
+    "name a folder on a larger disk with --kv-dir, or store none with --no-kv-disk"
 )
 
 
@@ -932,7 +932,7 @@ def test_a_disk_that_fails_for_good_can_be_closed(files: CrashFiles, time: Time)
 def test_one_process_at_a_time(files: CrashFiles, time: Time) -> None:
     store = open_store(files, time)
     before = time.now()
-    with pytest.raises(Conflict, match=r"kv_dir: /kv is in use by another process, which did not give it back in 5 s"):
+    with pytest.raises(Conflict, match=r"kv_dir: /kv is in use by another process, which did not release it within"):
         open_store(files, time)
     assert 5 <= time.now() - before < 6
     store.close()

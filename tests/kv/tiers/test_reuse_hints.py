@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from cairn.kv.ram import RamStore
-from cairn.kv.tiers.reuse_hints import Standings
-from cairn.kv.tiers.store import Chunk, Store
+from cairn.kv.tiers.store import Chunk, Standings, Store
 from tests.files import CrashFiles
 from tests.kv.stored import SIZE, Time, chain, keys, open_store
 

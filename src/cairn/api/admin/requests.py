@@ -21,7 +21,7 @@ from cairn.api.native.agent_schemas import NoBody
 from cairn.config.config import Config
 from cairn.frontend.request_state import RequestStatus
 from cairn.frontend.requests import sampling_defaults, sampling_params
-from cairn.frontend.sampler_order import ORDERS
+from cairn.frontend.sampling_extras import ORDERS
 from cairn.frontend.service import Service
 from cairn.router import model_health
 from cairn.router.models import Models

@@ -21,7 +21,7 @@ from cairn.api.chat.sessions import AgentAttribution, Attribution
 from cairn.api.http.call import HTTPCall, shown
 from cairn.config.config import Config
 from cairn.frontend.admission import check_together
-from cairn.frontend.miss_explainer import PromptOrigin, told_of
+from cairn.frontend.miss_explainer import PromptOrigin, describe_prompt
 from cairn.frontend.requests import SamplingOptions
 from cairn.frontend.service import Service
 from cairn.text.chat.prompt import Prompt
@@ -67,7 +67,7 @@ async def chat_exchange(
     tied = await attribution.tie(call, body, store=store)
     asked = _durable(made, tied)
     choices = [ChoiceStream(request) for request in asked]
-    told = told_of(plain_messages(body.messages), store=store)
+    told = describe_prompt(plain_messages(body.messages), store=store)
     return Exchange(
         choices=choices,
         adapter=adapter(choices),

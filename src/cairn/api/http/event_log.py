@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from cairn.api.chat.wire import error_event
-from cairn.frontend.stream import Waker
+from cairn.frontend.request_state import Waker
 from cairn.types.errors import CairnError, NotFound
 
 PAGE = 1 << 15

@@ -18,7 +18,7 @@ from cairn.api.chat.wire import EVENT_STREAM, HEARTBEAT, error_event
 from cairn.api.http.call import Disconnected, HTTPCall, Watch, internal
 from cairn.api.http.call_table import CallTable
 from cairn.api.http.event_log import EventLog
-from cairn.frontend.stream import Waker
+from cairn.frontend.request_state import Waker
 from cairn.types.errors import CairnError, InvalidRequest, NotFound, trace
 
 logger = logging.getLogger("cairn.api")

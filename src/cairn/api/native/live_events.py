@@ -34,8 +34,8 @@ from cairn.api.http.auth import Access
 from cairn.api.http.call import HTTPCall, Watch, encode
 from cairn.api.native.agents import agent_object
 from cairn.config.config import Config
+from cairn.frontend.request_state import Waker
 from cairn.frontend.service import Service
-from cairn.frontend.stream import Waker
 from cairn.system.interfaces import Rng
 from cairn.types.errors import Overloaded, trace
 

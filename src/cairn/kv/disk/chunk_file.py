@@ -1,10 +1,10 @@
-"""One chunk as a file. Pure: names and bytes, no disk.
+"""The file format of one chunk. Pure: names and bytes, no disk.
 
 The name says what an index needs, so that a start reads no file:
 
     <key>.<parent or ->.<model tag>.<depth>.<size of the file>[.<heads>]        all in hexadecimal
 
-The heads tell which blocks it has beside its last, see `Chunk.heads`; a chunk of one block has none. The tag stands
+The heads tell which blocks it has besides its last, see `Chunk.heads`; a chunk of one block has none. The tag stands
 for the engine's identity and the codec, so that chunks of many models share a folder and none reads another's. The
 content is
 
@@ -13,7 +13,7 @@ content is
     tokens   4 bytes each
     pages    as the codec wrote them
 
-Every byte is under a checksum, nothing may follow, and what the header says must be what the name says.
+Every byte is under a checksum, nothing may follow, and the header must agree with the name.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _DIGEST = 16
 _START = _PREFIX.size + _DIGEST
 _LONGEST_HEADER = 4096
 HEADER_BYTES = 1024
-"""What a chunk's file has beside its pages, about, and no less with names of the usual length."""
+"""Approximate bytes of a chunk's file beside its pages; model names of the usual length need no more."""
 _KEY = 32
 
 
 class DamagedChunk(ValueError):
-    """The file is not what it says. Never a reason to stop: the chunk is dropped and computed again."""
+    """The error for a file that fails a check. Never a reason to stop: the chunk is dropped and computed again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """What a file's name says."""
+    """The fields of a file's name."""
 
     key: bytes
     parent: bytes
@@ -63,7 +63,7 @@ class Name:
 
 
 class ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
-    """What a file says of itself."""
+    """The header of a file."""
 
     model: str
     """Name of the model, for people."""
@@ -81,12 +81,12 @@ class ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
 
 
 def model_tag(identity: bytes, codec: str) -> bytes:
-    """Eight bytes that stand for what a chunk can be used with."""
+    """Return the eight bytes that stand for an engine's identity and a codec."""
     return hashlib.sha256(len(identity).to_bytes(8, "little") + identity + codec.encode()).digest()[:8]
 
 
 def parse_name(text: str) -> Name | None:
-    """The name, or None for what no chunk is called."""
+    """Parse a file's name; return None if it is not a chunk's."""
     parts = text.split(".")
     if len(parts) not in (5, 6):
         return None
@@ -99,12 +99,12 @@ def parse_name(text: str) -> Name | None:
         return None
     if min(name.depth, name.size) < 0 or len(heads) >= CHUNK_BLOCKS:
         return None
-    # Only the one way to write it counts: two names for one chunk would be counted twice.
+    # Only the canonical spelling is valid: two names for one chunk would be counted twice.
     return name if len(key) == _KEY and len(parent) in (0, _KEY) and str(name) == text else None
 
 
 def encode(chunk: Chunk, *, model: str, identity: bytes, codec: Codec) -> tuple[Name, list[bytes | memoryview]]:
-    """A chunk's name and what to write, in order. `ValueError` for pages that the codec does not take."""
+    """Return a chunk's name and the parts to write, in order. Raise `ValueError` for pages that the codec refuses."""
     pages = codec.encode(chunk.group, chunk.pages)
     _check_size(len(pages), chunk.heads, codec.size(chunk.group))
     tokens = struct.pack(f"<{len(chunk.tokens)}I", *chunk.tokens)
@@ -132,16 +132,19 @@ def encode(chunk: Chunk, *, model: str, identity: bytes, codec: Codec) -> tuple[
 
 
 def _check_size(size: int, heads: tuple[bytes, ...], whole: int) -> None:
-    """Raise `ValueError` where pages of so many bytes are not those of as many blocks as the heads tell of.
+    """Raise `ValueError` if the size of the pages does not fit the number of blocks that the heads tell of.
 
-    Without heads it is a whole chunk of an earlier version, a state, or a tail of one block.
+    Without heads it is a whole chunk of an earlier version, a state, or a tail of one block. `whole`: bytes of a whole
+    chunk.
     """
     if CHUNK_BLOCKS * size != whole * (len(heads) + 1) and (heads or size != whole):
-        raise ValueError(f"{size} bytes of pages where {len(heads) + 1} of {CHUNK_BLOCKS} blocks of {whole} bytes are")
+        raise ValueError(
+            f"{size} bytes of pages do not fit {len(heads) + 1} blocks: {CHUNK_BLOCKS} blocks have {whole} bytes"
+        )
 
 
 def name_of(data: bytes | memoryview) -> Name:
-    """What a file should be called by what it says, of which nothing is checked yet; else `DamagedChunk`."""
+    """Return the name that a file's header calls for, unchecked. Raise `DamagedChunk` if there is no header."""
     view = memoryview(data)
     if len(view) < _START:
         raise DamagedChunk("too short")
@@ -150,11 +153,11 @@ def name_of(data: bytes | memoryview) -> Name:
         header = msgspec.msgpack.decode(view[_START : _START + min(length, _LONGEST_HEADER)], type=ChunkHeader)
     except msgspec.MsgspecError as error:
         raise DamagedChunk("the header is not one") from error
-    return _said(header, len(view))
+    return _header_name(header, len(view))
 
 
-def _said(header: ChunkHeader, size: int) -> Name:
-    """Return the name of a file of so many bytes with this header."""
+def _header_name(header: ChunkHeader, size: int) -> Name:
+    """Return the name of a file of so many bytes with this header. Raise `DamagedChunk` if its heads are cut."""
     tag = model_tag(header.identity, header.codec)
     try:
         heads = _cut(header.heads)
@@ -164,17 +167,17 @@ def _said(header: ChunkHeader, size: int) -> Name:
 
 
 def _cut(heads: bytes) -> tuple[bytes, ...]:
-    """Cut beginnings of keys apart that are written one after another. `ValueError` where the last one is short."""
+    """Split concatenated heads. Raise `ValueError` if the last one is cut."""
     if len(heads) % HEAD_BYTES:
         raise ValueError(f"{len(heads)} bytes are no whole number of {HEAD_BYTES}")
     return tuple(heads[at : at + HEAD_BYTES] for at in range(0, len(heads), HEAD_BYTES))
 
 
 def verify(data: bytes | memoryview, name: Name) -> tuple[ChunkHeader, tuple[int, ...], memoryview]:
-    """Header, tokens and pages as written, every check passed; else `DamagedChunk`."""
+    """Return the header, tokens and encoded pages after every check. Raise `DamagedChunk` if one fails."""
     view = memoryview(data)
     if len(view) != name.size or len(view) < _START:
-        raise DamagedChunk(f"{len(view)} bytes where the name says {name.size}")
+        raise DamagedChunk(f"the file has {len(view)} bytes, its name says {name.size}")
     magic, version, length = _PREFIX.unpack(view[: _PREFIX.size])
     if magic != _MAGIC or version != FORMAT or length > _LONGEST_HEADER or _START + length > len(view):
         raise DamagedChunk("not the start of a chunk")
@@ -185,7 +188,7 @@ def verify(data: bytes | memoryview, name: Name) -> tuple[ChunkHeader, tuple[int
         header = msgspec.msgpack.decode(body, type=ChunkHeader)
     except msgspec.MsgspecError as error:
         raise DamagedChunk("the header is not one") from error
-    if _said(header, name.size) != name:
+    if _header_name(header, name.size) != name:
         raise DamagedChunk("the header is another chunk's")
     tokens_at = _START + length
     pages_at = tokens_at + 4 * header.tokens
@@ -199,7 +202,7 @@ def verify(data: bytes | memoryview, name: Name) -> tuple[ChunkHeader, tuple[int
 
 
 def decode(data: bytes | memoryview, name: Name, *, identity: bytes, codec: Codec) -> Chunk:
-    """The chunk, or `DamagedChunk`. Its pages are a view of `data` where the codec makes none of its own."""
+    """Return the verified chunk; its pages are a view of `data` unless the codec copies. Raise `DamagedChunk`."""
     header, tokens, pages = verify(data, name)
     if header.identity != identity or header.codec != codec.name:
         raise DamagedChunk("the chunk is another model's")

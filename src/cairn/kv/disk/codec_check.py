@@ -1,16 +1,16 @@
-"""What a codec that loses bits does to a model's answers, and the memory of it in a store's folder.
+"""A check of how much a lossy codec changes a model's answers, and its saved result in a store's folder.
 
-The model reads a text twice, one chunk after another: once with every full chunk put through `raw` before the next
-one is computed, once through the codec. So each later position sees only pages that went through the store, and what
-is computed from them goes through it again, as with a context that is stored and loaded turn after turn.
+The model reads a text twice, one chunk after another: once with every full chunk put through `raw` before the next one
+is computed, once through the codec. So each later position sees only pages that went through the store, and what is
+computed from them goes through it again, as with a context that is stored and loaded turn after turn.
 
-Judged are the distributions of the next token: their divergence at every place, and the perplexity of the text. Not
-judged, but told, is how often both hold the same token for the likeliest: where two tokens are nearly as likely, which
-for a small model is at many places, a change far too small to matter makes another the first.
+The distributions of the next token are compared: their divergence at every position, and the perplexity of the text.
+The share of positions at which both have the same likeliest token is reported but not judged: where two tokens are
+nearly equally likely, which for a small model is often, a negligible change swaps them.
 
     <folder>/checked-<digest of the identity>      magic, XXH3-128 of the rest, msgpack
 
-`identity` is what the chunks are stored under: the engine's, with the codec in it (`prefix.numerics`).
+`identity` is the one under which the chunks are stored: the engine's, with the codec in it (`prefix.numerics`).
 """
 
 from __future__ import annotations
@@ -35,56 +35,56 @@ from cairn.types.sampling_params import SamplingParams
 from cairn.types.step import NO_BLOCK, Engine, EngineInfo, Row
 
 POSITIONS = 2000
-"""Tokens that are foretold in a check."""
+"""Tokens that are predicted in a check."""
 MOST_DIFFERENCE = 0.01
-"""How far the perplexities may differ, up or down: beyond this and the next two a codec changes a model too much to be
-used."""
+"""Most relative difference of the perplexities, up or down. Beyond this or one of the next two limits a codec is
+refused."""
 MOST_DIVERGENCE = 0.01
-"""Nats, the mean of all places: about a hundred tokens are needed to tell one from the other by what they say."""
+"""Nats, the mean of all positions: at this divergence about a hundred tokens are needed to tell the two apart."""
 MOST_AT_A_PLACE = 0.1
-"""Nats, at all places but one in a hundred: no mean hides places at which a model says something else."""
+"""Nats, for 99 % of the positions: no mean hides positions at which the model says something else."""
 POOL_Q8 = "q8 in the pool"
 """The name of a comparison of a pool of q8 with one of the usual type."""
 TOP = 64
-"""Tokens whose probabilities are compared at each place, the likeliest of each side; all others count as one."""
+"""Tokens whose probabilities are compared at each position, the likeliest of each side; all others count as one."""
 _MAGIC = b"cairn kv check 2"
 _ROUNDING = 1e-6
-"""Probability that is less than what sums of so many others are rounded by."""
+"""Probability below the rounding error of a sum of so many others."""
 _DIGEST = 16
 _LARGEST = 4096
 _SCORED = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=True, top_logprobs=TOP)
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """A codec beside `raw`, on one model."""
+    """The result of comparing a codec with `raw` on one model."""
 
     codec: str
     positions: int
-    """Tokens that both foretold."""
+    """Tokens that both predicted."""
     agreed: int
-    """Positions where both hold the same token for the likeliest."""
+    """Positions where both have the same likeliest token."""
     raw_perplexity: float
     perplexity: float
     divergence: float
-    """Kullback-Leibler, of the codec's distribution from that of `raw`, in nats: the mean."""
+    """Mean Kullback-Leibler divergence of the codec's distribution from that of `raw`, in nats."""
     at_a_place: float
-    """What 99 of 100 places do not exceed."""
+    """The divergence that 99 of 100 positions do not exceed."""
     beside: str = "raw"
-    """What it was compared with: the codec `raw`, or the type of another pool. Figures called raw are its own."""
+    """The codec `raw`, or the type of the other pool, that it was compared with. Figures called raw belong to that."""
 
     @property
     def agreement(self) -> float:
-        """Share of positions, 0 to 1."""
+        """Share of positions that agree, 0 to 1."""
         return self.agreed / self.positions
 
     @property
     def difference(self) -> float:
-        """How far the perplexities differ, as a share of that of `raw`: 0.01 is 1 % worse."""
+        """Relative difference of the perplexity from that of `raw`: 0.01 is 1 % worse."""
         return self.perplexity / self.raw_perplexity - 1
 
     @property
     def refusal(self) -> str:
-        """Why the codec may not be used on the model, as a sentence with the figures; empty where it may."""
+        """Why the codec may not be used on the model, as a sentence with the figures; empty if it may."""
         within = abs(self.difference) <= MOST_DIFFERENCE
         if within and self.divergence <= MOST_DIVERGENCE and self.at_a_place <= MOST_AT_A_PLACE:
             return ""
@@ -96,21 +96,21 @@ class Comparison(msgspec.Struct, frozen=True):
         )
 
 
-class _Remembered(msgspec.Struct, frozen=True, array_like=True):
+class _SavedComparison(msgspec.Struct, frozen=True, array_like=True):
     identity: bytes
-    found: Comparison
+    result: Comparison
 
 
 def compare(engine: Engine, codec: Codec, tokens: Sequence[int]) -> Comparison:
-    """Foretell `tokens[1:]` through `raw` and through the codec; the engine's KV is overwritten.
+    """Predict `tokens[1:]` through `raw` and through the codec; the engine's KV is overwritten.
 
-    A text longer than the context is read in pieces. Raises `ModelError` for a model whose KV the codec cannot hold.
+    A text longer than the context is read in pieces. Raise `ModelError` for a model whose KV the codec cannot hold.
     """
-    return judged(codec.name, "raw", foretell(engine, tokens), foretell(engine, tokens, codec))
+    return judged(codec.name, "raw", predict(engine, tokens), predict(engine, tokens, codec))
 
 
 def judged(name: str, beside: str, plain: Sequence[TokenLogprob], coded: Sequence[TokenLogprob]) -> Comparison:
-    """Compare what `foretell` gave of one text: `coded` with `name`, and `plain` with what that is compared with."""
+    """Compare two results of `predict` for one text: `coded` of the codec `name`, and `plain` of `beside`."""
     agreed = sum(one.top[0][0] == other.top[0][0] for one, other in zip(plain, coded, strict=True))
     apart = sorted(_divergence(one, other) for one, other in zip(plain, coded, strict=True))
     return Comparison(
@@ -125,9 +125,9 @@ def judged(name: str, beside: str, plain: Sequence[TokenLogprob], coded: Sequenc
     )
 
 
-def remember(files: FileSystem, folder: Path, identity: bytes, found: Comparison) -> None:
-    """Durably, in a store's folder that this process holds. Raises `OSError`."""
-    data = msgspec.msgpack.encode(_Remembered(identity, found))
+def remember(files: FileSystem, folder: Path, identity: bytes, result: Comparison) -> None:
+    """Save a result durably in a store's folder that this process holds. Raises `OSError`."""
+    data = msgspec.msgpack.encode(_SavedComparison(identity, result))
     store = StoreFolder(files, folder)
     store.remove_leftovers()
     temporary, _ = store.write(folder, [_MAGIC + xxhash.xxh3_128_digest(data), data])
@@ -141,7 +141,7 @@ def remember(files: FileSystem, folder: Path, identity: bytes, found: Comparison
 
 
 def recall(files: FileSystem, folder: Path, identity: bytes, codec: str) -> Comparison | None:
-    """What was remembered; None where nothing was, or where it is not whole. Raises `OSError` where the disk fails."""
+    """Return the saved result; None if there is none or it is damaged. Raises `OSError` if the disk fails."""
     try:
         file = files.open(_path(folder, identity), "read")
     except (FileNotFoundError, NotADirectoryError):
@@ -154,12 +154,12 @@ def recall(files: FileSystem, folder: Path, identity: bytes, codec: str) -> Comp
     if data[:start] != _MAGIC + xxhash.xxh3_128_digest(data[start:]):
         return None
     try:
-        said = msgspec.msgpack.decode(data[start:], type=_Remembered)
+        saved = msgspec.msgpack.decode(data[start:], type=_SavedComparison)
     except msgspec.MsgspecError:
         return None
-    found = said.found
-    whole = said.identity == identity and found.codec == codec and found.positions >= POSITIONS
-    return found if whole else None
+    result = saved.result
+    valid = saved.identity == identity and result.codec == codec and result.positions >= POSITIONS
+    return result if valid else None
 
 
 def _path(folder: Path, identity: bytes) -> Path:
@@ -167,8 +167,10 @@ def _path(folder: Path, identity: bytes) -> Path:
 
 
 def _divergence(one: TokenLogprob, other: TokenLogprob) -> float:
-    """How far `other` diverges from `one`, over the tokens that both tell of; what is left of each side counts as one
-    token."""
+    """Return how far `other` diverges from `one`, in nats, over the tokens that both report.
+
+    The remaining probability of each side counts as one token.
+    """
     log_p, log_q = dict(one.top) | {one.token: one.logprob}, dict(other.top) | {other.token: other.logprob}
     found, left_p, left_q = [], 1.0, 1.0
     for token in log_p.keys() & log_q.keys():
@@ -185,13 +187,14 @@ def _perplexity(scores: Sequence[TokenLogprob]) -> float:
     return math.exp(mean) if mean < 700 else math.inf
 
 
-def foretell(engine: Engine, tokens: Sequence[int], codec: Codec | None = None) -> list[TokenLogprob]:
-    """What the model says of each of `tokens[1:]`; the engine's KV is overwritten, and goes through the codec.
+def predict(engine: Engine, tokens: Sequence[int], codec: Codec | None = None) -> list[TokenLogprob]:
+    """Return the model's score of each of `tokens[1:]`, with KV that goes through the codec (default `raw`).
 
-    A text longer than the context is read in pieces. Raises `ModelError` for a model whose KV the codec cannot hold.
+    The engine's KV is overwritten. A text longer than the context is read in pieces. Raise `ModelError` for a model
+    whose KV the codec cannot hold.
     """
     if len(tokens) < 2:
-        raise ValueError("a text of one token foretells nothing")
+        raise ValueError("a check needs a text of at least two tokens")
     codec = codec or Raw(engine.info.block_bytes, state_groups(engine.info.groups))
     span = _span(engine.info)
     scores: list[TokenLogprob] = []
@@ -221,7 +224,7 @@ def _read_piece(engine: Engine, codec: Codec, tokens: Sequence[int]) -> list[Tok
 
 
 def _store(engine: Engine, codec: Codec, first: int) -> None:
-    """Put the chunk that begins with the block in place `first` through the codec, in every group that has KV."""
+    """Put the chunk that begins at block `first` through the codec, in every group that has KV."""
     for group, (pool, page) in enumerate(zip(engine.info.blocks, engine.info.block_bytes, strict=True)):
         if engine.info.groups[group].kind == "state":
             continue
@@ -236,14 +239,16 @@ def _store(engine: Engine, codec: Codec, first: int) -> None:
 
 
 def _left(info: EngineInfo, low: int, high: int, state: int) -> int:
-    """The block in which a row leaves its state, that found it in this one."""
+    """Return the block in which a row leaves its state, which it found in block `state`."""
     begun = (low - 1) // info.block_tokens if low else 0
     return state if begun == (high - 1) // info.block_tokens else 1 - state
 
 
 def _tables(info: EngineInfo, low: int, high: int, state: int) -> tuple[list[int], ...]:
-    """Blocks in the order of their numbers; a window goes round in its pool, a state in two blocks: rows that are no
-    longer than a chunk begin and end in one block, or in two of which the one is `state`."""
+    """Return the block tables of a row: blocks in order, a window going round in its pool, a state in two blocks.
+
+    Rows that are no longer than a chunk begin and end in one block, or in two of which one is `state`.
+    """
     tables = []
     for group, pool in zip(info.groups, info.blocks, strict=True):
         count = -(-high // info.block_tokens)
@@ -259,7 +264,7 @@ def _tables(info: EngineInfo, low: int, high: int, state: int) -> tuple[list[int
 
 
 def _span(info: EngineInfo) -> int:
-    """Positions that can be read in one piece: whole chunks, or all that the context has."""
+    """Return the positions that can be read in one piece: whole chunks, or all that the context has."""
     size = CHUNK_BLOCKS * info.block_tokens
     limits = [info.context]
     for group, pool in zip(info.groups, info.blocks, strict=True):
@@ -269,7 +274,7 @@ def _span(info: EngineInfo) -> int:
 
 
 def _needed(group: CacheGroup, block_tokens: int, chunk: int) -> float:
-    """Blocks with which a group never runs out, however long the piece."""
+    """Return the number of blocks with which a group never runs out, however long the piece."""
     if group.kind == "state":
         return 1
     return -(-(group.window + chunk) // block_tokens) + 1 if group.kind == "window" else math.inf

@@ -1,7 +1,7 @@
-"""How chunks come into a disk store: written under a temporary name and synced, renamed, the folder synced, indexed.
+"""The way of chunks into a disk store: written to a temporary file, synced, renamed, the folder synced, indexed.
 
-In this order, so that after a crash at any point a name that an index reads belongs to a whole file, and what was
-reported as kept is there.
+In this order, a name that an index reads after a crash at any point belongs to a whole file, and what was reported as
+kept is there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cairn.kv.tiers.store import Chunk, spared
 
 @dataclass(slots=True)
 class _Written:
-    """A chunk on its way in."""
+    """A chunk whose file was written and is not indexed yet."""
 
     name: Name
     temporary: Path
@@ -34,12 +34,12 @@ class _Written:
 
 @dataclass(slots=True)
 class _Plan:
-    """What a call of `keep` has to do, up to the first chunk that cannot be kept."""
+    """The work of one call of `keep`, up to the first chunk that cannot be kept."""
 
     held: list[IndexEntry]
     """Chunks that others extend or rely on meanwhile."""
     work: list[Chunk]
-    """Chunks that have to be written."""
+    """Chunks to write."""
     done: set[int]
     """`id` of the chunks that are there."""
 
@@ -48,14 +48,17 @@ class DiskWriter:
     """Writes chunks of one model. Any thread."""
 
     def __init__(self, state: DiskState, *, identity: bytes, model: str, codec: Codec, once: float = 0.0) -> None:
-        """`once`: how many seconds earlier what is written `once` counts as used."""
+        """Write for one engine. `once`: seconds by which the last use of a chunk that is `once` is backdated."""
         self._state, self._identity, self._model, self._codec = state, identity, model, codec
         self._once = once
         self._tag = chunk_file.model_tag(identity, codec.name)
         self._landed = threading.Condition(state.mutex)
 
     def keep(self, chunks: Sequence[Chunk]) -> int:
-        """How many leading ones are durable. One whose parent is neither there nor before it ends the run."""
+        """Store chunks; return how many leading ones are durable.
+
+        A chunk whose parent is neither stored nor before it ends the run.
+        """
         state = self._state
         plan = self._plan(chunks)
         written: list[_Written] = []
@@ -83,7 +86,7 @@ class DiskWriter:
         return count
 
     def wait(self, ids: Collection[bytes]) -> None:
-        """Return when none of these is being written."""
+        """Wait until none of these is being written."""
         with self._landed:
             self._landed.wait_for(lambda: self._state.writing.isdisjoint(ids))
 
@@ -115,7 +118,10 @@ class DiskWriter:
         return plan
 
     def _write(self, chunk: Chunk) -> _Written | None:
-        """A durable file under a temporary name, or None. Its bytes are reserved until `_publish`."""
+        """Write a durable file under a temporary name and reserve its bytes until `_publish`.
+
+        Return None if that fails.
+        """
         state = self._state
         try:
             name, parts = chunk_file.encode(chunk, model=self._model, identity=self._identity, codec=self._codec)
@@ -134,7 +140,7 @@ class DiskWriter:
         return _Written(name, temporary, need, disk, chunk.once)
 
     def _publish(self, written: Sequence[_Written]) -> int:
-        """Give the files their names, durably, then index them; how many. The rest is removed."""
+        """Rename the files durably and index them; return how many. The rest is removed."""
         state, kept = self._state, 0
         replaced: list[IndexEntry] = []
         if self._rename(written):
@@ -152,7 +158,7 @@ class DiskWriter:
         return kept
 
     def _rename(self, written: Sequence[_Written]) -> bool:
-        """All of them or, as far as anybody relies on it, none."""
+        """Rename all files and sync their folders; return False if one fails, and then rely on none."""
         folder = self._state.folder
         try:
             for one in written:
@@ -164,8 +170,10 @@ class DiskWriter:
         return self._state.sync(folder.path(one.name).parent for one in written)
 
     def _index(self, one: _Written, replaced: list[IndexEntry]) -> bool:
-        """Let it be found, unless it or its parent was dropped meanwhile. Of the tails that it begins with nothing is
-        found from then on; the caller removes their files."""
+        """Index a chunk unless it or its parent was dropped meanwhile; return whether it was.
+
+        The tails that it begins with are marked as deleted and appended to `replaced`; the caller removes their files.
+        """
         state, name = self._state, one.name
         key, parent = name.tag + name.key, name.tag + name.parent if name.parent else b""
         with state.mutex:
@@ -175,7 +183,7 @@ class DiskWriter:
             entry = state.entry(name, one.disk, state.now() - (self._once if one.once else 0.0))
             state.index.add(entry)
             if one.once:
-                state.used[entry.id] = entry  # the file's own time tells the next start
+                state.used[entry.id] = entry  # so that the file's own time is backdated too
             state.count(written=name.size)
             tails = [one.id for one in state.index.replaced(entry)]
             for tail in state.index.family(tails):

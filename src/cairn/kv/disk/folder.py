@@ -1,4 +1,4 @@
-"""The folder of a disk store: whose it is, what lies in it, and single files in it.
+"""The folder of a disk store: its owner and format, its scan, and single files in it.
 
     <folder>/cairn-kv-store        the marker: that this is a store, and its format
     <folder>/.lock                 held by the process that has it open
@@ -6,8 +6,8 @@
     <folder>/0/ ... <folder>/f/    chunks, by the first digit of their key; see `chunk_file`
     <folder>/models/               where models share the folder: a store for each; see `model_folders`
 
-Files are written under a name that starts with `tmp-` and get their own name when they are durable. What carries such
-a name at a start is a leftover.
+Files are written under a name that starts with `tmp-` and renamed when they are durable. A file with such a name at a
+start is a leftover.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _TEMPORARY = "tmp-"
 _BLOCK = 4096
 _PROBE = b"cairn" * 800
 PROBE_BYTES = _BLOCK
-"""What a probe takes on the disk."""
+"""Bytes of a probe on the disk."""
 
 
 @dataclass(slots=True)
 class FolderScan:
-    """What a start found. Bytes are on the disk."""
+    """The result of a scan at a start. Bytes are on the disk."""
 
     chunks: list[tuple[Name, int, float]] = field(default_factory=list)
-    """Name, bytes and time of each file that is called like a chunk and has the size that it says."""
+    """Name, bytes and time of each file that has a chunk's name and the size that the name says."""
     pins: list[FolderEntry] = field(default_factory=list)
     """Files that may be pins."""
     junk: list[tuple[Path, int]] = field(default_factory=list)
-    """Path and bytes of files that are surely of no use: leftovers, cut or misplaced chunks."""
+    """Path and bytes of useless files: leftovers, cut or misplaced chunks."""
     other: int = 0
-    """Bytes of all that is none of these."""
+    """Bytes of all other files."""
 
 
 def open_folder(
@@ -59,11 +59,11 @@ def open_folder(
     sleep: Callable[[float], None],
     bare: bool = False,
 ) -> Lock:
-    """Hold the folder, made or checked; `bare`: without what chunks and pins lie in.
+    """Lock the folder after making or checking it; `bare`: without the folders of chunks and pins.
 
-    A folder that is not ours, that others may enter or that a newer Cairn wrote is a `ConfigError`; with `fresh` it is
-    set aside and a new one made. A folder that another process holds for `patience` seconds more is a `Conflict`, with
-    `fresh` too.
+    Raise `ConfigError` for a folder that is not a store, that others may enter or that a newer Cairn wrote; with
+    `fresh` rename it and make a new one instead. Raise `Conflict`, also with `fresh`, if another process still holds it
+    after `patience` seconds.
     """
     try:
         check_folder(files, folder)
@@ -78,7 +78,7 @@ def open_folder(
             _mark(files, folder)
         if not bare:
             make_folders(files, folder)
-        # Names are believed from here on, also those of a process that was killed before it had synced them.
+        # Names are relied on from here on, also those that a killed process had not synced.
         for name in ("",) if bare else ("", PINS, *DIGITS):
             files.sync_folder(folder / name)
     except BaseException:
@@ -88,15 +88,15 @@ def open_folder(
 
 
 def make_folders(files: FileSystem, folder: Path) -> None:
-    """Those that pins and chunks lie in."""
+    """Make the folders of pins and chunks."""
     for name in (PINS, *DIGITS):
         files.make_folder(folder / name)
 
 
 def _set_aside(files: FileSystem, folder: Path, clock: Clock, patience: float, sleep: Callable[[float], None]) -> None:
-    """Give the folder another name, unless a process has it: that one would go on by its path, in the new folder."""
+    """Rename the folder, unless a process has it open: that one would continue by its path in the new folder."""
     lock = None
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # what is no folder nobody holds
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # then nobody holds it
         if files.owned(folder) and any(entry.name == LOCK_FILE for entry in files.list(folder)):
             lock = _wait(files, folder, clock, patience, sleep)
     try:
@@ -108,19 +108,19 @@ def _set_aside(files: FileSystem, folder: Path, clock: Clock, patience: float, s
 
 
 def _wait(files: FileSystem, folder: Path, clock: Clock, patience: float, sleep: Callable[[float], None]) -> Lock:
-    """The lock. Waits where a process that is on its way out still has it."""
+    """Lock the folder; wait for a process that is about to end. Raise `Conflict` after `patience` seconds."""
     until = clock.now() + patience
     while (lock := files.lock(folder)) is None:
         if clock.now() >= until:
             raise Conflict(
-                f"kv_dir: {folder} is in use by another process, which did not give it back in {patience:g} s"
+                f"kv_dir: {folder} is in use by another process, which did not release it within {patience:g} s"
             )
         sleep(0.1)
     return lock
 
 
 def check_folder(files: FileSystem, folder: Path) -> bool:
-    """Whether there is a store; False where there is nothing. Raises `ConfigError` for anything else."""
+    """Return whether there is a store, False if there is nothing. Raise `ConfigError` for anything else."""
     try:
         mode = files.mode(folder)
     except FileNotFoundError:
@@ -170,7 +170,7 @@ def _mark(files: FileSystem, folder: Path) -> None:
 
 
 def held(files: FileSystem, folder: Path, most: int) -> int:
-    """Bytes of the chunks in a folder that nobody holds yet, by their names; no more than `most` are counted."""
+    """Return the bytes of the chunks in a folder by their names; stop counting at `most`."""
     size = 0
     for digit in DIGITS:
         if size < most:
@@ -180,7 +180,7 @@ def held(files: FileSystem, folder: Path, most: int) -> int:
 
 
 class StoreFolder:
-    """Files in a folder that is held. Calls raise `OSError` as the system does. Any thread."""
+    """The files in a folder that is locked. Calls raise `OSError` as the system does. Any thread."""
 
     def __init__(self, files: FileSystem, folder: Path) -> None:
         self.files = files
@@ -188,7 +188,7 @@ class StoreFolder:
         self._next = 0
         self._mutex = threading.Lock()
         self._litter: dict[Path, int] = {}
-        """Files that should be gone and could not be removed, with their bytes."""
+        """Files that should be gone but could not be removed, with their bytes."""
 
     @property
     def littered(self) -> int:
@@ -197,19 +197,19 @@ class StoreFolder:
             return sum(self._litter.values())
 
     def path(self, name: Name) -> Path:
-        """Where a chunk lies."""
+        """Return the path of a chunk's file."""
         return self.digit(name.key) / str(name)
 
     def digit(self, key: bytes) -> Path:
-        """The folder of the chunks whose keys start like this one."""
+        """Return the folder of the chunks whose keys start like this one."""
         return self.folder / key.hex()[0]
 
     def digits(self) -> list[Path]:
-        """The folders of all chunks."""
+        """Return the folders of all chunks."""
         return [self.folder / digit for digit in DIGITS]
 
     def scan(self) -> FolderScan:
-        """What is there, by names and sizes; no file is read."""
+        """List the folder by names and sizes, without reading a file."""
         found = FolderScan()
         for entry in self._sift(self.folder, found):
             found.other += entry.disk
@@ -227,7 +227,7 @@ class StoreFolder:
         return found
 
     def _sift(self, folder: Path, found: FolderScan) -> Iterator[FolderEntry]:
-        """What is not a leftover."""
+        """Yield the entries that are not leftovers; add those to the junk."""
         for entry in self.files.list(folder):
             if entry.name.startswith(_TEMPORARY) and not entry.folder:
                 found.junk.append((folder / entry.name, entry.disk))
@@ -235,7 +235,10 @@ class StoreFolder:
                 yield entry
 
     def read(self, name: Name, buffer: memoryview | None = None) -> bytes | memoryview:
-        """The whole file, in `buffer` if it has room; longer than the name says only by one byte, which shows it."""
+        """Return the whole file, in `buffer` if it has room.
+
+        A file that is longer than its name says is read one byte further, which shows it.
+        """
         file = self.files.open(self.path(name), "read")
         try:
             if buffer is None or len(buffer) <= name.size:
@@ -245,7 +248,7 @@ class StoreFolder:
             file.close()
 
     def announce(self, name: Name) -> None:
-        """A chunk's file will be read soon."""
+        """Tell the disk that a chunk's file will be read soon."""
         self.files.announce(self.path(name))
 
     def remove(self, name: Name) -> None:
@@ -254,8 +257,10 @@ class StoreFolder:
             self.files.remove(self.path(name))
 
     def remove_leftovers(self) -> None:
-        """Remove what a process that was killed left beside the chunks' folders. For who has written nothing yet and
-        does not `scan`: `write` would try the same name."""
+        """Remove what a killed process left beside the chunks' folders.
+
+        For a caller that has written nothing yet and does not `scan`: `write` would try the same name.
+        """
         found = FolderScan()
         for _ in self._sift(self.folder, found):
             pass
@@ -263,10 +268,10 @@ class StoreFolder:
             self.files.remove(path)
 
     def write(self, folder: Path, parts: list[bytes | memoryview]) -> tuple[Path, int]:
-        """A new durable file under a temporary name, and its bytes on the disk. Leaves nothing where it fails.
+        """Write a new durable file under a temporary name; return its path and bytes on the disk.
 
-        ZFS says for some seconds after a sync that the file takes next to nothing, so no less is counted than was
-        written.
+        Nothing is left if that fails. For some seconds after a sync ZFS reports next to no bytes for the file, so never
+        fewer are counted than were written.
         """
         with self._mutex:
             self._next += 1
@@ -286,7 +291,7 @@ class StoreFolder:
             raise
 
     def discard(self, path: Path, size: int) -> None:
-        """Remove a file; where that fails, later (`tidy`)."""
+        """Remove a file; if that fails, `tidy` removes it later."""
         try:
             self.files.remove(path)
         except FileNotFoundError:
@@ -296,7 +301,10 @@ class StoreFolder:
                 self._litter[path] = blocks(size)
 
     def tidy(self) -> Iterator[Path]:
-        """Remove what could not be removed before; of each file the folder, just before. One thread at a time."""
+        """Remove the files that could not be removed before; yield each one's folder just before.
+
+        One thread at a time.
+        """
         with self._mutex:
             paths = list(self._litter)
         for path in paths:
@@ -307,18 +315,18 @@ class StoreFolder:
                 del self._litter[path]
 
     def is_litter(self, path: Path) -> bool:
-        """Whether the name is taken by a file that should be gone."""
+        """Return whether the path is that of a file that should be gone."""
         with self._mutex:
             return path in self._litter
 
     def remains(self, ids: Collection[bytes]) -> bool:
-        """Whether a chunk with one of these ids (tag and key) has a file that should be gone."""
+        """Return whether a chunk with one of these ids (tag and key) has a file that should be gone."""
         with self._mutex:
             names = [parse_name(path.name) for path in self._litter]
         return any(name is not None and name.tag + name.key in ids for name in names)
 
     def marked(self) -> bool:
-        """Whether the marker is there."""
+        """Return whether the marker is there."""
         try:
             self.files.mode(self.folder / MARKER)
         except (FileNotFoundError, NotADirectoryError):
@@ -326,7 +334,7 @@ class StoreFolder:
         return True
 
     def probe(self) -> None:
-        """Write, sync, read and remove a file. Makes folders that somebody removed."""
+        """Write, sync, read and remove a file. Make folders that somebody removed."""
         make_folders(self.files, self.folder)
         path, size = self.write(self.folder, [_PROBE])
         try:
@@ -340,10 +348,10 @@ class StoreFolder:
             self.discard(path, size)
 
     def free(self) -> int:
-        """Bytes that the disk still takes."""
+        """Return the free bytes of the disk."""
         return self.files.free(self.folder)
 
 
 def blocks(size: int) -> int:
-    """Bytes on the disk of a file of `size` bytes, where blocks are of the usual size."""
+    """Return the bytes on the disk of a file of `size` bytes, assuming blocks of the usual size."""
     return -(-size // _BLOCK) * _BLOCK

@@ -1,11 +1,11 @@
-"""What a disk store holds, as its index: who extends whom, what is pinned, what goes first. Pure; one thread at a time.
+"""The index of a disk store: which chunk extends which, pins, and the order of eviction. Pure; one thread at a time.
 
-An id is a model's tag and a key, so chunks of many models stand side by side. A chunk is *live* (it may be read) until
-it is *deleted* (nobody finds it; its file is about to go) and then forgotten. Its bytes count until then.
+An id is a model's tag and a key, so chunks of many models can share an index. A chunk is *live* (it may be read) until
+it is *deleted* (no lookup finds it; its file is about to be removed) and then forgotten. Its bytes count until then.
 
-Evictable is a live chunk that no other live or coming chunk extends and that nobody pins or holds. Of those go first
-what is superseded (`reuse_hints`), then the cheapest to compute again per byte, in steps of two, and in each step the
-one that was used longest ago; one that waits for its next turn counts as used later.
+A live chunk is evictable if no other chunk, live or being written, extends it and nobody pins or holds it. Superseded
+chunks (`Standing`) go first, then the cheapest to compute again per byte, in steps of two, and in each step the least
+recently used; a chunk that waits for its next turn counts as used later.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from cairn.kv.disk.chunk_file import Name
-from cairn.kv.tiers.reuse_hints import Standing, Standings, later
-from cairn.kv.tiers.store import HEAD_BYTES
+from cairn.kv.tiers.store import HEAD_BYTES, Standing, Standings, later
 
 KEY_BYTES = 32
-"""How long a chunk's key is, which ends its id."""
+"""Bytes of a chunk's key, which ends its id."""
 CHEAP_DEPTH = 4096
-"""Tokens of depth at which attention over what is before a chunk costs as much as all the rest of computing it.
-
-A round figure for small models; it only shapes the order of eviction.
-"""
+"""Tokens of depth at which attention over the tokens before a chunk costs as much as the rest of computing it. A round
+figure for small models; it only shapes the order of eviction."""
 STATE_SAVES = 32
-"""Chunks that are computed again where a state is missing, about: half of those between two snapshots of a long prompt.
-With that a state of the usual size goes about when the KV does that it belongs to, which is of little use without."""
+"""Approximate number of chunks that are computed again where a state is missing: half of those between two snapshots of
+a long prompt. With this a state of the usual size is evicted at about the same time as its KV, which is of little use
+without it."""
 DOUBLE_SECONDS = 1800.0
-"""How much longer a chunk stays than one that is half as dear: what is dear outlasts what is cheap, not for ever. Over
-days of agents hours of it cost more than they save, for what is left lies deep as often as what is used."""
+"""How many seconds longer a chunk stays than one that costs half as much to compute: costly chunks outlast cheap ones,
+but not for ever. Over days of agents' work, hours would cost more than they save, since abandoned chunks lie as deep as
+used ones."""
 
 WAITING_SECONDS = 3600.0
-"""How much longer a chunk stays that waits for the result of a call. What waits longer is likely to wait for ever."""
+"""How many seconds longer a chunk stays that waits for the result of a call. One that waits longer is likely to wait
+for ever."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,59 +49,60 @@ class IndexEntry:
     disk: int
     """Bytes that it takes on the disk."""
     used: float
-    """Seconds since 1970 of the last use."""
+    """Last use, in seconds since 1970."""
     saved: float
-    """The use that the file's own time remembers."""
+    """The last use that the file's own time records."""
     live: bool = True
     going: bool = False
-    """Deleted, and somebody is removing the file now."""
+    """Whether it is deleted and a thread is removing its file now."""
     faults: int = 0
-    """Reads that failed in the disk."""
+    """Consecutive reads that failed in the disk."""
     children: set[bytes] = field(default_factory=set)
     held: int = 0
-    """How many are writing something that needs it."""
+    """Number of writers that need it."""
     saves: int = 1
-    """Chunks that would have to be computed again for it, about."""
+    """Approximate number of chunks that would have to be computed again without it."""
 
     @property
     def worth(self) -> float:
-        """The time of its last use, later by some hours for each time that a byte of it is twice as dear to compute."""
+        """The time of its last use, plus `DOUBLE_SECONDS` for each doubling of its cost per byte."""
         dear = (CHEAP_DEPTH + self.name.depth) * self.saves
         return self.used + DOUBLE_SECONDS * math.frexp(dear / max(1, self.disk))[1]
 
 
 class DiskIndex:
-    """All chunks of a folder, who pins them, and in which order they may go."""
+    """All chunks of a folder, their pins, and their order of eviction."""
 
     def __init__(self) -> None:
         self.bytes = 0
-        """What the folder takes on the disk: chunks, deleted ones too, and files that are no chunks."""
+        """Bytes of the folder on the disk: chunks, deleted ones too, and other files."""
         self._entries: dict[bytes, IndexEntry] = {}
         self._pins: dict[str, frozenset[bytes]] = {}
         self._pinned: dict[bytes, int] = {}
         self._protected: set[bytes] | None = None
-        """What `pinned` counts, while it is known: figures are asked for between steps."""
+        """The chunks that `pinned` counts; None until they are counted. Cached, since figures are asked for between
+        steps."""
         self._order: list[tuple[float, float, bytes]] = []
         self.standings = Standings()
         self._deleted: dict[bytes, IndexEntry] = {}
         self._tags: dict[bytes, int] = {}
-        """How many chunks each model has, deleted ones too."""
+        """Chunks of each model, deleted ones too."""
         self._sizes: dict[bytes, int] = {}
         """Bytes on the disk of each model's chunks, deleted ones too."""
         self._pinned_tags = Counter[bytes]()
-        """How many chunks of each model are pinned, here or not."""
+        """Pinned keys of each model, stored or not."""
         self._pinned_heads = Counter[bytes]()
-        """How many pins there are of blocks by the beginnings of their ids."""
+        """Number of pinned blocks by tag and head."""
         self._having: dict[bytes, tuple[IndexEntry, ...]] = {}
-        """Live chunks by the beginnings of the ids of the blocks that they have."""
+        """Live chunks by tag and head of each block that they contain."""
 
     def __len__(self) -> int:
-        """How many chunks are live."""
+        """Return the number of live chunks."""
         return len(self._entries) - len(self._deleted)
 
     @property
     def pinned(self) -> int:
-        """Live chunks that a pin protects, directly or through what extends them."""
+        """Number of live chunks that a pin protects, directly or through a chunk that extends them."""
         if self._protected is None:
             self._protected = set()
             self._protect(self._pinned)
@@ -109,13 +110,15 @@ class DiskIndex:
 
     @property
     def pinned_bytes(self) -> int:
-        """About what all that is pinned takes once it is there: what is not is like the rest of its model, of which
-        nothing is known while there is none."""
+        """Approximate bytes of all pinned chunks, stored or not.
+
+        A missing one is taken to be of its model's mean size. A model without chunks counts nothing.
+        """
         models = ((tag, count) for tag, count in self._pinned_tags.items() if tag in self._tags)
         return sum(count * self._sizes[tag] // self._tags[tag] for tag, count in models)
 
     def _protect(self, ids: Iterable[bytes]) -> None:
-        """Count these pinned chunks, as far as they are live, and what they extend, if that is counted at all."""
+        """Add these pinned chunks, if live, and their ancestors to `_protected`, if that is counted at all."""
         if self._protected is None:
             return
         for id in ids:
@@ -126,12 +129,15 @@ class DiskIndex:
                     one = self.get(one.parent)
 
     def get(self, id: bytes) -> IndexEntry | None:
-        """The chunk if it is live."""
+        """Return the chunk if it is live."""
         entry = self._entries.get(id)
         return entry if entry is not None and entry.live else None
 
     def within(self, ids: Iterable[bytes]) -> tuple[int, IndexEntry] | None:
-        """How many of these blocks, the first ones of one chunk in order, one live chunk has most; and that chunk."""
+        """Return how many of a chunk's first blocks one live chunk has at most, and that chunk.
+
+        `ids`: of the blocks, in order. Return None if no chunk has the first.
+        """
         found: tuple[int, IndexEntry] | None = None
         for count, id in enumerate(ids, 1):
             if not (having := self._having.get(_head(id))):
@@ -140,16 +146,16 @@ class DiskIndex:
         return found
 
     def replaced(self, entry: IndexEntry) -> list[IndexEntry]:
-        """The live tails that a chunk begins with."""
+        """Return the live tails that a chunk begins with."""
         beginnings = ((tag_and_head, self._having.get(tag_and_head, ())) for tag_and_head in _heads(entry))
         return [one for head, having in beginnings for one in having if _head(one.id) == head]
 
     def replaces(self, id: bytes) -> bool:
-        """Whether a live chunk begins with the tail of this id."""
+        """Return whether a live chunk begins with the tail of this id."""
         return any(one.id != id for one in self._having.get(_head(id), ()))
 
     def after(self, entry: IndexEntry, steps: int) -> IndexEntry | None:
-        """The live chunk that extends this one so many steps on; None where that is none, or one of several."""
+        """Return the live chunk `steps` further in the chain; None if there is none or the chain branches."""
         found: IndexEntry | None = entry
         for _ in range(steps):
             if found is None or len(found.children) != 1:
@@ -159,21 +165,21 @@ class DiskIndex:
         return found
 
     def known(self, id: bytes) -> bool:
-        """Whether it is live or deleted: a file may have its name."""
+        """Return whether the chunk is live or deleted: a file may have its name."""
         return id in self._entries
 
     def live(self) -> list[IndexEntry]:
-        """All live chunks."""
+        """Return all live chunks."""
         return [entry for entry in self._entries.values() if entry.live]
 
     def of_other_models(self, tags: Collection[bytes]) -> list[IndexEntry]:
-        """All chunks of models that are none of these, deleted ones too. Quick where there are none: each drop asks."""
+        """Return all chunks without these tags, deleted ones too. Quick if there are none, since each drop asks."""
         if all(tag in tags for tag in self._tags):
             return []
         return [entry for entry in self._entries.values() if entry.name.tag not in tags]
 
     def add(self, entry: IndexEntry) -> None:
-        """A chunk whose parent, if it has one, is live."""
+        """Add a chunk whose parent, if it has one, is live."""
         assert entry.id not in self._entries, "a chunk is added twice"
         if entry.parent:
             parent = self.get(entry.parent)
@@ -190,28 +196,28 @@ class DiskIndex:
         self._rank(entry)
 
     def use(self, entry: IndexEntry, now: float) -> None:
-        """Remember that a chunk was used."""
+        """Record a use of a chunk."""
         if now > entry.used:
             entry.used = now
             self._rank(entry)
 
     def mark(self, ids: Iterable[bytes], standing: Standing) -> None:
-        """These chunks stand so from now on, those that come later too."""
+        """Set the standing of chunks, also of those that are added later."""
         for id in self.standings.set(ids, standing):
             if (entry := self.get(id)) is not None:
                 self._rank(entry)
 
     def hold(self, entry: IndexEntry) -> None:
-        """Keep it from eviction while something that extends it is written."""
+        """Keep a chunk from eviction while a chunk that extends it is written."""
         entry.held += 1
 
     def release(self, entry: IndexEntry) -> None:
-        """The end of a `hold`."""
+        """End a `hold`."""
         entry.held -= 1
         self._rank(entry)
 
     def victim(self) -> IndexEntry | None:
-        """What to evict next."""
+        """Return the next chunk to evict; None if nothing is evictable."""
         while self._order:
             *place, id = self._order[0]
             entry = self.get(id)
@@ -223,17 +229,17 @@ class DiskIndex:
     def leaves(
         self, wanted: Callable[[IndexEntry], bool], among: Iterable[IndexEntry] | None = None
     ) -> list[IndexEntry]:
-        """Evictable chunks of this kind, of all or of those given that are still here."""
+        """Return the evictable chunks that are wanted, of all or `among` those that are still live."""
         among = self.live() if among is None else (one for one in among if self.get(one.id) is one)
         return [entry for entry in among if self._evictable(entry) and wanted(entry)]
 
     def parents(self, entries: Iterable[IndexEntry]) -> list[IndexEntry]:
-        """The live chunks that these extend, each once."""
+        """Return the live chunks that these extend, each once."""
         found = (self.get(id) for id in dict.fromkeys(entry.parent for entry in entries))
         return [entry for entry in found if entry is not None]
 
     def family(self, ids: Iterable[bytes]) -> list[IndexEntry]:
-        """These live chunks and all that extend them, what extends before what is extended."""
+        """Return these live chunks and all that extend them, children before parents."""
         found: dict[bytes, IndexEntry] = {}
         waiting = list(ids)
         while waiting:
@@ -244,7 +250,7 @@ class DiskIndex:
         return sorted(found.values(), key=lambda entry: -entry.name.depth)
 
     def mark_deleted(self, entry: IndexEntry) -> None:
-        """Nobody finds it any more; its bytes still count. The caller removes the file, and nobody else does."""
+        """Hide a chunk from lookups; its bytes still count. Only the caller removes the file."""
         entry.live, entry.going = False, True
         self._deleted[entry.id] = entry
         for head in (*_heads(entry), _head(entry.id)):
@@ -257,12 +263,12 @@ class DiskIndex:
         parent = self._entries.get(entry.parent)
         if parent is not None:
             parent.children.discard(entry.id)
-            # Whoever used a chunk used what it extends.
+            # A use of a chunk is a use of its ancestors.
             parent.used = max(parent.used, entry.used)
             self._rank(parent)
 
     def deleted(self) -> list[IndexEntry]:
-        """Chunks whose files still have to go and nobody removes, deepest first. The caller removes them now."""
+        """Return the deleted chunks whose files nobody is removing, deepest first. The caller removes them now."""
         left = sorted((one for one in self._deleted.values() if not one.going), key=lambda one: -one.name.depth)
         for one in left:
             one.going = True
@@ -270,11 +276,11 @@ class DiskIndex:
 
     @property
     def lingering(self) -> Collection[bytes]:
-        """Ids of chunks whose files still have to go."""
+        """Ids of chunks whose files still have to be removed."""
         return self._deleted.keys()
 
     def forget(self, entry: IndexEntry) -> None:
-        """Its file is gone. A second time does nothing, nor does one that was here before this was `emptied`."""
+        """Forget a chunk whose file is gone. Ignore one that is forgotten, or of an index that was `emptied`."""
         if self._deleted.get(entry.id) is not entry:
             return
         del self._deleted[entry.id], self._entries[entry.id]
@@ -285,7 +291,7 @@ class DiskIndex:
         self.bytes -= entry.disk
 
     def emptied(self) -> DiskIndex:
-        """One that pins the same and has no chunks."""
+        """Return an index with the same pins and no chunks."""
         index = DiskIndex()
         index.standings = self.standings
         for owner, ids in self._pins.items():
@@ -294,11 +300,11 @@ class DiskIndex:
 
     @property
     def pins(self) -> Mapping[str, frozenset[bytes]]:
-        """What each owner pins."""
+        """The ids that each owner pins."""
         return self._pins
 
     def pin(self, owner: str, ids: Collection[bytes]) -> None:
-        """These instead of what the owner pinned before."""
+        """Pin these ids instead of those that the owner pinned before."""
         old = self._pins.pop(owner, frozenset())
         if ids:
             self._pins[owner] = frozenset(ids)
@@ -320,7 +326,7 @@ class DiskIndex:
         self._protect(ids)
 
     def _is_pinned(self, entry: IndexEntry) -> bool:
-        """Whether a pin names the chunk, or a block that it has."""
+        """Return whether a pin names the chunk or one of its blocks."""
         heads = self._pinned_heads
         return entry.id in self._pinned or (bool(heads) and any(head in heads for head in _heads(entry)))
 
@@ -328,7 +334,7 @@ class DiskIndex:
         return entry.live and not entry.children and not entry.held and not self._is_pinned(entry)
 
     def _rank(self, entry: IndexEntry) -> None:
-        """Put it where it belongs among what may go. Places that it had before are passed over when they come up."""
+        """Put a chunk in its place in the order of eviction; its earlier places are skipped when they come up."""
         if self._evictable(entry):
             heapq.heappush(self._order, (*self._place(entry), entry.id))
             if len(self._order) > 64 + 4 * len(self._entries):
@@ -336,22 +342,22 @@ class DiskIndex:
                 heapq.heapify(self._order)
 
     def _place(self, entry: IndexEntry) -> tuple[float, float]:
-        """Where it belongs among what may go; of what is superseded, too, the oldest goes first."""
+        """Return a chunk's place in the order of eviction; among superseded ones, too, the oldest goes first."""
         return entry.worth + later(self.standings.of(entry.id), WAITING_SECONDS), entry.worth
 
 
 def _head(id: bytes) -> bytes:
-    """Return the beginning of the id of a block, or of a chunk by its last one."""
+    """Return the tag and head of a block from its id."""
     return id[: HEAD_BYTES - KEY_BYTES]
 
 
 def _heads(entry: IndexEntry) -> Iterator[bytes]:
-    """Yield the beginnings of the ids of the blocks that a chunk has beside its last."""
+    """Return an iterator over the tag and head of each block of a chunk but its last."""
     return (entry.name.tag + head for head in entry.name.heads)
 
 
 def chains(entries: Iterable[IndexEntry]) -> Iterator[IndexEntry]:
-    """Those that hang on the first chunk of a chain, parents before children. The rest are orphans.
+    """Yield the chunks of complete chains, parents before children; the others are orphans.
 
     Depths must grow along a chain.
     """

@@ -1,4 +1,4 @@
-"""What a disk store does besides reading and writing chunks: learn at a start what is there, look after it later."""
+"""Upkeep of a disk store: indexing what is there at a start, pruning, scrubbing and cleaning later."""
 
 from __future__ import annotations
 
@@ -14,27 +14,30 @@ from cairn.kv.disk.state import DiskState
 from cairn.kv.tiers.store import Scrubbed
 
 Keys = Callable[[bytes], Sequence[bytes]]
-"""The keys of what is to be dropped, from an engine's identity."""
+"""Returns the keys of the chunks to drop for an engine's identity."""
 
 LARGEST_BUDGET = 50 * 10**9
-"""The most bytes that a store takes without being told."""
+"""Most bytes that a store takes if no budget is set."""
 
 
 def default_budget(free: int, held: int) -> int:
-    """A fifth of what the disk has free or the store holds."""
+    """Return a fifth of what the disk has free or the store holds, at most `LARGEST_BUDGET`."""
     return min(LARGEST_BUDGET, (free + held) // 5)
 
 
 def fill(state: DiskState, found: FolderScan) -> list[tuple[Path, int]]:
-    """The index of what a start found. Returns what has to go: junk, what hangs on nothing, what is there twice, and
-    tails that something else begins with, which a process that was killed did not get to remove."""
+    """Fill the index from a scan; return the files to remove, with their bytes.
+
+    Those are junk, orphans, duplicates, and tails that another chunk begins with, which a killed process could not
+    remove.
+    """
     index, now = state.index, state.now()
     index.bytes = found.other
     cut = tuple(found.junk)
     entries: dict[bytes, IndexEntry] = {}
     for name, disk, modified in sorted(found.chunks, key=lambda one: str(one[0])):
         entry = state.entry(name, disk, min(modified, now))
-        if modified > now:  # else it would look new at each start, until that time has come
+        if modified > now:  # save it, or the chunk would look new at every start until that time
             state.used[entry.id] = entry
         if entries.setdefault(entry.id, entry) is not entry:
             found.junk.append((state.folder.path(name), disk))
@@ -52,9 +55,9 @@ def fill(state: DiskState, found: FolderScan) -> list[tuple[Path, int]]:
 
 
 def prune(state: DiskState, before: float, *, keep: bytes = b"") -> int:
-    """Remove chunks not used since `before`, and with `keep`, a tag, all that do not have it; how many went.
+    """Remove chunks not used since `before`, and with `keep`, a tag, all with other tags; return how many.
 
-    Never a pinned one, never one that a chunk which stays extends.
+    Pinned chunks and those that a remaining chunk extends stay.
     """
     gone = 0
     among: list[IndexEntry] | None = None
@@ -63,7 +66,7 @@ def prune(state: DiskState, before: float, *, keep: bytes = b"") -> int:
             stale = state.index.leaves(lambda entry: entry.used < before or not entry.id.startswith(keep), among)
             for entry in stale:
                 state.mark_deleted(entry)
-            # Only these may have become leaves: to look at all again for each step of depth takes seconds.
+            # Only these may have become leaves; scanning all chunks for each step of depth would take seconds.
             among = state.index.parents(stale)
         cleared = state.clear(stale)
         with state.mutex:
@@ -74,7 +77,7 @@ def prune(state: DiskState, before: float, *, keep: bytes = b"") -> int:
 
 
 def scrub(state: DiskState) -> Scrubbed:
-    """Read and verify every chunk of every model; damaged ones go, with what extends them."""
+    """Read and verify every chunk of every model; remove damaged chunks and those that extend them."""
     with state.mutex:
         entries = state.index.live()
     checked = damaged = unreadable = 0
@@ -93,16 +96,16 @@ def scrub(state: DiskState) -> Scrubbed:
         elif (lost := state.damaged - before) > 0:
             damaged += lost
         else:
-            with state.mutex:  # else it went meanwhile
+            with state.mutex:  # unless it was removed meanwhile
                 unreadable += state.index.get(entry.id) is entry
     return Scrubbed(checked, damaged, unreadable)
 
 
 def clean(state: DiskState) -> None:
-    """Remove for good what could not be removed before. One thread at a time."""
+    """Remove for good the files that could not be removed before. One thread at a time."""
     with state.mutex:
         deleted = state.index.deleted()
-    # Owed before anything goes, so that whatever fails below, each folder that changed is synced some day.
+    # Marked before anything is removed, so that whatever fails below, each changed folder is synced some day.
     state.owe(state.folder.digit(entry.name.key) for entry in deleted)
     state.clear(deleted)
     try:
@@ -114,9 +117,9 @@ def clean(state: DiskState) -> None:
 
 
 def remember_uses(state: DiskState) -> None:
-    """Put the time of the last use on the files, up to the first that the disk refuses; the rest next time.
+    """Set the files' times to their last use, up to the first that the disk refuses; the rest next time.
 
-    Best effort: what is lost makes a chunk look older.
+    A lost time only makes a chunk look older.
     """
     ahead = state.ahead()
     while (entry := state.take_used()) is not None:
@@ -130,20 +133,20 @@ def remember_uses(state: DiskState) -> None:
 
 
 class OtherEngines:
-    """Other engines with chunks in the same folder: whose those are, and what is still to be dropped of them."""
+    """The other engines with chunks in the same folder, and drops of their chunks that the disk did not allow yet."""
 
     def __init__(self, state: DiskState, tag: bytes, identity: bytes) -> None:
-        """`tag` and `identity`: of the store's own engine."""
+        """Know nothing yet. `tag` and `identity`: of the store's own engine."""
         self._state, self._tag, self._identity = state, tag, identity
         self._identities: dict[bytes, bytes] = {}
         """The identity that each tag stands for, as far as it was needed."""
         self._owed: dict[frozenset[bytes], Keys] = {}
-        """Orders that the disk did not let be carried out, by what they say of this engine."""
+        """Drops that the disk did not allow, by the keys that they name of this engine."""
 
     def learn(self) -> bool:
-        """Read from chunks whose they are; False where one stays that nothing is known of.
+        """Read the identities of the other engines' chunks; return False if that of one remains unknown.
 
-        A disk that fails is asked once, not for each chunk; the next time another chunk is asked first.
+        A failing disk is asked once, not for each chunk; the next call begins with another chunk.
         """
         state = self._state
         with state.mutex:
@@ -160,11 +163,11 @@ class OtherEngines:
             return all(one.name.tag in self._identities or not state.index.known(one.id) for one in entries)
 
     def ids(self, keys: Keys) -> set[bytes]:
-        """Tag and key of each chunk that `keys` says of the engines that are known."""
+        """Return the tag and key of each chunk that `keys` names of the known engines."""
         return {tag + key for tag, identity in self._identities.items() for key in keys(identity)}
 
     def note(self, keys: Keys, *, done: bool) -> None:
-        """Keep an order until it is done."""
+        """Remember a drop until it is done."""
         if done and not self._owed:
             return
         mine = frozenset(keys(self._identity))
@@ -175,11 +178,11 @@ class OtherEngines:
                 self._owed[mine] = keys
 
     def owe(self, keys: Sequence[bytes]) -> bool:
-        """Whether an order that says any of these keys of this engine is still to be carried out."""
+        """Return whether a drop that names any of these keys of this engine is still owed."""
         with self._state.mutex:
             return any(not mine.isdisjoint(keys) for mine in self._owed)
 
     def owed(self) -> list[Keys]:
-        """The orders that are still to be carried out."""
+        """Return the drops that are still owed."""
         with self._state.mutex:
             return list(self._owed.values())

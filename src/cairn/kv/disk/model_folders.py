@@ -5,14 +5,14 @@
     <home>/checked-...               see `codec_check`
     <home>/models/<identity>/        the store of one model: see `folder`
     <home>/models/<identity>-2/      of the same model in another process at the same time
-    <home>/0/ ... f/, pins/          what servers with one model stored before each had a folder
+    <home>/0/ ... f/, pins/          chunks of servers with one model, stored before each model had a folder
 
-So a model finds its KV whichever server has it. Who opens the store of a model takes in what lies in the last two
-places and nobody holds: its files are renamed, parents before children, so that a crash on the way leaves chains whole.
-What is of other models there waits for them, and ages.
+So a model finds its KV whichever server has it. A process that opens the store of a model takes in the model's chunks
+from the last two places, unless another process holds them: the files are renamed, parents before children, so that a
+crash on the way leaves chains whole. Chunks of other models stay there until those are opened, and age.
 
-The bytes of the home are one budget. A store that nobody holds gives way to those that are held, the one that was used
-longest ago first, and ages like any other.
+All stores of the home share one budget. A store that nobody holds gives way to those that are held, the least recently
+used first, and its chunks age like any others.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from cairn.kv.disk import chunk_file
 from cairn.kv.disk import maintenance as disk_maintenance
 from cairn.kv.disk.chunk_file import DamagedChunk, Name, parse_name
 from cairn.kv.disk.folder import DIGITS, MARKER, OF_MODELS, PINS, StoreFolder, check_folder, open_folder
-from cairn.kv.disk.layout import read as read_layout
-from cairn.kv.disk.notes import SEEN
+from cairn.kv.disk.notes import SEEN, read_layout
 from cairn.kv.disk.pins import Pins, pin_name
 from cairn.kv.disk.state import DiskState
 from cairn.system.interfaces import Clock, FileSystem, FolderEntry, Lock
@@ -35,22 +34,22 @@ from cairn.types.block_size import CHUNK_BLOCKS
 from cairn.types.errors import ConfigError, Conflict
 
 NAME_DIGITS = 32
-"""Of a model's identity, in the name of its folder."""
+"""Hexadecimal digits of a model's identity in the name of its folder."""
 TWINS = ("", "-2", "-3", "-4")
-"""What is added to it where the same model is loaded more than once."""
+"""Suffixes of the folder's name, for a model that is loaded more than once."""
 _LOOK_EVERY = 600.0
 _GROWTH = 64
-"""The others are looked at again when a store has grown by such a part of the budget."""
+"""The other stores are scanned again when this one has grown by the budget divided by this."""
 
 
 def places(home: Path, model: bytes) -> tuple[Path, ...]:
-    """Where the store of a model may be, its usual place first. `model`: the identity of its weights."""
+    """Return the possible folders of a model's store, the usual one first. `model`: the identity of its weights."""
     return tuple(home / OF_MODELS / (model.hex()[:NAME_DIGITS] + twin) for twin in TWINS)
 
 
 @dataclass(slots=True)
 class _Store:
-    """Another store of the home, by the names of its files."""
+    """Another store of the home, from the names of its files."""
 
     path: Path
     size: int
@@ -69,11 +68,11 @@ class ModelFolders:
         """Stores of the same model that the one in the usual place takes in."""
         self._next, self._grown = 0.0, 0
         self._idle: float | None = None
-        """Seconds that nothing of the home had been used at the first look, where that is longer than the time to
+        """Seconds since the last use of anything in the home at the first scan, if that is longer than the time to
         live."""
 
     def enter(self, *, fresh: bool, patience: float, sleep: Callable[[float], None]) -> None:
-        """Make or check the home, as `open_folder` does a store. Nothing is set aside that has a store in use."""
+        """Make or check the home, as `open_folder` does a store. Nothing that has a store in use is renamed."""
         if fresh:
             try:
                 check_folder(self._files, self._home)
@@ -84,21 +83,22 @@ class ModelFolders:
             lock = open_folder(
                 self._files, self._home, self._clock, fresh=fresh, patience=patience, sleep=sleep, bare=True
             )
-        except Conflict:  # whoever holds it has marked it; what is below it is locked by itself
+        except Conflict:  # the holder has marked it; the stores below have locks of their own
             check_folder(self._files, self._home)
             return
         lock.release()
 
     def others_bytes(self) -> int:
-        """What the other stores of the home have."""
+        """Return the bytes of the home's other stores."""
         return sum(one.size for one in self._others())
 
     # ---------------------------------------------------------------------------------------------- what is taken in
 
     def take_in(self, tag: bytes, model: str) -> None:
-        """Move what lies elsewhere in the home and is this model's into its store, which the caller holds.
+        """Move this model's chunks from elsewhere in the home into its store, which the caller holds.
 
-        `tag`: of its engine. `model`: what people call it: what other kernels, or another codec, left of it goes along.
+        `tag`: of its engine. `model`: its name for people; chunks of the same name from other kernels or codecs move
+        too.
         """
         with self._held(self._home) as held:
             if held:
@@ -110,7 +110,7 @@ class ModelFolders:
 
     @contextlib.contextmanager
     def _held(self, folder: Path) -> Iterator[bool]:
-        """Hold a store that is there and that nobody else holds."""
+        """Hold a store if it exists and nobody else holds it; yield whether it is held."""
         lock: Lock | None = None
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if any(one.name == MARKER for one in self._files.list(folder)):
@@ -122,7 +122,7 @@ class ModelFolders:
                 lock.release()
 
     def _chunks(self, folder: Path) -> Iterator[tuple[Name, FolderEntry]]:
-        """The chunks in a folder that may have none, and their files."""
+        """Yield the chunks in a folder, if it has any, and their files."""
         for digit in DIGITS:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 for entry in self._files.list(folder / digit):
@@ -131,7 +131,7 @@ class ModelFolders:
                         yield name, entry
 
     def _ours(self, found: list[Name], tag: bytes, model: str) -> set[bytes]:
-        """Tags of the chunks that are the model's: its engine's, and those whose files name the model."""
+        """Return the tags of the model's chunks: its engine's, and those whose files name the model."""
         ours, folder = {tag}, StoreFolder(self._files, self._home)
         for other in {name.tag for name in found} - ours:
             name = next(one for one in found if one.tag == other)
@@ -160,7 +160,7 @@ class ModelFolders:
                 files.sync_folder(folder / one)
 
     def _move_pins(self, source: Path, tags: set[str]) -> bool:
-        """Move those that are not pinned anew in the model's own store; whether there were any."""
+        """Move pins that were not set anew in the model's own store; return whether there were any."""
         try:
             names = [one.name for one in self._files.list(source / PINS) if one.name.rpartition(".")[2] in tags]
         except (FileNotFoundError, NotADirectoryError):
@@ -176,12 +176,15 @@ class ModelFolders:
     # ------------------------------------------------------------------------------------------------ what others have
 
     def due(self, total: int, own: int) -> bool:
-        """Whether it is time to `tend`: now and then, and when the caller's store has grown."""
+        """Return whether it is time to `tend`: at intervals, and when the caller's store has grown."""
         return self._clock.now() >= self._next or own - self._grown > total // _GROWTH
 
     def tend(self, total: int, own: int, ttl: float) -> int:
-        """See to it that all stores of the home have at most `total` bytes, of which the caller's has `own`: the others
-        that nobody holds give way, and lose what was not used for `ttl` seconds. What those have that are held."""
+        """Evict from the other stores that nobody holds until all stores of the home have at most `total` bytes.
+
+        `own`: bytes of the caller's store. They also lose chunks unused for `ttl` seconds. Return the bytes of those
+        that are held.
+        """
         self._next, self._grown = self._clock.now() + _LOOK_EVERY, own
         others = sorted(self._others(), key=lambda one: one.newest)
         held = {one.path: one for one in others if self._in_use(one.path)}
@@ -199,7 +202,7 @@ class ModelFolders:
         return in_use
 
     def _others(self) -> Iterator[_Store]:
-        """All stores but the caller's, by what their names say."""
+        """Yield all stores but the caller's, from the names of their files."""
         for path in (self._home, *self._stores()):
             if path != self._own:
                 found = [file for _, file in self._chunks(path)]
@@ -208,7 +211,7 @@ class ModelFolders:
                 yield _Store(path, size, min(times, default=0.0), max(times, default=0.0))
 
     def _stores(self) -> list[Path]:
-        """The stores of models, in whatever place."""
+        """Return the folders of the models' stores."""
         try:
             listed = self._files.list(self._home / OF_MODELS)
         except (FileNotFoundError, NotADirectoryError, PermissionError):
@@ -219,13 +222,13 @@ class ModelFolders:
         try:
             lock = self._files.lock(path)
         except PermissionError:
-            return False  # another user's: no process of ours has it
+            return False  # it is another user's, so no process of ours has it
         if lock is not None:
             lock.release()
         return lock is None
 
     def _shrink(self, other: _Store, budget: int, ttl: float) -> int:
-        """Evict what is too much, or too old, of a store that nobody holds; how many bytes went."""
+        """Evict from a store that nobody holds down to `budget`, and what is too old; return the bytes removed."""
         try:
             with self._opened(other.path) as state:
                 before = state.index.bytes
@@ -233,12 +236,12 @@ class ModelFolders:
                 disk_maintenance.prune(state, state.now() - ttl - (self._idle or 0.0))
                 state.make_room(0)
                 return before - state.index.bytes
-        except (ConfigError, Conflict):  # it is no store, or in use since a moment
+        except (ConfigError, Conflict):  # it is not a store, or was opened just now
             return 0
 
     @contextlib.contextmanager
     def _opened(self, path: Path) -> Iterator[DiskState]:
-        """Another store, while it is held. Raises `ConfigError` and `Conflict` as `open_folder` does."""
+        """Open another store and yield its state. Raises `ConfigError` and `Conflict` as `open_folder` does."""
         files = self._files
         lock = open_folder(files, path, self._clock, fresh=False, patience=0, sleep=lambda seconds: None)
         try:
@@ -259,7 +262,7 @@ class ModelFolders:
     # ---------------------------------------------------------------------------------- what owners give up elsewhere
 
     def unpin(self, owner: str) -> bool:
-        """Remove the pins of an owner from the stores that nobody holds; False where another has some of its pins."""
+        """Remove an owner's pins from the stores that nobody holds; return False if another process holds some."""
         start, done = pin_name(owner, b""), True
         for path in (self._home, *self._stores()):
             names: list[str] = []
@@ -277,10 +280,10 @@ class ModelFolders:
         return done
 
     def erase(self, model: bytes, salt: bytes, tokens: Sequence[int], keep: int) -> bool:
-        """Remove a context of another model beyond its first `keep` tokens from that model's stores, for good.
+        """Erase a context beyond its first `keep` tokens from the stores of another model.
 
-        False where a store is in use or the disk refuses. What was stored before stores knew their layout stays until
-        its model is served, or it is too old.
+        Return False if a store is in use or the disk refuses. Chunks of stores without a layout, of earlier versions,
+        stay until their model is served or they are too old.
         """
         return all([self._erase(path, salt, tokens, keep) for path in places(self._home, model) if path != self._own])
 
@@ -301,9 +304,9 @@ class ModelFolders:
                 state.clear(family)
                 with contextlib.suppress(FileNotFoundError):
                     self._files.remove(path / SEEN)
-                # Nothing tells of a chunk that was evicted, and in a power cut its name may come back.
+                # The index no longer knows evicted chunks, and after a power cut their names may be back.
                 return state.sync(state.folder.digits()) and known and not state.index.lingering
         except Conflict:
             return False
-        except ConfigError:  # it is no store of this version: whoever reads it erases it
+        except ConfigError:  # not a store of this version: the version that reads it erases it
             return True

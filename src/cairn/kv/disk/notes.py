@@ -1,9 +1,10 @@
-"""What a disk store remembers beside its chunks: how many bytes it wrote lately, and which blocks were seen.
+"""Notes that a disk store keeps beside its chunks: the bytes written lately, the blocks seen, the model's layout.
 
     <store>/written     see `record`
-    <store>/seen        records of `kv.pool.seen_blocks`, one after another, added to and now and then written anew
+    <store>/layout      see `record`; lets a process that serves another model erase a context from this store
+    <store>/seen        records of `kv.pool.seen_blocks`, appended, and now and then written anew
 
-Neither is needed for any answer. What a power cut takes of `seen`, which is never synced, only explains less.
+No answer depends on them. `seen` is never synced: what a power cut takes of it only explains less.
 """
 
 from __future__ import annotations
@@ -11,29 +12,45 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from cairn.kv.disk.folder import blocks
+from cairn.kv.disk.folder import StoreFolder, blocks
 from cairn.kv.disk.record import read_record, write_record
 from cairn.kv.disk.state import DiskState
+from cairn.kv.pool.prefix import Layout
 
 SEEN = "seen"
 _MOST_SEEN = 4 << 20
 _WRITTEN, _MAGIC = "written", b"cairn kv written"
+_LAYOUT, _LAYOUT_MAGIC = "layout", b"cairn kv layout1"
+
+
+def write_layout(folder: StoreFolder, layout: Layout) -> None:
+    """Store the layout durably in a store that this process holds, unless the store has the same one already."""
+    if read_layout(folder) != layout:
+        write_record(folder, _LAYOUT, _LAYOUT_MAGIC, layout)
+
+
+def read_layout(folder: StoreFolder) -> Layout | None:
+    """Return the layout of a store; None if it has none, or its file is damaged."""
+    return read_record(folder, _LAYOUT, _LAYOUT_MAGIC, Layout)
 
 
 class Notes:
-    """Both files of one store. One thread at a time; a disk that fails is asked again with the next news."""
+    """The files `written` and `seen` of one store.
+
+    One thread at a time. If the disk fails, the file is tried again with the next change.
+    """
 
     def __init__(self, state: DiskState) -> None:
         self._state = state
         self._written: tuple[tuple[float, int], ...] = ()
         self._seen = b""
         self._appends = False
-        """Whether `seen` is there and whole."""
+        """Whether `seen` is there and whole, so that it can be appended to."""
         self._counted: dict[str, int] = {}
         """Bytes on the disk of each file that the index counts."""
 
     def load(self) -> None:
-        """Read what the folder has; its files count already. Raises `OSError` as the system does."""
+        """Read the files; the index counts their bytes already. Raises `OSError` as the system does."""
         folder, self._seen = self._state.folder, b""
         beside = {entry.name: entry for entry in folder.files.list(folder.folder)}
         self._written = read_record(folder, _WRITTEN, _MAGIC, tuple[tuple[float, int], ...]) or ()
@@ -47,20 +64,20 @@ class Notes:
         self._counted = {name: beside[name].disk for name in (_WRITTEN, SEEN) if name in beside}
 
     def recall_written(self) -> Sequence[tuple[float, int]]:
-        """As the folder had it when it was opened."""
+        """Return the spans as read when the folder was opened."""
         return self._written
 
     def remember_written(self, written: Sequence[tuple[float, int]]) -> None:
-        """In the place of what it had."""
+        """Replace the file of written spans."""
         folder = self._state.folder
         self._write(_WRITTEN, 16 * len(written), lambda: write_record(folder, _WRITTEN, _MAGIC, tuple(written)))
 
     def recall_seen(self) -> bytes:
-        """As the folder had it when it was opened."""
+        """Return the records as read when the folder was opened."""
         return self._seen
 
     def remember_seen(self, records: bytes, *, anew: bool) -> None:
-        """Beside what it has; `anew`: in the place of that."""
+        """Append records of seen blocks; `anew`: replace the file."""
         work = self._append if self._appends and not anew else self._replace
         self._appends = False
         self._appends = self._write(SEEN, len(records), partial(work, records))
@@ -82,7 +99,7 @@ class Notes:
             file.close()
 
     def _write(self, name: str, size: int, work: Callable[[], None]) -> bool:
-        """Write a file, and count what it takes then; whether that could be done."""
+        """Write a file and count its bytes; return whether that worked."""
         state, files = self._state, self._state.folder.files
         if state.failing:
             return False

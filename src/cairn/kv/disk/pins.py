@@ -1,7 +1,7 @@
-"""Who pins which chunks: one small file an owner and model.
+"""Pins of chunks: one small file per owner and model.
 
-It is called `<sha256 of the owner>.<model tag>`, because what a client chose is nobody's file name, and holds: magic,
-format, number of keys; XXH3-128 of these, the name and the keys; the keys.
+Its name is `<sha256 of the owner>.<model tag>`, since a name that a client chose must not become a file name. It holds:
+magic, format, number of keys; XXH3-128 of these, the name and the keys; the keys.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ class Pins:
         """Bytes on the disk, by name."""
 
     def load(self, found: FolderScan) -> dict[str, frozenset[bytes]]:
-        """The ids (tag and key) that each file pins. Damaged files are junk, unreadable ones pin nothing this time."""
+        """Return the ids (tag and key) that each file pins.
+
+        Damaged files are added to the junk; unreadable ones pin nothing this time.
+        """
         self.sizes, pinned = {}, {}
         for entry in found.pins:
             if entry.folder or not _NAME.fullmatch(entry.name):
@@ -44,7 +47,7 @@ class Pins:
                 data = self._read(entry)
             except OSError:
                 found.other += entry.disk
-                self.sizes[entry.name] = entry.disk  # who unpins it must get rid of it all the same
+                self.sizes[entry.name] = entry.disk  # so that an unpin removes it all the same
                 continue
             ids = _parse(data, entry.name)
             if ids is None:
@@ -62,12 +65,15 @@ class Pins:
             file.close()
 
     def of(self, owner: str) -> list[str]:
-        """The files of an owner, of all models."""
+        """Return the files of an owner, for all models."""
         start = pin_name(owner, b"")
         return [name for name in self.sizes if name.startswith(start)]
 
     def save(self, name: str, keys: Sequence[bytes]) -> None:
-        """Replace the file, durably; without keys there is none. After an error the old or the new is there."""
+        """Replace the file durably, or remove it if there are no keys.
+
+        After an error the old or the new file is there.
+        """
         path = self._path / name
         if keys:
             body = b"".join(keys)
@@ -87,12 +93,12 @@ class Pins:
 
 
 def pin_name(owner: str, tag: bytes) -> str:
-    """The file of an owner's pins on a model."""
+    """Return the name of the file of an owner's pins on a model."""
     return f"{hashlib.sha256(owner.encode('utf-8', 'surrogatepass')).hexdigest()}.{tag.hex()}"
 
 
 def pin_bytes(keys: Sequence[bytes]) -> int:
-    """Bytes on the disk of a file that pins these."""
+    """Return the bytes on the disk of a file that pins these keys."""
     return blocks(_START + _KEY * len(keys)) if keys else 0
 
 

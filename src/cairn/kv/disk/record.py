@@ -1,4 +1,4 @@
-"""Small files beside the chunks of a store, each replaced whole: magic, XXH3-128 of the rest, msgpack."""
+"""Small files beside the chunks of a store, each replaced as a whole: magic, XXH3-128 of the rest, msgpack."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LARGEST = 1 << 20
 
 
 def write_record(folder: StoreFolder, name: str, magic: bytes, value: Any) -> None:
-    """Put a value into the store's file of this name, durably. Raises `OSError` as the system does."""
+    """Write a value durably to the store's file of this name. Raises `OSError` as the system does."""
     data = msgspec.msgpack.encode(value)
     temporary, size = folder.write(folder.folder, [magic + xxhash.xxh3_128_digest(data), data])
     try:
@@ -29,17 +29,17 @@ def write_record(folder: StoreFolder, name: str, magic: bytes, value: Any) -> No
 
 
 def read_record(folder: StoreFolder, name: str, magic: bytes, kind: type[T]) -> T | None:
-    """Return what the file says; None where there is none, or it is not whole."""
+    """Return the value in the store's file; None if there is no file or it is damaged."""
     try:
         file = folder.files.open(folder.folder / name, "read")
     except FileNotFoundError:
         return None
     try:
-        found = file.read(0, _LARGEST)
+        content = file.read(0, _LARGEST)
     finally:
         file.close()
-    start, data = len(magic) + _DIGEST, found[len(magic) + _DIGEST :]
-    if found[:start] == magic + xxhash.xxh3_128_digest(data):
+    start, data = len(magic) + _DIGEST, content[len(magic) + _DIGEST :]
+    if content[:start] == magic + xxhash.xxh3_128_digest(data):
         with contextlib.suppress(msgspec.MsgspecError):
             return msgspec.msgpack.decode(data, type=kind)
     return None

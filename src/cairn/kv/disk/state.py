@@ -1,7 +1,7 @@
-"""What the threads of a disk store share: the index, the folder, the room that is left, and whether the disk works.
+"""State that the threads of a disk store share: the index, the folder, free room, and whether the disk works.
 
-`mutex` guards the index and the figures and is never held while the disk is asked. A chunk's file belongs to one
-thread at a time: to the one that writes it (`writing`), or to whoever deleted the chunk, until its file is gone.
+`mutex` guards the index and the figures and is never held during a disk access. A chunk's file belongs to one thread at
+a time: to the one that writes it (`writing`), or to the one that deleted the chunk, until its file is gone.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ from cairn.types.stats import TierStats
 T = TypeVar("T")
 
 _USE_STEP = 60.0
-"""Seconds: how exactly the time of the last use is remembered."""
+"""Seconds: resolution at which the time of the last use is saved."""
 _JUMP_SECONDS = 86400.0
-"""How far the wall clock jumps before the times of all files are put right: that asks something of the disk for each,
-and the time to live is counted in days."""
+"""How far the wall clock must jump before the times of all files are corrected: that costs a disk access for each, and
+the time to live is counted in days."""
 _BACKOFF = (1.0, 60.0)
 _LATE_SECONDS = 60.0
-"""How long a disk may take to show that something was removed. ZFS and btrfs take seconds; where a snapshot holds it,
-it never shows."""
+"""How long a disk may take to show the room of a removed file. ZFS and btrfs take seconds; if a snapshot holds the
+file, it never shows."""
 _MOST_LOST = 1 << 16
 _MOST_FAULTS = 2
-"""Reads of one chunk that the disk may fail, one after the other, while it works otherwise; then the chunk is given
-up."""
+"""Consecutive failed reads of one chunk, while the disk works otherwise, after which the chunk is given up."""
 
 
 class DiskState:
-    """One folder's chunks, in memory. Any thread."""
+    """The chunks of one folder, in memory. Any thread."""
 
     def __init__(
         self, folder: StoreFolder, clock: Clock, reserve: int, tag: bytes = b"", state_sizes: Collection[int] = ()
     ) -> None:
-        """`reserve`: bytes of the disk that the store never grows into. Below a quarter of them it gives way.
+        """Start with an empty index and no budget.
 
-        `tag`, `state_sizes`: of the store's own engine, and how large its states are as they are written down.
+        `reserve`: bytes of the disk that the store never grows into; when fewer than a quarter of them are free it
+        evicts. `tag`, `state_sizes`: of the store's own engine, and the encoded sizes of its states.
         """
         self.folder, self.clock = folder, clock
         self._tag, self._state_sizes = tag, tuple(state_sizes)
         self.mutex = threading.Lock()
         self.index = DiskIndex()
         self.budget = 0
-        """How many bytes the store may take."""
+        """Most bytes that the store may take."""
         self.reserved = 0
         """Bytes of the budget for chunks that are being written."""
         self.writing: set[bytes] = set()
@@ -62,37 +62,39 @@ class DiskState:
         self.dropped: set[bytes] = set()
         """Those of `writing` that were dropped meanwhile."""
         self.lost = OrderedDict[bytes, None]()
-        """Beginnings of the ids of blocks that went of late because what had them was damaged."""
+        """Tag and head of blocks whose chunk was removed lately because it was damaged."""
         self.used = OrderedDict[bytes, IndexEntry]()
-        """Chunks whose last use is not yet remembered by their files."""
+        """Chunks whose last use is not saved in their files' times yet."""
         self._reserve = reserve
         self._low, self._gave, self._gave_at = 0, 0, 0.0
-        """What was free when the store gave way to others, the bytes given since that may not show yet, and since when
-        there are such."""
+        """Free bytes when the store began to give way to other users of the disk, the bytes given since that may not
+        show yet, and since when there are any."""
         self._unsynced: dict[Path, object] = {}
-        """Folders that could not be made durable, each with a mark of its last failure."""
+        """Folders whose sync failed, each with a mark of its last failure."""
         self._counts = TierStats()
         self._trouble, self._full = "", ""
         self._next_try, self._backoff = 0.0, _BACKOFF[0]
-        # The wall clock is read once: where it jumps while the store is open, nothing may grow old at once.
+        # The wall clock is read once: if it jumps while the store is open, chunks must not suddenly be old.
         self._epoch = clock.time_ns() / 1e9 - clock.now()
         self._jumped = 0.0
-        """How far the wall clock was ahead of `now` when the times of all files were put right."""
+        """How far the wall clock was ahead of `now` when the times of all files were corrected last."""
 
     def entry(self, name: Name, disk: int, used: float) -> IndexEntry:
-        """A chunk for the index. Whether it is a state is told by its size, lest a start read every file."""
+        """Return a chunk for the index. Its size says whether it is a state, so that a start reads no file."""
         parent = name.tag + name.parent if name.parent else b""
         beyond = (name.size - size for size in self._state_sizes if name.tag == self._tag)
         saves = STATE_SAVES if any(0 < more <= OVERHEAD for more in beyond) else 1
         return IndexEntry(name.tag + name.key, parent, name, disk, used, used, saves=saves)
 
     def now(self) -> float:
-        """Seconds since 1970, never going back."""
+        """Return seconds since 1970 that never go back."""
         return self._epoch + self.clock.now()
 
     def ahead(self) -> float:
-        """How far the wall clock, which will be believed at the next start, is ahead of `now`. Where it jumped, the
-        uses of all chunks are to be remembered anew."""
+        """Return how far the wall clock, on which the next start relies, is ahead of `now`.
+
+        If it jumped, the uses of all chunks are to be saved again.
+        """
         ahead = self.clock.time_ns() / 1e9 - self.now()
         with self.mutex:
             if abs(ahead - self._jumped) >= _JUMP_SECONDS:
@@ -101,22 +103,22 @@ class DiskState:
         return ahead
 
     def take_used(self) -> IndexEntry | None:
-        """The next chunk whose file is to be given the time of its last use."""
+        """Take the next chunk whose file's time is to be set to its last use; None if there is none."""
         with self.mutex:
             return self.used.popitem(last=False)[1] if self.used else None
 
     def put_back(self, entry: IndexEntry) -> None:
-        """Its file could not be given that time. It comes last now, lest it keep the others waiting for ever."""
+        """Append a chunk whose file's time could not be set, so that it does not block the others."""
         with self.mutex:
             if self.index.get(entry.id) is entry:
                 self.used.setdefault(entry.id, entry)
 
     def emptied(self) -> None:
-        """Nothing of what was in the folder is there. With the lock held."""
+        """Forget all chunks, since the folder is gone. With the mutex held."""
         self.index, self.used = self.index.emptied(), OrderedDict()
 
     def stats(self) -> TierStats:
-        """Figures of all models in the folder."""
+        """Return figures of all models in the folder."""
         with self.mutex:
             return msgspec.structs.replace(
                 self._counts,
@@ -128,32 +130,32 @@ class DiskState:
             )
 
     def _crowded(self) -> str:
-        """Whether more is pinned than the budget holds. With the lock held."""
+        """Return a message if more is pinned than the budget holds; else an empty string. With the mutex held."""
         need = self.index.pinned_bytes
         if need <= self.budget:
             return ""
         return (
             f"pinned KV needs about {need:,} bytes and {self.folder.folder} may take {self.budget:,}: not all of it "
-            "can be kept; unpin some, or give --kv-disk-gb more"
+            "can be kept; unpin some, or raise --kv-disk-gb"
         )
 
     @property
     def damaged(self) -> int:
-        """Chunks that failed a check so far; `stats` looks at more."""
+        """Chunks that failed a check so far; cheaper than `stats`."""
         return self._counts.damaged
 
     def count(self, **more: int) -> None:
-        """Add to the counters, with the lock held."""
+        """Add to the counters. With the mutex held."""
         now = {name: getattr(self._counts, name) + value for name, value in more.items()}
         self._counts = msgspec.structs.replace(self._counts, **now)
 
     def use(self, entry: IndexEntry) -> None:
-        """A chunk was used. With the lock held."""
+        """Record a use of a chunk. With the mutex held."""
         self.index.use(entry, self.now())
         self._note_use(entry)
 
     def mark_deleted(self, entry: IndexEntry) -> None:
-        """Nobody finds a chunk any more; what it extends inherits its last use. With the lock held."""
+        """Hide a chunk from lookups; its parent inherits its last use. With the mutex held."""
         self.index.mark_deleted(entry)
         parent = self.index.get(entry.parent)
         if parent is not None:
@@ -167,11 +169,11 @@ class DiskState:
 
     @property
     def failing(self) -> bool:
-        """Whether the disk failed and did not work since."""
+        """Whether the disk failed and has not worked since."""
         return bool(self._trouble)
 
     def fail(self, action: str, error: OSError | str) -> None:
-        """The disk refused. Nothing is written until it was tried again, after 1, 2, 4 ... 60 seconds."""
+        """Record that the disk refused. Nothing is written until it is tried again, after 1, 2, 4 ... 60 seconds."""
         why = error if isinstance(error, str) else error.strerror or type(error).__name__
         with self.mutex:
             self._trouble = f"the KV store cannot {action} {self.folder.folder}: {why}"
@@ -181,16 +183,16 @@ class DiskState:
 
     @property
     def due(self) -> bool:
-        """Whether it is time to try a disk that failed."""
+        """Whether it is time to try a failed disk again."""
         return self.failing and self.clock.now() >= self._next_try
 
     def works(self) -> None:
-        """The disk was tried, and works."""
+        """Record that a trial of the disk succeeded."""
         with self.mutex:
             self._trouble = ""
 
     def wrote(self) -> None:
-        """A chunk was written, which shows more."""
+        """Reset the back-off: a chunk was written, which proves more than a trial."""
         with self.mutex:
             if not self._trouble:
                 self._backoff = _BACKOFF[0]
@@ -198,7 +200,10 @@ class DiskState:
     # ---------------------------------------------------------------------------------------------------------- room
 
     def make_room(self, need: int, *, reserve: bool = False) -> bool:
-        """Evict until `need` more bytes are within the budget and the disk; reserve them. False where it cannot be."""
+        """Evict until `need` more bytes fit into the budget and on the disk; return False if they cannot.
+
+        `reserve`: also reserve them in the budget.
+        """
         freed = given = before = 0
         while True:
             try:
@@ -208,9 +213,9 @@ class DiskState:
                 return False
             with self.mutex:
                 over = self.index.bytes + self.folder.littered + self.reserved + need - self.budget
-                # On a disk that others fill the store does not grow, but what it has itself it may use again.
+                # On a disk that others fill the store does not grow, but it may reuse what it freed itself.
                 lack = need - max(free - self._reserve, freed) if need else 0
-                if given and free > before:  # this disk shows at once what was removed
+                if given and free > before:  # this disk shows freed room at once
                     self._gave = max(0, self._gave - given)
                 owed = self._owed_to_others(free)
                 lack = max(lack, owed)
@@ -233,15 +238,16 @@ class DiskState:
                     return False
 
     def _no_room(self, free: int) -> str:
-        """What to say of a disk on which the store may take no more."""
-        kept = f"{free:,} bytes of its disk are free, and {self._reserve:,} are left to others"
-        what = "; name a folder on a larger one with --kv-dir, or keep none with --no-kv-disk"
-        return f"the KV store cannot write {self.folder.folder}: {kept}{what}"
+        """Return the message for a disk on which the store may take no more."""
+        room = f"{free:,} bytes of its disk are free, and {self._reserve:,} are left to others"
+        advice = "; name a folder on a larger disk with --kv-dir, or store none with --no-kv-disk"
+        return f"the KV store cannot write {self.folder.folder}: {room}{advice}"
 
     def _owed_to_others(self, free: int) -> int:
-        """How far the disk is below a quarter of the reserve. With the lock held.
+        """Return how far the disk is below a quarter of the reserve, in bytes. With the mutex held.
 
-        What was given for that and does not show yet counts as free: else all would be given before the first shows.
+        Bytes that were freed for that and do not show yet count as free; otherwise everything would be evicted before
+        the first shows.
         """
         mark = self._reserve // 4
         if free >= mark or not self._gave or self.clock.now() - self._gave_at > _LATE_SECONDS:
@@ -249,8 +255,10 @@ class DiskState:
         return mark - free - min(self._gave, max(0, self._low + self._gave - free))
 
     def write(self, need: int, work: Callable[[], T]) -> T:
-        """Do what needs so many bytes; where a quota ends that the disk does not tell of, once more when something was
-        evicted. Raises `OSError` as the system does."""
+        """Do work that needs so many bytes; if a hidden quota ends it, evict and try once more.
+
+        Raises `OSError` as the system does.
+        """
         try:
             return work()
         except OSError as error:
@@ -259,17 +267,17 @@ class DiskState:
         return work()
 
     def _give_way(self, need: int) -> bool:
-        """Evict as much, and for others what they are always given; whether that may help."""
+        """Evict so many bytes, at least a quarter of the reserve; return whether that may help."""
         with self.mutex:
             victims = self._delete_victims(max(need, self._reserve // 4))
         cleared = self.clear(victims)
         with self.mutex:
             self.count(evicted=cleared)
-        # Some disks have the room of what was removed only when that is durable.
+        # Some disks free the room of removed files only once the removal is durable.
         return cleared > 0 and self.sync(self.folder.digit(one.name.key) for one in victims)
 
     def look_again(self) -> None:
-        """If the disk was full: is it still?"""
+        """Clear the message of a full disk if it has room again."""
         try:
             if self.make_room(0) and self._full and self.folder.free() > self._reserve:
                 with self.mutex:
@@ -286,7 +294,7 @@ class DiskState:
         return victims
 
     def clear(self, deleted: Iterable[IndexEntry]) -> int:
-        """Remove the files of chunks that this thread marked as deleted, in this order; how many went."""
+        """Remove the files of chunks that this thread marked as deleted, in this order; return how many went."""
         gone = 0
         for entry in deleted:
             try:
@@ -302,7 +310,7 @@ class DiskState:
         return gone
 
     def sync(self, folders: Iterable[Path]) -> bool:
-        """Make names durable, with what earlier calls could not; whether they are."""
+        """Make names in these folders durable, and in those whose sync failed before; return whether they are."""
         with self.mutex:
             owed = dict(self._unsynced)
         waiting = list(owed | dict.fromkeys(folders))
@@ -314,25 +322,25 @@ class DiskState:
                 self.fail("write", error)
                 return False
             with self.mutex:
-                # Where another thread failed meanwhile, this sync may have come before its change.
+                # If another thread's sync failed meanwhile, this one may have come before that thread's change.
                 if self._unsynced.get(folder) is owed.get(folder):
                     self._unsynced.pop(folder, None)
         return True
 
     def owe(self, folders: Iterable[Path]) -> None:
-        """Names in these folders are not durable until a `sync` that begins now or later."""
+        """Mark folders as not durable until a `sync` that begins now or later."""
         with self.mutex:
             self._unsynced.update((folder, object()) for folder in folders)
 
     def owes(self, folders: Iterable[Path]) -> bool:
-        """Whether a power cut may bring back what was removed from one of these folders, since a sync failed."""
+        """Return whether a power cut may bring back a file that was removed from one of these folders."""
         with self.mutex:
             return any(folder in self._unsynced for folder in folders)
 
     # ------------------------------------------------------------------------------------------------------- reading
 
     def read(self, entry: IndexEntry, buffer: memoryview | None = None) -> bytes | memoryview | None:
-        """The file, in `buffer` if it has room, or None: gone, or the disk failed."""
+        """Return the file, in `buffer` if it has room; None if it is gone or the disk failed."""
         try:
             data = self.folder.read(entry.name, buffer)
             entry.faults = 0
@@ -340,7 +348,7 @@ class DiskState:
         except FileNotFoundError:
             self.drop_damaged(entry)
         except OSError as error:
-            # A disk that fails altogether says nothing about this chunk.
+            # If the whole disk fails, that says nothing about this chunk.
             alone = not self.failing
             self.fail("read", error)
             with self.mutex:
@@ -350,14 +358,14 @@ class DiskState:
         return None
 
     def lose(self, name: Name) -> None:
-        """Remember that the blocks of a chunk went because it was damaged. With the lock held."""
+        """Remember that the blocks of a chunk were removed because it was damaged. With the mutex held."""
         for head in (*name.heads, name.key[:HEAD_BYTES]):
             self.lost[name.tag + head] = None
         while len(self.lost) > _MOST_LOST:
             self.lost.popitem(last=False)
 
     def drop_damaged(self, entry: IndexEntry) -> int:
-        """Drop a damaged chunk and what extends it, unless it went meanwhile by itself; how many chunks that is."""
+        """Drop a damaged chunk and those that extend it, unless it is gone already; return how many."""
         with self.mutex:
             if self.index.get(entry.id) is not entry:
                 return 0

@@ -1,11 +1,11 @@
-"""The disk tier: chunks as files in one folder, for as many engines as come; `Store` for one of them.
+"""The disk tier: chunks as files in one folder, shared by any number of engines; a `Store` for one of them.
 
-The index is rebuilt from names and sizes at every start; a file is believed only once it was read whole and every
-checksum was right. Damage is a miss. No lock is held while a chunk is read, written or removed.
+The index is rebuilt from names and sizes at every start; a file is used only after it was read whole and every checksum
+was right. Damage is a miss. No lock is held while a chunk is read, written or removed.
 
-When the disk fails the store says so (`stats().trouble`), refuses to keep, reads what it can, and tries the disk again
-after 1, 2, 4 ... 60 seconds of the clock, in `keep`, `fetch`, `pin` or `tend`. A disk that fails at the start is such a
-disk. A folder that somebody removed or replaced is opened as at a start.
+When the disk fails the store reports it (`stats().trouble`), refuses to keep, reads what it can, and tries the disk
+again after 1, 2, 4 ... 60 seconds of the clock, in `keep`, `fetch`, `pin` or `tend`. A disk that fails at the start is
+treated the same. A folder that somebody removed or replaced is opened anew.
 """
 
 from __future__ import annotations
@@ -23,15 +23,13 @@ from cairn.kv.disk.chunk_file import HEADER_BYTES, DamagedChunk
 from cairn.kv.disk.codec import Codec
 from cairn.kv.disk.disk_writer import DiskWriter
 from cairn.kv.disk.folder import PROBE_BYTES, StoreFolder, open_folder
-from cairn.kv.disk.layout import Layout
-from cairn.kv.disk.layout import write as write_layout
 from cairn.kv.disk.maintenance import OtherEngines
 from cairn.kv.disk.model_folders import ModelFolders
-from cairn.kv.disk.notes import Notes
+from cairn.kv.disk.notes import Notes, write_layout
 from cairn.kv.disk.pins import Pins, pin_bytes, pin_name
 from cairn.kv.disk.state import DiskState
-from cairn.kv.tiers.reuse_hints import Standing
-from cairn.kv.tiers.store import HEAD_BYTES, Chunk, Scrubbed
+from cairn.kv.pool.prefix import Layout
+from cairn.kv.tiers.store import HEAD_BYTES, Chunk, Scrubbed, Standing
 from cairn.system.interfaces import Clock, FileSystem, Lock
 from cairn.types.errors import ConfigError, Conflict
 from cairn.types.stats import TakenIn, TierStats
@@ -41,19 +39,19 @@ TTL = 30 * 86400.0
 RESERVE = 256 << 20
 """Bytes of the disk that the store does not grow into: the logs of agents need them more."""
 ONCE_SECONDS = 10 * 86400.0
-"""How much earlier than now a chunk counts as used that is written `once`: it goes before all that was used since, and
-is kept as long again as it is of the time to live."""
+"""Seconds by which the last use of a chunk written `once` is backdated: it is evicted before all that was used since,
+and its time to live is that much shorter."""
 AHEAD = 2
-"""How many chunks on the disk is told what will be read: it reads while a chunk is checked."""
+"""How many chunks ahead the disk is told what will be read: it reads while a chunk is checked."""
 _HEADERS = 1 << 20
-"""More than a chunk's file has beside its pages: headers and tokens."""
+"""More bytes than a chunk's file has beside its pages: headers and tokens."""
 _PRUNE_EVERY = 600.0
 _PRUNES = 10
-"""Looks for what is unused within a time to live, at least."""
+"""Least number of prunes within a time to live."""
 
 
 class DiskStore:
-    """`Store` in a folder, and upkeep of all that is in it."""
+    """A `Store` in a folder, and upkeep of everything in it."""
 
     def __init__(
         self,
@@ -74,21 +72,21 @@ class DiskStore:
         patience: float = 5.0,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Take the folder and read its names.
+        """Lock the folder and read its names.
 
-        `identity` and `model`: of the engine, and what people call it. `budget`: bytes on the disk for all models, of
+        `identity` and `model`: of the engine, and its name for people. `budget`: bytes on the disk for all models, of
         which this one has `share`; None for a fifth of what the disk has free or the stores hold, at most
-        `disk_maintenance.LARGEST_BUDGET`. `reserve`: bytes of the disk that stay free. `fresh`: set a folder aside
-        that can not be used. `home`: the folder that it shares with the stores of other models, see `ModelFolders`.
-        `layout`: of the model, for those that serve another. Raises `ConfigError` or `Conflict` as
-        `folder.open_folder` says. Call `tend` about once a second.
+        `disk_maintenance.LARGEST_BUDGET`. `reserve`: bytes of the disk that stay free. `fresh`: rename a folder that
+        cannot be used. `home`: the folder that it shares with the stores of other models, see `ModelFolders`. `layout`:
+        of the model, for processes that serve another. Raises `ConfigError` or `Conflict` as `folder.open_folder` says.
+        Call `tend` about once a second.
         """
         self._files, self._codec, self._identity = files, codec, identity
         self._tag = chunk_file.model_tag(identity, codec.name)
         self._given, self._budget, self._share, self._ttl = budget, 0, share, ttl
         self._model, self._layout = model, layout
         self._unpinned_elsewhere: set[str] = set()
-        """Owners whose pins in other stores of the home could not be removed."""
+        """Owners whose pins in other stores of the home could not be removed yet."""
         self._folders = None if home is None else ModelFolders(files, home, folder, clock)
         self._state = DiskState(StoreFolder(files, folder), clock, reserve, self._tag, codec.state_sizes)
         once = min(ONCE_SECONDS, ttl / 2)
@@ -100,16 +98,17 @@ class DiskStore:
         self._pinning = threading.Lock()
         """Held by the thread that writes pins."""
         self._unsaved: dict[str, tuple[bytes, ...]] = {}
-        """Pins that could not be written, by file."""
+        """Pins that could not be written yet, by file."""
         self._forgotten: set[bytes] = set()
-        """Ids of chunks that were dropped before the folder could be opened, or that it had still when it went away."""
+        """Ids of chunks that were dropped before the folder could be opened, or whose files remained when it went
+        away."""
         self._unpinned: set[str] = set()
-        """How the files of owners begin that were unpinned before the folder could be opened."""
+        """Name prefixes of the pin files of owners that were unpinned before the folder could be opened."""
         self._other_engines = OtherEngines(self._state, self._tag, identity)
         self._lock: Lock | None = None
         self._next_prune = 0.0
         self._idle = 0.0
-        """Seconds that nothing had been used at the start, where that is longer than the time to live."""
+        """Seconds since the last use of anything at the start, if that is longer than the time to live."""
         try:
             self._open(fresh=fresh, patience=patience, sleep=sleep)
         except OSError as error:
@@ -118,7 +117,7 @@ class DiskStore:
     # --------------------------------------------------------------------------------------------------------- Store
 
     def match_prefix(self, keys: Sequence[bytes]) -> int:
-        """Asks the index alone; no file is opened."""
+        """See `Store`. Asks only the index; no file is opened."""
         state = self._state
         with state.mutex:
             last, count = None, 0
@@ -132,16 +131,16 @@ class DiskStore:
             return count
 
     def has(self, key: bytes) -> bool:
-        """Asks the index alone."""
+        """See `Store`. Asks only the index."""
         with self._state.mutex:
             return self._state.index.get(self._tag + key) is not None
 
     def kept_bytes(self, group: int, size: int) -> int:
-        """As the codec writes it, with a header."""
+        """See `Store`. Returns the encoded size with a header."""
         return self._codec.written(group, size) + HEADER_BYTES
 
     def match_within(self, keys: Sequence[bytes]) -> tuple[int, bytes] | None:
-        """Asks the index alone."""
+        """See `Store`. Asks only the index."""
         state = self._state
         with state.mutex:
             found = state.index.within(self._tag + key for key in keys)
@@ -152,7 +151,7 @@ class DiskStore:
             return count, entry.name.key
 
     def fetch(self, key: bytes, tokens: Sequence[int], buffer: memoryview | None = None) -> Chunk | None:
-        """Read whole, verified whole. With a `buffer`, more of the context is taken to be wanted next."""
+        """See `Store`. With a `buffer`, the chunks after this one are expected to be read next."""
         state = self._state
         self._try_again()
         with state.mutex:
@@ -177,12 +176,12 @@ class DiskStore:
         return chunk
 
     def keep(self, chunks: Sequence[Chunk]) -> int:
-        """Whatever is there counts as kept. A chunk whose parent is neither there nor before it is refused."""
+        """See `Store`. A chunk that is here counts as kept; one without its parent here or before it is refused."""
         self._try_again()
         return self._writer.keep(chunks)
 
     def drop(self, keys: Sequence[bytes]) -> int:
-        """Pinned ones too. When it returns, the bytes are gone for good unless the disk failed; then they go later."""
+        """See `Store`. Pinned chunks too. On return the bytes are gone for good; if the disk failed, they go later."""
         return self._drop([self._tag + key for key in keys])
 
     @property
@@ -191,37 +190,36 @@ class DiskStore:
         return self._notes
 
     def was_damaged(self, block: bytes) -> bool:
-        """As far as this process has found out."""
+        """See `DurableStore`. Knows only what this process found."""
         with self._state.mutex:
             return self._tag + block[:HEAD_BYTES] in self._state.lost
 
     def lingers(self, keys: Sequence[bytes]) -> bool:
-        """Whether a file of what was dropped, by `drop_of_other_engines` too, is still there or may come back in a
-        power cut, since the disk did not let it go."""
+        """Return whether the file of a dropped chunk is still there or may come back in a power cut.
+
+        Chunks dropped by `drop_of_other_engines` count too.
+        """
         return self._other_engines.owe(keys) or self._remain({self._tag + key for key in keys})
 
     def _remain(self, ids: Collection[bytes]) -> bool:
         state = self._state
         with state.mutex:
-            # One that is found was written after the drop, by a request that went on with the context.
+            # A chunk that a lookup finds was written after the drop, by a request that continued the context.
             deleted = (id for id in ids if state.index.known(id) and state.index.get(id) is None)
             if any(deleted) or not self._forgotten.isdisjoint(ids):
                 return True
         return state.folder.remains(ids) or state.owes({state.folder.digit(id[len(self._tag) :]) for id in ids})
 
     def drop_of_other_engines(self, keys: Callable[[bytes], Sequence[bytes]]) -> int:
-        """Drop what `keys` says of the identity of each other engine that has chunks here; how many went.
-
-        Where the disk does not tell whose chunks they are, or does not let them go, `tend` does it again.
-        """
+        """See `DurableStore`. If the disk does not allow it, `tend` does it again."""
         with self._state.mutex:
             opened = self._lock is not None
-        told = self._other_engines.learn()
+        learned = self._other_engines.learn()
         ids = self._other_engines.ids(keys)
         gone = self._drop(sorted(ids))
-        # Nothing tells of an engine whose last chunk was evicted, and in a power cut that may come back.
+        # The index does not know an engine whose last chunk was evicted; after a power cut that may be back.
         synced = opened and self._state.sync(self._state.folder.digits())
-        self._other_engines.note(keys, done=told and synced and not self._remain(ids))
+        self._other_engines.note(keys, done=learned and synced and not self._remain(ids))
         return gone
 
     def _drop(self, ids: Sequence[bytes]) -> int:
@@ -237,15 +235,15 @@ class DiskStore:
                 state.mark_deleted(entry)
         gone = state.clear(family)
         self._writer.wait(flying)
-        # Also of those that are not here now: an evicted chunk's name may yet come back in a power cut.
+        # Also for chunks that are not here now: an evicted chunk's name may be back after a power cut.
         touched = {entry.id for entry in family}.union(flying, ids)
         state.sync(sorted({state.folder.digit(id[len(self._tag) :]) for id in touched}))
         return gone
 
     def pin(self, owner: str, keys: Sequence[bytes]) -> None:
-        """At once; where the disk fails it becomes durable when the disk is back. No keys unpin on every model.
+        """See `Store`. Takes effect at once, and is durable once the disk works. No keys unpin on every model.
 
-        Pins come before the budget: their own few bytes are written even where nothing more can be evicted.
+        Pins precede the budget: their own few bytes are written even if nothing more can be evicted.
         """
         state, name, keys = self._state, pin_name(owner, self._tag), tuple(dict.fromkeys(keys))
         self._try_again()
@@ -266,7 +264,7 @@ class DiskStore:
             self._unpin_elsewhere()
 
     def _unpin_elsewhere(self) -> None:
-        """Also what models have pinned that are not served now."""
+        """Remove these owners' pins on models that are not served now."""
         folders, state = self._folders, self._state
         for owner in tuple(self._unpinned_elsewhere):
             if state.failing or folders is None:
@@ -278,8 +276,7 @@ class DiskStore:
                 state.fail("write", error)
 
     def erase_of_model(self, model: bytes, salt: bytes, tokens: Sequence[int], keep: int) -> bool:
-        """Remove what the stores of another model, which is not served now, have of a context beyond its first `keep`
-        tokens; whether nothing of it can be read any more."""
+        """See `DurableStore`."""
         if self._folders is None:
             return True
         try:
@@ -289,21 +286,18 @@ class DiskStore:
             return False
 
     def mark(self, keys: Sequence[bytes], standing: Standing) -> None:
-        """See `Store`. Of the chunks of this engine."""
+        """See `Store`. For chunks of this engine."""
         with self._state.mutex:
             self._state.index.mark([self._tag + key for key in keys], standing)
 
     def paths(self, keys: Sequence[bytes]) -> list[Path]:
-        """The files of those that are here, in this order."""
+        """Return the files of those chunks that are here, in this order."""
         with self._state.mutex:
             found = [self._state.index.get(self._tag + key) for key in keys]
         return [self._state.folder.path(entry.name) for entry in found if entry is not None]
 
     def take_in(self, path: Path, keyed: Callable[[int, int, Sequence[int], memoryview], Chunk | None]) -> TakenIn:
-        """Keep what a file has of KV, see `portable_kv`, after every check.
-
-        `keyed` makes the chunk of what a group, a depth, tokens and pages are; None for what is to be refused.
-        """
+        """See `DurableStore`. The file's format is that of `portable_kv`."""
         chunks = size = ignored = refused = 0
         try:
             file = self._files.open(path, "read")
@@ -313,7 +307,7 @@ class DiskStore:
             for at, length in portable_kv.frames(file):
                 if not length:
                     break
-                if length > self._largest:  # unpacking it would cost more than any chunk of this model
+                if length > self._largest:  # it cannot be a chunk of this model, so do not read it
                     refused += 1
                     continue
                 chunk = self._checked(file.read(at, length), keyed)
@@ -339,7 +333,7 @@ class DiskStore:
     def _checked(
         self, data: bytes, keyed: Callable[[int, int, Sequence[int], memoryview], Chunk | None]
     ) -> Chunk | Literal["refused"] | None:
-        """A chunk of a file; None for one of another engine."""
+        """Return a chunk of a file, "refused", or None for one of another engine."""
         try:
             header, tokens, pages = chunk_file.verify(data, chunk_file.name_of(data))
             if header.identity != self._identity or header.codec != self._codec.name:
@@ -350,22 +344,22 @@ class DiskStore:
             return "refused"
 
     def unsaved(self, owner: str) -> bool:
-        """Whether what `owner` pinned or unpinned last, on any model, is not durable, since the disk refuses it."""
+        """See `DurableStore`. Pins on any model count."""
         start = pin_name(owner, b"")
         with self._state.mutex:
             elsewhere = owner in self._unpinned_elsewhere
             return elsewhere or start in self._unpinned or any(name.startswith(start) for name in self._unsaved)
 
     def durable(self) -> DiskStore:
-        """It is."""
+        """Return this store."""
         return self
 
     def stats(self) -> TierStats:
-        """Figures of all models in the folder."""
+        """Return figures of all models in the folder."""
         return self._state.stats()
 
     def close(self) -> None:
-        """Remembers when chunks were used last, and what is pinned if the disk did not take it before."""
+        """Save when chunks were used last, and pins that the disk did not take before; release the folder."""
         if self._unsaved or self._unpinned:
             self._try_again()
             self._save_pins()
@@ -377,10 +371,10 @@ class DiskStore:
     # -------------------------------------------------------------------------------------------------------- upkeep
 
     def tend(self) -> None:
-        """What has to be done now and then: call it about once a second, from a thread that may wait for the disk.
+        """Do periodic upkeep. Call it about once a second, from a thread that may wait for the disk.
 
-        Tries a failed disk again, repeats what it made impossible, forgets chunks that nobody used for the time to
-        live, keeps to the budget, remembers when chunks were used.
+        Try a failed disk again, repeat what it made impossible, prune chunks that are too old, keep to the budget, save
+        when chunks were used.
         """
         state = self._state
         self._try_again()
@@ -391,8 +385,8 @@ class DiskStore:
             disk_maintenance.remember_uses(state)
             if state.clock.now() >= self._next_prune:
                 self._next_prune = state.clock.now() + min(_PRUNE_EVERY, self._ttl / _PRUNES)
-                # A start with a clock that is far ahead finds all of it old, as one after a long rest does: what was
-                # used last is young then, and the rest ages from there.
+                # After a long rest, or with a clock that is far ahead, all chunks look old at the start. So ages are
+                # counted from the newest chunk.
                 disk_maintenance.prune(state, state.now() - self._idle - self._ttl)
             state.look_again()
             self._share_room()
@@ -405,18 +399,20 @@ class DiskStore:
         self._save_pins()
 
     def scrub(self) -> Scrubbed:
-        """Read and verify every chunk of every model; damaged ones go, with what extends them."""
+        """Read and verify every chunk of every model; remove damaged chunks and those that extend them."""
         return disk_maintenance.scrub(self._state)
 
     def prune(self, *, others: bool = False) -> int:
-        """Remove chunks that nobody used for the time to live, and with `others` all of other models, unless they are
-        pinned or a chunk that stays extends them. How many went."""
+        """Remove chunks unused for the time to live, and with `others` all of other models; return how many.
+
+        Pinned chunks and those that a remaining chunk extends stay.
+        """
         return disk_maintenance.prune(self._state, self._state.now() - self._ttl, keep=self._tag if others else b"")
 
     # ------------------------------------------------------------------------------------------------------- opening
 
     def _open(self, *, fresh: bool, patience: float, sleep: Callable[[float], None]) -> None:
-        """Everything that the disk may refuse comes before the first change of the index."""
+        """Open the folder. Everything that the disk may refuse comes before the first change of the index."""
         state, folders = self._state, self._folders
         if folders is not None:
             folders.enter(fresh=fresh, patience=patience, sleep=sleep)
@@ -456,8 +452,11 @@ class DiskStore:
         state.make_room(0)
 
     def _share_room(self) -> None:
-        """One budget for all stores of the home. Where another process has some of them, this one grows no further than
-        to what they leave; to a quarter of its part in any case."""
+        """Keep all stores of the home within one budget.
+
+        If other processes hold some of them, this store grows only into what they leave, but always to a quarter of its
+        part.
+        """
         state, folders = self._state, self._folders
         if folders is None or not folders.due(self._budget, state.index.bytes):
             return
@@ -472,7 +471,7 @@ class DiskStore:
         state.make_room(0)
 
     def _try_again(self) -> None:
-        """If the disk failed and it is time, or somebody took the folder away: does it work now?"""
+        """Try the disk if it failed and it is time, or reopen the folder if somebody took it away."""
         state = self._state
         if not (state.due or self._lost()) or not self._chores.acquire(blocking=False):
             return
@@ -492,15 +491,14 @@ class DiskStore:
             self._chores.release()
 
     def _lost(self) -> bool:
-        """Whether the folder at our path is another one than we hold, or none: it may be another process's."""
+        """Return whether the folder at our path is not the one that we hold: it may be another process's."""
         lock = self._lock
         return lock is not None and not lock.held()
 
     def _let_go(self) -> bool:
-        """The folder has to be opened anew, and nothing of what was in it is there: forget it, but not what is pinned.
-        False while somebody writes into it."""
+        """Forget everything in the folder, which is gone, but the pins; return False while a chunk is being written."""
         state = self._state
-        state.fail("open", "it was removed or replaced")  # from here on nothing more is written
+        state.fail("open", "it was removed or replaced")  # from here on nothing is written
         with self._pinning, state.mutex:
             if state.writing or self._lock is None:
                 return False

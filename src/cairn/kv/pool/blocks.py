@@ -1,18 +1,18 @@
-"""The blocks of one cache group: who holds each, under which key it is found, and which may be used again.
+"""The blocks of one cache group: who holds each, its key, and the order of eviction.
 
     free     nobody holds it and no key finds it
-    cached   nobody holds it and its key finds it; given up, oldest use first, when no free block is left
+    cached   nobody holds it and its key finds it; evicted, least recently used first, when no free block is left
     held     at least one block table names it, whether it is published (has a key) or not
 
-`free + cached + held` is the size of the pool, always.
+`free + cached + held` is always the size of the pool.
 
-Nothing is evicted before what extends it, without a tree: a table that holds a block holds everything before it too,
-and gives its blocks back last to first. So in the order of last use a block stands after all that extends it, and the
-oldest cached block is a leaf.
+No block is evicted before the blocks that extend it, and no tree is needed for that: a table that holds a block holds
+every block before it too, and releases them last to first. So in the order of last use a block comes after all blocks
+that extend it, and the least recently used cached block is a leaf.
 
-A block of which only the beginning was computed may be published too, when its sequence ends: a *part*. No table ever
-names a part again. Whoever goes on with the same tokens has it copied, as far as they agree (`nearest`). A part that
-another published block begins with is given up at once, so under one parent no part begins another block.
+When a sequence ends, the first tokens of its unfinished block may be published too: a *part*. No table names a part
+again. A sequence that goes on with the same tokens gets a copy of it, as far as they agree (`nearest`). A part is
+evicted as soon as another published block begins with it, so under one parent no part is a prefix of another block.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from typing import NamedTuple
 
 
 class Published(NamedTuple):
-    """What a published block holds: the tokens of this block, and the key that covers all tokens up to its end."""
+    """The content of a published block: its tokens, and the key that covers all tokens up to its end."""
 
     key: bytes
     tokens: tuple[int, ...]
-    """Of a part fewer than the block has slots."""
+    """Tokens of this block; a part has fewer than the block has slots."""
     parent: bytes
-    """The key of the block before it; empty where it is never looked for by its first tokens."""
+    """Key of the block before it; empty if the block is never looked up by its first tokens."""
 
 
 class Copy(NamedTuple):
-    """A block of a group whose content another one of the group is to get."""
+    """An order to copy a block's content to another block of the same group."""
 
     group: int
     source: int
@@ -53,41 +53,41 @@ class BlockPool:
         self._published: list[Published | None] = [None] * size
         self._index: dict[bytes, int] = {}
         self._after: dict[bytes, list[int]] = {}
-        """The published blocks that follow each key, in the order of their tokens."""
+        """The published blocks that follow each key, ordered by their tokens."""
         self._cached: OrderedDict[int, None] = OrderedDict()
-        self.leaving: Callable[[bytes], None] = _nobody
-        """Called with the key of a published block that is about to be given up and can still be found and read."""
+        self.leaving: Callable[[bytes], None] = lambda key: None
+        """Called with the key of a published block just before its eviction, while it can still be found and read."""
 
     @property
     def free(self) -> int:
-        """Blocks that nobody holds and no key finds."""
+        """Number of blocks that nobody holds and no key finds."""
         return len(self._free)
 
     @property
     def cached(self) -> int:
-        """Published blocks that nobody holds."""
+        """Number of published blocks that nobody holds."""
         return len(self._cached)
 
     @property
     def held(self) -> int:
-        """Blocks that at least one table names."""
+        """Number of blocks that at least one table names."""
         return self.size - len(self._free) - len(self._cached)
 
     @property
     def available(self) -> int:
-        """Blocks that `take` can give now."""
+        """Number of blocks that `take` can give now."""
         return len(self._free) + len(self._cached)
 
     def holders(self, block: int) -> int:
-        """How many tables name the block."""
+        """Return how many tables name the block."""
         return self._holders[block]
 
     def published(self, block: int) -> Published | None:
-        """What the block is published as, if it is."""
+        """Return the block's published content; None if it is not published."""
         return self._published[block]
 
     def take(self, count: int) -> list[int]:
-        """`count` unpublished blocks, held once each. All or none: `MemoryError` if fewer are available."""
+        """Return `count` unpublished blocks, held once each. Raise `MemoryError` if fewer are available."""
         if count > self.available:
             raise MemoryError(f"{count} blocks wanted, {self.available} available")
         blocks = []
@@ -106,7 +106,7 @@ class BlockPool:
         self._holders[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Name the blocks in one table less. Give a table's blocks last to first: see the module's docstring."""
+        """Name the blocks in one table less. Pass a table's blocks last to first: see the module's docstring."""
         for block in blocks:
             if self._holders[block] < 1:
                 raise RuntimeError(f"block {block} was given back twice")
@@ -118,7 +118,7 @@ class BlockPool:
                     self._cached[block] = None
 
     def find(self, key: bytes, tokens: Sequence[int]) -> int | None:
-        """The block published under `key`, if it holds exactly `tokens`. It stays as it is: see `hold`."""
+        """Return the block published under `key` if it holds exactly `tokens`; do not hold it."""
         block = self._index.get(key)
         if block is None:
             return None
@@ -126,11 +126,11 @@ class BlockPool:
         return block if published is not None and published.tokens == tuple(tokens) else None
 
     def publish(self, block: int, key: bytes, tokens: Sequence[int], parent: bytes = b"") -> int | None:
-        """Let `key` find a held, completely computed block. Returns the block that the table must name from now on.
+        """Let `key` find a held, fully computed block; return the block that the table must name from now on.
 
-        That is another one where the same content was published before: it is held in the place of `block`, which is
-        released, so that equal contexts are stored once. None, and no change, where the key stands for other tokens.
-        With `parent`, the key of the block before, it is also found by its first tokens.
+        If the same content was published before, that block is held instead and `block` is released, so that equal
+        prefixes are stored once. Return None and change nothing if the key stands for other tokens. With `parent`, the
+        key of the block before it, the block is also found by its first tokens.
         """
         if self._holders[block] < 1 or self._published[block] is not None:
             raise RuntimeError(f"block {block} cannot be published: it is not held or has a key already")
@@ -147,9 +147,9 @@ class BlockPool:
         return twin
 
     def publish_part(self, block: int, key: bytes, tokens: Sequence[int], parent: bytes) -> None:
-        """Let others copy the beginning of a block that the caller holds alone and is about to release.
+        """Publish the computed beginning of a block that the caller alone holds and is about to release.
 
-        Where a published block begins with the same tokens, that one counts as used instead, and `block` stays private.
+        If a published block begins with the same tokens, mark that one as used instead and keep `block` private.
         """
         place, after = tuple(tokens), self._after.get(parent, ())
         at = bisect_left(after, place, key=self._tokens_of)
@@ -160,8 +160,10 @@ class BlockPool:
             self.publish(block, key, place, parent)
 
     def nearest(self, parent: bytes, tokens: tuple[int, ...]) -> tuple[int, int]:
-        """Return which block after the one with key `parent` has most first tokens in common with `tokens`, and how
-        many; 0 where none has."""
+        """Return the block after `parent` with the longest common prefix with `tokens`, and that prefix's length.
+
+        The length is 0 if no block agrees in its first token.
+        """
         found, most = 0, 0
         if after := self._after.get(parent):
             at = bisect_left(after, tokens, key=self._tokens_of)
@@ -172,16 +174,16 @@ class BlockPool:
         return found, most
 
     def begun(self, parent: bytes, tokens: tuple[int, ...]) -> list[int]:
-        """Return the blocks after the one with key `parent` that begin with `tokens`, or with which these begin."""
-        found = []
+        """Return the blocks after `parent` that begin with `tokens`, or that `tokens` begins with."""
+        blocks = []
         for block in self._after.get(parent, ()):
             own = self._tokens_of(block)
             if common(own, tokens) == min(len(own), len(tokens)):
-                found.append(block)
-        return found
+                blocks.append(block)
+        return blocks
 
     def forget(self, block: int) -> bool:
-        """Make a cached block free: its key finds nothing any more. False, and no change, if somebody holds it."""
+        """Evict a cached block. Return False and change nothing if it is held or not published."""
         if self._holders[block] or self._published[block] is None:
             return False
         self._unpublish(block)
@@ -194,7 +196,6 @@ class BlockPool:
         return block
 
     def _unpublish(self, block: int) -> None:
-        """Take a cached block out of all indexes."""
         published = self._published[block]
         assert published is not None
         self.leaving(published.key)
@@ -205,14 +206,14 @@ class BlockPool:
         self._published[block] = None
 
     def _insert(self, block: int, published: Published) -> None:
-        """Find a block by its first tokens from now on, and give up the part that it begins with."""
+        """Index a block by its first tokens and evict the part that it begins with."""
         after = self._after.get(published.parent)
         if after is None:
             self._after[published.parent] = [block]
             return
         at = bisect_left(after, published.tokens, key=self._tokens_of)
         after.insert(at, block)
-        if at:  # what begins with the same tokens stands just behind the part that has no others
+        if at:  # in this order a part comes just before the blocks that begin with it
             before = self._tokens_of(after[at - 1])
             if len(before) < len(published.tokens) and published.tokens[: len(before)] == before:
                 self.forget(after[at - 1])
@@ -233,14 +234,10 @@ class BlockPool:
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many first tokens are the same."""
+    """Return the length of the common prefix."""
     count = 0
     for left, right in zip(one, other, strict=False):
         if left != right:
             break
         count += 1
     return count
-
-
-def _nobody(key: bytes) -> None:
-    """Nobody wants to know which blocks go."""

@@ -1,9 +1,9 @@
 """Keys of KV blocks: one chain of SHA-256 digests a cache group.
 
-The key of block i covers every token up to the end of the block, and through the root everything else that could
-change a number: the engine's identity (weights, tokenizer, dtype, kernels, layout), a codec that loses bits, the
+The key of block i covers every token up to the end of the block and, through the root, everything else that could
+change a computed number: the engine's identity (weights, tokenizer, dtype, kernels, layout), a lossy codec, the
 tenant's salt, the cache group and the block size. Keys are the same in every process and on every machine. The digest
-is used whole.
+is never shortened.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import hashlib
 import struct
 from collections.abc import Sequence
 
+import msgspec
+
+from cairn.types.block_size import CHUNK_BLOCKS
 from cairn.types.layer_spec import CacheGroup
 
 _DOMAIN = b"cairn kv chain 1"
@@ -19,10 +22,10 @@ _CODEC_DOMAIN = b"cairn kv codec 1"
 
 
 def numerics(identity: bytes, codec: str) -> bytes:
-    """The identity under which KV is kept that may have gone through a codec: the engine's own where that is `raw`.
+    """Return the identity under which KV is stored: the engine's own for `raw`, else a digest with the codec.
 
-    What is computed after pages that lost bits has lost them, too, also before it is ever written down; so the codec
-    is in every key of the process, not only in those of its files.
+    What is computed after lossy pages is itself changed by the loss, even before it is written to disk. So the codec is
+    part of every key of the process, not only of the keys of its files.
     """
     if codec == "raw":
         return identity
@@ -30,7 +33,7 @@ def numerics(identity: bytes, codec: str) -> bytes:
 
 
 def root(identity: bytes, salt: bytes, group: CacheGroup, block_tokens: int) -> bytes:
-    """The key before block 0. Every part is preceded by its length, so no two lists of parts read the same."""
+    """Return the key before block 0. Each part is preceded by its length, so two lists of parts never collide."""
     numbers = (block_tokens, group.window, *group.layers)
     digest = hashlib.sha256()
     for part in (_DOMAIN, identity, salt, group.kind.encode(), struct.pack(f"<{len(numbers)}q", *numbers)):
@@ -40,14 +43,14 @@ def root(identity: bytes, salt: bytes, group: CacheGroup, block_tokens: int) -> 
 
 
 def extend(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """The key of the block that holds `tokens` and follows the block with key `parent`."""
+    """Return the key of the block that holds `tokens` and follows the block with key `parent`."""
     return hashlib.sha256(parent + struct.pack(f"<{len(tokens)}I", *tokens)).digest()
 
 
 class Chain:
-    """The keys of one sequence's full blocks in one group, computed when they are first asked for.
+    """Keys of one sequence's full blocks in one group, computed on first use.
 
-    The same `tokens` list must be given every time; it may grow, it must not change.
+    Pass the same `tokens` list every time; it may grow but must not change.
     """
 
     __slots__ = ("_block_tokens", "_keys", "_root")
@@ -58,7 +61,7 @@ class Chain:
         self._keys: list[bytes] = []
 
     def key(self, index: int, tokens: Sequence[int]) -> bytes:
-        """The key of block `index`, which must lie wholly within `tokens`."""
+        """Return the key of block `index`. Raise `ValueError` if `tokens` do not fill the block."""
         keys, size = self._keys, self._block_tokens
         if (index + 1) * size > len(tokens):
             raise ValueError(f"block {index} is not full: {len(tokens)} tokens")
@@ -68,5 +71,23 @@ class Chain:
         return keys[index]
 
     def before(self, index: int, tokens: Sequence[int]) -> bytes:
-        """The key that block `index` extends."""
+        """Return the key that block `index` extends."""
         return self.key(index - 1, tokens) if index else self._root
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """A model's block size and cache groups: how its tokens become chunks."""
+
+    block_tokens: int
+    groups: tuple[CacheGroup, ...]
+
+    def keys(self, identity: bytes, salt: bytes, tokens: Sequence[int], first: int) -> list[bytes]:
+        """Return the keys of a context's full blocks from chunk `first` on, in every group.
+
+        `identity`: of the engine that stored them. A whole chunk, a tail or a state may have any of these keys.
+        """
+        low, high, found = first * CHUNK_BLOCKS, len(tokens) // self.block_tokens, list[bytes]()
+        for group in self.groups:
+            chain = Chain(root(identity, salt, group, self.block_tokens), self.block_tokens)
+            found += [chain.key(one, tokens) for one in range(low, high)]
+        return found

@@ -1,4 +1,4 @@
-"""A sequence's KV in three: the blocks that it holds, who computes what, and how far the stores have got with it."""
+"""A sequence's KV: the blocks that it holds, its claim on blocks to compute, and its progress in the stores."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from cairn.kv.pool.snapshots import SPACING, Snapshots
 from cairn.types.stats import MissReason
 
 REMEMBERED_KEYS = 1 << 15
-"""Keys that a `RecentKeys` holds."""
+"""Most keys in a `RecentKeys`."""
 
 TierName = str
-"""Tiers are a mapping of names to stores, the fastest first."""
+"""Name of a store below the pool; tiers are a mapping of names to stores, the fastest first."""
 
 
 BlockedOn = bytes | BlockPool | Literal["load"]
-"""The key of a block that another computes or loads, a pool with too few blocks, or the load into its own tables."""
+"""A key that another sequence computes or loads, a pool with too few blocks, or "load" for the sequence's own load."""
 
 
 class Match(NamedTuple):
-    """What the cache has of a context's tokens, and what its computation has to wait for."""
+    """The cached prefix of a sequence, and what its computation has to wait for."""
 
     covered: int
-    """Leading tokens whose blocks the pools have; one token is left to compute."""
+    """Leading tokens whose blocks the pools have; one token is always left to compute."""
     missing: int
     """All other tokens."""
     blocked_on: BlockedOn | None = None
 
 
 class Brought(NamedTuple):
-    """A stretch of a context that a load brought up."""
+    """A stretch of a sequence that a load brought up."""
 
     begin: int
-    """Where it begins: the number of its first token."""
+    """Number of its first token."""
     end: int
     tier: TierName
-    """The lowest that any of it came from."""
+    """The lowest tier that any of it came from."""
 
 
 class BlockTable:
@@ -52,15 +52,16 @@ class BlockTable:
         self.groups: tuple[list[int], ...]
         """Ids of blocks in order; `NO_BLOCK` where a window has passed, a load needs nothing, or no state is kept."""
         self.published: list[int]
-        """Leading blocks of each group that keys find, or that a window has passed; of states, that were computed."""
+        """Leading blocks of each group that are published or that a window has passed; for states, blocks that were
+        computed."""
         self.capacity: int
         """Positions that every group covers."""
         self.snapshots = Snapshots(spacing)
-        """Which states are kept."""
+        """The states that are kept."""
         self._clear(groups)
 
     def clear(self) -> None:
-        """Hold nothing; whoever calls has given the blocks back."""
+        """Hold nothing; the caller has released the blocks."""
         self.snapshots.clear()
         self._clear(len(self.groups))
 
@@ -70,12 +71,12 @@ class BlockTable:
         self.capacity = 0
 
     def measure(self, block_tokens: int) -> None:
-        """The groups have grown."""
+        """Update the capacity after the groups have grown."""
         self.capacity = min(len(blocks) for blocks in self.groups) * block_tokens
 
 
 class Claim:
-    """Who computes what: the blocks that a sequence brings for others, and what it waits for of theirs.
+    """A sequence's claim on blocks: those that it computes for others, and those of others that it waits for.
 
     Only the `Cache` and its `Waiters` change it.
     """
@@ -84,19 +85,20 @@ class Claim:
 
     def __init__(self) -> None:
         self.blocks = range(0)
-        """Numbers of those that the sequence is computing or loading: others that need one of them may wait for it."""
+        """Numbers of the blocks that the sequence is computing or loading; others that need one of them may wait for
+        it."""
         self.wanted = False
-        """Whether a sequence has waited for what is being loaded into the tables of this one."""
+        """Whether a sequence has waited for a block that is being loaded into the tables of this one."""
         self.match: Match | None = None
-        """What was found at the last look, while it waits and nothing has happened that could change it."""
+        """The last match, kept while the sequence waits and nothing has happened that could change it."""
         self.watched: tuple[bytes, ...] = ()
-        """Keys that end this when they are settled: see `Waiters`."""
+        """Keys whose settling discards the match: see `Waiters`."""
         self.tried = False
         """Whether a load was begun for it since it was open last."""
 
 
 class StoreProgress:
-    """How far a context has got on its way to the stores, and what came up from there.
+    """Progress of a sequence's chunks to the stores, and the record of what was loaded from there.
 
     Only `LowerTiers` change it.
     """
@@ -116,25 +118,28 @@ class StoreProgress:
 
     def __init__(self, groups: int, durable: bool, stored: bool, once: bool) -> None:
         self.durable = durable
-        """To be stored before those of which this is not said."""
+        """Whether its chunks are stored before those of sequences that are not durable."""
         self.once = once
-        """Whether nobody is known to go on with it: then it is the first to be evicted from stores."""
+        """Whether nobody is known to continue it; then stores evict it first."""
         self.stored = stored
         """Whether it may go to stores at all."""
         self.noted = [0] * groups
-        """Leading chunks of each group about which was decided whether to store them."""
+        """Leading chunks of each group for which it was decided whether to store them."""
         self.breaks, self.looked = -1, -math.inf
-        """How often a line of chunks had been broken, and the time, when that was decided anew from the first on."""
+        """The count of broken chains, and the time, when all chunks were last decided anew from the first on."""
         self.loading = False
-        """The sequence's tables are being filled from below."""
+        """Whether the sequence's tables are being filled from a store."""
         self.declined = False
-        """A load was not worth it, or took so long that computing was better."""
+        """Whether a load was not worth it, or took so long that computing was better."""
         self.brought: list[Brought] = []
         self.load_seconds = 0.0
-        """From the decision to load until the last stretch lay in the pool."""
+        """Seconds from the decision to load until the last stretch lay in the pool."""
 
     def bring(self, begin: int, end: int, tier: TierName) -> None:
-        """A load has brought tokens `begin` to `end` up. What an earlier one brought from there on was lost again."""
+        """Record that a load brought up tokens `begin` to `end`.
+
+        What an earlier load brought up from there on had been evicted again.
+        """
         if self.brought and self.brought[-1].end == begin and self.brought[-1].tier == tier:
             self.brought[-1] = self.brought[-1]._replace(end=end)
             return
@@ -142,7 +147,7 @@ class StoreProgress:
         self.brought = [*kept, Brought(begin, end, tier)]
 
     def origin(self, covered: int) -> dict[TierName, int]:
-        """How many of the first `covered` tokens each tier gave; the others were in the pool."""
+        """Return how many of the first `covered` tokens came from each tier; the others were in the pool."""
         found: dict[TierName, int] = {"ram": 0, "disk": 0}
         for begin, end, tier in self.brought:
             found[tier] += max(0, min(end, covered) - begin)
@@ -150,7 +155,7 @@ class StoreProgress:
 
 
 class SequenceKV:
-    """One sequence's KV: the keys of its full blocks, and three things that each have one owner.
+    """One sequence's KV: the keys of its full blocks, and three parts that each have one owner.
 
     Made once a sequence by `Cache.context`; it stays while the sequence is closed and opened again.
     """
@@ -172,43 +177,45 @@ class SequenceKV:
 
 
 class LowerTiers(Protocol):
-    """What keeps KV beyond the pools and brings it back: `tiers.Tiers`."""
+    """The tiers below the pools, which store KV and bring it back: `tiers.Tiers`."""
 
-    def findable(self, context: SequenceKV, tokens: Sequence[int]) -> None:
-        """More of this context's blocks can be found in the pools."""
+    def findable(self, seq_kv: SequenceKV, tokens: Sequence[int]) -> None:
+        """Note that more of this sequence's blocks can be found in the pools."""
         ...
 
-    def load(self, context: SequenceKV, tokens: Sequence[int], hit: int, spare: int, most: int | None) -> bool:
-        """Begin to bring up what follows the pools' `hit` blocks, if that is worth it; whether it was begun.
+    def load(self, seq_kv: SequenceKV, tokens: Sequence[int], hit: int, spare: int, most: int | None) -> bool:
+        """Begin to load what follows the pools' `hit` blocks if that is worth it; return whether it was begun.
 
         `most`: how many tokens may be left to compute.
         """
         ...
 
-    def stop(self, context: SequenceKV) -> None:
-        """A context that was being loaded is closed."""
+    def stop(self, seq_kv: SequenceKV) -> None:
+        """End the load of a sequence that is being closed."""
         ...
 
-    def ended(self, context: SequenceKV, tokens: Sequence[int], boundary: int, computed: int) -> None:
-        """A context is about to be closed of which so many positions were computed: no later snapshot takes the place
-        of the one at this boundary any more; 0: there is none."""
+    def ended(self, seq_kv: SequenceKV, tokens: Sequence[int], boundary: int, computed: int) -> None:
+        """Note that a sequence is about to be closed after `computed` positions.
+
+        `boundary`: of its newest snapshot after the prompt, which no later one will replace; 0 if there is none.
+        """
         ...
 
     def unwanted(self, key: bytes) -> None:
-        """The snapshot with this key is about to be forgotten, and need not be stored."""
+        """Note that the snapshot with this key is about to be evicted and need not be stored."""
         ...
 
     def yield_blocks(self) -> bool:
-        """Give up one load, because running sequences need its blocks; False if there is none."""
+        """Give up one load, because running sequences need its blocks; return False if there is none."""
         ...
 
     def lacks(self, block: bytes) -> MissReason | None:
-        """Why a block of the leading group, which no pool has, comes from no store, as far as the stores know."""
+        """Return why no store has a block of the leading group that no pool has; None if the stores do not know."""
         ...
 
 
 class RecentKeys:
-    """The keys that were added last."""
+    """The most recently added keys."""
 
     def __init__(self) -> None:
         self._keys: OrderedDict[bytes, None] = OrderedDict()
@@ -217,7 +224,7 @@ class RecentKeys:
         return key in self._keys
 
     def add(self, key: bytes) -> None:
-        """Remember a key, in the place of the one added longest ago."""
+        """Remember a key and forget the oldest one above the limit."""
         self._keys[key] = None
         self._keys.move_to_end(key)
         if len(self._keys) > REMEMBERED_KEYS:

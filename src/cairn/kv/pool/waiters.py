@@ -1,4 +1,4 @@
-"""Who waits for what to happen in the cache: nobody is looked at again before that."""
+"""Sequences that wait for an event in the cache; none is looked at again before its event."""
 
 from __future__ import annotations
 
@@ -9,71 +9,71 @@ from cairn.kv.pool.sequence_kv import Match, SequenceKV
 
 
 class Waiters:
-    """Contexts whose last `Match` holds until an event, which takes it away (`wake`): they have to be looked at anew.
+    """Sequences whose last `Match` stays valid until an event discards it (`wake`); then they are matched anew.
 
-    The events are: a block with a watched key can be found or is computed by nobody any more (`settled`), a pool has
-    more room than it had for one that found too little (`freed`), others hold blocks that it would use (`taken`).
-    To wake one too often costs a look; so whoever is in doubt wakes.
+    The events are: a block with a watched key was published or is no longer being computed (`settled`), a pool has more
+    room than it had for a sequence that found too little (`freed`), others now hold blocks that the sequence would use
+    (`taken`). An unneeded wake costs one lookup, so callers wake when in doubt.
     """
 
     def __init__(self) -> None:
         self._watched: dict[bytes, set[SequenceKV]] = {}
         self._short: dict[SequenceKV, tuple[BlockPool, int]] = {}
-        """Those that found too few blocks: in which pool, and how many."""
+        """Sequences that found too few blocks: the pool, and how many it had."""
         self._blocked: dict[SequenceKV, None] = {}
-        """Those that wait for a key or for their own load; the next to be verified first."""
+        """Sequences that wait for a key or for their own load; the next to be verified comes first."""
 
     @property
     def blocked(self) -> int:
-        """How many wait for a key or for their own load."""
+        """Number of sequences that wait for a key or for their own load."""
         return len(self._blocked)
 
-    def remember(self, context: SequenceKV, match: Match, keys: Iterable[bytes]) -> None:
-        """What was found for a context holds until one of `keys` is settled, or what it is blocked on ends."""
-        context.claim.match, context.claim.watched = match, tuple(keys)
-        for key in context.claim.watched:
-            self._watched.setdefault(key, set()).add(context)
+    def remember(self, seq_kv: SequenceKV, match: Match, keys: Iterable[bytes]) -> None:
+        """Keep a sequence's match until one of `keys` is settled, or what it is blocked on ends."""
+        seq_kv.claim.match, seq_kv.claim.watched = match, tuple(keys)
+        for key in seq_kv.claim.watched:
+            self._watched.setdefault(key, set()).add(seq_kv)
         if isinstance(match.blocked_on, BlockPool):
-            self.short(context, match.blocked_on)
+            self.short(seq_kv, match.blocked_on)
         elif match.blocked_on is not None:
-            self._blocked[context] = None
+            self._blocked[seq_kv] = None
 
-    def short(self, context: SequenceKV, pool: BlockPool) -> None:
-        """A context found too little room in a pool."""
-        self._short[context] = pool, pool.available
+    def short(self, seq_kv: SequenceKV, pool: BlockPool) -> None:
+        """Record that a sequence found too little room in a pool."""
+        self._short[seq_kv] = pool, pool.available
 
-    def wake(self, context: SequenceKV) -> None:
-        """Forget what was found for a context."""
-        context.claim.match = None
-        for key in context.claim.watched:
+    def wake(self, seq_kv: SequenceKV) -> None:
+        """Discard a sequence's match."""
+        seq_kv.claim.match = None
+        for key in seq_kv.claim.watched:
             watching = self._watched[key]
-            watching.discard(context)
+            watching.discard(seq_kv)
             if not watching:
                 del self._watched[key]
-        context.claim.watched = ()
-        self._short.pop(context, None)
-        self._blocked.pop(context, None)
+        seq_kv.claim.watched = ()
+        self._short.pop(seq_kv, None)
+        self._blocked.pop(seq_kv, None)
 
     def settled(self, key: bytes) -> None:
-        """The block with this key can be found, or who computed it does so no more."""
-        for context in tuple(self._watched.get(key, ())):
-            self.wake(context)
+        """Wake the sequences that watch this key: the block can be found, or nobody computes it any more."""
+        for seq_kv in tuple(self._watched.get(key, ())):
+            self.wake(seq_kv)
 
     def freed(self) -> None:
-        """Blocks were given back."""
-        for context, (pool, had) in tuple(self._short.items()):
+        """Wake the sequences that were short of blocks in a pool that has more now."""
+        for seq_kv, (pool, had) in tuple(self._short.items()):
             if pool.available > had:
-                self.wake(context)
+                self.wake(seq_kv)
 
     def taken(self) -> None:
-        """Somebody holds cached blocks: a context that would use the same needs fewer of what is left."""
-        for context in tuple(self._short):
-            self.wake(context)
+        """Wake all sequences that were short: held cached blocks are shared, so they may need fewer new ones."""
+        for seq_kv in tuple(self._short):
+            self.wake(seq_kv)
 
     def next_blocked(self) -> SequenceKV | None:
-        """One of the blocked, each in turn."""
+        """Return one of the blocked sequences, in turn; None if there is none."""
         if not self._blocked:
             return None
-        context = next(iter(self._blocked))
-        self._blocked[context] = self._blocked.pop(context)
-        return context
+        seq_kv = next(iter(self._blocked))
+        self._blocked[seq_kv] = self._blocked.pop(seq_kv)
+        return seq_kv

@@ -1,4 +1,4 @@
-"""How many bytes of KV may be written in any 24 hours, whatever for and however often the process is started."""
+"""The limit on bytes of KV written in any 24 hours, for whatever purpose and across restarts."""
 
 from __future__ import annotations
 
@@ -11,39 +11,40 @@ from cairn.system.interfaces import Clock
 
 DAY_SECONDS = 86_400.0
 _SPAN = 900.0
-"""Seconds whose bytes are counted together: they count until all of them are a day ago."""
+"""Seconds whose bytes are counted together; they count until all of them are a day old."""
 _STEPS = 64
-"""Parts of a day's bytes. As much is written down ahead, so that what a killed process wrote is never forgotten."""
+"""Parts of a day's bytes. One part is saved ahead as spent, so that the bytes of a killed process are never
+forgotten."""
 _ONCE = 0.5
-"""Of the day's bytes, how much contexts may use up that nobody is known to go on with."""
+"""Share of the day's bytes that sequences which nobody is known to continue may use."""
 
 Written = tuple[float, int]
-"""Seconds since 1970, and bytes that were written from then on for a while."""
+"""Seconds since 1970, and the bytes written in the span from then on."""
 
 
 class DayBudget:
-    """Bytes that were written in the last 24 hours, and their limit. Any thread.
+    """The bytes written in the last 24 hours, and their limit. Any thread.
 
-    Who asks whether something is `left` before each chunk writes at most one chunk beyond the limit.
+    A caller that asks for `left` before each chunk exceeds the limit by at most one chunk.
     """
 
     def __init__(self, clock: Clock, limit: float, remember: Callable[[Sequence[Written]], None] | None = None) -> None:
-        """`remember` is called before bytes are written that were not written down yet."""
+        """Start with nothing written. `remember` is called before bytes are written that were not saved yet."""
         self._clock, self._limit, self._remember = clock, limit, remember
         self._lock = threading.Lock()
         self._spans: deque[list[float]] = deque()
-        """The beginning of each span that is not a day ago, and its bytes."""
+        """The beginning of each span of the last day, and its bytes."""
         self._ahead = 0.0
-        """Bytes that are written down already."""
+        """Bytes that are saved as spent but not written yet."""
 
     def restore(self, written: Sequence[Written]) -> None:
-        """Count what earlier processes wrote. What a clock that was ahead says counts as written now."""
+        """Count the bytes that earlier processes wrote. Times in the future count as now."""
         now = self._now()
         with self._lock:
             self._spans = deque([min(start, now), float(size)] for start, size in sorted(written))
 
     def left(self, *, once: bool = False) -> bool:
-        """Whether something may still be written; `once`: of a context that nobody is known to go on with."""
+        """Return whether anything may still be written; `once`: for a sequence that nobody is known to continue."""
         with self._lock:
             return self._total() < self._limit * (_ONCE if once else 1)
 
@@ -63,14 +64,14 @@ class DayBudget:
             self._remember(record)
 
     def refund(self, size: int) -> None:
-        """Give bytes back that were not written after all."""
+        """Take back bytes that were not written after all."""
         with self._lock:
             for span in reversed(self._spans):
                 back = min(size, span[1])
                 span[1], size = span[1] - back, size - int(back)
 
     def record(self) -> tuple[Written, ...]:
-        """Return what was written in the last 24 hours, to be restored."""
+        """Return the spans of the last 24 hours, for `restore`."""
         with self._lock:
             return self._record(0)
 

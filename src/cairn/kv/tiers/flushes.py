@@ -1,4 +1,4 @@
-"""Who waits until everything noted so far is stored, and what they are told was given up."""
+"""Callers that wait until every chunk noted so far is stored, and how many chunks each of them lost."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 Flushed = Callable[[int], None]
-"""Gets the number of chunks that were given up."""
+"""Called with the number of chunks that were given up."""
 
 
 @dataclass(slots=True)
@@ -19,36 +19,36 @@ class _Flush:
 
 
 class Flushes:
-    """Those who wait. Chunks are known by serials in the order in which they were noted."""
+    """The callers that wait. Chunks have serials in the order in which they were noted."""
 
     def __init__(self) -> None:
         self._waiting: deque[_Flush] = deque()
-        self._untold = 0
-        """Chunks given up that nobody was told of."""
+        self._unreported = 0
+        """Chunks given up that were not reported to anybody."""
 
     def __bool__(self) -> bool:
-        """Whether anybody waits."""
+        """Return whether anybody waits."""
         return bool(self._waiting)
 
     def add(self, before: int, done: Flushed, *, counts: bool) -> None:
-        """`done` waits for all chunks `before` a serial.
+        """Call `done` once all chunks `before` a serial are stored or given up.
 
-        Where it `counts`, it is told of those that were given up, and of earlier ones that nobody was told of.
+        If it `counts`, it gets the number of those that were given up, plus earlier ones that were not reported.
         """
-        self._waiting.append(_Flush(before, done, counts, self._untold if counts else 0))
+        self._waiting.append(_Flush(before, done, counts, self._unreported if counts else 0))
         if counts:
-            self._untold = 0
+            self._unreported = 0
 
     def lose(self, serial: int) -> None:
-        """A chunk is given up: whoever waits for it is told, or else whoever comes next."""
+        """Count a chunk that was given up for those who wait for it, or else for the next to come."""
         waiting = [flush for flush in self._waiting if flush.counts and serial < flush.before]
         for flush in waiting:
             flush.lost += 1
         if not waiting:
-            self._untold += 1
+            self._unreported += 1
 
     def answer(self, oldest: Callable[[], float]) -> None:
-        """Call those that wait for nothing any more. `oldest`: serial of the oldest chunk that is outstanding."""
+        """Call those whose chunks are all done. `oldest` returns the serial of the oldest outstanding chunk."""
         while self._waiting and oldest() >= self._waiting[0].before:
             flush = self._waiting.popleft()
             flush.done(flush.lost)

@@ -1,7 +1,7 @@
-"""Bringing chunks up from the stores: the thread that reads them, and the gate that says whether reading is worth it.
+"""Loads from the stores: the thread that reads chunks, and the policy that decides whether reading is worth it.
 
 A load names its chunks in order. The thread fetches one after the other, a few ahead of what the worker has put into
-the pool; the first that no store can give ends it. Nothing here touches the pool or the engine.
+the pool; the first chunk that no store can give ends the load. Nothing here touches the pool or the engine.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ LoadMode = Literal["auto", "always", "never"]
 AHEAD = 4
 """Chunks that may wait to be put into the pool before the thread reads on."""
 STALL_SECONDS = 10.0
-"""How long a load may bring nothing at all."""
+"""Longest time in which a load may bring nothing at all."""
 _HEAD_START = 0.05
 """Seconds that a load may be behind computing before it is given up: time to get going."""
 _FORGET_SECONDS = 60.0
-"""How long a measured bandwidth is believed: a slow disk gets another chance."""
+"""Seconds after which a measured bandwidth is forgotten: a slow disk gets another chance."""
 _WEIGHT = 0.3
 _LARGE = 8 << 20
-"""Bytes from which one buffer of a size is kept, and no more: of states a load brings one."""
+"""Size from which only one buffer is kept: a load brings one state."""
 
 
 class Want(NamedTuple):
-    """One chunk of one cache group, or what it begins with."""
+    """One chunk of one cache group to read, or the beginning of one."""
 
     group: int
     key: bytes
@@ -48,31 +48,34 @@ class Want(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """What a load brings of one chunk of a context."""
+    """The part of a load that belongs to one chunk of a sequence."""
 
     stop: int
-    """How many blocks of the context there are up to its end."""
+    """Blocks of the sequence up to its end."""
     wants: tuple[Want, ...]
     """The chunks to read, in the groups that need them."""
 
 
 class Arrival(NamedTuple):
-    """The chunks of one stretch of a context."""
+    """The chunks that were read for one stretch."""
 
     chunks: tuple[Chunk, ...]
-    """They come in the order of the stretch's wants."""
+    """In the order of the stretch's wants."""
     tier: TierName
     """The lowest tier that any of them came from."""
     buffers: tuple[memoryview, ...] = ()
-    """What the chunks' pages may lie in."""
+    """Buffers that the chunks' pages may lie in."""
     copies: tuple[Chunk, ...] = ()
-    """Copies of those from the disk, for the store in memory: kept as they land, so that a drop meanwhile is not
+    """Copies of the chunks from the disk, for the store in memory: kept when they land, so that a drop meanwhile is not
     undone."""
 
 
 @dataclass(slots=True, eq=False)
 class ContextLoad:
-    """What one context waits for. The reader appends to `arrived` and sets `over`; all else is the worker's."""
+    """The load that one sequence waits for.
+
+    The reader appends to `arrived` and sets `over`; all else is the worker's.
+    """
 
     stretches: tuple[Stretch, ...]
     tokens: int
@@ -82,41 +85,42 @@ class ContextLoad:
     arrived: deque[Arrival] = field(default_factory=deque)
     fetched: int = 0
     landed: int = 0
-    """How many stretches were fetched, and how many of them lie in the pool."""
+    """Stretches that were fetched, and those of them that are in the pool."""
     turn: float = math.inf
-    """When the reader came to it."""
+    """When the reader first came to it."""
     heard: float = 0.0
     """When the last stretch landed."""
     over: bool = False
-    """Nothing more will arrive."""
+    """Whether nothing more will arrive."""
     cancelled: bool = False
     forced: bool = False
-    """Asked for: not given up because computing would be faster, until a request waits for it."""
+    """Whether it was asked for explicitly: not given up because computing would be faster until a request waits for
+    it."""
     wanted: float = math.inf
-    """Since when one does; only of what was asked for."""
+    """Since when a request waits for it; only for explicit loads."""
     had: int = 0
     """Stretches that had landed by then."""
     done: list[Callable[[], None]] = field(default_factory=list)
-    """What to do at its end."""
+    """Callbacks for its end."""
 
     @property
     def bytes_left(self) -> int:
-        """What is still to be read, about."""
+        """Approximate bytes that are still to be read."""
         return self.bytes * (len(self.stretches) - self.fetched) // len(self.stretches)
 
     @property
     def ahead_of_need(self) -> bool:
-        """Asked for, and no request waits for it."""
+        """Whether it was asked for explicitly and no request waits for it."""
         return self.forced and self.wanted == math.inf
 
     def want(self, now: float) -> None:
-        """A request waits for it."""
+        """Record that a request waits for it since `now`."""
         if self.ahead_of_need:
             self.wanted, self.had = now, self.landed
 
 
 class StoreReader:
-    """Loads, first come first served; those that nobody waits for come after all others."""
+    """Reads loads, first come first served; those that no request waits for come last."""
 
     def __init__(
         self,
@@ -126,39 +130,38 @@ class StoreReader:
         clock: Clock,
         wake: Callable[[], None],
     ) -> None:
-        """`stores` from the fastest down; `wake` is called from the thread whenever something has arrived.
+        """Prepare to read `stores`, the fastest first; call `wake` from the thread whenever something has arrived.
 
         `sizes`: bytes of the pages of a chunk of each group.
         """
         self._stores = stores
         self._sizes = [size + OVERHEAD for size in sizes]
         self._buffers: dict[int, deque[memoryview]] = {size: deque() for size in self._sizes}
-        """Those that nothing lies in, by size. New memory is given out page by page, which takes longer than reading
-        does."""
+        """Free buffers by size. New memory is handed out page by page, which takes longer than reading."""
         self._load_policy = gate
         self._clock = clock
         self._wake = wake
         self._changed = threading.Condition()
         self._loads: deque[ContextLoad] = deque()
         self.alive = -math.inf
-        """When it last had something to read for anybody."""
+        """When it last began to read something."""
         self._fetching = False
         self._closing = False
         self._thread: threading.Thread | None = None
 
     @property
     def hangs(self) -> bool:
-        """Whether a store has kept it for so long that nobody should queue behind it."""
+        """Whether a store has blocked it for so long that no load should queue behind it."""
         return self._fetching and self._clock.now() - self.alive > STALL_SECONDS
 
     def begin(self, load: ContextLoad) -> None:
-        """Read it after those that were begun before, as far as somebody waits for them."""
+        """Queue a load after earlier ones that requests wait for."""
         with self._changed:
             self._loads.append(load)
             self._changed.notify()
 
     def taken(self, arrival: Arrival | None = None) -> None:
-        """What had arrived was taken, or a load was cancelled: there may be work again."""
+        """Reuse the buffers of an arrival and read on; without one, a load was cancelled."""
         for buffer in arrival.buffers if arrival is not None else ():
             if len(kept := self._buffers[len(buffer)]) <= (AHEAD if len(buffer) <= _LARGE else 0):
                 kept.append(buffer)
@@ -166,12 +169,12 @@ class StoreReader:
             self._changed.notify()
 
     def start(self) -> None:
-        """Let a thread do the work."""
+        """Start the thread."""
         self._thread = threading.Thread(target=self._run, name="cairn-kv-read", daemon=True)
         self._thread.start()
 
     def close(self) -> bool:
-        """Stop. False if the thread still hangs in a store."""
+        """Stop the thread; return False if it still hangs in a store."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -181,7 +184,7 @@ class StoreReader:
         return not self._thread.is_alive()
 
     def work(self) -> bool:
-        """Fetch one stretch of the first load; False if there is nothing to read now."""
+        """Fetch one stretch of the first load; return False if there is nothing to read now."""
         load = self._next()
         if load is None:
             return False
@@ -190,7 +193,7 @@ class StoreReader:
         self._fetching = True
         try:
             arrival = self._fetch(load.stretches[load.fetched].wants)
-        except Exception as error:  # a bug of ours; the context computes what is missing
+        except Exception as error:  # a bug of ours; the sequence computes what is missing
             log.error("KV could not be read: %s", trace(error))
             arrival = None
         finally:
@@ -204,11 +207,11 @@ class StoreReader:
         return True
 
     def _next(self) -> ContextLoad | None:
-        """The load to go on with. Those that are over or cancelled are forgotten."""
+        """Return the load to go on with, and forget those that are over or cancelled."""
         with self._changed:
             self._loads = deque(load for load in self._loads if not (load.over or load.cancelled))
             load = next((load for load in self._loads if not load.ahead_of_need), None)
-            if load is not None:  # in front: what is waited for later must not come between what it reads
+            if load is not None:  # to the front, so that loads that are waited for later do not interrupt it
                 self._loads.remove(load)
                 self._loads.appendleft(load)
             return self._loads[0] if self._loads and len(self._loads[0].arrived) < AHEAD else None
@@ -217,7 +220,7 @@ class StoreReader:
         chunks: list[Chunk] = []
         buffers: list[memoryview] = []
         copies: list[Chunk] = []
-        # Where a window needs nothing, the stretch counts as the ones after it most likely will.
+        # A stretch of which a window needs nothing is attributed to the lowest tier, like most of those after it.
         tiers = tuple(self._stores)
         fastest, lowest = tiers[0], tiers[0 if wants else -1]
         began = self._clock.now()
@@ -249,33 +252,33 @@ class StoreReader:
 
 
 class LoadPolicy:
-    """Whether to load or to compute, from how fast both went of late. What was never measured is taken to be fast.
+    """Decides whether to load or to compute, from how fast both went lately. Unmeasured speeds count as fast.
 
-    The loads' thread calls `read`, the worker's all the others.
+    The reader's thread calls `read`, the worker's all other methods.
     """
 
     def __init__(self, mode: LoadMode, clock: Clock) -> None:
         self._mode = mode
         self._clock = clock
         self._prefill: float | None = None
-        """How many tokens a second are computed."""
+        """Tokens computed per second."""
         self._bandwidth: float | None = None
-        """How many bytes a second are read."""
+        """Bytes read per second."""
         self._measured = -math.inf
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """A step that computed so many prompt tokens took so long."""
+        """Record the prompt tokens and the seconds of a step."""
         if tokens > 0 and seconds > 0:
             self._prefill = _blend(self._prefill, tokens / seconds)
 
     def read(self, size: int, seconds: float) -> None:
-        """So many bytes were read and checked in so long."""
+        """Record how long it took to read and check so many bytes."""
         if size > 0 and seconds > 0:
             self._bandwidth = _blend(self._bandwidth, size / seconds)
             self._measured = self._clock.now()
 
     def worth(self, tokens: int, size: int, ahead: int) -> bool:
-        """Whether to load these tokens' bytes after the `ahead` bytes that other loads still want."""
+        """Return whether to load `size` bytes instead of computing the tokens; other loads read `ahead` bytes first."""
         if self._mode != "auto":
             return self._mode == "always"
         if self._clock.now() - self._measured > _FORGET_SECONDS:
@@ -285,12 +288,12 @@ class LoadPolicy:
         return (size + ahead) / self._bandwidth < tokens / self._prefill
 
     def late(self, load: ContextLoad, alive: float) -> bool:
-        """Whether to give a load up: it stands still, or by now computing would have got further.
+        """Return whether to give a load up: it stalls, or computing would have got further by now.
 
-        Others are read before it, which `worth` knew as far as the bandwidth was known: until it is its turn it gets
-        the time that computing all of it takes, and a reader that gives no sign of life, the last one at `alive`, is
-        a reason. `worth` was not asked about a load that is `forced`: that one gets the time since a request waits for
-        it, which then may begin a load of its own.
+        Other loads are read before it, which `worth` knew as far as the bandwidth was known. So until its turn it gets
+        the time that computing all of it takes; a reader without a sign of life since `alive` is a reason to give up.
+        `worth` was not asked about a `forced` load: it gets the time since a request waits for it, which may then begin
+        a load of its own.
         """
         now = self._clock.now()
         if now - max(load.started, load.heard, alive) > STALL_SECONDS:

@@ -1,70 +1,118 @@
-"""What keeps KV beyond the pool: chunks of four blocks under the key of their last block, behind one small seam. Of a
-recurrent state a chunk is the last block alone.
+"""The interface of stores, which keep KV beyond the pool: chunks of four blocks under the key of their last block.
 
-A chunk belongs to one cache group (its chain of keys starts at a root that names the group). It is found by its key
-and used only if its tokens are the ones asked for; any doubt is a miss. A store answers how many *leading* keys it
-has, never which of them, so that a hole can not be read over.
+Of a recurrent state a chunk is the last block alone. A chunk belongs to one cache group (its chain of keys starts at a
+root that names the group). It is found by its key and used only if its tokens are the ones asked for; any doubt is a
+miss. A store answers how many *leading* keys it has, never which of them, so no hole can be read over.
 
-A *tail* is the beginning of a chunk that is not whole yet: one to three blocks, or the state after them. It has the
-key of its last block, which no whole chunk can have, since that counts all tokens before it. A store keeps no tail
-beside a chunk that begins with the same blocks: whichever is longer replaces the other.
+A *tail* is the beginning of an unfinished chunk: one to three blocks, or the state after them. It has the key of its
+last block, which no whole chunk can have, since a key covers all tokens before it. A store keeps no tail beside a chunk
+that begins with the same blocks: the longer one replaces the other.
+
+The *standing* of a chunk says who is likely to want it again. It shapes the order of eviction:
+
+    superseded   its branch was rolled back or abandoned: evicted before all others
+    once         nobody is known to continue its sequence, until it is used: evicted before others of its age
+    waiting      its sequence ended in a tool call whose result is awaited: outlives others of its age
+    idle         everything else
+
+It is only a hint, kept in memory for a limited number of chunks, and never changes what is found or an answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
-from cairn.kv.tiers.reuse_hints import Standing
 from cairn.types.block_size import CHUNK_BLOCKS
 from cairn.types.layer_spec import CacheGroup
 from cairn.types.stats import TakenIn, TierStats
 
+Standing = Literal["superseded", "once", "idle", "waiting"]
+
+MOST_STANDINGS = 1 << 16
+"""Chunks whose standing is remembered: those of 4 million tokens."""
+
+
+def later(standing: Standing, patience: float) -> float:
+    """Return the recency bonus for a standing, in the unit of `patience`."""
+    if standing == "superseded":
+        return -math.inf
+    return {"waiting": patience, "once": -patience}.get(standing, 0)
+
+
+class Standings:
+    """The standings of chunks, stored yet or not. The oldest are forgotten first."""
+
+    def __init__(self, most: int = MOST_STANDINGS) -> None:
+        self._of: OrderedDict[bytes, Standing] = OrderedDict()
+        self._most = most
+
+    def of(self, id: bytes) -> Standing:
+        """Return the standing of a chunk; idle if nothing is known."""
+        return self._of.get(id, "idle")
+
+    def set(self, ids: Iterable[bytes], standing: Standing) -> list[bytes]:
+        """Set the standing of chunks; return those whose standing changed."""
+        changed = []
+        for id in ids:
+            if self._of.pop(id, "idle") != standing:
+                changed.append(id)
+            if standing != "idle":
+                self._of[id] = standing
+        while len(self._of) > self._most:
+            changed.append(self._of.popitem(last=False)[0])
+        return changed
+
+
 HEAD_BYTES = 8
-"""How much of a block's key tells that a chunk has that block, not as its last. A chunk's tokens are compared after."""
+"""Bytes of a block's key (its *head*) that say that a chunk contains the block other than as its last. The chunk's
+tokens are compared afterwards."""
 OVERHEAD = 8192
-"""Bytes that a chunk as it is kept may have beyond its pages, at most."""
+"""Most bytes that a stored chunk has beyond its pages."""
 
 
 def chunk_pages(group: CacheGroup) -> int:
-    """Pages in a chunk of the group: of a state group only the last, which is the state at the end of the chunk."""
+    """Return the pages in a chunk of the group; for a state group 1, the state at the end of the chunk."""
     return 1 if group.kind == "state" else CHUNK_BLOCKS
 
 
 def chunk_sizes(groups: Sequence[CacheGroup], block_bytes: Sequence[int]) -> tuple[int, ...]:
-    """Bytes of the pages of one chunk of each group."""
+    """Return the bytes of the pages of one chunk of each group."""
     return tuple(chunk_pages(group) * size for group, size in zip(groups, block_bytes, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The KV of 64 tokens of one cache group, or the state after them; of a tail fewer tokens, in whole blocks."""
+    """The KV of 64 tokens of one cache group, or the state after them; a tail has fewer tokens, in whole blocks."""
 
     key: bytes
-    """The key of its last block, which covers every token up to the end of the chunk and everything that could change
-    a number."""
+    """Key of its last block, which covers every token up to the end of the chunk and everything that could change a
+    number."""
     parent: bytes
-    """Key of the chunk before it; empty for the first. Of a state: of the KV of the same tokens, without which it is of
-    no use; where a model has none, of the state before it that is stored, if any."""
+    """Key of the chunk before it; empty for the first. For a state: key of the KV of the same tokens, without which it
+    is useless; in a model without KV, key of the stored state before it, if any."""
     tokens: tuple[int, ...]
-    """The tokens themselves."""
+    """Token ids of the chunk."""
     depth: int
-    """Tokens before the chunk: what computing it again would need first. Of a state, those of the chunk too."""
+    """Tokens before the chunk, which would have to be computed first to compute it again. For a state, including those
+    of the chunk."""
     pages: bytes | memoryview
-    """The blocks' pages, one after another, as `Engine.read_blocks` gave them."""
+    """The blocks' pages, one after another, as `Engine.read_blocks` returned them."""
     group: int = 0
-    """Number of its cache group: what the pages are made of. The key already tells groups apart."""
+    """Number of its cache group, which determines the layout of the pages. The key already tells groups apart."""
     heads: tuple[bytes, ...] = ()
-    """The first `HEAD_BYTES` of the key of each block but the last. None of what earlier versions stored: such chunks
-    are found whole or not at all."""
+    """The head of each block but the last. Empty for chunks of earlier versions: those are found whole or not at
+    all."""
     once: bool = False
-    """Of a context that nobody is known to go on with: the first to be evicted until somebody does."""
+    """Whether nobody is known to continue its sequence: evicted first until somebody does."""
 
 
 def spared(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """What may be kept although the first of these is refused: all but that one and what extends it."""
+    """Return the chunks that may be kept although the first is refused: all but that one and those that extend it."""
     gone = {chunk.key for chunk in chunks[:1]}
     rest = []
     for chunk in chunks[1:]:
@@ -77,149 +125,157 @@ def spared(chunks: Sequence[Chunk]) -> list[Chunk]:
 
 @dataclass(frozen=True, slots=True)
 class Scrubbed:
-    """What a scrub found. Counts are chunks."""
+    """The result of a scrub. Counts are chunks."""
 
     checked: int
     damaged: int
-    """Removed, with what extended them."""
+    """Removed, with the chunks that extended them."""
     unreadable: int
-    """The disk did not give them; they stay until it is asked again."""
+    """Chunks that the disk failed to read; they stay until it is tried again."""
 
 
 class Store(Protocol):
-    """A tier. Any thread may call; no call raises for what a disk or a network does: it is a miss, counted."""
+    """A tier. Any thread may call. No call raises for a failing disk or network: that is a miss, and counted."""
 
     def match_prefix(self, keys: Sequence[bytes]) -> int:
-        """How many of the first `keys` it has, without reading them: the length of the run that starts at the first."""
+        """Return how many leading `keys` the store has, without reading the chunks."""
         ...
 
     def has(self, key: bytes) -> bool:
-        """Whether a chunk is here; to ask is no use of it."""
+        """Return whether the store has a chunk; this does not count as a use."""
         ...
 
     def kept_bytes(self, group: int, size: int) -> int:
-        """About what a chunk of a group with so many bytes of pages takes here, headers included."""
+        """Return about how many bytes a chunk takes here, headers included.
+
+        `size`: bytes of its pages in the pool.
+        """
         ...
 
     def match_within(self, keys: Sequence[bytes]) -> tuple[int, bytes] | None:
-        """How many of these blocks, the first ones of one chunk in order, one stored chunk has most, and its key.
+        """Return how many of a chunk's first blocks one stored chunk has at most, and that chunk's key.
 
-        None where none is known to have the first of them.
+        `keys`: of the blocks, in order. Return None if no stored chunk is known to have the first of them.
         """
         ...
 
     def fetch(self, key: bytes, tokens: Sequence[int], buffer: memoryview | None = None) -> Chunk | None:
-        """The chunk, every check passed, if it begins with exactly `tokens`; None in any doubt.
+        """Return the verified chunk if it begins with exactly `tokens`; None in any doubt.
 
-        `buffer`: bytes that the store may write to, whatever comes of it, and whose content the pages may be: memory
-        that was used before costs less than new memory.
+        `buffer`: memory that the store may overwrite in any case, and that the pages may lie in; reused memory costs
+        less than new memory.
         """
         ...
 
     def keep(self, chunks: Sequence[Chunk]) -> int:
-        """Keep these, parents before children; how many leading ones are kept now. Returns when they are durable.
+        """Store chunks durably, parents before children; return how many leading ones are kept.
 
-        Tails that one of them begins with go. A tail that a chunk which is here begins with counts as kept.
-
-        The next one was refused, and counts with what extends it: the caller may offer the others (`spared`) again.
+        Tails that one of them begins with are removed. A tail that a stored chunk begins with counts as kept. The next
+        chunk was refused and is counted with those that extend it: the caller may offer the others (`spared`) again.
         """
         ...
 
     def drop(self, keys: Sequence[bytes]) -> int:
-        """Forget these and everything that extends them, and remove their bytes; how many chunks went."""
+        """Remove these chunks and all that extend them; return how many were removed."""
         ...
 
     def pin(self, owner: str, keys: Sequence[bytes]) -> None:
-        """Never evict these while `owner` pins them; they take the place of what it pinned before. Durable.
+        """Never evict these chunks while `owner` pins them, instead of those that it pinned before. Durable.
 
-        A chunk is also pinned by the key of any block that it has.
+        The key of any block of a chunk pins the chunk.
         """
         ...
 
     def mark(self, keys: Sequence[bytes], standing: Standing) -> None:
-        """How soon these may be evicted, also those that are kept later: a hint, which the next `fetch` of one ends."""
+        """Set the standing of chunks, also of those kept later; the next `fetch` of a chunk resets it."""
         ...
 
     def durable(self) -> DurableStore | None:
-        """The store itself, with what it can do beside, where it outlives the process; else None."""
+        """Return the store itself, with its further methods, if it outlives the process; else None."""
         ...
 
     def stats(self) -> TierStats:
-        """What the store holds and has done so far."""
+        """Return the store's contents and counters."""
         ...
 
     def close(self) -> None:
-        """Give the folder back. No call follows."""
+        """Release the folder. No call follows."""
         ...
 
 
 class StoreNotes(Protocol):
-    """What a store remembers for the next process. No call raises for what a disk does."""
+    """Notes that a store keeps for the next process. No call raises for a failing disk."""
 
     def recall_written(self) -> Sequence[tuple[float, int]]:
-        """What `remember_written` was given last, by whichever process."""
+        """Return what the last `remember_written` of any process stored."""
         ...
 
     def remember_written(self, written: Sequence[tuple[float, int]]) -> None:
-        """Remember when how many bytes were written: seconds since 1970 and bytes."""
+        """Store when how many bytes were written: seconds since 1970 and bytes."""
         ...
 
     def recall_seen(self) -> bytes:
-        """What `remember_seen` was given, by whichever process."""
+        """Return what `remember_seen` stored, in any process."""
         ...
 
     def remember_seen(self, records: bytes, *, anew: bool) -> None:
-        """Remember which blocks were seen, beside those that are remembered; `anew`: in their place."""
+        """Append records of seen blocks to those that are stored; `anew`: replace them."""
         ...
 
 
 class DurableStore(Store, Protocol):
-    """A tier that outlives the process, and so has what other processes and other engines left there."""
+    """A tier that outlives the process, and so holds chunks of other processes and engines."""
 
     def drop_of_other_engines(self, keys: Callable[[bytes], Sequence[bytes]]) -> int:
-        """Drop what `keys` says of the identity of each other engine that has chunks here, now or once the disk allows
-        it; how many went."""
+        """Drop chunks of other engines, now or once the disk allows it; return how many were dropped.
+
+        `keys` returns the keys to drop for an engine's identity.
+        """
         ...
 
     def erase_of_model(self, model: bytes, salt: bytes, tokens: Sequence[int], keep: int) -> bool:
-        """Remove what a model that is not served now has stored of a context beyond its first `keep` tokens; whether
-        nothing of it can be read any more."""
+        """Remove a context, beyond its first `keep` tokens, of a model that is not served now.
+
+        Return whether nothing of it can be read any more.
+        """
         ...
 
     @property
     def notes(self) -> StoreNotes:
-        """What it remembers beside its chunks."""
+        """The notes kept beside its chunks."""
         ...
 
     def was_damaged(self, block: bytes) -> bool:
-        """Whether a chunk with this block went of late because it failed a check."""
+        """Return whether a chunk with this block was removed lately because it failed a check."""
         ...
 
     def lingers(self, keys: Sequence[bytes]) -> bool:
-        """Whether something of what was dropped is still there or may come back."""
+        """Return whether a dropped chunk is still there or may come back."""
         ...
 
     def unsaved(self, owner: str) -> bool:
-        """Whether what `owner` pinned or unpinned last is not durable."""
+        """Return whether the last pin or unpin of `owner` is not durable yet."""
         ...
 
     def paths(self, keys: Sequence[bytes]) -> list[Path]:
-        """The files of those that are here, in this order."""
+        """Return the files of those chunks that are here, in this order."""
         ...
 
     def take_in(self, path: Path, keyed: Callable[[int, int, Sequence[int], memoryview], Chunk | None]) -> TakenIn:
-        """Keep what a file has of KV, after every check. `keyed` makes the chunk of what a group, a depth, tokens and
-        pages are."""
+        """Import the KV of a file, after every check of its chunks.
+
+        `keyed` makes the chunk of a group, a depth, tokens and pages; None to refuse it.
+        """
         ...
 
     def tend(self) -> None:
-        """What has to be done now and then: about once a second, from a thread that may wait for the disk."""
+        """Do periodic upkeep. Call it about once a second, from a thread that may wait for the disk."""
         ...
 
     def scrub(self) -> Scrubbed:
-        """Read and verify everything; what is damaged goes, with what extends it."""
+        """Read and verify everything; remove damaged chunks and those that extend them."""
         ...
 
     def prune(self, *, others: bool = False) -> int:
-        """Remove what nobody used for the time to live, and with `others` all of other models; how many chunks went."""
+        """Remove chunks unused for the time to live, and with `others` all of other models; return how many."""
         ...

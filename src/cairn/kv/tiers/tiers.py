@@ -1,11 +1,11 @@
-"""What lies below the pool: when a context is stored, and how it comes back.
+"""The tiers below the pool: when a sequence is stored, and how it comes back.
 
-    pool  --findable-->  Behind  --Writer's thread-->  RAM, disk
-    pool  <--published--  private blocks  <--land, between steps--  arrived  <--Reader's thread--  RAM, disk
+    pool  --findable-->  WriteBehind  --StoreWriter's thread-->  RAM, disk
+    pool  <--published--  private blocks  <--land, between steps--  arrived  <--StoreReader's thread--  RAM, disk
 
-A load holds what it has brought up in the tables of the context that waits for it, so the order of eviction stays
-leaves first; it ends by closing the context, whose next `open` finds all of it in the pool. Everything here runs on
-the worker's thread; the threads of `StoreWriter` and `StoreReader` see chunks only.
+A load keeps what it has brought up in the tables of the sequence that waits for it, so leaves are still evicted first.
+It ends by closing the sequence, whose next `open` finds all of it in the pool. Everything here runs on the worker's
+thread; the threads of `StoreWriter` and `StoreReader` see only chunks.
 """
 
 from __future__ import annotations
@@ -17,16 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from cairn.kv.pool.attention_window import lead
-from cairn.kv.pool.cache import Cache
+from cairn.kv.pool.cache import Cache, lead
 from cairn.kv.pool.sequence_kv import SequenceKV, TierName
 from cairn.kv.tiers.chunk_lookup import ChunkLookup
 from cairn.kv.tiers.reader import Arrival, ContextLoad, LoadMode, LoadPolicy, StoreReader, Want
-from cairn.kv.tiers.reuse_hints import Standing
-from cairn.kv.tiers.store import Chunk, DurableStore, Store, chunk_sizes
+from cairn.kv.tiers.store import Chunk, DurableStore, Standing, Store, chunk_sizes
 from cairn.kv.tiers.store_memory import StoreMemory
-from cairn.kv.tiers.store_writer import StoreWriter
-from cairn.kv.tiers.write_behind import WriteBehind, WriteLimits
+from cairn.kv.tiers.write_behind import StoreWriter, WriteBehind, WriteLimits
 from cairn.system.interfaces import Clock
 from cairn.types.block_size import CHUNK_BLOCKS
 from cairn.types.errors import trace
@@ -36,7 +33,7 @@ from cairn.types.step import NO_BLOCK, Engine
 log = logging.getLogger(__name__)
 
 TURN_BYTES = 32 << 20
-"""Put into the pool between two steps for one load, about."""
+"""Approximate bytes put into the pool between two steps for one load."""
 
 Done = Callable[[], None]
 Sweep = Callable[[DurableStore], Swept]
@@ -74,9 +71,9 @@ class Tiers:
         self._lookup = ChunkLookup(cache, stores)
         self._loads: dict[SequenceKV, tuple[ContextLoad, Sequence[int]]] = {}
         self._answers: deque[Done] = deque()
-        """What to do in the next turn, on the worker's thread."""
+        """Callbacks for the next turn, on the worker's thread."""
         self._sweeping: dict[Sweep, list[Callable[[Swept | None], None]]] = {}
-        """What runs on threads of its own, and who waits for it."""
+        """Jobs that run on threads of their own, and the callbacks that wait for them."""
         self._loaded = self._abandoned = 0
         self._load_seconds = 0.0
         self._wake = wake
@@ -85,14 +82,14 @@ class Tiers:
 
     @property
     def loading(self) -> bool:
-        """Whether anything is being brought up."""
+        """Whether any sequence is being loaded."""
         return bool(self._loads)
 
     # ------------------------------------------------------------------------------------- what the cache says
 
-    def findable(self, context: SequenceKV, tokens: Sequence[int]) -> None:
+    def findable(self, seq_kv: SequenceKV, tokens: Sequence[int]) -> None:
         """See `LowerTiers`."""
-        self.write_behind.findable(context, tokens)
+        self.write_behind.findable(seq_kv, tokens)
 
     def lacks(self, block: bytes) -> MissReason | None:
         """See `LowerTiers`."""
@@ -100,22 +97,22 @@ class Tiers:
             return "not stored yet"
         return "damaged" if self._durable is not None and self._durable.was_damaged(block) else None
 
-    def ended(self, context: SequenceKV, tokens: Sequence[int], boundary: int, computed: int) -> None:
+    def ended(self, seq_kv: SequenceKV, tokens: Sequence[int], boundary: int, computed: int) -> None:
         """See `LowerTiers`."""
-        self.write_behind.ended(context, tokens, boundary, computed)
+        self.write_behind.ended(seq_kv, tokens, boundary, computed)
 
     def unwanted(self, key: bytes) -> None:
         """See `LowerTiers`."""
         self.write_behind.unwanted(key)
 
-    def load(self, context: SequenceKV, tokens: Sequence[int], hit: int, spare: int, most: int | None) -> bool:
+    def load(self, seq_kv: SequenceKV, tokens: Sequence[int], hit: int, spare: int, most: int | None) -> bool:
         """See `LowerTiers`."""
-        return self._begin(context, tokens, hit, spare, None, most)
+        return self._begin(seq_kv, tokens, hit, spare, None, most)
 
-    def stop(self, context: SequenceKV) -> None:
-        """See `LowerTiers`: whatever still arrives is for nobody."""
-        context.progress.loading = False
-        load, _ = self._loads.pop(context)
+    def stop(self, seq_kv: SequenceKV) -> None:
+        """See `LowerTiers`. Chunks that still arrive are discarded."""
+        seq_kv.progress.loading = False
+        load, _ = self._loads.pop(seq_kv)
         load.cancelled = True
         self.reader.taken()
         if load.landed < len(load.stretches):
@@ -125,27 +122,30 @@ class Tiers:
         self._answers += load.done
 
     def yield_blocks(self) -> bool:
-        """See `LowerTiers`: the youngest load goes first."""
+        """See `LowerTiers`. The youngest load is given up first."""
         if not self._loads:
             return False
-        context = next(reversed(self._loads))
-        self._cache.close(context, self._loads[context][1])
+        seq_kv = next(reversed(self._loads))
+        self._cache.close(seq_kv, self._loads[seq_kv][1])
         return True
 
     def _begin(
         self,
-        context: SequenceKV,
+        seq_kv: SequenceKV,
         tokens: Sequence[int],
         hit: int,
         spare: int,
         done: Done | None,
         most: int | None = None,
     ) -> bool:
-        """Begin a load, whose end calls `done`; one with a `done` was asked for and is always worth it."""
-        if self.write_behind.dropping:  # what is found now may be gone when it would lie in the pool
+        """Begin a load that calls `done` at its end; return False if it is not worth it or has no room.
+
+        With `done` it was asked for explicitly and is always worth it.
+        """
+        if self.write_behind.dropping:  # chunks that are found now may be gone before they are loaded
             return False
-        context.progress.declined = False  # what was thought of an earlier load says nothing of what this one finds
-        stretches = self._lookup.wants(context, tokens, hit)
+        seq_kv.progress.declined = False  # the verdict on an earlier load says nothing about this one
+        stretches = self._lookup.wants(seq_kv, tokens, hit)
         stop = self._lookup.usable(tokens, stretches[-1].stop) if stretches else hit
         saved = (stop - hit) * self._cache.info.block_tokens
         if saved <= 0 or (most is not None and len(tokens) - stop * self._cache.info.block_tokens > most):
@@ -153,80 +153,80 @@ class Tiers:
         size = sum(self._sizes[want.group] for stretch in stretches for want in stretch.wants)
         ahead = sum(load.bytes_left for load, _ in self._loads.values() if not load.ahead_of_need)
         if self.reader.hangs or (done is None and not self.load_policy.worth(saved, size, ahead)):
-            context.progress.declined = True
+            seq_kv.progress.declined = True
             return False
-        if not self._cache.prepare(context, tokens, hit, stop, spare):
+        if not self._cache.prepare(seq_kv, tokens, hit, stop, spare):
             return False
         load = ContextLoad(
             stretches, saved, size, self._clock.now(), forced=done is not None, done=[done] if done else []
         )
-        self._loads[context] = load, tokens
-        context.progress.loading = True
+        self._loads[seq_kv] = load, tokens
+        seq_kv.progress.loading = True
         self.reader.begin(load)
         return True
 
     # ----------------------------------------------------------------------------------------- between two steps
 
     def turn(self, idle: bool) -> bool:
-        """Put what has arrived into the pool and copy what is to be written. True if there is more to do at once.
+        """Put arrived chunks into the pool and copy chunks to be written; return whether there is more to do at once.
 
-        `idle`: no request has wanted a step for a while. Raises nothing that a store does.
+        `idle`: no request has wanted a step for a while. A failing store raises nothing here.
         """
-        landing = [self._land(context, *item) for context, item in tuple(self._loads.items())]
+        landing = [self._land(seq_kv, *item) for seq_kv, item in tuple(self._loads.items())]
         self._memory.turn()
         while self._answers:
             self._answers.popleft()()
         reading = self.write_behind.turn(idle)
         return any(landing) or reading
 
-    def _land(self, context: SequenceKV, load: ContextLoad, tokens: Sequence[int]) -> bool:
-        """Put what has arrived for a context into the pool, where it is found at once. True if there is more."""
+    def _land(self, seq_kv: SequenceKV, load: ContextLoad, tokens: Sequence[int]) -> bool:
+        """Put the chunks that arrived for a sequence into the pool; return whether there is more to do at once."""
         room, over, before = TURN_BYTES, False, load.landed
         while load.arrived and room > 0 and not over:
             arrival = load.arrived.popleft()
-            over = not self._bring(context, tokens, load, arrival)
+            over = not self._bring(seq_kv, tokens, load, arrival)
             room -= sum(len(chunk.pages) for chunk in arrival.chunks)
             self.reader.taken(arrival)
         if not over and load.arrived:
             return True
-        # What lands is slow only as the steps between are; the reader has more.
-        if context.claim.wanted:
+        # From here on the reader is what is slow: all that had arrived is in the pool.
+        if seq_kv.claim.wanted:
             load.want(self._clock.now())
         if load.landed == before and self.load_policy.late(load, self.reader.alive) and not load.over:
-            context.progress.declined = over = True
+            seq_kv.progress.declined = over = True
         if over or (load.over and not load.arrived):
-            self._cache.close(context, tokens)
+            self._cache.close(seq_kv, tokens)
             return True
         return False
 
-    def _bring(self, context: SequenceKV, tokens: Sequence[int], load: ContextLoad, arrival: Arrival) -> bool:
-        """Write one stretch into private blocks and publish them; False, and nothing is found, if that cannot be."""
+    def _bring(self, seq_kv: SequenceKV, tokens: Sequence[int], load: ContextLoad, arrival: Arrival) -> bool:
+        """Write one stretch into private blocks and publish them; return False and publish nothing if that fails."""
         size = self._cache.info.block_tokens
-        begin, (end, wants) = len(context.table.groups[0]), load.stretches[load.landed]
+        begin, (end, wants) = len(seq_kv.table.groups[0]), load.stretches[load.landed]
         parts = [self._pages(chunk, want) for chunk, want in zip(arrival.chunks, wants, strict=True)]
         groups = [want.group for want in wants]
-        if not all(parts) or not self._cache.extend(context, tokens, end, groups):
+        if not all(parts) or not self._cache.extend(seq_kv, tokens, end, groups):
             return False
         for pages, group in zip(parts, groups, strict=True):
-            blocks = [block for block in context.table.groups[group][begin:] if block != NO_BLOCK]
+            blocks = [block for block in seq_kv.table.groups[group][begin:] if block != NO_BLOCK]
             count = 1 if self._is_state(group) else (end - 1) % CHUNK_BLOCKS + 1
             self._engine.write_blocks(group, blocks, pages[count - len(blocks) : count]).wait()
-        self._cache.publish(context, tokens, end * size)
-        leading = context.chains[lead(self._cache.info.groups)]
+        self._cache.publish(seq_kv, tokens, end * size)
+        leading = seq_kv.chains[lead(self._cache.info.groups)]
         self._cache.seen.store(leading.key(at, tokens) for at in range(begin, end))
-        more = self._bring_next(context, tokens, end, arrival.chunks, parts)
+        more = self._bring_next(seq_kv, tokens, end, arrival.chunks, parts)
         if self._brings(groups):
-            context.progress.bring(begin * size, end * size + more, arrival.tier)
+            seq_kv.progress.bring(begin * size, end * size + more, arrival.tier)
             self._loaded += (end - begin) * size + more
         if arrival.copies:
             next(iter(self._stores.values())).keep(arrival.copies)
         load.landed += 1
         load.heard = self._clock.now()
-        context.progress.load_seconds = load.heard - load.started
+        seq_kv.progress.load_seconds = load.heard - load.started
         return True
 
     def _pages(self, chunk: Chunk, want: Want) -> list[memoryview]:
-        """The pages of a chunk; none of one that is not what its tokens say or not what was wanted."""
+        """Return the pages of a chunk; none if it is not the wanted chunk or its size is wrong."""
         page, view = self._cache.info.block_bytes[chunk.group], memoryview(chunk.pages).cast("B")
         count = 1 if self._is_state(chunk.group) else len(chunk.tokens) // self._cache.info.block_tokens
         whole = chunk.tokens == want.tokens or not self._is_state(chunk.group)
@@ -236,14 +236,16 @@ class Tiers:
 
     def _bring_next(
         self,
-        context: SequenceKV,
+        seq_kv: SequenceKV,
         tokens: Sequence[int],
         end: int,
         chunks: Sequence[Chunk],
         parts: Sequence[Sequence[memoryview]],
     ) -> int:
-        """Put the block into the pools that chunks go on with after block `end`, where its first tokens are the
-        context's; return how many are: `Cache.open` copies those."""
+        """Publish the block after `end` if the chunks have it and its first tokens are the sequence's.
+
+        Return how many tokens agree: `Cache.open` copies those.
+        """
         size, at = self._cache.info.block_tokens, end % CHUNK_BLOCKS
         follows = {chunk.tokens[at * size : (at + 1) * size] for chunk in chunks}
         if not at or len(follows) != 1 or len(chunks) != len(self._cache.pools):
@@ -253,34 +255,34 @@ class Tiers:
         def write(group: int, block: int) -> None:
             self._engine.write_blocks(group, [block], [parts[group][at]]).wait()
 
-        return self._cache.put_beside(context, tokens, end, follow, write)
+        return self._cache.put_beside(seq_kv, tokens, end, follow, write)
 
     def _is_state(self, group: int) -> bool:
         return self._cache.info.groups[group].kind == "state"
 
     def _brings(self, groups: Sequence[int]) -> bool:
-        """Whether chunks of these groups are all that a stretch needed, and its KV was not in the pool already."""
+        """Return whether chunks of these groups are all that a stretch needed, its KV not being in the pool already."""
         full = {number for number, group in enumerate(self._cache.info.groups) if group.kind == "full"}
         return not full or not full.isdisjoint(groups)
 
     # ------------------------------------------------------------------------------------------- what is asked for
 
     def flush(self, done: Callable[[int], None]) -> None:
-        """Call `done` when all noted until now is stored, with the number of chunks that were given up instead."""
+        """Call `done` with the number of chunks that were given up, once all others noted until now are stored."""
         self.write_behind.flush(done)
 
     def pin(self, owner: str, tokens: Sequence[int], salt: bytes, done: Done) -> None:
-        """Pin a context's chunks in every store, in the place of what the owner pinned before.
+        """Pin a context's chunks in every store, in place of what the owner pinned before.
 
-        Also chunks that are not there yet; of states only those that are, or wait to be stored.
+        Chunks that are not stored yet are pinned too; states only if they are stored or will be.
         """
-        context = self._cache.context(salt)
-        states = self._lookup.states(context, tokens)
-        keys = self._lookup.kv_keys(context, tokens) + [key for key in states if self.write_behind.has(key)]
+        seq_kv = self._cache.context(salt)
+        states = self._lookup.states(seq_kv, tokens)
+        keys = self._lookup.kv_keys(seq_kv, tokens) + [key for key in states if self.write_behind.has(key)]
         self.do(lambda store: store.pin(owner, keys), tuple(self._stores.values()), done)
 
     def mark(self, tokens: Sequence[int], salt: bytes, keep: int, standing: Standing) -> None:
-        """Say how soon the stores may evict a context beyond its first `keep` tokens. No step waits for that."""
+        """Set the standing of a context beyond its first `keep` tokens. No step waits for that."""
 
         def work() -> None:
             _, keys = self._beyond(tokens, salt, keep)
@@ -290,30 +292,30 @@ class Tiers:
         self.writer.push(work)
 
     def prefetch(self, tokens: Sequence[int], salt: bytes, done: Done) -> None:
-        """Bring a context up into the pool. What is being brought up for another who asked is not read once more."""
-        context = self._cache.context(salt)
-        hit = self._cache.found(context, tokens) // self._cache.info.block_tokens
-        load = self._asked_for(context, tokens, hit)
+        """Load a context into the pool. If a prefetch already loads it, wait for that one."""
+        seq_kv = self._cache.context(salt)
+        hit = self._cache.found(seq_kv, tokens) // self._cache.info.block_tokens
+        load = self._asked_for(seq_kv, tokens, hit)
         if load is not None:
             load.done.append(lambda: self._after(load, tokens, salt, done))
-        elif not self._begin(context, tokens, hit, 0, done):
-            self._cache.close(context, tokens)  # it waits for nothing
+        elif not self._begin(seq_kv, tokens, hit, 0, done):
+            self._cache.close(seq_kv, tokens)  # it must not stay among the waiters
             done()
 
-    def _asked_for(self, context: SequenceKV, tokens: Sequence[int], hit: int) -> ContextLoad | None:
-        """A load that was asked for and brings more than `hit` blocks of this context, and perhaps what extends it."""
+    def _asked_for(self, seq_kv: SequenceKV, tokens: Sequence[int], hit: int) -> ContextLoad | None:
+        """Return a prefetch that brings more than `hit` blocks of this context, and perhaps of what extends it."""
         blocks = len(tokens) // self._cache.info.block_tokens
         for other, (load, wanted) in self._loads.items():
             last = min(other.claim.blocks.stop, blocks) - 1
             brings = load.forced and last >= hit and last in other.claim.blocks
-            if brings and other.chains[0].key(last, wanted) == context.chains[0].key(last, tokens):
+            if brings and other.chains[0].key(last, wanted) == seq_kv.chains[0].key(last, tokens):
                 return load
         return None
 
     def _after(self, load: ContextLoad, tokens: Sequence[int], salt: bytes, done: Done) -> None:
-        """The end of what `prefetch` found to be asked for already: what may be left of a longer context is next.
+        """Prefetch the rest of a longer context after a prefetch that brought its beginning has ended.
 
-        Not where it was given up: so would the next one be, and each of them could hold up a request once more.
+        If that one was given up, end: the next one would be given up too, and each could hold up a request.
         """
         if load.landed == len(load.stretches):
             self.prefetch(tokens, salt, done)
@@ -321,9 +323,9 @@ class Tiers:
             done()
 
     def evict(self, tokens: Sequence[int], salt: bytes, keep: int, disk: bool, done: Done) -> None:
-        """Give up a context's KV beyond the first `keep` tokens, in the pool and the stores; on the disk only if told.
+        """Evict a context's KV beyond the first `keep` tokens from the pool and the stores; then call `done`.
 
-        What of it is not yet on the disk is written first where it may stay there.
+        With `disk`, evict it from the disk too; otherwise write KV there first that is not there yet.
         """
         first, keys = self._beyond(tokens, salt, keep)
         stores = [store for tier, store in self._stores.items() if disk or tier != "disk"]
@@ -341,19 +343,18 @@ class Tiers:
 
         if disk:
             going = frozenset(keys)
-            for context, (load, wanted) in tuple(self._loads.items()):
+            for seq_kv, (load, wanted) in tuple(self._loads.items()):
                 if any(want.key in going for stretch in load.stretches for want in stretch.wants):
-                    self._cache.close(context, wanted)
+                    self._cache.close(seq_kv, wanted)
             keys += self.write_behind.drop(going, self._lookup.beginnings(self._cache.context(salt), tokens, first))
             give_up()
         else:
-            self.write_behind.flush(lambda lost: give_up(), told=False)
+            self.write_behind.flush(lambda lost: give_up(), counts=False)
 
     def erase_of_model(
         self, model: bytes, tokens: Sequence[int], salt: bytes, keep: int, done: Callable[[bool], None]
     ) -> None:
-        """Erase a context of a model that is not served now from its stores beside this one; `done` hears whether it
-        went."""
+        """Erase a context of a model that is not served now from its stores; call `done` with whether it is gone."""
         if (store := self._durable) is None:
             return done(True)
         gone = list[bool]()
@@ -361,18 +362,18 @@ class Tiers:
         self.do(lambda one: gone.append(erase()), (store,), lambda: done(gone == [True]))
 
     def paths(self, tokens: Sequence[int], salt: bytes) -> list[Path]:
-        """The files that the disk has of a context, what is extended before what extends it."""
+        """Return the files that the disk has of a context, parents before children."""
         keys = self._lookup.all_keys(self._cache.context(salt), tokens)
         return [] if self._durable is None else self._durable.paths(keys)
 
     def take_in(self, path: Path, tokens: Sequence[int], salt: bytes, done: Callable[[TakenIn], None]) -> None:
-        """Keep on the disk what a file has of a context's KV; on a thread of its own, since there may be much."""
-        store, context, budget = self._durable, self._cache.context(salt), self.write_behind.budget
+        """Store a file's KV of a context on the disk, on a thread of its own, since there may be much."""
+        store, seq_kv, budget = self._durable, self._cache.context(salt), self.write_behind.budget
         if store is None:
             return done(TakenIn())
 
         def keyed(group: int, depth: int, part: Sequence[int], pages: memoryview) -> Chunk | None:
-            chunk = self._lookup.chunk(context, tokens, group, depth, part, pages)
+            chunk = self._lookup.chunk(seq_kv, tokens, group, depth, part, pages)
             if chunk is None or not self._pages(chunk, Want(group, chunk.key, chunk.tokens)) or not budget.left():
                 return None
             budget.spend(store.kept_bytes(group, len(pages)))
@@ -382,7 +383,7 @@ class Tiers:
             taken = TakenIn()
             try:
                 taken = store.take_in(path, keyed)
-            except Exception as error:  # a bug of ours; whoever asked must hear of it all the same
+            except Exception as error:  # a bug of ours; the caller must get an answer all the same
                 log.error("KV could not be taken in: %s", trace(error))
             self._answers.append(lambda: done(taken))
             self._wake()
@@ -390,30 +391,30 @@ class Tiers:
         threading.Thread(target=work, name="cairn-kv-take-in", daemon=True).start()
 
     def lingers(self, tokens: Sequence[int], salt: bytes, keep: int) -> bool:
-        """Whether something that `evict` was to take from the disk is there still, because the disk refuses that."""
+        """Return whether KV that `evict` should have removed from the disk is still there, because the disk refuses."""
         store = self._durable
         _, keys = self._beyond(tokens, salt, keep)
         return store is not None and store.lingers(keys)
 
     def unsaved(self, owner: str) -> bool:
-        """Whether what this owner pinned or unpinned last is not durable, because the disk refuses that."""
+        """Return whether the owner's last pin or unpin is not durable, because the disk refuses."""
         store = self._durable
         return store is not None and store.unsaved(owner)
 
     def _beyond(self, tokens: Sequence[int], salt: bytes, keep: int) -> tuple[int, list[bytes]]:
-        """The first chunk of a context beyond its first `keep` tokens, and the keys of all from there on."""
+        """Return the first chunk beyond the first `keep` tokens of a context, and all keys from there on."""
         first = -(-keep // self._lookup.chunk_tokens)
         return first, self._lookup.all_keys(self._cache.context(salt), tokens, first)
 
     def where(self, tokens: Sequence[int], salt: bytes) -> Placed:
-        """Leading tokens of a context in the pool and in each store."""
-        context = self._cache.context(salt)
-        counts = self._lookup.counts(context, tokens)
-        pool = self._cache.found(context, tokens)
+        """Return the leading tokens of a context in the pool and in each store."""
+        seq_kv = self._cache.context(salt)
+        counts = self._lookup.counts(seq_kv, tokens)
+        pool = self._cache.found(seq_kv, tokens)
         return Placed(pool=pool, ram=counts.get("ram", 0), disk=counts.get("disk", 0))
 
     def do(self, job: Callable[[Store], object], stores: Sequence[Store], done: Done) -> None:
-        """Do something to stores after what is queued, on the writer's thread, and `done` on this one."""
+        """Run a job on stores on the writer's thread, after what is queued, then `done` on this thread."""
 
         def work() -> None:
             try:
@@ -425,10 +426,10 @@ class Tiers:
         self.writer.push(work)
 
     def sweep(self, job: Sweep, done: Callable[[Swept | None], None]) -> bool:
-        """Do something long to the disk store on a thread of its own; False where there is no such store.
+        """Run a long job on the disk store on a thread of its own; return False if there is no such store.
 
-        `done` gets what came of it, None where it failed. Who asks for a job that runs already shares it: each reads
-        all that is stored.
+        `done` is called with the result, None if the job failed. A caller that asks for a running job shares it: each
+        job reads all that is stored.
         """
         store = self._durable
         if store is None:
@@ -445,8 +446,8 @@ class Tiers:
             swept = None
             try:
                 swept = job(store)
-            except Exception as error:  # a bug of ours; whoever asked must hear of it all the same
-                log.error("the KV store could not be looked over: %s", trace(error))
+            except Exception as error:  # a bug of ours; the callers must get an answer all the same
+                log.error("the KV store could not be swept: %s", trace(error))
             self._answers.append(lambda: answer(swept))
             self._wake()
 
@@ -455,7 +456,7 @@ class Tiers:
         return True
 
     def news(self) -> KvStats | None:
-        """All tiers now, if that is something else than it was at the last call. Not for every step."""
+        """Return the figures of all tiers if they changed since the last call. Too slow for every step."""
         now = self.stats()
         if now == self._reported:
             return None
@@ -463,7 +464,7 @@ class Tiers:
         return now
 
     def _tend(self) -> None:
-        """About once a second, on the writer's thread: look after the disk, and let its news be heard."""
+        """Do the disk's upkeep, about once a second on the writer's thread, and wake the worker if figures changed."""
         store = self._durable
         if store is not None:
             store.tend()
@@ -471,7 +472,7 @@ class Tiers:
             self._wake()
 
     def stats(self) -> KvStats:
-        """All tiers now. Asks every store: not for every step."""
+        """Return the figures of all tiers. Asks every store: too slow for every step."""
         now = {tier: store.stats() for tier, store in self._stores.items()}
         return KvStats(
             ram=now.get("ram"),
@@ -485,21 +486,21 @@ class Tiers:
         )
 
     def start(self) -> None:
-        """Let threads read and write."""
+        """Start the threads that read and write."""
         self.writer.start()
         self.reader.start()
 
     def close(self, grace: float) -> None:
-        """Write what is noted for up to `grace` seconds, then give the stores back. The engine must still be there."""
-        for context, (_, tokens) in tuple(self._loads.items()):
-            self._cache.close(context, tokens)
+        """Write noted chunks for up to `grace` seconds, then close the stores. The engine must still be there."""
+        for seq_kv, (_, tokens) in tuple(self._loads.items()):
+            self._cache.close(seq_kv, tokens)
         end = self._clock.now() + grace
         self.write_behind.finish(grace)
         self._memory.write_seen()
         ended = self.writer.close(max(0.0, end - self._clock.now()))
         if left := self.write_behind.left():
             log.warning("%d chunks of KV were not stored before the end, and will be computed again", left)
-        # A store is left as it is while a thread still hangs in it; the end of the process gives it back.
+        # A store in which a thread still hangs is not closed; the end of the process releases it.
         if all([ended, self.reader.close()]):
             self._memory.close()
             for store in self._stores.values():

@@ -1,4 +1,4 @@
-"""Chunks whose pages are still only in the pool: what they will be, and the queues in which they wait to be copied."""
+"""Chunks whose pages are still only in the pool: what they will contain, and the queues to copy them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from cairn.kv.pool.attention_window import lead
-from cairn.kv.pool.cache import Cache
+from cairn.kv.pool.cache import Cache, lead
 from cairn.kv.pool.sequence_kv import SequenceKV
 from cairn.kv.tiers.store import HEAD_BYTES, Chunk
 from cairn.system.interfaces import Clock
@@ -24,19 +23,19 @@ class NotedChunk:
     blocks: tuple[bytes, ...]
     """Keys of the blocks whose pages it has."""
     first: bytes
-    """The key of the first block of its tokens."""
+    """Key of the first block of its tokens."""
     tails: tuple[bytes, ...]
-    """Keys of the tails that it takes the place of, whether there are any or not."""
+    """Keys of the tails that it would replace, whether they exist or not."""
     at: float
-    """When it was noted, or its context ended."""
+    """When it was noted, or its sequence ended."""
     spare: bool
 
 
 class PoolChunks:
-    """What the pools have, as chunks and tails."""
+    """The contents of the pools, as chunks and tails."""
 
     def __init__(self, cache: Cache, clock: Clock, has_parent: Callable[[bytes], bool]) -> None:
-        """`has_parent`: whether what has this key is stored, or is to be."""
+        """Describe a cache's chunks. `has_parent` returns whether the chunk with a key is stored or will be."""
         self._cache, self._clock, self._has_parent = cache, clock, has_parent
         self._size = cache.info.block_tokens
         self._lead = lead(cache.info.groups)
@@ -44,17 +43,15 @@ class PoolChunks:
         """Numbers of groups, states last: they extend KV."""
 
     def is_state(self, number: int) -> bool:
-        """Whether a group keeps states."""
+        """Return whether a group keeps states."""
         return self._cache.info.groups[number].kind == "state"
 
-    def describe(
-        self, context: SequenceKV, number: int, last: int, tokens: Sequence[int], *, spare: bool
-    ) -> NotedChunk:
-        """The chunk, or tail, of a context that ends with block `last`."""
-        chain, size, state = context.chains[number], self._size, self.is_state(number)
+    def describe(self, seq_kv: SequenceKV, number: int, last: int, tokens: Sequence[int], *, spare: bool) -> NotedChunk:
+        """Return the chunk, or tail, of a sequence that ends with block `last`."""
+        chain, size, state = seq_kv.chains[number], self._size, self.is_state(number)
         first = last // CHUNK_BLOCKS * CHUNK_BLOCKS
         keys = tuple(chain.key(one, tokens) for one in range(first, last + 1))
-        above, parent = self._parent(context, number, last, tokens)
+        above, parent = self._parent(seq_kv, number, last, tokens)
         chunk = Chunk(
             key=keys[-1],
             parent=parent,
@@ -63,37 +60,39 @@ class PoolChunks:
             pages=b"",
             group=number,
             heads=() if state else tuple(key[:HEAD_BYTES] for key in keys[:-1]),
-            once=context.progress.once,
+            once=seq_kv.progress.once,
         )
         ends = (one for one in range(above, last) if (one + 1) % CHUNK_BLOCKS)
         tails = tuple(chain.key(one, tokens) for one in ends)
         return NotedChunk(chunk, keys[-1:] if state else keys, keys[0], tails, self._clock.now(), spare)
 
-    def _parent(self, context: SequenceKV, number: int, last: int, tokens: Sequence[int]) -> tuple[int, bytes]:
-        """What the chunk that ends with block `last` extends: how many blocks there are up to its end, and its key,
-        empty where it is the first. A state extends the KV of its chunk."""
-        key, first = context.chains[number].key, last // CHUNK_BLOCKS * CHUNK_BLOCKS
+    def _parent(self, seq_kv: SequenceKV, number: int, last: int, tokens: Sequence[int]) -> tuple[int, bytes]:
+        """Return where the parent of the chunk that ends with block `last` ends, in blocks, and its key.
+
+        The key is empty for the first chunk. A state extends the KV of its own chunk.
+        """
+        key, first = seq_kv.chains[number].key, last // CHUNK_BLOCKS * CHUNK_BLOCKS
         if not self.is_state(number):
             return first, key(first - 1, tokens) if first else b""
         if not self.is_state(self._lead):
-            return first, context.chains[self._lead].key(last, tokens)
+            return first, seq_kv.chains[self._lead].key(last, tokens)
         ends = ((end, key(end - 1, tokens)) for end in range(first, 0, -CHUNK_BLOCKS))
         return next((one for one in ends if self._has_parent(one[1])), (0, b""))
 
-    def last_state(self, context: SequenceKV, number: int, first: int, last: int, tokens: Sequence[int]) -> int:
-        """The last block up to `last` after which a pool has the state of a context; `first` where it has none."""
-        return next((end for end in range(last, first, -1) if self._has_state(context, number, end, tokens)), first)
+    def last_state(self, seq_kv: SequenceKV, number: int, first: int, last: int, tokens: Sequence[int]) -> int:
+        """Return the last block up to `last` after which a pool has the state; `first` if there is none."""
+        return next((end for end in range(last, first, -1) if self._has_state(seq_kv, number, end, tokens)), first)
 
-    def is_settled(self, context: SequenceKV, number: int, boundary: int, tokens: Sequence[int]) -> bool:
-        """Whether a pool has the state after so many blocks, and the next does not take its place."""
-        found = self._has_state(context, number, boundary, tokens)
-        return found and context.table.snapshots.passing != boundary
+    def is_settled(self, seq_kv: SequenceKV, number: int, boundary: int, tokens: Sequence[int]) -> bool:
+        """Return whether a pool has the state after so many blocks, and the next one will not replace it."""
+        found = self._has_state(seq_kv, number, boundary, tokens)
+        return found and seq_kv.table.snapshots.passing != boundary
 
-    def _has_state(self, context: SequenceKV, number: int, end: int, tokens: Sequence[int]) -> bool:
-        return self._cache.has(context, number, range(end - 1, end), tokens)
+    def _has_state(self, seq_kv: SequenceKV, number: int, end: int, tokens: Sequence[int]) -> bool:
+        return self._cache.has(seq_kv, number, range(end - 1, end), tokens)
 
     def find(self, noted: NotedChunk) -> list[int] | None:
-        """The blocks of a noted chunk; None where the pool does not have all of them any more."""
+        """Return the blocks of a noted chunk; None if the pool no longer has all of them."""
         chunk, size = noted.chunk, self._size
         pool = self._cache.pools[chunk.group]
         begin = len(chunk.tokens) - len(noted.blocks) * size
@@ -103,39 +102,41 @@ class PoolChunks:
         return found if len(found) == len(blocks) else None
 
     def is_used(self, noted: NotedChunk) -> bool:
-        """Whether a sequence that runs has one of the blocks."""
+        """Return whether a running sequence holds one of the blocks."""
         pool, blocks = self._cache.pools[noted.chunk.group], self.find(noted) or ()
         return any(pool.holders(block) for block in blocks)
 
 
 class WaitingChunks:
-    """The queues. A chunk is in one of them at most."""
+    """The queues of chunks to copy. A chunk is in at most one of them."""
 
     def __init__(self, groups: int, clock: Clock) -> None:
         self._clock = clock
         self.noted: OrderedDict[bytes, NotedChunk] = OrderedDict()
-        """Parents before children, but for those that were lost and noted again."""
+        """Chunks to copy, parents before children, except those that were lost and noted again."""
         self.spare: OrderedDict[bytes, NotedChunk] = OrderedDict()
-        """Likewise; what these extend may be in `noted`, but not the other way round."""
+        """Chunks to copy when nothing else is left, in the same order; their parents may be in `noted`, but not the
+        reverse."""
         self.tails: OrderedDict[bytes, NotedChunk] = OrderedDict()
-        """Of contexts that have ended, those that ended first in front; nobody waits for them."""
+        """Tails of sequences that have ended, in the order in which they ended."""
         self.users: dict[bytes, list[bytes]] = {}
-        """Of which of all these a block is a part, all by their keys: contexts may part within a chunk."""
+        """Keys of the waiting chunks that contain each block; several may, since sequences can diverge within a
+        chunk."""
         self.blocks = [0] * groups
-        """Blocks of each group that are a part of what is noted."""
+        """Number of blocks of each group that are part of noted chunks."""
 
     def __iter__(self) -> Iterator[NotedChunk]:
-        """All of them."""
+        """Iterate over the chunks of all queues."""
         return iter((*self.noted.values(), *self.spare.values(), *self.tails.values()))
 
     @property
     def next(self) -> NotedChunk | None:
-        """What to copy next: the first noted, or else spare, or what it extends, if that was noted again since."""
+        """The chunk to copy next: the first noted, else spare one, or an ancestor of it that was noted again since."""
         first = next(iter((self.noted or self.spare).values()), None)
         return None if first is None else self.line(first)[-1]
 
     def line(self, noted: NotedChunk, most: float = math.inf) -> list[NotedChunk]:
-        """A noted chunk, and after it those that it extends, nearest first; `most` in all."""
+        """Return a noted chunk followed by its waiting ancestors, nearest first; at most `most` in all."""
         line = [noted]
         while len(line) < most:
             parent = line[-1].chunk.parent
@@ -146,7 +147,7 @@ class WaitingChunks:
         return line
 
     def insert(self, queue: OrderedDict[bytes, NotedChunk], noted: NotedChunk) -> None:
-        """Put a chunk at the end of one of the queues."""
+        """Append a chunk to one of the queues."""
         queue[noted.chunk.key] = noted
         for block in noted.blocks:
             self.users.setdefault(block, []).append(noted.chunk.key)
@@ -154,7 +155,7 @@ class WaitingChunks:
             self.blocks[noted.chunk.group] += len(noted.blocks)
 
     def remove(self, queue: OrderedDict[bytes, NotedChunk], key: bytes) -> NotedChunk:
-        """Take a chunk out of its queue."""
+        """Take a chunk out of its queue and return it."""
         noted = queue.pop(key)
         for block in noted.blocks:
             self.users[block].remove(key)
@@ -165,11 +166,11 @@ class WaitingChunks:
         return noted
 
     def unnote(self, key: bytes) -> None:
-        """Take a chunk out that is noted or spare."""
+        """Take a noted or spare chunk out of its queue."""
         self.remove(self.noted if key in self.noted else self.spare, key)
 
     def promote(self, key: bytes, *, wanted: bool = False) -> None:
-        """Note a spare chunk, and before it what it extends; `wanted`: somebody came again for it."""
+        """Move a spare chunk, after its spare ancestors, to `noted`; `wanted`: another sequence wants it too."""
         line = []
         while key in self.spare:
             line.append(self.remove(self.spare, key))
@@ -179,9 +180,9 @@ class WaitingChunks:
             self.insert(self.noted, dataclasses.replace(noted, chunk=chunk, spare=False, at=self._clock.now()))
 
     def superseded(self, noted: NotedChunk) -> list[bytes]:
-        """Keys of the tails here that a chunk takes the place of."""
+        """Return the keys of waiting tails that a chunk replaces."""
         return [key for key in noted.tails if key in self.users.get(key, ())]
 
     def has_longer(self, key: bytes) -> bool:
-        """Whether something here begins with the tail of this key."""
+        """Return whether a waiting chunk begins with the tail of this key."""
         return any(one != key for one in self.users.get(key, ()))

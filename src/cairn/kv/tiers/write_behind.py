@@ -1,74 +1,198 @@
-"""Write-behind: which chunks of what the pool has are to be stored, and the queue they wait in. No step waits for it.
+"""Write-behind: which chunks of the pool are to be stored, their queue, and the thread that writes them.
 
-    findable  ->  noted  --read between steps-->  queue  --writer's thread-->  stores
+    findable  ->  noted  --read between steps-->  queue  --StoreWriter's thread-->  stores
     ended     ->  tails  --once idle, or at the end-->  noted
 
-A chunk is noted when all its blocks can be found in the pool. That takes no memory of its own, so there is no bound on
-it but the pool. Its pages are copied when the step loop has nothing better to do, when the pool is about to need its
-blocks, or when it has waited for `COPY_SECONDS`: what a crash loses of a loop that never rests. The copies are bounded
-in bytes: while there is no room for more, chunks wait in the pool. One that the pool gives up meanwhile is not stored,
-nor is what extends it; those that were noted are counted. What a store refused, or dropped because it was told to, is
-noted once more when its context goes on, at most every `WAIT_SECONDS`.
+No step waits for a store. A chunk is noted when all its blocks can be found in the pool. That takes no memory of its
+own, so only the pool bounds it. Its pages are copied when the step loop is idle, when the pool is about to need its
+blocks, or when it has waited for `COPY_SECONDS`: the most that a crash loses of a loop that never rests. Copies are
+bounded in bytes: while there is no room for more, chunks wait in the pool. If the pool evicts one meanwhile, neither it
+nor what extends it is stored; those that were noted are counted. A chunk that a store refused, or dropped on request,
+is noted once more when its sequence goes on, at most every `WAIT_SECONDS`.
 
-Contexts that somebody is known to go on with, and long ones, come first. Chunks of all others are *spare* until they
-come a second time: they are copied when nothing else is left to be, and given up when the pool needs their blocks.
+Sequences that somebody is known to continue, and long ones, come first. Chunks of all others are *spare* until they
+come a second time: they are copied when nothing else is left to copy, and given up when the pool needs their blocks.
 
-What an ended context has behind its last whole chunk is its tail (`Store`). It is noted once nobody has gone on with
-the context for `IDLE_SECONDS`, when the pool is about to need its blocks (but for states), and at the end. A longer
-one, or the whole chunk, takes its place.
+The blocks of an ended sequence behind its last whole chunk are its tail (`Store`). It is noted once nobody has
+continued the sequence for `IDLE_SECONDS`, when the pool is about to need its blocks (except states), and at the end. A
+longer tail, or the whole chunk, replaces it.
 
-Of a state group there are chunks only where there are snapshots, each of one block. One that the next will take the
-place of waits for the end of its sequence: a state is too large to be stored every few seconds.
+State groups have chunks only at snapshots, each of one block. A snapshot that the next will replace waits for the end
+of its sequence: a state is too large to be stored every few seconds.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
-from collections import OrderedDict
-from collections.abc import Collection, Sequence
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from cairn.kv.pool.attention_window import lead
-from cairn.kv.pool.cache import Cache
+from cairn.kv.pool.cache import Cache, lead
 from cairn.kv.pool.prefix import extend
 from cairn.kv.pool.sequence_kv import RecentKeys, SequenceKV
 from cairn.kv.pool.snapshots import BOUNDARY
 from cairn.kv.tiers.chunk_lookup import Beginning
 from cairn.kv.tiers.day_budget import DayBudget
 from cairn.kv.tiers.flushes import Flushed, Flushes
-from cairn.kv.tiers.store import Store, chunk_sizes
-from cairn.kv.tiers.store_writer import StoreWriter
+from cairn.kv.tiers.store import Chunk, Store, chunk_sizes, spared
 from cairn.kv.tiers.waiting_chunks import NotedChunk, PoolChunks, WaitingChunks
 from cairn.system.interfaces import Clock
 from cairn.types.block_size import CHUNK_BLOCKS
+from cairn.types.errors import trace
 from cairn.types.step import Engine
 
+log = logging.getLogger(__name__)
+
+TEND_SECONDS = 1.0
+BATCH_BYTES = 32 << 20
+"""Bytes of pages given to the stores at once: made durable together, they wait for the disk once."""
+
+
+class StoreWriter:
+    """A queue of chunks and other jobs on the stores, done in order by one thread."""
+
+    def __init__(
+        self, stores: Sequence[Store], clock: Clock, wake: Callable[[], None], tend: Callable[[], None]
+    ) -> None:
+        """Prepare the queue.
+
+        The thread calls `wake` whenever something is finished, and `tend` about once in `TEND_SECONDS`.
+        """
+        self._tend = tend
+        self._clock = clock
+        self._stores = tuple(stores)
+        self._wake = wake
+        self._changed = threading.Condition()
+        self._jobs: deque[Chunk | Callable[[], None]] = deque()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        self.finished: deque[tuple[bytes, bool]] = deque()
+        """Keys of chunks, and whether the last store, the most durable one, has them now."""
+
+    def push(self, job: Chunk | Callable[[], None]) -> None:
+        """Queue a chunk, parents before children, or a job to run after what was queued before."""
+        with self._changed:
+            self._jobs.append(job)
+            self._changed.notify()
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        """Drop chunks, and those that extend them, from all stores. To be run as a job."""
+        for store in self._stores:
+            store.drop(keys)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread = threading.Thread(target=self._run, name="cairn-kv-write", daemon=True)
+        self._thread.start()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until something is finished; return False after `seconds`, or if there is no thread."""
+        with self._changed:
+            return self._thread is not None and self._changed.wait_for(lambda: bool(self.finished), max(0.0, seconds))
+
+    def close(self, grace: float) -> bool:
+        """Write what is queued for up to `grace` seconds, then stop; return False if the thread still hangs."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if self._thread is None:
+            return True
+        self._thread.join(grace)
+        with self._changed:
+            self._jobs.clear()
+        self._thread.join(1.0)
+        return not self._thread.is_alive()
+
+    def work(self) -> bool:
+        """Do the next job or write the next batch; return False if there is nothing to do."""
+        with self._changed:
+            if not self._jobs:
+                return False
+            job = self._jobs.popleft()
+            batch = [job] if isinstance(job, Chunk) else []
+            size = _size(batch)
+            while batch and self._jobs and isinstance(following := self._jobs[0], Chunk) and size < BATCH_BYTES:
+                batch.append(following)
+                size += _size((following,))
+                self._jobs.popleft()
+        kept: set[bytes] = set()
+        try:
+            if not isinstance(job, Chunk):
+                job()
+            for store in self._stores:
+                kept = set()
+                kept = _keep(store, batch)
+        finally:  # even if a store fails, or those who wait for these chunks would wait for ever
+            with self._changed:
+                self.finished.extend((chunk.key, chunk.key in kept) for chunk in batch)
+                self._changed.notify_all()
+            self._wake()
+        return True
+
+    def _run(self) -> None:
+        tended = self._clock.now()
+        while True:
+            with self._changed:
+                if not self._jobs and not self._closing:
+                    self._changed.wait(TEND_SECONDS)
+                if not self._jobs and self._closing:
+                    return
+            try:
+                self.work()
+                if self._clock.now() - tended >= TEND_SECONDS:
+                    self._tend()
+                    tended = self._clock.now()
+            except Exception as error:  # a bug of ours with one chunk; the next may still be written
+                log.error("KV could not be written: %s", trace(error))
+
+
+def _keep(store: Store, batch: Sequence[Chunk]) -> set[bytes]:
+    """Store a batch; return the keys of the chunks that the store has now.
+
+    A chunk that is refused takes those that extend it along.
+    """
+    kept: set[bytes] = set()
+    rest = list(batch)
+    while rest:
+        count = store.keep(rest)
+        kept.update(chunk.key for chunk in rest[:count])
+        rest = spared(rest[count:])
+    return kept
+
+
+def _size(chunks: Sequence[Chunk]) -> int:
+    return sum(len(memoryview(chunk.pages).cast("B")) for chunk in chunks)
+
+
 COPY_SECONDS = 2.0
-"""How long a chunk waits in the pool for the step loop to have nothing to do; then it is copied between two steps."""
+"""Longest time that a chunk waits in the pool for an idle step loop; then it is copied between two steps."""
 WAIT_SECONDS = 30.0
-"""How often, at most, a context that goes on has the chunks noted once more that a store refused or dropped."""
+"""Least seconds between two times that a sequence's refused or dropped chunks are noted again."""
 IDLE_SECONDS = 30.0
-"""How long after its end a context's tail is stored."""
+"""Seconds after its end at which a sequence's tail is stored."""
 MOST_TAILS = 4096
-"""Tails that wait for that; the oldest are given up."""
+"""Most tails that wait for that; the oldest are given up."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteLimits:
-    """What is stored and how much at once. Bytes."""
+    """Limits in bytes on what is stored, and how much at once."""
 
     day_bytes: float = 100e9
-    """Written in any 24 hours, whatever for."""
+    """Bytes written in any 24 hours, for whatever purpose."""
     queue_bytes: int = 256 << 20
-    """Copied out of the pool and not yet stored. One chunk always may be."""
+    """Bytes copied out of the pool and not yet stored. One chunk is always allowed."""
     turn_bytes: int = 32 << 20
-    """Copied between two steps at most; one chunk always may be."""
+    """Bytes copied between two steps. One chunk is always allowed."""
 
 
 class WriteBehind:
-    """What waits to be written. One thread calls; the writer's thread sees chunks only."""
+    """The chunks that wait to be written. One thread calls; the writer's thread sees only chunks."""
 
     def __init__(
         self,
@@ -80,7 +204,7 @@ class WriteBehind:
         limits: WriteLimits,
         budget: DayBudget | None = None,
     ) -> None:
-        """`store`: the most durable one, whose chunks need not be written again."""
+        """Watch the pools of a cache. `store`: the most durable one, whose chunks need not be written again."""
         self._cache = cache
         self._engine = engine
         self._clock = clock
@@ -92,26 +216,26 @@ class WriteBehind:
         self._chunks = PoolChunks(cache, clock, self._has_parent)
         self.waiting = WaitingChunks(len(cache.pools), clock)
         self._copied: dict[bytes, tuple[int, NotedChunk]] = {}
-        """Bytes of every chunk that is queued or being written, and what was noted of it."""
+        """Bytes of every chunk that is queued or being written, and its note."""
         self._outstanding: OrderedDict[bytes, int] = OrderedDict()
         """Serial of every chunk that is noted, spare, queued or being written."""
         self._serial = 0
         self._touched = RecentKeys()
         self._flushes = Flushes()
         self._drops = 0
-        """Orders of `drop` that go on."""
+        """Calls of `drop` that are not done yet."""
         self._going: set[bytes] = set()
-        """Chunks that stores are about to drop, and what would extend them."""
+        """Chunks that stores are about to drop, and those that would extend them."""
         self._breaks = 0
-        """How often a chunk was lost or ordered away, which breaks the line of those that extend it."""
+        """How often a chunk was lost or dropped, which breaks the chain of those that extend it."""
         self.budget = budget or DayBudget(clock, limits.day_bytes)
         self.bytes = 0
-        """Held outside the pool: of all chunks that are queued or being written."""
+        """Bytes of all chunks that are queued or being written: held outside the pool."""
         self.dropped = 0
-        """Chunks that were given up: the pool needed their blocks while the queue had no room for them and what they
-        extend, or no store took them."""
+        """Chunks that were given up: the pool evicted their blocks while the queue had no room for them and their
+        ancestors, or no store took them."""
         self.budget_spent = 0
-        """Chunks that were not stored because the day's bytes were written."""
+        """Chunks that were not stored because the day's bytes were spent."""
         for pool in cache.pools:
             pool.leaving = self._leaving
 
@@ -119,7 +243,7 @@ class WriteBehind:
 
     @property
     def chunks(self) -> int:
-        """Chunks that are noted, spare, queued or being written."""
+        """Number of chunks that are noted, spare, queued or being written."""
         return len(self._outstanding)
 
     @property
@@ -129,16 +253,16 @@ class WriteBehind:
 
     @property
     def due(self) -> float:
-        """Seconds until the next tail is to be noted; infinite where none waits."""
+        """Seconds until the next tail is to be noted; infinite if none waits."""
         first = next(iter(self.waiting.tails.values()), None)
         return math.inf if first is None else max(0.0, first.at + IDLE_SECONDS - self._clock.now())
 
-    def findable(self, context: SequenceKV, tokens: Sequence[int]) -> None:
-        """The pool has more of this context: note the chunks that are whole and should be stored.
+    def findable(self, seq_kv: SequenceKV, tokens: Sequence[int]) -> None:
+        """Note the whole chunks of a sequence that are new in the pool and should be stored.
 
-        A context that must not be stored leaves no trace here: the next to come with the same tokens is the first.
+        A sequence that must not be stored leaves no trace here: the next with the same tokens counts as the first.
         """
-        progress = context.progress
+        progress = seq_kv.progress
         if not progress.stored:
             return
         now = self._clock.now()
@@ -147,40 +271,42 @@ class WriteBehind:
         if progress.durable and progress.breaks != self._breaks and now - progress.looked >= WAIT_SECONDS:
             progress.noted, progress.breaks, progress.looked = [0] * len(progress.noted), self._breaks, now
         for number in self._chunks.order:
-            stop = context.table.published[number] // CHUNK_BLOCKS
+            stop = seq_kv.table.published[number] // CHUNK_BLOCKS
             while progress.noted[number] < stop:
-                self._note(context, number, progress.noted[number], tokens)
+                self._note(seq_kv, number, progress.noted[number], tokens)
                 progress.noted[number] += 1
 
-    def ended(self, context: SequenceKV, tokens: Sequence[int], boundary: int, computed: int) -> None:
-        """A context is about to be closed of which so many positions were computed; its newest snapshot at the end of a
-        chunk, at this boundary (0: there is none), is its last."""
-        if not context.progress.stored:
+    def ended(self, seq_kv: SequenceKV, tokens: Sequence[int], boundary: int, computed: int) -> None:
+        """Note the last snapshot and the tail of a sequence that is about to be closed.
+
+        `computed`: positions with KV; `boundary`: of the last snapshot at the end of a chunk, 0 if there is none.
+        """
+        if not seq_kv.progress.stored:
             return
         last = computed // self._cache.info.block_tokens
         for number in self._chunks.order:
             if boundary and self._chunks.is_state(number):
-                self._note(context, number, boundary // BOUNDARY - 1, tokens)
+                self._note(seq_kv, number, boundary // BOUNDARY - 1, tokens)
             if last % CHUNK_BLOCKS:
-                self._note_tail(context, number, last, tokens)
+                self._note_tail(seq_kv, number, last, tokens)
 
     def unwanted(self, key: bytes) -> None:
-        """Do not write a state that is forgotten, unless another that is noted extends it."""
+        """Do not write a state that is being evicted, unless another noted one extends it."""
         if not any(one.chunk.parent == key for one in self.waiting):
             self.forget((key,))
 
     def has(self, key: bytes) -> bool:
-        """Whether a chunk is stored, or is to be."""
+        """Return whether a chunk is stored or will be."""
         return key in self._outstanding or key in self.waiting.tails or self._store.has(key)
 
     def writes(self, block: bytes) -> bool:
-        """Whether a chunk with this block is queued or being written."""
+        """Return whether a chunk with this block is queued or being written."""
         return any(block in noted.blocks for _, noted in self._copied.values())
 
     # ------------------------------------------------------------------------------------------- between two steps
 
     def turn(self, idle: bool) -> bool:
-        """Copy what is noted into the queue, as much as one turn may. True if there is more to do at once."""
+        """Copy noted chunks into the queue, up to a turn's bytes; return whether there is more to do at once."""
         self._settle()
         self._take_tails(IDLE_SECONDS)
         room = self._limits.turn_bytes
@@ -189,16 +315,17 @@ class WriteBehind:
         self._flushes.answer(lambda: next(iter(self._outstanding.values()), math.inf))
         return self._ready(idle)
 
-    def flush(self, done: Flushed, *, told: bool = True) -> None:
-        """Call `done` when all is stored that is to be stored of what was computed until now.
+    def flush(self, done: Flushed, *, counts: bool = True) -> None:
+        """Call `done` when everything computed until now that should be stored is stored.
 
-        It gets how many chunks were given up: of those, and since the last flush that was `told`.
+        It is called with the number of those chunks that were given up, and if it `counts`, earlier unreported ones
+        too.
         """
         self._note_all()
-        self._flushes.add(self._serial + 1, done, counts=told)
+        self._flushes.add(self._serial + 1, done, counts=counts)
 
     def forget(self, keys: Collection[bytes]) -> None:
-        """Do not write these any more, unless they are in the queue already."""
+        """Do not write these chunks, unless they are in the queue already."""
         for key in keys:
             if key in self.waiting.tails:
                 self.waiting.remove(self.waiting.tails, key)
@@ -207,25 +334,25 @@ class WriteBehind:
                 del self._outstanding[key]
 
     def drop(self, keys: Collection[bytes], beginnings: Collection[Beginning]) -> list[bytes]:
-        """Stores are about to drop these and all that extends them: until `drop_done` nothing is copied that might.
+        """Block the copying of chunks that stores are about to drop, and of all that extend them, until `drop_done`.
 
-        So is what begins with one of `beginnings`, as far as it is not stored yet: returns the keys of that, which
-        whoever has not heard of all its tokens cannot know. Where somebody goes on with any of it in the pool, it is
-        noted anew, to be stored once the stores are done.
+        Return the keys of further chunks to drop: those not stored yet that begin with one of `beginnings`, whose other
+        tokens the caller cannot know. Chunks that a sequence in the pool goes on with are noted anew, to be stored once
+        the drop is done.
         """
         self._drops += 1
         self._breaks += 1
         ahead = self._begun(beginnings)
         self._going.update(keys, ahead)
         known = 0
-        while known < len(self._going):  # more than once, since what extends a chunk may have been noted before it
+        while known < len(self._going):  # repeated, since a child may have been noted before its parent
             known = len(self._going)
             self._going.update(one.chunk.key for one in self.waiting if one.chunk.parent in self._going)
         self.forget(self._going)
         return ahead
 
     def _begun(self, beginnings: Collection[Beginning]) -> list[bytes]:
-        """Chunks that wait in the pool, are queued or being written and begin with one of these."""
+        """Return the chunks that wait, are queued or being written and begin with one of `beginnings`."""
         size = self._cache.info.block_tokens
         return [
             one.chunk.key
@@ -236,7 +363,10 @@ class WriteBehind:
         ]
 
     def drop_done(self) -> None:
-        """They have: what was noted to extend them is no loss."""
+        """End a `drop`: the stores have dropped the chunks.
+
+        Noted chunks that extend them are forgotten and do not count as lost.
+        """
         self._drops -= 1
         self._breaks += 1
         if not self._drops:
@@ -250,9 +380,9 @@ class WriteBehind:
                     self.forget((noted.chunk.key,))
 
     def finish(self, grace: float) -> None:
-        """Copy all that is noted, and all tails, as the writer makes room, for `grace` seconds at most: the last turn.
+        """Copy all noted chunks and tails as the writer makes room, for at most `grace` seconds. No turn follows.
 
-        What nobody is known to go on with comes last.
+        Chunks of sequences that nobody is known to continue come last.
         """
         self._note_all()
         end = self._clock.now() + grace
@@ -264,26 +394,26 @@ class WriteBehind:
                 return
 
     def left(self) -> int:
-        """Chunks that were not stored, when the writer has ended."""
+        """Return the number of chunks that were not stored. The writer has ended."""
         self._settle()
         return self.chunks
 
     def _ready(self, idle: bool) -> bool:
-        """Whether to copy the next chunk now; `idle` as in `Tiers.turn`."""
+        """Return whether to copy the next chunk now; `idle` as in `Tiers.turn`."""
         following = self.waiting.next
         if self._drops or following is None or not self._fits(following):
             return False
         return idle or (not following.spare and self._pressing(following))
 
     def _pressing(self, following: NotedChunk) -> bool:
-        """Whether to copy although requests want a step: somebody waits for it, or the pool is about to need blocks."""
+        """Return whether to copy although requests want a step: a flush waits, or the pool is about to need blocks."""
         if self._flushes or self._clock.now() - following.at > COPY_SECONDS:
             return True
         pools = zip(self._cache.pools, self.waiting.blocks, strict=True)
         return any(noted and (pool.available - noted) * 8 < pool.size for pool, noted in pools)
 
     def _leaving(self, block: bytes) -> None:
-        """The pool is about to give up a block: copy its chunks, after all noted ones they extend, or give them up."""
+        """Copy the chunks of a block that the pool is about to evict, after their noted ancestors, or give them up."""
         for key in tuple(self.waiting.users.get(block, ())):
             if (tail := self.waiting.tails.get(key)) is not None:
                 self.waiting.remove(self.waiting.tails, key)
@@ -295,7 +425,7 @@ class WriteBehind:
             if (noted := self.waiting.noted.get(key)) is None:
                 continue
             room = (self._limits.queue_bytes - self.bytes) // self._sizes[noted.chunk.group]
-            line = self.waiting.line(noted, max(1, room) + 1)  # one more than fit is as good as all of a long one
+            line = self.waiting.line(noted, max(1, room) + 1)  # one more than fits is enough to see that it does not
             if self._fits(*line):
                 for one in reversed(line):
                     self._copy(one)
@@ -303,7 +433,7 @@ class WriteBehind:
                 self._give_up(line[0])
 
     def _settle(self) -> None:
-        """Take note of what the writer has finished."""
+        """Process the chunks that the writer has finished."""
         while self._writer.finished:
             key, kept = self._writer.finished.popleft()
             size, noted = self._copied.pop(key)
@@ -320,23 +450,23 @@ class WriteBehind:
 
     # --------------------------------------------------------------------------------------------- what is stored
 
-    def _note(self, context: SequenceKV, number: int, index: int, tokens: Sequence[int]) -> None:
-        """Decide about one whole chunk of a context: it is stored, outstanding, not wanted (yet), or noted now."""
+    def _note(self, seq_kv: SequenceKV, number: int, index: int, tokens: Sequence[int]) -> None:
+        """Note one whole chunk unless it is stored, outstanding or not wanted yet."""
         last = (index + 1) * CHUNK_BLOCKS - 1
-        key = context.chains[number].key(last, tokens)
-        if self._chunks.is_state(number) and not self._chunks.is_settled(context, number, last + 1, tokens):
+        key = seq_kv.chains[number].key(last, tokens)
+        if self._chunks.is_state(number) and not self._chunks.is_settled(seq_kv, number, last + 1, tokens):
             return
         again = key in self._touched
         self._touched.add(key)
         if key in self._outstanding:
-            if again or context.progress.durable:
-                self.waiting.promote(key, wanted=again or not context.progress.once)
+            if again or seq_kv.progress.durable:
+                self.waiting.promote(key, wanted=again or not seq_kv.progress.once)
             return
         if self._durable(key) and key not in self._going:
             return
         if any(key == one.chunk.parent for _, one in self._copied.values()):
-            return  # it left the store, which will not take what is queued; when that is lost both are noted again
-        noted = self._chunks.describe(context, number, last, tokens, spare=not (again or context.progress.durable))
+            return  # the store dropped it and so will refuse its queued child; then both are noted again
+        noted = self._chunks.describe(seq_kv, number, last, tokens, spare=not (again or seq_kv.progress.durable))
         if again:
             noted = dataclasses.replace(noted, chunk=dataclasses.replace(noted.chunk, once=False))
         if noted.chunk.parent in self._going:
@@ -344,14 +474,14 @@ class WriteBehind:
         elif self._has_parent(noted.chunk.parent):
             self._add(noted)
 
-    def _note_tail(self, context: SequenceKV, number: int, last: int, tokens: Sequence[int]) -> None:
-        """Let what the pool has of a group behind the last whole chunk, up to block `last`, wait to be noted."""
+    def _note_tail(self, seq_kv: SequenceKV, number: int, last: int, tokens: Sequence[int]) -> None:
+        """Let the blocks of a group behind the last whole chunk, up to block `last`, wait as a tail."""
         if self._chunks.is_state(number):
             begin = last // CHUNK_BLOCKS * CHUNK_BLOCKS
-            last = self._chunks.last_state(context, number, begin, last, tokens)
+            last = self._chunks.last_state(seq_kv, number, begin, last, tokens)
             if last == begin:
                 return
-        tail = self._chunks.describe(context, number, last - 1, tokens, spare=not context.progress.durable)
+        tail = self._chunks.describe(seq_kv, number, last - 1, tokens, spare=not seq_kv.progress.durable)
         key = tail.chunk.key
         if key in self._outstanding or key in self._going or tail.chunk.parent in self._going:
             return
@@ -367,7 +497,7 @@ class WriteBehind:
             self.waiting.remove(self.waiting.tails, next(iter(self.waiting.tails)))
 
     def _take_tails(self, idle: float) -> None:
-        """Note the tails of contexts that ended `idle` seconds ago; those that somebody goes on with wait on."""
+        """Note the tails of sequences that ended `idle` seconds ago; those that somebody continues wait on."""
         now = self._clock.now()
         while (
             self.waiting.tails
@@ -381,32 +511,32 @@ class WriteBehind:
                 self._start(tail)
 
     def _start(self, tail: NotedChunk) -> None:
-        """Note a tail, unless it is a part of what is stored or what it extends is not."""
+        """Note a tail, unless a stored chunk contains it or its parent is not stored."""
         parent = tail.chunk.parent
         if parent in self.waiting.tails:
             self._start(self.waiting.remove(self.waiting.tails, parent))
         if self._store.match_within((tail.chunk.key,)) is not None:
             return
         if self._chunks.is_state(tail.chunk.group) and not self._has_parent(parent):
-            longer = self._store.match_within((parent,))  # which its KV may be a part of
+            longer = self._store.match_within((parent,))  # a stored chunk that contains its KV
             parent = parent if longer is None else longer[1]
             tail = dataclasses.replace(tail, chunk=dataclasses.replace(tail.chunk, parent=parent))
         if self._has_parent(parent):
             self._add(tail)
 
     def _note_all(self) -> None:
-        """Note all tails, and what is spare as if it were not."""
+        """Note all tails and promote all spare chunks."""
         self._take_tails(0)
         for key in tuple(self.waiting.spare):
             self.waiting.promote(key)
 
     def _add(self, noted: NotedChunk) -> None:
-        """Note a chunk, unless the day's bytes are written or the pool has it no more."""
+        """Note a chunk, unless the day's bytes are spent or the pool no longer has it."""
         if not self.budget.left(once=noted.chunk.once):
             self.budget_spent += 1
             return
         if self._chunks.find(noted) is None:
-            return  # a window has left it behind, or it was counted when it was lost
+            return  # a window has passed it, or it was counted when it was lost
         key = noted.chunk.key
         self._going.discard(key)
         self.forget(self.waiting.superseded(noted))
@@ -419,7 +549,7 @@ class WriteBehind:
     # ------------------------------------------------------------------------------------------------- the queue
 
     def _copy(self, noted: NotedChunk) -> int:
-        """Copy a noted chunk's pages out of the pool and queue it; returns the bytes."""
+        """Copy a noted chunk's pages out of the pool and queue it; return the bytes."""
         chunk, found = noted.chunk, self._chunks.find(noted)
         if found is None or not self._has_parent(chunk.parent):
             self._give_up(noted)
@@ -438,7 +568,7 @@ class WriteBehind:
         return len(pages)
 
     def _fits(self, *line: NotedChunk) -> bool:
-        """Whether these may all be copied: within the bound, or one alone, however large it is."""
+        """Return whether these may all be copied: within the bound, or one alone, however large it is."""
         size = sum(self._sizes[noted.chunk.group] for noted in line)
         return self.bytes + size <= self._limits.queue_bytes or (not self.bytes and len(line) == 1)
 
@@ -449,8 +579,7 @@ class WriteBehind:
         return not parent or parent in self._outstanding or self._store.has(parent)
 
     def _give_up(self, noted: NotedChunk) -> None:
-        """It will not be stored; neither will what extends it, because that lacks its parent when its turn comes. Of
-        what is spare that is no loss."""
+        """Do not store a chunk, nor those that extend it, which will lack their parent. A spare one is not counted."""
         self.waiting.unnote(noted.chunk.key)
         serial = self._outstanding.pop(noted.chunk.key)
         if not noted.spare:
