@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 BUNDLED = """\
 It is the small model that comes with Cairn: ask it what Cairn is, or tell it your name.
-For a larger one: cairn pull Qwen/Qwen3-0.6B, then cairn chat Qwen/Qwen3-0.6B"""
+For a larger one: cairn run smollm2, or cairn run qwen3:0.6b"""
 
 NO_LOOPS = {"repetition_stop": True}
 """Ends answers that repeat themselves: in a terminal they would scroll by for minutes."""

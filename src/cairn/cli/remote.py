@@ -73,7 +73,7 @@ def register(app: typer.Typer) -> None:
         grace: SwapGrace = None,
         host: Host = None,
     ) -> None:
-        """Replace a model of a running server by another, under the same names; its requests run to their end."""
+        """Replace a model of a running server by another, under the same names; its requests may finish."""
         from cairn.cli.models import fetched
 
         fetched(to)

@@ -62,7 +62,7 @@ class Settings:
         self.verbose, self.quiet = verbose, quiet
 
     def change(self, text: str) -> str:
-        """Apply the text after `/set` and return a confirmation. Raises ConfigError with the right names."""
+        """Apply the text after `/set`; return a confirmation. Raises ConfigError for an unknown name or a bad value."""
         name, _, value = text.partition(" ")
         value = value.strip()
         if name == "parameter":  # Ollama's form: /set parameter NAME VALUE
