@@ -94,6 +94,8 @@ def test_help_lists_the_commands_and_no_others():
         "config",
         "version",
         "man",
+        "backup",
+        "restore",
     }
     shown = CliRunner().invoke(app, ["--help"])
     assert shown.exit_code == 0
@@ -694,7 +696,7 @@ def test_local_options_beside_a_server_are_refused(canned):
     """Known failure 50: an option that would do nothing is an error."""
     said = sentence(run("generate", "-p", "x", "--host", canned.url, "--threads", "1"))
     assert said == "--threads is for a model in this process; the server at --host has its own"
-    assert "needs --host" in sentence(run("generate", "-p", "x", "--api-key", "k"))
+    assert "give --host too" in sentence(run("generate", "-p", "x", "--api-key", "k"))
     assert "--raw leaves out" in sentence(run("generate", "-p", "x", "--raw", "--system", "s"), 1)
 
 

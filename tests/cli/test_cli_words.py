@@ -149,7 +149,7 @@ def test_a_server_that_wants_a_key_is_told_of(running, loaded):
     running.answers["/v1/models"] = [(401, '{"error": {"message": "a key is needed"}}')]
     done = run("chat")
     assert loaded == ["demo"]
-    assert "a key is needed; give the key with CAIRN_API_KEY" in done.stderr and "loaded here" in done.stderr
+    assert "a key is needed; give the key with CAIRN_API_KEY" in done.stderr and "Loading a model here" in done.stderr
 
 
 def test_local_and_a_server_exclude_each_other(running):
