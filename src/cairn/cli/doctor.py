@@ -89,7 +89,7 @@ def _engines(config: Config) -> Rows:
     if used not in ("", devices.CPU, *reports):
         reports[used] = devices.report(used)
     for name, report in reports.items():
-        state = "" if report.trouble else "used: " if name == used else f"not used; to use it: --device {name}: "
+        state = "" if report.trouble else "used: " if name == used else f"not used (--device {name} chooses it): "
         rows.append((name, f"{state}{report.sentence}"))
     seen = {name.partition(":")[0] for name in reports}
     for gpu in machine.gpus():
