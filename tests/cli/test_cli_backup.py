@@ -209,7 +209,7 @@ def test_what_is_no_whole_backup_is_refused_and_changes_nothing(
     (copy / "manifest.json").write_text(json.dumps(manifest | {"files": evil}))
     refused("is not part of a backup")
     (copy / "manifest.json").unlink()
-    refused("no whole backup")
+    refused("not a complete backup")
     (copy / "manifest.json").write_text(json.dumps(manifest))
     assert command("restore", str(copy), "--agents-dir", str(new))[0] == 0
 
@@ -238,7 +238,10 @@ def test_every_agent_is_exported(tmp_path: Path) -> None:
         code, out, _ = command("agents", "export", "--all", str(tmp_path / "out"), "--host", server.url)
         names = {path.name for path in (tmp_path / "out").iterdir()}
         assert code == 0 and names == {"ada.cairn", "bob.2.cairn", "eve.cairn"} and len(out.splitlines()) == 3
-        for arguments, said in (((), "name an agent, or give --all"), (("--all", "a", "b"), "--all takes a folder")):
+        for arguments, said in (
+            ((), "name an agent, or give --all"),
+            (("--all", "a", "b"), "--all takes only a folder"),
+        ):
             code, _, err = command("agents", "export", *arguments, "--host", server.url)
             assert code == 2 and said in err
         with pytest.raises(urllib.error.HTTPError):

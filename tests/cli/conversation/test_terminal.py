@@ -171,7 +171,7 @@ def test_a_chat_is_kept_and_goes_on(canned, asked, elsewhere):  # noqa: F811
         terminal.expect("continuing: I am Ada.; 2 questions so far")
         terminal.expect("> ")
         terminal.type("/forget\r")
-        terminal.expect("removed")
+        terminal.expect("was deleted")
         leave(terminal)
     kept = list((elsewhere / ".local/share/cairn/chats").glob("*.json"))
     assert [json.loads(one.read_text())["messages"][0]["content"] for one in kept] == ["another"]
