@@ -67,7 +67,7 @@ def test_the_container_names_options_commands_and_routes_that_there_are() -> Non
     (command,) = re.findall(r"^CMD (\[.*\])$", text, re.M)
     assert json.loads(command)[0] in commands()
     (route,) = re.findall(r"127\.0\.0\.1:\d+(/[a-z/]+)", text)
-    assert build_app(None, Config())._served(canonical(route))
+    assert build_app(None, Config()).router.find(canonical(route))
     assert f"EXPOSE {Config().port}" in text
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["cairn"]
     assert set(compose["environment"]) <= VARIABLES

@@ -30,7 +30,7 @@ async def home(
     """`embedder`: of a model for embeddings, without which there are no collections."""
     config = Config(**options)
     async with house(folder, salts(config)) as at, site(at.service, config) as web, web.http() as http:
-        web.app.attribution.agents = at.agents
+        web.app.state.attribution.agents = at.agents
         at.web = web  # type: ignore[attr-defined]
         async with contextlib.nullcontext() if embedder is None else embedding(web.app, at.service, embedder):
             yield at, http
@@ -42,11 +42,11 @@ async def embedding(app: App, service: Service, folder: Path) -> AsyncIterator[N
     made = await Service.start(tiny.config(folder), in_process=True)
     try:
         listed = (ModelOptions(model="chats"), ModelOptions(model="embeds", name="embeds"))
-        models = Models(app.config, [ServedModel(app.config, one) for one in listed])
+        models = Models(app.state.config, [ServedModel(app.state.config, one) for one in listed])
         for model, each in zip(models.models, (service, made), strict=True):
             models.loader.loaded(model, each, None)
         models.name(models.models[0], NAMES)
-        app.open(models)
+        app.state.open(models)
         yield
     finally:
         await made.close()

@@ -50,7 +50,7 @@ async def site(service: Any, config: Config | None = None) -> AsyncIterator[Site
     config = config or Config()
     app = build_app(service, config)
     with bind("127.0.0.1", 0) as sock:
-        listener = Listener(app, config)
+        listener = Listener(app, config, app.router.upload)
         await listener.start(sock)
         at = Site(app, listener, sock.getsockname()[1])
         try:

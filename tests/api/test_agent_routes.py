@@ -48,7 +48,7 @@ async def home(folder: Path, **options: Any) -> AsyncIterator[tuple[House, Site,
     """Agents, their server and a client of it."""
     config = Config(**options)
     async with house(folder, salts(config)) as at, site(at.service, config) as web, web.http() as http:
-        web.app.attribution.agents = at.agents
+        web.app.state.attribution.agents = at.agents
         yield at, web, http
 
 
@@ -371,7 +371,7 @@ async def test_tenants_have_their_own_agents(folder: Path) -> None:
 
 async def test_a_server_without_agents_says_why(folder: Path) -> None:
     async with home(folder) as (_, web, http):
-        web.app.attribution.agents = None
+        web.app.state.attribution.agents = None
         response = await http.get("/v1/agents")
         assert response.status_code == 503 and "keeps no agents" in response.json()["error"]["message"]
 
@@ -446,7 +446,7 @@ async def test_ordinary_requests_are_on_the_account_of_the_agent_they_name(folde
             assert await counted() == count, (more, headers)
         bad = await http.post("/v1/chat/completions", json=chat, headers={"X-Cairn-Agent": "no id"})
         assert bad.status_code == 400 and bad.json()["error"]["param"] == "X-Cairn-Agent"
-        web.app.attribution.agents = None
+        web.app.state.attribution.agents = None
         assert (await http.post("/v1/chat/completions", json=chat)).status_code == 200
         without = await http.post("/v1/chat/completions", json=chat, headers={"X-Cairn-Agent": "ada"})
         assert without.status_code == 503
@@ -618,7 +618,7 @@ async def test_all_that_was_computed_for_a_client_that_does_not_read_goes_with_t
         site(at.service, at.config) as web,
         web.http() as http,
     ):
-        web.app.attribution.agents = at.agents
+        web.app.state.attribution.agents = at.agents
         await http.post("/v1/agents", json={"id": "ada"})
         agent, kv = at.agents.named("default", "ada"), at.agents.kv
         with socket.socket() as slow:

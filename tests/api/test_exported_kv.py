@@ -31,7 +31,7 @@ async def server(folder: Path, store: Path, **options: Any) -> AsyncIterator[htt
     config = Config(**options)
     kept = {"kv_dir": str(store), "kv_load": "always"}
     async with house(folder, salts(config), **kept) as at, site(at.service, config) as web, web.http() as http:
-        web.app.attribution.agents = at.agents
+        web.app.state.attribution.agents = at.agents
         yield http
 
 

@@ -57,7 +57,7 @@ async def test_a_response_that_failed_says_so_later(tmp_path: Path, monkeypatch:
         answer = await post(at, kept(max_output_tokens=20))
         assert answer.status_code >= 500
         monkeypatch.undo()
-        (agent,) = at.app.attribution.open().page("default").agents
+        (agent,) = at.app.state.attribution.open().page("default").agents
         shown = (await http.get(f"/v1/responses/{agent.id}")).json()
         assert shown["status"] == "failed" and shown["error"]["code"] == "server_error", shown
         assert shown["error"]["message"] in answer.text

@@ -414,7 +414,7 @@ async def test_without_the_usual_folder_of_agents_the_server_goes_on_and_tries_a
     config = Config(model="demo", engine="fake", kv_gb=0.01)
     app = build_app(None, config)
     service = app.service = await Service.start(config, in_process=True)
-    opening = await lifetime._open_agents(app, app.models, config)
+    opening = await lifetime._open_agents(app, app.state.models, config)
     try:
         assert opening is not None and str(tmp_path) in caplog.text
         transport = httpx.ASGITransport(app=app)
@@ -429,10 +429,10 @@ async def test_without_the_usual_folder_of_agents_the_server_goes_on_and_tries_a
             assert (await http.get("/v1/agents")).status_code == 200
         with pytest.raises(ConfigError, match="cannot be read"):
             (tmp_path / "file").write_text("in the way")
-            await lifetime._open_agents(app, app.models, Config(agents_dir=str(tmp_path / "file" / "agents")))
+            await lifetime._open_agents(app, app.state.models, Config(agents_dir=str(tmp_path / "file" / "agents")))
     finally:
-        if app.attribution.agents is not None:
-            await app.attribution.agents.close()
+        if app.state.attribution.agents is not None:
+            await app.state.attribution.agents.close()
         await service.close()
 
 
@@ -514,13 +514,13 @@ async def test_a_token_log_of_zeros_is_a_trouble_and_in_the_doctors_report(
         app = build_app(None, config)
         service = app.service = await Service.start(config, in_process=True)
         try:
-            await lifetime._open_agents(app, app.models, config)
+            await lifetime._open_agents(app, app.state.models, config)
             transport = httpx.ASGITransport(app=app)
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
                 await work(http)
         finally:
-            if app.attribution.agents is not None:
-                await app.attribution.agents.close()
+            if app.state.attribution.agents is not None:
+                await app.state.attribution.agents.close()
             await service.close()
 
     async def made(http: httpx.AsyncClient) -> None:

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from cairn.api.app import build_app
-from cairn.api.tracing import Tracing, endpoint_of, route_of
+from cairn.api.tracing import Tracing, endpoint_of
 from cairn.config.config import Config, Secret, TenantKeys
 from cairn.frontend import service as service_module
 from cairn.system.posix import JsonLines
@@ -137,7 +136,7 @@ async def test_loading_a_model_is_a_span_and_a_trace_that_is_not_sampled_none(
 ) -> None:
     config = Config(otlp_traces_endpoint=collector.url)
     async with several(tmp_path, "alpha beta") as models, site(models.services.first, config) as at, at.http() as http:
-        at.app.open(models)
+        at.app.state.open(models)
         unsampled = {"traceparent": PARENT[:-2] + "00"}
         assert (await http.post("/v1/chat/completions", json=ASKED, headers=unsampled)).status_code == 200
         answer = await http.post("/v1/chat/completions", json={**ASKED, "model": "beta"})
@@ -191,15 +190,6 @@ def test_an_endpoint_is_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "opentelemetry.sdk.trace.export", None)
     with pytest.raises(ConfigError, match=r"cairn-llm\[otel\]"):
         Tracing.of(Config(otlp_traces_endpoint="http://host:4318"), None)  # type: ignore[arg-type]
-
-
-def test_names_of_spans_are_few() -> None:
-    assert route_of("/v1/agents/ada/turns") == "/v1/agents/{id}/turns"
-    assert route_of("/v1/models/org/name") == "/v1/models/{id}"
-    assert route_of("/v1/models/load") == "/v1/models/load"
-    assert route_of("/nowhere/at/all") == "*"
-    app = build_app(None, Config())
-    assert all(route_of(path) == path for path in app.fixed_paths if not path.startswith("/web"))
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ async def played(folder: Path, name: str, script: Script | None) -> tuple[Outcom
         url = str(http.base_url)
         if script is not None:
             await http.get("/v1/teams")  # the routes have their teams now
-            routes = at.web.app._team_routes
+            routes = at.web.app.router.find("/v1/teams")["GET"].endpoint.__self__
             routes._opened = (at.agents, Teams(at.agents, voice))
 
         def work() -> Outcome:

@@ -75,16 +75,16 @@ async def _serve(
 ) -> None:
     models = Models(config, every, turns=turns_of(config))
     app = build_app(None, config)
-    app.options.again = again
+    app.state.options.again = again
     stop = Signals(lambda: _reload(app))
-    listener = Listener(app, config)
+    listener = Listener(app, config, app.router.upload)
     await listener.start(sock)
-    app.options.watch(listener.renew)
+    app.state.options.watch(listener.renew)
     beside = None
     if admin is not None:
-        beside = Listener(AdminSide(app), config)
+        beside = Listener(AdminSide(app), config, app.router.upload)
         await beside.start(admin)
-        app.options.watch(beside.renew)
+        app.state.options.watch(beside.renew)
     url = address(config.host, sock, tls=config.tls_cert is not None)
     _say(config, f"Cairn listens on [bold]{url}[/bold] and loads {escape(models.first.reference)} ...")
     opening: asyncio.Task[None] | None = None
@@ -95,7 +95,7 @@ async def _serve(
         opening = await _until(_open_agents(app, models, config), stop.first)  # its disk may hang
         if stop.first.is_set():
             return
-        app.open(models)
+        app.state.open(models)
         gc.enable()  # a command may have started without
         gc.collect()
         gc.freeze()  # modules and tables stay; a collection that looks through them all holds every stream up for 30 ms
@@ -112,7 +112,7 @@ async def _serve(
         if opening is not None:
             opening.cancel()
             await asyncio.gather(opening, return_exceptions=True)
-        for one, seconds in ((app.attribution.agents, LOG_SECONDS), (models, CLOSE_SECONDS)):
+        for one, seconds in ((app.state.attribution.agents, LOG_SECONDS), (models, CLOSE_SECONDS)):
             if one is not None:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(one.close(), seconds)
@@ -122,20 +122,20 @@ async def _serve(
 
 
 async def _open_agents(app: App, models: Models, config: Config) -> asyncio.Task[None] | None:
-    """Let the application have agents.
+    """Open the agents of the application.
 
-    Where their folder is only the usual one and cannot be had, the server goes on without, says so in its readiness,
-    and the task that is returned tries again. Raises ConfigError for a folder that was asked for.
+    If their folder is only the usual one and cannot be had, the server goes on without and reports it in its readiness;
+    the returned task tries again. Raises ConfigError for a folder that was asked for.
     """
 
     async def attempt() -> None:
         folder = agents_folder(config, os.environ)
         services, clock, draw = models.services, SystemClock(), SystemRng()
         opened = await Agents.open(services.first, SystemFiles(), folder, clock, draw, config, salts(config), services)
-        app.attribution.opened(opened)
+        app.state.attribution.opened(opened)
 
     async def insist() -> None:
-        while app.attribution.agents is None:
+        while app.state.attribution.agents is None:
             await asyncio.sleep(AGENTS_SECONDS)
             with contextlib.suppress(ConfigError):
                 await attempt()
@@ -146,35 +146,37 @@ async def _open_agents(app: App, models: Models, config: Config) -> asyncio.Task
         if config.agents_dir:
             raise
         log.warning("no agents are kept: %s", error)
-        app.attribution.missing(str(error))
+        app.state.attribution.missing(str(error))
         return asyncio.create_task(insist())
     return None
 
 
 async def _drain(app: App, models: Models, config: Config, stop: Signals) -> None:
-    app.draining = True
-    running = models.requests
+    app.state.draining = True
+    running, grace = models.requests, app.state.config.shutdown_grace
     if running:
         _say(
             config,
-            f"Finishing {running} requests, at most {app.config.shutdown_grace:g} s; a second signal ends them now.",
+            f"Finishing {running} requests, at most {grace:g} s; a second signal ends them now.",
         )
-    await _until(models.drain(app.config.shutdown_grace), stop.second)
+    await _until(models.drain(grace), stop.second)
     if stop.second.is_set():
         await models.drain(0)  # streams end with an error event, also now
 
 
 def _reload(app: App) -> None:
-    """What SIGHUP asks for."""
+    """Reload the options, as SIGHUP asks."""
     try:
-        app.options(app.models)
+        app.state.options(app.state.models)
     except CairnError as error:
         log.error("%s", error)
 
 
 class Signals:
-    """SIGTERM and SIGINT: the first and the second. SIGHUP calls `hang_up`, unless it would come from a terminal that
-    closes: then it ends the server, as it ends any program."""
+    """The first and the second SIGTERM or SIGINT, as events.
+
+    SIGHUP calls `hang_up`; of a server in a terminal it means that the terminal closes, and ends the server.
+    """
 
     def __init__(self, hang_up: Callable[[], None] = lambda: None) -> None:
         self.first = asyncio.Event()
@@ -197,7 +199,7 @@ class Signals:
 
 
 async def _until(work: Coroutine[Any, Any, Any], event: asyncio.Event) -> Any:
-    """The result of `work`, or None if the event came first; then the work is cancelled."""
+    """Return the result of `work`, or None if the event came first; then the work is cancelled."""
     task = asyncio.ensure_future(work)
     waiting = asyncio.ensure_future(event.wait())
     try:
@@ -212,7 +214,7 @@ async def _until(work: Coroutine[Any, Any, Any], event: asyncio.Event) -> Any:
 
 
 def address(host: str, sock: socket.socket, *, tls: bool = False) -> str:
-    """The URL that clients on this machine use."""
+    """Return the URL that clients on this machine use."""
     port = sock.getsockname()[1]
     name = host.strip("[]")
     if name in ("0.0.0.0", "::"):
@@ -222,7 +224,7 @@ def address(host: str, sock: socket.socket, *, tls: bool = False) -> str:
 
 
 def elsewhere(config: Config, port: int, network: Network) -> list[str]:
-    """The URLs that clients on other machines use, where it listens on every interface."""
+    """Return the URLs that clients on other machines use, if the server listens on every interface."""
     name = config.host.strip("[]")
     if name not in ("0.0.0.0", "::"):
         return []
@@ -237,7 +239,7 @@ _TRY: Mapping[Kind, tuple[str, str]] = {
     "embed": ("embeddings", '"input": "What is Cairn?"'),
     "rerank": ("rerank", '"query": "What is Cairn?", "documents": ["A heap of stones.", "A kind of bread."]'),
 }
-"""The route to try first, and what to send it."""
+"""The route to try first, by kind of model, with a body for it."""
 
 
 _OPEN = "Everyone who can reach this address can use it: no API key is set."
@@ -272,7 +274,7 @@ def _announce(url: str, others: Sequence[str], service: Service, config: Config)
 
 class _Talk(Console):
     def on_broken_pipe(self) -> None:
-        """Nobody reads any more: no reason to end the server, as rich would."""
+        """Ignore that nobody reads any more; rich would end the server."""
 
 
 def _say(config: Config, text: str) -> None:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cairn.api.admin import health
-from cairn.api.admin.health import Answering, ServerHealth
+from cairn.api.admin.health import ServerHealth
 from cairn.api.http.call import NOSNIFF, Headers, HTTPCall
+from cairn.api.http.routes import Route
 from cairn.config.config import Config
 
 FOLDER = Path(__file__).parent.parent / "web"
@@ -29,7 +30,8 @@ POLICY = (
     b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
     b"trusted-types 'none'"
 )
-"""Scripts and styles come from here alone and never stand in a document, and no text can become a script or HTML."""
+"""The content security policy: scripts and styles come from here alone, never from a document, and no text can
+become a script or HTML."""
 HEADERS: Headers = [
     (b"content-security-policy", POLICY),
     NOSNIFF,
@@ -40,11 +42,11 @@ HEADERS: Headers = [
     (b"permissions-policy", b"camera=(), microphone=(), geolocation=()"),
     (b"cache-control", b"no-cache"),
 ]
-"""Of every file. It is asked for each time and sent again where it has changed."""
+"""Headers of every file. Browsers ask for it each time, and get it again if it has changed."""
 DOCS = ("docs.html", "docs.js")
 """The files of /docs alone."""
 COMMON = ("style.css", "icon.svg", "api.js", "dom.js")
-"""What it has in common with the page."""
+"""The files of both."""
 PAGE_HTML = "index.html"
 
 
@@ -55,23 +57,24 @@ class _PageFile(NamedTuple):
 
 
 class Page:
-    """The routes. `described(path)` says what each method of a route does."""
+    """The routes. `described` returns /openapi.json."""
 
-    def __init__(self, config: Config, described: Callable[[str], dict[str, str]]) -> None:
+    def __init__(self, config: Config, described: Callable[[], bytes]) -> None:
         self._page, self._docs, self._described = config.page, config.docs, described
         self._openapi = b""
 
-    def routes(self) -> dict[str, Answering]:
-        """Every route, by path; none that is switched off."""
-        found: dict[str, Answering] = {}
-        if self._page or self._docs:
-            names = [path.name for path in sorted(FOLDER.iterdir()) if path.suffix in KINDS]
-            wanted = [name for name in names if self._wanted(name)]
-            found |= {f"/web/{name}": functools.partial(_send, name) for name in wanted}
+    def routes(self) -> list[Route]:
+        """Return the table of these routes, without those that are switched off."""
+        found: list[Route] = []
         if self._page:
-            found["/"] = self.root
+            found.append(Route("GET", "/", self.root, access="open", always=True))
         if self._docs:
-            found |= {"/docs": self.docs, "/openapi.json": self.openapi}
+            found.append(Route("GET", "/docs", self.docs, access="open", always=True))
+            found.append(Route("GET", "/openapi.json", self.openapi, always=True))
+        for path in sorted(FOLDER.iterdir()) if self._page or self._docs else ():
+            if path.suffix in KINDS and self._wanted(path.name):
+                send = functools.partial(_send, path.name)
+                found.append(Route("GET", f"/web/{path.name}", send, access="open", always=True, listed=False))
         return found
 
     def _wanted(self, name: str) -> bool:
@@ -80,7 +83,7 @@ class Page:
         return self._page or name in COMMON
 
     async def root(self, call: HTTPCall, state: ServerHealth) -> None:
-        """GET /: the page, for browsers; what clients of Ollama know a server by, for all others."""
+        """Return the page to browsers, and to all others what clients of Ollama know a server by."""
         call.headers.append((b"vary", b"accept"))
         if b"text/html" in (call.header(b"accept") or b""):
             await _send(PAGE_HTML, call, state)
@@ -88,20 +91,18 @@ class Page:
             await health.root(call, state)
 
     async def docs(self, call: HTTPCall, state: ServerHealth) -> None:
-        """GET /docs: the API's description for people."""
+        """Return the API's description for people."""
         await _send(DOCS[0], call, state)
 
     async def openapi(self, call: HTTPCall, state: ServerHealth) -> None:
-        """GET /openapi.json: every route and what its body may say, from the types that check it."""
+        """Return every route and what its body may hold, from the types that check it."""
         if not self._openapi:
-            from cairn.api.openapi import document  # only for who asks
-
-            self._openapi = document(self._described)
+            self._openapi = self._described()
         await call.respond(200, self._openapi, [(b"content-type", b"application/json")])
 
 
 async def _send(name: str, call: HTTPCall, state: ServerHealth) -> None:
-    """A file of the page."""
+    """Send a file of the page."""
     file = _file(name)
     headers = [*HEADERS, (b"content-type", file.kind), (b"etag", file.tag)]
     if call.header(b"if-none-match") == file.tag:

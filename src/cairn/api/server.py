@@ -1,4 +1,4 @@
-"""`cairn serve`: what must be right before a server starts, and its start.
+"""`cairn serve`: checks before a server starts, and its start.
 
 The first worker is started, and loads the model, before the rest of the server is imported: both take about as long.
 """
@@ -17,9 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from cairn.api.http.auth import check_exposure
-from cairn.api.http.origins import Origins
-from cairn.api.http.tls import check_tls
+from cairn.api.http.auth import Origins, check_exposure, check_tls
 from cairn.api.native.folders import check_folders, usual_held
 from cairn.api.tracing import endpoint_of
 from cairn.config.config import Config
@@ -36,7 +34,7 @@ MALLOC_OPTIONS = ((-1, 512 << 10), (-3, 256 << 10), (-8, 2))
 """M_TRIM_THRESHOLD, M_MMAP_THRESHOLD and M_ARENA_MAX of glibc's malloc.h: bytes at the end of a heap, bytes of a block
 that is mapped by itself, heaps."""
 FOLDER_SECONDS = 10.0
-"""How long a server that is on its way out may still have the user's folders: it stores what waits to be stored."""
+"""Seconds for which a server that is ending may still hold the user's folders: it stores what waits to be stored."""
 
 
 def serve(config: Config, again: Callable[[], Config] | None = None) -> None:
@@ -79,7 +77,7 @@ def serve(config: Config, again: Callable[[], Config] | None = None) -> None:
 
 @contextlib.contextmanager
 def _admin_socket(config: Config) -> Iterator[socket.socket | None]:
-    """The socket of the listener for admin routes, where there is to be one."""
+    """Yield the socket of the listener for admin routes; None if there is none."""
     if config.admin_port is None:
         yield None
         return
@@ -94,7 +92,7 @@ def _pause() -> bool:
 
 
 def bind(host: str, port: int, option: str = "port") -> socket.socket:
-    """A socket that listens. Raises ConfigError in one sentence, with the `option`, where that is not possible."""
+    """Return a socket that listens. Raises ConfigError, with the `option`, if that is not possible."""
     try:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (socket.gaierror, UnicodeError):
@@ -117,9 +115,11 @@ def bind(host: str, port: int, option: str = "port") -> socket.socket:
 
 
 def return_freed_memory() -> None:
-    """Have glibc give memory back when it is freed: by itself it keeps as much as two of the largest blocks that there
-    ever were, and as many heaps as there were threads, so one body of megabytes costs them for good. Other C libraries
-    are left as they are."""
+    """Have glibc give back memory that is freed.
+
+    By default it keeps as much as two of the largest blocks there ever were, and as many heaps as there were threads:
+    one body of megabytes would cost them for good. Other C libraries are left alone.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and sys.platform == "linux":
         for option, value in MALLOC_OPTIONS:
@@ -127,7 +127,7 @@ def return_freed_memory() -> None:
 
 
 def raise_file_limit(connections: int) -> None:
-    """Raise RLIMIT_NOFILE as far as it goes, and say so if it is still less than the connections need."""
+    """Raise RLIMIT_NOFILE as far as possible; log a warning if the connections may need more."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     ceiling = 1 << 20
     wanted = ceiling if hard == resource.RLIM_INFINITY else min(hard, ceiling)

@@ -1,4 +1,4 @@
-"""Traces by OpenTelemetry: a span a call, and below it what its time went to (`cairn.system.spans`).
+"""Traces by OpenTelemetry: one span a call, and below it the parts of its time (`cairn.system.spans`).
 
 The names are those of OpenTelemetry's conventions for HTTP servers and generative models
 (opentelemetry.io/docs/specs/semconv), and `cairn.*` where these have none. A call that carries W3C's `traceparent` goes
@@ -12,9 +12,7 @@ OTEL_EXPORTER_OTLP_HEADERS.
 from __future__ import annotations
 
 import os
-import re
 import threading
-from functools import cache
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -31,13 +29,16 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
 PATH = "/v1/traces"
-"""Where a collector takes traces, where the option names no path."""
+"""The default path of a collector's traces."""
 CLOSE_SECONDS = 2.0
 """How long the last spans may take at the end of a server."""
 
 
 def endpoint_of(config: Config) -> str | None:
-    """Where spans go; None where nobody wants any. ConfigError for what is no address, and where the SDK is missing."""
+    """Return where spans go; None if traces are off.
+
+    Raises ConfigError for an address that is none, and if the SDK is missing.
+    """
     given = config.otlp_traces_endpoint
     if given is None:
         return None
@@ -84,14 +85,14 @@ class CallTrace:
         child.end(end_time=self._wall(part.ended))
 
     def _wall(self, at: float) -> int:
-        """The wall clock's nanoseconds of a moment of the monotonic one."""
+        """Convert a moment of the monotonic clock to nanoseconds of the wall clock."""
         return self._clock.time_ns() - int((self._clock.now() - at) * 1e9)
 
     def end(self, call: HTTPCall, error: str) -> None:
-        """The call was answered; `error`: with which code, where it was refused or failed."""
+        """End the span. `error` is the code with which the call was refused or failed."""
         from opentelemetry.trace import Status, StatusCode
 
-        span, route = self._span, route_of(call.path)
+        span, route = self._span, call.route
         span.update_name(f"{call.scope['method']} {route}")
         span.set_attribute("http.route", route)
         span.set_attribute("http.response.status_code", call.status)
@@ -129,7 +130,7 @@ class Tracing:
 
     @classmethod
     def of(cls, config: Config, clock: Clock) -> Tracing | None:
-        """As the options say: None where nobody wants traces. Raises ConfigError."""
+        """Return the traces that the options ask for; None if they are off. Raises ConfigError."""
         endpoint = endpoint_of(config)
         if endpoint is None:
             return None
@@ -139,7 +140,7 @@ class Tracing:
         return cls(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)), clock)
 
     def begin(self, call: HTTPCall) -> CallTrace | None:
-        """A call has come; None where its trace is not sampled."""
+        """Begin the span of a call; None if its trace is not sampled."""
         from opentelemetry.trace import SpanKind
 
         carried = {name: value for name in ("traceparent", "tracestate") if (value := _text(call, name)) is not None}
@@ -153,8 +154,8 @@ class Tracing:
         return CallTrace(self._tracer, span, self._clock) if span.is_recording() else None
 
     def close(self) -> None:
-        """Send what waits, as far as that goes within `CLOSE_SECONDS`; more is lost."""
-        # Where nobody takes spans the exporter tries for ten seconds, and a thread of a pool would be waited for.
+        """Send waiting spans for at most `CLOSE_SECONDS`; the rest is lost."""
+        # The exporter tries for ten seconds if nobody takes spans, and exit would wait for a thread of a pool.
         thread = threading.Thread(target=self._provider.shutdown, name="cairn-traces", daemon=True)
         thread.start()
         thread.join(CLOSE_SECONDS)
@@ -163,25 +164,3 @@ class Tracing:
 def _text(call: HTTPCall, name: str) -> str | None:
     value = call.header(name.encode())
     return None if value is None else value.decode("latin-1")
-
-
-def route_of(path: str) -> str:
-    """The route of a path without the ids in it, so that there are few of them; for what is no route `*`."""
-    exact, patterns = _routes()
-    if path in exact:
-        return path
-    return next((route for pattern, route in patterns if pattern.fullmatch(path)), "*")
-
-
-@cache
-def _routes() -> tuple[frozenset[str], list[tuple[re.Pattern[str], str]]]:
-    from cairn.api.openapi import ROUTES
-
-    patterns = []
-    for route in ROUTES:
-        if "{" in route:
-            parts = re.split(r"\{[a-z_]+\}", route)
-            # a model's id may hold slashes
-            inner = ".+" if route.startswith("/v1/models/") else "[^/]+"
-            patterns.append((re.compile(inner.join(map(re.escape, parts))), route))
-    return frozenset(route for route in ROUTES if "{" not in route), patterns

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -75,7 +76,7 @@ def _layer(k: Kernels) -> list[tuple[str, NDArray[Any]]]:
     rows, members = given(np.array([[0, _TOKENS, 0]], np.int32)), given(np.zeros(_TOKENS, np.int32))
     table = given(np.arange(1, blocks + 1, dtype=np.int32)[None])
     attended = empty(_TOKENS, _HEADS * _SIZE)
-    places = (query, kv, 0, rows, table, 0, _SIZE**-0.5, attended, 0.0, False, None, members)
+    places = (query, kv, 0, rows, table, 0, 1 / math.sqrt(_SIZE), attended, 0.0, False, None, members)
     run("attention", attended, k.attention, *places)
     run("project of 8 bits", normed, k.project, attended, k.matrix([packed], [None]), normed)
     run("add", hidden, k.add, normed, hidden)

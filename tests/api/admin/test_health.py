@@ -52,7 +52,7 @@ async def test_health_is_degraded_while_the_disk_refuses_turns(folder: Path) -> 
 
 async def test_health_is_degraded_where_there_are_no_agents(folder: Path) -> None:
     async with home(folder) as (house, http):
-        attribution = house.web.app.attribution  # type: ignore[attr-defined]
+        attribution = house.web.app.state.attribution  # type: ignore[attr-defined]
         attribution.agents = None
         assert (await http.get("/health")).json() == WELL  # nobody wants any
         attribution.missing("another server has their folder")
@@ -66,7 +66,7 @@ async def test_health_is_degraded_while_the_disk_refuses_documents(
     form: dict[str, Any] = {"files": {"file": bytes(1 << 20)}, "data": {"purpose": "user_data"}}
     async with home(folder, agents_dir=str(tmp_path / "agents")) as (house, http):
         assert (await http.post("/v1/files", **form)).status_code == 200
-        files = house.web.app._library._opened.files  # type: ignore[attr-defined]
+        files = house.web.app.state.library._opened.files  # type: ignore[attr-defined]
         with files.database.read() as db:
             db.execute("PRAGMA max_page_count=1")  # as a disk that is full
         assert (await http.post("/v1/files", **form)).status_code == 503

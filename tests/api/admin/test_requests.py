@@ -203,7 +203,7 @@ async def test_before_the_model_is_loaded() -> None:
 
 async def test_while_draining() -> None:
     async with site(ScriptedService(), Config(shutdown_grace=7)) as at, at.http() as http:
-        at.app.draining = True
+        at.app.state.draining = True
         refused = await http.post("/v1/chat/completions", json=CHAT)
         assert refused.status_code == 503 and refused.headers["retry-after"] == "7"
         assert (await http.get("/health/ready")).status_code == 503

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from cairn.api.anthropic.schemas import MessagesBody, chat_of
 from cairn.api.chat.parse import parse
-from cairn.api.http.body_budget import BodyBudget
-from cairn.api.http.call import HTTPCall
+from cairn.api.http.call import BodyBudget, HTTPCall
 from cairn.config.config import Config, Secret
 from cairn.types.errors import CairnError, ContextTooLong, GenerationFailed, Overloaded
 from cairn.types.outputs import Delta, Done, FinishReason, TokenKind, ToolCallDelta, Usage

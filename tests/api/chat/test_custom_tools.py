@@ -147,10 +147,10 @@ async def test_a_function_of_the_same_name_comes_before_a_type() -> None:
     async with site(service) as at:
         tools = [{"type": "bash_20250124", "name": "bash"}, own]
         answer = await post(at, MESSAGES, {"messages": HI, "max_tokens": 9, "tools": tools})
-        assert "tools[0] is passed over: a function of the name bash is offered" in answer.headers["x-cairn-warning"]
+        assert "tools[0] is ignored: a function is named bash too" in answer.headers["x-cairn-warning"]
         body = {"input": "hi", "tools": [{"type": "shell"}, {"type": "function", "name": "shell"}], "store": False}
         answer = await post(at, RESPONSES, body)
-        assert "tools[0] is passed over" in answer.headers["x-cairn-warning"]
+        assert "tools[0] is ignored" in answer.headers["x-cairn-warning"]
     assert [[tool["function"]["description"] for tool in tools] for _, tools, _, _ in service.prompts[:1]] == [["mine"]]
     assert len(service.prompts[1][1]) == 1
 

@@ -13,14 +13,14 @@ from openai.types.chat import completion_create_params as chat_params
 from pydantic import ValidationError
 
 from cairn.api.anthropic.schemas import MessagesBody
-from cairn.api.chat.checks import check_chat
 from cairn.api.chat.fields import ACCEPTED, ROWS, FieldRow
+from cairn.api.chat.generation import check_chat
 from cairn.api.chat.message_schemas import TextPart
 from cairn.api.chat.parse import parse
 from cairn.api.chat.schemas import ChatBody, CompletionBody, TokenizeBody
 from cairn.api.http.body import Body
 from cairn.api.native import agent_schemas
-from cairn.api.openai.embedding_schemas import EmbeddingBody, RerankBody
+from cairn.api.openai.embeddings import EmbeddingBody, RerankBody
 from cairn.api.openai.responses_schemas import ResponseBody
 from cairn.config.config import Config
 from cairn.types.errors import InvalidRequest, Unsupported

@@ -13,16 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cairn.api.chat.wire import (
-    DONE,
-    HEARTBEAT,
-    ChatChunks,
-    TextChunks,
-    TextLogprobs,
-    chat_logprobs,
-    error_event,
-    usage_object,
-)
+from cairn.api.chat.wire import ChatChunks, TextChunks, TextLogprobs, chat_logprobs, usage_object
+from cairn.api.http.sse import DONE, HEARTBEAT, error_event
 from cairn.text.chat.messages import texts_in
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.errors import InvalidRequest, Overloaded, Unauthorized

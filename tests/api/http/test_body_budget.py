@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cairn.api.http.body_budget import BodyBudget
+from cairn.api.http.call import BodyBudget
 from cairn.api.native.agents import MAX_IMPORTS
 from cairn.config.config import Config, Secret, TenantKeys
 from cairn.types.errors import Overloaded, Unavailable

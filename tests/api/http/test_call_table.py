@@ -1,6 +1,6 @@
 import pytest
 
-from cairn.api.http.call_table import KEEP_CALLS, KEEP_SECONDS, CallTable, parse_id
+from cairn.api.http.event_log import KEEP_CALLS, KEEP_SECONDS, CallTable, parse_id
 from cairn.types.errors import Conflict
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from cairn.api.http.connection import FIRST_LOOK, Guard
-from cairn.api.http.deadlines import Phase
+from cairn.api.http.connection import FIRST_LOOK, Guard, Phase
 from cairn.config.config import Config
 from cairn.types.outputs import Delta
 from tests.api.scripted import ScriptedService, done

@@ -4,7 +4,7 @@ import tracemalloc
 
 import pytest
 
-from cairn.api.http.json_body import parse_json
+from cairn.api.http.body import parse_json
 from cairn.types.errors import InvalidRequest
 
 

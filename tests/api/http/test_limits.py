@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cairn.api.http.tls import tls_context
+from cairn.api.http.auth import tls_context
 from cairn.config.config import Config, Secret, TenantKeys, TenantLimits
 from cairn.types.errors import ConfigError
 from tests.api.homes import home
@@ -51,7 +51,7 @@ HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 async def test_each_tenant_has_its_own_requests_a_minute(folder: Path) -> None:
     config = Config(**tenants(ada=TenantLimits(requests_per_minute=2), bob=TenantLimits()), requests_per_minute=3)
     async with serving(folder) as service, site(service, config) as at, at.http() as http:
-        clock = at.app._rates._clock = Time()
+        clock = at.app.state.rates._clock = Time()
 
         async def ask(name: str) -> httpx.Response:
             return await http.post("/v1/chat/completions", json=HELLO, headers=key(name))
@@ -73,7 +73,7 @@ async def test_each_tenant_has_its_own_requests_a_minute(folder: Path) -> None:
 async def test_tokens_are_counted_once_they_are_known(folder: Path) -> None:
     config = Config(**tenants(ada=TenantLimits(), bob=TenantLimits()), tokens_per_minute=60)
     async with serving(folder) as service, site(service, config) as at, at.http() as http:
-        clock = at.app._rates._clock = Time()
+        clock = at.app.state.rates._clock = Time()
         long = {"messages": [{"role": "user", "content": "hello" * 30}], "max_tokens": 4}
         first = await http.post("/v1/chat/completions", json=long, headers=key("ada"))
         used = first.json()["usage"]["total_tokens"]
@@ -89,7 +89,7 @@ async def test_tokens_are_counted_once_they_are_known(folder: Path) -> None:
 async def test_a_new_agent_with_each_request_passes_no_limit(folder: Path, limit: str) -> None:
     """Without keys a client names its agents as it likes: they take turns, and count against one limit."""
     async with home(folder, **{limit: 1}) as (house, http):
-        house.web.app._rates._clock = Time()  # type: ignore[attr-defined]
+        house.web.app.state.rates._clock = Time()  # type: ignore[attr-defined]
         asked = {"messages": HELLO["messages"], "max_tokens": 400, "ignore_eos": True, "stream": True}
         named = {"x-cairn-agent": "agent-0"}
         async with http.stream("POST", "/v1/chat/completions", json=asked, headers=named) as stream:

@@ -89,7 +89,7 @@ async def test_waiting_for_a_model_counts(tmp_path: Path, monkeypatch: pytest.Mo
 
         monkeypatch.setattr(Service, "start", slowly)
         async with site(models.services.first, Config()) as at, at.http() as http:
-            at.app.open(models)
+            at.app.state.open(models)
             began = time.monotonic()
             asked = {**ASKED, "model": "beta", "max_tokens": 4}
             answer = await http.post("/v1/chat/completions", json=asked, headers={"X-Request-Timeout": "0.3"})

@@ -16,10 +16,9 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from cairn.api.chat.wire import HEARTBEAT, error_event
 from cairn.api.http.call import HTTPCall
-from cairn.api.http.event_log import PAGE, EventLog
-from cairn.api.http.resumable import EventLogs
+from cairn.api.http.event_log import PAGE, EventLog, EventLogs
+from cairn.api.http.sse import HEARTBEAT, error_event
 from cairn.config.config import Config, Secret
 from cairn.frontend.request_state import Waker
 from cairn.types.errors import NotFound, Overloaded
@@ -388,7 +387,7 @@ async def test_a_tape_that_lost_its_beginning_says_so() -> None:
     service = ScriptedService(lambda request: [*(Delta(text="x" * 60) for _ in range(900)), 60.0, done()])
     async with site(service, Config(reconnect_grace=5.0)) as at:
         id, _ = await begin(at, service, 1)
-        logs = at.app._admin._logs
+        logs = at.app.state.logs
         await until(lambda: logs._logs[int(id, 16)].last > 900)
         assert logs._logs[int(id, 16)].shorten()
         lost = await follow(at, id, after=3)
@@ -408,7 +407,7 @@ async def test_a_reader_that_is_slow_does_not_hold_up_the_answer() -> None:
         _, writer = await at.raw(limit=1024)
         writer.write(request_bytes("POST", "/v1/chat/completions", json.dumps(chat()).encode(), "X-Cairn-Resumable: 1"))
         await until(lambda: service.streams and service.streams[0].over, 20)
-        (id,) = at.app._admin._logs._logs
+        (id,) = at.app.state.logs._logs
         found = numbered((await follow(at, f"{id:016x}")).text)
         assert len(said(found)) == 2000 * 2000 and found[-1][1] == "[DONE]"
 

@@ -40,7 +40,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 async def home(folder: Path, **options: Any) -> AsyncIterator[tuple[House, Site, httpx.AsyncClient]]:
     config = Config(**options)
     async with house(folder, salts(config)) as at, site(at.service, config) as web, web.http() as http:
-        web.app.attribution.agents = at.agents
+        web.app.state.attribution.agents = at.agents
         yield at, web, http
 
 
@@ -190,8 +190,8 @@ async def test_what_is_no_longer_kept_brings_a_snapshot(folder: Path, monkeypatc
 
 
 def feeds(web: Site) -> list[changes.ChangeFeed]:
-    route = web.app._exact["/v1/events"]["GET"]
-    found: changes.ChangeFeeds = route.__self__  # type: ignore[attr-defined]
+    route = web.app.router.find("/v1/events")["GET"]  # type: ignore[index]
+    found: changes.ChangeFeeds = route.endpoint.__self__  # type: ignore[attr-defined]
     return list(found._feeds.values())
 
 
@@ -289,7 +289,7 @@ async def test_nothing_is_looked_at_once_nobody_listens(folder: Path, monkeypatc
 async def test_a_server_that_ends_ends_the_stream(folder: Path) -> None:
     async with home(folder) as (_, web, http), listening(http) as stream:
         await stream.snapshot()
-        web.app.draining = True
+        web.app.state.draining = True
         with pytest.raises(EOFError):
             await stream.until("nothing")
 
@@ -306,7 +306,7 @@ async def test_savings_by_day_survive_a_restart_and_add_up(folder: Path) -> None
         for name, value in after["total"].items():
             assert value == pytest.approx(sum(day[name] for day in after["days"])), name
         await at.again()
-        web.app.attribution.agents = at.agents
+        web.app.state.attribution.agents = at.agents
         assert (await http.get("/v1/savings")).json() == after
 
 
@@ -318,7 +318,7 @@ async def test_days_that_are_too_long_ago_are_forgotten(folder: Path) -> None:
         await at.agents.tend()
         assert (await http.get("/v1/savings")).json()["days"] == []
         await at.again(clean=True)
-        web.app.attribution.agents = at.agents
+        web.app.state.attribution.agents = at.agents
         found = (await http.get("/v1/savings")).json()
         assert found["days"] == [] and found["total"]["requests"] == 1
 
@@ -326,6 +326,6 @@ async def test_days_that_are_too_long_ago_are_forgotten(folder: Path) -> None:
 async def test_no_model_is_kept_loaded_for_who_listens(folder: Path) -> None:
     async with home(folder) as (_, web, http), listening(http) as stream:
         await stream.snapshot()
-        assert web.app.models is not None
-        (model,) = web.app.models.models
+        assert web.app.state.models is not None
+        (model,) = web.app.state.models.models
         assert model.loaded is not None and model.loaded.users == 0

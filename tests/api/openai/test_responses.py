@@ -165,7 +165,7 @@ async def test_tools_of_a_namespace_and_of_free_text_are_called_by_their_own_nam
     ]
     async with site(service) as at:
         answer = await post(at, body(tools=tools))
-        assert "tools[2] is passed over" in answer.headers["x-cairn-warning"]
+        assert "tools[2] is ignored" in answer.headers["x-cairn-warning"]
         spawn, patch = answer.json()["output"]
         streamed = events((await post(at, body(tools=tools, stream=True))).text)
     assert (spawn["name"], spawn["namespace"], spawn["arguments"]) == ("spawn", "agents", '{"n": 1}')
@@ -191,7 +191,7 @@ async def test_a_tool_of_free_text_is_held_to_its_grammar_or_told_of_it() -> Non
         answer = await post(at, body(tools=[custom("regex"), custom("lark", "start: X+\nX: /[a-z]/\n"), spoken]))
         assert answer.status_code == 200
         assert answer.headers["x-cairn-warning"] == (
-            "tools[2]: the model is told of this grammar and not held to it: it comes back to its rule start"
+            "tools[2]: the model reads this grammar and is not held to it: it comes back to its rule start"
         )
         (_, (regex, lark, told), *_), wanted = at.app.service.prompts[0], at.app.service.wanted[0]  # type: ignore[union-attr]
         assert regex["function"]["parameters"]["properties"]["input"]["pattern"] == "^(?:[a-z]+)$"
@@ -378,7 +378,7 @@ async def keeping(folder: Path, model: Path, site_config: Config | None = None, 
     async with serving(model, **options) as service, site(service, site_config) as at:
         clock = SystemClock()
         agents = await Agents.open(service, SystemFiles(), folder, clock, SystemRng(), Config(), salts(Config()))
-        at.app.attribution.opened(agents)
+        at.app.state.attribution.opened(agents)
         try:
             yield at
         finally:
@@ -549,7 +549,7 @@ async def test_a_client_that_sends_everything_again_finds_the_answers_as_they_we
     async with keeping(tmp_path / "agents", path, engine="cpu") as at, at.http() as http:
         again = await post(at, kept(input=[*say, {"role": "user", "content": "more"}]))
         agent = (await http.get(f"/v1/agents/{again.json()['id']}/turns")).json()["data"][0]
-        whole = at.app.attribution.open()
+        whole = at.app.state.attribution.open()
         ids = await whole.context("default", again.json()["id"])
         assert at.app.service is not None
         text = at.app.service.tokenizer.decode(ids, skip_special=False)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from cairn.api.http.body_budget import BodyBudget
-from cairn.api.http.call import HTTPCall
+from cairn.api.http.call import BodyBudget, HTTPCall
 from cairn.api.openai.responses_items import messages_of
 
 SECONDS = 2.0

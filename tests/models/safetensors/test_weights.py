@@ -248,7 +248,7 @@ def test_an_engine_is_loaded_whole_or_not_at_all(tmp_path: Path, monkeypatch: py
     last.write_bytes(last.read_bytes()[:-1])
     built: list[str] = []
     monkeypatch.setattr("cairn.models.forward.decoder.build", lambda *arguments: built.append("decoder"))
-    monkeypatch.setattr("cairn.engine.recorded.load_kernels", lambda *arguments: built.append("kernels"))
+    monkeypatch.setattr("cairn.kernels.devices.load", lambda *arguments: built.append("kernels"))
     with pytest.raises(ModelFileError, match="truncated"):
         load(folder)
     assert built == []

@@ -1,15 +1,16 @@
-"""How the server is: routes that answer at any time, also while the model loads.
+"""Health routes, which answer at any time, also while the model loads.
 
 All but /version need no key, so nothing there names a folder or what anybody asked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from cairn import __version__
 from cairn.api.http.call import JSON, HTTPCall, encode
 from cairn.api.http.not_found import no_route
+from cairn.api.http.routes import Endpoint, Route
 from cairn.frontend.service import SHUTTING_DOWN
 from cairn.router import model_health
 from cairn.router.models import Models
@@ -18,11 +19,9 @@ LOADING = "the model is still being loaded"
 LOADING_RETRY = 2
 """Seconds after which to ask again while the model loads."""
 
-Answering = Callable[[HTTPCall, "ServerHealth"], Awaitable[None]]
-
 
 class ServerHealth:
-    """What is known of the server when it is asked."""
+    """The state of the server at the time of the call."""
 
     def __init__(
         self,
@@ -33,8 +32,11 @@ class ServerHealth:
         *,
         refuses: bool = False,
     ) -> None:
-        """`more`: troubles beside the models' own. `folders`: not to be named; the log names them. `refuses`: some
-        requests are refused for those troubles."""
+        """Judge the server.
+
+        `more`: troubles beside the models' own. `folders` are not named to clients; the log names them. `refuses`: some
+        requests are refused for those troubles.
+        """
         self.loading = models is None
         reasons = [LOADING] if models is None else model_health.unready(models)
         if draining and SHUTTING_DOWN not in reasons:
@@ -45,7 +47,7 @@ class ServerHealth:
         self.reasons = reasons
         """Why new requests would not be served well now."""
         self.troubles = troubles
-        """What does not work although they are."""
+        """Troubles that do not make the server refuse new requests."""
         self.stalled = models is not None and model_health.stalled(models)
         """Whether there is work and nothing of it gets further."""
         unwell = models is not None and models.several and bool(model_health.troubles(models))
@@ -53,10 +55,10 @@ class ServerHealth:
         """Whether requests are served, but not all: one of several models is not well, or the disk refuses turns."""
 
 
-def routes() -> dict[str, Answering]:
-    """Every route, by path; all are for GET and HEAD."""
-    return {
-        "/": root,
+def routes(*, page: bool) -> list[Route]:
+    """Return the table of these routes. `page`: whether / is the page's, which answers clients of Ollama too."""
+    paths: dict[str, Endpoint] = {
+        **({} if page else {"/": root}),
         "/health": health,
         "/v1/health": health,
         "/health/live": live,
@@ -64,12 +66,16 @@ def routes() -> dict[str, Answering]:
         "/health/startup": startup,
         "/livez": live,
         "/readyz": ready,
-        "/version": version,
     }
+    found = [Route("GET", path, endpoint, access="open", always=True) for path, endpoint in paths.items()]
+    return [*found, Route("GET", "/version", version, always=True)]
 
 
 async def root(call: HTTPCall, state: ServerHealth) -> None:
-    """GET /: what clients of Ollama know a server by. A browser finds nothing: the page is switched off."""
+    """Answer as Ollama does, by which its clients know a server.
+
+    A browser gets a 404, since the page is switched off.
+    """
     if b"text/html" in (call.header(b"accept") or b""):
         host = (call.header(b"host") or b"").decode("latin-1")
         raise no_route(call.path, host, lambda path: False)
@@ -77,14 +83,13 @@ async def root(call: HTTPCall, state: ServerHealth) -> None:
 
 
 async def health(call: HTTPCall, state: ServerHealth) -> None:
-    """GET /health: 200 with status ok, or 503 while the model loads or new requests would not be served well.
+    """Return 200 with status ok, or 503 while the model loads or new requests would be served badly.
 
-    `degraded` says that they would be served badly, `stalled` that a worker has work and does not get on; `reasons`
-    say why.
-    Where a part alone is not served, the status is `degraded`, the code still 200, and `troubles` say why: one of
+    `degraded` says that they would be served badly, `stalled` that a worker has work and makes no progress; `reasons`
+    say why. If only a part is not served, the status is `degraded` with code 200, and `troubles` say why: one of
     several models is not well, or turns are refused because the disk is full.
 
-    `status`, and `error` beside it, are what clients of llama-server look for.
+    `status`, and `error` beside it, are what clients of llama-server read.
     """
     if not state.reasons:
         await call.json({"status": "degraded" if state.partly else "ok", "reasons": [], "troubles": state.troubles})
@@ -96,18 +101,18 @@ async def health(call: HTTPCall, state: ServerHealth) -> None:
 
 
 async def live(call: HTTPCall, state: ServerHealth) -> None:
-    """GET /health/live, /livez: the process answers."""
+    """Return 200: the process answers."""
     await call.json({"status": "live"})
 
 
 async def ready(call: HTTPCall, state: ServerHealth) -> None:
-    """GET /health/ready, /readyz: 200, or 503 with the reasons; `troubles` fail no requests."""
+    """Return 200, or 503 with the reasons. `troubles` fail no requests."""
     body = {"status": "not ready" if state.reasons else "ready", "reasons": state.reasons, "troubles": state.troubles}
     await (_unavailable(call, body) if state.reasons else call.json(body))
 
 
 async def startup(call: HTTPCall, state: ServerHealth) -> None:
-    """GET /health/startup: 503 until the model is loaded for the first time, 200 ever after."""
+    """Return 503 until the model is loaded for the first time, 200 ever after."""
     if state.loading:
         await _unavailable(call, {"status": "starting", "reasons": [LOADING]})
     else:
@@ -115,7 +120,7 @@ async def startup(call: HTTPCall, state: ServerHealth) -> None:
 
 
 async def version(call: HTTPCall, state: ServerHealth) -> None:
-    """GET /version."""
+    """Return the version of this server."""
     await call.json({"version": __version__})
 
 

@@ -1,4 +1,4 @@
-"""Loading, unloading and swapping models of a running server: for its owner (`auth.ADMIN`).
+"""Loading, unloading and swapping models of a running server: for its owner.
 
 GET  /v1/admin/models                            all models, what they take and what is left
 POST /v1/admin/models/load    {"model"}          answered when it is loaded; also /v1/models/load (llama-server)
@@ -12,27 +12,24 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
 from typing import Any
 
-from cairn.api.admin.reload import Reload
 from cairn.api.chat.parse import parse
+from cairn.api.chat.state import ServerState
 from cairn.api.http.auth import has_keys, is_local
-from cairn.api.http.body import Body, Number
+from cairn.api.http.body import Body, Number, read_json, read_nothing
 from cairn.api.http.call import HTTPCall, Watch
-from cairn.api.http.json_body import read_json, read_nothing
+from cairn.api.http.routes import Route
 from cairn.api.native.agent_schemas import NoBody
 from cairn.config.config import Config
 from cairn.frontend.service import DRAINED, Service
-from cairn.router.models import Models
 from cairn.router.served_model import ServedModel
 from cairn.types.errors import Forbidden, InvalidRequest
 
-Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
 MOST_GRACE = 3600.0
 """Seconds that requests may be waited for."""
 SWAP_GRACE = 20.0
-"""The same where a swap does not say: calls that come meanwhile wait so long too."""
+"""Default of `grace` for a swap. Calls that come meanwhile wait that long too."""
 MOST_NAME = 4096
 """Characters of a model's name or place: no path is longer."""
 
@@ -51,7 +48,10 @@ class UnloadBody(Body):
 
 
 class SwapBody(Body):
-    """Whose names move, and to what: a place, a hub id, or a model of the server that is not loaded."""
+    """The model whose names move, and their new target.
+
+    `to` is a place, a hub id, or a model of the server that is not loaded.
+    """
 
     model: str
     to: str
@@ -67,33 +67,31 @@ class DrainBody(Body):
 class ModelAdmin:
     """The routes."""
 
-    def __init__(self, options: Reload) -> None:
-        self._options = options
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
         self._tasks: set[asyncio.Task[None]] = set()
-        self.registry: Models
-        """Set before the first call."""
 
     @property
     def _config(self) -> Config:
-        """As the options are now."""
-        return self._options.config
+        """The options as they are now."""
+        return self._state.config
 
-    def routes(self) -> dict[str, dict[str, Endpoint]]:
-        """Every route, by path and method."""
-        return {
-            "/v1/admin/models": {"GET": self.list},
-            "/v1/admin/models/load": {"POST": self.load},
-            "/v1/admin/models/unload": {"POST": self.unload},
-            "/v1/admin/models/swap": {"POST": self.swap},
-            "/v1/admin/drain": {"POST": self.drain},
-            "/v1/admin/reload": {"POST": self.reload},
-            "/v1/models/load": {"POST": self.load},
-            "/v1/models/unload": {"POST": self.unload},
-        }
+    def routes(self) -> list[Route]:
+        """Return the table of these routes."""
+        return [
+            Route("GET", "/v1/admin/models", self.list, access="admin"),
+            Route("POST", "/v1/admin/models/load", self.load, LoadBody, access="admin"),
+            Route("POST", "/v1/admin/models/unload", self.unload, UnloadBody, access="admin"),
+            Route("POST", "/v1/admin/models/swap", self.swap, SwapBody, access="admin"),
+            Route("POST", "/v1/admin/drain", self.drain, DrainBody, access="admin"),
+            Route("POST", "/v1/admin/reload", self.reload, NoBody, access="admin"),
+            Route("POST", "/v1/models/load", self.load, LoadBody, access="admin"),
+            Route("POST", "/v1/models/unload", self.unload, UnloadBody, access="admin"),
+        ]
 
     async def list(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/admin/models."""
-        models = self.registry
+        """List all models, the memory they take and the memory that is left."""
+        models = self._state.registry
         left = await asyncio.to_thread(models.loader.left)
         await call.json(
             {
@@ -107,29 +105,29 @@ class ModelAdmin:
         )
 
     async def load(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/admin/models/load."""
+        """Load a model."""
         body = parse(LoadBody, await self._read(call), self._config, call)
         model = self._find(body.model)
-        await self.registry.load(model)
+        await self._state.registry.load(model)
         await self._done(call, model)
 
     async def unload(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/admin/models/unload: requests that it has go on for `grace` seconds, by default shutdown_grace."""
+        """Unload a model. Its requests may go on for `grace` seconds, by default shutdown_grace."""
         body = parse(UnloadBody, await self._read(call), self._config, call)
         model = self._find(body.model)
-        await self.registry.unload(model, self._grace(body.grace, self._config.shutdown_grace))
+        await self._state.registry.unload(model, self._grace(body.grace, self._config.shutdown_grace))
         await self._done(call, model)
 
     async def swap(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/admin/models/swap: answered when the new model answers, or, with why not, when the old one does.
+        """Put another model behind a name. Answered when the new model answers, or with an error when the old one does.
 
-        Where the client leaves before, the swap ends and the old model answers on.
+        If the client leaves before, the swap ends and the old model stays.
         """
         body = parse(SwapBody, await self._read(call), self._config, call)
         model, grace = self._find(body.model), self._grace(body.grace, SWAP_GRACE)
         _check_name(body.to, "to")
         async with Watch(call) as watch:
-            await self.registry.swap(model, body.to, grace)
+            await self._state.registry.swap(model, body.to, grace)
             watch.stop()
         if watch.left:
             call.ended = "client_left"
@@ -137,21 +135,21 @@ class ModelAdmin:
         await self._done(call, model)
 
     async def drain(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/admin/drain."""
+        """Refuse new requests from now on."""
         self._check_owner()
         body = parse(DrainBody, await read_nothing(call, self._config), self._config, call)
-        requests, grace = self.registry.requests, self._grace(body.grace, self._config.shutdown_grace)
-        self.registry.leaving = DRAINED
-        task = asyncio.create_task(self.registry.drain(grace, DRAINED))
+        requests, grace = self._state.registry.requests, self._grace(body.grace, self._config.shutdown_grace)
+        self._state.registry.leaving = DRAINED
+        task = asyncio.create_task(self._state.registry.drain(grace, DRAINED))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         await call.json({"object": "drain", "draining": True, "requests": requests})
 
     async def reload(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/admin/reload: the options are read again; which hold now, and which it takes a restart for."""
+        """Read the options again. Returns which hold now, and which need a restart."""
         self._check_owner()
         parse(NoBody, await read_nothing(call, self._config), self._config)
-        found = self._options(self.registry)
+        found = self._state.options(self._state.registry)
         unchanged = [{"option": name, "why": why} for name, why in found.unchanged.items()]
         await call.json({"object": "reload", "changed": found.changed, "unchanged": unchanged})
 
@@ -163,11 +161,11 @@ class ModelAdmin:
         return await read_json(call, self._config)
 
     def _find(self, name: str) -> ServedModel:
-        """The model of that name, also where any other name would do for an answer."""
+        """Return the model of exactly that name, even if the server answers to any."""
         _check_name(name, "model")
-        if not self.registry.has(name):
-            raise self.registry.unknown(name)
-        return self.registry.find(name)
+        if not self._state.registry.has(name):
+            raise self._state.registry.unknown(name)
+        return self._state.registry.find(name)
 
     def _grace(self, seconds: float | None, default: float) -> float:
         if seconds is None:
@@ -177,14 +175,14 @@ class ModelAdmin:
         return float(seconds)
 
     def _check_owner(self) -> None:
-        """Forbidden where anybody from elsewhere could do it."""
+        """Raise Forbidden if anybody from elsewhere could do it."""
         config = self._config
         host = config.host if config.admin_port is None else config.admin_host
         if not has_keys(config) and not is_local(host) and config.admin_key is None:
             raise Forbidden("models are changed over HTTP only with the admin key, or on this machine alone")
 
     def _shown(self, model: ServedModel) -> dict[str, Any]:
-        loaded, expires = model.loaded, self.registry.expires_in(model)
+        loaded, expires = model.loaded, self._state.registry.expires_in(model)
         stats = loaded.service.stats() if loaded is not None else None
         return {
             "id": model.name,
@@ -209,7 +207,7 @@ class ModelAdmin:
 
 
 def _check_name(name: str, field: str) -> None:
-    """InvalidRequest for what can be no model's name or place."""
+    """Raise InvalidRequest for a text that can be no model's name or place."""
     if not name.strip() or "\0" in name:
         raise InvalidRequest(
             f"{field} must name a model: a name of this server's, a folder or a .gguf file", field=field

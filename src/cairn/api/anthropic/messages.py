@@ -1,9 +1,9 @@
-"""POST /v1/messages and /v1/messages/count_tokens, as Anthropic's API has them.
+"""POST /v1/messages and /v1/messages/count_tokens, as Anthropic's API defines them.
 
 Events: docs.anthropic.com/en/docs/build-with-claude/streaming, as anthropic-python's `types.RawMessageStreamEvent`
-states them. `input_tokens` are those that neither came from the cache nor went to it; the three together are the
-prompt. What is computed of a prompt stays in whole blocks, so that is what was written to the cache. The last token
-is never among them: an answer is always computed from it, so `input_tokens` is at least 1.
+states them. `input_tokens` are tokens that neither came from the cache nor were written to it; all three together are
+the prompt. Whole blocks are written to the cache, never with the last token: an answer is always computed from it, so
+`input_tokens` is at least 1.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from typing import Any
 
 from cairn.api.anthropic.schemas import NAMES, MessagesBody, chat_of
 from cairn.api.chat.cache_diagnosis import RecentPrompts, message_diagnostics
-from cairn.api.chat.exchange import ChoiceStream, Exchanges, spelled
+from cairn.api.chat.exchange import ChoiceStream, spelled
 from cairn.api.chat.generation import chat_exchange, chat_prompt
 from cairn.api.chat.parse import parse, read
-from cairn.api.chat.reasoning_text import pack
 from cairn.api.chat.schemas import ChatBody
-from cairn.api.chat.sessions import AgentAttribution
-from cairn.api.chat.wire import cache_object, written_of
+from cairn.api.chat.state import ServerState
+from cairn.api.chat.wire import cache_object, pack, written_of
 from cairn.api.http.call import HTTPCall, encode
 from cairn.api.http.not_found import anthropic_error
-from cairn.config.config import Config
+from cairn.api.http.routes import Route
 from cairn.frontend.service import Service
 from cairn.text.chat.message_builder import arguments_of
 from cairn.types.errors import CairnError
@@ -35,14 +34,21 @@ PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 class Anthropic:
     """The routes of messages."""
 
-    def __init__(self, config: Config, exchanges: Exchanges, attribution: AgentAttribution) -> None:
-        self._config = config
-        self._exchanges = exchanges
-        self._attribution = attribution
+    def __init__(self, state: ServerState) -> None:
+        self._config = state.config
+        self._exchanges = state.exchanges
+        self._attribution = state.attribution
         self._recent = RecentPrompts()
 
+    def routes(self) -> list[Route]:
+        """Return the table of these routes."""
+        return [
+            Route("POST", "/v1/messages", self.messages, MessagesBody, model="chat"),
+            Route("POST", "/v1/messages/count_tokens", self.count_tokens, MessagesBody, model="chat"),
+        ]
+
     async def messages(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/messages."""
+        """Generate the next message of a chat, in Anthropic's form."""
         call.headers.append((b"request-id", call.id.encode()))
         body, chat = await self._read(call, service)
         exchange = await chat_exchange(
@@ -60,7 +66,7 @@ class Anthropic:
     def _diagnose(
         self, call: HTTPCall, service: Service, body: MessagesBody, choices: Sequence[ChoiceStream]
     ) -> dict[str, Any] | None:
-        """What became of the prefix of an earlier message, where that is asked."""
+        """Return where the prompt leaves that of an earlier message, if the request asks."""
         prompt, parts = choices[0].request.prompt, {"model": service.name} | body.parts
         self._recent.note(call.tenant, "msg_" + call.id, parts, prompt)
         previous = (body.diagnostics or {}).get("previous_message_id")
@@ -69,7 +75,7 @@ class Anthropic:
         return message_diagnostics(self._recent.compare(call.tenant, previous, parts, prompt))
 
     async def count_tokens(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/messages/count_tokens."""
+        """Count the tokens of a chat."""
         _, chat = await self._read(call, service)
         with spelled(NAMES):
             prompt = await chat_prompt(call, service, self._config, chat)
@@ -104,11 +110,11 @@ class MessageAnswer:
         self._thought = ""
 
     def begin(self) -> bytes:
-        """Nothing yet: the first event tells what the cache gave, which is known with the first token."""
+        """Return nothing: the first event reports what the cache gave, which is known with the first token."""
         return b""
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        """Pieces of blocks."""
+        """Return the events of one delta."""
         data = self._start()
         if delta.reasoning and self._body.thinks:
             data += self._enter("thinking")
@@ -122,26 +128,26 @@ class MessageAnswer:
         return data
 
     def finish(self, index: int, done: Done, reason: str) -> bytes:
-        """The last block's end, why the message ends, and what it cost."""
+        """Return the end of the last block, the reason why the message ends, and its usage."""
         stop, sequence = self._stop()
         usage = self._usage(done)
         delta = {"stop_reason": stop, "stop_sequence": sequence}
         return self._start() + self._leave() + _event("message_delta", {"delta": delta, "usage": usage})
 
     def end(self) -> bytes:
-        """The end of the stream."""
+        """Return the event that ends the stream."""
         return _event("message_stop", {})
 
     def error(self, error: CairnError) -> bytes:
-        """The event of a failure."""
+        """Return the event of a failure."""
         return b"event: error\ndata: " + encode(anthropic_error(error, self._id)) + b"\n\n"
 
     def heartbeat(self) -> bytes:
-        """A ping; before it the message begins, since no event may come first but that."""
+        """Return a ping, with the beginning of the message before it: no other event may come first."""
         return self._start() + PING
 
     def whole(self) -> dict[str, Any]:
-        """The message in one piece."""
+        """Return the complete message."""
         said, done = self._choice.said, self._choice.done
         assert done is not None
         content = [block for part in said.parts() for block in self._blocks(part)]
@@ -149,7 +155,7 @@ class MessageAnswer:
         return self._message(content, self._usage(done)) | {"stop_reason": stop, "stop_sequence": sequence}
 
     def _blocks(self, part: Delta) -> list[dict[str, Any]]:
-        """The block of a part of the answer; none of thinking that nobody asked for."""
+        """Return the blocks of a part of the answer; none of thinking that was not asked for."""
         if part.tool_calls:
             (call,) = part.tool_calls
             return [{"type": "tool_use", "id": call.id, "name": call.name, "input": arguments_of(call.arguments)}]
@@ -161,7 +167,7 @@ class MessageAnswer:
         return [{"type": "thinking", "thinking": shown, "signature": self._signature(part.reasoning)}]
 
     def _start(self) -> bytes:
-        """The event that begins the message, once."""
+        """Return the event that begins the message, once."""
         if self._started:
             return b""
         self._started = True
@@ -219,13 +225,13 @@ class MessageAnswer:
         return data
 
     def _signature(self, thought: str) -> str:
-        """What comes back with a thought: of one that is not shown the thought itself."""
+        """Return what a client sends back with a thought: if the thought is not shown, the thought itself."""
         return (
             pack(thought) if self._body.omits else hashlib.sha256(thought.encode("utf-8", "replace")).hexdigest()[:32]
         )
 
     def _stop(self) -> tuple[str, str | None]:
-        """stop_reason and stop_sequence."""
+        """Return stop_reason and stop_sequence."""
         choice, done = self._choice, self._choice.done
         assert done is not None
         if done.reason is FinishReason.TOOL_CALLS:

@@ -1,7 +1,7 @@
 """Bodies of Anthropic's Messages API, and the chat that they ask for.
 
 Shapes: docs.anthropic.com/en/api/messages, as anthropic-python's `types.MessageCreateParams` states them. Clients send
-fields of betas that nobody has described: unknown ones are passed over, and told in X-Cairn-Warning.
+undocumented fields of betas: unknown ones are ignored, and named in X-Cairn-Warning.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
 
 from cairn.api.chat.client_tools import of_anthropic
-from cairn.api.chat.reasoning_text import unpack
+from cairn.api.chat.wire import unpack
 from cairn.api.http.body import Body, Count, Number, Several
 from cairn.api.http.call import HTTPCall
 from cairn.types.errors import InvalidRequest, Unsupported
 
 ATTRIBUTION = re.compile(r"x-anthropic-billing-header:[^\n]*\n*", re.IGNORECASE)
-"""A line that some clients put before the system prompt. It changes with every session and says nothing to a model."""
+"""A line that some clients put before the system prompt. It changes with every session and means nothing to a model."""
 EFFORTS = {"xhigh": "high", "max": "high"}
-"""What templates that know an effort call the others."""
+"""Effort names of chat templates for Anthropic's other names."""
 NAMES = {
     "prompt": "messages",
     "stop": "stop_sequences",
@@ -29,13 +29,13 @@ NAMES = {
     "response_format.json_schema": "output_config.format",
     "reasoning_effort": "output_config.effort",
 }
-"""What this dialect calls the fields of a chat."""
+"""This dialect's names for the fields of a chat."""
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 class MessagesBody(Body):
-    """POST /v1/messages, and /v1/messages/count_tokens without what is of the answer."""
+    """POST /v1/messages; for /v1/messages/count_tokens without the fields of the answer."""
 
     place = "messages"
     attached = "messages"
@@ -68,19 +68,19 @@ class MessagesBody(Body):
 
     @property
     def parts(self) -> dict[str, Any]:
-        """What may be named as the reason why a prompt is another."""
+        """Parts of the request that can be named as the reason why a prompt differs."""
         system = _system(self.system, "system") if self.system is not None else []
         tools = [{name: value for name, value in tool.items() if name != "cache_control"} for tool in self.tools or ()]
         return {"tools": tools, "system": system}
 
     @property
     def omits(self) -> bool:
-        """Whether what was thought is to be left out, but for what brings it back."""
+        """Whether thinking is left out of the answer, except for its signature."""
         return (self.thinking or {}).get("display") == "omitted"
 
 
 def chat_of(body: MessagesBody, call: HTTPCall, knows: Callable[[str], bool]) -> dict[str, Any]:
-    """The chat that a body asks for, as a `ChatBody` has it. `knows`: as of `ChatBody.template_args`."""
+    """Return the fields of a `ChatBody` that a body asks for. `knows`: as in `ChatBody.template_args`."""
     messages = [] if body.system is None else _system(body.system, "system")
     for index, message in enumerate(body.messages):
         messages += _message(message, f"messages[{index}]", call)
@@ -117,7 +117,7 @@ def chat_of(body: MessagesBody, call: HTTPCall, knows: Callable[[str], bool]) ->
 
 
 def _thinking(body: MessagesBody, knows: Callable[[str], bool]) -> dict[str, Any]:
-    """What the template is told: without `thinking` nothing is thought, as with Anthropic's models."""
+    """Return the template arguments for thinking. Without `thinking` there is none, as with Anthropic's models."""
     kind = (body.thinking or {}).get("type", "disabled")
     if kind not in ("enabled", "adaptive", "between_tools", "disabled"):
         raise InvalidRequest(
@@ -138,7 +138,7 @@ def _thinking(body: MessagesBody, knows: Callable[[str], bool]) -> dict[str, Any
 
 
 def _budget(thinking: Mapping[str, Any]) -> int | None:
-    """Tokens after which thinking is ended; some clients leave them out."""
+    """Return the tokens after which thinking ends; None if the client leaves them out."""
     given = thinking.get("budget_tokens")
     if given is None:
         return None
@@ -181,19 +181,19 @@ def _tools(tools: list[dict[str, Any]] | None, call: HTTPCall) -> list[dict[str,
 
 
 def _client_tool(tool: Mapping[str, Any], where: str, named: Collection[Any], call: HTTPCall) -> list[dict[str, Any]]:
-    """A tool that has a type, as a function where clients run it. Those that run on a server are passed over."""
+    """Return a typed tool that clients run as a function; None for one that would run on a server."""
     kind = tool.get("type")
     if isinstance(kind, str) and kind.startswith("computer_"):
         raise Unsupported(f"{where}: {kind:.40} shows the model a screen, and models here read text", field=where)
     known = of_anthropic(kind)
     if known is None:
-        call.warn(f"{where} is passed over: a tool of type {kind!s:.40} runs on a server, and none runs here")
+        call.warn(f"{where} is ignored: a tool of type {kind!s:.40} runs on a server, and none runs here")
         return []
     name = tool.get("name") or known.name
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidRequest(f"{where}.name must be 1 to 128 letters, digits, '_', '-' and '.'", field=f"{where}.name")
     if name in named:
-        call.warn(f"{where} is passed over: a function of the name {name} is offered")
+        call.warn(f"{where} is ignored: a function is named {name} too")
         return []
     return [{"type": "function", "function": known.function(name) | _strict(tool)}]
 
@@ -203,7 +203,7 @@ def _strict(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _system(given: Any, where: str) -> list[dict[str, Any]]:
-    """System texts as one message; none where nothing is left of them."""
+    """Return system texts as one message; none if nothing is left of them."""
     texts = [ATTRIBUTION.sub("", text, count=1) if ATTRIBUTION.match(text) else text for text in _texts(given, where)]
     text = "\n".join(text for text in texts if text)
     return [{"role": "system", "content": text}] if text else []
@@ -246,7 +246,7 @@ def _user(content: Any, where: str, call: HTTPCall) -> list[dict[str, Any]]:
 
 
 def _assistant(content: Any, where: str, call: HTTPCall) -> dict[str, Any]:
-    """One message of what was thought, said and called, as it was given out."""
+    """Return thinking, texts and calls as one message."""
     thoughts: list[str] = []
     texts: list[str] = []
     calls: list[dict[str, Any]] = []
@@ -265,7 +265,7 @@ def _assistant(content: Any, where: str, call: HTTPCall) -> dict[str, Any]:
         elif kind == "text":
             texts.append(_field(block, "text", at))
         else:
-            call.warn(f"{at} is passed over: a block of type {kind!s:.40} is nothing to this server")
+            call.warn(f"{at} is ignored: this server knows no block of type {kind!s:.40}")
     thought, said = "".join(thoughts), "".join(texts)
     message: dict[str, Any] = {"role": "assistant", "content": said or (None if calls else "")}
     if thought:
@@ -278,7 +278,7 @@ def _texts(content: Any, where: str) -> list[str]:
 
 
 def _text(block: Mapping[str, Any], where: str) -> str:
-    """The text of a block that may stand in a prompt."""
+    """Return the text of a block that may stand in a prompt."""
     kind = block.get("type")
     if kind == "text":
         return _field(block, "text", where)
@@ -296,7 +296,7 @@ def _text(block: Mapping[str, Any], where: str) -> str:
 
 
 def _blocks(content: Any, where: str) -> list[Mapping[str, Any]]:
-    """Blocks; a text is one of them."""
+    """Return the blocks of a content; a text counts as one block."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):

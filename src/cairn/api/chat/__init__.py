@@ -1,1 +1,1 @@
-"""What all dialects share: reading a request, generating, and saying the answer."""
+"""What all dialects share: reading a request, generating, and formatting the answer."""

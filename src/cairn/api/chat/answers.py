@@ -1,4 +1,4 @@
-"""The adapters of OpenAI's chat and text completions: what a call says, whole or in chunks."""
+"""The adapters of OpenAI's chat and text completions: answers whole or in chunks."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ from cairn.api.chat.free_text_tools import free_text
 from cairn.api.chat.timings import AnswerTimes
 from cairn.api.chat.whole_calls import WholeCalls
 from cairn.api.chat.wire import (
-    DONE,
-    HEARTBEAT,
     ChatChunks,
     TextChunks,
     TextLogprobs,
     chat_logprobs,
-    error_event,
     prompt_scores,
     usage_object,
     with_fields,
 )
 from cairn.api.http.call import HTTPCall
+from cairn.api.http.sse import DONE, HEARTBEAT, error_event
 from cairn.frontend.service import Service
 from cairn.types.errors import CairnError
 from cairn.types.outputs import Delta, Done, TokenKind, TokenLogprob, ToolCallDelta, logprobs_of
@@ -50,13 +48,16 @@ class ChatAnswer:
         hides: bool = False,
         free: Collection[str] = (),
     ) -> None:
-        """`top`: how many of the likeliest tokens are told beside each of the answer's (None: all that are known), and
-        `scored` beside each of the prompt's, where these are told. `hides`: reasoning is left out.
-        `free`: the names of custom tools."""
+        """Format the answer of a chat.
+
+        `top`: how many alternatives are listed beside each token of the answer (None: all that are known); `scored`:
+        the same for tokens of the prompt, if these are reported. `hides` leaves reasoning out. `free`: the names of
+        custom tools.
+        """
         self._pace, self._top, self._scored, self._hides = pace, top, scored, hides
         self._free = frozenset(free)
         self._input: dict[int, WholeCalls] = {}
-        """By choice: calls of custom tools, whose input is told once it is whole."""
+        """Calls of custom tools by choice. Their input is sent once it is complete."""
         self._writing: dict[int, bool] = {}
         """By choice: whether the call that is being written is one of them."""
         self._service = service
@@ -67,12 +68,12 @@ class ChatAnswer:
         self._warnings = call.warnings
 
     def begin(self) -> bytes:
-        """The first bytes of a stream: every choice names its role."""
+        """Return the first bytes of a stream: every choice names its role."""
         self._chunks = ChatChunks(self._head, len(self._choices), self._include_usage, self._service.tokenizer)
         return b"".join(self._chunks.first(index) for index in range(len(self._choices)))
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        """A piece of a stream."""
+        """Return the events of one delta."""
         assert self._chunks is not None
         if self._hides and (delta.reasoning or delta.logprobs):
             shown = tuple(logprobs_of(TokenKind.CONTENT, delta.kinds, delta.logprobs))
@@ -83,7 +84,7 @@ class ChatAnswer:
         return before + _timed(self._pace, index, self._chunks.delta(index, delta))
 
     def _with_free_calls(self, index: int, delta: Delta) -> bytes:
-        """The chunks of a piece with calls, of which some may be those of custom tools: these are told once whole."""
+        """Return the chunks of a delta with calls. Calls of custom tools are held back until they are complete."""
         assert self._chunks is not None
         free = self._input.setdefault(index, WholeCalls())
         data = b"".join(
@@ -101,32 +102,32 @@ class ChatAnswer:
         return data
 
     def _free_call(self, index: int, call: ToolCallDelta) -> bytes:
-        """The chunk of a custom tool's call."""
+        """Return the chunk of a custom tool's call."""
         assert self._chunks is not None
         return self._chunks.call(index, {"index": call.index} | _free_shape(call.id, call.name, call.arguments))
 
     def finish(self, index: int, done: Done, reason: str) -> bytes:
-        """The end of a choice in a stream."""
+        """Return the events that end a choice."""
         assert self._chunks is not None
         last = self._chunks.finish(index, done, reason, self._warnings)
         free = self._input.get(index, WholeCalls()).finish()
         return b"".join(map(partial(self._free_call, index), free)) + _ended(self._pace, index, done, last)
 
     def end(self) -> bytes:
-        """The chunk that carries the usage where one is wanted, and the mark of the end."""
+        """Return the usage chunk, if it was asked for, and the end mark."""
         assert self._chunks is not None
         return self._chunks.usage(usage_of(self._choices)) + DONE if self._include_usage else DONE
 
     def error(self, error: CairnError) -> bytes:
-        """The event of a failure."""
+        """Return the event of a failure."""
         return error_event(error)
 
     def heartbeat(self) -> bytes:
-        """A comment."""
+        """Return a comment."""
         return HEARTBEAT
 
     def whole(self) -> dict[str, Any]:
-        """The answer in one piece."""
+        """Return the answer in one piece."""
         found = []
         for index, choice in enumerate(self._choices):
             logprobs = None
@@ -150,7 +151,7 @@ class ChatAnswer:
         return whole | timings_of(self._pace, self._choices)
 
     def _shape(self, call: dict[str, Any]) -> dict[str, Any]:
-        """A call as its tool's kind has it."""
+        """Return a call in the shape of its tool's kind."""
         function = call["function"]
         free = function["name"] in self._free
         return _free_shape(call["id"], function["name"], function["arguments"]) if free else call
@@ -161,7 +162,7 @@ def _free_shape(id: str, name: str, arguments: str) -> dict[str, Any]:
 
 
 class TextAnswer:
-    """How text completions look. `echoes` holds the prompt's text of each choice, or None without echo."""
+    """Formats text completions. `echoes` holds the prompt's text of each choice, or None without echo."""
 
     prefix = "cmpl-"
     kind = "text_completion"
@@ -187,15 +188,15 @@ class TextAnswer:
         self._logprobs = None if top is None else [self._scores(choice, service, top) for choice in choices]
         self._echoed = [echoes is None] * len(choices)
         self._last: dict[int, str] = {}
-        """By choice, where log-probabilities are told: its last text, which comes with its end."""
+        """The last text of each choice, which is sent with its end if log-probabilities are reported."""
 
     def begin(self) -> bytes:
-        """Text completions have no opening chunk."""
+        """Return nothing: text completions have no opening chunk."""
         self._chunks = TextChunks(self._head, len(self._choices), self._include_usage)
         return b""
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        """A piece of a stream, after the echoed prompt."""
+        """Return the events of one delta, after the echoed prompt."""
         chunks = self._chunks
         assert chunks is not None
         if not (delta.tokens or delta.text or delta.logprobs or delta.progress):
@@ -216,7 +217,7 @@ class TextAnswer:
         return before + _timed(self._pace, index, chunks.text(index, delta.text, self._logprobs[index].take()))
 
     def finish(self, index: int, done: Done, reason: str) -> bytes:
-        """The end of a choice in a stream, with the log-probabilities of its last tokens."""
+        """Return the events that end a choice, with the log-probabilities of its last tokens."""
         assert self._chunks is not None
         scores = None if self._logprobs is None else self._logprobs[index].take()
         scores = scores if scores is not None and scores["tokens"] else None
@@ -224,20 +225,20 @@ class TextAnswer:
         return self._echo(index) + _ended(self._pace, index, done, last)
 
     def end(self) -> bytes:
-        """The chunk that carries the usage where one is wanted, and the mark of the end."""
+        """Return the usage chunk, if it was asked for, and the end mark."""
         assert self._chunks is not None
         return self._chunks.usage(usage_of(self._choices)) + DONE if self._include_usage else DONE
 
     def error(self, error: CairnError) -> bytes:
-        """The event of a failure."""
+        """Return the event of a failure."""
         return error_event(error)
 
     def heartbeat(self) -> bytes:
-        """A comment."""
+        """Return a comment."""
         return HEARTBEAT
 
     def whole(self) -> dict[str, Any]:
-        """The answer in one piece."""
+        """Return the answer in one piece."""
         found = []
         for index, choice in enumerate(self._choices):
             logprobs = None
@@ -279,18 +280,18 @@ class TextAnswer:
 
 
 def _cut(entries: Sequence[TokenLogprob], top: int | None) -> Sequence[TokenLogprob]:
-    """The entries with so many of the likeliest tokens: a request is answered with as many as any part of it wants."""
+    """Keep the `top` likeliest alternatives of each entry: a request computes as many as any part of it needs."""
     return entries if top is None else [TokenLogprob(one.token, one.logprob, one.top[:top]) for one in entries]
 
 
 def timings_of(pace: AnswerTimes, choices: Sequence[ChoiceStream]) -> dict[str, Any]:
-    """What an answer in one piece says of its time, where that is wanted: of several choices the first's."""
+    """Return the `timings` field of an answer in one piece, if it was asked for: those of the first choice."""
     done = choices[0].done
     return {"timings": pace.whole(0, done)} if pace.timings and done is not None else {}
 
 
 def _heard(pace: AnswerTimes, index: int, delta: Delta, nothing: Callable[[int], bytes]) -> bytes:
-    """The chunks before a piece of a choice that say how far its prompt is."""
+    """Return the chunks that report prompt progress before a delta."""
     return b"".join(with_fields(nothing(index), told) for told in pace.heard(index, delta))
 
 
@@ -303,7 +304,7 @@ def _ended(pace: AnswerTimes, index: int, done: Done, chunk: bytes) -> bytes:
 
 
 def usage_of(choices: Sequence[ChoiceStream]) -> dict[str, Any]:
-    """The usage object of a call that has ended."""
+    """Return the usage object of a call that has ended."""
     ends: list[tuple[Done, bool]] = []
     for choice in choices:
         assert choice.done is not None
@@ -312,8 +313,10 @@ def usage_of(choices: Sequence[ChoiceStream]) -> dict[str, Any]:
 
 
 def head(call: HTTPCall, service: Service, prefix: str, kind: str) -> dict[str, Any]:
-    """What every object and chunk of an answer begins with. The fingerprint changes with all that could change a
-    number: weights, tokenizer, kernels, a KV codec."""
+    """Return the fields that begin every object and chunk of an answer.
+
+    The fingerprint changes with everything that could change a number: weights, tokenizer, kernels, a KV codec.
+    """
     identity = service.info.identity
     return {
         "id": prefix + call.id,

@@ -1,11 +1,11 @@
-"""Images, sound and files in messages: the model reads text, so a text that names their bytes stands in their place.
+"""Images, sound and files in messages: the model reads text, so a text with their digest replaces them.
 
-Agents send their whole history with every turn. What was refused once would be refused in every later turn, so an
-attachment is left out wherever it stands, and told in X-Cairn-Warning. The one exception is what a user has just sent
-and nobody has answered: there an error says more than an answer that does not know the image. `--images text` leaves
-that out too.
+Agents send their whole history with every turn. An attachment that was refused once would be refused in every later
+turn, so it is replaced wherever it stands, with a warning in X-Cairn-Warning. The one exception is what a user has just
+sent and nobody has answered: there an error is better than an answer that ignores the image. `--images text` replaces
+that too.
 
-The text depends on the bytes alone, or on the address of what is not sent itself. Nothing is fetched.
+The text depends on the bytes alone, or on the address of an attachment that is not sent itself. Nothing is fetched.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ KINDS: Mapping[str, str] = {
     "file": "file",
     "input_file": "file",
 }
-"""Types of a message's parts that are not text, in all dialects, and what each is called here."""
+"""Types of a message's parts that are not text, in all dialects, with their names in texts."""
 INLINE = 1 << 16
 """Most characters that are digested on the event loop."""
 _DATA = ("data", "file_data")
 """Fields that hold an attachment in base64."""
 _ADDRESSES = ("url", "file_url", "file_id")
-"""Fields that say where it is. An address may be the attachment itself: `data:...`."""
+"""Fields with the address of an attachment, which may be the attachment itself: `data:...`."""
 _RESULTS = frozenset({"function_call_output", "custom_tool_call_output", "tool_result"})
 _ANSWERS = frozenset({"reasoning", "function_call", "custom_tool_call"})
 
@@ -47,7 +47,7 @@ class LeftOut(NamedTuple):
     """A part that is no text."""
 
     holder: list[Any]
-    """The list of parts that it stands in."""
+    """The list of parts that holds it."""
     place: int
     where: str
     kind: str
@@ -63,13 +63,15 @@ class LeftOut(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What stands in its place."""
+        """The text that replaces it."""
         return f"[{self.kind} {digest(self.given)} left out: this model reads text]"
 
 
 async def leave_out(call: HTTPCall | None, kind: type[Body], body: dict[str, Any], config: Config) -> None:
-    """Put texts in the place of a body's attachments. Unsupported for one that a user has just sent, unless
-    `config.images` is "text"."""
+    """Replace a body's attachments by texts.
+
+    Raises Unsupported for one that a user has just sent, unless `config.images` is "text".
+    """
     items = body.get(kind.attached)
     found = list(_found(items, kind.attached)) if isinstance(items, list) else []
     images = body.get("images") if kind.attached == "prompt" else None
@@ -97,13 +99,15 @@ async def leave_out(call: HTTPCall | None, kind: type[Body], body: dict[str, Any
 
 
 def digest(given: Any) -> str:
-    """Eight hexadecimal digits of SHA-256 over the bytes of an attachment, or over its address."""
+    """Return eight hexadecimal digits of SHA-256 over an attachment's bytes, or over its address."""
     return hashlib.sha256(_bytes(given)).hexdigest()[:8]
 
 
 def _newest(items: Any) -> int | None:
-    """The item in which a user has the last word: no answer follows it, and no result of a tool stands beside it,
-    since what agents read they send so."""
+    """Return the index of the item in which a user has the last word.
+
+    No answer follows it, and no tool result stands beside it: agents send files they read as tool results.
+    """
     if not isinstance(items, list):
         return 0
     newest: int | None = None
@@ -126,7 +130,7 @@ def _holds_result(item: Mapping[str, Any]) -> bool:
 
 
 def _found(items: list[Any], field: str) -> Iterator[LeftOut]:
-    """Every attachment of messages or items."""
+    """Yield every attachment of messages or items."""
     for index, item in enumerate(items):
         if not isinstance(item, dict):
             continue
@@ -149,7 +153,7 @@ def _in_parts(parts: list[Any], where: str, item: int) -> Iterator[LeftOut]:
 
 
 def _in_list(images: Any, where: str, item: int) -> Iterator[LeftOut]:
-    """Ollama's images, which are texts in a list of their own."""
+    """Yield Ollama's images: base64 texts in a list of their own."""
     for index, image in enumerate(images if isinstance(images, list) else ()):
         at = f"{where}[{index}]"
         if not isinstance(image, str):
@@ -158,13 +162,13 @@ def _in_list(images: Any, where: str, item: int) -> Iterator[LeftOut]:
 
 
 def _is_text(part: Mapping[str, Any]) -> bool:
-    """Whether it is a document of Anthropic's that holds text."""
+    """Return whether a part is an Anthropic document that holds text."""
     source = part.get("source")
     return isinstance(source, dict) and source.get("type") in ("text", "content")
 
 
 def _join(body: dict[str, Any], items: Any, images: Any) -> None:
-    """Put Ollama's images, which stand in a list of their own, behind the text that they belong to."""
+    """Append Ollama's images, which come in a list of their own, to the texts that they belong to."""
     if isinstance(images, list):
         body["prompt"] = "\n".join([*filter(None, [body.get("prompt")]), *images])
         del body["images"]
@@ -186,7 +190,7 @@ def _bytes(given: Any) -> bytes:
 
 
 def _payload(given: Any) -> tuple[str, str]:
-    """Name and text of the field that holds an attachment, or says where it is; both empty where there is none."""
+    """Return the name and the text of the field with an attachment's data or address; both empty if there is none."""
     if isinstance(given, str):
         return "data", given
     for holder in (given.get("source"), given.get(str(given.get("type"))), given.get("image_url"), given):
@@ -200,7 +204,7 @@ def _payload(given: Any) -> tuple[str, str]:
 
 
 def _decoded(text: str) -> bytes:
-    """The bytes that base64 stands for, however it is broken into lines; of what is none the text itself."""
+    """Decode base64, however it is broken into lines; return the text's own bytes if it is none."""
     raw = text.encode("utf-8", "replace").translate(_PLAIN)
     for padding in (b"", b"=", b"=="):
         try:

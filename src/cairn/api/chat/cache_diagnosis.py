@@ -1,8 +1,8 @@
-"""Why a prompt's prefix could not be used again, in the words of the APIs that clients ask.
+"""Why a prompt's prefix was not found in the cache, in the words of the APIs that clients use.
 
-A client names its answer before, and is told what of its new request parts from that one. The prompts of recent
-requests are compared as token ids, so that what changed no token counts for nothing. Kept in memory: after a restart
-nothing is known of what was before.
+A client names an earlier answer and learns which part of its new request differs. Prompts of recent requests are
+compared as token ids, so a change that changes no token does not count. They are kept in memory: after a restart
+nothing is known of earlier ones.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 TOKENS = 1 << 20
-"""Kept of all prompts together: 4 MB."""
+"""Tokens kept of all prompts together: 4 MB."""
 OPENING = 16
-"""At the end of a prompt a template opens the answer; at most so many tokens are not found in what follows it."""
+"""Tokens at the end of a prompt with which a template may open the answer, and which its continuation lacks."""
 
 
 class Parting(NamedTuple):
-    """Where a prompt leaves an earlier one."""
+    """The point at which a prompt leaves an earlier one."""
 
     common: int
     """Tokens at both beginnings."""
     before: int
     """Tokens of the earlier prompt."""
     part: str | None
-    """The part of the request that differs: one that was named, or "" where none of them does; None where the earlier
-    prompt was only gone on with."""
+    """The named part of the request that differs; "" if none of them does, None if the earlier prompt was only
+    continued."""
 
 
 class _Asked(NamedTuple):
@@ -45,7 +45,7 @@ class RecentPrompts:
         self._tokens = 0
 
     def note(self, tenant: str, id: str, parts: Mapping[str, Any], prompt: Sequence[int]) -> None:
-        """An answer has this prompt. `parts`: what of the request may be named as changed, in that order."""
+        """Remember the prompt of an answer. `parts` of the request may be named as changed, in this order."""
         if len(prompt) > TOKENS:
             return
         asked = {name: _digest(value) for name, value in parts.items()}
@@ -56,7 +56,7 @@ class RecentPrompts:
             self._tokens -= len(old.prompt) + OPENING
 
     def compare(self, tenant: str, id: str, parts: Mapping[str, Any], prompt: Sequence[int]) -> Parting | None:
-        """Where a prompt leaves that of an earlier answer; None where that is not known."""
+        """Return where a prompt leaves that of an earlier answer; None if that answer is unknown."""
         before = self._asked.get((tenant, id))
         if before is None:
             return None
@@ -69,7 +69,7 @@ class RecentPrompts:
 
 
 def message_diagnostics(parting: Parting | None) -> dict[str, Any] | None:
-    """Anthropic's `diagnostics`: null where nothing diverged."""
+    """Return Anthropic's `diagnostics`; None if nothing diverged."""
     if parting is None:
         return {"cache_miss_reason": {"type": "previous_message_not_found"}}
     if parting.part is None:
@@ -79,7 +79,10 @@ def message_diagnostics(parting: Parting | None) -> dict[str, Any] | None:
 
 
 def response_diagnostics(parting: Parting | None, prompt: int, cached: int) -> dict[str, Any]:
-    """OpenAI's `prompt_cache_diagnostics`: `unavailable` where nothing changed and the cache had it no longer."""
+    """Return OpenAI's `prompt_cache_diagnostics`.
+
+    It is `unavailable` if nothing changed but the cache no longer had the prompt.
+    """
     if parting is None:
         return {"type": "comparison_response_not_found"}
     if parting.part is None:
@@ -97,7 +100,7 @@ def _digest(value: Any) -> bytes:
 
 
 def _common(one: array[int], other: array[int]) -> int:
-    """How many items are equal at both beginnings."""
+    """Return how many leading items are equal."""
     low, high = 0, min(len(one), len(other))
     while low < high:  # slices are compared at memory speed
         middle = (low + high + 1) // 2

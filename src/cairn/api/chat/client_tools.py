@@ -1,7 +1,7 @@
-"""Tools that a client runs itself and names by a type alone: models here are told of them as functions.
+"""Tools that a client runs itself and names by a type alone. Models here get them as functions.
 
-The makers of such tools trained their own models on them, so a request says nothing but `bash_20250124` or `shell`.
-Another model has to be told what they do and take. Shapes: docs.anthropic.com/en/docs/agents-and-tools/tool-use, as
+The makers of such tools trained their own models on them, so a request holds nothing but `bash_20250124` or `shell`.
+Other models need to know what the tools do and take. Shapes: docs.anthropic.com/en/docs/agents-and-tools/tool-use, as
 anthropic-python's `types` state them; platform.openai.com/docs/guides/tools-shell and tools-apply-patch, as
 openai-python's `types.responses` do.
 """
@@ -13,20 +13,20 @@ from typing import Any, NamedTuple
 
 
 class ClientTool(NamedTuple):
-    """What a model is told of a tool."""
+    """The description of a tool for a model."""
 
     name: str
-    """What it is called where the client does not say."""
+    """Its name unless the client gives one."""
     description: str
     parameters: Mapping[str, Any]
 
     def function(self, name: str | None = None) -> dict[str, Any]:
-        """The tool as a function."""
+        """Return the tool as a function definition."""
         return {"name": name or self.name, "description": self.description, "parameters": dict(self.parameters)}
 
 
 def _object(required: str, **properties: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema of an object; `required`: names, separated by blanks."""
+    """Return the JSON schema of an object; `required` holds names separated by blanks."""
     found: dict[str, Any] = {"type": "object", "properties": properties, "additionalProperties": False}
     return found | ({"required": required.split()} if required else {})
 

@@ -15,10 +15,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from cairn.api.chat.sessions import Attribution
-from cairn.api.chat.wire import EVENT_STREAM
 from cairn.api.http.call import Headers, HTTPCall, Watch, internal
-from cairn.api.http.call_table import CallTable
-from cairn.api.http.resumable import EventLogs, Follower, is_resumable
+from cairn.api.http.event_log import CallTable, EventLogs, Follower, is_resumable
+from cairn.api.http.sse import EVENT_STREAM
 from cairn.config.config import Config
 from cairn.frontend.miss_explainer import PromptOrigin
 from cairn.frontend.service import Service
@@ -38,7 +37,8 @@ from cairn.types.request import Request
 Batches = AsyncGenerator[Sequence[tuple[int, Event]], None]
 """(choice, event) as they come: first an empty batch, once the requests were let in."""
 Source = Callable[["Silence | None"], Batches]
-"""What generates. With a `Silence` empty batches come too, the latest when that should be broken."""
+"""The source of an answer. With a `Silence` it also yields empty batches, at the latest when the silence should be
+broken."""
 UNREAD = (
     "the answer has something that begins as a call of a tool does and cannot be read as one: it stands as it was "
     "written, in the content or as the arguments of the call"
@@ -46,13 +46,16 @@ UNREAD = (
 
 
 class Silence:
-    """How long a stream has sent nothing: what is generated and not shown (reasoning that is hidden, a call that is
-    held back) breaks no silence, and clients end streams that are silent for minutes."""
+    """The time a stream has sent nothing.
+
+    Tokens that are generated and not shown (hidden reasoning, a call that is held back) break no silence, and clients
+    end streams that are silent for minutes.
+    """
 
     __slots__ = ("_loop", "_since", "most")
 
     def __init__(self, most: float) -> None:
-        """`most` seconds of it are borne."""
+        """Allow at most `most` seconds of silence."""
         self.most = most
         self._loop = asyncio.get_running_loop()
         self._since = self._loop.time()
@@ -63,48 +66,48 @@ class Silence:
         return max(0.0, self._since + self.most - self._loop.time())
 
     def broken(self) -> None:
-        """Something is sent."""
+        """Note that something is sent."""
         self._since = self._loop.time()
 
 
 class Adapter(Protocol):
-    """How one dialect says the answer of one call: as whole events, or as one object.
+    """The format of one dialect: an answer as whole events, or as one object.
 
     `begin` comes first, then `delta` and `finish` of every choice, then `end`. `error` may take the place of any of
     them but the first; `heartbeat` may come between them.
     """
 
     def begin(self) -> bytes:
-        """The first events of a stream."""
+        """Return the first events of a stream."""
         ...
 
     def delta(self, index: int, delta: Delta, /) -> bytes:
-        """A piece of a choice."""
+        """Return the events of one delta of a choice."""
         ...
 
     def finish(self, index: int, done: Done, reason: str, /) -> bytes:
-        """The end of a choice."""
+        """Return the events that end a choice."""
         ...
 
     def end(self) -> bytes:
-        """The last events of a stream whose choices have all ended."""
+        """Return the last events of a stream, when all choices have ended."""
         ...
 
     def error(self, error: CairnError, /) -> bytes:
-        """The events that end a stream which failed after it began."""
+        """Return the events that end a stream which failed after it began."""
         ...
 
     def heartbeat(self) -> bytes:
-        """What keeps a stream awake that has nothing to say."""
+        """Return bytes that keep an idle stream awake."""
         ...
 
     def whole(self) -> Any:
-        """The answer in one piece, once all choices have ended: JSON."""
+        """Return the answer in one piece as a JSON value, when all choices have ended."""
         ...
 
 
 class ChoiceStream:
-    """What one choice has said so far."""
+    """The state of one choice."""
 
     __slots__ = (
         "done",
@@ -125,11 +128,11 @@ class ChoiceStream:
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.kinds = bytearray()
-        """What the tokens of `logprobs` are a part of."""
+        """The part of the answer that each token of `logprobs` belongs to."""
         self.prompt_logprobs: list[TokenLogprob] = []
         self.done: Done | None = None
         self.stream: RequestStream | None = None
-        """Where it comes from, once it was started."""
+        """Its stream, once it is started."""
         self.reasoning_tokens = 0
         """How many of the tokens are of reasoning, its tags among them."""
         self.ending = False
@@ -137,7 +140,7 @@ class ChoiceStream:
 
     @property
     def computed(self) -> Sequence[int]:
-        """Its tokens, and those that a client which reads slowly has kept from being taken."""
+        """Its tokens, including those that a slow client has not taken yet."""
         return self.tokens if self.stream is None else self.stream.tokens
 
     @property
@@ -152,11 +155,11 @@ class ChoiceStream:
         return {"finish_detail": self.done.detail} if self.done is not None and self.done.detail else {}
 
     def scores(self, kind: TokenKind) -> Sequence[TokenLogprob]:
-        """The log-probabilities of its content, or of its reasoning."""
+        """Return the log-probabilities of the content, or of the reasoning."""
         return logprobs_of(kind, self.kinds, self.logprobs)
 
     def stop_text(self, decode: Callable[[Sequence[int]], str]) -> str | None:
-        """Which of the request's stop texts has ended it, if one did."""
+        """Return the stop text that ended the choice; None if none did."""
         assert self.done is not None
         ended = self.tokens and self.tokens[-1] in self.request.sampling.stop_token_ids
         if self.done.reason is not FinishReason.STOP or not self.request.stop or ended:
@@ -198,30 +201,30 @@ class Exchange:
     cancel: Callable[[], object]
     """Ends it from outside."""
     keep: Callable[[ChoiceStream], None]
-    """Keeps what is to be kept of a choice that has ended well."""
+    """Called with each choice that has ended well, to store it."""
     attribution: Attribution | None = None
     names: Mapping[str, str] = field(default_factory=dict)
-    """What the route calls the fields of a request, where it has other names."""
+    """The route's names of request fields, if they differ."""
     numbered: bool = False
     """Heartbeats are events like others, which an event log keeps."""
     media: Headers = field(default_factory=lambda: EVENT_STREAM)
-    """The headers of a stream. What is none of server-sent events cannot be kept on an event log."""
+    """The headers of a stream. Only server-sent events can be kept on an event log."""
     outlives: bool = False
     """It goes on when its connection closes, for the time of grace, whether anybody asked for that or not."""
     unattended: bool = False
     """It goes on to its end, read or not."""
     warnings: Sequence[str] = ()
-    """What was wanted of the answer and it is not held to: sentences that begin with the name of a field."""
+    """Constraints on the answer that are not enforced: sentences that begin with the name of a field."""
     warn: Callable[[str], None] = lambda sentence: None
-    """Tells the sender something beside the answer."""
+    """Sends a warning beside the answer."""
 
     async def chunks(
         self, heartbeat: float | None = None, *, stream: bool, log: bool = False
     ) -> AsyncGenerator[bytes, None]:
-        """The answer as it comes. The first piece is empty: from then on a failure is a part of the answer.
+        """Yield the answer as it comes.
 
-        `stream`: the client reads it as events; otherwise it wants the whole at the end. `log`: events are wanted
-        in any case.
+        The first piece is empty: from then on a failure is part of the answer. `stream`: the client reads events;
+        otherwise it gets the whole answer at the end. `log`: yield events in any case.
         """
         say = stream or log
         silence = None if heartbeat is None else Silence(heartbeat)
@@ -246,12 +249,12 @@ class Exchange:
                             yield data
                         data = b""
                 except CairnError:
-                    if data and say:  # what fails before its first token has begun all the same
+                    if data and say:  # a failure before the first token counts as begun too
                         yield data
                     raise
 
     def _say(self, batch: Sequence[tuple[int, Event]], say: bool, *, keep_logprobs: bool) -> bytes:
-        """Take what came together; its events where they are wanted."""
+        """Take one batch of deltas; return its events if they are wanted."""
         data = b""
         for index, event in batch:
             self.choices[index].ending |= isinstance(event, Done)
@@ -283,8 +286,10 @@ class Exchange:
 
     @contextlib.contextmanager
     def _attributed(self) -> Iterator[None]:
-        """While choices are generated: the agent in whose name they were asked for is in use, and however one ends that
-        was begun, its KV belongs to that agent."""
+        """Mark the agent as in use while choices are generated.
+
+        The KV of every choice that was begun belongs to that agent, however the choice ends.
+        """
         computed = True
         try:
             with self.attribution.using() if self.attribution is not None else contextlib.nullcontext():
@@ -349,7 +354,7 @@ class Exchanges:
         )
 
     async def _follow(self, call: HTTPCall, exchange: Exchange, stream: bool) -> None:
-        """Generate onto an event log, of which the connection is the first reader."""
+        """Generate onto an event log, with the connection as its first reader."""
         follower = self._log(call, exchange, stream=stream)
         try:
             await (follower.run(call) if stream else follower.wait(call))
@@ -390,7 +395,7 @@ class Exchanges:
 
 
 async def _closing(chunks: AsyncGenerator[bytes, None], over: Callable[[], None]) -> AsyncGenerator[bytes, None]:
-    """The same chunks, with a call at their end."""
+    """Yield the same chunks, then call `over`."""
     try:
         async with contextlib.aclosing(chunks):
             async for data in chunks:
@@ -400,7 +405,7 @@ async def _closing(chunks: AsyncGenerator[bytes, None], over: Callable[[], None]
 
 
 def generating(service: Service, choices: Sequence[ChoiceStream], told: PromptOrigin) -> Source:
-    """The source of ordinary requests; each choice has its stream once it was started."""
+    """Return the source of ordinary requests. Each choice gets its stream once it is started."""
     of = {choice.request.id: choice for choice in choices}
 
     def start(request: Request) -> RequestStream:
@@ -416,8 +421,10 @@ def generating(service: Service, choices: Sequence[ChoiceStream], told: PromptOr
 
 @contextlib.contextmanager
 def spelled(names: Mapping[str, str]) -> Iterator[None]:
-    """A refusal names the field that the client has sent: `names` are ours and the route's. What is inside a field is
-    named by the longest of them that it begins with."""
+    """Rename the field of an InvalidRequest to what the client sent: `names` maps our names to the route's.
+
+    A nested field takes the longest of them that it begins with.
+    """
     try:
         yield
     except InvalidRequest as error:
@@ -429,7 +436,7 @@ def spelled(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def spelled_name(field: str, names: Mapping[str, str]) -> str | None:
-    """What a route calls a field, by the longest of `names` that it begins with; None where it has no other name."""
+    """Return the route's name of a field, by the longest of `names` that it begins with; None if it has no other."""
     known, rest = field, ""
     while known not in names and "." in known:
         known, _, inner = known.rpartition(".")
@@ -438,7 +445,7 @@ def spelled_name(field: str, names: Mapping[str, str]) -> str | None:
 
 
 def _tell(call: HTTPCall, exchange: Exchange) -> None:
-    """Tell what the answer is not held to, by the names that the client knows."""
+    """Warn of constraints that the answer is not held to, by the names that the client knows."""
     for sentence in exchange.warnings:
         field, sign, said = sentence.partition(":")
         call.warn(f"{spelled_name(field, exchange.names) or field}{sign}{said}")

@@ -1,8 +1,8 @@
-"""Fields that clients send and this server has no use for: one table, by place and by whose field it is.
+"""Fields that clients send and this server ignores: one table, by place and by whose field it is.
 
-A field without `values` may hold anything, since leaving it out never changes what an answer means. One with `values`
-has a meaning that is not built: these ask for nothing, and every other value is a 400 that says `why`. Null is as if a
-field were absent, of every field, known or not. docs/clients.md shows the table.
+A field without `values` may hold anything, since leaving it out never changes the meaning of an answer. One with
+`values` has a meaning that is not built: these values ask for nothing, and any other is a 400 with the reason `why`.
+Null counts as absent for every field, known or not. docs/clients.md shows the table.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class FieldRow(NamedTuple):
     why: str
     """They have no effect, or no other value is accepted."""
     values: tuple[Any, ...] | None = None
-    """What is accepted; None: anything."""
+    """Accepted values; None: any."""
 
 
 _IDS = "names that a client gives for its own use"
@@ -247,7 +247,7 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[FieldRow, ...]]] = {
         "Anthropic, OpenRouter, LiteLLM": (FieldRow("id metadata extra provider_specific_fields", _IDS),),
     },
 }
-"""Place -> whose field it is -> rows."""
+"""Rows by place and by whose field it is."""
 
 ROWS: Mapping[Place, Mapping[str, FieldRow]] = {
     place: {name: row for rows in dialects.values() for row in rows for name in row.names.split()}
@@ -257,10 +257,10 @@ ROWS: Mapping[Place, Mapping[str, FieldRow]] = {
 
 
 def asks_for_nothing(row: FieldRow, value: Any) -> bool:
-    """Whether a field of the row may have this value."""
+    """Return whether a field of the row may have this value."""
     return row.values is None or any(_same(value, one) for one in row.values)
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Whether two JSON values are equal; 1.0 is 1, and true is not."""
+    """Return whether two JSON values are equal; 1.0 equals 1, and true does not."""
     return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)

@@ -1,6 +1,6 @@
-"""OpenAI's custom tools, whose input is one text: to the model each is a function with one argument.
+"""OpenAI's custom tools, whose input is one text. To the model each is a function with one argument.
 
-A grammar that the input is held to becomes a pattern of that argument; one that has none is told to the model.
+A grammar for the input becomes a pattern of that argument if it can; otherwise the model only reads it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ class FreeTextTool(NamedTuple):
 
     function: dict[str, Any]
     why_not: str
-    """Why its input is not held to its grammar; empty where it is, or has none."""
+    """Why its grammar is not enforced; empty if it is, or if there is none."""
 
 
 def function_of(name: str, description: str | None, form: Any, where: str) -> FreeTextTool:
-    """Return the function that a custom tool becomes. InvalidRequest for a `form` that is none, which stands at
-    `where`."""
+    """Return the function that a custom tool becomes.
+
+    Raises InvalidRequest for a `form` that is none; `where` is its place in the body.
+    """
     grammar, pattern, why_not = _grammar(form, where)
     text = {"type": "string", "description": "the whole input, as it is"}
     if pattern:
@@ -39,13 +41,15 @@ def function_of(name: str, description: str | None, form: Any, where: str) -> Fr
 
 
 def packed(text: str) -> str:
-    """The arguments of a call with this input."""
+    """Return the arguments of a call with this input."""
     return json.dumps({ARGUMENT: text}, ensure_ascii=False)
 
 
 def free_text(arguments: str) -> str:
-    """The input that a call's arguments hold, or its beginning where the call was cut; what a model made otherwise
-    stands as it is."""
+    """Return the input in a call's arguments, or its beginning if the call was cut off.
+
+    Arguments of any other form are returned as they are.
+    """
     for end in ("", '"}'):
         try:
             found = json.loads(arguments + end)[ARGUMENT]
@@ -56,12 +60,12 @@ def free_text(arguments: str) -> str:
 
 
 def warning(where: str, why_not: str) -> str:
-    """What is told of a grammar that the model is not held to."""
-    return f"{where}: the model is told of this grammar and not held to it: it {why_not}"
+    """Return the warning for a grammar that cannot be enforced."""
+    return f"{where}: the model reads this grammar and is not held to it: it {why_not}"
 
 
 def _grammar(form: Any, where: str) -> tuple[str, str, str]:
-    """The grammar of a tool's input, the pattern of it, and why there is none; empty where any text will do.
+    """Return a tool's input grammar, its pattern, and why there is none; empty texts if any input will do.
 
     The Responses API has `syntax` and `definition` in the format itself, chat completions in its `grammar`.
     """

@@ -1,7 +1,7 @@
-"""From a chat, as any dialect has said it, to the exchange that answers it.
+"""From a chat in any dialect to the exchange that answers it.
 
-The neutral form of a chat is a `ChatBody`, OpenAI's: every dialect reads its own shape and makes one of it, so what a
-field means, and what is refused, is said once.
+The neutral form of a chat is a `ChatBody`, OpenAI's: every dialect converts its own shape to one, so the meaning of a
+field, and what is refused, is defined once.
 """
 
 from __future__ import annotations
@@ -12,22 +12,106 @@ from typing import Any
 
 import msgspec
 
-from cairn.api.chat.checks import check_chat, check_stream, choice_of
 from cairn.api.chat.exchange import Adapter, ChoiceStream, Exchange, generating, spelled
 from cairn.api.chat.free_text_tools import warning
-from cairn.api.chat.message_schemas import contents, plain_messages, plain_tools
-from cairn.api.chat.schemas import ChatBody, Generation, Templated
+from cairn.api.chat.message_schemas import ChatMessage, contents, plain_messages, plain_tools
+from cairn.api.chat.schemas import ChatBody, ChatGeneration, Generation, Templated
 from cairn.api.chat.sessions import AgentAttribution, Attribution
+from cairn.api.chat.timings import AnswerTimes
+from cairn.api.http.body import has_more
 from cairn.api.http.call import HTTPCall, shown
 from cairn.config.config import Config
 from cairn.frontend.admission import check_together
 from cairn.frontend.miss_explainer import PromptOrigin, describe_prompt
 from cairn.frontend.requests import SamplingOptions
 from cairn.frontend.service import Service
-from cairn.text.chat.prompt import Prompt
+from cairn.text.chat.prompt import RESERVED, Prompt
 from cairn.text.tokens import length
 from cairn.types.errors import InvalidRequest, UnknownModel
 from cairn.types.request import OutputFormat, Request
+
+MAX_TEMPLATE_ARGS = 16
+MAX_EFFORT = 32
+
+
+def check_chat(body: ChatBody, config: Config) -> None:
+    """Check the limits of a chat, and combinations of fields that mean nothing."""
+    check_generation(body, config)
+
+
+def check_stream(body: Generation) -> None:
+    """Raise InvalidRequest for options of a stream without a stream."""
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options goes with stream: true", field="stream_options")
+
+
+def choice_of(body: ChatBody) -> Any:
+    """Return the body's tool choice: `none`, or another mode. Some clients send an object."""
+    choice = body.tool_choice
+    if isinstance(choice, dict):
+        choice = choice.get("type", choice.get("mode"))
+    return "auto" if choice is None else choice
+
+
+def check_generation(body: ChatGeneration, config: Config) -> None:
+    """Check what holds for a chat and for a turn."""
+    check_stream(body)
+    check_messages(body.messages, config)
+    name = "reasoning.effort" if body.reasoning_effort is None else "reasoning_effort"
+    if body.effort is not None and len(body.effort) > MAX_EFFORT:
+        raise InvalidRequest(f"{name} is longer than {MAX_EFFORT} characters", field=name)
+    if body.reasoning is not None and body.reasoning.effort not in (None, body.effort):
+        raise InvalidRequest("reasoning_effort and reasoning.effort differ; give one of them", field="reasoning.effort")
+    both = body.max_tokens is not None and body.max_completion_tokens is not None
+    if both and body.max_tokens != body.max_completion_tokens:
+        raise InvalidRequest(
+            "max_tokens and max_completion_tokens mean the same; give one of them", field="max_completion_tokens"
+        )
+    check_template_args(body.chat_template_kwargs)
+
+
+def check_messages(messages: list[ChatMessage], config: Config) -> None:
+    """Check what each role may carry, and the size of all tool calls."""
+    calls = [call.function.arguments for message in messages for call in message.tool_calls or ()]
+    if has_more([arguments.encode("utf-8", "surrogatepass") for arguments in calls], config.max_json_values):
+        raise InvalidRequest(
+            f"the arguments of the messages' tool calls hold more than {config.max_json_values} JSON values, the limit",
+            field="messages",
+        )
+    for index, message in enumerate(messages):
+        _check_message(message, f"messages[{index}]")
+
+
+def check_template_args(given: dict[str, Any] | None) -> None:
+    """Check arguments of a chat template: at most 16 plain values, none that the server sets itself."""
+    for name, value in (given or {}).items():
+        field = f"chat_template_kwargs.{shown(name)}"
+        if not name.isidentifier() or name.startswith("_") or name in RESERVED:
+            raise InvalidRequest(f"{field} cannot be set by a request", field=field)
+        if not isinstance(value, str | int | float | bool | None):
+            raise InvalidRequest(f"{field} must be a text, a number, true, false or null", field=field)
+        if isinstance(value, str) and len(value) > 1024:
+            raise InvalidRequest(f"{field} is longer than 1024 characters, the limit", field=field)
+    if given and len(given) > MAX_TEMPLATE_ARGS:
+        raise InvalidRequest(
+            f"chat_template_kwargs holds {len(given)} values; the limit is {MAX_TEMPLATE_ARGS}",
+            field="chat_template_kwargs",
+        )
+
+
+def _check_message(message: ChatMessage, where: str) -> None:
+    if message.tool_calls and message.role != "assistant":
+        raise InvalidRequest(f"{where}.tool_calls belongs to an assistant message", field=f"{where}.tool_calls")
+    for name in ("reasoning_content", "reasoning"):
+        if getattr(message, name) is not None and message.role != "assistant":
+            raise InvalidRequest(f"{where}.{name} belongs to an assistant message", field=f"{where}.{name}")
+    if message.role == "tool" and message.tool_call_id is None:
+        raise InvalidRequest(
+            f"{where}.tool_call_id is missing: it says which call of a tool the message answers",
+            field=f"{where}.tool_call_id",
+        )
+    if message.role != "tool" and message.tool_call_id is not None:
+        raise InvalidRequest(f"{where}.tool_call_id belongs to a tool message", field=f"{where}.tool_call_id")
 
 
 async def chat_exchange(
@@ -42,10 +126,10 @@ async def chat_exchange(
     before: Sequence[int] = (),
     allow_empty: bool = False,
 ) -> Exchange:
-    """The exchange of a chat. `names` are what the dialect calls the fields of a chat, and of a request.
+    """Build the exchange of a chat.
 
-    `before` are tokens that stand before it. `allow_empty`: an answer of no tokens may be asked for, to have the prompt
-    computed.
+    `names` map the fields of a chat and of a request to the dialect's. `before` are tokens in front of the prompt.
+    `allow_empty` permits an answer of no tokens, to have only the prompt computed.
     """
     with spelled(names):
         prompt = await chat_prompt(call, service, config, body)
@@ -93,7 +177,10 @@ async def text_exchange(
     *,
     allow_empty: bool = False,
 ) -> Exchange:
-    """The exchange of raw prompts. `names` as of a chat; `allow_empty`: prompts that are only scored."""
+    """Build the exchange of raw prompts.
+
+    `names` are as for a chat; `allow_empty` permits prompts that are only scored.
+    """
     check_stream(body)
     draw, store, output = ids(call, service), is_stored(body.store, config), OutputFormat(continues=True)
     asked: list[Request] = []
@@ -129,14 +216,14 @@ async def text_exchange(
 
 
 def _durable(requests: Sequence[Request], tied: Attribution | None) -> list[Request]:
-    """The same, to be stored before others where they name an agent or a session."""
+    """Return the requests, to be stored before others if they name an agent or a session."""
     if tied is None or not tied.named:
         return list(requests)
     return [msgspec.structs.replace(request, durable=True) for request in requests]
 
 
 async def chat_prompt(call: HTTPCall, service: Service, config: Config, body: ChatBody) -> Prompt:
-    """The prompt of a chat, checked."""
+    """Check a chat and return its prompt."""
     check_chat(body, config)
     check_model(body.model, service)
     service.check_generates()
@@ -158,28 +245,28 @@ async def chat_prompt(call: HTTPCall, service: Service, config: Config, body: Ch
 
 
 def shown_tools(body: ChatBody) -> list[dict[str, Any]] | None:
-    """The tools that the model is told of."""
+    """Return the tools that the prompt lists; None if the model may not call any."""
     return plain_tools(body.tools) if choice_of(body) != "none" else None
 
 
 def warn_of_tools(call: HTTPCall, service: Service, tools: Sequence[Any] | None) -> None:
-    """Tell where the model learns of tools otherwise than by its template."""
+    """Warn if the model's template cannot render tools."""
     if tools and service.chat.tells_tools:
         call.warn(
-            "the model's chat template shows no tools: it is told of them in its first message, and how well it calls "
+            "the model's chat template shows no tools: they are described in its first message, and how well it calls "
             "them depends on the model"
         )
 
 
 def warn_of_thinking(call: HTTPCall, service: Service, body: Templated) -> None:
-    """Tell where reasoning is not wanted and the model's template cannot turn it off."""
+    """Warn if the request turns reasoning off and the model's template cannot."""
     switches = ("enable_thinking", "reasoning_effort")
     if body.thinks() is False and service.chat.thinks and not any(map(service.chat.knows, switches)):
         call.warn("the model reasons all the same: its chat template has no switch for it")
 
 
 def chat_keeper(service: Service, tenant: str, tied: Attribution | None) -> Callable[[ChoiceStream], None]:
-    """Keeps the exact tokens of an answer, for when it comes back as history, and what it cost."""
+    """Return a function that keeps an answer's exact tokens, for when it comes back as history, and its cost."""
 
     def keep(choice: ChoiceStream) -> None:
         sampled = service.chat.remember(tenant, choice.request.prompt, choice.tokens, choice.said.message())
@@ -190,7 +277,7 @@ def chat_keeper(service: Service, tenant: str, tied: Attribution | None) -> Call
 
 
 def cost_keeper(tied: Attribution | None) -> Callable[[ChoiceStream], None]:
-    """Of a text only what it cost is kept."""
+    """Return a function that keeps only the cost of an answer."""
 
     def keep(choice: ChoiceStream) -> None:
         if tied is not None and choice.done is not None:
@@ -200,17 +287,17 @@ def cost_keeper(tied: Attribution | None) -> Callable[[ChoiceStream], None]:
 
 
 def ids(call: HTTPCall, service: Service) -> Any:
-    """Draws request ids; the first is the call's own."""
+    """Return a source of request ids; the first is the call's own."""
     return itertools.chain((call.number,), iter(service.next_id, -1)).__next__
 
 
 def is_stored(store: bool | None, config: Config) -> bool:
-    """Whether something of a request may be kept on the disk, as it says itself and the server's owner."""
+    """Return whether a request may be kept on the disk, by its own `store` and the server's options."""
     return store is not False or config.store_kv == "always"
 
 
 def check_model(name: str | None, service: Service, *, strict: bool = False) -> None:
-    """UnknownModel where `strict`, or the server's owner, wants a name of the model that is served."""
+    """Raise UnknownModel for a name of another model, if `strict` or the options ask for exact names."""
     if name is not None and name not in service.names and (strict or service.strict):
         raise UnknownModel(f"there is no model {shown(name)!r}; this server has: {service.name}", field="model")
 
@@ -232,3 +319,13 @@ async def check_length(
         return service.tokenizer.encode(text, special=special)
 
     await length.check_length(encode, texts, service.info.context, field, service.chat.long, call.share)
+
+
+def pace_of(body: Generation, choices: Sequence[ChoiceStream]) -> AnswerTimes:
+    """Build the `timings` object that the request asked for."""
+    return AnswerTimes(choices, timings=body.timings_per_token, progress=body.return_progress)
+
+
+def names_of(max_tokens: int | None) -> dict[str, str]:
+    """Map internal field names to a chat's, for error messages: its prompt is `messages`."""
+    return {"prompt": "messages"} | ({"max_tokens": "max_completion_tokens"} if max_tokens is None else {})

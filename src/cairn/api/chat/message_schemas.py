@@ -53,7 +53,10 @@ Content = Annotated[
 
 
 class CalledFunction(Body):
-    """What the model called. `arguments` is whatever text it produced, JSON or not; some clients send an object."""
+    """The function that the model called.
+
+    `arguments` is any text it produced, JSON or not; some clients send an object.
+    """
 
     place = "called"
 
@@ -74,7 +77,7 @@ class ToolCallBody(Body):
 
     @classmethod
     def usual(cls, value: dict[str, Any]) -> dict[str, Any]:
-        """Return the call as that of a function, where it is one of a custom tool."""
+        """Return a custom tool's call as that of a function; any other unchanged."""
         inner = value.get("custom")
         if value.get("type") != "custom" or not isinstance(inner, dict):
             return value
@@ -86,7 +89,7 @@ class ToolCallBody(Body):
 
 
 class ChatMessage(Body):
-    """One message of any role; `checks` knows what a role may carry."""
+    """One message of any role; `generation` checks what a role may carry."""
 
     place = "message"
     within: ClassVar[dict[str, type[Body]]] = {"content": TextPart, "tool_calls": ToolCallBody}
@@ -127,7 +130,7 @@ class Tool(Body):
 
     type: Literal["function", "custom"]
     function: FunctionTool
-    """What the model is told, of a custom tool too."""
+    """The function that the model sees, of a custom tool too."""
     custom: dict[str, Any] | None = None
 
     @classmethod
@@ -160,7 +163,7 @@ Messages = Annotated[Several[ChatMessage], Field(min_length=1)]
 
 
 def plain_messages(messages: Iterable[ChatMessage]) -> list[dict[str, Any]]:
-    """The messages as plain values, without what is absent; what they mean to a template is the chat's business."""
+    """Return the messages as plain values without absent fields."""
     found = []
     for message in messages:
         content: Any = message.content
@@ -188,7 +191,7 @@ def plain_messages(messages: Iterable[ChatMessage]) -> list[dict[str, Any]]:
 
 
 def contents(messages: Iterable[ChatMessage], tools: Sequence[dict[str, Any]] | None = None) -> list[str]:
-    """Every text that a template puts into the prompt: of the messages all but reasoning, and the tools as JSON."""
+    """Return every text that a template puts into the prompt: all of the messages but reasoning, tools as JSON."""
     found = [json.dumps(tool, ensure_ascii=False) for tool in tools or ()]
     for message in messages:
         if isinstance(message.content, str):
@@ -201,7 +204,7 @@ def contents(messages: Iterable[ChatMessage], tools: Sequence[dict[str, Any]] | 
 
 
 def plain_tools(tools: Iterable[Tool] | None) -> list[dict[str, Any]] | None:
-    """The tools as the chat template wants them, or None."""
+    """Return the tools in the form that chat templates read, or None."""
     plain = [
         {"type": "function", "function": tool.function.model_dump(exclude_none=True, exclude={"strict"})}
         for tool in tools or ()

@@ -1,7 +1,7 @@
-"""Which model answers a call: the one that its body names, whatever the dialect, or its path, or what it is about.
+"""The choice of the model that answers a call: by the name in its body, or by its path.
 
-A route that uses a model holds a lease on it until the call is answered: the model stays loaded so long. Routes that
-use none hold none, so a swap or an unload does not wait for them. With one model no body is read before its route does.
+A route that uses a model holds a lease on it until the call is answered: the model stays loaded that long. Other routes
+hold none, so a swap or an unload does not wait for them. With a single model no body is read before its route reads it.
 """
 
 from __future__ import annotations
@@ -17,44 +17,20 @@ from typing import Any
 import msgspec
 
 from cairn.api.chat.sessions import AgentAttribution
-from cairn.api.http.call import HTTPCall
-from cairn.api.http.call_table import parse_id
-from cairn.api.native.agent_schemas import query
+from cairn.api.http.call import HTTPCall, query
+from cairn.api.http.event_log import parse_id
 from cairn.frontend.service import Service
 from cairn.router.models import Models
 from cairn.router.served_model import ServedModel
 from cairn.types.errors import InvalidRequest
 
-KINDS = {
-    "/v1/embeddings": "embed",
-    "/embed": "embed",
-    "/embedding": "embed",
-    "/api/embed": "embed",
-    "/api/embeddings": "embed",
-    "/v1/rerank": "rerank",
-    "/v2/rerank": "rerank",
-    "/v1/reranking": "rerank",
-    "/v1/score": "rerank",
-}
-"""Which kind of model a route is for, where its body names none; all others are for chats."""
-TURNS = re.compile(r"/v1/agents/([^/]+)/(turns|resume|prefetch)")
-"""Routes of an agent that need its model to be loaded."""
-WORK = re.compile(r"/v1/(teams|workflows/runs)/([^/]+)/(rounds|votes|resume)")
-"""Routes that need the model of a team or a run to be loaded."""
-WITHOUT_MODEL = re.compile(
-    r"/v1/(?:teams/[^/]+/(?:messages|tool_results|fork|rollback|interrupt)|workflows/(?:check|runs/[^/]+/interrupt)"
-    r"|collections(?:/[^/]+(?:/documents|/search))?|files|vector_stores(?:/.+)?"
-    r"|(?:models|admin|cache|conversations|agents)/.+|conversations)"
-    r"|/api/(?:pull|delete|copy|show)"
-)
-"""Routes for POST that use no model, or, as those of collections do, find theirs themselves."""
-AGENTS = re.compile(r"/v1/agents/([^/]+)(?:/[a-z]+)?")
-REQUESTS = re.compile(r"/v1/(?:requests|responses)/(?!(?:input_tokens|compact)\Z)([^/]+)(?:/[a-z_]+)?")
-"""A request or a stored response, by its id."""
-READ_OF_MODEL = ("/props", "/slots")
-"""Routes for GET that describe a model. All others for GET use none: some, as /v1/events, are followed for hours."""
+AGENTS = "/v1/agents"
+PLACES = {"team": "/v1/teams", "run": "/v1/workflows/runs"}
+"""Prefixes of routes whose path names a team or a run, whose journal knows its model."""
+REQUESTS = ("/v1/requests/{id}", "/v1/responses/{id}")
+"""Routes of a request or a stored response."""
 OLLAMA = "/api/"
-"""What the paths of Ollama's API begin with. Its names have no case."""
+"""The prefix of Ollama's routes. Its model names ignore case."""
 DURATION = re.compile(r"([-+]?)((?:[0-9.]{1,36}(?:ns|us|\u00b5s|\u03bcs|ms|s|m|h)){1,8}|[0-9.]{1,18})")
 """A duration as Go writes one, such as 1h30m0s, or a number of seconds."""
 PART = re.compile(r"([0-9.]+)([a-z\u00b5\u03bc]*)")
@@ -72,7 +48,7 @@ UNITS = {
 
 
 class _Named(msgspec.Struct):
-    """What is looked at of a body before its route reads it: the rest is passed over."""
+    """The fields that are read of a body before its route reads it."""
 
     model: Any = None
     keep_alive: Any = None
@@ -82,23 +58,26 @@ _decode = msgspec.json.Decoder(_Named).decode
 
 
 class ModelRouter:
-    """Gives each call its model."""
+    """Chooses the model of a call."""
+
+    __slots__ = ("_attribution", "_models")
 
     def __init__(self, models: Models, attribution: AgentAttribution) -> None:
         self._models, self._attribution = models, attribution
 
     @contextlib.asynccontextmanager
-    async def chosen(self, call: HTTPCall) -> AsyncIterator[Service]:
-        """While the call is answered: the service of its model, which is loaded first where it has to be.
+    async def chosen(self, call: HTTPCall, how: str) -> AsyncIterator[Service]:
+        """Yield the service of the call's model, which is loaded first if it is not.
 
-        UnknownModel for a name that no model has, Unavailable where it cannot be loaded in time.
+        `how` is the `model` of its route. Raises UnknownModel for a name that no model has, Unavailable if the model
+        cannot be loaded in time.
         """
-        if not uses_model(call.path, call.scope["method"]):
+        if not how:
             service = self._about(call) or self._models.services.first
             call.identity, call.model = service.spec.identity, service.name
             yield service
             return
-        model, keep = (await self._choose(call)) if self._models.several else (self._models.models[0], None)
+        model, keep = (await self._choose(call, how)) if self._models.several else (self._models.models[0], None)
         began, there = time.monotonic(), model.loaded is not None
         async with self._models.using(model) as service:
             call.load_seconds = 0.0 if there else time.monotonic() - began
@@ -109,25 +88,27 @@ class ModelRouter:
                 if keep is not None:
                     self._models.keep(model, keep)
 
-    async def _choose(self, call: HTTPCall) -> tuple[ServedModel, float | None]:
-        """Choose among several models; also how many seconds the client wants the model kept, None if unsaid."""
-        path = call.path
-        if path in READ_OF_MODEL:
+    async def _choose(self, call: HTTPCall, how: str) -> tuple[ServedModel, float | None]:
+        """Choose among several models.
+
+        Also returns how many seconds the client wants the model kept; None if it does not say.
+        """
+        if how == "url":
             return self._models.find(_asked(call)), None
         named = await self._named(call)
-        if (turn := TURNS.fullmatch(path)) is not None:
-            return self._of_agent(call, turn[1], named), None
-        if (work := WORK.fullmatch(path)) is not None:
-            return self._of_work(call, work[1], work[2], named), None
+        if how == "agent":
+            return self._of_agent(call, call.path_part(AGENTS), named), None
+        if how in PLACES:
+            return self._of_work(call, how, call.path_part(PLACES[how]), named), None
         name = _text(named.model)
-        if name is not None and path.startswith(OLLAMA):
+        of_ollama = call.path.startswith(OLLAMA)
+        if name is not None and of_ollama:
             name = self._models.canonical(name)
-        model = self._models.find(name, KINDS.get(path, "chat"))
-        keep = seconds_of(named.keep_alive) if path.startswith(OLLAMA) and named.keep_alive is not None else None
-        return model, keep
+        model = self._models.find(name, how)
+        return model, seconds_of(named.keep_alive) if of_ollama and named.keep_alive is not None else None
 
     def _of_agent(self, call: HTTPCall, id: str, named: _Named) -> ServedModel:
-        """The model that a turn names, else the one that answered the agent's last."""
+        """Return the model that a turn names, else the one that answered the agent's last turn."""
         if (name := _text(named.model)) is None and self._attribution.agents is not None:
             identity, made_for = self._attribution.agents.model_of(call.tenant, id)
             if (found := self._models.by_identity(identity)) is not None:
@@ -136,26 +117,24 @@ class ModelRouter:
                 return self._models.find(made_for)
         return self._models.find(name)
 
-    def _of_work(self, call: HTTPCall, route: str, id: str, named: _Named) -> ServedModel:
-        """The model that a round, a vote or a run names, else the one that the team or run was made with."""
+    def _of_work(self, call: HTTPCall, room: str, id: str, named: _Named) -> ServedModel:
+        """Return the model that the body names, else the one that the team or run was made with."""
         if (name := _text(named.model)) is None and self._attribution.agents is not None:
-            room = "team" if route == "teams" else "run"
             name = self._attribution.agents.journals.model_of(room, call.tenant, id)
         return self._models.find(name)
 
     def _about(self, call: HTTPCall) -> Service | None:
-        """The service that a request, or an agent's context, belongs to, if it is loaded."""
-        if (request := REQUESTS.fullmatch(call.path)) is not None:
-            number = parse_id(request[1])
+        """Return the service that a request or an agent's context belongs to, if it is loaded."""
+        if call.route.startswith(REQUESTS):
+            number = parse_id(call.path.split("/")[3])
             return None if number is None else self._models.with_request(number)
-        agent = AGENTS.fullmatch(call.path)
-        if agent is not None and self._attribution.agents is not None:
-            identity, _ = self._attribution.agents.model_of(call.tenant, agent[1])
+        if call.route.startswith(AGENTS + "/{id}") and self._attribution.agents is not None:
+            identity, _ = self._attribution.agents.model_of(call.tenant, call.path_part(AGENTS))
             return self._models.services.of(identity)
         return None
 
     async def _named(self, call: HTTPCall) -> _Named:
-        """What the body names. One that is no JSON object names nothing: its route refuses it."""
+        """Return the names in the body. A body that is no JSON object names nothing: its route refuses it."""
         body = await call.peek()
         try:
             return _decode(body.removeprefix(codecs.BOM_UTF8))
@@ -163,19 +142,10 @@ class ModelRouter:
             return _Named()
 
 
-def uses_model(path: str, method: str) -> bool:
-    """Return whether a route needs its model loaded while it answers."""
-    if method != "POST":
-        return path in READ_OF_MODEL
-    if TURNS.fullmatch(path) is not None or WORK.fullmatch(path) is not None:
-        return True
-    return REQUESTS.fullmatch(path) is None and WITHOUT_MODEL.fullmatch(path) is None
-
-
 def seconds_of(given: Any) -> float:
-    """Return the seconds that Ollama's keep_alive says: a number of them, or a duration of Go's such as "1h30m".
+    """Return the seconds of Ollama's keep_alive: a number, or a duration of Go's such as "1h30m".
 
-    Infinite where it is negative. InvalidRequest for anything else.
+    Infinite if it is negative. Raises InvalidRequest for anything else.
     """
     if isinstance(given, int | float) and not isinstance(given, bool):
         return float(given) if given >= 0 else math.inf
@@ -192,7 +162,7 @@ def seconds_of(given: Any) -> float:
 
 
 def _text(name: Any) -> str | None:
-    """A model's name as a body has it; what is none is refused by its route."""
+    """Return a model's name from a body; None if it is no text, which its route refuses."""
     return name if isinstance(name, str) and name else None
 
 

@@ -7,8 +7,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cairn.api.http.call import HTTPCall, shown
-from cairn.api.native.agent_schemas import query
+from cairn.api.http.call import HTTPCall, query, shown
 from cairn.types.errors import InvalidRequest, NotFound
 
 LISTED = 20
@@ -16,7 +15,7 @@ MOST_LISTED = 100
 
 
 def page_of_items(call: HTTPCall, items: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The part of a list, the oldest item first, that the URL asks for: the last first unless `order` is asc."""
+    """Return the page of a list that the URL asks for, newest first unless `order` is asc. `items`: oldest first."""
     asked = parameters(call, ("limit", "order", "after", "before", "include", "include[]"))
     limit, order = asked.get("limit", str(LISTED)), asked.get("order", "desc")
     if not (limit.isascii() and limit.isdigit() and len(limit) <= 3 and 1 <= int(limit) <= MOST_LISTED):
@@ -27,7 +26,7 @@ def page_of_items(call: HTTPCall, items: Sequence[dict[str, Any]]) -> dict[str, 
 
 
 def page(items: Sequence[dict[str, Any]], limit: int, after: str | None) -> dict[str, Any]:
-    """A part of a list."""
+    """Return the page of at most `limit` items after the item `after`."""
     ids = [item["id"] for item in items]
     if after is not None and after not in ids:
         raise NotFound(f"there is no item {shown(after)!r} here", field="after")
@@ -54,7 +53,7 @@ async def page_by_id(
 
 
 def parameters(call: HTTPCall, known: Sequence[str]) -> dict[str, str]:
-    """The parameters in the URL, by name."""
+    """Return the URL's parameters by name. Raises InvalidRequest for one that is not `known`."""
     found = {}
     for name, value in query(call):
         if name not in known:

@@ -1,5 +1,4 @@
-"""From a JSON object to a request body: fields under other names, those that are accepted without effect, those whose
-meaning is not built, what is too long to be looked at, and the sentence for what has the wrong shape."""
+"""Request bodies: a JSON object becomes a model of its route, or an error that names the field."""
 
 from __future__ import annotations
 
@@ -12,16 +11,15 @@ from pydantic import ValidationError
 
 from cairn.api.chat.attachments import leave_out
 from cairn.api.chat.fields import ROWS, FieldRow, asks_for_nothing
-from cairn.api.http.body import Body
+from cairn.api.http.body import Body, read_json
 from cairn.api.http.call import HTTPCall, shown
-from cairn.api.http.json_body import read_json
 from cairn.config.config import Config
 from cairn.config.option import MAX_WORD, closest, slip_of
 from cairn.frontend.sampling_extras import MAX_BIAS
 from cairn.types.errors import InvalidRequest, Unsupported
 
 LENIENT = b"x-cairn-lenient"
-"""Header with which a request has its unknown fields told and passed over."""
+"""Header with which a request has its unknown fields ignored, with a warning."""
 MAX_METADATA = 16
 """How many pairs of metadata a request may have, as in the OpenAI API."""
 MAX_ATTACHED = 2_000
@@ -29,13 +27,13 @@ MAX_ATTACHED = 2_000
 MAX_RESULTS = 128
 """How many results of tools one call may give to a team: of all members as many as they can call."""
 SPARE_FIELDS = 16
-"""Unknown fields of an object that are told by name."""
+"""How many unknown fields of an object are named in warnings."""
 MAX_UNKNOWN = 64
 """Different unknown fields of a body: each is compared with all known ones."""
 _UNIONS = frozenset({"content", "prompt", "stop", "samplers", "logit_bias", "input", "inputs", "text_1", "text_2"})
-"""Fields of several shapes. Behind one's name stands the tag of the shape, which is no part of a field's name."""
+"""Fields of several shapes. In a validator's location their name is followed by the tag of the shape."""
 _HIDDEN = "~"
-"""First letter of these tags. A client's own field may begin so too, but stands nowhere behind such a name."""
+"""First letter of these tags. A client's own field may begin with it, but never follows such a name."""
 
 B = TypeVar("B", bound=Body)
 
@@ -46,18 +44,18 @@ async def read(
     config: Config,
     body: Callable[[HTTPCall, Config], Awaitable[dict[str, Any]]] = read_json,
 ) -> B:
-    """Read the body of a call whose messages may hold images and files, which are left out (`attachments`)."""
+    """Read the body of a call. Images and files in its messages are replaced by texts (`attachments`)."""
     value = await body(call, config)
     await leave_out(call, kind, value, config)
     return parse(kind, value, config, call)
 
 
 def parse(kind: type[B], value: dict[str, Any], config: Config, call: HTTPCall | None = None) -> B:
-    """The body as a model; InvalidRequest or Unsupported names the field and what was expected.
+    """Return the body as a model; InvalidRequest or Unsupported names the field and what was expected.
 
-    All of it is read on the event loop, so what is too long is refused unread, and of what is wrong the first is told.
-    Unknown fields of chats are passed over, and `call` is told of them, unless they look like a slip of a known one or
-    the server's options refuse them; `call` may ask for slips to be passed over as well.
+    Everything is read on the event loop, so bodies that are too long are refused unread, and only the first error is
+    reported. Unknown fields of chats are ignored with a warning to `call`, unless they look like a misspelt known field
+    or the options refuse them; `call` may ask for misspelt ones to be ignored as well.
     """
     _check_lengths(value, config)
     lenient = config.lenient or (call is not None and call.header(LENIENT) in (b"1", b"true"))
@@ -70,18 +68,17 @@ def parse(kind: type[B], value: dict[str, Any], config: Config, call: HTTPCall |
 
 
 class _Reader:
-    """Leaves of an object what a body knows."""
+    """Reduces an object to the fields that a body knows."""
 
     def __init__(self, call: HTTPCall | None, *, lenient: bool, strict: bool) -> None:
         self._call, self._lenient, self._strict = call, lenient, strict
         self._met: dict[tuple[type[Body], str], tuple[bool, str]] = {}
-        """What `_judge` said of unknown fields, by where they belong: each is told once."""
+        """Verdicts of `_judge` on unknown fields, by kind: each is reported once."""
         self.unknown: dict[str, str] = {}
-        """What is to be said of unknown fields, by where they stand: they are refused after all that is wrong of the
-        known ones."""
+        """Messages on unknown fields, by place: they are reported after all errors of the known ones."""
 
     def known(self, kind: type[Body], value: dict[str, Any], where: str) -> dict[str, Any]:
-        """The fields that the body has, and those that are to be refused."""
+        """Return the body's known fields, and the unknown ones to refuse."""
         fields, rows = kind.model_fields, ROWS.get(kind.place, {})
         most = len(fields) + len(rows) + SPARE_FIELDS
         if len(value) > most:
@@ -116,7 +113,7 @@ class _Reader:
         ]
 
     def _pass_over(self, kind: type[Body], name: str, where: str) -> bool:
-        """Whether an unknown field is let through, which its sender is told."""
+        """Return whether an unknown field is ignored; its sender is warned."""
         field, met = where + shown(name), (kind, name) in self._met
         what = "this route" if not where else "this object" if kind.place == "other" else f"a {kind.place}"
         passed, near = self._met[kind, name] if met else self._judge(kind, name)
@@ -127,7 +124,7 @@ class _Reader:
         return passed
 
     def _judge(self, kind: type[Body], name: str) -> tuple[bool, str]:
-        """Whether a field that was not met before is passed over, and which known one is like it, as words."""
+        """Return whether a new unknown field is ignored, and a hint at the known field that it resembles."""
         if len(self._met) == MAX_UNKNOWN:
             raise InvalidRequest(f"the request body holds more than {MAX_UNKNOWN} different unknown fields, the limit")
         known = [*kind.model_fields, *kind.synonyms] if len(name) <= MAX_WORD else []
@@ -136,14 +133,14 @@ class _Reader:
         return self._met[kind, name]
 
     def _is_unheard_of(self, kind: type[Body], name: str, known: Sequence[str]) -> bool:
-        """Whether a field of another maker's API means nothing here, as far as can be told."""
+        """Return whether an unknown field resembles no known one, and may be ignored."""
         if self._strict or kind.place == "other":
             return False
         return not known or slip_of(name, [*known, *ROWS.get(kind.place, {})]) is None
 
 
 def _renamed(kind: type[Body], value: dict[str, Any]) -> Mapping[str, Any]:
-    """The object with every field under its own name."""
+    """Return the object with synonyms renamed to the fields' own names."""
     value = kind.usual(value)
     for name in value.keys() & kind.synonyms.keys():
         own = kind.synonyms[name]
@@ -177,7 +174,7 @@ def _check_lengths(fields: dict[str, Any], config: Config) -> None:
 
 
 def _check_row(row: FieldRow, field: str, value: Any) -> None:
-    """Unsupported where a field asks for something that is not built."""
+    """Raise Unsupported if a field asks for something that is not built."""
     if not asks_for_nothing(row, value):
         allowed = " or ".join([*(json.dumps(one) for one in row.values or ()), "absent"])
         raise Unsupported(f"{field} can only be {allowed}: {row.why}", field=field)
@@ -201,11 +198,11 @@ _SHAPES: Mapping[str, str] = {
     "list_type": "a list",
     "string_pattern_mismatch": "1 to 128 letters, digits, '_', '-' and '.'",
 }
-"""What was expected, by the kind of an error."""
+"""The expected shape, by kind of error."""
 
 
 def _explain(error: Any, unknown: Mapping[str, str]) -> InvalidRequest:
-    """The sentence for an error of the validator. It says nothing of the value but what kind it is."""
+    """Return the message for a validator's error. It names the kind of the value, never the value."""
     kind, loc, field = error["type"], error["loc"], ""
     for before, part in pairwise(("", *loc)):
         if isinstance(part, int):

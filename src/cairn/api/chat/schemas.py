@@ -1,6 +1,6 @@
-"""Request bodies: their shapes. How a JSON object becomes one is in `parse`, which fields beside these are accepted in
-`fields`, what a body may still not say in `checks`.
+"""Shapes of request bodies.
 
+`parse` turns a JSON object into one, `fields` lists other fields that are accepted, `generation` checks combinations.
 Shapes follow the OpenAI API reference (platform.openai.com/docs/api-reference, as openai-python's `types` state them).
 Numbers are only typed here; their ranges are checked in `frontend/requests.py`, lengths of lists there and in `parse`.
 """
@@ -50,7 +50,7 @@ Samplers = Annotated[
 
 
 class Generation(Body):
-    """What chat and text completions share."""
+    """The fields that chat and text completions share."""
 
     place = "request"
     within: ClassVar[dict[str, type[Body]]] = {"stream_options": StreamOptions}
@@ -102,9 +102,10 @@ class Generation(Body):
     """True: an answer ends where it only repeats itself, with the finish_reason `length` and `finish_detail`."""
     n: Count = None
     reasoning_budget: Count = None
-    """Tokens of reasoning after which it is ended; -1: none. Others call it `thinking_budget` and the like."""
+    """Tokens after which reasoning is ended; -1: no limit. Also called `thinking_budget` and the like."""
     response_format: Any = None
-    """What the answer has to be, as OpenAI has it; others of `structured_output.FIELDS` as vLLM and llama.cpp do."""
+    """Constraint on the answer in OpenAI's form; other fields of `structured_output.FIELDS` are those of vLLM and
+    llama.cpp."""
     structured_outputs: dict[str, Any] | None = None
     guided_json: Any = None
     guided_regex: str | None = None
@@ -118,12 +119,11 @@ class Generation(Body):
     store: bool | None = None
     """False: nothing of it goes to the disk, neither the answer for exact replay nor its KV, which holds token ids."""
     timings_per_token: bool | None = None
-    """Each chunk says how fast the answer comes, and the last, or the whole, how fast it came: llama-server's
-    `timings`."""
+    """Chunks, and the whole answer, carry llama-server's `timings`."""
     return_progress: bool | None = None
-    """Chunks before the answer say how far its prompt is."""
+    """Chunks before the answer report prompt progress."""
     metadata: dict[str, str] | None = None
-    """`agent`: whose account it is on."""
+    """`agent` names the agent that the request belongs to."""
     prompt_cache_key: str | None = None
     """The same."""
 
@@ -144,7 +144,7 @@ class Generation(Body):
         return {key: item for key, item in value.items() if key != "stop"} if value.get("stop") == "" else value
 
     def options(self, **more: Any) -> SamplingOptions:
-        """The sampling options as the service wants them; `more` adds or replaces some."""
+        """Return the sampling options for the service; `more` adds or replaces some."""
         given: dict[str, Any] = {
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
@@ -173,7 +173,7 @@ class Generation(Body):
         return SamplingOptions(**(given | more))
 
     def wanted(self) -> Wanted:
-        """What the answer has to be."""
+        """Return the constraints on the answer."""
         return wanted_of({name: getattr(self, name) for name in FIELDS})
 
     @property
@@ -202,11 +202,11 @@ class Reasoning(Body):
     exclude: bool | None = None
     """Reasoning is left out of the answer."""
     summary: str | None = None
-    """Reasoning is told whole in any case."""
+    """Accepted; reasoning is always sent whole."""
 
 
 class Templated(Body):
-    """What is rendered by the chat template."""
+    """The fields that the chat template renders."""
 
     within: ClassVar[dict[str, type[Body]]] = {"thinking": Thinking, "reasoning": Reasoning}
 
@@ -214,13 +214,13 @@ class Templated(Body):
     enable_thinking: bool | None = None
     """Short for that argument of the template."""
     reasoning_effort: str | None = None
-    """`none` and `minimal` turn reasoning off where the template can; otherwise an argument of the template."""
+    """`none` and `minimal` turn reasoning off if the template can; other values are an argument of the template."""
     thinking: Thinking | None = None
     reasoning: Reasoning | None = None
-    """Two other ways to say the same, with a budget."""
+    """Another form of the same, with a budget."""
 
     def thinks(self) -> bool | None:
-        """Return whether reasoning is wanted; None where nothing is said of it."""
+        """Return whether reasoning is wanted; None if the request does not say."""
         said = [
             self.enable_thinking,
             None if self.thinking is None else self.thinking.type != "disabled",
@@ -236,7 +236,7 @@ class Templated(Body):
         return inner if self.reasoning_effort is None else self.reasoning_effort
 
     def budget(self) -> int | None:
-        """Return the tokens of reasoning that `thinking` or `reasoning` allow; None where they say nothing."""
+        """Return the tokens of reasoning that `thinking` or `reasoning` allow; None if they set no limit."""
         of_thinking = None if self.thinking is None else self.thinking.budget_tokens
         of_reasoning = None if self.reasoning is None else self.reasoning.max_tokens
         return of_reasoning if of_thinking is None else of_thinking
@@ -254,7 +254,7 @@ class Templated(Body):
 
 
 class ChatGeneration(Generation, Templated):
-    """What a chat and an agent's turn share."""
+    """The fields that a chat and an agent's turn share."""
 
     within: ClassVar[dict[str, type[Body]]] = Generation.within | Templated.within | {"messages": ChatMessage}
     attached = "messages"
@@ -267,7 +267,7 @@ class ChatGeneration(Generation, Templated):
     """False: the answer ends with its first call."""
 
     def chat_options(self) -> SamplingOptions:
-        """The sampling options, `max_tokens` by either of its names."""
+        """Return the sampling options, with `max_tokens` by either of its names."""
         most = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
         return self.options(
             max_tokens=most,
@@ -278,7 +278,7 @@ class ChatGeneration(Generation, Templated):
         )
 
     def wanted(self) -> Wanted:
-        """What the answer has to be."""
+        """Return the constraints on the answer."""
         given = {name: getattr(self, name) for name in FIELDS}
         return wanted_of(given, parallel=self.parallel_tool_calls is not False)
 
@@ -291,14 +291,14 @@ class ChatBody(ChatGeneration):
     tools: Several[Tool] | None = None
     tool_choice: Any = None
     prompt_logprobs: Count = None
-    """How many of the likeliest tokens are told beside each of the prompt's, with log-probabilities, as vLLM does."""
+    """Number of alternatives beside each token of the prompt, with log-probabilities, as in vLLM."""
 
     def chat_options(self) -> SamplingOptions:
-        """The sampling options, the prompt's log-probabilities among them."""
+        """Return the sampling options, with log-probabilities of the prompt."""
         return with_prompt_logprobs(super().chat_options(), self.prompt_logprobs, stream=bool(self.stream))
 
     def wanted(self) -> Wanted:
-        """What the answer has to be, calls included."""
+        """Return the constraints on the answer and its calls."""
         return wanted_of(
             {name: getattr(self, name) for name in FIELDS},
             [(tool.function.name, bool(tool.function.strict)) for tool in self.tools or ()],
@@ -308,12 +308,12 @@ class ChatBody(ChatGeneration):
 
 
 def with_prompt_logprobs(options: SamplingOptions, count: int | None, *, stream: bool) -> SamplingOptions:
-    """The options of an answer that also has the log-probabilities of its prompt. InvalidRequest."""
+    """Return options that also ask for log-probabilities of the prompt. Raises InvalidRequest for a stream."""
     field = "prompt_logprobs"
     if count is None:
         return options
     if stream:
-        raise InvalidRequest(f"{field} are told of an answer in one piece, not of a stream", field=field)
+        raise InvalidRequest(f"{field} needs an answer in one piece: set stream to false", field=field)
     if not 0 <= count <= MAX_TOP_LOGPROBS:
         raise InvalidRequest(f"{field} must be from 0 to {MAX_TOP_LOGPROBS}; it is {count}", field=field)
     most = max(count, options.top_logprobs or 0)
@@ -325,7 +325,7 @@ class CompletionBody(Generation):
 
     prompt: Prompt
     suffix: str | None = None
-    """What follows the text that is asked for: the model fills in the middle."""
+    """The text that follows: the model fills in the middle."""
     parse_special: bool | None = None
     """False: control tokens written in the prompt are ordinary text."""
     echo: bool | None = None
@@ -345,7 +345,7 @@ class TokenizeBody(Templated):
     prompt: str | None = None
     content: str | None = None
     add_special: bool | None = None
-    """Of `content`: put what begins a text before it."""
+    """For `content`: add what begins a text, such as BOS."""
     add_special_tokens: bool | None = None
     """False: nothing before `prompt`."""
     parse_special: bool | None = None

@@ -1,9 +1,9 @@
-"""What an ordinary request has to do with agents: whose account it is on, and what is kept of it.
+"""Agents of ordinary requests: the agent that a request belongs to, and what is kept of it.
 
-One rule for every dialect, since clients name their sessions in many ways: the header `X-Cairn-Agent` names the
-account, else the first name that is known of `metadata.agent`, `prompt_cache_key`, the headers of SESSIONS, and what
-`metadata` calls a session. Where none is known the first is opened: an agent without turns, which goes a week after its
-last request. Nothing of this changes an answer.
+Clients name their sessions in many ways, so one rule holds for every dialect: the header `X-Cairn-Agent` names the
+agent, else the first known name among `metadata.agent`, `prompt_cache_key`, the headers of SESSIONS, and a session in
+`metadata`. If none is known, the first name gets a new agent without turns, which is deleted a week after its last
+request. Nothing of this changes an answer.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ MAX_USER_ID = 2000
 
 
 class AgentAttribution:
-    """The way to the agents. `agents` is None until they are opened, or with `why_not` where they cannot be."""
+    """Access to the agents. `agents` is None until they are opened, or, with `why_not`, if they cannot be."""
 
     def __init__(self) -> None:
         self.agents: Agents | None = None
         self.why_not = "this server keeps no agents"
         self.failing = False
-        """Whether there should be agents and are none, as `why_not` says."""
+        """Whether agents were asked for and cannot be opened; `why_not` has the reason."""
 
     def open(self) -> Agents:
-        """The agents; Unavailable where there are none."""
+        """Return the agents. Raises Unavailable if the server keeps none."""
         if self.agents is None:
             raise Unavailable(self.why_not)
         return self.agents
 
     def troubles(self) -> list[str]:
-        """What does not work of them now, although requests are served."""
+        """Return the troubles of the agents that do not stop requests from being served."""
         if self.agents is None:
             return [self.why_not] if self.failing else []
         return self.agents.troubles
@@ -65,18 +65,18 @@ class AgentAttribution:
         return self.failing if self.agents is None else self.agents.refuses
 
     def opened(self, agents: Agents) -> None:
-        """There are agents from now on."""
+        """Keep agents from now on."""
         self.agents, self.failing = agents, False
 
     def missing(self, why: str) -> None:
-        """There should be agents, and they cannot be had now."""
+        """Note that agents were asked for and cannot be opened now."""
         self.why_not, self.failing = f"this server keeps no agents: {why}", True
 
     async def tie(self, call: HTTPCall, body: Generation, *, store: bool) -> Attribution | None:
-        """What a request leaves behind, or None where nothing is kept. `store`: whether its answer may be.
+        """Attach the request to the agent named in its headers; None if nothing is recorded.
 
-        InvalidRequest for a header that is no agent's id; of other names those that are none are passed over. Where no
-        account can be opened now, the request is served without one.
+        `store`: whether the answer may be kept. Raises InvalidRequest for a header that is no agent's id; other session
+        names that are no id are ignored. If no account can be opened now, the request is served without one.
         """
         header = call.header(HEADER)
         named = header.decode("latin-1") if header is not None else None
@@ -95,7 +95,7 @@ class AgentAttribution:
         return Attribution(self.agents, call.tenant, agent, store, call.identity)
 
     async def _account(self, agents: Agents, tenant: str, names: Sequence[str], *, new: bool) -> Agent | None:
-        """The agent of the first of these names that is known; where there is none a `new` one, or None."""
+        """Return the agent of the first known name; if none is known, a `new` one or None."""
         for name in names:
             with contextlib.suppress(NotFound):
                 return agents.named(tenant, name)
@@ -111,7 +111,7 @@ class Attribution:
     """One request's. The agent is the one of its beginning: another may have its name by the end."""
 
     def __init__(self, agents: Agents, tenant: str, agent: Agent | None, store: bool, identity: bytes = b"") -> None:
-        """`identity`: of the model that answers."""
+        """Record requests for an agent; `identity` is that of the model that answers."""
         self._agents, self._tenant, self._agent, self._store = agents, tenant, agent, store
         self._identity = identity
 
@@ -122,17 +122,17 @@ class Attribution:
 
     @contextlib.contextmanager
     def using(self) -> Iterator[None]:
-        """While its choices are computed the agent is in use."""
+        """Mark the agent as in use while its choices are computed."""
         with self._agents.using(self._agent) if self._agent is not None else contextlib.nullcontext():
             yield
 
     def cut(self, request: Request, tokens: Sequence[int]) -> None:
-        """A choice has ended before its end, after these tokens."""
+        """Record a choice that was cut off after these tokens."""
         if self._agent is not None:
             self._agents.add_request_context(self._agent, [*request.prompt, *tokens], self._identity)
 
     def done(self, request: Request, tokens: list[int], done: Done, sampled: Sampled | None) -> None:
-        """A choice has ended. `sampled`: what exact replay needs of it, None where nothing is known."""
+        """Record a choice that has ended. `sampled` is what exact replay needs; None if that is unknown."""
         if sampled is not None and self._store:
             self._agents.keep(self._tenant, sampled, self._agent, self._identity)
         if request.choice:  # the prompt is on the first choice's account
@@ -140,12 +140,12 @@ class Attribution:
         self._agents.account(self._tenant, self._agent, [*request.prompt, *tokens], done, self._identity)
 
     async def kept(self) -> None:
-        """Wait, a moment at most, until what `done` has kept outlives a killed server."""
+        """Wait, a moment at most, until the records of `done` would survive a kill of the server."""
         await self._agents.kept()
 
 
 def session_names(call: HTTPCall, metadata: Mapping[str, str], prompt_cache_key: str | None) -> list[str]:
-    """What a request calls its session, the most explicit first; names that are no agent's are passed over."""
+    """Return the names a request gives its session, most explicit first. Names that are no agent's id are left out."""
     headers = [call.header(name) for name in SESSIONS]
     given = [metadata.get("agent"), prompt_cache_key]
     given += [value.decode("latin-1") for value in headers if value is not None]
@@ -154,7 +154,7 @@ def session_names(call: HTTPCall, metadata: Mapping[str, str], prompt_cache_key:
 
 
 def _session_in(user_id: str | None) -> str | None:
-    """The session that Claude Code writes into `user_id`: JSON with a `session_id`, or behind `_session_`."""
+    """Return the session that Claude Code puts into `user_id`: JSON with a `session_id`, or after `_session_`."""
     if user_id is None or len(user_id) > MAX_USER_ID:
         return None
     if not user_id.startswith("{"):

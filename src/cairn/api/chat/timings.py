@@ -15,12 +15,12 @@ from cairn.types.stats import CacheReport
 
 
 def cache_of(choice: ChoiceStream) -> CacheReport | None:
-    """Where the KV of a choice's prompt came from, once that was computed."""
+    """Return where the KV of a choice's prompt came from; None until that is computed."""
     return None if choice.stream is None else choice.stream.cache
 
 
 class AnswerTimes:
-    """The times of one answer's choices. It begins when it is made."""
+    """The times of one answer's choices, measured from the construction of this object."""
 
     def __init__(
         self,
@@ -30,19 +30,22 @@ class AnswerTimes:
         progress: bool | None,
         cache: Callable[[ChoiceStream], CacheReport | None] = cache_of,
     ) -> None:
-        """`timings`: each piece and the end say how long they took; `progress`: so does the prompt."""
+        """Measure an answer.
+
+        `timings`: each piece and the end report how long they took; `progress`: the prompt does too.
+        """
         self.timings, self.progress = bool(timings), bool(progress)
         self._choices, self._cache = choices, cache
         self._began = time.monotonic()
         self._first: dict[int, float] = {}
-        """When each choice said its first."""
+        """The time of each choice's first token."""
         self._told: dict[int, int] = {}
-        """How far each choice's prompt was when that was told last."""
+        """The prompt progress of each choice that was reported last."""
 
     def heard(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        """Note a piece of a choice; what is to be told of its prompt before it, where that is wanted.
+        """Note a delta of a choice; return the prompt progress to report before it, if that is wanted.
 
-        The first that is told is what was cached, the last the whole prompt, each in `prompt_progress` and `timings`.
+        The first report has the cached tokens, the last the whole prompt, each in `prompt_progress` and `timings`.
         """
         places = [place for one in delta.progress for place in (one.cached, one.processed)]
         cached = delta.progress[0].cached if delta.progress else 0
@@ -60,13 +63,13 @@ class AnswerTimes:
         return told
 
     def so_far(self, index: int) -> dict[str, Any]:
-        """The timings of a choice that was heard and goes on."""
+        """Return the timings of a choice that is still generated."""
         choice, first, cached = self._choices[index], self._first.get(index, self._began), self._cached(index)
         said = time.monotonic() - first
         return timings(cached, len(choice.request.prompt) - cached, first - self._began, len(choice.tokens), said)
 
     def whole(self, index: int, done: Done) -> dict[str, Any]:
-        """The timings of a choice that has ended."""
+        """Return the timings of a choice that has ended."""
         choice, cached = self._choices[index], done.usage.cached_tokens
         computed = len(choice.request.prompt) - cached
         return timings(cached, computed, done.timing.prefill, len(choice.tokens), done.timing.decode)
@@ -83,7 +86,7 @@ class AnswerTimes:
 
 
 def timings(cached: int, computed: int, prompt: float, said: int, saying: float) -> dict[str, Any]:
-    """Tokens and seconds of a prompt and of an answer."""
+    """Return llama.cpp's `timings` object: tokens and milliseconds of a prompt and of an answer."""
     return {
         "cache_n": cached,
         "prompt_n": computed,

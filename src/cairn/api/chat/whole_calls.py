@@ -1,4 +1,4 @@
-"""Calls of a stream that are told once they are whole, in dialects that have no pieces of them."""
+"""Calls of a stream that are sent once complete, for dialects without pieces of calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class WholeCalls:
         return before, within
 
     def finish(self) -> list[ToolCallDelta]:
-        """The call that was being written: it is whole, since something else follows or nothing does."""
+        """Return the call that was being written: it is complete, since something else follows or nothing does."""
         pieces, self._pieces = self._pieces, []
         if not pieces:
             return []

@@ -1,74 +1,82 @@
 """The wire shapes of answers: OpenAI's objects, and their streamed chunks as bytes built by hand.
 
 Shapes: platform.openai.com/docs/api-reference (chat/object, chat/streaming, completions/object), as openai-python's
-`types.chat.ChatCompletionChunk` and `types.Completion` state them; `reasoning_content` as DeepSeek and vLLM have it.
-Framing: server-sent events (html.spec.whatwg.org, 9.2). A chunk differs from the next in a few bytes, so what stays
-is encoded once a stream.
+`types.chat.ChatCompletionChunk` and `types.Completion` state them; `reasoning_content` as in DeepSeek and vLLM.
+Framing: server-sent events (html.spec.whatwg.org, 9.2). Chunks differ in a few bytes, so the constant part is encoded
+once a stream.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import codecs
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
-from cairn.api.http.call import encode, error_body
+from cairn.api.http.call import encode
 from cairn.types.block_size import BLOCK_TOKENS
-from cairn.types.errors import CairnError
 from cairn.types.outputs import Delta, Done, TokenKind, TokenLogprob, ToolCallDelta, logprobs_of
 from cairn.types.stats import CacheReport, Miss
 
-DONE = b"data: [DONE]\n\n"
-"""Ends every stream that went well."""
-HEARTBEAT = b": still here\n\n"
-"""A comment, which clients skip: keeps proxies and the connection awake while nothing else is sent."""
-EVENT_STREAM: list[tuple[bytes, bytes]] = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+MARK = "cairn1."
+
+
+def pack(text: str) -> str:
+    """Encode a text in a form that clients hand back unchanged."""
+    return MARK + base64.urlsafe_b64encode(text.encode("utf-8", "replace")).decode()
+
+
+def unpack(value: object) -> str:
+    """Return the text of a packed value; empty for any other."""
+    if not isinstance(value, str) or not value.startswith(MARK):
+        return ""
+    try:
+        return base64.b64decode(value[len(MARK) :], altchars=b"-_", validate=True).decode()
+    except (binascii.Error, ValueError):
+        return ""
+
+
 _CLOSE = b"}\n\n"
-"""What every event with an object ends with."""
+"""The end of every event with an object."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON does not have."""
+"""Replaces minus infinity, which JSON does not have."""
 
 
 class Pieces(Protocol):
-    """What this module needs of an incremental detokenizer."""
+    """The part of an incremental detokenizer that this module uses."""
 
     def push(self, ids: Sequence[int], /) -> str:
-        """The text that these tokens complete."""
+        """Return the text that these tokens complete."""
         ...
 
 
 class TokenBytes(Protocol):
-    """What this module needs of a tokenizer."""
+    """The part of a tokenizer that this module uses."""
 
     def token_bytes(self, token: int, /) -> bytes:
-        """The bytes that the token stands for."""
+        """Return the bytes of a token."""
         ...
 
     def detokenizer(self, *, after: Sequence[int] = ()) -> Pieces:
-        """A detokenizer at the start of a text, or of what follows these tokens."""
+        """Return a detokenizer at the start of a text, or after these tokens."""
         ...
 
 
-def error_event(error: CairnError) -> bytes:
-    """The event that ends a stream which failed after it began."""
-    return b"data: " + encode(error_body(error)) + b"\n\n"
-
-
 def with_fields(events: bytes, fields: Mapping[str, Any]) -> bytes:
-    """Events of a stream, with more fields in the last one's object."""
+    """Add fields to the object of the last event."""
     return events[: -len(_CLOSE)] + b"," + encode(fields)[1:-1] + _CLOSE
 
 
 def cache_object(report: CacheReport) -> dict[str, Any]:
-    """Where the KV of a prompt came from: tokens by source, and the first block that nothing gave. That is a list of
-    none or one: clients that add up usages (LangChain's ChatOpenAI) fail at what is null here and an object there."""
+    """Return where a prompt's KV came from: tokens by source, and the first block that had to be computed.
+
+    `miss` is a list of none or one: clients that add up usages (LangChain's ChatOpenAI) fail if a field is null here
+    and an object there.
+    """
     miss = report.miss
     return {
         "computed": report.computed,
@@ -81,13 +89,15 @@ def cache_object(report: CacheReport) -> dict[str, Any]:
 
 
 def written_of(prompt: int, cached: int) -> int:
-    """Return how many tokens of a prompt went to the cache: whole blocks of all but its last token, from which the
-    answer is always computed anew."""
+    """Return how many tokens of a prompt were added to the cache.
+
+    These are whole blocks of all but its last token, which is always computed anew.
+    """
     return max((prompt - 1) // BLOCK_TOKENS * BLOCK_TOKENS - cached, 0)
 
 
 def miss_object(miss: Miss) -> dict[str, Any]:
-    """The first block that nothing gave, and why; `differs` only where the nearest known context says it."""
+    """Return the first block that had to be computed, and why; `differs` only if a nearest known context is known."""
     found: dict[str, Any] = {"position": miss.position, "reason": miss.reason}
     if miss.differs is not None:
         found["differs"] = msgspec.to_builtins(miss.differs)
@@ -95,8 +105,11 @@ def miss_object(miss: Miss) -> dict[str, Any]:
 
 
 def usage_object(ends: Iterable[tuple[Done, bool]]) -> dict[str, Any]:
-    """The usage of a whole call, `cairn` in it. Of several choices of one prompt only the first (True) counts the
-    prompt; of several prompts the cache reports are added up, and `miss` is the first there was."""
+    """Return the usage of a whole call, with `cairn` in it.
+
+    Only the first choice of a prompt (True) counts the prompt. Of several prompts the cache reports are added up, and
+    `miss` is the first there was.
+    """
     prompt = completion = cached = 0
     report: CacheReport | None = None
     for done, first in ends:
@@ -141,15 +154,15 @@ def token_scores(logprobs: Sequence[TokenLogprob], vocabulary: TokenBytes) -> li
 def chat_logprobs(
     content: Sequence[TokenLogprob], reasoning: Sequence[TokenLogprob], vocabulary: TokenBytes
 ) -> dict[str, Any]:
-    """Return the `logprobs` object of a chat choice. `reasoning_content` is there where there is reasoning."""
+    """Return the `logprobs` object of a chat choice, with `reasoning_content` if there is reasoning."""
     found: dict[str, Any] = {"content": token_scores(content, vocabulary), "refusal": None}
     return found | ({"reasoning_content": token_scores(reasoning, vocabulary)} if reasoning else {})
 
 
 def prompt_scores(logprobs: Sequence[TokenLogprob], vocabulary: TokenBytes) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: nothing of the first token; of each other what it and the likeliest had in its place.
+    """Return vLLM's `prompt_logprobs`: null for the first token, else the scores of it and of the likeliest.
 
-    The rank of a token that is none of the likeliest is not known.
+    The rank of a token that is not among the likeliest is unknown.
     """
     found: list[dict[str, Any] | None] = [None]
     for entry in logprobs:
@@ -183,7 +196,7 @@ class TextLogprobs:
         self._offsets: list[int] = []
 
     def add(self, token: int, entry: TokenLogprob | None) -> None:
-        """A token, with None for the first of an echoed prompt, which nothing precedes."""
+        """Add a token; `entry` is None for the first of an echoed prompt, which nothing precedes."""
         self._offsets.append(self._place(token))
         top = entry.top[: self._top] if entry is not None else ()
         names: dict[int, str] = {}
@@ -196,8 +209,11 @@ class TextLogprobs:
         self._tops.append({names[other]: _finite(value) for other, value in top} | own or None)
 
     def _place(self, token: int) -> int:
-        """Where the token's own text begins: behind what it brings up of the tokens before it, which may have waited
-        for the rest of a character, and in vain. Within a character it is where that begins."""
+        """Return the offset at which the token's own text begins.
+
+        That is after text of earlier tokens that waited for the rest of a character. Within a character it is that
+        character's offset.
+        """
         before, raw = self._length, self._vocabulary.token_bytes(token)
         text = self._pieces.push([token])
         self._length += len(text)
@@ -212,7 +228,7 @@ class TextLogprobs:
         return self._length - len(own) if text.endswith(own) else before
 
     def take(self) -> dict[str, Any]:
-        """What was added since the last time."""
+        """Return what was added since the last call."""
         found = {
             "tokens": self._tokens,
             "token_logprobs": self._logprobs,
@@ -224,7 +240,7 @@ class TextLogprobs:
 
 
 def tool_call(delta: ToolCallDelta) -> dict[str, Any]:
-    """A piece of a tool call: `id`, `type` and `name` in the first piece only."""
+    """Return a piece of a tool call: `id`, `type` and `name` in the first piece only."""
     if delta.id:
         function = {"name": delta.name, "arguments": delta.arguments}
         return {"index": delta.index, "id": delta.id, "type": "function", "function": function}
@@ -243,16 +259,18 @@ class ChatChunks:
         self._vocabulary = vocabulary
 
     def first(self, index: int) -> bytes:
-        """The chunk that names the role."""
+        """Return the chunk that names the role."""
         return self._heads[index] + b'{"role":"assistant","content":""' + self._plain
 
     def nothing(self, index: int) -> bytes:
-        """A chunk that says nothing of the answer."""
+        """Return a chunk without a part of the answer."""
         return self._heads[index] + b"{" + self._plain
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        """The chunks of one delta; empty where it says nothing that a client sees. Log-probabilities go with their
-        text."""
+        """Return the chunks of one delta; empty if it holds nothing a client sees.
+
+        Log-probabilities go with their text.
+        """
         if delta.text and not (delta.logprobs or delta.reasoning or delta.tool_calls):
             return self._heads[index] + b'{"content":' + encode(delta.text) + self._plain
         if delta.logprobs:
@@ -279,16 +297,16 @@ class ChatChunks:
         return data + b"".join(self._heads[index] + encode(call)[:-1] + self._plain for call in calls)
 
     def call(self, index: int, call: dict[str, Any]) -> bytes:
-        """The chunk of one whole call."""
+        """Return the chunk of one complete call."""
         return self._heads[index] + encode({"tool_calls": [call]})[:-1] + self._plain
 
     def finish(self, index: int, done: Done, reason: str, warnings: Sequence[str] = ()) -> bytes:
-        """The last chunk of a choice. Where no usage follows, it says where the prompt's KV came from."""
+        """Return the last chunk of a choice. If no usage follows, it reports where the prompt's KV came from."""
         more = _told(warnings) + (b"" if self._usage_null else _cairn(done))
         return self._chunk(index, b"{}", b"null", encode(reason) + _detail(done), more)
 
     def usage(self, usage: dict[str, Any]) -> bytes:
-        """The chunk without choices that carries the usage."""
+        """Return the chunk without choices that carries the usage."""
         return self._open + b'],"usage":' + encode(usage) + b"}\n\n"
 
     def _chunk(self, index: int, delta: bytes, logprobs: bytes, reason: bytes, more: bytes = b"") -> bytes:
@@ -307,7 +325,7 @@ class TextChunks:
         self._plain = b',"logprobs":null,"finish_reason":null}]' + self._usage_null + b"}\n\n"
 
     def text(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> bytes:
-        """A piece of text."""
+        """Return the chunk of a piece of text."""
         if logprobs is None:
             return self._heads[index] + encode(text) + self._plain
         tail = b',"logprobs":' + encode(logprobs) + b',"finish_reason":null}]' + self._usage_null + b"}\n\n"
@@ -322,15 +340,17 @@ class TextChunks:
         text: str = "",
         logprobs: dict[str, Any] | None = None,
     ) -> bytes:
-        """The last chunk of a choice, perhaps with its last text. Where no usage follows, it says where the prompt's KV
-        came from."""
+        """Return the last chunk of a choice, perhaps with its last text.
+
+        If no usage follows, it reports where the prompt's KV came from.
+        """
         more = _told(warnings) + (self._usage_null or _cairn(done))
         ended = b',"finish_reason":' + encode(reason) + _detail(done)
         tail = b',"logprobs":' + encode(logprobs) + ended + b"}]" + more + b"}\n\n"
         return self._heads[index] + encode(text) + tail
 
     def usage(self, usage: dict[str, Any]) -> bytes:
-        """The chunk without choices that carries the usage."""
+        """Return the chunk without choices that carries the usage."""
         return self._open + b'],"usage":' + encode(usage) + b"}\n\n"
 
 
@@ -347,7 +367,7 @@ def _cairn(done: Done) -> bytes:
 
 
 def _readable(token: int, vocabulary: TokenBytes) -> str:
-    """The token's own text; bytes that are no whole character become U+FFFD, `bytes` has them as they are."""
+    """Return the token's own text. Bytes that are no whole character become U+FFFD; `bytes` has them as they are."""
     return vocabulary.token_bytes(token).decode("utf-8", "replace")
 
 

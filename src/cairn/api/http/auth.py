@@ -1,4 +1,4 @@
-"""Who may call: one layer before every route, closed by default.
+"""Access control: one layer before every route, closed by default.
 
 Without configured keys everything is open to whoever can reach the address, which is this machine unless
 `unsafe_no_auth` was given. With keys, only the health routes are open. The Host header is checked always, so that
@@ -12,24 +12,117 @@ import hashlib
 import hmac
 import ipaddress
 import re
+import ssl
 from dataclasses import dataclass
 
 from cairn.api.http.call import AUTHORITY, Headers, HTTPCall, shown
-from cairn.api.http.origins import Origins
 from cairn.config.config import Config, Secret
+from cairn.config.paths import expanded
 from cairn.types.errors import ConfigError, Forbidden, InvalidRequest, Unauthorized
 
-OPEN = frozenset(
-    {
-        *("/", "/docs", "/v1/health", "/health", "/health/live", "/health/ready", "/health/startup"),
-        *("/livez", "/readyz"),
-    }
-)
-"""Routes that need no key."""
-OPEN_FILES = "/web/"
-"""Below it lie the files of the page, the same everywhere: what it shows needs the key."""
-ADMIN = ("/metrics", "/v1/admin", "/v1/cache", "/v1/models/load", "/v1/models/unload", "/api/pull", "/api/delete")
-"""Routes that need the admin key on a server with keys, with all below them."""
+
+def check_tls(config: Config) -> None:
+    """Raise ConfigError unless certificate and key are both given and can be used, or both absent."""
+    tls_context(config)
+
+
+def tls_context(config: Config) -> ssl.SSLContext | None:
+    """Return the TLS context for connections; None for plain HTTP.
+
+    Raises ConfigError if the certificate or the key cannot be used.
+    """
+    if config.tls_cert is None and config.tls_key is None:
+        return None
+    if config.tls_cert is None or config.tls_key is None:
+        missing = "tls_cert" if config.tls_cert is None else "tls_key"
+        raise ConfigError(f"HTTPS needs tls_cert and tls_key; {missing} is missing", field=missing)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    load_certificate(context, config)
+    return context
+
+
+def load_certificate(context: ssl.SSLContext, config: Config) -> None:
+    """Read the certificate and the key into `context`. Raises ConfigError if they cannot be used."""
+    assert config.tls_cert is not None and config.tls_key is not None
+    cert, key = expanded(config.tls_cert), expanded(config.tls_key)
+    try:
+        context.load_cert_chain(cert, key, password=_no_password)
+    except (OSError, ValueError) as error:  # SSLError is an OSError
+        why = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            f"the certificate {cert} with the key {key} cannot be used: {why}", field="tls_cert"
+        ) from None
+
+
+def _no_password() -> str:
+    raise ValueError("the key has a password, which nobody could be asked for")
+
+
+ANY = "*"
+LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
+"""Hosts that are this machine. Written without a port, they allow pages of any of its ports."""
+_USUAL = {"http": "80", "https": "443"}
+_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(?::([0-9]{1,5}))?")
+
+
+class Origins:
+    """The origins of one server. Raises ConfigError for an origin that no page can have."""
+
+    def __init__(self, config: Config) -> None:
+        local = any(one.lower() in LOCAL for one in config.cors_origins)
+        given = [one for one in config.cors_origins if one not in (ANY, "null") and one.lower() not in LOCAL]
+        given += [f"{scheme}://{host}" for scheme in _USUAL for host in LOCAL if local]
+        written = [_read(one) for one in given]
+        self.any = ANY in config.cors_origins
+        self._exact = {_spelt(*one) for one in written} | ({"null"} & set(config.cors_origins))
+        self._ports = {(scheme, host) for scheme, host, port in written if host in LOCAL and port is None}
+
+    def __bool__(self) -> bool:
+        return self.any or bool(self._exact)
+
+    def allow(self, origin: str) -> bool:
+        """Return whether pages of this origin may call."""
+        if not origin:
+            return False
+        if self.any or origin in self._exact:
+            return True
+        found = _ORIGIN.fullmatch(origin)
+        return found is not None and (found[1], found[2]) in self._ports
+
+
+def _read(text: str) -> tuple[str, str, str | None]:
+    """Split an origin from the options into scheme, host and port. Raises ConfigError for anything else."""
+    found = _ORIGIN.fullmatch(text.lower())
+    if found is None:
+        raise ConfigError(
+            f"cors_origins: {text!r} can never match: an origin is a scheme, a host and perhaps a port, such as "
+            f"https://app.example or http://localhost:3000{_hint(text)}; '*' allows every page",
+            field="cors_origins",
+        )
+    return found[1], found[2], found[3]
+
+
+def _hint(text: str) -> str:
+    """Say what is wrong with an origin, if that is plain."""
+    scheme, _, rest = text.rpartition("://")
+    if not scheme:
+        return "; this one has no scheme"
+    if "/" in rest:
+        return "; this one has a path"
+    if ANY in rest:
+        return "; a star stands for nothing within one"
+    if not rest.isascii():
+        return "; browsers write other letters as xn--..."
+    return ""
+
+
+def _spelt(scheme: str, host: str, port: str | None) -> str:
+    """Format an origin as a browser sends it: without the scheme's default port."""
+    return f"{scheme}://{host}" + (f":{int(port)}" if port is not None and port != _USUAL.get(scheme) else "")
+
+
 AGENT = b"x-cairn-agent"
 KEYS = (b"x-api-key", b"api-key")
 """Headers with a key, of clients of Anthropic and of Azure, beside Authorization."""
@@ -61,17 +154,17 @@ class Tenant:
 
 
 DEFAULT = Tenant("default", b"")
-"""The tenant where there is no key, of a single key without a tenant, and of a tenant that is named so."""
+"""The tenant without keys, of a single key without a tenant, and of a configured tenant of this name."""
 
 
 class Access:
-    """The rules of one server, made from its options."""
+    """The access rules of one server."""
 
     def __init__(self, config: Config) -> None:
         self.configure(config)
 
     def configure(self, config: Config) -> None:
-        """These rules hold from now on."""
+        """Apply the rules of these options."""
         origins, tenants = Origins(config), _tenants(config)  # either may refuse: then the old rules hold
         self._origins = origins
         self._tenants = [(_digest(key), tenant) for key, tenant in tenants]
@@ -82,13 +175,17 @@ class Access:
         self._hosts |= {_bare(_without_port(host)) for host in config.allowed_hosts}
         self._any_host = "*" in config.allowed_hosts
 
-    def check(self, call: HTTPCall) -> None:
-        """Let the call pass and give it its tenant, or raise Unauthorized or Forbidden."""
+    def check(self, call: HTTPCall, access: str = "key") -> None:
+        """Set the call's tenant, or raise Unauthorized or Forbidden.
+
+        A route's `access` is `open` to everybody, or needs a tenant's `key` or, on a server with keys, that of the
+        `admin`.
+        """
         call.share = _client(call)
         call.payer = payer_of(call.share)
-        if call.path in OPEN or call.path.startswith(OPEN_FILES):
+        if access == "open":
             return
-        if is_admin(call.path):
+        if access == "admin":
             self._check_admin(call)
             return
         if not self._tenants:
@@ -104,8 +201,11 @@ class Access:
         call.salt = found.salt
 
     def may_administer(self, call: HTTPCall) -> bool:
-        """Whether the call may see what is of all tenants: with the admin key, beside its own key or in its place, and
-        anybody on a server without keys. Unauthorized for a wrong admin key."""
+        """Return whether the call may see what belongs to all tenants.
+
+        It may with the admin key, beside its own key or in its place; on a server without keys anybody may. Raises
+        Unauthorized for a wrong admin key.
+        """
         given = call.header(ADMIN_KEY)
         if self._admin is None:
             return not self._tenants
@@ -135,7 +235,7 @@ class Access:
             ]
 
     def is_preflight(self, call: HTTPCall) -> bool:
-        """Whether a browser asks if a page of a configured origin may call. It carries no key."""
+        """Return whether the call is a CORS preflight from a configured origin, which carries no key."""
         return (
             call.scope["method"] == "OPTIONS"
             and call.header(b"access-control-request-method") is not None
@@ -171,7 +271,7 @@ class Access:
 
 
 def preflight(call: HTTPCall) -> Headers:
-    """What a page of a configured origin may send: any header, since clients add some of their own."""
+    """Return the headers that answer a CORS preflight. Any request header is allowed: clients add some of their own."""
     asked = call.header(b"access-control-request-headers") or b""
     return [
         (b"access-control-allow-methods", b"GET, POST, DELETE"),
@@ -196,29 +296,27 @@ def check_exposure(config: Config) -> None:
 
 
 def salts(config: Config) -> dict[str, bytes]:
-    """The salts of all tenants that may call, by name."""
+    """Return the salts of all tenants that may call, by tenant name."""
     return {tenant.name: tenant.salt for tenant in (DEFAULT, *(tenant for _, tenant in _tenants(config)))}
 
 
-def is_admin(path: str) -> bool:
-    """Whether a route is for the server's owner."""
-    return any(path == route or path.startswith(f"{route}/") for route in ADMIN)
-
-
 def has_keys(config: Config) -> bool:
-    """Whether callers need a key."""
+    """Return whether callers need a key."""
     return bool(config.api_key or config.tenants)
 
 
 def has_tenants(config: Config) -> bool:
-    """Whether several tenants share the server; without keys they are clients, where others can reach it."""
+    """Return whether several tenants share the server.
+
+    Without keys, each client of a server that other machines can reach counts as a tenant.
+    """
     if not has_keys(config):
         return not is_local(config.host)
     return len({tenant.name for _, tenant in _tenants(config)}) > 1
 
 
 def is_local(host: str) -> bool:
-    """Whether only this machine can reach the address."""
+    """Return whether only this machine can reach the address."""
     bare = _bare(host)
     if bare == "localhost":
         return True
@@ -229,16 +327,18 @@ def is_local(host: str) -> bool:
 
 
 def payer_of(share: str) -> str:
-    """Return whose limits a share counts against: the tenant, or the client's address without the agent it names.
+    """Return the tenant or client address whose limits a share counts against, without the agent that it names.
 
-    Anyone can name a new agent with each request, so a name gives its own turn and never a limit of its own.
+    Anyone can name a new agent with each request: a name gets its own turn in the queue, never limits of its own.
     """
     return share.partition(" ")[0]
 
 
 def _client(call: HTTPCall) -> str:
-    """Who calls where no key says it: an address, of IPv6 the network that one client may have for itself. On this
-    machine, where all have the same, it is whom the request names as its agent."""
+    """Return the identity of a caller without a key: its address, or for IPv6 its /64 network.
+
+    All callers on this machine have one address; there the agent that the request names is added.
+    """
     address = (call.scope.get("client") or ("",))[0]
     try:
         found = _ip(address)
@@ -266,10 +366,10 @@ def _digest(key: bytes) -> bytes:
 
 
 def _tenants(config: Config) -> list[tuple[bytes, Tenant]]:
-    """Each key and whose it is. Raises ConfigError for a key that would be two tenants'.
+    """Return each key with its tenant. Raises ConfigError for a key that belongs to two tenants.
 
-    A named tenant's salt comes from its name, so what it keeps survives new keys. Keys without a tenant never share:
-    each of several is a tenant of its own, by the key itself.
+    A named tenant's salt is derived from its name, so what it keeps survives new keys. Of several keys without a
+    tenant, each is a tenant of its own, identified by the key.
     """
     bare = tuple(dict.fromkeys(_bytes(key) for key in config.api_key))
     pairs = [(key, DEFAULT if len(bare) == 1 else _of_key(key)) for key in bare]
@@ -285,7 +385,7 @@ def _tenants(config: Config) -> list[tuple[bytes, Tenant]]:
 
 
 def tenant_named(name: str) -> Tenant:
-    """The tenant of that name in the configuration."""
+    """Return the tenant with this name in the configuration."""
     if name == DEFAULT.name:
         return DEFAULT
     return Tenant(name, hashlib.sha256(NAME_LABEL + name.encode()).digest())
@@ -305,7 +405,7 @@ def _bare(host: str) -> str:
 
 
 def _without_port(value: str) -> str:
-    """The host of `host[:port]`; the value itself, which is nobody's name, where it is not of that form."""
+    """Return the host of `host[:port]`; a value of another form is returned as it is, and matches no host."""
     host, port = value, ""
     if match := _BRACKETED.fullmatch(value):
         host, port = match[1], match[2] or ""
@@ -319,7 +419,7 @@ def _without_port(value: str) -> str:
 
 
 def _is_private(host: str) -> bool:
-    """Whether a host is the literal address of this machine or of a private network."""
+    """Return whether a host is a literal address of this machine or of a private network."""
     try:
         address = _ip(host)
     except ValueError:
@@ -335,6 +435,6 @@ def _same_address(host: str, address: str) -> bool:
 
 
 def _ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """An address; a socket for both kinds says ::ffff:1.2.3.4 where the client said 1.2.3.4."""
+    """Parse an address; IPv4 addresses mapped into IPv6 (::ffff:1.2.3.4) become IPv4."""
     found = ipaddress.ip_address(text)
     return (isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped) or found

@@ -1,14 +1,249 @@
-"""What all request bodies are made of: the strict base, and shapes of fields that several have.
+"""The base of all request bodies: the strict model, JSON reading, and shapes that several fields share.
 
 Numbers are only typed here; their ranges are checked in `frontend/requests.py`, lengths of lists there and in `parse`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import codecs
+import itertools
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+
+from cairn.api.http.call import GZIP, HTTPCall, shown
+from cairn.config.config import Config
+from cairn.text.tokens.tokenizer import valid_text
+from cairn.types.errors import Forbidden, InvalidRequest, UnsupportedMedia
+
+
+async def read_nothing(call: HTTPCall, config: Config) -> dict[str, Any]:
+    """Return the JSON object in the body, {} if there is no body. The caller refuses any field."""
+    body = await call.body()
+    if not body:
+        check_origin(call)
+        return {}
+    _check_headers(call)
+    return _parsed(call, body, config)
+
+
+async def read_json(call: HTTPCall, config: Config) -> dict[str, Any]:
+    """Return the body, which must be a JSON object with a JSON content type."""
+    _check_headers(call)
+    return _parsed(call, await call.body(), config)
+
+
+async def read_plain(call: HTTPCall, config: Config) -> dict[str, Any]:
+    """Return the body, which must be a JSON object whatever its content type: clients of Ollama send none.
+
+    Browsers send such a body without a preflight, so the page's origin is checked.
+    """
+    if (call.header(b"content-type") or b"").partition(b";")[0].strip().lower() != b"application/json":
+        check_origin(call)
+    _check_coding(call)
+    return _parsed(call, await call.body(), config)
+
+
+def check_origin(call: HTTPCall) -> None:
+    """Raise Forbidden for a web page that may not call.
+
+    Browsers send a request without a body, or a form, without the preflight that JSON needs.
+    """
+    origin = (call.header(b"origin") or b"").decode("latin-1")
+    if not origin or call.header(b"sec-fetch-site") in (b"same-origin", b"none"):
+        return
+    host = (call.header(b"host") or b"").decode("latin-1")
+    if origin.partition("://")[2] != host and not call.admits(origin):
+        raise Forbidden(
+            f"pages of {shown(origin)} may not call this server; allow them with --cors-origins, or send {{}} as JSON"
+        )
+
+
+def _parsed(call: HTTPCall, body: bytes, config: Config) -> dict[str, Any]:
+    return parse_json(body, max_depth=config.max_json_depth, max_values=config.max_json_values, warn=call.warn)
+
+
+def _check_headers(call: HTTPCall) -> None:
+    kind = (call.header(b"content-type") or b"").partition(b";")[0].strip().lower()
+    if kind != b"application/json":
+        raise UnsupportedMedia("the content-type must be application/json", field="Content-Type")
+    _check_coding(call)
+
+
+def _check_coding(call: HTTPCall) -> None:
+    if call.coding not in (b"identity", *GZIP):
+        raise UnsupportedMedia("the body may be compressed with gzip only", field="Content-Encoding")
+
+
+def _unheard(sentence: str) -> None:
+    """Ignore a warning."""
+
+
+def parse_json(
+    body: bytes, *, max_depth: int, max_values: int = 1 << 18, warn: Callable[[str], None] = _unheard
+) -> dict[str, Any]:
+    """Return the object in a request body.
+
+    Raises InvalidRequest for anything but an object; for invalid UTF-8 or JSON (RFC 8259: no NaN or Infinity); a key
+    given twice; nesting deeper than `max_depth` (the outermost object is 1); more than `max_values` objects, lists and
+    members, or more than an eighth as many objects, which would take 20 times the body's memory and block the event
+    loop; a number beyond a 64-bit float or of thousands of digits.
+
+    Half a surrogate pair, which no UTF-8 text can hold, becomes U+FFFD, and `warn` gets a sentence: clients that cut
+    texts at a number of UTF-16 units send it with every later turn.
+    """
+    body = body.removeprefix(codecs.BOM_UTF8)
+    if has_more([body], max_values):
+        raise InvalidRequest(f"the request body holds more than {max_values} JSON values, the limit")
+    most = max(LEAST_OBJECTS, max_values // VALUES_AN_OBJECT)
+    if body.count(b"{") > most and _objects(body, most) > most:
+        raise InvalidRequest(f"the request body holds more than {most} JSON objects, the limit")
+    try:
+        text = body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"the request body is not valid UTF-8 at byte {error.start}") from None
+    try:
+        value = _decoder(text)
+    except _Twice as error:
+        raise InvalidRequest(f"the request body gives the key {_short(error.key)} twice in one object") from None
+    except json.JSONDecodeError as error:
+        raise InvalidRequest(f"the request body is not valid JSON: {error.msg} at character {error.pos}") from None
+    except RecursionError:
+        raise _too_deep(max_depth) from None
+    except ValueError as error:
+        raise InvalidRequest(f"the request body is not valid JSON: {_reason(error)}") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest("the request body must be a JSON object")
+    if _mend(value, max_depth):
+        warn("the body holds half a surrogate pair, which is not a character: it becomes U+FFFD")
+    return value
+
+
+_MARK = re.compile(rb'(?:[^"\[{,]++|"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z))*+(?:([\[{,])|\Z)', re.DOTALL)
+"""The next comma or opening bracket outside of texts, or the end. It matches everywhere, so its time is linear."""
+
+
+LEAST_OBJECTS = 1_024
+"""Objects that any body may hold."""
+VALUES_AN_OBJECT = 8
+"""As many values may be in a body as objects, times this: to make an object of a schema takes far longer."""
+
+
+def _objects(body: bytes, most: int) -> int:
+    """Count opening braces outside of texts, up to one more than `most`."""
+    found = (mark for mark in _MARK.finditer(body) if mark[1] == b"{")
+    return sum(1 for _ in itertools.islice(found, most + 1))
+
+
+def has_more(bodies: Sequence[bytes], limit: int) -> bool:
+    """Return whether the bodies hold together more than `limit` JSON values.
+
+    Counts commas and opening brackets outside of strings, which bounds the number of containers and members. Each body
+    is scanned by itself: a string left open ends with it. Bodies with few such marks cost three scans at memory speed.
+    """
+    if sum(body.count(mark) for body in bodies for mark in (b",", b"[", b"{")) <= limit:
+        return False
+    marks = (found for body in bodies for found in _MARK.finditer(body) if found[1] is not None)
+    return next(itertools.islice(marks, limit, None), None) is not None
+
+
+class _Twice(Exception):
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+
+class _Constant(ValueError):
+    """NaN, Infinity or -Infinity."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise _Twice(key)
+            seen.add(key)
+    return found
+
+
+def _constant(name: str) -> None:
+    raise _Constant(f"{name} is not a JSON number")
+
+
+_decoder: Callable[[str], Any] = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant).decode
+
+
+def _mend(value: Any, max_depth: int) -> bool:
+    """Check depth and finite numbers and make characters whole, without recursion; whether one was not."""
+    level = [value]
+    depth = 0
+    mended = False
+    while level:
+        depth += 1
+        if depth > max_depth:
+            raise _too_deep(max_depth)
+        below = []
+        for container in level:
+            if isinstance(container, dict):
+                if not all(map(_is_whole, container)):
+                    mended = True
+                    _mend_keys(container)
+                items: Iterable[tuple[Any, Any]] = container.items()
+            else:
+                items = enumerate(container)
+            halves = []
+            for place, item in items:
+                kind = type(item)
+                if kind is str:
+                    if not _is_whole(item):
+                        halves.append(place)
+                elif kind is dict or kind is list:
+                    below.append(item)
+                elif kind is float and not math.isfinite(item):
+                    raise InvalidRequest("the request body holds a number beyond the range of a 64-bit float")
+            for place in halves:
+                mended = True
+                container[place] = valid_text(container[place])
+        level = below
+    return mended
+
+
+def _mend_keys(container: dict[str, Any]) -> None:
+    items = [(valid_text(key), item) for key, item in container.items()]
+    container.clear()
+    for key, item in items:
+        if key in container:
+            raise InvalidRequest(f"the request body gives the key {_short(key)} twice in one object")
+        container[key] = item
+
+
+def _is_whole(text: str) -> bool:
+    if text.isascii():
+        return True
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _reason(error: ValueError) -> str:
+    return str(error) if isinstance(error, _Constant) else "a number has too many digits"
+
+
+def _too_deep(limit: int) -> InvalidRequest:
+    return InvalidRequest(f"the request body is nested deeper than {limit} levels, the limit")
+
+
+def _short(key: str) -> str:
+    shown = key if len(key) <= 40 else key[:40] + "..."
+    return repr(shown.encode("utf-8", "replace").decode())
+
 
 Place = Literal[
     "request",
@@ -28,7 +263,7 @@ Place = Literal[
     "called",
     "other",
 ]
-"""What kind of object a field stands in."""
+"""The kind of object that a field stands in."""
 
 
 class Body(BaseModel):
@@ -39,20 +274,20 @@ class Body(BaseModel):
     within: ClassVar[dict[str, type[Body]]] = {}
     """The fields that hold such bodies, one or a list of them."""
     lenient: ClassVar[bool] = False
-    """Unknown fields are passed over, which the sender is told in a header."""
+    """Whether unknown fields are ignored, with a warning in a header."""
     synonyms: ClassVar[Mapping[str, str]] = {}
-    """Other names of fields, which count where the field's own is absent."""
+    """Other names of fields, used if the field's own is absent."""
     attached: ClassVar[str] = ""
     """The field whose messages or items may hold images and files."""
 
     @classmethod
     def usual(cls, value: dict[str, Any]) -> dict[str, Any]:
-        """Return the object in its usual form, where clients write it in others too."""
+        """Return the object in its usual form, if clients write it in other forms too."""
         return value
 
 
 def _whole(value: Any) -> Any:
-    """4.0 is a whole number, as of clients whose numbers are all floats."""
+    """Convert 4.0 to 4: some clients send all numbers as floats."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -62,7 +297,7 @@ Several = Annotated[list[T], Field(fail_fast=True)]
 
 
 def text_or_list(value: Any) -> str | None:
-    """The tag of a field that is a text or a list."""
+    """Return the discriminator tag of a field that is a text or a list; None for anything else."""
     return "~text" if isinstance(value, str) else "~list" if isinstance(value, list) else None
 
 

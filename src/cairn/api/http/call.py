@@ -7,17 +7,95 @@ Error bodies are OpenAI's: {"error": {"message", "type", "param", "code"}}
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import math
 import re
+import tempfile
 import zlib
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
+from urllib.parse import parse_qsl
 
 import msgspec
 
-from cairn.api.http.body_budget import BodyBudget
-from cairn.types.errors import CairnError, ContextTooLong, InvalidRequest, RequestTimeout, TooLarge, Unavailable
+from cairn.types.errors import (
+    CairnError,
+    ContextTooLong,
+    InvalidRequest,
+    Overloaded,
+    RequestTimeout,
+    TooLarge,
+    Unavailable,
+)
+
+RETRY = 2.0
+"""Seconds after which a client may ask again: bodies are read and answered faster than that, mostly."""
+WRITE_BYTES = 1 << 20
+"""A spooled body goes to its file in pieces of about this size, so that a slow disk does not hold up the event loop."""
+
+
+class BodyBudget:
+    """The bytes in hand. `total` bounds all of them, `share` those of one tenant."""
+
+    def __init__(self, total: int, share: int) -> None:
+        self._total, self.share = total, share
+        self._held: Counter[str] = Counter()
+
+    @property
+    def held(self) -> int:
+        """Bytes in hand now."""
+        return self._held.total()
+
+    def take(self, tenant: str, size: int) -> None:
+        """Count `size` bytes more. Raises Overloaded beyond the tenant's share, Unavailable beyond the total."""
+        if self._held[tenant] + size > self.share:
+            raise Overloaded(
+                f"your requests hold {self._held[tenant]} bytes of bodies at once; the limit for one tenant is "
+                f"{self.share} (max_bodies_mib)",
+                retry_after=RETRY,
+            )
+        if self.held + size > self._total:
+            raise Unavailable(
+                f"the server holds as many bytes of request bodies as it may, {self._total} (max_bodies_mib)",
+                retry_after=RETRY,
+            )
+        self._held[tenant] += size
+
+    def give(self, tenant: str, size: int) -> None:
+        """Count `size` bytes less."""
+        self._held[tenant] -= size
+        if not self._held[tenant]:
+            del self._held[tenant]
+
+
+async def spool(pieces: AsyncIterator[bytes], folder: Path) -> BinaryIO:
+    """Write a body to an unnamed file on the disk of `folder` and return it. The caller closes it.
+
+    Raises what `pieces` raises, and Unavailable if the disk refuses.
+    """
+    try:
+        # The system's own folder of temporary files may lie in memory: it is only for a server that keeps nothing.
+        file = tempfile.TemporaryFile(dir=folder if folder.is_dir() else None)  # noqa: SIM115
+        try:
+            waiting = bytearray()
+            async for piece in pieces:
+                waiting += piece
+                if len(waiting) >= WRITE_BYTES:
+                    await asyncio.to_thread(file.write, waiting)
+                    waiting = bytearray()
+            file.write(waiting)
+            file.seek(0)
+        except BaseException:
+            with contextlib.suppress(OSError):  # close tries once more to write the rest
+                file.close()
+            raise
+    except OSError as error:
+        raise Unavailable(f"the body cannot be kept in {folder}: {error.strerror or error}") from error
+    return file
+
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -35,23 +113,26 @@ SAFE: Headers = [
         b"default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     ),
 ]
-"""Stand on every answer that brings none of its own: whatever text a client stored, no browser runs it."""
+"""Headers of every answer that brings none of its own: whatever text a client stored, no browser runs it."""
 AUTHORITY = "cairn.authority"
-"""Holds, in the scope of a call whose request line names a host, that host as it stands there."""
+"""Key in the scope of a call whose request line names a host, with that host as written."""
 _NAME = re.compile(rb"[!-.0-~]{1,128}")
-"""What a client may call a request: visible characters, and no slash, since it stands in a path."""
+"""Names that a client may give a request: visible characters without a slash, since the name stands in a path."""
 _encode = msgspec.json.Encoder().encode
 _BREAKS = tuple((char.encode(), b"\\u%04x" % ord(char)) for char in "\u2028\u2029\u0085")
-"""Line breaks that JSON lets stand in a text, and how it may write them."""
+"""Line breaks that JSON permits inside strings, and their escapes."""
 USED_UP = frozenset({errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC})
 NO_THREAD = "can't start new thread"
 USED_RETRY = 5.0
-"""Seconds until who found a machine without memory, threads or files may try again."""
+"""Seconds after which a client may try again if the machine had no memory, threads or files left."""
 
 
 def encode(value: Any) -> bytes:
-    """Return a value as JSON in one line, whatever a reader takes for the end of one: Python's `splitlines`, and what
-    is built on it, ends lines at three more characters than those that JSON escapes."""
+    """Return a value as JSON that every reader takes for one line.
+
+    Python's `splitlines`, and readers built on it, break lines at three more characters than those that JSON escapes;
+    these are escaped too.
+    """
     data = _encode(value)
     if not data.isascii():
         for char, escaped in _BREAKS:
@@ -60,12 +141,14 @@ def encode(value: Any) -> bytes:
 
 
 class Disconnected(Exception):
-    """The client is gone; nobody is left to answer."""
+    """Raised when the client is gone and nobody is left to answer."""
 
 
 def error_body(error: CairnError) -> dict[str, Any]:
-    """The error in OpenAI's shape; of a prompt that is too long also its tokens and the context's, as llama.cpp says
-    them."""
+    """Return the error in OpenAI's shape.
+
+    For a prompt that is too long it also has the prompt's tokens and the context length, as llama.cpp reports them.
+    """
     kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 499: "cancelled"}
     fallback = "invalid_request_error" if error.status < 500 else "server_error"
     kind = kinds.get(error.status, fallback)
@@ -76,7 +159,7 @@ def error_body(error: CairnError) -> dict[str, Any]:
 
 
 def retry_after(error: CairnError) -> Headers:
-    """The Retry-After header in whole seconds, rounded up, where the error knows it."""
+    """Return the Retry-After header in whole seconds, rounded up; no header if the error has no such time."""
     if error.retry_after is None:
         return []
     return [(b"retry-after", b"%d" % max(1, math.ceil(error.retry_after)))]
@@ -86,11 +169,11 @@ MAX_WARNINGS = 16
 GZIP = (b"gzip", b"x-gzip")
 """Names of the only compression of bodies that is read."""
 _UNPACKED_AT_ONCE = 1 << 12
-"""Most bytes that are unpacked on the event loop. What comes of so few is bounded by the limit of bodies."""
+"""Most bytes that are unpacked on the event loop. Their unpacked size is bounded by the limit of bodies."""
 
 
 def shown(text: str) -> str:
-    """The beginning of a text that came from the client, fit for a message."""
+    """Return at most 100 printable characters of a client's text, for a message."""
     return _printable(text[:100])
 
 
@@ -134,6 +217,7 @@ class HTTPCall:
         "number",
         "path",
         "payer",
+        "route",
         "salt",
         "scope",
         "settled",
@@ -148,27 +232,29 @@ class HTTPCall:
     def __init__(
         self, scope: Scope, receive: Receive, send: Send, number: int, budget: BodyBudget, limit: int = 1 << 24
     ) -> None:
-        """`limit`: most bytes of a body that comes compressed, once it is not."""
+        """Wrap an ASGI call. A compressed body may unpack to at most `limit` bytes."""
         self.scope = scope
         self.path: str = scope["path"]
+        self.route = "*"
+        """The path of its route with the names of variable parts; `*` if it has no route."""
         self.number = number
         self.id = f"{number:016x}"
         self.headers: Headers = []
         """Sent with every answer beside the endpoint's own (CORS)."""
         self.warnings: list[str] = []
-        """What the sender should know of a request that is answered all the same: told in a header, and in bodies."""
+        """Warnings to the sender of a request that is answered all the same, sent in a header and in bodies."""
         self.admits: Callable[[str], bool] = _nobody
         """Whether pages of an origin may call, as the access layer has it."""
         self.tenant = "default"
         self.salt = b""
         self.share = ""
-        """Whose share of the server it takes: the tenant's, or the client's where there are no keys."""
+        """The tenant, or without keys the client, whose share of the server it takes."""
         self.payer = ""
-        """Whose limits it counts against: the tenant's, or its address's where there are no keys."""
+        """The tenant, or without keys the client's address, whose limits it counts against."""
         self.arrived: Callable[[int], Awaitable[None]] | None = None
-        """Counts the bytes of each piece of the body, and raises where they are too many."""
+        """Counts the bytes of each piece of the body, and raises if they are too many."""
         self.settled: Callable[[], None] = _nothing
-        """Ends the counting of what arrived: whoever keeps it says how much that is."""
+        """Ends the counting of what arrived: the route counts itself how much it keeps."""
         self.identity = b""
         self.model = ""
         """Identity and name of the model that answers, once it was chosen."""
@@ -178,9 +264,9 @@ class HTTPCall:
         self.status = 0
         """The status of the answer, once it has begun."""
         self.tokens: tuple[int, int] | None = None
-        """How many tokens prompt and answer have, where something was generated."""
+        """Tokens of prompt and answer, if something was generated."""
         self.ended = ""
-        """Why the answer ended early although its status says nothing of it."""
+        """The reason why the answer ended early although its status is a success."""
         given = self.header(b"x-request-id")
         self.name = given.decode() if given is not None and _NAME.fullmatch(given) else None
         self._receive = receive
@@ -190,21 +276,22 @@ class HTTPCall:
         self._peeked: bytes | None = None
 
     def header(self, name: bytes) -> bytes | None:
-        """The value of a request header, the first if it came twice."""
+        """Return the value of a request header, the first if it came twice; None if it is absent."""
         for key, value in self.scope["headers"]:
             if key == name:
                 return bytes(value)
         return None
 
     def path_part(self, prefix: str, number: int = 0) -> str:
-        """A part of the path below a prefix, which ends without a slash: what the call is about."""
+        """Return segment `number` of the path below `prefix`, which ends without a slash."""
         return self.path.removeprefix(prefix + "/").split("/")[number]
 
     async def body(self) -> bytes:
-        """Return the whole request body, whose size the guard bounds; Disconnected if the client left.
+        """Return the whole request body, whose size the guard bounds.
 
-        One that is compressed with gzip is unpacked. It counts as held until `release`. Overloaded or Unavailable where
-        too many bytes are held already, TooLarge or InvalidRequest for what unpacks to too much or to nothing.
+        A body compressed with gzip is unpacked. It counts as held until `release`. Raises Disconnected if the client
+        left, Overloaded or Unavailable if too many bytes are held already, TooLarge or InvalidRequest for one that
+        unpacks to too much or not at all.
         """
         if self._peeked is not None:
             peeked, self._peeked = self._peeked, None
@@ -219,7 +306,7 @@ class HTTPCall:
 
     @property
     def coding(self) -> bytes:
-        """How the body is compressed, as the request says."""
+        """The compression of the body, as the request names it."""
         return (self.header(b"content-encoding") or b"identity").strip().lower()
 
     async def _unpacked(self, body: bytes) -> bytes:
@@ -232,12 +319,12 @@ class HTTPCall:
         return found
 
     async def peek(self) -> bytes:
-        """The body, which `body` gives once more. Raises what that does."""
+        """Return the body and keep it for the next call of `body`. Raises what `body` raises."""
         self._peeked = await self.body()
         return self._peeked
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The request body as it arrives, never more than about 64 KiB of it; Disconnected if the client left."""
+        """Yield the body as it arrives, at most about 64 KiB at a time. Raises Disconnected if the client left."""
         more = True
         while more:
             message = await self._receive()
@@ -250,7 +337,7 @@ class HTTPCall:
             more = message.get("more_body", False)
 
     def release(self) -> None:
-        """The body is held no more."""
+        """Give back the budget that the body takes."""
         self._budget.give(self.payer, self._held)
         self._held = 0
 
@@ -261,11 +348,11 @@ class HTTPCall:
 
     @property
     def hears(self) -> bool:
-        """Whether one more sentence of `warn` is told."""
+        """Whether one more warning is sent."""
         return len(self.warnings) < MAX_WARNINGS
 
     def warn(self, sentence: str) -> None:
-        """Tell the sender something with the answer, the first 16 sentences of many.
+        """Send a warning with the answer, the first 16 of many.
 
         It goes into a header too, where a control character would cost the whole answer.
         """
@@ -273,22 +360,22 @@ class HTTPCall:
             self.warnings.append(_printable(sentence))
 
     async def respond(self, status: int, body: bytes, headers: Headers) -> None:
-        """A whole answer."""
+        """Send a complete answer."""
         await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def json(self, value: Any, status: int = 200) -> None:
-        """A whole answer as JSON."""
+        """Send a complete JSON answer."""
         if self.warnings and isinstance(value, dict):
             value = value | {"warnings": self.warnings}
         await self.respond(status, encode(value), [JSON])
 
     async def fail(self, error: CairnError, headers: Headers, body: dict[str, Any]) -> None:
-        """A whole answer that reports an error, `body` in the shape that the path's clients read."""
+        """Send an error; `body` has the shape that the path's clients read."""
         await self.respond(error.status, encode(body), [JSON, *headers, *retry_after(error)])
 
     async def start(self, status: int, headers: Headers) -> None:
-        """Status and headers of an answer whose body follows by `write`."""
+        """Send status and headers of an answer whose body follows by `write`."""
         self.started = True
         self.status = status
         id = self.id.encode()
@@ -307,17 +394,17 @@ class HTTPCall:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def begin(self, headers: Headers) -> None:
-        """Status 200 and headers on their way at once, before there is anything to say."""
+        """Send status 200 and the headers at once, before there is a body."""
         await self.start(200, headers)
         await self.write(b"")
 
     async def write(self, data: bytes, more: bool = True) -> None:
-        """A piece of the body; waits while the client reads too slowly."""
+        """Send a piece of the body; waits while the client reads too slowly."""
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
 
 def _unpack(body: bytes, limit: int) -> bytes:
-    """Return what gzip has packed, at most `limit` bytes of it: a small body may stand for a very large one."""
+    """Return the body without its gzip compression, at most `limit` bytes: a small body may unpack to a large one."""
     unpacker = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
     try:
         found = unpacker.decompress(body, limit + 1)
@@ -331,22 +418,25 @@ def _unpack(body: bytes, limit: int) -> bytes:
 
 
 def too_large(limit: int) -> TooLarge:
-    """The error for a body over `limit` bytes."""
+    """Return the error for a body over `limit` bytes."""
     return TooLarge(f"the request body is larger than {limit} bytes, the limit")
 
 
 def too_slow(what: str, seconds: float) -> RequestTimeout:
-    """The error for headers or a body that did not arrive in time."""
+    """Return the error for headers or a body that did not arrive in time."""
     return RequestTimeout(f"the {what} did not arrive within {seconds:g} seconds, the limit")
 
 
 def internal(id: str) -> CairnError:
-    """The error for what was not foreseen; it tells the client nothing but where to look."""
+    """Return the error for an unforeseen exception: it tells the client only which request to look for in the log."""
     return CairnError(f"an internal error; the server's log names request {id}")
 
 
 def unforeseen(error: Exception, id: str) -> CairnError:
-    """`internal`, but for a machine that has no memory, thread or file left: that passes, so it is Unavailable."""
+    """Return the error for an exception that no code expected.
+
+    If the machine ran out of memory, threads or files, that passes: the error is Unavailable then.
+    """
     used_up = isinstance(error, OSError) and error.errno in USED_UP
     if used_up or isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and NO_THREAD in str(error)):
         return Unavailable(
@@ -356,9 +446,9 @@ def unforeseen(error: Exception, id: str) -> CairnError:
 
 
 class Watch:
-    """While entered, cancels the current task as soon as the client disconnects.
+    """A context that cancels the current task as soon as the client disconnects.
 
-    `left` tells that this happened; the cancellation then ends here. Call `stop` before the last piece of the answer.
+    `left` is True then, and the cancellation ends here. Call `stop` before the last piece of the answer.
     """
 
     __slots__ = ("_call", "_main", "_task", "left")
@@ -380,7 +470,7 @@ class Watch:
         self._main.cancel()
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         if not self.left:
             self._task.cancel()
 
@@ -391,3 +481,12 @@ class Watch:
         if self._main.cancelling() and self._main.uncancel() > 0:
             return False
         return kind is not None and issubclass(kind, asyncio.CancelledError)
+
+
+def query(call: HTTPCall) -> list[tuple[str, str]]:
+    """Return the parameters in the URL, at most 16."""
+    text = call.scope.get("query_string", b"").decode("latin-1")
+    try:
+        return parse_qsl(text, keep_blank_values=True, strict_parsing=bool(text), max_num_fields=16)
+    except ValueError:
+        raise InvalidRequest("the URL's parameters cannot be read") from None

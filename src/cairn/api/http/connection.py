@@ -1,4 +1,4 @@
-"""What stands between a socket and the HTTP parser, so that no client can hold a connection or memory for ever.
+"""Bounds between a socket and the HTTP parser: no client can hold a connection or memory for ever.
 
 `Guard` is uvicorn's httptools protocol with bounds: bytes of headers and body (chunked bodies too), time for headers,
 time between pieces of a body and its rate, time for a client to read, number of connections. Refusals are answers in
@@ -15,27 +15,96 @@ close instead); the connection closes after that answer.
 from __future__ import annotations
 
 import asyncio
+import enum
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import httptools
+import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
 
-from cairn.api.chat.wire import HEARTBEAT
-from cairn.api.http.call import AUTHORITY, too_large
-from cairn.api.http.deadlines import Phase, Times, Verdict
+from cairn.api.http.call import AUTHORITY, too_large, too_slow
+from cairn.api.http.sse import HEARTBEAT
 from cairn.api.http.transport import WRITE_BUFFER, OutputTransport, refusal
+from cairn.config.config import Config
 from cairn.rag.definition import MAX_BYTES
+from cairn.system.interfaces import Rng
 from cairn.types.errors import CairnError, HeadersTooLarge, InvalidRequest, Unavailable
 
-if TYPE_CHECKING:
-    from cairn.api.http.listener import Listener
+LINGER_SECONDS = 2.0
+"""How long a refused client is still listened to, so that it can read the refusal before the reset."""
+
+
+class Phase(enum.Enum):
+    """The place of a connection in its exchange."""
+
+    NEW = "new"
+    HEAD = "head"
+    BODY = "body"
+    ANSWER = "answer"
+    IDLE = "idle"
+    LINGER = "linger"
+    CLOSED = "closed"
+
+
+class Verdict(enum.Enum):
+    """Ways to end a connection without an answer."""
+
+    CLOSE = "close"
+    ABORT = "abort"
+
+
+class Times:
+    """The times of one connection, in seconds of the event loop's clock."""
+
+    def __init__(self, config: Config, now: float) -> None:
+        self._config = config
+        self.since = now
+        """When the phase began."""
+        self.heard = now
+        """When bytes came last."""
+        self._sent = 0
+        self._stuck: float | None = None
+        """The time since which the client has read nothing of what is written."""
+
+    def look(self, now: float, sent: int, unsent: int) -> None:
+        """Record how many bytes were sent and how many wait to be sent."""
+        if unsent == 0:
+            self._stuck = None
+        elif self._stuck is None or sent != self._sent:
+            self._stuck = now
+        self._sent = sent
+
+    def verdict(self, now: float, phase: Phase, body_bytes: int, *, reading: bool) -> Verdict | CairnError | None:
+        """Return what is due now: an error to refuse with, a `Verdict`, or None.
+
+        `reading`: whether the server is reading the body, so that a slow one is the client's fault.
+        """
+        config = self._config
+        if self._stuck is not None and now - self._stuck > config.stream_stall:
+            return Verdict.ABORT
+        elapsed = now - self.since
+        match phase:
+            case Phase.NEW if elapsed > config.header_timeout:
+                return Verdict.CLOSE
+            case Phase.HEAD if elapsed > config.header_timeout:
+                return too_slow("headers", config.header_timeout)
+            case Phase.BODY if reading:
+                if now - self.heard > config.body_timeout:
+                    return too_slow("next piece of the body", config.body_timeout)
+                if elapsed > config.body_timeout and body_bytes < config.min_body_rate * elapsed:
+                    return too_slow(f"body, at {config.min_body_rate} bytes a second or more,", elapsed)
+            case Phase.IDLE if elapsed > config.idle_timeout:
+                return Verdict.CLOSE
+            case Phase.LINGER if elapsed > LINGER_SECONDS and self._stuck is None:
+                return Verdict.ABORT
+        return None
+
 
 CONNECTIONS_RETRY = 1.0
-IMPORT = b"/v1/agents/import"
-"""The route whose bodies are files, with a limit of their own."""
-UPLOADS = re.compile(rb"/v1/files|/v1/collections/[^/]+/documents")
-"""Routes that take forms with a file, which goes to the disk while it arrives."""
 FORM = b"multipart/form-data"
 UPLOAD_BYTES = MAX_BYTES + (1 << 20)
 """Bytes of the largest document in a form."""
@@ -48,18 +117,31 @@ OFFERS = (b"upgrade", b"http2-settings")
 """Headers that offer to switch protocols, and how Connection names them."""
 
 
+@dataclass(frozen=True, slots=True)
+class ConnectionContext:
+    """The objects that the connections of one listener share."""
+
+    config: Config
+    rng: Rng
+    loop: asyncio.AbstractEventLoop
+    uvicorn: uvicorn.Config
+    state: ServerState
+    upload: Callable[[str], str]
+    """Returns whether a path takes a `file` as the body, or in a `form`; otherwise an empty string."""
+
+
 class Guard(HttpToolsProtocol):
     """One connection of a client."""
 
-    def __init__(self, listener: Listener) -> None:
-        super().__init__(listener.uvicorn, listener.state, {}, listener.loop)
+    def __init__(self, context: ConnectionContext) -> None:
+        super().__init__(context.uvicorn, context.state, {}, context.loop)
         self.access_log = False
-        self._listener = listener
-        self._config = listener.config
-        self._max_head = listener.config.max_header_kib << 10
+        self._context = context
+        self._config = context.config
+        self._max_head = context.config.max_header_kib << 10
         self._max_body = 0
         self.phase = Phase.NEW
-        self._times = Times(listener.config, self.loop.time())
+        self._times = Times(context.config, self.loop.time())
         self._head_bytes = 0
         self._body_bytes = 0
         self._moved = False
@@ -68,7 +150,7 @@ class Guard(HttpToolsProtocol):
     # ------------------------------------------------------------------------------------------- the connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client connected."""
+        """Take a new connection, or refuse it if too many are open."""
         transport.set_write_buffer_limits(high=WRITE_BUFFER)
         self.output = OutputTransport(transport, self.end)
         super().connection_made(self.output)  # type: ignore[arg-type]
@@ -80,12 +162,12 @@ class Guard(HttpToolsProtocol):
             )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone, whoever ended it."""
+        """Note that the connection is gone."""
         self.phase = Phase.CLOSED
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes from the client."""
+        """Parse bytes from the client, within the bound on headers."""
         if self._deaf:
             return
         self._times.heard = self.loop.time()
@@ -96,17 +178,18 @@ class Guard(HttpToolsProtocol):
         self._feed(data)
         if self._deaf or self.phase is not began:
             return
-        # In a body, what moves nothing stands between chunks, or in the trailers behind them.
+        # In a body, bytes that are no content stand between chunks or in trailers.
         if began is Phase.HEAD or (began is Phase.BODY and not self._moved):
             self._head_bytes += len(data)
             if self._head_bytes > self._max_head:
                 self._refuse_head()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends nothing more: it has closed the connection, or only its own side (`nc -N`) and still reads.
+        """Handle the end of the client's input: it closed the connection, or only its side (`nc -N`) and still reads.
 
-        Both look the same until something is written, and the kernel of one that is gone says so. A request that is
-        whole is therefore answered, and what is sent first means nothing: 100 Continue, or a comment in a stream.
+        Both look the same until something is written: the kernel of a client that is gone then says so. A complete
+        request is therefore answered, and what is sent first carries no meaning: 100 Continue, or a comment in a
+        stream.
         """
         if self.phase is Phase.HEAD or self.phase is Phase.BODY:
             self.refuse(InvalidRequest("the connection ended before the request was whole"))
@@ -122,7 +205,7 @@ class Guard(HttpToolsProtocol):
         return True
 
     def _watch_for_reset(self, pause: float) -> None:
-        """Look now and then whether the client is gone after all: while nothing is read no loop says so."""
+        """Look now and then whether the client is gone: while nothing is read, the event loop does not report it."""
 
         def look() -> None:
             if self.phase is not Phase.ANSWER:
@@ -144,8 +227,11 @@ class Guard(HttpToolsProtocol):
             self._garbage()
 
     def _feed_without_upgrade(self, rest: bytes) -> None:
-        """Some clients (Java's) offer to switch protocols with every request. The parser then drops the body, so the
-        same head is parsed again without the offer, which a server may ignore (RFC 9110, 7.8)."""
+        """Parse the request again without its offer to switch protocols.
+
+        Some clients (Java's) make the offer with every request, and the parser then drops the body. A server may ignore
+        the offer (RFC 9110, 7.8).
+        """
         version = self.parser.get_http_version().encode()
         lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
         for name, value in self.headers:
@@ -179,7 +265,7 @@ class Guard(HttpToolsProtocol):
     # --------------------------------------------------------------------------------------- the parser's events
 
     def on_message_begin(self) -> None:
-        """A request line begins."""
+        """Handle the beginning of a request line."""
         if self._deaf:
             return
         if self.phase is Phase.BODY or self.phase is Phase.ANSWER:
@@ -190,17 +276,17 @@ class Guard(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """A piece of the target."""
+        """Take a piece of the request target."""
         if not self._deaf:
             super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header line. Trailers, which follow a chunked body, mean nothing here."""
+        """Take a header line. Trailers, which follow a chunked body, are ignored."""
         if not self._deaf and self.phase is Phase.HEAD:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """All headers are there: check their size and the announced body, then start the application."""
+        """Check the size of the headers and of the announced body, then start the application."""
         if self._deaf:
             return
         if self.parser.get_method() == b"CONNECT":  # a tunnel, for proxies; to the parser it is always an upgrade
@@ -221,12 +307,10 @@ class Guard(HttpToolsProtocol):
             return
         config = self._config
         self._max_body = config.max_body_mib << 20
-        path = self.url.partition(b"?")[0]
-        if path == IMPORT:
+        upload = self._context.upload(self.url.partition(b"?")[0].decode("latin-1"))
+        if upload == "file":
             self._max_body = config.max_import_mib << 20
-        elif UPLOADS.fullmatch(path) and (b"content-type", FORM) in {
-            (name, value[:19]) for name, value in self.headers
-        }:
+        elif upload == "form" and (b"content-type", FORM) in {(name, value[:19]) for name, value in self.headers}:
             self._max_body = max(self._max_body, min(config.max_import_mib << 20, UPLOAD_BYTES))
         if announced > self._max_body:
             self.refuse(too_large(self._max_body))
@@ -239,7 +323,10 @@ class Guard(HttpToolsProtocol):
         self._head_bytes = self._body_bytes = 0
 
     def _take_target(self) -> bool:
-        """Return whether the target is a path or a URL. Of a URL the path stays, and its host is checked as Host is."""
+        """Return whether the target is a path or a URL.
+
+        Of a URL the path is kept, and its host is checked like Host.
+        """
         if self.url.startswith(b"/"):
             return True
         if (found := ABSOLUTE.match(self.url)) is None:
@@ -253,12 +340,12 @@ class Guard(HttpToolsProtocol):
         super()._start_asgi_task(cycle, _unchunked(cycle, app) if cycle.scope["http_version"] == "1.0" else app)
 
     def on_chunk_header(self) -> None:
-        """A chunk begins."""
+        """Note that a chunk begins."""
         self._moved = True
         self._head_bytes = 0
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body."""
+        """Take a piece of the body; refuse the request if it is too large."""
         if self._deaf:
             return
         self._moved = True
@@ -269,7 +356,7 @@ class Guard(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request is whole."""
+        """Note that the request is complete."""
         if self._deaf or self.phase is Phase.HEAD:
             return
         if self.phase is Phase.BODY:
@@ -277,7 +364,7 @@ class Guard(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """The application has answered."""
+        """Make the connection ready for its next request, or end it."""
         self.server_state.total_requests += 1
         self.output.flush()
         if self.phase in (Phase.LINGER, Phase.CLOSED):
@@ -302,9 +389,9 @@ class Guard(HttpToolsProtocol):
                 return
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        url: bytes = getattr(self, "url", b"")  # there is none before the first request line
+        url: bytes = getattr(self, "url", b"")  # absent before the first request line
         path = url.partition(b"?")[0].decode("latin-1")
-        self.output.write(refusal(error, path, f"{self._listener.rng.bits64():016x}"))
+        self.output.write(refusal(error, path, f"{self._context.rng.bits64():016x}"))
         self.output.flush()
         self._linger()
 
@@ -324,8 +411,10 @@ class Guard(HttpToolsProtocol):
             self.output.raw.close()
 
     def _linger(self) -> None:
-        """Closing a socket that has unread input resets it, and the client may never see the answer: so first say
-        that nothing more will come, and drop what still arrives for a moment."""
+        """Announce the end, then discard input for a moment before closing.
+
+        Closing a socket with unread input resets it, and the client might never see the answer.
+        """
         self._deaf = True
         self.phase = Phase.LINGER
         self._times.since = self.loop.time()
@@ -355,7 +444,7 @@ class Guard(HttpToolsProtocol):
         return self.phase in (Phase.BODY, Phase.ANSWER) or self.output.raw.get_write_buffer_size() > 0
 
     def sweep(self, now: float) -> None:
-        """Enforce the times. Called a few times within the shortest of them."""
+        """Enforce the time limits. Called several times within the shortest of them."""
         unsent = self.output.raw.get_write_buffer_size()
         self._times.look(now, self.output.written - unsent, unsent)
         match self._times.verdict(now, self.phase, self._body_bytes, reading=not self.flow.read_paused):
@@ -368,8 +457,10 @@ class Guard(HttpToolsProtocol):
 
 
 def _unchunked(cycle: RequestResponseCycle, app: Any) -> Any:
-    """The application for a client that speaks HTTP/1.0. It knows no chunks (RFC 9112, 6.1), so an answer of unknown
-    length just ends with its connection, which uvicorn closes after each answer to such a client."""
+    """Wrap the application for a client that speaks HTTP/1.0, which knows no chunks (RFC 9112, 6.1).
+
+    An answer of unknown length ends with its connection, which uvicorn closes after each answer to such a client.
+    """
 
     async def run(scope: Any, receive: Any, send: Any) -> None:
         endless = False
@@ -380,7 +471,7 @@ def _unchunked(cycle: RequestResponseCycle, app: Any) -> Any:
                 endless = all(name.lower() != b"content-length" for name, _ in message["headers"])
                 if endless:
                     cycle.chunked_encoding = False
-            elif endless:  # to uvicorn it is an answer whose announced length each piece is
+            elif endless:  # uvicorn checks the announced length: announce each piece
                 cycle.expected_content_length = len(message["body"])
             await send(message)
 

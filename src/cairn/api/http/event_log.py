@@ -1,16 +1,122 @@
-"""The events of one answer, kept so that they can be read again from any of them on."""
+"""Event logs: the events of an answer, kept so that clients can read them again from any number on."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cairn.api.chat.wire import error_event
+from cairn.api.http.call import Disconnected, HTTPCall, Watch, internal
+from cairn.api.http.sse import EVENT_STREAM, HEARTBEAT, error_event
 from cairn.frontend.request_state import Waker
-from cairn.types.errors import CairnError, NotFound
+from cairn.system.interfaces import Clock
+from cairn.types.errors import CairnError, Conflict, InvalidRequest, NotFound, trace
+
+KEEP_SECONDS = 600.0
+KEEP_CALLS = 1000
+PREFIXES = ("chatcmpl-", "cmpl-", "req-", "msg_", "resp_")
+
+
+class CallTable:
+    """Calls by number, and by the names that clients gave them.
+
+    Calls that have ended are kept for 10 minutes, at most 1,000 of them.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._live: dict[int, _Call] = {}
+        self._ended: OrderedDict[int, tuple[float, _Call]] = OrderedDict()
+        self._names: dict[tuple[bytes, str], _Name] = {}
+
+    def open(self, number: int, ids: Sequence[int], *, name: str | None = None, salt: bytes = b"") -> None:
+        """Register a call and its requests. `name` is the client's own name for it, unique below its `salt`."""
+        if len(ids) == 1 and name is None:
+            return
+        key = None if name is None else (salt, name)
+        self._live[number] = _Call(tuple(ids), key)
+        if key is not None:
+            named = self._names.setdefault(key, _Name())
+            named.shared |= bool(named.live)
+            named.live.add(number)
+            named.last = number
+            named.calls += 1
+
+    def close(self, number: int) -> None:
+        """Note that a call has ended."""
+        call = self._live.pop(number, None)
+        if call is None:
+            return
+        if call.key is not None:
+            named = self._names[call.key]
+            named.live.discard(number)
+            named.shared &= bool(named.live)
+        now = self._clock.now()
+        self._ended[number] = (now, call)
+        while len(self._ended) > KEEP_CALLS or next(iter(self._ended.values()))[0] < now - KEEP_SECONDS:
+            _, (_, old) = self._ended.popitem(last=False)
+            if old.key is not None:
+                self._names[old.key].calls -= 1
+                if not self._names[old.key].calls:
+                    del self._names[old.key]
+
+    def ids(self, number: int) -> tuple[int, ...]:
+        """Return the request ids of a call; of an unknown call, the id of the same number."""
+        found = self._live.get(number)
+        if found is None and number in self._ended:
+            found = self._ended[number][1]
+        return found.ids if found is not None else (number,)
+
+    def find(self, text: str, salt: bytes) -> int | None:
+        """Return the number of a call by a client's own name or by a server id; None for neither.
+
+        A name means the call that has it now, else the last one that had it. Raises Conflict if several had it at once
+        and one of them still runs: the wrong one must not be ended.
+        """
+        named = self._names.get((salt, text))
+        if named is None:
+            return parse_id(text)
+        if named.shared:
+            raise Conflict(
+                "several requests in flight have had this X-Request-ID; use the id of the answer, which is also in "
+                "its X-Cairn-Request-ID",
+                field="id",
+            )
+        return next(iter(named.live), named.last)
+
+
+@dataclass(slots=True)
+class _Call:
+    ids: tuple[int, ...]
+    key: tuple[bytes, str] | None
+
+
+@dataclass(slots=True)
+class _Name:
+    """A name of a tenant's."""
+
+    live: set[int] = field(default_factory=set)
+    last: int = 0
+    calls: int = 0
+    """That have or had it and are not forgotten."""
+    shared: bool = False
+    """Whether two calls had it at once, and one of those that came since still runs."""
+
+
+def parse_id(text: str) -> int | None:
+    """Return the number in an id as clients see it (X-Request-ID, or the `id` of an answer); None for anything else."""
+    for prefix in PREFIXES:
+        text = text.removeprefix(prefix)
+    if len(text) != 16 or not all(char in "0123456789abcdef" for char in text):
+        return None
+    return int(text, 16)
+
 
 PAGE = 1 << 15
 """Bytes of events that are compressed together; they repeat each other, so little remains."""
@@ -54,7 +160,7 @@ class EventLog:
         self.salt = salt
         self.over = False
         self.begun = False
-        """Whether its request was let in: what fails from then on is an event."""
+        """Whether its request was admitted: a failure from then on is an event."""
         self.cancelled = False
         """Somebody has ended it by its id."""
         self.failure: CairnError | None = None
@@ -91,9 +197,9 @@ class EventLog:
         self.wake()
 
     def end(self) -> None:
-        """There will be no more events. What the request held is let go of, and all that was said is compressed."""
+        """Close the log: release what the request held, and compress the events."""
         self.over = True
-        self.cancel, self.error = _nothing, error_event  # what they were bound to holds the whole prompt
+        self.cancel, self.error = _nothing, error_event  # the old ones hold the whole prompt
         if self._fresh:
             self._pack()
         self.wake()
@@ -105,14 +211,17 @@ class EventLog:
         self._fresh, self._fresh_bytes = [], 0
 
     def shorten(self) -> bool:
-        """Give up the oldest page; False if there is none."""
+        """Drop the oldest page; return False if there is none."""
         if not self._pages:
             return False
         self.size -= len(self._pages.pop(0).packed)
         return True
 
     def read(self, after: int) -> tuple[bytes, int]:
-        """Some of the events that follow number `after`, as they are sent, and the number of the last of them."""
+        """Return some of the events after number `after`, as sent, and the number of the last of them.
+
+        Raises NotFound if the first of them is no longer kept.
+        """
         if after >= self.last:
             return b"", after
         if after + 1 < self.first:
@@ -139,4 +248,253 @@ class EventLog:
 
 
 def _nothing() -> None:
-    """Nothing is left to cancel."""
+    """Do nothing: there is nothing left to cancel."""
+
+
+logger = logging.getLogger("cairn.api")
+
+HEADER = b"x-cairn-resumable"
+
+
+class EventLogs:
+    """The logs of one server: as many bytes as allowed, each for the time of grace after its last reader."""
+
+    def __init__(self, grace: float, limit: int, calls: CallTable | None = None) -> None:
+        """Keep logs for `grace` seconds after their end, within `limit` bytes in all."""
+        self.calls = calls
+        self._grace = grace
+        self._limit = limit
+        self._logs: dict[int, EventLog] = {}
+        self._ended: OrderedDict[int, EventLog] = OrderedDict()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.size = 0
+        """How many bytes of memory it takes."""
+
+    def start(
+        self,
+        call: HTTPCall,
+        events: AsyncGenerator[bytes, None],
+        cancel: Callable[[], object],
+        heartbeat: float,
+        error: Callable[[CairnError], bytes] = error_event,
+        unattended: bool = False,
+    ) -> Follower:
+        """Generate `events` onto a new log and return its first reader, `call`.
+
+        `cancel` ends the request when the grace time is over, unless it is `unattended` and may run without readers.
+        `error` makes the events of a failure. The reader counts from here on: follow it, or `leave`.
+        """
+        log = EventLog(call.number, call.salt, cancel, error)
+        log.unattended = unattended
+        self._logs[call.number] = log
+        self.size += log.size
+        follower = self._follower(log, heartbeat)
+        task = asyncio.create_task(self._record(log, events))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return follower
+
+    def state(self, number: int, salt: bytes) -> str | None:
+        """Return the state of the work behind a log of the same tenant; None for any other number."""
+        log = self._logs.get(number)
+        if log is None or log.salt != salt:
+            return None
+        if not log.over:
+            return "running"
+        return "cancelled" if log.cancelled else "finished" if log.failure is None else "failed"
+
+    def cancel(self, number: int) -> bool:
+        """End the work of a log; whether it still went on."""
+        log = self._logs[number]
+        if log.over:
+            return False
+        log.cancelled = True
+        log.cancel()
+        return True
+
+    def find(self, number: int, salt: bytes, heartbeat: float) -> Follower:
+        """Return a reader of a log of the same tenant. Raises NotFound for any other number."""
+        log = self._logs.get(number)
+        if log is None or log.salt != salt:
+            raise NotFound(
+                "there is no such resumable request, or its time of grace is over; "
+                "requests are resumable if sent with X-Cairn-Resumable: 1",
+                field="id",
+            )
+        return self._follower(log, heartbeat)
+
+    def _follower(self, log: EventLog, heartbeat: float) -> Follower:
+        waker = Waker()
+        log.readers.add(waker)
+        if log.timer is not None:
+            log.timer.cancel()
+            log.timer = None
+        return Follower(log, waker, heartbeat, self._leave)
+
+    def _leave(self, log: EventLog, waker: Waker) -> None:
+        log.readers.discard(waker)
+        self._wait_for_readers(log)
+
+    def _wait_for_readers(self, log: EventLog) -> None:
+        if not log.readers and log.timer is None and log.number in self._logs:
+            log.timer = asyncio.get_running_loop().call_later(self._grace, self._expire, log)
+
+    def _expire(self, log: EventLog) -> None:
+        """End the grace time: cancel work that needs a reader, forget a log that is complete."""
+        log.timer = None
+        if log.over:
+            self._forget(log)
+        elif not log.unattended:
+            log.cancel()
+
+    async def _record(self, log: EventLog, events: AsyncGenerator[bytes, None]) -> None:
+        try:
+            async with aclosing(events):
+                async for data in events:
+                    log.begun = True
+                    self._add(log, data)
+        except Exception as error:
+            if not isinstance(error, CairnError):
+                logger.error("request %016x: %s", log.number, trace(error))
+            known = error if isinstance(error, CairnError) else internal(f"{log.number:016x}")
+            log.failure = known
+            if log.begun:
+                self._add(log, log.error(known))
+        finally:
+            before = log.size
+            log.end()
+            if log.number in self._logs:
+                self.size += log.size - before
+            if not log.begun:
+                self._forget(log)
+            elif log.number in self._logs:
+                self._ended[log.number] = log
+                self._wait_for_readers(log)
+
+    def _add(self, log: EventLog, data: bytes) -> None:
+        before = log.size
+        log.add(data)
+        if log.number in self._logs:
+            self.size += log.size - before
+        while self.size > self._limit:
+            if self._ended:
+                self._forget(next(iter(self._ended.values())))
+                continue
+            largest = max(self._logs.values(), key=lambda one: one.size)
+            before = largest.size
+            if not largest.shorten():
+                break
+            self.size += largest.size - before
+
+    def _forget(self, log: EventLog) -> None:
+        if self._logs.pop(log.number, None) is not None:
+            self.size -= log.size
+        self._ended.pop(log.number, None)
+        if log.timer is not None:
+            log.timer.cancel()
+            log.timer = None
+
+
+class Follower:
+    """One reader of a log, counted until `run` has ended."""
+
+    def __init__(self, log: EventLog, waker: Waker, heartbeat: float, leave: Callable[[EventLog, Waker], None]) -> None:
+        self._log = log
+        self._waker = waker
+        self._heartbeat = heartbeat
+        self._leave = leave
+
+    async def run(self, call: HTTPCall, after: int = 0) -> None:
+        """Answer the call with every event after number `after`, until the end or until the client leaves.
+
+        The headers are sent once the request was admitted. Raises the error that prevented that, and InvalidRequest if
+        there is no event `after` yet.
+        """
+        log = self._log
+        try:
+            if after > log.last:
+                raise InvalidRequest(f"after is {after}; the last event so far is {log.last}", field="after")
+            async with Watch(call) as watch:
+                while not log.begun and not log.over:
+                    await self._waker.sleep()
+                if log.failure is not None and not log.begun:
+                    raise log.failure
+                log.read(after)
+                if call.scope["method"] == "HEAD":
+                    watch.stop()
+                    await call.respond(200, b"", EVENT_STREAM)
+                    return
+                await call.begin(EVENT_STREAM)
+                await self._send(call, after, watch)
+                if log.failure is not None:
+                    call.ended = log.failure.code
+        finally:
+            self._leave(log, self._waker)
+
+    def leave(self) -> None:
+        """Read nothing."""
+        self._leave(self._log, self._waker)
+
+    async def wait(self, call: HTTPCall) -> None:
+        """Wait for the end of the log, for an answer sent in one piece.
+
+        Raises the error that ended it early, and Disconnected if the client left before; the log then has its grace
+        time.
+        """
+        log = self._log
+        try:
+            async with Watch(call) as watch:
+                while not log.over:
+                    await self._waker.sleep()
+                watch.stop()
+            if watch.left:
+                raise Disconnected
+            if log.failure is not None:
+                raise log.failure
+        finally:
+            self._leave(log, self._waker)
+
+    async def _send(self, call: HTTPCall, after: int, watch: Watch) -> None:
+        log = self._log
+        news = True
+        while True:
+            try:
+                data, after = log.read(after)
+            except NotFound as error:  # so slow a reader that its next event had to make room
+                watch.stop()
+                await call.write(log.error(error), more=False)
+                return
+            if log.over and after == log.last:
+                watch.stop()
+                await call.write(data, more=False)
+                return
+            if data or not news:
+                await call.write(data or HEARTBEAT)
+            news = True
+            if after == log.last and not log.over:
+                news = await self._waker.sleep(self._heartbeat)
+
+
+def is_resumable(call: HTTPCall, stream: bool) -> bool:
+    """Return whether the call asks to outlive its connection. Raises InvalidRequest if it cannot."""
+    value = call.header(HEADER)
+    if value is None or value == b"0":
+        return False
+    if value != b"1":
+        raise InvalidRequest("X-Cairn-Resumable must be 1 or 0", field="X-Cairn-Resumable")
+    if not stream:
+        raise InvalidRequest("X-Cairn-Resumable needs stream to be true", field="X-Cairn-Resumable")
+    return True
+
+
+def parse_after(call: HTTPCall) -> int:
+    """Return the event number in Last-Event-ID, which a reconnecting browser sends, else in `?after=N`, else 0."""
+    query = call.scope.get("query_string", b"").decode("latin-1")
+    name, _, text = query.partition("=")
+    if query and name != "after":
+        raise InvalidRequest("the only parameter of this route is after=N", field="after")
+    seen = (call.header(b"last-event-id") or b"").decode("latin-1")
+    text = seen or (text if query else "0")
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+        raise InvalidRequest("after must be the id of an event, a whole number", field="after")
+    return int(text)

@@ -1,38 +1,271 @@
-"""How much a tenant may ask for: requests and tokens a minute, and requests at once.
+"""Limits of a tenant: requests and tokens a minute, requests at once, bytes on the disk, and a call's deadline.
 
-Buckets of each tenant, each as large as what a minute brings; tokens are taken when they are known, at the end of each
-request that a model computes (an answer, a member's turn, a text that becomes a vector), whoever waits for it, so what
-is begun before the bucket is empty is answered whole. Headers: OpenAI's `x-ratelimit-*`
-(platform.openai.com/docs/guides/rate-limits), and for clients of Anthropic `anthropic-ratelimit-*`
-(docs.anthropic.com/en/api/rate-limits). Without keys a tenant is a client, by its address,
-whatever agent it names.
+Each tenant has buckets as large as one minute's worth. Tokens are taken when they are known, at the end of each request
+that a model computes (an answer, a member's turn, a text that becomes a vector). So what begins before the bucket is
+empty is answered whole. Headers: OpenAI's `x-ratelimit-*` (platform.openai.com/docs/guides/rate-limits), and for
+clients of Anthropic `anthropic-ratelimit-*` (docs.anthropic.com/en/api/rate-limits). Without keys a tenant is a client,
+by its address, whatever agent it names.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import datetime
 import math
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
-from cairn.api.http.auth import is_admin, payer_of
+from cairn.api.http.auth import payer_of
 from cairn.api.http.call import HTTPCall
 from cairn.config.config import LIMITS, Config, TenantLimits, limits_of
 from cairn.system.interfaces import Clock
-from cairn.types.errors import RateLimited
+from cairn.types.errors import DeadlineExceeded, InvalidRequest, QuotaExceeded, RateLimited
+
+TIMEOUT = b"x-request-timeout"
+UNTIL = b"x-cairn-deadline"
+_SECONDS = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(ms|s|m)?")
+_UNIX = re.compile(r"[0-9]{1,11}(?:\.[0-9]{1,9})?")
+_UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0}
+
+
+def deadline_of(call: HTTPCall, clock: Clock) -> float | None:
+    """Return the call's deadline on the monotonic clock; None if it sets none.
+
+    Raises InvalidRequest for a header that is no time, DeadlineExceeded for a time that is past.
+    """
+    given, until = call.header(TIMEOUT), call.header(UNTIL)
+    if given is None and until is None:
+        return None
+    found = []
+    if given is not None:
+        match = _SECONDS.fullmatch(given.strip().decode("latin-1"))
+        seconds = float(match[1]) * _UNITS[match[2] or "s"] if match is not None else 0.0
+        if seconds <= 0:
+            raise InvalidRequest(
+                "X-Request-Timeout must be a number of seconds above 0, or one with ms, s or m, such as 30 or 500ms",
+                field="X-Request-Timeout",
+            )
+        found.append(seconds)
+    if until is not None:
+        found.append(_moment(until.strip().decode("latin-1")) - clock.time_ns() / 1e9)
+        if found[-1] <= 0:
+            raise DeadlineExceeded("the time that X-Cairn-Deadline names is past", field="X-Cairn-Deadline")
+    return clock.now() + min(found)
+
+
+def _moment(text: str) -> float:
+    """Parse a Unix time, or a date and time with its zone, into Unix seconds."""
+    if _UNIX.fullmatch(text):
+        return float(text)
+    try:
+        at = datetime.datetime.fromisoformat(text)
+    except ValueError:
+        at = None
+    if at is None or at.tzinfo is None:
+        raise InvalidRequest(
+            "X-Cairn-Deadline must be Unix time in seconds, or a time with its zone such as 2026-01-01T00:00:00Z",
+            field="X-Cairn-Deadline",
+        )
+    return at.timestamp()
+
+
+FORM = b"multipart/form-data"
+ENVELOPE = 64 << 10
+"""Bytes of a form that are not counted: its fields and boundaries, which are not kept."""
+FRESH_SECONDS = 5.0
+"""Seconds for which a measurement of a tenant's bytes is used."""
+MOST_MEASURED = 1000
+MIB = 1 << 20
+
+
+class _TenantBytes:
+    """Bytes of one tenant."""
+
+    __slots__ = ("added", "arriving", "at", "changed", "lock", "measured")
+
+    def __init__(self) -> None:
+        self.at = float("-inf")
+        self.measured = 0
+        """Bytes on the disk at that time."""
+        self.added = 0
+        """Bytes that came since, as far as their number is known."""
+        self.arriving = 0
+        self.changed = False
+        """Whether anything was added or deleted since."""
+        self.lock = asyncio.Lock()
+        """Held while the bytes are measured."""
+
+    @property
+    def taken(self) -> int:
+        """Bytes that count against the limit: kept, and on their way."""
+        return self.measured + self.added + self.arriving
+
+
+class _ArrivingBytes:
+    """The bytes that one call brings."""
+
+    __slots__ = ("_most", "_passed", "_quotas", "_settled", "_tenant", "size")
+
+    def __init__(self, quotas: Quotas, tenant: str, most: int, passed: int) -> None:
+        """Count the bytes of one call; the first `passed` bytes are free."""
+        self._quotas, self._tenant, self._most, self._passed = quotas, tenant, most, passed
+        self._settled = False
+        self.size = 0
+        """Bytes that count now."""
+
+    async def announced(self, length: int) -> None:
+        """Count a body of this length. Raises QuotaExceeded."""
+        self.size = max(0, length - self._passed)
+        self._passed = max(0, self._passed - length)
+        try:
+            await self._quotas.take(self._tenant, self.size, self._most)
+        except BaseException:
+            self.size = 0
+            raise
+
+    async def arrived(self, size: int) -> None:
+        """Count `size` bytes more of a body without a length. Raises QuotaExceeded."""
+        passed = min(self._passed, size)
+        self._passed -= passed
+        if size == passed or self._settled:
+            return
+        try:
+            await self._quotas.take(self._tenant, size - passed, self._most)
+        except QuotaExceeded:
+            self.settled()  # a refused body takes no room from others
+            raise
+        self.size += size - passed
+
+    def settled(self) -> None:
+        """Stop counting the body: it is refused, or its route counts what it keeps."""
+        self._settled = True
+        self.over(kept=False)
+
+    def over(self, *, kept: bool) -> None:
+        """Count nothing of it as on its way. `kept`: it may be on the disk now."""
+        self._quotas.give(self._tenant, self.size, kept=kept)
+        self.size = 0
+
+
+class Quotas:
+    """The bounds of one server. `used` returns how many bytes a tenant keeps."""
+
+    def __init__(
+        self, clock: Clock, limits: Callable[[str], TenantLimits], used: Callable[[str], Awaitable[int]]
+    ) -> None:
+        self._clock, self._used = clock, used
+        self.limits = limits
+        self._tenants: dict[str, _TenantBytes] = {}
+
+    @contextlib.asynccontextmanager
+    async def arriving(self, call: HTTPCall, *, keeps: bool, upload: bool = False) -> AsyncIterator[None]:
+        """Count the bytes of a call while it is answered, if its route `keeps` them.
+
+        An `upload` may be KV for the most part, so its route counts itself how much of it is kept. Raises QuotaExceeded
+        if its tenant may not keep that much.
+        """
+        most = self.limits(call.tenant).max_disk_mib
+        if most is None:
+            yield
+            return
+        method = call.scope["method"]
+        if not keeps:
+            try:
+                yield
+            finally:
+                if method == "DELETE" and call.tenant in self._tenants:
+                    self._tenants[call.tenant].changed = True
+            return
+        form = (call.header(b"content-type") or b"")[: len(FORM)].lower() == FORM
+        coming = _ArrivingBytes(self, call.tenant, most, ENVELOPE if form else 0)
+        length = call.header(b"content-length")
+        known = length is not None or upload
+        await coming.announced(int(length) if length is not None and not upload else 0)
+        call.arrived = None if known else coming.arrived
+        call.settled = coming.settled
+        answered = False
+        try:
+            yield
+            answered = True
+        finally:
+            coming.over(kept=answered)
+
+    @contextlib.asynccontextmanager
+    async def room(self, tenant: str, size: int) -> AsyncIterator[None]:
+        """Count `size` bytes while they are being written. Raises QuotaExceeded if the tenant may not keep them."""
+        most = self.limits(tenant).max_disk_mib
+        if most is None:
+            yield
+            return
+        await self.take(tenant, size, most)
+        written = False
+        try:
+            yield
+            written = True
+        finally:
+            self.give(tenant, size, kept=written)
+
+    async def take(self, tenant: str, size: int, most: int) -> None:
+        """Count `size` bytes as on their way. Raises QuotaExceeded if more than `most` MiB would be taken."""
+        kept = self._of(tenant)
+        await self._measure(tenant, kept, FRESH_SECONDS)
+        if not _fits(kept, size, most) and kept.changed:
+            await self._measure(tenant, kept, 0.0)
+        if not _fits(kept, size, most):
+            coming = f", {kept.arriving / MIB:.1f} MiB of yours are on their way" if kept.arriving else ""
+            more = f", and this brings {size / MIB:.1f} MiB" if size else ""
+            raise QuotaExceeded(
+                f"what you keep takes {(kept.measured + kept.added) / MIB:.1f} MiB on the disk{coming}{more}; the "
+                f"limit is {most} (max_disk_mib); delete agents, teams, runs, collections or files",
+                field="max_disk_mib",
+            )
+        kept.arriving += size
+
+    def give(self, tenant: str, size: int, *, kept: bool) -> None:
+        """Count `size` bytes as on their way no more. `kept`: they may be on the disk now."""
+        known = self._of(tenant)
+        known.arriving -= size
+        known.added += size if kept else 0
+        known.changed = True
+
+    async def _measure(self, tenant: str, kept: _TenantBytes, age: float) -> None:
+        """Measure the tenant's bytes on the disk, unless that was done within `age` seconds."""
+        began = self._clock.now()
+        if began - kept.at < age:
+            return
+        async with kept.lock:
+            if kept.at >= began:  # another has, while this one waited
+                return
+            kept.added, kept.changed = 0, False  # bytes that come meanwhile are counted twice rather than missed
+            now = self._clock.now()
+            kept.measured = await self._used(tenant)
+            kept.at = now
+
+    def _of(self, tenant: str) -> _TenantBytes:
+        if tenant not in self._tenants:
+            if len(self._tenants) >= MOST_MEASURED:
+                self._tenants = {name: one for name, one in self._tenants.items() if one.arriving}
+            self._tenants[tenant] = _TenantBytes()
+        return self._tenants[tenant]
+
+
+def _fits(kept: _TenantBytes, size: int, most: int) -> bool:
+    return kept.taken < most * MIB and kept.taken + size <= most * MIB
+
 
 MINUTE = 60.0
 MOST_TENANTS = 10_000
 """How many tenants are remembered; of more, those that ask for nothing now are forgotten."""
 BUSY_SECONDS = 1.0
-"""Seconds after which a tenant whose requests are too many at once may ask again, at the least."""
+"""Least Retry-After in seconds of a tenant with too many requests at once."""
 WEIGHT = 0.2
 """How much one request counts in how long a tenant's take."""
 
 
 class _Bucket:
-    """So many a minute, at most a minute's worth at once. It may be in debt."""
+    """A rate limit: `limit` a minute, at most one minute's worth at once. It may be in debt."""
 
     __slots__ = ("_at", "_left", "limit")
 
@@ -49,24 +282,24 @@ class _Bucket:
         self._left = self.left(now) - count
 
     def resized(self, limit: int, now: float) -> _Bucket:
-        """One of another size, of which as much is used."""
+        """Return a bucket of another size with the same amount used."""
         found = _Bucket(limit, now)
         found.take(self.limit - self.left(now), now)
         return found
 
     def until(self, count: float, now: float) -> float:
-        """Seconds until there are so many."""
+        """Return the seconds until `count` are available."""
         return max(0.0, (count - self.left(now)) * MINUTE / self.limit)
 
 
 class _Tenant:
-    """What one tenant has used."""
+    """The usage of one tenant."""
 
     __slots__ = ("began", "buckets", "most", "seconds")
 
     def __init__(self, limits: TenantLimits, now: float) -> None:
         self.buckets: dict[str, _Bucket] = {}
-        """By what is counted in them: requests, tokens, and those of prompts and answers alone."""
+        """By kind: requests, all tokens, tokens of prompts, tokens of answers."""
         self.bound(limits, now)
         self.began: list[float] = []
         """When each of the requests that are being answered came, the oldest first."""
@@ -74,7 +307,7 @@ class _Tenant:
         """How long its requests take on the whole; 0 before any has ended."""
 
     def bound(self, limits: TenantLimits, now: float) -> None:
-        """These limits hold from now on. What was used of a bucket stays used."""
+        """Apply new limits; what was used of a bucket stays used."""
         self.most = limits.max_concurrent
         most = {
             "requests": limits.requests_per_minute,
@@ -89,17 +322,17 @@ class _Tenant:
         }
 
     def take(self, now: float, tokens: tuple[int, int]) -> None:
-        """A request has ended, with so many tokens of its prompt and of its own."""
+        """Count the tokens of a request that has ended: of its prompt, and of its answer."""
         for what, count in (("tokens", sum(tokens)), ("input_tokens", tokens[0]), ("output_tokens", tokens[1])):
             if what in self.buckets:
                 self.buckets[what].take(count, now)
 
     def busy_for(self, now: float) -> float:
-        """Seconds until one of its requests will have ended, as long as they took so far."""
+        """Estimate the seconds until one of the tenant's requests ends, from how long earlier ones took."""
         return max(BUSY_SECONDS, self.seconds - (now - self.began[0])) if self.began else BUSY_SECONDS
 
     def ended(self, began: float, now: float) -> None:
-        """A request that came then has ended."""
+        """Note the end of a request that began at `began`."""
         self.began.remove(began)
         self.seconds += (now - began - self.seconds) * (WEIGHT if self.seconds else 1.0)
 
@@ -115,7 +348,7 @@ class RateLimits:
         self.configure(config)
 
     def configure(self, config: Config) -> None:
-        """The limits of these options hold from now on."""
+        """Apply the limits of these options."""
         self._of = limits_of(config)
         every = (self._of(""), *(self._of(one.name) for one in config.tenants))
         self._none = not any(_limited(one) for one in every)
@@ -123,9 +356,12 @@ class RateLimits:
             tenant.bound(self._of(self._names[share]), self._clock.now())
 
     @contextlib.contextmanager
-    def counted(self, call: HTTPCall) -> Iterator[None]:
-        """While a call is answered. RateLimited, with Retry-After, where its tenant has asked for too much."""
-        if self._none or not _counts(call):
+    def counted(self, call: HTTPCall, *, admin: bool) -> Iterator[None]:
+        """Count a call while it is answered. Raises RateLimited, with Retry-After, if its tenant asks for too much.
+
+        Calls of `admin` routes, of other methods than POST, and those that end a request are free.
+        """
+        if self._none or admin or call.scope["method"] != "POST" or call.path.endswith("/cancel"):
             yield
             return
         now = self._clock.now()
@@ -141,7 +377,7 @@ class RateLimits:
             tenant.ended(now, self._clock.now())
 
     def used(self, share: str, prompt_tokens: int, completion_tokens: int) -> None:
-        """A request that takes this share of the server has ended, with so many tokens."""
+        """Count the tokens of a request that has ended, by the share it was scheduled under."""
         if (tenant := self._tenants.get(payer_of(share))) is not None:
             tenant.take(self._clock.now(), (prompt_tokens, completion_tokens))
 
@@ -154,14 +390,6 @@ class RateLimits:
             found = self._tenants[call.payer] = _Tenant(self._of(call.tenant), now)
             self._names[call.payer] = call.tenant
         return found
-
-
-def _counts(call: HTTPCall) -> bool:
-    """Whether a call is one that is limited: those that ask for something to be done, but for the owner's own, and for
-    what ends a request."""
-    if call.scope["method"] != "POST" or call.path.endswith("/cancel"):
-        return False
-    return not is_admin(call.path)
 
 
 def _check(tenant: _Tenant, now: float) -> None:
@@ -179,7 +407,7 @@ def _check(tenant: _Tenant, now: float) -> None:
 
 
 def _headers(tenant: _Tenant, now: float, *, anthropic: bool) -> list[tuple[bytes, bytes]]:
-    """What is left before this request, and in how long there is a whole minute's worth again."""
+    """Return the headers that report what is left before this request, and when a full minute's worth is available."""
     found = []
     for name, bucket in tenant.buckets.items():
         what = name.replace("_", "-")
@@ -195,7 +423,7 @@ def _headers(tenant: _Tenant, now: float, *, anthropic: bool) -> list[tuple[byte
 
 
 def _duration(seconds: float) -> str:
-    """As OpenAI writes it: 20ms, 1.5s, 1m0s."""
+    """Format seconds as OpenAI does: 20ms, 1.5s, 1m0s."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     minutes, rest = divmod(math.ceil(seconds), 60)

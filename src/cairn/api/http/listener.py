@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+from collections.abc import Callable
 from email.utils import formatdate
 from typing import Any
 
 import uvicorn
 from uvicorn.server import ServerState
 
-from cairn.api.http.connection import Guard
-from cairn.api.http.tls import load_certificate, tls_context
+from cairn.api.http.auth import load_certificate, tls_context
+from cairn.api.http.connection import ConnectionContext, Guard
 from cairn.config.config import Config
 from cairn.system.interfaces import Rng
 from cairn.system.posix import SystemRng
@@ -21,12 +22,15 @@ from cairn.system.posix import SystemRng
 class Listener:
     """A bound socket and its connections."""
 
-    def __init__(self, app: Any, config: Config, rng: Rng | None = None) -> None:
+    def __init__(self, app: Any, config: Config, upload: Callable[[str], str], rng: Rng | None = None) -> None:
+        """Prepare to serve `app`.
+
+        `upload(path)` returns whether a path takes a `file` as the body, or in a `form`, or neither.
+        """
         self.config = config
-        self.rng = rng or SystemRng()
         self.loop = asyncio.get_running_loop()
         self.state = ServerState()
-        self.uvicorn = uvicorn.Config(
+        served = uvicorn.Config(
             app,
             ws="none",
             lifespan="off",
@@ -36,7 +40,8 @@ class Listener:
             proxy_headers=False,
             server_header=False,
         )
-        self.uvicorn.load()
+        served.load()
+        self._context = ConnectionContext(config, rng or SystemRng(), self.loop, served, self.state, upload)
         shortest = min(config.header_timeout, config.body_timeout, config.stream_stall, config.idle_timeout)
         self._tick = min(1.0, shortest / 4)
         self._timer: asyncio.TimerHandle | None = None
@@ -45,18 +50,18 @@ class Listener:
 
     async def start(self, sock: socket.socket) -> None:
         """Begin to accept."""
-        # Connections inherit it: what the kernel keeps for a client that does not read is bounded too.
+        # Connections inherit it: it bounds the kernel's buffer for a client that does not read.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self.config.stream_buffer_kib << 10)
         tls = self._tls = tls_context(self.config)
         # A client that does not finish its handshake has as long as for its headers.
         patience = None if tls is None else self.config.header_timeout
         self._server = await self.loop.create_server(
-            lambda: Guard(self), sock=sock, backlog=4096, ssl=tls, ssl_handshake_timeout=patience
+            lambda: Guard(self._context), sock=sock, backlog=4096, ssl=tls, ssl_handshake_timeout=patience
         )
         self._sweep()
 
     def renew(self, config: Config) -> None:
-        """Later connections get the certificate that its files hold now."""
+        """Use the certificate that the files hold now for later connections."""
         if self._tls is not None:
             load_certificate(self._tls, config)
 
@@ -68,7 +73,7 @@ class Listener:
         self._timer = self.loop.call_later(self._tick, self._sweep)
 
     def guards(self) -> list[Guard]:
-        """The open connections."""
+        """Return the open connections."""
         return [guard for guard in self.state.connections if isinstance(guard, Guard)]
 
     async def close(self, patience: float) -> None:

@@ -12,8 +12,8 @@ from typing import BinaryIO, NamedTuple
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
+from cairn.api.http.body import check_origin
 from cairn.api.http.call import HTTPCall, shown
-from cairn.api.http.json_body import check_origin
 from cairn.config.config import Config
 from cairn.types.errors import InvalidRequest, TooLarge, Unavailable
 
@@ -34,16 +34,16 @@ class Upload(NamedTuple):
 
 
 def is_form(call: HTTPCall) -> bool:
-    """Whether a body is a form."""
+    """Return whether the body is a form."""
     return (call.header(b"content-type") or b"").partition(b";")[0].strip().lower() == MEDIA
 
 
 @contextlib.asynccontextmanager
 async def upload(call: HTTPCall, config: Config, folder: Path, most: int) -> AsyncIterator[Upload]:
-    """The form that a body holds, with one file of at most `most` bytes; its file is gone afterwards.
+    """Yield the form in the body, with one file of at most `most` bytes. The file is deleted afterwards.
 
-    InvalidRequest or TooLarge for what is none, Forbidden for a web page that may not send it: browsers do not ask
-    before they send forms.
+    Raises InvalidRequest or TooLarge if the body is no such form, Forbidden for a web page that may not send it:
+    browsers send forms without a preflight.
     """
     check_origin(call)
     kind, options = parse_options_header(call.header(b"content-type"))
@@ -86,7 +86,7 @@ async def upload(call: HTTPCall, config: Config, folder: Path, most: int) -> Asy
 
 
 class _PartReader:
-    """What the parser finds."""
+    """Collects the parts that the parser finds."""
 
     def __init__(self, most: int) -> None:
         self.file: BinaryIO
@@ -104,27 +104,27 @@ class _PartReader:
         self._value: bytearray | None = None
 
     def begin(self) -> None:
-        """A part begins."""
+        """Begin a part."""
         self._headers, self._value = {}, None
 
     def header_name(self, data: bytes, start: int, end: int) -> None:
-        """A piece of a header's name."""
+        """Take a piece of a header's name."""
         self._spend(end - start)
         self._head[0].extend(data[start:end])
 
     def header_value(self, data: bytes, start: int, end: int) -> None:
-        """A piece of a header's value."""
+        """Take a piece of a header's value."""
         self._spend(end - start)
         self._head[1].extend(data[start:end])
 
     def header_end(self) -> None:
-        """A header is whole."""
+        """Store a complete header."""
         name, value = self._head
         self._headers[bytes(name).lower()] = bytes(value)
         self._head = bytearray(), bytearray()
 
     def headers(self) -> None:
-        """All headers of a part are there."""
+        """Decide, once all headers of a part are read, whether it is a field or the file."""
         _, options = parse_options_header(self._headers.get(b"content-disposition", b""))
         self._name = options.get(b"name", b"").decode("utf-8", "replace")
         if not self._name:
@@ -143,7 +143,7 @@ class _PartReader:
             self.filename = "".join(char for char in told if char.isprintable())[:256] or "file"
 
     def data(self, data: bytes, start: int, end: int) -> None:
-        """A piece of a part."""
+        """Take a piece of a part."""
         if self._value is not None:
             self._spend(end - start)
             self._value.extend(data[start:end])
@@ -154,7 +154,7 @@ class _PartReader:
         self.waiting += memoryview(data)[start:end]
 
     def end(self) -> None:
-        """A part is whole."""
+        """Store a complete part."""
         if self._value is not None:
             try:
                 self.fields[self._name] = self._value.decode("utf-8")
@@ -162,7 +162,7 @@ class _PartReader:
                 raise InvalidRequest(f"{shown(self._name)} is no text in UTF-8", field=shown(self._name)) from None
 
     def over(self) -> None:
-        """The last boundary."""
+        """Note the last boundary."""
         self.whole = True
 
     def flush(self) -> None:

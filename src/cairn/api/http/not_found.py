@@ -1,6 +1,6 @@
-"""Paths that are no route: what they could have meant, and an answer in the shape that their callers read.
+"""Answers to paths that are no route: a hint, in the shape that the callers read.
 
-Nothing here looks at what the server holds: a path is judged by its form alone, before anybody has to show a key.
+Nothing here looks at what the server holds: a path is judged by its form alone, before a key is asked for.
 """
 
 from __future__ import annotations
@@ -56,18 +56,21 @@ _ELSEWHERE: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"/(?:v1)?", "Cairn listens here; OpenAI's API begins at {base}"),
     )
 )
-"""What people look for at other servers, and what they are told. The first that fits."""
+"""Paths of other servers with the hints that they get; the first match counts."""
 
 
 def canonical(path: str) -> str:
-    """Return the path of a route as it is known: without a slash at its end, and with the /v1 that may be left out."""
+    """Return a route's path in its canonical form: without a slash at its end, and with /v1 if that was left out."""
     if path.endswith("/") and not path.endswith("//"):
         path = path[:-1] or "/"
     return "/v1" + path if _BARE.fullmatch(path) else path
 
 
 def no_route(path: str, host: str, known: Callable[[str], bool]) -> NotFound:
-    """The error for a path that is no route. `host`: as the client calls this server; `known`: what is a route."""
+    """Return the 404 error for a path that is no route, with a hint.
+
+    `host` is the Host that the client sent; `known` tells whether a path is a route.
+    """
     base = f"http://{shown(host)}/v1"
     near = _nearest(path, known)
     if near is not None:
@@ -82,7 +85,7 @@ def no_route(path: str, host: str, known: Callable[[str], bool]) -> NotFound:
 
 
 def body_of(path: str, error: CairnError, id: str) -> dict[str, Any]:
-    """The error as the clients of this path read it: Anthropic's shape, Ollama's, or else OpenAI's."""
+    """Return the error in the shape that clients of this path read: Anthropic's, Ollama's, or else OpenAI's."""
     if _ANTHROPIC.fullmatch(path):
         return anthropic_error(error, id)
     if _OLLAMA.fullmatch(path):
@@ -91,7 +94,10 @@ def body_of(path: str, error: CairnError, id: str) -> dict[str, Any]:
 
 
 def anthropic_error(error: CairnError, id: str) -> dict[str, Any]:
-    """The error in Anthropic's shape. Clients know a prompt that is too long by the beginning of the sentence."""
+    """Return the error in Anthropic's shape.
+
+    Clients recognise a prompt that is too long by how the message begins.
+    """
     text = str(error)
     if isinstance(error, ContextTooLong):
         text = f"prompt is too long: {text}"
@@ -101,13 +107,13 @@ def anthropic_error(error: CairnError, id: str) -> dict[str, Any]:
 
 
 def _tidy(path: str) -> str:
-    """Without doubled slashes, a doubled /v1 and a slash at the end."""
+    """Remove doubled slashes, a doubled /v1 and a slash at the end."""
     path = _SLASHES.sub("/", path)
     return _DOUBLED.sub("", path).rstrip("/") or "/"
 
 
 def _nearest(path: str, known: Callable[[str], bool]) -> str | None:
-    """The route that a wrong base URL has missed, if there is one."""
+    """Return the route that a wrong base URL has missed; None if there is none."""
     tidy = _tidy(path)
     at = tidy.rfind("/v1/")
     for one in (tidy, tidy[at:] if at > 0 else tidy, canonical(tidy), "/v1" + tidy, tidy.removeprefix("/v1")):
@@ -117,7 +123,7 @@ def _nearest(path: str, known: Callable[[str], bool]) -> str | None:
 
 
 def _kind(status: int) -> str:
-    """What Anthropic's API calls an error of this status."""
+    """Return the name of Anthropic's API for errors of this status."""
     kinds = {
         401: "authentication_error",
         403: "permission_error",

@@ -1,4 +1,4 @@
-"""What leaves a connection: a transport that counts, and the answer to a client that the guard refuses."""
+"""The output of a connection: a transport that counts, and the refusals of the guard."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from cairn.api.http.not_found import body_of
 from cairn.types.errors import CairnError
 
 WRITE_BUFFER = 1 << 14
-"""Bytes that wait in a transport before its writer has to wait. Each write costs the transport a kilobyte more, so what
-a slow client has not read is better kept as tokens, in front of the encoding."""
+"""Bytes that wait in a transport before its writer has to wait. Each write costs the transport a kilobyte more, so
+it is better to keep what a slow client has not read as tokens, before encoding."""
 
 
 _TCP_CLOSE = 7
@@ -22,8 +22,11 @@ _TCP_CLOSE = 7
 
 
 class OutputTransport:
-    """A transport that counts what was written, sends the head of an answer together with the first piece of its
-    body (each write is a system call and wakes the client), and closes the way its owner wants."""
+    """A transport that counts what was written and closes the way its owner wants.
+
+    It sends the head of an answer together with the first piece of its body: each write is a system call and wakes the
+    client.
+    """
 
     __slots__ = ("_end", "_head", "events", "raw", "written")
 
@@ -54,7 +57,7 @@ class OutputTransport:
 
     @property
     def reset(self) -> bool:
-        """Whether the other side has refused what was sent, or whether that cannot be found out."""
+        """Whether the other side has reset the connection, or that cannot be found out."""
         try:
             state = self.raw.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
         except (AttributeError, OSError):  # not Linux, or no longer a socket
@@ -70,7 +73,7 @@ class OutputTransport:
 
 
 def refusal(error: CairnError, path: str, request_id: str) -> bytes:
-    """The whole answer that refuses a request, in the shape that the path's clients read."""
+    """Return a complete HTTP answer that refuses a request, in the shape that the path's clients read."""
     body = encode(body_of(path, error, request_id))
     lines = [
         b"HTTP/1.1 %d %s" % (error.status, HTTPStatus(error.status).phrase.encode()),

@@ -1,63 +1,62 @@
-"""llama-server's own routes: POST /completion and /infill, and what its clients ask beside them.
+"""llama-server's own routes: POST /completion and /infill, and others that its clients use.
 
 Shapes: github.com/ggml-org/llama.cpp, tools/server/README.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from cairn.api.chat.exchange import ChoiceStream, Exchanges
+from cairn.api.chat.exchange import ChoiceStream
 from cairn.api.chat.generation import chat_prompt, check_length, check_model, text_exchange
 from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import ChatBody
-from cairn.api.chat.sessions import AgentAttribution
+from cairn.api.chat.state import ServerState
 from cairn.api.chat.timings import AnswerTimes
-from cairn.api.chat.wire import HEARTBEAT, cache_object, error_event, token_scores
+from cairn.api.chat.wire import cache_object, token_scores
+from cairn.api.http.body import read_json
 from cairn.api.http.call import HTTPCall, encode
-from cairn.api.http.json_body import read_json
+from cairn.api.http.routes import Route
+from cairn.api.http.sse import HEARTBEAT, error_event
 from cairn.api.llamacpp.schemas import InfillBody, LlamaBody, LlamaCompletionBody, plain, prompts_of
-from cairn.config.config import Config
 from cairn.frontend.service import Service
 from cairn.text.tokens.tokenizer import INLINE
 from cairn.types.errors import CairnError, InvalidRequest, Unavailable
 from cairn.types.outputs import Delta, Done, FinishReason, TokenLogprob
-
-Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
 
 NAMES = {
     "top_logprobs": "n_probs",
     "max_tokens": "n_predict",
     "repetition_penalty": "repeat_penalty",
 }
-"""What these routes call the fields of a request."""
+"""These routes' names for the fields of a request."""
 SNIPPET = "\n\n--- snippet ---\n\n"
-"""Stands before each file beside the one to be filled in, for models without tokens for that."""
+"""Put before each file beside the one to be filled in, for models without tokens for that."""
 
 
 class Llama:
     """The routes."""
 
-    def __init__(self, config: Config, exchanges: Exchanges, attribution: AgentAttribution) -> None:
-        self._config = config
-        self._exchanges = exchanges
-        self._attribution = attribution
+    def __init__(self, state: ServerState) -> None:
+        self._config = state.config
+        self._exchanges = state.exchanges
+        self._attribution = state.attribution
 
-    def routes(self) -> dict[str, dict[str, Endpoint]]:
-        """Every route, by path and method."""
-        return {
-            "/completion": {"POST": self.completion},
-            "/infill": {"POST": self.infill},
-            "/apply-template": {"POST": self.apply_template},
-            "/v1/chat/completions/input_tokens": {"POST": self.input_tokens},
-            "/slots": {"GET": self.slots},
-            "/lora-adapters": {"GET": self.adapters},
-        }
+    def routes(self) -> list[Route]:
+        """Return the table of these routes."""
+        return [
+            Route("POST", "/completion", self.completion, LlamaCompletionBody, model="chat"),
+            Route("POST", "/infill", self.infill, InfillBody, model="chat"),
+            Route("POST", "/apply-template", self.apply_template, ChatBody, model="chat"),
+            Route("POST", "/v1/chat/completions/input_tokens", self.input_tokens, ChatBody, model="chat"),
+            Route("GET", "/slots", self.slots, model="url"),
+            Route("GET", "/lora-adapters", self.adapters),
+        ]
 
     async def completion(self, call: HTTPCall, service: Service) -> None:
-        """POST /completion."""
+        """Generate what follows a text, in llama-server's form."""
         given = plain(await read_json(call, self._config))
         body = parse(LlamaCompletionBody, given, self._config, call)
         check_model(body.model, service)
@@ -70,7 +69,7 @@ class Llama:
         await self._run(call, service, body, prompts)
 
     async def infill(self, call: HTTPCall, service: Service) -> None:
-        """POST /infill: what stands between `input_prefix` and `input_suffix`, and begins with `prompt`."""
+        """Generate what stands between `input_prefix` and `input_suffix` and begins with `prompt`."""
         given = plain(await read_json(call, self._config))
         body = parse(InfillBody, given, self._config, call)
         check_model(body.model, service)
@@ -108,14 +107,14 @@ class Llama:
         await self._exchanges.run(call, exchange, stream=bool(body.stream))
 
     async def apply_template(self, call: HTTPCall, service: Service) -> None:
-        """POST /apply-template: the text of a chat's prompt, which as a raw prompt has the same tokens."""
+        """Return the prompt of a chat as a text. As a raw prompt the text has the same tokens."""
         prompt = await self._prompt(call, service)
         spell = partial(service.tokenizer.spell, prompt)
         text = spell() if len(prompt) <= INLINE else await service.chat.long.run(call.share, spell)
         await call.json({"prompt": text})
 
     async def input_tokens(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/chat/completions/input_tokens: how many a chat's prompt has."""
+        """Count the tokens of a chat's prompt."""
         prompt = await self._prompt(call, service)
         await call.json({"object": "response.input_tokens", "input_tokens": len(prompt)})
 
@@ -124,7 +123,7 @@ class Llama:
         return (await chat_prompt(call, service, self._config, body)).tokens
 
     async def slots(self, call: HTTPCall, service: Service) -> None:
-        """GET /slots: as many as requests can run at once, of which some are taken. Nothing of a request is told."""
+        """List the slots: as many as requests can run at once. Nothing of the requests is shown."""
         slots, running = min(self._config.max_running, service.info.max_rows), service.stats().running
         if b"fail_on_no_slot=1" in call.scope.get("query_string", b"") and running >= slots:
             raise Unavailable("no slot available", retry_after=1.0)
@@ -132,12 +131,12 @@ class Llama:
         await call.json([{"id": id, "is_processing": id < running} | one for id in range(slots)])
 
     async def adapters(self, call: HTTPCall, service: Service) -> None:
-        """GET /lora-adapters: there are none."""
+        """Return an empty list: adapters are not built."""
         await call.json([])
 
 
 class LlamaAnswer:
-    """How completions look. A stream ends with what the whole is, but for the text."""
+    """Formats completions. A stream ends with the object of a whole answer, without the text."""
 
     def __init__(self, service: Service, choices: Sequence[ChoiceStream], body: LlamaBody) -> None:
         self._service = service
@@ -146,11 +145,11 @@ class LlamaAnswer:
         self._pace = AnswerTimes(choices, timings=body.timings_per_token, progress=body.return_progress)
 
     def begin(self) -> bytes:
-        """Nothing."""
+        """Return nothing."""
         return b""
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        """A piece of a stream."""
+        """Return the events of one delta."""
         choice = self._choices[index]
         data = b"".join(self._progress(index, told) for told in self._pace.heard(index, delta))
         if not (delta.text or delta.tokens):
@@ -163,23 +162,23 @@ class LlamaAnswer:
         return data + _event(piece)
 
     def finish(self, index: int, done: Done, reason: str) -> bytes:
-        """The last piece of a choice."""
+        """Return the last piece of a choice."""
         return _event(self._end(index) | {"content": "", "tokens": []})
 
     def end(self) -> bytes:
-        """Nothing: the last pieces say that they are."""
+        """Return nothing: the last pieces say that they are the last."""
         return b""
 
     def error(self, error: CairnError) -> bytes:
-        """The event of a failure."""
+        """Return the event of a failure."""
         return error_event(error)
 
     def heartbeat(self) -> bytes:
-        """A comment."""
+        """Return a comment."""
         return HEARTBEAT
 
     def whole(self) -> Any:
-        """The answer in one piece; of several choices a list."""
+        """Return the complete answer; of several choices a list."""
         found = [self._end(index) | self._probabilities(choice.logprobs) for index, choice in enumerate(self._choices)]
         shown = [self._chosen(one) for one in found]
         return shown[0] if len(shown) == 1 else shown
@@ -227,7 +226,7 @@ class LlamaAnswer:
         }
 
     def _settings(self, choice: ChoiceStream) -> dict[str, Any]:
-        """What has applied."""
+        """Return the sampling options that applied."""
         params = choice.request.sampling
         asked = -1 if self._body.max_tokens is None else self._body.max_tokens
         return {
@@ -250,7 +249,7 @@ class LlamaAnswer:
         }
 
     def _chosen(self, whole: dict[str, Any]) -> dict[str, Any]:
-        """The `response_fields`; one inside an object is called by its path. What is not there is left out."""
+        """Return the `response_fields`, nested ones by their paths. Fields that are absent are left out."""
         if not self._body.response_fields:
             return whole
         found = {}
@@ -269,7 +268,7 @@ DEEPEST = 8
 
 
 async def _encoded(call: HTTPCall, service: Service, pieces: Sequence[str | int], *, special: bool) -> list[int]:
-    """The tokens of a prompt's pieces; what begins a text stands before it unless it begins with a token."""
+    """Encode the pieces; add what begins a text, such as BOS, unless the first piece is already a token id."""
     tokenizer = service.tokenizer
     texts = [piece for piece in pieces if isinstance(piece, str)]
 

@@ -1,6 +1,6 @@
 """Bodies of llama-server's own routes.
 
-Shapes: github.com/ggml-org/llama.cpp, tools/server/README.md. What its fields beside these mean here is in `fields`.
+Shapes: github.com/ggml-org/llama.cpp, tools/server/README.md. Other fields of theirs are in `fields`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_PIECES = 256
 
 
 class LlamaBody(Generation):
-    """What /completion and /infill share."""
+    """The fields that /completion and /infill share."""
 
     synonyms: ClassVar[Mapping[str, str]] = {**Generation.synonyms, "n_cmpl": "n"}
 
@@ -32,7 +32,7 @@ class LlamaBody(Generation):
 
     @classmethod
     def usual(cls, value: dict[str, Any]) -> dict[str, Any]:
-        """Return the body as it is: -1 tokens are as many as there is room for, by any name."""
+        """Return the body unchanged: -1 tokens, by any name, mean as many as there is room for."""
         return value
 
 
@@ -59,11 +59,11 @@ class InfillBody(LlamaBody):
     input_suffix: str
     input_extra: Several[Extra] | None = Field(default=None, max_length=MAX_PIECES)
     prompt: str | None = None
-    """The beginning of what is filled in."""
+    """The beginning of the text to fill in."""
 
 
 def plain(given: dict[str, Any]) -> dict[str, Any]:
-    """The body with a `logit_bias` of pairs as the object that it means; false forbids a token."""
+    """Return the body with a `logit_bias` of pairs as an object; false forbids a token."""
     bias = given.get("logit_bias")
     if not isinstance(bias, list):
         return given
@@ -76,7 +76,7 @@ def plain(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def prompts_of(given: Any, most: int) -> list[list[str | int]]:
-    """The prompts of a body, each as its pieces: texts and token ids."""
+    """Return the prompts of a body, each as its pieces: texts and token ids."""
     found = _pieces(given)
     if found is not None:
         return [found]
@@ -91,7 +91,7 @@ def prompts_of(given: Any, most: int) -> list[list[str | int]]:
 
 
 def _pieces(given: Any) -> list[str | int] | None:
-    """One prompt's pieces; None for what is none, or several."""
+    """Return the pieces of one prompt; None for anything else, also for several prompts."""
     if isinstance(given, dict):
         if given.get("multimodal_data"):
             raise Unsupported("prompt.multimodal_data: this model reads texts alone", field="prompt")

@@ -1,19 +1,18 @@
-"""Addresses and bodies of the agents' routes, and what they may say."""
+"""Paths and bodies of the agents' routes, and their checks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import ClassVar
-from urllib.parse import parse_qsl
 
 from cairn.agents.portable import Portable
 from cairn.agents.types import AgentInfo
-from cairn.api.chat.checks import check_generation, check_messages
+from cairn.api.chat.generation import check_generation, check_messages
 from cairn.api.chat.message_schemas import ChatMessage, Tool
 from cairn.api.chat.parse import parse
 from cairn.api.chat.schemas import ChatGeneration
 from cairn.api.http.body import Body, Count, Number, Several
-from cairn.api.http.call import HTTPCall, shown
+from cairn.api.http.call import HTTPCall, query, shown
 from cairn.config.config import Config
 from cairn.types.errors import Conflict, InvalidRequest
 
@@ -21,7 +20,7 @@ PATH = "/v1/agents"
 MOST_LISTED = 100
 MAX_METADATA_VALUE = 512
 MAX_OWN_METADATA = 1 << 22
-"""Characters of what the server itself notes of a response or a conversation."""
+"""Characters of metadata that the server itself keeps for a response or a conversation."""
 LEAST_TTL = 1.0
 MOST_TTL = 10 * 365 * 86_400.0
 
@@ -46,7 +45,7 @@ class CreateBody(Body):
 
 
 class TurnBody(ChatGeneration):
-    """POST /v1/agents/{id}/turns: only what is new."""
+    """POST /v1/agents/{id}/turns: the new messages alone."""
 
     fork_on_conflict: bool | None = None
 
@@ -87,7 +86,7 @@ class RollbackBody(Body):
 
 
 def check_portable(read: Portable, config: Config) -> None:
-    """Hold what a file says to the limits of what is said to the other routes."""
+    """Check an imported agent against the limits of the other routes."""
     agent = read.agent
     parse(CreateBody, {"metadata": agent.metadata, "ttl": agent.ttl}, config)
     ours = agent.metadata.get("object") in ("response", "conversation")
@@ -98,14 +97,14 @@ def check_portable(read: Portable, config: Config) -> None:
 
 
 def beginning(body: CreateBody, config: Config) -> list[ChatMessage]:
-    """The messages that an agent begins with, checked."""
+    """Return the messages that an agent begins with, checked."""
     messages = list(body.messages or ())
     check_messages(messages, config)
     if body.system is not None:
         if messages and messages[0].role in ("system", "developer"):
             raise InvalidRequest("give either system or a system message, not both", field="system")
         messages.insert(0, ChatMessage(role="system", content=body.system))
-        if len(messages) > config.max_messages:  # or what is exported could not be imported
+        if len(messages) > config.max_messages:  # else an exported agent could not be imported
             raise InvalidRequest(
                 f"messages holds {len(messages)} messages with system; the limit is {config.max_messages}",
                 field="messages",
@@ -116,13 +115,13 @@ def beginning(body: CreateBody, config: Config) -> list[ChatMessage]:
 
 
 def check_ttl(ttl: float | None) -> None:
-    """How long an agent may be kept."""
+    """Raise InvalidRequest for a time to live out of range."""
     if ttl is not None and not LEAST_TTL <= ttl <= MOST_TTL:
         raise InvalidRequest(f"ttl must be {LEAST_TTL:.0f} to {MOST_TTL:.0f} seconds, got {ttl:g}", field="ttl")
 
 
 def check_metadata(given: Mapping[str, str] | None, most: int = MAX_METADATA_VALUE) -> None:
-    """The lengths of names and values of what is kept with an agent."""
+    """Raise InvalidRequest if names or values of metadata are too long."""
     for name, value in (given or {}).items():
         if len(name) > MAX_METADATA_VALUE or len(value) > most:
             field = f"metadata.{shown(name)}"
@@ -130,20 +129,20 @@ def check_metadata(given: Mapping[str, str] | None, most: int = MAX_METADATA_VAL
 
 
 def kept_for(id: str, metadata: Mapping[str, str]) -> str:
-    """What an agent is that belongs to another API: a response or a conversation; "" for all others."""
+    """Return the kind of an agent that belongs to another API, `response` or `conversation`; "" for all others."""
     kind = metadata.get("object", "")
     prefix, part = {"response": ("resp_", "head"), "conversation": ("conv_", "state")}.get(kind, ("", ""))
     return kind if prefix and id.startswith(prefix) and part in metadata else ""
 
 
 def check_own(info: AgentInfo) -> None:
-    """Conflict for an agent that only the API it belongs to may go on with: it would no longer be what that says."""
+    """Raise Conflict for an agent that belongs to another API, and would break if continued here."""
     if kind := kept_for(info.id, info.metadata):
-        raise Conflict(f"{info.id} is a {kind}: it is gone on with at /v1/responses, and not as an agent")
+        raise Conflict(f"{info.id} is a {kind}: continue it at /v1/responses, not as an agent")
 
 
 def check_turn(body: TurnBody, config: Config) -> None:
-    """The limits of a turn, and combinations that mean nothing."""
+    """Check the limits of a turn, and combinations of fields that mean nothing."""
     check_generation(body, config)
     for index, message in enumerate(body.messages):
         if message.role == "assistant":
@@ -158,7 +157,7 @@ def check_turn(body: TurnBody, config: Config) -> None:
 
 
 def check_account(body: TurnBody, header: str | None, id: str) -> None:
-    """A turn is on the account of the agent in its address; nothing in it may name another."""
+    """Raise InvalidRequest if a turn names another agent than the one in its path."""
     names = {
         "X-Cairn-Agent": header,
         "metadata.agent": (body.metadata or {}).get("agent"),
@@ -171,17 +170,8 @@ def check_account(body: TurnBody, header: str | None, id: str) -> None:
             )
 
 
-def query(call: HTTPCall) -> list[tuple[str, str]]:
-    """The parameters in the URL."""
-    text = call.scope.get("query_string", b"").decode("latin-1")
-    try:
-        return parse_qsl(text, keep_blank_values=True, strict_parsing=bool(text), max_num_fields=16)
-    except ValueError:
-        raise InvalidRequest("the URL's parameters cannot be read") from None
-
-
 def page_of(call: HTTPCall, place: str) -> tuple[int | None, str]:
-    """`limit` and `after` in the URL of a list; None and "" where they are not given. `place`: what `after` is."""
+    """Return `limit` and `after` from the URL of a list; None and "" if absent. `place` says what `after` is."""
     limit, after = None, ""
     for name, value in query(call):
         number = value.isascii() and value.isdigit() and len(value) <= 3

@@ -16,8 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
@@ -25,15 +23,13 @@ import msgspec
 from cairn.agents.agents import Agents
 from cairn.agents.portable import MEDIA_TYPE, kv_bytes
 from cairn.agents.types import AgentInfo
-from cairn.api.chat.exchange import Exchanges
 from cairn.api.chat.generation import check_length, check_model, warn_of_tools
 from cairn.api.chat.message_schemas import contents, plain_messages, plain_tools
 from cairn.api.chat.parse import parse, read
-from cairn.api.chat.sessions import AgentAttribution
-from cairn.api.http.body_budget import RETRY, spool
-from cairn.api.http.call import HTTPCall, shown
-from cairn.api.http.json_body import read_json, read_nothing
-from cairn.api.http.quotas import Quotas
+from cairn.api.chat.state import ServerState
+from cairn.api.http.body import read_json, read_nothing
+from cairn.api.http.call import RETRY, HTTPCall, query, shown, spool
+from cairn.api.http.routes import Route
 from cairn.api.native.agent_schemas import (
     PATH,
     CreateBody,
@@ -48,64 +44,57 @@ from cairn.api.native.agent_schemas import (
     check_portable,
     kept_for,
     page_of,
-    query,
 )
 from cairn.api.native.turns import TurnRoutes
-from cairn.config.config import Config
 from cairn.frontend.service import Service
 from cairn.text.grammar.grammar import ToolChoice, Wanted
 from cairn.types.errors import Damaged, InvalidRequest, Overloaded, Unavailable, Unsupported, UnsupportedMedia
 from cairn.types.stats import TakenIn
 
-Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
 MAX_IMPORTS = 4
 """How many imports of one tenant may run at once: each has a file on the disk, of at most max_import_mib."""
 LISTED = 20
-"""Agents on a page of which nobody says how many."""
+"""Default number of agents on a page."""
 
 
 class AgentRoutes:
     """The routes of agents."""
 
-    def __init__(
-        self, config: Config, exchanges: Exchanges, attribution: AgentAttribution, quotas: Quotas, folder: Path
-    ) -> None:
-        """`folder`: the one of the token log, whose disk takes imports while they arrive."""
-        self._config, self._quotas = config, quotas
-        self._folder = folder
-        self._attribution = attribution
-        self._turns = TurnRoutes(config, exchanges, attribution)
+    def __init__(self, state: ServerState) -> None:
+        self._config, self._quotas = state.config, state.quotas
+        self._folder = state.agents_folder
+        """The folder of the token log, whose disk takes imports while they arrive."""
+        self._attribution = state.attribution
+        self._turns = TurnRoutes(state)
         self._importing: Counter[str] = Counter()
         """Imports under way, by tenant."""
         self._reading = asyncio.Lock()
 
-    def routes(self, path: str) -> dict[str, Endpoint] | None:
-        """The methods of a path, or None."""
-        if path == PATH:
-            return {"POST": self.create, "GET": self.list}
-        if path == PATH + "/import":
-            return {"POST": self.import_agent}
-        id, _, rest = path.removeprefix(PATH + "/").partition("/")
-        if not path.startswith(PATH + "/") or not id:
-            return None
-        known: dict[str, dict[str, Endpoint]] = {
-            "": {"GET": self.show, "DELETE": self.delete, "PATCH": self.describe},
-            "turns": {"GET": self._turns.turns, "POST": self._turns.turn},
-            "resume": {"POST": self._turns.resume},
-            "fork": {"POST": self.fork},
-            "rollback": {"POST": self.rollback},
-            "pin": {"POST": self.pin},
-            "unpin": {"POST": self.unpin},
-            "prefetch": {"POST": self.prefetch},
-            "evict": {"POST": self.evict},
-            "export": {"GET": self.export},
-        }
-        return known.get(rest) if rest or not path.endswith("/") else None
+    def routes(self) -> list[Route]:
+        """Return the table of these routes."""
+        return [
+            Route("POST", "/v1/agents", self.create, CreateBody, model="chat", keeps=True, status=201),
+            Route("GET", "/v1/agents", self.list, query=("limit", "after")),
+            Route(
+                "POST", "/v1/agents/import", self.import_agent, query=("id", "kv"), keeps=True, status=201, upload=True
+            ),
+            Route("GET", "/v1/agents/{id}", self.show),
+            Route("PATCH", "/v1/agents/{id}", self.describe, DescribeBody),
+            Route("DELETE", "/v1/agents/{id}", self.delete),
+            Route("POST", "/v1/agents/{id}/fork", self.fork, ForkBody, keeps=True, status=201),
+            Route("POST", "/v1/agents/{id}/rollback", self.rollback, RollbackBody),
+            Route("POST", "/v1/agents/{id}/pin", self.pin, NoBody),
+            Route("POST", "/v1/agents/{id}/unpin", self.unpin, NoBody),
+            Route("POST", "/v1/agents/{id}/prefetch", self.prefetch, NoBody, model="agent"),
+            Route("POST", "/v1/agents/{id}/evict", self.evict, EvictBody),
+            Route("GET", "/v1/agents/{id}/export", self.export, query=("kv",)),
+            *self._turns.routes(),
+        ]
 
     # ------------------------------------------------------------------------------------------------------- agents
 
     async def create(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/agents."""
+        """Create an agent."""
         agents = self._open()
         body = await read(CreateBody, call, self._config, read_nothing)
         check_model(body.model, service)
@@ -121,7 +110,7 @@ class AgentRoutes:
         strict = tuple(tool.function.name for tool in body.tools or () if tool.function.strict)
         await check_length(call, service, contents(messages, tools), "messages")
         plain = plain_messages(messages)
-        if plain or tools:  # what no turn could use is refused now; some templates want a user's message
+        if plain or tools:  # refuse now what no turn could use; some templates need a user's message
             asked = any(message["role"] == "user" for message in plain)
             first = plain if asked else [*plain, {"role": "user", "content": "Hello."}]
             wanted = Wanted(choice=ToolChoice(strict=strict))
@@ -140,9 +129,10 @@ class AgentRoutes:
         await call.json(agent_object(info, service), 201)
 
     async def list(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/agents, most recently created first; `savings` is the sum over all the tenant's requests.
+        """List the agents, most recently created first.
 
-        Responses and conversations, which are agents underneath, are left out.
+        `savings` is the sum over all the tenant's requests. Responses and conversations, which are agents underneath,
+        are left out.
 
         `after` is the `next` of the page before, which also holds when agents are deleted meanwhile, or an agent's id.
         """
@@ -154,7 +144,7 @@ class AgentRoutes:
         await call.json({"object": "list", "data": data, "has_more": page.more, "next": page.next, "savings": savings})
 
     async def show(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/agents/{id}. `damage` says what the log lost of its path, and what can be done."""
+        """Return an agent, and where its KV lies. `damage` says what the log lost of its path, and what can be done."""
         agents, id = self._open(), call.path_part(PATH)
         found = agent_object(agents.get(call.tenant, id), service)
         found |= {"messages": None, "tools": None, "kv": None, "damage": None}
@@ -169,7 +159,7 @@ class AgentRoutes:
         await call.json(found)
 
     async def describe(self, call: HTTPCall, service: Service) -> None:
-        """PATCH /v1/agents/{id}: {"metadata"}, which takes the place of all that it had."""
+        """Replace the metadata of an agent, such as its title."""
         agents, id = self._open(), call.path_part(PATH)
         body = parse(DescribeBody, await read_json(call, self._config), self._config)
         check_metadata(body.metadata)
@@ -177,22 +167,22 @@ class AgentRoutes:
         await call.json(agent_object(await agents.describe(call.tenant, id, body.metadata), service))
 
     async def delete(self, call: HTTPCall, service: Service) -> None:
-        """DELETE /v1/agents/{id}: answered when its bytes are gone from the disk.
+        """Delete an agent, with its text and its KV. Answered when its bytes are gone from the disk.
 
-        Its KV, which holds token ids, goes with them, except: while the worker is being replaced it goes once there is
-        one, and that of turns that another model answered, or that the log cannot be read for, goes when nobody has
-        used it for kv_ttl, 30 days unless configured otherwise.
+        KV holds token ids. While the worker is being replaced, KV goes once there is one. KV of turns that another
+        model answered, or that the log cannot be read for, goes when nobody has used it for kv_ttl (30 days by
+        default).
         """
         id = call.path_part(PATH)
         await self._open().delete(call.tenant, id)
         await call.json({"id": id, "object": "agent.deleted", "deleted": True})
 
     async def pin(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/agents/{id}/pin: keep its KV in the stores from eviction."""
+        """Protect an agent's KV in the stores from eviction."""
         await self._pin(call, service, True)
 
     async def unpin(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/agents/{id}/unpin."""
+        """Let an agent's KV be evicted again."""
         await self._pin(call, service, False)
 
     async def _pin(self, call: HTTPCall, service: Service, pinned: bool) -> None:
@@ -201,21 +191,21 @@ class AgentRoutes:
         await call.json(agent_object(await agents.pin(call.tenant, id, pinned), service))
 
     async def prefetch(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/agents/{id}/prefetch: bring its KV up before it is needed; answered when it is there."""
+        """Load an agent's KV before it is needed. Answered when it is loaded."""
         agents, id = self._open(), call.path_part(PATH)
         parse(NoBody, await read_nothing(call, self._config), self._config)
         placed = await agents.prefetch(call.tenant, id)
         await call.json({"id": id, "object": "agent.kv", "kv": msgspec.to_builtins(placed)})
 
     async def evict(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/agents/{id}/evict: {"disk"}: give its KV up in the pool and in RAM, with `disk` everywhere."""
+        """Release an agent's KV in the pool and in RAM, with `disk` also on the disk."""
         agents, id = self._open(), call.path_part(PATH)
         body = parse(EvictBody, await read_nothing(call, self._config), self._config)
         placed = await agents.evict(call.tenant, id, disk=bool(body.disk))
         await call.json({"id": id, "object": "agent.kv", "kv": msgspec.to_builtins(placed)})
 
     async def fork(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/agents/{id}/fork: {"turn", "id"}, both optional."""
+        """Create an agent that shares the history up to a turn."""
         agents, id = self._open(), call.path_part(PATH)
         body = parse(ForkBody, await read_nothing(call, self._config), self._config)
         check_own(agents.get(call.tenant, id))
@@ -223,14 +213,14 @@ class AgentRoutes:
         await call.json(agent_object(info, service), 201)
 
     async def rollback(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/agents/{id}/rollback: {"turn"}."""
+        """Go back to a turn."""
         agents, id = self._open(), call.path_part(PATH)
         body = parse(RollbackBody, await read_json(call, self._config), self._config)
         check_own(agents.get(call.tenant, id))
         await call.json(agent_object(await agents.rollback(call.tenant, id, turn=body.turn), service))
 
     async def export(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/agents/{id}/export?kv=: one portable file, with `kv=true` the KV of its context in front of it."""
+        """Return an agent as one portable file. With `kv=true` the KV of its context is in front of it."""
         id, most = call.path_part(PATH), 0
         for name, value in query(call):
             if name != "kv" or value not in ("true", "false"):
@@ -248,9 +238,9 @@ class AgentRoutes:
         await call.write(b"", more=False)
 
     async def import_agent(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/agents/import?id=&kv=: an exported file as application/octet-stream.
+        """Create an agent from an exported file, sent as application/octet-stream.
 
-        Its KV is taken with `kv=true` alone: who takes it trusts whoever wrote it, as no check tells what a model would
+        Its KV is taken with `kv=true` alone. Take it only from somebody you trust: no check tells what a model would
         have computed.
         """
         agents, id, wanted = self._open(), None, False
@@ -286,7 +276,7 @@ class AgentRoutes:
         await call.json(answer, 201)
 
     async def _take_in(self, agents: Agents, tenant: str, id: str, file: BinaryIO, size: int) -> dict[str, Any]:
-        """What is told of the KV in an imported file. The agent is there whatever comes of it."""
+        """Import the KV of an agent's file and report what was taken. The agent exists whatever comes of it."""
         if not size:
             return {"chunks": 0, "bytes": 0, "why": "no KV was taken: the file has none, or kv=true was not said"}
         try:
@@ -302,5 +292,5 @@ class AgentRoutes:
 
 
 def agent_object(info: AgentInfo, service: Service) -> dict[str, Any]:
-    """An agent on the wire."""
+    """Return an agent as clients see it."""
     return {"object": "agent", **msgspec.to_builtins(info), "model": info.model or service.name}

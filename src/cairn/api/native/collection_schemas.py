@@ -5,8 +5,7 @@ from __future__ import annotations
 import base64
 from typing import Any, ClassVar
 
-from cairn.api.http.body import Body, Count, Number, Several, Stop
-from cairn.api.http.json_body import parse_json
+from cairn.api.http.body import Body, Count, Number, Several, Stop, parse_json
 from cairn.api.http.multipart import Upload
 from cairn.frontend.requests import SamplingOptions
 from cairn.rag.definition import (
@@ -25,7 +24,7 @@ from cairn.types.errors import InvalidRequest
 
 PATH = "/v1/collections"
 ANSWER_TOKENS = 512
-"""Tokens of an answer at most where the question says nothing of it."""
+"""Default limit of an answer's tokens."""
 
 
 class CollectionBody(Body):
@@ -38,7 +37,7 @@ class CollectionBody(Body):
     metadata: dict[str, str] | None = None
 
     def sizes(self) -> tuple[int, int]:
-        """Characters of a chunk, and of what it repeats."""
+        """Return the chunk size and overlap in characters."""
         chunk = CHUNK if self.chunk is None else self.chunk
         if not 100 <= chunk <= 20_000:
             raise InvalidRequest(f"chunk must be 100 to 20000 characters; it is {chunk}", field="chunk")
@@ -49,7 +48,7 @@ class CollectionBody(Body):
 
 
 class CollectionDocumentBody(Body):
-    """POST /v1/collections/{id}/documents, as JSON; as a form its `file` stands in the place of `text` and `data`."""
+    """POST /v1/collections/{id}/documents as JSON; a form has a `file` instead of `text` and `data`."""
 
     id: str | None = None
     name: str
@@ -63,7 +62,7 @@ class CollectionDocumentBody(Body):
     stream: bool | None = None
 
     def kind(self) -> DocumentKind:
-        """How the document is read. InvalidRequest where it is none that a text can be."""
+        """Return the document's type. Raises InvalidRequest if a text cannot be of this type."""
         kind = self.type or kind_of(self.name)
         if self.text is not None and kind in BINARY:
             raise InvalidRequest(
@@ -72,7 +71,7 @@ class CollectionDocumentBody(Body):
         return kind
 
     def content(self) -> str | bytes:
-        """A text, or the bytes of a file."""
+        """Return the text, or the bytes of a file."""
         if (self.text is None) == (self.data is None):
             raise InvalidRequest("give text, or data in base64, and not both", field="text")
         if self.text is not None:
@@ -84,11 +83,11 @@ class CollectionDocumentBody(Body):
 
 
 def document_of_form(upload: Upload) -> dict[str, Any]:
-    """What a form says of its file, as a body has it."""
+    """Return a form's fields as a document's body has them."""
     given: dict[str, Any] = {"name": upload.filename, **upload.fields}
     for name in ("text", "data"):
         if name in given:
-            raise InvalidRequest(f"{name} is not for a form, whose file is the document", field=name)
+            raise InvalidRequest(f"{name} cannot be in a form: its file is the document", field=name)
     if "metadata" in given:
         given["metadata"] = parse_json(given["metadata"].encode("utf-8", "replace"), max_depth=2, max_values=64)
     if "stream" in given:
@@ -114,14 +113,14 @@ class SearchBody(Body):
     filters: SearchFilters | None = None
     embedding_model: str | None = None
     rerank: bool | None = None
-    """Default: where a model for that is loaded."""
+    """Default: rerank if a model for that is loaded."""
     rerank_model: str | None = None
 
     least: ClassVar[float] = -1.0
-    """The score that a chunk has to reach unless the body says otherwise."""
+    """The least score of a chunk unless the body sets one."""
 
     def wanted(self) -> Search:
-        """What is searched for beside the question."""
+        """Return the search options."""
         top_k = 5 if self.top_k is None else self.top_k
         if not 1 <= top_k <= MAX_FOUND:
             raise InvalidRequest(f"top_k must be 1 to {MAX_FOUND}, the limit; it is {top_k}", field="top_k")
@@ -155,7 +154,7 @@ class AskCollectionBody(SearchBody):
     reasoning_budget: Count = None
 
     def options(self) -> SamplingOptions:
-        """How the answer is sampled."""
+        """Return the sampling options of the answer."""
         return SamplingOptions(
             max_tokens=ANSWER_TOKENS if self.max_tokens is None else self.max_tokens,
             temperature=self.temperature,
@@ -167,7 +166,7 @@ class AskCollectionBody(SearchBody):
 
 
 def collection_object(found: Collection) -> dict[str, Any]:
-    """A collection on the wire."""
+    """Return a collection as clients see it."""
     return {
         "id": found.id,
         "object": "collection",
@@ -184,7 +183,7 @@ def collection_object(found: Collection) -> dict[str, Any]:
 
 
 def document_object(found: StoredDocument) -> dict[str, Any]:
-    """A document on the wire, without its text."""
+    """Return a document as clients see it, without its text."""
     return {
         "id": found.id,
         "object": "collection.document",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, BinaryIO
 
@@ -21,10 +21,11 @@ import msgspec
 from cairn.api.chat.generation import check_model
 from cairn.api.chat.paging import LISTED, MOST_LISTED, page, parameters
 from cairn.api.chat.parse import parse
+from cairn.api.chat.state import ServerState
+from cairn.api.http.body import read_json, read_nothing
 from cairn.api.http.call import HTTPCall
-from cairn.api.http.json_body import read_json, read_nothing
 from cairn.api.http.multipart import is_form
-from cairn.api.http.resumable import EventLogs
+from cairn.api.http.routes import Route
 from cairn.api.native.agent_schemas import check_metadata
 from cairn.api.native.collection_schemas import (
     PATH,
@@ -36,9 +37,7 @@ from cairn.api.native.collection_schemas import (
     document_object,
     document_of_form,
 )
-from cairn.api.native.library import Library
 from cairn.api.native.work_events import Emit, answer
-from cairn.config.config import Config
 from cairn.frontend.service import Service
 from cairn.rag.collections import SourcedAnswer
 from cairn.rag.definition import NewDocument, SearchHit, check_name
@@ -46,35 +45,49 @@ from cairn.rag.extractor import aside
 from cairn.types.errors import InvalidRequest
 from cairn.workflows.answerer import Asker
 
-Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
+FORM = {
+    "type": "object",
+    "required": ["file"],
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        **{name: {"type": "string"} for name in ("id", "name", "type", "metadata", "embedding_model", "stream")},
+    },
+}
+"""The schema of a document that is uploaded as a form."""
 
 
 class CollectionRoutes:
     """The routes of collections."""
 
-    def __init__(self, config: Config, logs: EventLogs, library: Library) -> None:
-        self._config, self._logs, self._library = config, logs, library
+    def __init__(self, state: ServerState) -> None:
+        self._config, self._logs, self._library = state.config, state.logs, state.library
 
-    def routes(self, path: str) -> dict[str, Endpoint] | None:
-        """The methods of a path, or None."""
-        if path == PATH:
-            return {"POST": self.create, "GET": self.list}
-        id, _, rest = path.removeprefix(PATH + "/").partition("/")
-        if not path.startswith(PATH + "/") or not id:
-            return None
-        document = rest.removeprefix("documents/")
-        if document != rest and document and "/" not in document:
-            return {"GET": self.show_document, "DELETE": self.delete_document}
-        known: dict[str, dict[str, Endpoint]] = {
-            "": {"GET": self.show, "DELETE": self.delete},
-            "documents": {"POST": self.add, "GET": self.documents},
-            "search": {"POST": self.search},
-            "ask": {"POST": self.ask},
-        }
-        return known.get(rest) if rest or not path.endswith("/") else None
+    def routes(self) -> list[Route]:
+        """Return the table of these routes."""
+        return [
+            Route("POST", "/v1/collections", self.create, CollectionBody, keeps=True, status=201),
+            Route("GET", "/v1/collections", self.list, query=("limit", "after")),
+            Route("GET", "/v1/collections/{id}", self.show),
+            Route("DELETE", "/v1/collections/{id}", self.delete),
+            Route(
+                "POST",
+                "/v1/collections/{id}/documents",
+                self.add,
+                CollectionDocumentBody,
+                keeps=True,
+                status=201,
+                stream=True,
+                form=FORM,
+            ),
+            Route("GET", "/v1/collections/{id}/documents", self.documents, query=("limit", "after")),
+            Route("GET", "/v1/collections/{id}/documents/{document}", self.show_document),
+            Route("DELETE", "/v1/collections/{id}/documents/{document}", self.delete_document),
+            Route("POST", "/v1/collections/{id}/search", self.search, SearchBody),
+            Route("POST", "/v1/collections/{id}/ask", self.ask, AskCollectionBody, model="chat"),
+        ]
 
     async def create(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/collections: {"id", "chunk", "overlap", "metadata"}, all optional."""
+        """Create a collection of documents."""
         store = (await self._library.open()).store
         self._library.check_embedder()
         body = parse(CollectionBody, await read_nothing(call, self._config), self._config, call)
@@ -84,24 +97,23 @@ class CollectionRoutes:
         await call.json(collection_object(made), 201)
 
     async def list(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/collections, most recently created first."""
+        """List the collections, most recently created first."""
         found = await asyncio.to_thread((await self._library.open()).store.collections, call.tenant)
         await call.json(_page(call, [collection_object(one) for one in found]))
 
     async def show(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/collections/{id}: how much it holds."""
+        """Return a collection, and how much it holds."""
         store = (await self._library.open()).store
         await call.json(collection_object(await asyncio.to_thread(store.collection, call.tenant, call.path_part(PATH))))
 
     async def delete(self, call: HTTPCall, service: Service) -> None:
-        """DELETE /v1/collections/{id}: answered when its text is overwritten on the disk."""
+        """Delete a collection. Answered when its text is overwritten on the disk."""
         store, id = (await self._library.open()).store, call.path_part(PATH)
         await asyncio.to_thread(store.delete, call.tenant, id)
         await call.json({"id": id, "object": "collection.deleted", "deleted": True})
 
     async def add(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/collections/{id}/documents: {"name", "text" or "data", "type", "id", "metadata", "embedding_model",
-        "stream"}, or a form with a `file`."""
+        """Add a document, as JSON or as a form with a `file`. With `stream` its progress is reported."""
         if is_form(call):
             async with self._library.upload(call) as form:
                 body = parse(CollectionDocumentBody, document_of_form(form), self._config, call)
@@ -157,7 +169,7 @@ class CollectionRoutes:
         await call.json(added[0], 201)
 
     async def documents(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/collections/{id}/documents, in the order in which they were added."""
+        """List the documents in the order in which they were added."""
         store = (await self._library.open()).store
 
         def found() -> list[dict[str, Any]]:
@@ -167,7 +179,7 @@ class CollectionRoutes:
         await call.json(_page(call, await asyncio.to_thread(found)))
 
     async def show_document(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/collections/{id}/documents/{document}: a document, without its text."""
+        """Return a document without its text."""
         store = (await self._library.open()).store
 
         def found() -> dict[str, Any]:
@@ -177,20 +189,19 @@ class CollectionRoutes:
         await call.json(await asyncio.to_thread(found))
 
     async def delete_document(self, call: HTTPCall, service: Service) -> None:
-        """DELETE /v1/collections/{id}/documents/{document}: answered when its text is overwritten on the disk."""
+        """Delete a document. Answered when its text is overwritten on the disk."""
         store, id = (await self._library.open()).store, _document_of(call)
         await asyncio.to_thread(lambda: store.remove(store.collection(call.tenant, call.path_part(PATH)), id))
         await call.json({"id": id, "object": "collection.document.deleted", "deleted": True})
 
     async def search(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/collections/{id}/search: {"query", "top_k", "min_score", "filters", "embedding_model", "rerank",
-        "rerank_model"}."""
+        """Return the passages that fit a query best."""
         body = parse(SearchBody, await read_json(call, self._config), self._config, call)
         found, reranked_by = await self._search(call, body)
         await call.json({"object": "list", "data": [one.plain() for one in found], "reranked_by": reranked_by})
 
     async def _search(self, call: HTTPCall, body: SearchBody) -> tuple[Sequence[SearchHit], str | None]:
-        """What was found, and the model that put it in order, if one did."""
+        """Return what was found, and the model that reranked it, if one did."""
         collections, wanted, asked = await self._library.open(), body.wanted(), (call.salt, call.share)
         async with (
             self._library.embedder(*asked, body.embedding_model, "query") as embedder,
@@ -200,9 +211,9 @@ class CollectionRoutes:
             return found, None if judge is None else judge.service.name
 
     async def ask(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/collections/{id}/ask: as a search, with "model", "stream" and sampling.
+        """Answer a question from the passages that fit it best.
 
-        The answer's citations are checked; nothing near enough to the question is an answer that says so.
+        Its citations are checked. If nothing is near enough to the question, the answer says so.
         """
         collections = await self._library.open()
         body = parse(AskCollectionBody, await read_json(call, self._config), self._config, call)

@@ -1,4 +1,4 @@
-"""Where a server keeps what is durable."""
+"""The folders with a server's durable data."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from cairn.types.errors import ConfigError
 log = logging.getLogger("cairn.api")
 
 _HELD = ".held"
-"""Ending of the folders beside the user's own in which a server says that they are its own; they hold nothing else."""
+"""Suffix of the folders beside the user's own that mark them as held by a server. They hold nothing else."""
 _USUAL_PORT = 8000
 
 
 def agents_folder(config: Config, env: Mapping[str, str]) -> Path:
-    """Where agents are kept."""
+    """Return the folder of the agents."""
     if config.agents_dir:
         return expanded(config.agents_dir)
     base = env.get("XDG_DATA_HOME")
@@ -28,14 +28,14 @@ def agents_folder(config: Config, env: Mapping[str, str]) -> Path:
 
 
 def check_folders(config: Config, env: Mapping[str, str]) -> None:
-    """ConfigError unless KV and agents are kept apart: each takes a folder for its own, and sees to what lies in it."""
+    """Raise ConfigError unless KV and agents have folders apart: each owns its folder and cleans it."""
     if config.kv_dir is None or not config.kv_disk:
         return
     try:
         kv = expanded(config.kv_dir).resolve()
         agents = agents_folder(config, env).resolve()
     except (OSError, RuntimeError):
-        return  # whoever uses such a path says what is wrong with it
+        return  # using such a path raises a better error
     if kv == agents or kv in agents.parents or agents in kv.parents:
         raise ConfigError(
             f"agents_dir {agents} and kv_dir {kv} must be two folders, neither of them in the other", field="agents_dir"
@@ -46,11 +46,11 @@ def check_folders(config: Config, env: Mapping[str, str]) -> None:
 def usual_held(
     config: Config, env: Mapping[str, str], files: FileSystem, clock: Clock, pause: Callable[[], bool], patience: float
 ) -> Iterator[None]:
-    """Inside, no other server has those of the user's own folders that this one uses because no option names others.
+    """Hold the user's own folders that this server uses because no option names others.
 
-    Agents outlive a change of the model and KV of all models shares one budget, so there is one folder for each, and
-    one server that has it. Where another one has it for `patience` seconds more, or until `pause` says that it is not
-    worth the wait, ConfigError names the options. Where no lock can be had at all, who opens the folder says why.
+    Agents outlive a change of the model, and KV of all models shares one budget: there is one folder for each, and one
+    server that has it. If another server holds one for `patience` seconds more, or until `pause` returns False,
+    ConfigError names the options. If no lock can be had at all, opening the folder will say why.
     """
     usual = {}
     with contextlib.suppress(ConfigError):
@@ -96,7 +96,7 @@ def _refusal(config: Config, taken: Mapping[str, Path]) -> str:
 
 
 def named(config: Config, env: Mapping[str, str]) -> Sequence[str]:
-    """The folders as sentences about trouble name them, the longest first."""
+    """Return the folders as messages name them, the longest first."""
     found = [agents_folder(config, env)]
     if config.kv_dir is not None:
         found.append(expanded(config.kv_dir))

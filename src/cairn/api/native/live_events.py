@@ -1,4 +1,4 @@
-"""GET /v1/events: one stream of what changes, for a page that shows it. Nothing is looked at while nobody listens.
+"""GET /v1/events: one stream of changes for the page. Nothing is compared while nobody listens.
 
     hello       what this is: the version, whether there are agents, whether figures of the server follow
     snapshot    a tenant's agents, in pieces; the first says `"begin": true`, the last `"end": true`
@@ -29,14 +29,13 @@ from cairn.agents.log.records import Savings
 from cairn.agents.overview import Overview
 from cairn.agents.savings import DAY_SECONDS
 from cairn.api.chat.sessions import AgentAttribution
-from cairn.api.chat.wire import EVENT_STREAM, HEARTBEAT
-from cairn.api.http.auth import Access
+from cairn.api.chat.state import ServerState
 from cairn.api.http.call import HTTPCall, Watch, encode
+from cairn.api.http.routes import Route
+from cairn.api.http.sse import EVENT_STREAM, HEARTBEAT
 from cairn.api.native.agents import agent_object
-from cairn.config.config import Config
 from cairn.frontend.request_state import Waker
 from cairn.frontend.service import Service
-from cairn.system.interfaces import Rng
 from cairn.types.errors import Overloaded, trace
 
 log = logging.getLogger("cairn.api")
@@ -46,7 +45,7 @@ TICK = 0.5
 SHARE = 100
 KEPT_EVENTS = 1024
 KEPT_BYTES = 1 << 20
-"""Of the events that a reader who comes back can get."""
+"""Bytes of events kept for readers that reconnect."""
 PIECE = 250
 """Agents in one event."""
 MOST_REQUESTS = 200
@@ -66,16 +65,16 @@ class _Event(NamedTuple):
 
 
 class ChangeFeed:
-    """What changes for one tenant, followed from the first reader on until the last has been away for `GRACE`."""
+    """The changes of one tenant, followed from its first reader until the last has been away for `GRACE`."""
 
     def __init__(
         self, salt: bytes, tenant: str, epoch: str, services: Callable[[], Sequence[Service]], first: Service
     ) -> None:
-        """`services`: those that are loaded now; `first`: whose name agents have that no model has answered yet."""
+        """Follow a tenant. `services`: those loaded now; `first` names the model of agents without an answer yet."""
         self.epoch = epoch
         """No other feed has it: the numbers of another mean nothing here."""
         self.readers: dict[Waker, bool] = {}
-        """Who listens, and whether they may see the server's figures."""
+        """Readers, and whether each may see the server's figures."""
         self.over = False
         self.last = 0
         self._salt, self._tenant, self._services, self._first = salt, tenant, services, first
@@ -84,13 +83,13 @@ class ChangeFeed:
         self._agents: Agents | None = None
         self._overview: Overview | None = None
         self._state: dict[str, Any] = {}
-        """What `requests`, `savings` and `server` said last, by these names."""
+        """The last content of `requests`, `savings` and `server`, by these names."""
         self._left = time.monotonic()
 
     # ---------------------------------------------------------------------------------------------------- following
 
     async def run(self, attribution: AgentAttribution, ending: Callable[[], bool]) -> None:
-        """Look now and then, until nobody has listened for a while or the server ends."""
+        """Compare now and then, until nobody has listened for a while or the server ends."""
         while not self.over:
             began = time.monotonic()
             if self.readers:
@@ -103,7 +102,7 @@ class ChangeFeed:
                 await asyncio.sleep(max(TICK, SHARE * (time.monotonic() - began)))
 
     def look(self, attribution: AgentAttribution) -> None:
-        """Note what is different since the last look."""
+        """Add events for the differences since the last look."""
         if attribution.agents is not self._agents:  # they were opened
             self._agents = attribution.agents
             self._overview = None if self._agents is None else self._agents.overview(self._tenant)
@@ -152,26 +151,28 @@ class ChangeFeed:
     # ------------------------------------------------------------------------------------------------------ reading
 
     def place(self, given: str) -> int | None:
-        """The number in a Last-Event-ID, if what follows it is still kept."""
+        """Return the number in a Last-Event-ID if the events after it are still kept; else None."""
         epoch, _, number = given.partition("-")
         if epoch != self.epoch or not (number.isascii() and number.isdigit() and len(number) <= 18):
             return None
         return int(number) if self.keeps(int(number)) else None
 
     def keeps(self, number: int) -> bool:
-        """Whether every event after this one is still there."""
+        """Return whether every event after this one is still kept."""
         first = self._events[0].number if self._events else self.last + 1
         return first - 1 <= number <= self.last
 
     def read(self, after: int, admin: bool) -> bytes:
-        """The events that follow one that is kept."""
+        """Return the events that follow one that is kept."""
         if after == self.last:
             return b""
         return b"".join([one.data for one in self._events if one.number > after and (admin or not one.admin)])
 
     async def snapshot(self, admin: bool, first: int) -> AsyncGenerator[bytes, None]:
-        """The state of all, so that the events after number `first` can be read on top of it, whatever happens
-        meanwhile: each says how something is, not how it differs."""
+        """Yield the state of everything, on which events after number `first` can be applied.
+
+        Each event says how something is, not how it differs, so changes meanwhile do no harm.
+        """
         yield _event("hello", {"version": __version__, "agents": self._agents is not None, "server": admin})
         piece, begin = [], True
         everyone = self._overview.all() if self._overview is not None else iter(())
@@ -189,25 +190,22 @@ class ChangeFeed:
 
 
 class ChangeFeeds:
-    """The route. `services`: all that serve now; `ending`: whether the server is about to end."""
+    """The route of live events."""
 
-    def __init__(
-        self,
-        config: Config,
-        access: Access,
-        attribution: AgentAttribution,
-        rng: Rng,
-        services: Callable[[], Sequence[Service]],
-        ending: Callable[[], bool],
-    ) -> None:
-        self._heartbeat = min(config.heartbeat, MOST_SILENCE)
-        self._access, self._attribution, self._rng = access, attribution, rng
-        self._services, self._ending = services, ending
+    def __init__(self, state: ServerState) -> None:
+        self._state, self._heartbeat = state, min(state.config.heartbeat, MOST_SILENCE)
+        self._access, self._attribution, self._rng = state.access, state.attribution, state.rng
         self._feeds: dict[str, ChangeFeed] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
+    def routes(self) -> list[Route]:
+        """Return the table of these routes."""
+        return [
+            Route("GET", "/v1/events", self.follow, stream=True),
+        ]
+
     async def follow(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/events: what changes, from now on or from where Last-Event-ID says."""
+        """Stream what changes. It begins now, or after the event in Last-Event-ID."""
         admin = self._access.may_administer(call)
         feed = self._feed(call.tenant, call.salt, service)
         if len(feed.readers) >= MOST_READERS:
@@ -254,9 +252,12 @@ class ChangeFeeds:
             task.add_done_callback(self._tasks.discard)
         return feed
 
+    def _services(self) -> Sequence[Service]:
+        return [] if self._state.models is None else list(self._state.models.services)
+
     async def _follow(self, tenant: str, feed: ChangeFeed) -> None:
         try:
-            await feed.run(self._attribution, self._ending)
+            await feed.run(self._attribution, lambda: self._state.draining)
         except Exception as error:
             log.error("the changes cannot be followed: %s", trace(error))
         finally:
@@ -270,11 +271,17 @@ class ChangeFeeds:
 class SavingsRoutes:
     """GET /v1/savings."""
 
-    def __init__(self, attribution: AgentAttribution) -> None:
-        self._attribution = attribution
+    def __init__(self, state: ServerState) -> None:
+        self._attribution = state.attribution
+
+    def routes(self) -> list[Route]:
+        """Return the table of these routes."""
+        return [
+            Route("GET", "/v1/savings", self.show),
+        ]
 
     async def show(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/savings: what a tenant's requests did not have to compute again, all together and by day."""
+        """Return what a tenant's requests did not have to compute again, in total and by day."""
         agents = self._attribution.open()
         days = [day_object(day, line) for day, line in agents.savings_by_day(call.tenant).items()]
         total = msgspec.to_builtins(agents.savings(call.tenant))
@@ -282,7 +289,7 @@ class SavingsRoutes:
 
 
 def savings_object(agents: Agents, tenant: str) -> dict[str, Any]:
-    """A tenant's total, and its last line by day."""
+    """Return a tenant's total savings, and those of its last day."""
     days = agents.savings_by_day(tenant)
     last = max(days, default=None)
     today = None if last is None else day_object(last, days[last])
@@ -290,12 +297,12 @@ def savings_object(agents: Agents, tenant: str) -> dict[str, Any]:
 
 
 def day_object(day: int, line: Savings) -> dict[str, Any]:
-    """A line of one day (UTC), `day` as 2026-01-31."""
+    """Return the savings of one day (UTC), `day` as 2026-01-31."""
     return {"day": time.strftime("%Y-%m-%d", time.gmtime(day * DAY_SECONDS)), **msgspec.to_builtins(line)}
 
 
 def server_object(services: Sequence[Service], attribution: AgentAttribution) -> dict[str, Any]:
-    """Figures of the whole server; those of each model by its name."""
+    """Return figures of the whole server, and those of each model by its name."""
     return {"models": [_model_figures(service) for service in services], "troubles": attribution.troubles()}
 
 

@@ -50,10 +50,10 @@ class MemberBody(Body):
     seed: Count = None
     reasoning_budget: Count = None
     tools: Several[ToolBody] | None = None
-    """What it may call before it speaks; whoever made the team gives back what they return."""
+    """Tools it may call before it speaks; the team's owner sends back their results."""
 
     def member(self) -> Member:
-        """The member as its team has it."""
+        """Return the member of the team's definition."""
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         weight = 1.0 if self.weight is None else float(self.weight)
         return Member(name=self.name, role=self.role, weight=weight, sampling=given, tools=self._tools())
@@ -77,7 +77,7 @@ class TeamDocumentBody(Body):
 
 
 class TopologyBody(Body):
-    """Who speaks in a round."""
+    """The order of speakers in a round."""
 
     kind: TopologyKind = "round_robin"
     order: Several[str] | None = None
@@ -89,7 +89,7 @@ class TopologyBody(Body):
     choices: Several[str] | None = None
 
     def topology(self) -> Topology:
-        """The topology as its team has it."""
+        """Return the topology of the team's definition."""
         return Topology(
             kind=self.kind,
             order=tuple(self.order or ()),
@@ -123,7 +123,7 @@ class TeamBody(Body):
     metadata: dict[str, str] | None = None
 
     def team(self) -> Team:
-        """The team; one without an id or a seed gets them when it is made."""
+        """Return the team. One without an id or a seed gets them when it is made."""
         check_metadata(self.metadata)
         if self.seed is not None and not 0 <= self.seed < 1 << 53:
             raise InvalidRequest("seed must be 0 to 9007199254740991", field="seed")
@@ -140,12 +140,12 @@ class TeamBody(Body):
         )
 
     def texts(self) -> list[str]:
-        """All that goes into the prompts of members."""
+        """Return all texts that go into the prompts of members."""
         found = [self.system or "", *(one.text for one in self.documents or ())]
         return [*found, *(member.role for member in self.members)]
 
     def schemas(self) -> list[Structure]:
-        """What the arguments of members' tools are held to."""
+        """Return the schemas that the arguments of members' tools must match."""
         return [
             Structure(kind="json", text=tool.parameters, field=f"members[{at}].tools[{number}].function.parameters")
             for at, member in enumerate(self.members)
@@ -163,7 +163,7 @@ class AskBody(Body):
     voters: Several[str] | None = None
 
     def ask(self, team: Team) -> Poll:
-        """The vote; what it does not say the team says."""
+        """Return the vote; the team's defaults fill in what the body leaves out."""
         rule = self.rule or team.rule
         coordinator = self.coordinator or (team.coordinator if rule == "coordinator" else "")
         return Poll(
@@ -206,13 +206,13 @@ class PostBody(Body):
 
     content: str
     to: Several[str] | None = None
-    """Whom a whisper is for; nobody: all."""
+    """The members that a whisper is for; empty: all."""
     sender: str = USER
-    """The member in whose name it is said; or `user`."""
+    """The member in whose name it is said, or `user`."""
 
 
 class ToolResultBody(Body):
-    """What one call returned."""
+    """The result of one call."""
 
     call_id: str
     content: str
@@ -240,7 +240,7 @@ class TeamRollbackBody(Body):
 
 
 def one_of(values: dict[str, str], name: str, allowed: tuple[str, ...]) -> str:
-    """A parameter of the URL that has one of a few values, the first unless it is given."""
+    """Return a parameter of the URL that has one of a few values, by default the first."""
     value = values.get(name, allowed[0])
     if value not in allowed:
         raise InvalidRequest(f"{name} must be {' or '.join(allowed)}, got {shown(value)}", field=name)
@@ -248,7 +248,7 @@ def one_of(values: dict[str, str], name: str, allowed: tuple[str, ...]) -> str:
 
 
 def without_texts(team: Team) -> dict[str, Any]:
-    """A team on the wire: documents by name."""
+    """Return a team as clients see it: documents by name."""
     return {
         "id": team.id,
         "system": team.system,

@@ -10,7 +10,6 @@ GET  /v1/teams/{id}/transcript?format=&member=
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -19,10 +18,10 @@ from cairn.agents.agents import Agents
 from cairn.api.chat.generation import check_length, check_model, check_sampling
 from cairn.api.chat.paging import LISTED, MOST_LISTED, page_by_id, parameters
 from cairn.api.chat.parse import parse
-from cairn.api.chat.sessions import AgentAttribution
+from cairn.api.chat.state import ServerState
+from cairn.api.http.body import read_json, read_nothing
 from cairn.api.http.call import HTTPCall
-from cairn.api.http.json_body import read_json, read_nothing
-from cairn.api.http.resumable import EventLogs
+from cairn.api.http.routes import Route
 from cairn.api.native.agent_schemas import NoBody
 from cairn.api.native.team_schemas import (
     PATH,
@@ -37,7 +36,6 @@ from cairn.api.native.team_schemas import (
     without_texts,
 )
 from cairn.api.native.work_events import Emit, answer
-from cairn.config.config import Config
 from cairn.frontend.service import Service
 from cairn.teams.definition import check_team
 from cairn.teams.entries import Voted
@@ -47,38 +45,33 @@ from cairn.teams.voice import Caller
 from cairn.types.errors import InvalidRequest
 from cairn.types.request import OutputFormat
 
-Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
-
 
 class TeamRoutes:
     """The routes of teams."""
 
-    def __init__(self, config: Config, logs: EventLogs, attribution: AgentAttribution) -> None:
-        self._config, self._logs, self._attribution = config, logs, attribution
+    def __init__(self, state: ServerState) -> None:
+        self._config, self._logs, self._attribution = state.config, state.logs, state.attribution
         self._opened: tuple[Agents, Teams] | None = None
 
-    def routes(self, path: str) -> dict[str, Endpoint] | None:
-        """The methods of a path, or None."""
-        if path == PATH:
-            return {"POST": self.create, "GET": self.list}
-        id, _, rest = path.removeprefix(PATH + "/").partition("/")
-        if not path.startswith(PATH + "/") or not id:
-            return None
-        known: dict[str, dict[str, Endpoint]] = {
-            "": {"GET": self.show, "DELETE": self.delete},
-            "rounds": {"POST": self.rounds},
-            "messages": {"POST": self.post},
-            "votes": {"POST": self.vote},
-            "tool_results": {"POST": self.tool_results},
-            "interrupt": {"POST": self.interrupt},
-            "transcript": {"GET": self.transcript},
-            "fork": {"POST": self.fork},
-            "rollback": {"POST": self.rollback},
-        }
-        return known.get(rest) if rest or not path.endswith("/") else None
+    def routes(self) -> list[Route]:
+        """Return the table of these routes."""
+        return [
+            Route("POST", "/v1/teams", self.create, TeamBody, model="chat", keeps=True, status=201),
+            Route("GET", "/v1/teams", self.list, query=("limit", "after")),
+            Route("GET", "/v1/teams/{id}", self.show),
+            Route("DELETE", "/v1/teams/{id}", self.delete),
+            Route("POST", "/v1/teams/{id}/rounds", self.rounds, RoundsBody, model="team", keeps=True),
+            Route("POST", "/v1/teams/{id}/messages", self.post, PostBody, keeps=True, status=201),
+            Route("POST", "/v1/teams/{id}/votes", self.vote, VoteBody, model="team", keeps=True),
+            Route("POST", "/v1/teams/{id}/tool_results", self.tool_results, ToolResultsBody, keeps=True),
+            Route("POST", "/v1/teams/{id}/interrupt", self.interrupt, NoBody),
+            Route("GET", "/v1/teams/{id}/transcript", self.transcript, query=("format", "member")),
+            Route("POST", "/v1/teams/{id}/fork", self.fork, TeamForkBody, keeps=True, status=201),
+            Route("POST", "/v1/teams/{id}/rollback", self.rollback, TeamRollbackBody),
+        ]
 
     async def create(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/teams: a new team, whose members are forks of one beginning."""
+        """Create a team, whose members are forks of one beginning."""
         teams = self._teams()
         body = parse(TeamBody, await read_json(call, self._config), self._config, call)
         check_model(body.model, service)
@@ -94,7 +87,7 @@ class TeamRoutes:
         await call.json(team_object(made), 201)
 
     async def list(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/teams, most recently created first."""
+        """List the teams, most recently created first."""
         asked = parameters(call, ("limit", "after"))
         limit = asked.get("limit", str(LISTED))
         if not (limit.isascii() and limit.isdigit() and len(limit) <= 3 and 1 <= int(limit) <= MOST_LISTED):
@@ -107,20 +100,20 @@ class TeamRoutes:
         await call.json(await page_by_id(teams.ids(call.tenant), int(limit), asked.get("after"), show))
 
     async def show(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/teams/{id}. `report.shared_tokens`: how many leading tokens all members' contexts share."""
+        """Return a team. `report.shared_tokens`: how many leading tokens all members' contexts share."""
         teams, id = self._teams(), call.path_part(PATH)
         found = team_object(teams.get(call.tenant, id))
         found["report"]["shared_tokens"] = await teams.shared_tokens(call.tenant, id)
         await call.json(found)
 
     async def delete(self, call: HTTPCall, service: Service) -> None:
-        """DELETE /v1/teams/{id}: answered when its text is gone from the disk, that of its members' agents too."""
+        """Delete a team with its members' agents. Answered when all their text is gone from the disk."""
         id = call.path_part(PATH)
         await self._teams().delete(call.tenant, id)
         await call.json({"id": id, "object": "team.deleted", "deleted": True})
 
     async def rounds(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/teams/{id}/rounds: {"rounds", "content", "vote", "stop_at", "stream"}, all optional."""
+        """Run one round, or several."""
         teams, id = self._teams(), call.path_part(PATH)
         body = parse(RoundsBody, await read_nothing(call, self._config), self._config, call)
         check_model(body.model, service)
@@ -149,14 +142,14 @@ class TeamRoutes:
         )
 
     def _done(self, call: HTTPCall, before: int) -> dict[str, Any]:
-        """The team after its rounds, and what was said in them."""
+        """Return the team after its rounds, and what was said in them."""
         teams, id = self._teams(), call.path_part(PATH)
         team, entries = teams.entries(call.tenant, id)
         said = [one for one in listed(team, entries) if one["round"] > before]
         return team_object(teams.get(call.tenant, id)) | {"entries": said}
 
     async def post(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/teams/{id}/messages: {"content", "to", "sender"}; with `to` a whisper."""
+        """Send a message to all members, or with `to` to some."""
         teams, id = self._teams(), call.path_part(PATH)
         body = parse(PostBody, await read_json(call, self._config), self._config, call)
         await check_length(call, service, [body.content], "content")
@@ -164,7 +157,7 @@ class TeamRoutes:
         await call.json({"object": "team.message", **listed(teams.get(call.tenant, id).team, [entry])[0]}, 201)
 
     async def tool_results(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/teams/{id}/tool_results: {"results": [{"call_id", "content"}]}; the next rounds go on with them."""
+        """Store what members' tools returned. The next rounds use it."""
         teams, id = self._teams(), call.path_part(PATH)
         body = parse(ToolResultsBody, await read_json(call, self._config), self._config, call)
         await check_length(call, service, [one.content for one in body.results], "results")
@@ -174,7 +167,7 @@ class TeamRoutes:
         await call.json({"id": id, "object": "team.tool_results", "state": state.state, "calls": state.calls})
 
     async def vote(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/teams/{id}/votes: {"question", "options", "rule", "coordinator", "voters", "stream"}."""
+        """Hold a vote beside the rounds."""
         teams, id = self._teams(), call.path_part(PATH)
         body = parse(VoteBody, await read_json(call, self._config), self._config, call)
         check_model(body.model, service)
@@ -197,13 +190,13 @@ class TeamRoutes:
         )
 
     async def interrupt(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/teams/{id}/interrupt: what runs is cut off, and goes on with the next rounds."""
+        """Interrupt what runs. It continues with the next rounds."""
         teams, id = self._teams(), call.path_part(PATH)
         parse(NoBody, await read_nothing(call, self._config), self._config)
         await call.json({"id": id, "object": "team.interrupted", "interrupted": teams.interrupt(call.tenant, id)})
 
     async def transcript(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/teams/{id}/transcript: `format` json or markdown; `member`: what that member was told."""
+        """Return the transcript. `format` is json or markdown; `member` selects what that member heard."""
         teams, id = self._teams(), call.path_part(PATH)
         asked = parameters(call, ("format", "member"))
         form = one_of(asked, "format", ("json", "markdown"))
@@ -216,19 +209,19 @@ class TeamRoutes:
         await call.json({"object": "team.transcript", **without_texts(team), "entries": listed(team, entries, member)})
 
     async def fork(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/teams/{id}/fork: {"id", "round"}, both optional."""
+        """Create a team that shares the history up to a round."""
         teams, id = self._teams(), call.path_part(PATH)
         body = parse(TeamForkBody, await read_nothing(call, self._config), self._config, call)
         await call.json(team_object(await teams.fork(call.tenant, id, body.id, body.round)), 201)
 
     async def rollback(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/teams/{id}/rollback: {"round"}, 0 for the beginning."""
+        """Go back to the end of a round, 0 for the beginning."""
         teams, id = self._teams(), call.path_part(PATH)
         body = parse(TeamRollbackBody, await read_json(call, self._config), self._config, call)
         await call.json(team_object(await teams.rollback(call.tenant, id, body.round)))
 
     def _teams(self) -> Teams:
-        """The teams of the agents that are open now."""
+        """Return the teams of the agents that are open now."""
         agents = self._attribution.open()
         if self._opened is None or self._opened[0] is not agents:
             self._opened = agents, Teams(agents)
@@ -236,7 +229,7 @@ class TeamRoutes:
 
 
 def team_object(state: TeamState) -> dict[str, Any]:
-    """A team on the wire."""
+    """Return a team as clients see it."""
     return {
         "object": "team",
         "model": state.model,

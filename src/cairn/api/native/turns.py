@@ -1,6 +1,6 @@
-"""The routes of an agent's turns: what it was told and answered, one more turn, and an interrupted one again.
+"""The routes of an agent's turns: its history, one more turn, and resuming an interrupted one.
 
-Every turn is generated onto an event log, so it runs on for a time of grace after its connection closed.
+Every turn is generated onto an event log, so it goes on for a grace time after its connection closed.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import msgspec
 from cairn.agents.running_turn import RunningTurn
 from cairn.agents.types import TurnInfo
 from cairn.api.chat.answers import ChatAnswer
-from cairn.api.chat.exchange import Adapter, Batches, ChoiceStream, Exchange, Exchanges, Silence, spelled
-from cairn.api.chat.generation import check_length, check_model
+from cairn.api.chat.exchange import Adapter, Batches, ChoiceStream, Exchange, Silence, spelled
+from cairn.api.chat.generation import check_length, check_model, names_of
 from cairn.api.chat.message_schemas import contents, plain_messages
 from cairn.api.chat.parse import parse, read
-from cairn.api.chat.sessions import HEADER, AgentAttribution
+from cairn.api.chat.sessions import HEADER
+from cairn.api.chat.state import ServerState
 from cairn.api.chat.timings import AnswerTimes
 from cairn.api.chat.wire import cache_object
+from cairn.api.http.body import read_nothing
 from cairn.api.http.call import HTTPCall
-from cairn.api.http.json_body import read_nothing
+from cairn.api.http.routes import Route
 from cairn.api.native.agent_schemas import PATH, ResumeBody, TurnBody, check_account, check_own, check_turn, page_of
-from cairn.api.openai.chat import names_of
-from cairn.config.config import Config
 from cairn.frontend.service import Service
 from cairn.text.chat.message_builder import plain
 from cairn.types.errors import InvalidRequest
@@ -35,13 +35,24 @@ from cairn.types.errors import InvalidRequest
 class TurnRoutes:
     """The routes of turns."""
 
-    def __init__(self, config: Config, exchanges: Exchanges, attribution: AgentAttribution) -> None:
-        self._config = config
-        self._exchanges = exchanges
-        self._attribution = attribution
+    def __init__(self, state: ServerState) -> None:
+        self._config = state.config
+        self._exchanges = state.exchanges
+        self._attribution = state.attribution
+
+    def routes(self) -> list[Route]:
+        """Return the table of these routes."""
+        return [
+            Route("GET", "/v1/agents/{id}/turns", self.turns, query=("limit", "after")),
+            Route("POST", "/v1/agents/{id}/turns", self.turn, TurnBody, model="agent", keeps=True),
+            Route("POST", "/v1/agents/{id}/resume", self.resume, ResumeBody, model="agent", keeps=True),
+        ]
 
     async def turns(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/agents/{id}/turns, by number: all, or `limit` of them `after` a number."""
+        """List the turns of an agent by number, abandoned branches included.
+
+        All of them, or `limit` of them `after` a number.
+        """
         limit, text = page_of(call, "the number of a turn")
         if text and not (text.isascii() and text.isdigit() and len(text) <= 18):
             raise InvalidRequest("after must be the number of a turn", field="after")
@@ -55,7 +66,7 @@ class TurnRoutes:
         await call.json({"object": "list", "data": data, "has_more": more, "next": next})
 
     async def turn(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/agents/{id}/turns: new messages in, the answer out as of /v1/chat/completions."""
+        """Send new messages to an agent. The answer is that of /v1/chat/completions."""
         agents, id = self._attribution.open(), call.path_part(PATH)
         body = await read(TurnBody, call, self._config)
         check_own(agents.get(call.tenant, id))
@@ -81,9 +92,9 @@ class TurnRoutes:
         await self._answer(call, service, running, body, body.include_usage)
 
     async def resume(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/agents/{id}/resume: the whole answer of the interrupted turn, said before or not.
+        """Continue an interrupted turn, and return its whole answer.
 
-        `logprobs` is null where a part of it was said before: what was computed then is not kept.
+        `logprobs` is null if a part of it was generated before: those of then are not kept.
         """
         agents, id = self._attribution.open(), call.path_part(PATH)
         body = parse(ResumeBody, await read_nothing(call, self._config), self._config, call)
@@ -119,12 +130,12 @@ class TurnAnswer(ChatAnswer):
         self._named = {"agent": running.agent.id, "turn": running.turn.number}
 
     def whole(self) -> dict[str, Any]:
-        """The answer in one piece."""
+        """Return the answer in one piece."""
         return super().whole() | self._named
 
 
 def _pace_of(body: TurnBody | ResumeBody, choices: Sequence[ChoiceStream], running: RunningTurn) -> AnswerTimes:
-    """What is told of a turn's time: of one that is resumed nothing, for a part of it is long past."""
+    """Return the timings of a turn; none of a resumed one, part of which is long past."""
     if isinstance(body, ResumeBody):
         return AnswerTimes(choices, timings=False, progress=False)
     return AnswerTimes(
@@ -138,7 +149,7 @@ def turn_exchange(
     adapter: Adapter,
     keep: Callable[[ChoiceStream], None] = lambda choice: None,
 ) -> Exchange:
-    """The exchange of a turn, which keeps its own tokens; `keep` keeps what is to be kept beside the turn."""
+    """Return the exchange of a turn, which keeps its own tokens. `keep` stores what else belongs to the turn."""
     return Exchange(
         choices=choices,
         adapter=adapter,
@@ -158,7 +169,7 @@ async def _batches(running: RunningTurn, silence: Silence | None) -> Batches:
 
 
 def turn_object(turn: TurnInfo) -> dict[str, Any]:
-    """A turn on the wire; `cairn` as in the usage of an answer."""
+    """Return a turn as clients see it; `cairn` as in the usage of an answer."""
     found: dict[str, Any] = msgspec.to_builtins(turn)
     del found["cache"]
     if turn.answer is not None:

@@ -1,9 +1,9 @@
-"""Work that tells of itself in events - rounds of a team, a run of a workflow - and outlives its connection.
+"""Work that reports events - rounds of a team, a run of a workflow - and outlives its connection.
 
     data: {"type": "turn.delta", ...}        one JSON object an event, `type` first
     data: [DONE]
 
-The events are kept as those of a turn are (`http/resumable.py`): `/v1/requests/{id}/events` follows them from any on,
+The events are kept as those of a turn are (`http/event_log.py`): `/v1/requests/{id}/events` follows them from any on,
 where `{id}` is the X-Request-ID of the answer, and `/v1/requests/{id}/cancel` interrupts the work. Without a reader for
 the time of grace it is interrupted too.
 """
@@ -15,9 +15,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from cairn.api.chat.wire import DONE
 from cairn.api.http.call import HTTPCall, encode
-from cairn.api.http.resumable import EventLogs
+from cairn.api.http.event_log import EventLogs
+from cairn.api.http.sse import DONE
 from cairn.config.config import Config
 
 Emit = Callable[[dict[str, Any]], object]
@@ -28,7 +28,7 @@ class EventedWork:
     """One piece of work. It begins when its events are read."""
 
     def __init__(self, work: Work, over: Callable[[], object] | None = None) -> None:
-        """`over` is called at its end."""
+        """Report the events of `work`; `over` is called at its end."""
         self._work, self._over = work, over
         self._queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         self._task: asyncio.Task[Any] | None = None
@@ -41,7 +41,7 @@ class EventedWork:
             self._task.cancel()
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """What it tells, until it is over. Raises what it failed with."""
+        """Yield the events of the work until it is over. Raises what it failed with."""
         self._task = task = asyncio.create_task(self._run())
         try:
             while (event := await self._queue.get()) is not None:
@@ -69,7 +69,7 @@ class EventedWork:
 async def answer(
     call: HTTPCall, logs: EventLogs, config: Config, work: Work, *, stream: bool, whole: Callable[[], dict[str, Any]]
 ) -> None:
-    """Do the work and answer the call: with its events, or once it is over with what `whole` makes of it."""
+    """Do the work and answer the call: with its events, or at the end with the result of `whole`."""
     calls = logs.calls
     if calls is not None:
         calls.open(call.number, [call.number], name=call.name, salt=call.salt)

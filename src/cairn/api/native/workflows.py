@@ -10,30 +10,22 @@ GET  /v1/workflows/runs/{id}/graph?format=  mermaid, svg or png, coloured by the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
+
+import msgspec
 
 from cairn.agents.agents import Agents
 from cairn.api.chat.generation import check_model, check_sampling
 from cairn.api.chat.paging import LISTED, MOST_LISTED, page_by_id, parameters
 from cairn.api.chat.parse import parse
-from cairn.api.chat.sessions import AgentAttribution
+from cairn.api.chat.state import ServerState
+from cairn.api.http.body import Body, Count, read_json, read_nothing
 from cairn.api.http.call import HTTPCall
-from cairn.api.http.json_body import read_json, read_nothing
-from cairn.api.http.resumable import EventLogs
+from cairn.api.http.routes import Route
 from cairn.api.native.agent_schemas import NoBody
 from cairn.api.native.team_schemas import one_of
 from cairn.api.native.work_events import Emit, answer
-from cairn.api.native.workflow_schemas import (
-    PATH,
-    RUNS,
-    RunResumeBody,
-    WorkflowBody,
-    WorkflowRunBody,
-    run_object,
-)
-from cairn.config.config import Config
 from cairn.frontend.service import Service
 from cairn.types.errors import InvalidRequest
 from cairn.workflows.answerer import Asker, ServiceAnswerer
@@ -43,41 +35,93 @@ from cairn.workflows.definition import SAMPLING, workflow_of
 from cairn.workflows.drawing import mermaid, png, states_of, svg
 from cairn.workflows.runs import Runs, RunState
 
-Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
+PATH = "/v1/workflows"
+RUNS = f"{PATH}/runs"
+
+
+class WorkflowRunBody(Body):
+    """POST /v1/workflows/runs."""
+
+    workflow: dict[str, Any]
+    inputs: dict[str, Any] | None = None
+    model: str | None = None
+    seed: Count = None
+    stream: bool | None = None
+
+    def check(self) -> None:
+        """Raise InvalidRequest for a seed that JSON's numbers cannot hold."""
+        if self.seed is not None and not 0 <= self.seed < 1 << 53:
+            raise InvalidRequest("seed must be 0 to 9007199254740991", field="seed")
+
+
+class RunResumeBody(Body):
+    """POST /v1/workflows/runs/{id}/resume."""
+
+    model: str | None = None
+    """Another than the run was begun with."""
+    stream: bool | None = None
+
+
+class WorkflowBody(Body):
+    """POST /v1/workflows/check."""
+
+    workflow: dict[str, Any]
+
+
+def run_object(state: RunState, *, whole: bool = True) -> dict[str, Any]:
+    """Return a run as clients see it; in a list without its workflow and outputs."""
+    found: dict[str, Any] = {
+        "id": state.run.id,
+        "object": "workflow.run",
+        "name": state.run.workflow.name,
+        "model": state.model,
+        "created": state.created,
+        "state": state.state,
+        "report": state.report,
+    }
+    if not whole:
+        return found
+    ended = state.ended
+    return found | {
+        "inputs": state.run.inputs,
+        "seed": state.run.seed,
+        "workflow": msgspec.to_builtins(state.run.workflow),
+        "nodes": {key: {**msgspec.to_builtins(one), "type": "node"} for key, one in state.nodes.items()},
+        "result": None if ended is None else ended.result,
+        "sources": {} if ended is None else ended.sources,
+        "conflicts": [] if ended is None else list(ended.conflicts),
+        "why": None if ended is None else ended.why or None,
+    }
 
 
 class WorkflowRoutes:
     """The routes of workflows."""
 
-    def __init__(self, config: Config, logs: EventLogs, attribution: AgentAttribution) -> None:
-        self._config, self._logs, self._attribution = config, logs, attribution
+    def __init__(self, state: ServerState) -> None:
+        self._config, self._logs, self._attribution = state.config, state.logs, state.attribution
         self._opened: tuple[Agents, Runs] | None = None
 
-    def routes(self, path: str) -> dict[str, Endpoint] | None:
-        """The methods of a path, or None."""
-        if path == RUNS:
-            return {"POST": self.run, "GET": self.list}
-        if path == PATH + "/check":
-            return {"POST": self.check}
-        id, _, rest = path.removeprefix(RUNS + "/").partition("/")
-        if not path.startswith(RUNS + "/") or not id:
-            return None
-        known: dict[str, dict[str, Endpoint]] = {
-            "": {"GET": self.show, "DELETE": self.delete},
-            "resume": {"POST": self.resume},
-            "interrupt": {"POST": self.interrupt},
-            "graph": {"GET": self.graph},
-        }
-        return known.get(rest) if rest or not path.endswith("/") else None
+    def routes(self) -> list[Route]:
+        """Return the table of these routes."""
+        return [
+            Route("POST", "/v1/workflows/check", self.check, WorkflowBody),
+            Route("POST", "/v1/workflows/runs", self.run, WorkflowRunBody, model="chat", keeps=True),
+            Route("GET", "/v1/workflows/runs", self.list, query=("limit", "after")),
+            Route("GET", "/v1/workflows/runs/{id}", self.show),
+            Route("DELETE", "/v1/workflows/runs/{id}", self.delete),
+            Route("POST", "/v1/workflows/runs/{id}/resume", self.resume, RunResumeBody, model="run", keeps=True),
+            Route("POST", "/v1/workflows/runs/{id}/interrupt", self.interrupt, NoBody),
+            Route("GET", "/v1/workflows/runs/{id}/graph", self.graph, query=("format",)),
+        ]
 
     async def check(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/workflows/check: {"workflow"}: a 400 says what is wrong first."""
+        """Check a workflow. Returns its order and its graph, or a 400 that names the first error."""
         body = parse(WorkflowBody, await read_json(call, self._config), self._config, call)
         order, drawn = await asyncio.to_thread(_checked, body.workflow)
         await call.json({"object": "workflow.check", "valid": True, "order": order, "mermaid": drawn})
 
     async def run(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/workflows/runs: {"workflow", "inputs", "seed", "stream"}."""
+        """Run a workflow."""
         runs = self._runs()
         body = parse(WorkflowRunBody, await read_json(call, self._config), self._config, call)
         body.check()
@@ -92,7 +136,7 @@ class WorkflowRoutes:
         await self._work(call, service, runs, state.run.id, stream=bool(body.stream))
 
     async def resume(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/workflows/runs/{id}/resume: a run that was cut off goes on, and what failed is tried again."""
+        """Resume a run that was interrupted. What failed is tried again."""
         runs, id = self._runs(), call.path_part(RUNS)
         body = parse(RunResumeBody, await read_nothing(call, self._config), self._config, call)
         check_model(body.model, service)
@@ -116,7 +160,7 @@ class WorkflowRoutes:
         )
 
     async def list(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/workflows/runs, most recently created first."""
+        """List the runs, most recently created first."""
         asked = parameters(call, ("limit", "after"))
         limit = asked.get("limit", str(LISTED))
         if not (limit.isascii() and limit.isdigit() and len(limit) <= 3 and 1 <= int(limit) <= MOST_LISTED):
@@ -127,17 +171,17 @@ class WorkflowRoutes:
         await call.json(await page_by_id(ids, int(limit), asked.get("after"), show))
 
     async def show(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/workflows/runs/{id}: its nodes with their outputs, its result and conflicts."""
+        """Return a run: its nodes with their outputs, its result and conflicts."""
         await call.json(run_object(self._runs().get(call.tenant, call.path_part(RUNS))))
 
     async def delete(self, call: HTTPCall, service: Service) -> None:
-        """DELETE /v1/workflows/runs/{id}: answered when its text is gone from the disk."""
+        """Delete a run. Answered when its text is gone from the disk."""
         id = call.path_part(RUNS)
         await self._runs().delete(call.tenant, id)
         await call.json({"id": id, "object": "workflow.run.deleted", "deleted": True})
 
     async def interrupt(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/workflows/runs/{id}/interrupt: what runs is cut off, and goes on when it is resumed."""
+        """Interrupt a run. It continues when it is resumed."""
         runs, id = self._runs(), call.path_part(RUNS)
         parse(NoBody, await read_nothing(call, self._config), self._config)
         await call.json(
@@ -145,14 +189,14 @@ class WorkflowRoutes:
         )
 
     async def graph(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/workflows/runs/{id}/graph: `format` mermaid, svg or png."""
+        """Return the graph of a run, coloured by state. `format` is mermaid, svg or png."""
         state = self._runs().get(call.tenant, call.path_part(RUNS))
         form = one_of(parameters(call, ("format",)), "format", ("mermaid", "svg", "png"))
         drawn, kind = await asyncio.to_thread(_drawn, state, form)
         await call.respond(200, drawn, [(b"content-type", kind)])
 
     def _runs(self) -> Runs:
-        """The runs in the token log that is open now."""
+        """Return the runs in the token log that is open now."""
         agents = self._attribution.open()
         if self._opened is None or self._opened[0] is not agents:
             self._opened = agents, Runs(agents.journals, ServiceAnswerer())

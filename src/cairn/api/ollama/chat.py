@@ -1,7 +1,7 @@
-"""POST /api/chat and /api/generate, as Ollama has them: a stream is lines of JSON, each an answer's piece.
+"""Ollama's generating routes and embeddings: a stream is lines of JSON, each a piece of the answer.
 
 Shapes: github.com/ollama/ollama, docs/api.md, as ollama-python's `_types` state them. Durations are nanoseconds.
-`prompt_eval_count` is the whole prompt; what of it came from the cache is in `cairn`, a field of ours.
+`prompt_eval_count` is the whole prompt; how much of it came from the cache is in `cairn`, a field of ours.
 """
 
 from __future__ import annotations
@@ -12,20 +12,23 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from cairn.api.chat.exchange import Adapter, ChoiceStream, Exchange, Exchanges, spelled
-from cairn.api.chat.generation import chat_exchange, text_exchange
+from cairn.api.chat.exchange import Adapter, ChoiceStream, Exchange, spelled
+from cairn.api.chat.generation import chat_exchange, check_model, text_exchange
 from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import ChatBody, Generation
-from cairn.api.chat.sessions import AgentAttribution
+from cairn.api.chat.state import ServerState
 from cairn.api.chat.whole_calls import WholeCalls
 from cairn.api.chat.wire import cache_object, token_scores
+from cairn.api.http.body import read_plain
 from cairn.api.http.call import Headers, HTTPCall, encode
-from cairn.api.http.json_body import read_plain
+from cairn.api.http.routes import Route
 from cairn.api.ollama.schemas import (
     NAMES,
     TEXT_NAMES,
     OllamaBody,
     OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
     OllamaGenerateBody,
     chat_of,
     prompt_chat,
@@ -33,7 +36,8 @@ from cairn.api.ollama.schemas import (
     warn_of_context,
 )
 from cairn.api.openai.chat import check_suffix, encode_text
-from cairn.config.config import Config
+from cairn.api.openai.embeddings import Embeddings, floats
+from cairn.frontend.embeddings import check_embeds
 from cairn.frontend.service import Service
 from cairn.text.chat.message_builder import arguments_of
 from cairn.text.chat.replay import arguments_meant
@@ -42,19 +46,26 @@ from cairn.types.outputs import Delta, Done, FinishReason, TokenKind, TokenLogpr
 
 LINES: Headers = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-cache")]
 LATEST = ":latest"
-"""The tag that Ollama's clients put behind a name that has none."""
+"""The tag that Ollama's clients append to a name without one."""
 
 
 class Ollama:
     """The generating routes."""
 
-    def __init__(self, config: Config, exchanges: Exchanges, attribution: AgentAttribution) -> None:
-        self._config = config
-        self._exchanges = exchanges
-        self._attribution = attribution
+    def __init__(self, state: ServerState) -> None:
+        self._config = state.config
+        self._exchanges = state.exchanges
+        self._attribution = state.attribution
+
+    def routes(self) -> list[Route]:
+        """Return the table of these routes."""
+        return [
+            Route("POST", "/api/chat", self.chat, OllamaChatBody, model="chat"),
+            Route("POST", "/api/generate", self.generate, OllamaGenerateBody, model="chat"),
+        ]
 
     async def chat(self, call: HTTPCall, service: Service) -> None:
-        """POST /api/chat. Without messages it asks for the model to be loaded, which it is."""
+        """Generate the next message of a chat, in Ollama's form. Without messages the model is loaded."""
         body = await read(OllamaChatBody, call, self._config, read_plain)
         self._greet(call, service, body)
         if not body.messages:
@@ -66,7 +77,7 @@ class Ollama:
         await self._run(call, body, await self._chat(call, service, asked, Talk(call, service, body), NAMES))
 
     async def generate(self, call: HTTPCall, service: Service) -> None:
-        """POST /api/generate. Without a prompt it asks for the model to be loaded, which it is."""
+        """Generate what follows a text, in Ollama's form. Without a prompt the model is loaded."""
         body = await read(OllamaGenerateBody, call, self._config, read_plain)
         self._greet(call, service, body)
         if not body.prompt and not body.suffix:
@@ -101,7 +112,7 @@ class Ollama:
         )
 
     async def _complete(self, call: HTTPCall, service: Service, body: OllamaGenerateBody) -> Exchange:
-        """The exchange of a prompt that no template is put around."""
+        """Return the exchange of a prompt without a template around it."""
         with spelled(TEXT_NAMES):
             given = raw_text(body, service.chat.knows, thinks=service.chat.thinks)
             asked = parse(Generation, given, self._config, call)
@@ -118,7 +129,7 @@ class Ollama:
         )
 
     def _before(self, body: OllamaGenerateBody, service: Service) -> Sequence[int]:
-        """The tokens of `context`, checked."""
+        """Return the tokens of `context`, checked."""
         vocab = service.spec.vocab
         for token in body.context or ():
             if not 0 <= token < vocab:
@@ -131,7 +142,7 @@ class Ollama:
 
 
 class LineFormat(ABC):
-    """How an answer looks: `piece` is what is said in one line of it."""
+    """The lines of an answer; `piece` returns the fields of one."""
 
     def __init__(self, call: HTTPCall, service: Service, body: OllamaBody) -> None:
         self._service = service
@@ -142,20 +153,20 @@ class LineFormat(ABC):
         self._choice: ChoiceStream
 
     def of(self, choices: Sequence[ChoiceStream]) -> Adapter:
-        """The same, once it is known of what."""
+        """Format what `choices` generate."""
         (self._choice,) = choices
         return self
 
     @abstractmethod
     def piece(self, text: str, thought: str, calls: Sequence[ToolCallDelta] = ()) -> dict[str, Any]:
-        """What a line says."""
+        """Return the fields of one line."""
 
     def begin(self) -> bytes:
-        """Nothing."""
+        """Return nothing."""
         return b""
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        """Lines of what is new. A call comes whole, before what follows it."""
+        """Return the lines of one delta. A call comes whole, before what follows it."""
         thought = "" if self._hides else delta.reasoning
         before, within = self._whole.push(delta)
         data = self._called(before)
@@ -166,27 +177,27 @@ class LineFormat(ABC):
         return data + self._called(within)
 
     def _called(self, calls: Sequence[ToolCallDelta]) -> bytes:
-        """A line of whole calls; nothing where there are none."""
+        """Return a line of complete calls; empty if there are none."""
         return self._line(self.piece("", "", calls) | {"done": False}) if calls else b""
 
     def finish(self, index: int, done: Done, reason: str) -> bytes:
-        """A line of the last call, if there is one, and the last line."""
+        """Return a line of the last call, if there is one, and the last line."""
         return self._called(_uncut(self._whole.finish(), done)) + self._line(self.piece("", "") | self._end(done))
 
     def end(self) -> bytes:
-        """Nothing: the last line was the end."""
+        """Return nothing: the last line was the end."""
         return b""
 
     def error(self, error: CairnError) -> bytes:
-        """The line of a failure."""
+        """Return the line of a failure."""
         return encode({"error": str(error)}) + b"\n"
 
     def heartbeat(self) -> bytes:
-        """A line that says nothing new."""
+        """Return a line without news."""
         return self._line(self.piece("", "") | {"done": False})
 
     def whole(self) -> dict[str, Any]:
-        """The answer in one piece."""
+        """Return the complete answer."""
         said, done = self._choice.said, self._choice.done
         assert done is not None
         calls = [call for part in said.parts() for call in part.tool_calls]
@@ -203,7 +214,7 @@ class LineFormat(ABC):
         return {name: token_scores(one, self._service.tokenizer) for name, one in told.items() if one}
 
     def _end(self, done: Done) -> dict[str, Any]:
-        """What it cost, a load of the model with it."""
+        """Return the costs of the answer, a load of the model included."""
         timing = done.timing
         return {
             "done": True,
@@ -222,7 +233,7 @@ class Talk(LineFormat):
     """How an answer to /api/chat looks."""
 
     def piece(self, text: str, thought: str, calls: Sequence[ToolCallDelta] = ()) -> dict[str, Any]:
-        """A piece of a message."""
+        """Return a piece of a message."""
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if thought:
             message["thinking"] = thought
@@ -241,7 +252,7 @@ class Text(LineFormat):
     """How an answer to /api/generate looks."""
 
     def piece(self, text: str, thought: str, calls: Sequence[ToolCallDelta] = ()) -> dict[str, Any]:
-        """A piece of a text."""
+        """Return a piece of a text."""
         return {"response": text} | ({"thinking": thought} if thought else {})
 
     def _end(self, done: Done) -> dict[str, Any]:
@@ -265,6 +276,60 @@ def _loaded(call: HTTPCall, service: Service, piece: dict[str, Any]) -> dict[str
 
 
 def is_called(service: Service, name: str) -> bool:
-    """Whether a name is one of a model's to Ollama's clients: without case, and with or without its tag."""
+    """Return whether Ollama's clients may call the model by this name: in any case, with or without its tag."""
     wanted = name.casefold()
     return bool({wanted, wanted.removesuffix(LATEST)} & {known.casefold() for known in service.names})
+
+
+class OllamaEmbeddings:
+    """The routes of vectors."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._config = state.config
+        self._embeddings = Embeddings(state)
+
+    def routes(self) -> list[Route]:
+        """Return the table of these routes."""
+        return [
+            Route("POST", "/api/embed", self.embed, OllamaEmbedBody, model="embed"),
+            Route("POST", "/api/embeddings", self.embeddings, OllamaEmbeddingsBody, model="embed"),
+        ]
+
+    async def embed(self, call: HTTPCall, service: Service) -> None:
+        """Return vectors of one text or several. All have length 1."""
+        began = time.monotonic_ns()
+        body = parse(OllamaEmbedBody, await read_plain(call, self._config), self._config, call)
+        _check(body.model, service)
+        load = int(call.load_seconds * 1e9)
+        if not body.input:  # it asks for the model to be loaded, which it is
+            check_embeds(service)
+            costs = {"total_duration": load, "load_duration": load, "prompt_eval_count": 0}
+            await call.json({"model": service.name, "embeddings": []} | costs)
+            return
+        asking = self._embeddings.asking(call, body.truncate is not False, "input")
+        made, tokens = await self._embeddings.made(call, service, body.input, asking, body.dimensions, None)
+        await call.json(
+            {
+                "model": service.name,
+                "embeddings": [floats(one) for one in made],
+                "total_duration": load + time.monotonic_ns() - began,
+                "load_duration": load,
+                "prompt_eval_count": tokens,
+            }
+        )
+
+    async def embeddings(self, call: HTTPCall, service: Service) -> None:
+        """Return the vector of a text, with the length that the model gives it."""
+        body = parse(OllamaEmbeddingsBody, await read_plain(call, self._config), self._config, call)
+        _check(body.model, service)
+        if not body.prompt:
+            check_embeds(service)
+            await call.json({"embedding": []})
+            return
+        asking = self._embeddings.asking(call, True, "prompt")
+        made, _ = await self._embeddings.made(call, service, body.prompt, asking, None, False)
+        await call.json({"embedding": floats(made[0])})
+
+
+def _check(model: str | None, service: Service) -> None:
+    check_model(None if model is None or is_called(service, model) else model, service)

@@ -1,6 +1,6 @@
-"""Ollama's routes beside generation: the models that are served, and downloads on the server's machine.
+"""Ollama's other routes: the models that are served, and downloads on the server's machine.
 
-Shapes: github.com/ollama/ollama, docs/api.md. What changes downloads is for the server's owner (`auth.ADMIN`).
+Shapes: github.com/ollama/ollama, docs/api.md. Routes that change downloads are for the server's owner.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ import contextlib
 import logging
 import math
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
 from cairn import __version__
 from cairn.api.admin.requests import MODALITIES
 from cairn.api.chat.parse import parse
+from cairn.api.chat.state import ServerState
 from cairn.api.http.auth import has_keys, is_local
+from cairn.api.http.body import read_plain
 from cairn.api.http.call import HTTPCall, Watch, encode, internal, shown
-from cairn.api.http.json_body import read_plain
+from cairn.api.http.routes import Route
 from cairn.api.ollama.chat import LATEST, LINES
 from cairn.api.ollama.schemas import CopyBody, NameBody
-from cairn.config.config import Config
 from cairn.frontend.requests import sampling_defaults
 from cairn.frontend.service import Service
 from cairn.models.files import is_gguf
@@ -31,7 +32,6 @@ from cairn.models.hub.addresses import known
 from cairn.models.hub.removal import plan, remove
 from cairn.models.safetensors.weights import parameters
 from cairn.models.spec.facts import bytes_by_format
-from cairn.router.models import Models
 from cairn.router.served_model import ServedModel
 from cairn.types.errors import (
     CairnError,
@@ -47,10 +47,9 @@ from cairn.types.model_spec import ModelSpec
 
 log = logging.getLogger("cairn.api")
 
-Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
 
 SPEAKS = "0.14.0"
-"""The version of Ollama whose API this is. Clients ask for a least one: 0.6.4 (Copilot), 0.13.4 (codex)."""
+"""The version of Ollama whose API this is. Clients require at least 0.6.4 (Copilot), 0.13.4 (codex)."""
 DECADE = 10 * 365 * 86_400.0
 """Seconds; clients read dates of the next centuries badly."""
 FOREVER = "9999-12-31T23:59:59Z"
@@ -62,7 +61,7 @@ _LOOK = 0.25
 
 
 class _Facts(NamedTuple):
-    """What does not change of the model that is served."""
+    """The constant facts of a served model."""
 
     size: int
     modified: str
@@ -73,44 +72,42 @@ class _Facts(NamedTuple):
 class OllamaModels:
     """The routes of models."""
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    def __init__(self, state: ServerState) -> None:
+        self._state, self._config = state, state.config
         self._facts: dict[str, _Facts] = {}
-        """By where a model lies."""
+        """By the place of a model's files."""
         self._pulling = 0
-        self.registry: Models
-        """Set before the first call."""
 
-    def routes(self) -> dict[str, dict[str, Endpoint]]:
-        """Every route, by path and method."""
-        return {
-            "/api/tags": {"GET": self.tags},
-            "/api/ps": {"GET": self.ps},
-            "/api/version": {"GET": self.version},
-            "/api/show": {"POST": self.show},
-            "/api/pull": {"POST": self.pull},
-            "/api/delete": {"DELETE": self.delete},
-            "/api/copy": {"POST": self.copy},
-        }
+    def routes(self) -> list[Route]:
+        """Return the table of these routes."""
+        return [
+            Route("GET", "/api/tags", self.tags),
+            Route("GET", "/api/ps", self.ps),
+            Route("GET", "/api/version", self.version),
+            Route("POST", "/api/show", self.show, NameBody),
+            Route("POST", "/api/pull", self.pull, NameBody, access="admin"),
+            Route("DELETE", "/api/delete", self.delete, NameBody, access="admin"),
+            Route("POST", "/api/copy", self.copy, CopyBody),
+        ]
 
     async def version(self, call: HTTPCall, service: Service) -> None:
-        """GET /api/version."""
+        """Return the version of Ollama whose API this is."""
         await call.json({"version": SPEAKS, "cairn": __version__})
 
     async def tags(self, call: HTTPCall, service: Service) -> None:
-        """GET /api/tags: all models that can be asked for."""
+        """List all models that can be asked for."""
         shown = []
-        for model in self.registry.models:
+        for model in self._state.registry.models:
             if (facts := await self._known(model)) is not None:
                 shown.append(_model(model, facts) | {"modified_at": facts.modified})
         await call.json({"models": shown})
 
     async def ps(self, call: HTTPCall, service: Service) -> None:
-        """GET /api/ps: those that are loaded, and when they are unloaded if nobody asks for them."""
+        """List the loaded models, and when they are unloaded if nobody asks for them."""
         shown = []
-        for model, loaded in self.registry.loaded():
+        for model, loaded in self._state.registry.loaded():
             if (facts := await self._known(model)) is not None:
-                expires = self.registry.expires_in(model)
+                expires = self._state.registry.expires_in(model)
                 at = (
                     FOREVER
                     if expires == math.inf
@@ -121,12 +118,12 @@ class OllamaModels:
         await call.json({"models": shown})
 
     async def show(self, call: HTTPCall, service: Service) -> None:
-        """POST /api/show. The context length is the served one, since clients fill what they are told of."""
+        """Return a model. Its context length is the served one: clients fill what they are told."""
         body = parse(NameBody, await read_plain(call, self._config), self._config, call)
-        name = self.registry.canonical(body.model)
-        if not self._is_served(name) and (self.registry.several or service.strict):
+        name = self._state.registry.canonical(body.model)
+        if not self._is_served(name) and (self._state.registry.several or service.strict):
             raise self._unknown(body.model)
-        model = self.registry.find(name)
+        model = self._state.registry.find(name)
         facts = await self._known(model)
         if model.loaded is None or facts is None:
             await call.json(_show_of_files(model, facts))
@@ -150,7 +147,7 @@ class OllamaModels:
         )
 
     async def pull(self, call: HTTPCall, service: Service) -> None:
-        """POST /api/pull: a download for a server to come; this one goes on with its model."""
+        """Download a model for a later start of a server. This server keeps its model."""
         body = parse(NameBody, await read_plain(call, self._config), self._config, call)
         self._check_owner()
         model = body.model.removesuffix(LATEST)
@@ -192,20 +189,20 @@ class OllamaModels:
         await lines.say({"status": "verifying sha256 digest"})
 
     async def delete(self, call: HTTPCall, service: Service) -> None:
-        """DELETE /api/delete: a download goes, unless it is being served."""
+        """Delete a download that is not served."""
         body = parse(NameBody, await read_plain(call, self._config), self._config, call)
         self._check_owner()
         model = body.model.removesuffix(LATEST)
         if self._is_served(model):
             raise Conflict(f"{shown(model)} is being served; end this server before its model is removed")
         try:
-            await asyncio.to_thread(_remove, model, [one.config.model for one in self.registry.models])
+            await asyncio.to_thread(_remove, model, [one.config.model for one in self._state.registry.models])
         except ModelError as error:
             raise UnknownModel(str(error), field="model") from None
         await call.respond(200, b"", [])
 
     async def copy(self, call: HTTPCall, service: Service) -> None:
-        """POST /api/copy: a model has the names that its server was started with, and gets no others."""
+        """Give a model another name. Only names that it has since the server's start are accepted."""
         body = parse(CopyBody, await read_plain(call, self._config), self._config, call)
         if not self._is_served(body.source):
             raise self._unknown(body.source)
@@ -217,22 +214,22 @@ class OllamaModels:
         await call.respond(200, b"", [])
 
     def _check_owner(self) -> None:
-        """Forbidden where anybody from elsewhere could fill or empty the disk."""
-        config = self.registry.config  # as it holds now
+        """Raise Forbidden if anybody from elsewhere could fill or empty the disk."""
+        config = self._state.registry.config  # as it holds now
         if not has_keys(config) and not is_local(config.host):
             raise Forbidden("downloads are changed over HTTP only by the admin key, or on this machine alone")
 
     def _is_served(self, name: str) -> bool:
-        return self.registry.has(self.registry.canonical(name))
+        return self._state.registry.has(self._state.registry.canonical(name))
 
     def _unknown(self, name: str) -> UnknownModel:
-        error = self.registry.unknown(name)
+        error = self._state.registry.unknown(name)
         return UnknownModel(
             str(error).replace("there is no model", "model").replace("; this", " not found; this", 1), field="model"
         )
 
     async def _known(self, model: ServedModel) -> _Facts | None:
-        """What a model's files say; None where they cannot be read."""
+        """Return what a model's files say; None if they cannot be read."""
         if model.spec is None:
             return None
         place = str(model.place or model.config.model)
@@ -240,7 +237,7 @@ class OllamaModels:
             try:
                 self._facts[place] = await asyncio.to_thread(_facts, place, model.spec)
             except ModelError as error:  # it is listed all the same
-                log.warning("%s: what its files hold cannot be told: %s", model.name, error)
+                log.warning("%s: its files cannot be read: %s", model.name, error)
                 self._facts[place] = _Facts(0, _iso(datetime.now(UTC)), {}, 0)
         return self._facts[place]
 
@@ -253,7 +250,7 @@ class _Lines:
         self._call, self._stream = call, stream
 
     async def say(self, line: dict[str, Any]) -> None:
-        """One more."""
+        """Send one more line."""
         if not self._stream:
             return
         if not self._call.started:
@@ -261,14 +258,14 @@ class _Lines:
         await self._call.write(encode(line) + b"\n")
 
     async def fail(self, error: CairnError) -> None:
-        """The last one; raises it where nothing has been said."""
+        """Send the error as the final line, or raise it if nothing was sent yet."""
         if not self._call.started:
             raise error
         self._call.ended = error.code
         await self._call.write(encode({"error": str(error)}) + b"\n", more=False)
 
     async def end(self) -> None:
-        """The last one."""
+        """Send the final line."""
         if self._call.ended:
             return
         await self.say({"status": "success"})
@@ -286,14 +283,14 @@ class _Pull:
         self._told: hub.Progress | None = None
         self._shown: hub.Progress | None = None
         self.left = threading.Event()
-        """Nobody waits for it any more: it ends, and goes on where it stopped when it is asked for again."""
+        """Set when nobody waits any more: the download ends, and the next request for it continues where it stopped."""
 
     def run(self) -> None:
         """Download."""
         hub.pull(self._model, progress=self._note, sleep=self._wait)
 
     def line(self) -> dict[str, Any] | None:
-        """What is new since the last line."""
+        """Return the progress since the last line; None if there is none."""
         told = self._told
         if told is None or told == self._shown:
             return None
@@ -310,7 +307,10 @@ class _Pull:
 
 
 def _remove(model: str, served: Sequence[str]) -> None:
-    """Remove a download. ModelError where there is none, Conflict where the model that is served would go with it."""
+    """Remove a download.
+
+    Raises ModelError if there is none, Conflict if a served model would be removed with it.
+    """
     removal = plan(model)
     gone = [removal.repository] if removal.whole else removal.links
     for name in served:
@@ -351,7 +351,7 @@ def _iso(time: datetime) -> str:
 
 
 def _model(model: ServedModel, facts: _Facts) -> dict[str, Any]:
-    """A model as lists have it."""
+    """Return a model as lists show it."""
     identity = model.loaded.service.info.identity if model.loaded is not None else model.identity
     return {
         "name": model.name,
@@ -365,7 +365,7 @@ def _model(model: ServedModel, facts: _Facts) -> dict[str, Any]:
 
 
 def _show_of_files(model: ServedModel, facts: _Facts | None) -> dict[str, Any]:
-    """What is known of a model that is not loaded."""
+    """Return what is known of a model that is not loaded."""
     spec = model.spec
     context = min(spec.context, model.config.context or spec.context) if spec is not None else 0
     return {
@@ -382,7 +382,7 @@ def _show_of_files(model: ServedModel, facts: _Facts | None) -> dict[str, Any]:
 
 
 def _info(spec: ModelSpec, name: str, context: int, facts: _Facts) -> dict[str, Any]:
-    """By the names of GGUF's metadata."""
+    """Return the model's shape by the names of GGUF's metadata."""
     family = spec.architecture
     shape = {
         "context_length": context,
@@ -402,7 +402,7 @@ def _info(spec: ModelSpec, name: str, context: int, facts: _Facts) -> dict[str, 
 
 
 def _capabilities(model: ServedModel) -> list[str]:
-    """What a model can do, as far as that is known of one that is not loaded."""
+    """Return what a model can do, as far as that is known of one that is not loaded."""
     if model.loaded is None:
         return {"chat": ["completion"], "embed": ["embedding"]}.get(model.kind, [])
     service = model.loaded.service

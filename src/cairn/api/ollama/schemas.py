@@ -1,7 +1,7 @@
 """Bodies of Ollama's API, and the chat or the text that they ask for.
 
-Shapes: github.com/ollama/ollama, docs/api.md, as ollama-python's `_types` state them. Ollama passes over what it does
-not know, and so its clients send all manner of things: unknown fields are told in X-Cairn-Warning.
+Shapes: github.com/ollama/ollama, docs/api.md, as ollama-python's `_types` state them. Ollama ignores unknown fields, so
+its clients send all manner of things: unknown fields are named in X-Cairn-Warning.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ NAMES = {
     **{name: f"options.{name}" for name in ("presence_penalty", "frequency_penalty", "typical_p")},
     **{name: f"options.{name}" for name in ("mirostat", "mirostat_tau", "mirostat_eta")},
 }
-"""What this dialect calls the fields of a chat."""
+"""This dialect's names for the fields of a chat."""
 TEXT_NAMES = NAMES | {"prompt": "prompt", "messages": "prompt"}
-"""What it calls them where the chat is one prompt."""
+"""Its names for them if the chat is one prompt."""
 
 
 class Options(Body):
@@ -57,7 +57,7 @@ class Options(Body):
     mirostat_eta: Number = None
 
     def sampling(self) -> dict[str, Any]:
-        """By the names of a `ChatBody`."""
+        """Return the options by the names of a `ChatBody`."""
         most = self.num_predict
         return {
             "n_predict": -1 if most is not None and most <= 0 else most,
@@ -78,7 +78,7 @@ class Options(Body):
 
 
 class OllamaBody(Body):
-    """What /api/chat and /api/generate share."""
+    """The fields that /api/chat and /api/generate share."""
 
     place = "ollama"
     within: ClassVar[dict[str, type[Body]]] = {"options": Options}
@@ -86,7 +86,7 @@ class OllamaBody(Body):
 
     model: str | None = None
     stream: bool | None = None
-    """True where it is absent."""
+    """True by default."""
     think: Any = None
     format: Any = None
     options: Options | None = None
@@ -100,12 +100,14 @@ class OllamaBody(Body):
 
     @property
     def hides(self) -> bool:
-        """Whether what is thought is not to be seen."""
+        """Whether thinking is hidden."""
         return self.think is False
 
     def common(self, knows: Callable[[str], bool], *, thinks: bool) -> dict[str, Any]:
-        """The fields of a `ChatBody` but its messages. `knows`: as of `ChatBody.template_args`; `thinks`: whether the
-        model can."""
+        """Return the fields of a `ChatBody` without its messages.
+
+        `knows`: as in `ChatBody.template_args`; `thinks`: whether the model can think.
+        """
         chat = (self.options or Options()).sampling()
         chat |= {"model": self.model, "logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
         if self.logprobs is None and self.top_logprobs:
@@ -148,7 +150,7 @@ class OllamaGenerateBody(OllamaBody):
     system: str | None = None
     raw: bool | None = None
     context: Several[int] | None = None
-    """Tokens that an earlier answer has given back: what comes before."""
+    """Tokens that an earlier answer returned: the context before the prompt."""
 
 
 class OllamaEmbedBody(Body):
@@ -162,7 +164,7 @@ class OllamaEmbedBody(Body):
     input: Stop | None = None
     """Empty: the model is to be loaded."""
     truncate: bool | None = None
-    """False: a text that is too long is refused; by default it is cut."""
+    """False: refuse a text that is too long; by default it is cut."""
     dimensions: Count = None
     options: Options | None = None
 
@@ -181,7 +183,7 @@ class OllamaEmbeddingsBody(Body):
 
 
 class NameBody(Body):
-    """What /api/show, pull and delete take. `name` is the older name of `model`."""
+    """The body of /api/show, pull and delete. `name` is the older name of `model`."""
 
     place = "model"
     lenient: ClassVar[bool] = True
@@ -204,7 +206,7 @@ class CopyBody(Body):
 
 
 def chat_of(body: OllamaChatBody, knows: Callable[[str], bool], *, thinks: bool) -> dict[str, Any]:
-    """The chat that a body asks for, as a `ChatBody` has it."""
+    """Return the fields of a `ChatBody` that a body asks for."""
     chat = body.common(knows, thinks=thinks)
     calls = _OpenCalls()
     chat["messages"] = [
@@ -219,18 +221,20 @@ def chat_of(body: OllamaChatBody, knows: Callable[[str], bool], *, thinks: bool)
 
 
 def prompt_chat(body: OllamaGenerateBody, knows: Callable[[str], bool], *, thinks: bool) -> dict[str, Any]:
-    """The chat of one prompt that a body asks for, as a `ChatBody` has it."""
+    """Return the fields of a `ChatBody` with one prompt."""
     system = [{"role": "system", "content": body.system}] if body.system else []
     user = {"role": "user", "content": body.prompt or ""}
     return _given(body.common(knows, thinks=thinks) | {"messages": [*system, user]})
 
 
 def raw_text(body: OllamaGenerateBody, knows: Callable[[str], bool], *, thinks: bool) -> dict[str, Any]:
-    """How a text is completed that no template is put around, as a `Generation` has it. Unsupported for what would
-    need one."""
+    """Return the fields of a `Generation` for a text without a template around it.
+
+    Raises Unsupported for fields that need a template.
+    """
     for name in ("system", "think"):
         if getattr(body, name):
-            raise Unsupported(f"{name} needs a chat template, and this prompt is completed as it stands", field=name)
+            raise Unsupported(f"{name} needs a chat template, and this prompt is completed without one", field=name)
     chat = body.common(knows, thinks=thinks)
     known = {*Generation.model_fields, *Generation.synonyms, "response_format"}
     return _given({name: value for name, value in chat.items() if name in known})
@@ -241,7 +245,7 @@ def _given(chat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _form(given: Any) -> dict[str, Any]:
-    """`response_format` of a `format`."""
+    """Return the `response_format` of a `format`."""
     if given == "json":
         return {"type": "json_object"}
     if isinstance(given, dict):
@@ -263,19 +267,19 @@ class _OpenCalls:
         return len(self._open)
 
     def add(self, name: str, id: str) -> None:
-        """A call was made."""
+        """Note a call."""
         self._open[self._next] = id
         self._by_id.setdefault(id, []).append(self._next)
         self._by_name.setdefault(name, deque()).append(self._next)
         self._next += 1
 
     def answer(self, id: str) -> None:
-        """A result names all calls of this id."""
+        """Note a result, which answers all calls of this id."""
         for number in self._by_id.pop(id, ()):
             self._open.pop(number, None)
 
     def first(self, name: object) -> str | None:
-        """Take off the first call of that name, else the first of all; return its id, or None where there is none."""
+        """Remove the first call of that name, else the first of all; return its id, or None if there is none."""
         waiting = self._by_name.get(name, deque()) if isinstance(name, str) else deque[int]()
         while waiting:
             if (number := waiting.popleft()) in self._open:
@@ -317,7 +321,7 @@ def _calls(given: Any, where: str, calls: _OpenCalls) -> list[dict[str, Any]]:
 
 
 def _answered(message: Mapping[str, Any], calls: _OpenCalls) -> str:
-    """Return the id of the call that a result belongs to: as it says, else the first of its name, else the first."""
+    """Return the id of the call that a result belongs to: its own, else the first of its name, else the first."""
     id = message.get("tool_call_id")
     if isinstance(id, str) and id:
         calls.answer(id)
@@ -326,7 +330,7 @@ def _answered(message: Mapping[str, Any], calls: _OpenCalls) -> str:
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """The same tool with what clients leave out of it."""
+    """Return the tool with the fields that clients leave out."""
     function = tool.get("function")
     if isinstance(function, dict):
         function = {name: value for name, value in function.items() if value is not None}

@@ -7,33 +7,39 @@ from functools import partial
 from typing import cast
 
 from cairn.api.chat.answers import ChatAnswer, TextAnswer
-from cairn.api.chat.exchange import ChoiceStream, Exchanges
-from cairn.api.chat.generation import chat_exchange, check_length, check_model, text_exchange
+from cairn.api.chat.exchange import ChoiceStream
+from cairn.api.chat.generation import chat_exchange, check_length, check_model, names_of, pace_of, text_exchange
 from cairn.api.chat.parse import parse, read
-from cairn.api.chat.schemas import ChatBody, CompletionBody, Generation, with_prompt_logprobs
-from cairn.api.chat.sessions import AgentAttribution
-from cairn.api.chat.timings import AnswerTimes
+from cairn.api.chat.schemas import ChatBody, CompletionBody, with_prompt_logprobs
+from cairn.api.chat.state import ServerState
+from cairn.api.http.body import read_json
 from cairn.api.http.call import HTTPCall
-from cairn.api.http.json_body import read_json
-from cairn.config.config import Config
+from cairn.api.http.routes import Route
 from cairn.frontend.service import Service
 from cairn.text.tokens.tokenizer import INLINE
 from cairn.types.errors import InvalidRequest
 
 COMPLETION_TOKENS = 16
-"""max_tokens of a text completion that gives none, as in the OpenAI API."""
+"""Default max_tokens of a text completion, as in the OpenAI API."""
 
 
 class OpenAI:
     """The two generating routes."""
 
-    def __init__(self, config: Config, exchanges: Exchanges, attribution: AgentAttribution) -> None:
-        self._config = config
-        self._attribution = attribution
-        self._exchanges = exchanges
+    def __init__(self, state: ServerState) -> None:
+        self._config = state.config
+        self._attribution = state.attribution
+        self._exchanges = state.exchanges
+
+    def routes(self) -> list[Route]:
+        """Return the table of these routes."""
+        return [
+            Route("POST", "/v1/chat/completions", self.chat, ChatBody, model="chat"),
+            Route("POST", "/v1/completions", self.complete, CompletionBody, model="chat"),
+        ]
 
     async def chat(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/chat/completions."""
+        """Generate the next message of a chat, whole or as a stream."""
         body = await read(ChatBody, call, self._config)
         exchange = await chat_exchange(
             call,
@@ -57,7 +63,7 @@ class OpenAI:
         await self._exchanges.run(call, exchange, stream=bool(body.stream))
 
     async def complete(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/completions."""
+        """Generate what follows a text."""
         body = parse(CompletionBody, await read_json(call, self._config), self._config, call)
         check_model(body.model, service)
         service.check_generates()
@@ -121,16 +127,6 @@ class OpenAI:
         return prompts
 
 
-def pace_of(body: Generation, choices: Sequence[ChoiceStream]) -> AnswerTimes:
-    """What is told of the answer's time."""
-    return AnswerTimes(choices, timings=body.timings_per_token, progress=body.return_progress)
-
-
-def names_of(max_tokens: int | None) -> dict[str, str]:
-    """What a chat calls the fields of a request: a prompt is its messages."""
-    return {"prompt": "messages"} | ({"max_tokens": "max_completion_tokens"} if max_tokens is None else {})
-
-
 async def encode_text(
     call: HTTPCall,
     service: Service,
@@ -140,10 +136,10 @@ async def encode_text(
     inline: bool = True,
     special: bool = True,
 ) -> list[int]:
-    """The token ids of a raw prompt, with a `suffix` of what stands between the two.
+    """Return the token ids of a raw prompt, or of a prompt and a `suffix` to fill in between.
 
-    A long text, or one of many (not `inline`), does not hold up the event loop. `special`: control tokens written in
-    the texts are control tokens.
+    A long text, or one of many (not `inline`), is encoded off the event loop. `special`: control tokens written in the
+    texts are control tokens.
     """
     texts = [text for text in (prompt, suffix) if isinstance(text, str)]
     if service.spec.whole and isinstance(prompt, str):
@@ -157,13 +153,13 @@ async def encode_text(
 
 
 def _whole(service: Service, text: str, special: bool) -> list[int]:
-    """The ids that an encoder reads of a text."""
+    """Return the ids that an encoder reads of a text."""
     tokenizer = service.tokenizer
     return list(tokenizer.affixes.whole(tokenizer.encode(text, special=special)).tokens)
 
 
 def check_suffix(suffix: str | None, service: Service, *, echo: bool = False) -> None:
-    """InvalidRequest for a suffix that this model cannot fill in before, or that cannot be echoed."""
+    """Raise InvalidRequest for a suffix that this model cannot fill in before, or that cannot be echoed."""
     if not suffix:
         return
     if service.tokenizer.middle is None:

@@ -1,4 +1,4 @@
-"""OpenAI's conversations, under /v1/conversations: a name for the response that is gone on from, and what was added.
+"""OpenAI's conversations, under /v1/conversations: a name for the last response, and messages added to it.
 
     POST /v1/conversations                         GET, POST, DELETE /v1/conversations/{id}
     GET, POST /v1/conversations/{id}/items         GET, DELETE /v1/conversations/{id}/items/{item}
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple, TypedDict
 
 import msgspec
@@ -23,19 +23,17 @@ from cairn.api.chat.message_schemas import plain_messages
 from cairn.api.chat.paging import page, page_of_items
 from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import ChatBody
-from cairn.api.chat.sessions import AgentAttribution
-from cairn.api.http.body import Body, Several
+from cairn.api.chat.state import ServerState
+from cairn.api.http.body import Body, Several, read_nothing
 from cairn.api.http.call import HTTPCall
-from cairn.api.http.json_body import read_nothing
+from cairn.api.http.routes import Route
 from cairn.api.native.agent_schemas import MAX_OWN_METADATA, check_metadata
 from cairn.api.openai.item_references import ItemReferences
 from cairn.api.openai.responses_items import items_of, messages_of
 from cairn.api.openai.stored_responses import TTL, StoredResponses, find_kept
-from cairn.config.config import Config
 from cairn.frontend.service import Service
 from cairn.types.errors import ConversationLocked, InvalidRequest, NotFound
 
-Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
 PATH = "/v1/conversations"
 PREFIX = "conv_"
 KIND = "conversation"
@@ -61,7 +59,7 @@ class ItemsBody(Body):
 
 
 class ConversationState(NamedTuple):
-    """Where a conversation stands."""
+    """The state of a conversation."""
 
     head: str
     """The last response; empty before the first."""
@@ -70,7 +68,7 @@ class ConversationState(NamedTuple):
 
 
 class _Message(TypedDict):
-    """What has to be in a message that a conversation holds."""
+    """The required fields of a message in a conversation."""
 
     role: str
 
@@ -85,35 +83,34 @@ class _State(msgspec.Struct):
 class Conversations:
     """The routes of conversations."""
 
-    def __init__(self, config: Config, attribution: AgentAttribution, stored: StoredResponses) -> None:
-        self._config = config
-        self._attribution = attribution
+    def __init__(self, state: ServerState, stored: StoredResponses) -> None:
+        self._config = state.config
+        self._attribution = state.attribution
         self._stored = stored
-        self.references = ItemReferences(config, stored, self._items)
+        self.references = ItemReferences(state.config, stored, self._items)
         """Resolves references to items of these, and of responses."""
         self._locked: set[tuple[str, str]] = set()
 
-    def routes(self, path: str) -> dict[str, Endpoint] | None:
-        """The methods of a path, or None."""
-        if path == PATH:
-            return {"POST": self.create}
-        _, _, rest = path.removeprefix(PATH + "/").partition("/")
-        if not path.startswith(PATH + "/" + PREFIX) or path.endswith("/"):
-            return None
-        if not rest:
-            return {"GET": self.show, "POST": self.update, "DELETE": self.delete}
-        if rest == "items":
-            return {"GET": self.items, "POST": self.add}
-        kind, _, item = rest.partition("/")
-        return {"GET": self.item, "DELETE": self.remove} if kind == "items" and item and "/" not in item else None
+    def routes(self) -> list[Route]:
+        """Return the table of these routes."""
+        return [
+            Route("POST", "/v1/conversations", self.create, ConversationBody, keeps=True),
+            Route("GET", "/v1/conversations/{id:conv_}", self.show),
+            Route("POST", "/v1/conversations/{id:conv_}", self.update, ConversationBody, keeps=True),
+            Route("DELETE", "/v1/conversations/{id:conv_}", self.delete),
+            Route("GET", "/v1/conversations/{id:conv_}/items", self.items, query=("limit", "order", "after")),
+            Route("POST", "/v1/conversations/{id:conv_}/items", self.add, ItemsBody, keeps=True),
+            Route("GET", "/v1/conversations/{id:conv_}/items/{item}", self.item),
+            Route("DELETE", "/v1/conversations/{id:conv_}/items/{item}", self.remove),
+        ]
 
     # ------------------------------------------------------------------------------------------------- of responses
 
     @contextlib.contextmanager
     def locked(self, tenant: str, id: str) -> Iterator[None]:
-        """While a response of it begins. ConversationLocked while another does."""
+        """Lock a conversation while one of its responses begins. Raises ConversationLocked if another does."""
         if (tenant, id) in self._locked:
-            raise ConversationLocked(f"conversation {id} is being gone on with by another response", field=KIND)
+            raise ConversationLocked(f"conversation {id} is being continued by another response", field=KIND)
         self._locked.add((tenant, id))
         try:
             yield
@@ -121,7 +118,10 @@ class Conversations:
             self._locked.discard((tenant, id))
 
     async def state(self, tenant: str, id: str) -> ConversationState:
-        """Where it stands. NotFound, and ConversationLocked while its last response runs."""
+        """Return the state of a conversation.
+
+        Raises NotFound, and ConversationLocked while its last response runs.
+        """
         agents = self._attribution.open()
         info = self._find(agents, tenant, id)
         now = _unpacked(info.metadata["state"])
@@ -134,7 +134,7 @@ class Conversations:
         return now
 
     async def move(self, tenant: str, id: str, before: ConversationState, head: str) -> None:
-        """A response goes on with it from that state."""
+        """Advance the conversation from state `before` to the response `head`."""
         agents = self._attribution.open()
         info = self._find(agents, tenant, id)
         await self._write(agents, tenant, info, ConversationState(head, []), before)
@@ -142,7 +142,7 @@ class Conversations:
     # ------------------------------------------------------------------------------------------------------- routes
 
     async def create(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/conversations."""
+        """Create a conversation."""
         agents = self._attribution.open()
         body = await read(ConversationBody, call, self._config, read_nothing)
         check_metadata(body.metadata)
@@ -153,11 +153,11 @@ class Conversations:
         await call.json(_object(info))
 
     async def show(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/conversations/{id}."""
+        """Return a conversation."""
         await call.json(_object(self._find(self._attribution.open(), call.tenant, call.path_part(PATH))))
 
     async def update(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/conversations/{id}: other metadata."""
+        """Replace the metadata of a conversation."""
         agents, id = self._attribution.open(), call.path_part(PATH)
         body = await read(ConversationBody, call, self._config)
         if body.items is not None:
@@ -168,18 +168,18 @@ class Conversations:
         await call.json(_object(await agents.describe(call.tenant, id, changed)))
 
     async def delete(self, call: HTTPCall, service: Service) -> None:
-        """DELETE /v1/conversations/{id}: its responses stay."""
+        """Delete a conversation. Its responses stay."""
         agents, id = self._attribution.open(), call.path_part(PATH)
         self._find(agents, call.tenant, id)
         await agents.delete(call.tenant, id)
         await call.json({"id": id, "object": "conversation.deleted", "deleted": True})
 
     async def items(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/conversations/{id}/items, the last first unless `order` is asc."""
+        """List the items of a conversation. The last comes first unless `order` is asc."""
         await call.json(page_of_items(call, await self._items(call.tenant, call.path_part(PATH))))
 
     async def add(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/conversations/{id}/items."""
+        """Add items to a conversation."""
         body = await read(ItemsBody, call, self._config)
         agents, id = self._attribution.open(), call.path_part(PATH)
         with self.locked(call.tenant, id):
@@ -192,12 +192,12 @@ class Conversations:
         await call.json(page(added, len(added), None))
 
     async def item(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/conversations/{id}/items/{item}."""
+        """Return one item of a conversation."""
         items = await self._items(call.tenant, call.path_part(PATH))
         await call.json(items[_place(items, _item_of(call))])
 
     async def remove(self, call: HTTPCall, service: Service) -> None:
-        """DELETE /v1/conversations/{id}/items/{item}: what is left is a conversation without responses."""
+        """Remove an item. The conversation no longer refers to responses then."""
         agents, id = self._attribution.open(), call.path_part(PATH)
         with self.locked(call.tenant, id):
             await self.state(call.tenant, id)
@@ -239,7 +239,7 @@ class Conversations:
 
 
 def conversation_of(given: Any) -> str | None:
-    """The id of a request's `conversation`, which is a text or an object."""
+    """Return the id in a request's `conversation`, which is a text or an object."""
     id = given.get("id") if isinstance(given, dict) else given
     if id is not None and not isinstance(id, str):
         raise InvalidRequest("conversation must be an id, or an object with one", field=KIND)

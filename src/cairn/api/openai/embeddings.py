@@ -8,23 +8,15 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from cairn.api.chat.generation import check_model
 from cairn.api.chat.parse import parse
+from cairn.api.chat.state import ServerState
+from cairn.api.http.body import Body, Count, Prompt, Several, Stop, read_json
 from cairn.api.http.call import Disconnected, HTTPCall, Watch
-from cairn.api.http.json_body import read_json
-from cairn.api.openai.embedding_schemas import (
-    Document,
-    EmbeddingBody,
-    LlamaEmbeddingBody,
-    RerankBody,
-    ScoreBody,
-    TextsBody,
-    texts_of,
-)
-from cairn.config.config import Config
+from cairn.api.http.routes import Route
 from cairn.frontend.embeddings import (
     AT_ONCE,
     MAX_TEXTS,
@@ -38,33 +30,159 @@ from cairn.frontend.embeddings import (
     vectors,
 )
 from cairn.frontend.service import Service
-from cairn.types.errors import InvalidRequest
+from cairn.types.errors import InvalidRequest, Unsupported
 
 if TYPE_CHECKING:
     from cairn.frontend.embeddings import Vector
 
-Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
+
+class EmbeddingBody(Body):
+    """POST /v1/embeddings."""
+
+    place = "embedding"
+
+    model: str | None = None
+    input: Any
+    """A text, token ids, both in one list, or a list of any of these; llama.cpp's objects of a text too."""
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Count = None
+    truncate: bool | None = None
+    """Whether a text that is longer than the model takes is cut."""
+    normalize: bool | None = None
+    """False: the vectors as the model makes them; default: of length 1."""
+    prompt_name: str | None = None
+    """The model's prompt to put before each text, such as the one for queries."""
+
+
+class LlamaEmbeddingBody(Body):
+    """POST /embedding, as llama.cpp has it."""
+
+    place = "embedding"
+    synonyms: ClassVar[Mapping[str, str]] = {"content": "input"}
+
+    model: str | None = None
+    input: Any
+    embd_normalize: Count = None
+    """-1: the vectors as the model makes them; 2, the default: of length 1."""
+
+
+class TextsBody(Body):
+    """POST /embed, as Text Embeddings Inference has it."""
+
+    place = "embedding"
+
+    model: str | None = None
+    inputs: Prompt
+    truncate: bool | None = None
+    normalize: bool | None = None
+    dimensions: Count = None
+    prompt_name: str | None = None
+
+
+class Document(Body):
+    """`{"text": ...}`."""
+
+    text: str
+
+
+class RerankBody(Body):
+    """POST /v1/rerank: `documents` as Cohere and Jina have them, or `texts` as Text Embeddings Inference does."""
+
+    place = "embedding"
+    within: ClassVar[dict[str, type[Body]]] = {"documents": Document}
+    synonyms: ClassVar[Mapping[str, str]] = {"top_k": "top_n", "return_text": "return_documents"}
+
+    model: str | None = None
+    query: str
+    documents: Several[str | Document] | None = None
+    texts: Several[str] | None = None
+    top_n: Count = None
+    return_documents: bool | None = None
+    truncate: bool | None = None
+    raw_scores: bool | None = None
+    """Whether the scores of a judge are those before the logistic function."""
+    instruction: str | None = None
+    """The instruction by which a decoder judges."""
+
+
+class ScoreBody(Body):
+    """POST /v1/score, as vLLM has it: one text or several beside one or as many."""
+
+    place = "embedding"
+    synonyms: ClassVar[Mapping[str, str]] = {
+        "queries": "text_1",
+        "documents": "text_2",
+        "data_1": "text_1",
+        "data_2": "text_2",
+    }
+
+    model: str | None = None
+    text_1: Stop
+    text_2: Stop
+    truncate: bool | None = None
+    instruction: str | None = None
+
+
+SHAPES = "must be a text, a list of texts, a list of token ids or a list of such lists"
+
+
+def texts_of(given: Any, field: str) -> list[str | list[int | str]]:
+    """Return the texts of an `input`. Raises InvalidRequest for any other shape."""
+    if (one := _text(given, field)) is not None:
+        return [one]
+    if not isinstance(given, list) or not given:
+        raise InvalidRequest(f"{field} {SHAPES}{'' if given else ', and hold at least one'}", field=field)
+    found = [_text(item, f"{field}[{at}]", inner=True) for at, item in enumerate(given)]
+    if any(one is None for one in found):
+        raise InvalidRequest(f"{field} {SHAPES}", field=field)
+    return [one for one in found if one is not None]
+
+
+def _text(given: Any, where: str, *, inner: bool = False) -> str | list[int | str] | None:
+    """Return one text: itself, a list with at least one token id, or what an object of llama.cpp's holds."""
+    if isinstance(given, dict):
+        return _object(given, where)
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list) or not all(type(one) in (int, str) for one in given):
+        return None
+    return given if any(isinstance(one, int) for one in given) or (inner and not given) else None
+
+
+def _object(given: dict[str, Any], where: str) -> str:
+    if isinstance(text := given.get("prompt_string"), str) and not given.get("multimodal_data"):
+        return text
+    parts = given.get("content")
+    if not isinstance(parts, list):
+        raise InvalidRequest(f"{where} must hold a prompt_string, or a content that is a list of parts", field=where)
+    texts = []
+    for at, part in enumerate(parts):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise Unsupported(f"{where}.content[{at}] must be a text part: vectors are made of texts", field=where)
+        texts.append(part["text"])
+    return "".join(texts)
 
 
 class Embeddings:
     """The routes of models that make vectors or judge texts."""
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    def __init__(self, state: ServerState) -> None:
+        self._config = state.config
 
-    def routes(self) -> dict[str, dict[str, Endpoint]]:
-        """Every route, by path and method."""
-        rerank: dict[str, Endpoint] = {"POST": self.rerank}
-        return {
-            "/v1/embeddings": {"POST": self.embeddings},
-            "/embed": {"POST": self.embed},
-            "/embedding": {"POST": self.embedding},
-            **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/v1/reranking"), rerank),
-            "/v1/score": {"POST": self.score},
-        }
+    def routes(self) -> list[Route]:
+        """Return the table of these routes."""
+        return [
+            Route("POST", "/v1/embeddings", self.embeddings, EmbeddingBody, model="embed"),
+            Route("POST", "/v1/rerank", self.rerank, RerankBody, model="rerank"),
+            Route("POST", "/v2/rerank", self.rerank, RerankBody, model="rerank"),
+            Route("POST", "/v1/reranking", self.rerank, RerankBody, model="rerank"),
+            Route("POST", "/v1/score", self.score, ScoreBody, model="rerank"),
+            Route("POST", "/embed", self.embed, TextsBody, model="embed"),
+            Route("POST", "/embedding", self.embedding, LlamaEmbeddingBody, model="embed"),
+        ]
 
     async def embeddings(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/embeddings."""
+        """Return vectors of texts."""
         body = parse(EmbeddingBody, await read_json(call, self._config), self._config, call)
         check_model(body.model, service)
         asking = self.asking(call, body.truncate, "input", body.prompt_name)
@@ -77,7 +195,7 @@ class Embeddings:
         await call.json({"object": "list", "data": data, "model": service.name, "usage": usage})
 
     async def embed(self, call: HTTPCall, service: Service) -> None:
-        """POST /embed: a list of vectors and nothing else."""
+        """Return vectors of texts, as a list and nothing else."""
         body = parse(TextsBody, await read_json(call, self._config), self._config, call)
         check_model(body.model, service)
         asking = self.asking(call, body.truncate, "inputs", body.prompt_name)
@@ -85,7 +203,7 @@ class Embeddings:
         await call.json([floats(one) for one in made])
 
     async def embedding(self, call: HTTPCall, service: Service) -> None:
-        """POST /embedding: llama-server's own form, a list of objects each with one vector in a list."""
+        """Return vectors of texts in llama-server's form. Each is an object with one vector in a list."""
         body = parse(LlamaEmbeddingBody, await read_json(call, self._config), self._config, call)
         check_model(body.model, service)
         if body.embd_normalize not in (None, -1, 2):
@@ -99,7 +217,7 @@ class Embeddings:
         await call.json([{"index": at, "embedding": [floats(one)]} for at, one in enumerate(made)])
 
     async def rerank(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/rerank: the texts that fit a query best, first."""
+        """Sort texts by how well they fit a query, the best first."""
         body = parse(RerankBody, await read_json(call, self._config), self._config, call)
         check_model(body.model, service)
         check_scores(service)
@@ -129,7 +247,7 @@ class Embeddings:
         await call.json({"id": call.id, "object": "list", "model": service.name, "results": results, "usage": usage})
 
     async def score(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/score: one score for each pair of texts."""
+        """Return one score for each pair of texts."""
         body = parse(ScoreBody, await read_json(call, self._config), self._config, call)
         check_model(body.model, service)
         check_scores(service)
@@ -155,7 +273,7 @@ class Embeddings:
         prompt_name: str | None = None,
         instruction: str | None = None,
     ) -> Asking:
-        """Whose texts they are, and what bounds them."""
+        """Return the options of embedding a call's texts."""
         return Asking(
             salt=call.salt,
             share=call.share,
@@ -176,7 +294,7 @@ class Embeddings:
         dimensions: int | None,
         normalize: bool | None,
     ) -> tuple[list[Vector], int]:
-        """The vectors of what a body gives, and their tokens."""
+        """Return the vectors of a body's texts, and how many tokens these have."""
         check_embeds(service)
         normalized = normalize is not False
         check_dimensions(service, dimensions, normalize=normalized)
@@ -201,7 +319,7 @@ class Embeddings:
 
 
 def _texts(given: object) -> list[Text]:
-    """What a body's union of texts and lists of token ids holds, as a list."""
+    """Return a body's text, texts or lists of token ids as a list."""
     if isinstance(given, str):
         return [given]
     listed = cast("list[Any]", given)
@@ -211,9 +329,9 @@ def _texts(given: object) -> list[Text]:
 def _check_ids(call: HTTPCall, body: EmbeddingBody, texts: Sequence[Text]) -> None:
     """Refuse token ids of another model's tokenizer, whose vectors would mean nothing.
 
-    LangChain's OpenAIEmbeddings cuts texts into the tokens of OpenAI's models unasked. It sends batches of ids through
-    OpenAI's client for Python, which adds base64 where its caller says nothing. Whoever has ids of this model's own
-    says what encoding is wanted, and is only reminded.
+    LangChain's OpenAIEmbeddings by default cuts texts into tokens of OpenAI's models. It sends batches of ids through
+    OpenAI's client for Python, which adds base64 if its caller names no encoding. A client with ids of this model's own
+    names an encoding, and is only reminded.
     """
     if all(isinstance(one, str) for one in texts):
         return
@@ -244,11 +362,11 @@ def _check_many(texts: Sequence[str], name: str) -> None:
 
 
 def floats(vector: Vector) -> list[float]:
-    """A vector as JSON has it."""
+    """Return a vector as a list of floats."""
     floats: list[float] = vector.tolist()
     return floats
 
 
 def _base64(vector: Vector) -> str:
-    """The numbers as bytes, little end first, as OpenAI's clients read them."""
+    """Return a vector as base64 of little-endian float32 numbers, as OpenAI's clients read it."""
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()

@@ -1,8 +1,8 @@
-"""The tool `file_search` of OpenAI's Responses API: a search of vector stores whose passages the answer is made from.
+"""The tool `file_search` of OpenAI's Responses API: a search of vector stores for the passages of an answer.
 
-The search is made for the user's last message before the model says anything: small models answer well from passages
-that they are shown, and ask badly for those that they need. The passages stand before that message, numbered, and what
-the answer cites of them becomes its annotations; a number of none is taken out, as in answers of /v1/collections.
+The search runs on the user's last message before the model generates: small models answer well from passages they are
+shown, and ask badly for those they need. The passages stand before that message, numbered. Citations in the answer
+become annotations; a number without a passage is removed, as in answers of /v1/collections.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from cairn.api.chat.library import Library
 from cairn.api.chat.parse import parse
 from cairn.api.http.body import Body, Count, Several
 from cairn.api.http.call import HTTPCall
-from cairn.api.native.library import Library
 from cairn.api.openai.responses_items import SEARCHED
 from cairn.api.openai.vector_store_schemas import RankingBody, result_object, search_of
 from cairn.config.config import Config
@@ -27,7 +27,7 @@ RESULTS = "file_search_call.results"
 MAX_STORES = 16
 """Vector stores of one tool."""
 USUAL = 5
-"""Passages where the tool says nothing of it."""
+"""Default number of passages."""
 TOLD = (
     "Answer from these sources where they help, and name the source of each statement by its number in brackets, such "
     "as [1].\n\n"
@@ -49,7 +49,7 @@ class FileSearchBody(Body):
 
 
 class CitedFile(msgspec.Struct, frozen=True):
-    """What a number in an answer names."""
+    """The file behind a number in an answer."""
 
     file_id: str
     filename: str
@@ -75,8 +75,11 @@ class FileSearch:
     async def run(
         self, call: HTTPCall, tools: Sequence[tuple[str, dict[str, Any]]], chat: dict[str, Any], *, results: bool
     ) -> Searched | None:
-        """Search as the tools say, by where they stand in the body, and put what is found into the last message of a
-        chat. None where the user does not have the last word. `results`: the item is to have what was found."""
+        """Run the searches of these tools and put the passages into the last message of the chat.
+
+        `tools` name each tool's place in the body. Returns None if the user does not have the last word. `results`: the
+        item lists what was found.
+        """
         last = chat["messages"][-1] if chat["messages"] else {}
         question = last.get("content")
         if last.get("role") != "user" or not isinstance(question, str) or not question.strip():
@@ -114,7 +117,7 @@ class FileSearch:
 
 
 def _shown(found: Sequence[SearchHit]) -> str:
-    """The passages as the model is shown them."""
+    """Return the passages as the model reads them."""
     if not found:
         return SEARCHED + NOTHING
     told = [SEARCHED]
@@ -126,7 +129,7 @@ def _shown(found: Sequence[SearchHit]) -> str:
 
 
 class CitedText:
-    """A text that cites: what of it may be told, and what it cites where."""
+    """A text with citations: the part that can be sent, and its annotations."""
 
     def __init__(self, sources: Sequence[CitedFile]) -> None:
         self._sources = sources
@@ -134,11 +137,11 @@ class CitedText:
         self._seen = 0
 
     def push(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        """What can be told now, and the annotations in it."""
+        """Return the text that can be sent now, and its annotations."""
         return self._told(self._checked.push(text))
 
     def finish(self) -> tuple[str, list[dict[str, Any]]]:
-        """The rest."""
+        """Return the rest of the text and its annotations."""
         return self._told(self._checked.finish())
 
     def _told(self, text: str) -> tuple[str, list[dict[str, Any]]]:
@@ -156,7 +159,7 @@ class CitedText:
 
 
 def wants_search(choice: Any) -> bool:
-    """Whether a tool_choice lets files be searched."""
+    """Return whether a tool_choice allows searching files."""
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         listed = choice.get("tools")
         return isinstance(listed, list) and {"type": "file_search"} in listed

@@ -1,4 +1,4 @@
-"""OpenAI's files, under /v1/files: what is put into vector stores, kept as it was uploaded.
+"""OpenAI's files, under /v1/files, kept as they were uploaded.
 
 POST /v1/files (a form with `file` and `purpose`)      GET /v1/files?limit=&order=&after=&purpose=
 GET  /v1/files/{id}      GET /v1/files/{id}/content    DELETE /v1/files/{id}
@@ -9,43 +9,44 @@ Shapes: platform.openai.com/docs/api-reference/files, as openai-python's `types`
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from cairn.api.chat.paging import page, parameters
+from cairn.api.chat.state import ServerState
 from cairn.api.http.call import HTTPCall
-from cairn.api.native.library import Library
-from cairn.config.config import Config
+from cairn.api.http.routes import Route
 from cairn.frontend.service import Service
 from cairn.rag.file_store import MAX_FILES, StoredFile
 from cairn.types.errors import InvalidRequest, Unsupported
 
-Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
 PATH = "/v1/files"
+FORM = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"type": "string"}},
+}
+"""The schema of an upload."""
 PURPOSES = ("assistants", "user_data", "batch", "fine-tune", "vision", "evals")
 
 
 class FileRoutes:
     """The routes of files."""
 
-    def __init__(self, config: Config, library: Library) -> None:
-        self._config, self._library = config, library
+    def __init__(self, state: ServerState) -> None:
+        self._config, self._library = state.config, state.library
 
-    def routes(self, path: str) -> dict[str, Endpoint] | None:
-        """The methods of a path, or None."""
-        if path == PATH:
-            return {"POST": self.create, "GET": self.list}
-        id, _, rest = path.removeprefix(PATH + "/").partition("/")
-        if not path.startswith(PATH + "/") or not id:
-            return None
-        known: dict[str, dict[str, Endpoint]] = {
-            "": {"GET": self.show, "DELETE": self.delete},
-            "content": {"GET": self.content},
-        }
-        return known.get(rest) if rest or not path.endswith("/") else None
+    def routes(self) -> list[Route]:
+        """Return the table of these routes."""
+        return [
+            Route("POST", "/v1/files", self.create, keeps=True, form=FORM),
+            Route("GET", "/v1/files", self.list, query=("limit", "order", "after", "purpose")),
+            Route("GET", "/v1/files/{id}", self.show),
+            Route("DELETE", "/v1/files/{id}", self.delete),
+            Route("GET", "/v1/files/{id}/content", self.content),
+        ]
 
     async def create(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/files: a form with a `file` and its `purpose`, which is noted."""
+        """Upload a file. The body is a form with a `file` and its `purpose`."""
         stores = await self._library.stores()
         async with self._library.upload(call) as form:
             purpose = form.fields.pop("purpose", "")
@@ -60,7 +61,7 @@ class FileRoutes:
         await call.json(file_object(made))
 
     async def list(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/files, the newest first unless `order` is asc."""
+        """List the files. The newest comes first unless `order` is asc."""
         stores = await self._library.stores()
         asked = parameters(call, ("limit", "order", "after", "purpose"))
         found = await asyncio.to_thread(stores.files.list, call.tenant)
@@ -69,12 +70,12 @@ class FileRoutes:
         await call.json(listed(asked, [file_object(one) for one in found], MAX_FILES, MAX_FILES))
 
     async def show(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/files/{id}: a file, without what it holds."""
+        """Return a file's metadata."""
         stores = await self._library.stores()
         await call.json(file_object(await asyncio.to_thread(stores.files.get, call.tenant, call.path_part(PATH))))
 
     async def content(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/files/{id}/content: its bytes."""
+        """Return the bytes of a file."""
         stores = await self._library.stores()
         found = await asyncio.to_thread(stores.files.get, call.tenant, call.path_part(PATH))
         kind = (b"content-type", b"application/octet-stream")
@@ -88,15 +89,14 @@ class FileRoutes:
             await call.write(piece, more=left > 0)  # who has all that was announced may ask for something else at once
 
     async def delete(self, call: HTTPCall, service: Service) -> None:
-        """DELETE /v1/files/{id}: answered when its bytes are overwritten on the disk, and what vector stores have of
-        it."""
+        """Delete a file, also from vector stores. Answered when its bytes are overwritten on the disk."""
         stores, id = await self._library.stores(), call.path_part(PATH)
         await stores.delete_file(call.tenant, id)
         await call.json({"id": id, "object": "file", "deleted": True})
 
 
 def listed(asked: dict[str, str], oldest_first: list[dict[str, Any]], usual: int, most: int) -> dict[str, Any]:
-    """The part of a list that the URL asks for, the newest first unless `order` is asc."""
+    """Return the page of a list that the URL asks for, newest first unless `order` is asc."""
     limit, order = asked.get("limit", str(usual)), asked.get("order", "desc")
     if not (limit.isascii() and limit.isdigit() and len(limit) <= 6 and 1 <= int(limit) <= most):
         raise InvalidRequest(f"limit must be 1 to {most}", field="limit")
@@ -106,7 +106,7 @@ def listed(asked: dict[str, str], oldest_first: list[dict[str, Any]], usual: int
 
 
 def file_object(found: StoredFile) -> dict[str, Any]:
-    """A file on the wire."""
+    """Return a file as clients see it."""
     return {
         "id": found.id,
         "object": "file",

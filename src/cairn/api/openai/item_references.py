@@ -1,9 +1,9 @@
 """Items that a request names by their ids instead of sending them.
 
-Some clients send `{"type": "item_reference", "id": ...}`, or the id alone, for what an earlier response has said:
-Vercel's AI SDK does so in every second step. An item's id holds the id of the response or conversation that it is of,
-so nothing is kept for it. One of a response that was not stored, was deleted or is another tenant's is not there: all
-three are the same 404, so nobody learns which it was.
+Some clients send `{"type": "item_reference", "id": ...}`, or the id alone, for items of an earlier response: Vercel's
+AI SDK does so in every second step. An item's id contains the id of its response or conversation, so nothing is kept
+for it. An item of a response that was not stored, was deleted or is another tenant's gets the same 404, so nobody
+learns which it was.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cairn.frontend.service import Service
 from cairn.types.errors import InvalidRequest, NotFound, Unavailable
 
 MAX_SOURCES = 64
-"""Most responses whose input is looked through, and conversations: each may be long."""
+"""Most responses, and conversations, whose items are looked through: each may be long."""
 _ID = re.compile(r"[a-z]{1,8}_([0-9A-Za-z_]{1,56}?)(_in)?_[0-9]{1,9}")
 
 Listed = Mapping[str, dict[str, Any]]
@@ -35,13 +35,13 @@ class ItemReferences:
         stored: StoredResponses,
         of_conversation: Callable[[str, str], Awaitable[list[dict[str, Any]]]],
     ) -> None:
-        """`of_conversation(tenant, id)` lists the items of a conversation; NotFound where there is none."""
+        """Resolve references; `of_conversation(tenant, id)` lists a conversation's items or raises NotFound."""
         self._config, self._stored, self._of_conversation = config, stored, of_conversation
 
     async def resolved(self, call: HTTPCall, service: Service, given: Any, field: str = "input") -> Any:
-        """Return a list of items without references; anything else as it is.
+        """Return a list of items without references; anything else unchanged.
 
-        NotFound for a reference to what is not there, with its place in the list.
+        Raises NotFound for a reference to no item, with its place in the list.
         """
         if not isinstance(given, list) or not any(map(_is_reference, given)):
             return given
@@ -56,7 +56,7 @@ class ItemReferences:
 
 
 class _ReferenceReader:
-    """What one request refers to: each response and each conversation is looked up once."""
+    """The references of one request: each response and each conversation is read once."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class _ReferenceReader:
         self._sources = 0
 
     async def item(self, reference: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """The item that a reference names."""
+        """Return the item that a reference names."""
         id = reference.get("id")
         if not isinstance(id, str):
             raise InvalidRequest(f"{where}.id must be a text", field=f"{where}.id")
@@ -88,7 +88,7 @@ class _ReferenceReader:
         )
 
     async def _list(self, number: str, within: bool, where: str) -> Listed:
-        """The items of a response, of its input where `within`, or of a conversation; none where there is neither."""
+        """Return the items of a response, of its input if `within`, or of a conversation; empty if neither exists."""
         found: list[dict[str, Any]] = []
         try:
             if within:
@@ -114,7 +114,7 @@ class _ReferenceReader:
 
 
 def _is_reference(item: Any) -> bool:
-    """Whether an item only names another: by its type, or as an id without type and role."""
+    """Return whether an item only names another: by its type, or by an id without type and role."""
     if not isinstance(item, dict):
         return False
     kind = item.get("type")

@@ -1,7 +1,7 @@
-"""How OpenAI's Responses API says an answer: items of reasoning, text and calls, and 23 types of events about them.
+"""Answers of OpenAI's Responses API: items of reasoning, text and calls, and 23 types of events about them.
 
 Events: platform.openai.com/docs/api-reference/responses-streaming, as openai-python's `ResponseStreamEvent` states
-them. Each is one server-sent event with a `sequence_number` from 0, so on an event log number n stands at n + 1.
+them. Each is one server-sent event with a `sequence_number` from 0, so event n is number n + 1 of an event log.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import msgspec
 from cairn.api.chat.cache_diagnosis import Parting, response_diagnostics
 from cairn.api.chat.exchange import ChoiceStream
 from cairn.api.chat.free_text_tools import free_text
-from cairn.api.chat.reasoning_text import pack
 from cairn.api.chat.timings import AnswerTimes, cache_of
-from cairn.api.chat.wire import TokenBytes, cache_object, token_scores, written_of
+from cairn.api.chat.wire import TokenBytes, cache_object, pack, token_scores, written_of
 from cairn.api.http.call import encode
 from cairn.api.openai.file_search import CitedText, Searched
 from cairn.api.openai.responses_items import MARKS, Called, call_item
@@ -29,11 +28,11 @@ from cairn.types.outputs import Delta, Done, FinishReason, TokenKind, TokenLogpr
 from cairn.types.stats import CacheReport
 
 CODES = {"overloaded": "rate_limit_exceeded", "unavailable": "server_is_overloaded"}
-"""What clients of OpenAI know our codes as, where theirs are others."""
+"""OpenAI's codes for those of ours that differ."""
 
 
 def head_of(body: ResponseBody, id: str, model: str, *, stored: bool) -> dict[str, Any]:
-    """What a response object says of its request, and that it has just begun."""
+    """Return the fields of a response object that repeat its request, in the state of one that just began."""
     return {
         "id": id,
         "object": "response",
@@ -76,7 +75,7 @@ def _conversation(given: Any) -> Any:
 
 @dataclass(slots=True)
 class _ItemInProgress:
-    """The item that is being said."""
+    """The item that is being generated."""
 
     kind: str
     id: str
@@ -85,7 +84,7 @@ class _ItemInProgress:
     text: list[str] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
     cites: CitedText | None = None
-    """What checks the citations of a message, where there is something to cite."""
+    """Checks the citations of a message, if there is something to cite."""
     annotations: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -103,8 +102,11 @@ class ResponseAnswer:
         searched: Searched | None = None,
         progress: bool = False,
     ) -> None:
-        """`head` says what was asked; `encrypted`, `logprobs`: items have these too. `searched`: the search that the
-        answer is made from; `progress`: events say how far the prompt is."""
+        """Format a response whose request fields are in `head`.
+
+        `encrypted`, `logprobs`: items have these too. `searched` is the search that the answer is made from.
+        `progress`: events report prompt progress.
+        """
         self._head = head
         self._called = called
         self._vocabulary = vocabulary
@@ -120,29 +122,29 @@ class ResponseAnswer:
         self._output: list[dict[str, Any]] = []
         self._searched: Searched | None = None
         self._first = 0
-        """Items that were there before the model said anything."""
+        """Number of items before the model's own."""
         if searched is not None:
             self.show(searched)
 
     def show(self, searched: Searched) -> None:
-        """The answer begins with a search, and cites what it found."""
+        """Begin the answer with a search, and cite what it found."""
         self._searched, self._output = searched, [searched.item]
         self._first = len(self._output)
 
     def of(
         self, choices: Sequence[ChoiceStream], cache: Callable[[ChoiceStream], CacheReport | None] = cache_of
     ) -> Self:
-        """The same, of what is generated. `cache`: where the KV of its prompt came from."""
+        """Format what `choices` generate; `cache` returns where the KV of a prompt came from."""
         (self._choice,) = choices
         self._pace = AnswerTimes(choices, timings=False, progress=self._progress, cache=cache)
         return self
 
     def compare(self, parting: Parting | None) -> None:
-        """Tell what became of the prefix of another response."""
+        """Add where the prompt leaves that of another response."""
         self._compared, self._parting = True, parting
 
     def begin(self) -> bytes:
-        """The response is there, and in progress."""
+        """Return the events of a response that was created and is in progress."""
         data = self._event("response.created", response=self._head)
         if self._head["status"] == "queued":
             data += self._event("response.queued", response=self._head)
@@ -150,7 +152,7 @@ class ResponseAnswer:
         return data + self.heartbeat() + self._search_events()
 
     def _search_events(self) -> bytes:
-        """The search is told once it is over, all of it: the answer begins there."""
+        """Return all events of the search at once: it is over when the answer begins."""
         if self._searched is None:
             return b""
         item = self._searched.item
@@ -162,11 +164,11 @@ class ResponseAnswer:
         return data + self._event("response.output_item.done", output_index=0, item=item)
 
     def heartbeat(self) -> bytes:
-        """That it is in progress is said again: clients measure silence by events, and all know this one."""
+        """Return one more `in_progress` event: clients measure silence by events, and all know this one."""
         return self._event("response.in_progress", response=self._head)
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        """Pieces of items; before the first how far the prompt is, in events that clients know."""
+        """Return the events of one delta, with prompt progress before the first."""
         data = b""
         for told in self._pace.heard(index, delta) if self._progress else ():
             data += self._event("response.in_progress", response=self._head, **told)
@@ -181,20 +183,20 @@ class ResponseAnswer:
         return data
 
     def finish(self, index: int, done: Done, reason: str) -> bytes:
-        """The end of the last item."""
+        """Return the events that end the last item."""
         return self._leave(cut=_is_cut(done, self._choice))
 
     def end(self) -> bytes:
-        """The whole response."""
+        """Return the event with the complete response."""
         found = self.whole()
         return self._event(f"response.{found['status']}", response=found)
 
     def error(self, error: CairnError) -> bytes:
-        """The response failed."""
+        """Return the events of a failure."""
         return self._leave(cut=True) + self._event("response.failed", response=failed(self._head, error, self._output))
 
     def whole(self) -> dict[str, Any]:
-        """The response in one piece."""
+        """Return the complete response."""
         choice = self._choice
         assert choice is not None and choice.done is not None
         done = choice.done
@@ -208,7 +210,7 @@ class ResponseAnswer:
         return found | {"temperature": choice.request.sampling.temperature, "top_p": choice.request.sampling.top_p}
 
     def items(self, said: MessageBuilder, logprobs: Sequence[TokenLogprob] = (), *, cut: bool) -> list[dict[str, Any]]:
-        """Return all that was said as items: those that were streamed, or all at once. `cut`: the last is not whole."""
+        """Return the answer as items: those that were streamed, or all at once. `cut`: the last is incomplete."""
         if len(self._output) == self._first and self._open is None and said:
             scores = tuple(logprobs)
             for part in said.parts():
@@ -270,7 +272,7 @@ class ResponseAnswer:
     def _told(
         self, item: _ItemInProgress, text: str, scores: Sequence[Any] = (), cited: Sequence[dict[str, Any]] = ()
     ) -> bytes:
-        """A piece of a message, and what it cites."""
+        """Return the events of a piece of a message and of what it cites."""
         item.text.append(text)
         at = self._at(item)
         data = self._event("response.output_text.delta", **at, content_index=0, delta=text, logprobs=scores)
@@ -294,7 +296,7 @@ class ResponseAnswer:
         return data
 
     def _leave(self, *, cut: bool = False) -> bytes:
-        """End the item that is open, in the midst of it where the answer was `cut`."""
+        """End the open item; `cut` marks it incomplete."""
         item, self._open = self._open, None
         if item is None:
             return b""
@@ -330,7 +332,7 @@ class ResponseAnswer:
         return data
 
     def _shown(self, item: _ItemInProgress, status: str) -> dict[str, Any]:
-        """An item as far as it is said; where it has just begun, empty."""
+        """Return an item as far as it is generated."""
         text = "".join(item.text)
         head: dict[str, Any] = {"id": item.id, "status": status}
         if item.kind == "message":
@@ -353,7 +355,7 @@ class ResponseAnswer:
 
 
 def _is_cut(done: Done, choice: ChoiceStream | None) -> bool:
-    """Whether an answer has ended for want of room; not where none was wanted."""
+    """Return whether an answer ended at its token limit; an answer of no tokens is not cut."""
     return done.reason is FinishReason.LENGTH and choice is not None and choice.request.sampling.max_tokens > 0
 
 
@@ -370,7 +372,10 @@ def completed(
     cut: bool,
     at: float | None = None,
 ) -> dict[str, Any]:
-    """A response that has ended well, or is `cut` after the last token it might have. `at`: when; None: now."""
+    """Return a response that has ended.
+
+    `cut`: it reached its token limit. `at` is when it ended; None: now.
+    """
     prompt, cached = usage.prompt_tokens, usage.cached_tokens
     written = written_of(prompt, cached)
     return {
@@ -390,7 +395,10 @@ def completed(
 
 
 def failed(head: Mapping[str, Any], error: CairnError, output: Sequence[Any] = ()) -> dict[str, Any]:
-    """A response that failed, with the code that clients know. Of a full server they read when to try again."""
+    """Return a failed response with the code that clients know.
+
+    Of an overloaded server it says when to try again.
+    """
     text = str(error)
     if isinstance(error, ContextTooLong):
         return failed_with(head, "context_length_exceeded", text, output)
@@ -400,10 +408,10 @@ def failed(head: Mapping[str, Any], error: CairnError, output: Sequence[Any] = (
 
 
 def code_of(code: str, status: int) -> str:
-    """What clients know an error as."""
+    """Return the error code that clients know."""
     return CODES.get(code, "server_error" if status >= 500 else code)
 
 
 def failed_with(head: Mapping[str, Any], code: str, text: str, output: Sequence[Any]) -> dict[str, Any]:
-    """A response that failed."""
+    """Return a failed response with this code and text."""
     return {**head, "status": "failed", "error": {"code": code, "message": text}, "output": list(output)}

@@ -10,88 +10,141 @@ Where the server keeps agents a response is one (`stored_responses.py`), unless 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Sequence
 from typing import Any
 
 from cairn.agents.running_turn import RunningTurn
 from cairn.api.chat.cache_diagnosis import RecentPrompts
-from cairn.api.chat.exchange import ChoiceStream, Exchange, Exchanges, spelled
+from cairn.api.chat.exchange import ChoiceStream, Exchange, spelled
 from cairn.api.chat.generation import chat_exchange, chat_prompt
 from cairn.api.chat.paging import page_of_items, parameters
 from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import ChatBody
-from cairn.api.chat.sessions import AgentAttribution
-from cairn.api.chat.wire import EVENT_STREAM
+from cairn.api.chat.state import ServerState
+from cairn.api.chat.wire import pack
+from cairn.api.http.body import read_nothing
 from cairn.api.http.call import HTTPCall
-from cairn.api.http.json_body import read_nothing
-from cairn.api.http.resumable import EventLogs
+from cairn.api.http.routes import Route
+from cairn.api.http.sse import EVENT_STREAM
 from cairn.api.native.agent_schemas import NoBody, check_metadata
-from cairn.api.native.library import Library
 from cairn.api.native.turns import turn_exchange
-from cairn.api.openai.compaction import CompactedAnswer, compacting
 from cairn.api.openai.conversations import Conversations, conversation_of
 from cairn.api.openai.file_search import RESULTS, FileSearch, Searched, wants_search
-from cairn.api.openai.response_answer import ResponseAnswer, head_of
+from cairn.api.openai.response_answer import ResponseAnswer, completed, head_of
+from cairn.api.openai.responses_items import items_of
 from cairn.api.openai.responses_schemas import ENCRYPTED, LOGPROBS, NAMES, ResponseBody, Tools, chat_of, instructed
 from cairn.api.openai.stored_responses import PREFIX, StoredResponses
-from cairn.config.config import Config
 from cairn.frontend.service import Service
-from cairn.types.errors import ContextTooLong, InvalidRequest, UnknownResponse
+from cairn.types.errors import CairnError, ContextTooLong, InvalidRequest, UnknownResponse
+from cairn.types.outputs import Delta, Done
 
-Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
+TASK = (
+    "Write a summary of this conversation from which it can go on without the rest: what the user wants, what was "
+    "decided and found out, names of files and values that matter, what tools gave, and what is still to be done. "
+    "Write the summary and nothing else."
+)
+OPENING = "Summary of the conversation so far:\n"
+SUMMARY_TOKENS = 4096
+"""The longest summary."""
+
+
+def compacting(chat: dict[str, Any]) -> dict[str, Any]:
+    """Return the chat that asks for a summary of another.
+
+    It keeps the tools, so that its prefix is found in the cache.
+    """
+    messages = [*chat["messages"], {"role": "user", "content": TASK}]
+    most = chat.get("max_completion_tokens", SUMMARY_TOKENS)
+    wanted = {"messages": messages, "max_completion_tokens": most, "reasoning_effort": "none"}
+    left_out = ("tool_choice", "response_format", "logprobs", "top_logprobs")
+    return {name: value for name, value in chat.items() if name not in left_out} | wanted
+
+
+class CompactedAnswer:
+    """The adapter of a summary, which is only ever sent whole."""
+
+    def __init__(self, id: str, messages: Sequence[dict[str, Any]], choices: Sequence[ChoiceStream]) -> None:
+        """Format the summary of `messages`."""
+        (self._choice,) = choices
+        self._id = id
+        kept = [one for one in messages if one["role"] in ("system", "developer")]
+        self._kept = items_of(kept, {}, id.removeprefix("resp_"))
+
+    def begin(self) -> bytes:
+        """Return nothing: a summary is not streamed."""
+        return b""
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        """Return nothing: a summary is not streamed."""
+        return b""
+
+    def finish(self, index: int, done: Done, reason: str) -> bytes:
+        """Return nothing: a summary is not streamed."""
+        return b""
+
+    def end(self) -> bytes:
+        """Return nothing: a summary is not streamed."""
+        return b""
+
+    def error(self, error: CairnError) -> bytes:
+        """Return nothing: a summary is not streamed."""
+        return b""
+
+    def heartbeat(self) -> bytes:
+        """Return nothing: a summary is not streamed."""
+        return b""
+
+    def whole(self) -> dict[str, Any]:
+        """Return the compacted items and their usage."""
+        done = self._choice.done
+        assert done is not None
+        text = OPENING + self._choice.said.text
+        item = {"id": "cmp_" + self._id.removeprefix("resp_"), "type": "compaction", "encrypted_content": pack(text)}
+        head = {"id": self._id, "object": "response.compaction", "created_at": int(time.time())}
+        usage = completed({}, [], done.usage, self._choice.reasoning_tokens, cut=False)["usage"]
+        return head | {"output": [*self._kept, item], "usage": usage}
+
+
 PATH = "/v1/responses"
 CANCEL_SECONDS = 5.0
-"""How long a cancelled response may take to end before it is shown as it is."""
+"""Seconds that a cancelled response may take to end before it is shown as it is."""
 
 
 class Responses:
     """The routes of responses."""
 
-    def __init__(
-        self,
-        config: Config,
-        exchanges: Exchanges,
-        logs: EventLogs,
-        attribution: AgentAttribution,
-        library: Library,
-    ) -> None:
-        self._config = config
-        self._exchanges = exchanges
-        self._logs = logs
-        self._attribution = attribution
-        self._stored = StoredResponses(config, attribution)
+    def __init__(self, state: ServerState) -> None:
+        self._config = state.config
+        self._exchanges = state.exchanges
+        self._logs = state.logs
+        self._attribution = state.attribution
+        self._stored = StoredResponses(state.config, state.attribution)
         self._recent = RecentPrompts()
-        self._search = FileSearch(config, library)
-        self._conversations = Conversations(config, attribution, self._stored)
+        self._search = FileSearch(state.config, state.library)
+        self._conversations = Conversations(state, self._stored)
 
-    def routes(self, path: str) -> dict[str, Endpoint] | None:
-        """The methods of a path, or None."""
-        if path == PATH:
-            return {"POST": self.create}
-        if not path.startswith(PATH):
-            return self._conversations.routes(path)
-        if path == PATH + "/input_tokens":
-            return {"POST": self.input_tokens}
-        if path == PATH + "/compact":
-            return {"POST": self.compact}
-        id, _, rest = path.removeprefix(PATH + "/").partition("/")
-        if not path.startswith(PATH + "/" + PREFIX) or not id:
-            return None
-        known: dict[str, dict[str, Endpoint]] = {
-            "": {"GET": self.show, "DELETE": self.delete},
-            "cancel": {"POST": self.cancel},
-            "input_items": {"GET": self.input_items},
-        }
-        return known.get(rest) if rest or not path.endswith("/") else None
+    def routes(self) -> list[Route]:
+        """Return the table of these routes."""
+        return [
+            Route("POST", "/v1/responses", self.create, ResponseBody, model="chat", keeps=True),
+            Route("POST", "/v1/responses/input_tokens", self.input_tokens, ResponseBody, model="chat"),
+            Route("POST", "/v1/responses/compact", self.compact, ResponseBody, model="chat"),
+            Route("GET", "/v1/responses/{id:resp_}", self.show, query=("stream", "starting_after", "include")),
+            Route("DELETE", "/v1/responses/{id:resp_}", self.delete),
+            Route("POST", "/v1/responses/{id:resp_}/cancel", self.cancel, NoBody),
+            Route("GET", "/v1/responses/{id:resp_}/input_items", self.input_items, query=("limit", "order", "after")),
+            *self._conversations.routes(),
+        ]
 
     async def _read(self, call: HTTPCall, service: Service) -> ResponseBody:
-        """The body of a call, with items in the place of references to them."""
+        """Return the body of a call, with references replaced by the items that they name."""
         body = await read(ResponseBody, call, self._config)
         body.input = await self._conversations.references.resolved(call, service, body.input)
         return body
 
     async def create(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/responses."""
+        """Create a response. It is stored, so that the next one can continue it, unless `store` is false."""
         body = await self._read(call, service)
         check_metadata(body.metadata)
         tools = Tools(body.tools, call)
@@ -123,7 +176,7 @@ class Responses:
         except ContextTooLong as error:
             if not body.stream or call.started:
                 raise
-            # Clients that compact what is too long look for it in the stream alone.
+            # Clients that compact long conversations look for this error in the stream alone.
             call.ended = error.code
             await call.begin(EVENT_STREAM)
             await call.write(answer.begin() + answer.error(error), more=False)
@@ -197,7 +250,7 @@ class Responses:
     async def _searched(
         self, call: HTTPCall, body: ResponseBody, tools: Tools, answer: ResponseAnswer, chat: dict[str, Any]
     ) -> Searched | None:
-        """The search of files that a response begins with, if one was asked for; its passages are in the chat then."""
+        """Run the file search that a response begins with, if one was asked for, and put its passages into the chat."""
         if not tools.searches or body.prewarms or not wants_search(body.tool_choice):
             return None
         searched = await self._search.run(call, tools.searches, chat, results=body.includes(RESULTS))
@@ -206,7 +259,7 @@ class Responses:
         return searched
 
     async def _chat(self, call: HTTPCall, body: ResponseBody, tools: Tools) -> ChatBody:
-        """The whole chat that a body asks for, what it follows included."""
+        """Return the whole chat that a body asks for, with the responses that it continues."""
         return parse(ChatBody, await self._history(call, body, tools), self._config)
 
     async def _history(self, call: HTTPCall, body: ResponseBody, tools: Tools) -> dict[str, Any]:
@@ -222,17 +275,17 @@ class Responses:
         return chat
 
     async def input_tokens(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/responses/input_tokens."""
+        """Count the tokens of a response's input."""
         body = await self._read(call, service)
         tools = Tools(body.tools, call)
         if tools.searches:
-            call.warn("tools: files are not searched to count tokens, so what a search would find is not counted")
+            call.warn("tools: files are not searched to count tokens, so passages of a search are not counted")
         with spelled(NAMES):
             prompt = await chat_prompt(call, service, self._config, await self._chat(call, body, tools))
         await call.json({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
 
     async def compact(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/responses/compact."""
+        """Return a shorter conversation that says the same."""
         body = await self._read(call, service)
         with spelled(NAMES):
             chat = await self._history(call, body, Tools(body.tools, call))
@@ -250,7 +303,7 @@ class Responses:
             await self._exchanges.run(call, exchange, stream=False)
 
     async def show(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/responses/{id}, as it is now or, with stream=true, its events that follow number starting_after."""
+        """Return a response. With `stream=true` its events after number `starting_after` are streamed."""
         asked = parameters(call, ("stream", "starting_after", "include", "include[]", "include_obfuscation"))
         after = asked.get("starting_after", "-1")
         if not (after.removeprefix("-").isascii() and after.removeprefix("-").isdigit() and len(after) <= 15):
@@ -264,13 +317,13 @@ class Responses:
         await follower.run(call, max(int(after), -1) + 1)
 
     async def delete(self, call: HTTPCall, service: Service) -> None:
-        """DELETE /v1/responses/{id}: answered when its bytes are gone from the disk."""
+        """Delete a response. Answered when its bytes are gone from the disk."""
         id = call.path_part(PATH)
         await self._stored.delete(call.tenant, id)
         await call.json({"id": id, "object": "response", "deleted": True})
 
     async def cancel(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/responses/{id}/cancel: the response, as far as it came."""
+        """Cancel a response that runs. Returns it as far as it was generated."""
         id = call.path_part(PATH)
         parse(NoBody, await read_nothing(call, self._config), self._config)
         self._stored.check(call.tenant, id)
@@ -286,13 +339,13 @@ class Responses:
         await call.json(found)
 
     async def input_items(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/responses/{id}/input_items, the last first unless `order` is asc."""
+        """List the input items of a response. The last comes first unless `order` is asc."""
         items = await self._stored.input_items(call.tenant, call.path_part(PATH))
         await call.json(page_of_items(call, items))
 
 
 def _number_of(id: str) -> int:
-    """The number of the call that began a response."""
+    """Return the number of the call that began a response; 0 for an id of another form."""
     try:
         return int(id.removeprefix(PREFIX), 16)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The items of OpenAI's Responses API: what clients send and get back, as messages and the other way round."""
+"""Conversion between items of OpenAI's Responses API and messages."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from cairn.api.chat.client_tools import OPENAI
 from cairn.api.chat.free_text_tools import free_text, packed
-from cairn.api.chat.reasoning_text import unpack
+from cairn.api.chat.wire import unpack
 from cairn.api.http.call import HTTPCall
 from cairn.types.errors import InvalidRequest, Unsupported
 
 SEARCHED = "Sources, found by a search of the files for what follows.\n\n"
-"""How the first part of a message begins that a search has put there; it is none of the client's."""
+"""Beginning of the part of a message that a search has added; it is not the client's."""
 _TEXTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
 
 
@@ -26,11 +26,11 @@ MARKS: Mapping[str, str] = {
     "local_shell_call": "lsh",
     "apply_patch_call": "apc",
 }
-"""What the ids of items begin with, by their type."""
+"""Prefixes of item ids, by type."""
 
 
 class Called(NamedTuple):
-    """A tool whose calls are said otherwise than a function's."""
+    """A tool whose calls have another form than a function's."""
 
     name: str
     """Its own, without the namespace."""
@@ -38,7 +38,7 @@ class Called(NamedTuple):
     custom: bool = False
     """Its input is free text."""
     description: str | None = None
-    """What the client says of a tool of free text; the model is told its grammar too."""
+    """The client's description of a free-text tool; the model reads its grammar too."""
     format: dict[str, Any] | None = None
     """The grammar of its input, as the client sent it; of a client's own tool all that it sent."""
     kind: str = ""
@@ -47,7 +47,10 @@ class Called(NamedTuple):
 
 
 def messages_of(given: Any, call: HTTPCall) -> list[dict[str, Any]]:
-    """Input items as messages. What an assistant thought, said and called one after another is one message."""
+    """Convert input items to messages.
+
+    An assistant's consecutive reasoning, text and calls become one message.
+    """
     if given is None:
         return []
     if isinstance(given, str):
@@ -71,9 +74,9 @@ class _Items:
         self.messages: list[dict[str, Any]] = []
         self._said: list[str] = []
         self._thought: list[str] = []
-        """What the last message, an assistant's, says and thinks, piece by piece: there may be many."""
+        """Texts and thoughts of the last message, an assistant's, piece by piece: there may be many."""
         self._speaks = False
-        """Whether what it says is not empty."""
+        """Whether its text is not empty."""
         self._kinds: Mapping[str, Callable[[Mapping[str, Any], str], None]] = {
             "message": self._message,
             "reasoning": self._reasoning,
@@ -85,7 +88,7 @@ class _Items:
             **dict.fromkeys(("shell_call_output", "local_shell_call_output"), self._shell_output),
             "apply_patch_call_output": self._shell_output,
             "compaction": self._compaction,
-            "file_search_call": lambda item, where: None,  # what it found stood in a message, and the answer follows
+            "file_search_call": lambda item, where: None,  # its passages stood in a message, and the answer follows
         }
 
     def end(self) -> list[dict[str, Any]]:
@@ -94,7 +97,7 @@ class _Items:
         return self.messages
 
     def _close(self) -> None:
-        """Put what an assistant said and thought into its message."""
+        """Put an assistant's texts and thoughts into its message."""
         if self._said:
             self.messages[-1]["content"] = "".join(self._said)
         if self._thought:
@@ -106,7 +109,7 @@ class _Items:
         self.messages.append(message)
 
     def add(self, item: Mapping[str, Any], where: str) -> None:
-        """The next item."""
+        """Add the next item."""
         kind = item.get("type", "message" if "role" in item else None)
         read = self._kinds.get(kind) if isinstance(kind, str) else None
         if read is not None:
@@ -114,7 +117,7 @@ class _Items:
         elif not isinstance(kind, str):
             raise InvalidRequest(f"{where}.type must be a text", field=f"{where}.type")
         else:
-            self._call.warn(f"{where} is passed over: an item of type {kind:.40} is nothing to this server")
+            self._call.warn(f"{where} is ignored: this server knows no item of type {kind:.40}")
 
     def _message(self, item: Mapping[str, Any], where: str) -> None:
         role = item.get("role")
@@ -181,20 +184,20 @@ class _Items:
         text = unpack(item.get("encrypted_content"))
         if not text:
             raise InvalidRequest(
-                f"{where}.encrypted_content is not of this server: what was compacted elsewhere cannot be read",
+                f"{where}.encrypted_content was made by another server and cannot be read",
                 field=f"{where}.encrypted_content",
             )
         self._put({"role": "user", "content": text})
 
     def _answer(self, goes_on: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """The assistant's message that an item belongs to: the last, where the item `goes_on` with it."""
+        """Return the assistant's message that an item belongs to: the last if the item continues it, else a new one."""
         if not self.messages or self.messages[-1]["role"] != "assistant" or not goes_on(self.messages[-1]):
             self._put({"role": "assistant", "content": None})
         return self.messages[-1]
 
 
 def _shown_output(output: Any, where: str) -> str:
-    """What one of a shell's commands has written, and how it ended."""
+    """Return what one of a shell's commands wrote, and how it ended, as a text."""
     if not isinstance(output, dict):
         raise InvalidRequest(f"{where} must be an object", field=where)
     outcome = output.get("outcome")
@@ -206,7 +209,7 @@ def _shown_output(output: Any, where: str) -> str:
 
 
 def _texts(content: Any, where: str) -> list[str]:
-    """The texts of a content or of an output."""
+    """Return the texts of a content or of an output."""
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list):
@@ -237,7 +240,7 @@ def _text(item: Mapping[str, Any], name: str, where: str) -> str:
 
 
 def items_of(messages: Sequence[Mapping[str, Any]], called: Mapping[str, Called], prefix: str) -> list[dict[str, Any]]:
-    """Messages as items, those of an answer last: what a client would have to send to say the same."""
+    """Convert messages to items, those of an answer last: what a client would send to say the same."""
     items: list[dict[str, Any]] = []
     for message in messages:
         role, content = message["role"], message.get("content")
@@ -268,7 +271,7 @@ def items_of(messages: Sequence[Mapping[str, Any]], called: Mapping[str, Called]
 
 
 def call_item(id: str, name: str, arguments: str, called: Mapping[str, Called]) -> dict[str, Any]:
-    """A call as an item."""
+    """Return a call as an item."""
     tool = called.get(name, Called(name))
     if tool.kind:
         return {"type": f"{tool.kind}_call", "call_id": id} | _client_item(tool.kind, arguments)
@@ -279,7 +282,7 @@ def call_item(id: str, name: str, arguments: str, called: Mapping[str, Called]) 
 
 
 def _client_item(kind: str, arguments: str) -> dict[str, Any]:
-    """What the item of a call says of a client's own tool; of a call that is not whole as much as there is."""
+    """Return the fields of a call to a client's own tool; of an incomplete call those that are there."""
     try:
         given = json.loads(arguments)
     except (ValueError, RecursionError):

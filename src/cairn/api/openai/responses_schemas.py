@@ -1,7 +1,7 @@
 """Bodies of OpenAI's Responses API, and the chat that they ask for.
 
 Shapes: platform.openai.com/docs/api-reference/responses, as openai-python's `types.responses` state them. Clients send
-items and tools of services that run elsewhere: those are passed over, and told in X-Cairn-Warning.
+items and tools of services that run elsewhere: those are ignored, and named in X-Cairn-Warning.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NAMES = {
     "response_format.json_schema": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
-"""What this dialect calls the fields of a chat."""
+"""This dialect's names for the fields of a chat."""
 EFFORTS = {"xhigh": "high", "max": "high"}
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
@@ -34,7 +34,7 @@ _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 
 
 class ResponseBody(Body):
-    """POST /v1/responses, and /v1/responses/input_tokens without what is of the answer."""
+    """POST /v1/responses; for /v1/responses/input_tokens without the fields of the answer."""
 
     place = "responses"
     attached = "input"
@@ -75,13 +75,13 @@ class ResponseBody(Body):
 
     @property
     def compares(self) -> str | None:
-        """The response with whose prompt this one is to be compared."""
+        """The response whose prompt is compared with this one's."""
         found = (self.prompt_cache_options or {}).get("comparison_response_id")
         return found if isinstance(found, str) else None
 
     @property
     def parts(self) -> dict[str, Any]:
-        """What may be named as the reason why a prompt is another."""
+        """Parts of the request that can be named as the reason why a prompt differs."""
         text, items = self.text or {}, self.input if isinstance(self.input, list) else []
         compacted = any(isinstance(item, dict) and item.get("type") == "compaction" for item in items)
         return {
@@ -94,16 +94,16 @@ class ResponseBody(Body):
 
     @property
     def prewarms(self) -> bool:
-        """Whether the prompt is to be computed, and nothing is to be said."""
+        """Whether the prompt is computed and nothing is generated."""
         return (self.prompt_cache_options or {}).get("prewarm") is True
 
     @property
     def summarises(self) -> bool:
-        """Whether reasoning is wanted as a summary; it is given whole, under that name."""
+        """Whether reasoning is sent as a summary: it is the whole, under that name."""
         return (self.reasoning or {}).get("summary") is not None
 
     def includes(self, what: str) -> bool:
-        """Whether the answer is to have this."""
+        """Return whether the answer is to include this."""
         return what in (self.include or ())
 
 
@@ -115,7 +115,7 @@ class Tools:
         self.called: dict[str, Called] = {}
         """By the name that the model uses."""
         self.searches: list[tuple[str, dict[str, Any]]] = []
-        """Tools that search files, and where they stand in the body."""
+        """Tools that search files, with their places in the body."""
         self._named = [tool.get("name") for tool in tools or () if tool.get("type") in ("function", "custom")]
         for index, tool in enumerate(tools or ()):
             self._add(tool, f"tools[{index}]", call, None)
@@ -137,12 +137,12 @@ class Tools:
         elif isinstance(kind, str) and kind.startswith("computer"):
             raise Unsupported(f"{where}: {kind:.40} shows the model a screen, and models here read text", field=where)
         else:
-            call.warn(f"{where} is passed over: a tool of type {kind!s:.40} runs on a server, and it is not built")
+            call.warn(f"{where} is ignored: a tool of type {kind!s:.40} runs on a server, and it is not built")
 
     def _add_client_tool(self, tool: Mapping[str, Any], kind: str, where: str, call: HTTPCall) -> None:
-        """A tool that the client runs, as a function that is held to its schema: its calls are items of their own."""
+        """Add a tool that the client runs, as a function held to its schema. Its calls are items of their own kind."""
         if kind in self._named:
-            call.warn(f"{where} is passed over: a function of the name {kind} is offered")
+            call.warn(f"{where} is ignored: a function is named {kind} too")
             return
         self.functions.append({"type": "function", "function": OPENAI[kind].function() | {"strict": True}})
         self.called[kind] = Called(kind, format=dict(tool), kind=kind)
@@ -174,7 +174,7 @@ class Tools:
 
 
 def tools_of(functions: Sequence[Mapping[str, Any]], called: Mapping[str, Called]) -> list[dict[str, Any]]:
-    """Tools as a client sends them, those of a namespace in it, of the functions that were made of them."""
+    """Convert functions back to tools as the client sent them, those of a namespace inside it."""
     found: list[dict[str, Any]] = []
     spaces: dict[str, list[dict[str, Any]]] = {}
     for function in functions:
@@ -197,7 +197,7 @@ def tools_of(functions: Sequence[Mapping[str, Any]], called: Mapping[str, Called
 
 
 def chat_of(body: ResponseBody, tools: Tools, call: HTTPCall) -> dict[str, Any]:
-    """The chat that a body asks for by itself, as a `ChatBody` has it."""
+    """Return the fields of a `ChatBody` that a body asks for by itself."""
     reasoning, text = body.reasoning or {}, body.text or {}
     effort = reasoning.get("effort")
     if effort is not None and not isinstance(effort, str):
@@ -228,7 +228,7 @@ def chat_of(body: ResponseBody, tools: Tools, call: HTTPCall) -> dict[str, Any]:
 
 
 def instructed(instructions: str | None) -> list[dict[str, Any]]:
-    """The message of instructions."""
+    """Return the system message of instructions; empty without any."""
     return [{"role": "system", "content": instructions}] if instructions else []
 
 
@@ -244,7 +244,7 @@ def _format(given: Any) -> Any:
 
 
 def _choice_of(body: ResponseBody, tools: Tools) -> Any:
-    """The choice among the functions: of a tool that searches files the model chooses nothing."""
+    """Return the choice among the functions. A tool that searches files is not chosen by the model."""
     given = body.tool_choice
     if given is None or (tools.searches and not tools.functions):
         return None
@@ -252,7 +252,7 @@ def _choice_of(body: ResponseBody, tools: Tools) -> Any:
 
 
 def _choice(given: Any) -> Any:
-    """A choice as chat completions have it."""
+    """Convert a tool choice to the form of chat completions."""
     if not isinstance(given, dict):
         return given
     kind = given.get("type")

@@ -1,4 +1,4 @@
-"""Responses that are kept: each is an agent of one turn more than the response that it follows.
+"""Stored responses: each is an agent with one turn more than the response that it continues.
 
     create                        an agent that begins with instructions and tools, and its first turn
     previous_response_id          a fork of that response's agent, which copies nothing, and the next turn
@@ -20,9 +20,8 @@ import msgspec
 from cairn.agents.agents import Agents
 from cairn.agents.running_turn import RunningTurn
 from cairn.agents.types import AgentInfo, TurnInfo
-from cairn.api.chat.checks import check_chat
 from cairn.api.chat.exchange import ChoiceStream
-from cairn.api.chat.generation import check_length, check_model, shown_tools, warn_of_tools
+from cairn.api.chat.generation import check_chat, check_length, check_model, shown_tools, warn_of_tools
 from cairn.api.chat.message_schemas import contents, plain_messages
 from cairn.api.chat.schemas import ChatBody
 from cairn.api.chat.sessions import AgentAttribution
@@ -41,7 +40,7 @@ from cairn.types.outputs import Usage
 
 PREFIX = "resp_"
 TTL = 30 * 86_400.0
-"""Seconds after its last use for which a response is kept, as with OpenAI."""
+"""Seconds that a response is kept after its last use, as with OpenAI."""
 KIND = "response"
 """`object` in the metadata of an agent that is a response."""
 ADDED: Mapping[str, Any] = {
@@ -49,13 +48,13 @@ ADDED: Mapping[str, Any] = {
     **dict.fromkeys(("max_tool_calls", "safety_identifier")),
     "service_tier": "default",
 }
-"""What responses that were kept by earlier versions do not say of themselves."""
+"""Fields that responses stored by earlier versions lack."""
 _APART = ("tools", "instructions", "output")
-"""Fields of a response's object that stand elsewhere: the agent begins with the first two."""
+"""Fields of a response object that are stored elsewhere: the agent begins with the first two."""
 
 
 class _Head(msgspec.Struct):
-    """What has to be in the `head` of a response's metadata to make a response of it."""
+    """The required fields in the `head` of a response's metadata."""
 
     id: str
     instructed: bool
@@ -71,7 +70,7 @@ class StoredResponses:
 
     @property
     def open(self) -> bool:
-        """Whether responses can be kept now."""
+        """Whether responses can be stored now."""
         return self._attribution.agents is not None
 
     async def begin(
@@ -85,7 +84,7 @@ class StoredResponses:
         previous: str | None,
         searched: Searched | None = None,
     ) -> RunningTurn:
-        """Begin the turn of a response. `chat` has the instructions and what is new since the `previous` one."""
+        """Begin the turn of a response. `chat` has the instructions and the messages since the `previous` one."""
         agents, id = self._attribution.open(), str(head["id"])
         check_chat(chat, self._config)
         check_model(chat.model, service)
@@ -101,8 +100,8 @@ class StoredResponses:
         said = json.dumps({name: value for name, value in head.items() if name not in _APART}, ensure_ascii=False)
         if len(said) > MAX_OWN_METADATA:  # it is held in memory
             raise InvalidRequest(
-                f"what a response repeats of its request has more than {MAX_OWN_METADATA} characters, the limit; send "
-                "less in text and tool_choice, or store: false"
+                f"the request fields that a response repeats have more than {MAX_OWN_METADATA} characters, the limit; "
+                "send less in text and tool_choice, or store: false"
             )
         metadata = {
             "object": KIND,
@@ -131,8 +130,10 @@ class StoredResponses:
             raise
 
     def keeper(self, call: HTTPCall, service: Service, running: RunningTurn) -> Callable[[ChoiceStream], None]:
-        """Keeps the exact tokens of an answer beside its turn: many clients send all that was said again, instead of
-        the response's id."""
+        """Return a function that keeps an answer's exact tokens beside its turn.
+
+        Many clients send the whole conversation again instead of the response's id.
+        """
         agents, agent, tenant = self._attribution.open(), running.agent, call.tenant
 
         def keep(choice: ChoiceStream) -> None:
@@ -166,7 +167,7 @@ class StoredResponses:
         )
 
     async def _made(self, agents: Agents, tenant: str, make: Callable[[], Awaitable[AgentInfo]]) -> None:
-        """Make an agent; where there are too many, in the place of the oldest response."""
+        """Create an agent; if there are too many, the oldest response is deleted for it."""
         try:
             await make()
         except Overloaded:
@@ -175,25 +176,27 @@ class StoredResponses:
             await make()
 
     async def history(self, tenant: str, previous: str, *, running: bool = False) -> list[dict[str, Any]]:
-        """All that was said up to a response, and its answer, without its instructions; of one that is `running`, or
-        was interrupted, only where that is wanted."""
+        """Return the messages up to a response and its answer, without its instructions.
+
+        A response that runs or was interrupted raises unless `running` allows it.
+        """
         agents = self._attribution.open()
         info = self._find(agents, tenant, previous) if running else self._previous(agents, tenant, previous)
         return await self._said(agents, tenant, info)
 
     def state(self, tenant: str, id: str) -> str:
-        """`idle`, `running`, `interrupted`, or `gone`."""
+        """Return `idle`, `running`, `interrupted`, or `gone`."""
         try:
             return self._find(self._attribution.open(), tenant, id).state
         except NotFound:
             return "gone"
 
     def called(self, tenant: str, id: str) -> dict[str, Called]:
-        """The tools of a response whose calls are said otherwise than a function's."""
+        """Return the tools of a response whose calls are not a function's."""
         return _called(self._find(self._attribution.open(), tenant, id))
 
     def _previous(self, agents: Agents, tenant: str, id: str) -> AgentInfo:
-        """The response that another follows."""
+        """Return the response that another continues."""
         try:
             info = self._find(agents, tenant, id)
         except NotFound:
@@ -202,7 +205,7 @@ class StoredResponses:
                 field="previous_response_id",
             ) from None
         if info.state != "idle":
-            raise Conflict(f"response {id} is {info.state}: only one that is complete can be gone on with")
+            raise Conflict(f"response {id} is {info.state}: only a complete one can be continued")
         return info
 
     def _find(self, agents: Agents, tenant: str, id: str) -> AgentInfo:
@@ -211,7 +214,7 @@ class StoredResponses:
     async def _said(
         self, agents: Agents, tenant: str, info: AgentInfo, *, answered: bool = True
     ) -> list[dict[str, Any]]:
-        """Return all messages but the instructions; the last answer where `answered`."""
+        """Return all messages but the instructions, with the last answer if `answered`."""
         first, _ = await agents.beginning(tenant, info.id)
         count = len(instructed(await self._instructions(agents, tenant, info)))
         found = [dict(message) for message in first[count:]]
@@ -273,7 +276,7 @@ class StoredResponses:
         return found
 
     async def output(self, tenant: str, id: str, service: Service) -> list[dict[str, Any]] | None:
-        """Return what a response has said, as items; None where there is no such response."""
+        """Return the output items of a response; None if there is no such response."""
         agents = self._attribution.open()
         try:
             info = self._find(agents, tenant, id)
@@ -286,7 +289,7 @@ class StoredResponses:
 
     @staticmethod
     def _answer(info: AgentInfo, head: dict[str, Any], service: Service) -> ResponseAnswer:
-        """What makes items of a response's answer, as they were when it was given."""
+        """Return the formatter of a response's answer, as it was when the response was made."""
         return ResponseAnswer(
             head,
             _called(info),
@@ -296,25 +299,25 @@ class StoredResponses:
         )
 
     async def input_items(self, tenant: str, id: str) -> list[dict[str, Any]]:
-        """Return all that a response was made from, as items: what was said before it, and what it was told."""
+        """Return all that a response was made from as items: the history before it, and its input."""
         agents = self._attribution.open()
         info = self._find(agents, tenant, id)
         said = await self._said(agents, tenant, info, answered=False)
         return items_of(said, _called(info), id.removeprefix(PREFIX) + "_in")
 
     async def _turn(self, agents: Agents, tenant: str, info: AgentInfo) -> TurnInfo:
-        """The turn of a response, the last of its agent."""
+        """Return the turn of a response, the last of its agent."""
         turns = await agents.turns(tenant, info.id, after=info.head - 1, limit=1)
         if not turns:
             raise NotFound(f"response {info.id} has not begun", field="response_id")
         return turns[0]
 
     def check(self, tenant: str, id: str) -> None:
-        """NotFound for what is no response of a tenant."""
+        """Raise NotFound if the tenant has no such response."""
         self._find(self._attribution.open(), tenant, id)
 
     async def delete(self, tenant: str, id: str) -> None:
-        """Erase a response; those that followed it stay."""
+        """Erase a response. Those that continued it stay."""
         agents = self._attribution.open()
         self._find(agents, tenant, id)
         await agents.delete(tenant, id)
@@ -323,8 +326,11 @@ class StoredResponses:
 def find_kept(
     agents: Agents, tenant: str, id: str, prefix: str, kind: str, is_one: Callable[[Mapping[str, str]], bool]
 ) -> AgentInfo:
-    """The agent of a response, or of a conversation. NotFound where there is none, and where an agent that was made at
-    /v1/agents only looks like one: `is_one` reads its metadata, and raises what comes of reading anything."""
+    """Return the agent behind a response or a conversation.
+
+    Raises NotFound if there is none, or if an agent made at /v1/agents only looks like one: `is_one` reads its
+    metadata, and may raise what reading anything raises.
+    """
     try:
         formed = id.startswith(prefix) and len(id) <= 64 and id.isascii() and id.replace("_", "").isalnum()
         info = agents.get(tenant, id) if formed else None

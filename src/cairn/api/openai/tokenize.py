@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from cairn.api.chat.checks import check_messages, check_template_args
-from cairn.api.chat.generation import check_length, check_model
+from cairn.api.chat.generation import check_length, check_messages, check_model, check_template_args
 from cairn.api.chat.message_schemas import contents, plain_messages, plain_tools
 from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import DetokenizeBody, TokenizeBody
+from cairn.api.chat.state import ServerState
+from cairn.api.http.body import read_json
 from cairn.api.http.call import HTTPCall
-from cairn.api.http.json_body import read_json
+from cairn.api.http.routes import Route
 from cairn.api.openai.chat import encode_text
-from cairn.config.config import Config
 from cairn.frontend.service import Service
 from cairn.text.tokens.tokenizer import INLINE
 from cairn.types.errors import InvalidRequest
@@ -25,11 +25,18 @@ from cairn.types.errors import InvalidRequest
 class TokenRoutes:
     """The two routes of tokens."""
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    def __init__(self, state: ServerState) -> None:
+        self._config = state.config
+
+    def routes(self) -> list[Route]:
+        """Return the table of these routes."""
+        return [
+            Route("POST", "/tokenize", self.tokenize, TokenizeBody, model="chat"),
+            Route("POST", "/detokenize", self.detokenize, DetokenizeBody, model="chat"),
+        ]
 
     async def tokenize(self, call: HTTPCall, service: Service) -> None:
-        """POST /tokenize: {"prompt"}, {"content"} or {"messages"} -> {"tokens", "count", "max_model_len"}.
+        """Return the tokens of a text or a chat.
 
         With `with_pieces` each token is {"id", "piece"}; a piece that is no valid UTF-8 is a list of its bytes.
         """
@@ -65,7 +72,11 @@ class TokenRoutes:
         return pieces() if len(tokens) <= INLINE else await service.chat.long.run(call.share, pieces)
 
     async def _content(self, call: HTTPCall, service: Service, text: str, body: TokenizeBody) -> list[int]:
-        """Ids of a text by itself: nothing before it unless asked for, and control tokens in it are such unless not."""
+        """Return the ids of a text by itself.
+
+        Nothing is added before it unless asked for; control tokens written in it are control tokens unless the body
+        says no.
+        """
         tokenizer, special = service.tokenizer, body.parse_special is not False
         encode = tokenizer.encode_prompt if body.add_special else tokenizer.encode
         if len(text) <= INLINE:
@@ -89,9 +100,9 @@ class TokenRoutes:
         return list(prompt.tokens)
 
     async def detokenize(self, call: HTTPCall, service: Service) -> None:
-        """POST /detokenize: {"tokens"} -> the text as "prompt" and as "content".
+        """Return the text of tokens.
 
-        Control tokens are included: as a raw prompt it has these tokens.
+        Control tokens are included: as a raw prompt the text has these tokens.
         """
         body = parse(DetokenizeBody, await read_json(call, self._config), self._config, call)
         check_model(body.model, service)
@@ -107,7 +118,7 @@ class TokenRoutes:
 
 
 def piece_of(service: Service, token: int) -> dict[str, Any]:
-    """A token with the text that it stands for, or its bytes where they are no whole characters."""
+    """Return a token with its text, or with its bytes if they are no whole characters."""
     data = service.tokenizer.token_bytes(token)
     try:
         return {"id": token, "piece": data.decode()}

@@ -24,7 +24,7 @@ RANKERS = ("none", "auto", "default-2024-11-15")
 
 
 class _StoreBody(Body):
-    """What a vector store is made with, or changed to."""
+    """The fields that create or change a vector store."""
 
     lenient: ClassVar[bool] = True
 
@@ -33,7 +33,7 @@ class _StoreBody(Body):
     expires_after: Any = None
 
     def check(self) -> None:
-        """What cannot be."""
+        """Raise InvalidRequest for metadata or a name that are too long."""
         check_metadata(self.metadata)
         if self.name is not None and len(self.name) > 256:
             raise InvalidRequest("name must have at most 256 characters", field="name")
@@ -50,7 +50,7 @@ class VectorStoreBody(_StoreBody):
     chunking_strategy: dict[str, Any] | None = None
 
     def wanted(self) -> list[WantedFile]:
-        """The files that are to be in it."""
+        """Return the files to put into it."""
         sizes = sizes_of(self.chunking_strategy, "chunking_strategy")
         return _distinct([WantedFile(id, {}, sizes) for id in self.file_ids or ()])
 
@@ -67,7 +67,7 @@ class AttachBody(Body):
     chunking_strategy: dict[str, Any] | None = None
 
     def wanted(self) -> WantedFile:
-        """The file."""
+        """Return the file to put into the store."""
         return WantedFile(
             self.file_id, attributes_of(self.attributes), sizes_of(self.chunking_strategy, "chunking_strategy")
         )
@@ -84,7 +84,7 @@ class BatchBody(Body):
     chunking_strategy: dict[str, Any] | None = None
 
     def wanted(self) -> list[WantedFile]:
-        """The files, in their order."""
+        """Return the files in their order."""
         if (self.file_ids is None) == (self.files is None):
             raise InvalidRequest("give file_ids, or files, and not both", field="file_ids")
         if self.files is not None:
@@ -100,7 +100,7 @@ class AttributesBody(Body):
 
 
 class RankingBody(Body):
-    """How what is found is put in order."""
+    """The ranking of what is found."""
 
     lenient: ClassVar[bool] = True
 
@@ -109,7 +109,7 @@ class RankingBody(Body):
     hybrid_search: dict[str, Any] | None = None
 
     def search(self, search: Search, field: str) -> Search:
-        """A search in this order."""
+        """Return a search with this ranking."""
         if self.ranker is not None and self.ranker not in RANKERS:
             raise InvalidRequest(f"{field}.ranker must be one of {', '.join(RANKERS)}", field=f"{field}.ranker")
         least = search.min_score if self.score_threshold is None else float(self.score_threshold)
@@ -126,7 +126,7 @@ class RankingBody(Body):
 
     @property
     def rerank(self) -> bool | None:
-        """Whether a model for reranking is wanted; None: where one is loaded."""
+        """Whether a model reranks; None: if one is loaded."""
         return False if self.ranker == "none" else None
 
 
@@ -142,7 +142,7 @@ class StoreSearchBody(Body):
     rewrite_query: bool | None = None
 
     def queries(self) -> list[str]:
-        """The questions."""
+        """Return the questions."""
         given = [self.query] if isinstance(self.query, str) else self.query
         if not isinstance(given, list) or not 1 <= len(given) <= 8 or not all(isinstance(one, str) for one in given):
             raise InvalidRequest("query must be a text, or a list of 1 to 8 texts", field="query")
@@ -151,14 +151,14 @@ class StoreSearchBody(Body):
         return given
 
     def search(self) -> Search:
-        """What is searched for beside the questions."""
+        """Return the search options."""
         return search_of(self.max_num_results, 10, self.filters, self.ranking_options, Search().min_score)
 
 
 def search_of(
     most: int | None, usual: int, filters: Any, ranking: RankingBody | None, least: float, field: str = ""
 ) -> Search:
-    """A search as OpenAI's fields say it; `field`: what stands before their names."""
+    """Return a search by OpenAI's fields; `field` is the prefix of their names in errors."""
     most = usual if most is None else most
     if not 1 <= most <= MAX_FOUND:
         where = f"{field}max_num_results"
@@ -169,7 +169,7 @@ def search_of(
 
 
 def sizes_of(given: Any, field: str) -> tuple[int, int] | None:
-    """Characters of chunks, and what they repeat, by a chunking strategy; None: as the collection has them."""
+    """Return the chunk size and overlap of a chunking strategy in characters; None for the collection's own."""
     if given is None or given.get("type") == "auto":
         return None
     static = given.get("static")
@@ -186,7 +186,7 @@ def sizes_of(given: Any, field: str) -> tuple[int, int] | None:
 
 
 def attributes_of(given: Mapping[str, Any] | None) -> dict[str, Attribute]:
-    """What is noted of a file."""
+    """Return a file's attributes, checked."""
     given = given or {}
     if len(given) > MAX_METADATA:
         raise InvalidRequest(f"attributes holds {len(given)} entries; the limit is {MAX_METADATA}", field="attributes")
@@ -206,7 +206,7 @@ def _distinct(wanted: Sequence[WantedFile]) -> list[WantedFile]:
 
 
 def store_object(found: Collection, states: Mapping[str, int]) -> dict[str, Any]:
-    """A vector store on the wire; `states`: how many files are how far."""
+    """Return a vector store as clients see it; `states` counts files by state."""
     counts = counts_of({**states, "completed": found.documents})
     return {
         "id": found.id,
@@ -224,13 +224,13 @@ def store_object(found: Collection, states: Mapping[str, int]) -> dict[str, Any]
 
 
 def counts_of(states: Mapping[str, int]) -> dict[str, int]:
-    """How many files are how far, and how many there are."""
+    """Return the counts of files by state, with a total."""
     named = {name: states.get(name, 0) for name in ("in_progress", "completed", "failed", "cancelled")}
     return named | {"total": sum(named.values())}
 
 
 def attachment_object(store: Collection, one: Attachment, size: int) -> dict[str, Any]:
-    """A file of a vector store on the wire; `size`: bytes that the store has of it."""
+    """Return a file of a vector store as clients see it; `size`: bytes that the store has of it."""
     chunk, overlap = (one.chunk, one.overlap) if one.chunk else (store.chunk, store.overlap)
     static = {"max_chunk_size_tokens": chunk // TOKEN, "chunk_overlap_tokens": overlap // TOKEN}
     return {
@@ -247,7 +247,7 @@ def attachment_object(store: Collection, one: Attachment, size: int) -> dict[str
 
 
 def batch_object(store: Collection, batch: str, files: Sequence[Attachment]) -> dict[str, Any]:
-    """Files that were put in together, on the wire."""
+    """Return a batch of files as clients see it."""
     counts = counts_of(Counter(one.state for one in files))
     cancelled = counts["cancelled"] and not counts["in_progress"]
     return {
@@ -261,7 +261,7 @@ def batch_object(store: Collection, batch: str, files: Sequence[Attachment]) -> 
 
 
 def result_object(found: SearchHit) -> dict[str, Any]:
-    """A passage that was found, without its text."""
+    """Return a found passage as clients see it, without its text."""
     one = found.chunk
     return {
         "file_id": one.document,

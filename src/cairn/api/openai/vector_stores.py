@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from cairn.api.chat.paging import LISTED, MOST_LISTED, parameters
 from cairn.api.chat.parse import parse
+from cairn.api.chat.state import ServerState
+from cairn.api.http.body import read_json, read_nothing
 from cairn.api.http.call import HTTPCall
-from cairn.api.http.json_body import read_json, read_nothing
+from cairn.api.http.routes import Route
 from cairn.api.native.agent_schemas import NoBody
-from cairn.api.native.library import Library
 from cairn.api.openai.files import listed
 from cairn.api.openai.vector_store_schemas import (
     AttachBody,
@@ -38,14 +39,12 @@ from cairn.api.openai.vector_store_schemas import (
     result_object,
     store_object,
 )
-from cairn.config.config import Config
 from cairn.frontend.service import Service
 from cairn.rag.attachments import Attachment
 from cairn.rag.definition import CHUNK, OVERLAP, Collection
 from cairn.rag.vector_stores import FIELD, Embedders, VectorStores
 from cairn.types.errors import InvalidRequest, NotFound
 
-Endpoint = Callable[[HTTPCall, Service], Awaitable[None]]
 PATH = "/v1/vector_stores"
 STATES = ("in_progress", "completed", "failed", "cancelled")
 
@@ -53,48 +52,39 @@ STATES = ("in_progress", "completed", "failed", "cancelled")
 class VectorStoreRoutes:
     """The routes of vector stores."""
 
-    def __init__(self, config: Config, library: Library) -> None:
-        self._config, self._library = config, library
+    def __init__(self, state: ServerState) -> None:
+        self._config, self._library = state.config, state.library
 
-    def routes(self, path: str) -> dict[str, Endpoint] | None:
-        """The methods of a path, or None."""
-        if path == PATH:
-            return {"POST": self.create, "GET": self.list}
-        parts = path.removeprefix(PATH + "/").split("/")
-        if not path.startswith(PATH + "/") or not all(parts):
-            return None
-        return self._of_batches(parts) if parts[1:2] == ["file_batches"] else self._of_store(parts)
-
-    def _of_store(self, parts: Sequence[str]) -> dict[str, Endpoint] | None:
-        match parts:
-            case [_]:
-                return {"GET": self.show, "POST": self.change, "DELETE": self.delete}
-            case [_, "search"]:
-                return {"POST": self.search}
-            case [_, "files"]:
-                return {"POST": self.attach, "GET": self.files}
-            case [_, "files", _]:
-                return {"GET": self.show_file, "POST": self.change_file, "DELETE": self.detach}
-            case [_, "files", _, "content"]:
-                return {"GET": self.content}
-        return None
-
-    def _of_batches(self, parts: Sequence[str]) -> dict[str, Endpoint] | None:
-        match parts:
-            case [_, _]:
-                return {"POST": self.batch}
-            case [_, _, _]:
-                return {"GET": self.show_batch}
-            case [_, _, _, "cancel"]:
-                return {"POST": self.cancel}
-            case [_, _, _, "files"]:
-                return {"GET": self.files}
-        return None
+    def routes(self) -> list[Route]:
+        """Return the table of these routes."""
+        return [
+            Route("POST", "/v1/vector_stores", self.create, VectorStoreBody, keeps=True),
+            Route("GET", "/v1/vector_stores", self.list, query=("limit", "order", "after")),
+            Route("GET", "/v1/vector_stores/{id}", self.show),
+            Route("POST", "/v1/vector_stores/{id}", self.change, VectorStoreChangeBody),
+            Route("DELETE", "/v1/vector_stores/{id}", self.delete),
+            Route("POST", "/v1/vector_stores/{id}/search", self.search, StoreSearchBody),
+            Route("POST", "/v1/vector_stores/{id}/files", self.attach, AttachBody, keeps=True),
+            Route("GET", "/v1/vector_stores/{id}/files", self.files, query=("limit", "order", "after", "filter")),
+            Route("GET", "/v1/vector_stores/{id}/files/{file}", self.show_file),
+            Route("POST", "/v1/vector_stores/{id}/files/{file}", self.change_file, AttributesBody),
+            Route("DELETE", "/v1/vector_stores/{id}/files/{file}", self.detach),
+            Route("GET", "/v1/vector_stores/{id}/files/{file}/content", self.content),
+            Route("POST", "/v1/vector_stores/{id}/file_batches", self.batch, BatchBody, keeps=True),
+            Route("GET", "/v1/vector_stores/{id}/file_batches/{batch}", self.show_batch),
+            Route("POST", "/v1/vector_stores/{id}/file_batches/{batch}/cancel", self.cancel, NoBody),
+            Route(
+                "GET",
+                "/v1/vector_stores/{id}/file_batches/{batch}/files",
+                self.files,
+                query=("limit", "order", "after", "filter"),
+            ),
+        ]
 
     # --------------------------------------------------------------------------------------------------------- stores
 
     async def create(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/vector_stores: {"name", "file_ids", "chunking_strategy", "metadata"}, all optional."""
+        """Create a vector store, which is a collection."""
         stores, collections = await self._library.stores(), await self._library.open()
         body = parse(VectorStoreBody, await read_nothing(call, self._config), self._config, call)
         body.check()
@@ -109,7 +99,7 @@ class VectorStoreRoutes:
         await call.json(await self._store(stores, call.tenant, id))
 
     async def list(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/vector_stores, the newest first unless `order` is asc: all collections."""
+        """List the vector stores: all collections. The newest comes first unless `order` is asc."""
         stores, collections = await self._library.stores(), await self._library.open()
         asked = parameters(call, ("limit", "order", "after"))
         found = await asyncio.to_thread(collections.store.collections, call.tenant)
@@ -119,12 +109,12 @@ class VectorStoreRoutes:
         await call.json(listed(asked, data, LISTED, MOST_LISTED))
 
     async def show(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/vector_stores/{id}: how much it holds, and how far its files are."""
+        """Return a vector store: how much it holds, and the states of its files."""
         stores = await self._library.stores()
         await call.json(await self._store(stores, call.tenant, call.path_part(PATH)))
 
     async def change(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/vector_stores/{id}: {"name", "metadata"}; what is not given stays."""
+        """Change the name or the metadata of a vector store. Absent fields stay."""
         stores, collections = await self._library.stores(), await self._library.open()
         body = parse(VectorStoreChangeBody, await read_json(call, self._config), self._config, call)
         body.check()
@@ -133,17 +123,17 @@ class VectorStoreRoutes:
         await call.json(await self._store(stores, call.tenant, id))
 
     async def delete(self, call: HTTPCall, service: Service) -> None:
-        """DELETE /v1/vector_stores/{id}: answered when its text is overwritten on the disk; files stay."""
+        """Delete a vector store. Answered when its text is overwritten on the disk; files stay."""
         collections, id = await self._library.open(), call.path_part(PATH)
         await asyncio.to_thread(collections.store.delete, call.tenant, id)
         await call.json({"id": id, "object": "vector_store.deleted", "deleted": True})
 
     async def search(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/vector_stores/{id}/search: {"query", "filters", "max_num_results", "ranking_options"}."""
+        """Return the passages that fit a query best."""
         body = parse(StoreSearchBody, await read_json(call, self._config), self._config, call)
         queries, search = body.queries(), body.search()
         if body.rewrite_query:
-            call.warn("rewrite_query: the query is searched as it is")
+            call.warn("rewrite_query: ignored, the query is searched unchanged")
         rerank = None if body.ranking_options is None else body.ranking_options.rerank
         found = await self._library.search(call, [call.path_part(PATH)], queries, search, rerank)
         data = [result_object(one) | {"content": [{"type": "text", "text": one.chunk.text}]} for one in found]
@@ -153,15 +143,17 @@ class VectorStoreRoutes:
     # ---------------------------------------------------------------------------------------------------------- files
 
     async def attach(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/vector_stores/{id}/files: {"file_id", "attributes", "chunking_strategy"}; it is read meanwhile."""
+        """Put a file into a vector store. It is read in the background."""
         stores, id = await self._library.stores(), call.path_part(PATH)
         body = parse(AttachBody, await read_json(call, self._config), self._config, call)
         await stores.attach(call.tenant, id, [body.wanted()], self._embedders(call))
         await call.json(await self._file(stores, call.tenant, id, body.file_id))
 
     async def files(self, call: HTTPCall, service: Service) -> None:
-        """GET the files of a vector store, or of a batch, the newest first unless `order` is asc; `filter`: those that
-        are so far."""
+        """List the files of a vector store or of a batch.
+
+        The newest comes first unless `order` is asc; `filter` selects a state.
+        """
         stores = await self._library.stores()
         asked = parameters(call, ("limit", "order", "after", "filter"))
         batch = call.path_part(PATH, 2) if call.path_part(PATH, 1) == "file_batches" else ""
@@ -176,25 +168,25 @@ class VectorStoreRoutes:
         await call.json(listed(asked, data, LISTED, MOST_LISTED))
 
     async def show_file(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/vector_stores/{id}/files/{file}: how far it is, and why it could not be read."""
+        """Return the state of a file, and why it could not be read."""
         stores = await self._library.stores()
         await call.json(await self._file(stores, call.tenant, call.path_part(PATH), call.path_part(PATH, 2)))
 
     async def change_file(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/vector_stores/{id}/files/{file}: {"attributes"}."""
+        """Replace the attributes of a file."""
         stores, id, file = await self._library.stores(), call.path_part(PATH), call.path_part(PATH, 2)
         body = parse(AttributesBody, await read_json(call, self._config), self._config, call)
         await stores.note(call.tenant, id, file, attributes_of(body.attributes))
         await call.json(await self._file(stores, call.tenant, id, file))
 
     async def detach(self, call: HTTPCall, service: Service) -> None:
-        """DELETE /v1/vector_stores/{id}/files/{file}: answered when its text there is overwritten; the file stays."""
+        """Remove a file from a vector store. Answered when its text there is overwritten; the file stays."""
         stores, file = await self._library.stores(), call.path_part(PATH, 2)
         await stores.detach(call.tenant, call.path_part(PATH), file)
         await call.json({"id": file, "object": "vector_store.file.deleted", "deleted": True})
 
     async def content(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/vector_stores/{id}/files/{file}/content: its text, chunk by chunk."""
+        """Return the text of a file, chunk by chunk."""
         collections = await self._library.open()
 
         def found() -> list[dict[str, Any]]:
@@ -208,7 +200,7 @@ class VectorStoreRoutes:
     # -------------------------------------------------------------------------------------------------------- batches
 
     async def batch(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/vector_stores/{id}/file_batches: {"file_ids", "files", "attributes", "chunking_strategy"}."""
+        """Put several files into a vector store."""
         stores, id, batch = await self._library.stores(), call.path_part(PATH), f"vsfb_{call.id}"
         body = parse(BatchBody, await read_json(call, self._config), self._config, call)
         wanted = body.wanted()
@@ -221,14 +213,14 @@ class VectorStoreRoutes:
         await call.json(batch_object(store, batch, found))
 
     async def show_batch(self, call: HTTPCall, service: Service) -> None:
-        """GET /v1/vector_stores/{id}/file_batches/{batch}: how far its files are."""
+        """Return the states of a batch's files."""
         stores, batch = await self._library.stores(), call.path_part(PATH, 2)
         store, found = await stores.listed(call.tenant, call.path_part(PATH), batch)
         _check_batch(batch, found)
         await call.json(batch_object(store, batch, found))
 
     async def cancel(self, call: HTTPCall, service: Service) -> None:
-        """POST /v1/vector_stores/{id}/file_batches/{batch}/cancel: what is not read yet stays out."""
+        """Cancel a batch. Files that are not read yet stay out."""
         stores, id, batch = await self._library.stores(), call.path_part(PATH), call.path_part(PATH, 2)
         parse(NoBody, await read_nothing(call, self._config), self._config)
         _check_batch(batch, (await stores.listed(call.tenant, id, batch))[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -79,7 +80,7 @@ def delta(
     """`Kernels.delta`."""
     heads, width = len(decay), (x.shape[1] - out.shape[1]) // 2
     query, key = (_unit(part.reshape(len(x), key_heads, -1)) for part in (x[:, :width], x[:, width : 2 * width]))
-    query = query / (width // key_heads) ** 0.5
+    query = query / math.sqrt(width // key_heads)
     share = torch.sigmoid(gates[:, first : first + heads])
     step = torch.nn.functional.softplus(gates[:, first + heads : first + 2 * heads] + time_bias)
     value = x[:, 2 * width :].reshape(len(x), heads, -1)

@@ -1,9 +1,9 @@
-"""Options that a running server takes anew: on SIGHUP, and at POST /v1/admin/reload.
+"""Reloading of options, on SIGHUP and at POST /v1/admin/reload.
 
-They are read again from where they were read first: flags and the environment are what they were, files may have
-changed, the one of options as well as those of keys and certificates. What can change is listed in `CHANGED`; any other
-option that is another one now is named with what it needs. Where the new options cannot be used, nothing changes; nor
-where a server with keys would have none.
+Options are read from where they were read at the start: flags and the environment are as they were, files may have
+changed, those of options as well as those of keys and certificates. `CHANGED` lists what can change; any other option
+that differs is named with what it needs. If the new options cannot be used, or a server with keys would have none,
+nothing changes.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import Any
 
 import msgspec
 
-from cairn.api.http.auth import Access, check_exposure, has_keys
-from cairn.api.http.tls import check_tls
+from cairn.api.http.auth import Access, check_exposure, check_tls, has_keys
 from cairn.config.config import LIMITS, Config, TenantLimits
 from cairn.router.models import Models
 from cairn.types.errors import ConfigError, InvalidRequest
@@ -31,21 +30,21 @@ RESTART = "it takes a restart of the server"
 
 
 class Reloaded(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reload has done."""
+    """The outcome of a reload."""
 
     changed: tuple[str, ...]
     """Options that hold from now on."""
     unchanged: dict[str, str]
-    """Options that are others now and hold as before, and what they need."""
+    """Options that differ and keep their old value, with what they need."""
 
 
 class Reload:
-    """The options of one server, as they hold now. Whoever uses one that can change gives `watch` a function."""
+    """The options of one server, as they are now. Whoever uses one that can change gives `watch` a function."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.again: Callable[[], Config] | None = None
-        """Reads all options; None where nobody can say where they came from."""
+        """Reads all options; None if their source is unknown."""
         self._watchers: list[Callable[[Config], None]] = []
 
     def watch(self, watcher: Callable[[Config], None]) -> None:
@@ -53,7 +52,10 @@ class Reload:
         self._watchers.append(watcher)
 
     def __call__(self, models: Models | None) -> Reloaded:
-        """Read them, and let hold what can. InvalidRequest where they cannot be used: then nothing has changed."""
+        """Read the options again and apply those that can change.
+
+        Raises InvalidRequest if they cannot be used: then nothing has changed.
+        """
         if self.again is None:
             raise InvalidRequest("this server's options came from no file, flag or variable that could be read again")
         try:
@@ -61,7 +63,7 @@ class Reload:
             wanted, unchanged = _possible(self.config, read)
             _check_keys(self.config, wanted)
             check_exposure(wanted)
-            Access(wanted)  # whatever refuses is asked before anything is replaced
+            Access(wanted)  # raises before anything is replaced
             check_tls(wanted)
             if models is not None:
                 unchanged |= models.configure(wanted)
@@ -80,8 +82,10 @@ class Reload:
 
 
 def _check_keys(now: Config, wanted: Config) -> None:
-    """Raise ConfigError where a server that has keys would have none: a file of options may be cut while an editor
-    writes it, and would let everybody in."""
+    """Raise ConfigError if a server that has keys would have none.
+
+    A file of options may be cut off while an editor writes it, and would let everybody in.
+    """
     for name, what, lost in (
         ("admin_key", "admin key", now.admin_key is not None and wanted.admin_key is None),
         ("tenants", "tenants", bool(now.tenants) and not wanted.tenants),
@@ -89,14 +93,13 @@ def _check_keys(now: Config, wanted: Config) -> None:
     ):
         if lost:
             raise ConfigError(
-                f"there would be no {what} any more, where this server was started with one; write it back, or "
-                "restart the server to run it without",
+                f"the new options have no {what} any more; write it back, or restart the server to run it without",
                 field=name,
             )
 
 
 def _possible(now: Config, read: Config) -> tuple[Config, dict[str, str]]:
-    """The options that can hold from now on, and those that are others and cannot."""
+    """Return the options that can hold from now on, and those that changed and cannot."""
     differing = {name for name in Config.__struct_fields__ if getattr(now, name) != getattr(read, name)}
     unchanged = dict.fromkeys(sorted(differing - CHANGED), RESTART)
     taken: dict[str, Any] = {name: getattr(read, name) for name in differing & CHANGED}

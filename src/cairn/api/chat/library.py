@@ -1,18 +1,18 @@
-"""What all routes over documents share: the collections of the server, and the models that embed and judge."""
+"""The part that all routes over documents share: collections, and the models that embed and judge."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 from cairn.api.chat.generation import check_model
 from cairn.api.chat.sessions import AgentAttribution
 from cairn.api.http.call import HTTPCall
+from cairn.api.http.limits import Quotas
 from cairn.api.http.multipart import Upload, upload
-from cairn.api.http.quotas import Quotas
 from cairn.config.config import Config
 from cairn.frontend.embeddings import AT_ONCE, Asking, check_scores
 from cairn.rag.attachments import Attachments
@@ -27,39 +27,49 @@ from cairn.types.errors import InvalidRequest, Overloaded, Unavailable
 from cairn.workflows.answerer import ServiceAnswerer
 
 MAX_UPLOADS = 8
-"""Forms of one tenant that are received, or whose file is read, at once: each has a file on the disk."""
+"""Most forms of one tenant that are received or read at once: each has a file on the disk."""
 RETRY = 2.0
 EXAMPLE = "sentence-transformers/all-MiniLM-L6-v2"
 ADD = (
     f"add one: 'cairn pull {EXAMPLE}', then start the server with it beside the models that it has: 'cairn serve MODEL "
     f"{EXAMPLE}'"
 )
-"""What the owner of a server does so that it has collections."""
+"""Advice to the owner of a server without an embedding model."""
 FILE, UPLOADS = "collections.sqlite", "files.sqlite"
 
 
 class Library:
-    """The collections of one server. `registry` are its models, once there are any."""
+    """The collections of one server."""
 
-    def __init__(self, config: Config, attribution: AgentAttribution, quotas: Quotas, folder: Path) -> None:
-        """`folder`: the one of the token log; the collections lie beside it, and whoever holds the one has both."""
+    def __init__(
+        self,
+        config: Config,
+        attribution: AgentAttribution,
+        quotas: Quotas,
+        folder: Path,
+        registry: Callable[[], Models],
+    ) -> None:
+        """Prepare the collections beside `folder`, the token log's, so that its owner has both.
+
+        `registry` returns the models, or raises Unavailable before there are any.
+        """
         self._config, self._attribution, self._quotas = config, attribution, quotas
         self.folder = folder.with_name(folder.name + "-collections")
-        self.registry: Models | None = None
+        self._registry = registry
         self._opened: VectorStores | None = None
         self._collections: Collections | None = None
         self._opening = asyncio.Lock()
         self._uploading = Counter[str]()
-        """How many forms are being received, by whose they are."""
+        """Number of forms being received, by payer."""
 
     async def open(self) -> Collections:
-        """The collections, once the folder beside them is this server's."""
+        """Return the collections, once the folder beside them is this server's."""
         await self.stores()
         assert self._collections is not None
         return self._collections
 
     async def stores(self) -> VectorStores:
-        """The same with their files, as vector stores."""
+        """Return the collections with their files, as vector stores."""
         agents = self._attribution.open()
         async with self._opening:
             if self._opened is None:
@@ -80,7 +90,7 @@ class Library:
 
     @contextlib.asynccontextmanager
     async def upload(self, call: HTTPCall) -> AsyncIterator[Upload]:
-        """The form of a call, with its file. Overloaded where its tenant sends too many at once."""
+        """Yield the form of a call, with its file. Raises Overloaded if its tenant sends too many at once."""
         if self._uploading[call.payer] >= MAX_UPLOADS:
             raise Overloaded(f"{MAX_UPLOADS} uploads of yours are under way, the limit", retry_after=RETRY)
         self._uploading[call.payer] += 1
@@ -93,14 +103,16 @@ class Library:
 
     @contextlib.asynccontextmanager
     async def room(self, call: HTTPCall, size: int) -> AsyncIterator[None]:
-        """Count `size` bytes of a call's tenant, in the place of its body, while they are being written. Raises
-        QuotaExceeded where the tenant may not keep them."""
+        """Count `size` bytes against the tenant's quota while they are written, in place of the body's size.
+
+        Raises QuotaExceeded if the tenant may not keep them.
+        """
         call.settled()
         async with self._quotas.room(call.tenant, size):
             yield
 
     async def bytes_of(self, tenant: str) -> int:
-        """Return about how many bytes a tenant's collections and files take; 0 where they cannot be opened."""
+        """Return about how many bytes a tenant's collections and files take; 0 if they cannot be opened."""
         if self._opened is None and not (self.folder / FILE).exists():
             return 0
         try:
@@ -111,23 +123,27 @@ class Library:
 
     @contextlib.asynccontextmanager
     async def embedder(self, salt: bytes, share: str, name: str | None, field: str) -> AsyncIterator[Embedder]:
-        """The model that makes vectors: the one that is named, else the first of those for embeddings. InvalidRequest
-        for one that was not made for it, and where there is none."""
+        """Yield the embedding model: the named one, else the first.
+
+        Raises InvalidRequest for a model of another kind, and if there is none.
+        """
         registry = self._registry()
         async with registry.using(_embedding(registry, name)) as service:
             check_model(name, service)
             yield Embedder(service, self._asking(salt, share, field))
 
     def check_embedder(self, name: str | None = None) -> None:
-        """Raise what `embedder` would, before anything is read."""
+        """Raise the errors of `embedder` before anything is read."""
         _embedding(self._registry(), name)
 
     @contextlib.asynccontextmanager
     async def judge(
         self, salt: bytes, share: str, wanted: bool | None, name: str | None
     ) -> AsyncIterator[Reranker | None]:
-        """The model that reranks; where nothing is said of that one that is loaded, if one is. InvalidRequest where one
-        is `wanted` and there is none."""
+        """Yield the reranking model: the named one, else one that is loaded, else None.
+
+        Raises InvalidRequest if one is `wanted` and there is none.
+        """
         registry = self._registry()
         model = _judging(registry, wanted, name)
         if model is None:
@@ -140,7 +156,7 @@ class Library:
     async def search(
         self, call: HTTPCall, ids: Sequence[str], queries: Sequence[str], wanted: Search, rerank: bool | None
     ) -> list[SearchHit]:
-        """What fits any of the queries best in these collections, each passage once."""
+        """Return what fits any of the queries best in these collections, each passage once."""
         collections, best = await self.open(), dict[int, SearchHit]()
         async with (
             self.embedder(call.salt, call.share, None, "query") as embedder,
@@ -156,11 +172,6 @@ class Library:
             : wanted.top_k
         ]
 
-    def _registry(self) -> Models:
-        if self.registry is None:
-            raise Unavailable("the model is still being loaded; ask again shortly", retry_after=2.0)
-        return self.registry
-
     def _asking(self, salt: bytes, share: str, field: str) -> Asking:
         return Asking(
             salt=salt,
@@ -173,19 +184,19 @@ class Library:
 
 
 def _embedding(registry: Models, name: str | None) -> ServedModel:
-    """Return the model for embeddings with this name; without one the first, of those that are loaded if any is.
+    """Return the embedding model with this name; without a name the first, loaded ones before others.
 
-    InvalidRequest for another kind of model, and where there is none; Unavailable where that is not known yet.
+    Raises InvalidRequest for another kind of model, and if there is none; Unavailable while that is unknown.
     """
     if name is not None:
         known = [registry.find(name)]
     else:
         known = [one for one in registry.models if one.kind == "embed"]
         known.sort(key=lambda one: one.state != "loaded")
-    if known and (known[0].kind == "embed" or known[0].failure):  # why it is not served is told where it is used
+    if known and (known[0].kind == "embed" or known[0].failure):  # its use reports why it is not served
         return known[0]
     if any(not one.kind and not one.failure for one in known or registry.models):
-        raise Unavailable("what the models of this server are for is being read; ask again shortly", retry_after=RETRY)
+        raise Unavailable("the models' files are still being read; ask again shortly", retry_after=RETRY)
     if known:
         what = f"{known[0].name} is no model for embeddings, and what its vectors find is mostly wrong"
     else:
@@ -194,7 +205,7 @@ def _embedding(registry: Models, name: str | None) -> ServedModel:
 
 
 def _worth(found: SearchHit) -> tuple[float, float]:
-    """By what passages of several searches are put in order."""
+    """Return the key by which passages of several searches are sorted."""
     return found.judged or 0.0, found.rank
 
 

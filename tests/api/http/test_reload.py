@@ -48,7 +48,7 @@ async def test_keys_and_limits_change_and_what_cannot_is_named(folder: Path) -> 
                 raise wanted
             return wanted
 
-        at.app.options.again = again
+        at.app.state.options.again = again
 
         async def ask(key: str) -> httpx.Response:
             return await http.post("/v1/chat/completions", json=HELLO, headers={"authorization": f"Bearer {key}"})
@@ -98,13 +98,13 @@ async def test_keys_and_limits_change_and_what_cannot_is_named(folder: Path) -> 
                 "nothing is changed: one API key belongs to the tenants ada and bob",
             ),
         ):
-            options = at.app.options.config
+            options = at.app.state.options.config
             wanted = bad  # type: ignore[assignment]
             refused = await reload()
             assert refused.status_code == 400 and what in refused.text, refused.text
             assert (await ask("new")).status_code == 200
-            assert at.app.options.config is options and at.app.config is options
-            assert at.app.models is not None and at.app.models.config.load_timeout == options.load_timeout
+            assert at.app.state.options.config is options and at.app.state.config is options
+            assert at.app.state.models is not None and at.app.state.models.config.load_timeout == options.load_timeout
             assert "gpt-4o" in service.names and "gpt-5" not in service.names
             _reload(at.app)  # as a signal: it is said in the log
 
@@ -125,7 +125,7 @@ async def test_a_reload_takes_no_server_its_keys(folder: Path, lost: dict[str, A
     keys: dict[str, Any] = {"api_key": (Secret("k"),), "tenants": (tenant("ada", "a"), tenant("bob", "b"))}
     first = Config(**keys, admin_key=Secret("the-owners"))
     async with serving(folder) as service, site(service, first) as at, at.http() as http:
-        at.app.options.again = lambda: msgspec.structs.replace(first, **lost)
+        at.app.state.options.again = lambda: msgspec.structs.replace(first, **lost)
         answer = await http.post("/v1/admin/reload", headers=ADMIN)
         if not field:
             assert answer.status_code == 200 and answer.json()["changed"] == list(lost)
@@ -142,12 +142,12 @@ async def test_a_reload_does_not_take_the_last_key_of_a_server_without_tenants(f
     first = Config(api_key=(Secret("k"),))
     async with serving(folder) as service, site(service, first) as at, at.http() as http:
         app = at.app
-        app.options.again = Config
+        app.state.options.again = Config
         with pytest.raises(InvalidRequest, match="no API key any more"):
-            app.options(app.models)
+            app.state.options(app.state.models)
         assert (await http.get("/v1/models")).status_code == 401
-        app.options.again = lambda: Config(tenants=(tenant("ada", "k"),))  # the same key, of a tenant now
-        assert app.options(app.models).changed == ("api_key", "tenants")
+        app.state.options.again = lambda: Config(tenants=(tenant("ada", "k"),))  # the same key, of a tenant now
+        assert app.state.options(app.state.models).changed == ("api_key", "tenants")
 
 
 @pytest.mark.parametrize("how", ["cut to nothing", "comments alone", "gone"])
@@ -193,8 +193,8 @@ async def test_pages_that_may_call_change_for_forms_too(folder: Path) -> None:
             return [(await http.post(path, headers={"origin": page}, **body)).status_code for path, body in asked]
 
         for allowed, other in (("https://old.example", "https://new.example"), ("https://new.example", "https://old")):
-            app.options.again = lambda allowed=allowed: Config(cors_origins=(allowed,))
-            assert app.options(app.models).changed == ("cors_origins",)
+            app.state.options.again = lambda allowed=allowed: Config(cors_origins=(allowed,))
+            assert app.state.options(app.state.models).changed == ("cors_origins",)
             assert await post(other) == [403, 403, 403]
             assert 403 not in await post(allowed)
 
@@ -233,7 +233,7 @@ async def test_aliases_of_several_models_move(tmp_path: Path) -> None:
 async def test_a_new_tenants_agents_are_its_own(folder: Path) -> None:
     first = Config(tenants=(tenant("ada", "a"),), admin_key=Secret("the-owners"))
     async with home(folder, tenants=first.tenants, admin_key=first.admin_key) as (house, http):
-        options = house.web.app.options  # type: ignore[attr-defined]
+        options = house.web.app.state.options  # type: ignore[attr-defined]
         options.again = lambda: msgspec.structs.replace(
             first, tenants=(*first.tenants, tenant("bob", "b", max_agents=1))
         )
@@ -290,7 +290,7 @@ def test_sighup_reads_the_file_again_and_the_owner_has_a_listener(folder: Path, 
         assert server.wait() == 0
     said = [json.loads(line) for line in server.errors.decode().splitlines()]  # each line, from the first on
     assert any("unknown key 'nonsense'" in one["message"] for one in said)
-    assert any(one["message"].startswith("Cairn serves tiny at http") for one in said)
+    assert any(one["message"].startswith("serves tiny at http") for one in said)
 
 
 def test_options_can_be_resolved_again(tmp_path: Path) -> None:
