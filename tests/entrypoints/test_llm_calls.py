@@ -308,7 +308,7 @@ def test_calls_that_do_not_fit_are_refused():
         ToolCall("1", "weather", '{"days": 2}', functions["weather"]).run()
     with pytest.raises(InvalidRequest, match="called weather with arguments that do not fit"):
         ToolCall("1", "weather", "{", functions["weather"]).run()
-    with pytest.raises(InvalidRequest, match=r"give functions as tools.*json.loads"):
+    with pytest.raises(InvalidRequest, match=r"pass functions as tools.*json.loads"):
         ToolCall("1", "other", "{}").run()
 
 

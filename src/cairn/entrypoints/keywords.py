@@ -30,7 +30,7 @@ class ModelKeywords(TypedDict, total=False):
     threads: int | None
     context: int | None
     kv_gb: float | None
-    kv_dtype: Literal["auto", "f32", "bf16", "f16"]
+    kv_dtype: Literal["auto", "f32", "bf16", "f16", "q8"]
     max_running: int
     step_tokens: int
     step_seconds: float
@@ -48,6 +48,10 @@ class ModelKeywords(TypedDict, total=False):
     kv_ttl: float
     kv_fresh: bool
     sampler_order: Literal["default", "llama"]
+    default_temperature: float | None
+    default_top_k: int | None
+    default_top_p: float | None
+    default_min_p: float | None
     reasoning_history: Literal["keep", "template"]
     tool_instructions: bool
     chat_template: str | None
@@ -93,6 +97,7 @@ class SamplingKeywords(TypedDict, total=False):
     stop_token_ids: Annotated[Sequence[int] | None, "Tokens that end the answer."]
     min_tokens: Annotated[int | None, "Fewest tokens of the answer."]
     ignore_eos: Annotated[bool, "Go on after the model's end token."]
+    repetition_stop: Annotated[bool, "End an answer that only repeats itself."]
     n: Annotated[int | None, "Number of answers; only 1 here."]
     priority: Annotated[int | None, "-100 to 100; a lower number runs sooner."]
     timeout: Annotated[float | None, "Seconds after which DeadlineExceeded is raised."]
