@@ -28,7 +28,7 @@ from cairn.config.config import Config
 from cairn.engine.memory import block_bytes, kv_dtype
 from cairn.models.hub.hub import demo_folder
 from cairn.models.spec.config import load_spec
-from cairn.types.block_size import BLOCK_TOKENS
+from cairn.types.model_spec import BLOCK_TOKENS
 from resume import Server
 
 CHUNK = 64

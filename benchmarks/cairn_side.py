@@ -19,9 +19,8 @@ from cairn.kernels import roofline
 from cairn.kernels.choose import chosen
 from cairn.models.spec.config import load_spec
 from cairn.system.posix import SystemClock
-from cairn.types.block_size import BLOCK_TOKENS
-from cairn.types.model_spec import ModelSpec
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.model_spec import BLOCK_TOKENS, ModelSpec
+from cairn.types.request import SamplingParams
 from cairn.types.step import Row, RowResult
 
 GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0)

@@ -26,7 +26,7 @@ from cairn.engine.memory import block_bytes, kv_dtype, pool_blocks, weight_memor
 from cairn.models.packing.weight_format import HeldWeights, form_of
 from cairn.models.safetensors.weights import open_weights
 from cairn.models.spec.config import load_spec
-from cairn.types.block_size import BLOCK_TOKENS
+from cairn.types.model_spec import BLOCK_TOKENS
 from report import footprint_text
 from serving import Server, end_when_told, letters, settle
 from side_by_side import load, machine, write_json

@@ -19,8 +19,7 @@ from cairn.text.grammar.grammar import Shape, Structure, grammar_text
 from cairn.text.grammar.vocabulary import Vocabulary, read_vocabulary
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.request import Grammar
-from cairn.worker.grammar_matcher import CompiledGrammar, GrammarMatcher
-from cairn.worker.masks import Masks
+from cairn.worker.grammar_matcher import CompiledGrammar, GrammarMatcher, Masks
 from mask_cost import called
 
 TEXT = {"type": "string"}

@@ -19,7 +19,7 @@ from cairn.engine.machine import cpu_name
 from cairn.kernels.choose import chosen
 from cairn.kernels.kv_codes import row_bytes
 from cairn.kernels.native import NativeKernels
-from cairn.types.block_size import BLOCK_TOKENS
+from cairn.types.model_spec import BLOCK_TOKENS
 
 TYPES = {"f16": "float16", "q8": "int8", "bf16": "bfloat16"}
 LAYERS = 4

@@ -29,11 +29,9 @@ from cairn.text.grammar.grammar import Shape, Structure, grammar_text
 from cairn.text.grammar.vocabulary import Vocabulary, read_vocabulary
 from cairn.text.output.call_formats import BY_NAME
 from cairn.text.output.call_grammar import callable_tools, lark_of_calls
-from cairn.types.request import Grammar
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import Grammar, SamplingParams
 from cairn.types.step import Row
-from cairn.worker.grammar_matcher import CompiledGrammar, GrammarMatcher
-from cairn.worker.masks import Masks
+from cairn.worker.grammar_matcher import CompiledGrammar, GrammarMatcher, Masks
 
 TEXT = {"type": "string"}
 EDIT = {"path": TEXT, "old": TEXT, "new": TEXT, "all": {"type": "boolean"}, "line": {"type": "integer"}}

@@ -14,8 +14,7 @@ from cairn.kv.pool.cache import Cache
 from cairn.scheduler.plan import Limits
 from cairn.scheduler.scheduler import Scheduler
 from cairn.system.posix import SystemClock
-from cairn.types.request import Request
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import Request, SamplingParams
 
 VOCAB = 3000
 

@@ -358,8 +358,7 @@ def scheduler() -> float:
     from cairn.scheduler.plan import Limits
     from cairn.scheduler.scheduler import Scheduler
     from cairn.system.posix import SystemClock
-    from cairn.types.request import Request
-    from cairn.types.sampling_params import SamplingParams
+    from cairn.types.request import Request, SamplingParams
 
     engine = FakeEngine(fake_spec(context=4096), blocks=4096)
     steps = Scheduler(Cache(engine.info), Limits(max_running=32), SystemClock())

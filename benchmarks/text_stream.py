@@ -23,8 +23,7 @@ from cairn.text.chat.prompt import Chat
 from cairn.text.output.stream import TextStream
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.outputs import FinishReason
-from cairn.types.request import OutputFormat, Request
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import OutputFormat, Request, SamplingParams
 
 DEMO = Path(cairn.__file__).parent / "demo"
 TOKENS = 20_000

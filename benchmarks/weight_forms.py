@@ -19,9 +19,9 @@ from cairn.models.packing.weight_format import HeldWeights, form_of
 from cairn.models.safetensors.weights import open_weights
 from cairn.models.spec.config import load_spec
 from cairn.text.tokens.tokenizer import Tokenizer
-from cairn.types.block_size import BLOCK_TOKENS
+from cairn.types.model_spec import BLOCK_TOKENS
 from cairn.types.outputs import TokenLogprob
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import SamplingParams
 from cairn.types.step import Row
 
 FORMS = ("f32", "stored", "bf16", "int8", "int4")

@@ -17,7 +17,7 @@ from cairn.engine.encoder import EncoderEngine
 from cairn.models.hub.hub import demo_folder
 from cairn.models.spec.config import load_spec
 from cairn.text.tokens.gguf import SPLITS
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import SamplingParams
 from cairn.types.step import Row
 from tests.tiny_models import write_model
 

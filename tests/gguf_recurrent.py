@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cairn.types.layer_spec import Recurrence
-from cairn.types.model_spec import ModelSpec
+from cairn.types.model_spec import ModelSpec, Recurrence
 
 SCANS = {
     "in_proj_qkv.weight": "attn_qkv.weight",

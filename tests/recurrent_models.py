@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cairn.types.layer_spec import Recurrence
-from cairn.types.model_spec import ModelSpec
+from cairn.types.model_spec import ModelSpec, Recurrence
 
 RECURRENT: dict[str, dict[str, Any]] = {
     "qwen 3.5": {

@@ -15,27 +15,27 @@ def steps(
     for _ in range(count):
         tokens = int(min(most, pace.tokens(rows)))
         seconds = alone + each * tokens
-        pace.took(rows, tokens, seconds)
+        pace.record(rows, tokens, seconds)
         done.append((tokens, seconds))
     return done
 
 
 def test_without_rows_that_want_their_next_token_there_is_no_limit() -> None:
     pace = PrefillPace(0.25, 16)
-    pace.took(0, 500, 60.0)
+    pace.record(0, 500, 60.0)
     assert pace.tokens(0) == math.inf
     assert pace.tokens(1) == 16
 
 
 def test_a_machine_that_takes_no_time_has_no_limit() -> None:
     pace = PrefillPace(0.25, 16)
-    pace.took(0, 10, 0.0)
+    pace.record(0, 10, 0.0)
     assert pace.tokens(7) == math.inf
 
 
 def test_what_was_never_measured_is_tried_with_the_least() -> None:
     pace = PrefillPace(0.25, 16)
-    pace.took(3, 0, 0.01)
+    pace.record(3, 0, 0.01)
     assert pace.tokens(3) == 16
 
 
@@ -43,8 +43,8 @@ def test_what_was_never_measured_is_tried_with_the_least() -> None:
 @pytest.mark.parametrize("each", [0.0001, 0.001, 0.004])
 def test_steps_come_near_their_limit_and_stay_within_it(alone: float, each: float) -> None:
     pace = PrefillPace(0.25, 16)
-    pace.took(0, 16, alone + 16 * each)  # the stream's own prompt
-    pace.took(1, 0, alone)
+    pace.record(0, 16, alone + 16 * each)  # the stream's own prompt
+    pace.record(1, 0, alone)
     done = steps(pace, alone, each, 40)
     assert all(seconds <= 0.25 for _, seconds in done)
     assert done[-1][0] >= min(512, 0.5 * (0.15 - alone) / each)
@@ -52,7 +52,7 @@ def test_steps_come_near_their_limit_and_stay_within_it(alone: float, each: floa
 
 def test_a_machine_that_becomes_slow_is_believed_after_one_step_and_one_that_becomes_fast_soon() -> None:
     pace = PrefillPace(0.25, 16)
-    pace.took(1, 0, 0.01)
+    pace.record(1, 0, 0.01)
     steps(pace, 0.01, 0.001, 20)
     slow = steps(pace, 0.1, 0.01, 5)
     assert slow[0][1] > 1  # nobody could know
@@ -64,12 +64,12 @@ def test_a_machine_that_becomes_slow_is_believed_after_one_step_and_one_that_bec
 
 def test_the_depth_of_a_prompt_makes_steps_smaller() -> None:
     pace, depth, sizes = PrefillPace(0.25, 16), 0, []
-    pace.took(1, 0, 0.01)
+    pace.record(1, 0, 0.01)
     while depth < 8000:
         tokens = int(pace.tokens(1))
         seconds = 0.01 + tokens * (0.0005 + depth * 5e-7)
         assert seconds < 0.25
-        pace.took(1, tokens, seconds)
+        pace.record(1, tokens, seconds)
         depth += tokens
         sizes.append(tokens)
     assert max(sizes) > 1.5 * sizes[-1]
@@ -77,14 +77,14 @@ def test_the_depth_of_a_prompt_makes_steps_smaller() -> None:
 
 def test_prompts_get_a_third_of_the_time_where_streams_alone_take_it_all() -> None:
     pace = PrefillPace(0.25, 16)
-    pace.took(60, 0, 2.0)
+    pace.record(60, 0, 2.0)
     done = steps(pace, 2.0, 0.01, 20, rows=60)
     assert done[-1][0] == pytest.approx(100, abs=3)
 
 
 def test_one_row_of_many_that_were_measured_takes_less_time() -> None:
     pace = PrefillPace(0.25, 16)
-    pace.took(40, 0, 0.1)
-    pace.took(40, 50, 0.15)
+    pace.record(40, 0, 0.1)
+    pace.record(40, 50, 0.15)
     assert pace.tokens(40) == 50
     assert pace.tokens(1) == 147

@@ -20,11 +20,11 @@ from cairn.engine.recorded import RecordedEngine
 from cairn.engine.sampling import LogitsQuestion
 from cairn.kernels import native
 from cairn.kernels.vocabulary import Sampler
-from cairn.models.safetensors.tensor_names import turn
+from cairn.models.safetensors.tensor_names import permute
 from cairn.models.safetensors.weights import expected_tensors
 from cairn.models.spec.config import load_spec
 from cairn.types.model_spec import ModelSpec
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import SamplingParams
 from cairn.types.step import Row, RowResult
 from tests.recurrent_models import RECURRENT, as_stored
 
@@ -501,7 +501,7 @@ def glm_heads(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.n
     for name, array in tensors.items():
         if ".q_proj." in name or ".k_proj." in name:
             heads = array.reshape(-1, spec.head_dim, *array.shape[1:])
-            first = turn(heads[:, : spec.turned].reshape(-1, *array.shape[1:]), spec.turned)
+            first = permute(heads[:, : spec.turned].reshape(-1, *array.shape[1:]), spec.turned)
             first = first.reshape(-1, spec.turned, *array.shape[1:])
             array = np.concatenate([first, heads[:, spec.turned :]], axis=1).reshape(array.shape)
         found[name] = np.ascontiguousarray(array)
@@ -545,7 +545,7 @@ def llama_experts(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, 
     found = {}
     for name, array in stacked_experts(spec, tensors).items():
         if name.endswith(("q_proj.weight", "k_proj.weight")):
-            array = turn(array, spec.head_dim)
+            array = permute(array, spec.head_dim)
         if array.ndim == 3:
             array = np.ascontiguousarray(array.swapaxes(1, 2))
         found[name.replace(".mlp.gate.", ".feed_forward.router.").replace(".mlp.", ".feed_forward.")] = array

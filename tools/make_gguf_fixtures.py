@@ -16,8 +16,7 @@ from pathlib import Path
 from benchmarks.random_models import write_random
 from benchmarks.side_by_side import Side
 
-from cairn.types.layer_spec import CacheGroup
-from cairn.types.model_spec import ModelSpec
+from cairn.types.model_spec import CacheGroup, ModelSpec
 
 FOLDER = Path(__file__).parent.parent / "tests" / "models" / "gguf_fixtures"
 KINDS = ("Q8_0", "Q4_0", "Q4_K_M")

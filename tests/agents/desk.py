@@ -24,8 +24,7 @@ from cairn.agents.turn_tree import Agent, Turn
 from cairn.agents.turns import Turns
 from cairn.text.chat.prompt import Sampled
 from cairn.text.chat.replay import AnswerIdentity
-from cairn.types.request import Request
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import Request, SamplingParams
 from tests.files import CrashFiles
 
 FOLDER = Path("/agents")

@@ -20,7 +20,7 @@ from cairn.agents.log.segment import Record
 from cairn.agents.turn_tree import Agent, Turn
 from cairn.system.posix import SystemFiles, SystemRng
 from cairn.types.errors import Damaged, Unavailable
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import SamplingParams
 from tests.agents.house import hear, house
 from tests.files import CrashFiles
 

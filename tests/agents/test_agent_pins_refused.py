@@ -65,7 +65,7 @@ async def test_a_pin_that_the_disk_refuses_is_no_success_and_made_up(folder: Pat
         await at.service.flush()
         for pinned in (True, False):
             disk.bad = True
-            with pytest.raises(Unavailable, match="the disk does not take what is"):
+            with pytest.raises(Unavailable, match="the disk does not accept the record of what is"):
                 await at.agents.pin("default", "ada", pinned)
             assert at.agents.get("default", "ada").pinned is pinned
             disk.bad = False

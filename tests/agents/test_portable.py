@@ -26,7 +26,7 @@ from cairn.agents.log.segment import (
 from cairn.agents.portable import count_values, read
 from cairn.agents.turn_tree import Turn
 from cairn.types.errors import CairnError, Conflict, InvalidRequest
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import SamplingParams
 from cairn.types.stats import Miss
 from tests.agents.house import Draw, file_of, house
 

@@ -18,8 +18,7 @@ from cairn.text.chat.prompt import Prompt
 from cairn.text.grammar.compiler import HeldAnswer
 from cairn.text.render.fair_time import LongTexts
 from cairn.types.errors import CairnError, Cancelled
-from cairn.types.layer_spec import CacheGroup
-from cairn.types.model_spec import ModelSpec
+from cairn.types.model_spec import CacheGroup, ModelSpec
 from cairn.types.outputs import Delta, Done, Event, FinishReason, Usage
 from cairn.types.request import OutputFormat, Request
 from cairn.types.stats import CacheReport
@@ -161,7 +160,14 @@ class ScriptedService:
         self.leaving = ""
         self.spec = SPEC
         identity = b"\x11\x12\x13\x14\x15\x16\x17"
-        self.info = SimpleNamespace(context=SPEC.context, vocab=SPEC.vocab, max_rows=4096, identity=identity)
+        self.info = SimpleNamespace(
+            context=SPEC.context,
+            vocab=SPEC.vocab,
+            max_rows=4096,
+            identity=identity,
+            device="cpu",
+            device_text="the CPU: kernels",
+        )
         self.tokenizer = Bytes()
         self.controls: dict[str, int] = {}
         self.chat = self

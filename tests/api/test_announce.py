@@ -45,11 +45,17 @@ def test_without_a_list_of_interfaces_the_way_outside_is_told(monkeypatch: pytes
     assert SystemNetwork().addresses() == ["192.168.1.5"]
 
 
+def named_m() -> Any:
+    info = SimpleNamespace(device="cuda:0", device_text="NVIDIA H100: plain torch, driver 550.54, 78.00 GB free")
+    return SimpleNamespace(name="m", spec=msgspec.structs.replace(SPEC, defaults={"temperature": 0.6}), info=info)
+
+
 def test_the_start_says_where_and_how_the_model_is_sampled(capsys: pytest.CaptureFixture[str]) -> None:
-    service: Any = SimpleNamespace(name="m", spec=msgspec.structs.replace(SPEC, defaults={"temperature": 0.6}))
+    service = named_m()
     _announce("http://127.0.0.1:80", ["http://192.168.1.5:80"], service, Config(host="0.0.0.0", unsafe_no_auth=True))
     said = capsys.readouterr().err
     assert "From other machines: http://192.168.1.5:80/v1\n" in said
+    assert "It is computed on cuda:0 (NVIDIA H100: plain torch, driver 550.54, 78.00 GB free).\n" in said
     assert (
         "Sampling where a request says nothing: temperature 0.6 (the model's own), top_k 40, top_p 0.95, min_p 0.05 "
         "(Cairn's defaults). Try:\n" in said
@@ -66,7 +72,7 @@ def test_a_log_of_json_lines_holds_facts_and_no_greeting(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Programs read it: no curl to try, no page to open."""
-    service: Any = SimpleNamespace(name="m", spec=msgspec.structs.replace(SPEC, defaults={"temperature": 0.6}))
+    service = named_m()
     config = Config(host="0.0.0.0", unsafe_no_auth=True, log_format="json")
     with caplog.at_level("INFO", logger="cairn.api"):
         _announce("http://127.0.0.1:80", ["http://192.168.1.5:80"], service, config)
@@ -78,4 +84,5 @@ def test_a_log_of_json_lines_holds_facts_and_no_greeting(
         "http://127.0.0.1:80",
         ["http://192.168.1.5:80"],
     )
+    assert serves["device"] == "cuda:0"
     assert opened["level"] == "warning" and "no API key is set" in opened["message"]

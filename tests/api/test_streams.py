@@ -18,7 +18,7 @@ from cairn.config.config import Config
 from cairn.engine.device import load_engine
 from cairn.engine.fake import FakeEngine
 from cairn.text.tokens.tokenizer import Tokenizer
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import SamplingParams
 from tests.api.process import KV_GB, Served, alive, served
 from tests.api.sockets import events, request_bytes
 

@@ -228,8 +228,8 @@ def test_length_may_cut_an_object(server: Served) -> None:
         ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
         ({"guided_grammar": 'start: "a" nothing'}, "guided_grammar", "nothing"),
         ({"grammar": "root ::= ("}, "grammar", "GBNF"),
-        ({"guided_choice": ["a"], "ignore_eos": True}, "ignore_eos", "ends with it"),
-        ({"tools": [WEATHER], "tool_choice": "required", "ignore_eos": True}, "ignore_eos", "ends with it"),
+        ({"guided_choice": ["a"], "ignore_eos": True}, "ignore_eos", "which ends itself"),
+        ({"tools": [WEATHER], "tool_choice": "required", "ignore_eos": True}, "ignore_eos", "which ends itself"),
         ({"tools": [TIME], "tool_choice": {"type": "allowed_tools", "tools": 5}}, "tool_choice", "names a tool"),
     ],
 )

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from cairn.engine.fake import STATE, FakeEngine, fake_spec
-from cairn.types.sampling_params import SamplingExtras, SamplingParams
+from cairn.types.request import SamplingExtras, SamplingParams
 from cairn.types.step import NO_TOKEN, Ready, Row, RowResult
 from tests.tiny_models import GREEDY, KERNELS, load, prompt, write_model
 

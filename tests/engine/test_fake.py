@@ -7,7 +7,7 @@ import pytest
 
 from cairn.engine.fake import STATE, FakeEngine, fake_spec
 from cairn.engine.sampling import sample
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import SamplingParams
 from cairn.types.step import NO_BLOCK, Row
 
 PROMPT = list(range(7, 30))

@@ -30,10 +30,8 @@ from cairn.models.forward.decoder import build
 from cairn.models.packing.weight_format import HeldWeights, form_of
 from cairn.models.safetensors.weights import open_weights, parameters
 from cairn.models.spec.config import load_spec
-from cairn.types.block_size import BLOCK_TOKENS
 from cairn.types.errors import ModelError
-from cairn.types.layer_spec import CacheGroup
-from cairn.types.model_spec import ModelSpec
+from cairn.types.model_spec import BLOCK_TOKENS, CacheGroup, ModelSpec
 from tests.gguf_files import write_gguf
 from tests.tiny_models import BFLOAT16, KERNELS, MODELS, random_tensors, write_config, write_model
 

@@ -18,9 +18,9 @@ from cairn.engine.recorded import RecordedEngine
 from cairn.engine.sampling import NOT_FINITE, LogitsQuestion
 from cairn.kernels import native, reference
 from cairn.models.spec.config import load_spec
-from cairn.types.block_size import BLOCK_TOKENS
 from cairn.types.errors import ModelError
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.model_spec import BLOCK_TOKENS
+from cairn.types.request import SamplingParams
 from cairn.types.step import NO_BLOCK, Row, RowResult
 from tests.tiny_models import (
     GREEDY,

@@ -12,7 +12,7 @@ from cairn.engine import sampling
 from cairn.engine.sampling import sample
 from cairn.kernels import vocabulary
 from cairn.kernels.vocabulary import ONE, random_bits, weigh
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import SamplingParams
 from cairn.types.step import Row, RowResult
 from tests.laws import sampling as laws
 

@@ -9,8 +9,7 @@ import pytest
 from cairn.config.config import Config
 from cairn.frontend.admission import LONGEST_RETRY, Queue, QueuePace
 from cairn.types.errors import Overloaded
-from cairn.types.request import Request
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import Request, SamplingParams
 from cairn.worker import wire
 from tests.frontend.test_service import serving
 from tests.service.tiny import collect, request

@@ -16,7 +16,7 @@ from cairn.frontend.miss_explainer import (
     describe_prompt,
 )
 from cairn.frontend.service import Service
-from cairn.types.block_size import BLOCK_TOKENS, CHUNK_TOKENS
+from cairn.types.model_spec import BLOCK_TOKENS, CHUNK_TOKENS
 from cairn.types.stats import Differs, Miss, MissReason
 from tests.service.tiny import Answer, collect, config, request
 

@@ -9,8 +9,7 @@ from cairn.text.output.stream import TextStream
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.errors import GenerationFailed
 from cairn.types.outputs import FinishReason
-from cairn.types.request import OutputFormat, Request
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import OutputFormat, Request, SamplingParams
 from tests.text import text_models
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'

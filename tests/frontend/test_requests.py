@@ -6,10 +6,8 @@ import pytest
 from cairn.frontend.requests import SamplingOptions, requests, sampling_params
 from cairn.frontend.sampling_extras import BEYOND
 from cairn.types.errors import ContextTooLong, InvalidRequest
-from cairn.types.layer_spec import CacheGroup
-from cairn.types.model_spec import ModelSpec
-from cairn.types.request import OutputFormat
-from cairn.types.sampling_params import SAMPLING_RANGES
+from cairn.types.model_spec import CacheGroup, ModelSpec
+from cairn.types.request import SAMPLING_RANGES, OutputFormat
 
 SPEC = ModelSpec(
     name="m",

@@ -9,7 +9,7 @@ import pytest
 from cairn.frontend.requests import SamplingOptions, sampling_params
 from cairn.frontend.sampling_extras import BEYOND
 from cairn.types.errors import InvalidRequest
-from cairn.types.sampling_params import SamplingExtras, SamplingParams
+from cairn.types.request import SamplingExtras, SamplingParams
 from tests.api.scripted import SPEC
 
 LLAMA = ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]

@@ -39,8 +39,7 @@ from cairn.types.errors import (
     Unavailable,
 )
 from cairn.types.outputs import Delta, Done, Event, FinishReason, Usage
-from cairn.types.request import OutputFormat, Request
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import OutputFormat, Request, SamplingParams
 from cairn.types.stats import CacheReport
 from cairn.worker import wire
 from cairn.worker.worker import serve
@@ -848,6 +847,6 @@ async def test_too_little_memory_for_the_pool_is_told_with_the_option(
         raise MemoryError
 
     monkeypatch.setattr("cairn.engine.device.load_engine", load)
-    with pytest.raises(ModelError, match=r"use --kv-gb for less of it, .* \(ulimit -v\)"):
+    with pytest.raises(ModelError, match=r"lower --kv-gb, .* \(ulimit -v\)"):
         await Service.start(config(folder), in_process=True)
     assert "Traceback" not in capfd.readouterr().err

@@ -624,6 +624,10 @@ async def test_after_a_second_failure_of_its_device_a_model_goes_on_on_the_cpu(
             truth = oracle(service)
             assert [list(answer.tokens) for answer in answers] == [truth(one) for one in asked]
             assert service.stats().worker_restarts == 2
+            moved = "the device cuda:0 failed twice; the CPU computed the rest of this answer"
+            assert [answer.done and answer.done.moved for answer in answers] == [moved] * count
+            later = (await collect(service.generate(request(service, "later", 30)))).done
+            assert later is not None and not later.moved
             (trouble,) = service.troubles()
             assert trouble.startswith("the device cuda:0 failed twice (the device failed: an illegal address); the CPU")
 

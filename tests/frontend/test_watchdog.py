@@ -19,8 +19,7 @@ from cairn.kv.pool.cache import Cache
 from cairn.scheduler.plan import Limits
 from cairn.scheduler.scheduler import Scheduler
 from cairn.types.errors import GenerationFailed
-from cairn.types.request import Request
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import Request, SamplingParams
 from cairn.types.step import Row, RowResult
 from cairn.worker import wire
 from cairn.worker.worker import BEAT_SECONDS, WorkerLoop

@@ -7,8 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 pytest.importorskip("torch", reason="torch is not installed: no device but the CPU is tested")
 
@@ -80,6 +82,25 @@ def test_narrow_kv_and_narrow_weights_are_within_a_wider_bound(
             found.append(driver.logits(tokens, [LENGTH], driver.tables(LENGTH)))
             driver.engine.close()
         assert close(found[1], found[0]) <= 0.03, weights
+
+
+@pytest.mark.parametrize("device", FOUND)
+@pytest.mark.parametrize("name", ["llama 2", "olmoe", "lfm 2, biases"])
+def test_tensors_of_different_types_in_one_file(
+    device: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that one kernel reads together, as of queries, keys and values."""
+    folder, tokens = write_model(tmp_path, **MODELS[name]), prompt(LENGTH)
+    path, types = folder / "model.safetensors", (np.float32, ml_dtypes.bfloat16, np.float16)
+    stored = sorted(load_file(path).items())
+    mixed = {name: value.astype(types[number % 3]) for number, (name, value) in enumerate(stored)}
+    save_file(mixed, path)
+    found = []
+    for options in ({"kernels": "reference"}, {"device": device}):
+        driver = Driver(load(folder, kv_dtype="f32", weights="stored", **options), monkeypatch)
+        found.append(driver.logits(tokens, [LENGTH], driver.tables(LENGTH)))
+        driver.engine.close()
+    assert close(found[1], found[0]) <= BOUND
 
 
 PAGES = """

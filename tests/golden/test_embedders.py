@@ -20,7 +20,7 @@ from cairn.engine.encoder import EncoderEngine
 from cairn.frontend.embeddings import INSTRUCTION
 from cairn.models.spec.config import load_spec
 from cairn.types.errors import ContextTooLong, InvalidRequest, ModelError
-from cairn.types.pooling_spec import JudgeSpec
+from cairn.types.model_spec import JudgeSpec
 from cairn.types.step import Row
 from tests.encoders import load_encoder, text_row, write_encoder, write_modules, write_reranker
 from tests.tiny_models import GREEDY, KERNELS, MODELS, load, prompt, write_model

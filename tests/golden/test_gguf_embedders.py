@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from cairn import LLM
 from cairn.models.spec.config import load_spec
 from cairn.types.errors import ModelError, ModelFileError
-from cairn.types.pooling_spec import JudgeSpec
+from cairn.types.model_spec import JudgeSpec
 from cairn.types.step import Row
 from tests.encoders import load_encoder, text_row, write_modules
 from tests.gguf_files import write_gguf

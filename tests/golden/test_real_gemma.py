@@ -13,8 +13,8 @@ from tools.make_gemma_figures import FILE, GENERATED
 
 from cairn.engine.recorded import RecordedEngine
 from cairn.text.tokens.tokenizer import Tokenizer
-from cairn.types.block_size import BLOCK_TOKENS
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.model_spec import BLOCK_TOKENS
+from cairn.types.request import SamplingParams
 from cairn.types.step import Row
 from tests import real_models
 from tests.api.process import served

@@ -157,7 +157,7 @@ def test_rotary_settings_in_two_places_are_refused(tmp_path: Path) -> None:
     """transformers joins them; to take one of them alone would turn heads otherwise."""
     folder = write_model(tmp_path, **MODELS["gemma 3, new fields"])
     changed(folder, rope_scaling={"rope_type": "linear", "factor": 2.0})
-    with pytest.raises(ModelError, match="rope_scaling stands beside rope_parameters"):
+    with pytest.raises(ModelError, match="rope_scaling is set beside rope_parameters"):
         load_spec(folder, identify=False)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cairn.types.block_size import BLOCK_TOKENS
+from cairn.types.model_spec import BLOCK_TOKENS
 from cairn.types.step import NO_BLOCK
 from tests.golden.test_same_answer import mixed_batch, same_bits
 from tests.tiny_models import KERNELS, MODELS, Driver, load, prompt, write_model

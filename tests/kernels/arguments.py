@@ -10,8 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from cairn.kernels.base import Kernels, Quantized
-from cairn.types.block_size import BLOCK_TOKENS
-from cairn.types.layer_spec import RopeScaling
+from cairn.types.model_spec import BLOCK_TOKENS, RopeScaling
 
 BFLOAT16 = ml_dtypes.bfloat16
 

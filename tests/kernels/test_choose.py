@@ -49,7 +49,7 @@ def test_without_a_compiler_the_reference_kernels_run_and_say_so(monkeypatch: py
     found(monkeypatch)
     assert choose.chosen("auto") == "reference"
     assert "not compiled; install again with a C++ compiler" in choose.described("auto")
-    assert "as asked" in choose.described("reference")
+    assert "as configured" in choose.described("reference")
 
 
 @pytest.mark.parametrize("error", [ImportError("libstdc++.so.6: version GLIBCXX_9 not found"), None])
@@ -68,7 +68,7 @@ def test_kernels_that_cannot_be_loaded_say_why(monkeypatch: pytest.MonkeyPatch, 
 def test_kernels_that_cannot_run_are_an_error_with_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Known failure 50: an option is honoured or refused, never ignored."""
     found(monkeypatch, avx512=False, portable=True)
-    with pytest.raises(ModelError, match=r"kernels is avx512, but this CPU lacks .*; here run portable, reference"):
+    with pytest.raises(ModelError, match=r"kernels is avx512, but this CPU lacks .*; use one of portable, reference"):
         choose.chosen("avx512")
     with pytest.raises(ModelError, match="kernels is avx2, but they were not compiled"):
         load(write_model(tmp_path), kernels="avx2")

@@ -16,7 +16,7 @@ import pytest
 import cairn
 from cairn.kernels import elementary, native
 from cairn.kernels.choose import load_kernels
-from cairn.types.layer_spec import RopeScaling
+from cairn.types.model_spec import RopeScaling
 from tests.tiny_models import KERNELS
 
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {
@@ -164,7 +164,7 @@ def test_single_numbers_are_rounded_once() -> None:
     for nothing in (0.0, -1.0, math.nan):
         with pytest.raises(ValueError, match="no logarithm"):
             elementary.log_of(nothing)
-        with pytest.raises(ValueError, match="has to be above 0"):
+        with pytest.raises(ValueError, match="must be above 0"):
             elementary.power_of(nothing, 2.0)
 
 

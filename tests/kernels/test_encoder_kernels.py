@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cairn.kernels.choose import load_kernels
-from cairn.types.block_size import BLOCK_TOKENS
+from cairn.types.model_spec import BLOCK_TOKENS
 from tests.tiny_models import KERNELS
 
 HEADS, SIZE = 3, 20

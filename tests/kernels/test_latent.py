@@ -11,7 +11,7 @@ import pytest
 from cairn.kernels.base import Quantized
 from cairn.kernels.choose import load_kernels
 from cairn.kernels.kv_codes import row_bytes
-from cairn.types.block_size import BLOCK_TOKENS
+from cairn.types.model_spec import BLOCK_TOKENS
 from tests.tiny_models import KERNELS
 
 SHAPES = [(4, 40, 8, 18, 14), (10, 64, 16, 16, 20), (7, 33, 2, 5, 3), (16, 512, 64, 128, 128)]

@@ -18,8 +18,7 @@ from cairn.kernels.kv_codes import numbers, row_bytes, stored
 from cairn.kernels.native import NativeKernels
 from cairn.kernels.program import KernelCall, Slot
 from cairn.kernels.reference import ACTIVATIONS, ReferenceKernels, rms_norm
-from cairn.types.block_size import BLOCK_TOKENS
-from cairn.types.layer_spec import RopeScaling
+from cairn.types.model_spec import BLOCK_TOKENS, RopeScaling
 from tests.kernels.test_paged import first_seen, naive_attention
 from tests.tiny_models import KERNELS
 

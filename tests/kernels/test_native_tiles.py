@@ -12,7 +12,7 @@ import pytest
 
 from cairn.kernels.native import NativeKernels
 from cairn.kernels.reference import ReferenceKernels
-from cairn.types.block_size import BLOCK_TOKENS
+from cairn.types.model_spec import BLOCK_TOKENS
 from tests.kernels.test_native import DTYPES, VARIANTS, laid_out, random
 from tests.kernels.test_quantized import quantized
 from tests.tiny_models import KERNELS

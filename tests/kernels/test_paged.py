@@ -10,7 +10,7 @@ from cairn.kernels import paged
 from cairn.kernels.blas import TILE
 from cairn.kernels.kv_codes import numbers, stored
 from cairn.kernels.paged import SPAN, attend
-from cairn.types.block_size import BLOCK_TOKENS
+from cairn.types.model_spec import BLOCK_TOKENS
 
 
 def random(*shape: int, seed: int = 0) -> Any:

@@ -150,7 +150,7 @@ def test_misshapen_super_blocks_are_refused() -> None:
         ((6, six.codes, six.scale, six.scale, six.block_scale, six.block_scale), "none with 6"),
         ((6, six.codes, six.scale[:, :16], None, six.block_scale), "in / 16"),
         ((4, four.codes, four.scale + np.uint8(64), four.minimum, four.block_scale, four.block_minimum), "below 64"),
-        ((5, four.codes, four.scale, four.minimum), "want a block_scale"),
+        ((5, four.codes, four.scale, four.minimum), "need a block_scale"),
         ((4, four.codes, four.scale, four.minimum, six.scale, four.block_minimum), "block_scale of super-blocks"),
     ):
         with pytest.raises(ValueError, match=message):

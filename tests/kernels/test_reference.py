@@ -9,7 +9,7 @@ import pytest
 
 from cairn.kernels import reference
 from cairn.kernels.reference import ReferenceKernels, rms_norm
-from cairn.types.block_size import BLOCK_TOKENS
+from cairn.types.model_spec import BLOCK_TOKENS
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cairn.kernels.rope import frequencies
-from cairn.types.layer_spec import RopeScaling
+from cairn.types.model_spec import RopeScaling
 
 
 @pytest.mark.parametrize("truncate", [True, False])

@@ -12,7 +12,7 @@ from cairn.kv.tiers.tiers import Tiers
 from cairn.kv.tiers.write_behind import COPY_SECONDS, WAIT_SECONDS, Flushes, WriteLimits
 from cairn.scheduler.plan import Limits
 from cairn.types.outputs import FinishReason
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import SamplingParams
 from tests.kv.tiered import Between, Rig
 
 PROMPT = [(7 * n) % 61 for n in range(160)]

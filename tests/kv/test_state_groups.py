@@ -17,7 +17,7 @@ from cairn.kv.ram import RamStore
 from cairn.kv.tiers.write_behind import WriteLimits
 from cairn.scheduler.plan import Limits
 from cairn.types.outputs import FinishReason
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import SamplingParams
 from cairn.types.stats import Miss
 from tests.files import CrashFiles
 from tests.kv import stored

@@ -13,7 +13,7 @@ import pytest
 from cairn.kv.disk.codec import open_codec
 from cairn.kv.ram import RamStore
 from cairn.kv.tiers.store import Chunk
-from cairn.types.block_size import CHUNK_BLOCKS
+from cairn.types.model_spec import CHUNK_BLOCKS
 from tests.files import CrashFiles
 from tests.kv.stored import Time, open_store
 from tests.tiny_models import MODELS, Driver, load, prompt, write_model

@@ -16,8 +16,7 @@ from cairn.kv.tiers.write_behind import WriteLimits
 from cairn.scheduler.plan import Limits
 from cairn.scheduler.scheduler import Scheduler
 from cairn.types.outputs import FinishReason, Output
-from cairn.types.request import Request
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import Request, SamplingParams
 from cairn.types.stats import CacheReport, TierStats
 from tests.laws.simulator import VirtualClock
 

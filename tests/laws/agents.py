@@ -24,8 +24,8 @@ from cairn.agents.log.index import RecordKind
 from cairn.frontend.requests import SamplingOptions
 from cairn.text.chat.prompt import Sampled
 from cairn.text.chat.replay import AnswerIdentity
-from cairn.types.block_size import BLOCK_TOKENS, CHUNK_TOKENS
 from cairn.types.errors import Unavailable
+from cairn.types.model_spec import BLOCK_TOKENS, CHUNK_TOKENS
 from cairn.types.outputs import Delta
 from tests.agents.house import FOLDER, House, hear, house, talking_model
 from tests.files import Fault

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from cairn.engine.sampling import sample
 from cairn.kv.disk.codec import Q8
 from cairn.kv.disk.codec_check import compare
-from cairn.types.layer_spec import CacheGroup
+from cairn.types.model_spec import CacheGroup
 from cairn.types.step import EngineInfo, Ready, Row, RowResult
 from tests.laws.simulator import law
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from cairn.kernels.vocabulary import NUMPY, ONE, Line, TokenChoice
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import SamplingParams
 from cairn.types.step import Row
 
 CLOSE = 1e-5

@@ -29,11 +29,10 @@ from cairn.kv.pool.snapshots import SPACING
 from cairn.scheduler.plan import Limits, Plan, PrefillPace
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.sequence import AGE_SECONDS, Sequence, State
-from cairn.types.block_size import CHUNK_BLOCKS
 from cairn.types.errors import ContextTooLong, InvalidRequest
+from cairn.types.model_spec import CHUNK_BLOCKS
 from cairn.types.outputs import FinishReason, Output, TokenLogprob
-from cairn.types.request import Grammar, Request
-from cairn.types.sampling_params import SamplingExtras, SamplingParams
+from cairn.types.request import Grammar, Request, SamplingExtras, SamplingParams
 from cairn.types.step import NO_BLOCK, Ready, Row, RowResult
 from tests.laws.storage_world import Broken, Storage, law
 

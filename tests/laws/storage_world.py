@@ -18,7 +18,7 @@ from cairn.kv.ram import RamStore
 from cairn.kv.tiers.store import HEAD_BYTES, Chunk, Store
 from cairn.kv.tiers.tiers import Tiers
 from cairn.kv.tiers.write_behind import IDLE_SECONDS, WriteLimits
-from cairn.types.block_size import CHUNK_BLOCKS
+from cairn.types.model_spec import CHUNK_BLOCKS
 from cairn.types.outputs import FinishReason
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from cairn.frontend.request_state import RequestState
 from cairn.text.output.stream import TextStream
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.outputs import Delta, Done, FinishReason, Output, Timing, TokenLogprob
-from cairn.types.request import Request
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import Request, SamplingParams
 from cairn.types.stats import CacheReport
 from cairn.worker.worker import _columns
 from tests.laws.simulator import Broken, law

@@ -28,11 +28,9 @@ OUTSIDE = {"asyncio", "datetime", "io", "os", "pathlib", "random", "secrets", "s
 OUTSIDE |= {"tempfile", "threading", "time", "uuid", "numpy", "torch"}
 ALLOWED = {
     "types.errors",
-    "types.block_size",
-    "types.layer_spec",
     "types.outputs",
+    "types.model_spec",
     "types.request",
-    "types.sampling_params",
     "types.stats",
     "system.interfaces",
     "types.step",

@@ -23,8 +23,7 @@ from cairn.text.chat.sampled import visible_ids
 from cairn.text.output.stream import TextStream
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.outputs import Delta, FinishReason
-from cairn.types.request import OutputFormat, Request
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import OutputFormat, Request, SamplingParams
 from tests.laws.simulator import law
 from tests.text import text_models
 

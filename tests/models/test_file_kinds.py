@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from cairn.models import files
-from cairn.models.gguf import gguf_header
+from cairn.models.gguf import reader
 from cairn.models.gguf.reader import read_gguf
 from cairn.models.hub.digests import file_digest
 from cairn.models.hub.hub import demo_folder
@@ -87,9 +87,9 @@ def test_weights_in_a_pipe_are_refused_at_once(tmp_path: Path, read) -> None:  #
 @pytest.mark.parametrize(
     ("name", "limit", "what"),
     [
-        ("config.json", files.MAX_JSON_BYTES, "32 MiB, which no model's JSON file is"),
-        ("tokenizer.json", files.MAX_TOKENIZER_BYTES, "128 MiB, which no model's tokenizer.json is"),
-        ("chat_template.jinja", files.MAX_TEMPLATE_BYTES, "4 MiB, which no model's chat template is"),
+        ("config.json", files.MAX_JSON_BYTES, "32 MiB, the limit for a JSON file"),
+        ("tokenizer.json", files.MAX_TOKENIZER_BYTES, "128 MiB, the limit for a tokenizer.json"),
+        ("chat_template.jinja", files.MAX_TEMPLATE_BYTES, "4 MiB, the limit for a chat template"),
     ],
 )
 def test_a_file_beyond_every_models_is_not_read(model: Path, name: str, limit: int, what: str) -> None:
@@ -121,15 +121,15 @@ def test_all_texts_and_the_whole_header_of_a_gguf_file_are_bounded(
 ) -> None:
     entries = [("a", hostile_files.texts(3, lambda i: b"x" * 100)), ("b", hostile_files.texts(3, lambda i: b"y"))]
     path = hostile_files.gguf(*[lambda key=key, value=value: (key, 9, value) for key, value in entries])(tmp_path)
-    monkeypatch.setattr(gguf_header, "MAX_ALL_TEXTS", 6)
+    monkeypatch.setattr(reader, "MAX_ALL_TEXTS", 6)
     assert read_gguf(path).metadata["b"] == ["y"] * 3
-    monkeypatch.setattr(gguf_header, "MAX_ALL_TEXTS", 5)
+    monkeypatch.setattr(reader, "MAX_ALL_TEXTS", 5)
     with pytest.raises(ModelFileError, match="all arrays together may have 5"):
         read_gguf(path)
     monkeypatch.undo()
-    monkeypatch.setattr(gguf_header, "MAX_HEADER_BYTES", 300)
-    monkeypatch.setattr(gguf_header, "_READ", 1)
-    with pytest.raises(ModelFileError, match="that of no model has more than 300 bytes"):
+    monkeypatch.setattr(reader, "MAX_HEADER_BYTES", 300)
+    monkeypatch.setattr(reader, "_READ", 1)
+    with pytest.raises(ModelFileError, match="the header has more than 300 bytes"):
         read_gguf(path)
 
 

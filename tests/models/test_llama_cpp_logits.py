@@ -11,8 +11,8 @@ import pytest
 from tools.make_gguf_fixtures import FOLDER, KINDS, LENGTHS, prompts, specs, write_fixtures
 
 from cairn.models.gguf.reader import read_gguf
-from cairn.types.block_size import BLOCK_TOKENS
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.model_spec import BLOCK_TOKENS
+from cairn.types.request import SamplingParams
 from cairn.types.step import Row
 from tests.tiny_models import KERNELS, load
 

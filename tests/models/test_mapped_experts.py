@@ -99,14 +99,16 @@ def test_a_model_that_is_larger_than_memory_answers_as_one_that_fits(
         os.fsync(opened.fileno())
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     with monkeypatch.context() as patch:
-        patch.setattr(packed_matrices.Writing, "matrix", None)
-        patch.setattr(packed_matrices.Reading, "_check", None)
+        patch.setattr(packed_matrices.WritingKernels, "matrix", None)
+        patch.setattr(packed_matrices.ReadingKernels, "_check", None)
         assert answer(model, patch) == (got, note, mapped)
     os.utime(file)
     checked: list[Any] = []
-    real = packed_matrices.Reading._check
+    real = packed_matrices.ReadingKernels._check
     with monkeypatch.context() as patch:
-        patch.setattr(packed_matrices.Reading, "_check", lambda self, kept: checked.append(kept) or real(self, kept))
+        patch.setattr(
+            packed_matrices.ReadingKernels, "_check", lambda self, kept: checked.append(kept) or real(self, kept)
+        )
         assert answer(model, patch) == (got, note, mapped)
     assert len(checked) == mapped, "whoever touched the file may have changed it"
 
@@ -194,7 +196,7 @@ def test_what_cannot_be_mapped_is_told(model: Path, cache: Path, monkeypatch: py
         load(model, kernels=KERNELS[0], experts="mapped", keep_packed=False)
     with pytest.raises(ModelError, match="experts cannot be mapped: the reference kernels hold no packed copy"):
         load(model, kernels="reference", experts="mapped")
-    with pytest.raises(ModelError, match=r"a packed copy of 0\.00 GB, for which there is no room in .*packed"):
+    with pytest.raises(ModelError, match=r"a packed copy of 0\.00 GB; there is no room for it in .*packed"):
         load(model, kernels=KERNELS[0], experts="mapped", keep_packed_gb=1e-6)
     with monkeypatch.context() as patch:
         patch.setattr(packed_file.shutil, "disk_usage", lambda path: SimpleNamespace(free=packed_file.SPARE))
@@ -205,13 +207,13 @@ def test_what_cannot_be_mapped_is_told(model: Path, cache: Path, monkeypatch: py
         raise OSError(errno.ENOSPC, "no space left")
 
     with monkeypatch.context() as patch:
-        real = packed_matrices.Writing._write
+        real = packed_matrices.WritingKernels._write
 
         def write(self: Any, data: Any) -> None:
             self._file = SimpleNamespace(write=lambda view: full(self, view))
             real(self, data)
 
-        patch.setattr(packed_matrices.Writing, "_write", write)
+        patch.setattr(packed_matrices.WritingKernels, "_write", write)
         with pytest.raises(ModelError, match="could not be written to"):
             load(model, kernels=KERNELS[0], experts="mapped")
     assert not list(cache.iterdir())

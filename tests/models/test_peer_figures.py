@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cairn.kernels import reference, streams
+from cairn.kernels import reference
 from tests.gguf_files import write_gguf
 from tests.recurrent_models import RECURRENT
 from tests.tiny_models import KERNELS, Driver, load, prompt, write_model
@@ -99,19 +99,19 @@ REFERENCE = tuple(name for name in MODELS if name.startswith("gemma"))
 
 def as_llama_cpp_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """GELU from a table of 16 bits, and deviations of a sample in place of those of all."""
-    real, sparse = reference.ACTIVATIONS["gelu_tanh"], streams.sparsify
+    real, sparse = reference.ACTIVATIONS["gelu_tanh"], reference.ReferenceKernels.sparsify
 
     def rounded(x: np.ndarray) -> np.ndarray:
         low = real(x.astype(np.float16).astype(np.float32)).astype(np.float16).astype(np.float32)
         found: np.ndarray = np.where(x <= -10, np.float32(0), np.where(x >= 10, x, low))
         return found
 
-    def sampled(gates: np.ndarray, factor: float) -> None:
+    def sampled(kernels: reference.ReferenceKernels, gates: np.ndarray, factor: float) -> None:
         width = gates.shape[1] // 2
-        sparse(gates, factor * (width / (width - 1)) ** 0.5)
+        sparse(kernels, gates, factor * (width / (width - 1)) ** 0.5)
 
     monkeypatch.setitem(reference.ACTIVATIONS, "gelu_tanh", rounded)
-    monkeypatch.setattr(streams, "sparsify", sampled)
+    monkeypatch.setattr(reference.ReferenceKernels, "sparsify", sampled)
 
 
 @pytest.mark.parametrize("kernels", [KERNELS[0], "reference"])

@@ -10,8 +10,7 @@ from cairn.scheduler.encoder_queue import TextQueue
 from cairn.scheduler.plan import Limits, Plan
 from cairn.types.errors import Conflict, ContextTooLong, InvalidRequest
 from cairn.types.outputs import FinishReason
-from cairn.types.request import Request
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import Request, SamplingParams
 from cairn.types.step import EngineInfo, RowResult
 
 INFO = EngineInfo(
@@ -97,9 +96,9 @@ def test_tenants_take_turns_and_urgent_texts_come_first() -> None:
 
 def test_what_cannot_be_computed_is_refused() -> None:
     made, _ = queue()
-    with pytest.raises(ContextTooLong, match="101 tokens and the model takes 100"):
+    with pytest.raises(ContextTooLong, match="101 tokens; the model takes at most 100"):
         made.add(text(1, 101))
-    with pytest.raises(InvalidRequest, match="generates nothing"):
+    with pytest.raises(InvalidRequest, match="cannot generate text"):
         made.add(Request(id=1, prompt=(1,), sampling=SamplingParams(max_tokens=1)))
     made.add(text(1))
     with pytest.raises(Conflict):

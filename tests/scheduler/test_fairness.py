@@ -6,8 +6,7 @@ from cairn.scheduler.fairness import AGE_SECONDS, Classes, RoundRobin
 from cairn.scheduler.plan import Limits
 from cairn.scheduler.scheduler import Scheduler
 from cairn.system.posix import SystemClock
-from cairn.types.request import Request
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import Request, SamplingParams
 
 
 def test_each_tenant_has_one_then_a_second_and_whoever_was_served_steps_back() -> None:

@@ -4,8 +4,7 @@ from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.kv.pool.cache import Cache
 from cairn.scheduler.queue import WaitingQueue
 from cairn.scheduler.sequence import Sequence
-from cairn.types.request import Request
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import Request, SamplingParams
 
 
 def sequence(serial: int, tokens: int = 5, arrival: float = 0.0, priority: int = 0) -> Sequence:

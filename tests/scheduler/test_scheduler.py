@@ -15,8 +15,7 @@ from cairn.scheduler.scheduler import PATIENCE, Scheduler
 from cairn.scheduler.sequence import AGE_SECONDS, Sequence
 from cairn.types.errors import Conflict, ContextTooLong, DeviceMemoryError, InvalidRequest
 from cairn.types.outputs import FinishReason, Output
-from cairn.types.request import Request
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import Request, SamplingParams
 from cairn.types.step import Row, RowResult
 
 VOCAB = 64
@@ -608,7 +607,7 @@ def test_plans_are_committed_in_turn() -> None:
     with pytest.raises(RuntimeError, match="not committed"):
         rig.scheduler.plan()
     rig.commit(plan, plan.run(rig.engine))
-    with pytest.raises(RuntimeError, match="made last"):
+    with pytest.raises(RuntimeError, match="not the last plan"):
         rig.commit(plan, [])
 
 

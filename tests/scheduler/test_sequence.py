@@ -8,8 +8,7 @@ from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.kv.pool.cache import Cache
 from cairn.scheduler.sequence import LEGAL, Sequence, State
 from cairn.types.outputs import FinishReason
-from cairn.types.request import Request
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import Request, SamplingParams
 
 
 def sequence(prompt: tuple[int, ...] = (1, 2, 3), limit: int = 100, **sampling: object) -> Sequence:

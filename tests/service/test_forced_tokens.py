@@ -16,12 +16,9 @@ from cairn.text.grammar.grammar import Shape, Structure
 from cairn.text.grammar.vocabulary import GrammarTokenizer, Vocabulary
 from cairn.types.errors import InvalidRequest
 from cairn.types.outputs import FinishReason
-from cairn.types.request import Grammar, OutputFormat, Request
-from cairn.types.sampling_params import SamplingExtras, SamplingParams
+from cairn.types.request import Grammar, OutputFormat, Request, SamplingExtras, SamplingParams
 from cairn.types.step import Pending
-from cairn.worker.grammar_matcher import CompiledGrammar, GrammarMatcher
-from cairn.worker.masks import Masks
-from cairn.worker.reasoning_budget import BudgetMatcher
+from cairn.worker.grammar_matcher import BudgetMatcher, CompiledGrammar, GrammarMatcher, Masks
 from tests.scheduler.test_scheduler import Rig
 from tests.text.walks import checked
 

@@ -14,7 +14,7 @@ from cairn.models.hub import digests
 from cairn.models.hub.digests import tell, watched
 from cairn.models.packing import packed_file
 from cairn.worker import worker
-from cairn.worker.progress import Shown
+from cairn.worker.worker import LoadProgress
 from tests.tiny_models import KERNELS, MODELS, load, write_model
 
 
@@ -39,7 +39,7 @@ class Hand:
 def test_a_terminal_shows_a_line_that_changes_and_goes(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "cairn")
     clock, screen = Hand(), Screen()
-    shown = Shown("m", screen, clock)
+    shown = LoadProgress("m", screen, clock)
     shown("checking the files", 1, 4)
     assert screen.getvalue() == "", "a short load says nothing"
     for at, done in ((102.0, 1), (102.1, 2), (102.5, 3)):
@@ -61,7 +61,7 @@ def test_without_a_terminal_there_is_a_line_every_few_seconds(caplog: pytest.Log
     for level in (logging.INFO, logging.WARNING):
         caplog.set_level(level, "cairn")
         clock.at = 100.0
-        shown = Shown("org/m", out, clock)
+        shown = LoadProgress("org/m", out, clock)
         for _ in range(12):
             clock.at += 1
             shown("packing the weights", 30, 40)
@@ -81,7 +81,7 @@ def test_a_screen_that_is_gone_or_knows_no_such_sign_ends_no_load(caplog: pytest
             raise BrokenPipeError
 
     clock = Hand()
-    shown = Shown("m", Gone(), clock)
+    shown = LoadProgress("m", Gone(), clock)
     for _ in range(5):
         clock.at += 10
         shown("x", 1, 2)
@@ -126,7 +126,7 @@ def test_a_worker_of_a_server_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
         tell("packing the weights", 1, 2)
         raise MemoryError
 
-    monkeypatch.setattr(worker, "Shown", Seen)
+    monkeypatch.setattr(worker, "LoadProgress", Seen)
     monkeypatch.setattr(worker, "_load", failing)
     with pytest.raises(MemoryError):
         worker._load_visibly(None, SimpleNamespace(config=SimpleNamespace(model="org/m")))  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from cairn.frontend.requests import (
     with_options,
 )
 from cairn.types.model_spec import MakersSampling
-from cairn.types.sampling_params import SAMPLING_RANGES
+from cairn.types.request import SAMPLING_RANGES
 from tests.frontend.test_requests import SPEC
 
 OURS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}

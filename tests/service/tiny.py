@@ -16,8 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from cairn.config.config import Config
 from cairn.frontend.service import Service
 from cairn.types.outputs import Delta, Done, Event
-from cairn.types.request import Request
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import Request, SamplingParams
 from cairn.types.stats import CacheReport
 
 VOCAB = 288

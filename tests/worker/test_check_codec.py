@@ -22,7 +22,7 @@ from cairn.kv.pool.prefix import numerics
 from cairn.models.spec.config import load_spec
 from cairn.system.posix import SystemClock, SystemFiles
 from cairn.types.errors import ConfigError, Conflict
-from cairn.worker.check_codec import Checked, check_codec
+from cairn.worker.check_codec import CheckResult, check_codec
 from cairn.worker.stores import keyed, open_stores
 from tests.files import CrashFiles, Fault
 from tests.kv.stored import FOLDER, Time, open_store
@@ -44,7 +44,7 @@ def options(model: Path, folder: Path, **more: Any) -> Config:
     return config(model, engine="cpu", threads=1, kv_dir=str(folder), kv_load="always", **more)
 
 
-def check(model: Path, folder: Path, text: Path | None = None) -> Checked:
+def check(model: Path, folder: Path, text: Path | None = None) -> CheckResult:
     return check_codec(options(model, folder), SystemFiles(), SystemClock(), {}, text)
 
 
@@ -151,9 +151,11 @@ def test_what_cannot_be_checked_is_one_sentence(model: Path, tmp_path: Path) -> 
     model.chmod(0o700)
     text = tmp_path / "text"
     text.write_text("x" * 2000)
-    with pytest.raises(ConfigError, match=r"--text: .*text has 2,000 tokens of this model; a check needs 2,001"):
+    with pytest.raises(
+        ConfigError, match=r"--text: .*text has 2,000 tokens in this model's tokenizer; .* at least 2,001"
+    ):
         check(model, tmp_path / "kv", text)
-    with pytest.raises(ConfigError, match=r"--text: .*absent is no text that can be read"):
+    with pytest.raises(ConfigError, match=r"--text: .*absent cannot be read as UTF-8 text"):
         check(model, tmp_path / "kv", tmp_path / "absent")
     with pytest.raises(ConfigError, match=r"kv_dir: .* is not empty and not a KV store"):
         check(model, model)
@@ -180,7 +182,7 @@ def test_a_disk_that_fails_is_done_without(model: Path) -> None:
     settings = options(model, FOLDER, kv_codec="q8")
     files.fail(Fault(files.calls))
     stores, trouble = open_stores(settings, spec, info, Time(), files, {})
-    assert stores == {} and trouble.startswith("no KV is kept on the disk: what check-codec found cannot be read")
+    assert stores == {} and trouble.startswith("no KV is kept on the disk: the result of check-codec cannot be read")
     with pytest.raises(ConfigError, match="was not compared"):
         open_stores(settings, spec, info, Time(), files, {})
     odd = msgspec.structs.replace(spec, head_dim=7)

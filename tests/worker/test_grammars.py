@@ -22,12 +22,10 @@ from cairn.text.output.call_grammar import Offered, lark_of_calls
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.errors import DeadlineExceeded, InvalidRequest
 from cairn.types.outputs import FinishReason
-from cairn.types.request import Grammar, Request
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import Grammar, Request, SamplingParams
 from cairn.worker import grammar_matcher
-from cairn.worker.grammar_matcher import CompiledGrammar, GrammarMatcher
+from cairn.worker.grammar_matcher import CompiledGrammar, GrammarMatcher, Masks
 from cairn.worker.grammars import Grammars, ReadyRequest
-from cairn.worker.masks import Masks
 from tests.scheduler.test_scheduler import Rig
 from tests.service import tiny
 from tests.text import text_models

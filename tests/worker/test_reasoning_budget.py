@@ -16,12 +16,9 @@ from cairn.system.posix import SystemClock
 from cairn.text.grammar.grammar import Shape, Structure
 from cairn.types.errors import InvalidRequest
 from cairn.types.outputs import FinishReason
-from cairn.types.request import Grammar, OutputFormat, Request
-from cairn.types.sampling_params import SamplingExtras, SamplingParams
-from cairn.worker.grammar_matcher import CompiledGrammar, GrammarMatcher
+from cairn.types.request import Grammar, OutputFormat, Request, SamplingExtras, SamplingParams
+from cairn.worker.grammar_matcher import BudgetMatcher, CompiledGrammar, GrammarMatcher, Masks
 from cairn.worker.grammars import Grammars, ReadyRequest
-from cairn.worker.masks import Masks
-from cairn.worker.reasoning_budget import BudgetMatcher
 from tests.agents.house import Heard, House, hear, house, talking_model
 from tests.scheduler.test_scheduler import Rig
 from tests.service.tiny import VOCAB

@@ -181,7 +181,7 @@ async def test_memory_for_kv_needs_an_engine_whose_pool_is_elsewhere(folder: Pat
         assert (again.cache.pool, again.cache.ram) == (0, len(tokens) - 1)
     engine = FakeEngine(fake_spec(), blocks=4)
     on_cpu = dataclasses.replace(engine.info, device="cpu")
-    with pytest.raises(ConfigError, match="kv_ram_gb is for engines whose pool is not in host memory"):
+    with pytest.raises(ConfigError, match="kv_ram_gb is for engines whose KV pool is not in host memory"):
         open_stores(config(folder, kv_ram_gb=0.1), fake_spec(), on_cpu, SystemClock(), SystemFiles(), {})
 
 

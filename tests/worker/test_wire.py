@@ -13,8 +13,7 @@ import pytest
 from cairn.config.config import Config, Secret
 from cairn.types.errors import CairnError, GenerationFailed, ModelFileError, Overloaded, by_code
 from cairn.types.outputs import FinishReason, Output, Timing, TokenLogprob
-from cairn.types.request import Request
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import Request, SamplingParams
 from cairn.types.stats import CacheReport
 from cairn.worker import wire
 

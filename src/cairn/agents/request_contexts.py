@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from cairn.agents.log.records import pack
 from cairn.agents.turn_tree import Agent, Turn
-from cairn.types.block_size import CHUNK_TOKENS
+from cairn.types.model_spec import CHUNK_TOKENS
 
 DIGEST_BYTES = 8
 """Bytes of one digest."""

@@ -13,7 +13,7 @@ from typing import Protocol
 from cairn.agents.content import Content
 from cairn.agents.log.records import AgentRecord, EndRecord, Savings, TokensRecord, TurnRecord
 from cairn.agents.types import AgentInfo, TurnInfo, TurnState
-from cairn.types.block_size import CHUNK_TOKENS
+from cairn.types.model_spec import CHUNK_TOKENS
 from cairn.types.request import Request
 from cairn.types.stats import CacheReport
 

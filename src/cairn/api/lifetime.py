@@ -248,7 +248,7 @@ _OPEN = "Everyone who can reach this address can use it: no API key is set."
 def _announce(url: str, others: Sequence[str], service: Service, config: Config) -> None:
     everyone = not has_keys(config) and not is_local(config.host)
     if config.log_format == "json":  # for programs: facts, and nothing to try
-        facts = {"model": service.name, "url": url, "other_urls": list(others)}
+        facts = {"model": service.name, "url": url, "other_urls": list(others), "device": service.info.device}
         log.info("serves %s at %s", service.name, url, extra={FACTS: facts})
         if everyone:
             log.warning(_OPEN)
@@ -259,6 +259,7 @@ def _announce(url: str, others: Sequence[str], service: Service, config: Config)
         given = given.replace("Why is the sky blue?", "What is Cairn?")
     body = f'{{"model": "{service.name}", {given}}}'
     _say(config, f"Cairn serves [bold]{escape(service.name)}[/bold] at [bold]{url}/v1[/bold]. Ctrl-C ends it.")
+    _say(config, f"It is computed on {escape(service.info.device)} ({escape(service.info.device_text)}).")
     if others:
         _say(config, f"From other machines: {', '.join(f'{other}/v1' for other in others)}")
     if config.page:

@@ -13,7 +13,7 @@ from cairn.cli.options import Host, configured, server
 from cairn.config.resolve import Resolved
 
 if TYPE_CHECKING:
-    from cairn.worker.check_codec import Checked
+    from cairn.worker.check_codec import CheckResult
 
 _CHECK = ("tokenizer", "engine", "device", "kernels", "weights", "threads", "context", "kv_dtype", "kv_dir", "kv_fresh")
 _SERVER = ("api_key", "admin_key")
@@ -139,7 +139,7 @@ def _swept(found: dict[str, Any]) -> Rows:
     ]
 
 
-def _checked(checked: Checked) -> Rows:
+def _checked(checked: CheckResult) -> Rows:
     from cairn.kv.disk.codec_check import MOST_AT_A_PLACE, MOST_DIFFERENCE, MOST_DIVERGENCE
 
     found = checked.found

@@ -13,8 +13,8 @@ import typer
 from cairn.cli.options import configured
 from cairn.config.config import Config
 from cairn.config.resolve import Resolved, usual_file
-from cairn.types.block_size import BLOCK_TOKENS
 from cairn.types.errors import CairnError
+from cairn.types.model_spec import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from cairn.engine.memory import WeightMemory

@@ -220,8 +220,7 @@ def facts(model: str) -> list[tuple[str, str]]:
     from cairn.frontend.requests import sampling_defaults, sentence
     from cairn.models.hub import hub
     from cairn.models.safetensors.weights import parameters
-    from cairn.models.spec.config import load_spec
-    from cairn.models.spec.facts import bytes_by_format
+    from cairn.models.spec.config import bytes_by_format, load_spec
     from cairn.text.chat.templates import load_text
 
     place = hub.locate(model)

@@ -19,10 +19,9 @@ from cairn.engine.memory import WeightMemory, check_memory, weight_memory
 from cairn.engine.recorded import RecordedEngine
 from cairn.kernels.roofline import Roofline, share
 from cairn.models.safetensors.weights import parameters
-from cairn.types.block_size import BLOCK_TOKENS
 from cairn.types.errors import ConfigError
-from cairn.types.model_spec import ModelSpec
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.model_spec import BLOCK_TOKENS, ModelSpec
+from cairn.types.request import SamplingParams
 from cairn.types.step import Row
 
 STEP_TOKENS = 512

@@ -28,9 +28,7 @@ from cairn.models.forward.buffers import allocate
 from cairn.models.forward.projection import Pooled, ProjectionStep, open_projection, record_projection
 from cairn.models.packing.weight_format import HeldWeights, error_line, form_of
 from cairn.models.safetensors.weights import open_weights
-from cairn.types.block_size import BLOCK_TOKENS
-from cairn.types.model_spec import ModelSpec
-from cairn.types.pooling_spec import EncoderSpec
+from cairn.types.model_spec import BLOCK_TOKENS, EncoderSpec, ModelSpec
 from cairn.types.step import NO_BLOCK, NOT_FINITE, EngineCall, EngineInfo, Ready, Row, RowResult
 
 Floats = NDArray[np.float32]
@@ -74,6 +72,7 @@ class EncoderEngine:
             max_tokens=tokens,
             identity=identity,
             device=devices.resolved(config.device),
+            device_text=devices.report(config.device, config.kernels).sentence,
             generates=False,
         )
 

@@ -27,10 +27,8 @@ from numpy.typing import NDArray
 
 from cairn.engine.sampling import sample
 from cairn.kernels.vocabulary import NUMPY, Sampler
-from cairn.types.block_size import BLOCK_TOKENS
-from cairn.types.layer_spec import CacheGroup
-from cairn.types.model_spec import ModelSpec
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.model_spec import BLOCK_TOKENS, CacheGroup, ModelSpec
+from cairn.types.request import SamplingParams
 from cairn.types.step import NO_BLOCK, NO_TOKEN, EngineCall, EngineInfo, Ready, Row, RowResult, check_guesses
 
 _MULTIPLIER = 0xD1342543DE82EF95
@@ -116,6 +114,7 @@ class FakeEngine:
                 b"fake engine 2" + spec.identity + repr((spec.vocab, spec.groups)).encode()
             ).digest(),
             device="fake",
+            device_text="no device: tokens are made up",
         )
         # A generator for each, so that neither the pools nor the context change what the identity stands for.
         kinds = ("kv", "seeds", "salt", "weights", "noise")

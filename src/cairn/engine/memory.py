@@ -24,10 +24,8 @@ from cairn.models.forward.moe import Mixture
 from cairn.models.forward.projection import projection_bytes
 from cairn.models.safetensors.tensor_meta import TensorMeta, outlines
 from cairn.models.safetensors.weights import parameters, small
-from cairn.types.block_size import BLOCK_TOKENS
 from cairn.types.errors import ModelError
-from cairn.types.layer_spec import CacheGroup, RopeScaling
-from cairn.types.model_spec import ModelSpec
+from cairn.types.model_spec import BLOCK_TOKENS, CacheGroup, ModelSpec, RopeScaling
 
 GB = 10**9
 

@@ -53,9 +53,7 @@ from cairn.models.safetensors.weights import open_weights
 from cairn.models.spec.families import FAMILIES
 from cairn.models.spec.generation_config import generation_fault
 from cairn.models.spec.value_range import fits_half, reach
-from cairn.types.block_size import BLOCK_TOKENS
-from cairn.types.layer_spec import CacheGroup
-from cairn.types.model_spec import ModelSpec
+from cairn.types.model_spec import BLOCK_TOKENS, CacheGroup, ModelSpec
 from cairn.types.step import NO_TOKEN, NOT_FINITE, EngineCall, EngineInfo, Ready, Row, RowResult
 
 LAYOUT = "blocks-2"
@@ -145,6 +143,7 @@ class RecordedEngine:
             max_tokens=config.step_tokens,
             identity=identity(spec, self._kernels, form, dtype),
             device=devices.resolved(config.device),
+            device_text=devices.report(config.device, config.kernels).sentence,
             overlaps=self._stream.depth > 0,
         )
 
@@ -275,10 +274,10 @@ class RecordedEngine:
 
     def _read_hidden(self, step: FilledStep, results: list[RowResult]) -> None:
         """Read the normed states of the rows that want them, before the head overwrites what they stand in."""
-        rows, firsts = step.rows, step.firsts
-        wanted = [number for number, row in enumerate(rows) if row.want == "hidden" and row.logits_from is not None]
+        wanted = step.hidden
         if not wanted:
             return
+        rows, firsts = step.rows, step.firsts
         places = [firsts[number] + rows[number].end - rows[number].start - 1 for number in wanted]
         for number, state in zip(wanted, self._pooled.gather(self._buffers.hidden, places), strict=True):
             finite = bool(np.isfinite(state).all())
@@ -289,15 +288,21 @@ class RecordedEngine:
         most, total = self._kernels.logits_rows, len(step.wanted)
         if not total:
             return
-        asking = [number for number, row in enumerate(rows) if row.want == "token"]
-        question = LogitsQuestion([rows[number] for number in asking])
+        # Rows that want hidden states have no logits.
+        asking = rows if not step.hidden else [row for row in rows if row.want == "token"]
+        question = LogitsQuestion(asking)
         for first in range(0, total, most):
             count = min(most, total - first)
             if first:
                 self._inputs.want(step, first)
             self._head.replay({"tokens": step.tokens, "logits": count})
             question.answer(self._sampler, self._kernels.first(self._buffers.logits, count), count)
-        for number, result in zip(asking, question.results(), strict=True):
+        found = question.results()
+        if not step.hidden:
+            results[:] = found
+            return
+        numbers = [number for number, row in enumerate(rows) if row.want == "token"]
+        for number, result in zip(numbers, found, strict=True):
             results[number] = result
 
     def _record_pooled(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from struct import pack_into
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +17,7 @@ from numpy.typing import NDArray
 from cairn.kernels.base import Kernels
 from cairn.kernels.program import Size
 from cairn.models.forward.row_table import RowTable
-from cairn.types.block_size import BLOCK_TOKENS
-from cairn.types.layer_spec import CacheGroup
+from cairn.types.model_spec import BLOCK_TOKENS, CacheGroup
 from cairn.types.step import NO_BLOCK, Row, check_guesses
 
 Ints = NDArray[np.int32]
@@ -52,15 +52,17 @@ class Mirrors:
         self.slots: list[Ints] = [kernels.mirror(one) for one in arrays.slots]
         self.wanted: Ints = kernels.mirror(arrays.wanted)
         self.table_rows = None if arrays.table_rows is None else kernels.mirror(arrays.table_rows)
-        self._filled = [[one.shape[1]] * len(one) for one in self.tables]
-        """How many entries of each line of each table hold blocks; the rest is `NO_BLOCK`."""
+        self.lines: list[list[Sequence[int]]] = [[()] * len(one) for one in self.tables]
+        """The blocks that each line of each table holds; the rest of a line is `NO_BLOCK`."""
+        for table in self.tables:
+            table.fill(NO_BLOCK)
 
     def fill_table(self, group: int, number: int, blocks: Sequence[int]) -> None:
         """Put a row's blocks into its line of a group's table; nothing of the step before is left in it."""
         line, count = self.tables[group][number], len(blocks)
         line[:count] = blocks
-        line[count : self._filled[group][number]] = NO_BLOCK
-        self._filled[group][number] = count
+        line[count : max(count, len(self.lines[group][number]))] = NO_BLOCK
+        self.lines[group][number] = blocks
 
 
 class FilledStep(NamedTuple):
@@ -77,6 +79,8 @@ class FilledStep(NamedTuple):
     """Tokens of the step whose logits are wanted, in the order of rows and positions."""
     pending: list[tuple[int, int]]
     """Rows whose token a row of the step before samples, and the numbers of those rows."""
+    hidden: list[int]
+    """Numbers of the rows that want hidden states."""
 
     @property
     def sizes(self) -> dict[Size, int]:
@@ -106,37 +110,45 @@ class StepInputs:
         self._here = self._sets[0].tokens is arrays.tokens
         self._max_rows, self._max_tokens = len(self._sets[0].rows), len(self._sets[0].tokens)
         self._table = table
-        self._numbers: Ints = np.arange(self._max_rows, dtype=np.int32)
+        self._numbers: Ints = np.arange(max(self._max_rows, self._max_tokens), dtype=np.int32)
+        self._states = any(group.kind == "state" for group in groups)
 
     def fill(self, rows: Sequence[Row]) -> FilledStep:
         """Fill the next set of mirrors. Raises `ValueError` for rows that break the contract of `Row`."""
         self._check(rows)
         mirrors = self._sets[0]
         self._sets.append(self._sets.pop(0))
-        tokens, positions, firsts = list[int](), list[int](), list[int]()
-        wanted, pending = list[int](), list[tuple[int, int]]()
+        tokens, spans, firsts = list[int](), list[int](), list[int]()
+        wanted, pending, hidden = list[int](), list[tuple[int, int]](), list[int]()
+        at = longest = 0
         for number, row in enumerate(rows):
-            start, end, at = row.start, row.end, len(tokens)
+            start, end, asked = row.start, row.end, row.logits_from
             firsts.append(at)
+            spans += (at, end - start, start)
             if row.pending is None:
                 tokens += row.tokens[start:end]
             else:
                 tokens.append(0)
                 pending.append((number, row.pending))
-            positions += range(start, end)
-            if row.logits_from is not None and row.want == "token":
-                wanted += range(at + row.logits_from - start, at + end - start)
-        count, counts = len(tokens), [row.end - row.start for row in rows]
+            if asked is not None:
+                if row.want == "hidden":
+                    hidden.append(number)
+                else:
+                    wanted += range(at + asked - start, at + end - start)
+            at += end - start
+            if end > longest:
+                longest = end
         if not 0 <= min(tokens) <= max(tokens) < self._vocab:
             raise ValueError(f"a row has a token outside the vocabulary of {self._vocab}")
-        mirrors.tokens[:count] = tokens
-        mirrors.positions[:count] = positions
-        mirrors.rows[: len(rows)] = [*zip(firsts, counts, [row.start for row in rows], strict=True)]
-        numbers = self._numbers[: len(rows)]
-        mirrors.members[:count] = numbers if count == len(rows) else np.repeat(numbers, counts)
-        blocks = max(-(-row.end // BLOCK_TOKENS) for row in rows)
-        self._fill_tables(mirrors, rows, count, blocks)
-        return FilledStep(mirrors, rows, firsts, count, blocks, wanted, pending)
+        _put(mirrors.tokens, tokens)
+        _put(mirrors.rows, spans)
+        self._fill_tables(mirrors, rows)
+        if at == len(rows):
+            self._fill_single(mirrors, spans[2::3])
+        else:
+            self._fill_runs(mirrors, len(rows), at)
+        blocks = (longest + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+        return FilledStep(mirrors, rows, firsts, at, blocks, wanted, pending, hidden)
 
     def upload(self, step: FilledStep, known: Sequence[int | None]) -> list[int]:
         """Upload a filled step, with the first of its wanted places.
@@ -144,17 +156,17 @@ class StepInputs:
         `known`: the tokens that the rows of the step before sampled. Returns the numbers of pending rows whose token
         is not among them; they are computed with another one.
         """
-        mirrors, missing = step.mirrors, list[int]()
+        mirrors, missing, count = step.mirrors, list[int](), step.tokens
         for number, source in step.pending:
             token = known[source] if source < len(known) else None
             if token is None:
                 missing.append(number)
             mirrors.tokens[step.firsts[number]] = 0 if token is None else token
-        count, rows = step.tokens, len(step.rows)
         if self._table is not None and mirrors.table_rows is not None:
             self._table.read(mirrors.tokens[:count], mirrors.table_rows[:count])
+        wanted = self._fill_wanted(step, 0)
         if not self._here:
-            arrays = self._arrays
+            arrays, rows = self._arrays, len(step.rows)
             pairs = [
                 (arrays.tokens, mirrors.tokens[:count]),
                 (arrays.positions, mirrors.positions[:count]),
@@ -162,41 +174,71 @@ class StepInputs:
                 (arrays.rows, mirrors.rows[:rows]),
                 *((array, one[:count]) for array, one in zip(arrays.slots, mirrors.slots, strict=True)),
                 *((array, one[:rows, : step.blocks]) for array, one in zip(arrays.tables, mirrors.tables, strict=True)),
+                (arrays.wanted, mirrors.wanted[:wanted]),
             ]
             if mirrors.table_rows is not None:
                 pairs.append((arrays.table_rows, mirrors.table_rows[:count]))
-            self._kernels.upload([*pairs, *self._wanted(step, 0)])
-        else:
-            self._wanted(step, 0)
+            self._kernels.upload(pairs)
         return missing
 
     def want(self, step: FilledStep, first: int) -> None:
         """Upload the wanted places from number `first` on, as many as the head takes at once."""
-        pairs = self._wanted(step, first)
+        count = self._fill_wanted(step, first)
         if not self._here:
-            self._kernels.upload(pairs)
+            self._kernels.upload([(self._arrays.wanted, step.mirrors.wanted[:count])])
 
-    def _wanted(self, step: FilledStep, first: int) -> list[tuple[Any, NDArray[Any]]]:
-        places = step.wanted[first : first + len(step.mirrors.wanted)]
-        step.mirrors.wanted[: len(places)] = places
-        return [(self._arrays.wanted, step.mirrors.wanted[: len(places)])]
+    def _fill_wanted(self, step: FilledStep, first: int) -> int:
+        """Fill the wanted places from number `first` on, as many as the head takes at once, and return how many."""
+        mirror = step.mirrors.wanted
+        places = step.wanted[first : first + len(mirror)]
+        _put(mirror, places)
+        return len(places)
 
-    def _fill_tables(self, mirrors: Mirrors, rows: Sequence[Row], count: int, blocks: int) -> None:
-        """Fill the tables, and the slots that tokens are written to, of each group. What kernels will follow is
-        checked here: a block outside its pool would be another's memory."""
-        members = mirrors.members[:count]
-        positions = mirrors.positions[:count]
+    def _fill_tables(self, mirrors: Mirrors, rows: Sequence[Row]) -> None:
+        """Fill each group's table, but for lines that hold their row's blocks already: most steps change none.
+
+        Kernels follow what is in them: a block outside its pool would be another's memory, so each is checked.
+        """
+        for group, (lines, pool) in enumerate(zip(mirrors.lines, self._blocks, strict=True)):
+            for number, row in enumerate(rows):
+                count = (row.end + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+                blocks = row.tables[group][:count]
+                if len(blocks) < count:
+                    raise ValueError("a row needs a table of all its blocks in each group")
+                if blocks == lines[number]:
+                    continue
+                if min(blocks) < NO_BLOCK or max(blocks) >= pool:
+                    raise ValueError(f"a row names a block outside the {pool} of group {group}")
+                mirrors.fill_table(group, number, blocks)
+            if self._groups[group].kind == "state":
+                _check_states(rows, lines)
+
+    def _fill_single(self, mirrors: Mirrors, starts: Sequence[int]) -> None:
+        """Fill positions, members and slots of a step of one token a row. Few numbers: numpy would take longer."""
+        count = len(starts)
+        _put(mirrors.positions, starts)
+        mirrors.members[:count] = self._numbers[:count]
+        for group, lines in enumerate(mirrors.lines):
+            if self._groups[group].kind == "state":
+                continue
+            slots = [
+                blocks[start // BLOCK_TOKENS] * BLOCK_TOKENS + start % BLOCK_TOKENS
+                for start, blocks in zip(starts, lines, strict=False)
+            ]
+            if min(slots) < 0:
+                raise ValueError("a row has a token without a block")
+            _put(mirrors.slots[group], slots)
+
+    def _fill_runs(self, mirrors: Mirrors, rows: int, count: int) -> None:
+        """Fill positions, members and slots of a step of `count` tokens in so many rows, whose spans are filled."""
+        spans, members, positions = mirrors.rows[:rows], mirrors.members[:count], mirrors.positions[:count]
+        counts = spans[:, 1]
+        members[:] = np.repeat(self._numbers[:rows], counts)
+        np.add(self._numbers[:count], np.repeat(spans[:, 2] - spans[:, 0], counts), out=positions)
         places = positions // BLOCK_TOKENS
         offsets = positions - places * BLOCK_TOKENS
         for group, (table, slots) in enumerate(zip(mirrors.tables, mirrors.slots, strict=True)):
-            for number, row in enumerate(rows):
-                mirrors.fill_table(group, number, row.tables[group][: -(-row.end // BLOCK_TOKENS)])
-            used = table[: len(rows), :blocks]
-            # Unsigned, what is below NO_BLOCK is larger than any block.
-            if (used - NO_BLOCK).view(np.uint32).max() > self._blocks[group]:
-                raise ValueError(f"a row names a block outside the {self._blocks[group]} of group {group}")
             if self._groups[group].kind == "state":
-                _check_states(rows, table)
                 continue
             found = table[members, places]
             if found.min() < 0:
@@ -205,27 +247,33 @@ class StepInputs:
 
     def _check(self, rows: Sequence[Row]) -> None:
         """Refuse broken rows, which are a bug above the waist, before anything is written."""
-        tokens = sum(row.end - row.start for row in rows)
+        tokens, states, groups = 0, self._states, len(self._groups)
+        for row in rows:
+            start, end, asked = row.start, row.end, row.logits_from
+            tokens += end - start
+            known = len(row.tokens) if row.pending is None else max(len(row.tokens), start + 1)
+            if not 0 <= start < end <= known or end > self._context:
+                raise ValueError(f"a row cannot compute [{start}, {end}) of {min(known, self._context)} tokens")
+            if asked is not None and not start <= asked < end:
+                raise ValueError(f"a row wants logits from {asked} on, outside of [{start}, {end})")
+            if len(row.tables) != groups:
+                raise ValueError("a row needs a table of all its blocks in each group")
+            if row.draft or row.pending is not None:
+                check_guesses(row, states=states)
         if len(rows) > self._max_rows or tokens > self._max_tokens:
             raise ValueError(
                 f"{len(rows)} rows with {tokens} tokens are more than the {self._max_rows} rows and "
                 f"{self._max_tokens} tokens of one step"
             )
-        states = any(group.kind == "state" for group in self._groups)
-        for row in rows:
-            known = len(row.tokens) if row.pending is None else max(len(row.tokens), row.start + 1)
-            if not 0 <= row.start < row.end <= min(self._context, known):
-                raise ValueError(f"a row cannot compute [{row.start}, {row.end}) of {known} tokens")
-            if row.logits_from is not None and not row.start <= row.logits_from < row.end:
-                raise ValueError(f"a row wants logits from {row.logits_from} on, outside of [{row.start}, {row.end})")
-            if len(row.tables) != len(self._groups) or min(map(len, row.tables)) * BLOCK_TOKENS < row.end:
-                raise ValueError("a row needs a table of all its blocks in each group")
-            if row.draft or row.pending is not None:
-                check_guesses(row, states=states)
 
 
-def _check_states(rows: Sequence[Row], table: Ints) -> None:
-    """A row begins with a state and leaves one; others of its table may be missing."""
-    for line, row in zip(table, rows, strict=False):
-        if line[(row.end - 1) // BLOCK_TOKENS] < 0 or (row.start and line[(row.start - 1) // BLOCK_TOKENS] < 0):
+def _put(mirror: Ints, numbers: Sequence[int]) -> None:
+    """Write numbers to the beginning of a mirror: numpy would take twice as long."""
+    pack_into(f"{len(numbers)}i", mirror.data, 0, *numbers)
+
+
+def _check_states(rows: Sequence[Row], lines: Sequence[Sequence[int]]) -> None:
+    """Raise `ValueError` unless each row begins with a state and leaves one; others of its table may be missing."""
+    for row, blocks in zip(rows, lines, strict=False):
+        if blocks[(row.end - 1) // BLOCK_TOKENS] < 0 or (row.start and blocks[(row.start - 1) // BLOCK_TOKENS] < 0):
             raise ValueError("a row has no block for its state")

@@ -27,16 +27,21 @@ class DeviceFallback:
         self.sentence = ""
         """Why the CPU computes instead of the device that was asked for; empty while it does not."""
 
-    def failed(self, why: str) -> None:
-        """Record that a step on the device failed, or that a new worker did not find the device."""
-        now = self._clock.now()
+    def failed(self, why: str) -> str:
+        """Record that a step on the device failed, or that a new worker did not find the device.
+
+        Returns a sentence for the answers that have begun if the CPU computes the rest of them from now on.
+        """
+        now, moved = self._clock.now(), ""
         if now - self._failed_at < TOGETHER and not self.sentence:
             self.sentence = (
                 f"the device {self._device} failed twice ({why}); the CPU computes until the server is restarted: "
                 "answers that had begun go on with its numbers"
             )
             log.error("%s", self.sentence)
+            moved = f"the device {self._device} failed twice; the CPU computed the rest of this answer"
         self._failed_at = now
+        return moved
 
     def load(self, load: wire.LoadModel) -> wire.LoadModel:
         """Return the load for the next worker: the same, or on the CPU with a pool sized for its memory."""

@@ -21,8 +21,7 @@ from cairn.text.tokens.post_processor import WholeInput
 from cairn.text.tokens.tokenizer import INLINE, Tokenizer
 from cairn.types.errors import ContextTooLong, GenerationFailed, InvalidRequest, Overloaded
 from cairn.types.outputs import Done
-from cairn.types.request import Request
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import Request, SamplingParams
 
 if TYPE_CHECKING:
     import numpy as np

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from cairn.types.block_size import BLOCK_TOKENS, CHUNK_TOKENS
+from cairn.types.model_spec import BLOCK_TOKENS, CHUNK_TOKENS
 from cairn.types.stats import Differs, Miss, MissReason
 
 CONTEXTS = 256

@@ -138,6 +138,7 @@ class RequestState:
         "first_at",
         "last_at",
         "limit",
+        "moved",
         "mu",
         "origin",
         "prompt_logprobs",
@@ -164,6 +165,8 @@ class RequestState:
         """Every token of the answer so far, including those generated before a resumption."""
         self.mu = request.mu
         """Mirostat's state after `tokens`, if that is on."""
+        self.moved = ""
+        """A sentence for the client, once the CPU computes the rest because the device that began it failed."""
         self.limit = len(request.prompt) + request.sampling.max_tokens
         """Tokens, with the prompt, that it may grow to as admitted; a length limit below that came from a smaller
         worker."""
@@ -269,6 +272,7 @@ class RequestState:
                 timing=timing or Timing(),
                 vector=self.vector,
                 unread_call=self.text.unread_call,
+                moved=self.moved,
                 detail=REPETITION if self.text.looped and self.reason is FinishReason.LENGTH else "",
             )
             self._events.append(end)

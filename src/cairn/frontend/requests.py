@@ -30,8 +30,7 @@ from cairn.system.interfaces import Rng
 from cairn.system.posix import SystemRng
 from cairn.types.errors import ContextTooLong, InvalidRequest
 from cairn.types.model_spec import ModelSpec
-from cairn.types.request import Grammar, OutputFormat, Request
-from cairn.types.sampling_params import SAMPLING_RANGES, SamplingParams
+from cairn.types.request import SAMPLING_RANGES, Grammar, OutputFormat, Request, SamplingParams
 
 Source = Literal["option", "model", "makers", "default"]
 

@@ -8,7 +8,7 @@ from itertools import combinations
 from typing import Any, Literal, NamedTuple
 
 from cairn.types.errors import InvalidRequest, Unsupported
-from cairn.types.sampling_params import SamplingExtras
+from cairn.types.request import SamplingExtras
 
 MAX_BIAS = 1024
 MAX_WORDS = 1024

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from cairn.kv.tiers.store import Standing
-from cairn.types.block_size import CHUNK_TOKENS
+from cairn.types.model_spec import CHUNK_TOKENS
 
 MOST_TOKENS = 1 << 20
 """Most tokens of all marked contexts: 4 MiB. The oldest marks are forgotten first."""

@@ -28,7 +28,7 @@ from cairn.frontend.supervisor import Supervisor
 from cairn.frontend.worker_connection import Patience
 from cairn.kv.tiers.store import Standing
 from cairn.models.hub.hub import locate
-from cairn.models.spec.tokenizer_files import check_fits
+from cairn.models.spec.config import check_fits
 from cairn.system.deadline import left
 from cairn.system.interfaces import Clock
 from cairn.system.metrics import Metrics
@@ -512,6 +512,7 @@ class Service:
 
     def _on_ready(self, ready: wire.ModelReady) -> None:
         self.spec, self.info, self._trouble = self._with_ends(ready.spec), ready.info, ready.trouble
+        log.info("%s computes on %s (%s)", ready.spec.name, ready.info.device, ready.info.device_text)
         if ready.info.note:
             log.info("%s", ready.info.note)
         if ready.trouble:

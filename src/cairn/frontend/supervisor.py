@@ -326,14 +326,21 @@ class Supervisor:
             self._welcome(link, message)
         elif isinstance(message, wire.DeviceFailed):
             self._blameless = True
-            self._fallback.failed(message.message)
+            self._device_failed(message.message)
         elif isinstance(message, wire.LoadFailed):
             self._load_failed(link, message)
+
+    def _device_failed(self, why: str) -> None:
+        """Take a failure of the device; answers that have begun and go on elsewhere say so at their end."""
+        moved = self._fallback.failed(why)
+        for flight in self.flights.values():
+            if moved and flight.tokens:
+                flight.moved = moved
 
     def _load_failed(self, link: WorkerConnection, message: wire.LoadFailed) -> None:
         """End a worker that could not load the model, and report the error to `loaded`."""
         if message.code == NoDevice.code and self._model:
-            self._fallback.failed(message.message)
+            self._device_failed(message.message)
         if self._loaded is not None and not self._loaded.done():
             self._loaded.set_exception(by_code(message.code, message.message))
         self._blocks = ()  # memory may not suffice for as many, and fewer are better than no worker

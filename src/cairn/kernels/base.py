@@ -1,11 +1,10 @@
-"""The kernels that a decoder is written over. Arrays, matrices and rope tables are opaque to whoever calls them.
+"""The interface of all kernels. Arrays, matrices and rope tables are opaque to callers.
 
 Sizes: M tokens of a step, B rows of a step, R logits rows, H hidden, D head size, Q query heads, K key-value heads,
-F the gated MLP's width, V vocabulary. `kernels.reference` is the meaning of every kernel; native ones keep these
-signatures.
+F the gated MLP's width, V vocabulary. `kernels.reference` defines every kernel; native ones keep these signatures.
 
-The law of the same answer: what a kernel computes for one token depends on that token and on its row's KV alone, bit
-for bit - never on M, B or R, on where in the step the token stands, or on its neighbours.
+The law of the same answer: a kernel's result for one token depends on that token and its row's KV alone, bit for bit -
+never on M, B or R, on the token's place in the step, or on its neighbours.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from cairn.kernels.program import KernelCall, Program
 from cairn.kernels.storage import Array as Array
 from cairn.kernels.storage import Storage
 from cairn.kernels.vocabulary import Sampler
-from cairn.types.layer_spec import RopeScaling
+from cairn.types.model_spec import RopeScaling
 
 Matrix = Any
 Rope = Any
 
 
 GROUP = 32
-"""Weights along the input, and activations, that share one scale."""
+"""Neighbouring weights along the input, and activations, that share one scale."""
 BLOCK = 256
-"""Weights along the input in a super-block, whose groups have whole numbers for scales."""
+"""Weights along the input in a super-block, whose groups have integer scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +40,11 @@ class Quantized:
 
     A weight is scale * (code - 8) with 4 bits and no minimum, scale * code + minimum with 4 bits and a minimum, and
     scale * code (+ minimum) with 8 bits. Scales and minima may be float16 or float32: kernels stream what they get.
-    Where these weights are multiplied, activations are rounded to 8 bits in groups of 32: see `kernels.quantized`.
+    Products with these weights round activations to 8 bits in groups of 32: see `kernels.quantized`.
 
-    With a `block_scale`, `in` is a multiple of 256 and the scales and minima are whole numbers, as GGUF's K types have
-    them: a weight is (block_scale * scale) * code + block_minimum * minimum with 4 or 5 bits,
-    (block_scale * scale) * (code - 32) with 6 bits, where a group is 16, and (block_scale * scale) * code with a table.
+    With a `block_scale`, `in` is a multiple of 256 and scales and minima are integers, as in GGUF's K types: a weight
+    is (block_scale * scale) * code + block_minimum * minimum with 4 or 5 bits, (block_scale * scale) * (code - 32) with
+    6 bits, where a group is 16, and (block_scale * scale) * code with a table.
     """
 
     bits: Literal[4, 5, 6, 8]
@@ -61,8 +60,8 @@ class Quantized:
     block_minimum: NDArray[np.float16] | None = None
     """[out, in / 256]"""
     table: Literal["", "fp4", "iq4"] = ""
-    """Of codes of 8 bits: which sixteen values they are all of, so that they can be held in 4 bits (`dequant.FP4`,
-    `dequant.IQ4`)."""
+    """Name of a table of sixteen values (`dequant.FP4`, `dequant.IQ4`) that holds all codes of 8 bits, so that they can
+    be stored in 4 bits."""
 
     def __post_init__(self) -> None:
         wanted = np.int8 if self.bits == 8 else np.uint8
@@ -74,7 +73,7 @@ class Quantized:
             self._check_blocks(self.block_scale)
             return
         if self.bits not in (4, 8) or self.block_minimum is not None:
-            raise ValueError(f"codes of {self.bits} bits, and a block_minimum, want a block_scale")
+            raise ValueError(f"codes of {self.bits} bits, and a block_minimum, need a block_scale")
         if self.table and (self.bits != 8 or self.minimum is not None):
             raise ValueError("codes of a table have 8 bits and no minima")
         groups = (self.codes.shape[0], self.codes.shape[1] // GROUP)
@@ -108,11 +107,11 @@ class Quantized:
 
     @property
     def arrays(self) -> tuple[NDArray[Any], ...]:
-        """Those that it has, in the order of its fields."""
+        """Its arrays that are not None, in the order of the fields."""
         return tuple(one for one in self._every if one is not None)
 
     def rows(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> Quantized:
-        """This matrix with its outputs in another order: `change` puts the rows of each array in it."""
+        """Return the matrix with its rows reordered: `change` reorders the rows of each array."""
         return Quantized(self.bits, *(None if one is None else change(one) for one in self._every), table=self.table)  # type: ignore[arg-type,misc]
 
     @property
@@ -129,48 +128,52 @@ class Quantized:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its arrays."""
+        """Bytes of all arrays."""
         return sum(one.nbytes for one in self.arrays)
 
 
 Packed = Quantized | RowBlocks
-"""A weight matrix in codes."""
+"""A quantised weight matrix."""
 
 
 class Kernels(Storage, Protocol):
-    """Storage first, then the operations that a model is a list of, and then what some of them are together: see
-    `kernels.fusion`. Weights are in float32, float16 or bfloat16, shaped [out, in], or `Packed`."""
+    """The operations that models are written in, their fusions (see `kernels.fusion`), and storage.
+
+    Weights are float32, float16 or bfloat16 arrays [out, in], or `Packed`.
+    """
 
     @property
     def numerics(self) -> tuple[object, ...]:
-        """Everything about these kernels, this machine and the KV's layout that can move a bit: part of KV keys."""
+        """Everything about these kernels, this machine and the KV layout that can move a bit: part of KV keys."""
         ...
 
     def vector(self, source: Array) -> Array:
-        """A norm's weight, as the kernels want it."""
+        """Convert a norm's weight for these kernels."""
         ...
 
     def table(self, source: Array | Packed) -> Array:
-        """An embedding [V, H], as `embed` wants it. A matrix [V, H] serves as one too."""
+        """Convert an embedding table [V, H] for `embed`, which also accepts a `matrix` [V, H]."""
         ...
 
     def matrix(self, weights: Sequence[Array | Packed], biases: Sequence[Array | None]) -> Matrix:
-        """Matrices [out, in] with one input, packed into one; outputs are concatenated in order. The parts may be of
-        different types."""
+        """Pack matrices [out, in] with the same input into one, outputs concatenated in order.
+
+        The parts may have different types.
+        """
         ...
 
     def rope(self, head_dim: int, theta: float, scaling: RopeScaling) -> Rope:
-        """Frequencies of rotary positions."""
+        """Return the frequencies of rotary positions."""
         ...
 
     @effect(writes="hidden")
     def embed(self, table: Array, tokens: Array, hidden: Array) -> None:
-        """hidden[M, H] = table[tokens[M]]; `table` is of `table` or of `matrix`, without its biases."""
+        """hidden[M, H] = table[tokens[M]]; `table` comes from `table`, or from `matrix` (biases are ignored)."""
         ...
 
     @effect(writes="angles")
     def rope_angles(self, rope: Rope, positions: Array, angles: Array) -> None:
-        """angles[M, 2, D/2]: cosine and sine of each position, times the scaling's attention factor."""
+        """angles[M, 2, D/2] = cosine and sine of each position's angles, times the scaling's attention factor."""
         ...
 
     @effect(updates="hidden")
@@ -195,16 +198,18 @@ class Kernels(Storage, Protocol):
 
     @effect(writes="out")
     def activate(self, x: Array, activation: str, out: Array) -> None:
-        """out[M, F] = act(x[M, F]): silu, tanh, relu2, which is max(x, 0)^2, gelu_tanh, or gelu, which is x times the
-        normal distribution's Phi(x) with an error below 2e-7; `out` may be `x`."""
+        """out[M, F] = act(x[M, F]); `out` may be `x`.
+
+        silu; tanh; relu2: max(x, 0)^2; gelu_tanh; gelu: x Phi(x), Phi of the normal distribution, error below 2e-7.
+        """
         ...
 
     @effect(writes="out")
     def gate(self, gates: Array, activation: str, out: Array) -> None:
         """out[M, F] = act(g) * u, where gates[M, 2F] is g[M, F] beside u[M, F].
 
-        A gate's activation may also be clamped_silu: g and u are bound by 7, u also by -7 from below, and it gives
-        g sigmoid(1.702 g) (u + 1).
+        The activation may also be clamped_silu: out = g sigmoid(1.702 g) (u + 1), with g clamped to at most 7 and u to
+        [-7, 7].
         """
         ...
 
@@ -232,15 +237,18 @@ class Kernels(Storage, Protocol):
         query: Array,
         late: bool = False,
     ) -> None:
-        """Split qkv[M, (Q + 2K) D], or [M, (2Q + 2K) D] with a gate behind each query head (`gate_heads`), norm heads
-        of q and k where there is a weight [D], rotate them, write q to
-        query[M, Q, D] and k, v into the KV pool kv[blocks, layers, 2, K, block_tokens, D] at slots[M]
-        (block * block_tokens + offset), rounded to the pool's type: float32, bfloat16, float16, or int8, whose rows
-        have D + 4 bytes (`kernels.kv_codes`) and D a multiple of 4. Q is a multiple of K. The order within a block and
-        head is the kernels' own.
+        """Split qkv, norm and rotate q and k, and write q to `query` and k and v to the KV pool.
 
-        angles[M, 2, r / 2] turn the first r numbers of a head, in pairs (i, i + r / 2); None turns nothing. A weight
-        [Q D] or [K D] norms all heads of a token together. `late`: heads are turned first and normed then."""
+        qkv[M, (Q + 2K) D], or [M, (2Q + 2K) D] with a gate after each query head (`gate_heads`). A norm weight [D]
+        norms each head of q or k; [Q D] or [K D] norms all heads of a token together; None norms nothing.
+        angles[M, 2, r / 2] rotate the first r numbers of a head, in pairs (i, i + r / 2); None rotates nothing.
+        `late`: rotate first, then norm.
+
+        q goes to query[M, Q, D], k and v to kv[blocks, layers, 2, K, block_tokens, D] at slots[M] (block * block_tokens
+        + offset), rounded to the pool's type: float32, bfloat16, float16, or int8, whose rows have D + 4 bytes
+        (`kernels.kv_codes`) and D a multiple of 4. Q is a multiple of K. The order within a block and head is the
+        kernels' own.
+        """
         ...
 
     @effect(writes="out")
@@ -261,23 +269,25 @@ class Kernels(Storage, Protocol):
     ) -> None:
         """out[M, Q D] = attention of each token over its row's KV: causal, or in `both` directions.
 
-        A score is s = scale * (query . key), and with a softcap c it is c tanh(s / c). sinks[Q] are scores of heads
-        that take a share of the softmax and have no value.
+        A score is s = scale * (query . key), and with a softcap c it is c tanh(s / c). sinks[Q]: a score for each head
+        that takes part in the softmax without a value.
 
         rows[B, 3]: a row's first token in the step, its number of tokens, the position of its first token.
-        members[M]: the row of each token, for kernels that work token by token; it says nothing that rows do not.
-        tables[B, width]: block of each 16 positions; -1 where there is none. With window > 0 position p sees
-        (p - window, p], with window < 0 what is in its piece of -window positions, [p - p % -window, p], else [0, p];
-        in both directions (p - window, p + window), else all of its row, of which the
-        step has every token. Arithmetic is in float32, whatever the pool's type; native kernels may round
-        queries and weights of a bfloat16 pool to bfloat16 where that is what the instruction set multiplies, and round
-        those of an int8 pool to 15 bits.
+        members[M]: the row of each token, derived from rows, for kernels that work token by token.
+        tables[B, width]: the block of each 16 positions; -1 for none.
+
+        Causal: position p sees (p - window, p] if window > 0, its chunk [p - p % -window, p] if window < 0, else
+        [0, p]. In both directions: (p - window, p + window) if window > 0, else its whole row, all of whose tokens are
+        in the step.
+
+        Arithmetic is in float32, whatever the pool's type. Native kernels may round queries and weights to bfloat16
+        for a bfloat16 pool if the instruction set multiplies bfloat16, and to 15 bits for an int8 pool.
         """
         ...
 
     @effect(updates="x")
     def gate_heads(self, x: Array, qkv: Array, size: int) -> None:
-        """x[M, Q D] *= sigmoid(gate) with the gates that stand behind the query heads of qkv[M, (2Q + 2K) D]."""
+        """x[M, Q D] *= sigmoid(gate), with the gates after the query heads of qkv[M, (2Q + 2K) D]."""
         ...
 
     @effect(writes="out", updates="states")
@@ -296,17 +306,16 @@ class Kernels(Storage, Protocol):
         out: Array,
         members: Array | None = None,
     ) -> None:
-        """out[M, C] = what each token's own and the last inputs of its row give, summed with weight[reach C], the
-        oldest first, with the bias [C] added, through silu where it is wanted.
+        """out[M, C] = causal depthwise convolution over a row's last `reach` inputs, plus bias[C], through silu if set.
 
-        The inputs are C numbers of x[M, W] from `first` on; of a `gated` one x is [M, 3C], the inputs are the first C
-        times the last, and the sum times those between is given.
+        weight[reach C] has the oldest input's first. Inputs are C numbers of x[M, W] from `first` on. If `gated`, x is
+        [M, 3C] in parts a, b, c: the inputs are a * c, and the result is multiplied by b.
 
-        What came before a row is in states[blocks, layers, N], float32, in the first (reach - 1) C numbers of a layer,
-        and so is what its end leaves behind. rows and tables are those of `attention`: block j of a row's table has
-        the state after the last computed token below position 16 (j + 1), or -1 where none is kept. A row that begins
-        at 0 begins with zeros, another one with the block of the position before it; the state is written to the
-        block of its last position, and to that of each position before a multiple of 16 that it passes.
+        The inputs before a row are read from states[blocks, layers, N], float32, in the first (reach - 1) C numbers of
+        a layer, and the last ones are written there. rows and tables are those of `attention`: block j of a row's table
+        holds the state after the last computed token below position 16 (j + 1); -1 if none is kept. A row from position
+        0 starts with zeros, others with the block of the position before. The state is written to the block of the
+        row's last position, and at each multiple of 16 that it passes to the block that ends there.
         """
         ...
 
@@ -329,11 +338,11 @@ class Kernels(Storage, Protocol):
     ) -> None:
         """out[M, heads V] = the gated delta rule over x[M, q and k of the key heads, v of the heads].
 
-        A head h has the key head h // (heads / key_heads), or h % key_heads where they are `tiled`. q and k are divided
-        by their lengths, the root of the sum of squares + 1e-6, and q by the root of its size. With b and a, two times
-        `heads` numbers of gates[M, W] from `first` on, a head's matrix [K, V] is multiplied by
-        exp(decay softplus(a + time_bias)), then it gets sigmoid(b) (v - k @ matrix) under each number of k, and gives
-        q @ matrix. Matrices are the last numbers of a layer's state; places are as in `convolve`.
+        Head h uses key head h // (heads / key_heads), or h % key_heads if `tiled`. q and k are divided by their
+        lengths, sqrt(sum of squares + 1e-6), and q also by sqrt(K). b and a are `heads` numbers each in gates[M, W]
+        from `first` on. For each token a head's state matrix S[K, V] becomes S exp(decay softplus(a + time_bias)), then
+        S += outer(k, sigmoid(b) (v - k @ S)), and the output is q @ S. The matrices are at the end of a layer's state;
+        blocks are as in `convolve`.
         """
         ...
 
@@ -358,9 +367,9 @@ class Kernels(Storage, Protocol):
     ) -> None:
         """out[M, heads V] = Mamba 2's scan over x[M, v of the heads, B and C of the groups].
 
-        With a head's step s = softplus(gates[M, first + h] + time_bias), bound by `low` and `high`, its matrix [K, V]
-        is multiplied by exp(decay s), gets s v under each number of B, and gives C @ matrix + skip v. Neighbouring
-        heads share a group; matrices and places are as in `delta`.
+        With step s = softplus(gates[M, first + h] + time_bias), clamped to [low, high], a head's state matrix S[K, V]
+        becomes S exp(decay s) + outer(B, s v), and the output is C @ S + skip v. Neighbouring heads share a group;
+        states are stored as in `delta`.
         """
         ...
 
@@ -368,8 +377,10 @@ class Kernels(Storage, Protocol):
     def gated_norm(
         self, x: Array, gates: Array, first: int, weight: Array, size: int, eps: float, gate_first: bool, out: Array
     ) -> None:
-        """out[M, N] = rms_norm of each `size` numbers of x[M, N], with a weight [size] for all or [N], times silu of N
-        numbers of gates[M, W] from `first` on; `gate_first`: before the norm. `out` may be `x`."""
+        """out[M, N] = rms_norm(x[M, N] in groups of `size`) * silu(gates[M, first : first + N]); `out` may be `x`.
+
+        The weight is [size], shared by the groups, or [N]. `gate_first`: multiply before the norm.
+        """
         ...
 
     @effect(updates="hidden")
@@ -416,12 +427,12 @@ class Kernels(Storage, Protocol):
 
     @effect(updates="x")
     def norm_heads(self, x: Array, first: int, heads: int, size: int, weight: Array | None, eps: float) -> None:
-        """Norm heads of `size` numbers in x[M, W], in place: so many, from head `first` on. None multiplies by 1."""
+        """Norm `heads` heads of `size` numbers in x[M, W] in place, from head `first` on. No weight: 1."""
         ...
 
     @effect(writes="query")
     def turn_heads(self, x: Array, angles: Array, query: Array) -> None:
-        """query[M, Q, D] = x[M, Q D], whose heads are turned by angles[M, 2, r / 2] as in `rope_write`."""
+        """query[M, Q, D] = x[M, Q D] with each head rotated by angles[M, 2, r / 2] as in `rope_write`."""
         ...
 
     @effect(updates="hidden")
@@ -431,8 +442,10 @@ class Kernels(Storage, Protocol):
 
     @effect(writes="out")
     def xielu(self, x: Array, positive: Array, negative: Array, out: Array) -> None:
-        """out[M, F] = a x^2 + x / 2 of what is above 0 in x[M, F], and of the rest (e^min(x, -1e-6) - 1 - x) b + x / 2,
-        with a = log(1 + e^positive) and b = 1/2 + log(1 + e^negative), of one number each; `out` may be `x`."""
+        """out[M, F] = a x^2 + x / 2 if x > 0, else (e^min(x, -1e-6) - 1 - x) b + x / 2; `out` may be `x`.
+
+        a = log(1 + e^positive[1]) and b = 1/2 + log(1 + e^negative[1]).
+        """
         ...
 
     @effect(writes="out")
@@ -452,18 +465,20 @@ class Kernels(Storage, Protocol):
         layer: int,
         slots: Array,
     ) -> None:
-        """Norm the first numbers of x[M, L + r], as many as norm[L] has, turn the others by angles[M, 2, r / 2], and
-        write both into the pool kv[blocks, layers, 1, 1, block_tokens, L + r] at slots[M], rounded to the pool's type;
-        int8 has L + r + 8 bytes a row.
+        """Norm and rotate latents x[M, L + r] and write them to the KV pool.
 
-        Turned are the pairs (2i, 2i + 1) of `neighbours`, or else (i, i + r / 2).
+        The first L numbers are normed with norm[L], the other r rotated by angles[M, 2, r / 2]: pairs (2i, 2i + 1) if
+        `neighbours`, else (i, i + r / 2). They go to kv[blocks, layers, 1, 1, block_tokens, L + r] at slots[M], rounded
+        to the pool's type; int8 has L + r + 8 bytes a row.
         """
         ...
 
     @effect(writes="query")
     def latent_queries(self, x: Array, keys: Sequence[Matrix], angles: Array, neighbours: bool, query: Array) -> None:
-        """query[M, Q, L + r] of x[M, Q (N + r)]: the first N numbers of a head @ keys[head], and behind that the
-        others, turned as in `latent_write`. Each of the keys is a matrix [L, N]."""
+        """query[M, Q, L + r] = (head[:N] @ keys[head], rotated head[N:]) for each head of x[M, Q (N + r)].
+
+        The rotation is that of `latent_write`. Each of the keys is a matrix [L, N].
+        """
         ...
 
     @effect(writes="out")
@@ -478,8 +493,11 @@ class Kernels(Storage, Protocol):
         out: Array,
         members: Array | None = None,
     ) -> None:
-        """out[M, Q, L] = `attention` of query[M, Q, L + r] over what `latent_write` wrote, which is the key of every
-        head; the value is its first L numbers. Arithmetic is in float32, whatever the pool's type."""
+        """out[M, Q, L] = `attention` of query[M, Q, L + r] over latents, which all heads share.
+
+        A latent as `latent_write` wrote it is the key; its first L numbers are the value. Arithmetic is in float32,
+        whatever the pool's type.
+        """
         ...
 
     @effect(writes="out")
@@ -500,13 +518,12 @@ class Kernels(Storage, Protocol):
         chosen: Array,
         shares: Array,
     ) -> None:
-        """chosen[M, T] = the experts of each token, in ascending order, and shares[M, T] what each gives of the answer.
+        """chosen[M, T] = the experts of each token in ascending order, and shares[M, T] = their weights.
 
-        `kind` makes scores[M, E] into parts: softmax over all, sigmoid, or chosen, which leaves them and takes the
-        softmax over those that are chosen. The T experts with the largest parts + bias[E] are chosen, the first of
-        equal ones; with more than one of the `groups` of neighbours, only of the `chosen_groups` whose two largest
-        together are largest. Their shares are the parts, divided by their sum + 1e-20 where they are `normed`, times
-        `scale`.
+        `kind` turns scores[M, E] into weights: softmax over all experts, sigmoid, or chosen: softmax over the chosen
+        ones only. Chosen are the T experts with the largest weight + bias[E] (for chosen, score + bias), ties by the
+        lower index. With several `groups` of neighbouring experts, only those of the `chosen_groups` with the largest
+        sum of their two best count. Shares are the weights, divided by their sum + 1e-20 if `normed`, times `scale`.
         """
         ...
 
@@ -521,10 +538,12 @@ class Kernels(Storage, Protocol):
         down: Sequence[Matrix],
         out: Array,
     ) -> None:
-        """out[M, H] = sum over chosen[M, T], in that order from zero, of shares[M, T] * (act(g) * u) @ down[expert]
-        with g[F] beside u[F] = x[M, H] @ gate_up[expert], biases added; where there is no u, act(g) alone. Experts
-        ascend along T. Weights stay packed:
-        each expert multiplies the rows that chose it as one matrix."""
+        """out[M, H] = sum over chosen[M, T] of shares[M, T] * ((act(g) * u) @ down[expert]).
+
+        g[F] beside u[F] = x[M, H] @ gate_up[expert], biases added; act(g) alone if gate_up has no u. The sum starts
+        from zero, in the order of chosen, which ascends. Weights stay packed: each expert multiplies its rows as one
+        matrix.
+        """
         ...
 
     @effect(updates="shares")
@@ -534,7 +553,7 @@ class Kernels(Storage, Protocol):
 
     @effect(writes="out", updates="shares")
     def scale_tokens(self, x: Array, shares: Array, out: Array) -> None:
-        """out[M, H] = x[M, H] * shares[M, 1], which become 1."""
+        """out[M, H] = x[M, H] * shares[M, 1]; then shares = 1."""
         ...
 
     @effect(writes="out")
@@ -544,7 +563,7 @@ class Kernels(Storage, Protocol):
 
     @effect(updates="x")
     def correct_streams(self, given: Array, parts: Array, active: int, x: Array) -> None:
-        """x[M, i, H] += (parts[M, i] + 1) (given[M, H] - x[M, active, H]), with x as it was before."""
+        """x[M, i, H] += (parts[M, i] + 1) (given[M, H] - x[M, active, H]), with the old x on the right."""
         ...
 
     @effect(writes="out")
@@ -559,18 +578,17 @@ class Kernels(Storage, Protocol):
 
     @effect(updates="out")
     def add_streams(self, x: Array, first: int, out: Array) -> None:
-        """out[M, i, H] += x[M, H] of streams from `first` on."""
+        """out[M, i, H] += x[M, H] for streams i >= first."""
         ...
 
     @effect(updates="x")
     def match_magnitude(self, like: Array, x: Array) -> None:
-        """x[M, H] *= the root of the mean square of like[M, H] / that of x, whose mean square is taken for 1e-5 at
-        least."""
+        """x[M, H] *= sqrt(mean square of like[M, H] / max(mean square of x, 1e-5))."""
         ...
 
     @effect(updates="gates")
     def sparsify(self, gates: Array, factor: float) -> None:
-        """g = max(g - (mean + factor * deviation), 0) in gates[M, 2F], where g[M, F] stands first."""
+        """g = max(g - (mean + factor * standard deviation), 0) for g[M, F], the first half of gates[M, 2F]."""
         ...
 
     @effect(writes="out")
@@ -584,20 +602,20 @@ class Kernels(Storage, Protocol):
         ...
 
     def sampler(self, vocab: int) -> Sampler:
-        """What decides lines of `vocab` logits, on the same threads. All kernels give the same tokens."""
+        """Return a sampler for lines of `vocab` logits, on the same threads. All kernels sample the same tokens."""
         ...
 
     def program(self, calls: Sequence[KernelCall]) -> Program:
-        """The calls as one, to be replayed at any sizes, fused where these kernels do."""
+        """Record calls as a program to replay at any sizes, with fusions if these kernels have them."""
         ...
 
     def close(self) -> None:
-        """Give threads and memory back."""
+        """Free threads and memory."""
         ...
 
 
 EFFECTS = effects_of(Kernels)
-"""What each operation does to its arguments."""
+"""Kernel -> which arguments it writes or updates."""
 
 MEMBERS = {name: names.index("members") for name, names in parameters_of(Kernels).items() if "members" in names}
-"""Which argument of a kernel is the row of each token, where it is given one."""
+"""Kernel -> index of its argument `members`, for kernels that have it."""

@@ -1,10 +1,10 @@
-"""Matrix products whose rows do not know of each other: what BLAS is allowed to see.
+"""Matrix products by BLAS in which each row's result is independent of the other rows, bit for bit.
 
-BLAS sees only tiles of exactly 8 rows, zero-padded, times a panel of the matrix of one fixed width. The panels are
-narrow enough for OpenBLAS's kernels for small matrices, which neither repack nor use threads (and run twice as fast
-here). Whether a tile's rows are independent of each other and of their place is measured for each shape (`tile_rows`);
-a shape that fails gets one row a call. BLAS is pinned to one thread, so the number of threads cannot change a split;
-threads work on different panels instead.
+BLAS only gets tiles of exactly 8 rows, zero-padded, times a panel of the matrix of fixed width. Panels are narrow
+enough for OpenBLAS's small-matrix kernels, which neither repack nor use threads (and run twice as fast here). Whether a
+tile's rows are independent of each other and of their place is measured for each shape (`tile_rows`); a shape that
+fails gets one row in each call. BLAS is pinned to one thread, so the number of threads cannot change how it splits
+work; our threads work on different panels instead.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class OneBlasThread:
         self._limits: Any = None
 
     def enter(self) -> None:
-        """One more user; the first one pins."""
+        """Add a user; the first one pins BLAS."""
         with self._lock:
             self._users += 1
             if self._users == 1:
                 self._limits = threadpool_limits(limits=1, user_api="blas")
 
     def leave(self) -> None:
-        """One user less; the last one restores what was before."""
+        """Remove a user; the last one restores the previous thread count."""
         with self._lock:
             self._users -= 1
             if not self._users:
@@ -60,7 +60,9 @@ one_blas_thread = OneBlasThread()
 
 @functools.cache
 def tile_rows(inner: int, width: int, transposed: bool = False) -> int:
-    """`TILE` if [8, inner] @ [inner, width] gives each row the same bits at any place beside any neighbours, else 1.
+    """Return `TILE` if BLAS computes [8, inner] @ [inner, width] row by row, else 1.
+
+    Tested is whether each row has the same bits in any place and beside any neighbours.
 
     `transposed`: the right side is stored as [width, inner], as keys are.
     """
@@ -88,7 +90,7 @@ class Matrix:
 
 
 def pack(weights: Sequence[NDArray[Any]], biases: Sequence[NDArray[Any] | None]) -> Matrix:
-    """Matrices [out, in] with one input as one packed matrix; outputs are concatenated in order."""
+    """Pack matrices [out, in] with the same input into one; outputs are concatenated in order."""
     inner, out = weights[0].shape[1], sum(weight.shape[0] for weight in weights)
     widest = min(256, max(16, _SMALL // (TILE * inner) // 16 * 16))
     count = -(-out // widest)
@@ -109,14 +111,14 @@ def pack(weights: Sequence[NDArray[Any]], biases: Sequence[NDArray[Any] | None])
 
 
 def project(x: Floats, matrix: Matrix, pool: ThreadPoolExecutor | None, threads: int) -> Floats:
-    """x[M, in] @ matrix + bias as [M, out], tile by tile."""
+    """Return x[M, in] @ matrix + bias as [M, out], tile by tile."""
     count, inner, width = matrix.panels.shape
     tiles = -(-len(x) // matrix.rows)
     padded = np.zeros((tiles * matrix.rows, inner), np.float32)
     padded[: len(x)] = x
     left = padded.reshape(1, tiles, matrix.rows, inner)
     got = np.empty((tiles * matrix.rows, count * width), np.float32)
-    # The same numbers seen as [panel, tile, row, column], so that each product lands where it belongs.
+    # A view as [panel, tile, row, column], into which each product is written directly.
     target = got.reshape(tiles, matrix.rows, count, width).transpose(2, 0, 1, 3)
     if pool is None or tiles * TILE * matrix.panels.size < _WORTH_THREADS:
         np.matmul(left, matrix.panels[:, None], out=target)

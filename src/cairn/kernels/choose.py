@@ -1,4 +1,4 @@
-"""Which kernels compute: the fastest that run here, or the ones that were asked for."""
+"""Choice of the CPU kernels: the fastest that run here, or the ones named in the options."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ REFERENCE = "reference"
 
 
 def chosen(wanted: str) -> str:
-    """The kernels that `wanted` ("auto" or a name) means here; `ModelError` where they cannot run."""
-    found = native.variants()
+    """Return the name of the kernels that `wanted` ("auto" or a name) selects. Raises `ModelError` if unusable here."""
+    variants = native.variants()
     if wanted == "auto":
-        return next((name for name, runs in found.items() if runs), REFERENCE)
-    if wanted != REFERENCE and not found.get(wanted, False):
-        if wanted in found:
+        return next((name for name, runs in variants.items() if runs), REFERENCE)
+    if wanted != REFERENCE and not variants.get(wanted, False):
+        if wanted in variants:
             why = "this CPU lacks their instructions"
         elif trouble := native.trouble():
             why = f"they cannot be loaded ({trouble})"
         else:
             why = "they were not compiled when Cairn was installed"
-        usable = ", ".join([*(name for name, runs in found.items() if runs), REFERENCE])
-        raise ModelError(f"kernels is {wanted}, but {why}; here run {usable}")
+        usable = ", ".join([*(name for name, runs in variants.items() if runs), REFERENCE])
+        raise ModelError(f"kernels is {wanted}, but {why}; use one of {usable}")
     return wanted
 
 
 def described(wanted: str) -> str:
-    """`chosen` in words, with the reason where it is not the fast one; `ModelError` as there."""
+    """Describe the chosen kernels in words, with the reason if they are the slow ones. Raises as `chosen` does."""
     name = chosen(wanted)
     if name != REFERENCE:
         return f"native kernels ({name})"
     if wanted == REFERENCE:
-        why = "as asked"
+        why = "as configured"
     elif trouble := native.trouble():
         why = f"the native kernels cannot be loaded: {trouble}"
     else:
@@ -42,7 +42,7 @@ def described(wanted: str) -> str:
 
 
 def load_kernels(wanted: str, threads: int) -> Kernels:
-    """The kernels that `chosen` names, on so many threads."""
+    """Load the kernels that `chosen` selects, on so many threads."""
     name = chosen(wanted)
     if name != REFERENCE:
         return native.NativeKernels(name, threads)
@@ -53,6 +53,6 @@ def load_kernels(wanted: str, threads: int) -> Kernels:
 
 
 def load_sampler(wanted: str, threads: int, vocab: int) -> Sampler:
-    """What decides logits where the kernels that `chosen` names do, for an engine that has no other use for them."""
+    """Return the sampler of the kernels that `chosen` selects, for engines that need only that."""
     name = chosen(wanted)
     return NUMPY if name == REFERENCE else native.NativeKernels(name, threads).sampler(vocab)

@@ -1,11 +1,11 @@
-"""GGUF's types of one to three bits, whose numbers are rows of a codebook: as codes of groups with scales.
+"""Decoding of GGUF's types of one to three bits, whose weights are rows of a codebook, into codes and group scales.
 
-A row of a codebook is four or eight whole numbers, and each codebook is a set of such rows: of all that there are,
-those that a string of bits names, counted with the first number as the lowest digit. Which they are is a fact of the
-format; ggml's sources have them as tables (ggml-common.h, `iq2xxs_grid` and so on).
+A row of a codebook is four or eight integers. A codebook is a subset of all such rows, given as a bit string over their
+numbers, with the first integer as the lowest digit. The subset is part of the format; ggml's sources list it in tables
+(ggml-common.h, `iq2xxs_grid` and so on).
 
-Every function takes blocks of 256 values as uint8 [n, bytes] and gives codes [n, 256] and scales float32 [n, groups],
-at times minima too; what they mean together is exact, since each product has less than 24 bits.
+Every function takes blocks of 256 values as uint8 [n, bytes] and returns codes [n, 256] and mostly scales float32
+[n, groups]. Their products are exact, since each has less than 24 bits.
 
 Layouts, in bytes (d: float16 scale):
 
@@ -34,7 +34,7 @@ Grouped = tuple[Bytes, Floats]
 
 
 def _grid(width: int, values: tuple[int, ...], bits: str) -> Bytes:
-    """The rows [n, width] of a codebook whose numbers are among `values`."""
+    """Return the rows [n, width] of a codebook over `values`; `bits` is its compressed bit string."""
     named = np.unpackbits(np.frombuffer(zlib.decompress(base64.b85decode(bits)), np.uint8), bitorder="little")
     digits = np.flatnonzero(named)[:, None] // len(values) ** np.arange(width) % len(values)
     rows: Bytes = np.array(values, np.int8)[digits]
@@ -94,9 +94,9 @@ _IQ1 = _grid(
 
 _SIGNS = np.arange(256, dtype=np.uint8)[:, None] >> np.arange(8, dtype=np.uint8) & np.uint8(1)
 _SIGNED = np.where(_SIGNS, -1, 1).astype(np.int8)
-"""What eight numbers are multiplied by, for each byte of signs."""
+"""Signs (1 or -1) of eight numbers, for each byte of sign bits."""
 _EVEN = _SIGNED[np.arange(128) + 128 * (_SIGNS[:128].sum(axis=1) % 2).astype(np.int64)]
-"""The same where seven signs are stored, and the eighth makes the count of minus signs even."""
+"""The same for seven stored sign bits; the eighth makes the number of minus signs even."""
 
 
 def _at(blocks: Blocks, begin: int, end: int, dtype: str = "u1") -> NDArray[Any]:
@@ -108,12 +108,12 @@ def _scale(blocks: Blocks, at: int) -> Floats:
 
 
 def _halves(packed: Blocks) -> Floats:
-    """The half bytes of [n, k] in order, as [n, 2k]."""
+    """Return the half bytes of [n, k] in order, as [n, 2k]."""
     return np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1).astype(np.float32)
 
 
 def _with_high(low: Blocks, high: Blocks, bits: int) -> NDArray[np.uint16]:
-    """Numbers of a row: a byte each, and above it `bits` more out of [n, k] bytes, lowest first."""
+    """Combine row numbers' low bytes with `bits` high bits each from bytes [n, k], lowest first."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     above = (high[:, :, None] >> shifts & np.uint8((1 << bits) - 1)).reshape(low.shape)
     return low | above.astype(np.uint16) << np.uint16(8)
@@ -124,14 +124,14 @@ def _signed(rows: Bytes, signs: Bytes) -> Bytes:
 
 
 def _seven(words: NDArray[np.uint32]) -> Bytes:
-    """Signs of 32 numbers [n, k, 4, 8] out of words [n, k] of four times seven bits, below the scale's four."""
+    """Unpack words [n, k], each with four times seven sign bits below a scale of four bits, to signs [n, k, 4, 8]."""
     shifts = np.arange(0, 28, 7, dtype=np.uint32)
     signs: Bytes = _EVEN[words[:, :, None] >> shifts & np.uint32(127)]
     return signs
 
 
 def iq2_xxs(b: Blocks) -> Grouped:
-    """Groups of 32: exactly codes of 8 bits."""
+    """Decode IQ2_XXS blocks: groups of 32, whose codes fit 8 bits."""
     words = _at(b, 2, 66, "<u4").reshape(-1, 8, 2)
     scale = _scale(b, 0) * (np.float32(0.5) + (words[:, :, 1] >> 28).astype(np.float32)) * np.float32(0.25)
     rows = _IQ2_XXS[np.ascontiguousarray(words[:, :, 0]).view(np.uint8)]
@@ -139,43 +139,44 @@ def iq2_xxs(b: Blocks) -> Grouped:
 
 
 def iq2_xs(b: Blocks) -> Grouped:
-    """Groups of 16."""
+    """Decode IQ2_XS blocks: groups of 16."""
     words = _at(b, 2, 66, "<u2")
     scale = _scale(b, 0) * (np.float32(0.5) + _halves(b[:, 66:74])) * np.float32(0.25)
     return _signed(_IQ2_XS[words & 511], _EVEN[words >> 9]), scale
 
 
 def iq2_s(b: Blocks) -> Grouped:
-    """Groups of 16."""
+    """Decode IQ2_S blocks: groups of 16."""
     scale = _scale(b, 0) * (np.float32(0.5) + _halves(b[:, 74:82])) * np.float32(0.25)
     return _signed(_IQ2_S[_with_high(b[:, 2:34], b[:, 66:74], 2)], _SIGNED[b[:, 34:66]]), scale
 
 
 def iq3_xxs(b: Blocks) -> Grouped:
-    """Groups of 32: exactly codes of 8 bits."""
+    """Decode IQ3_XXS blocks: groups of 32, whose codes fit 8 bits."""
     words = _at(b, 66, 98, "<u4")
     scale = _scale(b, 0) * (np.float32(0.5) + (words >> 28).astype(np.float32)) * np.float32(0.5)
     return _signed(_IQ3_XXS[b[:, 2:66]], _seven(words)), scale
 
 
 def iq3_s(b: Blocks) -> Grouped:
-    """Groups of 32, odd numbers from -15 to 15."""
+    """Decode IQ3_S blocks: groups of 32, odd codes from -15 to 15."""
     scale = _scale(b, 0) * (1 + 2 * _halves(b[:, 106:110]))
     return _signed(_IQ3_S[_with_high(b[:, 2:66], b[:, 66:74], 1)], _SIGNED[b[:, 74:106]]), scale
 
 
 class RowFormat(NamedTuple):
-    """A format whose blocks are held as they are in the file."""
+    """A format whose blocks are kept in memory as they are in the file."""
 
     bytes: int
-    """Of a block of 256 weights."""
+    """Bytes of a block of 256 weights."""
     bits: int
-    """Of a weight, about."""
+    """Approximate bits of a weight."""
     group: int
     """Weights that share a scale."""
     rows: Bytes
-    """The codebook: magnitudes of four or eight numbers by row."""
+    """The codebook: rows of four or eight magnitudes."""
     meaning: Callable[[Blocks], Grouped]
+    """Decodes blocks to codes and scales."""
 
 
 ROW_FORMATS = {
@@ -186,20 +187,20 @@ ROW_FORMATS = {
     "iq3_s": RowFormat(110, 3, 32, _IQ3_S, iq3_s),
 }
 _WEIGHTS = 256
-"""In a block."""
+"""Weights in a block."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowBlocks:
-    """A weight matrix [out, in] as blocks of a `RowFormat`, `in` a multiple of 256: nothing of it is rounded.
+    """A weight matrix [out, in] as blocks of a `RowFormat`, exactly as in the file; `in` is a multiple of 256.
 
-    Where these weights are multiplied, activations are rounded to 8 bits in groups of 32: see `kernels.quantized`.
+    Products with these weights round activations to 8 bits in groups of 32: see `kernels.quantized`.
     """
 
     kind: str
-    """Which of `ROW_FORMATS`."""
+    """Its key in `ROW_FORMATS`."""
     blocks: Blocks
-    """[out, in / 256 * bytes of a block]"""
+    """uint8 [out, in / 256 * bytes of a block]"""
 
     def __post_init__(self) -> None:
         size = ROW_FORMATS[self.kind].bytes
@@ -208,7 +209,7 @@ class RowBlocks:
 
     @property
     def bits(self) -> int:
-        """Of a weight, about."""
+        """Approximate bits of a weight."""
         return ROW_FORMATS[self.kind].bits
 
     @property
@@ -225,24 +226,24 @@ class RowBlocks:
         return self.blocks.nbytes
 
     def rows(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> RowBlocks:
-        """This matrix with its outputs in another order, as `change` puts rows of an array in it."""
+        """Return the matrix with its rows reordered: `change` reorders the rows of an array."""
         return RowBlocks(self.kind, change(self.blocks))
 
     def codes(self) -> Grouped:
-        """Codes [out, in] and scales [out, in / group]."""
-        found = ROW_FORMATS[self.kind]
-        codes, scale = found.meaning(self.blocks.reshape(-1, found.bytes))
+        """Return codes [out, in] and scales [out, in / group]."""
+        form = ROW_FORMATS[self.kind]
+        codes, scale = form.meaning(self.blocks.reshape(-1, form.bytes))
         return codes.reshape(self.shape), scale.reshape(len(self.blocks), -1)
 
     def values(self) -> Floats:
-        """The weights [out, in] in float32."""
+        """Return the weights [out, in] in float32."""
         codes, scale = self.codes()
         values = codes.astype(np.float32).reshape(*scale.shape, -1) * scale[:, :, None]
         return values.reshape(self.shape)
 
 
 def iq1_s(b: Blocks) -> Grouped:
-    """Groups of 32: eights, and one more or one less in the whole group."""
+    """Decode IQ1_S blocks: groups of 32; codes are 8 times a codebook row, plus or minus 1 for the whole group."""
     words = _at(b, 34, 50, "<u2")
     scale = _scale(b, 0) * (2 * (words >> 12 & 7) + 1).astype(np.float32) * np.float32(0.125)
     shifts = np.arange(0, 12, 3, dtype=np.uint16)
@@ -252,9 +253,9 @@ def iq1_s(b: Blocks) -> Grouped:
 
 
 def iq1_m(b: Blocks) -> Grouped:
-    """Groups of 16: eights, and one more or one less for each eight numbers."""
+    """Decode IQ1_M blocks: groups of 16; codes are 8 times a codebook row, plus or minus 1 for each eight numbers."""
     words = _at(b, 48, 56, "<u2")
-    # The float16 scale is what the highest half bytes are together.
+    # The float16 scale is spread over the highest half bytes of the words.
     d = (words >> 12) << np.arange(0, 16, 4, dtype=np.uint16)
     whole = np.bitwise_or.reduce(d, axis=1, keepdims=True).astype("<u2").view("<f2").astype(np.float32)
     shifts = np.arange(0, 12, 3, dtype=np.uint16)
@@ -265,7 +266,7 @@ def iq1_m(b: Blocks) -> Grouped:
 
 
 def tq1_0(b: Blocks) -> Bytes:
-    """Numbers from -1 to 1, five to a byte: as digits of a fraction in base three."""
+    """Decode TQ1_0 blocks: codes from -1 to 1, five in a byte, as digits of a fraction in base three."""
     parts = ((b[:, :32], 5), (b[:, 32:48], 5), (b[:, 48:52], 4))
     digits = [one[:, None] * (np.uint8(3) ** np.arange(count, dtype=np.uint8))[:, None] for one, count in parts]
     whole = np.concatenate([one.reshape(len(b), -1) for one in digits], axis=1)
@@ -273,11 +274,11 @@ def tq1_0(b: Blocks) -> Bytes:
 
 
 def tq2_0(b: Blocks) -> Bytes:
-    """Numbers from -1 to 2, four to a byte, those of one place of 32 bytes after another."""
+    """Decode TQ2_0 blocks: codes from -1 to 2, four in a byte; the lowest bits of 32 bytes come first."""
     shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
     return (b[:, :64].reshape(-1, 2, 1, 32) >> shifts & np.uint8(3)).reshape(-1, 256).view(np.int8) - np.int8(1)
 
 
 def q1_0(b: Blocks) -> Bytes:
-    """Signs of 128 numbers: -1 or 1."""
+    """Decode Q1_0 blocks: 128 codes, -1 or 1."""
     return np.unpackbits(b[:, 2:18], axis=1, bitorder="little").view(np.int8) * np.int8(2) - np.int8(1)

@@ -1,7 +1,7 @@
-"""Devices by name: what each is, whether it can be used here, and the kernels that compute on it.
+"""Compute devices by name: their description, whether they can be used here, and their kernels.
 
-`cpu` computes with the native kernels, or with numpy where those were not compiled. All others compute with the kernels
-in `kernels.torch`, which need torch: `torch-cpu` is the CPU through torch, there to test those kernels anywhere.
+`cpu` uses the native kernels, or numpy if those were not compiled. All others use the kernels in `kernels.torch`, which
+need torch; `torch-cpu` is the CPU through torch, to test those kernels anywhere.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from cairn.types.errors import CairnError, NoDevice
 
 CPU = "cpu"
 TORCH = "torch"
-"""The name of a kernel set, beside those that `kernels.choose` knows."""
+"""Name of a kernel set, in addition to those of `kernels.choose`."""
 KEEPS_ANSWERS = frozenset({CPU})
-"""Devices whose kernels give a request the same bits alone, in any batch, in chunks and from a cache."""
+"""Devices on which a request gets the same bits alone, in any batch, in chunks and from the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceReport:
-    """What one device is, and whether it can be used."""
+    """Description of a device and whether it can be used."""
 
     name: str
-    """As `--device` takes it."""
+    """Its name in `--device`."""
     title: str
-    """What the machine calls it."""
+    """The hardware's name."""
     memory: int | None
-    """Bytes of its memory that are free; None where it uses the machine's."""
+    """Free bytes of its own memory; None if it shares the machine's."""
     driver: str
     kernels: str
-    """What computes on it, in words."""
+    """Its kernels, in words."""
     trouble: str = ""
-    """Why it cannot be used, and what to do; empty where it can."""
+    """Why it cannot be used and what to do; empty if it can."""
 
     @property
     def sentence(self) -> str:
-        """All of it for a person."""
+        """The report as one sentence for people."""
         if self.trouble:
             return f"no: {self.trouble}"
         memory = "" if self.memory is None else f", {self.memory / 1e9:.2f} GB of its memory free"
@@ -51,26 +51,24 @@ class DeviceReport:
 
 
 def resolved(wanted: str) -> str:
-    """Return the device that `wanted` means: `auto` is the CPU, others are themselves. Raises `NoDevice` for a name
-    that no device has.
+    """Return the device's name with `auto` resolved. Raises `NoDevice` for a malformed name.
 
-    `auto` takes no device whose kernels do not keep the answers of `KEEPS_ANSWERS`: nobody asked for another answer.
+    `auto` is the CPU: it selects only devices in `KEEPS_ANSWERS`, so that answers never change unasked.
     """
     if wanted == "auto":
         return CPU
     if not DEVICE.fullmatch(wanted):
-        raise NoDevice(f"device is {wanted[:60]!r}, which is unknown; use {DEVICES}", field="device")
+        raise NoDevice(f"device {wanted[:60]!r} is unknown; use {DEVICES}", field="device")
     return wanted
 
 
 def kernel_set(device: str, kernels: str) -> str:
-    """Return the name of what computes on a device: `torch`, or one of the CPU's sets. Raises `ModelError` where that
-    does not run here."""
+    """Return the name of a device's kernel set: `torch`, or one of the CPU's. Raises `ModelError` if unusable here."""
     return chosen(kernels) if resolved(device) == CPU else TORCH
 
 
 def report(device: str, kernels: str = "auto") -> DeviceReport:
-    """Say what a device is and whether it can be used; raises `NoDevice` for a name that no device has."""
+    """Describe a device and whether it can be used. Raises `NoDevice` for a malformed name."""
     name = resolved(device)
     if name == CPU:
         try:
@@ -87,69 +85,68 @@ def report(device: str, kernels: str = "auto") -> DeviceReport:
 
 
 def reports(kernels: str = "auto") -> list[DeviceReport]:
-    """Report on the CPU and on every device that torch sees, or on the reason why it sees none."""
-    found = [report(CPU, kernels)]
+    """Describe the CPU and every device that torch sees; without torch, `torch-cpu` with the reason."""
+    listed = [report(CPU, kernels)]
     if _no_torch():
-        return [*found, report("torch-cpu")]
+        return [*listed, report("torch-cpu")]
     torch = _torch()
     kind = "rocm" if torch.version.hip else "cuda"
-    found.append(report("torch-cpu"))
-    found += [report(f"{kind}:{number}") for number in range(torch.cuda.device_count())]
+    listed.append(report("torch-cpu"))
+    listed += [report(f"{kind}:{number}") for number in range(torch.cuda.device_count())]
     if torch.backends.mps.is_available():
-        found.append(report("mps"))
-    return found
+        listed.append(report("mps"))
+    return listed
 
 
 def load(device: str, kernels: str, threads: int) -> Kernels:
-    """Return the kernels of a device, on so many threads of the CPU where they use it.
+    """Load a device's kernels, on so many CPU threads if they use the CPU.
 
-    Raises `NoDevice` where it cannot be used, or where it computes other numbers than the CPU does.
+    Raises `NoDevice` if the device cannot be used or fails its self-test against the CPU.
     """
     name = resolved(device)
     if name == CPU:
         return load_kernels(kernels, threads)
-    told = report(name)
-    if told.trouble:
-        raise NoDevice(f"device {name} cannot be used: {told.trouble}", field="device")
+    if trouble := report(name).trouble:
+        raise NoDevice(f"device {name} cannot be used: {trouble}", field="device")
     from cairn.kernels.self_test import worst
     from cairn.kernels.torch.torch_kernels import TorchKernels
 
     try:
-        made = TorchKernels(_torch_name(name), threads)
-        kernel, share = worst(made)
+        loaded = TorchKernels(_torch_name(name), threads)
+        kernel, share = worst(loaded)
     except (CairnError, RuntimeError) as error:
         raise NoDevice(f"device {name} failed its self-test ({error}); use --device cpu", field="device") from error
     if not share <= 1:
-        made.close()
+        loaded.close()
         raise NoDevice(
-            f"device {name} failed its self-test: {kernel} is off by {share:.3g} times what is allowed; "
+            f"device {name} failed its self-test: {kernel} is off by {share:.3g} times the tolerance; "
             "update its driver, or use --device cpu",
             field="device",
         )
-    return made
+    return loaded
 
 
 def free_memory(device: str) -> int | None:
-    """Return the bytes of a device's own memory that are free; None where it uses the machine's."""
+    """Return the free bytes of a device's own memory; None if it shares the machine's."""
     return report(device).memory if resolved(device) != CPU else None
 
 
 def _no_torch() -> str:
-    """Return why torch cannot be used, or nothing."""
+    """Return why torch cannot be used; "" if it can."""
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed; install Cairn with the extra gpu (pip install 'cairn-llm[gpu]')"
     return ""
 
 
 def _torch() -> Any:
-    # Imported here: only where a device that needs it is asked for.
+    # Imported here, because only other devices than the CPU need it.
     import torch
 
     return torch
 
 
 def _torch_name(name: str) -> str:
-    """Return torch's name of a device: it calls AMD's GPUs cuda too."""
+    """Return torch's name for a device; AMD's GPUs are cuda there, too."""
     if name == "torch-cpu":
         return "cpu"
     return f"cuda:{name.partition(':')[2] or 0}" if name.startswith(("cuda", "rocm")) else name
@@ -168,8 +165,8 @@ def _mps(torch: Any, kind: str, index: int) -> DeviceReport:
 def _gpu(torch: Any, kind: str, index: int) -> DeviceReport:
     """Report on an NVIDIA or AMD GPU."""
     name = f"{kind}:{index}"
-    built, other = ("rocm" if torch.version.hip else "cuda" if torch.version.cuda else ""), {"cuda": "CUDA"}
-    wanted = other.get(kind, "ROCm")
+    built = "rocm" if torch.version.hip else "cuda" if torch.version.cuda else ""
+    wanted = "CUDA" if kind == "cuda" else "ROCm"
 
     def no(trouble: str) -> DeviceReport:
         return DeviceReport(name, name, None, "", "", trouble)

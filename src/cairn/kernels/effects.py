@@ -1,9 +1,8 @@
-"""What each kernel does to its arguments, declared once, at its signature.
+"""Declarations of which arguments a kernel writes, at its signature.
 
-Whoever changes the order or the number of a program's calls has to know which arguments a kernel overwrites and which
-it only reads: fusion, a replay over values in the place of buffers, the capture of a graph. `@effect` on a method of
-`kernels.base.Kernels` says so; `tests/kernels/test_effects.py` holds the declarations against what the reference
-kernels do.
+Transformations of a program (fusion, replay over values instead of buffers, graph capture) need to know which arguments
+a kernel overwrites and which it only reads. `@effect` on a method of `kernels.base.Kernels` declares it;
+`tests/kernels/test_effects.py` checks the declarations against the reference kernels.
 """
 
 from __future__ import annotations
@@ -20,21 +19,21 @@ _DECLARED = "__kernel_effect__"
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """The arguments that a kernel changes, by their places in a call. All others are only read."""
+    """Indexes of the arguments that a kernel changes. All others are only read."""
 
     writes: tuple[int, ...]
-    """Overwritten in all entries of the step; what they held before is not read (but one may be an input as well)."""
+    """Overwritten in all of the step's entries without being read (unless passed as an input as well)."""
     updates: tuple[int, ...]
-    """Changed in place, or in some entries alone: what they held before counts."""
+    """Changed in place, or in some entries only, so that the previous contents matter."""
 
     @property
     def changes(self) -> tuple[int, ...]:
-        """Both, in the order of the arguments."""
+        """Writes and updates, in the order of the arguments."""
         return tuple(sorted((*self.writes, *self.updates)))
 
 
 def effect(*, writes: str = "", updates: str = "") -> Callable[[F], F]:
-    """Declare which arguments a kernel writes and which it updates; names are separated by spaces."""
+    """Declare which arguments a kernel writes and which it updates, as names separated by spaces."""
 
     def declare(kernel: F) -> F:
         names = _parameters(kernel)

@@ -1,9 +1,9 @@
-"""Elementary functions by the same steps on every machine: numbers that KV and logits depend on come from no C library.
+"""Elementary functions that give the same bits on every machine, independent of any C library.
 
-Each step is a sum, a product or a quotient in float64, which IEEE 754 defines to the last bit, or takes bits apart.
-`csrc/elementary.h` takes the same steps. Results are float32 within 0.51 units in the last place; cosine and sine are
-float64 with a relative error of 3e-10 at most. `log_of` and `power_of`, for single numbers while a model loads, are
-float64 and rounded once.
+Each step is a sum, product or quotient in float64, which IEEE 754 defines to the last bit, or a bit operation.
+`csrc/elementary.h` does the same steps. Results are float32 within 0.51 units in the last place; cosine and sine are
+float64 with a relative error of at most 3e-10. `log_of` and `power_of`, for single numbers while a model loads, are
+float64 and correctly rounded in practice (40 decimal digits inside).
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 
 _PIECE = 16384
-"""Numbers that go through all steps before the next ones do, so that they stay in the cache."""
+"""Numbers processed at a time, few enough to stay in the CPU's cache."""
 
 _LN2, _LOG2E = 0.6931471805599453, 1.4426950408889634
 _SHIFT = 6755399441055744.0
-"""1.5 * 2**52: adding it rounds to a whole number, which is in the low bits of the sum."""
+"""1.5 * 2**52: adding it rounds to an integer, which is then in the low bits of the sum."""
 _ONE = 0x3FF0000000000000
 _ROOT_HALF = 0x3FE6A09E667F3BCD
 """The bits of 1 and of sqrt(1/2) as float64."""
 _LEAST, _MOST = np.float32(-104), np.float32(89)
-"""Their exponentials are 0 and infinity in float32."""
+"""Arguments beyond which the exponential is 0 or infinity in float32."""
 
 # Polynomials of least error, the highest power first: Q, P, S and C in
 #     e^r = 1 + r + r^2 Q(r)                  |r| <= ln 2 / 2
@@ -52,13 +52,13 @@ _COS = (
 
 _TWO_OVER_PI = 0.6366197723675814
 _HALF_PI = (1.5707963109016418, 1.5893254712295857e-08, 6.123233995736766e-17)
-"""Its sum. Products of the first two with whole numbers below 2**27 are exact."""
+"""Parts whose sum is pi / 2. Products of the first two with integers below 2**27 are exact."""
 _FAR = 67108864.0
-"""2**26: an angle from here on is taken modulo 2 pi in integers."""
+"""2**26: larger angles are reduced modulo 2 pi in integer arithmetic."""
 _TWO_OVER_PI_BITS = np.array(
     [0xA2F9836E, 0x4E441529, 0xFC2757D1, 0xF534DDC0, 0xDB629599, 0x3C439041, 0xFE5163AB], np.uint64
 )
-"""The first bits behind the point, 32 in each."""
+"""The first bits of 2 / pi after the point, 32 in each word."""
 _SIXTY_TWO_BITS = 3.4061215800865545e-19
 """pi / 2 * 2**-62"""
 
@@ -89,7 +89,7 @@ def tanh(x: ArrayLike) -> Floats:
 
 
 def cos_sin(x: Floats) -> tuple[Doubles, Doubles]:
-    """Return cosine and sine, as float64, of angles in radians that are float32: NaN of what is not finite."""
+    """Return cosine and sine, in float64, of float32 angles in radians; NaN for angles that are not finite."""
     with np.errstate(all="ignore"):
         quarters, rest = _quarters(x.astype(np.float64))
         square = rest * rest
@@ -102,46 +102,46 @@ def cos_sin(x: Floats) -> tuple[Doubles, Doubles]:
 
 @functools.lru_cache(maxsize=256)
 def log_of(x: float) -> float:
-    """Return the natural logarithm of one number. ValueError where it is not above 0."""
+    """Return the natural logarithm of one number. Raises `ValueError` unless it is above 0."""
     if not x > 0:
         raise ValueError(f"{x} has no logarithm")
     return float(_context().ln(Decimal(x)))
 
 
 def power_of(base: float, exponent: float) -> float:
-    """Return base ** exponent for a base above 0. ValueError where it is not above 0."""
+    """Return base ** exponent. Raises `ValueError` unless the base is above 0."""
     if not base > 0:
-        raise ValueError(f"{base} is no base of a power: it has to be above 0")
+        raise ValueError(f"the base of a power must be above 0, not {base}")
     context = _context()
     return float(context.exp(context.multiply(Decimal(exponent), context.ln(Decimal(base)))))
 
 
 def _context() -> Context:
-    """Digits to spare, so that rounding the result to float64 is the only rounding that shows."""
+    """Return a decimal context with digits to spare, so that only the rounding to float64 shows."""
     return Context(prec=40)
 
 
 def _by_pieces(steps: Callable[[Floats], Doubles], x: ArrayLike) -> Floats:
-    given = np.asarray(x, np.float32)
-    flat, out = given.reshape(-1), np.empty(given.size, np.float32)
+    array = np.asarray(x, np.float32)
+    flat, out = array.reshape(-1), np.empty(array.size, np.float32)
     with np.errstate(all="ignore"):
-        for at in range(0, given.size, _PIECE):
+        for at in range(0, array.size, _PIECE):
             out[at : at + _PIECE] = steps(flat[at : at + _PIECE])
-    return out.reshape(given.shape)
+    return out.reshape(array.shape)
 
 
 def _polynomial(terms: tuple[float, ...], x: Doubles) -> Doubles:
-    """The polynomial with these coefficients, the highest power's first."""
-    found = x * terms[0]
+    """Evaluate a polynomial by Horner's scheme; coefficients from the highest power down."""
+    value = x * terms[0]
     for term in terms[1:-1]:
-        found += term
-        found *= x
-    found += terms[-1]
-    return found
+        value += term
+        value *= x
+    value += terms[-1]
+    return value
 
 
 def _powers(x: Floats) -> tuple[Doubles, Doubles]:
-    """(p, q) with e^x = (1 + p) q, where q is a power of 2."""
+    """Return (p, q) with e^x = (1 + p) q, where q is a power of 2."""
     rest = np.clip(x, _LEAST, _MOST).astype(np.float64)
     turned = rest * _LOG2E
     turned += _SHIFT
@@ -183,7 +183,7 @@ def _tanh(x: Floats) -> Doubles:
 
 
 def _logarithm(x: Doubles, near: Doubles | None = None) -> Doubles:
-    """log(x) of numbers above 0, which near 1 are 1 + `near`."""
+    """Return log(x) for x above 0; `near` is x - 1 with full precision, used where x is near 1."""
     bits = x.view(np.int64)
     turns = (bits - _ROOT_HALF) >> 52
     rest = (bits - (turns << 52)).view(np.float64) - 1
@@ -208,7 +208,7 @@ def _log1p(x: Floats) -> Doubles:
 
 
 def _quarters(x: Doubles) -> tuple[NDArray[np.int64], Doubles]:
-    """Angles as so many quarter turns, modulo 4, and a rest of at most pi / 4."""
+    """Split angles into quarter turns, modulo 4, and a rest of at most pi / 4."""
     turned = x * _TWO_OVER_PI + _SHIFT
     whole = turned - _SHIFT
     rest = ((x - whole * _HALF_PI[0]) - whole * _HALF_PI[1]) - whole * _HALF_PI[2]
@@ -220,7 +220,7 @@ def _quarters(x: Doubles) -> tuple[NDArray[np.int64], Doubles]:
 
 
 def _far_quarters(x: Doubles) -> tuple[NDArray[np.int64], Doubles]:
-    """`_quarters` of float32 numbers from 2^26 on: their 24 bits times 96 bits of 2 / pi, those that count modulo 4."""
+    """Split as `_quarters` does, for |x| >= 2^26: 24 bits of x times the 96 bits of 2 / pi that matter modulo 4."""
     bits = np.abs(x).astype(np.float32).view(np.uint32).astype(np.uint64)
     whole, first = bits & 0x7FFFFF | 0x800000, (bits >> 23) - 152
     at, shift = (first >> 5).astype(np.intp), first & 31

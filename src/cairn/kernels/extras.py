@@ -1,18 +1,19 @@
-"""Rows that ask for samplers beyond the usual ones: one meaning, in numpy, whatever kernels run.
+"""Samplers beyond the usual ones, in numpy, the same for all kernels.
 
     line -> bias -> penalties -> DRY -> banned tokens -> temperature -> n-sigma -> top-k -> typical -> top-p -> min-p
          -> XTC -> one draw
 
-Where asked, the temperature is of what the cuts keep, as in `vocabulary`. Weights, ranks and draws are those of
-`vocabulary`; DRY, n-sigma, typical and the dynamic temperature are computed in float64.
+With `temperature_last` the temperature is applied after the cuts, as in `vocabulary`. Weights, ranks and draws are
+those of `vocabulary`; DRY, n-sigma, typical and the dynamic temperature are computed in float64.
 
-    DRY          a token that would go on a repetition of length n loses multiplier * base ** (n - allowed length)
+    DRY          subtracts multiplier * base ** (n - allowed length) from a token that would extend a repetition of
+                 length n
     n-sigma      keeps logits within n standard deviations of the highest
     typical      keeps the tokens whose surprise is nearest to the entropy, up to this part of the mass
-    XTC          now and then leaves out all but the last of the tokens that have at least this probability
-    dynamic      the temperature lies within a range around the given one, higher where the entropy is
-    mirostat     in place of all cuts: keeps the likeliest tokens so that the surprise of those drawn is near a goal.
-                 What it knows of those before is one number, which comes with the row and goes with the token
+    XTC          with some probability removes all but the least likely of the tokens above a threshold
+    dynamic      moves the temperature within a range around the given one: higher with higher entropy
+    mirostat     instead of all cuts: keeps the likeliest tokens so that the surprise of those drawn stays near a goal.
+                 Its state is one number, which comes with the row and is returned with the token
 """
 
 from __future__ import annotations
@@ -42,25 +43,25 @@ from cairn.kernels.vocabulary import (
     ranked,
     weigh,
 )
-from cairn.types.sampling_params import SamplingExtras, SamplingParams
+from cairn.types.request import SamplingExtras, SamplingParams
 
 ZIPF_TOKENS = 100
-"""Of the likeliest ones, that mirostat 1 fits a law to."""
+"""Likeliest tokens to which mirostat 1 fits Zipf's law."""
 MAX_REPEAT = 64
-"""A longer repetition counts as one of this length."""
+"""Longer repetitions count as this long."""
 _XTC = 0x5854430000000000
-"""Makes the chance of XTC another one than the draw's."""
+"""Seed salt that makes XTC's random number independent of the draw's."""
 
 
 def choose(sampler: Sampler, lines: Sequence[Line], logits: Any) -> list[TokenChoice]:
-    """Decide lines as `Sampler.choose` does: those without extras by the sampler, the others here, on the host."""
-    asking = [number for number, line in enumerate(lines) if line.row is not None and line.row.sampling.extras]
-    if not asking:
+    """Sample lines as `Sampler.choose` does: those without extras by the sampler, the others here on the host."""
+    special = [number for number, line in enumerate(lines) if line.row is not None and line.row.sampling.extras]
+    if not special:
         return sampler.choose(lines, logits)
-    plain = [line._replace(row=None) if number in asking else line for number, line in enumerate(lines)]
+    plain = [line._replace(row=None) if number in special else line for number, line in enumerate(lines)]
     choices = sampler.choose(plain, logits)
     with np.errstate(all="ignore"):
-        for number in asking:
+        for number in special:
             line, choice = lines[number], choices[number]
             if choice.finite:
                 values = sampler.line(logits, number)
@@ -71,7 +72,7 @@ def choose(sampler: Sampler, lines: Sequence[Line], logits: Any) -> list[TokenCh
 
 
 def _token(line: Line, logits: Floats) -> tuple[int | None, float | None]:
-    """Choose the token of one line [vocab], which is overwritten; None where there is none. With mirostat's state."""
+    """Sample from one line [vocab], which is overwritten; return the token (None if none is possible) and mu."""
     row = line.row
     assert row is not None and row.sampling.extras is not None
     params, extras = row.sampling, row.sampling.extras
@@ -99,12 +100,12 @@ def _token(line: Line, logits: Floats) -> tuple[int | None, float | None]:
 
 
 def _drawn(running: Weights, line: Line) -> int:
-    """Return which of the tokens whose weights are summed up is drawn."""
+    """Draw an index, given the running sum of the weights."""
     return int(np.searchsorted(running, bits_of(line) * int(running[-1]) >> 53, side="right"))
 
 
 def _steady(scaled: Floats, line: Line, mu: float, extras: SamplingExtras) -> tuple[int, float]:
-    """Mirostat (Basu et al., 2021): of the likeliest tokens so many that their surprise is what is wanted, in bits."""
+    """Sample by mirostat (Basu et al., 2021); return the token and its new state. `mu`: allowed surprise in bits."""
     ids = np.flatnonzero(np.isfinite(scaled))
     kept = by_rank(scaled[ids], ids)
     weights = weigh(scaled[kept])
@@ -120,8 +121,7 @@ def _steady(scaled: Floats, line: Line, mu: float, extras: SamplingExtras) -> tu
 
 
 def _zipf_count(chances: NDArray[np.float64], vocab: int, mu: float) -> int:
-    """How many tokens have a surprise of `mu` together, were their chances those of Zipf's law with the exponent that
-    fits the first ones best."""
+    """Return how many tokens to keep for a surprise of `mu` bits, by Zipf's law fitted to the likeliest tokens."""
     head = chances[:ZIPF_TOKENS]
     steps = np.log(np.arange(2, len(head) + 1) / np.arange(1, len(head)))
     if not len(steps):
@@ -135,7 +135,7 @@ def _zipf_count(chances: NDArray[np.float64], vocab: int, mu: float) -> int:
 
 
 def repeats(tokens: Sequence[int], extras: SamplingExtras) -> dict[int, float]:
-    """What DRY takes from each token that would go on a repetition: of the last tokens, as far back as a breaker."""
+    """Return DRY's penalty for each token that would extend a repetition of the last tokens, back to a breaker."""
     last = extras.dry_penalty_last_n
     history = np.asarray(tokens if last < 0 else tokens[max(0, len(tokens) - last) :], np.int64)
     count, breakers = len(history), set(extras.dry_breakers)
@@ -143,23 +143,23 @@ def repeats(tokens: Sequence[int], extras: SamplingExtras) -> dict[int, float]:
     while length < len(suffix) and suffix[length] not in breakers:
         length += 1
     ends = np.flatnonzero(history[: count - 1] == history[-1]) if length else np.empty(0, np.int64)
-    found: dict[int, float] = {}
+    penalties: dict[int, float] = {}
     size = 1
     while len(ends):
         if size >= extras.dry_allowed_length:
             penalty = min(extras.dry_multiplier * extras.dry_base ** (size - extras.dry_allowed_length), 1e30)
             for token in set(history[ends + 1].tolist()) - breakers:
-                found[token] = max(found.get(token, 0.0), penalty)
+                penalties[token] = max(penalties.get(token, 0.0), penalty)
         if size == length:
             break
         ends = ends[ends >= size]
         ends = ends[history[ends - size] == suffix[size]]
         size += 1
-    return found
+    return penalties
 
 
 def _ban(output: Sequence[int], extras: SamplingExtras, logits: Floats) -> None:
-    """Leave the tokens that are allowed, and none that would end a word that is not, after so much of an answer."""
+    """Ban tokens that are not allowed, and those that would complete a bad word after the output so far."""
     vocab = len(logits)
     if extras.allowed_token_ids:
         closed = np.ones(vocab, np.bool_)
@@ -178,13 +178,13 @@ def _chances(scaled: Floats) -> NDArray[np.float64]:
 
 
 def _surprise(chances: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
-    """-log of each chance, and its mean: the entropy."""
+    """Return each token's surprise in nats, and the mean of it: the entropy."""
     surprise = -np.log(np.maximum(chances, 1e-300))
     return surprise, float((chances * surprise).sum())
 
 
 def _heat(relative: Floats, params: SamplingParams, extras: SamplingExtras) -> np.float32:
-    """The temperature, within its range by how even the distribution is."""
+    """Return the temperature, moved within its dynamic range by the distribution's entropy."""
     if not extras.dynatemp_range:
         return divisor(params)
     most = math.log(max(2, int(np.isfinite(relative).sum())))
@@ -196,7 +196,7 @@ def _heat(relative: Floats, params: SamplingParams, extras: SamplingExtras) -> n
 
 
 def _cut(values: Floats, params: SamplingParams, extras: SamplingExtras) -> Ids:
-    """The ids that the cuts keep of one row [vocab] with maximum 0, the likeliest first."""
+    """Return the ids that the cuts keep of one row [vocab] with maximum 0, likeliest first."""
     vocab = len(values)
     if extras.top_n_sigma > 0:
         finite = values[np.isfinite(values)].astype(np.float64)
@@ -218,7 +218,7 @@ def _cut(values: Floats, params: SamplingParams, extras: SamplingExtras) -> Ids:
 
 
 def _typical(kept: Ids, values: Floats, part: float) -> Ids:
-    """Those nearest to the entropy, in the order in which they were; the first of them always stays."""
+    """Keep the ids whose surprise is nearest to the entropy, up to `part` of the mass and at least one, in order."""
     chances = _chances(values[kept])
     surprise, entropy = _surprise(chances)
     order = np.argsort(np.abs(surprise - entropy), kind="stable")
@@ -227,7 +227,7 @@ def _typical(kept: Ids, values: Floats, part: float) -> Ids:
 
 
 def _without_top(kept: Ids, values: Floats, line: Line, extras: SamplingExtras) -> Ids:
-    """XTC: of those that have at least the threshold, the last alone, where chance has it."""
+    """Apply XTC: with its probability, remove all but the least likely of the ids at or above the threshold."""
     if not extras.xtc_probability or extras.xtc_threshold > 0.5:
         return kept
     chance = bits_of(line, _XTC) * 2.0**-53

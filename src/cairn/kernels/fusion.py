@@ -1,8 +1,8 @@
-"""Fuse neighbouring calls of a program into one kernel, where a kernel set has one for them.
+"""Fusion of neighbouring calls of a program into one kernel, if a kernel set has one for them.
 
-A model is written as a list of plain operations. A result between two of them is mostly read once: a kernel that does
-both keeps it in registers or a cache, and saves the way to memory and back. The numbers are the same, bit for bit.
-Each kernel set has rules of its own; which argument a kernel overwrites says `kernels.base.EFFECTS`.
+A model is written as a list of plain operations. A result between two of them is mostly read once: a fused kernel keeps
+it in registers or the cache and saves memory traffic. The numbers are the same, bit for bit. Each kernel set has rules
+of its own; `kernels.base.EFFECTS` tells which arguments a kernel overwrites.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from cairn.kernels.program import KernelCall, Slot
 
 
 class FusionRule(NamedTuple):
-    """A run of calls that a kernel set can do as one."""
+    """A sequence of calls that a kernel set can run as one."""
 
     calls: tuple[str, ...]
-    """Kernels that follow each other."""
+    """Names of consecutive kernels."""
     chain: tuple[int, ...]
-    """Which argument of each call but the first is what the one before it wrote."""
+    """For each call but the first, the index of the argument that the call before it wrote."""
     fused: str
     arguments: Callable[[Sequence[tuple[Any, ...]]], tuple[Any, ...] | None]
-    """Make the fused call's arguments from those of the calls; None where no fused call does the same."""
+    """Makes the fused call's arguments from those of the calls; None if the fused call would differ."""
 
 
 def _gated_mlp(found: Sequence[tuple[Any, ...]]) -> tuple[Any, ...] | None:
@@ -44,11 +44,11 @@ CPU_RULES = (
     FusionRule(("norm", "add"), (0,), "norm_add", lambda found: (*found[0][:3], found[1][1])),
     FusionRule(("project", "add"), (0,), "project_add", lambda found: (*found[0][:2], found[1][1])),
 )
-"""What kernels on a CPU fuse; longer runs first."""
+"""Fusions of the CPU kernels; longer sequences first."""
 
 
 def fuse(calls: Sequence[KernelCall], rules: Sequence[FusionRule] = CPU_RULES) -> list[KernelCall]:
-    """Replace every run of calls that a rule matches by one call. The first rule that matches is taken."""
+    """Replace each sequence of calls that a rule matches by one call. The first matching rule counts."""
     done: list[KernelCall] = []
     at = 0
     while at < len(calls):
@@ -65,7 +65,7 @@ def fuse(calls: Sequence[KernelCall], rules: Sequence[FusionRule] = CPU_RULES) -
 
 
 def _fused(rule: FusionRule, calls: Sequence[KernelCall], at: int) -> KernelCall | None:
-    """Fuse the calls from `at` on; None where the rule does not match, or a result in between is read elsewhere too."""
+    """Fuse the calls from `at` on; None if the rule does not match or a result in between is read elsewhere, too."""
     run = calls[at : at + len(rule.calls)]
     if tuple(call.kernel for call in run) != rule.calls:
         return None
@@ -82,7 +82,7 @@ def _fused(rule: FusionRule, calls: Sequence[KernelCall], at: int) -> KernelCall
 
 
 def _read(slot: Slot, calls: Sequence[KernelCall]) -> bool:
-    """Whether one of the calls reads what a slot holds before any of them overwrites it."""
+    """Tell whether one of the calls reads a slot before any of them overwrites it."""
     for call in calls:
         places = [number for number, one in enumerate(call.arguments) if one is slot]
         if places:

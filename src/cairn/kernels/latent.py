@@ -1,4 +1,4 @@
-"""The numpy meaning of attention over latents: one vector a token, of which every head's key and value are products."""
+"""Multi-head latent attention in numpy: one latent for each token, from which all heads' keys and values are made."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Ints = NDArray[np.int32]
 
 
 def turned(x: Floats, angles: Floats, neighbours: bool) -> Floats:
-    """x[M, ..., r] with its pairs turned by their angles [M, 2, r / 2]: pairs (2i, 2i + 1), or (i, i + r / 2)."""
+    """Rotate pairs of x[M, ..., r] by angles[M, 2, r / 2]: (2i, 2i + 1) if `neighbours`, else (i, i + r / 2)."""
     shape = (len(x), *[1] * (x.ndim - 2), -1)
     cos, sin = angles[:, 0].reshape(shape), angles[:, 1].reshape(shape)
     half = x.shape[-1] // 2

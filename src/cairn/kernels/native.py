@@ -1,7 +1,7 @@
-"""The kernels in C++, compiled once for each instruction set: `csrc` holds them, `_native` is their module.
+"""The kernels in C++, compiled once for each instruction set: sources in `csrc`, module `_native`.
 
-Storage is numpy's, so that pages stay views. The module may be missing (an install without a compiler); then nothing
-runs here and `variants` is empty. A single kernel call is a program of one call: there is one path.
+Arrays are numpy's, so that pages stay views. Without a compiler the module is missing; then `variants` is empty. A
+single kernel call runs as a program of one call, so there is only one path.
 """
 
 # The methods of NativeKernels are documented where their meaning is declared, in kernels.base.
@@ -28,27 +28,29 @@ from cairn.kernels.rope import Rope, frequencies
 from cairn.kernels.sampler import NativeSampler
 from cairn.kernels.storage import HostStorage
 from cairn.types.errors import ModelError
-from cairn.types.layer_spec import RopeScaling
+from cairn.types.model_spec import RopeScaling
 
 VERSION = "native-7"
-"""Version of the order of operations, of the KV layout and of packed matrices; a change that can move a bit gets a new
-one, here and in `csrc/module.cpp`."""
+"""Version of the order of operations, of the KV layout and of packed matrices. Change it here and in `csrc/module.cpp`
+with every change that can move a bit."""
 
 INTERFACE = 9
-"""Version of what is called in the module; a change that moves no bit gets a new one, in both places too."""
+"""Version of the module's interface. Change it in both places with changes of signatures that move no bit."""
 
 _MODULE = "cairn.kernels._native"
 _ALIGN = 64
 _LANES = 16
 _BLOCK_BYTES = {"q4_k": 192 + 8 * 256, "q5_k": 192 + 8 * 320, "q6_k": 256 + 8 * 384, "iq4_xs": 8 * 256}
-"""Of 16 outputs' super-blocks in a panel, but for what stands in front of all."""
+"""Bytes of a super-block of 16 outputs in a panel, without its part of the panel's front."""
 _FRONT_BYTES = {"q4_k": 64, "q5_k": 64, "q6_k": 32, "iq4_xs": 128}
-"""Of them, what stands there: their floats, and of iq4_xs the whole numbers too."""
+"""Bytes of a super-block of 16 outputs at the front of a panel: its float scales, for iq4_xs the integer ones, too."""
 
 
 def _module() -> Any:
-    """The compiled module, None where there is none. ModelError where it is of other sources than these: what it
-    computes would be kept under a name that is not its own."""
+    """Return the compiled module; None if there is none.
+
+    Raises `ModelError` if it was compiled from another version: its KV would be stored under a wrong identity.
+    """
     try:
         module = importlib.import_module(_MODULE)
     except ImportError:
@@ -59,7 +61,7 @@ def _module() -> Any:
 
 
 def trouble() -> str:
-    """What keeps the compiled module from being loaded; "" where it is loaded, or none was compiled."""
+    """Return why the compiled module cannot be loaded; "" if it can, or if none was compiled."""
     try:
         importlib.import_module(_MODULE)
     except ImportError as error:
@@ -68,17 +70,21 @@ def trouble() -> str:
 
 
 def variants() -> dict[str, bool]:
-    """Compiled variants, the fastest first, and whether this CPU runs each; empty where none were compiled.
-    ModelError where they were compiled from other sources."""
+    """Return the compiled variants, fastest first, and whether this CPU runs each; empty if none were compiled.
+
+    Raises `ModelError` if they were compiled from another version.
+    """
     module = _module()
     return dict(module.variants()) if module is not None else {}
 
 
 def form_of(weight: NDArray[Any] | Packed) -> str:
-    """How a part of a matrix is stored: numpy's name of its type, or for a quantised one the words `int4` or `int8`,
-    `half` or `float` (its scales and minima, which share a type), and `minimum` where it has minima; `fp4` or `iq4` in
-    the place of `int8` where its codes are of such a table; `q4_k`, `q5_k`, `q6_k` or `iq4_xs` for super-blocks, and
-    one of `ROW_FORMATS` for rows of a codebook."""
+    """Return the name of a matrix part's storage format.
+
+    For floats numpy's name of the type. For groups with scales the words `int4` or `int8` (`fp4` or `iq4` if the codes
+    are from such a table), `half` or `float` (the type of scales and minima), and `minimum` if there are minima. For
+    super-blocks `q4_k`, `q5_k`, `q6_k` or `iq4_xs`. For codebook rows a key of `ROW_FORMATS`.
+    """
     if isinstance(weight, RowBlocks):
         return weight.kind
     if not isinstance(weight, Quantized):
@@ -91,8 +97,9 @@ def form_of(weight: NDArray[Any] | Packed) -> str:
 
 
 def packed_bytes(parts: Sequence[tuple[int, int, str]]) -> int:
-    """Memory of a packed matrix with parts (out, in, `form_of`), without its bias: whole panels, neighbours of one form
-    together. `csrc/matrix.cpp` packs so.
+    """Return the bytes of a packed matrix with parts (out, in, `form_of`), without its bias.
+
+    Neighbouring parts of one format are packed together in whole panels, as `csrc/matrix.cpp` does.
     """
     size = 0
     for (form, inner), run in groupby(parts, key=lambda part: (part[2], part[1])):
@@ -116,42 +123,42 @@ def _panel_bytes(inner: int, form: str) -> int:
 
 
 class Probe:
-    """What the machine can do with a variant's instructions; see `kernels.roofline`."""
+    """Measures what the machine can do with a variant's instructions; see `kernels.roofline`."""
 
     def __init__(self, variant: str, threads: int) -> None:
         self._native, self._variant = _module(), variant
         self._team = self._native.Team(threads)
 
     def read(self, numbers: NDArray[np.float32]) -> int:
-        """Read the numbers, whole MiB of them, on all threads; returns the bytes read."""
+        """Read the numbers, a whole number of MiB, on all threads; return the bytes read."""
         return int(self._native.probe_read(self._variant, self._team, numbers))
 
     def multiply(self, turns: int = 1 << 16) -> int:
-        """Multiply and add in registers, so many times in every chain; returns the operations done."""
+        """Multiply and add in registers, `turns` times in every chain; return the number of operations."""
         return int(self._native.probe_multiply(self._variant, self._team, turns))
 
     def multiply_bytes(self, turns: int = 1 << 13) -> int:
-        """Do the same with bytes, as matrices of 4 to 8 bits are multiplied; returns the operations done."""
+        """Do the same with bytes, as for matrices of 4 to 8 bits; return the number of operations."""
         return int(self._native.probe_multiply_bytes(self._variant, self._team, turns))
 
     def multiply_pairs(self, turns: int = 1 << 16) -> int:
-        """Do the same with pairs of bfloat16; returns the operations done, 0 where no instruction does that."""
+        """Do the same with pairs of bfloat16; return the number of operations, 0 if no instruction does that."""
         return int(self._native.probe_multiply_pairs(self._variant, self._team, turns))
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """An embedding [V, H]: bfloat16 as the 16-bit integers that nanobind can carry."""
+    """An embedding table [V, H]; bfloat16 is held as 16-bit integers, which nanobind can pass."""
 
     array: NDArray[Any]
     dtype: str
 
 
 class NativeKernels(HostStorage):
-    """`kernels.base.Kernels` in C++ for one instruction set. Each method's meaning is stated there."""
+    """`kernels.base.Kernels` in C++ for one instruction set. The methods are documented there."""
 
     def __init__(self, variant: str, threads: int = 1) -> None:
-        """`variant` is one that `variants` says runs here."""
+        """Start the threads. `variant` must be one that runs here, according to `variants`."""
         self._native = _module()
         self._variant = variant
         self._team = self._native.Team(threads)
@@ -182,16 +189,20 @@ class NativeKernels(HostStorage):
         return self._native.Matrix([_matrix_part(one) for one in weights], bias)
 
     def blank(self, parts: Sequence[tuple[int, int, str]], biases: Sequence[NDArray[Any] | None]) -> Any:
-        """A matrix with parts (out, in, `form_of`) whose `memory()` another one of the same parts has filled before:
-        that is what packing it again would give."""
+        """Return an empty matrix with parts (out, in, `form_of`), to fill its `memory()` from a packed one's.
+
+        The packed one must have the same parts.
+        """
         shapes = [(form.split()[0], *_numbers(form), out, inner) for out, inner, form in parts]
         return self._native.blank(shapes, _bias([out for out, _, _ in parts], biases))
 
     def mapped(
         self, parts: Sequence[tuple[int, int, str]], biases: Sequence[NDArray[Any] | None], memory: NDArray[np.uint8]
     ) -> Any:
-        """What `blank` gives, filled with `memory` that is mapped from a file: it is not copied, and its pages are read
-        when a product needs them. It begins at a multiple of 64 bytes."""
+        """Return a matrix like that of `blank` over `memory`, which may be mapped from a file and is not copied.
+
+        Pages of a file are read when a product needs them. The memory must be aligned to 64 bytes.
+        """
         shapes = [(form.split()[0], *_numbers(form), out, inner) for out, inner, form in parts]
         return self._native.mapped(shapes, _bias([out for out, _, _ in parts], biases), memory)
 
@@ -241,8 +252,10 @@ class NativeKernels(HostStorage):
         query: Any,
         late: bool = False,
     ) -> None:
-        """As in `kernels.base`, but keys of a block and head are laid out [D, block_tokens]; bfloat16 in pairs: keys
-        [D / 2, block_tokens, 2], values [block_tokens / 2, D, 2]."""
+        """Do as `kernels.base` says. Keys of a block and head are laid out [D, block_tokens].
+
+        bfloat16 in pairs: keys [D / 2, block_tokens, 2], values [block_tokens / 2, D, 2].
+        """
         arguments = (qkv, angles, q_norm, k_norm, eps, kv, layer, slots, query, late)
         self._run("rope_write", arguments, tokens=len(qkv))
 
@@ -454,7 +467,7 @@ class NativeKernels(HostStorage):
         return NativeProgram(self._native.Program(self._variant, self._team), fuse(calls))
 
     def close(self) -> None:
-        # Programs share the threads; the last of them ends them.
+        # Programs share the threads, which end with the last of them.
         self._team = None
 
     def _run(self, kernel: str, arguments: tuple[Any, ...], *, tokens: int = 0, rows: int = 0, logits: int = 0) -> None:
@@ -462,30 +475,30 @@ class NativeKernels(HostStorage):
 
 
 class NativeProgram:
-    """`kernels.program.Program` that runs all its calls in one call of the module, without the interpreter's lock."""
+    """A `kernels.program.Program` that runs in one call of the module, without the interpreter lock."""
 
     def __init__(self, native: Any, calls: Sequence[KernelCall]) -> None:
         self._native = native
-        # Also keeps the arrays alive that the module points into.
+        # Also keeps the arrays alive that the module points to.
         self.calls = tuple(calls)
         self._most: dict[Size, int] = {}
         for slot in slots(calls):
             self._most[slot.size] = min(len(slot.array), self._most.get(slot.size, len(slot.array)))
         for call in calls:
-            # Native kernels go row by row, and so know the row of each token.
-            given = [one for place, one in enumerate(call.arguments) if place != MEMBERS.get(call.kernel)]
-            getattr(native, call.kernel)(*(part for one in given for part in _parts(one)))
+            # Native kernels work row by row and need no row of each token.
+            arguments = [one for place, one in enumerate(call.arguments) if place != MEMBERS.get(call.kernel)]
+            getattr(native, call.kernel)(*(part for one in arguments for part in _parts(one)))
 
     def replay(self, sizes: Mapping[Size, int]) -> None:
-        """`Program.replay`; a size beyond a buffer is a `ValueError`."""
+        """`Program.replay`. Raises `ValueError` for a size beyond a buffer."""
         for size, most in self._most.items():
             if not 0 <= sizes[size] <= most:
-                raise ValueError(f"{sizes[size]} {size} are more than the program's {most}")
+                raise ValueError(f"{sizes[size]} {size}; the program's buffers hold {most}")
         self._native.run(sizes.get("tokens", 0), sizes.get("rows", 0), sizes.get("logits", 0))
 
 
 def _parts(argument: Any) -> tuple[Any, ...]:
-    """An argument as the module takes it."""
+    """Convert an argument to those that the module takes."""
     if isinstance(argument, Slot):
         return (argument.array,)
     if isinstance(argument, Table):
@@ -498,7 +511,7 @@ def _parts(argument: Any) -> tuple[Any, ...]:
 
 
 def _bias(sizes: Sequence[int], biases: Sequence[NDArray[Any] | None]) -> NDArray[np.float32] | None:
-    """The parts' biases as one, with zeros where there is none; None if none has one."""
+    """Join the parts' biases, with zeros for those without; None if no part has one."""
     if all(one is None for one in biases):
         return None
     parts = [np.zeros(size) if one is None else one for size, one in zip(sizes, biases, strict=True)]
@@ -506,7 +519,7 @@ def _bias(sizes: Sequence[int], biases: Sequence[NDArray[Any] | None]) -> NDArra
 
 
 def _numbers(form: str) -> tuple[bool, bool]:
-    """Whether a quantised part's scales are halves, and whether it has minima."""
+    """Return whether a quantised part's scales are float16, and whether it has minima."""
     if form in _BLOCK_BYTES:
         return True, form in ("q4_k", "q5_k")
     if form in ROW_FORMATS:
@@ -515,7 +528,7 @@ def _numbers(form: str) -> tuple[bool, bool]:
 
 
 def _matrix_part(weight: NDArray[Any] | Packed) -> tuple[Any, ...]:
-    """A part of a matrix as the module takes it: type, numbers or codes, scales, minima, those of super-blocks."""
+    """Convert a matrix part to the module's arguments: format, codes, scales, minima, and the super-blocks' own."""
     if isinstance(weight, RowBlocks):
         return weight.kind, _carried(weight.blocks), None, None, None, None
     if not isinstance(weight, Quantized):
@@ -539,6 +552,6 @@ def _matrix_part(weight: NDArray[Any] | Packed) -> tuple[Any, ...]:
 
 
 def _carried(source: NDArray[Any]) -> NDArray[Any]:
-    """The array, contiguous and aligned, 16-bit floats as integers."""
+    """Return the array, contiguous and aligned, with 16-bit floats as integers."""
     whole = np.require(source, requirements=["C", "A"])
     return whole.view(np.uint16) if whole.dtype.itemsize == 2 else whole

@@ -1,7 +1,7 @@
-"""Attention over paged keys and values, in spans: its order of operations depends on positions alone.
+"""Paged attention in numpy, in an order of operations that depends on positions only.
 
-Scores, sums and products run over spans of 64 positions aligned at multiples of 64, each span by itself; span results
-are then added in order. A maximum has no order. Spans that a position does not see add exact zeros, so neither padding
+Scores, sums and products are computed for each span of 64 positions, aligned at multiples of 64; the spans' results are
+then added in order. (A maximum has no order.) Spans that a position does not see add exact zeros, so neither padding
 nor neighbours change a bit.
 """
 
@@ -23,12 +23,12 @@ Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
 
 SPAN = 64
-"""Positions in one span: a multiple of the block size."""
+"""Positions in a span; a multiple of the block size."""
 
 _SCORES = 1 << 20
-"""Most attention scores computed at once; keeps the working set near the cache."""
+"""Most attention scores computed at once, so that the working set stays near the cache."""
 _SPANS = 64
-"""Most spans of keys or values gathered at once, which bounds the copy that a long context needs."""
+"""Most spans of keys or values gathered at once, which bounds the copy for a long context."""
 
 
 def attend(
@@ -45,7 +45,7 @@ def attend(
     sinks: Floats | None = None,
     rank: int = 0,
 ) -> None:
-    """`kernels.base.Kernels.attention`. `rank`: of latents, the numbers that are normed."""
+    """Compute `kernels.base.Kernels.attention`. `rank`: for latents, the size of the normed part."""
     heads, size = query.shape[1:]
     kv_heads = kv.shape[3]
     fan = heads // kv_heads
@@ -53,7 +53,7 @@ def attend(
 
     def compute(piece: _Piece) -> None:
         tokens = piece.tokens
-        # [R, K, count * fan] query rows a key-value head, padded to whole tiles.
+        # [R, K, count * fan] query rows for each key-value head, padded to whole tiles.
         rows_of = query[tokens].reshape(len(tokens), piece.count, kv_heads, fan, size).transpose(0, 2, 1, 3, 4)
         tiles = -(-piece.count * fan // tile)
         q = np.zeros((len(tokens), kv_heads, tiles * tile, size), np.float32)
@@ -71,7 +71,7 @@ def attend(
     for piece in _pieces(rows.tolist(), heads, window, both):
         compute(piece)
         if piece.count > 1 and not np.isfinite(out[piece.tokens]).all():
-            # A weight of zero silences no value without a number that another token of the piece sees.
+            # A weight of zero times a NaN or infinity that only another token of the piece sees is NaN.
             for at in range(piece.count):
                 token = piece.tokens[:, at : at + 1]
                 compute(replace(piece, tokens=token, starts=piece.starts + at, count=1))
@@ -79,10 +79,10 @@ def attend(
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Query positions computed in one go: R rows with `count` tokens each, over `spans` spans from `base` on."""
+    """Queries computed at once: R rows with `count` tokens each, over `spans` spans from `base` on."""
 
     tokens: NDArray[np.intp]
-    """[R, count] places in the step."""
+    """[R, count] indexes of tokens in the step."""
     rows: list[int]
     starts: NDArray[np.intp]
     """[R] position of each row's first token here."""
@@ -95,7 +95,7 @@ class _Piece:
 
 
 def _pieces(rows: list[list[int]], heads: int, window: int, both: bool) -> Iterator[_Piece]:
-    """Cut a step into pieces of bounded size. How it is cut changes no result: every query is independent."""
+    """Cut a step into pieces of bounded size. The cuts change no result, since queries are independent."""
     alone: dict[int, list[tuple[int, int, int, int]]] = {}
     for row, (first, count, start) in enumerate(rows):
         at, length = 0, start + count
@@ -123,7 +123,7 @@ def _pieces(rows: list[list[int]], heads: int, window: int, both: bool) -> Itera
 
 
 class _Pages:
-    """Keys and values of a piece's positions, gathered from the blocks of its rows' tables."""
+    """Keys and values of a piece's positions, gathered from the blocks in its rows' tables."""
 
     def __init__(
         self, kv: NDArray[Any], layer: int, tables: Ints, piece: _Piece, window: int, both: bool, rank: int
@@ -133,14 +133,14 @@ class _Pages:
         wanted = piece.base[:, None] // self._block_tokens + np.arange(piece.spans * SPAN // self._block_tokens)
         inside = wanted < tables.shape[1]
         ids = tables[np.array(piece.rows)[:, None], np.where(inside, wanted, 0)]
-        # Missing blocks lie before the window or behind the last token, where everything is hidden below.
+        # Missing blocks lie before the window or after the last token, which `_hidden` covers below.
         ids = np.where(inside & (ids >= 0), ids, 0)
-        # The pool as one run of [block_tokens * width] parts in the order (block, layer, key or value, head): a plain
-        # `take` copies them twenty times faster than indexing by (block, layer, which, head) does.
+        # The pool as a list of [block_tokens * width] parts in the order (block, layer, key or value, head): a plain
+        # `take` of them is twenty times faster than indexing by (block, layer, which, head).
         self._parts = kv.reshape(-1, self._block_tokens * self._width)
         first = (ids[:, None, :] * kv.shape[1] + layer) * kv.shape[2] * self._kv_heads
         self._keys_at = first + np.arange(self._kv_heads)[:, None]
-        # What is kept once is both.
+        # A latent is both key and value.
         self._values_at = self._keys_at + (self._kv_heads if kv.shape[2] == 2 else 0)
         positions = piece.base[:, None] + np.arange(piece.spans * SPAN)
         hidden = positions >= (_ends(piece, window) if both else piece.starts + piece.count)[:, None]
@@ -149,17 +149,19 @@ class _Pages:
         self._hidden = hidden.reshape(len(piece.rows), piece.spans, SPAN)
 
     def keys(self, spans: slice) -> Floats:
-        """[R, K, spans, SPAN, D]. Positions that nobody may see hold anything: their scores are replaced."""
+        """Return keys [R, K, spans, SPAN, D]. Hidden positions hold garbage: their scores are replaced."""
         return self._take(self._keys_at, spans)
 
     def values(self, spans: slice) -> Floats:
-        """[R, K, spans, SPAN, D]. Positions that no query of the piece may see are zero: a weight of zero would not
-        silence a NaN that an earlier owner left in a block."""
-        found = self._take(self._values_at, spans)
+        """Return values [R, K, spans, SPAN, D], zero at positions that no query of the piece sees.
+
+        A weight of zero would not cancel a NaN that an earlier owner left in a block.
+        """
+        values = self._take(self._values_at, spans)
         hidden = self._hidden[:, spans]
         for row, span in np.argwhere(hidden.any(axis=2)):
-            found[row, :, span, hidden[row, span]] = 0
-        return found
+            values[row, :, span, hidden[row, span]] = 0
+        return values
 
     def _take(self, parts: NDArray[np.intp], spans: slice) -> Floats:
         blocks = SPAN // self._block_tokens
@@ -169,12 +171,12 @@ class _Pages:
 
 
 def _ends(piece: _Piece, window: int) -> NDArray[np.intp]:
-    """[R] behind the last position that a query of the piece sees in both directions."""
+    """Return [R] ends of what the piece's queries see in both directions."""
     return np.minimum(piece.lengths, piece.starts + piece.count - 1 + window) if window else piece.lengths
 
 
 def _seen(piece: _Piece, fan: int, padded: int, window: int, both: bool) -> NDArray[np.bool_]:
-    """[R, 1, spans, query rows, SPAN]: which positions each query row may see. Padding rows see what the last does."""
+    """Return [R, 1, spans, query rows, SPAN]: the positions that each query row sees; padding rows as the last one."""
     query = np.minimum(np.arange(padded) // fan, piece.count - 1)
     at = (piece.starts[:, None] + query)[:, None, None, :, None]
     positions = piece.base[:, None, None] + np.arange(piece.spans * SPAN).reshape(piece.spans, SPAN)
@@ -188,12 +190,12 @@ def _seen(piece: _Piece, fan: int, padded: int, window: int, both: bool) -> NDAr
 
 
 def _first_seen(at: Any, window: int) -> Any:
-    """The first position that one at `at` sees, or one below 0: see `kernels.base.Kernels.attention`."""
+    """Return the first position that position `at` sees (may be below 0): see `kernels.base.Kernels.attention`."""
     return at - at % -window if window < 0 else at - window + 1
 
 
 def softcap(x: Floats, cap: float) -> None:
-    """x = cap tanh(x / cap)."""
+    """Compute x = cap tanh(x / cap) in place."""
     x /= np.float32(cap)
     x[:] = tanh(x)
     x *= np.float32(cap)
@@ -202,8 +204,10 @@ def softcap(x: Floats, cap: float) -> None:
 def _attend(
     q: Floats, pages: _Pages, seen: NDArray[np.bool_], scale: float, cap: float = 0.0, sinks: Floats | None = None
 ) -> Floats:
-    """softmax(q k * scale) v for q[R, K, T, tile, D] over the spans that `seen` covers, in q's shape; the softmax also
-    has the scores sinks[K, T, tile]."""
+    """Return softmax(q k * scale) v for q[R, K, T, tile, D] over the spans that `seen` covers, in q's shape.
+
+    The softmax includes the scores sinks[K, T, tile].
+    """
     rows, _, tiles, tile, _ = q.shape
     count = seen.shape[2]
     parts = [slice(at, min(at + _SPANS, count)) for at in range(0, count, _SPANS)]

@@ -1,4 +1,4 @@
-"""A recorded forward pass: kernel calls over buffers whose first axis is cut to the step's size."""
+"""A recorded forward pass: kernel calls over buffers, of which each step uses the first entries."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 Size = Literal["tokens", "rows", "logits", "blocks"]
-"""What an axis of a buffer counts: M tokens, B rows or R logits rows of a step, or the blocks of its longest table."""
+"""Unit of a buffer's axis: M tokens, B rows or R logits rows of a step, or the blocks of its longest table."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
-    """A buffer in a program: its first axis is cut to the step's size at replay."""
+    """A buffer of a program, cut to the step's size along its first axis at replay."""
 
     size: Size
     array: Any
     passing: bool = False
-    """Whether nothing outside the program reads it."""
+    """Whether only the program reads it."""
     second: Size | None = None
-    """What its second axis is cut to, where kernels profit from that: else a step would pay for the whole context."""
+    """Size of the second axis at replay; None: whole. Kernels are faster if it is cut to the step's longest context."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """One kernel call of a program; arguments that are `Slot`s are cut at replay, all others are constants."""
+    """A kernel call of a program. Arguments that are `Slot`s are cut at replay; all others are constants."""
 
     kernel: str
     arguments: tuple[Any, ...]
 
 
 class Program(Protocol):
-    """A recorded list of calls, as `Kernels.program` makes it. Replaying equals the direct run, bit for bit."""
+    """A recorded list of calls, made by `Kernels.program`. A replay equals the direct calls, bit for bit."""
 
     @property
     def calls(self) -> tuple[KernelCall, ...]:
@@ -39,12 +39,12 @@ class Program(Protocol):
         ...
 
     def replay(self, sizes: Mapping[Size, int]) -> None:
-        """Run the calls over the buffers' first `sizes` entries."""
+        """Run the calls over the first entries of the buffers, as many as `sizes` says."""
         ...
 
 
 def slots(calls: Sequence[KernelCall]) -> tuple[Slot, ...]:
-    """Return every slot of the calls, once."""
+    """Return the distinct slots of the calls."""
     return tuple({id(one): one for call in calls for one in call.arguments if isinstance(one, Slot)}.values())
 
 

@@ -1,9 +1,9 @@
-"""Products with quantised weights in numpy: what the native ones must give, up to the order of sums.
+"""Products with quantised weights in numpy, which define the native ones up to the order of sums.
 
-Activations are rounded once a product, in groups of 32: scale = max|x| / 127 and code = x * (127 / max|x|) rounded to
-the nearest, ties to even. A group whose largest magnitude is below 2**-100 counts as zero, because 127 / max|x| could
-overflow; one that holds an infinity or a NaN gets the scale NaN, so its whole row of outputs is NaN and no other row's.
-Sums of products of codes are exact integers; the scales are multiplied in float32.
+Activations are rounded once for each product, in groups of 32: scale = max|x| / 127 and code = x * (127 / max|x|)
+rounded to the nearest, ties to even. A group whose largest magnitude is below 2**-100 counts as zero, because 127 /
+max|x| could overflow. A group with an infinity or NaN gets the scale NaN, so that its row of outputs is NaN and no
+other row's is. Sums of products of codes are exact integers; the scales are multiplied in float32.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ Floats = NDArray[np.float32]
 
 LARGEST_CODE = 127
 LEAST_MAGNITUDE = np.float32(2.0**-100)
-"""The largest magnitude that a group must reach not to count as zero."""
+"""Groups whose largest magnitude is below this count as zero."""
 
 
 def activation_codes(x: Floats) -> tuple[NDArray[np.int8], Floats]:
-    """Codes [M, in] and scales [M, in / 32] of activations x[M, in]."""
+    """Return codes [M, in] and scales [M, in / 32] of activations x[M, in]."""
     codes, scale = group_codes(x.reshape(len(x), -1, GROUP))
     return codes.reshape(x.shape), scale
 
 
 def group_codes(groups: Floats) -> tuple[NDArray[np.int8], Floats]:
-    """Codes [..., n] and scales [...] of groups [..., n] of any size."""
+    """Return codes [..., n] and scales [...] of groups [..., n] of any size."""
     most = np.abs(groups).max(axis=-1)
     usable = np.isfinite(most) & (most >= LEAST_MAGNITUDE)
     with np.errstate(all="ignore"):
@@ -46,13 +46,13 @@ def group_codes(groups: Floats) -> tuple[NDArray[np.int8], Floats]:
 
 
 def rounded(x: Floats) -> Floats:
-    """Activations x[M, in] as the products with quantised weights see them."""
+    """Round activations x[M, in] as products with quantised weights do."""
     codes, scale = activation_codes(x)
     return codes.astype(np.float32) * np.repeat(scale, GROUP, axis=1)
 
 
 def dequantized(weight: Packed) -> Floats:
-    """The weights [out, in] in float32."""
+    """Return the weights [out, in] in float32."""
     if isinstance(weight, RowBlocks):
         return weight.values()
     if weight.block_scale is not None:
@@ -79,17 +79,17 @@ def _of_blocks(weight: Quantized, block_scale: NDArray[np.float16]) -> Floats:
 
 
 def _whole(numbers: NDArray[Any], block: NDArray[np.float16]) -> Floats:
-    """Whole numbers [out, groups] times the float of their super-block."""
+    """Multiply integers [out, groups] by the float of their super-block."""
     share = numbers.shape[1] // max(1, block.shape[1])
     return numbers.astype(np.float32) * np.repeat(block.astype(np.float32), share, axis=1)
 
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """A packed matrix whose parts may differ in type: neighbours of one kind are packed together."""
+    """A packed matrix whose parts may be quantised or not; neighbours of one kind are packed together."""
 
     parts: tuple[tuple[bool, blas.Matrix], ...]
-    """(whether activations are rounded for it, panels), outputs concatenated in order."""
+    """(whether activations are rounded, panels) for each part; outputs are concatenated in order."""
     out: int
 
     @property
@@ -99,27 +99,27 @@ class Segments:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes the panels take."""
+        """Bytes of the panels."""
         return sum(part.panels.nbytes for _, part in self.parts)
 
     def rows(self, which: NDArray[Any]) -> Floats:
-        """The weights of some outputs [n, in]."""
-        found = np.empty((len(which), self.inner), np.float32)
+        """Return the weights [n, in] of the outputs `which`."""
+        weights = np.empty((len(which), self.inner), np.float32)
         first = 0
         for _, part in self.parts:
             inside = (which >= first) & (which < first + part.out)
             panel, column = np.divmod(which[inside] - first, part.panels.shape[2])
-            found[inside] = part.panels[panel, :, column]
+            weights[inside] = part.panels[panel, :, column]
             first += part.out
-        return found
+        return weights
 
 
 def segments(weights: Sequence[NDArray[Any] | Packed], biases: Sequence[NDArray[Any] | None]) -> Segments:
-    """Matrices [out, in] with one input as one packed matrix; outputs are concatenated in order."""
+    """Pack matrices [out, in] with the same input into one; outputs are concatenated in order."""
     parts = []
     pairs = list(zip(weights, biases, strict=True))
     for quantised, run in groupby(pairs, key=lambda pair: isinstance(pair[0], Packed)):
-        found = list(run)
-        arrays = [dequantized(one) if isinstance(one, Packed) else one for one, _ in found]
-        parts.append((quantised, blas.pack(arrays, [bias for _, bias in found])))
+        neighbours = list(run)
+        arrays = [dequantized(one) if isinstance(one, Packed) else one for one, _ in neighbours]
+        parts.append((quantised, blas.pack(arrays, [bias for _, bias in neighbours])))
     return Segments(tuple(parts), sum(part.out for _, part in parts))

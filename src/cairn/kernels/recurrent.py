@@ -1,8 +1,8 @@
-"""Layers that keep a state, in numpy: short convolution, gated delta net, Mamba 2, and the gates around them.
+"""Recurrent layers in numpy: short convolution, gated delta net, Mamba 2, and the gates around them.
 
-A state lies in `states[blocks, layers, numbers]`: the window of the convolution [reach - 1, C], oldest first, then a
-matrix [K, V] for each head. Block j of a row's table has the state after the last computed token below 16 (j + 1).
-Every sum runs in the order of its index, token by token, so where a row begins and ends changes no bit.
+A state in `states[blocks, layers, numbers]` is the convolution's window [reach - 1, C], oldest first, then a matrix
+[K, V] for each head. Block j of a row's table holds the state after the last computed token below 16 (j + 1). Every
+sum runs in the order of its index, token by token, so where a row begins and ends changes no bit.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.kernels.elementary import exp, log1p
-from cairn.types.block_size import BLOCK_TOKENS
+from cairn.types.model_spec import BLOCK_TOKENS
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
 
 MOST_REACH = 16
-"""Tokens that a convolution sees at most."""
+"""Most tokens that a convolution covers."""
 _UNIT = np.float32(1e-6)
 _LINEAR = np.float32(20)
 """Above it log(1 + e^x) is x."""
 
 
 def kept(table: Ints, start: int, count: int) -> Iterator[tuple[int, int]]:
-    """The ends in a row [start, start + count) after which its state is kept, and the block of each."""
+    """Yield the positions after which the state of a row [start, start + count) is kept, each with its block."""
     for end in range(start // BLOCK_TOKENS * BLOCK_TOKENS + BLOCK_TOKENS, start + count, BLOCK_TOKENS):
         block = int(table[(end - 1) // BLOCK_TOKENS])
         if block >= 0:
@@ -36,11 +36,11 @@ def kept(table: Ints, start: int, count: int) -> Iterator[tuple[int, int]]:
 
 
 def _before(states: Floats, layer: int, table: Ints, start: int) -> Floats:
-    """A copy of the state that a row begins with."""
+    """Return a copy of the state that a row begins with."""
     if not start:
         return np.zeros(states.shape[2], np.float32)
-    found: Floats = states[int(table[(start - 1) // BLOCK_TOKENS]), layer].copy()
-    return found
+    state: Floats = states[int(table[(start - 1) // BLOCK_TOKENS]), layer].copy()
+    return state
 
 
 def _rows(rows: Ints, tables: Ints) -> Iterator[tuple[int, int, int, Ints]]:
@@ -147,19 +147,19 @@ def mamba2(
 
 
 def softplus(x: Floats) -> Floats:
-    """log(1 + e^x)"""
-    found: Floats = np.where(x > _LINEAR, x, log1p(exp(np.minimum(x, _LINEAR))))
-    return found
+    """Return log(1 + e^x)."""
+    out: Floats = np.where(x > _LINEAR, x, log1p(exp(np.minimum(x, _LINEAR))))
+    return out
 
 
 def _unit(x: Floats) -> Floats:
-    """Vectors along the last axis divided by their lengths."""
-    found: Floats = x * (1 / np.sqrt(np.square(x).sum(axis=-1, keepdims=True) + _UNIT))
-    return found
+    """Divide vectors along the last axis by their lengths."""
+    out: Floats = x * (1 / np.sqrt(np.square(x).sum(axis=-1, keepdims=True) + _UNIT))
+    return out
 
 
 def _spread(x: Floats, heads: int, tiled: bool) -> Floats:
-    """x[M, key heads, K] as each of the heads sees it."""
+    """Repeat x[M, key heads, K] to [M, heads, K]: tiled, or each key head for neighbouring heads."""
     fan = heads // x.shape[1]
     return np.tile(x, (1, fan, 1)) if tiled else np.repeat(x, fan, axis=1)
 
@@ -174,8 +174,10 @@ def _scan(
     places: tuple[Floats, int, Ints, Ints],
     out: Floats,
 ) -> None:
-    """Token by token: the state decays, takes share * value under the key, of which a corrected one has already what
-    the key finds in it, and is asked with the query."""
+    """Update the state token by token: S = decay S + outer(key, share * change), and write query @ S to `out`.
+
+    The change is the value; if `corrected` (the delta rule), the value minus key @ (decay S).
+    """
     states, layer, rows, tables = places
     heads, size = value.shape[1:]
     numbers = heads * key.shape[2] * size

@@ -1,6 +1,6 @@
-"""The kernels in numpy: the meaning of every kernel, and an engine that works everywhere.
+"""The kernels in numpy: the definition of every kernel, and a fallback that runs everywhere.
 
-How the law of the same answer is kept:
+How they keep the law of the same answer:
 
     matrices    `kernels.blas`: zero-padded tiles of 8 rows; `kernels.quantized` rounds activations row by row
     attention   `kernels.paged`: spans of positions at fixed places
@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_info
 
-from cairn.kernels import kv_codes, latent, recurrent, streams
+from cairn.kernels import kv_codes, latent, recurrent
 from cairn.kernels.base import Packed
 from cairn.kernels.blas import TILE, one_blas_thread, project
 from cairn.kernels.elementary import cos_sin, exp, expm1, log, log1p, tanh
@@ -35,10 +35,10 @@ from cairn.kernels.quantized import Segments, rounded, segments
 from cairn.kernels.rope import Rope, frequencies
 from cairn.kernels.storage import HostStorage
 from cairn.kernels.vocabulary import NUMPY, Sampler
-from cairn.types.layer_spec import RopeScaling
+from cairn.types.model_spec import RopeScaling
 
 VERSION = "reference-2"
-"""Version of the order of operations and of the KV layout; a change that can move a bit gets a new one."""
+"""Version of the order of operations and of the KV layout. Change it with every change that can move a bit."""
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
@@ -67,7 +67,7 @@ _GELU: tuple[float, ...] = (
 
 
 def _gelu(x: Floats) -> Floats:
-    """x Phi(x), by the complementary error function of W. H. Press et al., Numerical Recipes, 6.2."""
+    """Return x Phi(x), by the complementary error function of W. H. Press et al., Numerical Recipes, 6.2."""
     z: Any = np.abs(x) * np.float32(math.sqrt(0.5))
     t: Floats = 1 / (1 + np.float32(0.5) * z)
     poly: Floats = np.full_like(x, _GELU[0])
@@ -88,14 +88,14 @@ ACTIVATIONS: dict[str, Callable[[Floats], Floats]] = {
 
 
 def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:
-    """x / rms(x) * weight along the last axis."""
+    """Return x / rms(x) * weight along the last axis."""
     mean = np.square(x).sum(axis=-1, keepdims=True) / np.float32(x.shape[-1])
     out: Floats = weight * (x * (1 / np.sqrt(mean + np.float32(eps))))
     return out
 
 
 def layer_norm(x: Floats, weight: Floats, bias: Floats | None, eps: float) -> Floats:
-    """(x - mean) / deviation * weight + bias along the last axis."""
+    """Return (x - mean) / deviation * weight + bias along the last axis."""
     size = np.float32(x.shape[-1])
     moved = x - x.sum(axis=-1, keepdims=True) / size
     variance = np.square(moved).sum(axis=-1, keepdims=True) / size
@@ -104,7 +104,7 @@ def layer_norm(x: Floats, weight: Floats, bias: Floats | None, eps: float) -> Fl
 
 
 class ReferenceKernels(HostStorage):
-    """`kernels.base.Kernels` in numpy, float32 but for KV as it is held. Each method's meaning is stated there."""
+    """`kernels.base.Kernels` in numpy, in float32 except for stored KV. The methods are documented there."""
 
     def __init__(self, threads: int = 1) -> None:
         one_blas_thread.enter()
@@ -115,7 +115,7 @@ class ReferenceKernels(HostStorage):
     @property
     def numerics(self) -> tuple[object, ...]:
         libraries = [info for info in threadpool_info() if info["user_api"] == "blas"]
-        # Other packages may have loaded a BLAS of their own, which computes nothing here.
+        # Other packages may have loaded a BLAS of their own, which is not used here.
         ours = [info for info in libraries if "numpy" in info["filepath"]] or libraries
         blas = sorted(f"{info['internal_api']} {info.get('version')} {info.get('architecture')}" for info in ours)
         cpu = np._core._multiarray_umath.__cpu_features__  # type: ignore[attr-defined]
@@ -424,7 +424,11 @@ class ReferenceKernels(HostStorage):
         shares[:] = 1
 
     def mix_streams(self, x: Floats, parts: Floats, out: Floats) -> None:
-        streams.mix(x, parts, out)
+        count = x.shape[1]
+        out[:] = x
+        for stream in range(count):
+            for other in range(count):
+                out[:, stream] += parts[:, stream * count + other, None] * x[:, other]
 
     def correct_streams(self, given: Floats, parts: Floats, active: int, x: Floats) -> None:
         x += (parts + np.float32(1))[:, :, None] * (given - x[:, active])[:, None]
@@ -439,10 +443,16 @@ class ReferenceKernels(HostStorage):
         out[:, first:] += x[:, None]
 
     def match_magnitude(self, like: Floats, x: Floats) -> None:
-        streams.match_magnitude(like, x)
+        wanted, present = (np.square(one).sum(axis=-1, keepdims=True) / np.float32(x.shape[1]) for one in (like, x))
+        x *= np.sqrt(wanted)
+        x /= np.sqrt(np.maximum(present, np.float32(1e-5)))
 
     def sparsify(self, gates: Floats, factor: float) -> None:
-        streams.sparsify(gates, factor)
+        width = gates.shape[1] // 2
+        own = np.ascontiguousarray(gates[:, :width])
+        mean = own.sum(axis=-1, keepdims=True) / np.float32(width)
+        spread = np.square(own - mean).sum(axis=-1, keepdims=True) / np.float32(width)
+        gates[:, :width] = np.maximum(own - (mean + np.sqrt(spread) * np.float32(factor)), np.float32(0))
 
     def scale_columns(self, x: Floats, weight: Floats, out: Floats) -> None:
         out[:] = x * weight
@@ -473,7 +483,7 @@ class ReferenceKernels(HostStorage):
 
 
 def gated(gates: Floats, activation: str) -> Floats:
-    """What gates [M, 2F], g beside u, let through: see `Kernels.gate`."""
+    """Return act(g) * u for gates[M, 2F] with g beside u: see `Kernels.gate`."""
     width = gates.shape[1] // 2
     g, u = gates[:, :width], gates[:, width:]
     if activation != "clamped_silu":
@@ -485,24 +495,24 @@ def gated(gates: Floats, activation: str) -> Floats:
 
 
 def _sigmoid(x: Floats) -> Floats:
-    found: Floats = np.reciprocal(1 + exp(-x))
-    return found
+    out: Floats = np.reciprocal(1 + exp(-x))
+    return out
 
 
 def _softmax(x: Floats) -> Floats:
     weights = exp(x - x.max(axis=1, keepdims=True))
-    found: Floats = weights / weights.sum(axis=1, keepdims=True)
-    return found
+    out: Floats = weights / weights.sum(axis=1, keepdims=True)
+    return out
 
 
 def _largest(x: Floats, count: int) -> Ints:
-    """Where the `count` largest of each row stand: the first of equal ones first, and no numbers last."""
+    """Return the indexes of the `count` largest in each row, ties by index; NaNs come last."""
     order = np.argsort(np.where(np.isnan(x), np.inf, -x), axis=1, kind="stable")
     return order[:, :count].astype(np.int32)
 
 
 def _of_groups(choice: Floats, groups: int, chosen_groups: int) -> Floats:
-    """The choice with the lowest there is in all groups but the best."""
+    """Set the choice to -inf in all groups but the best `chosen_groups`."""
     members = choice.reshape(len(choice), groups, -1)
     known = np.where(np.isnan(members), np.float32(-np.inf), members)
     sums = np.sort(known, axis=2)[:, :, -2:].sum(axis=2)
@@ -512,14 +522,14 @@ def _of_groups(choice: Floats, groups: int, chosen_groups: int) -> Floats:
 
 
 def _norm_heads(x: Floats, weight: Floats, eps: float) -> Floats:
-    """x[M, heads, D], each head normed, or where the weight is for all heads, all together."""
+    """Norm x[M, heads, D] head by head, or all heads together if the weight spans them."""
     if len(weight) == x.shape[-1]:
         return rms_norm(np.ascontiguousarray(x), weight, eps)
     return rms_norm(np.ascontiguousarray(x).reshape(len(x), -1), weight, eps).reshape(x.shape)
 
 
 def _rotate(x: Floats, angles: Floats | None, out: Floats) -> None:
-    """Turn the pairs (i, i + r/2) of the first r numbers of x[M, heads, D] by their angles [M, 2, r/2]."""
+    """Rotate the pairs (i, i + r/2) of the first r numbers of x[M, heads, D] by angles[M, 2, r/2]."""
     half = 0 if angles is None else angles.shape[-1]
     out[..., 2 * half :] = x[..., 2 * half :]
     if angles is None:

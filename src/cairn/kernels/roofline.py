@@ -1,8 +1,8 @@
-"""What this machine can do at most: bytes read and operations a second, the limits of every kernel.
+"""The machine's roofline: most bytes read and operations done in a second, the limits of every kernel.
 
-Measured with the instruction set that computes: in C++ for the native kernels, with BLAS for the reference ones. What
-fits into the caches is read faster than memory is, so bytes are read from as much as a step reads. Matrices of 4 to 8
-bits are multiplied as integers, and by some CPUs those of bfloat16 in pairs: both are faster than float32.
+Measured with the kernels' own instruction set: in C++ for the native kernels, with BLAS for the reference ones. The
+caches are faster than memory, so reading is measured over as many bytes as a step reads. Matrices of 4 to 8 bits are
+multiplied as integers, and on some CPUs bfloat16 in pairs: both are faster than float32.
 """
 
 from __future__ import annotations
@@ -22,49 +22,48 @@ from cairn.kernels.choose import REFERENCE
 READ_BYTES = 256 << 20
 """Far more than a CPU's caches."""
 ROUNDS, SECONDS = 5, 0.7
-"""The best of so many rounds, and of all that end in so long, counts: whatever else runs can only slow one down."""
+"""At least so many rounds, for at least so many seconds; the best counts, since other load only slows one down."""
 PIECE_BYTES, CACHED_BYTES = 1 << 20, 32 << 20
-"""What is read from the caches is read in pieces of a MiB, so many times that it takes a moment."""
+"""Cached reads are measured in steps of a MiB, repeated until so many bytes were read."""
 QUICK_BYTES, QUICK_SECONDS = 64 << 20, 0.1
-"""What is enough for a rule of thumb."""
+"""Bytes and seconds of a rough measurement."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """The most that was seen, on all threads together."""
+    """The best figures measured, on all threads together."""
 
     read: float
-    """Bytes from memory in a second."""
+    """Bytes read from memory in a second."""
     arithmetic: float
-    """float32 operations in a second; a multiply-add is two."""
+    """float32 operations in a second; a multiply-add counts as two."""
     pairs: float = 0.0
-    """Operations with pairs of bfloat16 in a second; 0 where no instruction does that."""
+    """Operations with pairs of bfloat16 in a second; 0 if no instruction does that."""
     integers: float = 0.0
-    """Operations with bytes in a second; 0 where these kernels multiply none."""
+    """Operations with bytes in a second; 0 if these kernels do not multiply bytes."""
     cached: Callable[[int], float] | None = None
-    """Bytes in a second, read again and again from so many; None where nobody can tell."""
+    """Bytes -> bytes read in a second when so many are read repeatedly; None if not measured."""
 
     def reading(self, size: int) -> float:
-        """Return the most bytes in a second for steps that read so many, from the caches where these hold them."""
+        """Return the most bytes in a second for steps that read `size` bytes, from the caches if they fit."""
         if self.cached is None or size >= READ_BYTES:
             return self.read
         return max(self.read, self.cached(size))
 
     def computing(self, bits: float) -> float:
-        """Return the most operations in a second with matrices that are held in so many bits a number."""
-        # On the whole: of 16 bits some matrices may be held in 32, and scales stand beside codes of 8.
+        """Return the most operations in a second with matrices of `bits` bits for each number, on average."""
+        # An average: among 16-bit matrices some may have 32 bits, and 8-bit codes have scales beside them.
         pairs, integers = self.pairs if bits < 24 else 0.0, self.integers if bits < 12 else 0.0
         return max(self.arithmetic, pairs, integers)
 
 
 def share(reached: float, limit: float) -> float:
-    """Return what part of a limit was reached, at most 1: a limit is the most that was seen, so what is beyond it is
-    one itself."""
+    """Return what part of a limit was reached, at most 1: a figure beyond a measured limit is the new limit."""
     return reached / max(reached, limit)
 
 
 def measure(kernels: str, threads: int, now: Callable[[], float], read_bytes: int = READ_BYTES) -> Roofline:
-    """Probe with the instructions of `kernels`, a name that `choose.chosen` gave; `now` is a clock in seconds."""
+    """Measure with the instructions of `kernels`, a name from `choose.chosen`; `now` is a clock in seconds."""
 
     @functools.cache
     def pieces(count: int) -> float:
@@ -86,7 +85,7 @@ def _probing(kernels: str, threads: int) -> Iterator[native.Probe | _Numpy]:
     if kernels != REFERENCE:
         yield native.Probe(kernels, threads)
         return
-    from cairn.kernels.blas import one_blas_thread  # which the native kernels have no use for
+    from cairn.kernels.blas import one_blas_thread  # imported here: native kernels do not need it
 
     one_blas_thread.enter()
     try:
@@ -96,14 +95,14 @@ def _probing(kernels: str, threads: int) -> Iterator[native.Probe | _Numpy]:
 
 
 def read_rate(kernels: str, threads: int, now: Callable[[], float]) -> float:
-    """Bytes read from memory in a second, about: in a tenth of a second, where `measure` takes its time."""
+    """Measure the bytes read from memory in a second, roughly: takes a tenth of a second."""
     numbers = np.ones(QUICK_BYTES // 4, np.float32)
     probe: native.Probe | _Numpy = _Numpy(threads) if kernels == REFERENCE else native.Probe(kernels, threads)
     return _best(lambda: probe.read(numbers), now, QUICK_SECONDS)
 
 
 def _best(work: Callable[[], int], now: Callable[[], float], seconds: float = SECONDS) -> float:
-    """What `work` does in a second, at best; once more at first, to wake threads and touch memory."""
+    """Return the best rate of `work` in a second, after one run to wake threads and touch memory."""
     work()
     best = 0.0
     rounds, end = 0, now() + seconds
@@ -116,7 +115,7 @@ def _best(work: Callable[[], int], now: Callable[[], float], seconds: float = SE
 
 
 class _Numpy:
-    """The probe with BLAS, which must be held to one thread: each of ours works for itself."""
+    """The probe with BLAS, which must be pinned to one thread: each of our threads calls it."""
 
     def __init__(self, threads: int) -> None:
         self._threads = threads

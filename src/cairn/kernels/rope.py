@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.kernels.elementary import log_of, power_of
-from cairn.types.layer_spec import RopeScaling
+from cairn.types.model_spec import RopeScaling
 
 Floats = NDArray[np.float32]
 
@@ -23,7 +23,7 @@ class Rope:
 
 
 def frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> Rope:
-    """Rotary frequencies as transformers' `modeling_rope_utils` defines them for each kind of scaling."""
+    """Return rotary frequencies as transformers' `modeling_rope_utils` defines them for each kind of scaling."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     plain = np.float32(1) / np.array([power_of(theta, float(one)) for one in exponents], np.float32)
     if scaling.factors:
@@ -38,7 +38,7 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> Rope:
 
 
 def _llama3(plain: Floats, scaling: RopeScaling) -> Floats:
-    """Long waves are slowed by `factor`, short ones kept, those between blended by how often they turn."""
+    """Slow long waves by `factor`, keep short ones, and blend those between by how often they turn."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     turns = scaling.original_context * plain.astype(np.float64) / (2 * math.pi)
     blend = np.clip((turns - low) / (high - low), 0.0, 1.0)
@@ -47,7 +47,7 @@ def _llama3(plain: Floats, scaling: RopeScaling) -> Floats:
 
 
 def _yarn(plain: Floats, head_dim: int, theta: float, scaling: RopeScaling) -> Floats:
-    """Dimensions that turn more than `beta_fast` times are kept, fewer than `beta_slow` slowed, a ramp between."""
+    """Keep dimensions that turn more than `beta_fast` times, slow those below `beta_slow`, with a ramp between."""
 
     def dimension(turns: float) -> float:
         wave = scaling.original_context / (turns * 2 * math.pi)
@@ -55,7 +55,7 @@ def _yarn(plain: Floats, head_dim: int, theta: float, scaling: RopeScaling) -> F
 
     low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
     if scaling.truncate:
-        low, high = float(math.floor(low)), float(math.ceil(high))  # as whole numbers they may be too large for numpy
+        low, high = float(math.floor(low)), float(math.ceil(high))  # as Python ints they may be too large for numpy
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
         high += 0.001

@@ -14,10 +14,10 @@ Floats = NDArray[np.float32]
 
 
 class NativeSampler:
-    """Lines are spread over the team's threads. One thread calls at a time."""
+    """`vocabulary.Sampler` over the kernels' threads. Calls must not overlap."""
 
     def __init__(self, native: Any) -> None:
-        """`native` is a `_native.Sampler`."""
+        """Wrap `native`, a `_native.Sampler`."""
         self._native = native
 
     def greedy(self, logits: Floats) -> list[int]:
@@ -43,7 +43,7 @@ class NativeSampler:
 
 
 def _asked(line: Line) -> tuple[Any, ...]:
-    """Return a line as `_native.Sampler.choose` reads it."""
+    """Convert a line to the arguments of `_native.Sampler.choose`."""
     row, top = line.row, -1 if line.top is None else line.top
     if row is None:
         return (top, None)

@@ -11,16 +11,15 @@ from numpy.typing import NDArray
 
 from cairn.kernels.base import GROUP, Kernels, Quantized
 from cairn.kernels.reference import ReferenceKernels
-from cairn.types.block_size import BLOCK_TOKENS
-from cairn.types.layer_spec import RopeScaling
+from cairn.types.model_spec import BLOCK_TOKENS, RopeScaling
 
 ALLOWED = 2e-3
-"""How far a number may be off, as a share of the largest in its array."""
+"""Tolerated difference, as a share of the largest number in the array."""
 _HIDDEN, _HEADS, _KV_HEADS, _SIZE, _TOKENS = 64, 4, 2, 16, 21
 
 
 def worst(kernels: Kernels) -> tuple[str, float]:
-    """Return the kernel of a layer that is furthest off what numpy computes, and by how many times what is allowed."""
+    """Return the kernel with the largest difference from numpy in a layer, and the difference in tolerances."""
     reference = ReferenceKernels()
     try:
         pairs = zip(_layer(kernels), _layer(reference), strict=True)
@@ -31,13 +30,13 @@ def worst(kernels: Kernels) -> tuple[str, float]:
 
 
 def _off(ours: NDArray[Any], theirs: NDArray[Any]) -> float:
-    """Return the largest difference in units of what is allowed; infinity where a number is none."""
+    """Return the largest difference as a multiple of the tolerance; infinity if a number is not finite."""
     difference = np.abs(ours.astype(np.float64) - theirs.astype(np.float64)).max()
     return float(difference / (ALLOWED * np.abs(theirs).max())) if np.isfinite(difference) else float("inf")
 
 
 def _layer(k: Kernels) -> list[tuple[str, NDArray[Any]]]:
-    """Compute a layer over one row of tokens, and return what each kernel gave."""
+    """Compute a layer over one row of tokens; return each kernel's name and result."""
     rng = np.random.default_rng(7)
     found: list[tuple[str, NDArray[Any]]] = []
 

@@ -1,8 +1,7 @@
-"""Where a kernel set's arrays lie, and how numbers get there and back: what an engine asks beside operations.
+"""Storage of a kernel set's arrays, and transfers to and from them.
 
-An engine never touches an array of a device. It fills numpy mirrors and uploads them in one transfer a step, and it
-fetches results. Kernels that compute in host memory are the special case in which an array is its own mirror, so that
-both cost nothing.
+An engine never touches an array of a device. It fills numpy mirrors, uploads them in one transfer for each step, and
+fetches results. In host memory an array is its own mirror, so that both cost nothing.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from cairn.kernels.stream import InlineStream, WorkStream
 Array = Any
 
 PAGE = 4096
-"""Bytes that the system gives out at once."""
+"""Bytes of a page of the system's memory."""
 _SLICE = 4 << 20
 
 
 class Storage(Protocol):
-    """Arrays of one device. All but `mirror` and `stream` run on the stream of the kernel set."""
+    """Arrays of one device. All methods but `mirror` and `stream` run on the kernel set's stream."""
 
     @property
     def logits_rows(self) -> int:
@@ -34,7 +33,7 @@ class Storage(Protocol):
         ...
 
     def allocate(self, shape: tuple[int, ...], dtype: str) -> Array:
-        """Return a zeroed array; `dtype` is numpy's name. Raises `DeviceMemoryError` where there is no room."""
+        """Return a zeroed array; `dtype` is numpy's name. Raises `DeviceMemoryError` if there is no room."""
         ...
 
     def first(self, array: Array, count: int, second: int | None = None) -> Array:
@@ -42,15 +41,15 @@ class Storage(Protocol):
         ...
 
     def mirror(self, array: Array) -> NDArray[Any]:
-        """Return numpy memory of an array's shape to fill for `upload`: the array itself in host memory."""
+        """Return numpy memory in an array's shape to fill for `upload`; in host memory the array itself."""
         ...
 
     def upload(self, pairs: Sequence[tuple[Array, NDArray[Any]]]) -> None:
-        """Copy each mirror, or the beginning of one along any axis, to the beginning of its array: one transfer."""
+        """Copy each mirror, or a leading part of it, to the beginning of its array, all in one transfer."""
         ...
 
     def fetch(self, array: Array) -> NDArray[Any]:
-        """Return an array's numbers as numpy: a view in host memory, else a copy."""
+        """Return an array as numpy: a view in host memory, else a copy."""
         ...
 
     def gather(self, source: Array, places: Array, out: Array) -> None:
@@ -62,7 +61,7 @@ class Storage(Protocol):
         ...
 
     def write_pages(self, pool: Array, blocks: Sequence[int], pages: Sequence[memoryview]) -> None:
-        """Fill blocks of a pool with pages that `read_pages` gave."""
+        """Fill blocks of a pool with pages from `read_pages`."""
         ...
 
     def copy_blocks(self, pool: Array, pairs: Sequence[tuple[int, int]]) -> None:
@@ -70,16 +69,16 @@ class Storage(Protocol):
         ...
 
     def touching(self, pools: Sequence[Array], size: int) -> AbstractContextManager[None]:
-        """Take the memory of the first `size` bytes of the pools, of each in proportion, beside the body."""
+        """Allocate the first `size` bytes of the pools, of each in proportion, in parallel to the body."""
         ...
 
     def stream(self) -> WorkStream:
-        """Return a stream on which the engine runs everything that concerns these kernels."""
+        """Return the stream on which the engine runs all work with these kernels."""
         ...
 
 
 class HostStorage:
-    """`Storage` in host memory: arrays are numpy's, pages are views, nothing is copied on the way."""
+    """`Storage` in host memory: arrays are numpy's, pages are views, and transfers copy nothing."""
 
     logits_rows = 32
 
@@ -109,7 +108,7 @@ class HostStorage:
     def write_pages(self, pool: NDArray[Any], blocks: Sequence[int], pages: Sequence[memoryview]) -> None:
         """Copy pages into blocks."""
         for block, page in zip(blocks, pages, strict=True):
-            # Not memoryview's copy, which keeps other threads from running.
+            # Not by memoryview's copy, which holds the interpreter lock.
             np.copyto(_bytes_of(pool[block]), np.frombuffer(page, np.uint8))
 
     def copy_blocks(self, pool: NDArray[Any], pairs: Sequence[tuple[int, int]]) -> None:
@@ -119,12 +118,12 @@ class HostStorage:
 
     @contextlib.contextmanager
     def touching(self, pools: Sequence[NDArray[Any]], size: int) -> Iterator[None]:
-        """Write zeros into each page of memory of the first `size` bytes of the pools, on a thread beside the body.
+        """Write a zero into each memory page of the first `size` bytes of the pools, on a thread parallel to the body.
 
-        The system gives out memory page by page, when each is first written to, which takes as long as it does to read
-        as much stored KV. A context that is asked for right after a restart should not wait for both, so the blocks
-        that will be used first are taken while weights are loaded. Nobody else may write to them meanwhile. What is
-        not done at the end of the body is left undone.
+        The system allocates memory page by page at the first write, which takes as long as reading as much stored KV.
+        A context that is requested right after a restart should not wait for both, so the blocks used first are
+        allocated while weights load. Nothing else may write to them meanwhile. At the end of the body the thread stops
+        where it is.
         """
         over = threading.Event()
         whole = sum(pool.nbytes for pool in pools)
@@ -147,7 +146,7 @@ class HostStorage:
             thread.join()
 
     def stream(self) -> InlineStream:
-        """Return a stream that runs work at once: these kernels use all cores themselves."""
+        """Return a stream that runs work at once, since these kernels use all cores themselves."""
         return InlineStream()
 
 

@@ -1,4 +1,4 @@
-"""Where a kernel set's work runs: at once on the caller's thread, or in order on a thread of its own."""
+"""Streams of a kernel set's work: run at once on the caller's thread, or in order on a thread of their own."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class WorkStream(Protocol):
 
     @property
     def depth(self) -> int:
-        """How many pieces may wait behind the one that runs; 0: `submit` returns when its work is done."""
+        """How many pieces of work may wait behind the running one; 0: `submit` returns when its work is done."""
         ...
 
     def submit(self, work: Callable[[], T]) -> EngineCall[T]:
-        """Run the work, now or after all that was submitted before. What it raises, `submit` or `wait` raises."""
+        """Run the work after all that was submitted before. Its exception is raised here or by `wait`."""
         ...
 
     def close(self) -> None:
-        """Wait for what was submitted, and end. Nothing is submitted afterwards. A second call does nothing."""
+        """Wait for all submitted work and end. Nothing may be submitted afterwards; a second call does nothing."""
         ...
 
 
@@ -45,7 +45,7 @@ class InlineStream:
 
 
 class Submitted(Generic[T]):
-    """Work that a `ThreadStream` has, or has done."""
+    """Work submitted to a `ThreadStream`."""
 
     __slots__ = ("_future",)
 
@@ -63,12 +63,12 @@ class Submitted(Generic[T]):
 
 
 class ThreadStream:
-    """A `WorkStream` for a device, whose host thread mostly waits: steps are planned meanwhile."""
+    """A `WorkStream` for a device: its thread mostly waits, and the next step is planned meanwhile."""
 
     depth = 1
 
     def __init__(self, name: str, translate: Callable[[Exception], Exception] = lambda error: error) -> None:
-        """`translate` turns what the device's library raises into a typed error."""
+        """Start the thread. `translate` turns exceptions of the device's library into typed errors."""
         self._translate = translate
         self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = threading.Thread(target=self._run, name=name, daemon=True)
@@ -99,4 +99,4 @@ class ThreadStream:
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
             work()
-            del work  # or it would keep a step's arrays alive until the next
+            del work  # otherwise it keeps a step's arrays alive until the next step

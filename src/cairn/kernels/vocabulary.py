@@ -1,18 +1,18 @@
-"""One token from one line of logits, in numpy: the meaning of `csrc/sampler.cpp`, and what runs where that cannot.
+"""Sampling a token from a line of logits, in numpy: the definition of `csrc/sampler.cpp`, and its fallback.
 
     line -> bias -> penalties -> banned tokens -> temperature -> top-k -> top-p -> min-p -> one draw
-    line -> bias -> penalties -> banned tokens -> top-k -> top-p -> min-p -> temperature -> one draw, where asked
+    line -> bias -> penalties -> banned tokens -> top-k -> top-p -> min-p -> temperature -> one draw (temperature_last)
 
-Banned are stop tokens before `min_tokens`, and what the mask of a grammar leaves out.
+Banned are stop tokens before `min_tokens`, and tokens outside a grammar's mask.
 
 The native sampler gives the same tokens, bit for bit, by construction:
 
     numbers     every elementwise step is float32 multiplications, additions and divisions in a stated order, nothing
                 fused, so any machine rounds them alike; the exponential is such a step too (`weigh`)
-    sums        weights are whole multiples of 2**-40, summed as integers: no order of summing can show
-    ranks       tokens are ordered by value, equal ones by id, so what a filter keeps is one set
-    the draw    53 random bits times the kept mass, in whole numbers; along it lie the kept tokens, in the order of rank
-                where top-k or top-p ranks them and the temperature came before, else by id
+    sums        weights are integer multiples of 2**-40, so the order of a sum does not matter
+    ranks       tokens are ordered by value, equal ones by id, so filters keep the same set everywhere
+    the draw    53 random bits times the kept mass, in integers, selects a token from the running sum of weights; by
+                rank if top-k or top-p ranked the tokens after the temperature, else by id
 
 A weight has a relative error of up to 3e-6 (2e-7 near the peak), and tokens less likely than 2**-41 of the likeliest
 have none. Log-probabilities are of the raw distribution, with the same weights.
@@ -29,14 +29,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.kernels.elementary import log_of
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import SamplingParams
 from cairn.types.step import Row
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing float32 logits by them leaves nothing but the maximum anyway."""
 
 ONE = 1 << 40
-"""The weight of the likeliest token: every mass counts in these."""
+"""Weight of the likeliest token: the unit of every mass is 1 / ONE."""
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -54,56 +54,56 @@ Ids = NDArray[np.int64]
 
 
 class Line(NamedTuple):
-    """What is asked of one line of logits [vocab]."""
+    """A request for one line of logits [vocab]."""
 
     row: Row | None
-    """The row whose token it decides; None where it is only looked at."""
+    """The row whose next token is sampled; None if none is."""
     top: int | None = None
-    """With a number: the mass of the raw distribution, and its so many most likely tokens."""
+    """If a number: return the mass of the raw distribution and its `top` most likely tokens."""
     mask: bytes | None = None
-    """`Row.mask`, computed: which tokens may come; None and b"": all."""
+    """The computed `Row.mask`: tokens allowed; None and b"": all."""
     place: int | None = None
-    """How many tokens of the row stand before the one that is decided; None: all of them."""
+    """How many tokens of the row precede the sampled one; None: all of them."""
     asked: tuple[int, ...] = ()
-    """With `top`: tokens whose logits are wanted besides."""
+    """With `top`: further tokens whose logits are wanted."""
 
     @property
     def length(self) -> int:
-        """The position of the token that is decided: what its draw and its `min_tokens` go by."""
+        """Position of the sampled token, on which its random bits and `min_tokens` depend."""
         assert self.row is not None
         return len(self.row.tokens) if self.place is None else self.place
 
     @property
     def history(self) -> Sequence[int]:
-        """The tokens before the one that is decided."""
+        """The tokens before the sampled one."""
         assert self.row is not None
         tokens = self.row.tokens
         return tokens if self.place is None or self.place == len(tokens) else tokens[: self.place]
 
 
 class TokenChoice(NamedTuple):
-    """What a line gave."""
+    """Result for a line."""
 
     finite: bool
-    """Whether all its logits are finite numbers; if not, nothing else is said."""
+    """Whether all its logits are finite; if not, no other field is set."""
     token: int | None = None
-    """The next token; None where none was asked for or none was possible."""
+    """The next token; None if none was requested or none is possible."""
     peak: float = 0.0
-    """The highest logit, where the raw distribution was asked for."""
+    """The highest logit, if the raw distribution was requested."""
     mass: int = 0
     """The sum over the vocabulary of exp(logit - peak), in units of 1 / `ONE`."""
     top: tuple[int, ...] = ()
     """The most likely tokens, best first, equal ones by id."""
     logits: tuple[float, ...] = ()
-    """With the raw distribution: the logits of `top`, then of `Line.asked`, then of the token that was chosen."""
+    """With the raw distribution: the logits of `top`, then of `Line.asked`, then of the sampled token."""
     mu: float | None = None
     """Mirostat's state after the token."""
 
 
 class Sampler(Protocol):
-    """Decides lines of logits where they lie: tokens and a few numbers come back, never [lines, vocab].
+    """Samples from lines of logits in the kernel set's memory, returning tokens and a few numbers only.
 
-    Each line is decided by its own numbers alone. `logits` is an array of the kernel set that the sampler is of.
+    Each line's result depends on that line alone. `logits` is an array of the sampler's kernel set.
     """
 
     def greedy(self, logits: Any) -> list[int]:
@@ -111,16 +111,16 @@ class Sampler(Protocol):
         ...
 
     def choose(self, lines: Sequence[Line], logits: Any) -> list[TokenChoice]:
-        """Decide each line of logits [len(lines), vocab]. They are not changed."""
+        """Answer each line of logits [len(lines), vocab], without changing them."""
         ...
 
     def line(self, logits: Any, number: int) -> Floats:
-        """Return a copy of one line: for samplers that exist on the host alone (`kernels.extras`)."""
+        """Return a copy of one line, for samplers that only exist on the host (`kernels.extras`)."""
         ...
 
 
 def random_bits(seed: int, choice: int, position: int) -> int:
-    """53 random bits that depend on nothing but the arguments.
+    """Return 53 random bits that depend on the arguments only.
 
     Each argument is absorbed in turn by the finaliser of splitmix64 (Steele, Lea, Flood: "Fast splittable
     pseudorandom number generators", 2014).
@@ -135,10 +135,10 @@ def random_bits(seed: int, choice: int, position: int) -> int:
 
 
 def weigh(scaled: Floats) -> Weights:
-    """round(exp(scaled) * ONE) for numbers of at most 0, -inf included, by the same steps everywhere.
+    """Return round(exp(scaled) * ONE) for numbers of at most 0, -inf included, with the same bits everywhere.
 
-    exp(x) = 2**n * 2**f with n whole and f in [-1/2, 1/2]: 2**f is a polynomial that is exact at 0, n is added to its
-    exponent. Adding 2**12 in float64 then rounds to multiples of 2**-40, which the low bits of the sum hold.
+    exp(x) = 2**n * 2**f with an integer n and f in [-1/2, 1/2]: 2**f is a polynomial that is exact at 0, n is added to
+    its exponent. Adding 2**12 in float64 then rounds to multiples of 2**-40, which are the low bits of the sum.
     """
     power = np.maximum(scaled, _LOWEST)
     power *= _LOG2E
@@ -164,7 +164,7 @@ class NumpySampler:
     def greedy(self, logits: Floats) -> list[int]:
         """`Sampler.greedy`."""
         tokens = logits.argmax(axis=1)
-        # argmax stops at the first NaN or +inf, so the chosen value shows them; only -inf needs a second look.
+        # argmax returns the first NaN or +inf, so the chosen value shows them; only -inf needs a second check.
         finite = np.isfinite(logits[np.arange(len(logits)), tokens]) & np.isfinite(logits.min(axis=1))
         return [token if good else -1 for token, good in zip(tokens.tolist(), finite.tolist(), strict=True)]
 
@@ -205,7 +205,7 @@ def logits_of(logits: Floats, line: Line, top: tuple[int, ...], token: int | Non
 
 
 def _choose(lines: list[Line], logits: Floats) -> list[int | None]:
-    """Choose one token a line from `logits` [len(lines), vocab], which are overwritten; None where none is possible."""
+    """Sample one token for each line from `logits` [len(lines), vocab], which are overwritten; None if impossible."""
     if not lines:
         return []
     rows = [line.row for line in lines if line.row is not None]
@@ -237,30 +237,30 @@ def _choose(lines: list[Line], logits: Floats) -> list[int | None]:
 
 
 def bits_of(line: Line, salt: int = 0) -> int:
-    """Return the random bits of the draw that decides a line; another `salt` gives independent ones."""
+    """Return the random bits for a line's draw; another `salt` gives independent ones."""
     assert line.row is not None
     return random_bits(line.row.sampling.seed ^ salt, line.row.choice, line.length)
 
 
 def filters(params: SamplingParams, vocab: int) -> bool:
-    """Whether top-k, top-p or min-p may leave out a token."""
+    """Tell whether top-k, top-p or min-p may remove a token."""
     return 0 < params.top_k < vocab or params.top_p < 1 or params.min_p > 0
 
 
 def divisor(params: SamplingParams) -> np.float32:
-    """The temperature as a finite float32: banned tokens stay at -inf."""
+    """Return the temperature as a finite float32, so that banned tokens stay at -inf."""
     return np.float32(min(params.temperature, 3e38))
 
 
 def lowest(params: SamplingParams) -> np.float32:
-    """What min-p asks of a token's logit relative to the peak's."""
+    """Return the least logit relative to the peak that min-p keeps."""
     return np.float32(log_of(params.min_p) if params.min_p > 0 else -math.inf)
 
 
 def adjust(line: Line, logits: Floats) -> None:
     """Apply logit_bias, penalties and min_tokens in place to one line [vocab].
 
-    As transformers and vLLM do it: repetition counts prompt and output, presence and frequency only the output.
+    As in transformers and vLLM, repetition counts prompt and output, presence and frequency only the output.
     """
     row, vocab = line.row, len(logits)
     assert row is not None
@@ -283,16 +283,17 @@ def adjust(line: Line, logits: Floats) -> None:
 
 
 def forbidden(mask: bytes, vocab: int) -> NDArray[np.bool_]:
-    """Tokens that a mask leaves out, as flags [vocab]."""
+    """Return flags [vocab] of the tokens that a mask forbids."""
     bits = np.unpackbits(np.frombuffer(mask, np.uint8), count=vocab, bitorder="little")
     forbidden: NDArray[np.bool_] = bits == 0
     return forbidden
 
 
 def _draw_whole(scaled: Floats, bits: Sequence[int]) -> list[int]:
-    """Draw one token a row of `scaled` [rows, vocab], whose maxima are 0.
+    """Draw one token for each row of `scaled` [rows, vocab], whose maxima are 0.
 
-    A running sum over the vocabulary is slow in numpy: one over the sums of short runs finds the run, then the token.
+    A running sum over the vocabulary is slow in numpy, so one over the sums of short runs finds the run, then one
+    within the run finds the token.
     """
     count, vocab = scaled.shape
     weights = np.zeros((count, -(-vocab // _RUN) * _RUN), np.int64)
@@ -315,7 +316,7 @@ def _draw_kept(relative: Floats, params: SamplingParams, bits: int) -> int:
 
 
 def _draw_late(relative: Floats, params: SamplingParams, bits: int) -> int:
-    """The same where the temperature is of what they keep."""
+    """Draw as `_draw_kept` does, but apply the temperature after the filters."""
     kept = np.sort(_kept(relative, params))
     return _drawn(kept, relative[kept] / divisor(params), bits)
 
@@ -326,7 +327,7 @@ def _drawn(kept: Ids, scaled: Floats, bits: int) -> int:
 
 
 def _kept(scaled: Floats, params: SamplingParams) -> Ids:
-    """The ids that the filters keep, in the order of the draw: each keeps a prefix of the tokens by rank."""
+    """Return the ids that the filters keep, in the order of the draw. Each keeps a prefix of the ranked tokens."""
     vocab, least = len(scaled), lowest(params)
     mass = None
     if 0 < params.top_k < vocab:
@@ -336,7 +337,7 @@ def _kept(scaled: Floats, params: SamplingParams) -> Ids:
     else:
         return np.flatnonzero(scaled >= least)
     if params.top_p < 1:
-        # A token stays while the mass before it is short of top_p; the first always stays.
+        # A token is kept while the mass before it is below top_p; the first one always is.
         running = np.cumsum(weigh(scaled[kept]))
         goal = math.ceil(params.top_p * (int(running[-1]) if mass is None else mass))
         kept = kept[: int(np.searchsorted(running, goal, side="left")) + 1]
@@ -344,15 +345,15 @@ def _kept(scaled: Floats, params: SamplingParams) -> Ids:
 
 
 def _lanes(vocab: int) -> int:
-    """Columns that a row of logits is dealt into, a power of two near the root of `vocab`."""
+    """Return into how many columns `ranked` splits a row of logits: a power of two near the root of `vocab`."""
     return 1 << (vocab.bit_length() // 2)
 
 
 def by_rank(values: Floats, ids: Ids) -> Ids:
-    """`ids` (ascending) ordered by their `values`, highest first, equal values by id.
+    """Sort `ids` (ascending) by their `values`, highest first, equal values by id.
 
-    Value and id become one integer, the value's bits mapped so that integers order as floats do: sorting integers is
-    several times faster here than a stable argsort.
+    Value and id are combined into one integer, with the value's bits mapped so that integers sort as floats do: sorting
+    integers is several times faster than a stable argsort.
     """
     bits = (np.float32(0) - values).view(np.int32).astype(np.int64)
     bits ^= (bits >> 31) & 0x7FFFFFFF
@@ -360,21 +361,21 @@ def by_rank(values: Floats, ids: Ids) -> Ids:
 
 
 def ranked(scaled: Floats, count: int) -> Ids:
-    """The ids of the `count` highest of one row [vocab], ordered by rank; `count` <= vocab."""
+    """Return the ids of the `count` highest of one row [vocab], ordered by rank; `count` <= vocab."""
     vocab = len(scaled)
     lanes = _lanes(vocab)
     if count > lanes:
         return by_rank(scaled, np.arange(vocab))[:count]
-    # The count-th highest of any `lanes` distinct tokens is a lower bound: take each column's maximum.
+    # The count-th highest of any `lanes` distinct tokens is a lower bound; taken are the columns' maxima.
     heads = scaled[: vocab // lanes * lanes].reshape(-1, lanes).max(axis=0)
     kept = np.flatnonzero(scaled >= np.partition(heads, lanes - count)[lanes - count])
     return by_rank(scaled[kept], kept)[:count]
 
 
 def _nucleus(scaled: Floats, top_p: float) -> tuple[Ids, int]:
-    """The ids that hold the `top_p` most likely mass of one row [vocab] by rank, perhaps some more, and the whole mass.
+    """Return ids by rank that hold at least `top_p` of the mass of one row [vocab], and the whole mass.
 
-    They are looked for among the highest few first.
+    The highest few are tried first.
     """
     weights = weigh(scaled)
     mass = int(weights.sum())

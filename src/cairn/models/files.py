@@ -1,6 +1,6 @@
-"""A model's files: what they are called, and its small ones read: bounded, typed, and never executed.
+"""Names of a model's files, and bounded readers of the small ones.
 
-Whatever is wrong becomes one `ModelFileError` sentence that names the file, the field and what was expected.
+Anything wrong becomes a `ModelFileError` that names the file, the field and what was expected.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ from cairn.types.errors import ModelFileError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-"""Where a model's weights are: in one file, or in those that an index names."""
+"""Weights in one file, or an index of several."""
 
 MAX_SPLITS = 1 << 10
 """Most parts of a split GGUF model."""
 _SHARD = re.compile(r"(.+)-(\d{5})(-of-)(\d{5})(\.gguf)", re.IGNORECASE)
 
 MAX_NAME_BYTES = 255
-"""Longer file names exist nowhere: to look for one is an error of the system."""
+"""Longest file name; opening a longer one is a system error."""
 
 MAX_JSON_BYTES = 32 << 20
-"""Larger configs and indexes are refused: the index of the largest models has about 10 MB."""
+"""Largest config or index; the index of the largest models has about 10 MB."""
 MAX_JSON_VALUES = 1 << 20
-"""Of a JSON file but for a vocabulary, and of a safetensors header: its commas and brackets, which are no fewer. The
+"""Most values in a JSON file other than a vocabulary, and in a safetensors header, counted by commas and brackets. The
 largest models have some 100,000; a text of 32 MiB could hold 16 million empty lists, in 1 GB."""
 MAX_TOKENIZER_BYTES = 128 << 20
-"""The largest tokenizer.json; those of the largest vocabularies have some 35 MB."""
+"""Largest tokenizer.json; those of the largest vocabularies have some 35 MB."""
 MAX_TEMPLATE_BYTES = 4 << 20
-"""The largest chat template; the longest have some 30 KB."""
+"""Largest chat template; the longest have some 30 KB."""
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a model's place is a GGUF file, by its name."""
+    """Return whether a path names a GGUF file; only its name is looked at."""
     return path.suffix.lower() == ".gguf" and not path.is_dir()
 
 
 def stem(path: PurePath) -> str:
-    """A GGUF file's name without its ending and without its number among the parts of a split model."""
+    """Return a GGUF file's name without its ending and its part number."""
     match = _SHARD.fullmatch(path.name)
     return match[1] if match else path.stem
 
 
 def parts(name: str) -> tuple[str, ...]:
-    """The names of all parts of the model that a file's name belongs to; its own where it is not split.
+    """Return the names of all parts of the model that a file belongs to; only its own if it is not split.
 
-    Empty if its number is not one of those that its parts can have.
+    Empty if its part number is out of range.
     """
     match = _SHARD.fullmatch(name)
     if match is None:
@@ -67,7 +67,10 @@ def parts(name: str) -> tuple[str, ...]:
 
 
 def shards(path: Path) -> tuple[Path, ...]:
-    """The files of the model that `path` names: all parts of a split one, whichever of them `path` is."""
+    """Return the files of the model that `path` names: all parts of a split one.
+
+    Raise `ModelFileError` if a part is missing or the part number is out of range.
+    """
     paths = tuple(path.with_name(name) for name in parts(path.name))
     if not paths:
         raise ModelFileError(f"{path}: the parts of a split model are numbered from 00001 to at most {MAX_SPLITS:05}")
@@ -79,7 +82,7 @@ def shards(path: Path) -> tuple[Path, ...]:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """What the system refuses inside becomes a `ModelFileError` about `path`."""
+    """Turn system errors inside into a `ModelFileError` about `path`."""
     try:
         yield
     except FileNotFoundError:
@@ -90,10 +93,12 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[BufferedReader]:
-    """A model's file, to be read. `ModelFileError` where it cannot be, and for what is no regular file: a pipe would be
-    waited for, and a device may have no end."""
+    """Open a model's file for reading; raise `ModelFileError` if that fails or it is no regular file.
+
+    Opening a pipe would block, and a device may have no end.
+    """
     with reading(path):
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # without it, opening a pipe waits too
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # O_NONBLOCK: opening a pipe must not block
         with open(handle, "rb") as file:
             mode = os.fstat(handle).st_mode
             if stat.S_ISDIR(mode):
@@ -104,28 +109,28 @@ def opened(path: Path) -> Iterator[BufferedReader]:
 
 
 def read_small(path: Path, limit: int, what: str) -> bytes:
-    """A whole file of at most `limit` bytes; `what` it is, such as "JSON file", is for the message."""
+    """Read a whole file of at most `limit` bytes; `what` names it in the message, such as "JSON file"."""
     with opened(path) as file:
         data = file.read(limit + 1) if os.fstat(file.fileno()).st_size <= limit else None
     if data is None or len(data) > limit:
-        raise ModelFileError(f"{path}: larger than {limit >> 20} MiB, which no model's {what} is")
+        raise ModelFileError(f"{path}: larger than {limit >> 20} MiB, the limit for a {what}")
     return data
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises `ModelFileError` if it is missing, unreadable, too large or no object."""
+    """Return the JSON object in a file; raise `ModelFileError` if it is missing, unreadable, too large or no object."""
     return parse_object(read_small(path, MAX_JSON_BYTES, "JSON file"), path)
 
 
 def read_optional_json(path: Path) -> dict[str, Any]:
-    """`read_json`, and {} where there is no such file."""
+    """Return `read_json(path)`, or {} if there is no such file."""
     return read_json(path) if path.exists() else {}
 
 
 def parse_object(text: bytes, path: Path, unique: bool = False) -> dict[str, Any]:
-    """The JSON object in `text`; `path` is for the message only. `unique`: a key that stands twice is an error."""
+    """Return the JSON object in `text`; `path` is for the message only. `unique`: duplicate keys are an error."""
     if most_values(text) > MAX_JSON_VALUES:
-        raise ModelFileError(f"{path}: holds more than {MAX_JSON_VALUES} values, which no model's JSON does")
+        raise ModelFileError(f"{path}: holds more than {MAX_JSON_VALUES} values, the limit for a JSON file")
     try:
         value = json.loads(text, object_pairs_hook=_unique) if unique else json.loads(text, object_hook=_with_floats)
     except (ValueError, RecursionError) as error:
@@ -136,7 +141,7 @@ def parse_object(text: bytes, path: Path, unique: bool = False) -> dict[str, Any
 
 
 def most_values(text: bytes) -> int:
-    """How many values a JSON text may hold at most, told without building one of them."""
+    """Return an upper bound of the number of values in a JSON text, without parsing it."""
     return sum(map(text.count, (b",", b"[", b"{")))
 
 
@@ -152,12 +157,12 @@ def _with_floats(found: dict[str, Any]) -> Any:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a key stands twice in one object")
+        raise ValueError("a key appears twice in one object")
     return found
 
 
 class Fields:
-    """Typed access to the fields of a JSON object. A wrong type or range raises `ModelFileError`."""
+    """Typed access to the fields of a JSON object; a wrong type or range raises `ModelFileError`."""
 
     __slots__ = ("path", "prefix", "values")
 
@@ -167,23 +172,23 @@ class Fields:
         self.prefix = prefix
 
     def error(self, name: str, expected: str) -> ModelFileError:
-        """An error about one field: what it should be, and what it is."""
+        """Return an error about one field that states the expected and the found value."""
         found = " ".join(repr(self.values[name])[:80].split()) if self.has(name) else "nothing"
         return ModelFileError(f"{self.path}: {self.prefix}{name} must be {expected}, found {found}")
 
     def has(self, name: str) -> bool:
-        """Whether the field is there and not null."""
+        """Return whether the field is present and not null."""
         return self.values.get(name) is not None
 
     def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
-        """A whole number in [low, high]; without a default the field is required."""
+        """Return a whole number in [low, high]; without a default the field is required."""
         value = self.values[name] if self.has(name) else default
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise self.error(name, f"a whole number from {low} to {high}")
         return value
 
     def number(self, name: str, low: float, high: float, default: float | None = None) -> float:
-        """A finite number in [low, high]; without a default the field is required."""
+        """Return a finite number in [low, high]; without a default the field is required."""
         value = self.values[name] if self.has(name) else default
         # NaN fails every comparison, and integers of any size compare exactly.
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
@@ -191,30 +196,30 @@ class Fields:
         return float(value)
 
     def number_or_zero(self, name: str, low: float, high: float, default: float) -> float:
-        """A finite number in [low, high], where `low` is more than 0; a 0 says the same as no field."""
+        """Return a finite number in [low, high], where `low` is above 0; 0 means the default."""
         value = self.values[name] if self.has(name) else 0
         if isinstance(value, bool) or not isinstance(value, int | float) or not (value == 0 or low <= value <= high):
             raise self.error(name, f"0, or a number from {low:g} to {high:g}")
         return float(value) or default
 
     def flag(self, name: str, default: bool) -> bool:
-        """True or false."""
+        """Return true or false."""
         value = self.values[name] if self.has(name) else default
         if not isinstance(value, bool):
             raise self.error(name, "true or false")
         return value
 
     def text(self, name: str, default: str) -> str:
-        """A string."""
+        """Return a string."""
         value = self.values[name] if self.has(name) else default
         if not isinstance(value, str):
             raise self.error(name, "a string")
         return value
 
     def ids(self, name: str, vocab: int, *, absent: bool = False) -> tuple[int, ...]:
-        """One token id or a list of them, each below `vocab`; empty if the field is not there.
+        """Return one token id or a list of them, each below `vocab`; empty if the field is absent.
 
-        With `absent`, numbers that are no token's are left out: so some files name a token that their model lacks.
+        With `absent`, ids out of range are dropped: some files name a token that their model lacks.
         """
         value: Any = self.values.get(name)
         if hasattr(value, "tolist"):  # GGUF's arrays are numpy's
@@ -227,7 +232,7 @@ class Fields:
         return tuple(one for one in dict.fromkeys(found) if 0 <= one < vocab)
 
     def object(self, name: str) -> Fields:
-        """A nested object; empty if the field is not there."""
+        """Return a nested object; empty if the field is absent."""
         value = self.values[name] if self.has(name) else {}
         if not isinstance(value, dict):
             raise self.error(name, "an object")

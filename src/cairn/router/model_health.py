@@ -48,6 +48,11 @@ def troubles(models: Models) -> list[str]:
     return messages + [f"{model.name} cannot be loaded" for model in models.models if model.state == "failed"]
 
 
+def devices(models: Models) -> list[str]:
+    """Return the names of the devices that loaded models are computed on, each once."""
+    return list(dict.fromkeys(loaded.service.info.device for _, loaded in models.loaded()))
+
+
 def metrics(models: Models) -> Iterator[tuple[str, str, str, list[tuple[str, float]]]]:
     """Yield the metrics of the models: type, name, help text, and a value for each model that was ever loaded."""
     ever = [model for model in models.models if model.loads or model.failures]

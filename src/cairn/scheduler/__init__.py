@@ -1,1 +1,1 @@
-"""The scheduler: the next step over waiting and running sequences, fair to all tenants."""
+"""The scheduler: plans each step over waiting and running sequences, fairly between tenants."""

@@ -1,7 +1,7 @@
-"""The scheduler of an encoder: whole texts in the order of their tenants' turns, as many in a step as it takes.
+"""The scheduler of an encoder: batches whole texts, taking turns between tenants.
 
-Nothing is kept between steps, so there are no blocks, no preemption and nothing to look up: a step has texts up to a
-number of tokens, without padding, and at least one. Of one tenant what is urgent comes first, then what came first.
+Nothing is cached between steps, so there are no blocks, no preemption and no prefix look-up. A step takes texts up to
+a token budget, without padding, and at least one. A tenant's texts run by priority, then by arrival.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cairn.types.step import EngineInfo, Row, RowResult
 
 @dataclass(slots=True, eq=False)
 class _Text:
-    """One request while it waits."""
+    """A request from `add` to its output."""
 
     request: Request
     arrival: float
@@ -32,7 +32,7 @@ class _Text:
 
 
 class TextQueue:
-    """All requests of one encoder. One thread; the same calls as `Scheduler`."""
+    """All requests of one encoder; the same interface as `Scheduler`. Not thread-safe."""
 
     def __init__(self, info: EngineInfo, limits: Limits, clock: Clock) -> None:
         self._info = info
@@ -53,7 +53,7 @@ class TextQueue:
         return not self._texts
 
     def stats(self) -> SchedulerStats:
-        """What the queue holds now."""
+        """Return the queue's statistics."""
         running = len(self._planned[1]) if self._planned else 0
         return SchedulerStats(
             running=running,
@@ -67,17 +67,18 @@ class TextQueue:
         )
 
     def add(self, request: Request, matcher: Matcher | None = None) -> None:
-        """Queue a text, which has no grammar.
+        """Queue a text. `matcher` is ignored: encoders have no grammars.
 
-        Raises `InvalidRequest`, `ContextTooLong` or `Conflict` for one that cannot be computed.
+        Raises `InvalidRequest` or `ContextTooLong` if it cannot be computed, and `Conflict` for an id in use.
         """
         if request.id in self._texts:
-            raise Conflict(f"request {request.id} is running already")
+            raise Conflict(f"request {request.id} is already running")
         if request.want != "hidden":
-            raise InvalidRequest("this model is an encoder: it generates nothing", field="model")
+            raise InvalidRequest("this model is an encoder and cannot generate text", field="model")
         if len(request.prompt) > self._info.context:
             raise ContextTooLong(
-                f"the text has {len(request.prompt)} tokens and the model takes {self._info.context}", field="input"
+                f"the text has {len(request.prompt)} tokens; the model takes at most {self._info.context}",
+                field="input",
             )
         now = self._clock.now()
         deadline = math.inf if request.timeout is None else now + request.timeout
@@ -87,7 +88,7 @@ class TextQueue:
         self._tokens += len(request.prompt)
 
     def drop(self, id: int, reason: FinishReason) -> Output | None:
-        """Forget a request; None if there is no such request (any more)."""
+        """End a request; None if it is unknown or has already ended."""
         text = self._texts.pop(id, None)
         if text is None:
             return None
@@ -101,8 +102,8 @@ class TextQueue:
             raise RuntimeError("the last plan was not committed")
         now = self._clock.now()
         ended, chosen, tokens = list[Output](), list[_Text](), 0
-        came = ((share, first.arrival) for share, first in self._waiting.firsts())
-        for text in self._waiting.by_level(self._classes.levels(came, now)) if self._classes else self._waiting:
+        arrivals = ((share, first.arrival) for share, first in self._waiting.firsts())
+        for text in self._waiting.by_level(self._classes.levels(arrivals, now)) if self._classes else self._waiting:
             size = len(text.request.prompt)
             if text.deadline <= now:
                 del self._texts[text.request.id]
@@ -127,9 +128,9 @@ class TextQueue:
         return plan
 
     def commit(self, plan: Plan, results: list[RowResult] | Exception, seconds: float = 0.0) -> list[Output]:
-        """Take the results of the last plan, in the order of its rows, or what the engine raised instead."""
+        """Return the outputs of the last plan, given the results of its rows in order or the engine's exception."""
         if self._planned is None or plan is not self._planned[0]:
-            raise RuntimeError("this is not the plan that was made last")
+            raise RuntimeError("this is not the last plan")
         (_, texts, began), self._planned = self._planned, None
         if not isinstance(results, Exception) and len(results) != len(texts):
             results = RuntimeError(f"{len(results)} results for {len(texts)} rows")
@@ -137,14 +138,14 @@ class TextQueue:
             error = f"the engine failed while it computed this request ({type(results).__name__})"
             results = [RowResult(error=error)] * len(texts)
         elif texts:
-            self._pace.took(0, plan.chunked, seconds)
+            self._pace.record(0, plan.chunked, seconds)
         now = self._clock.now()
         outputs = list(plan.ended)
         for text, result in zip(texts, results, strict=True):
             request = text.request
             if self._texts.pop(request.id, None) is not None:
                 timing = Timing(queue=began - text.arrival, prefill=now - began)
-                outputs.append(encoded(request, result, CacheReport(computed=len(request.prompt)), timing))
+                outputs.append(encoder_output(request, result, CacheReport(computed=len(request.prompt)), timing))
         return outputs
 
     def _take(self, text: _Text) -> None:
@@ -152,8 +153,8 @@ class TextQueue:
         self._tokens -= len(text.request.prompt)
 
 
-def encoded(request: Request, result: RowResult, cache: CacheReport | None, timing: Timing) -> Output:
-    """The last output of a request that wants a hidden state."""
+def encoder_output(request: Request, result: RowResult, cache: CacheReport | None, timing: Timing) -> Output:
+    """Return the last output of a request that wants a hidden state."""
     error = result.error or ("" if result.hidden else "the engine gave neither a state nor an error")
     finish = FinishReason.ERROR if error else FinishReason.STOP
     return Output(id=request.id, finish=finish, error=error, cache=cache, timing=timing, vector=result.hidden)

@@ -1,4 +1,4 @@
-"""What the scheduler has decided about the next step."""
+"""The plan of a step: its rows, and the token and time budgets that limit them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from cairn.types.stats import SchedulerStats
 from cairn.types.step import Engine, Row, RowResult
 
 ENOUGH_TOKENS = 128
-"""Prompt tokens of a step from which an engine is not much faster with more."""
+"""Prompt tokens in a step beyond which an engine is hardly any faster for each token."""
 _AIM = 0.6
+"""Part of the time limit that a step is planned for."""
 _WEIGHT = 0.3
+"""Weight of a new measurement in the moving averages."""
 _SHARE = 0.5
-"""Where running streams alone take a step's time, prompts get so much more of it."""
+"""Time for prompts, as a part of decode time, if decoding alone already uses up the step's limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,61 +33,64 @@ class Limits:
     step_tokens: int = 512
     step_seconds: float = math.inf
     least_tokens: int = 4
-    """Tokens of prompts that a step may have however long they take."""
+    """Prompt tokens that a step may always have, however slow the machine is."""
     weights: Mapping[str, float] = field(default_factory=dict)
-    """How many turns tenants have against others that wait; 1 where nothing is said."""
+    """Tenant -> weight in the round robin; 1 if not named."""
     priorities: Mapping[str, int] = field(default_factory=dict)
-    """Of tenants, 0 where nothing is said: those of a lower number come before others, see `fairness.Classes`."""
+    """Tenant -> class, 0 if not named; lower classes are served first, see `fairness.Classes`."""
 
 
 class Share(NamedTuple):
-    """What a step has for a prompt, as far as there are blocks for it."""
+    """Tokens of the step's budget that are offered to a prompt."""
 
     tokens: int
     missing: int
-    """All of the prompt's that are not in the step yet."""
+    """Tokens of the prompt that are not in the step yet."""
     long: bool
-    """Whether it is the long prompt beside which half of the step is kept."""
+    """Whether this is the long prompt for which half of the step is reserved for short ones."""
 
 
 class StepBudget:
-    """Prompt tokens that the step being planned still takes: what it has for a prompt, it says (`offer`), and what the
-    prompt had blocks for, it hears (`take`).
+    """Prompt tokens that the step being planned can still take.
 
-    Everybody in a step gets a token at its end. So once a prompt is whole in it, no other is taken beyond
-    `ENOUGH_TOKENS`: that would hold the first one up and gain nothing. Nor does a prompt that needs several steps get
-    more of one than that, or than the others of the step together: somebody may come during it. Half of the step is
-    then kept for prompts that are whole in it, which are counted for themselves.
+    `offer` says how many a prompt may have; `take` records how many it got (blocks may limit it).
 
-    On a slow machine a step has time for less than that. Who is long and who is short is the same there, and so is each
-    one's half; what is short may take several steps.
+    All sequences of a step get their token at its end. So once a prompt fits whole into the step, no other is added
+    beyond `ENOUGH_TOKENS`: that would delay the first one and gain nothing. A long prompt, one that needs several
+    steps, gets at most `ENOUGH_TOKENS` of a step, or as many as all others together, because a request may arrive
+    during the step. Half of the step is then reserved for short prompts, which fit whole into it.
+
+    On a slow machine there is time for fewer tokens. The limit between long and short stays the same, and so do the
+    halves; a short prompt may then take several steps.
     """
 
     __slots__ = ("_base", "_long", "_most", "_tokens", "_whole", "kept", "left", "taken")
 
     def __init__(self, tokens: int, time: float = math.inf) -> None:
-        """`time`: tokens for which there is time."""
+        """Make the budget of a step. `tokens`: its limit; `time`: tokens for which there is time."""
         self._tokens = tokens
         self.left = self._most = int(min(tokens, time))
         self.kept = 0
-        """Tokens that are kept for short prompts; 0 where there is no long one."""
+        """Tokens reserved for short prompts; 0 without a long prompt."""
         self.taken = self._base = self._long = 0
         self._whole = False
 
     def short(self, missing: int) -> bool:
-        """Whether a prompt of which so many tokens are missing may have a part of what is kept."""
+        """Tell whether a prompt with so many missing tokens may use the reserved half."""
         return missing <= (self.left if self._most == self._tokens else self.kept)
 
     def offer(self, missing: int) -> Share:
-        """What there is for a prompt of which so many tokens are missing. The first that takes several steps is the
-        long one: from then on half of the step is kept."""
+        """Offer a share of the budget to a prompt with so many missing tokens.
+
+        The first prompt that needs several steps is the long one: from then on half of the step is reserved.
+        """
         long = not self.kept and missing > min(self._tokens, max(self._tokens // 2, ENOUGH_TOKENS))
         if long:
             self._keep_half()
         return Share(min(self.left, missing), missing, long)
 
     def take(self, share: Share, count: int) -> None:
-        """So many tokens of a share are in the step."""
+        """Record that `count` tokens of a share are in the step."""
         self.taken += count
         self.left -= count
         if count == share.missing:
@@ -95,12 +100,12 @@ class StepBudget:
             self._use_kept(count)
 
     def _keep_half(self) -> None:
-        """What is left is for a long prompt, and half of the step is kept."""
+        """Reserve half of the step for short prompts, and leave the rest to the long one."""
         self.kept = self._tokens // 2
         self.left = min(self.left, self._most - self._most // 2, ENOUGH_TOKENS)
 
     def _use_kept(self, long: int) -> None:
-        """The long prompt has `long` tokens of the step; what is left is what was kept."""
+        """Open the reserved half to short prompts; the long prompt has taken `long` tokens."""
         self._long = long
         self.left = min(self.kept, self._most - self.taken)
         if self._whole:
@@ -109,46 +114,45 @@ class StepBudget:
             self._base = self.taken
 
     def use_rest(self) -> None:
-        """What is left is what the long prompt may still have: as much as the others have, if that is more."""
+        """Give the rest of the step to the long prompt, up to as many tokens as all others have together."""
         most = max(min(self._tokens, ENOUGH_TOKENS), self.taken - self._long)
         self.left = max(0, min(self._most - self.taken, most - self._long))
 
 
 class PrefillPace:
-    """How much of a prompt a step has time for beside streams that run, from how long the last steps took.
+    """Estimates how many prompt tokens a step has time for while other sequences decode, from the last steps' times.
 
-    A step is taken to last as long as its rows of one token take alone, and so many seconds for each token of prompts.
-    Both are measured all the time, on the machine as it is now and as deep in a prompt as it has got. What is dearer
-    than before counts at once; what is cheaper counts bit by bit, so that a step is at most `1 / (1 - _WEIGHT)` times
-    as long as was foreseen because of it. A step aims at `_AIM` of its limit, and so stays within it.
+    The model of a step's time: that of its decode rows alone, plus a constant for each prompt token. Both are measured
+    continuously. A slower measurement counts at once, a faster one is averaged in, so that an estimate is too low by a
+    factor of at most `1 / (1 - _WEIGHT)`. A step is planned for `_AIM` of its limit, and so stays within it.
     """
 
     __slots__ = ("_aim", "_alone", "_each", "_least", "_rows")
 
     def __init__(self, seconds: float, least: int) -> None:
-        """`seconds` may be infinite: then everything fits."""
+        """Make an estimate for steps of at most `seconds` (may be infinite) and at least `least` prompt tokens."""
         self._aim = _AIM * seconds
         self._least = least
         self._alone = 0.0
-        """Seconds of a step of `_rows` rows of one token, and nothing else."""
+        """Seconds of a step of `_rows` decode rows and nothing else."""
         self._rows = 0
         self._each = math.inf
-        """Seconds of a token of a prompt."""
+        """Seconds for each prompt token."""
 
     @property
     def token_seconds(self) -> float:
-        """Seconds of a token of a prompt, 0 before any was measured."""
+        """Seconds for each prompt token; 0 before the first measurement."""
         return 0.0 if self._each == math.inf else self._each
 
-    def took(self, rows: int, tokens: int, seconds: float) -> None:
-        """A step of so many rows of one token, and so many tokens of prompts, took so long."""
+    def record(self, rows: int, tokens: int, seconds: float) -> None:
+        """Record how long a step of `rows` decode rows and `tokens` prompt tokens took."""
         if not tokens:
             same = rows == self._rows
             self._alone += (seconds - self._alone) * (_WEIGHT if same else 1.0)
             self._rows = rows
             return
         alone = self._rows_alone(rows)
-        if seconds < alone:  # the machine has become faster since they were alone, for prompts as for them
+        if seconds < alone:  # the machine has become faster since, for decoding and prompts alike
             known = tokens * self._each if self._each < math.inf else 0.0
             faster = seconds / (alone + known)
             self._alone *= faster
@@ -157,9 +161,9 @@ class PrefillPace:
         self._each = each if each > self._each or self._each == math.inf else self._each + _WEIGHT * (each - self._each)
 
     def tokens(self, rows: int) -> float:
-        """Tokens of prompts for which a step has time beside so many rows of one token; without any, there is no limit.
+        """Return how many prompt tokens a step has time for beside `rows` decode rows; infinity if `rows` is 0.
 
-        Never less than `least`, so that prompts are read however slow the machine is.
+        Never less than `least`, so that prompts advance however slow the machine is.
         """
         if not rows or not self._each:
             return math.inf
@@ -167,12 +171,15 @@ class PrefillPace:
         return max(self._least, max(self._aim - alone, _SHARE * alone) // self._each)
 
     def _rows_alone(self, rows: int) -> float:
-        """What rows of one token take at least: more than were measured as long as those, fewer in proportion less."""
+        """Return the least seconds that so many decode rows take.
+
+        More rows than measured count as long as those; fewer take proportionally less.
+        """
         return self._alone * min(1.0, rows / self._rows) if self._rows else 0.0
 
 
 def sizes(rows: list[Row], *, prompts: bool) -> tuple[int, int]:
-    """Tokens in rows of more than one, and how many rows have one; without `prompts` all have."""
+    """Return the tokens in rows of several, and the number of rows of one. Without `prompts` all rows have one."""
     lengths = [row.end - row.start for row in rows] if prompts else []
     singles = lengths.count(1)
     return (sum(lengths) - singles, singles) if prompts else (0, len(rows))
@@ -180,19 +187,19 @@ def sizes(rows: list[Row], *, prompts: bool) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step: the rows for one engine call, and what ended before it. `rows` may be empty; commit it all the same."""
+    """One step: the rows for one engine call, and requests that ended before it. Commit it even if `rows` is empty."""
 
     rows: list[Row]
     sequences: list[Sequence]
-    """The sequences whose rows these are, in the order of `rows`."""
+    """The sequences of `rows`, in the same order."""
     ended: list[Output]
-    """Requests that ended without a row: past their deadline, or with nothing left to compute."""
+    """Outputs of requests that ended without a row: past their deadline, or with nothing left to compute."""
     started: list[int]
     """Ids of requests that run for the first time."""
     copies: list[Copy]
-    """Blocks to copy first, in this order."""
+    """Block copies to make before the step, in order."""
     chunked: int
-    """Tokens of rows of more than one: of prompts."""
+    """Prompt tokens: tokens in rows of several."""
     singles: int
     """Rows of one token."""
     encodes: bool = False
@@ -200,11 +207,11 @@ class Plan:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the step that were known before it, where it computes a prompt; 0 where it only samples."""
+        """All tokens of a step that computes a prompt; 0 if it only decodes."""
         return self.chunked + self.singles if self.chunked else 0
 
     def run(self, engine: Engine) -> list[RowResult] | Exception:
-        """The engine's results for `rows`, or what it raised; both go to `Scheduler.commit`."""
+        """Run the step; return the results of `rows` or the engine's exception, either for `Scheduler.commit`."""
         try:
             return self._run(engine)
         except DeviceMemoryError as error:
@@ -213,9 +220,9 @@ class Plan:
             return error
 
     def _one_by_one(self, engine: Engine, error: DeviceMemoryError) -> list[RowResult] | Exception:
-        """Compute each row alone after a step that had no memory: one that has none alone ends alone.
+        """Run each row alone after a step ran out of memory, so that only rows too large on their own fail.
 
-        Not where rows change a state in place: what a step that failed left of it is unknown.
+        Models with recurrent states get the error instead: the failed step may have changed states in place.
         """
         if len(self.rows) < 2 or any(group.kind == "state" for group in engine.info.groups):
             return error
@@ -242,7 +249,7 @@ class Plan:
 
 
 class Planner(Protocol):
-    """What decides what a worker computes next: `Scheduler`, or `TextQueue` for an encoder."""
+    """Interface of `Scheduler` and of `TextQueue`, its counterpart for encoders."""
 
     @property
     def idle(self) -> bool:
@@ -250,21 +257,21 @@ class Planner(Protocol):
         ...
 
     def stats(self) -> SchedulerStats:
-        """What it holds now."""
+        """Return the current statistics."""
         ...
 
     def add(self, request: Request, matcher: Matcher | None = None) -> None:
-        """Queue a request; `matcher` follows its grammar, where it has one."""
+        """Queue a request; `matcher` follows its grammar, if it has one."""
         ...
 
     def drop(self, id: int, reason: FinishReason) -> Output | None:
-        """End a request in any state; None if there is no such request (any more)."""
+        """End a request in any state; None if it is unknown or has already ended."""
         ...
 
     def plan(self) -> Plan | None:
-        """The next step; None if there is nothing to do, or nothing but to wait."""
+        """Return the next step; None if there is nothing to compute now."""
         ...
 
     def commit(self, plan: Plan, results: list[RowResult] | Exception, seconds: float = 0.0) -> list[Output]:
-        """Take what the engine made of the last plan."""
+        """Return the outputs of the last plan, given its results or the engine's exception."""
         ...

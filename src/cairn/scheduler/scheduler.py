@@ -1,30 +1,31 @@
-"""Who computes what in the next step: `plan`, run it, `commit`, again.
+"""The scheduler: plans a step, takes its results, and repeats (`plan`, run, `commit`).
 
-A step is one engine call of at most `step_tokens` tokens: every running sequence that only needs its next token first,
-then the prompts that are being computed, in chunks, then new sequences. Sequences join and leave at every step.
+A step is one engine call of at most `step_tokens` tokens: first every running sequence that needs its next token, then
+chunks of the prompts being computed, then new sequences. Sequences join and leave at every step.
 
-Tenants take turns (`Rounds`): each in turn begins one request, whoever has how many waiting. Which of its own that is
-says `rank`, lowest first: the time of arrival, less `AGE_SECONDS` for every level of priority. Waiting therefore raises
-all of a tenant's alike, and a request is only ever overtaken by those of its tenant that arrive within `AGE_SECONDS`
-times the difference in priority after it; what priority one tenant asks for is nothing to the others. Which tenants
-come before others is said by the server's owner alone, as classes (`Classes`). One that does not
-fit is not overtaken at all; one that waits for another to compute their common prefix may be, for a bounded time, and a
-long one by short ones as below. When blocks run out, the running sequence that began last goes back to waiting, before
-all that never ran: it keeps its tokens and its turn and computes its KV again. The one that began first is never
-preempted, so something always finishes.
+Order. Tenants take turns (`RoundRobin`): each in turn starts one request, however many it has waiting. Within a tenant
+`rank` decides, lowest first: the time of arrival minus `AGE_SECONDS` for each level of priority. So waiting raises all
+of a tenant's requests alike, and a request is only overtaken by those of its tenant that arrive within `AGE_SECONDS`
+times the difference in priority. Priorities do not count between tenants; only the server's owner puts tenants before
+others (`Classes`). A request that does not fit is not overtaken at all. One that waits for another to compute their
+common prefix may be, for a bounded time; a long one may be by short ones, as below.
 
-Of a long prompt a step takes no more than an engine needs to be fast, and half of the step is for short ones, which are
-whole in it: neither the next token nor the next turn of an agent waits until somebody's 20,000 tokens are read. Those
-take at most twice as long by that. Long prompts wait for each other, and a short one passes none of its tenant's that
-has a higher priority, nor begins where it would take the row or the blocks that the next of them needs.
+Preemption. When blocks run out, the running sequence that started last goes back to waiting, before all that never
+ran. It keeps its tokens and its turn, and computes its KV again. The sequence that started first is never preempted, so
+one always finishes.
 
-A waiting sequence is ready, or blocked on a block that another brings or on its own load (then it is passed), or on
-blocks (then nobody passes it). It stays so until the cache says that something has happened; no step looks before.
-Whatever it is blocked on comes from those that run and from loads, and these end. So something always wakes it; and
-where nothing runs, or by a wake that was forgotten, nobody waits for ever: `Cache.recheck`.
+Long prompts. A step takes no more of a long prompt than the engine needs to be fast, and reserves half of its tokens
+for short prompts, which fit whole into it. So neither decoding nor an agent's next turn waits for another's 20,000
+tokens, which take at most twice as long. Long prompts wait for each other. A short prompt does not overtake a request
+of its tenant with a higher priority, nor start if it would take the row or the blocks that the next long one needs.
 
-Beside rows that want their next token, a step takes no more of prompts than there is time for (`PrefillPace`): on a
-slow machine they are read in smaller steps, and a stream's tokens come as often.
+Waiting. A waiting sequence is ready, or blocked on a block that another computes or on its own load (then others may
+overtake it), or on free blocks (then none may). It stays blocked until the cache reports a change; steps do not look at
+it before. It is woken by running sequences and loads, which all end. `Cache.recheck` wakes it if nothing runs, or if a
+wake-up was lost.
+
+Pace. Beside decoding rows, a step takes only as many prompt tokens as there is time for (`PrefillPace`): on a slow
+machine prompts are computed in smaller chunks, and streams keep their rate.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from collections.abc import Callable
 from cairn.kv.pool.blocks import BlockPool
 from cairn.kv.pool.cache import Cache
 from cairn.kv.pool.sequence_kv import Match
-from cairn.scheduler.encoder_queue import encoded
+from cairn.scheduler.encoder_queue import encoder_output
 from cairn.scheduler.plan import Limits, Plan, PrefillPace, StepBudget, sizes
-from cairn.scheduler.queue import Passed, WaitingQueue
+from cairn.scheduler.queue import Skipped, WaitingQueue
 from cairn.scheduler.sequence import MAX_PRIORITY, Matcher, Sequence, State, check_prompt
 from cairn.system.interfaces import Clock
 from cairn.types.errors import Conflict, InvalidRequest
@@ -49,27 +50,27 @@ from cairn.types.stats import SchedulerStats
 from cairn.types.step import Row, RowResult
 
 RUNNING = State.RUNNING
-"""Asked of each row of each step, and to find it in its class takes ten times as long."""
+"""A module constant, because it is read for each row of each step: an enum's attribute takes ten times as long."""
 FORCE_SECONDS = 0.004
-"""How long a step may be held up by looking for tokens that grammars leave no choice about."""
+"""Seconds that a step may be delayed by looking for tokens that grammars force."""
 PATIENCE = 32
-"""Steps after which nobody waits any more for what a running prompt, which had no part of them, was to compute."""
+"""Steps without a row after which a running prompt loses its claims: others no longer wait for its blocks."""
 LONG_TOKENS = 256
-"""Prompts at least so long are stored as early as those that somebody goes on with: they are expensive."""
+"""Prompts of at least so many tokens are stored as early as durable ones, because they are expensive to compute."""
 
 
 class Admission(enum.Enum):
-    """What is to be done with a waiting sequence whose turn it is."""
+    """Decision on a waiting sequence whose turn it is."""
 
     RUNS = "runs"
     PASSES = "passes"
-    """It waits on, and those behind it may run."""
+    """It keeps waiting, and those behind it may run."""
     STOPS = "stops"
-    """It waits on, and nobody passes it."""
+    """It keeps waiting, and so do those behind it."""
 
 
 class Scheduler:
-    """All requests of one engine. One thread; `add`, `drop`, `plan` and `commit` are all that changes anything."""
+    """All requests of one engine. Not thread-safe; only `add`, `drop`, `plan` and `commit` change anything."""
 
     def __init__(self, cache: Cache, limits: Limits, clock: Clock) -> None:
         self._cache = cache
@@ -92,7 +93,7 @@ class Scheduler:
         return not self._sequences
 
     def stats(self) -> SchedulerStats:
-        """What the scheduler holds now."""
+        """Return the scheduler's statistics."""
         return SchedulerStats(
             running=len(self._running),
             waiting=len(self._waiting),
@@ -105,16 +106,18 @@ class Scheduler:
         )
 
     def add(self, request: Request, matcher: Matcher | None = None) -> None:
-        """Queue a request; `matcher` follows its grammar, where it has one.
+        """Queue a request; `matcher` follows its grammar, if it has one.
 
-        The front bounds the queue (`admission.Queue`): here what it sent must fit, also when it is all sent again.
-        Raises `InvalidRequest` or `ContextTooLong` for one that could never run and `Conflict` for an id in use.
+        The queue has no bound here: the front has one (`admission.Queue`), and may send all requests again at once.
+        Raises `InvalidRequest` or `ContextTooLong` for a request that could never run and `Conflict` for an id in use.
         """
         if request.id in self._sequences:
-            raise Conflict(f"request {request.id} is running already")
+            raise Conflict(f"request {request.id} is already running")
         check_prompt(request, self._cache.info.context, self._longest, self._cache.info.vocab)
         if abs(request.priority) > MAX_PRIORITY:
-            raise InvalidRequest(f"priority {request.priority} is not within {MAX_PRIORITY} of 0", field="priority")
+            raise InvalidRequest(
+                f"priority is {request.priority}; it must be from {-MAX_PRIORITY} to {MAX_PRIORITY}", field="priority"
+            )
         now = self._clock.now()
         durable = request.durable or len(request.prompt) >= LONG_TOKENS
         kv = self._cache.context(request.salt, durable=durable, stored=request.stored, once=not request.durable)
@@ -125,15 +128,17 @@ class Scheduler:
         self._next_deadline = min(self._next_deadline, sequence.deadline)
 
     def drop(self, id: int, reason: FinishReason) -> Output | None:
-        """End a request in any state and give back its blocks now; None if there is no such request (any more)."""
+        """End a request in any state and free its blocks; None if it is unknown or has already ended."""
         sequence = self._sequences.get(id)
         if sequence is None:
             return None
         return Output(id=id, finish=reason, timing=self._end(sequence, State.CANCELLED, self._clock.now()))
 
     def plan(self) -> Plan | None:
-        """Choose the rows of the next step and make room for them. None if there is nothing to do, or (unless `idle`)
-        nothing but to wait for loads."""
+        """Choose the rows of the next step and allocate their blocks.
+
+        None if there is nothing to compute now: no requests at all (`idle`), or only ones that wait for loads.
+        """
         if self._planned is not None:
             raise RuntimeError("the last plan was not committed")
         now = self._clock.now()
@@ -158,7 +163,7 @@ class Scheduler:
                 self._chunk(sequence, budget, work)
         if self._preemptions != preemptions:
             work = {sequence: end for sequence, end in work.items() if sequence.state is State.RUNNING}
-        self._lapse(work)
+        self._release_stalled(work)
         copies = self._cache.copies()
         if not work and not ended:
             return None
@@ -167,14 +172,13 @@ class Scheduler:
         return self._planned
 
     def commit(self, plan: Plan, results: list[RowResult] | Exception, seconds: float = 0.0) -> list[Output]:
-        """Take the results of the last plan, in the order of its rows, or what the engine raised instead.
+        """Return the outputs of the last plan, given the results of its rows in order or the engine's exception.
 
-        `seconds`: how long the engine took; a machine that nobody measures is one that takes no time.
-        Requests that were dropped in between get nothing. If the engine raised, all requests of the step end with an
-        error; nothing that the step wrote is ever found by a key.
+        `seconds`: how long the engine took, for `PrefillPace`. Requests dropped meanwhile get no output. If the engine
+        raised, all requests of the step end with an error, and nothing that the step wrote gets into the cache.
         """
         if plan is not self._planned:
-            raise RuntimeError("this is not the plan that was made last")
+            raise RuntimeError("this is not the last plan")
         self._planned = None
         now, outputs = self._clock.now(), list(plan.ended)
         in_time = self._in_time(now)
@@ -184,7 +188,7 @@ class Scheduler:
             error = f"the engine failed while it computed this request ({type(results).__name__})"
             results = [RowResult(error=error)] * len(plan.rows)
         elif plan.rows:
-            self._pace.took(plan.singles, plan.chunked, seconds)
+            self._pace.record(plan.singles, plan.chunked, seconds)
         for sequence, row, result in zip(plan.sequences, plan.rows, results, strict=True):
             if sequence.state is not RUNNING:
                 continue
@@ -193,7 +197,7 @@ class Scheduler:
         return outputs
 
     def _expire(self, now: float) -> list[Output]:
-        """End what is past its deadline."""
+        """End the requests that are past their deadline."""
         if now < self._next_deadline:
             return []
         late = [sequence for sequence in self._sequences.values() if sequence.deadline <= now]
@@ -202,7 +206,7 @@ class Scheduler:
         return ended
 
     def _fit(self, sequence: Sequence, end: int) -> bool:
-        """Give a running sequence room up to `end`, at the cost of those behind it; False if it was preempted."""
+        """Allocate a running sequence's blocks up to `end`, preempting later ones; False if it was preempted itself."""
         while sequence.state is RUNNING:
             if end <= sequence.kv.table.capacity or self._cache.grow(sequence.kv, end):
                 return True
@@ -218,7 +222,7 @@ class Scheduler:
         return False
 
     def _chunk(self, sequence: Sequence, budget: StepBudget, work: dict[Sequence, int]) -> None:
-        """Plan as much (more) of a running prompt as the step and the blocks have room for."""
+        """Add as much of a running prompt to the step as its budget and the free blocks allow."""
         if sequence.state is not State.RUNNING:
             return
         start = work.get(sequence, sequence.computed)
@@ -227,14 +231,14 @@ class Scheduler:
         while count > 1 and not self._cache.grow(sequence.kv, start + count):
             count //= 2
         if count < 1 or (sequence in work and not self._cache.grow(sequence.kv, start + count)):
-            return  # it has its part, and more of it is worth nobody's blocks
+            return  # it has a part already; more of it is not worth preempting others
         if not self._fit(sequence, start + count):
             return
         work[sequence], sequence.stalled = start + count, 0
         budget.take(share, count)
 
-    def _lapse(self, work: dict[Sequence, int]) -> None:
-        """Let nobody wait for a prompt that has had no part of a step for long."""
+    def _release_stalled(self, work: dict[Sequence, int]) -> None:
+        """Release the claims of running prompts that had no row for `PATIENCE` steps."""
         if len(work) == len(self._running):
             return
         for sequence in self._running:
@@ -245,21 +249,21 @@ class Scheduler:
     def _admit(
         self, work: dict[Sequence, int], budget: StepBudget, now: float, ended: list[Output], started: list[int]
     ) -> None:
-        """Let waiting sequences run, in order, while there is room in the step, a row and blocks."""
+        """Start waiting sequences in order, while the step has tokens and rows and the pool has blocks."""
         if self._cache.blocked == len(self._waiting):
             return
-        passed = Passed()
+        skipped = Skipped()
         for sequence in self._waiting:
-            if budget.left < 1 or len(self._running) + passed.any >= self._max_rows:
+            if budget.left < 1 or len(self._running) + skipped.any >= self._max_rows:
                 break
-            if budget.kept and passed.again(sequence, budget.kept):
+            if budget.kept and skipped.skip_if_long(sequence, budget.kept):
                 continue
             finish = sequence.ending()
-            if finish is None and (turn := self._open(sequence, budget, passed)) is not Admission.RUNS:
+            if finish is None and (turn := self._open(sequence, budget, skipped)) is not Admission.RUNS:
                 if turn is Admission.STOPS:
                     break
                 if budget.kept:
-                    passed.add(sequence)
+                    skipped.add(sequence)
                 continue
             self._start(sequence, now, started, whole=finish is not None)
             if finish is None and sequence.computed >= sequence.target:
@@ -271,9 +275,9 @@ class Scheduler:
             else:
                 self._chunk(sequence, budget, work)
 
-    def _open(self, sequence: Sequence, budget: StepBudget, passed: Passed) -> Admission:
-        """Give a waiting sequence blocks, what is cached among them, if it may run now."""
-        if (known := self._known(sequence, budget, passed)) is not None:
+    def _open(self, sequence: Sequence, budget: StepBudget, skipped: Skipped) -> Admission:
+        """Decide whether a waiting sequence may run now; if so, give it its cached and new blocks."""
+        if (known := self._known(sequence, budget, skipped)) is not None:
             return known
         kv, kept, spare, ahead = sequence.kv, budget.kept, len(self._running), 0
         reuse = sequence.scored >= sequence.to_score
@@ -283,14 +287,14 @@ class Scheduler:
             match = self._cache.match(kv, sequence.tokens, spare, kept or None)
         if match.blocked_on is not None:
             return Admission.PASSES
-        if kept and not kv.claim.tried:  # what was loaded must be held before others take its blocks
+        if kept and not kv.claim.tried:  # loaded blocks must be claimed before others take them
             missing = sequence.target - match.covered
             if missing > kept:
                 sequence.long_beside = kept
                 return Admission.PASSES
             if not budget.short(missing):
                 return Admission.STOPS
-            ahead = passed.needs(self._cache.info.block_tokens)
+            ahead = skipped.needs(self._cache.info.block_tokens)
         covered = self._cache.open(kv, sequence.tokens, match, reuse=reuse, spare=spare, ahead=ahead)
         if covered is None:
             sequence.ahead = ahead
@@ -299,21 +303,21 @@ class Scheduler:
         sequence.computed = covered
         return Admission.RUNS
 
-    def _known(self, sequence: Sequence, budget: StepBudget, passed: Passed) -> Admission | None:
-        """What the last look at a waiting sequence says for this step too, since nothing has happened meanwhile."""
+    def _known(self, sequence: Sequence, budget: StepBudget, skipped: Skipped) -> Admission | None:
+        """Return the last decision on a waiting sequence if it still holds; None if it must be looked at again."""
         match, kept = sequence.kv.claim.match, budget.kept
         if match is None:
             return None
         beside = kept > 0 and not sequence.kv.claim.tried
         if isinstance(match.blocked_on, BlockPool):
-            spare, ahead = len(self._running), passed.needs(self._cache.info.block_tokens) if beside else 0
+            spare, ahead = len(self._running), skipped.needs(self._cache.info.block_tokens) if beside else 0
             short = not beside or sequence.target - match.covered <= kept
             fewer = spare >= sequence.spare and ahead >= sequence.ahead
             return Admission.STOPS if self._running and short and fewer else None
         return None if match.blocked_on is None else Admission.PASSES
 
     def _start(self, sequence: Sequence, now: float, started: list[int], *, whole: bool) -> None:
-        """A waiting sequence runs, from what is computed of it on. `whole`: its answer is there without a step."""
+        """Move a waiting sequence to the running ones. `whole`: its answer is complete without a step."""
         sequence.become(State.RUNNING)
         self._waiting.start(sequence)
         self._running.append(sequence)
@@ -327,13 +331,13 @@ class Scheduler:
             self._hits += min(sequence.computed, sequence.prompt_len)
 
     def _in_time(self, now: float) -> Callable[[], bool]:
-        """Whether there is time yet to look for forced tokens, from `now` on."""
+        """Return a function that tells whether there is still time to look for forced tokens, from `now` on."""
         return lambda: self._clock.now() <= now + FORCE_SECONDS
 
     def _advance(
         self, sequence: Sequence, row: Row, result: RowResult, now: float, in_time: Callable[[], bool]
     ) -> Output | None:
-        """Take one row's result: what it computed is published, what it sampled is appended."""
+        """Apply one row's result: publish its computed blocks to the cache and append the sampled token."""
         if result.error:
             return self._fail(sequence, now, FinishReason.ERROR, result.error)
         end = sequence.computed = row.end
@@ -361,16 +365,16 @@ class Scheduler:
         )
 
     def _unsampled(self, sequence: Sequence, row: Row, result: RowResult, now: float) -> Output | None:
-        """What there is to say of a row that gives no token: it is in the middle of a prompt, or all that was asked."""
+        """Return the output of a row without a token: a chunk of a prompt, a hidden state, or a scored prompt."""
         if row.end < sequence.target:
             scores = result.prompt_logprobs
-            told = sequence.progress() if sequence.request.progress else None
-            if not scores and told is None:
+            progress = sequence.progress() if sequence.request.progress else None
+            if not scores and progress is None:
                 return None
-            return Output(id=sequence.request.id, prompt_logprobs=scores, progress=told)
+            return Output(id=sequence.request.id, prompt_logprobs=scores, progress=progress)
         cache, timing = sequence.report, self._end(sequence, State.FINISHED, now)
         if row.want == "hidden":
-            return encoded(sequence.request, result, cache, timing)
+            return encoder_output(sequence.request, result, cache, timing)
         return Output(
             id=sequence.request.id,
             prompt_logprobs=result.prompt_logprobs,
@@ -381,11 +385,11 @@ class Scheduler:
 
     def _fail(self, sequence: Sequence, now: float, reason: FinishReason, error: str = "") -> Output:
         if error:
-            sequence.computed = 0  # what an engine leaves that failed is not known
+            sequence.computed = 0  # KV that a failed step left behind is undefined
         return Output(id=sequence.request.id, finish=reason, error=error, timing=self._end(sequence, State.FAILED, now))
 
     def _end(self, sequence: Sequence, state: State, now: float) -> Timing:
-        """The one way out: nothing of the request stays here, its blocks are given back."""
+        """Forget a request and free its blocks; every end comes through here."""
         if sequence.state is State.RUNNING:
             self._running.remove(sequence)
         else:

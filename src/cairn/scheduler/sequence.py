@@ -1,4 +1,4 @@
-"""One request while the scheduler has it, and the states it may pass through."""
+"""A request in the scheduler: its tokens, progress, deadlines and state machine."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from cairn.types.stats import CacheReport, Miss
 from cairn.types.step import Pending, Row
 
 MOST_FORCED = 32
-"""Tokens that are appended at once because a grammar leaves no other."""
+"""Most tokens appended at once because the grammar allows no others."""
 MAX_PRIORITY = 100
-"""Priorities are within ± this, so that `AGE_SECONDS` bounds how long anybody can be overtaken."""
+"""Priorities are within ± this, so that `AGE_SECONDS` bounds how long a request can be overtaken."""
 
 
 class State(enum.Enum):
-    """Where a sequence is. The last three are ends."""
+    """State of a sequence; the last three are final."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -38,32 +38,35 @@ LEGAL: dict[State, frozenset[State]] = {
     State.FAILED: frozenset(),
     State.CANCELLED: frozenset(),
 }
-"""Every transition there is; running -> waiting is preemption."""
+"""All legal transitions; running -> waiting is preemption."""
 
 
 class Matcher(Protocol):
-    """Follows what an answer is held to: a grammar, a budget of its reasoning, or both."""
+    """Follows the constraints on an answer: a grammar, a reasoning budget, or both."""
 
     @property
     def over(self) -> bool:
-        """Whether nothing can follow what was consumed: the answer is whole."""
+        """Whether the answer is complete: no token can follow."""
         ...
 
     def mask(self) -> Pending[bytes] | None:
-        """`Row.mask` of the next token; `consume` and another `mask` only after it is there."""
+        """Start computing `Row.mask` of the next token; None: no constraint.
+
+        Its result must be awaited before the next `consume` or `mask`.
+        """
         ...
 
     def consume(self, token: int) -> None:
-        """Take the next token of the answer."""
+        """Advance by the next token of the answer."""
         ...
 
     def forced(self) -> int | None:
-        """The only token that the next mask allows, where that is known at little cost. Not while a mask is made."""
+        """Return the only token that the next mask allows, if cheap to find out. Not while a mask is computed."""
         ...
 
 
 class Sequence:
-    """One request while the scheduler has it: the only place where its tokens and its progress are kept."""
+    """A request in the scheduler: the only place where its tokens and progress are kept."""
 
     __slots__ = (
         "admitted",
@@ -104,81 +107,81 @@ class Sequence:
     ) -> None:
         self.request = request
         self.matcher = matcher
-        """Where `request.held` is: it has consumed all that was generated."""
+        """Set if `request.held`; it has consumed all generated tokens."""
         self.kv = kv
         self.tokens = [*request.prompt, *request.generated]
         self.prompt_len = len(request.prompt)
         self.longest = min(limit, self.prompt_len + request.sampling.max_tokens)
-        """Most tokens it may grow to: those asked for, as far as the context and the pools can hold them."""
+        """Most tokens it may grow to: those requested, limited by the context and the pools."""
         self.unneeded = 0 if request.sampling.max_tokens or request.want == "hidden" else 1
-        """Trailing tokens that need not be computed: one, where nothing follows and only the prompt is scored."""
+        """Trailing tokens that need not be computed: one if the prompt is only scored."""
         self.mu = start_mu(request)
-        """Mirostat's state after `tokens`, where that is on."""
+        """Mirostat's state after `tokens`, if it is on."""
         self.reported = len(self.tokens)
-        """Leading tokens that the front has: those of the request, and all that `news` has given."""
+        """Leading tokens that the front has: the request's, and those that `news` has returned."""
         self.forces = matcher is not None and forces(request)
-        """Whether tokens that its grammar leaves no choice about are appended without a step of their own."""
+        """Whether tokens that the grammar forces are appended without a step of their own."""
         self.computed = 0
-        """Leading tokens whose KV is in the tables."""
+        """Leading tokens whose KV is in the block tables."""
         self.state = State.WAITING
         self.arrival = now
         self.deadline = math.inf if request.timeout is None else now + request.timeout
         self.rank = (now - request.priority * AGE_SECONDS, serial)
-        """Its place among those of its tenant that never ran."""
+        """Sort key among its tenant's requests that never ran."""
         self.turn = 0
-        """How many had begun to run before it, and one; 0 before it runs itself."""
+        """Number in the order in which sequences first ran, from 1; 0 before it runs."""
         self.admitted: float | None = None
         self.first_token: float | None = None
         self.report: CacheReport | None = None
-        """Where its prompt's KV came from, once it has run."""
+        """Sources of its prompt's KV, once it has run."""
         self.long_beside = 0
-        """As long as `kv.claim.match` holds: with how many tokens kept for short prompts it was a long one."""
+        """Reserved tokens beside which it was found to be long; valid while `kv.claim.match` is."""
         self.spare = self.ahead = 0
-        """As long as `kv.claim.match` is blocked on a pool: how many blocks were to be left there, for those that run
-        and for one that was passed."""
+        """Blocks that had to stay free for running sequences and for a skipped one; valid while `kv.claim.match` is
+        blocked on a pool."""
         self.stalled = 0
-        """Steps since it had a part of one, while it runs."""
+        """Steps since it last had a row, while it runs."""
         self.scored = 0
-        """Prompt log-probabilities given out so far, of `to_score`."""
+        """Prompt log-probabilities sent so far, of `to_score`."""
         self.to_score = self.prompt_len - 1 if request.sampling.prompt_logprobs and not request.generated else 0
 
     def by_rank(self) -> tuple[float, int]:
-        """Key of the order in which a tenant's sequences begin to run: the lowest first."""
+        """Return the sort key in which a tenant's sequences start: the lowest first."""
         return self.rank
 
     def by_turn(self) -> int:
-        """Key of the order in which sequences began to run, and run on after preemption."""
+        """Return the sort key in which preempted sequences resume: the order in which they first ran."""
         return self.turn
 
     @property
     def target(self) -> int:
-        """Tokens to compute before the next token can be sampled; without `max_tokens`, to score the prompt."""
+        """Position up to which KV is needed to sample the next token, or to score the prompt if `max_tokens` is 0."""
         return len(self.tokens) - self.unneeded
 
     @property
     def missing(self) -> int:
-        """Tokens to compute before that."""
-        return len(self.tokens) - self.unneeded - self.computed  # not by `target`: asked of each row of each step
+        """Tokens still to compute up to `target`."""
+        return len(self.tokens) - self.unneeded - self.computed  # inlined `target`: read for each row of each step
 
     def progress(self) -> PromptProgress | None:
-        """How far its prompt is."""
+        """Return the prompt's progress; None if nothing was computed yet."""
         cached = 0 if self.report is None else self.report.cached
         return PromptProgress(cached, min(self.computed, self.prompt_len)) if self.computed > cached else None
 
     def needs(self, block_tokens: int) -> int:
-        """Blocks of a full group that it does not hold yet."""
+        """Return how many blocks of a full group it still needs for its tokens."""
         return -(-len(self.tokens) // block_tokens) - len(self.kv.table.groups[0])
 
     def become(self, state: State) -> None:
-        """Change the state; anything but a legal transition is a bug of ours."""
+        """Change the state; raise `RuntimeError` for an illegal transition, which is a bug."""
         if state not in LEGAL[self.state]:
             raise RuntimeError(f"request {self.request.id}: {self.state.value} -> {state.value} is not legal")
         self.state = state
 
     def ending(self) -> FinishReason | None:
-        """Why the tokens so far are the last, if they are. A stop token counts as one of the completion's tokens.
+        """Return why the answer is complete, or None. A stop token counts as a completion token.
 
-        A grammar that nothing can follow ends an answer whatever `min_tokens` says: there is no other token.
+        A completed grammar ends an answer even below `min_tokens`: no other token is allowed.
         """
         count, sampling = len(self.tokens), self.request.sampling
         if count == self.prompt_len:
@@ -191,12 +194,12 @@ class Sequence:
     def take(
         self, token: int, mu: float | None, in_time: Callable[[], bool]
     ) -> tuple[FinishReason | None, tuple[int, ...]]:
-        """Append the token that was sampled, and what it leaves no choice about; why the answer ends then, and `news`.
+        """Append a sampled token and the tokens that the grammar forces after it; return (`ending`, `news`).
 
-        `mu`: mirostat's state after it; `in_time`: as of `force`.
+        `mu`: mirostat's state after the token; `in_time`: see `force`.
         """
         self.mu = mu
-        if self.matcher is None:  # it has no news but this token
+        if self.matcher is None:  # no tokens are forced: the fast path
             self.tokens.append(token)
             self.reported += 1
             return self.ending(), (token,)
@@ -204,10 +207,10 @@ class Sequence:
         return self.force(in_time), self.news()
 
     def force(self, in_time: Callable[[], bool]) -> FinishReason | None:
-        """Append the tokens that are the only ones that may come; why the answer ends with them, if it does.
+        """Append the tokens that the grammar forces, while `in_time` returns True; return `ending`.
 
-        Sampling would give the same ones: a mask leaves nothing else. So they may be left to it at any place, as they
-        are where there is no time to look, and as a stop token always is: it knows whether one may come yet.
+        Sampling would choose the same tokens, since the mask allows no others. So this may stop anywhere: when time is
+        up, and at a stop token, because only the sampler knows whether one is allowed yet.
         """
         finish, matcher = self.ending(), self.matcher
         if matcher is None or not self.forces:
@@ -228,13 +231,13 @@ class Sequence:
             self.matcher.consume(token)
 
     def news(self) -> tuple[int, ...]:
-        """The tokens of the answer that were not given out yet: they are now."""
+        """Return the answer's tokens that were not reported yet, and mark them reported."""
         tokens = tuple(self.tokens[self.reported :])
         self.reported = len(self.tokens)
         return tokens
 
     def row(self, end: int) -> Row:
-        """The row that computes up to position `end`."""
+        """Return the row that computes up to position `end`, and start its mask if it samples."""
         first = end - 1 if end == len(self.tokens) else None
         if self.scored < self.to_score:
             first = max(self.computed, self.scored)
@@ -257,8 +260,10 @@ class Sequence:
         )
 
     def start(self, now: float, miss: Miss | None, *, whole: bool = False) -> None:
-        """It runs for the first time: what is computed of it now is where its prompt's KV came from. `whole`: nothing
-        of it has to be computed, since its answer is there."""
+        """Record the first admission and where the prompt's KV came from.
+
+        `whole`: the answer is complete, so nothing has to be computed and the prompt counts as cached.
+        """
         covered = self.prompt_len if whole else min(self.computed, self.prompt_len)
         brought = self.kv.progress.origin(covered)
         self.admitted = now
@@ -272,14 +277,14 @@ class Sequence:
         )
 
     def timing(self, now: float) -> Timing:
-        """Seconds until it first ran, from there to its first token, and from there to now."""
+        """Return the seconds until it first ran, from there to its first token, and from there to `now`."""
         admitted = now if self.admitted is None else self.admitted
         first = now if self.first_token is None else self.first_token
         return Timing(queue=admitted - self.arrival, prefill=first - admitted, decode=now - first)
 
 
 def start_mu(request: Request) -> float | None:
-    """Mirostat's state with which a request begins, or goes on; None where that is off."""
+    """Return mirostat's state at the start of a request, or where it continues; None if it is off."""
     extras = request.sampling.extras
     if extras is None or not extras.mirostat:
         return None
@@ -287,10 +292,10 @@ def start_mu(request: Request) -> float | None:
 
 
 def forces(request: Request) -> bool:
-    """Whether nothing is asked of a request's tokens but which they are, and nothing but its grammar forbids any.
+    """Tell whether tokens that the grammar forces may be appended without sampling them.
 
-    Log-probabilities need each token's own logits. Where a ban leaves nothing of what a grammar allows, the sampler
-    has to say so.
+    Not with log-probabilities, which need each token's logits. Not with banned tokens either: if they leave nothing of
+    what the grammar allows, the sampler must report that.
     """
     sampling, extras = request.sampling, request.sampling.extras
     banned = extras is not None and bool(extras.allowed_token_ids or extras.bad_words)
@@ -305,19 +310,19 @@ def check_prompt(request: Request, context: int, longest: int, vocab: int) -> No
     prompt, completion = len(request.prompt), min(1, request.sampling.max_tokens)
     if prompt + completion > context:
         raise ContextTooLong(
-            f"the prompt has {prompt} tokens and the context holds {context}, the completion included",
+            f"the prompt has {prompt} tokens; the context holds {context}, the completion included",
             field="prompt",
             prompt_tokens=prompt,
             context=context,
         )
     if prompt + completion > longest:
         raise InvalidRequest(
-            f"the prompt has {prompt} tokens and the whole KV pool holds {longest}; a larger --kv-gb makes room",
+            f"the prompt has {prompt} tokens; the whole KV pool holds {longest}: raise --kv-gb",
             field="prompt",
         )
     if request.generated and request.mu is None and start_mu(request) is not None:
         raise InvalidRequest(
-            "mirostat: an answer can only go on with the state that it had, which was not kept", field="mirostat"
+            "mirostat: an answer can only be continued with its mirostat state, which was not kept", field="mirostat"
         )
     tokens = (*request.prompt, *request.generated) if request.generated else request.prompt
     if min(tokens) < 0 or max(tokens) >= vocab:

@@ -1,1 +1,1 @@
-"""Values that parts hand to each other: requests, outputs, models, steps, statistics and errors."""
+"""Values that cross the package's seams: requests, outputs, models, steps, statistics and errors."""

@@ -6,9 +6,9 @@ CairnError                 500  our own fault, or unforeseen
 |  |- Unsupported          400  a field whose meaning is not built
 |- Unauthorized            401
 |- Forbidden               403
-|  |- QuotaExceeded        403  code quota_exceeded: a tenant keeps as much as it may; `field` names the limit
+|  |- QuotaExceeded        403  code quota_exceeded: a tenant's storage limit is reached; `field` names the limit
 |- NotFound                404  unknown model, request or route
-|  |- UnknownModel         404  code model_not_found; the message lists the names there are
+|  |- UnknownModel         404  code model_not_found; the message lists the known names
 |- MethodNotAllowed        405
 |- RequestTimeout          408  the headers or the body did not arrive in time
 |- Conflict                409
@@ -18,17 +18,17 @@ CairnError                 500  our own fault, or unforeseen
 |- UnsupportedMedia        415  a body that is not application/json
 |- HeadersTooLarge         431
 |- Overloaded              429  the queue is full; `retry_after` is seconds
-|  |- RateLimited          429  code rate_limit_exceeded: a tenant asked for more than it may
+|  |- RateLimited          429  code rate_limit_exceeded: a tenant's rate limit is reached
 |- Unavailable             503  starting, draining, or the worker is being replaced; `retry_after`
-|  |- NotLoaded            503  code model_not_loaded: the model is on the disk, and on its way
+|  |- NotLoaded            503  code model_not_loaded: the model is being loaded from disk
 |- DeadlineExceeded        504
-|- Cancelled               499  ended by its owner
-|- GenerationFailed        500  this request failed (non-finite logits, a worker that dies again and again)
+|- Cancelled               499  cancelled by the client
+|- GenerationFailed        500  this request failed (non-finite logits, repeated worker crashes)
 |- ModelError              the model cannot be served; exit code 2
 |  |- ModelFileError       a file is missing, broken or not what its header says
-|  |- NoWorker             the process that loads it could not be started, or ended
-|  |- NoDevice             the device that should compute is unknown, not there, or cannot be used
-|- DeviceError             500  a device failed in a step: nothing on it can be relied on
+|  |- NoWorker             the worker process could not be started, or exited
+|  |- NoDevice             the device is unknown, absent or unusable
+|- DeviceError             500  a device failed in a step: its memory can no longer be trusted
 |  |- DeviceMemoryError    500  a device has no memory left for a step
 |- ConfigError             an option is unknown or out of range; exit code 2
 """
@@ -41,7 +41,7 @@ from typing import Self
 NOTHING_LEFT = "logit_bias, penalties or a grammar left no token that could be chosen"
 TOO_COMPLEX = "the grammar that the answer is held to became too complex to follow"
 IMPOSSIBLE = frozenset({NOTHING_LEFT, TOO_COMPLEX})
-"""What ends an answer that nobody could give: the request is wrong, and would fail again."""
+"""Errors of a generation that the request itself causes: it would fail again."""
 
 
 class CairnError(Exception):
@@ -57,13 +57,13 @@ class CairnError(Exception):
         self.retry_after = retry_after
 
     def named(self, message: str, field: str | None) -> Self:
-        """Return this error with the message and field name of a route that calls the field otherwise."""
+        """Set the message and field name that the route uses, and return this error."""
         self.args, self.field = (message,), field
         return self
 
 
 def by_code(code: str, message: str, field: str | None = None) -> CairnError:
-    """Return the error that another process sent by its code; a plain CairnError if no class has it."""
+    """Return an instance of the error class with this code; a plain CairnError if there is none."""
     kinds: list[type[CairnError]] = [CairnError]
     for kind in kinds:
         if kind.code == code:
@@ -90,7 +90,7 @@ class ContextTooLong(InvalidRequest):
     ) -> None:
         super().__init__(message, field=field)
         self.prompt_tokens = prompt_tokens
-        """How many the prompt has, or has at least where it was not read to its end."""
+        """Tokens of the prompt, or a lower bound if it was not encoded to its end."""
         self.context = context
 
 

@@ -1,4 +1,4 @@
-"""What comes back of a request: the worker's `Output` of a step, and the events that the front makes of it."""
+"""Results of a request: the worker's `Output` for each step, and the events that the front makes of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class FinishReason(enum.StrEnum):
 
 
 REPETITION = "repetition"
-"""What `Done.detail` says of an answer that was ended because it only repeated itself."""
+"""`Done.detail` of an answer that was ended because it only repeated itself."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -43,7 +43,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds a request spent; what the metrics record."""
+    """Seconds that a request spent in each phase, as the metrics record them."""
 
     queue: float = 0.0
     prefill: float = 0.0
@@ -51,46 +51,46 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptProgress(msgspec.Struct, frozen=True):
-    """How far a prompt is, in tokens."""
+    """Progress of a prompt, in tokens."""
 
     cached: int
-    """Found in the cache."""
+    """Tokens found in the cache."""
     processed: int
-    """There by now, those among them."""
+    """Tokens done so far, cached ones included."""
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step did to one request: the worker's side of an event.
+    """The result of one step for one request, sent by the worker.
 
     The last output of a request has `finish`; with `FinishReason.ERROR`, `error` is a sentence for the client. With
-    `FinishReason.STOP` the last of `tokens` is the stop token: it counts as a completion token, and is no text if it is
-    one of the model's own.
+    `FinishReason.STOP` the last of `tokens` is the stop token: it counts as a completion token, and is not part of the
+    text if it is one of the model's own.
     """
 
     id: int
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    """Those of prompt positions 1, 2, ..., sent in pieces, in order, before the first sampled token."""
+    """Log-probabilities of prompt positions 1, 2, ..., sent in pieces, in order, before the first sampled token."""
     finish: FinishReason | None = None
     error: str = ""
     mu: float | None = None
-    """Mirostat's state after `tokens`, where that is on: for a request that goes on elsewhere."""
+    """Mirostat's state after `tokens`, if it is on: needed to continue the request on another worker."""
     cache: CacheReport | None = None
     """Set on the first output after the prompt was computed."""
     timing: Timing | None = None
     """Set with `finish`."""
     progress: PromptProgress | None = None
-    """Set while the prompt is computed, of a request that wants to know."""
+    """Set while the prompt is computed, if the request asked for progress."""
     vector: bytes = b""
-    """float32 in the machine's order: what a request that wants a hidden state has asked for, with `finish`."""
+    """The result of a request for a hidden state, as float32 in native byte order; set with `finish`."""
 
 
 class TokenKind(enum.IntEnum):
-    """What a token of an answer is a part of."""
+    """The part of an answer that a token belongs to."""
 
     HIDDEN = 0
-    """A call, a tag, a control token, or what a stop string has cut off."""
+    """A tool call, a tag, a control token, or text cut off by a stop string."""
     CONTENT = 1
     REASONING = 2
     REASONING_TAG = 3
@@ -106,17 +106,17 @@ class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def joined_calls(pieces: Sequence[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
-    """Return pieces of calls, those of each call that came one behind the other made one."""
-    found: list[ToolCallDelta] = []
+    """Return the pieces with consecutive pieces of the same call joined."""
+    calls: list[ToolCallDelta] = []
     arguments: list[list[str]] = []
     for piece in pieces:
-        if piece.id or not found:
-            found.append(piece)
+        if piece.id or not calls:
+            calls.append(piece)
             arguments.append([])
         arguments[-1].append(piece.arguments)
     return tuple(
-        one if len(texts) == 1 else msgspec.structs.replace(one, arguments="".join(texts))
-        for one, texts in zip(found, arguments, strict=True)
+        call if len(texts) == 1 else msgspec.structs.replace(call, arguments="".join(texts))
+        for call, texts in zip(calls, arguments, strict=True)
     )
 
 
@@ -128,20 +128,21 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     tool_calls: tuple[ToolCallDelta, ...] = ()
     tokens: tuple[int, ...] = ()
     kinds: bytes = b""
-    """A `TokenKind` for each token whose kind became certain, in the order of the answer. They come with the text of
-    these tokens, and so later than `tokens`. Told where log-probabilities or reasoning are wanted."""
+    """A `TokenKind` for each token whose kind became certain, in the order of the answer.
+
+    They come with these tokens' text, so later than `tokens`. Only set if log-probabilities or reasoning are wanted."""
     logprobs: tuple[TokenLogprob, ...] = ()
-    """Of the tokens of `kinds`; of content, where there are no kinds."""
+    """Log-probabilities of the tokens in `kinds`; of content tokens if `kinds` is empty."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     progress: tuple[PromptProgress, ...] = ()
-    """How far the prompt was after each step, of a request that wants to know."""
+    """Progress of the prompt after each step, if the request asked for it."""
 
 
 def logprobs_of(kind: TokenKind, kinds: bytes | bytearray, logprobs: Sequence[TokenLogprob]) -> Sequence[TokenLogprob]:
-    """Return the log-probabilities of one kind of tokens; where no kinds are known, all are of content."""
+    """Return the log-probabilities of one kind of tokens; without kinds, all count as content."""
     if not kinds:
         return logprobs if kind is TokenKind.CONTENT else ()
-    return [one for one, found in zip(logprobs, kinds, strict=False) if found == kind]
+    return [logprob for logprob, its_kind in zip(logprobs, kinds, strict=False) if its_kind == kind]
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,11 +153,13 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
     cache: CacheReport
     timing: Timing = Timing()
     vector: bytes = b""
-    """float32, of a request that wants a hidden state."""
+    """The result of a request for a hidden state, as float32."""
     detail: str = ""
-    """More than the reason says: REPETITION where LENGTH ended an answer that only repeated itself."""
+    """More on the reason: REPETITION if LENGTH ended an answer that only repeated itself."""
     unread_call: bool = False
-    """Something in the text began as a call of a tool does and could not be read as one, or as a whole one."""
+    """Whether the text holds the beginning of a tool call that is malformed or incomplete."""
+    moved: str = ""
+    """A sentence if the device failed and another computed the rest of the choice; else empty."""
 
 
 Event = Delta | Done

@@ -1,4 +1,4 @@
-"""What is told of KV: where a prompt's came from, why a part of it was missing, and what pools and stores hold.
+"""KV statistics: the source of each prompt's tokens, reasons of misses, and usage of pools and stores.
 
 Frozen msgspec structs like those of `cairn.types.request`: they cross the wire between worker and front as they are.
 """
@@ -23,45 +23,45 @@ MissReason = Literal[
     "never seen",
     "faster to compute",
 ]
-"""Why a block of a prompt had to be computed. A worker says
+"""Why a block of a prompt had to be computed. A worker reports one of these:
 
-    evicted           it was stored, or in a pool above no store, and made room for others
-    not stored yet    the pool gave it up, and it is on its way to the disk
-    not stored        it was computed, also before a restart, and no store took it before it was gone
-    damaged           what the disk had of it failed a check
-    no snapshot       the KV is there, but the model has recurrent states, of which only some are kept
+    evicted           it was stored, or in a pool without stores, and was evicted
+    not stored yet    it left the pool and is queued to be written to disk
+    not stored        it was computed (perhaps before a restart) and lost before a store took it
+    damaged           its copy on disk failed a check
+    no snapshot       the KV exists, but the model has recurrent states and no snapshot is kept there
     faster to compute
-    never seen        it is new, or so long ago that nothing is known of it
+    never seen        it is new, or forgotten
 
-and the front, which knows the tenant's other contexts, may say `never seen` more exactly with one of the others. None
-of them speaks of other tenants: what those have asked is not to be told."""
+The front, which knows the tenant's other contexts, may replace `never seen` by one of the other reasons. No reason
+reveals what other tenants have asked."""
 
 
 class Differs(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a prompt leaves the nearest known context of the same tenant, and how both go on there."""
+    """The first difference between a prompt and the nearest known context of the same tenant."""
 
     position: int
-    """Where the first token is that is another one."""
+    """Position of the first differing token."""
     known: str
-    """The beginning of what was there before: a few dozen characters."""
+    """The known context's text from there on: a few dozen characters."""
     given: str
-    """The beginning of what stands in the prompt."""
+    """The prompt's text from there on."""
 
 
 class Miss(msgspec.Struct, frozen=True, kw_only=True):
-    """The first token of a prompt that no tier gave, where that is not in its last, incomplete block."""
+    """The first token of a prompt that no tier had. The last, incomplete block does not count."""
 
     position: int
-    """Where it is in the prompt."""
+    """Its position in the prompt."""
     reason: MissReason
     differs: Differs | None = None
-    """With `different tokens`, `system text changed` and `template`."""
+    """Set with `different tokens`, `system text changed` and `template`."""
 
 
 class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the KV of a prompt came from, in tokens. `computed + pool + ram + disk` is the prompt's length.
+    """Sources of a prompt's KV, in tokens. `computed + pool + ram + disk` is the prompt's length.
 
-    Of a prompt that no step was needed for all counts as found: none of it was computed.
+    A prompt that needed no step counts as cached as a whole.
     """
 
     computed: int = 0
@@ -69,9 +69,9 @@ class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
     ram: int = 0
     disk: int = 0
     load: float = 0.0
-    """Seconds from the decision to load until the last chunk that was used lay in the pool."""
+    """Seconds from the decision to load until the last chunk used was in the pool."""
     miss: Miss | None = None
-    """None where everything was found but the last, incomplete block."""
+    """None if everything but the last, incomplete block was found."""
 
     @property
     def cached(self) -> int:
@@ -80,7 +80,7 @@ class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Placed(msgspec.Struct, frozen=True, kw_only=True):
-    """How many leading tokens of a context each tier has, every tier for itself."""
+    """Leading tokens of a context that each tier has, counted independently."""
 
     pool: int = 0
     ram: int = 0
@@ -88,69 +88,69 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Swept(msgspec.Struct, frozen=True, kw_only=True):
-    """What a look over the stored chunks found and removed."""
+    """Result of a scan over the stored chunks."""
 
     checked: int = 0
     removed: int = 0
-    """How many chunks went."""
+    """Chunks removed."""
     bytes: int = 0
-    """What the removed chunks took."""
+    """Bytes freed."""
     unreadable: int = 0
-    """Chunks that the disk did not give: they stay until it is asked again."""
+    """Chunks that could not be read; they are kept and tried again next time."""
 
 
 class TakenIn(msgspec.Struct, frozen=True, kw_only=True):
-    """What was taken of the KV in a file."""
+    """Result of importing KV from a file."""
 
     chunks: int = 0
     bytes: int = 0
-    """Of the pages of those chunks."""
+    """Bytes of the imported chunks' pages."""
     ignored: int = 0
-    """Chunks of another model, or of the same one under other arithmetic: they are of no use here."""
+    """Chunks of another model, or of the same one under other arithmetic."""
     refused: int = 0
-    """Chunks that were damaged or of other tokens, and those for which there was no room."""
+    """Chunks that were damaged, had other tokens, or found no room."""
 
 
 class TierStats(msgspec.Struct, frozen=True, kw_only=True):
-    """One store of KV now. Counters are totals since it was opened."""
+    """Statistics of one KV store. Counters are totals since it was opened."""
 
     chunks: int = 0
     bytes: int = 0
-    """What it takes, headers of files included."""
+    """Bytes used, file headers included."""
     budget: int = 0
     pinned: int = 0
     """Chunks that may not be evicted."""
     written: int = 0
-    """How many bytes were written."""
+    """Bytes written."""
     read: int = 0
-    """How many bytes were read."""
+    """Bytes read."""
     evicted: int = 0
     damaged: int = 0
-    """Chunks that failed a check; they are gone."""
+    """Chunks removed because they failed a check."""
     refused: int = 0
-    """Chunks that were not kept: no room, or the disk failed."""
+    """Chunks that were not stored: no room, or the disk failed."""
     trouble: str = ""
-    """Why it does not work now, as a sentence; empty when it does."""
+    """Why the store does not work now, as a sentence; empty if it works."""
 
 
 class KvStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The stores below the pool. Counters are totals of one worker's life."""
+    """Statistics of the stores below the pool. Counters are totals of one worker's life."""
 
     ram: TierStats | None = None
-    """None where there is no such store."""
+    """None without such a store."""
     disk: TierStats | None = None
     queued: int = 0
     """Chunks that wait to be written."""
     dropped: int = 0
-    """Chunks that were given up before they were written: the queue was full, or the pool needed their blocks."""
+    """Chunks dropped before they were written: the queue was full, or the pool needed their blocks."""
     deferred: int = 0
-    """Chunks that were not stored because the day's bytes were written."""
+    """Chunks not stored because the daily write limit was reached."""
     loaded: int = 0
-    """Tokens brought up into the pool."""
+    """Tokens loaded into the pool."""
     load_seconds: float = 0.0
-    """Time that contexts waited for what was brought up."""
+    """Seconds that contexts waited for loads."""
     abandoned: int = 0
-    """Loads that ended early: too slow, a chunk was gone, or the pool had no room."""
+    """Loads that ended early: too slow, a chunk missing, or no room in the pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,17 +163,17 @@ class GroupUse:
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The scheduler now. Counters are totals since its start."""
+    """Statistics of the scheduler. Counters are totals since its start."""
 
     running: int
     waiting: int
     waiting_tokens: int
     groups: tuple[GroupUse, ...]
-    """Blocks, a cache group."""
+    """Block usage of each cache group."""
     prefix_queries: int
     """Prompt tokens looked up in the prefix index."""
     prefix_hits: int
     """Prompt tokens found there."""
     preemptions: int
     token_seconds: float = 0.0
-    """How long a token of a prompt takes, as measured; 0 before any was."""
+    """Measured seconds for each prompt token; 0 before the first measurement."""

@@ -1,7 +1,7 @@
-"""The narrow waist: above it policy (who runs, what is cached), below it arithmetic.
+"""The interface between policy (who runs, what is cached) and arithmetic: rows of a step, and the engine.
 
-It carries token ids, block ids, pages and hidden states, and nothing else. An engine keeps no per-request state: a
-`Row` says everything about its request, so aborting one means no longer naming its row, and no state can go stale.
+Only token ids, block ids, pages and hidden states cross it. An engine keeps no per-request state: a `Row` says
+everything about its request, so a request is aborted by leaving its row out, and no state can go stale.
 """
 
 from __future__ import annotations
@@ -12,25 +12,22 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from cairn.types.layer_spec import CacheGroup
+from cairn.types.model_spec import CacheGroup
 from cairn.types.outputs import TokenLogprob
-from cairn.types.request import Want
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import SamplingParams, Want
 
 T_co = TypeVar("T_co", covariant=True)
 
 NOT_FINITE = "the model gave numbers that are not finite"
-"""What is wrong with a row of which a hidden state is wanted."""
+"""Error of a row that wants a hidden state."""
 NO_BLOCK = -1
-"""An entry of a window or state group's table: a block that the window has passed, or where no state is kept."""
-
-
+"""Entry of a window or state group's table without a block: the window has passed it, or no state is kept there."""
 NO_TOKEN = "the step before gave no token to go on with"
-"""The error of a row whose pending token never came."""
+"""Error of a row whose pending token was never sampled."""
 
 
 class Pending(Protocol, Generic[T_co]):
-    """The result of work that was started and may still run."""
+    """Result of work that may still be running."""
 
     def wait(self) -> T_co:
         """Block until the work is done, and return its result or raise its exception."""
@@ -38,11 +35,11 @@ class Pending(Protocol, Generic[T_co]):
 
 
 class EngineCall(Pending[T_co], Protocol):
-    """The result of a call of an engine."""
+    """Result of an engine call."""
 
     @property
     def done(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Whether `wait` returns at once."""
         ...
 
 
@@ -52,13 +49,14 @@ class Row(msgspec.Struct, frozen=True):
     The KV of positions before `start` is already in the tables' blocks. Position p of group g lives in slot
     p % block_tokens of block tables[g][p // block_tokens]; each table covers at least `end` positions.
 
-    A block of a state group holds the state after the last computed position of its own. A row begins with the one at
-    tables[g][(start - 1) // block_tokens], or with zeros at 0, and leaves one at tables[g][(end - 1) // block_tokens].
-    Wherever else it fills a block, it leaves the state there if the table has one; other entries are ignored.
+    A block of a state group holds the state after its last computed position. A row starts from the state at
+    tables[g][(start - 1) // block_tokens], or from zeros at position 0, and writes its final state to
+    tables[g][(end - 1) // block_tokens]. At each block boundary that it passes, it writes the state to that block, too,
+    if the table has one; other entries are ignored.
     """
 
     tokens: Sequence[int]
-    """The prompt, then what was sampled, then `draft` guesses. The caller may append to it once the call is made."""
+    """The prompt, then sampled tokens, then `draft` guesses. The caller may append to it once the call is made."""
     start: int
     end: int
     tables: tuple[Sequence[int], ...]
@@ -66,29 +64,29 @@ class Row(msgspec.Struct, frozen=True):
     """First position whose logits are wanted; None in the middle of a prompt.
 
     Logits at a position p that is followed by a known token, tokens[p + 1], give that token's log-probability
-    (`RowResult.prompt_logprobs`); those at the last known token and at each guess sample the token that follows.
+    (`RowResult.prompt_logprobs`); those at the last known token and at each guess sample the next token.
     """
     prompt_len: int
-    """Length of the original prompt: where `min_tokens` and the presence and frequency penalties start to count."""
+    """Length of the original prompt: `min_tokens` and the presence and frequency penalties count from there."""
     sampling: SamplingParams
     choice: int
     want: Want = "token"
-    """`hidden`: the row gives a state in the place of a token, where it wants logits: that of position end - 1 after
-    the model's last norm; of an encoder, whose row is a whole text, its pooled states, or what a head makes of them."""
+    """`hidden`: the result is a hidden state instead of a token: that of position end - 1 after the model's last norm.
+    For an encoder, whose row is a whole text, the pooled state or the scores of its head."""
     second: int = 0
-    """Where the second of two texts begins that have types of their own; 0: there is one."""
+    """Index of the first token of a pair's second text, for models with token types; 0: a single text."""
     mu: float = 0.0
-    """Mirostat's state, of a row that samples by it."""
+    """Mirostat's state, if the row samples by it."""
     mask: Pending[bytes] | None = None
-    """Which tokens may come next, where a row samples under a grammar: bit t % 8 of byte t // 8 for token t, in whole
-    words of 4 bytes. It may be computed beside the step. Empty where the grammar cannot be followed any further."""
+    """Tokens that the grammar allows next: bit t % 8 of byte t // 8 for token t, in whole words of 4 bytes. It may be
+    computed in parallel to the step. Empty if the grammar cannot be followed any further."""
     draft: int = 0
     """How many of the last tokens are guesses. The row samples at the last known token and at each guess, each time as
-    if the guesses before were right: with their history, by the place of the new token (`RowResult.more`). The KV of
-    guesses is written behind that of known tokens, where the next row writes over it. Not for groups with states."""
+    if the guesses before it were right: with their history, by the position of the new token (`RowResult.more`). The
+    KV of guesses is written after that of known tokens, where the next row overwrites it. Not for state groups."""
     pending: int | None = None
     """Number of a row of the step before: the token that it samples is this row's only one, at `start`. So
-    end == start + 1, and `tokens` needs to hold no more than `start` tokens."""
+    end == start + 1, and `tokens` needs to hold only `start` tokens."""
 
     @property
     def samples(self) -> bool:
@@ -97,7 +95,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def check_guesses(row: Row, *, states: bool) -> None:
-    """Raise `ValueError` for a draft or a pending token that cannot be computed. `states`: whether a group has them."""
+    """Raise `ValueError` for a draft or pending token that cannot be computed. `states`: whether there are states."""
     if row.pending is not None and (row.draft or row.end != row.start + 1 or len(row.tokens) < row.start):
         raise ValueError("a row whose token is pending computes that one, behind all tokens that it knows")
     if not row.draft:
@@ -113,20 +111,20 @@ def check_guesses(row: Row, *, states: bool) -> None:
 
 
 class RowResult(msgspec.Struct, frozen=True):
-    """What a step made of one row. At most one of `token`, `hidden` and `error` is set."""
+    """Result of a step for one row. At most one of `token`, `hidden` and `error` is set."""
 
     token: int | None = None
     logprob: TokenLogprob | None = None
-    """That of the sampled token; set if `sampling.logprobs`."""
+    """Log-probability of the sampled token; set if `sampling.logprobs`."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     error: str = ""
-    """This row alone failed, for instance with non-finite logits."""
+    """Why this row failed (others did not), for instance non-finite logits."""
     hidden: bytes = b""
-    """float32, of a row that wants that."""
+    """The hidden state as float32, if the row wants it."""
     mu: float | None = None
-    """Mirostat's state after `token`, of a row that samples by it."""
+    """Mirostat's state after `token`, if the row samples by it."""
     more: tuple[RowResult, ...] = ()
-    """For each guess of a row's draft, in order: the token that follows it if it is right, or why there is none."""
+    """For each guess of a row's draft, in order: the token that follows it if it is right, or an error."""
 
 
 class Ready(Generic[T_co]):
@@ -140,13 +138,13 @@ class Ready(Generic[T_co]):
         self._value = value
 
     def wait(self) -> T_co:
-        """Return the value, at once."""
+        """Return the value at once."""
         return self._value
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What the layers above need to know of a loaded engine."""
+    """Description of a loaded engine for the layers above it."""
 
     groups: tuple[CacheGroup, ...]
     blocks: tuple[int, ...]
@@ -164,28 +162,31 @@ class EngineInfo:
     identity: bytes
     """Root of every KV key: changes with anything that could change a number (weights, dtype, kernels, layout)."""
     device: str
+    """The device's name, as `--device` takes it."""
+    device_text: str = ""
+    """What it is and what computes on it, for a person."""
     note: str = ""
-    """What loading did to the model's numbers, if anything: a sentence for the log."""
+    """How loading changed the model's numbers, if at all: a sentence for the log."""
     kv_dtype: str = "float32"
     """Type of a page's numbers: float32, bfloat16, float16, or int8 with scales beside them (numpy's names)."""
     overlaps: bool = False
-    """Whether a step runs beside its caller, so that the next one may be planned and submitted meanwhile."""
+    """Whether a step runs asynchronously, so that the caller may plan and submit the next one meanwhile."""
     generates: bool = True
-    """False for an encoder: it has no groups, and `embed` is all that it can do."""
+    """False for an encoder: it has no groups, and only `embed` works."""
 
 
 class Engine(Protocol):
-    """What computes rows. Implementations: `engine.recorded`, `engine.encoder`, `engine.fake`.
+    """Computes rows of tokens. Implementations: `engine.recorded`, `engine.encoder`, `engine.fake`.
 
-    One thread calls. Calls take effect in the order in which they are made, whenever their results come: a step reads
-    what a write before it wrote, and a read gives what the steps before it left. Where the engine `overlaps`, one step
-    may be submitted while the one before it runs, no more. A step that raises leaves the KV of its own rows undefined
-    and everything else as it was, unless it raises `DeviceError`: then nothing of the device can be relied on.
+    Only one thread calls it. Calls take effect in the order in which they are made, whenever their results arrive: a
+    step reads what earlier writes wrote, and a read returns what earlier steps left. If the engine `overlaps`, at most
+    one step may be submitted while another runs. A step that raises leaves the KV of its own rows undefined and
+    everything else as it was; after a `DeviceError` nothing on the device can be relied on.
     """
 
     @property
     def info(self) -> EngineInfo:
-        """What was loaded; constant."""
+        """The loaded engine's description; constant."""
         ...
 
     def prefill(self, rows: Sequence[Row]) -> EngineCall[list[RowResult]]:
@@ -197,17 +198,21 @@ class Engine(Protocol):
         ...
 
     def embed(self, rows: Sequence[Row]) -> EngineCall[list[RowResult]]:
-        """Compute rows that all want hidden states. An encoder's rows are whole texts without tables: what it gives
-        for one is the same bit for bit whatever stands beside it."""
+        """Compute rows that all want hidden states.
+
+        An encoder's rows are whole texts without tables. A row's result does not depend on the other rows, bit for bit.
+        """
         ...
 
     def read_blocks(self, group: int, ids: Sequence[int]) -> EngineCall[list[memoryview]]:
-        """Read pages of a group's blocks, `block_bytes[group]` bytes each: in host memory views, which are valid until
-        the next call, elsewhere copies."""
+        """Read pages of a group's blocks, `block_bytes[group]` bytes each.
+
+        Views that are valid until the next call if the pool is in host memory, else copies.
+        """
         ...
 
     def write_blocks(self, group: int, ids: Sequence[int], pages: Sequence[memoryview]) -> EngineCall[None]:
-        """Fill blocks with pages that `read_blocks` gave, here or in another process with the same identity."""
+        """Fill blocks with pages from `read_blocks`, of this or another process with the same identity."""
         ...
 
     def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> EngineCall[None]:
@@ -215,5 +220,5 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Give threads and memory back. No call follows."""
+        """Free threads and memory. No call may follow."""
         ...

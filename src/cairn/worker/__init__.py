@@ -1,1 +1,1 @@
-"""The worker process of one model: the step loop, grammars and stores behind a socket."""
+"""The worker process of one model: step loop, grammars and KV stores, controlled over a socket."""

@@ -1,6 +1,6 @@
-"""`cairn cache check-codec`: load a model, compare KV in 8 bits with KV as it is, and remember that where the KV lies.
+"""`cairn cache check-codec`: compare a model's KV in 8 bits with its plain KV, and record the result in the KV folder.
 
-What is compared is the codec `q8` of stored KV, or with `--kv-dtype q8` a pool of that type with one of the usual type.
+Checked is the codec `q8` of stored KV, or with `--kv-dtype q8` a pool of that type against one of the usual type.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from cairn.models.spec.config import check_decodes, load_spec
 from cairn.system.interfaces import Clock, FileSystem
 from cairn.text.chat.templates import load_text
 from cairn.text.tokens.tokenizer import Tokenizer
-from cairn.types.block_size import CHUNK_BLOCKS
 from cairn.types.errors import ConfigError
-from cairn.types.model_spec import ModelSpec
+from cairn.types.model_spec import CHUNK_BLOCKS, ModelSpec
 from cairn.types.step import Engine, EngineInfo
 from cairn.worker.stores import keyed
 
@@ -33,23 +32,26 @@ _STEP = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
-    """What a check found."""
+class CheckResult:
+    """Result of a check."""
 
     model: str
     folder: Path
-    """The store that remembers it."""
+    """The KV folder that records it."""
     found: Comparison
     raw_bytes: int
-    """What one token's KV takes as it is, all groups together: states do not count."""
+    """Bytes of one token's plain KV, all groups together, without states."""
     bytes: int
+    """Bytes of one token's KV in 8 bits."""
 
 
-def check_codec(config: Config, files: FileSystem, clock: Clock, env: Mapping[str, str], text: Path | None) -> Checked:
-    """Compare 8 bits with KV as it is over the first 2,000 tokens of a text; by default, of Cairn's own source.
+def check_codec(
+    config: Config, files: FileSystem, clock: Clock, env: Mapping[str, str], text: Path | None
+) -> CheckResult:
+    """Compare 8-bit KV with plain KV over the first 2,000 tokens of `text`; by default, of Cairn's own source.
 
-    Raises `ConfigError` for a text that is too short and a folder that is no store, `Conflict` where a server has the
-    store open, `ModelError`, and `OSError` where what was found cannot be written.
+    Raises `ConfigError` for a text that is too short or a folder that is not a KV store, `Conflict` if a server has the
+    store open, `ModelError`, and `OSError` if the result cannot be written.
     """
     compared = _compare_pools if config.kv_dtype == "q8" else _compare_codec
     folder = locate(config.model, dict(env))
@@ -61,11 +63,11 @@ def check_codec(config: Config, files: FileSystem, clock: Clock, env: Mapping[st
         remember(files, store, identity, found)
     finally:
         lock.release()
-    return Checked(config.served_name or spec.name, store, found, raw_bytes, coded_bytes)
+    return CheckResult(config.served_name or spec.name, store, found, raw_bytes, coded_bytes)
 
 
 def _compare_codec(config: Config, folder: Path, tokens: list[int]) -> tuple[ModelSpec, bytes, Comparison, int, int]:
-    """The model, the identity of KV that the codec q8 stores, what was found, and a token's bytes as in `Checked`."""
+    """Check the codec; return (model, identity of the KV it stores, result, plain bytes, coded bytes for a token)."""
     spec, engine = _load(config, folder)
     try:
         codec = _codec(spec, engine)
@@ -78,24 +80,24 @@ def _compare_codec(config: Config, folder: Path, tokens: list[int]) -> tuple[Mod
 
 
 def _compare_pools(config: Config, folder: Path, tokens: list[int]) -> tuple[ModelSpec, bytes, Comparison, int, int]:
-    """The same of a pool of q8; one model is loaded after the other."""
-    said, infos = [], []
+    """Check a q8 pool, loading the model twice in turn; returns the same as `_compare_codec`."""
+    predictions, infos = [], []
     for dtype in ("auto", "q8"):
         spec, engine = _load(msgspec.structs.replace(config, kv_dtype=dtype), folder)
         try:
             if dtype == "q8" and engine.info.kv_dtype != "int8":
-                raise ConfigError(f"kv_dtype: the engine {config.engine} has no pool of q8", field="kv_dtype")
-            said.append(predict(engine, tokens))
+                raise ConfigError(f"kv_dtype: the engine {config.engine} has no q8 pool", field="kv_dtype")
+            predictions.append(predict(engine, tokens))
             infos.append(engine.info)
         finally:
             engine.close()
     plain, coded = infos
-    found = judged(POOL_Q8, plain.kv_dtype, *said)
+    found = judged(POOL_Q8, plain.kv_dtype, *predictions)
     return spec, coded.identity, found, _token_bytes(plain), _token_bytes(coded)
 
 
 def _kept(info: EngineInfo) -> list[int]:
-    """Numbers of the groups that keep KV."""
+    """Return the numbers of the groups with KV (not states)."""
     return [group for group in range(len(info.groups)) if group not in state_groups(info.groups)]
 
 
@@ -110,7 +112,7 @@ def _store(config: Config, env: Mapping[str, str]) -> Path:
 
 
 def _load(config: Config, folder: Path) -> tuple[ModelSpec, Engine]:
-    """The model with room for one short sequence. None of what is changed here changes a number."""
+    """Load the model with room for one short sequence. The changed options do not affect any number."""
     from cairn.engine.device import load_engine
 
     context = min(check_decodes(load_spec(folder, identify=False)).context, config.context or _CONTEXT, _CONTEXT)
@@ -126,18 +128,19 @@ def _codec(spec: ModelSpec, engine: Engine) -> Q8:
 
 
 def _tokens(tokenizer: Tokenizer, text: Path | None) -> list[int]:
-    """The first 2,001 of them: one more than is foretold."""
+    """Return the first 2,001 tokens of the text: one more than is predicted."""
     if text is None:
         sources = sorted((Path(__file__).parents[1] / "entrypoints").glob("*.py"))
-        said = "\n".join(source.read_text(encoding="utf-8") for source in sources)
+        content = "\n".join(source.read_text(encoding="utf-8") for source in sources)
     else:
         try:
-            said = text.read_text(encoding="utf-8")
+            content = text.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--text: {text} is no text that can be read: {error}") from error
-    tokens = tokenizer.encode_prompt(said, special=False)
+            raise ConfigError(f"--text: {text} cannot be read as UTF-8 text: {error}") from error
+    tokens = tokenizer.encode_prompt(content, special=False)
     if len(tokens) <= POSITIONS:
         raise ConfigError(
-            f"--text: {text or 'the text'} has {len(tokens):,} tokens of this model; a check needs {POSITIONS + 1:,}"
+            f"--text: {text or 'the text'} has {len(tokens):,} tokens in this model's tokenizer; the check needs at "
+            f"least {POSITIONS + 1:,}"
         )
     return tokens[: POSITIONS + 1]

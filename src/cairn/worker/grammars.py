@@ -1,12 +1,11 @@
-"""The worker's side of grammars: a request that has one, or a budget of its reasoning, waits here until there is what
-follows it.
+"""Compilation of grammars in the worker: constrained requests wait here until their matcher is ready.
 
-Compiling needs the model's vocabulary as bytes, which is read when the first grammar comes: most servers never see
-one. Both happen in threads beside the steps, and so does the mask of each next token; llguidance holds no interpreter
-lock. Only what was tried in a process of its own comes here (`text.grammar.trial`), one grammar is compiled at a time,
-and whose turn that is goes around among the tenants. What is compiled is kept for a tenant's next requests, as far as
-its bytes allow, and each of them follows a copy. A copy that has consumed the tokens generated so far is as one that
-was never interrupted, so preemption and a worker's death change nothing.
+Compiling needs the model's vocabulary as bytes, which is read with the first grammar: most servers never need it. Both
+run in threads parallel to the steps, and so do masks; llguidance releases the interpreter lock. All grammars have
+passed a trial compilation in a separate process (`text.grammar.trial`). One is compiled at a time, taking turns between
+tenants. Compiled grammars are cached for each tenant within a byte limit, and each request follows a copy. A copy that
+has consumed the tokens generated so far equals one that was never interrupted, so preemption and a worker's death
+change nothing.
 """
 
 from __future__ import annotations
@@ -26,22 +25,20 @@ from cairn.text.grammar.compile_wire import KEPT_BYTES
 from cairn.text.grammar.vocabulary import Vocabulary
 from cairn.text.output.output_parser import further_markers
 from cairn.types.errors import CairnError, DeadlineExceeded, InvalidRequest
-from cairn.types.request import Request
-from cairn.types.sampling_params import SamplingExtras
-from cairn.worker.grammar_matcher import CompiledGrammar, GrammarMatcher
-from cairn.worker.masks import Masks
+from cairn.types.request import Request, SamplingExtras
+from cairn.worker.grammar_matcher import BudgetMatcher, CompiledGrammar, GrammarMatcher, Masks
 
 P = ParamSpec("P")
 T = TypeVar("T")
 THREADS = 2
-"""One that compiles, and one for what is compiled already."""
+"""One thread compiles; the other makes matchers of compiled grammars."""
 
 Key = tuple[tuple[str, ...], str]
-"""The marks of a form of calls that is the model's own (there is one such form, or none), and the grammar's text."""
+"""Cache key: the markers of the model's own format of calls (empty if it has none), and the grammar's text."""
 
 
 class ReadyRequest(NamedTuple):
-    """A request whose grammar can be followed, or why it cannot."""
+    """A request with its matcher, or with the error that ends it."""
 
     request: Request
     matcher: Matcher | None
@@ -53,7 +50,7 @@ class _Waiting:
     request: Request
     since: float
     matcher: Future[Matcher] | None = None
-    """What will follow its grammar, once that is compiled."""
+    """Its matcher in the making, once the grammar is compiled."""
 
     @property
     def key(self) -> Key:
@@ -66,36 +63,41 @@ class _Waiting:
 
 
 class Grammars:
-    """Compiles, and hands requests back when they are ready. One thread calls all but `wake`."""
+    """Compiles grammars and returns requests when they are ready. Not thread-safe."""
 
     def __init__(
         self, vocabulary: Callable[[tuple[str, ...]], Vocabulary], wake: Callable[[], None], clock: Clock
     ) -> None:
-        """`vocabulary` is read once, at the first grammar, and once more for a model whose form of calls is its own:
-        it is given the marks of that. `wake` is called by any thread when something is ready."""
+        """Set up without threads, which start with the first request.
+
+        `vocabulary` is called with the markers of the model's own format of calls, at most once for each set of
+        markers. `wake` is called on any thread when something is ready.
+        """
         self._read, self._wake, self._clock = vocabulary, wake, clock
         self._pool: ThreadPoolExecutor | None = None
         self._masks: Masks | None = None
         self._vocabularies: dict[tuple[str, ...], Vocabulary] = {}
-        """By the marks; the thread that compiles has them."""
-        self._kept: TenantCache[CompiledGrammar] = TenantCache(KEPT_BYTES, lambda one: one.size, lambda one: one.held)
+        """Vocabularies by markers; only the compiling thread uses them."""
+        self._kept: TenantCache[CompiledGrammar] = TenantCache(
+            KEPT_BYTES, lambda grammar: grammar.size, lambda grammar: grammar.held
+        )
         self._waiting: dict[int, _Waiting] = {}
         self._lines: RoundRobin[_Waiting] = RoundRobin()
-        """Those whose grammar is not compiled yet."""
+        """Requests whose grammar is not compiled yet."""
         self._compiling: tuple[_Waiting, Future[CompiledGrammar]] | None = None
 
     @property
     def pending(self) -> bool:
-        """Whether a request waits for its grammar."""
+        """Whether any request waits for its grammar."""
         return bool(self._waiting)
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the compiled grammars that are kept."""
+        """Bytes of the cached compiled grammars."""
         return self._kept.bytes()
 
     def add(self, request: Request) -> None:
-        """Take a request whose answer is held to something; it comes out of `ready`."""
+        """Queue a request with a grammar or a reasoning budget; `ready` returns it later."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="cairn-grammar")
             self._masks = Masks()
@@ -104,21 +106,21 @@ class Grammars:
         self._advance()
 
     def drop(self, id: int) -> None:
-        """Forget a request that waits. What is not being compiled for it yet never is."""
+        """Forget a waiting request. Its grammar is not compiled, unless that has begun."""
         waiting = self._waiting.pop(id, None)
         if waiting is not None:
             self._leave(waiting)
 
     def ready(self) -> list[ReadyRequest]:
-        """Return what no longer has to wait, each once. Its time limit is what is left of it."""
-        found: list[ReadyRequest] = []
+        """Return requests that are ready or failed, each once, with the time that is left of their time limit."""
+        ready: list[ReadyRequest] = []
         if self._compiling is not None and self._compiling[1].done():
             (waiting, compiled), self._compiling = self._compiling, None
             if (error := compiled.exception()) is None:
                 self._kept.put(waiting.request.share, waiting.key, compiled.result())
             elif self._waiting.pop(waiting.request.id, None) is not None:
                 self._leave(waiting)
-                found.append(ReadyRequest(waiting.request, None, _error(error)))
+                ready.append(ReadyRequest(waiting.request, None, _error(error)))
         self._advance()
         now = self._clock.now()
         for waiting in [*self._waiting.values()]:
@@ -129,17 +131,17 @@ class Grammars:
                     request = msgspec.structs.replace(request, timeout=max(1e-3, left))
                 error = waiting.matcher.exception()
                 matcher = waiting.matcher.result() if error is None else None
-                found.append(ReadyRequest(request, matcher, None if error is None else _error(error)))
+                ready.append(ReadyRequest(request, matcher, None if error is None else _error(error)))
             elif left is not None and left <= 0:
                 late = DeadlineExceeded("the request reached its time limit before its grammar was compiled")
-                found.append(ReadyRequest(request, None, late))
+                ready.append(ReadyRequest(request, None, late))
             else:
                 continue
             self.drop(request.id)
-        return found
+        return ready
 
     def close(self) -> None:
-        """Nothing more is computed."""
+        """Stop the threads and forget all waiting requests."""
         self._waiting.clear()
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
@@ -147,21 +149,21 @@ class Grammars:
             self._masks.close()
 
     def _leave(self, waiting: _Waiting) -> None:
-        """Take a request out of its tenant's line, if it stands there."""
+        """Remove a request from its tenant's queue, if it is there."""
         if waiting in self._lines.line(waiting.request.share):
             self._lines.remove(waiting.request.share, waiting)
 
     def _advance(self) -> None:
-        """Give those whose grammar is compiled what follows it, and have the next one compiled.
+        """Start making matchers for requests whose grammar is compiled, and compile the next grammar.
 
-        Who finds no room, because the grammars of running answers take it, waits until one of those ends.
+        A grammar that finds no room beside those in use waits until one of their answers ends.
         """
         assert self._pool is not None or not self._waiting
         for share, waiting in [*self._lines.tagged()]:
             compiled = self._kept.get(share, waiting.key)
             if compiled is not None and compiled.worn:
                 self._kept.remove(share, waiting.key)
-                self._kept.put(share, compiled, compiled)  # it counts as long as an answer follows it
+                self._kept.put(share, compiled, compiled)  # its bytes count while an answer follows it
                 compiled = None
             if compiled is not None:
                 self._lines.remove(share, waiting)
@@ -178,14 +180,14 @@ class Grammars:
         return future
 
     def _compiled(self, waiting: _Waiting) -> CompiledGrammar:
-        """In a thread: the grammar of a request, to be copied."""
+        """Compile a request's grammar; runs in a thread."""
         marks = further_markers(waiting.request.output)
         if marks not in self._vocabularies:
             self._vocabularies[marks] = self._read(marks)
         return CompiledGrammar(self._vocabularies[marks], waiting.request.grammar)
 
     def _matcher(self, compiled: CompiledGrammar, request: Request) -> Matcher:
-        """In a thread: what follows this request's answer, as far as it has come."""
+        """Make the matcher of a request, advanced by the tokens generated so far; runs in a thread."""
         assert self._masks is not None
         vocabulary = compiled.vocabulary
         ends = [token for token in request.sampling.stop_token_ids if token in vocabulary.controls]
@@ -201,9 +203,7 @@ def _error(error: BaseException) -> CairnError:
 
 
 def _budgeted(follower: Matcher | None, vocabulary: Vocabulary, request: Request) -> Matcher:
-    """What follows the grammar that the request may have, within the budget of its reasoning."""
-    from cairn.worker.reasoning_budget import BudgetMatcher
-
+    """Return the request's matcher: the grammar's, a reasoning budget, or both. Raises `InvalidRequest`."""
     if request.reasoning_budget is None:
         assert follower is not None, "a request waits for a grammar or a budget"
         return follower
@@ -212,17 +212,20 @@ def _budgeted(follower: Matcher | None, vocabulary: Vocabulary, request: Request
 
 
 def _check_close(close: Sequence[int], extras: SamplingExtras | None) -> None:
-    """InvalidRequest where the tag that ends reasoning could not come."""
+    """Raise `InvalidRequest` if the closing tag of reasoning cannot be sampled."""
     if not close:
-        raise InvalidRequest("this model cannot write the tag that ends reasoning", field="reasoning_budget")
+        raise InvalidRequest(
+            "this model's vocabulary lacks the tag that ends reasoning, so its reasoning cannot be limited",
+            field="reasoning_budget",
+        )
     if extras is None:
         return
     if extras.allowed_token_ids and not set(close) <= set(extras.allowed_token_ids):
         raise InvalidRequest(
-            f"allowed_token_ids lacks the tag that ends reasoning, {[*close]}, which reasoning_budget asks for",
+            f"allowed_token_ids lacks the tag that ends reasoning, {[*close]}, which reasoning_budget needs",
             field="allowed_token_ids",
         )
     if any(word[-1] in close for word in extras.bad_words):
         raise InvalidRequest(
-            "bad_words forbids the tag that ends reasoning, which reasoning_budget asks for", field="bad_words"
+            "bad_words forbids the tag that ends reasoning, which reasoning_budget needs", field="bad_words"
         )

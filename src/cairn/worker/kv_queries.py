@@ -1,4 +1,4 @@
-"""What a worker says to `KVQuery` frames: where a context's KV lies, and what is to be done with it."""
+"""Answers to `KVQuery` frames: where a context's KV is, and operations on it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ NOTHING = Swept()
 
 
 class KVQueries:
-    """Answers on the worker's thread, some of them later: when a store has done its part."""
+    """Answers queries on the worker's thread, some of them later: when a store has finished."""
 
     def __init__(self, channel: wire.Channel, cache: Cache, tiers: Tiers | None) -> None:
         self._channel = channel
         self._cache = cache
         self._tiers = tiers
         self.owed = 0
-        """How many questions have no answer yet."""
+        """Queries without an answer yet."""
 
     def take(self, ask: wire.KVQuery) -> None:
-        """Do what is asked for. Where there is no store below the pool there is nothing to wait for or look over."""
+        """Start the operation that a query asks for. Without stores below the pool most have nothing to do."""
         self.owed += 1
         if ask.what == "evict" and self._tiers is None and not ask.model:
             self._cache.forget(self._cache.context(ask.salt), ask.tokens, ask.keep)
@@ -64,8 +64,8 @@ class KVQueries:
     def _say_pinned(self, ask: wire.KVQuery) -> None:
         assert self._tiers is not None
         if self._tiers.unsaved(ask.owner):
-            what = "what is pinned" if ask.tokens else "what is no longer pinned"
-            self._say(ask, trouble=f"the disk does not take {what}; it is tried again until it does")
+            what = "pinned" if ask.tokens else "no longer pinned"
+            self._say(ask, trouble=f"the disk does not accept the record of what is {what}; Cairn keeps trying")
         elif ask.tokens:
             self._say_where(ask)
         else:
@@ -74,24 +74,24 @@ class KVQueries:
     def _say_evicted(self, ask: wire.KVQuery) -> None:
         assert self._tiers is not None
         if ask.disk and self._tiers.lingers(ask.tokens, ask.salt, ask.keep):
-            self._say(ask, trouble="the disk does not let the KV of this context go; it is tried again until it does")
+            self._say(ask, trouble="the KV of this context could not be removed from the disk; Cairn keeps trying")
         else:
             self._say_where(ask)
 
     def _say_erased(self, ask: wire.KVQuery, gone: bool) -> None:
-        self._say(ask, trouble="" if gone else "the KV of a model that is not loaded cannot be erased now")
+        self._say(ask, trouble="" if gone else "the KV of a model that is not loaded could not be erased from the disk")
 
     def _say_taken(self, ask: wire.KVQuery, taken: TakenIn) -> None:
         self._send(wire.KVAnswer(ask.id, taken=taken))
 
     def _say_swept(self, ask: wire.KVQuery, swept: Swept | None) -> None:
         if swept is None:
-            self._say(ask, trouble="the KV store could not be looked over; the log says why")
+            self._say(ask, trouble="the KV store could not be scanned; see the log")
         else:
             self._say(ask, swept)
 
     def _say(self, ask: wire.KVQuery, swept: Swept = NOTHING, trouble: str = "") -> None:
-        """Something about all that is stored was done: whoever asked finds the figures after it."""
+        """Answer with the stores' statistics after the operation."""
         kv = None if self._tiers is None else self._tiers.stats()
         self._send(wire.KVAnswer(ask.id, swept=swept, trouble=trouble, kv=kv))
 
@@ -102,15 +102,15 @@ class KVQueries:
 
 def _scrub(store: DurableStore) -> Swept:
     before = store.stats().bytes
-    found = store.scrub()
+    scrubbed = store.scrub()
     bytes = max(0, before - store.stats().bytes)
-    return Swept(checked=found.checked, removed=found.damaged, bytes=bytes, unreadable=found.unreadable)
+    return Swept(checked=scrubbed.checked, removed=scrubbed.damaged, bytes=bytes, unreadable=scrubbed.unreadable)
 
 
 def _prune(store: DurableStore) -> Swept:
     before = store.stats()
-    gone = store.prune()
-    return Swept(checked=before.chunks, removed=gone, bytes=max(0, before.bytes - store.stats().bytes))
+    removed = store.prune()
+    return Swept(checked=before.chunks, removed=removed, bytes=max(0, before.bytes - store.stats().bytes))
 
 
 def _given_up(dropped: int) -> str:

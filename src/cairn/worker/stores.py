@@ -1,4 +1,4 @@
-"""The stores below a worker's pool, as its options say."""
+"""Opening the KV stores below a worker's pool according to its options."""
 
 from __future__ import annotations
 
@@ -27,14 +27,16 @@ from cairn.types.step import EngineInfo
 
 GB = 10**9
 PATIENCE = 5.0
-"""Seconds that a process on its way out may hold a folder."""
+"""Seconds to wait for an exiting process to release a folder."""
 MOST_AHEAD = 1 << 30
-"""Bytes of the KV pool whose memory is taken while the model loads, at most."""
+"""Most bytes of the KV pool whose memory is allocated while the model loads."""
 
 
 def stored_bytes(config: Config, files: FileSystem) -> int:
-    """Bytes of KV, of any model, that the folder may have to bring up; at most as many as memory is taken for ahead,
-    and 0 in any doubt."""
+    """Return the bytes of stored KV, of any model, that may be loaded into the pool; at most `MOST_AHEAD`.
+
+    0 if stored KV is off or the folder cannot be read.
+    """
     if config.kv_dir is None or not config.kv_disk or config.kv_load == "never":
         return 0
     home, size = expanded(config.kv_dir).absolute(), 0
@@ -51,7 +53,7 @@ def stored_bytes(config: Config, files: FileSystem) -> int:
 
 
 def keyed(info: EngineInfo, codec: str) -> EngineInfo:
-    """What the layers above an engine are told of it, with the codec in every key: see `prefix.numerics`."""
+    """Return the engine's description with the codec made part of every KV key: see `prefix.numerics`."""
     return dataclasses.replace(info, identity=numerics(info.identity, codec))
 
 
@@ -64,19 +66,19 @@ def open_stores(
     env: Mapping[str, str],
     part: float = 0.0,
 ) -> tuple[dict[TierName, Store], str]:
-    """The fastest first, none where no option asks for one; and why there is no disk store although there should be.
+    """Open the configured stores; return them, fastest first, and why the disk store is missing ("" if it is not).
 
-    `info` as `keyed`; `part` as of `wire.Load`. Raises `ConfigError` for a folder that is no store of ours, for options
-    that make no sense together and for a codec that loses bits and was not compared with `raw` on this model or agrees
-    too little with it, and `Conflict` where another process holds the folder; but the user's own folder, which nobody
-    named, is then done without. A disk that does not work is no error: see `DiskStore`.
+    `info` as `keyed` returns it; `part` as in `wire.LoadModel`. Raises `ConfigError` for a folder that is not a KV
+    store, for contradictory options, and for a lossy codec that was not compared with `raw` on this model or differs
+    too much. Raises `Conflict` if another process holds the folder. The user's default folder is left out instead of
+    raising. A disk that does not work is no error: see `DiskStore`.
     """
     stores: dict[TierName, Store] = {}
     trouble = ""
     if config.kv_ram_gb is not None:
         if info.device == "cpu":
             raise ConfigError(
-                "kv_ram_gb is for engines whose pool is not in host memory; on the CPU a larger kv_gb does the same",
+                "kv_ram_gb is for engines whose KV pool is not in host memory; on the CPU raise kv_gb instead",
                 field="kv_ram_gb",
             )
         stores["ram"] = RamStore(int(config.kv_ram_gb * GB))
@@ -85,7 +87,7 @@ def open_stores(
         try:
             codec = _codec(config, spec, info, files, folder)
         except OSError as error:
-            return stores, f"no KV is kept on the disk: what check-codec found cannot be read: {error}"
+            return stores, f"no KV is kept on the disk: the result of check-codec cannot be read: {error}"
         try:
             possible = places(folder, spec.identity)
             for place in possible:
@@ -103,10 +105,12 @@ def open_stores(
                         fresh=config.kv_fresh,
                         home=folder,
                         layout=Layout(info.block_tokens, info.groups),
-                        patience=PATIENCE if place == possible[0] else 0.0,  # of the same model by another server
+                        patience=PATIENCE
+                        if place == possible[0]
+                        else 0.0,  # other places: the same model, served twice
                     )
                     break
-                except Conflict:  # the same model twice: the next to open the usual place takes in the other one
+                except Conflict:  # the model is served twice; who opens the usual place next merges the other place
                     if place == possible[-1]:
                         raise
         except (ConfigError, Conflict) as error:
@@ -128,9 +132,9 @@ def _codec(config: Config, spec: ModelSpec, info: EngineInfo, files: FileSystem,
 
 
 def check_pool(config: Config, info: EngineInfo, files: FileSystem, env: Mapping[str, str]) -> None:
-    """Raise `ConfigError` for a pool of q8 where no check showed that this model stays as it is with it.
+    """Raise `ConfigError` for a q8 pool unless check-codec found it close enough on this model.
 
-    `info` as the engine tells it: what is stored of the pool changes nothing here.
+    `info` is the engine's own: the codec of stored KV does not matter here.
     """
     if info.kv_dtype != "int8":
         return
@@ -139,15 +143,15 @@ def check_pool(config: Config, info: EngineInfo, files: FileSystem, env: Mapping
         found = recall(files, folder, info.identity, POOL_Q8)
     except OSError as error:
         raise ConfigError(
-            f"kv_dtype: what check-codec found of q8 cannot be read: {error}", field="kv_dtype"
+            f"kv_dtype: the result of check-codec for q8 cannot be read: {error}", field="kv_dtype"
         ) from error
     _checked(config, found, folder, "kv_dtype", "q8", "the usual type")
 
 
 def _checked(config: Config, found: Comparison | None, folder: Path, option: str, value: str, beside: str) -> None:
-    """Raise `ConfigError` for a value that was not compared on this model, or agrees too little."""
+    """Raise `ConfigError` for a value that was not compared on this model, or differs too much."""
     if found is None:
-        # What else is part of the keys: without it another model's numbers would be compared.
+        # Options that are part of the keys: with others, different numbers would be compared.
         named = {
             "device": config.device,
             "kernels": config.kernels,

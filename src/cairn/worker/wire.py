@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class WireError(CairnError):
-    """The other side sent something that is not a frame, or a frame would be too long."""
+    """A malformed or unexpected frame, or a frame that is too long."""
 
     code = "wire_error"
 
@@ -45,57 +45,56 @@ class LoadModel(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     config: Config
     folder: str
     blocks: tuple[int, ...] = ()
-    """Blocks in the pool of each group, as the worker before had them; none: as many as the configuration gives."""
+    """Blocks in each group's pool, as the previous worker had them; (): as the configuration says."""
     kv_part: float = 0.0
-    """Where several models share the folder of stored KV: this one's part of its bytes, in a folder of its own."""
+    """This model's part of the KV folder's bytes if several models share it; 0: all."""
     turns: TenantTurns = TenantTurns()
-    """Of tenants, by the share that their requests take."""
+    """Weights and classes of tenants, by `Request.share`."""
     wait: bool = False
-    """Check the files, say so with `FilesChecked`, and take memory for the model only after `StartLoading`."""
+    """Check the files, send `FilesChecked`, and allocate memory for the model only after `StartLoading`."""
 
 
 class StartLoading(msgspec.Struct, frozen=True, array_like=True, tag="start"):
-    """There is room now: load the model whose files were checked."""
+    """Load the model whose files were checked: there is memory now."""
 
 
 class Add(msgspec.Struct, frozen=True, array_like=True, tag="add"):
-    """Take this request. The answer is its outputs in `StepOutputs` frames, or `Refused`."""
+    """Run this request. It is answered by outputs in `StepOutputs` frames, or by `Refused`."""
 
     request: Request
 
 
 class Drop(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
-    """The front has no more use for this request; unknown ids are ignored."""
+    """Cancel this request; unknown ids are ignored."""
 
     id: int
     reason: FinishReason
 
 
 What = Literal["flush", "pin", "mark", "prefetch", "evict", "where", "paths", "take_in", "scrub", "prune"]
-"""What can be asked; the methods of `Service` with these names say what each means."""
+"""Operations on stored KV; the methods of `Service` with these names define them."""
 
 
 class KVQuery(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
-    """About the KV beyond this step. The `KVAnswer` carries the same number and comes when it is done."""
+    """A query or operation on KV. The `KVAnswer` carries the same id and is sent when it is done."""
 
     id: int
     what: What
     tokens: tuple[int, ...] = ()
-    """The context that is meant, with `salt`."""
+    """The context's tokens; `salt` belongs to it."""
     salt: bytes = b""
     owner: str = ""
-    """The owner that pins."""
+    """Owner of the pin."""
     keep: int = 0
-    """Leading tokens that others need: not to be evicted."""
+    """Leading tokens that must stay because others need them."""
     disk: bool = False
     """Whether to evict from the disk, too."""
     standing: Standing = "idle"
-    """How the context stands beyond `keep`."""
+    """Reuse hint for the context beyond `keep`."""
     path: str = ""
-    """The file to take KV from."""
+    """File to import KV from."""
     model: bytes = b""
-    """Identity of the model that the context is of, where that is another than this worker's: it is erased from the
-    stores beside ours."""
+    """Identity of the context's model if it is not this worker's: its KV is erased from that model's store."""
 
 
 ToWorker = LoadModel | StartLoading | Add | Drop | KVQuery
@@ -105,7 +104,7 @@ ToWorker = LoadModel | StartLoading | Add | Drop | KVQuery
 
 
 class Info(msgspec.Struct, frozen=True, kw_only=True):
-    """What the front needs to know of the loaded engine."""
+    """Description of the loaded engine for the front."""
 
     context: int
     """Longest sequence in tokens: the model's limit or the configured one, whichever is less."""
@@ -115,31 +114,35 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
     max_rows: int
     """Most rows in one step."""
     blocks: tuple[int, ...] = ()
-    """How many blocks the pool of each group has."""
+    """Blocks in the pool of each group."""
     identity: bytes = b""
     """Changes with everything that could change a number: weights, tokenizer, kernels, how KV is stored."""
     note: str = ""
-    """What loading did to the model's numbers, if anything: a sentence for the log."""
+    """How loading changed the model's numbers, if at all: a sentence for the log."""
+    device: str = ""
+    """Name of the device that computes."""
+    device_text: str = ""
+    """What it is and what computes on it, for a person."""
 
 
 class Stats(msgspec.Struct, frozen=True, array_like=True):
-    """The worker after a step. Counters are totals of this worker's life."""
+    """The worker's statistics after a step. Counters are totals of this worker's life."""
 
     running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0
-    """Share of the pool's blocks that requests hold, 0 to 1; what could be evicted does not count."""
+    """Share of the pool's blocks that requests hold, 0 to 1; cached blocks that could be evicted do not count."""
     prefix_queries: int = 0
     """Prompt tokens looked up in the prefix index."""
     prefix_hits: int = 0
     """Prompt tokens found there."""
     preemptions: int = 0
     kv: KvStats | None = None
-    """Set when it has changed."""
+    """Set if it has changed."""
     token_seconds: float = 0.0
-    """How long a token of a prompt takes, as measured; 0 before any was."""
+    """Measured seconds for each prompt token; 0 before the first measurement."""
     progress: int = 0
-    """Grows whenever something gets further: a token is computed, a request ends, KV arrives, a grammar is there."""
+    """Grows with any progress: a token computed, a request ended, KV loaded, a grammar compiled."""
 
 
 class ModelReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
@@ -148,34 +151,34 @@ class ModelReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     spec: ModelSpec
     info: Info
     trouble: str = ""
-    """What does not work although requests are served: a sentence."""
+    """A sentence on what does not work, such as the disk store, although requests are served."""
 
 
 class FilesChecked(msgspec.Struct, frozen=True, array_like=True, tag="checked"):
-    """The files of a model that is to `wait` can be served, as far as their headers tell. No memory is taken yet."""
+    """Sent if `LoadModel.wait`: the files can be served, judging by their headers. No memory is allocated yet."""
 
 
 class LoadFailed(msgspec.Struct, frozen=True, array_like=True, tag="load_failed"):
-    """The model cannot be served; `code` is that of an error in `cairn.types.errors`."""
+    """The model cannot be served; `code` is that of an error class in `cairn.types.errors`."""
 
     code: str
     message: str
 
 
 class StepOutputs(msgspec.Struct, frozen=True, array_like=True, tag="step"):
-    """One step of all requests in one frame. An output that is just one token travels as (id, token) in columns."""
+    """The outputs of a step in one frame. An output that is only one token is sent in the columns `ids`, `tokens`."""
 
     stats: Stats
     ids: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
     outputs: tuple[Output, ...] = ()
-    """Every output that says more than one token; a request is in `ids` or here, never in both."""
+    """All other outputs; a request is in `ids` or here, never in both."""
     started: tuple[int, ...] = ()
-    """Requests that were computed for the first time in this step."""
+    """Requests that ran for the first time in this step."""
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
-    """The worker did not take this request; `code` is that of an error in `cairn.types.errors`."""
+    """The worker rejects this request; `code` is that of an error class in `cairn.types.errors`."""
 
     id: int
     code: str
@@ -187,25 +190,25 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
     """Sent every second while the worker loads or has work: the process is alive."""
 
     cpu: float
-    """CPU seconds used so far: a long step that computes is not a stalled one."""
+    """CPU seconds used so far: they tell a long step from a stalled one."""
 
 
 class KVAnswer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
-    """What a `KVQuery` asked for."""
+    """The answer to a `KVQuery`."""
 
     id: int
     placed: Placed = Placed()
     swept: Swept = Swept()
     trouble: str = ""
-    """Why it could not be done, as a sentence."""
+    """Why the operation failed, as a sentence; empty if it did not."""
     kv: KvStats | None = None
-    """The stores after it, where it is about all that they hold."""
+    """The stores' statistics after an operation that concerns all of them."""
     paths: tuple[str, ...] = ()
     taken: TakenIn = TakenIn()
 
 
 class DeviceFailed(msgspec.Struct, frozen=True, array_like=True, tag="device"):
-    """The device failed in a step: this worker ends, and no request is to blame."""
+    """The device failed in a step: this worker exits, and no request is to blame."""
 
     message: str
 
@@ -216,33 +219,33 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def worker_frames() -> Frames[ToWorker]:
-    """A reader of what the front sends."""
+    """Return a parser for the front's messages."""
     return Frames(msgspec.msgpack.Decoder(ToWorker))
 
 
 def front_frames() -> Frames[ToFront]:
-    """A reader of what a worker sends."""
+    """Return a parser for a worker's messages."""
     return Frames(msgspec.msgpack.Decoder(ToFront))
 
 
 def encode(message: ToWorker | ToFront) -> bytes:
-    """The message as one frame. Raises `WireError` if it is longer than `MAX_FRAME`."""
+    """Return the message as one frame. Raises `WireError` if it is longer than `MAX_FRAME`."""
     body = _encoder.encode(message)
     if len(body) > MAX_FRAME:
-        raise WireError(f"a message of {len(body):,} bytes is more than the {MAX_FRAME:,} that a worker takes")
+        raise WireError(f"a message has {len(body):,} bytes; the limit of a frame is {MAX_FRAME:,}")
     return len(body).to_bytes(_PREFIX, "big") + body
 
 
 class Frames(Generic[T]):
-    """Cuts a stream of bytes into messages. Holds at most one unfinished frame."""
+    """Splits a stream of bytes into messages. Buffers at most one unfinished frame."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[T]) -> None:
         self._decoder = decoder
         self._rest = bytearray()
-        self._wanted = 0  # bytes until there is any use in looking at `_rest` again
+        self._wanted = 0  # parse again once `_rest` has so many bytes
 
     def feed(self, data: bytes) -> list[T]:
-        """The messages that `data` completes, in order. Raises `WireError`; nothing may be fed after that."""
+        """Return the messages that `data` completes, in order. Raises `WireError`; feed nothing after that."""
         if self._rest:
             self._rest += data
             if len(self._rest) < self._wanted:
@@ -260,7 +263,7 @@ class Frames(Generic[T]):
             while len(view) - at >= _PREFIX:
                 size = int.from_bytes(view[at : at + _PREFIX], "big")
                 if size > MAX_FRAME:
-                    raise WireError(f"a frame claims {size:,} bytes; the limit is {MAX_FRAME:,}")
+                    raise WireError(f"a frame announces {size:,} bytes; the limit is {MAX_FRAME:,}")
                 if len(view) - at < _PREFIX + size:
                     self._wanted = _PREFIX + size
                     break
@@ -274,7 +277,7 @@ class Frames(Generic[T]):
 class Channel:
     """The worker's end of the socket. `send` may be called by several threads.
 
-    `send` blocks while the front does not read, so a slow front holds the worker up instead of filling its memory.
+    `send` blocks while the front does not read: back-pressure instead of a growing buffer.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -298,7 +301,7 @@ class Channel:
             self._sock.sendall(data)
 
     def receive(self, timeout: float | None) -> list[ToWorker]:
-        """Messages that are there, waiting up to `timeout` seconds (None: for ever) for the first, or for `wake`.
+        """Return the messages received, waiting up to `timeout` seconds (None: forever) for the first or for `wake`.
 
         Raises `EOFError` when the front is gone and `WireError` on a bad frame.
         """
@@ -318,21 +321,21 @@ class Channel:
         return messages
 
     def wake(self) -> None:
-        """Let `receive` return, now or when it is called next. Any thread may call."""
-        with contextlib.suppress(OSError):  # it rings already, or the channel is closed
+        """Make the current or next `receive` return. Thread-safe."""
+        with contextlib.suppress(OSError):  # a wake-up is pending already, or the channel is closed
             self._ringer.send(b"!")
 
     def hung_up(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for the front to close its end; what it has sent stays unread."""
+        """Wait up to `timeout` seconds for the front to close its end, without reading; tell whether it did."""
         return bool(self._hangup.poll(timeout * 1000))
 
     def hang_up(self) -> None:
-        """Let both sides see the end of the stream; a thread that sends or waits for it goes on at once."""
+        """Shut the connection down in both directions, which unblocks threads that send or wait for its end."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the socket: the front sees the end of the stream."""
+        """Close the socket and the wake-up pipe."""
         self._sock.close()
         self._bell.close()
         self._ringer.close()

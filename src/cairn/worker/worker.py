@@ -1,14 +1,15 @@
-"""The process that steps: `python -m cairn.worker.worker <fd>`, the socket's number as its only argument.
+"""The worker process: `python -m cairn.worker.worker <fd>`, with the number of its socket as the only argument.
 
-It loads what the first frame names, then repeats: read what the front sent, plan, run, commit, send one frame. It keeps
-nothing that the front could not send again, so it may be killed at any moment; it ends by itself when the front is
-gone. SIGINT and SIGTERM are the front's to decide about. In-process use runs the same `serve` on a thread.
+It loads the model named in the first frame, then repeats: read messages, plan, run, commit, send one frame. All its
+state can be sent again by the front, so it may be killed at any moment; it exits when the front is gone. It ignores
+SIGINT and SIGTERM, which the front handles. In-process use runs the same `serve` on a thread.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import gc
+import logging
 import math
 import os
 import signal
@@ -20,12 +21,13 @@ import traceback
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 from cairn.kv.pool.cache import Cache
 from cairn.kv.tiers.tiers import Tiers
 from cairn.kv.tiers.write_behind import WriteLimits
 from cairn.models.hub.digests import watched
-from cairn.models.spec.tokenizer_files import with_tokenizer
+from cairn.models.spec.config import with_tokenizer
 from cairn.scheduler.encoder_queue import TextQueue
 from cairn.scheduler.plan import Limits, Plan, Planner
 from cairn.scheduler.scheduler import Scheduler
@@ -41,33 +43,82 @@ from cairn.types.step import Engine
 from cairn.worker import wire
 from cairn.worker.grammars import Grammars
 from cairn.worker.kv_queries import KVQueries
-from cairn.worker.progress import Shown
 from cairn.worker.stores import GB, check_pool, keyed, open_stores, stored_bytes
+
+log = logging.getLogger("cairn.worker.worker")  # not __name__: the process runs this module as __main__
 
 BEAT_SECONDS = 1.0
 ORPHAN_SECONDS = 2.0
-"""How long a step may go on after the front is gone."""
+"""Seconds that a step may go on after the front is gone."""
 FAILED_STEPS = 3
-"""Steps in a row whose engine call raised, after which the worker ends and is replaced."""
+"""Consecutive failed engine calls after which the worker exits and is replaced."""
 LOOK_SECONDS = 0.05
-"""How often to look at deadlines, and whether loads are late, while requests only wait for loads."""
+"""Seconds between checks of deadlines and late loads while requests only wait for loads."""
 REST_SECONDS = 0.2
-"""How long nobody must have wanted a step before KV is stored: the next turn of a conversation often comes at once."""
+"""Idle seconds before KV is stored: the next turn of a conversation often follows at once."""
 _NEWS_SECONDS = 0.5
 NO_MEMORY = (
-    "there is not the memory that the model and its KV take: use --kv-gb for less of it, or let this process have more "
-    "(ulimit -v)"
+    "not enough memory for the model and its KV: lower --kv-gb, or raise the memory limit of this process (ulimit -v)"
 )
 _PULSE_SECONDS = 5.0
 _STORE_SECONDS = 4.0
-"""How long what is to be written holds up the end."""
+"""Most seconds that pending writes may delay the exit."""
+QUIET_SECONDS = 1.0
+"""Shorter loads print nothing on a terminal."""
+LINE_SECONDS = 5.0
+"""Seconds between two log lines."""
+_DRAW_SECONDS = 0.2
+_CLEAR = "\r\x1b[K"
+_WIDTH = 30
+
+
+class LoadProgress:
+    """A `digests.Watch` that shows a load's progress: a progress bar on a terminal, otherwise lines in the log.
+
+    It hides no cursor and draws on no thread of its own, because a worker may be killed at any moment.
+    """
+
+    def __init__(self, model: str, out: TextIO, clock: Clock) -> None:
+        self._model, self._out, self._clock = model, out, clock
+        self._terminal = out.isatty()
+        self._began = clock.now()
+        self._next = self._began + (QUIET_SECONDS if self._terminal else LINE_SECONDS)
+        self._drawn = False
+
+    def __call__(self, doing: str, done: int, total: int) -> None:
+        """Show the progress if an update is due."""
+        now = self._clock.now()
+        if now < self._next or not log.isEnabledFor(logging.INFO):
+            return
+        share = min(1.0, done / max(1, total))
+        seconds = now - self._began
+        if self._terminal:
+            self._next = now + _DRAW_SECONDS
+            bar = "━" * round(share * _WIDTH)
+            self._write(f"{_CLEAR}Loading: {doing} {bar:<{_WIDTH}} {share:4.0%} {seconds:4.0f} s")
+            self._drawn = True
+        else:
+            self._next = now + LINE_SECONDS
+            log.info("loading %s for %.0f s: %s, %.0f %%", self._model, seconds, doing, 100 * share)
+
+    def end(self) -> None:
+        """Clear the progress bar."""
+        if self._drawn:
+            self._write(_CLEAR)
+
+    def _write(self, text: str) -> None:
+        try:
+            self._out.write(text)
+            self._out.flush()
+        except (OSError, UnicodeError):
+            self._next = float("inf")  # closed, or unable to encode the bar: draw no more
 
 
 class Pulse:
-    """A thread that tells the front once a second that the process is alive, while it loads or has work.
+    """A thread that sends a heartbeat once a second while the process loads or has work.
 
-    It also notices at once that the front is gone. The loop does, too, but not in the middle of a step; a `process`
-    whose loop has not ended `ORPHAN_SECONDS` later is ended here.
+    It also notices at once when the front is gone, which the loop only does between steps. If `process`, it exits the
+    process when the loop has not ended `ORPHAN_SECONDS` later.
     """
 
     def __init__(self, channel: wire.Channel, process: bool) -> None:
@@ -79,11 +130,11 @@ class Pulse:
         self._thread.start()
 
     def stop(self) -> None:
-        """Say nothing more."""
+        """Send no more heartbeats."""
         self._over.set()
 
     def join(self) -> None:
-        """Wait for the thread's end, once the channel has hung up: until then it may be blocked in a send."""
+        """Wait for the thread's end. Hang up the channel first: the thread may be blocked in a send."""
         self._thread.join(_PULSE_SECONDS)
 
     def _beat(self) -> None:
@@ -98,7 +149,7 @@ class Pulse:
 
 
 class WorkerLoop:
-    """One thread that steps until the front is gone."""
+    """The loop that runs steps until the front is gone, on one thread."""
 
     def __init__(self, channel: wire.Channel, loaded: LoadedEngine, pulse: Pulse) -> None:
         self._channel = channel
@@ -112,44 +163,43 @@ class WorkerLoop:
         self._failures = 0
         self._stepped_at = -math.inf
         self._kv_at = -math.inf
-        """When the stores were asked for their numbers."""
-        self._told_at = -math.inf
-        """When the front was last told of a step, if only one that had nothing to compute."""
+        """Time of the last query of the stores' statistics."""
+        self._sent_at = -math.inf
+        """Time of the last `StepOutputs` frame, even an empty one."""
         self._progress = 0
         """As in `wire.Stats`."""
         self._brought = 0
-        """Tokens that the stores had brought up, and loads that had ended, when they were last asked."""
+        """Tokens loaded plus loads abandoned, at the last query of the stores."""
 
     def run(self) -> None:
-        """Serve. Raises `EOFError` or `OSError` when the front is gone, `WireError` when it sends nonsense."""
+        """Run until an error: `EOFError` or `OSError` when the front is gone, `WireError` for a bad frame."""
         wait: float | None = None
         while True:
             self._pulse.busy = wait is not None and wait <= BEAT_SECONDS
             messages = self._channel.receive(wait)
             self._pulse.busy = True
             for message in messages:
-                self._take(message)
+                self._handle(message)
             self._take_ready()
             plan = self._scheduler.plan()
-            kv = self._kv_news()
+            kv = self._kv_stats()
             if plan is not None:
-                self._tell(self._step(plan, kv))
+                self._send_outputs(self._step(plan, kv))
             elif messages or kv is not None or self._overdue():
-                self._tell(wire.StepOutputs(stats=self._stats(kv)))
-            wait = self._tend(plan is None)
+                self._send_outputs(wire.StepOutputs(stats=self._stats(kv)))
+            wait = self._work_between_steps(plan is None)
 
-    def _tell(self, step: wire.StepOutputs) -> None:
+    def _send_outputs(self, step: wire.StepOutputs) -> None:
         self._channel.send(step)
-        self._told_at = self._clock.now()
+        self._sent_at = self._clock.now()
 
     def _overdue(self) -> bool:
-        """Whether the front, which waits, should hear that this loop lives although a disk or a grammar is slow, or
-        that it finds nothing to do."""
+        """Tell whether a waiting front must get a sign of life: a disk or grammar is slow, or no step is possible."""
         waited = self._answers.owed > 0 or self._grammars.pending or not self._scheduler.idle
-        return waited and self._clock.now() - self._told_at >= BEAT_SECONDS
+        return waited and self._clock.now() - self._sent_at >= BEAT_SECONDS
 
-    def _tend(self, idle: bool) -> float | None:
-        """Between two steps: what the tiers have to do; returns how long to wait for messages then."""
+    def _work_between_steps(self, idle: bool) -> float | None:
+        """Run the tiers' pending work; return how many seconds to wait for messages (None: forever)."""
         tiers = self._tiers
         rested = idle and self._clock.now() - self._stepped_at >= REST_SECONDS
         more = tiers is not None and tiers.turn(rested)
@@ -164,7 +214,7 @@ class WorkerLoop:
             wait = min(wait, tiers.write_behind.due)
         return None if wait == math.inf else max(wait, LOOK_SECONDS)
 
-    def _take(self, message: wire.ToWorker) -> None:
+    def _handle(self, message: wire.ToWorker) -> None:
         if isinstance(message, wire.Add):
             if message.request.held:
                 self._grammars.add(message.request)
@@ -176,10 +226,10 @@ class WorkerLoop:
         elif isinstance(message, wire.KVQuery):
             self._answers.take(message)
         else:
-            raise wire.WireError("a worker loads once")
+            raise wire.WireError("a worker loads one model only once")
 
     def _take_ready(self) -> None:
-        """Requests whose grammar can be followed now."""
+        """Pass requests with a compiled grammar on to the scheduler; refuse those whose grammar failed."""
         for request, matcher, error in self._grammars.ready() if self._grammars.pending else ():
             self._progress += 1
             if error is None:
@@ -196,8 +246,8 @@ class WorkerLoop:
     def _refuse(self, request: Request, error: CairnError) -> None:
         self._channel.send(wire.Refused(request.id, error.code, str(error), error.field))
 
-    def _kv_news(self) -> KvStats | None:
-        """What has changed below the pool, twice a second."""
+    def _kv_stats(self) -> KvStats | None:
+        """Return the stores' statistics if they changed; asked at most twice a second."""
         if self._tiers is None or self._clock.now() - self._kv_at < _NEWS_SECONDS:
             return None
         self._kv_at = self._clock.now()
@@ -215,7 +265,7 @@ class WorkerLoop:
         if isinstance(results, Exception):
             self._failures += 1
             traceback.print_exception(results, file=sys.stderr)
-            # Nothing on a device that failed can be relied on: neither KV nor weights.
+            # After a device failure neither KV nor weights on it can be relied on.
             lost = isinstance(results, DeviceError) and not isinstance(results, DeviceMemoryError)
             if lost:
                 self._channel.send(wire.DeviceFailed(str(results)))
@@ -250,7 +300,7 @@ class WorkerLoop:
 
 
 def _columns(outputs: list[Output]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Output, ...]]:
-    """Outputs that are one token and nothing else as two columns, and the others."""
+    """Split outputs into columns (ids, tokens) of those that are one token only, and the others."""
     ids: list[int] = []
     tokens: list[int] = []
     others: list[Output] = []
@@ -266,9 +316,9 @@ def _columns(outputs: list[Output]) -> tuple[tuple[int, ...], tuple[int, ...], t
 
 
 def serve(sock: socket.socket, *, process: bool = False) -> None:
-    """Load what the front asks for and step until the front is gone. An unforeseen error is raised.
+    """Load the model that the front names and run steps until the front is gone. Unexpected errors are raised.
 
-    `process`: the whole process exists for this and may be ended with the front.
+    `process`: this process is a worker and nothing else, so it may exit with the front.
     """
     channel = wire.Channel(sock)
     pulse = Pulse(channel, process)
@@ -276,7 +326,7 @@ def serve(sock: socket.socket, *, process: bool = False) -> None:
     try:
         (first, *rest) = channel.receive(None)
         if not isinstance(first, wire.LoadModel) or rest:
-            raise wire.WireError("the first frame must say what to load, and nothing may follow before the answer")
+            raise wire.WireError("the first frame must be LoadModel, and nothing may follow before its answer")
         if process:
             log_to_stderr(first.config.log_level, first.config.log_format)
             loaded = _load_visibly(channel, first)
@@ -288,7 +338,7 @@ def serve(sock: socket.socket, *, process: bool = False) -> None:
         if process:
             gc.enable()
             gc.collect()
-            gc.freeze()  # what was loaded stays; looking through it again and again would hold up steps
+            gc.freeze()  # loaded objects stay: scanning them in each collection would delay steps
         WorkerLoop(channel, loaded, pulse).run()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
@@ -306,7 +356,7 @@ def serve(sock: socket.socket, *, process: bool = False) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
-    """What one worker runs."""
+    """A loaded model with its scheduler, stores and grammars."""
 
     engine: Engine
     cache: Cache
@@ -318,8 +368,8 @@ class LoadedEngine:
 
 
 def _load_visibly(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
-    """`_load`, saying how far it is where that takes long."""
-    shown = Shown(load.config.model, sys.stderr, SystemClock())
+    """Load as `_load` does, showing progress if it takes long."""
+    shown = LoadProgress(load.config.model, sys.stderr, SystemClock())
     try:
         with watched(shown):
             return _load(channel, load)
@@ -328,7 +378,7 @@ def _load_visibly(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine |
 
 
 def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
-    """All that is needed to step, or None after telling the front why not."""
+    """Load everything that steps need; on failure send `LoadFailed` and return None."""
     config, clock, files, engine = load.config, SystemClock(), SystemFiles(), None
     try:
         from cairn.engine.device import check_files, load_engine
@@ -337,15 +387,15 @@ def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
             check_files(config, Path(load.folder))
             channel.send(wire.FilesChecked())
             if channel.receive(None) != [wire.StartLoading()]:
-                raise wire.WireError("a worker that waits is told to start loading, and nothing else")
+                raise wire.WireError("after FilesChecked only StartLoading may follow")
         spec, engine = load_engine(config, Path(load.folder), stored_bytes(config, files), load.blocks)
-        told = with_tokenizer(spec, config.tokenizer)
+        served_spec = with_tokenizer(spec, config.tokenizer)
         known = keyed(engine.info, config.kv_codec)
         generates = engine.info.generates
         check_pool(config, engine.info, files, os.environ)
         part = load.kv_part
         stores, trouble = open_stores(config, spec, known, clock, files, os.environ, part) if generates else ({}, "")
-    except EOFError:  # the front is gone, or wants this model no more
+    except EOFError:  # the front is gone, or no longer wants this model
         raise
     except Exception as error:
         if engine is not None:
@@ -380,19 +430,21 @@ def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
         blocks=known.blocks,
         identity=known.identity,
         note=known.note,
+        device=known.device,
+        device_text=known.device_text,
     )
     vocabulary = partial(read_vocabulary, Path(load.folder), config.tokenizer, known.vocab, spec.eos_ids)
     grammars = Grammars(vocabulary, channel.wake, clock)
-    return LoadedEngine(engine, cache, scheduler, tiers, grammars, clock, wire.ModelReady(told, info, trouble))
+    return LoadedEngine(engine, cache, scheduler, tiers, grammars, clock, wire.ModelReady(served_spec, info, trouble))
 
 
 def main() -> int:
-    """The process: 0 when the front is gone, 1 after an unforeseen error."""
+    """Run the worker process; return its exit code: 0 when the front is gone, 1 after an unexpected error."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
     faulthandler.enable()
-    gc.disable()  # while the model is loaded: what is made then stays
+    gc.disable()  # while the model loads: its objects are permanent
     try:
         serve(socket.socket(fileno=int(sys.argv[1])), process=True)
     except Exception:
@@ -404,4 +456,4 @@ def main() -> int:
 if __name__ == "__main__":
     code = main()
     sys.stderr.flush()
-    os._exit(code)  # nothing is left to clean up, and a thread blocked in a send must not hold the exit up
+    os._exit(code)  # nothing is left to clean up, and a thread blocked in a send must not delay the exit

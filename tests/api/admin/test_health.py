@@ -15,7 +15,7 @@ from tests.api.homes import home
 from tests.files import Fault
 
 TURN = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 4, "ignore_eos": True}
-WELL = {"status": "ok", "reasons": [], "troubles": []}
+WELL = {"status": "ok", "reasons": [], "troubles": [], "devices": ["fake"]}
 
 
 @pytest.fixture(scope="module")

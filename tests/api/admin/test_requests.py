@@ -19,7 +19,8 @@ async def test_models() -> None:
         listed = (await http.get("/v1/models")).json()
         assert [model["id"] for model in listed["data"]] == ["org/name"]
         assert listed["object"] == "list" and listed["data"][0]["object"] == "model"
-        assert (await http.get("/v1/models/org/name")).json() == listed["data"][0]
+        one = (await http.get("/v1/models/org/name")).json()
+        assert one == listed["data"][0] and one["device"] == {"name": "cpu", "description": "the CPU: kernels"}
         unknown = await http.get("/v1/models/gpt-4")
         assert unknown.status_code == 404 and "org/name" in unknown.json()["error"]["message"]
 
@@ -219,7 +220,7 @@ async def test_health_for_people_who_know_llama_server() -> None:
         assert loading["status"] == "loading model" and loading["error"]["message"] == "Loading model"
         assert (await http.get("/version")).json()["version"]
         service = at.app.service = ScriptedService()  # type: ignore[assignment]
-        assert (await http.get("/health")).json() == {"status": "ok", "reasons": [], "troubles": []}
+        assert (await http.get("/health")).json() == {"status": "ok", "reasons": [], "troubles": [], "devices": ["cpu"]}
         assert (await http.head("/health")).status_code == 200
         service.reasons = ["requests hold 95% of the KV pool"]
         full = await http.get("/health")

@@ -9,8 +9,7 @@ from typing import Any
 
 from cairn.api.chat.exchange import Batches, ChoiceStream, Exchange
 from cairn.types.outputs import Delta, Done, FinishReason, Usage
-from cairn.types.request import Request
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import Request, SamplingParams
 from cairn.types.stats import CacheReport
 
 ENDED = Done(reason=FinishReason.STOP, usage=Usage(prompt_tokens=1, completion_tokens=1), cache=CacheReport())

@@ -12,7 +12,7 @@ from cairn.config.config import Config
 from cairn.models.spec.end_tokens import Middle
 from cairn.types.errors import GenerationFailed
 from cairn.types.outputs import Delta, FinishReason, TokenLogprob
-from cairn.types.sampling_params import SamplingExtras
+from cairn.types.request import SamplingExtras
 from tests.api.scripted import ScriptedService, done
 from tests.api.sockets import Site, events, site
 from tests.service.tiny import make_model, serving

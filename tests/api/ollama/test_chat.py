@@ -21,7 +21,7 @@ from cairn.models.hub.hub import Progress
 from cairn.models.spec.end_tokens import Middle
 from cairn.types.errors import CairnError, GenerationFailed, ModelError
 from cairn.types.outputs import Delta, FinishReason, TokenLogprob, ToolCallDelta
-from cairn.types.sampling_params import SamplingExtras
+from cairn.types.request import SamplingExtras
 from tests.api.scripted import ScriptedService, done
 from tests.api.sockets import Site, site
 from tests.scripted_model import CONTROLS, write_scripted

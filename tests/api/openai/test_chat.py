@@ -130,6 +130,22 @@ async def test_every_answer_says_where_its_prompts_kv_came_from(path: str, body:
     assert not any("cairn" in chunk for chunk in plain[:-2])
 
 
+@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", chat), ("/v1/completions", complete)])
+async def test_an_answer_that_another_device_finished_says_so_once(path: str, body: Any) -> None:
+    """In a header and the body, and in the last chunk of a stream, whose headers were sent before it happened."""
+    moved = "the device cuda:0 failed twice; the CPU computed the rest of this answer"
+
+    def finished_elsewhere(request: Request) -> list[Any]:
+        first, end = reported(request)
+        return [first, msgspec.structs.replace(end, moved=moved)]
+
+    async with site(ScriptedService(finished_elsewhere)) as at:
+        whole = await post(at, body(n=2), path)
+        chunks = events((await post(at, body(stream=True), path)).text)
+    assert whole.json()["warnings"] == [moved] and whole.headers.get_list("x-cairn-warning") == [moved]
+    assert chunks[-2]["warnings"] == [moved] and not any("warnings" in chunk for chunk in chunks[:-2])
+
+
 async def test_of_several_prompts_the_reports_are_added_up() -> None:
     async with site(ScriptedService(reported)) as at:
         report = (await post(at, complete(prompt=["a", "b", "c"]), "/v1/completions")).json()["usage"]["cairn"]
@@ -845,7 +861,7 @@ async def test_a_budget_of_reasoning_by_any_of_its_names(name: str) -> None:
             refused = (await post(at, chat(**{name: value}))).json()["error"]
             assert refused["param"] == "reasoning_budget" and "reasoning_budget" in refused["message"]
         refused = (await post(at, complete(**{name: 5}), "/v1/completions")).json()["error"]
-        assert refused["param"] == "reasoning_budget" and "belongs to chats" in refused["message"]
+        assert refused["param"] == "reasoning_budget" and "works only in chats" in refused["message"]
 
 
 @pytest.mark.parametrize(

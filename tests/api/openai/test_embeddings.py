@@ -164,7 +164,7 @@ def test_dimensions_are_cut_and_normalised_again(server: Served) -> None:
     np.testing.assert_allclose(cut, whole[:8] / np.linalg.norm(whole[:8]), atol=1e-6)
     assert abs(np.linalg.norm(whole) - 1) > 0.01
     assert "from 1 to 48" in message(server, "/v1/embeddings", input="x", dimensions=49)
-    assert "normalize is false" in message(server, "/v1/embeddings", input="x", dimensions=8, normalize=False)
+    assert "needs normalize to be true" in message(server, "/v1/embeddings", input="x", dimensions=8, normalize=False)
 
 
 def test_a_text_that_is_too_long_is_refused_with_figures_or_cut(server: Served) -> None:
@@ -281,7 +281,7 @@ def test_tokenize_shows_what_an_encoder_reads(server: Served, folder: Path) -> N
 
 
 def test_a_decoder_serves_chats_and_embeddings(chat: Served) -> None:
-    assert "its tokenizer makes nothing of it" in message(chat, "/v1/embeddings", input="")
+    assert "input is empty: it has no tokens" in message(chat, "/v1/embeddings", input="")
     found = post(chat, "/v1/embeddings", input=["one text", "another", "one text"]).json()["data"]
     assert found[0]["embedding"] == found[2]["embedding"] != found[1]["embedding"]
     said = post(chat, "/v1/chat/completions", messages=[{"role": "user", "content": "hi"}], max_tokens=2)

@@ -13,7 +13,7 @@ from cairn.engine.fake import STATE, FakeEngine, fake_spec
 from cairn.kv.disk.codec import Q8, Raw, open_codec, state_groups
 from cairn.kv.disk.codec_check import Comparison, compare, recall, remember
 from cairn.types.errors import ModelError
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import SamplingParams
 from cairn.types.step import Row
 from tests.files import Crash, CrashFiles, Fault
 from tests.kv.stored import FOLDER, Time, open_store

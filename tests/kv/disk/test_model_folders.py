@@ -17,7 +17,7 @@ from cairn.kv.disk.store import DiskStore
 from cairn.kv.pool.prefix import Layout
 from cairn.kv.tiers.store import Chunk
 from cairn.types.errors import ConfigError, Conflict
-from cairn.types.layer_spec import CacheGroup
+from cairn.types.model_spec import CacheGroup
 from tests.files import CrashFiles, Fault
 from tests.kv.stored import FOLDER, Time, chain, keys, open_store
 

@@ -7,7 +7,7 @@ from cairn.kv.pool.blocks import Copy
 from cairn.kv.pool.cache import Cache
 from cairn.kv.pool.sequence_kv import SequenceKV
 from cairn.kv.pool.waiters import Waiters
-from cairn.types.layer_spec import CacheGroup
+from cairn.types.model_spec import CacheGroup
 from cairn.types.step import NO_BLOCK, EngineInfo
 
 SIZE = 4

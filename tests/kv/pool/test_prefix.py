@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from cairn.kv.pool.prefix import Chain, extend, numerics, root
-from cairn.types.layer_spec import CacheGroup
+from cairn.types.model_spec import CacheGroup
 
 FULL = CacheGroup(kind="full", layers=(0, 1))
 TOKENS = list(range(100, 140))
@@ -22,7 +22,7 @@ def test_the_digest_is_whole_and_the_same_in_every_process() -> None:
     start = root(b"model", b"salt", FULL, 4)
     assert len(start) == len(extend(start, (1, 2))) == 32
     code = (
-        "from cairn.kv.pool.prefix import *; from cairn.types.layer_spec import CacheGroup;"
+        "from cairn.kv.pool.prefix import *; from cairn.types.model_spec import CacheGroup;"
         "print(extend(root(b'model', b'salt', CacheGroup(kind='full', layers=(0, 1)), 4), (1, 2)).hex())"
     )
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

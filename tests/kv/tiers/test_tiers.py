@@ -19,10 +19,9 @@ from cairn.kv.tiers.day_budget import DAY_SECONDS
 from cairn.kv.tiers.reader import LoadPolicy
 from cairn.kv.tiers.store import Chunk, Store
 from cairn.kv.tiers.write_behind import IDLE_SECONDS, WriteLimits
-from cairn.types.layer_spec import CacheGroup
+from cairn.types.model_spec import CacheGroup
 from cairn.types.outputs import FinishReason
-from cairn.types.request import Request
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import Request, SamplingParams
 from cairn.types.stats import Miss, Placed, Swept
 from cairn.worker import wire
 from cairn.worker.worker import REST_SECONDS, WorkerLoop

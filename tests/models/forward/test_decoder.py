@@ -12,7 +12,7 @@ from cairn.models.forward import decoder
 from cairn.models.forward.recorder import Recorder
 from cairn.models.safetensors.weights import open_weights
 from cairn.models.spec.config import load_spec
-from cairn.types.block_size import BLOCK_TOKENS
+from cairn.types.model_spec import BLOCK_TOKENS
 from tests.tiny_models import KERNELS, MODELS, load, write_model
 
 SIZES = [(256, 32), (1, 1), (13, 5), (255, 31), (8, 8), (90, 1)]

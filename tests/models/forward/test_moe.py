@@ -40,9 +40,9 @@ OSS = MODELS["gpt-oss"]
         (QWEN | {"mlp_only_layers": ["1"]}, "mlp_only_layers must be a list of whole numbers"),
         (QWEN | {"use_sliding_window": True}, "use_sliding_window other than False is not supported"),
         (QWEN | {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
-        (GLM | {"n_group": 3}, "8 experts cannot be 3 groups"),
-        (GLM | {"topk_group": 5}, "cannot be 4 groups to choose from"),
-        (GLM | {"num_experts_per_tok": 5}, "5 experts are more than the chosen groups have"),
+        (GLM | {"n_group": 3}, "8 experts cannot be divided into 3 groups"),
+        (GLM | {"topk_group": 5}, "cannot be divided into 4 groups to choose 5 from"),
+        (GLM | {"num_experts_per_tok": 5}, "5 chosen experts are more than the chosen groups have"),
         (OSS | {"swiglu_limit": 5.0}, "swiglu_limit other than 7"),
         (OSS | {"rope_scaling": None}, "rope_scaling is missing"),
         (OSS | {"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config"),
@@ -184,6 +184,6 @@ def test_packed_experts_are_read_back_from_their_file(tmp_path: Path, monkeypatc
         found.append(driver.logits(tokens, [50], driver.tables(50)).tobytes())
         engine.close()
         if len(found) == 2:  # the third start must not pack
-            monkeypatch.setattr(packed_matrices.Writing, "matrix", None)
+            monkeypatch.setattr(packed_matrices.WritingKernels, "matrix", None)
     assert len(list((tmp_path / "packed").glob("*.packed"))) == 1
     assert found[0] == found[1] == found[2]

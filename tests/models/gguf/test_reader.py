@@ -110,7 +110,7 @@ FILES: dict[str, tuple[bytes, str]] = {
     "many entries": (b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 40), "metadata entries, more than"),
     "missing entry": (
         b"GGUF" + struct.pack("<IQQ", 3, 0, 1),
-        "truncated: what begins at byte 24 of the header ends at byte 32, and",
+        "truncated: a value from byte 24 of the header ends at byte 32, but",
     ),
     "long key": (
         header([struct.pack("<Q", 1 << 60) + bytes(99)], []),
@@ -119,7 +119,7 @@ FILES: dict[str, tuple[bytes, str]] = {
     "long text": (header([entry("k", STRING, struct.pack("<Q", 1 << 50))], []), "at byte 37: the value of 'k' has "),
     "text past the end": (
         header([entry("k", STRING, struct.pack("<Q", 1 << 20))], []),
-        "truncated: what begins at byte",
+        "truncated: a value from byte",
     ),
     "not text": (header([entry("k", STRING, text(b"\xff\xfe"))], []), "at byte 37: the value of 'k' is not UTF-8"),
     "unknown kind": (header([entry("k", 77, b"")], []), "the value of 'k' has the unknown type 77"),
@@ -131,13 +131,13 @@ FILES: dict[str, tuple[bytes, str]] = {
     "array past the end": (header([entry("k", ARRAY, struct.pack("<IQ", U64, 1 << 23))], []), "truncated"),
     "deep array": (
         header([entry("k", ARRAY, struct.pack("<IQ", ARRAY, 1 << 20) + struct.pack("<IQ", U64, 0) * (1 << 20))], []),
-        "the array 'k' has elements of the type 9, expected numbers, truth values or texts",
+        "the array 'k' has elements of the type 9, expected numbers, booleans or strings",
     ),
     "many texts": (
         header([entry("k", ARRAY, struct.pack("<IQ", STRING, (1 << 20) + 1) + bytes(8 << 20))], []),
-        "the array 'k' has 1048577 texts, more than 1048576",
+        "the array 'k' has 1048577 strings, more than 1048576",
     ),
-    "key twice": (header([ALIGNED, ALIGNED], []), r"the metadata key 'general\.alignment' stands twice"),
+    "key twice": (header([ALIGNED, ALIGNED], []), r"the metadata key 'general\.alignment' appears twice"),
     "alignment": (
         header([entry("general.alignment", U32, struct.pack("<I", 12))], []),
         "must be a multiple of 8, found 12",
@@ -164,7 +164,7 @@ FILES: dict[str, tuple[bytes, str]] = {
         header([], [A, described("b", (32,), 0, 32)]) + bytes(999),
         "the tensor 'b' starts at byte 32, where another one ends at 128",
     ),
-    "twice": (header([], [A, described("a", (32,), 0, 128)]) + bytes(999), "the tensor 'a' stands twice"),
+    "twice": (header([], [A, described("a", (32,), 0, 128)]) + bytes(999), "the tensor 'a' appears twice"),
 }
 
 
@@ -237,7 +237,7 @@ KEYS: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "tokens in tokens": (
         {"tokenizer.ggml.tokens": [["a"], ["b"]], "tokenizer.ggml.token_type": [3, 3]},
         (),
-        r"the array 'tokenizer\.ggml\.tokens' has elements of the type 9, expected numbers, truth values or texts",
+        r"the array 'tokenizer\.ggml\.tokens' has elements of the type 9, expected numbers, booleans or strings",
     ),
     "tokenizers": ({"tokenizer.ggml.model": [1, 2]}, (), r"tokenizer\.ggml\.model must be a string, found array"),
     "hot": ({"general.sampling.temp": "hot"}, (), r"general\.sampling\.temp must be a number"),
@@ -337,7 +337,7 @@ def test_a_factor_on_attention_is_refused_where_it_would_be_ignored(name: str, t
     path = write_gguf(folder, tmp_path / "m.gguf", extra=extra | {"llama.rope.scaling.attn_factor": 1.0})
     assert load_spec(path).rope_scaling.attention_factor is None
     write_gguf(folder, path, extra=extra | {"llama.rope.scaling.attn_factor": 1.5})
-    with pytest.raises(ModelError, match=r"llama\.rope\.scaling\.attn_factor is 1\.5, .*not supported"):
+    with pytest.raises(ModelError, match=r"llama\.rope\.scaling\.attn_factor is 1\.5, .*supported only with yarn"):
         load_spec(path)
 
 

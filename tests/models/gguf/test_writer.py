@@ -115,7 +115,7 @@ def test_what_cannot_be_written_is_one_sentence(tmp_path: Path, monkeypatch: Any
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = 1e6
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(ModelError, match=r"blk.0.ffn_up.weight holds numbers that F16 cannot hold; take BF16"):
+    with pytest.raises(ModelError, match=r"blk.0.ffn_up.weight holds numbers that F16 cannot hold; use BF16"):
         written(folder, path, "F16")
     tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = np.nan
     save_file(tensors, folder / "model.safetensors")

@@ -53,7 +53,7 @@ def test_a_name_stays_as_it_is(name):
         (HUB + "org", "names no model"),
         (HUB + "org/name/discussions/4", "give org/name"),
         (HUB + "org/name/blob/v2/m.gguf", "revision v2"),
-        (HUB + "org/name/blob/main/model.safetensors", "the whole of it: org/name"),
+        (HUB + "org/name/blob/main/model.safetensors", "give the model instead: org/name"),
         ("file://other/m.gguf", "the machine other"),
     ],
 )

@@ -190,7 +190,7 @@ def test_a_disk_that_takes_nothing_costs_only_the_packing(
         patch.setattr(packed_file.shutil, "disk_usage", lambda path: SimpleNamespace(free=packed_file.SPARE))
         assert answer(model, patch) == want and not list(cache.iterdir())
     with monkeypatch.context() as patch:
-        real = packed_matrices.Writing._write
+        real = packed_matrices.WritingKernels._write
 
         def refused(self: Any, data: Any) -> None:
             def write(view: Any) -> int:
@@ -200,7 +200,7 @@ def test_a_disk_that_takes_nothing_costs_only_the_packing(
                 self._file = SimpleNamespace(write=write)
             real(self, data)
 
-        patch.setattr(packed_matrices.Writing, "_write", refused)
+        patch.setattr(packed_matrices.WritingKernels, "_write", refused)
         assert answer(model, patch) == want and not list(cache.iterdir())
     cache.rmdir()
     cache.write_text("no folder")
@@ -244,13 +244,13 @@ def test_what_a_killed_start_left_goes_at_once_and_what_is_being_written_stays(
     left = cache / "left.part"
     left.write_bytes(b"half")
     seen = []
-    real = packed_matrices.Writing.finish
+    real = packed_matrices.WritingKernels.finish
 
     def finish(self: Any, key: str) -> None:
         seen.extend([packed_file.prune(), [one.suffix for one in cache.iterdir()]])
         real(self, key)
 
-    monkeypatch.setattr(packed_matrices.Writing, "finish", finish)
+    monkeypatch.setattr(packed_matrices.WritingKernels, "finish", finish)
     answer(model, monkeypatch)
     assert seen == [(0, 0), [".part"]] and not left.exists()
     assert [one.suffix for one in cache.iterdir()] == [".packed"]
@@ -276,13 +276,13 @@ def test_a_model_that_is_replaced_while_it_is_packed_is_not_kept(
 ) -> None:
     """Known failure 28: it was read for a key that the file which was there before had."""
     model = a_model(tmp_path)
-    real = packed_matrices.Writing.finish
+    real = packed_matrices.WritingKernels.finish
 
     def late(self: Any, key: str) -> None:
         real(self, key)
         write_model(model, **MODELS["llama with biases, tied"], seed=9)
 
     with monkeypatch.context() as patch:
-        patch.setattr(packed_matrices.Writing, "finish", late)
+        patch.setattr(packed_matrices.WritingKernels, "finish", late)
         answer(model, patch)
     assert not list(cache.iterdir())

@@ -12,8 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from cairn.models.safetensors.weights import open_tensors, open_weights
-from cairn.models.spec.config import identity_of, load_spec
-from cairn.models.spec.facts import bytes_by_format
+from cairn.models.spec.config import bytes_by_format, identity_of, load_spec
 from cairn.types.errors import ModelError, ModelFileError
 from tests.models.test_file_fuzz import bend
 from tests.quantized_models import awq, compressed, eight, float8, four, gptq, write_quantized
@@ -70,7 +69,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, np.ndarray | None], str]] 
         {},
         r"weight_scale_inv must be scales of a matrix \[\d+, \d+\] in blocks of 16 x 16, of outputs, or one, found",
     ),
-    "no shape": (compressed(4, 32), PACKED, {"weight_shape": None}, "weight_shape must be there, found nothing"),
+    "no shape": (compressed(4, 32), PACKED, {"weight_shape": None}, "weight_shape must be present, found nothing"),
     "another shape": (
         compressed(4, 32),
         PACKED,
@@ -123,7 +122,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, np.ndarray | None], str]] 
         awq(32),
         {"quant_method": "awq", "bits": 4},
         {"weight": np.zeros((128, 64), np.float32)},
-        "is there under two names",
+        "is stored under two names",
     ),
 }
 
@@ -196,7 +195,7 @@ def test_numbers_of_8_bits_without_a_config_that_says_so_are_refused(tmp_path: P
     _, folder = write_quantized(tmp_path, float8(32, 32), {"quant_method": "fp8", "weight_block_size": [32, 32]})
     text = (folder / "config.json").read_text().replace("quantization_config", "other")
     (folder / "config.json").write_text(text)
-    with pytest.raises(ModelFileError, match=r"scale_inv' is of quantised weights, of which config\.json does not"):
+    with pytest.raises(ModelFileError, match=r"scale_inv' belongs to quantised weights, but config\.json does not"):
         open_weights(folder, load_spec(folder))
 
 

@@ -12,7 +12,7 @@ from cairn.models.spec.config import load_spec
 from cairn.models.spec.families import ENCODERS, FAMILIES
 from cairn.models.spec.generation_config import generation_fault
 from cairn.types.errors import ModelError, ModelFileError
-from cairn.types.layer_spec import CacheGroup, RopeScaling
+from cairn.types.model_spec import CacheGroup, RopeScaling
 from tests.tiny_models import MODELS, load, write_config, write_model
 
 

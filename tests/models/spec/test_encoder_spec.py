@@ -15,7 +15,7 @@ from cairn.models.forward.projection import open_projection
 from cairn.models.safetensors.weights import open_weights
 from cairn.models.spec.config import check_decodes, load_spec
 from cairn.types.errors import ModelError, ModelFileError
-from cairn.types.pooling_spec import Embedding
+from cairn.types.model_spec import Embedding
 from cairn.types.step import Row
 from tests.encoders import write_encoder, write_modules
 from tests.tiny_models import GREEDY, load, prompt, random_tensors, write_config
@@ -107,7 +107,7 @@ def test_what_is_wrong_is_named(name: str, fields: dict[str, Any], said: str, fo
                 {"type": "a.Normalize", "path": "2_Normalize"},
                 {"type": "a.Pooling", "path": "1_Pooling"},
             ],
-            "must stand in the order Transformer, Pooling, Dense, Normalize",
+            "must be in the order Transformer, Pooling, Dense, Normalize",
         ),
         ([{"type": "a.Pooling", "path": "../other"}], "path must be the name of a folder"),
         ({"a": 1}, "a list of at most 16 modules"),
@@ -145,8 +145,8 @@ def test_a_decoder_that_makes_embeddings(architecture: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "fields", "said"),
     [
-        ("2_Dense/config.json", {"in_features": 40}, "in_features must be 48, what is given to it, found 40"),
-        ("3_Dense/config.json", {"in_features": 40}, "in_features must be 20, what is given to it, found 40"),
+        ("2_Dense/config.json", {"in_features": 40}, "in_features must be 48, the size of its input, found 40"),
+        ("3_Dense/config.json", {"in_features": 40}, "in_features must be 20, the size of its input, found 40"),
         ("2_Dense/config.json", {"activation_function": "torch.nn.GELU"}, "'GELU' is not supported; supported are Ide"),
         ("2_Dense/config.json", {"module_input_name": "token_embeddings"}, "module_input_name other than sentence"),
         ("2_Dense/config.json", {"bias": False}, r"'linear\.bias' is not part of a Dense module"),

@@ -54,7 +54,7 @@ def test_nothing_that_is_kept_passes_its_reach(tmp_path: Path) -> None:
     spec = load_spec(write_model(tmp_path, **TINY))
     bound = reach(spec, open_weights(tmp_path, spec))
     engine = load(tmp_path, kernels="reference")
-    from cairn.types.sampling_params import SamplingParams
+    from cairn.types.request import SamplingParams
     from cairn.types.step import Row
 
     tokens = list(range(60))
@@ -73,7 +73,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "shares that are normed": ("deepseek 2 lite", {"norm_topk_prob": True}, "norm_topk_prob other than False"),
     "every second layer": ("deepseek 3", {"moe_layer_freq": 2}, "moe_layer_freq other than 1"),
     "another score": ("deepseek 3", {"scoring_func": "softmax"}, "scoring_func other than sigmoid"),
-    "a latent that is too wide": ("deepseek 3", {"kv_lora_rank": 1024}, "heads of 1040 numbers"),
+    "a latent that is too wide": ("deepseek 3", {"kv_lora_rank": 1024}, "a head size of 1040"),
     "half a pair": ("deepseek 3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim must be an even number"),
     "no rank": ("deepseek 3", {"kv_lora_rank": None}, "kv_lora_rank must be a whole number"),
     "unknown layers": ("glm 4.7 flash", {"mlp_layer_types": ["dense", "odd", "dense"]}, "each dense or sparse"),

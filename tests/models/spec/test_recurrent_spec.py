@@ -29,7 +29,7 @@ NEMOTRON = MODELS["nemotron h moe"]
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        (QWEN | {"linear_num_value_heads": 3}, "3 recurrent heads cannot share 2 of keys"),
+        (QWEN | {"linear_num_value_heads": 3}, "3 recurrent heads are no multiple of 2 key heads"),
         (QWEN | {"linear_conv_kernel_dim": 17}, "linear_conv_kernel_dim must be a whole number from 2 to 16"),
         (QWEN | {"linear_key_head_dim": 2048}, "linear_key_head_dim must be a whole number from 1 to 1024"),
         (
@@ -129,7 +129,7 @@ def test_quantizing_a_file_leaves_what_steers_a_state(name: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("extra", "sentence"),
     [
-        ({"qwen35.ssm.inner_size": 81}, "4 recurrent heads cannot share 81 values and 2 keys"),
+        ({"qwen35.ssm.inner_size": 81}, "4 recurrent heads do not divide 81 values"),
         ({"qwen35.ssm.conv_kernel": 1}, "ssm.conv_kernel must be a whole number from 2 to 16"),
         ({"qwen35.attention.recurrent_layers": [True, False]}, "attention.recurrent_layers must be a list of 4"),
         ({"qwen35.ssm.conv_kernel": 5}, r"ssm_conv1d.weight has the shape \[128, 4\], expected \[128, 5\]"),

@@ -52,7 +52,7 @@ def test_unread_tensors_of_such_layers_are_set_aside(tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "experts of whom nobody knows how many": ({"enable_moe_block": True, "num_experts": 4}, "moe_intermediate_size"),
     "fewer inputs than tokens": ({"vocab_size_per_layer_input": 100}, "vocab_size_per_layer_input must be at least"),
-    "none that writes": ({"num_kv_shared_layers": 5}, "num_kv_shared_layers must be so few"),
+    "none that writes": ({"num_kv_shared_layers": 5}, "num_kv_shared_layers must be so small"),
     "a window at the end": ({"layer_types": ["full_attention"] + ["sliding_attention"] * 5}, "last entry"),
     "heads that do not fit": ({"attention_k_eq_v": True, "num_global_key_value_heads": 3}, "do not fit"),
     "another scaling": (

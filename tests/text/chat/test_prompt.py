@@ -26,8 +26,7 @@ from cairn.text.tokens import length
 from cairn.text.tokens.tokenizer import INLINE
 from cairn.types.errors import ConfigError, ContextTooLong, InvalidRequest, ModelFileError, Overloaded, Unsupported
 from cairn.types.outputs import FinishReason
-from cairn.types.request import OutputFormat, Request
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import OutputFormat, Request, SamplingParams
 from tests.text import text_models
 
 TOOLS = [

@@ -14,8 +14,7 @@ from cairn.text.output.reasoning_formats import THINK
 from cairn.text.output.stream import TextStream
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.outputs import FinishReason
-from cairn.types.request import OfferedTool, OutputFormat, Request
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import OfferedTool, OutputFormat, Request, SamplingParams
 from tests.text import text_models
 
 BOTH = OutputFormat(reasoning=True, tools=True)

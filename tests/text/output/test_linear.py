@@ -15,8 +15,7 @@ from cairn.text.output.python_calls import python_calls
 from cairn.text.output.stream import TextStream
 from cairn.text.output.tool_parser import ParsedCall
 from cairn.text.tokens.tokenizer import Tokenizer
-from cairn.types.request import OfferedTool, OutputFormat, Request
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import OfferedTool, OutputFormat, Request, SamplingParams
 from tests.text import text_models
 
 SIZE = 800_000

@@ -14,8 +14,7 @@ from tokenizers import Tokenizer as Library
 from cairn.text.output.stream import TextStream
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.outputs import Delta, FinishReason
-from cairn.types.request import OfferedTool, OutputFormat, Request
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import OfferedTool, OutputFormat, Request, SamplingParams
 from tests.text import text_models
 
 BOTH = OutputFormat(reasoning=True, tools=True)

@@ -16,8 +16,7 @@ from cairn.text.output.pieces import Piece
 from cairn.text.output.stream import TextStream
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.outputs import Delta, FinishReason, Output, TokenKind, TokenLogprob, ToolCallDelta, logprobs_of
-from cairn.types.request import OfferedTool, OutputFormat, Request
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import OfferedTool, OutputFormat, Request, SamplingParams
 from tests.text.output.test_output_parser import BOTH, CALL, CASES
 from tests.text.output.test_stream import chunks, tokenizer
 

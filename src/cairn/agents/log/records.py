@@ -14,8 +14,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from cairn.types.errors import InvalidRequest
-from cairn.types.request import OutputFormat
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import OutputFormat, SamplingParams
 from cairn.types.stats import CacheReport
 
 

@@ -48,6 +48,8 @@ class ServerHealth:
         """Why new requests would not be served well now."""
         self.troubles = troubles
         """Troubles that do not make the server refuse new requests."""
+        self.devices = model_health.devices(models) if models is not None else []
+        """Names of the devices that compute the loaded models."""
         self.stalled = models is not None and model_health.stalled(models)
         """Whether there is work and nothing of it gets further."""
         unwell = models is not None and models.several and bool(model_health.troubles(models))
@@ -89,15 +91,19 @@ async def health(call: HTTPCall, state: ServerHealth) -> None:
     say why. If only a part is not served, the status is `degraded` with code 200, and `troubles` say why: one of
     several models is not well, or turns are refused because the disk is full.
 
+    `devices` names those that compute the loaded models: the CPU after another one failed twice.
+
     `status`, and `error` beside it, are what clients of llama-server read.
     """
     if not state.reasons:
-        await call.json({"status": "degraded" if state.partly else "ok", "reasons": [], "troubles": state.troubles})
+        status = "degraded" if state.partly else "ok"
+        await call.json({"status": status, "reasons": [], "troubles": state.troubles, "devices": state.devices})
         return
     message = "Loading model" if state.loading else "; ".join(state.reasons)
     error = {"code": 503, "message": message, "type": "unavailable_error"}
     status = "loading model" if state.loading else "stalled" if state.stalled else "degraded"
-    await _unavailable(call, {"status": status, "reasons": state.reasons, "troubles": state.troubles, "error": error})
+    body = {"status": status, "reasons": state.reasons, "troubles": state.troubles, "devices": state.devices}
+    await _unavailable(call, body | {"error": error})
 
 
 async def live(call: HTTPCall, state: ServerHealth) -> None:

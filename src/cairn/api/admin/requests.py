@@ -24,7 +24,7 @@ from cairn.frontend.requests import sampling_defaults, sampling_params
 from cairn.frontend.sampling_extras import ORDERS
 from cairn.frontend.service import Service
 from cairn.router import model_health
-from cairn.router.served_model import ServedModel
+from cairn.router.served_model import LoadedModel, ServedModel
 from cairn.system.metrics import CONTENT_TYPE, ServerMetrics
 from cairn.types.errors import NotFound
 from cairn.types.stats import Swept
@@ -136,6 +136,7 @@ class Admin:
             "status": {"value": _STATUS[model.state]},
             **({"aliases": list(model.config.alias)} if model.config.alias else {}),
             **({"memory_bytes": model.held} if model.held else {}),
+            **({"device": _device(model.loaded)} if model.loaded is not None else {}),
             **({"error": model.failure} if model.state == "failed" else {}),
         }
 
@@ -199,6 +200,12 @@ _STATUS = {
     "failed": "failed",
 }
 """llama-server's names of a model's states."""
+
+
+def _device(loaded: LoadedModel) -> dict[str, str]:
+    """Return the device that computes a model, by name and in words."""
+    info = loaded.service.info
+    return {"name": info.device, "description": info.device_text}
 
 
 def context_of(model: ServedModel) -> int | None:

@@ -264,6 +264,8 @@ class Exchange:
                 reason = choice.end(event)
                 if event.unread_call:
                     self.warn(UNREAD)
+                if event.moved:
+                    self.warn(event.moved)
                 if say:
                     data += self.adapter.finish(index, event, reason)
                 self.keep(choice)

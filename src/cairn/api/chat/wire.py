@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import msgspec
 
 from cairn.api.http.call import encode
-from cairn.types.block_size import BLOCK_TOKENS
+from cairn.types.model_spec import BLOCK_TOKENS
 from cairn.types.outputs import Delta, Done, TokenKind, TokenLogprob, ToolCallDelta, logprobs_of
 from cairn.types.stats import CacheReport, Miss
 

@@ -356,8 +356,9 @@ class HTTPCall:
 
         It goes into a header too, where a control character would cost the whole answer.
         """
-        if self.hears:
-            self.warnings.append(_printable(sentence))
+        told = _printable(sentence)
+        if self.hears and told not in self.warnings:  # each choice may say the same
+            self.warnings.append(told)
 
     async def respond(self, status: int, body: bytes, headers: Headers) -> None:
         """Send a complete answer."""

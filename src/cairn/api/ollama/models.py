@@ -31,7 +31,7 @@ from cairn.models.hub import hub
 from cairn.models.hub.addresses import known
 from cairn.models.hub.removal import plan, remove
 from cairn.models.safetensors.weights import parameters
-from cairn.models.spec.facts import bytes_by_format
+from cairn.models.spec.config import bytes_by_format
 from cairn.router.served_model import ServedModel
 from cairn.types.errors import (
     CairnError,

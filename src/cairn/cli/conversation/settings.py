@@ -11,7 +11,7 @@ from typing import Any
 from cairn.cli.sampling import FLAGS
 from cairn.config.option import closest
 from cairn.types.errors import ConfigError, InvalidRequest
-from cairn.types.sampling_params import SAMPLING_RANGES
+from cairn.types.request import SAMPLING_RANGES
 
 _OTHER_NAMES: Mapping[str, str] = {
     "num_predict": "max_tokens",

@@ -1,1 +1,1 @@
-"""The kernels in plain torch, for any device that torch computes on. Nothing else in the package imports torch."""
+"""The kernels in plain torch, for any device that torch supports. Nothing else in the package imports torch."""

@@ -1,4 +1,4 @@
-"""Attention over paged keys and values, row by row."""
+"""Paged attention in torch, row by row."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cairn.types.block_size import BLOCK_TOKENS
+from cairn.types.model_spec import BLOCK_TOKENS
 
 Tensor = Any
 
 _SCORES = 1 << 24
-"""Most scores of one head that are computed at once."""
+"""Most scores computed at once."""
 
 
 def attend(
@@ -29,7 +29,7 @@ def attend(
     both: bool = False,
     sinks: Tensor | None = None,
 ) -> None:
-    """`Kernels.attention`; rows and tables on the host."""
+    """Compute `Kernels.attention`, with rows and tables on the host."""
     heads = query.shape[1]
     for (first, count, start), table in zip(rows.tolist(), tables, strict=False):
         end = start + count
@@ -62,7 +62,7 @@ def _pages(kv: Tensor, layer: int, table: NDArray[np.int32], low: int, end: int)
 
 
 def _seen(first: int, stop: int, low: int, end: int, window: int, both: bool, device: Any) -> Tensor:
-    """Return which of the positions [low, end) each of the positions [first, stop) sees."""
+    """Return [stop - first, end - low]: whether each position in [first, stop) sees each position in [low, end)."""
     own = torch.arange(first, stop, device=device)[:, None]
     other = torch.arange(low, end, device=device)[None]
     if both:
@@ -78,7 +78,7 @@ def _seen(first: int, stop: int, low: int, end: int, window: int, both: bool, de
 def _attended(
     query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float, cap: float, sinks: Tensor | None
 ) -> Tensor:
-    """Return [n, heads, D of the values] for query[n, heads, D]."""
+    """Return attention [n, heads, value size] of query[n, heads, D]."""
     count, heads, size = query.shape
     fan = heads // len(keys)
     split = query.reshape(count, len(keys), fan, size).permute(1, 2, 0, 3)  # [K, fan, n, D]

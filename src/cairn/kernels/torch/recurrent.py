@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 
 from cairn.kernels.recurrent import kept
-from cairn.types.block_size import BLOCK_TOKENS
+from cairn.types.model_spec import BLOCK_TOKENS
 
 Tensor = Any
 Ints = NDArray[np.int32]
 Places = tuple[Tensor, int, Ints, Ints]
-"""States, the layer among them, and rows and tables on the host."""
+"""States, the layer's index, and rows and tables on the host."""
 
 _UNIT = 1e-6
 
@@ -114,12 +114,12 @@ def mamba2(
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Return vectors along the last axis divided by their lengths."""
+    """Divide vectors along the last axis by their lengths."""
     return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + _UNIT)
 
 
 def _spread(x: Tensor, heads: int, tiled: bool) -> Tensor:
-    """Return x[M, key heads, K] as each of the heads sees it."""
+    """Repeat x[M, key heads, K] to [M, heads, K]: tiled, or each key head for neighbouring heads."""
     fan = heads // x.shape[1]
     return x.repeat(1, fan, 1) if tiled else x.repeat_interleave(fan, dim=1)
 
@@ -134,7 +134,7 @@ def _scan(
     places: Places,
     out: Tensor,
 ) -> None:
-    """Go on token by token, as `kernels.recurrent` does."""
+    """Update the states token by token, as `kernels.recurrent` does."""
     states, layer = places[:2]
     heads, size = value.shape[1:]
     numbers = heads * key.shape[2] * size

@@ -1,4 +1,4 @@
-"""What a line of logits gives, decided on the device where that is simple, and otherwise from a copy of the line."""
+"""Sampling on a torch device: greedy lines on the device, all others from a copy on the host."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Floats = NDArray[np.float32]
 class TorchSampler:
     """`kernels.vocabulary.Sampler` over tensors.
 
-    The highest logit is found on the device. A line that draws, is changed by penalties, bias or a mask, or whose
-    distribution is asked for, is copied to the host and decided there by the steps that define it.
+    The highest logit is found on the device. Lines with a random draw, penalties, bias, a mask or log-probabilities are
+    copied to the host and sampled by the reference sampler.
     """
 
     def greedy(self, logits: Tensor) -> list[int]:
         """`Sampler.greedy`."""
         finite = logits.amin(dim=1).isfinite() & logits.amax(dim=1).isfinite()
-        # The first of equal ones.
-        found: list[int] = torch.where(finite, logits.argmax(dim=1), -1).tolist()
-        return found
+        # argmax returns the first of equal ones.
+        tokens: list[int] = torch.where(finite, logits.argmax(dim=1), -1).tolist()
+        return tokens
 
     def choose(self, lines: Sequence[Line], logits: Tensor) -> list[TokenChoice]:
         """`Sampler.choose`."""
@@ -45,12 +45,12 @@ class TorchSampler:
 
     def line(self, logits: Tensor, number: int) -> Floats:
         """`Sampler.line`."""
-        found: Floats = logits[number].to("cpu", copy=True).numpy()
-        return found
+        copied: Floats = logits[number].to("cpu", copy=True).numpy()
+        return copied
 
 
 def _plain(line: Line) -> bool:
-    """Whether the highest logit is all that is asked of a line."""
+    """Tell whether a line only needs its highest logit."""
     if line.top is not None:
         return False
     if line.row is None:

@@ -1,4 +1,4 @@
-"""Arrays of a device that torch computes on, and how numbers get there and back."""
+"""Storage on a torch device: tensors, and transfers to and from them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DTYPES = {
     "int8": torch.int8,
     "uint8": torch.uint8,
 }
-"""Numpy's names of types, and torch's types."""
+"""Numpy's name of a type -> torch's type."""
 
 
 class TorchStorage:
@@ -33,11 +33,11 @@ class TorchStorage:
     logits_rows = 64
 
     def __init__(self, device: str) -> None:
-        """`device` by torch's name: cpu, cuda:0, mps."""
+        """Use `device`, by torch's name: cpu, cuda:0, mps."""
         self.device = torch.device(device)
         self._host: dict[int, NDArray[np.int32]] = {}
-        """The last upload of whole numbers, by the address of its array: kernels need a few of them on the host, and
-        asking the device would stop it."""
+        """The last upload of integers by the address of its tensor: kernels need a few of them on the host, and reading
+        them back would stall the device."""
 
     def allocate(self, shape: tuple[int, ...], dtype: str) -> Tensor:
         """Return a zeroed tensor."""
@@ -63,7 +63,7 @@ class TorchStorage:
                 self._host[array.data_ptr()] = mirror.copy()
 
     def host(self, array: Tensor) -> NDArray[np.int32]:
-        """Return whole numbers that were uploaded, without asking the device for them."""
+        """Return an uploaded tensor of integers on the host, without reading it back if possible."""
         known = self._host.get(array.data_ptr())
         shape = tuple(array.shape)
         if (
@@ -84,7 +84,7 @@ class TorchStorage:
         return np.asarray(copied.view(torch.int16).numpy()).view(ml_dtypes.bfloat16)
 
     def tensor(self, source: NDArray[Any]) -> Tensor:
-        """Return a tensor on the device with a numpy array's numbers."""
+        """Copy a numpy array to a tensor on the device."""
         if source.dtype == ml_dtypes.bfloat16:
             return torch.from_numpy(source.view(np.int16).copy()).view(torch.bfloat16).to(self.device)
         return torch.from_numpy(np.array(source, order="C")).to(self.device)
@@ -94,14 +94,14 @@ class TorchStorage:
         out.copy_(source[places.long()])
 
     def read_pages(self, pool: Tensor, blocks: Sequence[int]) -> list[memoryview]:
-        """Return copies of the blocks' bytes, which are fetched in one transfer."""
+        """Return copies of the blocks' bytes, fetched in one transfer."""
         if not blocks:
             return []
         found = bytes_of(pool[torch.tensor(list(blocks), device=self.device)]).cpu().numpy()
         return [page.data for page in found.reshape(len(blocks), -1)]
 
     def write_pages(self, pool: Tensor, blocks: Sequence[int], pages: Sequence[memoryview]) -> None:
-        """Fill blocks, in one transfer."""
+        """Fill blocks in one transfer."""
         if not blocks:
             return
         whole = np.stack([np.frombuffer(page, np.uint8) for page in pages])
@@ -115,7 +115,7 @@ class TorchStorage:
 
     @contextlib.contextmanager
     def touching(self, pools: Sequence[Tensor], size: int) -> Iterator[None]:
-        """Do nothing: `allocate` took the memory."""
+        """Do nothing: `allocate` has taken the memory already."""
         yield
 
     def stream(self) -> ThreadStream:
@@ -135,7 +135,7 @@ def bytes_of(array: Tensor) -> Tensor:
 
 
 def translated(error: Exception) -> Exception:
-    """Return the typed error for what torch raised; others as they are."""
+    """Return the typed error for an exception of torch; other exceptions unchanged."""
     if isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error):
         return DeviceMemoryError(f"the device has no memory left: {_first_line(error)}")
     if isinstance(error, RuntimeError):

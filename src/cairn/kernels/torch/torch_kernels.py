@@ -1,4 +1,4 @@
-"""The kernels in plain torch: every operation on any device, without promises about the order of its sums."""
+"""The kernels in plain torch: every operation on any device, with no guarantee about the order of sums."""
 
 # The methods of TorchKernels are documented where their meaning is declared, in kernels.base.
 # ruff: noqa: D102
@@ -20,10 +20,10 @@ from cairn.kernels.torch import attention, recurrent
 from cairn.kernels.torch.sampler import TorchSampler
 from cairn.kernels.torch.storage import TorchStorage
 from cairn.kernels.torch.weights import TorchMatrix, pack
-from cairn.types.layer_spec import RopeScaling
+from cairn.types.model_spec import RopeScaling
 
 VERSION = "torch-1"
-"""Version of these kernels; a change that can move a bit gets a new one."""
+"""Version of these kernels. Change it with every change that can move a bit."""
 
 Tensor = Any
 F = torch.nn.functional
@@ -38,10 +38,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class TorchKernels(TorchStorage):
-    """`kernels.base.Kernels` on a device of torch. Each method's meaning is stated there."""
+    """`kernels.base.Kernels` on a torch device. The methods are documented there."""
 
     def __init__(self, device: str, threads: int = 0) -> None:
-        """`threads`: of the CPU, where the device is that; 0: as torch has them."""
+        """Use `device`, by torch's name. `threads`: CPU threads if the device is the CPU; 0: torch's default."""
         super().__init__(device)
         if threads and self.device.type == "cpu":
             torch.set_num_threads(threads)
@@ -421,7 +421,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def gated(gates: Tensor, activation: str) -> Tensor:
-    """Return what gates[M, 2F], g beside u, let through: see `Kernels.gate`."""
+    """Return act(g) * u for gates[M, 2F] with g beside u: see `Kernels.gate`."""
     g, u = gates.chunk(2, dim=1)
     if activation != "clamped_silu":
         return ACTIVATIONS[activation](g) * u
@@ -435,7 +435,7 @@ def _float32(factor: float) -> float:
 
 
 def _turned(x: Tensor, angles: Tensor | None, norm: Tensor | None, eps: float, late: bool) -> Tensor:
-    """Return heads x[M, heads, D] normed and turned, or turned first and normed then."""
+    """Return heads x[M, heads, D] normed and rotated; if `late`, rotated and then normed."""
     if late:
         turned = _rotated(x, angles)
         return turned if norm is None else _norm_all(turned, norm, eps)
@@ -443,14 +443,14 @@ def _turned(x: Tensor, angles: Tensor | None, norm: Tensor | None, eps: float, l
 
 
 def _norm_all(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x[M, heads, D] normed head by head, or where the weight is for all heads, all together."""
+    """Norm x[M, heads, D] head by head, or all heads together if the weight spans them."""
     if len(weight) == x.shape[-1]:
         return rms_norm(x, weight, eps)
     return rms_norm(x.reshape(len(x), -1), weight, eps).reshape(x.shape)
 
 
 def _rotated(x: Tensor, angles: Tensor | None) -> Tensor:
-    """Return x[M, heads, D] with the pairs (i, i + r/2) of its first r numbers turned by their angles [M, 2, r/2]."""
+    """Rotate the pairs (i, i + r/2) of the first r numbers of x[M, heads, D] by angles[M, 2, r/2]."""
     if angles is None:
         return x
     turns = 2 * angles.shape[-1]
@@ -458,7 +458,7 @@ def _rotated(x: Tensor, angles: Tensor | None) -> Tensor:
 
 
 def _pairs(x: Tensor, angles: Tensor, neighbours: bool) -> Tensor:
-    """Return x[M, heads, r] with its pairs turned: (2i, 2i + 1), or (i, i + r/2)."""
+    """Rotate pairs of x[M, heads, r]: (2i, 2i + 1) if `neighbours`, else (i, i + r/2)."""
     cos, sin = angles[:, None, 0], angles[:, None, 1]
     half = x.shape[-1] // 2
     first, second = (x[..., 0::2], x[..., 1::2]) if neighbours else (x[..., :half], x[..., half:])
@@ -467,13 +467,13 @@ def _pairs(x: Tensor, angles: Tensor, neighbours: bool) -> Tensor:
 
 
 def _largest(x: Tensor, count: int) -> Tensor:
-    """Return where the `count` largest of each row stand: the first of equal ones first, and no numbers last."""
+    """Return the indexes of the `count` largest in each row, ties by index; NaNs come last."""
     order = torch.where(x.isnan(), math.inf, -x)
     return torch.sort(order, dim=1, stable=True).indices[:, :count]
 
 
 def _of_groups(choice: Tensor, groups: int, chosen_groups: int) -> Tensor:
-    """Return the choice with -inf in all groups but the best."""
+    """Set the choice to -inf in all groups but the best `chosen_groups`."""
     members = choice.reshape(len(choice), groups, -1)
     known = torch.where(members.isnan(), -math.inf, members)
     sums = known.sort(dim=2).values[:, :, -2:].sum(dim=2)

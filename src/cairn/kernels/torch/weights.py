@@ -1,4 +1,4 @@
-"""Weights as the kernels in torch hold them: floats in their own type, quantised codes packed."""
+"""Weights of the torch kernels: floats in their own type, quantised codes packed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Tensor = Any
 
 @dataclass(frozen=True, slots=True)
 class PackedCodes:
-    """A `Packed` matrix on a device: codes of 4 bits lie two in a byte, the others one, also those of a codebook."""
+    """A `Packed` matrix on a device: two codes of 4 bits in a byte, or one code of any other kind."""
 
     bits: int
     codes: Tensor
@@ -27,7 +27,7 @@ class PackedCodes:
     block_minimum: Tensor | None
 
     def floats(self, which: Tensor | None = None) -> Tensor:
-        """Return the weights [out, in] in float32, or those of some outputs."""
+        """Return the weights [out, in] in float32, of all outputs or of those in `which`."""
 
         def of(one: Tensor | None) -> Any:
             return one if which is None or one is None else one[which]
@@ -48,7 +48,7 @@ class PackedCodes:
 
 
 def _whole(numbers: Tensor, block: Tensor | None) -> Tensor:
-    """Return scales in float32: where super-blocks have one of their own, whole numbers times that."""
+    """Return scales in float32; integers of super-blocks are multiplied by the block's own scale."""
     if block is None:
         return numbers.float()
     return numbers.float() * block.float().repeat_interleave(numbers.shape[1] // block.shape[1], dim=1)
@@ -56,7 +56,7 @@ def _whole(numbers: Tensor, block: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TorchMatrix:
-    """Parts of one matrix, whose outputs are concatenated in order."""
+    """A matrix in parts, whose outputs are concatenated in order."""
 
     parts: tuple[Tensor | PackedCodes, ...]
     """Tensors [out, in] of floats, or codes."""
@@ -64,7 +64,7 @@ class TorchMatrix:
     inner: int
 
     def product(self, x: Tensor) -> Tensor:
-        """Return x[M, in] @ matrix + bias, [M, out]."""
+        """Return x[M, in] @ matrix + bias as [M, out]."""
         found, low = [], None
         for part, bias in zip(self.parts, self.biases, strict=True):
             if isinstance(part, PackedCodes):
@@ -76,7 +76,7 @@ class TorchMatrix:
         return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
     def rows(self, which: Tensor) -> Tensor:
-        """Return the weights of some outputs, [n, in] in float32."""
+        """Return the weights [n, in] of the outputs `which`, in float32."""
         found = torch.zeros((len(which), self.inner), device=which.device)
         first = 0
         for part in self.parts:
@@ -89,7 +89,7 @@ class TorchMatrix:
 
 
 def pack(weights: Sequence[Any], biases: Sequence[Any], tensor: Callable[[Any], Tensor]) -> TorchMatrix:
-    """Pack matrices with one input as one; `tensor` puts a numpy array on the device."""
+    """Pack matrices with the same input into one; `tensor` copies a numpy array to the device."""
     parts = tuple(_codes(one, tensor) if isinstance(one, Packed) else tensor(one) for one in weights)
     added = tuple(None if bias is None else tensor(bias).float() for bias in biases)
     return TorchMatrix(parts, added, int(weights[0].shape[1]))
@@ -107,7 +107,7 @@ def _codes(one: Packed, tensor: Callable[[Any], Tensor]) -> PackedCodes:
 
 
 def rounded(x: Tensor) -> Tensor:
-    """Return activations x[M, in] as products with quantised weights see them: see `kernels.quantized`."""
+    """Round activations x[M, in] as products with quantised weights do: see `kernels.quantized`."""
     groups = x.reshape(len(x), -1, GROUP)
     most = groups.abs().amax(dim=-1, keepdim=True)
     finite = most.isfinite()

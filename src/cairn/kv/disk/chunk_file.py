@@ -27,7 +27,7 @@ import xxhash
 
 from cairn.kv.disk.codec import Codec
 from cairn.kv.tiers.store import HEAD_BYTES, Chunk
-from cairn.types.block_size import CHUNK_BLOCKS
+from cairn.types.model_spec import CHUNK_BLOCKS
 
 FORMAT = 1
 _MAGIC = b"cairn kv"

@@ -15,8 +15,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.types.block_size import CHUNK_BLOCKS
-from cairn.types.layer_spec import CacheGroup
+from cairn.types.model_spec import CHUNK_BLOCKS, CacheGroup
 
 _DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype("<f4"),

@@ -27,11 +27,10 @@ import xxhash
 from cairn.kv.disk.codec import Codec, Raw, state_groups
 from cairn.kv.disk.folder import StoreFolder
 from cairn.system.interfaces import FileSystem
-from cairn.types.block_size import CHUNK_BLOCKS
 from cairn.types.errors import ModelError
-from cairn.types.layer_spec import CacheGroup
+from cairn.types.model_spec import CHUNK_BLOCKS, CacheGroup
 from cairn.types.outputs import TokenLogprob
-from cairn.types.sampling_params import SamplingParams
+from cairn.types.request import SamplingParams
 from cairn.types.step import NO_BLOCK, Engine, EngineInfo, Row
 
 POSITIONS = 2000

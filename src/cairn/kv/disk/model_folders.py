@@ -30,8 +30,8 @@ from cairn.kv.disk.notes import SEEN, read_layout
 from cairn.kv.disk.pins import Pins, pin_name
 from cairn.kv.disk.state import DiskState
 from cairn.system.interfaces import Clock, FileSystem, FolderEntry, Lock
-from cairn.types.block_size import CHUNK_BLOCKS
 from cairn.types.errors import ConfigError, Conflict
+from cairn.types.model_spec import CHUNK_BLOCKS
 
 NAME_DIGITS = 32
 """Hexadecimal digits of a model's identity in the name of its folder."""

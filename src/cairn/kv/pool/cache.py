@@ -32,7 +32,7 @@ from cairn.kv.pool.seen_blocks import SeenBlocks
 from cairn.kv.pool.sequence_kv import BlockedOn, LowerTiers, Match, SequenceKV
 from cairn.kv.pool.snapshots import BOUNDARY, SPACING
 from cairn.kv.pool.waiters import Waiters
-from cairn.types.layer_spec import CacheGroup
+from cairn.types.model_spec import CacheGroup
 from cairn.types.stats import GroupUse, Miss
 from cairn.types.step import NO_BLOCK, EngineInfo
 

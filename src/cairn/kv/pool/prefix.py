@@ -14,8 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from cairn.types.block_size import CHUNK_BLOCKS
-from cairn.types.layer_spec import CacheGroup
+from cairn.types.model_spec import CHUNK_BLOCKS, CacheGroup
 
 _DOMAIN = b"cairn kv chain 1"
 _CODEC_DOMAIN = b"cairn kv codec 1"

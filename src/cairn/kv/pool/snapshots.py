@@ -18,7 +18,7 @@ at a *boundary*: the end of a chunk, where stores can keep them. Wanted are
 
 from __future__ import annotations
 
-from cairn.types.block_size import CHUNK_BLOCKS
+from cairn.types.model_spec import CHUNK_BLOCKS
 
 BOUNDARY = CHUNK_BLOCKS
 """Blocks from one boundary to the next."""

@@ -10,7 +10,7 @@ from cairn.kv.pool.prefix import Layout
 from cairn.kv.pool.sequence_kv import SequenceKV, TierName
 from cairn.kv.tiers.reader import Stretch, Want
 from cairn.kv.tiers.store import HEAD_BYTES, Chunk, Store
-from cairn.types.block_size import CHUNK_BLOCKS
+from cairn.types.model_spec import CHUNK_BLOCKS
 
 
 class Beginning(NamedTuple):

@@ -27,8 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from cairn.types.block_size import CHUNK_BLOCKS
-from cairn.types.layer_spec import CacheGroup
+from cairn.types.model_spec import CHUNK_BLOCKS, CacheGroup
 from cairn.types.stats import TakenIn, TierStats
 
 Standing = Literal["superseded", "once", "idle", "waiting"]

@@ -25,8 +25,8 @@ from cairn.kv.tiers.store import Chunk, DurableStore, Standing, Store, chunk_siz
 from cairn.kv.tiers.store_memory import StoreMemory
 from cairn.kv.tiers.write_behind import StoreWriter, WriteBehind, WriteLimits
 from cairn.system.interfaces import Clock
-from cairn.types.block_size import CHUNK_BLOCKS
 from cairn.types.errors import trace
+from cairn.types.model_spec import CHUNK_BLOCKS
 from cairn.types.stats import KvStats, MissReason, Placed, Swept, TakenIn
 from cairn.types.step import NO_BLOCK, Engine
 

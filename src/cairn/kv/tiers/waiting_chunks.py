@@ -12,7 +12,7 @@ from cairn.kv.pool.cache import Cache, lead
 from cairn.kv.pool.sequence_kv import SequenceKV
 from cairn.kv.tiers.store import HEAD_BYTES, Chunk
 from cairn.system.interfaces import Clock
-from cairn.types.block_size import CHUNK_BLOCKS
+from cairn.types.model_spec import CHUNK_BLOCKS
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,8 +42,8 @@ from cairn.kv.tiers.flushes import Flushed, Flushes
 from cairn.kv.tiers.store import Chunk, Store, chunk_sizes, spared
 from cairn.kv.tiers.waiting_chunks import NotedChunk, PoolChunks, WaitingChunks
 from cairn.system.interfaces import Clock
-from cairn.types.block_size import CHUNK_BLOCKS
 from cairn.types.errors import trace
+from cairn.types.model_spec import CHUNK_BLOCKS
 from cairn.types.step import Engine
 
 log = logging.getLogger(__name__)

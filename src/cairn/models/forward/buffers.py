@@ -1,4 +1,4 @@
-"""Buffers that a decoder's steps read and write: allocated once, at their largest size."""
+"""Buffers of a decoder's steps, allocated once at their largest size."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from typing import Any
 
 from cairn.kernels.base import Kernels
 from cairn.kernels.program import Size, Slot
+from cairn.models.forward.gemma3n import StreamBuffers, allocate_streams, stream_numbers
+from cairn.models.forward.gemma4 import UnevenBuffers, allocate_uneven, uneven_numbers
 from cairn.models.forward.latent import LatentBuffers, allocate_latent, latent_numbers
 from cairn.models.forward.moe import MixtureBuffers, allocate_mixture, mixture_numbers
 from cairn.models.forward.recurrent import RecurrentBuffers, allocate_recurrent, recurrent_numbers
-from cairn.models.forward.streams import StreamBuffers, allocate_streams, stream_numbers
-from cairn.models.forward.uneven import UnevenBuffers, allocate_uneven, uneven_numbers
-from cairn.types.block_size import BLOCK_TOKENS
-from cairn.types.model_spec import ModelSpec
+from cairn.types.model_spec import BLOCK_TOKENS, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """A step's inputs and all that it computes: arrays, views of them, or (while recording) `Slot`s in their place."""
+    """A step's inputs and intermediate results: arrays, views of them, or `Slot`s while recording."""
 
     tokens: Any
     """int32 [M]"""
@@ -30,14 +29,14 @@ class Buffers:
     rows: Any
     """int32 [B, 3]: first token, tokens, first position of each row."""
     tables: tuple[Any, ...]
-    """Of each group: int32 [B, width], -1 where there is no block."""
+    """Block table of each group: int32 [B, width], -1 for no block."""
     slots: tuple[Any, ...]
-    """Of each group: int32 [M], where a token's KV goes: block * BLOCK_TOKENS + offset."""
+    """For each group int32 [M]: where a token's KV goes, as block * BLOCK_TOKENS + offset."""
     wanted: Any
-    """int32 [R]: tokens of the step whose logits are wanted."""
+    """int32 [R]: tokens of the step that need logits."""
     hidden: Any
     angles: tuple[Any, ...]
-    """A group; groups with the same positions share one."""
+    """One for each group; groups with the same positions share one."""
     normed: Any
     qkv: Any
     query: Any
@@ -55,9 +54,9 @@ class Buffers:
 
 
 _OWN = (MixtureBuffers, RecurrentBuffers, LatentBuffers, UnevenBuffers, StreamBuffers)
-"""Buffers that one kind of layers has to itself."""
+"""Buffers used by one kind of layer only."""
 _PASSING = frozenset(("normed", "projected", "gates", "gated"))
-"""Buffers that nothing reads outside the program that writes them: kernels that fuse leave them out."""
+"""Buffers not read outside the program that writes them, so that fusing kernels may omit them."""
 
 
 def allocate(kernels: Kernels, spec: ModelSpec, tokens: int, rows: int, context: int) -> Buffers:
@@ -65,7 +64,7 @@ def allocate(kernels: Kernels, spec: ModelSpec, tokens: int, rows: int, context:
     width, groups = -(-context // BLOCK_TOKENS), range(len(spec.groups))
     query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     asked = 2 * query if spec.output_gate else query
-    own = 0 if spec.latent or spec.uneven else 1  # these have buffers of their own
+    own = 0 if spec.latent or spec.uneven else 1  # these have separate attention buffers
     ropes = [spec.rope(group) for group in groups]
     turns = [(rope, spec.turned_in(group)) for group, rope in enumerate(ropes)]
     angles = {turn: kernels.allocate((tokens, 2, turn[1] // 2), "float32") for turn in dict.fromkeys(turns)}
@@ -96,9 +95,9 @@ def allocate(kernels: Kernels, spec: ModelSpec, tokens: int, rows: int, context:
 
 
 def buffer_bytes(spec: ModelSpec, tokens: int, rows: int, context: int, *, logits_rows: int, scores: bool) -> int:
-    """Return the bytes that `allocate` takes, and about as much again for what kernels hold while they run.
+    """Return the bytes that `allocate` takes, doubled for what kernels hold while they run.
 
-    `logits_rows`: as of the kernels. `scores`: whether they hold scores of a whole context at once, as numpy's do.
+    `logits_rows` is the kernels'. `scores`: whether they hold scores of a whole context at once, as numpy's do.
     """
     wide = spec.hidden + 3 * spec.heads * spec.head_dim + 2 * spec.kv_heads * spec.head_dim + 4 * spec.ffn
     wide += mixture_numbers(spec.experts, spec.hidden) + recurrent_numbers(spec.recurrence)
@@ -110,7 +109,7 @@ def buffer_bytes(spec: ModelSpec, tokens: int, rows: int, context: int, *, logit
 
 
 def with_slots(buffers: Buffers) -> Buffers:
-    """Return the buffers as symbols, for recording."""
+    """Return the buffers as symbolic slots, for recording."""
     sizes: dict[str, Size] = {"rows": "rows", "tables": "rows", "wanted": "logits", "logits": "logits"}
 
     def symbol(name: str) -> Any:
@@ -127,7 +126,7 @@ def with_slots(buffers: Buffers) -> Buffers:
 
 
 def cut(kernels: Kernels, buffers: Buffers, sizes: Mapping[Size, int]) -> Buffers:
-    """Return the buffers at a step's sizes: what a direct run of `body` or `head` takes."""
+    """Return the buffers cut to a step's sizes, for a direct run of `body` or `head`."""
     symbols = with_slots(buffers)
     made: dict[int, Any] = {}
 

@@ -1,15 +1,15 @@
-"""The forward pass, written once over kernels whose arrays are opaque, and recorded once into a program.
+"""The forward pass, written once over kernels with opaque arrays, and recorded once into a program.
 
     tokens -> embed -> scale -> layers:
         norm -> project to q, k, v -> rope and KV write -> attention -> gate -> project -> norm -> add
         norm -> project to gates -> gate -> project -> norm -> add
     hidden[wanted] -> norm and head -> softcap -> logits
 
-Families differ by data: which weights exist (a norm without one is left out), which group a layer's cache belongs to,
-which positions a group has, which layers keep a state in the place of attention (`models.recurrent`). The kernels fuse
-neighbours of the list when it is recorded (`kernels.fusion`). `body` and `head` may not branch on values, so that what
-was recorded at load is what every step replays. Programs are symbolic in three sizes: M tokens, B rows and R logits
-rows of a step; every buffer is allocated once at its maximum.
+Families differ only by data: which weights exist (a norm without a weight is skipped), which cache group a layer
+belongs to, the positions of a group, and which layers are recurrent (`forward.recurrent`). Kernels fuse neighbouring
+calls when the list is recorded (`kernels.fusion`). `body` and `head` may not branch on values, because every step
+replays what was recorded at load. Programs have three symbolic sizes: M tokens, B rows and R logits rows of a step;
+every buffer is allocated once at its maximum.
 """
 
 from __future__ import annotations
@@ -22,11 +22,7 @@ from typing import Any
 from cairn.kernels.base import Array, Kernels, Matrix, Rope
 from cairn.kernels.program import Program
 from cairn.models.forward.buffers import Buffers, with_slots
-from cairn.models.forward.latent import LatentAttention, build_latent, run_latent
-from cairn.models.forward.moe import Beside, Mixture, build_beside, build_mixture, run_beside, run_mixture
-from cairn.models.forward.recorder import Recorder
-from cairn.models.forward.recurrent import Recurrent, build_recurrent, run_recurrent
-from cairn.models.forward.streams import (
+from cairn.models.forward.gemma3n import (
     StreamBuffers,
     StreamEnds,
     StreamLayer,
@@ -38,8 +34,8 @@ from cairn.models.forward.streams import (
     run_predict,
     run_start,
 )
-from cairn.models.forward.streams import run_beside as run_beside_attention
-from cairn.models.forward.uneven import (
+from cairn.models.forward.gemma3n import run_beside as run_beside_attention
+from cairn.models.forward.gemma4 import (
     GroupAttention,
     Inputs,
     LayerInput,
@@ -50,21 +46,25 @@ from cairn.models.forward.uneven import (
     run_input,
     run_inputs,
 )
+from cairn.models.forward.latent import LatentAttention, build_latent, run_latent
+from cairn.models.forward.moe import Beside, Mixture, build_beside, build_mixture, run_beside, run_mixture
+from cairn.models.forward.recorder import Recorder
+from cairn.models.forward.recurrent import Recurrent, build_recurrent, run_recurrent
 from cairn.models.safetensors.tensor_names import XIELU
 from cairn.types.model_spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """A layer's plain MLP."""
+    """A layer's dense MLP."""
 
     gate_up: Matrix
-    """Without gates where there are none: what it gives goes through the activation itself."""
+    """Only up if the MLP is not gated: its output goes through the activation."""
     down: Matrix
     wide: bool = False
-    """Whether it has buffers of its own, being wider than others."""
+    """Whether it is wider than the others and has separate buffers."""
     xielu: tuple[Array, Array] | None = None
-    """The two numbers of an activation that has some."""
+    """The two parameters of xIELU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +73,11 @@ class Attention:
 
     window: int
     turned: bool
-    """Whether it knows positions."""
+    """Whether it has rotary positions."""
     plain_norm: bool
     """Whether queries and keys are normed without a weight."""
     qkv: Matrix
-    """Where what it gives goes through a gate, each query head has that behind it."""
+    """With an output gate, each query head is followed by its gate."""
     q_norm: Array | None
     k_norm: Array | None
     out: Matrix
@@ -86,27 +86,27 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer's weights as the kernels packed them, and where its KV or its state lives."""
+    """One layer's packed weights, and the place of its KV or state."""
 
     group: int
     index: int
-    """Place among the layers of its group."""
+    """Its index among the layers of its group."""
     attention_norm: Array | None
     attention: Attention | LatentAttention | GroupAttention | Recurrent | None
-    """None where the layer is an MLP alone."""
+    """None if the layer is only an MLP."""
     attention_post_norm: Array | None
     mlp_norm: Array | None
     mlp: Mlp | Mixture | None
-    """None where the layer is what stands before it alone."""
+    """None if the layer is only a mixer."""
     beside: Beside | None
     """Experts beside the MLP."""
     mlp_post_norm: Array | None
     input: LayerInput | None
-    """What it gets beside what the layer before it gives."""
+    """Its per-layer input, if the model has them."""
     scalar: Array | None
-    """What is multiplied with what it gives."""
+    """Factor of its output."""
     streams: StreamLayer | None
-    """What it has of its own where the hidden state is kept several times over."""
+    """Its stream weights, if the hidden state is kept in several streams."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class Decoder:
     embedding: Array
     embedding_scale: float
     ropes: tuple[Rope, ...]
-    """Of each group; groups with the same positions share one."""
+    """One for each group; groups with the same positions share one."""
     layers: tuple[Layer, ...]
     norm: Array
     head: Matrix
@@ -130,22 +130,22 @@ class Decoder:
     query_scaling: tuple[float, float] | None
     unturned_scaling: tuple[float, float] | None
     heads: tuple[int, int]
-    """How many heads of queries and of keys there are, and their size."""
+    """Number of query and key heads together, and the head size."""
     late_norms: bool
     inputs: Inputs | None
     streams: StreamEnds | None
     both: bool
-    """Whether tokens see what follows them too."""
+    """Whether attention is bidirectional."""
     mlp_gated: bool
     gated: int
-    """Numbers of a head whose result goes through a gate of its own; 0: there are no gates."""
+    """Head size if attention outputs go through a gate; 0 without."""
 
 
 def build(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any]) -> Decoder:
     """Pack checked weights (names and shapes of `weights.expected_tensors`) for the kernels.
 
-    The head is the largest matrix, so it comes first: what passes through memory beside it finds the least there. A
-    tied embedding is the head itself.
+    The head, the largest matrix, is packed first, while the least memory is in use. A tied embedding is the head
+    itself.
     """
     head = kernels.matrix([weights["model.embed_tokens.weight" if spec.tied else "lm_head.weight"]], [None])
     ropes = [spec.rope(group) for group in range(len(spec.groups))]
@@ -242,7 +242,7 @@ def _layer(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any], layer:
 
 
 def body(k: Kernels, decoder: Decoder, kv: Sequence[Array], b: Buffers) -> None:
-    """Every layer over the step's tokens: writes their KV and leaves their last hidden state in `b.hidden`."""
+    """Run every layer over the step's tokens: write their KV and leave their last hidden state in `b.hidden`."""
     k.embed(decoder.embedding, b.tokens, b.hidden)
     if decoder.embedding_scale != 1:
         k.scale(b.hidden, decoder.embedding_scale)
@@ -267,7 +267,7 @@ def body(k: Kernels, decoder: Decoder, kv: Sequence[Array], b: Buffers) -> None:
 
 
 def _body_of_streams(k: Kernels, decoder: Decoder, own: StreamEnds, kv: Sequence[Array], b: Buffers) -> None:
-    """Every layer of a model that keeps its hidden state several times over."""
+    """Run every layer of a model that keeps its hidden state in several streams."""
     streams = b.streams
     run_start(k, own, b.hidden, streams, b.projected)
     for layer in decoder.layers:
@@ -292,7 +292,7 @@ def _mix(
     b: Buffers,
     streams: StreamBuffers | None = None,
 ) -> None:
-    """The half of a layer in which tokens see each other."""
+    """Run the attention or recurrent half of a layer."""
     g = layer.group
     x = _normed(k, decoder, layer.attention_norm, b)
     if layer.streams is not None and streams is not None:
@@ -313,7 +313,7 @@ def _mix(
 
 
 def _transform(k: Kernels, decoder: Decoder, layer: Layer, own: Mlp | Mixture, b: Buffers) -> None:
-    """The half of a layer in which each token is alone."""
+    """Run the MLP half of a layer."""
     x = _normed(k, decoder, layer.mlp_norm, b)
     if isinstance(own, Mixture):
         run_mixture(k, own, decoder.activation, x, b.mixture, b.projected)
@@ -339,10 +339,10 @@ def _transform(k: Kernels, decoder: Decoder, layer: Layer, own: Mlp | Mixture, b
 def _attend(
     k: Kernels, decoder: Decoder, layer: Layer, own: Attention, kv: Sequence[Array], x: Any, b: Buffers
 ) -> None:
-    """What a layer's attention makes of x, in `b.projected`."""
+    """Run a layer's attention over x, into `b.projected`."""
     g = layer.group
     k.project(x, own.qkv, b.qkv)
-    if own.plain_norm:  # whose length a turn does not change
+    if own.plain_norm:  # may precede the rotation, which preserves length
         k.norm_heads(b.qkv, 0, *decoder.heads, None, decoder.eps)
     angles = b.angles[g] if own.turned else None
     norms = (own.q_norm, own.k_norm, decoder.eps)
@@ -360,7 +360,7 @@ def _attend(
 
 
 def _normed(k: Kernels, decoder: Decoder, norm: Array | None, b: Buffers) -> Any:
-    """What a half of a layer takes: the hidden state, normed where there is a weight."""
+    """Return the input of a half of a layer: the hidden state, normed if there is a weight."""
     if norm is None:
         return b.hidden
     k.norm(b.hidden, norm, decoder.eps, b.normed)
@@ -368,17 +368,17 @@ def _normed(k: Kernels, decoder: Decoder, norm: Array | None, b: Buffers) -> Any
 
 
 def _add(k: Kernels, decoder: Decoder, norm: Array | None, b: Buffers) -> None:
-    """Add what a half of a layer gave to the hidden state, normed where there is a weight."""
+    """Add the output of a half of a layer to the hidden state, normed if there is a weight."""
     if norm is not None:
         k.norm(b.projected, norm, decoder.eps, b.normed)
-    given = b.projected if norm is None else b.normed
+    output = b.projected if norm is None else b.normed
     if decoder.residual_scale != 1:
-        k.scale(given, decoder.residual_scale)
-    k.add(given, b.hidden)
+        k.scale(output, decoder.residual_scale)
+    k.add(output, b.hidden)
 
 
 def head(k: Kernels, decoder: Decoder, b: Buffers) -> None:
-    """Logits of the wanted tokens, after `body`."""
+    """Compute the logits of the wanted tokens, after `body`."""
     k.logits(b.hidden, b.wanted, decoder.norm, decoder.eps, decoder.head, b.logits)
     if decoder.logit_scale != 1:
         k.scale_logits(b.logits, decoder.logit_scale)
@@ -387,13 +387,13 @@ def head(k: Kernels, decoder: Decoder, b: Buffers) -> None:
 
 
 def states(k: Kernels, decoder: Decoder, kv: Sequence[Array], b: Buffers) -> None:
-    """`body`, and the model's last norm of every token in the place of its hidden state."""
+    """Run `body`, then apply the model's last norm to every token's hidden state."""
     body(k, decoder, kv, b)
     k.norm(b.hidden, decoder.norm, decoder.eps, b.hidden)
 
 
 def record(kernels: Kernels, decoder: Decoder, kv: Sequence[Array], buffers: Buffers) -> tuple[Program, Program]:
-    """The programs of `body` and `head` over these buffers and this KV pool."""
+    """Return the programs of `body` and `head` over these buffers and this KV pool."""
     symbols = with_slots(buffers)
     layers: Any = Recorder()
     body(layers, decoder, kv, symbols)
@@ -403,7 +403,7 @@ def record(kernels: Kernels, decoder: Decoder, kv: Sequence[Array], buffers: Buf
 
 
 def record_states(kernels: Kernels, decoder: Decoder, kv: Sequence[Array], buffers: Buffers) -> Program:
-    """The program of `states` over these buffers and this KV pool."""
+    """Return the program of `states` over these buffers and this KV pool."""
     recorder: Any = Recorder()
     states(recorder, decoder, kv, with_slots(buffers))
     return kernels.program(recorder.calls)

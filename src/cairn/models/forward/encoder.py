@@ -1,13 +1,13 @@
-"""The forward pass of an encoder over whole texts, packed one behind the other without padding, recorded once.
+"""The forward pass of an encoder over whole texts, packed one after the other without padding, recorded once.
 
     tokens -> embed (+ positions, + types) -> norm -> layers:
         [norm ->] project to q, k, v -> rotate, write -> attend to all of the text -> project -> add [-> norm]
         [norm ->] project -> activation -> project -> add [-> norm]
     -> [norm] -> hidden;  pooled -> project -> tanh, or activation and norm -> project -> scores
 
-Norms stand in front of each half of a layer or behind it. Keys and values lie in blocks, as those of a decoder do, but
-in blocks that every layer writes anew: the order of a sum depends on places in the text alone, so a vector is the same
-bit for bit whatever is computed beside it.
+Norms stand before or after each half of a layer. Keys and values lie in blocks like a decoder's, but every layer
+overwrites them. The order of a sum depends only on positions in the text, so a vector is the same bit for bit whatever
+else is in the batch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,7 @@ from cairn.kernels.base import Array, Kernels, Matrix, Rope
 from cairn.kernels.program import Program, Size, Slot
 from cairn.models.forward.recorder import Recorder
 from cairn.models.spec.encoder_spec import mlp_names, qkv_names
-from cairn.types.block_size import BLOCK_TOKENS
-from cairn.types.layer_spec import RotaryPositions
-from cairn.types.model_spec import ModelSpec
-from cairn.types.pooling_spec import EncoderSpec
+from cairn.types.model_spec import BLOCK_TOKENS, EncoderSpec, ModelSpec, RotaryPositions
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +34,11 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class EncoderLayer:
-    """One layer's weights as the kernels packed them."""
+    """One layer's packed weights."""
 
     window: int
     angles: int
-    """Which of the buffers of angles its positions have."""
+    """Index of its buffer of rotary angles."""
     attention_norm: Norm | None
     qkv: Matrix
     out: Matrix
@@ -52,7 +49,7 @@ class EncoderLayer:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What makes scores of a pooled state."""
+    """Weights that make scores of a pooled state."""
 
     dense: Matrix
     norm: Norm | None
@@ -68,7 +65,7 @@ class Encoder:
     types: Array | None
     embed_norm: Norm
     ropes: tuple[Rope, ...]
-    """Of all layers, and of those with a window; none where positions are learned."""
+    """Of layers without and with a window; empty for learned positions."""
     layers: tuple[EncoderLayer, ...]
     norm: Norm | None
     head: Head | None
@@ -81,12 +78,12 @@ class Encoder:
 
 @dataclass(frozen=True, slots=True)
 class EncoderBuffers:
-    """What a step reads and writes: arrays, or (while recording) `Slot`s in their place."""
+    """A step's inputs and intermediate results: arrays, or `Slot`s while recording."""
 
     tokens: Any
     """int32 [M]"""
     positions: Any
-    """int32 [M]: place in the text; for learned positions the row of their table."""
+    """int32 [M]: position in the text; for learned positions the row of their table."""
     types: Any
     """int32 [M]"""
     members: Any
@@ -94,7 +91,7 @@ class EncoderBuffers:
     rows: Any
     """int32 [B, 3]: first token in the step, tokens, 0."""
     tables: Any
-    """int32 [B, width]: the blocks of each text, -1 where there is none."""
+    """int32 [B, width]: block table of each text, -1 for no block."""
     slots: Any
     """int32 [M]: where a token's keys and values go."""
     hidden: Any
@@ -110,7 +107,7 @@ class EncoderBuffers:
 
 @dataclass(frozen=True, slots=True)
 class HeadBuffers:
-    """Of the head, whose tokens are pooled texts."""
+    """Buffers of the head, which runs over pooled texts."""
 
     pooled: Any
     dense: Any
@@ -178,7 +175,7 @@ def _ropes(spec: ModelSpec, encoder: EncoderSpec) -> list[RotaryPositions]:
 
 
 def allocate(kernels: Kernels, spec: ModelSpec, tokens: int, rows: int, context: int) -> EncoderBuffers:
-    """Buffers for steps of at most `tokens` tokens in `rows` texts of at most `context` tokens."""
+    """Allocate buffers for steps of at most `tokens` tokens in `rows` texts of at most `context` tokens."""
     encoder = spec.encoder
     assert encoder is not None
 
@@ -209,14 +206,14 @@ def allocate(kernels: Kernels, spec: ModelSpec, tokens: int, rows: int, context:
 
 
 def kv_blocks(tokens: int, rows: int) -> int:
-    """Blocks that the texts of a step may take: each begins one."""
+    """Return the most blocks that the texts of a step take: each text begins a new one."""
     return tokens // BLOCK_TOKENS + rows
 
 
 def buffer_bytes(spec: ModelSpec, tokens: int, rows: int, context: int, *, scores: bool) -> int:
-    """Bytes that the buffers and the blocks take, and about as much again for what kernels hold while they run.
+    """Return the bytes of buffers and blocks, doubled for what kernels hold while they run.
 
-    `scores`: whether they hold those of a whole text at once, as the reference kernels do.
+    `scores`: whether kernels hold scores of a whole text at once, as the reference kernels do.
     """
     wide = 9 * spec.hidden + spec.head_dim + 3 * spec.ffn
     kept = 2 * BLOCK_TOKENS * kv_blocks(tokens, rows) * spec.hidden
@@ -225,20 +222,20 @@ def buffer_bytes(spec: ModelSpec, tokens: int, rows: int, context: int, *, score
 
 
 def body(k: Kernels, model: Encoder, kv: Array, b: EncoderBuffers) -> None:
-    """Every layer over the step's texts; leaves their last hidden states in `b.hidden`."""
+    """Run every layer over the step's texts; leave their last hidden states in `b.hidden`."""
     _embed(k, model, b)
     for rope, angles in zip(model.ropes, b.angles, strict=False):
         k.rope_angles(rope, b.positions, angles)
     for layer in model.layers:
-        given = _before(k, model, layer.attention_norm, b)
-        k.project(given, layer.qkv, b.qkv)
+        x = _before(k, model, layer.attention_norm, b)
+        k.project(x, layer.qkv, b.qkv)
         k.rope_write(b.qkv, b.angles[layer.angles], None, None, model.eps, kv, 0, b.slots, b.query)
         k.attention(b.query, kv, 0, b.rows, b.tables, layer.window, model.scale, b.attended, 0.0, True, None, b.members)
         k.project(b.attended, layer.out, b.projected)
         k.add(b.projected, b.hidden)
         _behind(k, model, layer.attention_norm, b)
-        given = _before(k, model, layer.mlp_norm, b)
-        k.project(given, layer.up, b.wide)
+        x = _before(k, model, layer.mlp_norm, b)
+        k.project(x, layer.up, b.wide)
         if model.gated:
             k.gate(b.wide, model.activation, b.gated)
         else:
@@ -264,7 +261,7 @@ def _norm(k: Kernels, model: Encoder, norm: Norm, x: Array, out: Array) -> None:
 
 
 def _before(k: Kernels, model: Encoder, norm: Norm | None, b: EncoderBuffers) -> Array:
-    """What a half of a layer reads."""
+    """Return the input of a half of a layer, normed if norms come first."""
     if not model.norm_first or norm is None:
         return b.hidden
     _norm(k, model, norm, b.hidden, b.beside)
@@ -277,7 +274,7 @@ def _behind(k: Kernels, model: Encoder, norm: Norm | None, b: EncoderBuffers) ->
 
 
 def head(k: Kernels, model: Encoder, b: HeadBuffers) -> None:
-    """The scores of pooled states."""
+    """Compute the scores of pooled states."""
     assert model.head is not None
     k.project(b.pooled, model.head.dense, b.dense)
     k.activate(b.dense, "tanh" if model.head.norm is None else "gelu", b.dense)
@@ -287,7 +284,7 @@ def head(k: Kernels, model: Encoder, b: HeadBuffers) -> None:
 
 
 def record(kernels: Kernels, model: Encoder, kv: Array, buffers: EncoderBuffers) -> Program:
-    """The program of `body` over these buffers."""
+    """Return the program of `body` over these buffers."""
     sizes: dict[str, Size] = {"rows": "rows", "tables": "rows"}
 
     def symbol(name: str) -> Any:
@@ -302,7 +299,7 @@ def record(kernels: Kernels, model: Encoder, kv: Array, buffers: EncoderBuffers)
 
 
 def record_head(model: Encoder, buffers: HeadBuffers) -> Callable[[Any, Slot], Slot]:
-    """Return what records the program of `head` over pooled states and these buffers."""
+    """Return a function that records `head` over pooled states and these buffers."""
 
     def record(k: Any, pooled: Slot) -> Slot:
         scores = Slot("tokens", buffers.scores)

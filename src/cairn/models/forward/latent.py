@@ -1,12 +1,12 @@
-"""The forward pass of attention over latents (MLA).
+"""The forward pass of multi-head latent attention (MLA).
 
     normed -> project -> (norm -> project) -> queries
-    normed -> project -> norm and turn -> written to the cache, once a token
-    queries through each head's keys -> attention over what is kept -> through each head's values
+    normed -> project -> norm and rotate -> written to the cache, once per token
+    queries through each head's key matrix -> attention over the latents -> through each head's value matrix
 
-A head's key is a product of the latent, and so is its value. Nothing of that is ever computed: the query is multiplied
-with the key's matrix instead, and what attention gives with the value's. Prefill and decode do the same, so that a
-token's numbers do not depend on how many are computed together.
+A head's keys and values are products of the latent, but they are never computed: the query is multiplied with the key
+matrix instead, and the attention output with the value matrix. Prefill and decode do the same, so a token's numbers do
+not depend on how many are computed together.
 """
 
 from __future__ import annotations
@@ -17,33 +17,32 @@ from typing import Any
 
 from cairn.kernels.base import Array, Kernels, Matrix
 from cairn.models.spec.latent_spec import KEYS, VALUES
-from cairn.types.layer_spec import Latent
-from cairn.types.model_spec import ModelSpec
+from cairn.types.model_spec import Latent, ModelSpec
 
 Pack = Callable[..., Matrix]
-"""Packs the matrices of these names below a layer, with their biases."""
+"""Packs the matrices of these names (below a layer), with their biases."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """One layer's weights as the kernels packed them."""
+    """One layer's packed weights."""
 
     facts: Latent
     query_down: Matrix | None
-    """None: queries are products of the hidden state itself."""
+    """None: queries are projected from the hidden state directly."""
     query_norm: Array | None
     query: Matrix
     kv: Matrix
     kv_norm: Array
     keys: tuple[Matrix, ...]
     values: tuple[Matrix, ...]
-    """Of each head."""
+    """`keys` and `values` have a matrix for each head."""
     out: Matrix
 
 
 @dataclass(frozen=True, slots=True)
 class LatentBuffers:
-    """What a step needs beside the buffers of other layers; empty for a model without latents."""
+    """Additional buffers of a step; empty for a model without latents."""
 
     low: Any
     """float32 [M, query rank]"""
@@ -59,7 +58,7 @@ class LatentBuffers:
     """float32 [M, Q V]"""
 
     def map(self, make: Callable[[Any], Any]) -> LatentBuffers:
-        """The buffers with something made of each."""
+        """Return the buffers mapped through `make`."""
         return LatentBuffers(**{one.name: make(getattr(self, one.name)) for one in fields(self)})
 
 
@@ -80,7 +79,7 @@ def build_latent(matrix: Pack, vector: Callable[[str], Array], spec: ModelSpec, 
 
 
 def _shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Of each buffer, without its first axis."""
+    """Return the shape of each buffer, without its first axis."""
     latent, heads = spec.latent, spec.heads
     if latent is None:
         return {"low": (0,), "queries": (0,), "kv": (0,), "query": (0, 0), "mixed": (0, 0), "attended": (0,)}
@@ -96,14 +95,14 @@ def _shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def allocate_latent(kernels: Kernels, spec: ModelSpec, tokens: int) -> LatentBuffers:
-    """Buffers for steps of at most `tokens` tokens."""
+    """Allocate buffers for steps of at most `tokens` tokens."""
     return LatentBuffers(
         **{name: kernels.allocate((tokens, *shape), "float32") for name, shape in _shapes(spec).items()}
     )
 
 
 def latent_numbers(spec: ModelSpec) -> int:
-    """Numbers for each token in the buffers."""
+    """Return the numbers per token in the buffers."""
     if spec.latent is None:
         return 0
     kept = spec.latent.rank + spec.turned
@@ -126,7 +125,7 @@ def run_latent(
     b: LatentBuffers,
     out: Any,
 ) -> None:
-    """out[M, H] = attention of x[M, H], whose latents are written to `slots` of layer `index` of the cache `kv`.
+    """Set out[M, H] to the attention of x[M, H]; write the latents to `slots` of layer `index` of the cache `kv`.
 
     `scaling`: the tokens' positions, and how queries are scaled by them.
     """

@@ -1,12 +1,12 @@
 """The forward pass of a mixture of experts.
 
-normed -> project to scores -> route -> the chosen experts' sum -> projected
-normed -> the shared expert's gates -> gate -> project -> added to projected, through its own gate where it has one
+normed -> project to scores -> route -> the chosen experts' sum -> projected normed -> the shared expert's gates -> gate
+-> project -> added to projected, through its own gate if it has one
 
-Where they stand beside an MLP (Gemma 4), they take the hidden state that it takes, through norms of their own:
+Experts beside an MLP (Gemma 4) read the hidden state that it reads, through their own norms:
 
-hidden -> norm -> scale -> project to scores -> route
-hidden -> norm -> the chosen experts' sum -> norm -> added to what the MLP gave, normed
+hidden -> norm -> scale -> project to scores -> route hidden -> norm -> the chosen experts' sum -> norm -> added to the
+normed output of the MLP
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from cairn.models.spec.moe_spec import (
     ROUTER_SCALE,
     SHARE_SCALE,
 )
-from cairn.types.layer_spec import Experts
+from cairn.types.model_spec import Experts
 
 Pack = Callable[..., Matrix]
-"""Packs the matrices of these names below a layer, with their biases."""
+"""Packs the matrices of these names (below a layer), with their biases."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """An expert that all tokens go through."""
+    """The expert that all tokens use."""
 
     gate_up: Matrix
     down: Matrix
     gate: Matrix | None
-    """What lets it through; None: it is added as it is."""
+    """Weighs its output; None: the output is added unweighted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """One layer's experts as the kernels packed them."""
+    """One layer's packed experts."""
 
     facts: Experts
     router: Matrix
     correction: Array | None
     gate_up: tuple[Matrix, ...]
-    """Without gates where there are none."""
+    """Only up if experts are not gated."""
     down: tuple[Matrix, ...]
     shared: Shared | None
 
@@ -61,9 +61,9 @@ class Beside:
     mixture: Mixture
     router_norm: Array
     scale: float
-    """What the router takes is multiplied with."""
+    """Scale of the router's input."""
     share_scale: Array
-    """What each expert's share is multiplied with."""
+    """Scale of each expert's share."""
     norm: Array
     mlp_post_norm: Array
     post_norm: Array
@@ -71,7 +71,7 @@ class Beside:
 
 @dataclass(frozen=True, slots=True)
 class MixtureBuffers:
-    """What the mixtures of a step need beside the buffers of other layers; they share one."""
+    """Additional buffers of mixtures; all layers share them."""
 
     scores: Any
     """float32 [M, E]"""
@@ -80,16 +80,16 @@ class MixtureBuffers:
     shares: Any
     """float32 [M, T]"""
     shared: Any
-    """float32 [M, H]: what the shared expert gives, or experts beside an MLP."""
+    """float32 [M, H]: output of the shared expert, or of experts beside an MLP."""
     shared_gate: Any
     """float32 [M, 1]"""
     gates: Any
-    """float32 [M, 2S] of a shared expert of the width S"""
+    """float32 [M, 2S] of a shared expert of width S"""
     gated: Any
     """float32 [M, S]"""
 
     def map(self, make: Callable[[Any], Any]) -> MixtureBuffers:
-        """The buffers with something made of each."""
+        """Return the buffers mapped through `make`."""
         every = (self.scores, self.chosen, self.shares, self.shared, self.shared_gate, self.gates, self.gated)
         return MixtureBuffers(*map(make, every))
 
@@ -115,7 +115,7 @@ def build_mixture(matrix: Pack, vector: Callable[[str], Array], experts: Experts
 
 
 def build_beside(matrix: Pack, vector: Callable[[str], Array], experts: Experts | None, hidden: int) -> Beside | None:
-    """Pack one layer's experts beside its MLP; None where there are none."""
+    """Pack one layer's experts beside its MLP; None without."""
     if experts is None or not experts.beside:
         return None
     return Beside(
@@ -130,17 +130,17 @@ def build_beside(matrix: Pack, vector: Callable[[str], Array], experts: Experts 
 
 
 def is_expert(name: str) -> bool:
-    """Whether a tensor is of one of many experts, of which a step reads those that its tokens chose."""
+    """Return whether a tensor belongs to a routed expert, which a step reads only if its tokens choose it."""
     return ".mlp.experts." in name
 
 
 def _first(experts: Experts, name: str) -> list[str]:
-    """The matrices that an expert's input goes through."""
+    """Return the names of the matrices that an expert's input is multiplied with."""
     return [f"{name}.gate_proj", f"{name}.up_proj"] if experts.gated else [f"{name}.up_proj"]
 
 
 def allocate_mixture(kernels: Kernels, experts: Experts | None, hidden: int, tokens: int) -> MixtureBuffers:
-    """Buffers for steps of at most `tokens` tokens; empty ones for a model without experts."""
+    """Allocate buffers for steps of at most `tokens` tokens; empty ones for a model without experts."""
     count, chosen = (experts.count, experts.chosen) if experts else (0, 0)
     width = experts.shared if experts else 0
     wide = hidden if experts and (width or experts.beside or experts.weighs_input) else 0
@@ -156,7 +156,7 @@ def allocate_mixture(kernels: Kernels, experts: Experts | None, hidden: int, tok
 
 
 def mixture_numbers(experts: Experts | None, hidden: int) -> int:
-    """Numbers for each token in the buffers, and in what kernels hold while they run."""
+    """Return the numbers per token in the buffers and in what kernels hold while they run."""
     if experts is None:
         return 0
     held = experts.count + 2 * experts.chosen + (hidden + 1 + 3 * experts.shared if experts.shared else 0)
@@ -167,7 +167,7 @@ def mixture_numbers(experts: Experts | None, hidden: int) -> int:
 def run_beside(
     k: Kernels, own: Beside, activation: str, eps: float, hidden: Any, b: MixtureBuffers, normed: Any, out: Any
 ) -> None:
-    """out[M, H], what the MLP gives of hidden[M, H], becomes its norm and that of what the experts give together."""
+    """Replace out[M, H], the MLP's output for hidden[M, H], by its norm plus the normed output of the experts."""
     layer, how = own.mixture, own.mixture.facts
     k.norm(out, own.mlp_post_norm, eps, out)
     k.norm(hidden, own.router_norm, eps, normed)
@@ -182,16 +182,16 @@ def run_beside(
 
 
 def run_mixture(k: Kernels, layer: Mixture, activation: str, x: Any, b: MixtureBuffers, out: Any) -> None:
-    """out[M, H] = what the experts make of x[M, H]."""
+    """Set out[M, H] to the output of the experts for x[M, H]."""
     how = layer.facts
     rule = (how.scores, how.normed, how.scale, how.groups, how.chosen_groups)
     k.project(x, layer.router, b.scores)
     k.route(b.scores, layer.correction, *rule, b.chosen, b.shares)
-    taken = x
+    inputs = x
     if how.weighs_input:
-        taken = b.shared  # which the shared expert writes later
-        k.scale_tokens(x, b.shares, taken)
-    k.experts(taken, b.chosen, b.shares, layer.gate_up, activation, layer.down, out)
+        inputs = b.shared  # free until the shared expert writes it below
+        k.scale_tokens(x, b.shares, inputs)
+    k.experts(inputs, b.chosen, b.shares, layer.gate_up, activation, layer.down, out)
     if layer.shared is None:
         return
     if how.gated:

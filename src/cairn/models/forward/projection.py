@@ -1,8 +1,7 @@
-"""What a text's pooled state goes through before it is a vector or a score.
+"""Projections of pooled states into vectors or scores.
 
-That are sentence-transformers' Dense modules, or the two rows of the output by which a decoder judges.
-
-A module's weights are `linear.weight` [out, in] and `linear.bias` in a model.safetensors of its own.
+They are sentence-transformers' Dense modules, or the two output rows that a decoder judges with. A module's weights are
+`linear.weight` [out, in] and `linear.bias` in a model.safetensors of its own.
 """
 
 from __future__ import annotations
@@ -21,15 +20,14 @@ from cairn.models.files import WEIGHTS
 from cairn.models.forward.recorder import Recorder
 from cairn.models.safetensors.weights import open_tensors
 from cairn.types.errors import ModelFileError
-from cairn.types.model_spec import ModelSpec
-from cairn.types.pooling_spec import Dense
+from cairn.types.model_spec import Dense, ModelSpec
 
 Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
 class ProjectionStep:
-    """One matrix in float32, and what follows it."""
+    """A float32 matrix and the activation after it."""
 
     weight: Floats
     bias: Floats | None
@@ -37,7 +35,10 @@ class ProjectionStep:
 
 
 def open_projection(spec: ModelSpec, folder: Path, weights: Mapping[str, Any]) -> tuple[ProjectionStep, ...]:
-    """The steps of a model; `weights` are its tensors as its files have them. Raises `ModelFileError`."""
+    """Return the projection steps of a model; raise `ModelFileError` for wrong files.
+
+    `weights` are its tensors as its files have them.
+    """
     if spec.judge is not None:
         name = "judge.weight" if spec.judge.apart else "model.embed_tokens.weight" if spec.tied else "lm_head.weight"
         yes, no = _rows(weights, name, (spec.judge.yes, spec.judge.no))
@@ -51,7 +52,7 @@ def open_projection(spec: ModelSpec, folder: Path, weights: Mapping[str, Any]) -
 
 
 def projection_bytes(spec: ModelSpec) -> int:
-    """Bytes that the steps take."""
+    """Return the bytes that the steps take."""
     judge = spec.hidden if spec.judge is not None else 0
     return 4 * (judge + sum((dense.inputs + 1) * dense.outputs for dense in spec.embedding.dense))
 
@@ -85,10 +86,10 @@ def _dense(path: Path, dense: Dense) -> ProjectionStep:
 
 
 class Pooled:
-    """States of rows or texts, one each, gathered from a step's hidden states, and a recorded program over them."""
+    """Gathers states from a step's hidden states, one for each row or text, and runs a recorded program over them."""
 
     def __init__(self, kernels: Kernels, rows: int, width: int, record: Callable[[Any, Slot], Slot]) -> None:
-        """`record` notes calls over the states [rows, width] and returns the slot of what they give."""
+        """Record a program: `record` makes calls over the states [rows, width] and returns the slot of their result."""
         self._kernels, self._width = kernels, width
         self._states = kernels.allocate((rows, width), "float32")
         self._places = kernels.allocate((rows,), "int32")
@@ -99,7 +100,7 @@ class Pooled:
         self._last = last.array
 
     def gather(self, hidden: Array, places: Sequence[int]) -> Floats:
-        """Return what the program makes of the states hidden[places], [len(places), W]."""
+        """Return the program's result for the states hidden[places], [len(places), W]."""
         kernels, count = self._kernels, len(places)
         self._which[:count] = places
         kernels.upload([(self._places, self._which[:count])])
@@ -107,14 +108,14 @@ class Pooled:
         return self._run(count)
 
     def of(self, states: Floats) -> Floats:
-        """Return what the program makes of states[n, width] that were pooled on the host."""
+        """Return the program's result for states[n, width] that were pooled on the host."""
         mirror = self._kernels.mirror(self._states)
         mirror[: len(states)] = states
         self._kernels.upload([(self._states, mirror[: len(states)])])
         return self._run(len(states))
 
     def close(self) -> None:
-        """Let go of the weights and the buffers."""
+        """Free the weights and the buffers."""
         self._program = Interpreted(self._kernels, ())
         self._states = self._places = self._last = self._which = np.empty(0, np.int32)
 
@@ -124,7 +125,10 @@ class Pooled:
 
 
 def record_projection(kernels: Kernels, rows: int, steps: tuple[ProjectionStep, ...]) -> Callable[[Any, Slot], Slot]:
-    """Return what records the steps over pooled states, with the same kernels as the model and under the same law."""
+    """Return a function that records the steps over pooled states.
+
+    They use the model's kernels, so that here too a result does not depend on what else is in the batch.
+    """
     packed = [
         (kernels.matrix([one.weight], [one.bias]), kernels.allocate((rows, len(one.weight)), "float32"), one.activation)
         for one in steps

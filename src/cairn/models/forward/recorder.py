@@ -1,4 +1,4 @@
-"""Notes kernel calls instead of making them."""
+"""A stand-in for the kernels that records calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cairn.kernels.program import KernelCall
 
 
 class Recorder:
-    """Stands in for the kernels while a forward pass is recorded: it notes every call and computes nothing."""
+    """Records kernel calls while a forward pass is recorded; it computes nothing."""
 
     def __init__(self) -> None:
         self.calls: list[KernelCall] = []

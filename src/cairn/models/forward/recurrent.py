@@ -1,8 +1,7 @@
-"""The forward pass of a layer that keeps a state in the place of keys and values.
+"""The forward pass of a recurrent layer, which keeps a state instead of keys and values.
 
-delta    normed -> project -> convolve q, k, v -> gated delta rule -> norm, gated -> project
-mamba2   normed -> project -> convolve v, B, C -> scan -> gate, then norm -> project
-conv     normed -> project -> gated convolution -> project
+delta normed -> project -> convolve q, k, v -> gated delta rule -> norm, gated -> project mamba2 normed -> project ->
+convolve v, B, C -> scan -> gate, then norm -> project conv normed -> project -> gated convolution -> project
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from typing import Any
 
 from cairn.kernels.base import Array, Kernels, Matrix
 from cairn.models.spec.recurrent_spec import MIXER
-from cairn.types.layer_spec import Recurrence
+from cairn.types.model_spec import Recurrence
 
 
 @dataclass(frozen=True, slots=True)
 class Recurrent:
-    """One layer's weights as the kernels packed them; those that its kind has not are None."""
+    """One layer's packed weights; those that its kind lacks are None."""
 
     facts: Recurrence
     inward: Matrix
@@ -34,17 +33,17 @@ class Recurrent:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentBuffers:
-    """What such layers need beside the buffers of others; they share one."""
+    """Additional buffers of recurrent layers; all of them share one set."""
 
     inward: Any
-    """float32 [M, P]: what is projected."""
+    """float32 [M, P]: the projected input."""
     convolved: Any
     """float32 [M, C]"""
     scanned: Any
     """float32 [M, heads V]"""
 
     def map(self, make: Callable[[Any], Any]) -> RecurrentBuffers:
-        """The buffers with something made of each."""
+        """Return the buffers mapped through `make`."""
         return RecurrentBuffers(make(self.inward), make(self.convolved), make(self.scanned))
 
 
@@ -67,13 +66,13 @@ def build_recurrent(matrix: Callable[..., Matrix], vector: Callable[[str], Array
 
 
 def allocate_recurrent(kernels: Kernels, facts: Recurrence | None, tokens: int) -> RecurrentBuffers:
-    """Buffers for steps of at most `tokens` tokens; empty ones for a model without such layers."""
+    """Allocate buffers for steps of at most `tokens` tokens; empty ones for a model without such layers."""
     sizes = (facts.projected, facts.channels, facts.inner if facts.kind != "conv" else 0) if facts else (0, 0, 0)
     return RecurrentBuffers(*(kernels.allocate((tokens, size), "float32") for size in sizes))
 
 
 def recurrent_numbers(facts: Recurrence | None) -> int:
-    """Numbers for each token in the buffers."""
+    """Return the numbers per token in the buffers."""
     return facts.projected + facts.channels + facts.inner if facts else 0
 
 
@@ -87,7 +86,10 @@ def run_recurrent(
     b: RecurrentBuffers,
     out: Any,
 ) -> None:
-    """out[M, H] = what the layer makes of x[M, H]. `places`: its group's states, its place among them, rows, tables."""
+    """Set out[M, H] to the layer's output for x[M, H].
+
+    `places`: the group's states, the layer's index in the group, rows, tables.
+    """
     how = layer.facts
     inner = how.inner
     k.project(x, layer.inward, b.inward)

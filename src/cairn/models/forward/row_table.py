@@ -1,6 +1,6 @@
-"""A table of which steps read few rows, left in its file: a row is read each time that a token asks for it.
+"""A table left in its file whose rows are read on demand.
 
-The rows are read, not mapped: a file that shrinks is an error then, and not the end of the process.
+Steps use few rows of it. They are read, not mapped: a file that shrinks is then an error and does not kill the process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cairn.types.model_spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class TableLocation:
-    """Where a table [rows, width] lies in a file, and in what format."""
+    """File, offset, shape and format of a table [rows, width]."""
 
     path: Path
     begin: int
@@ -40,17 +40,19 @@ class TableLocation:
 
 
 class RowTable:
-    """An open table. Rows are exact: they are what the file says, in float32."""
+    """An open table. Rows are returned exactly as stored, in float32."""
 
     def __init__(self, place: TableLocation) -> None:
-        """Open the file, which stays this one whatever its name comes to mean later."""
+        """Open the file; later renames or replacements of its name have no effect."""
         self.place = place
         with opened(place.path) as file:
             self._file = os.dup(file.fileno())
 
     def read(self, ids: Sequence[int] | NDArray[np.int32], out: NDArray[np.float32]) -> None:
-        """Read out[n, width] = the rows of ids[n], of which those beyond the table are 0. Raises `ModelFileError`
-        where the file ends before one of them."""
+        """Set out[n, width] to the rows ids[n]; ids beyond the table give row 0.
+
+        Raise `ModelFileError` if the file ends before one of them.
+        """
         place, size = self.place, self.place.row_bytes
         known = np.asarray(ids)
         numbers, places = np.unique(np.where(known < place.rows, known, 0), return_inverse=True)
@@ -63,14 +65,14 @@ class RowTable:
         out[:] = flat.reshape(len(numbers), place.width)[places]
 
     def close(self) -> None:
-        """Give the file back. A second call does nothing."""
+        """Close the file. A second call does nothing."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
 
 def open_table(folder: Path, spec: ModelSpec) -> RowTable | None:
-    """The table of what a model's layers get of each token; None for a model without."""
+    """Open the table of a model's per-layer inputs; None for a model without."""
     if spec.uneven is None or not spec.uneven.inputs:
         return None
     if is_gguf(folder):

@@ -1,4 +1,4 @@
-"""The architectures of GGUF files that are built, as rows of one table, and what their files say of experts."""
+"""The supported architectures of GGUF files as one table, and the reader of a file's expert keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cairn.models.gguf.recurrent import CONV, DELTA, MAMBA2, Rule, mlp_layers
 from cairn.models.spec.latent_spec import KEYS, VALUES
 from cairn.models.spec.moe_spec import MAX_EXPERTS, checked
 from cairn.types.errors import ModelError
-from cairn.types.layer_spec import Experts
+from cairn.types.model_spec import Experts
 
 EXPERT_KEYS = frozenset(
     (
@@ -19,24 +19,24 @@ EXPERT_KEYS = frozenset(
         *("expert_weights_scale", "expert_weights_norm", "leading_dense_block_count"),
     )
 )
-"""What files say of experts, below their architecture's name."""
+"""Metadata keys about experts, without the architecture's prefix."""
 
 
 PER_LAYER = "per_layer_token_embd.weight"
-"""The table of what each layer gets of a token."""
+"""Embedding table of the per-layer inputs (Gemma 4 and 3n)."""
 
 MANY = (
     *("expert_shared_count", "expert_gating_func", "expert_group_count", "expert_group_used_count"),
     "nextn_predict_layers",
 )
-"""What files of models with shared experts, groups of experts and guesses of further tokens say."""
+"""Keys of models with shared experts, expert groups or multi-token-prediction layers."""
 _GATES: dict[int, Literal["softmax", "sigmoid", "chosen"]] = {1: "softmax", 2: "sigmoid", 3: "chosen"}
 """`expert_gating_func` -> `Experts.scores`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouterDefaults:
-    """What an architecture's files do not say of its experts."""
+    """Router settings of an architecture that its files do not state."""
 
     scores: Literal["softmax", "sigmoid", "chosen"] = "softmax"
     normed: bool = False
@@ -45,15 +45,15 @@ class RouterDefaults:
     gated: bool = True
     """As `Experts.gated`."""
     shared: bool = False
-    """Whether the file says how wide the shared expert is, which has no gate."""
+    """Whether the file states the width of an ungated shared expert."""
     beside: bool = False
     weighs_input: bool = False
-    """As of `Experts`."""
+    """As in `Experts`."""
     grouped: bool = False
-    """Whether groups may be chosen of by the sums of their best two though scores are softmax's."""
+    """Whether groups may be ranked by the sum of their two best experts although scores are a softmax."""
     many: bool = False
-    """Whether the file says how many shared experts there are, how scores are made and which groups are chosen of, and
-    may have a bias for the choice."""
+    """Whether the file states the number of shared experts, the gating function and the groups; it may also have a
+    correction bias for the choice of experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,86 +63,89 @@ class Architecture:
     name: str
     """transformers' name of the same model."""
     qk_norm: bool | None = False
-    """None: where the file has the norms."""
+    """None: if the file has the norms."""
     late_norms: bool = False
-    """Whether queries and keys are turned before they are normed."""
+    """Whether queries and keys are rotated before they are normed."""
     interleaved: bool = False
-    """Whether rows of q and k are stored so that rotary pairs are neighbours."""
+    """Whether q and k rows are stored with rotary pairs as neighbours."""
     gemma: bool = False
     """As `families.Family.gemma`; norms are stored as 1 + w."""
     period: int = 0
-    """Every so many-th layer has no window; 0: a window is for all."""
+    """Every `period`-th layer has no window; 0: a window applies to all layers."""
     window_period: int = 0
-    """The same of an architecture that may have no window; layers with one turn their heads without scaling, if the
-    others turn theirs."""
+    """As `period`, for architectures whose window is optional. If rope scaling is set, layers with a window use
+    unscaled positions."""
     local_rope: bool = False
-    """Whether layers with a window have rotary positions of their own."""
+    """Whether layers with a window have their own rope theta."""
     by_width: int = 0
-    """With so many layers, scores are scaled by 1 / sqrt(width / heads), not by 1 / sqrt(head size)."""
+    """Number of layers of the variant whose scores are scaled by 1 / sqrt(width / heads) instead of 1 / sqrt(head
+    size)."""
     softcaps: tuple[float, float] = (0.0, 0.0)
-    """Of attention's scores and of logits, where the file does not say."""
+    """Softcap of attention scores and of logits, if the file does not state them."""
     both: bool = False
-    """Whether tokens see what follows them too; the file's window counts the tokens on both sides then."""
+    """Whether attention is bidirectional; the file's window then counts the tokens on both sides."""
     qk_norm_whole: bool = False
-    """Whether norms of q and k are over all heads together."""
+    """Whether q and k norms span all heads together."""
     pre_norms: bool = True
     post_norms: bool = False
-    """Whether norms stand before attention and MLP, and behind them."""
+    """Whether norms stand before (`pre_norms`) and after (`post_norms`) attention and MLP."""
     multipliers: bool = False
-    """Whether the file may scale embeddings, scores, what layers add, and logits."""
+    """Whether the file may scale embeddings, scores, residual branches and logits."""
     unturned: int | Literal["by window"] = 0
-    """Every so many-th layer has no positions; 0: none. "by window": those without one, where others have one."""
+    """Every `unturned`-th layer has no rotary positions; 0: all have. "by window": layers without a window, if others
+    have one."""
     sinks: bool = False
     activation: Literal["silu", "gelu_tanh", "clamped_silu", "relu2", "xielu"] = "silu"
     mixture: RouterDefaults | None = None
     mixture_name: str = ""
-    """transformers' name where there are experts, if it has another one then."""
+    """transformers' name of the variant with experts, if it differs."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Tensors of a layer that are not called as in plain decoders: GGUF's name -> ours."""
+    """Layer tensors named differently than in plain decoders: GGUF's name -> ours."""
     latent: bool = False
-    """Whether attention is over latents: see `latent_spec`."""
+    """Whether attention is multi-head latent attention: see `latent_spec`."""
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Tensors of a layer whose rows are those of several of ours, in order."""
+    """Layer tensors that hold the rows of several of ours, in order."""
     ahead: bool = False
-    """Whether there may be layers behind the last, which guess further tokens: they are set aside."""
+    """Whether multi-token-prediction layers may follow the last layer; they are ignored."""
     query_scaling: bool = False
-    """Whether the file may scale queries by their positions."""
+    """Whether the file may scale queries by position."""
     log_multiplier: float = 0.0
-    """With what the file's multiplier of yarn's logarithm becomes `mscale_all_dim`; 0: it has none."""
+    """Factor that turns the file's yarn log multiplier into `mscale_all_dim`; 0: the file has none."""
     rotary: bool = False
-    """Whether `rope.dimension_count` may be less than the head."""
+    """Whether `rope.dimension_count` may be less than the head size."""
     long_rope: bool = False
-    """Whether two tensors of factors may scale the positions, one of them those of long contexts."""
+    """Whether two tensors of rope factors may exist, one for short and one for long contexts."""
     keys: tuple[str, ...] = ()
-    """What is understood beside what all files may say."""
+    """Keys understood in addition to those of every architecture."""
     untruncated: bool = False
-    """Whether yarn's ramp begins and ends between whole dimensions."""
+    """Whether yarn's ramp may begin and end between whole dimensions."""
     recurrence: Rule = ""
-    """How the file says which layers keep a state in the place of attention."""
+    """How the file states which layers are recurrent instead of attention."""
     only_states: bool = False
-    """Whether all layers do, and there is nothing else."""
+    """Whether all layers are recurrent and nothing else."""
     tiled: bool = False
-    """Whether neighbouring heads of these have keys of different heads."""
+    """As `Recurrence.tiled`: neighbouring recurrent heads use keys of different key heads."""
     output_gate: bool = False
     """As `families.Family.output_gate`."""
     mlp_gated: bool = True
     """As `families.Family.mlp_gated`."""
     uneven: Literal["", "gemma4", "gemma3n"] = ""
-    """Whose layers, which are not alike, the file's are: see `uneven`."""
+    """Family of models whose layers differ in shape: see `uneven`."""
     pieces: int = 0
-    """Into how long pieces layers that know positions cut the context, if the file does not say that they do not."""
+    """Length of the chunks into which layers with positions cut the context, unless the file states that they do
+    not."""
     unturned_scaling: tuple[float, float] | None = None
     """As `ModelSpec.unturned_scaling`."""
     plain_norm_but: int = 0
-    """Whether queries and keys are normed without a weight: all but those of a model with so many experts; 0: none."""
+    """Queries and keys are normed without a weight, except in the variant with this many experts; 0: never."""
     constants: tuple[str, ...] = ()
-    """Keys, named without their architecture, that hold what is a tensor of each layer here."""
+    """Metadata keys (without architecture prefix) that hold what is a tensor of each layer here."""
     ignored: tuple[str, ...] = ()
-    """Keys that say nothing of the text that comes next."""
+    """Keys that do not affect text generation."""
 
 
 _MLP_NORM = {"post_attention_norm": "post_attention_layernorm"}
-"""Where the norm before the MLP is called by what stands before it."""
+"""The norm before the MLP, in files that name it after the attention it follows."""
 _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _GEMMA_NORMS = {**_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
 
@@ -348,17 +351,17 @@ ARCHITECTURES = {
     "gemma3": _GEMMA_3,
     "gemma-embedding": replace(_GEMMA_3, both=True),
 }
-"""`general.architecture` -> what it means. Mistral's models call themselves llama."""
+"""`general.architecture` -> its row. Mistral's models use "llama"."""
 
 
 def layers(keys: Fields, family: Architecture) -> int:
-    """How many layers compute the next token."""
+    """Return the number of decoder layers, without multi-token-prediction layers."""
     count = keys.integer("block_count", 1, 1 << 12)
     return count - (keys.integer("nextn_predict_layers", 0, count - 1, 0) if family.ahead else 0)
 
 
 def experts(keys: Fields, family: Architecture, layers: int, corrected: bool) -> Experts | None:
-    """The experts that a file describes; None where it has none. `corrected`: whether it has a bias for the choice."""
+    """Return the experts that a file describes, or None. `corrected`: whether the file has a correction bias."""
     count = keys.integer("expert_count", 0, MAX_EXPERTS, 0)
     router, alone = family.mixture, mlp_layers(keys, layers)
     if not count:
@@ -379,7 +382,7 @@ def experts(keys: Fields, family: Architecture, layers: int, corrected: bool) ->
             raise ModelError(f"{keys.path}: {keys.prefix}expert_group_used_count with softmax is not supported")
     if router.weighs_input:
         shared = own
-        _one(keys, "expert_used_count")
+        _check_is_one(keys, "expert_used_count")
     if router.shared:
         shared = keys.integer("expert_shared_feed_forward_length", 0, 1 << 22, 0)
     return checked(
@@ -406,12 +409,12 @@ def experts(keys: Fields, family: Architecture, layers: int, corrected: bool) ->
 
 
 def _layers(keys: Fields, layers: int) -> tuple[int, ...]:
-    """Which layers have experts."""
+    """Return the layers that have experts."""
     step = keys.integer("interleave_moe_layer_step", 1, 1 << 12, 1)
     first = keys.integer("leading_dense_block_count", 0, layers, 0)
     return tuple(layer for layer in range(first, layers) if (layer + 1) % step == 0)
 
 
-def _one(keys: Fields, name: str) -> None:
+def _check_is_one(keys: Fields, name: str) -> None:
     if keys.integer(name, 1, MAX_EXPERTS, 1) != 1:
         raise ModelError(f"{keys.path}: {keys.prefix}{name} other than 1 is not supported")

@@ -1,7 +1,8 @@
-"""The metadata and the tensors' names of an encoder in a GGUF file -> `ModelSpec` and our names.
+"""Encoders in GGUF files (metadata and tensor names), and the pooling, judge and dense keys that decoders may have too.
 
-Three architectures: `bert`, `nomic-bert` and `modern-bert`. Files hold tensors as the models' own have them, so only
-names differ. A key that is not understood and does not say "nothing" is refused by name, as with decoders.
+Encoder architectures: `bert`, `nomic-bert` and `modern-bert`. Files store tensors as the original models do, so only
+names differ. An unknown key with a value that is not neutral is refused by name, as with decoders. `pooling_type` is 0
+none, 1 mean, 2 first token, 3 last token, 4 ranking.
 """
 
 from __future__ import annotations
@@ -14,15 +15,83 @@ from typing import Any, Literal
 import numpy as np
 
 from cairn.models.files import Fields
-from cairn.models.gguf.gguf_purpose import ENCODERS, pooling_of, ranks
-from cairn.models.gguf.reader import Gguf
-from cairn.models.gguf.spec import vocab_rows
+from cairn.models.gguf.reader import Gguf, vocab_rows
 from cairn.models.hub.hub import model_name
 from cairn.models.spec.encoder_spec import ACTIVATIONS
 from cairn.types.errors import ModelError, ModelFileError
-from cairn.types.layer_spec import RotaryPositions
-from cairn.types.model_spec import MAX_CONTEXT, MAX_HEAD_DIM, ModelSpec
-from cairn.types.pooling_spec import Embedding, EncoderSpec, Pooling
+from cairn.types.model_spec import (
+    MAX_CONTEXT,
+    MAX_HEAD_DIM,
+    Dense,
+    Embedding,
+    EncoderSpec,
+    JudgeSpec,
+    ModelSpec,
+    Pooling,
+    RotaryPositions,
+)
+
+ENCODERS = ("bert", "modern-bert", "nomic-bert")
+"""`general.architecture` of encoders."""
+POOLINGS: dict[int, Pooling] = {1: "mean", 2: "cls", 3: "last"}
+NO_POOLING, RANK = 0, 4
+JUDGE = "cls.output.weight"
+"""The two output rows that a decoder judges with, yes first."""
+DENSE = ("dense_2", "dense_3")
+KEYS = ("pooling_type", "classifier.output_labels", *(f"{one}_feat_{way}" for one in DENSE for way in ("in", "out")))
+"""Metadata keys about pooling and judging, without the architecture's prefix."""
+LABELS = ["yes", "no"]
+
+
+def pooling_of(keys: Fields) -> Pooling | None:
+    """Return the pooling that a file states; None if it states none."""
+    number = keys.integer("pooling_type", 0, 1 << 16, NO_POOLING)
+    if number == NO_POOLING:
+        return None
+    if number not in POOLINGS:
+        known = ", ".join(f"{one} ({name})" for one, name in POOLINGS.items())
+        raise ModelError(f"{keys.path}: {keys.prefix}pooling_type {number} is not supported; supported are {known}")
+    return POOLINGS[number]
+
+
+def ranks(keys: Fields) -> bool:
+    """Return whether a file's model judges pairs (a reranker)."""
+    return keys.integer("pooling_type", 0, 1 << 16, NO_POOLING) == RANK
+
+
+def purpose(keys: Fields, gguf: Gguf, hidden: int, both: bool) -> dict[str, Any]:
+    """Return a decoder's `kind`, `embedding` and `judge` as spec fields. `both`: its attention is bidirectional."""
+    if ranks(keys):
+        return {"kind": "rerank", "judge": _judge(keys, gguf, hidden)}
+    pooling = pooling_of(keys) or ("mean" if both else None)
+    if pooling is None:
+        return {}
+    return {"kind": "embed", "embedding": Embedding(pooling=pooling, dense=_dense(gguf, hidden))}
+
+
+def _judge(keys: Fields, gguf: Gguf, hidden: int) -> JudgeSpec:
+    tensor = gguf.tensors.get(JUDGE)
+    if tensor is None or tensor.shape != (2, hidden) or keys.values.get("classifier.output_labels", LABELS) != LABELS:
+        raise ModelError(
+            f"{keys.path}: {keys.prefix}pooling_type is ranking, for which {JUDGE} of shape [2, {hidden}] with the "
+            "labels yes and no is supported"
+        )
+    return JudgeSpec(yes=0, no=1, apart=True)
+
+
+def _dense(gguf: Gguf, hidden: int) -> tuple[Dense, ...]:
+    found, width = list[Dense](), hidden
+    for name in DENSE:
+        tensor = gguf.tensors.get(f"{name}.weight")
+        if tensor is None:
+            continue
+        if len(tensor.shape) != 2 or tensor.shape[1] != width:
+            raise ModelFileError(
+                f"{tensor.path}: the tensor {tensor.name} must be [out, {width}], found the shape {list(tensor.shape)}"
+            )
+        width = tensor.shape[0]
+        found.append(Dense(place=name, inputs=tensor.shape[1], outputs=width, bias=False, inside=True))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +99,7 @@ class _Family:
     architecture: str
     """transformers' name of the same model."""
     names: Mapping[str, str]
-    """A tensor of a layer -> ours."""
+    """Layer tensors: GGUF's name -> ours."""
     activation: Literal["silu", "gelu"]
     theta: float = 10_000.0
 
@@ -71,13 +140,13 @@ _KEYS = frozenset(
 
 
 def is_encoder(gguf: Gguf) -> bool:
-    """Whether a file is an encoder's."""
+    """Return whether a file holds an encoder."""
     name = gguf.metadata.get("general.architecture")
     return isinstance(name, str) and name in ENCODERS
 
 
 def encoder_name(architecture: str, name: str) -> str | None:
-    """Our name of a tensor, or None for one that such an encoder does not have."""
+    """Return our name of a tensor; None if such an encoder does not have it."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
@@ -89,15 +158,17 @@ def encoder_name(architecture: str, name: str) -> str | None:
 
 
 def gguf_encoder_spec(gguf: Gguf) -> ModelSpec:
-    """The spec of the encoder in a GGUF file, without its identity.
+    """Return the spec of the encoder in a GGUF file, without its identity.
 
-    Raises `ModelFileError` for a missing or wrong key, `ModelError` for what is not built.
+    Raise `ModelFileError` for a missing or wrong key, `ModelError` for an unsupported feature.
     """
     named = gguf.metadata["general.architecture"]
     family, keys = _FAMILIES[named], _keys(gguf, named)
     hidden, heads = keys.integer("embedding_length", 1, 1 << 20), keys.integer("attention.head_count", 1, 1 << 14)
     if hidden % (2 * heads) or hidden // heads > MAX_HEAD_DIM:
-        raise keys.error("attention.head_count", f"such that embedding_length ({hidden}) gives heads of an even size")
+        raise keys.error(
+            "attention.head_count", f"such that embedding_length ({hidden}) divides into heads of an even size"
+        )
     for name, only in (("attention.head_count_kv", heads), ("rope.dimension_count", hidden // heads)):
         if keys.integer(name, 0, 1 << 20, only) != only:
             raise ModelError(f"{keys.path}: {keys.prefix}{name} other than {only} is not supported")
@@ -163,7 +234,7 @@ def _encoder(keys: Fields, gguf: Gguf, named: str, layers: int) -> EncoderSpec:
 
 
 def _local_layers(keys: Fields, layers: int) -> list[bool]:
-    """Which layers have a window: all but the first and every so many-th after it, or those that a list says."""
+    """Return for each layer whether it has a window: from a list, or all but every period-th from the first."""
     listed = keys.values.get("attention.sliding_window_pattern")
     if isinstance(listed, np.ndarray):
         if len(listed) != layers:
@@ -174,7 +245,7 @@ def _local_layers(keys: Fields, layers: int) -> list[bool]:
 
 
 def _keys(gguf: Gguf, named: str) -> Fields:
-    """The keys below the architecture's name."""
+    """Return the keys below the architecture's name; raise `ModelError` for an unsupported one that is set."""
     found: dict[str, Any] = {}
     for key, value in gguf.metadata.items():
         name = key.removeprefix(f"{named}.")
@@ -189,7 +260,7 @@ def _keys(gguf: Gguf, named: str) -> Fields:
 
 
 def check_tokens(gguf: Gguf) -> tuple[int, int]:
-    """The ids that begin and end a text of an encoder. Raises `ModelFileError` where the file does not name them."""
+    """Return the ids that begin and end a text of an encoder; raise `ModelFileError` if the file does not name them."""
     fields, count = gguf.fields, len(gguf.metadata.get("tokenizer.ggml.tokens") or ())
     found = []
     for names in (("cls", "bos"), ("seperator", "eos")):  # the format's spelling

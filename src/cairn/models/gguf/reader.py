@@ -8,18 +8,164 @@ A model may be split into files NAME-00001-of-0000N.gguf; the first holds the me
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cairn.models.files import MAX_SPLITS, Fields, opened, reading, shards
-from cairn.models.gguf.gguf_header import MAX_KEY_BYTES, Cursor, read_metadata
 from cairn.models.packing.dequant import KINDS, OTHER_KINDS, BlockFormat
 from cairn.types.errors import ModelFileError
+from cairn.types.model_spec import MAX_VOCAB
+
+MAX_KEY_BYTES = (1 << 16) - 1
+"""The longest metadata key or tensor name; the format's own bound for keys."""
+MAX_STRING_BYTES = 16 << 20
+MAX_ELEMENTS = 1 << 24
+"""Most elements of all arrays together."""
+MAX_TEXTS = 1 << 20
+"""Most strings in one array; the largest vocabularies have some 300,000 tokens and 600,000 merges."""
+
+MAX_ALL_TEXTS = 1 << 21
+"""Most strings in all arrays together."""
+MAX_HEADER_BYTES = 1 << 28
+"""Longest header before the tensor data; the largest have some 20 MB. A sparse file may announce terabytes."""
+
+_READ = 1 << 20
+_LENGTH = struct.Struct("<Q")
+_SCALARS = {
+    **{0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4"},
+    **{6: "<f4", 7: "<u1", 10: "<u8", 11: "<i8", 12: "<f8"},
+}
+"""Type number -> numpy type of the stored value. 7 is bool."""
+_BOOL, _STRING, _ARRAY = 7, 8, 9
+
+
+class Cursor:
+    """Reader of a header, value by value; raises `ModelFileError` with the byte offset for broken or truncated data.
+
+    The header is read, not mapped: if a mapped file is truncated while it is read, the process is killed.
+    """
+
+    __slots__ = ("_data", "_file", "_size", "at", "elements", "path", "strings")
+
+    def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
+        self.path, self.at = path, 0
+        self.elements = self.strings = 0
+        self._data, self._file, self._size = bytearray(), file, size
+
+    def error(self, text: str) -> ModelFileError:
+        """Return an error that names the current byte offset."""
+        return ModelFileError(f"{self.path}: at byte {self.at}: {text}")
+
+    def take(self, count: int) -> bytes:
+        """Read the next `count` bytes."""
+        end = self.at + count
+        if end > len(self._data):
+            self._fill(end)
+        piece = bytes(self._data[self.at : end])
+        self.at = end
+        return piece
+
+    def whole(self, kind: str) -> int:
+        """Read an integer of numpy's type `kind`."""
+        return int.from_bytes(self.take(int(kind[2])), "little", signed=kind[1] == "i")
+
+    def text(self, limit: int, what: str) -> str:
+        """Read a string of at most `limit` bytes; `what` names it in the message."""
+        return self.texts(1, limit, what)[0]
+
+    def texts(self, count: int, limit: int, what: str) -> list[str]:
+        """Read `count` strings. A vocabulary has some 100,000, so the loop is tight."""
+        found: list[str] = []
+        data, at = self._data, self.at
+        for _ in range(count):
+            if at + 8 > len(data):
+                self._fill(at + 8)
+            (size,) = _LENGTH.unpack_from(data, at)
+            self.at = at
+            if size > limit:
+                raise self.error(f"{what} has {size} bytes, more than {limit}")
+            at += 8 + size
+            if at > len(data):
+                self._fill(at)
+            try:
+                found.append(data[at - size : at].decode())
+            except UnicodeDecodeError:
+                raise self.error(f"{what} is not UTF-8") from None
+        self.at = at
+        return found
+
+    def _fill(self, end: int) -> None:
+        """Read ahead until the buffer holds the bytes before `end`."""
+        if end <= self._size:
+            if end > MAX_HEADER_BYTES:
+                raise self.error(f"the header has more than {MAX_HEADER_BYTES} bytes, the limit")
+            self._data += self._file.read(max(end - len(self._data), _READ))
+        if end > len(self._data):
+            raise ModelFileError(
+                f"{self.path}: truncated: a value from byte {self.at} of the header ends at byte {end}, but the file "
+                f"has only {self._size} bytes"
+            )
+
+
+def read_metadata(cursor: Cursor, entries: int) -> dict[str, Any]:
+    """Read `entries` metadata entries; arrays of strings become lists, arrays of numbers numpy arrays."""
+    found: dict[str, Any] = {}
+    for _ in range(entries):
+        key = cursor.text(MAX_KEY_BYTES, "a metadata key")
+        if key in found:
+            raise cursor.error(f"the metadata key {key[:120]!r} appears twice")
+        found[key] = _value(cursor, key, cursor.whole("<u4"))
+    return found
+
+
+def _value(cursor: Cursor, key: str, kind: int) -> Any:
+    if kind == _STRING:
+        return cursor.text(MAX_STRING_BYTES, f"the value of {key[:120]!r}")
+    if kind == _ARRAY:
+        return _array(cursor, key)
+    if kind not in _SCALARS:
+        raise cursor.error(f"the value of {key[:120]!r} has the unknown type {kind}")
+    stored = _SCALARS[kind]
+    if stored[1] != "f":
+        number = cursor.whole(stored)
+        return _truth(cursor, key, number) if kind == _BOOL else number
+    if stored == "<f8":
+        return float(np.frombuffer(cursor.take(8), "<f8")[0])
+    # The shortest decimal that rounds to this float32: 1e-06 instead of 9.99999997e-07.
+    return float(str(np.frombuffer(cursor.take(4), "<f4")[0]))
+
+
+def _truth(cursor: Cursor, key: str, number: int) -> bool:
+    if number > 1:
+        raise cursor.error(f"{key[:120]!r} must be true or false, found {number}")
+    return bool(number)
+
+
+def _array(cursor: Cursor, key: str) -> Any:
+    what = f"the array {key[:120]!r}"
+    kind, count = cursor.whole("<u4"), cursor.whole("<u8")
+    cursor.elements += count
+    if cursor.elements > MAX_ELEMENTS:
+        raise cursor.error(f"{what} has {count} elements; all arrays together may have {MAX_ELEMENTS}")
+    if kind in _SCALARS:
+        dtype = np.dtype(_SCALARS[kind])
+        values = np.frombuffer(cursor.take(count * dtype.itemsize), dtype)
+        return values.astype(bool) if kind == _BOOL else values
+    if kind != _STRING:
+        raise cursor.error(f"{what} has elements of the type {kind}, expected numbers, booleans or strings")
+    if count > MAX_TEXTS:
+        raise cursor.error(f"{what} has {count} strings, more than {MAX_TEXTS}")
+    cursor.strings += count
+    if cursor.strings > MAX_ALL_TEXTS:
+        raise cursor.error(f"{what} has {count} strings; all arrays together may have {MAX_ALL_TEXTS}")
+    return cursor.texts(count, MAX_STRING_BYTES, f"an element of {key[:120]!r}")
+
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -32,7 +178,7 @@ DEFAULT_ALIGNMENT = 32
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor as its file describes it."""
+    """A tensor as its file describes it."""
 
     name: str
     kind: BlockFormat
@@ -47,11 +193,11 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Gguf:
-    """The metadata and the tensors of a model in one file or several."""
+    """Metadata and tensors of a model in one or several files."""
 
     paths: tuple[Path, ...]
     metadata: dict[str, Any]
-    """Numbers, truth values, strings; arrays of strings are lists, arrays of numbers are numpy's."""
+    """Arrays of strings are lists, arrays of numbers are numpy arrays."""
     tensors: dict[str, Tensor]
 
     @property
@@ -61,13 +207,13 @@ class Gguf:
 
     @property
     def own_fields(self) -> Fields:
-        """Those below the architecture's name."""
+        """Typed access to the keys below the architecture's name."""
         prefix = f"{self.metadata.get('general.architecture')}."
         own = {key.removeprefix(prefix): value for key, value in self.metadata.items() if key.startswith(prefix)}
         return Fields(own, self.paths[0], prefix)
 
     def blocks(self, name: str) -> NDArray[np.uint8]:
-        """A tensor's bytes, mapped read-only from its file, as [blocks, bytes of a block]."""
+        """Return a tensor's bytes as [blocks, bytes of a block], mapped read-only from its file."""
         tensor = self.tensors[name]
         with reading(tensor.path):
             if tensor.path.stat().st_size < tensor.begin + tensor.size:
@@ -77,11 +223,25 @@ class Gguf:
         return np.asarray(data).reshape(-1, tensor.kind.bytes)
 
 
+def vocab_rows(gguf: Gguf, hidden: int) -> int:
+    """Return the number of rows of the embedding, which may exceed the number of tokens."""
+    tensor = gguf.tensors.get("token_embd.weight")
+    if tensor is None or len(tensor.shape) != 2 or tensor.shape[1] != hidden or tensor.shape[0] > MAX_VOCAB:
+        found = "nothing" if tensor is None else f"the shape {list(tensor.shape)}"
+        raise ModelFileError(f"{gguf.paths[0]}: token_embd.weight must be [tokens, {hidden}], found {found}")
+    tokens = gguf.metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list) and len(tokens) > tensor.shape[0]:
+        raise ModelFileError(f"{gguf.paths[0]}: {len(tokens)} tokens, but the embedding has {tensor.shape[0]} rows")
+    if isinstance(tokens, list) and not set(map(type, tokens)) <= {str}:
+        raise gguf.fields.error("tokenizer.ggml.tokens", "a list of texts")
+    return tensor.shape[0]
+
+
 def read_gguf(path: Path) -> Gguf:
     """Read and check the headers of a model's file or files.
 
-    Raises `ModelFileError` that names the file and what is wrong: not a GGUF, truncated, beyond a limit, tensors that
-    overlap or lie outside the file, names that stand twice, parts that do not belong together.
+    Raise `ModelFileError` that names the file and the problem: not a GGUF file, truncated, beyond a limit, tensors that
+    overlap or lie outside the file, duplicate names, or parts that do not belong together.
     """
     paths = shards(path)
     metadata: dict[str, Any] = {}
@@ -94,7 +254,7 @@ def read_gguf(path: Path) -> Gguf:
             metadata = found
         for tensor in described:
             if tensor.name in tensors:
-                raise ModelFileError(f"{one}: the tensor {tensor.name[:120]!r} stands twice")
+                raise ModelFileError(f"{one}: the tensor {tensor.name[:120]!r} appears twice")
             tensors[tensor.name] = tensor
     if len(paths) == 1 and Fields(metadata, paths[0]).integer("split.count", 0, MAX_SPLITS, 0) > 1:
         raise ModelFileError(
@@ -115,7 +275,7 @@ def _check_part(path: Path, metadata: dict[str, Any], number: int, count: int) -
 
 
 def _read_file(path: Path) -> tuple[dict[str, Any], list[Tensor]]:
-    """The metadata and the tensors of one file."""
+    """Return the metadata and the tensors of one file."""
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         cursor = Cursor(path, file, size)
@@ -141,7 +301,7 @@ def _read_file(path: Path) -> tuple[dict[str, Any], list[Tensor]]:
 
 
 def _describe(cursor: Cursor) -> Tensor:
-    """One tensor's description; `begin` is still relative to the data."""
+    """Read one tensor's description; `begin` is still relative to the data section."""
     name = cursor.text(MAX_KEY_BYTES, "the name of a tensor")
     where = f"the tensor {name[:120]!r}"
     axes = cursor.whole("<u4")
@@ -165,7 +325,7 @@ def _describe(cursor: Cursor) -> Tensor:
 
 
 def _placed(path: Path, found: list[Tensor], start: int, alignment: int, size: int) -> Iterator[Tensor]:
-    """The tensors at their places in the file, each inside it, aligned, and beside all others."""
+    """Yield the tensors with absolute offsets; raise unless each is aligned, inside the file and overlaps no other."""
     at = 0
     for tensor in sorted(found, key=lambda one: (one.begin, one.size)):
         where = f"{path}: the tensor {tensor.name[:120]!r}"

@@ -1,4 +1,4 @@
-"""Layers that keep a state as GGUF files describe and hold them."""
+"""Recurrent layers as GGUF files describe and store them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 from cairn.models.files import Fields
 from cairn.models.spec.recurrent_spec import MAX_HEADS, MIXER, MOST_REACH
 from cairn.types.errors import ModelError
-from cairn.types.layer_spec import Recurrence
-from cairn.types.model_spec import MAX_HEAD_DIM
+from cairn.types.model_spec import MAX_HEAD_DIM, Recurrence
 
 Change = Callable[[NDArray[Any]], NDArray[Any]]
 Rule = Literal["", "delta", "mamba2", "conv"]
-"""What layers without attention are; "": there are none."""
+"""Kind of the recurrent layers; "": there are none."""
 
 _SCANS = ("ssm.conv_kernel", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank", "ssm.group_count")
 KEYS: dict[str, tuple[str, ...]] = {
@@ -27,9 +26,9 @@ KEYS: dict[str, tuple[str, ...]] = {
     "mamba2": _SCANS,
     "conv": ("shortconv.l_cache",),
 }
-"""What is understood below an architecture's name."""
+"""Metadata keys understood, without the architecture's prefix."""
 _BY_HEADS = ("mamba2", "conv")
-"""Rules of files in which layers without attention have no heads of keys."""
+"""Rules whose files mark recurrent layers by a KV head count of 0."""
 
 DELTA = {
     "attn_qkv": f"{MIXER}in_proj_qkv",
@@ -41,7 +40,7 @@ DELTA = {
     "ssm_norm": f"{MIXER}norm",
     "ssm_out": f"{MIXER}out_proj",
 }
-"""Tensors of such a layer: GGUF's name -> ours."""
+"""Tensors of a recurrent layer: GGUF's name -> ours."""
 MAMBA2 = {
     "ssm_in": f"{MIXER}in_proj",
     "ssm_conv1d": f"{MIXER}conv",
@@ -50,31 +49,29 @@ MAMBA2 = {
 }
 CONV = {f"shortconv.{name}": f"{MIXER}{name}" for name in ("conv", "in_proj", "out_proj")}
 WHOLE = {"ssm_a": f"{MIXER}decay", "ssm_dt.bias": f"{MIXER}dt_bias", "ssm_d": f"{MIXER}D"}
-"""The same of those whose ends differ too."""
+"""Tensors whose suffix differs too: GGUF's name -> ours."""
 
 
 MLP = "mlp_layers"
-"""A key of our own: which layers are an MLP alone."""
+"""Internal key: which layers are only an MLP."""
 
 
 def by_heads(found: dict[str, Any], rule: Rule) -> None:
-    """Say with keys of their own which layers have no heads of keys, and which are an MLP alone, where lists of what
-    each layer has say so."""
+    """Translate per-layer lists into internal keys: which layers are recurrent and which are only an MLP."""
     counts, widths = found.get("attention.head_count_kv"), found.get("feed_forward_length")
     if rule not in _BY_HEADS or not isinstance(counts, np.ndarray):
         return
-    idle = counts == 0
+    recurrent = counts == 0
     if isinstance(widths, np.ndarray) and len(widths) == len(counts):
         found[MLP] = widths > 0
-        idle = idle & (widths == 0)
-        _alike(found, "feed_forward_length", widths)
-    _alike(found, "attention.head_count_kv", counts)
-    found["attention.recurrent_layers"] = idle
+        recurrent = recurrent & (widths == 0)
+        _set_if_uniform(found, "feed_forward_length", widths)
+    _set_if_uniform(found, "attention.head_count_kv", counts)
+    found["attention.recurrent_layers"] = recurrent
 
 
 def only_states(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What the keys of a model that has nothing but states say in the words of others: there is one head, of which
-    nobody hears, and no MLP."""
+    """Return the keys of a model of recurrent layers only, with placeholder attention and MLP sizes."""
     layers = found.get("block_count")
     idle = np.zeros(layers, np.bool_) if isinstance(layers, int) and 0 < layers < 1 << 12 else None
     plain = {"attention.head_count": 1, "attention.head_count_kv": 1, "feed_forward_length": 1}
@@ -82,14 +79,14 @@ def only_states(found: Mapping[str, Any]) -> dict[str, Any]:
     return plain | {"attention.recurrent_layers": True} | ({} if idle is None else {MLP: idle})
 
 
-def _alike(found: dict[str, Any], name: str, counts: NDArray[Any]) -> None:
-    some = {one for one in counts.tolist() if one}
-    if len(some) == 1:
-        found[name] = some.pop()
+def _set_if_uniform(found: dict[str, Any], name: str, counts: NDArray[Any]) -> None:
+    nonzero = {count for count in counts.tolist() if count}
+    if len(nonzero) == 1:
+        found[name] = nonzero.pop()
 
 
 def mlp_layers(keys: Fields, layers: int) -> tuple[int, ...] | None:
-    """The layers that are an MLP, where a layer is one thing."""
+    """Return the layers that are only an MLP; None if layers are not split that way."""
     listed = keys.values.get(MLP)
     return None if listed is None else tuple(layer for layer in range(layers) if listed[layer])
 
@@ -97,7 +94,7 @@ def mlp_layers(keys: Fields, layers: int) -> tuple[int, ...] | None:
 def recurrence(
     keys: Fields, rule: Rule, layers: int, hidden: int, tensors: Container[str], *, tiled: bool
 ) -> Recurrence | None:
-    """The layers of a file that keep a state; None where there are none. `tiled`: as `Recurrence.tiled`."""
+    """Return the recurrent layers of a file, or None. `tiled`: as `Recurrence.tiled`."""
     limited = _limited(keys, rule, layers) if rule else []
     if not limited or not rule:
         return None
@@ -108,7 +105,10 @@ def recurrence(
     key_heads = keys.integer("ssm.group_count", 1, MAX_HEADS)
     inner = keys.integer("ssm.inner_size", 1, MAX_HEADS * MAX_HEAD_DIM)
     if inner % heads or heads % key_heads:
-        raise ModelError(f"{keys.path}: {heads} recurrent heads cannot share {inner} values and {key_heads} keys")
+        raise ModelError(
+            f"{keys.path}: {heads} recurrent heads do not divide {inner} values, or are no multiple of "
+            f"{key_heads} key heads"
+        )
     return Recurrence(
         kind=rule,
         layers=tuple(limited),
@@ -123,7 +123,7 @@ def recurrence(
 
 
 def _limited(keys: Fields, rule: Rule, layers: int) -> list[int]:
-    """The layers without attention: a list says so, or all but every so many-th."""
+    """Return the layers without attention: from a list, or all but every `full_attention_interval`-th."""
     listed = keys.values.get("attention.recurrent_layers")
     if isinstance(listed, np.ndarray):
         if len(listed) < layers:
@@ -139,7 +139,7 @@ def _limited(keys: Fields, rule: Rule, layers: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of ours in a tensor of the file that has another order or form."""
+    """A tensor of ours made from a stored tensor of another order or shape."""
 
     name: str
     stored: tuple[int, ...]
@@ -148,7 +148,7 @@ class Part:
 
 
 def parts(name: str, facts: Recurrence, hidden: int) -> Iterator[Part]:
-    """What a tensor under our name has to be changed to; nothing for one that is as ours."""
+    """Yield how to build our tensor `name` from the stored one; nothing if it is stored as is."""
     before, mixer, rest = name.partition(f".{MIXER}")
     if not mixer:
         return
@@ -160,7 +160,7 @@ def parts(name: str, facts: Recurrence, hidden: int) -> Iterator[Part]:
     if facts.kind == "mamba2" and rest == "norm.weight":
         yield Part(name, (facts.key_heads, facts.inner // facts.key_heads), _flat)
     if rest == "in_proj_ba.weight":
-        # For each head of keys, what its heads learn and then how they forget.
+        # Stored per key head: first beta, then alpha of its value heads.
         fan = facts.heads // facts.key_heads
         order = np.arange(2 * facts.heads).reshape(facts.key_heads, 2, fan)
         for number, one in enumerate("ba"):

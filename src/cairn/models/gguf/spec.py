@@ -1,8 +1,8 @@
 """The metadata of a GGUF file -> `ModelSpec`.
 
 Keys are those of the format's own list (https://github.com/ggml-org/ggml, docs/gguf.md). Architectures are rows of one
-table; one that is not built is refused by name, and so is any key of an architecture that is not understood and does
-not say "nothing".
+table. An unsupported architecture is refused by name, and so is an unknown key of an architecture whose value is not
+neutral.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from cairn.kernels.elementary import log_of
 from cairn.models.files import Fields
 from cairn.models.gguf.architectures import ARCHITECTURES, EXPERT_KEYS, Architecture, experts
 from cairn.models.gguf.architectures import layers as layers_of
-from cairn.models.gguf.gguf_positions import factors, long_rope
-from cairn.models.gguf.gguf_purpose import ENCODERS, purpose
-from cairn.models.gguf.gguf_purpose import KEYS as PURPOSE
-from cairn.models.gguf.reader import Gguf
+from cairn.models.gguf.encoder import ENCODERS, purpose
+from cairn.models.gguf.encoder import KEYS as PURPOSE
+from cairn.models.gguf.reader import Gguf, vocab_rows
 from cairn.models.gguf.recurrent import KEYS as RECURRENT
 from cairn.models.gguf.recurrent import by_heads, mlp_layers, only_states, recurrence
 from cairn.models.gguf.uneven import KEYS as UNEVEN
@@ -32,9 +31,52 @@ from cairn.models.spec.end_tokens import ENDS, is_spelt_as_control, known_ends
 from cairn.models.spec.latent_spec import spec_fields
 from cairn.models.spec.recurrent_spec import with_state
 from cairn.types.errors import ModelError, ModelFileError
-from cairn.types.layer_spec import CacheGroup, Latent, RopeScaling, RotaryPositions
-from cairn.types.model_spec import MAX_CONTEXT, MAX_HEAD_DIM, MAX_VOCAB, ModelSpec
-from cairn.types.sampling_params import SAMPLING_RANGES
+from cairn.types.model_spec import (
+    MAX_CONTEXT,
+    MAX_HEAD_DIM,
+    NEVER,
+    CacheGroup,
+    Latent,
+    ModelSpec,
+    RopeScaling,
+    RotaryPositions,
+)
+from cairn.types.request import SAMPLING_RANGES
+
+FACTORS = "rope_freqs.weight"
+"""Tensor that divides the rotary frequencies, in models with llama3's rope scaling."""
+SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"
+"""The same for models with separate factors for short and for long contexts."""
+
+
+def factors(gguf: Gguf, turned: int, name: str = FACTORS) -> tuple[float, ...]:
+    """Return a tensor's factors, one for each pair of the `turned` rotary dimensions; () if the tensor is missing."""
+    tensor = gguf.tensors.get(name)
+    if tensor is None:
+        return ()
+    if tensor.kind.name != "F32" or tensor.shape != (turned // 2,):
+        raise ModelFileError(f"{tensor.path}: {name} must be F32 of shape [{turned // 2}]")
+    values = gguf.blocks(name).view("<f4").reshape(-1)
+    # NEVER marks pairs that are not rotated.
+    if not (((values >= 1e-3) & (values <= 1e6)) | np.isclose(values, NEVER)).all():
+        raise ModelFileError(f"{tensor.path}: {name} must hold numbers from 0.001 to 1e+06")
+    return tuple(NEVER if one > 1e6 else one for one in values.tolist())
+
+
+def long_rope(keys: Fields, gguf: Gguf, turned: int) -> dict[str, Any]:
+    """Return the spec fields of a short- and long-context rope scaling; {} if the file has no such factors."""
+    short, long = factors(gguf, turned, SHORT), factors(gguf, turned, LONG)
+    if not (short or long):
+        return {}
+    if not (short and long):
+        raise ModelFileError(f"{keys.path}: of {SHORT} and {LONG} one is missing")
+    scaling = RopeScaling(
+        factors=short,
+        original_context=keys.integer("rope.scaling.original_context_length", 2, MAX_CONTEXT),
+        attention_factor=keys.number("rope.scaling.attn_factor", 1e-6, 1e6, 1.0),
+    )
+    return {"rope_scaling": scaling, "long_rope": msgspec.structs.replace(scaling, factors=long)}
+
 
 _KEYS = frozenset(
     (
@@ -53,15 +95,15 @@ _GEMMA_KEYS = frozenset(
         *("attn_logit_softcapping", "final_logit_softcapping"),
     )
 )
-"""What is understood below an architecture's name."""
+"""Metadata keys understood, without the architecture's prefix."""
 
 _NEUTRAL: dict[str, Any] = {
     **dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale", "rope.scaling.yarn_attn_factor"), 1.0)
 }
-"""What is not understood, with the values that say nothing; but for `_ZERO_COUNTS`, 0, false and "" say nothing too."""
+"""Neutral values of keys that are not supported. 0, false and "" are neutral too, except for `_ZERO_COUNTS`."""
 _EXTENDED = "rope.scaling.yarn_ext_factor"
 _ZERO_COUNTS = frozenset({"rope.scaling.yarn_attn_factor", _EXTENDED})
-"""Keys of which 0 is a setting of its own: scores without a scale, yarn that extends nothing."""
+"""Keys for which 0 is a setting: unscaled scores, yarn without extrapolation."""
 
 SAMPLING = {
     "temperature": "temp",
@@ -70,19 +112,19 @@ SAMPLING = {
     "min_p": "min_p",
     "repetition_penalty": "penalty_repeat",
 }
-"""Sampling default -> its key below `general.sampling.`."""
+"""Sampling option -> its key below `general.sampling.`."""
 
 _UNKNOWN, _CONTROL = 2, 3
 
 _NAMED_ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
-"""What a file may name that ends an answer: below `tokenizer.ggml.`, with `_token_id` behind it."""
+"""End-of-answer tokens that a file may name: `tokenizer.ggml.NAME_token_id`."""
 
 _UNNAMED = {"unknown": 0, "bos": 1, "eos": 2}
-"""Token -> its id in a SentencePiece vocabulary whose file does not say so, as llama.cpp takes it."""
+"""Token -> its default id in a SentencePiece vocabulary, as in llama.cpp."""
 
 
 def architecture(gguf: Gguf) -> Architecture:
-    """What the file's architecture means. Raises `ModelError` naming one that is not built."""
+    """Return the row of the file's architecture; raise `ModelError` for an unsupported one."""
     name = gguf.fields.text("general.architecture", "")
     if not name:
         raise gguf.fields.error("general.architecture", "the name of an architecture")
@@ -93,10 +135,9 @@ def architecture(gguf: Gguf) -> Architecture:
 
 
 def gguf_spec(gguf: Gguf) -> ModelSpec:
-    """The spec of the model in a GGUF file, without its identity.
+    """Return the spec of the model in a GGUF file, without its identity.
 
-    Raises `ModelFileError` for a missing or wrong key, `ModelError` for an architecture or an option of one that is not
-    built.
+    Raise `ModelFileError` for a missing or wrong key, `ModelError` for an unsupported architecture or option.
     """
     family = architecture(gguf)
     keys = _keys(gguf, family)
@@ -105,7 +146,7 @@ def gguf_spec(gguf: Gguf) -> ModelSpec:
     layers = layers_of(keys, family)
     head_dim = keys.integer(_head_length(family), 2, MAX_HEAD_DIM, None if family.latent else hidden // heads)
     turned = keys.integer("rope.dimension_count", 2, head_dim, head_dim) if family.rotary else head_dim
-    if family.uneven:  # the file's factors are those of layers without a window
+    if family.uneven:  # the file's factors belong to layers without a window
         turned = keys.integer("attention.key_length", 2, MAX_HEAD_DIM)
     long = long_rope(keys, gguf, turned) if family.long_rope else {}
     if long:
@@ -113,7 +154,7 @@ def gguf_spec(gguf: Gguf) -> ModelSpec:
     else:
         rope, context = _rope(keys, gguf, turned, family)
     if family.local_rope:
-        context = keys.integer("context_length", 2, MAX_CONTEXT)  # which states the scaled length
+        context = keys.integer("context_length", 2, MAX_CONTEXT)  # already the scaled length
     vocab = vocab_rows(gguf, hidden)
     corrected = any(name.endswith(".exp_probs_b.bias") for name in gguf.tensors)
     mixture = experts(keys, family, layers, corrected)
@@ -165,7 +206,7 @@ def gguf_spec(gguf: Gguf) -> ModelSpec:
     if spec.heads % spec.kv_heads:
         raise keys.error("attention.head_count_kv", f"a divisor of the head count ({heads})")
     if spec.head_dim % 2 or turned % 2:
-        raise keys.error("attention.key_length", "an even number, because rotary positions turn pairs")
+        raise keys.error("attention.key_length", "an even number, because rotary positions rotate pairs")
     for name, expected in (("attention.value_length", head_dim), ("rope.dimension_count", turned)):
         if keys.integer(name, 0, 1 << 20, expected) != expected:
             raise ModelError(f"{keys.path}: {keys.prefix}{name} other than the head size {expected} is not supported")
@@ -173,14 +214,14 @@ def gguf_spec(gguf: Gguf) -> ModelSpec:
 
 
 def _head_length(family: Architecture) -> str:
-    """The key of the size of a head."""
+    """Return the key of the head size."""
     if family.uneven:
         return head_length(family.uneven)
     return "attention.key_length_mla" if family.latent else "attention.key_length"
 
 
 def _unturned(keys: Fields, family: Architecture, layers: int) -> tuple[int, ...]:
-    """The layers that know no positions."""
+    """Return the layers without rotary positions."""
     if family.recurrence == "mamba2" and not keys.flag("rope.scaling.finetuned", True):
         return tuple(range(layers))
     if family.unturned == "by window":
@@ -191,7 +232,7 @@ def _unturned(keys: Fields, family: Architecture, layers: int) -> tuple[int, ...
 
 
 def _with_latents(keys: Fields, spec: ModelSpec, turned: int) -> ModelSpec:
-    """The spec with what the file says of its latents."""
+    """Return the spec with the file's latent-attention sizes."""
     latent = Latent(
         rank=keys.integer("attention.kv_lora_rank", 1, MAX_HEAD_DIM),
         query_rank=keys.integer("attention.q_lora_rank", 0, 1 << 20, 0),
@@ -206,7 +247,7 @@ def _with_latents(keys: Fields, spec: ModelSpec, turned: int) -> ModelSpec:
 
 
 def _keys(gguf: Gguf, family: Architecture) -> Fields:
-    """The keys below the architecture's name. A list with one value for every layer is that value."""
+    """Return the keys below the architecture's name. A list with equal values for all layers becomes that value."""
     done = _NEUTRAL | {"tensor_data_layout": "Meta AI original pth" if family.interleaved else "reference"}
     prefix, understood = gguf.metadata["general.architecture"] + ".", _understood(family)
     found: dict[str, Any] = {}
@@ -235,7 +276,7 @@ def _keys(gguf: Gguf, family: Architecture) -> Fields:
             done["attention.scale"] = 1 / math.sqrt(keys.integer("embedding_length", 1, 1 << 20) / heads)
     yarn = found.get("rope.scaling.type") == "yarn"
     done[_EXTENDED] = 1.0 if yarn else 0.0
-    if others.get(_EXTENDED, ("", 0.0))[1] == -1:  # llama.cpp's word for no word
+    if others.get(_EXTENDED, ("", 0.0))[1] == -1:  # llama.cpp's "not set"
         del others[_EXTENDED]
     for name, (key, plain) in others.items():
         if _says_more(name, plain, done.get(name)):
@@ -246,7 +287,7 @@ def _keys(gguf: Gguf, family: Architecture) -> Fields:
 
 
 def _listed(found: dict[str, Any], family: Architecture) -> None:
-    """Say in the words of plain decoders what lists by layer say, and models that have no heads."""
+    """Translate per-layer lists, and models without heads, into the keys of plain decoders."""
     by_heads(found, family.recurrence)
     if family.uneven:
         by_layer(found)
@@ -255,41 +296,27 @@ def _listed(found: dict[str, Any], family: Architecture) -> None:
 
 
 def _understood(family: Architecture) -> frozenset[str]:
-    """The keys of an architecture that mean something here."""
+    """Return the keys supported for an architecture."""
     own = (*(_GEMMA_KEYS if family.gemma else ()), *(UNEVEN if family.uneven else ()))
     return frozenset((*_KEYS, *EXPERT_KEYS, *family.keys, *RECURRENT[family.recurrence], *own))
 
 
 def _says_more(name: str, value: Any, neutral: Any) -> bool:
-    """Whether a key that is not understood changes a number."""
+    """Return whether an unsupported key has a value that is not neutral."""
     if isinstance(value, np.ndarray):
         return True
     return (bool(value) or name in _ZERO_COUNTS) and not _same(value, neutral)
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    """Whether a setting says what holds without it; numbers were rounded when they were written."""
+    """Return whether a setting has its neutral value; floats were rounded when they were written."""
     if isinstance(value, int | float) and isinstance(neutral, float):
         return math.isclose(value, neutral, rel_tol=1e-6)
     return bool(value == neutral)
 
 
-def vocab_rows(gguf: Gguf, hidden: int) -> int:
-    """Rows of the embedding, which may be more than there are tokens."""
-    tensor = gguf.tensors.get("token_embd.weight")
-    if tensor is None or len(tensor.shape) != 2 or tensor.shape[1] != hidden or tensor.shape[0] > MAX_VOCAB:
-        found = "nothing" if tensor is None else f"the shape {list(tensor.shape)}"
-        raise ModelFileError(f"{gguf.paths[0]}: token_embd.weight must be [tokens, {hidden}], found {found}")
-    tokens = gguf.metadata.get("tokenizer.ggml.tokens")
-    if isinstance(tokens, list) and len(tokens) > tensor.shape[0]:
-        raise ModelFileError(f"{gguf.paths[0]}: {len(tokens)} tokens, but the embedding has {tensor.shape[0]} rows")
-    if isinstance(tokens, list) and not set(map(type, tokens)) <= {str}:
-        raise gguf.fields.error("tokenizer.ggml.tokens", "a list of texts")
-    return tensor.shape[0]
-
-
 def _query_scaling(keys: Fields, family: Architecture) -> tuple[float, float] | None:
-    """`ModelSpec.query_scaling`."""
+    """Return `ModelSpec.query_scaling`."""
     beta = keys.number("attention.temperature_scale", 0.0, 1e3, 0.0) if family.query_scaling else 0.0
     if not beta:
         return None
@@ -299,7 +326,7 @@ def _query_scaling(keys: Fields, family: Architecture) -> tuple[float, float] | 
 
 
 def _rope(keys: Fields, gguf: Gguf, head_dim: int, family: Architecture) -> tuple[RopeScaling, int]:
-    """Rope scaling, and the context that it gives."""
+    """Return the rope scaling, and the context length that it gives."""
     trained = keys.integer("context_length", 2, MAX_CONTEXT)
     kind: Literal["none", "linear", "yarn"] = "none"
     factor = keys.number("rope.scaling.factor", 0.0, 1e6, keys.number("rope.scale_linear", 0.0, 1e6, 0.0))
@@ -311,8 +338,8 @@ def _rope(keys: Fields, gguf: Gguf, head_dim: int, family: Architecture) -> tupl
     weight = keys.number("rope.scaling.attn_factor", 1e-6, 1e6, 1.0)
     if weight != 1 and (kind != "yarn" or factor <= 1):
         raise ModelError(
-            f"{keys.path}: {keys.prefix}rope.scaling.attn_factor is {weight:g}, which without yarn's scaling by more "
-            "than 1 is not supported"
+            f"{keys.path}: {keys.prefix}rope.scaling.attn_factor is {weight:g}, which is supported only "
+            "with yarn scaling by more than 1"
         )
     divisors = factors(gguf, head_dim)
     if kind == "none":
@@ -322,7 +349,7 @@ def _rope(keys: Fields, gguf: Gguf, head_dim: int, family: Architecture) -> tupl
     original = (
         trained if kind == "linear" else keys.integer("rope.scaling.original_context_length", 1, 1 << 24, trained)
     )
-    # As many digits as a float32 has: what was multiplied there is that number again.
+    # Round to float32's digits, so that the product is the original number again.
     all_dims = round(keys.number("rope.scaling.yarn_log_multiplier", 0.0, 1e6, 0.0) * family.log_multiplier, 6)
     scaling = RopeScaling(
         kind=kind,
@@ -344,7 +371,7 @@ def _rope(keys: Fields, gguf: Gguf, head_dim: int, family: Architecture) -> tupl
 def _multiplied(
     keys: Fields, family: Architecture, hidden: int, heads: int, head_dim: int, layers: int
 ) -> dict[str, Any]:
-    """What a family multiplies by beyond the plain decoder, its activation, and norms behind attention and MLP."""
+    """Return the activation, post norms and multipliers that differ from the plain decoder, as spec fields."""
     if family.gemma:
         return _gemma(keys, family, hidden, heads, head_dim, layers)
     found: dict[str, Any] = {"activation": family.activation, "post_norms": family.post_norms}
@@ -359,7 +386,7 @@ def _multiplied(
 
 
 def _gemma(keys: Fields, family: Architecture, hidden: int, heads: int, head_dim: int, layers: int) -> dict[str, Any]:
-    """What Gemma's spec has beyond the plain decoder's."""
+    """Return Gemma's spec fields that differ from the plain decoder."""
     scale = 1 / math.sqrt(hidden / heads if layers == family.by_width else head_dim)
     attention, logits = family.softcaps
     return {
@@ -400,7 +427,7 @@ def _groups(
 
 
 def _limited(keys: Fields, family: Architecture, layers: int) -> list[int]:
-    """The layers with a window: all but every so many-th, or those that a list says."""
+    """Return the layers with a window: from a list, or all but every period-th."""
     listed = keys.values.get("attention.sliding_window_pattern")
     if isinstance(listed, np.ndarray):
         if len(listed) != layers:
@@ -420,9 +447,10 @@ def cache_groups(
     *,
     pieces: bool = False,
 ) -> tuple[CacheGroup, ...]:
-    """Layers by cache kind; `limited` have the window, and `rope` for positions; `pieces` is as of `CacheGroup`.
+    """Group layers by cache kind.
 
-    A window that no context can outgrow is full attention.
+    `limited` layers have the window and, for positions, `rope`; `pieces` is as in `CacheGroup`. A window as long as the
+    context counts as full attention.
     """
     apart = set(limited) if rope is not None or window < context else set[int]()
     full = tuple(layer for layer in range(layers) if layer not in apart)
@@ -443,9 +471,9 @@ def cache_groups(
 
 
 def named_ids(gguf: Gguf, name: str, vocab: int, *, absent: bool = False) -> tuple[int, ...]:
-    """The ids of a special token such as "bos": those that the file names, else those that its kind of vocabulary has.
+    """Return the ids of a special token such as "bos": from the file, else the default of its kind of vocabulary.
 
-    With `absent` as `Fields.ids`.
+    `absent` as in `Fields.ids`.
     """
     key, usual = f"tokenizer.ggml.{name}_token_id", _UNNAMED.get(name)
     if gguf.fields.has(key) or usual is None or gguf.fields.text("tokenizer.ggml.model", "") != "llama":
@@ -459,7 +487,7 @@ def named_ids(gguf: Gguf, name: str, vocab: int, *, absent: bool = False) -> tup
 
 
 def _ends(gguf: Gguf, vocab: int) -> tuple[int, ...]:
-    """Ids that end an answer: those that the file names, and tokens that are known to."""
+    """Return the ids that end an answer: named by the file, or known end tokens of the vocabulary."""
     found = [i for name in _NAMED_ENDS for i in named_ids(gguf, name, vocab, absent=name != "eos")]
     found += gguf.fields.ids("tokenizer.ggml.eos_token_ids", vocab, absent=True)
     tokens, kinds = gguf.metadata.get("tokenizer.ggml.tokens"), gguf.metadata.get("tokenizer.ggml.token_type")
@@ -473,10 +501,10 @@ def _ends(gguf: Gguf, vocab: int) -> tuple[int, ...]:
 
 
 def suggested(fields: Fields, keys: Mapping[str, str]) -> dict[str, float]:
-    """Sampling defaults that a file suggests: option -> value; `keys` are the fields' names by option.
+    """Return the sampling defaults that a file suggests: option -> value; `keys` maps options to field names.
 
-    A suggestion is no part of the model: what is out of range because it was rounded is its bound, a temperature
-    below 0 is greedy, as in llama.cpp, and what else is out of range suggests nothing.
+    Values out of range by rounding are clamped, a temperature below 0 is greedy (as in llama.cpp), and other values out
+    of range are ignored.
     """
     found = {}
     for name, key in keys.items():
@@ -491,5 +519,4 @@ def suggested(fields: Fields, keys: Mapping[str, str]) -> dict[str, float]:
 
 
 def _defaults(fields: Fields) -> dict[str, float]:
-    """Sampling defaults that newer files carry."""
     return suggested(fields, {name: f"general.sampling.{key}" for name, key in SAMPLING.items()})

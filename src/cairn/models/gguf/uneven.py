@@ -1,4 +1,4 @@
-"""Layers that are not alike as GGUF files describe them (Gemma 4 and 3n): `uneven_spec` says what it means."""
+"""Gemma 4 and 3n in GGUF files: layers of different shapes. `uneven_spec` explains the fields."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from cairn.models.gguf.reader import Gguf
 from cairn.models.spec.moe_spec import BESIDE_NORM, BESIDE_POST_NORM, MLP_POST_NORM, ROUTER_SCALE, SHARE_SCALE
 from cairn.models.spec.uneven_spec import shared_groups, sources
 from cairn.types.errors import ModelError
-from cairn.types.layer_spec import Streams, Uneven
-from cairn.types.model_spec import MAX_HEAD_DIM, ModelSpec
+from cairn.types.model_spec import MAX_HEAD_DIM, ModelSpec, Streams, Uneven
 
 KEYS = (
     *("attention.shared_kv_layers", "embedding_length_per_layer_input", "attention.key_length_swa"),
     *("attention.value_length_swa", "rope.dimension_count_swa", "rope.freq_base_swa", "final_logit_softcapping"),
     *("attention.sliding_window_pattern", "altup.active_idx", "altup.num_inputs", "activation_sparsity_scale"),
 )
-"""What is understood below an architecture's name."""
+"""Metadata keys understood, without the architecture's prefix."""
 SOFTCAP = "final_logit_softcapping"
-"""Where a file does not say it, it is 30: so llama.cpp takes it, and so it is in all models that were published."""
+"""Defaults to 30 if the file does not state it, as in llama.cpp and in all published models."""
 GLOBAL_HEADS, WIDE, LIMITED = "global_heads", "wide", "attention.sliding_window_pattern"
-"""Keys of our own: key-value heads of layers without a window, and which layers' MLP is twice as wide."""
+"""Internal keys: KV heads of layers without a window, and which layers' MLP is twice as wide."""
 
 WHOLE = {
     "ffn_gate_inp.scale": ROUTER_SCALE,
@@ -37,7 +36,7 @@ WHOLE = {
     "post_ffw_norm_1.weight": MLP_POST_NORM,
     "post_ffw_norm_2.weight": BESIDE_POST_NORM,
 }
-"""Tensors of a layer whose ends differ too: GGUF's name -> ours."""
+"""Layer tensors whose suffix differs too: GGUF's name -> ours."""
 NAMES = {
     "inp_gate": "per_layer_input_gate",
     "proj": "per_layer_projection",
@@ -50,11 +49,11 @@ NAMES = {
     "laurel_r": "laurel.linear_right",
     "laurel_post_norm": "laurel.post_laurel_norm",
 }
-"""Tensors of a layer beside those of other Gemmas."""
+"""Layer tensors that other Gemmas do not have: GGUF's name -> ours."""
 
 
 def by_layer(found: dict[str, Any]) -> None:
-    """Say with one number and a key of our own what lists say of layers with a window and of those without."""
+    """Replace per-layer lists by one number and an internal key."""
     limited, heads = found.get(LIMITED), found.get("attention.head_count_kv")
     if isinstance(heads, np.ndarray) and isinstance(limited, np.ndarray) and len(heads) == len(limited):
         own, others = (set(heads[limited.astype(bool) == kind].tolist()) for kind in (True, False))
@@ -66,12 +65,12 @@ def by_layer(found: dict[str, Any]) -> None:
 
 
 def head_length(kind: Literal["gemma4", "gemma3n"]) -> str:
-    """The key of the head size of layers with a window."""
+    """Return the key of the head size of layers with a window."""
     return "attention.key_length_swa" if kind == "gemma4" else "attention.key_length"
 
 
 def uneven_spec(keys: Fields, gguf: Gguf, spec: ModelSpec, kind: Literal["gemma4", "gemma3n"]) -> ModelSpec:
-    """The spec with what the file says of its layers; its groups hold all of them."""
+    """Return the spec with per-layer shapes from the file; its cache groups hold all layers."""
     layers = spec.layers
     inputs = keys.integer("embedding_length_per_layer_input", 0, 1 << 16, 0)
     shared = keys.integer("attention.shared_kv_layers", 0, layers - 1, 0)
@@ -91,7 +90,12 @@ def uneven_spec(keys: Fields, gguf: Gguf, spec: ModelSpec, kind: Literal["gemma4
     return msgspec.structs.replace(
         spec,
         uneven=Uneven(
-            kv_from=sources(spec.groups, first, layers, keys.error("attention.shared_kv_layers", "less")),
+            kv_from=sources(
+                spec.groups,
+                first,
+                layers,
+                keys.error("attention.shared_kv_layers", "so small that a layer of each kind has keys and values"),
+            ),
             keys_as_values=tuple(layer for layer in range(first) if f"blk.{layer}.attn_v.weight" not in gguf.tensors)
             if values - gguf.tensors.keys()
             else (),
@@ -115,7 +119,7 @@ def _streams(keys: Fields, gguf: Gguf, layers: int) -> Streams:
     listed = keys.values.get("activation_sparsity_scale")
     found: tuple[float | None, ...] = ()
     if isinstance(listed, np.ndarray) and len(listed) == layers and listed.dtype.kind == "f":
-        # What lets everything pass stands infinitely far below the mean.
+        # -inf: the threshold lets everything pass, so there is no sparsity.
         found = tuple(float(one) if math.isfinite(one) else None for one in listed.tolist())
     elif listed is not None and not (isinstance(listed, float) and math.isinf(listed)):
         raise keys.error("activation_sparsity_scale", f"a list of {layers} numbers")

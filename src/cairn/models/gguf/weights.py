@@ -1,7 +1,7 @@
-"""The tensors of a GGUF file under transformers' names, each made when it is asked for.
+"""The tensors of a GGUF file under transformers' names, each built when it is asked for.
 
-Single numbers (F32, F16, BF16) are views of the mapped file. Packed formats are given as codes (`packed`), or become
-float32, which holds each of their values exactly; what grows then is the memory, to 4 bytes a number.
+Plain numbers (F32, F16, BF16) are views of the mapped file. Packed formats are returned as codes (`packed`), or as
+float32, which holds their values exactly but takes 4 bytes a number.
 """
 
 from __future__ import annotations
@@ -17,19 +17,17 @@ from numpy.typing import NDArray
 
 from cairn.kernels.base import Packed
 from cairn.models.gguf.architectures import PER_LAYER, Architecture, layers
-from cairn.models.gguf.encoder import encoder_name, is_encoder
-from cairn.models.gguf.gguf_positions import FACTORS, LONG, SHORT
-from cairn.models.gguf.gguf_purpose import DENSE, JUDGE
+from cairn.models.gguf.encoder import DENSE, JUDGE, encoder_name, is_encoder
 from cairn.models.gguf.reader import Gguf, Tensor
 from cairn.models.gguf.recurrent import WHOLE, Change, Part, parts
-from cairn.models.gguf.spec import architecture
+from cairn.models.gguf.spec import FACTORS, LONG, SHORT, architecture
 from cairn.models.gguf.uneven import NAMES as UNEVEN_NAMES
 from cairn.models.gguf.uneven import WHOLE as UNEVEN_WHOLE
 from cairn.models.packing.dequant import BlockFormat, dequantize
 from cairn.models.packing.quantize import unpack
 from cairn.models.safetensors.tensor_meta import TensorMeta, codes, row_blocks
 from cairn.models.safetensors.tensor_meta import blocks as super_blocks
-from cairn.models.safetensors.tensor_names import XIELU, turn_back
+from cairn.models.safetensors.tensor_names import XIELU, unpermute
 from cairn.models.spec.moe_spec import CORRECTION, MAX_EXPERTS
 from cairn.models.spec.uneven_spec import INPUTS, INPUTS_NORM, INPUTS_PROJECTION, MERGES, STREAMS
 from cairn.types.errors import ModelError, ModelFileError
@@ -67,30 +65,30 @@ _LAYER = {
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
+"""Layer tensors; {} stands for the number of an expert, all of which are in one tensor."""
 _FUSED = {"ffn_gate_up_exps": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")}
-"""Of a layer, tensors whose rows are those of several of ours."""
+"""Layer tensors that hold the rows of several of ours."""
 _WHOLE_OF_LAYER = WHOLE | UNEVEN_WHOLE
-"""Of a layer, tensors whose ends differ too."""
+"""Layer tensors whose suffix differs too."""
 _UNREAD = re.compile(r"self_attn\.(k_proj|v_proj|k_norm)\.weight")
-"""Of layers that read the keys and values of an earlier one: some files have them."""
+"""Tensors that some files have for layers that share an earlier layer's KV; they are ignored."""
 _XIELU = {"beta": 0.5, "eps": -1e-6}
-"""Numbers of an activation that the kernels know."""
-"""Of a layer; {} stands for the number of an expert, all of which are one tensor."""
+"""Constants of the xIELU activation that the kernels assume."""
 _WITHOUT_END = {"attn_sinks": "self_attn.sinks", "exp_probs_b": CORRECTION}
 """Tensors whose names here have no `.weight`."""
 _BEHIND = {JUDGE: "judge.weight"} | {f"{name}.weight": f"{name}.weight" for name in DENSE}
-"""What a pooled state goes through."""
+"""Matrices applied after pooling."""
 _NAME = re.compile(r"(?:blk\.(\d{1,5})\.)?([\w.]+?)(?:\.(weight|bias))?")
 _HARMLESS = re.compile("|".join((*map(re.escape, (FACTORS, SHORT, LONG)), r"blk\.\d+\.attn_rot_embd\.weight")))
-"""Constants of the rotary positions; the spec holds those that matter."""
+"""Rotary constants; the spec holds those that matter."""
 _LAYER_OF = re.compile(r"blk\.(\d{1,5})\.")
 _TURNED = re.compile(r".*\.self_attn\.(q|k)_proj\.(weight|bias)")
 
 
 def hub_name(name: str, others: Mapping[str, str] | None = None) -> str | None:
-    """transformers' name of a tensor, or None for one that no decoder here has; with {} for the number of an expert.
+    """Return transformers' name of a tensor, with {} for an expert's number; None if no decoder here has it.
 
-    `others`: what is called otherwise than in plain decoders.
+    `others`: names that differ from plain decoders'.
     """
     if name in _BEHIND:
         return _BEHIND[name]
@@ -111,7 +109,7 @@ def hub_name(name: str, others: Mapping[str, str] | None = None) -> str | None:
 
 
 def hub_names(name: str, own: Architecture) -> tuple[str, ...]:
-    """The names of all of ours that a tensor holds; as `hub_name` each."""
+    """Return the names of all our tensors that a stored tensor holds, as in `hub_name`."""
     match = _NAME.fullmatch(name)
     fused = {**_FUSED, **own.fused}
     if match is not None and match[1] is not None and match[3] and match[2] in fused:
@@ -122,14 +120,14 @@ def hub_names(name: str, own: Architecture) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One of ours in a tensor of the file: the whole of it, or some of its rows."""
+    """A tensor of ours: a whole stored tensor, or some of its rows."""
 
     tensor: Tensor
     shape: tuple[int, ...]
     start: int = 0
-    """Numbers before it."""
+    """Index of its first number in the stored tensor."""
     change: Change | None = None
-    """What makes ours of an array in the tensor's own shape."""
+    """Converts an array of the stored shape into ours."""
 
     @property
     def name(self) -> str:
@@ -147,10 +145,13 @@ class _Part:
 
 
 class GgufWeights(Mapping[str, NDArray[Any]]):
-    """`weights.open_weights` for GGUF. An array that was asked for is not kept: ask once."""
+    """`weights.open_weights` for GGUF. Arrays are not cached: ask for each once."""
 
     def __init__(self, gguf: Gguf, expected: Mapping[str, tuple[int, ...]], spec: ModelSpec) -> None:
-        """Check that the file holds exactly the `expected` tensors with their shapes; `ModelFileError` otherwise."""
+        """Map the file's tensors to the `expected` names.
+
+        Raise `ModelFileError` if one is missing, unknown or misshapen.
+        """
         self._gguf, self._spec, self._head_dim, self._turned_part = gguf, spec, spec.head_dim, spec.turned
         own = None if is_encoder(gguf) else architecture(gguf)
         self._interleaved = own is not None and own.interleaved
@@ -199,7 +200,9 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
         start = 0
         for own in every:
             if own in self._found:
-                raise ModelFileError(f"{tensor.path}: the tensors {self._found[own].name} and {tensor.name} are one")
+                raise ModelFileError(
+                    f"{tensor.path}: the tensors {self._found[own].name} and {tensor.name} both hold {own}"
+                )
             self._found[own] = _Part(tensor, expected[own], start)
             start += math.prod(expected[own])
 
@@ -226,12 +229,12 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
             flat.reshape(tensor.shape) if tensor.change is None else tensor.change(flat.reshape(tensor.tensor.shape))
         )
         if self._turned(name):
-            array = turn_back(array, self._head_dim, self._turned_part)
+            array = unpermute(array, self._head_dim, self._turned_part)
         array.flags.writeable = False
         return array
 
     def outline(self, name: str) -> TensorMeta:
-        """What `[name]` gives, and the bytes of memory that it makes on the way."""
+        """Return the meta of `[name]`, with the bytes of memory that building it takes."""
         if name in self._constants:
             return TensorMeta(self._constants[name].shape, "float32", 0)
         tensor = self._found[name]
@@ -241,7 +244,7 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
         return TensorMeta(tensor.shape, str(dtype), size * made)
 
     def packed_outline(self, name: str) -> TensorMeta | None:
-        """What `packed` gives; None for a vector, and for a tensor of single numbers."""
+        """Return the meta of `packed(name)`; None for vectors and for plain numbers."""
         if name in self._constants:
             return None
         tensor = self._found[name]
@@ -257,26 +260,26 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
         return replace(found, made=2 * found.made) if self._turned(name) else found
 
     def packed(self, name: str) -> tuple[Packed, float]:
-        """A tensor that has a `packed_outline` as codes, and its relative error, which is 0 for most kinds."""
+        """Return a tensor with a `packed_outline` as codes, and its relative error, which is 0 for most formats."""
         tensor = self._found[name]
         held, error = unpack(tensor.kind, tensor.blocks(self._gguf), (tensor.shape[0], tensor.shape[1]))
         if self._turned(name):
-            held = held.rows(lambda rows: turn_back(rows, self._head_dim, self._turned_part))
+            held = held.rows(lambda rows: unpermute(rows, self._head_dim, self._turned_part))
         return held, error
 
     def kind(self, name: str) -> tuple[str, bool]:
-        """A tensor's number format in the file, and whether `packed` has to round it."""
+        """Return a tensor's number format in the file, and whether `packed` has to round it."""
         if name in self._constants:
             return "F32", False
         kind = self._found[name].kind
         return kind.name, kind.dtype is None and not kind.exact
 
     def _turned(self, name: str) -> bool:
-        """Whether rows of q and k are put back into their heads' order."""
+        """Return whether q or k rows have to be reordered from interleaved rotary pairs."""
         return self._interleaved and _TURNED.fullmatch(name) is not None
 
     def __contains__(self, name: object) -> bool:
-        return name in self._found or name in self._constants  # a mapping's own would make the tensor
+        return name in self._found or name in self._constants  # Mapping's default would build the tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter([*self._found, *self._constants])
@@ -286,7 +289,7 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
 
 
 def _constants(gguf: Gguf, own: Architecture, spec: ModelSpec) -> dict[str, NDArray[Any]]:
-    """What the metadata hold of each layer that is a tensor here: the two numbers of an activation."""
+    """Return per-layer constants of the metadata that are tensors here: the two parameters of xIELU."""
     found: dict[str, NDArray[Any]] = {}
     if not own.constants:
         return found
@@ -305,7 +308,7 @@ def _constants(gguf: Gguf, own: Architecture, spec: ModelSpec) -> dict[str, NDAr
 
 
 def _unread(spec: ModelSpec, name: str) -> bool:
-    """Whether a tensor is a key's or a value's of a layer that reads those of an earlier one."""
+    """Return whether a tensor is a k or v tensor of a layer that shares an earlier layer's KV."""
     match = re.fullmatch(r"model\.layers\.(\d{1,5})\.(.+)", name)
     if match is None or spec.uneven is None or int(match[1]) >= spec.layers:
         return False
@@ -313,13 +316,13 @@ def _unread(spec: ModelSpec, name: str) -> bool:
 
 
 def _set_aside(name: str, layers: int) -> bool:
-    """Whether a tensor is of a layer behind the last, which guesses further tokens."""
+    """Return whether a tensor belongs to a multi-token-prediction layer."""
     match = _LAYER_OF.match(name)
     return match is not None and int(match[1]) >= layers
 
 
 def gguf_name(name: str) -> str:
-    """GGUF's name of a tensor that transformers calls `name`; the inverse of `hub_name` for plain decoders."""
+    """Return GGUF's name of a tensor that transformers calls `name`; the inverse of `hub_name` for plain decoders."""
     stem, _, end = name.rpartition(".")
     match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem)
     if match is None:

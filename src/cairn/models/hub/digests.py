@@ -1,7 +1,6 @@
-"""SHA-256 of files, remembered by path and what the system says of them, so that a start does not hash gigabytes again.
+"""SHA-256 of files, cached by path and file status so that a start does not hash gigabytes again.
 
-The time of the last change (ctime) is the one that nobody can set: an archive or a copy may bring an old mtime, and an
-inode number is used again.
+The key includes ctime, which nobody can set: an archive or a copy may bring an old mtime, and inode numbers are reused.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from cairn.models.files import opened
 from cairn.types.errors import ConfigError
 
 Watch = Callable[[str, int, int], None]
-"""Told how far the load of a model is: what is being done, how much of it is done, and of how much."""
+"""Receives the progress of a load: what is being done, how much is done, and the total."""
 
 _watch: ContextVar[Watch | None] = ContextVar("cairn_loading", default=None)
 
 
 @contextlib.contextmanager
 def watched(watch: Watch) -> Iterator[None]:
-    """Inside, on this thread, `watch` is told of every step of a load."""
+    """Pass the progress of loads on this thread to `watch` while inside."""
     token = _watch.set(watch)
     try:
         yield
@@ -37,22 +36,22 @@ def watched(watch: Watch) -> Iterator[None]:
 
 
 def tell(doing: str, done: int, total: int) -> None:
-    """Something of a load is done."""
+    """Report progress of a load."""
     if (watch := _watch.get()) is not None:
         watch(doing, done, total)
 
 
 REMEMBER_FROM = 64 << 20
-"""Bytes: smaller files are hashed each time, which takes at most some 30 ms."""
+"""Least bytes to cache; smaller files take at most some 30 ms to hash."""
 
 _PIECE = 1 << 20
 
 _hashed: dict[str, tuple[str, bytes]] = {}
-"""What this process hashed, by path, with its key: a start asks twice, and the cache folder may not be writable."""
+"""Digests of this process by path, with their keys: a start asks twice, and the cache folder may not be writable."""
 
 
 def file_digest(path: Path) -> bytes:
-    """SHA-256 of a file's bytes. Raises `ModelFileError` if it cannot be read."""
+    """Return the SHA-256 of a file's bytes; raise `ModelFileError` if it cannot be read."""
     with opened(path) as file:
         stat = os.fstat(file.fileno())
         if stat.st_size < REMEMBER_FROM:
@@ -67,13 +66,13 @@ def file_digest(path: Path) -> bytes:
             return bytes.fromhex(known[key])
         digest = _hashed_whole(file, stat.st_size)
     _hashed[place] = key, digest
-    # What was in this place before will not come back, and would be kept for ever.
+    # Drop earlier digests of the same path, which would never be used again.
     _save({old: known[old] for old in known if not old.startswith(place)} | {key: digest.hex()})
     return digest
 
 
 def _hashed_whole(file: BufferedReader, size: int) -> bytes:
-    """Hash a file as `hashlib.file_digest` does, telling how far it is: a large file on a slow disk takes minutes."""
+    """Hash a file as `hashlib.file_digest` does and report progress: a large file on a slow disk takes minutes."""
     hasher, buffer, done = hashlib.sha256(), memoryview(bytearray(_PIECE)), 0
     while count := file.readinto(buffer):
         tell("checking the files", done, size)
@@ -83,12 +82,12 @@ def _hashed_whole(file: BufferedReader, size: int) -> bytes:
 
 
 def vouched(path: Path, file: BufferedReader | FileIO, value: bytes) -> bool:
-    """Whether `vouch` said this of a file, and nothing touched it since."""
+    """Return whether `vouch` stored this value for the file and nothing modified it since."""
     return _load().get(_key(path, file)) == value.hex()
 
 
 def vouch(path: Path, file: BufferedReader | FileIO, value: bytes) -> None:
-    """Remember 32 bytes that say what a file holds, as digests are remembered: until anything touches it."""
+    """Store 32 bytes about a file's content, valid until the file is modified."""
     known, place = _load(), f"{path.resolve()}|"
     _save({old: known[old] for old in known if not old.startswith(place)} | {_key(path, file): value.hex()})
 
@@ -99,13 +98,13 @@ def _key(path: Path, file: BufferedReader | FileIO) -> str:
 
 
 def memory_path() -> Path:
-    """Where digests are remembered: derived data, safe to delete."""
+    """Return the file of cached digests: derived data, safe to delete."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(cache) if cache else home() / ".cache") / "cairn" / "digests.json"
 
 
 def _load() -> dict[str, str]:
-    """What was remembered; anything in doubt is forgotten, which costs one more hash."""
+    """Return the cached digests; anything doubtful is dropped, which costs one more hash."""
     try:
         known = json.loads(memory_path().read_bytes())
         return {key: value for key, value in known.items() if len(bytes.fromhex(value)) == 32}
@@ -114,7 +113,7 @@ def _load() -> dict[str, str]:
 
 
 def _save(known: dict[str, str]) -> None:
-    """Best effort: a home that cannot be written costs one hash at every start and nothing else."""
+    """Store digests if possible: an unwritable home costs one hash at every start."""
     with contextlib.suppress(OSError, ConfigError):
         path = memory_path()
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -125,4 +124,4 @@ def _save(known: dict[str, str]) -> None:
             os.replace(temporary, path)
         finally:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)  # of a disk that is full; otherwise it has its name by now
+                os.unlink(temporary)  # left by a failed write, such as on a full disk

@@ -1,4 +1,4 @@
-"""The hub's HTTP interface: what files a model has, and their bytes, resumed and verified.
+"""The hub's HTTP interface: listing a model's files, and downloading them, resumed and verified.
 
 `GET /api/models/ID/revision/REV?blobs=true` states names, sizes and checksums (`lfs.sha256` for large files, `blobId`,
 the SHA-1 of the git blob, for small ones); `GET /ID/resolve/COMMIT/FILE` serves the bytes and honours Range.
@@ -28,56 +28,55 @@ from cairn.system.interfaces import Clock
 from cairn.types.errors import ModelError, ModelFileError
 
 MOST_AT_ONCE = 600.0
-"""Seconds: the hub counts requests in five minutes."""
+"""Longest single wait in seconds; the hub counts requests over five minutes."""
 MOST = 1800.0
-"""Seconds that one download waits in all."""
+"""Longest total wait of one download in seconds."""
 _UNSAID = (5.0, 10.0, 20.0, 40.0)
-"""Pauses where a server only says that it was asked too often."""
+"""Waits in seconds if a server answers 429 without saying how long."""
 _RESET = re.compile(r";\s*r=0\s*;\s*t=(\d{1,9})(?:\s*[;,]|\s*\Z)")
-"""The hub's own header, `RateLimit: "resolvers";r=0;t=55`: none are left, more in 55 seconds."""
+"""The hub's header `RateLimit: "resolvers";r=0;t=55`: no requests left, more in 55 seconds."""
 
 
 class Pauses:
-    """The pauses of one download, where a server that has too much to do asks for some: within bounds, and never
-    without a word."""
+    """Waits that an overloaded server asks for in one download: bounded, and announced."""
 
     def __init__(self, clock: Clock, sleep: Callable[[float], None], say: Callable[[str], None]) -> None:
-        """`say` gets a sentence before each pause that somebody should know of."""
+        """Announce each longer wait with a sentence to `say`."""
         self._clock, self._sleep, self._say = clock, sleep, say
         self._left = MOST
 
     def short(self, seconds: float) -> None:
-        """Wait a moment before the same is tried again."""
+        """Wait a moment before a retry."""
         self._sleep(seconds)
 
-    def asked(self, status: int, headers: Mapping[str, str], attempt: int, host: str) -> bool:
-        """Wait if the answer to attempt number `attempt` (from 0) asks for it; then the same may be asked again.
+    def wait_if_asked(self, status: int, headers: Mapping[str, str], attempt: int, host: str) -> bool:
+        """Wait if the response to attempt `attempt` (from 0) asks for it; return whether to retry.
 
-        Raises ModelError where it would be too long.
+        Raise ModelError if the wait would be too long.
         """
         if status not in (429, 503):
             return False
-        seconds = self._told(headers)
+        seconds = self._seconds_asked(headers)
         if seconds is None and status == 429:
             seconds = _UNSAID[attempt] if attempt < len(_UNSAID) else None
         if seconds is None:
             return False
         why = f"({status} {HTTPStatus(status).phrase})"
         if seconds > min(MOST_AT_ONCE, self._left):
-            raise ModelError(f"{host} asks to wait {seconds:,.0f} s {why}; run the same command again after that")
+            raise ModelError(f"{host} asks to wait {seconds:,.0f} s {why}; run the same command again afterwards")
         self._left -= seconds
         self._say(f"{host} asks to wait {seconds:.0f} s {why} ...")
         self._sleep(seconds)
         return True
 
-    def _told(self, headers: Mapping[str, str]) -> float | None:
-        """The seconds that an answer's headers name, at least one; None where they name none."""
-        said = headers.get("retry-after", "").strip()
-        if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", said):
-            return max(1.0, float(said))
+    def _seconds_asked(self, headers: Mapping[str, str]) -> float | None:
+        """Return the seconds that the headers ask for, at least 1; None if they do not say."""
+        retry_after = headers.get("retry-after", "").strip()
+        if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", retry_after):
+            return max(1.0, float(retry_after))
         with contextlib.suppress(ValueError, TypeError, OverflowError):
-            until = parsedate_to_datetime(said)
-            try:  # by the server's own clock: this machine's may be wrong
+            until = parsedate_to_datetime(retry_after)
+            try:  # the server's clock: this machine's may be wrong
                 now = parsedate_to_datetime(headers.get("date", "")).timestamp()
             except (ValueError, TypeError):
                 now = self._clock.time_ns() / 1e9
@@ -92,23 +91,23 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _CHUNK = 1 << 20
 _TRIES = 5
-"""Attempts in a row that bring no byte before a download is given up."""
+"""Consecutive attempts without progress before a download fails."""
 _BROKEN = (500, 502, 503, 504)
-"""A server, or what stands before it, that may work again in a moment."""
+"""Errors of a server or proxy that may be temporary."""
 _MAX_LISTING = 64 << 20
-"""Bytes; a listing is a few KB."""
+"""Bytes; a listing has a few KB."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """One file as the hub states it. `digest` is its SHA-256, or for a small file the SHA-1 of its git blob."""
+    """A file as the hub states it; `digest` is its SHA-256, or for a small file the SHA-1 of its git blob."""
 
     name: str
     size: int
     digest: str
 
     def hasher(self) -> Any:
-        """A hash object that yields `digest` once it has seen the whole file."""
+        """Return a hash object that yields `digest` after the whole file."""
         if len(self.digest) == 64:
             return hashlib.sha256()
         return hashlib.sha1(f"blob {self.size}\0".encode(), usedforsecurity=False)
@@ -116,30 +115,32 @@ class RemoteFile:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What a hub says that it has of a model."""
+    """What a hub states about a model's files."""
 
     commit: str
     files: dict[str, RemoteFile]
     """Files that can be verified, by name."""
     unstated: frozenset[str]
-    """Names of those whose checksum it does not state: some mirrors leave it out."""
+    """Names of files without a checksum: some mirrors omit it."""
 
     @property
     def names(self) -> list[str]:
-        """The names of all files."""
+        """Names of all files."""
         return [*self.files, *self.unstated]
 
 
 class Hub:
-    """One model on the hub. A context manager; raises ModelError in words for whatever goes wrong on the way."""
+    """A model on the hub, as a context manager; raises ModelError for network and server errors."""
 
     def __init__(self, model: str, env: Mapping[str, str], home: Path, pauses: Pauses) -> None:
         self.model = model
         self._pauses = pauses
         self.endpoint = (env.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
         token = env.get("HF_TOKEN", "").strip() or _token(home / "token")
-        if token and not is_key(token):  # what could not be sent would be quoted in the error
-            raise ModelError("the token of the hub (HF_TOKEN, or the file `token`) has characters that no token has")
+        if token and not is_key(token):  # httpx would quote an invalid header value in its error
+            raise ModelError(
+                "the token of the hub (HF_TOKEN, or the file `token`) has characters that a token cannot have"
+            )
         self._token = f"the token (HF_TOKEN, or {home / 'token'})" if token else ""
         headers = {"user-agent": "cairn", "accept-encoding": "identity"}
         if token:
@@ -160,7 +161,7 @@ class Hub:
         self._client.close()
 
     def listing(self) -> Listing:
-        """The newest commit of `main` and its files."""
+        """Return the newest commit of `main` and its files."""
         url = f"{self.endpoint}/api/models/{self.model}/revision/main?blobs=true"
         try:
             with self._stream(url, tries=_TRIES) as response:
@@ -178,7 +179,7 @@ class Hub:
             raise ModelError(f"{self.endpoint} does not answer as a model hub does (listing of {self.model})") from None
 
     def check_stated(self, listed: Listing, names: Iterable[str]) -> None:
-        """Raise ModelFileError where one of the files that are wanted is there, but without a checksum."""
+        """Raise ModelFileError if one of the wanted files exists but has no checksum."""
         for name in names:
             if name in listed.unstated:
                 raise ModelFileError(
@@ -187,11 +188,10 @@ class Hub:
                 )
 
     def fetch(self, commit: str, file: RemoteFile, blob: Path, progress: Callable[[int], None]) -> None:
-        """Make `blob` the verified file; `progress` gets the bytes that are there so far.
+        """Make `blob` the verified file; `progress` gets the bytes downloaded so far.
 
-        A blob that is there already is verified, and fetched only where it is damaged. A part that an earlier attempt
-        left in `<blob>.incomplete` is continued. Raises ModelFileError if what the hub sent does not match its
-        checksum.
+        An existing blob is verified, and fetched again only if it is damaged. A partial download in `<blob>.incomplete`
+        is continued. Raise ModelFileError if the download does not match its checksum.
         """
         sized = blob.is_file() and blob.stat().st_size == file.size
         if sized and _hash_of(file, blob, progress) == file.digest:
@@ -209,7 +209,7 @@ class Hub:
         part.replace(blob)
 
     def _fill(self, commit: str, file: RemoteFile, out: BinaryIO, progress: Callable[[int], None]) -> str:
-        """Append what is missing, over as many connections as that takes; the digest of the whole."""
+        """Append the missing bytes, over as many connections as needed; return the digest of the whole."""
         hasher = file.hasher()
         have = _rehash(hasher, out, file.size, progress)
         out.truncate(have)
@@ -229,12 +229,12 @@ class Hub:
                         hasher.update(chunk)
                         have += len(chunk)
                         progress(have)
-                        if beyond:  # there may be no end of it
+                        if beyond:  # the server may send without end
                             break
             except httpx.HTTPError as error:
                 failures = 0 if have > before else failures + 1
                 if failures >= _TRIES:
-                    raise self._unreachable(error, "; run the same command again to go on") from error
+                    raise self._unreachable(error, "; run the same command again to continue") from error
                 self._pauses.short(min(0.1 * 2**failures, 5))
                 continue
             if have < file.size:
@@ -244,14 +244,17 @@ class Hub:
         return str(hasher.hexdigest())
 
     def _bytes(self, commit: str, file: RemoteFile, start: int) -> Any:
-        """The file's bytes from `start`; None first if the server sends the whole file instead, and nothing more if it
-        has no such bytes: then what is here may not be the beginning of what it has."""
+        """Yield the file's bytes from `start`; None first if the server sends the whole file instead.
+
+        If the server has no bytes from `start` on, only None is yielded: the partial file may not be a prefix of the
+        server's.
+        """
         url = f"{self.endpoint}/{self.model}/resolve/{commit}/{quote(file.name)}"
         headers = {"range": f"bytes={start}-"} if start else {}
         with self._stream(url, headers) as response:
-            if response.status_code in _BROKEN:  # as a connection that breaks
-                said = f"it answered {response.status_code}"
-                raise httpx.HTTPStatusError(said, request=response.request, response=response)
+            if response.status_code in _BROKEN:  # retried like a broken connection
+                reason = f"it answered {response.status_code}"
+                raise httpx.HTTPStatusError(reason, request=response.request, response=response)
             if start and response.status_code == 416:
                 yield None
                 return
@@ -262,25 +265,25 @@ class Hub:
 
     @contextmanager
     def _stream(self, url: str, headers: Mapping[str, str] | None = None, tries: int = 1) -> Iterator[httpx.Response]:
-        """An answer that asks for no pause; of one that is broken the last of `tries`."""
+        """Yield a response after any wait it asks for; on server errors the last of `tries`."""
         try:
             for attempt in itertools.count():
                 with self._client.stream("GET", url, headers=headers) as response:
-                    status, said, host = response.status_code, response.headers, response.url.netloc.decode()
-                    asks = status == 429 or (status == 503 and "retry-after" in said)
+                    status, answered, host = response.status_code, response.headers, response.url.netloc.decode()
+                    asks = status == 429 or (status == 503 and "retry-after" in answered)
                     broken = status in _BROKEN and not asks and attempt < tries - 1
                     if not asks and not broken:
                         yield response
                         return
                 if broken:
                     self._pauses.short(0.1 * 2**attempt)
-                elif not self._pauses.asked(status, said, attempt, host):
+                elif not self._pauses.wait_if_asked(status, answered, attempt, host):
                     raise ModelError(f"{host} asks to wait ({status}); try again later")
-        except (httpx.InvalidURL, UnicodeError) as error:  # of the endpoint, or of where it sends us
+        except (httpx.InvalidURL, UnicodeError) as error:  # of the endpoint or of a redirect
             raise self._unreachable(error) from error
 
     def _check(self, response: httpx.Response, file: str = "") -> None:
-        """Raise unless the answer is what was asked for: the listing, or bytes of `file`."""
+        """Raise ModelError unless the response succeeded: the listing, or bytes of `file`."""
         status = response.status_code
         if status in (200, 206):
             return
@@ -354,7 +357,7 @@ def _hash_of(file: RemoteFile, path: Path, progress: Callable[[int], None]) -> s
 
 
 def _rehash(hasher: Any, source: BinaryIO, size: int, progress: Callable[[int], None]) -> int:
-    """Feed the bytes that are there, at most `size`; how many that were."""
+    """Hash the bytes of `source`, at most `size`; return how many there were."""
     source.seek(0)
     have = 0
     while have < size and (chunk := source.read(min(_CHUNK, size - have))):

@@ -1,9 +1,9 @@
 """A model's name -> its place on this machine: the bundled model, a folder, a GGUF file, or a download.
 
-Downloads are kept in the cache layout that the hub's other tools use (`models--org--name/{blobs,refs,snapshots}` below
-HF_HUB_CACHE or HF_HOME), so nothing is downloaded twice. A snapshot appears only after every file in it was verified.
-Only data is fetched: safetensors, JSON and the chat template, or with org/name:TYPE the GGUF files of one quantisation.
-Never pickles (.bin, .pt), never code. Models with a short name come from the Python registry instead: see `known`.
+Downloads use the cache layout of the hub's other tools (`models--org--name/{blobs,refs,snapshots}` below HF_HUB_CACHE
+or HF_HOME), so nothing is downloaded twice. A snapshot appears only after every file in it was verified. Only data is
+fetched: safetensors, JSON and the chat template, or with org/name:TYPE the GGUF files of one quantisation. Never
+pickles (.bin, .pt), never code. Models with a short name come from the Python registry instead: see `known`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from cairn.types.errors import ConfigError, ModelError, ModelFileError
 
 DEMO = "demo"
 NEEDED = ("config.json", "tokenizer.json")
-"""A model without these cannot be served."""
+"""Files required to serve a model."""
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME_BYTES - 1}}}")
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a pull is, in bytes of all files; `file` is the one at hand."""
+    """Progress of a pull, in bytes of all files; `file` is the current one."""
 
     file: str
     done: int
@@ -48,28 +48,28 @@ class Downloaded:
 
     name: str
     folder: Path
-    """Where the model lies: of a GGUF model its file, or the first of them."""
+    """Folder of the model; for GGUF its file, or the first part."""
     bytes: int
 
 
 def demo_folder() -> Path:
-    """The folder of the bundled model."""
+    """Return the folder of the bundled model."""
     return Path(__file__).resolve().parent.parent.parent / "demo"
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether a name has the form org/name."""
+    """Return whether a name has the form org/name."""
     return bool(_ID.fullmatch(model)) and ".." not in model
 
 
 def model_name(folder: Path) -> str:
-    """What a model is called: org/name in the download cache, elsewhere the folder's own name.
+    """Return a model's name: org/name in the download cache, elsewhere the folder's name.
 
-    A GGUF file is called by its own name without the ending, in the download cache org/name:FILE.
+    A GGUF file is named by its stem, in the download cache org/name:FILE.
     """
     if is_gguf(folder):
         own = stem(folder)
-        # A repository may keep the parts of a split model in a folder of their own.
+        # A repository may keep the parts of a split model in a subfolder.
         places = (model_name(above) for above in folder.absolute().parents[: MAX_FOLDERS + 1])
         return next((f"{place}:{own}" for place in places if is_hub_id(place)), own)
     folder = folder.resolve()
@@ -80,23 +80,23 @@ def model_name(folder: Path) -> str:
 
 
 def cache_folder(env: Mapping[str, str] | None = None) -> Path:
-    """Where downloads are kept: HF_HUB_CACHE, else `hub` in HF_HOME, else ~/.cache/huggingface/hub."""
+    """Return the download cache: HF_HUB_CACHE, else `hub` in HF_HOME, else ~/.cache/huggingface/hub."""
     env = os.environ if env is None else env
     return expanded(env["HF_HUB_CACHE"]) if env.get("HF_HUB_CACHE") else _home(env) / "hub"
 
 
 def locate(model: str, env: Mapping[str, str] | None = None) -> Path:
-    """A model's place: a short name, a folder, a GGUF file, or a hub id that was downloaded. Never uses the network.
+    """Return the place of a short name, a folder, a GGUF file, or a downloaded hub id. Never uses the network.
 
-    For org/name:TYPE, or org/name:FILE without its ending, it is the GGUF file, of a split model the first one.
-    Raises ModelError that says what to do: for a hub id that is not here, the `cairn pull` to run.
+    For org/name:TYPE, or org/name:FILE without its ending, it is the GGUF file, of a split model the first one. Raise
+    ModelError that says what to do: for a hub id that is not here, the `cairn pull` to run.
     """
     try:
         place = _locate(model, env)
         names = str(place), model_name(place)
     except OSError as error:
-        raise ModelError(f"{model}: cannot be looked for ({error.strerror or error})") from None
-    for name in names:  # they go to other processes, to callers and into metrics, all of it in UTF-8
+        raise ModelError(f"{model}: cannot be searched for ({error.strerror or error})") from None
+    for name in names:  # they are sent to other processes, clients and metrics as UTF-8
         if not _is_utf8(name):
             shown = os.fsencode(name).decode(errors="replace")
             raise ModelError(f"the name of the model {shown} is not UTF-8; rename the folder or the file")
@@ -104,7 +104,7 @@ def locate(model: str, env: Mapping[str, str] | None = None) -> Path:
 
 
 def _is_utf8(name: str) -> bool:
-    """Whether a name of the file system is UTF-8; the bytes of others stand in it as surrogates."""
+    """Return whether a file-system name is UTF-8; other bytes appear in it as surrogates."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -143,7 +143,7 @@ def _locate(model: str, env: Mapping[str, str] | None) -> Path:
 
 
 def _downloaded(model: str, tag: str, repository: Path) -> Path:
-    """What lies in the hub's cache of a model, or of the one of its GGUF files that a tag names."""
+    """Return the downloaded model, or the one of its GGUF files that a tag names."""
     here = cached(repository)
     if tag:
         chosen = select(model, repository)
@@ -160,7 +160,7 @@ def _downloaded(model: str, tag: str, repository: Path) -> Path:
 
 
 def _inside(folder: Path) -> Path:
-    """A folder, or the one GGUF model that it holds beside no other. Raises ModelError where it holds several."""
+    """Return the folder, or the single GGUF model in it; raise ModelError if it holds several."""
     if (folder / NEEDED[0]).exists():
         return folder
     found = variants(path.name for path in folder.iterdir() if path.is_file())
@@ -171,14 +171,14 @@ def _inside(folder: Path) -> Path:
 
 
 def downloaded(env: Mapping[str, str] | None = None) -> list[Downloaded]:
-    """The complete models that were downloaded: those with short names, then those in the hub's cache by name."""
+    """Return the complete downloaded models: those with short names, then those in the hub's cache by name."""
     found: list[Downloaded] = []
     for one in KNOWN.values():
         with contextlib.suppress(OSError, ConfigError):
             if (place := one.here(env)) is not None:
                 found.append(Downloaded(one.name, place, one.size))
     for repository in sorted(cache_folder(env).glob("models--*--*")):
-        with contextlib.suppress(OSError):  # one that cannot be read hides no other
+        with contextlib.suppress(OSError):  # skip an unreadable repository, list the others
             found += _models_in(repository)
     return found
 
@@ -194,11 +194,11 @@ def _models_in(repository: Path) -> Iterator[Downloaded]:
 
 
 class NoDownload(ModelError):
-    """A name that is not one of the hub."""
+    """A name that is no hub id."""
 
 
 def repository_of(model: str, env: Mapping[str, str] | None = None) -> tuple[str, str, Path]:
-    """org/name, the tag or "", and where its downloads are or would be. Raises NoDownload for any other name."""
+    """Return org/name, the tag or "", and the folder of its downloads; raise NoDownload for any other name."""
     model = plain(model, env)
     name, tag = _parted(model)
     if not is_hub_id(name):
@@ -210,13 +210,13 @@ def repository_of(model: str, env: Mapping[str, str] | None = None) -> tuple[str
 
 
 def _hint(model: str) -> str:
-    """What to do about a name that nothing has: the one that was perhaps meant, the list of all, and a search."""
+    """Return advice about an unknown name: a close match, the list of names, and a search page."""
     near = closest(model.removesuffix(LATEST), (DEMO, *KNOWN, *by_name()))
     return f"{near}; cairn models --names lists them, and the hub is searched at {search_page(model)}"
 
 
 def select(model: str, repository: Path) -> Variant:
-    """The downloaded GGUF model that org/name:TAG means. Raises ModelError with what there is."""
+    """Return the downloaded GGUF model that org/name:TAG means; raise ModelError that lists what there is."""
     return choose_one(
         model, [one for _, one in cached(repository)], "among the downloads", f"; get it with: cairn pull {model}"
     )
@@ -232,14 +232,13 @@ def pull(
     clock: Clock | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Path:
-    """Download what a model needs, or complete and verify what is here; returns its place as `locate` does.
+    """Download a model, or complete and verify what is here; return its place as `locate` does.
 
-    `model` is a short name, org/name, or org/name:TYPE for the GGUF files of that quantisation, or of that name.
-    An interrupted download goes on where it stopped. Every file is checked against the checksum that the hub states.
-    `progress` is called on this thread, and so is `say`, with a sentence, where the hub asks to wait. `allow` gets the
-    bytes of the model before any of them is fetched, and may raise. Raises ModelError
-    (no such model, no access, no network, disk full) or ModelFileError (wrong checksum); the model is then as it was
-    before the call.
+    `model` is a short name, org/name, or org/name:TYPE for the GGUF files of that quantisation, or of that name. An
+    interrupted download is continued. Every file is checked against the checksum that the hub states. `progress` is
+    called on this thread, and so is `say`, with a sentence, when the hub asks to wait. `allow` gets the bytes of the
+    model before any of them is fetched, and may raise. Raise ModelError (no such model, no access, no network, disk
+    full) or ModelFileError (wrong checksum); the model is then unchanged.
     """
     env = os.environ if env is None else env
     clock = clock or SystemClock()
@@ -277,7 +276,7 @@ def _pull_known(one: Known, progress: Callable[[Progress], None], env: Mapping[s
 
 
 def choose_one(model: str, found: Sequence[Variant], where: str, hint: str = "") -> Variant:
-    """The one GGUF model that org/name:TAG means. Raises ModelError with what there is, or what it may be."""
+    """Return the single GGUF model that org/name:TAG means; raise ModelError that lists the choices."""
     name, tag = _parted(model)
     chosen = choose(found, tag)
     if len(chosen) > 1:
@@ -292,7 +291,7 @@ def choose_one(model: str, found: Sequence[Variant], where: str, hint: str = "")
 
 
 def index_shards(index: Path) -> list[str]:
-    """The weight files that an index names. Names that are not plain file names make it broken."""
+    """Return the weight files that an index names; raise ModelFileError if they are not plain file names."""
     found = read_json(index)
     try:
         names = sorted(set(found["weight_map"].values()))
@@ -311,7 +310,7 @@ def _home(env: Mapping[str, str]) -> Path:
 
 
 def _parted(model: str) -> tuple[str, str]:
-    """org/name:TAG -> org/name and TAG, "" if there is none."""
+    """Split org/name:TAG into org/name and TAG; TAG is "" if there is none."""
     name, _, tag = model.partition(":")
     return (name, tag) if is_hub_id(name) and is_place(tag) else (model, "")
 
@@ -321,7 +320,7 @@ def _repository(cache: Path, model: str) -> Path:
 
 
 def snapshot_of(repository: Path) -> Path | None:
-    """The folder of the branch `main`, or None if nothing was downloaded."""
+    """Return the snapshot of the branch `main`, or None if nothing was downloaded."""
     try:
         commit = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
@@ -331,7 +330,7 @@ def snapshot_of(repository: Path) -> Path | None:
 
 
 def is_complete(snapshot: Path) -> bool:
-    """Whether it is a whole model of ours; other programs keep models of all kinds in the cache."""
+    """Return whether a snapshot is a complete model for Cairn; other programs cache other kinds of models."""
     try:
         return not missing_from(snapshot)
     except (ModelFileError, OSError):
@@ -339,6 +338,6 @@ def is_complete(snapshot: Path) -> bool:
 
 
 def missing_from(snapshot: Path) -> str:
-    """The first file that a complete model would have and this folder lacks, or an empty string."""
+    """Return the first file that a complete model would have and this folder lacks, or ""."""
     weights = index_shards(snapshot / INDEX) if (snapshot / INDEX).is_file() else [WEIGHTS]
     return next((name for name in (*NEEDED, *weights) if not (snapshot / name).is_file()), "")

@@ -1,4 +1,4 @@
-"""What a pull gets: the files of a model or of one of its quantisations, fetched, verified, and only then put in place.
+"""Installs the files of a pull: fetched, verified, and only then put in place.
 
 Only data: safetensors, JSON and the chat template, or GGUF. Never pickles (.bin, .pt), never code.
 """
@@ -22,7 +22,11 @@ from cairn.models.spec.families import MODULES
 from cairn.types.errors import ModelError, ModelFileError
 
 if TYPE_CHECKING:
-    from cairn.models.hub.download import Hub, Listing, RemoteFile  # brings httpx, which a server has no other use for
+    from cairn.models.hub.download import (
+        Hub,
+        Listing,
+        RemoteFile,
+    )  # imports httpx, which a server does not need otherwise
 
 USEFUL = (
     "generation_config.json",
@@ -36,14 +40,14 @@ USEFUL = (
     "config_sentence_transformers.json",
 )
 _MODULE = re.compile(r"\d_[A-Za-z]{1,32}/(config\.json|model\.safetensors)")
-"""What the modules behind a transformer have: 1_Pooling, 2_Dense."""
+"""Files of the modules after a transformer: 1_Pooling, 2_Dense."""
 
 Allow = Callable[[int], None]
 """Gets the bytes of a model before any of them is fetched, and may raise."""
 
 
 def install(hub: Hub, model: str, repository: Path, progress: Callable[[Progress], None], allow: Allow) -> Path:
-    """Get org/name; returns its snapshot. Raises as `hub.pull` does."""
+    """Download org/name and return its snapshot. Raise as `hub.pull` does."""
     listed = hub.listing()
     commit, listing = listed.commit, listed.files
     found = variants(listed.names)
@@ -56,7 +60,7 @@ def install(hub: Hub, model: str, repository: Path, progress: Callable[[Progress
     for name in ("config.json", INDEX):
         if name in listing and listing[name].size > MAX_JSON_BYTES:
             most = MAX_JSON_BYTES >> 20
-            raise ModelFileError(f"{name} of {model}: larger than {most} MiB, which no model's JSON file is")
+            raise ModelFileError(f"{name} of {model}: larger than {most} MiB, the limit for a JSON file")
     blobs = repository / "blobs"
     small = [listing[name] for name in (*NEEDED, *USEFUL, INDEX) if name in listing]
     small += [file for name, file in listing.items() if _MODULE.fullmatch(name)]
@@ -68,7 +72,7 @@ def install(hub: Hub, model: str, repository: Path, progress: Callable[[Progress
 
 
 def install_gguf(hub: Hub, model: str, repository: Path, progress: Callable[[Progress], None], allow: Allow) -> Path:
-    """Get org/name:TAG; returns its file in the snapshot, or the first of them. Raises as `hub.pull` does."""
+    """Download org/name:TAG and return its file in the snapshot, or the first part. Raise as `hub.pull` does."""
     listed = hub.listing()
     commit, listing = listed.commit, listed.files
     chosen = choose_one(model, variants(listed.names), "on the hub")
@@ -91,7 +95,7 @@ def _fetch(
     progress: Callable[[Progress], None],
     allow: Allow,
 ) -> Path:
-    """Fetch and verify all files, then put them into the commit's snapshot, which comes back."""
+    """Fetch and verify all files, then link them into the commit's snapshot; return the snapshot."""
     blobs = repository / "blobs"
     _check_room(hub.model, blobs, files)
     total = sum(file.size for file in files)
@@ -112,7 +116,7 @@ def _fetch(
 
 
 def _refer(repository: Path, commit: str) -> None:
-    """Make a commit the current one. This comes last: until then nobody finds its snapshot."""
+    """Make a commit the current one. This comes last: until then its snapshot is not found."""
     (repository / "refs").mkdir(exist_ok=True)
     fresh = repository / "refs" / "main.new"
     fresh.write_text(commit)
@@ -120,7 +124,7 @@ def _refer(repository: Path, commit: str) -> None:
 
 
 def _weights(hub: Hub, listed: Listing, blobs: Path) -> list[RemoteFile]:
-    """The files that hold the weights: the index's shards, or one file."""
+    """Return the files of the weights: the index's shards, or one file."""
     model, listing = hub.model, listed.files
     if INDEX not in listing:
         if WEIGHTS in listing:
@@ -150,12 +154,12 @@ def _check_room(model: str, blobs: Path, files: list[RemoteFile]) -> None:
 
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
-"""What file systems say that have no locks, such as some that are reached over a network."""
+"""Errors of file systems without locks, such as some network file systems."""
 
 
 @contextmanager
 def locked(repository: Path, model: str) -> Iterator[None]:
-    """One pull of a model at a time, where the file system has locks; the lock goes with the process."""
+    """Allow one pull of a model at a time, if the file system has locks; the lock ends with the process."""
     with (repository / ".cairn.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -168,7 +172,7 @@ def locked(repository: Path, model: str) -> Iterator[None]:
 
 
 def _link(blob: Path, name: Path) -> None:
-    """Make `name` the blob, in one step."""
+    """Make `name` a link to the blob, atomically."""
     fresh = name.with_name(name.name + ".new")
     fresh.unlink(missing_ok=True)
     try:
@@ -176,14 +180,14 @@ def _link(blob: Path, name: Path) -> None:
     except OSError:  # a file system without symbolic links
         try:
             os.link(blob, fresh)
-        except OSError:  # and without others, such as exFAT
+        except OSError:  # nor hard links, such as exFAT
             _copy(blob, fresh)
     fresh.replace(name)
-    fresh.unlink(missing_ok=True)  # of two hard links to one file none is replaced
+    fresh.unlink(missing_ok=True)  # replace() does nothing if both are hard links to the same file
 
 
 def _copy(blob: Path, fresh: Path) -> None:
-    """A second copy, so that the next pull finds the blob. One that does not fit is not left half."""
+    """Copy the blob, so that the next pull still finds it; an incomplete copy is removed."""
     try:
         shutil.copyfile(blob, fresh)
     except BaseException:

@@ -1,7 +1,6 @@
-"""Downloads that are removed from the cache: a whole repository, or of one the GGUF files of a quantisation.
+"""Removal of downloads from the cache: a whole repository, or the GGUF files of one quantisation.
 
-Nothing outside the download cache is ever touched. Other programs share the cache, so what is still named by another
-file of a snapshot stays.
+Only the download cache is touched. Other programs share it, so blobs that other files of a snapshot use stay.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from cairn.types.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What would go."""
+    """What would be removed."""
 
     name: str
     repository: Path
     bytes: int
-    """That the disk gets back."""
+    """Bytes freed on the disk."""
     whole: bool = False
-    """Whether all of the repository goes, or only what follows."""
+    """Whether the whole repository is removed, or only `links` and `blobs`."""
     links: tuple[Path, ...] = ()
-    """The names in the snapshots."""
+    """Names in the snapshots."""
     blobs: tuple[Path, ...] = ()
 
 
 def plan(model: str, env: Mapping[str, str] | None = None) -> Removal:
-    """What removing a model means. Raises ModelError for what is no download, or not here."""
+    """Return what removing a model would remove; raise ModelError if it is no download, or not downloaded."""
     if model == DEMO:
         raise ModelError(f"{DEMO} comes with Cairn and cannot be removed")
     if (one := known(model)) is not None:
@@ -69,7 +68,7 @@ def plan(model: str, env: Mapping[str, str] | None = None) -> Removal:
 
 
 def remove(removal: Removal) -> None:
-    """Remove it. Raises ModelError if it is being downloaded, or the system refuses."""
+    """Carry out the removal; raise ModelError if the model is being downloaded or the system refuses."""
     try:
         with locked(removal.repository, removal.name):
             if removal.whole:
@@ -78,14 +77,14 @@ def remove(removal: Removal) -> None:
             for path in (*removal.links, *removal.blobs):
                 path.unlink(missing_ok=True)
             for link in removal.links:
-                with suppress(OSError):  # others are in it still
+                with suppress(OSError):  # other files are still in it
                     link.parent.rmdir()
     except OSError as error:
         raise _refused(removal.name, error) from error
 
 
 def _links(chosen: Variant, repository: Path) -> Iterator[Path]:
-    """The names of a quantisation's files in all snapshots, also those of older commits."""
+    """Yield the names of a quantisation's files in all snapshots, including older commits."""
     for snapshot in sorted((repository / "snapshots").glob("*")):
         names = gguf_names(snapshot)
         for one in variants(names):
@@ -98,7 +97,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _unnamed(blobs: Path, links: tuple[Path, ...], rest: list[Path]) -> Iterator[Path]:
-    """The blobs that only these links name, whether as symbolic links or as hard ones."""
+    """Yield the blobs that only these links use, symbolic or hard."""
     ours, others = ({_inode(path) for path in some} for some in (links, rest))
     return (blob for blob in _files(blobs) if (key := _inode(blob)) in ours and key not in others)
 
@@ -106,7 +105,7 @@ def _unnamed(blobs: Path, links: tuple[Path, ...], rest: list[Path]) -> Iterator
 def _inode(path: Path) -> tuple[int, int]:
     try:
         found = path.stat()
-    except OSError:  # a link to nothing
+    except OSError:  # a dangling link
         return (0, 0)
     return found.st_dev, found.st_ino
 

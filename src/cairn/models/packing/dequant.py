@@ -1,12 +1,11 @@
-"""The number formats of GGUF tensors: as groups of codes with scales, and as float32, exactly as the format says.
+"""The number formats of GGUF tensors: as groups of codes with scales, and as float32, exactly as the format defines.
 
-A row is cut into blocks of 32 or 256 values that share scales. Every function takes blocks as uint8 [n, bytes]. Most
-formats are groups of 32 codes that share a scale, and at times a minimum: `split` gives them as they are, and
-`dequantize` multiplies them out. Q4_K, Q5_K, Q6_K and IQ4_XS are split as super-blocks, with whole numbers for scales.
-IQ2 and IQ3 are held as blocks of their file (`kernels.codebooks.RowBlocks`). Those of groups of 16 (Q2_K, IQ1_M) fit no
-codes of 8 bits; `turn` gives their values. Products are rounded in float32 in the order written here, which is that of
-the format's own reference. `dequantize` works in slices, so beside
-its result it needs a few MB.
+A row consists of blocks of 32 or 256 values that share scales. Every function takes blocks as uint8 [n, bytes]. Most
+formats are groups of 32 codes that share a scale and perhaps a minimum: `split` returns these, and `dequantize`
+multiplies them out. Q4_K, Q5_K, Q6_K and IQ4_XS are split as super-blocks with integer scales. IQ2 and IQ3 are kept as
+blocks of their file (`kernels.codebooks.RowBlocks`). Formats with groups of 16 (Q2_K, IQ1_M) do not fit codes of 8
+bits; `turn` returns their values. Products are rounded in float32 in the order written here, which is that of the
+format's reference. `dequantize` works in slices, so beside its result it needs a few MB.
 
 Layouts, in bytes (d, m: float16 scale and minimum; low half bytes hold the first half of the values); `codebooks` has
 those of the others:
@@ -34,7 +33,7 @@ Codes = NDArray[np.uint8] | NDArray[np.int8]
 Floats = NDArray[np.float32]
 
 SLICE = 1 << 19
-"""Values that are turned at a time."""
+"""Values dequantised at a time."""
 
 IQ4 = np.array((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), np.int8)
 """The sixteen values of IQ4_NL and IQ4_XS."""
@@ -43,57 +42,59 @@ FP4 = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), np.int
 
 
 class Split(NamedTuple):
-    """Groups of codes as `kernels.base.Quantized` has them: the values are scale * (code - 8) with 4 bits and no
-    minimum, else scale * code (+ minimum); in super-blocks as it says there.
+    """Groups of codes as in `kernels.base.Quantized`.
+
+    Values are scale * (code - 8) with 4 bits and no minimum, else scale * code (+ minimum); super-blocks as defined
+    there.
     """
 
     codes: Codes
-    """[n, values]: from 0 on as uint8 with 4 to 6 bits, int8 with 8 bits."""
+    """[n, values]: unsigned uint8 with 4 to 6 bits, int8 with 8 bits."""
     scale: NDArray[Any]
     """[n, groups]: float16 or float32; in super-blocks uint8, or int8 with 6 bits"""
     minimum: NDArray[Any] | None = None
     """[n, groups]"""
     block_scale: NDArray[np.float16] | None = None
-    """[n, 1]: there in super-blocks"""
+    """[n, 1]: only in super-blocks"""
     block_minimum: NDArray[np.float16] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """One number format: `values` numbers in `bytes` bytes."""
+    """A number format: `values` numbers in `bytes` bytes."""
 
     name: str
     values: int
     bytes: int
     dtype: np.dtype[Any] | None = None
-    """How a format of single numbers is stored; None for the quantised ones."""
+    """Type of plain numbers; None for quantised formats."""
     bits: Literal[4, 5, 6, 8] = 8
-    """How many bits the codes have that `split` gives."""
+    """Bits of the codes that `split` returns."""
     split: Callable[[Blocks], Split] | None = None
-    """Blocks as groups of codes; None for a format that is no such groups."""
+    """Converts blocks to groups of codes; None for other formats."""
     scaled: tuple[str, str] = ("float16", "")
-    """Types of the scales and the minima that `split` gives; "" for no minima."""
+    """Types of the scales and minima that `split` returns; "" for no minima."""
     blocks: bool = False
-    """Whether `split` gives super-blocks."""
+    """Whether `split` returns super-blocks."""
     table: Literal["", "fp4", "iq4"] = ""
-    """As `Quantized.table`, of what `split` gives."""
+    """As `Quantized.table`, for what `split` returns."""
     rows: str = ""
-    """Which of `codebooks.ROW_FORMATS` it is, if any: its blocks are held as they are."""
+    """Key in `codebooks.ROW_FORMATS`, if its blocks are kept as they are."""
     turn: Callable[[Blocks], Floats] | None = None
-    """Blocks as values, where that is not what `split` says."""
+    """Converts blocks to values, if not by `split`."""
 
     @property
     def exact(self) -> bool:
-        """Whether blocks of codes are held without being rounded."""
+        """Whether blocks are held without rounding."""
         return self.split is not None or bool(self.rows)
 
 
 def dequantize(kind: BlockFormat, blocks: Blocks) -> Floats:
-    """The values of quantised blocks [n, kind.bytes], as float32 [n * kind.values]."""
-    assert kind.dtype is None, "single numbers are viewed, not turned"
+    """Return the values of quantised blocks [n, kind.bytes] as float32 [n * kind.values]."""
+    assert kind.dtype is None, "plain numbers are viewed, not dequantised"
     out = np.empty((len(blocks), kind.values), np.float32)
     step = SLICE // kind.values
-    # Damaged scales may be infinite; the products are then not finite, which the engine reports where it matters.
+    # Damaged scales may be infinite; the engine reports non-finite results.
     with np.errstate(all="ignore"):
         for at in range(0, len(blocks), step):
             part = np.ascontiguousarray(blocks[at : at + step])
@@ -119,22 +120,22 @@ def _floats(numbers: NDArray[Any], block: NDArray[np.float16] | None) -> Floats:
 
 
 def _half(blocks: Blocks, at: int) -> NDArray[np.float16]:
-    """The float16 at byte `at` of each block, [n, 1]."""
+    """Return the float16 at byte `at` of each block, [n, 1]."""
     return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2")
 
 
 def _wide(blocks: Blocks, at: int) -> Floats:
-    """`_half` in float32, where products with it are to be."""
+    """Return `_half` in float32, for products in float32."""
     return _half(blocks, at).astype(np.float32)
 
 
 def _nibbles(packed: Blocks) -> Blocks:
-    """Low halves of all bytes, then high halves."""
+    """Return the low halves of all bytes, then the high halves."""
     return np.concatenate([packed & 15, packed >> 4], axis=-1)
 
 
 def _bits(packed: Blocks) -> Blocks:
-    """Bits of little-endian bytes, lowest first."""
+    """Return the bits of little-endian bytes, lowest first."""
     return np.unpackbits(packed, axis=-1, bitorder="little")
 
 
@@ -172,7 +173,7 @@ def _mxfp4(b: Blocks) -> Split:
 
 
 def _quarters(packed: Blocks) -> Blocks:
-    """Two-bit numbers of [n, 64]: of each 32 bytes first all lowest pairs, then the next: [n, 16, 16]."""
+    """Return the 2-bit numbers of [n, 64] as [n, 16, 16]: of each 32 bytes the lowest pairs first."""
     shifts = np.array((0, 2, 4, 6), np.uint8).reshape(1, 1, 4, 1)
     pairs: Blocks = ((packed.reshape(-1, 2, 1, 32) >> shifts) & np.uint8(3)).reshape(-1, 16, 16)
     return pairs
@@ -186,11 +187,11 @@ def _q2_k(b: Blocks) -> Floats:
 
 
 def _q3_k_quants(b: Blocks) -> tuple[NDArray[np.int8], NDArray[np.int8]]:
-    """Scales [n, 16], from -32 to 31, and the numbers [n, 16, 16] that they scale, from -4 to 3."""
+    """Return scales [n, 16] from -32 to 31, and the numbers [n, 16, 16] from -4 to 3 that they scale."""
     low = _nibbles(b[:, 96:104])
     shifts = np.array((0, 2, 4, 6), np.uint8).reshape(1, 4, 1)
     high = ((b[:, None, 104:108] >> shifts) & np.uint8(3)).reshape(-1, 16)
-    # A bit of the mask that is set means that 4 is not taken off.
+    # A set mask bit means that 4 is not subtracted.
     places = np.arange(8, dtype=np.uint8).reshape(1, 8, 1)
     mask = ((b[:, None, :32] >> places) & np.uint8(1)).reshape(-1, 16, 16)
     quants = _quarters(b[:, 32:96]).view(np.int8) - ((mask ^ np.uint8(1)) << np.uint8(2)).view(np.int8)
@@ -204,9 +205,9 @@ def _q3_k(b: Blocks) -> Floats:
 
 
 def _q3_k_split(b: Blocks) -> Split:
-    """Scales of 16 values are whole numbers, so they go into the codes, and no bit is lost.
+    """Multiply the integer scales of 16 values into the codes, without loss.
 
-    A product reaches from -124 to 128, so where 128 stands codes and scale change their signs.
+    A product ranges from -124 to 128; in groups that contain 128, codes and scale change their signs.
     """
     scales, quants = _q3_k_quants(b)
     whole = (scales.astype(np.int16)[:, :, None] * quants).reshape(-1, 8, 32)
@@ -216,7 +217,7 @@ def _q3_k_split(b: Blocks) -> Split:
 
 
 def _six_bits(packed: Blocks) -> tuple[Blocks, Blocks]:
-    """Eight scales and eight minima of six bits each out of [n, 12]."""
+    """Return eight scales and eight minima of 6 bits each from [n, 12]."""
     first, second, mixed = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = np.concatenate([first & 63, mixed & 15 | (first >> 6) << 4], axis=1)
     least = np.concatenate([second & 63, mixed >> 4 | (second >> 6) << 4], axis=1)
@@ -224,13 +225,13 @@ def _six_bits(packed: Blocks) -> tuple[Blocks, Blocks]:
 
 
 def _k_split(b: Blocks, quants: Codes) -> Split:
-    """quants [n, 8, 32] with the scales and minima of Q4_K and Q5_K."""
+    """Return quants [n, 8, 32] with the scales and minima of Q4_K and Q5_K."""
     scales, least = _six_bits(b[:, 4:16])
     return Split(quants.reshape(-1, 256), scales, least, _half(b, 0), -_half(b, 2))
 
 
 def _pairs(packed: Blocks) -> Blocks:
-    """Half bytes of [n, 128]: of each 32 bytes first all low halves, then all high ones: [n, 8, 32]."""
+    """Return the half bytes of [n, 128] as [n, 8, 32]: of each 32 bytes all low halves, then all high ones."""
     return _nibbles(packed.reshape(-1, 4, 32)).reshape(-1, 8, 32)
 
 
@@ -261,7 +262,7 @@ def _iq4_xs(b: Blocks) -> Split:
 
 
 def _values(make: Callable[[Blocks], codebooks.Grouped]) -> Callable[[Blocks], Floats]:
-    """Groups of any size, multiplied out."""
+    """Return a function that multiplies out groups of any size."""
 
     def turn(blocks: Blocks) -> Floats:
         codes, scale = make(blocks)
@@ -271,7 +272,7 @@ def _values(make: Callable[[Blocks], codebooks.Grouped]) -> Callable[[Blocks], F
 
 
 def _iq1_s(b: Blocks) -> Split:
-    """Three numbers a group, eight apart: codes of 4 bits with a minimum, which is the least of them."""
+    """Split groups of three values, 8 apart, into codes of 4 bits with a minimum."""
     codes, scale = codebooks.iq1_s(b)
     steps = (codes + np.int8(9)) >> 3  # -9, -1 and 7, or -7, 1 and 9
     least = codes[:, ::32] - 8 * steps[:, ::32]
@@ -279,7 +280,7 @@ def _iq1_s(b: Blocks) -> Split:
 
 
 def _one_scale(make: Callable[[Blocks], NDArray[np.int8]], at: int) -> Callable[[Blocks], Split]:
-    """Small whole numbers that share the float16 at byte `at`: codes of 4 bits."""
+    """Return a split of small integers that share the float16 at byte `at` into codes of 4 bits."""
 
     def split(blocks: Blocks) -> Split:
         codes = make(blocks)
@@ -321,10 +322,10 @@ KINDS: dict[int, BlockFormat] = {
     39: BlockFormat("MXFP4", 32, 17, split=_mxfp4, scaled=_WIDE, table="fp4"),
     41: BlockFormat("Q1_0", 128, 18, bits=4, split=_one_scale(codebooks.q1_0, 0)),
 }
-"""The number of a tensor's type -> what it means."""
+"""Number of a tensor's type -> its format."""
 
 OTHER_KINDS = {
     **{9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 31: "Q4_0_4_4", 32: "Q4_0_4_8"},
     **{33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8", 40: "NVFP4", 42: "Q2_0"},
 }
-"""Types that are not read, so that they are refused by name."""
+"""Unsupported types, refused by name."""

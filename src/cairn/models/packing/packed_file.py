@@ -1,21 +1,21 @@
-"""Packed matrices kept in a file, so that the next start reads them instead of packing the model again.
+"""Packed matrices cached in a file, so that the next start reads them instead of packing the model again.
 
-One file for what was packed, in the user's cache folder beside stored KV: derived data, safe to delete. It is written
-under a temporary name while the model is loaded, and renamed when it is whole. It is called by the key of what is in
-it: the model's identity (with its files' digests), the form of its weights, the kernels, and the versions of all that
-packs; so a model that was moved or is there twice finds it, and one that was replaced does not. Another key in it, a
-description that does not fit the model, a wrong size or checksum: the file is not used, and written again. Beyond a
-budget those that no start has used for longest go.
+The files are in the user's cache folder beside stored KV: derived data, safe to delete. A file is written under a
+temporary name while the model is loaded, and renamed when it is complete. Its name is the key of its content: the
+model's identity (with its files' digests), the form of its weights, the kernels, and the versions of the packing code.
+So a model that was moved or copied finds it, and a replaced one does not. A file with another key, a description that
+does not fit the model, or a wrong size or checksum is ignored and written again. Above the budget the least recently
+used files are removed.
 
     magic [8], zeros to 4096, the matrices' memory without holes, a description as JSON, its SHA-256 [32], its length as
     uint32 [4]
 
 The description: {"key", "errors" (of rounded tensors), "matrices": [{"parts": [[out, in, form]], "bytes", "check"}]},
-`check` the XXH3-64 of the memory. It stands at the end because checks are known when all is written.
+`check` the XXH3-64 of the memory. It is at the end because checksums are known only then.
 
-Experts that are larger than memory are not read from the file but mapped: the system reads their pages when they are
-used, and lets go of them when it needs the room. They are checked once, which takes as long as reading them; then the
-file is vouched for until anything touches it.
+Experts that are larger than memory are mapped instead of read: the system loads their pages on use and evicts them
+under memory pressure. They are checked once, which takes as long as reading them; the file is then trusted until it is
+modified.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from cairn.models.packing.packed_matrices import (
     MAGIC,
     START,
     DamagedMatrices,
-    Described,
-    Passing,
-    Reading,
-    Writing,
+    DiscardingKernels,
+    FileDescription,
+    ReadingKernels,
+    WritingKernels,
     as_kernels,
     as_weights,
 )
@@ -58,9 +58,9 @@ from cairn.types.errors import CairnError, ConfigError, ModelError
 from cairn.types.model_spec import ModelSpec
 
 VERSION = 3
-"""The version of the file; the order that kernels stream is of their own version."""
+"""Version of the file format; the layout that kernels stream has its own."""
 KEPT_FROM = 64 << 20
-"""Bytes of packed weights from which a file is worth its room: smaller models are packed in some 100 ms."""
+"""Least bytes of packed weights for a file; smaller models are packed in some 100 ms."""
 SPARE = 1 << 30
 """Bytes that must stay free on the disk."""
 LARGEST_BUDGET = 50 * 10**9
@@ -74,17 +74,18 @@ _NAME = 32
 
 
 def folder() -> Path:
-    """Where the files are kept."""
+    """Return the folder of the files."""
     return memory_path().parent / "packed"
 
 
 def build(
     kernels: Any, spec: ModelSpec, weights: HeldWeights, place: Path, size: int, budget: int | None = None
 ) -> decoder.Decoder:
-    """`decoder.build`, through the file of the model at `place` where its `size` in bytes, as it is held, is worth it.
+    """Return `decoder.build`'s decoder, through the cached file of the model at `place`.
 
-    `budget`: bytes of all files together, `default_budget` without. A disk that cannot be read or written costs packing
-    and nothing else.
+    There is a file only if `size`, the bytes of the weights as held, makes it worth its room. `budget`: most bytes of
+    all files together; `default_budget` if None. If the disk cannot be read or written, the model is packed without a
+    file.
     """
     if size < KEPT_FROM or not spec.identity or not isinstance(kernels, NativeKernels):
         return decoder.build(kernels, spec, weights)
@@ -100,19 +101,19 @@ def build(
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=_PART)
     except (OSError, ConfigError):
         return decoder.build(kernels, spec, weights)
-    return _written(Writing, handle, temporary, path, key, kernels, spec, weights, place)[0]
+    return _written(WritingKernels, handle, temporary, path, key, kernels, spec, weights, place)[0]
 
 
 def build_mapped(
     kernels: NativeKernels, spec: ModelSpec, weights: HeldWeights, place: Path, size: int, budget: int | None = None
 ) -> decoder.Decoder:
-    """The same with experts that are mapped from the file. It is packed one matrix at a time, none of which is held
-    meanwhile. Without a `budget` the file may be as large as the disk has room for.
+    """Return a decoder with experts mapped from the file.
 
-    Raises `ModelError` where the file cannot be written or read.
+    The file is packed one matrix at a time, none of which is kept in memory. Without a `budget` it may fill the disk's
+    free room. Raise `ModelError` if it cannot be written or read.
     """
     key = _key(spec, weights, kernels)
-    wants = f"{spec.name}: experts that are mapped are read from a packed copy of {size / 1e9:.2f} GB"
+    wants = f"{spec.name}: mapped experts need a packed copy of {size / 1e9:.2f} GB"
     try:
         path = _path(key)
         with contextlib.suppress(DamagedMatrices, FileNotFoundError, msgspec.DecodeError), path.open("rb", 0) as file:
@@ -120,14 +121,14 @@ def build_mapped(
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         prune()
         if not make_room(size, max(size, usage().budget) if budget is None else budget):
-            raise ModelError(f"{wants}, for which there is no room in {path.parent}, or not within keep_packed_gb")
+            raise ModelError(f"{wants}; there is no room for it in {path.parent} or within keep_packed_gb")
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=_PART)
-        if not _written(Passing, handle, temporary, path, key, kernels, spec, weights, place)[1]:
+        if not _written(DiscardingKernels, handle, temporary, path, key, kernels, spec, weights, place)[1]:
             raise ModelError(f"{wants}, which could not be written to {path.parent}")
         with path.open("rb", 0) as file:
             return _read(path, file, key, kernels, spec, weights, mapped=True)
     except (OSError, ConfigError, DamagedMatrices) as error:
-        raise ModelError(f"{wants}, which cannot be kept: {error}") from error
+        raise ModelError(f"{wants}, which cannot be written or read: {error}") from error
 
 
 def _path(key: str) -> Path:
@@ -135,7 +136,7 @@ def _path(key: str) -> Path:
 
 
 def _written(
-    how: Callable[[NativeKernels, HeldWeights, Any], Writing],
+    how: Callable[[NativeKernels, HeldWeights, Any], WritingKernels],
     handle: int,
     temporary: str,
     path: Path,
@@ -145,7 +146,7 @@ def _written(
     weights: HeldWeights,
     place: Path,
 ) -> tuple[decoder.Decoder, bool]:
-    """Pack a model into a file of a temporary name, and give it its own; what was built, and whether that went well."""
+    """Pack a model into a temporary file and rename it; return the decoder and whether the file was kept."""
     kept = False
     try:
         with os.fdopen(handle, "wb", 0) as file:
@@ -164,13 +165,13 @@ def _written(
 
 
 def default_budget(free: int, held: int) -> int:
-    """A fifth of what the disk has free or the files hold."""
+    """Return a fifth of the disk space that is free or used by the files."""
     return min(LARGEST_BUDGET, (free + held) // 5)
 
 
 @dataclass(frozen=True, slots=True)
 class PackUsage:
-    """What the files take. Bytes."""
+    """Disk usage of the files, in bytes."""
 
     files: int
     bytes: int
@@ -178,7 +179,7 @@ class PackUsage:
 
 
 def usage(budget: int | None = None) -> PackUsage:
-    """What there is now, and what there may be: `budget`, or what it is where none is given."""
+    """Return the current usage; the budget is `budget`, or the default if None."""
     sizes, free = [], 0
     with contextlib.suppress(OSError, ConfigError):
         sizes = [size for _, size, _ in _whole()]
@@ -188,9 +189,9 @@ def usage(budget: int | None = None) -> PackUsage:
 
 
 def make_room(size: int, budget: int | None = None) -> bool:
-    """Remove the files that no start has used for longest, until `size` bytes more are within the budget.
+    """Remove the least recently used files until `size` more bytes fit the budget.
 
-    False, and nothing is removed, where they could not be: they exceed it alone, or the disk has no room for them.
+    Return False and remove nothing if that is impossible: `size` alone exceeds the budget, or the disk has no room.
     """
     found = sorted(_whole())
     free, held = shutil.disk_usage(folder()).free, sum(one for _, one, _ in found)
@@ -206,7 +207,7 @@ def make_room(size: int, budget: int | None = None) -> bool:
 
 
 def _whole() -> list[tuple[float, int, Path]]:
-    """When each file was last used, its bytes and its path."""
+    """Return time of last use, bytes and path of each file."""
     found = []
     for path in folder().glob(f"*{_WHOLE}"):
         with contextlib.suppress(FileNotFoundError):
@@ -216,7 +217,7 @@ def _whole() -> list[tuple[float, int, Path]]:
 
 
 def prune() -> tuple[int, int]:
-    """Remove files that no start has used for `UNUSED_DAYS`, and what an ended write left; (files, bytes) removed."""
+    """Remove files unused for `UNUSED_DAYS` and leftovers of interrupted writes; return (files, bytes) removed."""
     files = size = 0
     now = time.time()
     with contextlib.suppress(OSError, ConfigError):
@@ -231,14 +232,14 @@ def prune() -> tuple[int, int]:
 
 
 def _unchanged(spec: ModelSpec, place: Path) -> bool:
-    """Whether what was packed is what the key says: a model may be replaced while it is loaded."""
+    """Return whether the model still has the identity in the key: it may be replaced while it is loaded."""
     with contextlib.suppress(CairnError):
         return identity_of(spec, place) == spec.identity
     return False
 
 
 def _hold(handle: int) -> bool:
-    """Lock a file for as long as it is open; False where another process has it, or the disk knows no locks."""
+    """Lock a file while it is open; False if another process holds it or the disk has no locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -247,7 +248,7 @@ def _hold(handle: int) -> bool:
 
 
 def _ended(path: Path) -> bool:
-    """Whether nobody writes a file any more: a process that was killed left it, and a few would fill the disk."""
+    """Return whether no process writes the file any more: one that was killed left it."""
     with path.open("rb") as file:
         return _hold(file.fileno())
 
@@ -272,25 +273,25 @@ def _read(
     file.seek(START)
     whole = _mapped(file) if mapped else None
     checked = mapped and vouched(path, file, bytes.fromhex(key))
-    reading = Reading(kernels, weights, file, described.matrices, whole, checked)
+    reading = ReadingKernels(kernels, weights, file, described.matrices, whole, checked)
     built = decoder.build(as_kernels(reading), spec, as_weights(weights))
     weights.errors.update(described.errors)
     with contextlib.suppress(OSError):
-        os.utime(file.fileno())  # this start used it
+        os.utime(file.fileno())  # mark as recently used
         if mapped:
             vouch(path, file, bytes.fromhex(key))
     return built
 
 
 def _mapped(file: Any) -> NDArray[np.uint8]:
-    """A file's bytes, of which the system reads no more than what is used."""
+    """Return a file's bytes, mapped; the system reads only what is used."""
     found = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if hasattr(mmap, "MADV_RANDOM"):
         found.madvise(mmap.MADV_RANDOM)
     return np.frombuffer(found, np.uint8)
 
 
-def _described(file: Any) -> Described:
+def _described(file: Any) -> FileDescription:
     size = os.fstat(file.fileno()).st_size
     if size < START + _END or file.read(len(MAGIC)) != MAGIC:
         raise DamagedMatrices
@@ -303,7 +304,7 @@ def _described(file: Any) -> Described:
     text = file.read(length)
     if hashlib.sha256(text).digest() != end[:32]:
         raise DamagedMatrices
-    found = msgspec.json.decode(text, type=Described)
+    found = msgspec.json.decode(text, type=FileDescription)
     if START + sum(one.bytes for one in found.matrices) + length + _END != size:
         raise DamagedMatrices
     return found

@@ -1,10 +1,9 @@
-"""What a model is built of where its packed matrices go into a file, or come from one.
+"""Stand-ins for kernels and weights that write packed matrices to a file, or read them from one.
 
-Each of these stands in for the kernels while `decoder.build` runs over the names of tensors, so that only what is
-needed is made.
+`decoder.build` runs with them over tensor names, so that only what is needed is built.
 """
 
-# The methods are documented where their meaning is declared, in kernels.base.
+# The methods are documented in kernels.base.
 # ruff: noqa: D102
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from cairn.models.safetensors.tensor_meta import TensorMeta
 
 MAGIC = b"CAIRNPK1"
 START = 4096
-"""Where matrices begin: at the start of a page."""
+"""Offset of the first matrix, on a page boundary."""
 _READ = 64 << 20
 _PIECE = 4 << 20
 
 
-class Kept(msgspec.Struct, frozen=True):
+class KeptMatrix(msgspec.Struct, frozen=True):
     """One matrix in the file."""
 
     parts: tuple[tuple[int, int, str], ...]
@@ -42,20 +41,20 @@ class Kept(msgspec.Struct, frozen=True):
     check: int
 
 
-class Described(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the file holds, in the order that `decoder.build` asks for it."""
+class FileDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Description of the file, in the order in which `decoder.build` asks for matrices."""
 
     key: str
     errors: dict[str, float]
-    matrices: list[Kept]
+    matrices: list[KeptMatrix]
 
 
 class DamagedMatrices(Exception):
-    """The file is not what its description or its key says."""
+    """The file does not match its description or its key."""
 
 
-class Names(Mapping[str, str]):
-    """Stands in for the weights: a tensor is its name, so that only what is needed is made."""
+class WeightsView(Mapping[str, str]):
+    """Stand-in for the weights that returns each tensor's name."""
 
     def __init__(self, weights: HeldWeights) -> None:
         self._weights = weights
@@ -72,8 +71,8 @@ class Names(Mapping[str, str]):
         return len(self._weights)
 
 
-class Through(ABC):
-    """Stands in for the kernels while a model is built from names; what is no matrix is made from the weights."""
+class PackingKernels(ABC):
+    """Stand-in for the kernels that builds from names; everything but matrices is built from the weights."""
 
     def __init__(self, kernels: NativeKernels, weights: HeldWeights) -> None:
         self._kernels, self._weights = kernels, weights
@@ -91,7 +90,7 @@ class Through(ABC):
 
     @abstractmethod
     def matrix(self, names: Sequence[str], biases: Sequence[str | None]) -> Any:
-        """The matrix as the kernels would make it."""
+        """Return the matrix as the kernels would build it."""
 
     def _array(self, name: str) -> Any:
         return self._weights[name]
@@ -100,15 +99,15 @@ class Through(ABC):
         return [None if name is None else self._array(name) for name in names]
 
 
-class Writing(Through):
+class WritingKernels(PackingKernels):
     """Packs each matrix and appends its memory to a file."""
 
     def __init__(self, kernels: NativeKernels, weights: HeldWeights, file: Any) -> None:
         super().__init__(kernels, weights)
         self.whole = True
-        """Whether everything could be written."""
+        """Whether everything was written."""
         self._file = file
-        self._matrices: list[Kept] = []
+        self._matrices: list[KeptMatrix] = []
         self._write(MAGIC + bytes(START - len(MAGIC)))
 
     def matrix(self, names: Sequence[str], biases: Sequence[str | None]) -> Any:
@@ -116,13 +115,13 @@ class Writing(Through):
         made = self._kernels.matrix(parts, self._biases(biases))
         shapes = tuple((one.shape[0], one.shape[1], form_of(one)) for one in parts)
         memory = made.memory()
-        self._matrices.append(Kept(shapes, memory.nbytes, xxhash.xxh3_64_intdigest(memory)))
+        self._matrices.append(KeptMatrix(shapes, memory.nbytes, xxhash.xxh3_64_intdigest(memory)))
         self._write(memory)
         return made
 
     def finish(self, key: str) -> None:
-        """Describe what was written."""
-        text = msgspec.json.encode(Described(key, self._weights.errors, self._matrices))
+        """Append the description."""
+        text = msgspec.json.encode(FileDescription(key, self._weights.errors, self._matrices))
         self._write(text + hashlib.sha256(text).digest() + len(text).to_bytes(4, "little"))
 
     def _write(self, data: Any) -> None:
@@ -131,11 +130,11 @@ class Writing(Through):
             while self.whole and view.nbytes:
                 view = view[self._file.write(view) :]
         except OSError:
-            self.whole = False  # a full disk: the model is loaded all the same
+            self.whole = False  # e.g. a full disk: the model is loaded nevertheless
 
 
-class Passing(Writing):
-    """Packs each matrix and appends its memory to a file, and holds none of them."""
+class DiscardingKernels(WritingKernels):
+    """Packs each matrix, appends its memory to a file and discards it."""
 
     def vector(self, name: str) -> Any:
         return None
@@ -147,7 +146,7 @@ class Passing(Writing):
         super().matrix(names, [None] * len(names))
 
 
-class Reading(Through):
+class ReadingKernels(PackingKernels):
     """Fills each matrix from a file."""
 
     def __init__(
@@ -155,11 +154,14 @@ class Reading(Through):
         kernels: NativeKernels,
         weights: HeldWeights,
         file: Any,
-        matrices: list[Kept],
+        matrices: list[KeptMatrix],
         mapped: NDArray[np.uint8] | None = None,
         checked: bool = False,
     ) -> None:
-        """`mapped`: the whole file, of which experts are used where they lie; `checked`: as they are."""
+        """Read matrices from `file`.
+
+        `mapped`: the whole file, mapped; experts are then used in place. `checked`: without a checksum test of experts.
+        """
         super().__init__(kernels, weights)
         self._file, self._matrices, self._mapped, self._checked = file, iter(matrices), mapped, checked
         self._done, self._total = 0, sum(one.bytes for one in matrices)
@@ -186,8 +188,8 @@ class Reading(Through):
             raise DamagedMatrices
         return made
 
-    def _expert(self, kept: Kept, biases: list[NDArray[Any] | None], mapped: NDArray[np.uint8]) -> Any:
-        """A matrix that stays in the file."""
+    def _expert(self, kept: KeptMatrix, biases: list[NDArray[Any] | None], mapped: NDArray[np.uint8]) -> Any:
+        """Return a matrix that stays in the mapped file."""
         if packed_bytes(kept.parts) != kept.bytes:
             raise DamagedMatrices
         at = START + self._done
@@ -198,7 +200,7 @@ class Reading(Through):
         self._done += kept.bytes
         return self._kernels.mapped(kept.parts, biases, mapped[at : at + kept.bytes])
 
-    def _check(self, kept: Kept) -> None:
+    def _check(self, kept: KeptMatrix) -> None:
         hasher, left = xxhash.xxh3_64(), kept.bytes
         while left:
             tell("checking the experts", self._done + kept.bytes - left, self._total)
@@ -212,18 +214,18 @@ class Reading(Through):
 
 
 def fits(parts: Sequence[tuple[int, int, str]], wanted: Sequence[TensorMeta]) -> bool:
-    """Whether the parts are what the model has; whether scales are halves is known only when they are made."""
+    """Return whether the parts match the model; whether scales are half precision is known only once they are built."""
     return len(parts) == len(wanted) and all(
         (out, inner) == one.shape and form.split()[0] == one.form.split()[0]
         for (out, inner, form), one in zip(parts, wanted, strict=True)
     )
 
 
-def as_kernels(through: Through) -> Any:
-    """What stands in for kernels, as `decoder.build` takes them."""
+def as_kernels(through: PackingKernels) -> Any:
+    """Return the stand-in typed as kernels, for `decoder.build`."""
     return through
 
 
 def as_weights(weights: HeldWeights) -> Any:
-    """What stands in for the weights."""
-    return Names(weights)
+    """Return a stand-in for the weights."""
+    return WeightsView(weights)

@@ -1,10 +1,10 @@
-"""Matrices as groups of 32 codes with a scale: exactly, as a GGUF file has them, or rounded to 8 or 4 bits.
+"""Matrices as groups of 32 codes with a scale: exact as a GGUF file has them, or rounded to 8 or 4 bits.
 
-Rounding is to the nearest code of its group. With 8 bits the largest magnitude of a group gets the code 127. With 4
-bits codes reach from -8 to 7, and the scale is searched for: the value of the largest magnitude gets one of a few codes
-near -8, the best of these is taken, and its scale is moved to where it fits its codes best. Errors are relative:
-sqrt(sum((value - rounded) ** 2) / sum(value ** 2)) over a tensor. All goes in slices, so beside the result a few MB
-are needed.
+Rounding is to the nearest code of the group. With 8 bits the largest magnitude of a group gets code 127. With 4 bits
+codes range from -8 to 7 and the scale is searched: the value of the largest magnitude is mapped to one of a few codes
+near -8, the best of these is kept, and its scale is then refitted to its codes. Errors are relative: sqrt(sum((value -
+rounded) ** 2) / sum(value ** 2)) over a tensor. Matrices are processed in slices, so beside the result a few MB are
+needed.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ Rows = Callable[[int, int], NDArray[Any]]
 """Rows [begin, end) of a matrix, in any float type."""
 
 VERSION = "groups-3"
-"""The version of how values become codes; a change that can move a bit of a weight gets a new one."""
+"""Version of the rounding; a change that can alter a bit of a weight needs a new one."""
 
 _SLICE = 1 << 16
-"""Values that are rounded at a time: what stays in a core's cache."""
+"""Values rounded at a time, so that they fit a core's cache."""
 _LEAST, _MOST = 2.0**-13, 65504.0
-"""Scales are float16 where the largest of a matrix lies between these: what groups with scales too small for float16
-lose is then some 10,000 times smaller than the largest weights."""
+"""Scales are float16 if the largest of a matrix lies between these: groups whose scales are then too small for float16
+are some 10,000 times smaller than the largest weights."""
 _CODES = (-8.0, -7.6, -7.2, -8.4, -8.9)
-"""What the value of the largest magnitude may become, before it is rounded and cut to [-8, 7]."""
+"""Candidates for the value of the largest magnitude, before rounding and clipping to [-8, 7]."""
 
 
 def unpack(kind: BlockFormat, blocks: Blocks, shape: tuple[int, ...]) -> tuple[Packed, float]:
-    """A matrix of a GGUF file as codes, and its error: 0.0 but for kinds that are not `exact`, which are rounded."""
+    """Return a matrix of a GGUF file as codes, and its error: 0.0 except for formats that are not `exact`."""
     out, inner = shape
     if kind.rows:
         # Copied: a mapped file that shrinks while the engine runs would kill the process.
@@ -74,7 +74,7 @@ def unpack(kind: BlockFormat, blocks: Blocks, shape: tuple[int, ...]) -> tuple[P
 
 
 def rounded(rows: Rows, shape: tuple[int, int], bits: Literal[4, 8]) -> tuple[Quantized, float]:
-    """A matrix [out, in] rounded to codes, and its error. Groups that hold no number have the scale NaN."""
+    """Return a matrix [out, in] rounded to codes, and its error. Groups with a non-finite value get the scale NaN."""
     out, inner = shape
     step = max(1, _SLICE // inner)
     most = np.empty((out, inner // GROUP), np.float32)
@@ -116,7 +116,7 @@ def _scale_type(scales: Floats) -> type[Any]:
 
 
 def _codes(groups: Floats, scale: Floats, low: int, high: int) -> Floats:
-    """The nearest codes; 0 where the scale is 0 or no number."""
+    """Return the nearest codes; 0 if the scale is 0 or not finite."""
     usable = np.isfinite(scale) & (scale != 0)
     factor = np.where(usable, 1 / np.where(usable, scale, 1), 0).astype(np.float32)
     values = np.where(usable[..., None], groups, 0) * factor[..., None]
@@ -154,7 +154,7 @@ def _try(groups: Floats, scale: Floats, dtype: Any) -> _Tried:
 
 
 def _better(one: _Tried, other: _Tried) -> _Tried:
-    """Group for group the one with the smaller error; the first where they are equal."""
+    """Return the candidate with the smaller error for each group; the first on a tie."""
     second = other[2] < one[2]
     return (
         np.where(second[..., None], other[0], one[0]),

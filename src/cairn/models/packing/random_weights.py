@@ -1,4 +1,4 @@
-"""Models of well-known shapes with random weights, made in memory: for speed, which does not depend on the weights."""
+"""Models of well-known shapes with random weights, for measuring speed, which does not depend on the values."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from cairn.models.safetensors.tensor_meta import TensorMeta, blocks, codes
 from cairn.models.safetensors.weights import DTYPES, expected_tensors
 from cairn.models.spec.moe_spec import is_router
 from cairn.models.spec.recurrent_spec import MIXER, is_step, with_state
-from cairn.types.layer_spec import CacheGroup, Experts, Recurrence, RotaryPositions
-from cairn.types.model_spec import ModelSpec
+from cairn.types.model_spec import CacheGroup, Experts, ModelSpec, Recurrence, RotaryPositions
 
 _SIZES: dict[str, dict[str, Any]] = {
     "demo": {"layers": 8, "hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 608, "vocab": 2048},
@@ -60,11 +59,11 @@ SHAPES = tuple(_SIZES)
 _DTYPES = {str(dtype): dtype for dtype in DTYPES.values()}
 
 _PERIOD = 1 << 20
-"""Random numbers that are drawn for a tensor; larger ones repeat them."""
+"""Random numbers drawn for a tensor; larger tensors repeat them."""
 
 
 def shape_spec(name: str) -> ModelSpec:
-    """The spec of one of `SHAPES`."""
+    """Return the spec of one of `SHAPES`."""
     sizes = {"context": 2048, "architecture": "Qwen3ForCausalLM", "qk_norm": True, "rope_theta": 1e6, **_SIZES[name]}
     if window := sizes.pop("window", 0):
         limited = [layer for layer in range(sizes["layers"]) if (layer + 1) % 6]
@@ -82,8 +81,8 @@ def shape_spec(name: str) -> ModelSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class _Mold:
-    """How a tensor is held: plain numbers, or codes of some bits with scales and minima, or such in super-blocks."""
+class _Storage:
+    """Storage of a tensor: plain numbers, codes with scales and minima, or codes in super-blocks."""
 
     dtype: str = "float32"
     bits: Literal[0, 4, 8] = 0
@@ -92,75 +91,75 @@ class _Mold:
     block: Literal[0, 4, 5, 6] = 0
 
 
-_SIX = _Mold(block=6)
-_ODD = _Mold(bits=8, scale="float16")
-"""In the place of super-blocks, for rows that are no multiple of 256: llama.cpp writes Q5_0 or Q8_0 there."""
-_MOLDS = {
-    "f32": _Mold("float32"),
-    "bf16": _Mold("bfloat16"),
-    "f16": _Mold("float16"),
-    "q4_0": _Mold(bits=4, scale="float16"),
-    "q4_1": _Mold(bits=4, scale="float16", minimum="float16"),
-    "q4_k": _Mold(block=4),
-    "q4_k_m": _Mold(block=4),
-    "q5_k": _Mold(block=5),
+_SIX = _Storage(block=6)
+_ODD = _Storage(bits=8, scale="float16")
+"""Used instead of super-blocks for rows that are no multiple of 256, where llama.cpp writes Q5_0 or Q8_0."""
+_STORAGES = {
+    "f32": _Storage("float32"),
+    "bf16": _Storage("bfloat16"),
+    "f16": _Storage("float16"),
+    "q4_0": _Storage(bits=4, scale="float16"),
+    "q4_1": _Storage(bits=4, scale="float16", minimum="float16"),
+    "q4_k": _Storage(block=4),
+    "q4_k_m": _Storage(block=4),
+    "q5_k": _Storage(block=5),
     "q6_k": _SIX,
-    "q8_0": _Mold(bits=8, scale="float16"),
+    "q8_0": _Storage(bits=8, scale="float16"),
 }
-TYPES = tuple(_MOLDS)
-"""What the matrices may be: floats, or as the packed types of GGUF are held. q4_k_m mixes types, as files of that name
-do: some matrices of attention and of the MLP, and the output, are Q6_K."""
+TYPES = tuple(_STORAGES)
+"""Types of the matrices: floats, or packed types of GGUF. q4_k_m mixes types as files of that name do: some matrices of
+attention and MLP, and the output, are Q6_K."""
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(self_attn\.v_proj|mlp\.(?:experts\.\d+\.)?down_proj)\.weight")
 
 
 class RandomWeights(Mapping[str, Any]):
-    """Every tensor of a spec, made when it is asked for: the same numbers each time. Codes are drawn as codes."""
+    """Every tensor of a spec, made on demand and the same each time. Codes are drawn as codes."""
 
     def __init__(self, spec: ModelSpec, kind: str) -> None:
-        """`kind` is one of `TYPES`. Norms are float32, as files have them beside weights of fewer bits."""
+        """Prepare weights of `kind`, one of `TYPES`. Norms are float32, as in files."""
         self.form = kind
         self.errors: dict[str, float] = {}
-        """Nothing is rounded."""
+        """Always empty: nothing is rounded."""
         self._shapes = expected_tensors(spec)
         self._layers = spec.layers
 
     def outline(self, name: str) -> TensorMeta:
-        """What `[name]` gives, and the bytes of memory that it makes."""
-        shape, mold = self._shapes[name], self._mold(name)
-        if mold.block:
-            return blocks(shape, mold.block)
-        if mold.bits:
-            return codes(shape, mold.bits, mold.scale, mold.minimum)
-        return TensorMeta(shape, mold.dtype, math.prod(shape) * _DTYPES[mold.dtype].itemsize)
+        """Return the meta of `[name]`, with the bytes of memory that it takes."""
+        shape, storage = self._shapes[name], self._storage(name)
+        if storage.block:
+            return blocks(shape, storage.block)
+        if storage.bits:
+            return codes(shape, storage.bits, storage.scale, storage.minimum)
+        return TensorMeta(shape, storage.dtype, math.prod(shape) * _DTYPES[storage.dtype].itemsize)
 
     def __getitem__(self, name: str) -> NDArray[Any] | Quantized:
-        shape, mold = self._shapes[name], self._mold(name)
+        shape, storage = self._shapes[name], self._storage(name)
         rng = np.random.default_rng(zlib.crc32(name.encode()))
-        if mold.block:
-            return _drawn_blocks(rng, mold.block, shape[0], shape[1])
-        if mold.bits:
-            return _drawn(rng, mold, shape[0], shape[1])
+        if storage.block:
+            return _draw_blocks(rng, storage.block, shape[0], shape[1])
+        if storage.bits:
+            return _draw_codes(rng, storage, shape[0], shape[1])
         size = math.prod(shape)
         drawn = rng.standard_normal(min(size, _PERIOD), dtype=np.float32)
         if name.endswith(f"{MIXER}decay"):
             drawn = -exp(drawn)
         else:
             drawn = 1 + 0.1 * drawn if "norm" in name else drawn / math.sqrt(shape[-1])
-        return np.resize(drawn.astype(_DTYPES[mold.dtype]), size).reshape(shape)
+        return np.resize(drawn.astype(_DTYPES[storage.dtype]), size).reshape(shape)
 
-    def _mold(self, name: str) -> _Mold:
-        shape, mold = self._shapes[name], _MOLDS[self.form]
+    def _storage(self, name: str) -> _Storage:
+        shape, storage = self._shapes[name], _STORAGES[self.form]
         if len(shape) == 1 or is_router(name) or is_step(name):
-            return _Mold()
+            return _Storage()
         if self.form == "q4_k_m":
             found = _LAYER.fullmatch(name)
             if not name.startswith("model.layers.") or (found and _more_bits(int(found[1]), self._layers)):
-                mold = _SIX
-        return _ODD if mold.block and shape[1] % BLOCK else mold
+                storage = _SIX
+        return _ODD if storage.block and shape[1] % BLOCK else storage
 
     def __contains__(self, name: object) -> bool:
-        return name in self._shapes  # a mapping's own would make the tensor
+        return name in self._shapes  # Mapping's default would build the tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)
@@ -170,13 +169,13 @@ class RandomWeights(Mapping[str, Any]):
 
 
 def _more_bits(layer: int, layers: int) -> bool:
-    """Whether q4_k_m holds a layer's values and down projection in more bits: the outer eighths, and every third."""
+    """Return whether q4_k_m stores a layer's values and down projection in Q6_K: the outer eighths, and every third."""
     first, last = layers // 8, 7 * layers // 8
     return layer < first or layer >= last or (layer - first) % 3 == 2
 
 
-def _drawn_blocks(rng: np.random.Generator, bits: Literal[4, 5, 6], out: int, inner: int) -> Quantized:
-    """The same in super-blocks, whose whole numbers are all one."""
+def _draw_blocks(rng: np.random.Generator, bits: Literal[4, 5, 6], out: int, inner: int) -> Quantized:
+    """Draw codes in super-blocks whose integer scales are all 1."""
     most = 1 << bits
     some: NDArray[Any] = rng.integers(1, most, min(out * inner, _PERIOD), dtype=np.uint8)
     step = math.sqrt(12) / (most - 1) / math.sqrt(inner)
@@ -189,15 +188,15 @@ def _drawn_blocks(rng: np.random.Generator, bits: Literal[4, 5, 6], out: int, in
     return Quantized(bits, codes, one, one.copy(), scale, middle)
 
 
-def _drawn(rng: np.random.Generator, mold: _Mold, out: int, inner: int) -> Quantized:
-    """Codes, with scales that give the weights the deviation 1 / sqrt(inner)."""
-    low, high = (1, 16) if mold.bits == 4 else (-127, 128)  # as many below the middle as above
-    dtype: Any = np.uint8 if mold.bits == 4 else np.int8
+def _draw_codes(rng: np.random.Generator, storage: _Storage, out: int, inner: int) -> Quantized:
+    """Draw codes, with scales that give the weights a standard deviation of 1 / sqrt(inner)."""
+    low, high = (1, 16) if storage.bits == 4 else (-127, 128)  # symmetric about the middle
+    dtype: Any = np.uint8 if storage.bits == 4 else np.int8
     some: NDArray[Any] = rng.integers(low, high, min(out * inner, _PERIOD), dtype=dtype)
     step = math.sqrt(12) / (high - low) / math.sqrt(inner)
     groups = (out, inner // GROUP)
-    scale = np.full(groups, step, mold.scale)
-    middle = 8 if mold.bits == 4 else 0
-    minimum = np.full(groups, -middle * step, mold.minimum) if mold.minimum else None
-    assert mold.bits
-    return Quantized(mold.bits, np.resize(some, out * inner).reshape(out, inner), scale, minimum)
+    scale = np.full(groups, step, storage.scale)
+    middle = 8 if storage.bits == 4 else 0
+    minimum = np.full(groups, -middle * step, storage.minimum) if storage.minimum else None
+    assert storage.bits
+    return Quantized(storage.bits, np.resize(some, out * inner).reshape(out, inner), scale, minimum)

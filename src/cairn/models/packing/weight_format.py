@@ -4,11 +4,11 @@
     stored   floats as they are, packed tensors of a GGUF file as codes: see `quantize.unpack`
     f32      every number in float32
     bf16     every matrix in bfloat16
-    int8     every matrix in codes of 8 bits; packed ones that have no more stay as they are
-    int4     every matrix in codes of 4 bits, the embedding and the output in 8, as `cairn quantize` has them
+    int8     every matrix in codes of 8 bits; packed ones with at most 8 stay as they are
+    int4     every matrix in codes of 4 bits, the embedding and the output in 8, as `cairn quantize` writes them
 
-A matrix whose rows are no multiple of 32 is not rounded to codes. Vectors are never rounded, nor is what routes tokens
-to experts or steers the memory of layers that keep a state, which is held in float32.
+A matrix whose rows are no multiple of 32 is not rounded to codes. Vectors are never rounded, nor are routers of experts
+and the decay of recurrent states, which are float32.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _ENDS = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def form_of(spec: ModelSpec, wanted: str) -> Form:
-    """The form that the option `weights` means for a model."""
+    """Return the form that the option `weights` means for a model."""
     if wanted == "auto":
         return "f32" if small(spec) else "stored"
     forms: dict[str, Form] = {"stored": "stored", "f32": "f32", "bf16": "bf16", "int8": "int8", "int4": "int4"}
@@ -54,30 +54,30 @@ def form_of(spec: ModelSpec, wanted: str) -> Form:
 
 @runtime_checkable
 class _Packed(Protocol):
-    """Weights some of which are stored as codes."""
+    """Weights of which some are stored as codes."""
 
     def packed_outline(self, name: str) -> TensorMeta | None:
-        """What `packed` would give; None for a tensor that is not stored as codes."""
+        """Return the meta of `packed(name)`; None for a tensor not stored as codes."""
         ...
 
     def packed(self, name: str) -> tuple[Packed, float]:
-        """A tensor as codes, and its relative error."""
+        """Return a tensor as codes, and its relative error."""
         ...
 
     def kind(self, name: str) -> tuple[str, bool]:
-        """A tensor's number format in the file, and whether `packed` has to round it."""
+        """Return a tensor's number format in the file, and whether `packed` has to round it."""
         ...
 
 
 class HeldWeights(Mapping[str, Any]):
-    """The weights that `open_weights` gave in a form. A tensor is made when it is asked for: ask once."""
+    """The weights of `open_weights` converted to a form. Tensors are not cached: ask for each once."""
 
     def __init__(self, source: Mapping[str, NDArray[Any]], form: Form) -> None:
         self.source, self.form = source, form
-        """Tensors as the files have them, and what they are held in."""
-        self._codes = source if isinstance(source, _Packed) else None  # found out once: to look at a protocol is slow
+        """Tensors as the files have them, and the form they are held in."""
+        self._codes = source if isinstance(source, _Packed) else None  # once: isinstance of a protocol is slow
         self.errors: dict[str, float] = {}
-        """Relative error of each tensor that was rounded when it was asked for."""
+        """Relative error of each tensor that was rounded so far."""
         self._made = 0
 
     def __getitem__(self, name: str) -> NDArray[Any] | Packed:
@@ -97,7 +97,7 @@ class HeldWeights(Mapping[str, Any]):
         return held
 
     def outline(self, name: str) -> TensorMeta:
-        """What `[name]` gives, and the bytes that it makes on the way."""
+        """Return the meta of `[name]`, with the bytes that building it takes."""
         plain = known.outline(self.source, name)
         if _is_exact(name):
             return TensorMeta(plain.shape, "float32", plain.made + 4 * math.prod(plain.shape))
@@ -110,26 +110,26 @@ class HeldWeights(Mapping[str, Any]):
         return known.codes(plain.shape, self._bits(name), "float16", passing=plain.made)
 
     def note(self) -> str:
-        """How the weights are held, and which number formats of the file are rounded for that; reads none of them."""
+        """Return how the weights are held and which formats are rounded, as a phrase; reads no tensor."""
         found: dict[str, set[str]] = {}
         for name in self.source:
             kind, target = self._rounds(name)
             if target:
                 found.setdefault(target, set()).add(kind)
-        told = [f"{' and '.join(sorted(kinds))} rounded to {_LOSS[one]}" for one, kinds in sorted(found.items())]
-        return ", ".join([self.form, *told])
+        notes = [f"{' and '.join(sorted(kinds))} rounded to {_LOSS[one]}" for one, kinds in sorted(found.items())]
+        return ", ".join([self.form, *notes])
 
     def formats(self) -> tuple[str, ...]:
-        """The number formats that the file has; reads none of them."""
+        """Return the number formats in the file; reads no tensor."""
         return tuple(sorted({self._rounds(name)[0] for name in self.source}))
 
     def _rounds(self, name: str) -> tuple[str, str]:
-        """A tensor's number format in the file, and what it is rounded to; "" where it loses nothing."""
+        """Return a tensor's number format in the file, and what it is rounded to; "" if it is exact."""
         plain = known.outline(self.source, name)
         kind, inexact = _KINDS.get(plain.dtype, plain.dtype), False
         if self._codes is not None:
             kind, inexact = self._codes.kind(name)
-        if _is_exact(name) or name == INPUTS:  # which is read from the file by rows
+        if _is_exact(name) or name == INPUTS:  # INPUTS is read from the file by rows
             return kind, ""
         if self._stays(name):
             return kind, "int8" if inexact and len(plain.shape) == 2 else ""
@@ -138,7 +138,7 @@ class HeldWeights(Mapping[str, Any]):
         return kind, f"int{self._bits(name)}"
 
     def __contains__(self, name: object) -> bool:
-        return name in self.source  # a mapping's own would make the tensor
+        return name in self.source  # Mapping's default would build the tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.source)
@@ -147,7 +147,7 @@ class HeldWeights(Mapping[str, Any]):
         return len(self.source)
 
     def _stays(self, name: str) -> bool:
-        """Whether a tensor is held as it is stored."""
+        """Return whether a tensor is held as it is stored."""
         shape = known.outline(self.source, name).shape
         if self.form == "stored" or (len(shape) == 1 and self.form != "f32"):
             return True
@@ -175,7 +175,7 @@ class HeldWeights(Mapping[str, Any]):
             return array
         held = np.empty(array.shape, ml_dtypes.bfloat16)
         wrong = total = 0.0
-        # Some rows at a time beside the result: arrays of the file are mapped, and may be large.
+        # In slices: the mapped arrays may be larger than memory.
         step = max(1, SLICE // array.shape[1])
         with np.errstate(all="ignore"):
             for at in range(0, len(array), step):
@@ -190,12 +190,12 @@ class HeldWeights(Mapping[str, Any]):
 
 
 def _is_exact(name: str) -> bool:
-    """Whether a tensor is never rounded."""
+    """Return whether a tensor is never rounded."""
     return is_router(name) or is_step(name)
 
 
 def error_line(errors: Mapping[str, float], tensors: int) -> str | None:
-    """What rounding cost in a sentence: mean and largest relative error of a tensor; None where nothing was rounded."""
+    """Return a sentence with mean and largest relative error of the tensors; None if nothing was rounded."""
     if not errors:
         return None
     worst = max(errors, key=errors.__getitem__)

@@ -1,4 +1,4 @@
-"""Weights some of whose tensors are stored as codes: under one mapping with those of plain numbers."""
+"""Weights of which some tensors are stored as codes, in one mapping with plain tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KINDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 class Coded(Protocol):
-    """A matrix that is stored as codes."""
+    """A matrix stored as codes."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -26,29 +26,29 @@ class Coded(Protocol):
 
     @property
     def kind(self) -> tuple[str, bool]:
-        """Its number format, and whether `packed` has to round it."""
+        """Number format, and whether `packed` has to round."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes in its file, about."""
+        """Approximate bytes in its file."""
         ...
 
     def values(self) -> NDArray[np.float32]:
-        """Its numbers [out, in]."""
+        """Return the values [out, in]."""
         ...
 
     def packed_outline(self) -> TensorMeta | None:
-        """What `packed` gives; None for a matrix that the groups of kernels do not fit."""
+        """Return the meta of `packed()`; None if the kernels' groups do not fit the matrix."""
         ...
 
     def packed(self) -> tuple[Packed, float]:
-        """The matrix as codes of kernels, and its relative error."""
+        """Return the matrix as kernel codes, and its relative error."""
         ...
 
 
 class CodedWeights(Mapping[str, NDArray[Any]]):
-    """`weights.open_weights` where some tensors are `Coded`. An array that was asked for is not kept: ask once."""
+    """`weights.open_weights` with some `Coded` tensors. Arrays are not cached: ask for each once."""
 
     def __init__(self, plain: Mapping[str, NDArray[Any]], coded: Mapping[str, Coded]) -> None:
         self._plain, self._coded = plain, coded
@@ -57,28 +57,28 @@ class CodedWeights(Mapping[str, NDArray[Any]]):
         return self._coded[name].values() if name in self._coded else self._plain[name]
 
     def outline(self, name: str) -> TensorMeta:
-        """What `[name]` gives, and the bytes of memory that it makes."""
+        """Return the meta of `[name]`, with the bytes of memory that building it takes."""
         if name not in self._coded:
             return known.outline(self._plain, name)
         shape = self._coded[name].shape
         return TensorMeta(shape, "float32", 4 * math.prod(shape))
 
     def packed_outline(self, name: str) -> TensorMeta | None:
-        """What `packed` gives; None for a tensor that is not given as codes."""
+        """Return the meta of `packed(name)`; None for a tensor without codes."""
         return self._coded[name].packed_outline() if name in self._coded else None
 
     def packed(self, name: str) -> tuple[Packed, float]:
-        """A tensor that has a `packed_outline` as codes, and its relative error."""
+        """Return a tensor with a `packed_outline` as codes, and its relative error."""
         return self._coded[name].packed()
 
     def kind(self, name: str) -> tuple[str, bool]:
-        """A tensor's number format in the file, and whether `packed` has to round it."""
+        """Return a tensor's number format in the file, and whether `packed` has to round it."""
         if name in self._coded:
             return self._coded[name].kind
         return _KINDS[str(self._plain[name].dtype)], False
 
     def stored(self, name: str) -> tuple[str, int]:
-        """A tensor's number format in the file, and the bytes that it takes there."""
+        """Return a tensor's number format in the file, and its bytes there."""
         if name in self._coded:
             return self._coded[name].kind[0], self._coded[name].nbytes
         return _KINDS[str(self._plain[name].dtype)], self._plain[name].nbytes

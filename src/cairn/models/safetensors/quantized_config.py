@@ -1,8 +1,8 @@
-"""`quantization_config` of a config.json: how safetensors hold weights in fewer bits, or what of that is not read.
+"""`quantization_config` of a config.json: how safetensors store quantised weights.
 
-Only what cannot be told from the tensors themselves is taken from it: bits, groups and minima are theirs. Lists of
-modules that were left as they were (`ignore`, `modules_to_not_convert`) need no reading either, since such a module has
-plain numbers. How activations would be rounded says nothing here: see `kernels.quantized`.
+Only what the tensors do not show is read: bits, groups and minima follow from them. Lists of unquantised modules
+(`ignore`, `modules_to_not_convert`) are not needed either, since such modules have plain numbers. Settings for
+activations have no effect: see `kernels.quantized`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ Method = Literal["float8", "integers", "awq", "gptq"]
 
 FIELDS = ("quantization_config", "compression_config")
 _MLX = "quantization"
-"""Where MLX writes how it packed weights; newer releases write it in `quantization_config` too, without a method."""
+"""Key of MLX's settings; newer releases also write `quantization_config`, without a method."""
 _MOST = 1 << 20
-"""Outputs or inputs of a block."""
+"""Most outputs or inputs of a block."""
 SUPPORTED = (
     "fp8 (e4m3), compressed-tensors (float-, int- and pack-quantized, nvfp4, mxfp4), modelopt (fp8, nvfp4), "
     "awq (gemm), gptq, and mxfp4 of gpt-oss"
@@ -28,24 +28,24 @@ SUPPORTED = (
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How modules that are no plain numbers are stored."""
+    """Storage of quantised modules."""
 
     method: Method
-    """`integers` is what compressed-tensors has, whose modules may be of float8, too."""
+    """`integers` is compressed-tensors, whose modules may be float8 too."""
     block: tuple[int, int] = (128, 128)
-    """Of float8: outputs and inputs that share a scale, where scales have a row and a column for each block."""
+    """Of float8: outputs and inputs that share a scale, if there is a scale for each block."""
     bits: int = 4
     """Of awq and gptq."""
     symmetric: bool = False
-    """Of awq and gptq: whether the file says that its zero points are in the middle."""
+    """Of awq and gptq: whether the file states that zero points are in the middle."""
     zero_shift: int = 0
-    """Of gptq: what zero points are more than the file says."""
+    """Of gptq: added to the stored zero points."""
 
 
 def scheme_of(config: Fields, mxfp4: bool = False) -> Scheme | None:
-    """How a config.json says that weights are stored; None for plain numbers, and for MXFP4 where a family has it.
+    """Return how a config.json says weights are stored; None for plain numbers.
 
-    Raises `ModelError` naming what is not supported.
+    None also for MXFP4 if the family supports it (`mxfp4`). Raise `ModelError` that names what is not supported.
     """
     name = next((one for one in (_MLX, *FIELDS) if config.has(one)), None)
     if name is None:
@@ -119,7 +119,7 @@ def _compressed(fields: Fields) -> Scheme:
 
 
 def _group(fields: Fields, group: Fields) -> tuple[int, int] | None:
-    """What one group of modules says of its weights, if that is read; its blocks, if it has any."""
+    """Check the weights' settings of one group of modules; return its block size, if any."""
     if group.has("format"):
         _known(fields, group.text("format", ""))
     weights = group.object("weights")

@@ -1,6 +1,6 @@
-"""Modules of quantised safetensors: which tensors of a file belong together, and what they are as one matrix.
+"""Modules of quantised safetensors: groups the tensors of each module and reads them as one matrix.
 
-A module's tensors stand beside each other under its name:
+A module's tensors share its name as a prefix:
 
     float8      weight e4m3 [out, in], and weight_scale_inv or weight_scale: one, [out], [out, 1] or one for each block
     integers    weight int8 [out, in], or weight_packed int32 [out, in * bits / 32] with its weight_shape; weight_scale
@@ -10,7 +10,7 @@ A module's tensors stand beside each other under its name:
     awq         qweight int32 [in, out / 8], qzeros [G, out / 8], scales [G, out]; eight outputs out of order in a word
     gptq        qweight int32 [in * bits / 32, out], qzeros [G, out * bits / 32], scales [G, out], g_idx [in]
 
-Numbers stand in a word from its lowest bits on. Those without a sign count from the middle: 8 or 128 is taken off.
+Numbers fill a word from its lowest bits. Unsigned ones are centred: 8 or 128 is subtracted.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from cairn.models.safetensors.quantized_config import Scheme
 from cairn.models.safetensors.stored_codes import (
     FLOAT8,
     FLOAT_E8,
+    Float4,
     Float8,
-    Four,
     IntegerCodes,
     Rows,
     StoredMatrix,
-    marked,
+    row_numbers,
 )
 from cairn.types.errors import ModelFileError
 
@@ -47,7 +47,7 @@ _ENDS = {
     "awq": ("qweight", "qzeros", "scales"),
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),
 }
-"""What stands behind the names of modules."""
+"""Suffixes of the tensors of a module."""
 ENDS = frozenset(end for ends in _ENDS.values() for end in ends)
 _UNUSED = (
     "input_scale",
@@ -59,14 +59,14 @@ _UNUSED = (
     "q_scale",
     "activation_scale",
 )
-"""How activations or KV would be rounded."""
+"""Settings for rounding activations or KV."""
 _AWQ = np.array((0, 4, 1, 5, 2, 6, 3, 7), np.uint32)
-"""At which half byte of a word each of eight neighbouring outputs stands."""
+"""Nibble position of each of eight neighbouring outputs in a word."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor of a file; with a `source`, `array` is what `stored_codes.marked` gave for it."""
+    """A tensor of a file; if it has a `source`, `array` is `stored_codes.row_numbers` of it."""
 
     path: Path
     name: str
@@ -75,7 +75,10 @@ class Stored:
 
 
 def modules(scheme: Scheme, tensors: Iterable[Stored]) -> Iterator[Stored]:
-    """The tensors with those of each quantised module as one, called NAME.weight. Raises `ModelFileError`."""
+    """Yield plain tensors, and each quantised module as one tensor NAME.weight.
+
+    Raise `ModelFileError` for parts that do not fit together.
+    """
     parts: dict[str, dict[str, Array]] = {}
     weights: dict[str, Stored] = {}
     homes: dict[str, Path] = {}
@@ -88,7 +91,7 @@ def modules(scheme: Scheme, tensors: Iterable[Stored]) -> Iterator[Stored]:
             homes[module] = one.path
         elif end == "weight":
             weights[module] = one
-        elif scheme.method != "gptq" or end != "bias" or one.array.any():  # which some files have for every module
+        elif scheme.method != "gptq" or end != "bias" or one.array.any():  # some files have zero biases everywhere
             yield one
     for module, weight in weights.items():
         if module not in parts and weight.array.dtype != FLOAT8:
@@ -96,12 +99,12 @@ def modules(scheme: Scheme, tensors: Iterable[Stored]) -> Iterator[Stored]:
             continue
         found = parts.setdefault(module, {})
         if "weight" in found or "weight_packed" in found or "qweight" in found:
-            raise ModelFileError(f"{weight.path}: the tensor {weight.name[:120]!r} is there under two names")
+            raise ModelFileError(f"{weight.path}: the tensor {weight.name[:120]!r} is stored under two names")
         found["weight"] = weight.array
         homes[module] = weight.path
     for module, own in parts.items():
         source = _Module(homes[module], module, own).source(scheme)
-        yield Stored(homes[module], f"{module}.weight", marked(source.shape), source)
+        yield Stored(homes[module], f"{module}.weight", row_numbers(source.shape), source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,21 +131,21 @@ class _Module:
     def _part(self, name: str, axes: int, *dtypes: np.dtype[Any]) -> Array:
         found = self.parts.get(name)
         if found is None:
-            raise self._error(name, "there")
+            raise self._error(name, "present")
         if found.ndim != axes or (dtypes and found.dtype not in dtypes):
             raise self._error(name, f"of {axes} dimensions in {' or '.join(map(str, dtypes)) or 'numbers'}")
         return found
 
     def _error(self, name: str, wanted: str) -> ModelFileError:
         found = self.parts.get(name)
-        said = "nothing" if found is None else f"{found.dtype} of shape {list(found.shape)}"
-        return ModelFileError(f"{self.path}: the tensor {self.name[:120]}.{name} must be {wanted}, found {said}")
+        actual = "nothing" if found is None else f"{found.dtype} of shape {list(found.shape)}"
+        return ModelFileError(f"{self.path}: the tensor {self.name[:120]}.{name} must be {wanted}, found {actual}")
 
     def _bytes(self) -> int:
         return sum(one.nbytes for one in self.parts.values())
 
     def _scales(self, name: str, shape: tuple[int, int]) -> Array:
-        """Scales [out, G] of a matrix, of which all outputs may share one."""
+        """Return the scales of a matrix as [out, G]; all outputs may share one row."""
         scales = self.parts.get(name)
         if scales is None or scales.ndim > 2 or scales.dtype.kind in "iu":
             raise self._error(name, "numbers of one or two dimensions")
@@ -164,7 +167,7 @@ class _Module:
         return Float8(weight, scales, scheme.block)
 
     def _four(self, packed: Array) -> StoredMatrix:
-        """Two numbers of fp4 in a byte."""
+        """Read two fp4 numbers from each byte."""
         out, inner = len(packed), 2 * packed.shape[1]
         scales = self._part("weight_scale", 2, FLOAT8, FLOAT_E8, np.dtype(np.uint8))
         size = 16 if scales.dtype == FLOAT8 else 32
@@ -175,15 +178,15 @@ class _Module:
             if one is not None and (one.size != 1 or one.dtype != np.float32):
                 raise self._error(name, "one number in float32")
         whole = [np.float32(1) if one is None else one.reshape(-1)[0] for one in (factor, divisor)]
-        return Four(packed, scales, whole[0], whole[1], self._bytes())
+        return Float4(packed, scales, whole[0], whole[1], self._bytes())
 
     def _eight(self, weight: Array) -> StoredMatrix:
-        """One byte a number."""
+        """Read one int8 number from each byte."""
         out, inner = weight.shape
         scales = self._scales("weight_scale", (out, inner))
-        given, zeros = self.parts.get("weight_zero_point"), None
-        if given is not None and given.any():
-            offsets = self._zeros(given.astype(np.int16), scales)
+        stored, zeros = self.parts.get("weight_zero_point"), None
+        if stored is not None and stored.any():
+            offsets = self._zeros(stored.astype(np.int16), scales)
             zeros = lambda rows: offsets[rows]  # noqa: E731
         groups = self._groups("weight_g_idx", inner, scales.shape[1])
         return IntegerCodes("INT8", (out, inner), self._bytes(), 8, lambda rows: weight[rows], scales, zeros, groups)
@@ -195,7 +198,7 @@ class _Module:
         return np.broadcast_to(zeros, scales.shape)
 
     def _packed(self) -> StoredMatrix:
-        """Words along the inputs."""
+        """Read numbers packed along the inputs in 32-bit words."""
         words = self._part("weight_packed", 2, np.dtype("<i4")).view(np.uint32)
         shape = self._part("weight_shape", 1)
         if shape.dtype.kind not in "iu" or shape.size != 2 or not words.shape[1]:
@@ -256,7 +259,7 @@ class _Module:
         return IntegerCodes("GPTQ", (out, inner), self._bytes(), bits, read, scales, given, groups)
 
     def _groups(self, name: str, inner: int, count: int) -> NDArray[np.intp] | None:
-        """Which group each input belongs to, where that is not its neighbours'."""
+        """Return each input's group; None if groups are neighbouring inputs."""
         index = self.parts.get(name)
         if index is None or (index.shape == (inner,) and (index == _NO_GROUP).all()):
             return None
@@ -267,11 +270,11 @@ class _Module:
 
 
 _NO_GROUP = -1
-"""What compressed-tensors writes for inputs that are in the order of their groups."""
+"""Group index in compressed-tensors for inputs in group order."""
 
 
 def _unpacked(words: NDArray[np.uint32], bits: Literal[4, 8]) -> NDArray[np.int8]:
-    """Numbers of words [n, w] as [n, w * 32 / bits], from the middle on."""
+    """Return the numbers of words [n, w] as [n, w * 32 / bits], centred."""
     found = np.ascontiguousarray(words).view(np.uint8)
     if bits == 8:
         return (found ^ np.uint8(0x80)).view(np.int8)
@@ -280,6 +283,6 @@ def _unpacked(words: NDArray[np.uint32], bits: Literal[4, 8]) -> NDArray[np.int8
 
 
 def _of_awq(words: NDArray[np.uint32], rows: Rows) -> NDArray[np.int8]:
-    """Of words [n, out / 8], some outputs [rows, n], from the middle on."""
+    """Return some outputs of AWQ words [n, out / 8] as [rows, n], centred."""
     found = words[:, rows // 8] >> (4 * _AWQ[rows % 8]) & np.uint32(15)
     return np.ascontiguousarray(found.T.astype(np.int8)) - np.int8(8)

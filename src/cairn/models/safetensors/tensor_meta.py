@@ -1,4 +1,4 @@
-"""What is known of a model's weights before they are read: enough to count the memory that they take."""
+"""Shape, number format and memory of tensors before they are read."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from cairn.kernels.codebooks import ROW_FORMATS
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """A tensor as reading it gives it: an array, or codes (`kernels.base.Packed`)."""
+    """A tensor as it will be read: an array, or codes (`kernels.base.Packed`)."""
 
     shape: tuple[int, ...]
     dtype: str
-    """float32, float16 or bfloat16; of codes int8, or uint8 for those of 4 to 6 bits."""
+    """float32, float16 or bfloat16; of codes int8, or uint8 for 4 to 6 bits."""
     made: int
-    """Bytes of memory that reading it takes; 0 for a view of the mapped file."""
+    """Bytes of memory that reading takes; 0 for a view of the mapped file."""
     scale: str = ""
     """Type of the codes' scales; "" for plain numbers."""
     minimum: str = ""
@@ -31,7 +31,7 @@ class TensorMeta:
 
     @property
     def bits(self) -> int:
-        """Of a number: 2 to 8 for codes, 16 or 32."""
+        """Bits of a number: 2 to 8 for codes, 16 or 32."""
         if self.table in ROW_FORMATS:
             return ROW_FORMATS[self.table].bits
         return (
@@ -42,7 +42,7 @@ class TensorMeta:
 
     @property
     def form(self) -> str:
-        """As `kernels.native.form_of` calls it."""
+        """Name as in `kernels.native.form_of`."""
         if not self.scale:
             return self.dtype
         if self.table in ROW_FORMATS:
@@ -54,8 +54,10 @@ class TensorMeta:
 
 
 def outline(weights: Mapping[str, Any], name: str) -> TensorMeta:
-    """The outline of one tensor; does not read it. Weights that are made when they are asked for have a method of this
-    name, which knows them before."""
+    """Return the meta of one tensor without reading it.
+
+    Weights that build tensors on demand have a method `outline` that is asked instead.
+    """
     known: Callable[[str], TensorMeta] | None = getattr(weights, "outline", None)
     if known is not None:
         return known(name)
@@ -64,17 +66,17 @@ def outline(weights: Mapping[str, Any], name: str) -> TensorMeta:
 
 
 def outlines(weights: Mapping[str, Any]) -> dict[str, TensorMeta]:
-    """The outline of every tensor of a model's weights; reads none of them."""
+    """Return the meta of every tensor without reading them."""
     return {name: outline(weights, name) for name in weights}
 
 
 def row_blocks(shape: tuple[int, ...], kind: str) -> TensorMeta:
-    """The outline of rows of a codebook."""
+    """Return the meta of codebook rows."""
     return TensorMeta(shape, "uint8", math.prod(shape) // BLOCK * ROW_FORMATS[kind].bytes, "float16", table=kind)
 
 
 def blocks(shape: tuple[int, ...], bits: Literal[4, 5, 6], table: str = "") -> TensorMeta:
-    """The outline of codes in super-blocks."""
+    """Return the meta of codes in super-blocks."""
     count = math.prod(shape)
     if table:
         return TensorMeta(shape, "int8", count + count // GROUP + 2 * (count // BLOCK), "int8", "", bits, table)
@@ -86,7 +88,7 @@ def blocks(shape: tuple[int, ...], bits: Literal[4, 5, 6], table: str = "") -> T
 def codes(
     shape: tuple[int, ...], bits: int, scale: str, minimum: str = "", passing: int = 0, table: str = ""
 ) -> TensorMeta:
-    """The outline of groups of codes; `passing` bytes are needed beside them while they are made."""
+    """Return the meta of groups of codes; making them takes `passing` more bytes."""
     groups = math.prod(shape) // GROUP
     beside = sum({"float16": 2, "float32": 4}[one] * groups for one in (scale, minimum) if one)
     made = math.prod(shape) + beside + passing

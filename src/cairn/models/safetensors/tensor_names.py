@@ -1,6 +1,6 @@
-"""How safetensors files of a family name and fuse tensors where that is not `expected_tensors`' way.
+"""Names and fused tensors of families whose safetensors differ from `expected_tensors`.
 
-A stored tensor becomes one or several of ours, as views: nothing is copied but where an order has to change.
+A stored tensor becomes one or several of ours, as views: data is copied only to change its order.
 """
 
 from __future__ import annotations
@@ -12,10 +12,49 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.models.safetensors import stored_recurrent
+from cairn.kernels.elementary import exp
 from cairn.models.spec.families import without_part
 from cairn.models.spec.latent_spec import KEYS, VALUES
-from cairn.types.model_spec import ModelSpec
+from cairn.models.spec.recurrent_spec import MIXER
+from cairn.types.model_spec import ModelSpec, Recurrence
+
+_PREFIXES = {"delta": "linear_attn.", "mamba2": "mamba.", "conv": "conv."}
+
+
+def _recurrent_tensors(facts: Recurrence, rest: str, array: NDArray[Any]) -> Iterator[tuple[str, NDArray[Any]]]:
+    """Yield a layer's stored tensor (without the layer's prefix) under our names; others unchanged."""
+    prefix = _PREFIXES[facts.kind]
+    if not rest.startswith(prefix):
+        yield rest, array
+        return
+    name = MIXER + rest.removeprefix(prefix).replace("conv1d.", "conv.")
+    if name == f"{MIXER}A_log":
+        yield f"{MIXER}decay", -exp(array.astype(np.float32))
+    elif name == f"{MIXER}conv.weight" and array.ndim == 3:  # [C, 1, reach]
+        yield name, np.ascontiguousarray(array[:, 0].T).reshape(-1)
+    elif name == f"{MIXER}in_proj_qkvz.weight":
+        yield from _split(facts, array)
+    elif name == f"{MIXER}in_proj_ba.weight":
+        for number, rows in enumerate(_by_keys(facts, (facts.heads, facts.heads))):
+            yield f"{MIXER}in_proj_{'ba'[number]}.weight", array[rows]
+    else:
+        yield name, array
+
+
+def _split(facts: Recurrence, array: NDArray[Any]) -> Iterator[tuple[str, NDArray[Any]]]:
+    """Split queries, keys, values and gates, which are stored together for each key head."""
+    keys = facts.key_heads * facts.key_size
+    query, key, value, gate = _by_keys(facts, (keys, keys, facts.inner, facts.inner))
+    yield f"{MIXER}in_proj_qkv.weight", array[np.concatenate([query, key, value])]
+    yield f"{MIXER}in_proj_z.weight", array[gate]
+
+
+def _by_keys(facts: Recurrence, sizes: tuple[int, ...]) -> list[NDArray[np.intp]]:
+    """Return the rows of each of several parts that are interleaved by key head."""
+    order = np.arange(sum(sizes)).reshape(facts.key_heads, -1)
+    ends = np.cumsum([size // facts.key_heads for size in sizes])
+    return [part.reshape(-1) for part in np.split(order, ends[:-1], axis=1)]
+
 
 Tensor = tuple[str, NDArray[Any]]
 
@@ -26,13 +65,13 @@ _OSS_ENDS = {None: "weight", "_bias": "bias", "_blocks": "weight.blocks", "_scal
 
 
 _UNREAD = re.compile(r"self_attn\.(k_proj|v_proj|k_norm|v_norm)\.\w+")
-"""Of layers that read the keys and values of an earlier one: some files have them."""
+"""Tensors that some files have for layers that share an earlier layer's KV; they are ignored."""
 
 
 def own_tensors(spec: ModelSpec, ahead: int, name: str, array: NDArray[Any]) -> Iterator[Tensor]:
-    """A stored tensor as those of `expected_tensors`; one with the name "" where it is set aside.
+    """Yield a stored tensor as those of `expected_tensors`; the name is "" if it is ignored.
 
-    `ahead`: how many layers behind the last guess further tokens.
+    `ahead`: most multi-token-prediction layers after the last layer.
     """
     match = _LAYER.fullmatch(name)
     if match is None:
@@ -50,9 +89,9 @@ def own_tensors(spec: ModelSpec, ahead: int, name: str, array: NDArray[Any]) -> 
     if spec.architecture in ("NemotronHForCausalLM", "Mamba2ForCausalLM"):
         rest = _nemotron(spec, int(layer), rest)
     states = spec.recurrence
-    for one, whole in [(rest, array)] if states is None else stored_recurrent.own(states, rest, array):
+    for one, whole in [(rest, array)] if states is None else _recurrent_tensors(states, rest, array):
         for own, part in _RULES.get(without_part(spec.architecture), _as_it_is)(one, whole, spec):
-            # A shared expert is the MLP of a model without others.
+            # In a model without experts, the "shared" one is the MLP.
             named = own.replace("shared.", "mlp.shared_expert." if spec.experts else "mlp.", 1)
             yield prefix + (named if own.startswith("shared.") else own) if own else "", part
 
@@ -76,8 +115,7 @@ def _glm(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
 
 
 def _oss(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
-    """Experts in one tensor, gates and what they let through as neighbours: [E, in, out] of plain numbers, or of MXFP4
-    [E, out, ...]."""
+    """Split experts in one tensor, gate and up rows interleaved: [E, in, out] plain, or [E, out, ...] in MXFP4."""
     match = _OSS.fullmatch(rest)
     if match is None:
         yield rest.replace("mlp.router.", "mlp.gate."), array
@@ -97,39 +135,39 @@ _LLAMA_4 = {"feed_forward.router.": "mlp.gate.", "feed_forward.": "mlp."}
 
 
 def _llama(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
-    """Experts in one tensor [E, in, out], gates before what they let through; heads whose pairs are neighbours."""
+    """Split experts in one tensor [E, in, out], gates before up; reorder heads with interleaved rotary pairs."""
     for theirs, ours in _LLAMA_4.items():
         rest = rest.replace(theirs, ours, 1)
     if re.fullmatch(r"self_attn\.[qk]_proj\.(weight|bias)", rest) and array.ndim <= 2:
-        yield rest, turn_back(array, spec.head_dim)
+        yield rest, unpermute(array, spec.head_dim)
     elif rest in ("mlp.experts.gate_up_proj", "mlp.experts.down_proj") and array.ndim == 3:
         yield from _fused(rest, array.swapaxes(1, 2), spec)
     else:
         yield rest, array
 
 
-def turn_back(rows: NDArray[Any], head_dim: int, turned: int | None = None) -> NDArray[Any]:
-    """Rows of q or k with rotary pairs as neighbours (0, D/2, 1, D/2 + 1, ...) -> in their heads' natural order.
+def unpermute(rows: NDArray[Any], head_dim: int, turned: int | None = None) -> NDArray[Any]:
+    """Reorder q or k rows from interleaved rotary pairs (0, D/2, 1, D/2 + 1, ...) to natural order.
 
-    `turned`: how many numbers of a head are turned, where it is not all of them; the others stay where they are.
+    `turned`: rotary numbers of a head if not all; the others keep their places.
     """
     if turned not in (None, head_dim):
         parts = rows.reshape(-1, head_dim, *rows.shape[1:])
-        pairs = turn_back(parts[:, :turned].reshape(-1, *rows.shape[1:]), turned)
+        pairs = unpermute(parts[:, :turned].reshape(-1, *rows.shape[1:]), turned)
         whole = np.concatenate([pairs.reshape(-1, turned, *rows.shape[1:]), parts[:, turned:]], axis=1)
         return whole.reshape(rows.shape)
     heads = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
     return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(rows.shape)
 
 
-def turn(rows: NDArray[Any], head_dim: int) -> NDArray[Any]:
-    """The inverse of `turn_back`."""
+def permute(rows: NDArray[Any], head_dim: int) -> NDArray[Any]:
+    """Invert `unpermute`."""
     heads = rows.reshape(-1, 2, head_dim // 2, *rows.shape[1:])
     return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(rows.shape)
 
 
 def _fused(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
-    """Experts that may be in one tensor [E, out, in], gates above what they let through."""
+    """Split experts that may be in one tensor [E, out, in], gates above up."""
     match = re.fullmatch(r"mlp\.experts\.(gate_up_proj|down_proj)", rest)
     if match is None or array.ndim != 3:
         yield rest, array
@@ -145,7 +183,7 @@ def _fused(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
 
 
 def _gemma(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
-    """Experts beside the MLP, which stand beside it by name too."""
+    """Rename experts beside the MLP, which are named beside it too."""
     place, _, name = rest.partition(".")
     if place == "experts":
         yield from _fused(f"mlp.{rest}", array, spec)
@@ -176,7 +214,7 @@ def _lfm(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
 
 
 def _granite(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
-    """The shared expert, which is the MLP of a model without others, and those in one tensor."""
+    """Split the shared expert (the MLP of a model without others) and fused experts."""
     part, _, name = rest.partition(".")
     if part == "shared_mlp" and name in ("input_linear.weight", "output_linear.weight"):
         if name == "output_linear.weight":
@@ -192,7 +230,7 @@ def _granite(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor
 
 
 def _nemotron(spec: ModelSpec, layer: int, rest: str) -> str:
-    """What a layer's tensors are called where each layer is another thing, and all are called mixers."""
+    """Return a layer tensor's name in a model whose layers have one part each, all named mixer."""
     if rest == "norm.weight":
         return "input_layernorm.weight"
     if spec.keeps_state(layer):
@@ -217,18 +255,18 @@ _OTHERS = {
     "NemotronHForCausalLM": _BACKBONE,
     "Mamba2ForCausalLM": _BACKBONE,
 }
-"""Tensors beside the layers that have another name."""
+"""Tensors outside the layers with other names."""
 
 
 XIELU = "mlp.act_fn"
-"""Where the numbers of a layer's activation are."""
+"""Prefix of a layer's activation parameters."""
 _APERTUS = {"attention_layernorm": "input_layernorm", "feedforward_layernorm": "post_attention_layernorm"}
 _XIELU_CONSTANTS = {f"{XIELU}.beta": 0.5, f"{XIELU}.eps": -1e-6}
 
 
 def _apertus(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
     if rest in _XIELU_CONSTANTS and array.size == 1:
-        # Those that the kernels know are set aside; others are no part of the model.
+        # The kernels' own constants are ignored; other values are not supported.
         known = np.isclose(float(array.reshape(-1)[0]), _XIELU_CONSTANTS[rest], rtol=1e-2)
         yield ("" if known else rest), array
         return
@@ -241,7 +279,7 @@ def _hunyuan(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor
 
 
 def _deepseek(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
-    """What makes keys and values of latents in one matrix [Q (plain + value), rank]."""
+    """Split the matrix [Q (plain + value), rank] that makes keys and values of latents."""
     latent = spec.latent
     assert latent is not None
     shape = (spec.heads, latent.plain + latent.value, latent.rank)
@@ -250,13 +288,13 @@ def _deepseek(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tenso
             yield from _glm(own, part, spec)
         return
     for head, one in enumerate(array.reshape(shape)):
-        # Queries go through keys the other way round.
+        # Transposed, because queries are multiplied with the key matrix.
         yield f"{KEYS}.{head}.weight", one[: latent.plain].T
         yield f"{VALUES}.{head}.weight", one[latent.plain :]
 
 
 def _phi(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
-    """Queries, keys and values in one matrix, gates and what they let through in another."""
+    """Split the fused qkv and gate_up matrices."""
     kv = spec.kv_heads * spec.head_dim
     fused = {
         "self_attn.qkv_proj.weight": [("q", spec.heads * spec.head_dim), ("k", kv), ("v", kv)],
@@ -279,9 +317,9 @@ _GLM_NORMS = {
 
 
 def _glm_dense(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
-    """Heads whose turned part has its pairs as neighbours, gates and what they let through in one matrix."""
+    """Reorder the rotary part of heads, whose pairs are interleaved, and split gate_up."""
     if re.fullmatch(r"self_attn\.[qk]_proj\.(weight|bias)", rest) and len(array) % spec.head_dim == 0:
-        yield rest, turn_back(array, spec.head_dim, spec.turned)
+        yield rest, unpermute(array, spec.head_dim, spec.turned)
     else:
         yield from _phi(_GLM_NORMS.get(rest, rest), array, spec)
 

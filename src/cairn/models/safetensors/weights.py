@@ -1,8 +1,8 @@
-"""Safetensors files -> mapped arrays, checked whole before anything is built; GGUF files are `gguf.weights`'.
+"""Safetensors files -> mapped arrays, checked whole before anything is built; GGUF files are read by `gguf.weights`.
 
 The format (https://github.com/huggingface/safetensors, "Format"): 8 bytes little-endian length of the header, the
-header as a JSON object of `{name: {dtype, shape, data_offsets}}`, then the data without holes. Arrays are views of
-the mapped file: opening a model copies nothing. Pickle files (.bin, .pt) are never opened.
+header as a JSON object of `{name: {dtype, shape, data_offsets}}`, then the data without holes. Arrays are views of the
+mapped file: opening a model copies nothing. Pickle files (.bin, .pt) are never opened.
 """
 
 from __future__ import annotations
@@ -33,15 +33,13 @@ from cairn.models.files import (
 from cairn.models.gguf.reader import read_gguf
 from cairn.models.gguf.weights import GgufWeights
 from cairn.models.safetensors.coded_weights import Coded, CodedWeights
-from cairn.models.safetensors.mxfp4 import PARTS, joined
 from cairn.models.safetensors.quantized_config import Scheme, scheme_of
 from cairn.models.safetensors.quantized_files import ENDS, Stored, modules
-from cairn.models.safetensors.stored_codes import Picked, StoredMatrix, picked
+from cairn.models.safetensors.stored_codes import PARTS, SelectedRows, StoredMatrix, join_mxfp4, selected_rows
 from cairn.models.safetensors.tensor_names import XIELU, own_tensors
 from cairn.models.spec.encoder_spec import encoder_tensors
 from cairn.models.spec.encoder_spec import own_name as encoder_name
-from cairn.models.spec.families import AHEAD, FAMILIES
-from cairn.models.spec.family import Family
+from cairn.models.spec.families import AHEAD, FAMILIES, Family
 from cairn.models.spec.latent_spec import latent_tensors
 from cairn.models.spec.moe_spec import mixture_tensors
 from cairn.models.spec.recurrent_spec import MIXER, recurrent_tensors
@@ -59,33 +57,35 @@ _WHOLE: dict[str, np.dtype[Any]] = {
     **{"I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "I8": np.dtype("i1"), "U8": np.dtype("u1")},
     **{"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu)},
 }
-"""Types of places that old checkpoints list beside the weights, of the halves of MXFP4, and of the parts of quantised
-modules; no weight that is whole has them."""
+"""Types of position buffers in old checkpoints, and of the parts of quantised modules; plain weights never have
+them."""
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own bound."""
 MAX_TENSORS = 1 << 16
-"""How many tensors one file may hold; the largest models have some thousands."""
+"""Most tensors of one file; the largest models have some thousands."""
 MAX_BRACES = 1 << 17
-"""How many braces a header may hold, where each tensor has one; the rest is for what __metadata__ may quote."""
+"""Most braces in a header, one for each tensor; the rest is for quoted text in __metadata__."""
 
 _HARMLESS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|.*\.self_attn\.(bias|masked_bias)")
-"""Buffers that old checkpoints carry beside the weights and that the config determines."""
+"""Buffers of old checkpoints that follow from the config."""
 
 _PART = re.compile(r"(?:model\.language_model\.|language_model\.model\.|language_model\.(?=lm_head\.))(.*)")
 _OTHER_PARTS = re.compile(
     r"(model\.)?(vision_tower|vision_model|visual|audio_tower|multi_modal_projector|embed_vision|embed_audio)\."
 )
-"""Of a model that also sees or hears: only texts are served."""
+"""Vision and audio parts of multimodal models: only text is served."""
 _AHEAD = re.compile(r"mtp\..*")
-"""What guesses further tokens where that stands beside the layers."""
+"""Multi-token-prediction tensors stored outside the layers."""
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that a model of this spec has, in transformers' names for decoders, in ours for
-    encoders; matrices are [out, in]."""
+    """Return name and shape of every tensor of a model with this spec; matrices are [out, in].
+
+    Names are transformers' for decoders, ours for encoders.
+    """
     if spec.encoder is not None:
         return encoder_tensors(spec)
     query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
@@ -133,7 +133,7 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def _with_biases(matrices: Mapping[str, tuple[int, int, bool]]) -> dict[str, tuple[int, ...]]:
-    """The tensors of matrices (out, in, whether there is a bias)."""
+    """Return the tensors of matrices given as (out, in, whether there is a bias)."""
     found: dict[str, tuple[int, ...]] = {}
     for name, (rows, columns, bias) in matrices.items():
         found[f"{name}.weight"] = (rows, columns)
@@ -143,9 +143,9 @@ def _with_biases(matrices: Mapping[str, tuple[int, int, bool]]) -> dict[str, tup
 
 
 def _norms(spec: ModelSpec) -> dict[str, int]:
-    """Name and size of a layer's norms."""
+    """Return name and size of a layer's norms."""
     query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    # A layer that is one thing has one norm.
+    # A layer that is only a mixer or only an MLP has one norm.
     norms = {"post_attention_layernorm": spec.hidden} if spec.mlp_layers is None else {}
     if spec.pre_norms:
         norms["input_layernorm"] = spec.hidden
@@ -163,27 +163,27 @@ def _norms(spec: ModelSpec) -> dict[str, int]:
 
 
 def parameters(spec: ModelSpec) -> int:
-    """Numbers in a model of this spec, by its shapes alone."""
+    """Return the number of parameters of a model with this spec, from its shapes alone."""
     return sum(math.prod(shape) for shape in expected_tensors(spec).values())
 
 
 SMALL = 1 << 25
-"""Parameters: 64 MiB in 16 bits."""
+"""Parameters; 64 MiB in 16 bits."""
 
 
 def small(spec: ModelSpec) -> bool:
-    """Whether a model has so few parameters that rounding what is held of it in memory buys nothing.
+    """Return whether a model is so small that rounding its weights or KV saves nothing.
 
-    Weights and KV of such a model are held in float32 unless an option says otherwise: its answers are then those of
-    the arithmetic that it was trained in.
+    Weights and KV of such a model are float32 unless an option says otherwise, so its answers follow the precision it
+    was trained in.
     """
     return parameters(spec) < SMALL
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold the weights of a folder or a GGUF file, in a fixed order; empty if there are none.
+    """Return the weight files of a folder or a GGUF file, in a fixed order; empty if there are none.
 
-    Raises `ModelFileError` for an index that is broken or names a file that is not there.
+    Raise `ModelFileError` for an index that is broken or names a missing file.
     """
     if is_gguf(folder):
         return list(shards(folder))
@@ -195,11 +195,11 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def open_weights(folder: Path, spec: ModelSpec) -> Mapping[str, NDArray[Any]]:
-    """Every tensor of the model as a read-only array: float32, float16 or bfloat16, mapped from its file.
+    """Return every tensor of the model as a read-only array: float32, float16 or bfloat16, mapped from its file.
 
-    A GGUF's packed tensors are unpacked into float32 each time one is asked for: ask once. The names are those of
-    `expected_tensors`, each with the expected shape: a missing, unknown or misshapen tensor, a truncated file and a
-    folder without safetensors are a `ModelFileError`, raised before anything is returned.
+    A GGUF's packed tensors are unpacked to float32 each time they are asked for: ask once. Names and shapes are those
+    of `expected_tensors`. Raise `ModelFileError` for a missing, unknown or misshapen tensor, a truncated file or a
+    folder without safetensors, before anything is returned.
     """
     if is_gguf(folder):
         return GgufWeights(read_gguf(folder), expected_tensors(spec), spec)
@@ -218,7 +218,7 @@ def open_weights(folder: Path, spec: ModelSpec) -> Mapping[str, NDArray[Any]]:
         path = one.path
         for name, part in _parts(spec, one.name, one.array):
             if name in found or name in coded:
-                raise ModelFileError(f"{path}: the tensor {name[:120]!r} is there under two names")
+                raise ModelFileError(f"{path}: the tensor {name[:120]!r} is stored under two names")
             if name in expected and one.source is not None:
                 coded[name] = _picked(path, name, one.source, part, expected[name])
             elif name in expected:
@@ -228,7 +228,7 @@ def open_weights(folder: Path, spec: ModelSpec) -> Mapping[str, NDArray[Any]]:
                 halves[name] = part
             elif not (_HARMLESS.fullmatch(name) or (spec.tied and name == "lm_head.weight") or not name):
                 raise _unknown(path, name, spec, scheme)
-    coded |= joined(folder, found, halves, expected)
+    coded |= join_mxfp4(folder, found, halves, expected)
     whole: Mapping[str, Any] = CodedWeights(found, coded) if coded else found
     missing = next((name for name in expected if name not in whole), None)
     if missing is not None:
@@ -241,13 +241,14 @@ def open_weights(folder: Path, spec: ModelSpec) -> Mapping[str, NDArray[Any]]:
 def _unknown(path: Path, name: str, spec: ModelSpec, scheme: Scheme | None) -> ModelFileError:
     if scheme is None and name.rpartition(".")[2] in ENDS:
         return ModelFileError(
-            f"{path}: the tensor {name[:120]!r} is of quantised weights, of which config.json does not say how"
+            f"{path}: the tensor {name[:120]!r} belongs to quantised weights, but config.json does not say how "
+            "they are quantised"
         )
     return ModelFileError(f"{path}: the tensor {name[:120]!r} is not part of a {spec.architecture}")
 
 
 def stored_scheme(folder: Path, spec: ModelSpec) -> Scheme | None:
-    """How the folder's config says that its weights are quantised; None for plain numbers, and for a GGUF file."""
+    """Return how the folder's config says weights are quantised; None for plain numbers and for GGUF files."""
     path = folder / "config.json"
     if spec.encoder is not None or is_gguf(folder) or not path.is_file():
         return None
@@ -255,7 +256,7 @@ def stored_scheme(folder: Path, spec: ModelSpec) -> Scheme | None:
 
 
 def _stored(files: Sequence[Path], homes: Mapping[str, str] | None) -> Iterator[Stored]:
-    """The tensors of all files, each where the index puts it."""
+    """Yield the tensors of all files; raise `ModelFileError` for one that the index puts elsewhere."""
     for path in files:
         for name, array in _tensors(path):
             if homes is not None and homes.get(name) != path.name:
@@ -264,9 +265,9 @@ def _stored(files: Sequence[Path], homes: Mapping[str, str] | None) -> Iterator[
             yield Stored(path, name, array)
 
 
-def _picked(path: Path, name: str, source: StoredMatrix, part: NDArray[Any], shape: tuple[int, ...]) -> Picked:
-    """A part of a quantised module as one of ours."""
-    found = picked(source, part)
+def _picked(path: Path, name: str, source: StoredMatrix, part: NDArray[Any], shape: tuple[int, ...]) -> SelectedRows:
+    """Return a part of a quantised module as a tensor of ours."""
+    found = selected_rows(source, part)
     if found is None:
         raise ModelFileError(f"{path}: the tensor {name} is quantised, where only plain numbers are supported")
     if found.shape != shape:
@@ -277,9 +278,9 @@ def _picked(path: Path, name: str, source: StoredMatrix, part: NDArray[Any], sha
 
 
 def has_own_head(folder: Path, spec: ModelSpec) -> bool:
-    """Whether a folder whose config ties the head to the embedding has another head all the same.
+    """Return whether a folder whose config ties the head to the embedding has a different head nevertheless.
 
-    transformers then uses it. Raises `ModelFileError` for a broken file.
+    transformers then uses it. Raise `ModelFileError` for a broken file.
     """
     if not spec.tied or spec.encoder is not None:
         return False
@@ -304,7 +305,7 @@ _ROWS = 1 << 10
 
 
 def _parts(spec: ModelSpec, stored: str, array: NDArray[Any]) -> Iterator[tuple[str, NDArray[Any]]]:
-    """A stored tensor as those of `expected_tensors`."""
+    """Return a stored tensor as those of `expected_tensors`."""
     name = own_name(stored, spec)
     if spec.encoder is not None:
         return iter([(name, array)])
@@ -312,7 +313,7 @@ def _parts(spec: ModelSpec, stored: str, array: NDArray[Any]) -> Iterator[tuple[
 
 
 def _moved(family: Family, name: str) -> bool:
-    """Whether a tensor is a norm's that multiplies by 1 + w."""
+    """Return whether a tensor is the weight of a norm that multiplies by 1 + w."""
     return (family.gemma or (family.centred and MIXER not in name)) and name.endswith("norm.weight")
 
 
@@ -328,12 +329,12 @@ def _check(path: Path, name: str, array: NDArray[Any], shape: tuple[int, ...]) -
 
 
 def open_tensors(path: Path) -> dict[str, NDArray[Any]]:
-    """Every tensor of one safetensors file. Raises `ModelFileError` for a broken one."""
+    """Return every tensor of one safetensors file; raise `ModelFileError` for a broken one."""
     return dict(_tensors(path))
 
 
 def located(folder: Path, spec: ModelSpec, name: str) -> tuple[Path, int, tuple[int, ...], np.dtype[Any]]:
-    """Where one tensor lies: its file, its first byte there, its shape and its type."""
+    """Return a tensor's file, byte offset, shape and type."""
     for path in weight_files(folder):
         with opened(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -346,7 +347,10 @@ def located(folder: Path, spec: ModelSpec, name: str) -> tuple[Path, int, tuple[
 
 
 def own_name(name: str, spec: ModelSpec) -> str:
-    """The name of `expected_tensors` of a stored tensor; "" for one that is not used, its own for an unknown one."""
+    """Return the name in `expected_tensors` of a stored tensor.
+
+    It is "" if the tensor is not used, and the stored name if it is unknown.
+    """
     if spec.encoder is not None:
         return encoder_name(spec, name)
     family = FAMILIES[spec.architecture]
@@ -359,7 +363,7 @@ def own_name(name: str, spec: ModelSpec) -> str:
 
 
 def _text_name(name: str) -> str:
-    """The name of a tensor of a model's text part without what it has for being a part; "" for one of another part."""
+    """Return a tensor's name without the prefix of the text part; "" for a tensor of another part."""
     if _OTHER_PARTS.match(name):
         return ""
     match = _PART.fullmatch(name)
@@ -378,7 +382,7 @@ def _no_weights(folder: Path) -> ModelFileError:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Tensor name -> file name, from the index. File names are plain names of files in the same folder."""
+    """Return the index as tensor name -> file name; each is a plain file name in the same folder."""
     path = folder / INDEX
     homes = Fields(read_json(path), path).object("weight_map").values
     if not homes:
@@ -394,7 +398,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, NDArray[Any]]]:
-    """The tensors of one file, after its whole header was checked against its size."""
+    """Yield the tensors of one file, after its whole header was checked against its size."""
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         header = _header(path, file.read(8), size)
@@ -419,8 +423,8 @@ _Entry = tuple[np.dtype[Any], tuple[int, ...], int, int]
 
 
 def _entries(path: Path, text: bytes, size: int) -> dict[str, _Entry]:
-    """Header entries, which must cover the `size` bytes of data exactly: no hole, no overlap, nothing beyond."""
-    if text.count(b"{") > MAX_BRACES:  # before it is parsed, which would take seconds and ten times its size
+    """Return the header's entries, which must cover the `size` bytes of data exactly, without holes or overlap."""
+    if text.count(b"{") > MAX_BRACES:  # checked first: parsing would take seconds and ten times its size
         raise ModelFileError(f"{path}: its header describes more than {MAX_TENSORS} tensors")
     header = parse_object(text, path, unique=True)
     header.pop("__metadata__", None)
@@ -448,8 +452,8 @@ def _entry(path: Path, name: str, entry: object) -> _Entry:
         raise _wrong_type(where, dtype)
     if not _counts(shape) or len(shape) > 8 or not _counts(offsets) or len(offsets) != 2:
         raise ModelFileError(f"{where} needs a shape and two data_offsets of whole numbers")
-    if 0 in shape:  # no model has such a tensor, and its other dimensions may be more than numpy has room for.
-        raise ModelFileError(f"{where} has the shape {shape}, which holds no numbers")
+    if 0 in shape:  # no model has one, and numpy may reject its other dimensions
+        raise ModelFileError(f"{where} has the shape {shape}, which is empty")
     begin, end = offsets
     if end - begin != math.prod(shape) * kind.itemsize:
         raise ModelFileError(f"{where} has {end - begin} bytes, expected {dtype} of shape {shape}")

@@ -1,19 +1,21 @@
 """config.json, generation_config.json and tokenizer files, or the metadata of a GGUF file -> `ModelSpec`.
 
-Field names and defaults are those of transformers' configuration classes (`configuration_llama.py` and its
-siblings, `modeling_rope_utils.py`). Families are rows of one table; a family whose meaning is not built is refused
-by name, and so is anything in a config that would change a number and is not understood.
+Field names and defaults are those of transformers' configuration classes (`configuration_llama.py` and its siblings,
+`modeling_rope_utils.py`). Families are rows of one table. An unsupported family is refused by name, and so is any
+unknown config field that would change a number.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
+from cairn.config.paths import expanded
 from cairn.kernels.elementary import power_of
 from cairn.models.files import Fields, is_gguf, read_json, reading
 from cairn.models.gguf.encoder import gguf_encoder_spec
@@ -22,12 +24,12 @@ from cairn.models.gguf.reader import read_gguf
 from cairn.models.gguf.spec import cache_groups, gguf_spec
 from cairn.models.hub.digests import file_digest
 from cairn.models.hub.hub import model_name
-from cairn.models.safetensors.weights import has_own_head, stored_scheme, weight_files
+from cairn.models.safetensors.coded_weights import CodedWeights
+from cairn.models.safetensors.weights import has_own_head, open_weights, stored_scheme, weight_files
 from cairn.models.spec.config_keys import decoder_row, understood
 from cairn.models.spec.embedding_files import check_width, embedding_of, judge_of
 from cairn.models.spec.encoder_spec import encoder_spec, is_encoder
-from cairn.models.spec.families import family_of, sees_both, text_config
-from cairn.models.spec.family import Family
+from cairn.models.spec.families import Family, family_of, sees_both, text_config
 from cairn.models.spec.generation_config import end_ids, sampling_defaults
 from cairn.models.spec.judge import with_judge
 from cairn.models.spec.latent_spec import latent_fields
@@ -49,28 +51,35 @@ from cairn.models.spec.positions_spec import (
 from cairn.models.spec.recurrent_spec import mlp_layers, recurrence, with_state
 from cairn.models.spec.uneven_spec import one_width, proportional, uneven_fields
 from cairn.types.errors import ModelError, ModelFileError
-from cairn.types.layer_spec import CacheGroup, Experts, RopeScaling, RotaryPositions
-from cairn.types.model_spec import MAX_CONTEXT, MAX_HEAD_DIM, MAX_VOCAB, Kind, ModelSpec
-from cairn.types.pooling_spec import Embedding
+from cairn.types.model_spec import (
+    MAX_CONTEXT,
+    MAX_HEAD_DIM,
+    MAX_VOCAB,
+    CacheGroup,
+    Embedding,
+    Experts,
+    Kind,
+    ModelSpec,
+    RopeScaling,
+    RotaryPositions,
+)
 
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
     "silu": "silu",
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-"""`hidden_act` as configs spell it -> the kernels' name."""
+"""`hidden_act` in configs -> the kernels' name."""
 
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 
 def load_spec(folder: Path, *, identify: bool = True) -> ModelSpec:
-    """The spec of the model in a folder or a GGUF file.
+    """Return the spec of the model in a folder or a GGUF file.
 
-    Reads every file once to know the model's identity, unless told not to.
-
-    Raises `ModelFileError` for a missing or wrong file or field, `ModelError` for an architecture or an option of
-    one that is not built.
+    With `identify`, every file is read once to compute the model's identity. Raise `ModelFileError` for a missing or
+    wrong file or field, `ModelError` for an unsupported architecture or option.
     """
     with reading(folder):
         spec = with_judge(_load_gguf(folder) if is_gguf(folder) else _load(folder), folder)
@@ -84,7 +93,7 @@ def _load_gguf(path: Path) -> ModelSpec:
 
 
 def check_decodes(spec: ModelSpec) -> ModelSpec:
-    """The spec of a decoder. Raises `ModelError` for an encoder, of which something makes no sense."""
+    """Return the spec if it is a decoder's; raise `ModelError` for an encoder or an embedding model."""
     if spec.whole:
         named = f"an encoder ({spec.architecture})" if spec.encoder is not None else "made for embeddings"
         raise ModelError(f"{spec.name} is {named}: it generates nothing and keeps no KV")
@@ -92,7 +101,7 @@ def check_decodes(spec: ModelSpec) -> ModelSpec:
 
 
 def identified(spec: ModelSpec, folder: Path) -> ModelSpec:
-    """The spec with the identity of the model there. Reads every file once."""
+    """Return the spec with the identity of the model's files. Reads every file once."""
     with reading(folder):
         return msgspec.structs.replace(spec, identity=identity_of(spec, folder))
 
@@ -114,14 +123,14 @@ def _load(folder: Path) -> ModelSpec:
     hidden = config.integer("hidden_size", 1, 1 << 20)
     layers = layer_count(config, family)
     vocab = config.integer("vocab_size", 1, MAX_VOCAB)
-    scaled = family.sinks or family.activation == "xielu"  # whose usual scaling is none of the plain ones
+    scaled = family.sinks or family.activation == "xielu"  # transformers' default scaling of these is not plain
     if scaled and not (config.has("rope_scaling") or config.has("rope_parameters")):
         raise ModelError(f"{config.path}: rope_scaling is missing")
     rope, theta, context = _positions(config, family)
-    if rope.kind == "yarn" and _bias(config, family.plain_norm):  # a norm behind the turn takes away its factor
+    if rope.kind == "yarn" and _bias(config, family.plain_norm):  # the norm after the rotation cancels the factor
         rope = msgspec.structs.replace(rope, attention_factor=1.0)
     if family.local_rope:
-        context = config.integer("max_position_embeddings", 2, MAX_CONTEXT)  # which states the scaled length
+        context = config.integer("max_position_embeddings", 2, MAX_CONTEXT)  # already the scaled length
     head_dim = 2 if family.latent else config.integer("head_dim", 2, MAX_HEAD_DIM, family.head_dim or hidden // heads)
     kept = recurrence(config, family, layers, hidden)
     alone = (mlp_layers(config, layers) if family.mixture else ()) if family.alone else None
@@ -158,7 +167,7 @@ def _load(folder: Path) -> ModelSpec:
         mlp_bias=_bias(config, family.mlp_bias),
         **_multiplied(config, family, hidden, head_dim),
         both=sees_both(config),
-        # The files of one that makes embeddings have no head, whatever its config says.
+        # An embedding model's files have no head, whatever its config says.
         tied=config.flag(_tied(config), False) or kind == "embed",
         groups=with_state(
             _groups(config, family, layers, context, RotaryPositions(theta=theta, scaling=rope)), kept, alone or ()
@@ -186,34 +195,34 @@ def _load(folder: Path) -> ModelSpec:
     if spec.heads % spec.kv_heads:
         raise config.error("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
     if spec.head_dim % 2:
-        raise config.error("head_dim", "an even number, because rotary positions turn pairs")
+        raise config.error("head_dim", "an even number, because rotary positions rotate pairs")
     return spec
 
 
 def _positions(config: Fields, family: Family) -> tuple[RopeScaling, float, int]:
-    """Rope scaling, theta and context of the layers without a window."""
+    """Return rope scaling, theta and context length of the layers without a window."""
     if family.uneven:
         return proportional(config, family)
     return rope_scaling(global_positions(config) if family.local_rope or family.unscaled else config, family)
 
 
 def _eps(config: Fields) -> str:
-    """The field that says what is added in a norm."""
+    """Return the name of the field with the norms' epsilon."""
     return next((name for name in ("norm_eps", "layer_norm_epsilon") if config.has(name)), "rms_norm_eps")
 
 
 def _tied(config: Fields) -> str:
-    """The field that says whether the head is the embedding."""
+    """Return the name of the field that ties the head to the embedding."""
     return "tie_embedding" if config.has("tie_embedding") else "tie_word_embeddings"
 
 
 def _kv_heads(config: Fields, family: Family) -> int | None:
-    """The family's where the key is absent; an explicit null says as many as heads."""
+    """Return the family's default if the key is absent; an explicit null means as many as heads."""
     return None if "num_key_value_heads" in config.values else family.kv_heads
 
 
 def _ffn(config: Fields, family: Family, experts: Experts | None) -> int:
-    """Width of the plain MLP."""
+    """Return the width of the dense MLP."""
     if family.streams:
         return one_width(config)
     if family.mixture == "granite" and experts is None:
@@ -230,7 +239,7 @@ def _ffn(config: Fields, family: Family, experts: Experts | None) -> int:
 
 
 def _unturned(config: Fields, family: Family, layers: int) -> tuple[int, ...]:
-    """The layers that know no positions."""
+    """Return the layers without rotary positions."""
     if family.positions:
         named = config.text(family.positions, "nope")
         if named not in ("nope", "rope"):
@@ -261,7 +270,7 @@ def _activation(config: Fields, family: Family) -> Literal["silu", "gelu_tanh", 
 
 
 def _multiplied(config: Fields, family: Family, hidden: int, head_dim: int) -> dict[str, Any]:
-    """What a family multiplies by beyond the plain decoder, and norms behind attention and MLP."""
+    """Return the multipliers and post norms that differ from the plain decoder, as spec fields."""
     if family.gemma:
         return _gemma(config, family, hidden, head_dim)
     if not family.multipliers:
@@ -275,13 +284,13 @@ def _multiplied(config: Fields, family: Family, hidden: int, head_dim: int) -> d
 
 
 def _gemma(config: Fields, family: Family, hidden: int, head_dim: int) -> dict[str, Any]:
-    """What Gemma's spec has beyond the plain decoder's."""
+    """Return Gemma's spec fields that differ from the plain decoder."""
     scale = 1 / math.sqrt(config.number("query_pre_attn_scalar", 1e-6, 1e6))
     return {
         "post_norms": True,
         "embedding_scale": math.sqrt(hidden),
         "attention_scale": scale if scale != 1 / math.sqrt(head_dim) else None,
-        # A config may name it beside norms of q and k, which have taken its place: transformers then passes it over.
+        # A config may state it beside q and k norms, which replaced it: transformers then ignores it.
         "attention_softcap": 0.0 if family.qk_norm else config.number_or_zero("attn_logit_softcapping", 1e-3, 1e6, 0.0),
         "logit_softcap": config.number_or_zero("final_logit_softcapping", 1e-3, 1e6, 0.0),
     }
@@ -290,7 +299,7 @@ def _gemma(config: Fields, family: Family, hidden: int, head_dim: int) -> dict[s
 def _groups(
     config: Fields, family: Family, layers: int, context: int, positions: RotaryPositions
 ) -> tuple[CacheGroup, ...]:
-    """Layers by cache kind. A window that no context can outgrow is full attention."""
+    """Group layers by cache kind. A window as long as the context counts as full attention."""
     limited: list[int] = []
     window = 0
     if family.window == "all":
@@ -313,7 +322,7 @@ def _groups(
 
 
 def _pieces(config: Fields, layers: int, context: int) -> tuple[int, list[int]]:
-    """The size of the pieces that positions are cut into, and the layers that see their own alone."""
+    """Return the chunk size of chunked attention, and the layers that use it."""
     if "attention_chunk_size" in config.values and not config.has("attention_chunk_size"):
         return context, []
     turned = [layer for layer in range(layers) if layer not in unturned(config, layers)]
@@ -327,7 +336,7 @@ def _pieces(config: Fields, layers: int, context: int) -> tuple[int, list[int]]:
 
 
 def _by_layer(config: Fields, family: Family) -> bool:
-    """Whether some layers are limited."""
+    """Return whether some layers have a window."""
     if family.window == "by type":
         kinds = config.values.get("layer_types")
         return not _no_window(config) or not isinstance(kinds, list) or "sliding_attention" in kinds
@@ -335,7 +344,7 @@ def _by_layer(config: Fields, family: Family) -> bool:
 
 
 def _no_window(config: Fields) -> bool:
-    """A missing field means transformers' default; an explicit null means full attention."""
+    """Return whether the window is an explicit null, which means full attention; a missing field means the default."""
     return "sliding_window" in config.values and not config.has("sliding_window")
 
 
@@ -367,7 +376,7 @@ _LATER: dict[str, Any] = {
     **{"recurrence": None, "output_gate": False, "mlp_layers": None, "mlp_gated": True},
     **{"unturned_scaling": None, "plain_norm": False},
 }
-"""Facts that specs did not have from the beginning, with what they are where they change nothing."""
+"""Facts added to specs later -> their neutral value."""
 
 
 _LATER_OF_EXPERTS: dict[str, Any] = {"gated": True, "beside": False, "weighs_input": False}
@@ -382,8 +391,10 @@ _LATER_OF_GROUPS: dict[str, Any] = {
 
 
 def _facts(spec: ModelSpec) -> dict[str, Any]:
-    """A spec's facts. What changes nothing is left out of them, so that models keep the identity that they had before
-    somebody thought of it, and with it their stored KV."""
+    """Return a spec's facts without neutral values of later additions.
+
+    So models keep the identity they had before a fact was added, and with it their stored KV.
+    """
     found: dict[str, Any] = msgspec.to_builtins(spec)
     for name, plain in _LATER.items():
         if found[name] == plain:
@@ -403,18 +414,81 @@ def _facts(spec: ModelSpec) -> dict[str, Any]:
 
 
 def identity_of(spec: ModelSpec, folder: Path) -> bytes:
-    """SHA-256 over the spec's facts, the weights and the tokenizer. Names, sampling defaults and EOS change no KV.
+    """Return the SHA-256 of the spec's facts, the weights and the tokenizer.
 
-    A folder's files have fixed names, which say what each holds; a GGUF file may be called anything.
+    Name, sampling defaults and EOS are left out: they change no KV. A folder's files have fixed names that say what
+    each holds; a GGUF file may have any name.
     """
     facts = _facts(msgspec.structs.replace(spec, name="", defaults={}, eos_ids=(), identity=b""))
     digest = hashlib.sha256(b"cairn-model-1\0")
     digest.update(hashlib.sha256(msgspec.json.encode(facts, order="sorted")).digest())
     tokenizer = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
     for number, path in enumerate([*weight_files(folder), *tokenizer]):
-        # The index only says which file holds a tensor, so the files themselves say everything.
+        # The index is left out: it only maps tensors to files.
         name = str(number) if is_gguf(folder) else path.name
         digest.update(name.encode() + b"\0" + file_digest(path))
-    if (scheme := stored_scheme(folder, spec)) is not None:  # what the same bytes mean
+    if (scheme := stored_scheme(folder, spec)) is not None:  # decides how the bytes are decoded
         digest.update(repr(scheme).encode())
     return digest.digest()
+
+
+TOKENIZER = "tokenizer.json"
+COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json")
+"""Files beside a tokenizer.json that belong to it."""
+
+
+def given_file(given: str) -> Path:
+    """Return the tokenizer.json that `--tokenizer` names or whose folder it names; raise ModelFileError if missing."""
+    path = expanded(given)
+    path = path / TOKENIZER if path.is_dir() else path
+    if not path.is_file():
+        raise ModelFileError(f"{path}: there is no such file; --tokenizer is a tokenizer.json, or a folder with one")
+    return path
+
+
+def companions(path: Path) -> list[Path]:
+    """Return the existing companion files of a tokenizer.json."""
+    return [path.with_name(name) for name in COMPANIONS if path.with_name(name).is_file()]
+
+
+def with_tokenizer(spec: ModelSpec, given: str | None) -> ModelSpec:
+    """Return the spec with the identity it has under another tokenizer, where the same ids mean other texts.
+
+    KV depends on token ids alone, so an engine keeps the model's own identity.
+    """
+    if given is None:
+        return spec
+    path = given_file(given)
+    digest = hashlib.sha256(b"cairn-tokenizer-1\0" + spec.identity)
+    for one in (path, *companions(path)):
+        digest.update(one.name.encode() + b"\0" + file_digest(one))
+    return msgspec.structs.replace(spec, identity=digest.digest())
+
+
+def check_fits(spec: ModelSpec, given: str, largest: int) -> None:
+    """Raise ModelFileError if the tokenizer has an id beyond the model's vocabulary."""
+    if largest >= spec.vocab:
+        raise ModelFileError(
+            f"{given_file(given)}: has the token id {largest}, but {spec.name} has {spec.vocab} tokens, "
+            f"0 to {spec.vocab - 1}; this is the tokenizer of another model"
+        )
+
+
+_KINDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+def bytes_by_format(place: Path, spec: ModelSpec) -> Counter[str]:
+    """Return the bytes of the tensors by number format; raise CairnError if they cannot be read."""
+    found: Counter[str] = Counter()
+    if is_gguf(place):
+        for tensor in read_gguf(place).tensors.values():
+            found[tensor.kind.name] += tensor.size
+    else:
+        weights = open_weights(place, spec)
+        if isinstance(weights, CodedWeights):
+            for kind, size in map(weights.stored, weights):
+                found[kind] += size
+            return found
+        for array in weights.values():
+            found[_KINDS.get(array.dtype.name, array.dtype.name)] += array.nbytes
+    return found

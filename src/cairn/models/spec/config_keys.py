@@ -1,7 +1,7 @@
-"""What each family's config.json may say: which fields are read, and which may have one value alone.
+"""The fields of each family's config.json: which are read, and which may have only certain values.
 
-A row lists the fields that the family's configuration class of transformers reads. Those that change a number and are
-not built are refused by name. A test compares the rows with the classes.
+A row lists the fields that the family's configuration class of transformers reads. An unsupported field that changes a
+number is refused by name. A test compares the rows with the classes.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from cairn.types.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class ConfigKeys:
-    """The fields of one family's config.json beside `COMMON` and `HARMLESS`."""
+    """Fields of one family's config.json in addition to `COMMON` and `HARMLESS`."""
 
     used: frozenset[str] = frozenset()
     harmless: frozenset[str] = frozenset()
-    """Fields that change no answer of this family, though they would of another."""
+    """Fields that change no answer of this family, although they would for another."""
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Field -> the values that are supported; of a list, what its entries may be. A null is as no field."""
+    """Field -> supported values; for a list, the supported entries. Null counts as absent."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Another spelling -> the field."""
+    """Other name -> the field."""
 
 
 COMMON = frozenset(
@@ -35,10 +35,10 @@ COMMON = frozenset(
         *("rope_parameters", "rope_scaling", "rope_theta", "rms_norm_eps"),
     )
 )
-"""Fields that are read for every decoder that has them."""
+"""Fields read for every decoder that has them."""
 HARMLESS = frozenset(
     (
-        # Training alone: dropout, first values, losses.
+        # Training only: dropout, initial values, losses.
         *(
             "attention_dropout",
             "hidden_dropout",
@@ -50,18 +50,18 @@ HARMLESS = frozenset(
         *("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "embedding_dropout"),
         *("mlp_dropout", "initializer_range", "initializer_cutoff_factor", "rescale_prenorm_residual"),
         *("router_aux_loss_coef", "altup_coef_clip", "time_step_max", "time_step_floor", "sparse_pred_ignore_index"),
-        # How transformers computes or what it returns, not what comes out.
+        # How transformers computes or what it returns, not the numbers.
         *("use_cache", "output_router_logits", "pretraining_tp", "use_mamba_kernels", "num_logits_to_keep"),
         *("mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "chunk_size", "mamba_chunk_size", "residual_in_fp32"),
         *("output_hidden_states", "return_dict", "dtype", "chunk_size_feed_forward", "deterministic_flash_attn"),
-        # Names, and tokens that no arithmetic reads.
+        # Names, and token ids that the computation does not read.
         *("transformers_version", "architectures", "id2label", "label2id", "problem_type", "num_labels"),
         *("pad_token_id", "eod_token_id", "cls_token_id", "sep_token_id"),
-        # Layers that guess further tokens, which are set aside.
+        # Multi-token-prediction layers, which are ignored.
         *("num_nextn_predict_layers", "num_mtp_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
     )
 )
-"""Fields that change no answer, whatever they say."""
+"""Fields that never change an answer."""
 EVERYWHERE: Mapping[str, tuple[Any, ...]] = {"per_layer_config": (), "is_encoder_decoder": (False,)}
 """`ConfigKeys.only` of every family that does not read them."""
 
@@ -84,7 +84,7 @@ _BY_STEP = frozenset({"decoder_sparse_step", "mlp_only_layers"})
 _WINDOW_BY_LAYER = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"})
 _NO_WINDOW: Mapping[str, tuple[Any, ...]] = {"use_sliding_window": (False,), "layer_types": ("full_attention",)}
 _UNUSED_WINDOW = frozenset({"sliding_window", "max_window_layers"})
-"""Fields that say nothing where `use_sliding_window` is false."""
+"""Fields without effect if `use_sliding_window` is false."""
 _GEMMA = frozenset(
     (
         *("attention_bias", "hidden_activation", "layer_types", "sliding_window", "final_logit_softcapping"),
@@ -148,7 +148,7 @@ ROWS: Mapping[str, ConfigKeys] = {
     ),
     "DeepseekV2ForCausalLM": ConfigKeys(
         (_LATENT | _FIRST_DENSE) - _GROUPS,
-        _GROUPS,  # which count for another topk_method alone
+        _GROUPS,  # used only with another topk_method
         only={"mlp_bias": (False,), "topk_method": ("greedy",)},
         aliases={"num_experts": "n_routed_experts"},
     ),
@@ -187,7 +187,7 @@ ROWS: Mapping[str, ConfigKeys] = {
     ),
     "Gemma3ForCausalLM": ConfigKeys(
         _GEMMA | {"sliding_window_pattern", "query_pre_attn_scalar", "rope_local_base_freq"},
-        frozenset({"attn_logit_softcapping"}),  # which some name, and the class passes over
+        frozenset({"attn_logit_softcapping"}),  # in some configs, but the class ignores it
     ),
     "Gemma3nForCausalLM": ConfigKeys(
         _GEMMA
@@ -226,7 +226,7 @@ ROWS: Mapping[str, ConfigKeys] = {
             *("mamba_head_dim", "mamba_num_heads", "mamba_proj_bias", "mlp_bias", "moe_latent_size", "n_groups"),
             *("moe_shared_expert_intermediate_size", "ssm_state_size", "time_step_min", "use_bias", "use_conv_bias"),
         },
-        # The class reads sizes of heads and time_step_min in the place of the first two, and nothing of the others.
+        # The class reads head sizes and time_step_min instead of the first two, and ignores the others.
         frozenset({"expand", "time_step_limit", "attention_bias", "sliding_window"}),
         only={"mlp_hidden_act": ("relu2",), "mamba_hidden_act": _SWISH},
         aliases={
@@ -243,11 +243,11 @@ ROWS: Mapping[str, ConfigKeys] = {
                 *("time_step_limit", "use_bias", "use_conv_bias"),
             )
         ),
-        frozenset({"time_step_min", "time_step_rank"}),  # first values of training, and of another Mamba
+        frozenset({"time_step_min", "time_step_rank"}),  # used to initialise training, and by Mamba 1
         only={"hidden_act": _SWISH},
     ),
 }
-"""Architecture -> its fields; of a model that also sees, the row is that of its text part."""
+"""Architecture -> its fields. A multimodal model uses the row of its text part."""
 
 _ENCODER = frozenset(
     ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act")
@@ -267,7 +267,7 @@ ENCODER_ROWS: Mapping[str, ConfigKeys] = {
             *("global_attn_every_n_layers", "global_rope_theta", "local_rope_theta"),
             *("classifier_pooling", "classifier_bias", "classifier_activation", "attention_bias", "mlp_bias"),
         },
-        frozenset({"decoder_bias", "sparse_prediction"}),  # of a head that guesses tokens, which is left out
+        frozenset({"decoder_bias", "sparse_prediction"}),  # of the language-model head, which is not used
         only={"rope_scaling": ()},
     ),
     "NomicBert": ConfigKeys(_ENCODER | {"type_vocab_size", "rope_parameters", "head_dim"}),
@@ -283,8 +283,8 @@ def decoder_row(architecture: str) -> ConfigKeys:
 def understood(config: Fields, architecture: str, row: ConfigKeys) -> Fields:
     """Return the config with each field under one name.
 
-    Raises `ModelError` naming a field that changes numbers in a way that is not built, `ModelFileError` where two
-    spellings of a field say different things.
+    Raise `ModelError` naming an unsupported field that changes numbers, `ModelFileError` if two names of a field have
+    different values.
     """
     values = dict(config.values)
     for other, name in row.aliases.items():

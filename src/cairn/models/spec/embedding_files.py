@@ -1,7 +1,7 @@
-"""How a model's folder says that it makes embeddings, and how: modules.json and what it names.
+"""Embedding settings in a model's folder: modules.json and the files it names.
 
-The files are sentence-transformers' (https://sbert.net, "Structure of Sentence Transformer Models"). What the modules
-behind the transformer would change of a vector and is not built is refused by name.
+The files are sentence-transformers' (https://sbert.net, "Structure of Sentence Transformer Models"). An unsupported
+module or option that would change a vector is refused by name.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Any, Literal
 from cairn.models.files import MAX_JSON_BYTES, Fields, read_json, read_optional_json, read_small
 from cairn.models.spec.families import MODULES
 from cairn.types.errors import ModelError, ModelFileError
-from cairn.types.model_spec import MAX_CONTEXT, MAX_VOCAB
-from cairn.types.pooling_spec import Dense, Embedding, JudgeSpec, Pooling
+from cairn.types.model_spec import MAX_CONTEXT, MAX_VOCAB, Dense, Embedding, JudgeSpec, Pooling
 
 MAX_PROMPTS = 64
 _MODES: dict[str, Pooling] = {
@@ -26,11 +25,11 @@ _NAMES: dict[str, Pooling] = {"cls": "cls", "mean": "mean", "lasttoken": "last",
 _KNOWN = ("Transformer", "Pooling", "Dense", "Normalize")
 _ACTIVATIONS: dict[str, Literal["", "tanh"]] = {"Identity": "", "Tanh": "tanh"}
 _SCORE = "LogitScore"
-"""The module of a decoder that judges pairs."""
+"""Module of a decoder that judges pairs."""
 
 
 def embedding_of(folder: Path) -> Embedding | None:
-    """What a folder says of embeddings; None where it says nothing of them, or that its model judges."""
+    """Return a folder's embedding settings; None if it has none or its model judges pairs."""
     path = folder / MODULES
     if not path.exists():
         return None
@@ -46,7 +45,7 @@ def embedding_of(folder: Path) -> Embedding | None:
     if kinds.count("Pooling") != 1:
         raise ModelError(f"{path}: names no Pooling: vectors of single tokens are not supported")
     if kinds != sorted(kinds, key=_KNOWN.index) or kinds.count("Transformer") != 1:
-        raise ModelError(f"{path}: the modules {', '.join(kinds)[:200]} must stand in the order {', '.join(_KNOWN)}")
+        raise ModelError(f"{path}: the modules {', '.join(kinds)[:200]} must be in the order {', '.join(_KNOWN)}")
     where = folder / "sentence_bert_config.json"
     fields = Fields(read_optional_json(where), where)
     longest = fields.integer("max_seq_length", 1, MAX_CONTEXT) if fields.has("max_seq_length") else None
@@ -61,7 +60,7 @@ def embedding_of(folder: Path) -> Embedding | None:
 
 
 def judge_of(folder: Path) -> JudgeSpec | None:
-    """What a folder's modules say of judging by two tokens; None where they say nothing of it."""
+    """Return the two tokens that a folder's model judges with; None if it does not judge."""
     path = folder / MODULES
     modules = _modules(path) if path.exists() else []
     if not _judges([kind for kind, _ in modules]):
@@ -79,13 +78,13 @@ def _judges(kinds: list[str]) -> bool:
 
 
 def check_width(embedding: Embedding, hidden: int, folder: Path) -> None:
-    """Raise `ModelFileError` where a matrix does not take what the one before it, or the model, gives."""
-    given = hidden
+    """Raise `ModelFileError` if a matrix's input size differs from the output size of what precedes it."""
+    width = hidden
     for dense in embedding.dense:
-        if dense.inputs != given:
+        if dense.inputs != width:
             where = folder / dense.place / "config.json"
-            raise ModelFileError(f"{where}: in_features must be {given}, what is given to it, found {dense.inputs}")
-        given = dense.outputs
+            raise ModelFileError(f"{where}: in_features must be {width}, the size of its input, found {dense.inputs}")
+        width = dense.outputs
 
 
 def _dense(folder: Path, place: str) -> Dense:
@@ -108,7 +107,7 @@ def _dense(folder: Path, place: str) -> Dense:
 
 
 def _prompts(path: Path) -> tuple[dict[str, str], str | None]:
-    """The words that stand before texts, by name, and the name of those that always do."""
+    """Return the prompts by name, and the name of the default prompt."""
     fields = Fields(read_optional_json(path), path)
     listed = fields.object("prompts")
     if len(listed.values) > MAX_PROMPTS:
@@ -121,7 +120,7 @@ def _prompts(path: Path) -> tuple[dict[str, str], str | None]:
 
 
 def _modules(path: Path) -> list[tuple[str, str]]:
-    """The last part of each module's type, and its folder: a plain name."""
+    """Return the last part of each module's type, and the name of its folder."""
     try:
         listed: Any = json.loads(read_small(path, MAX_JSON_BYTES, "JSON file"))
     except (ValueError, RecursionError) as error:
@@ -139,7 +138,7 @@ def _modules(path: Path) -> list[tuple[str, str]]:
 
 
 def _pooling(path: Path, prompted: bool) -> Pooling:
-    """How states are pooled. `prompted`: the model has words of its own that may stand before a text."""
+    """Return the pooling. `prompted`: the model has prompts that may precede a text."""
     fields = Fields(read_json(path), path)
     if prompted and not fields.flag("include_prompt", True):
         raise ModelError(f"{path}: include_prompt is false, which is not supported beside prompts")

@@ -1,7 +1,7 @@
-"""config.json of an encoder -> `ModelSpec`, and where its tensors are found.
+"""config.json of an encoder -> `ModelSpec`, and the names of its tensors.
 
-Field names and defaults are those of transformers' configuration classes; each family's tensors have names of their
-own, which a table brings to ours.
+Field names and defaults are those of transformers' configuration classes. Tensor names differ by family; a table maps
+them to ours.
 """
 
 from __future__ import annotations
@@ -18,12 +18,20 @@ from cairn.models.spec.config_keys import ENCODER_ROWS, understood
 from cairn.models.spec.embedding_files import check_width, embedding_of
 from cairn.models.spec.families import ENCODERS, named_architecture
 from cairn.types.errors import ModelError
-from cairn.types.layer_spec import RopeScaling, RotaryPositions
-from cairn.types.model_spec import MAX_CONTEXT, MAX_HEAD_DIM, MAX_VOCAB, ModelSpec
-from cairn.types.pooling_spec import Embedding, EncoderSpec, Pooling
+from cairn.types.model_spec import (
+    MAX_CONTEXT,
+    MAX_HEAD_DIM,
+    MAX_VOCAB,
+    Embedding,
+    EncoderSpec,
+    ModelSpec,
+    Pooling,
+    RopeScaling,
+    RotaryPositions,
+)
 
 JUDGES = "ForSequenceClassification"
-"""How the architectures of models end that judge texts, or pairs of them."""
+"""Suffix of architectures that judge texts or pairs of texts."""
 MAX_LABELS = 1 << 10
 
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh", "gelu"]] = {
@@ -80,16 +88,16 @@ _NOMIC = {
 
 @dataclass(frozen=True, slots=True)
 class EncoderFamily:
-    """How the files of one family are to be read."""
+    """How to read the files of one family."""
 
     names: Mapping[str, str]
-    """A tensor's name as a pattern, without the part and the suffix -> ours."""
+    """Pattern of a tensor's name, without part and suffix -> ours."""
     judge: Mapping[str, str]
-    """The same of what only a model that judges has."""
+    """The same for tensors that only judging models have."""
     ignored: str
-    """Pattern of the tensors of heads that are not used."""
+    """Pattern of the tensors of unused heads."""
     read: Callable[[Fields], dict[str, Any]]
-    """What its config says beyond the sizes."""
+    """Reads the settings of its config other than sizes."""
 
 
 def _bert(config: Fields) -> dict[str, Any]:
@@ -145,7 +153,7 @@ def _modern(config: Fields) -> dict[str, Any]:
 
 
 def _windowed(config: Fields, layers: int) -> list[bool]:
-    """Which layers have a window."""
+    """Return for each layer whether it has a window."""
     if not config.has("layer_types"):
         period = config.integer("global_attn_every_n_layers", 1, 1 << 12, 3)
         return [layer % period > 0 for layer in range(layers)]
@@ -207,21 +215,21 @@ _SYNONYMS = {
     **{"activation_function": "hidden_act", "hidden_activation": "hidden_act"},
     **{"max_trained_positions": "max_position_embeddings"},
 }
-"""Fields as some families spell them."""
+"""Other names of fields in some families."""
 
 
 def is_encoder(config: Fields) -> bool:
-    """Whether a config.json is an encoder's."""
+    """Return whether a config.json is an encoder's."""
     return named_architecture(config) in ENCODERS
 
 
 def encoder_family(architecture: str) -> EncoderFamily:
-    """Of an architecture that is in `ENCODERS`."""
+    """Return the row of an architecture in `ENCODERS`."""
     return _FAMILIES[_HEAD.sub("", architecture)]
 
 
 def encoder_spec(config: Fields, folder: Path) -> ModelSpec:
-    """The spec of an encoder. Raises `ModelFileError` for a wrong field, `ModelError` for what is not built."""
+    """Return the spec of an encoder; raise `ModelFileError` for a wrong field, `ModelError` if it is unsupported."""
     architecture = named_architecture(config)
     if config.has("quantization_config"):
         raise ModelError(f"{config.path}: quantised safetensors (quantization_config) are not supported")
@@ -232,7 +240,9 @@ def encoder_spec(config: Fields, folder: Path) -> ModelSpec:
     read = encoder_family(architecture).read(config)
     hidden, heads = config.integer("hidden_size", 1, 1 << 20), config.integer("num_attention_heads", 1, 1 << 14)
     if hidden % (2 * heads) or hidden // heads > MAX_HEAD_DIM:
-        raise config.error("num_attention_heads", f"such that hidden_size ({hidden}) gives heads of an even size")
+        raise config.error(
+            "num_attention_heads", f"such that hidden_size ({hidden}) divides into heads of an even size"
+        )
     activation = config.text("hidden_act", "gelu")
     if activation not in ACTIVATIONS:
         known_ones = ", ".join(sorted(ACTIVATIONS))
@@ -266,7 +276,7 @@ def encoder_spec(config: Fields, folder: Path) -> ModelSpec:
 
 
 def _embedding(config: Fields, folder: Path, judges: bool) -> Embedding:
-    """How vectors are made; without a word of it the mean, as sentence-transformers does it."""
+    """Return the embedding settings; the default pooling is the mean, as in sentence-transformers."""
     if not judges:
         found = embedding_of(folder) or Embedding(pooling="mean")
         check_width(found, config.integer("hidden_size", 1, 1 << 20), folder)
@@ -276,7 +286,7 @@ def _embedding(config: Fields, folder: Path, judges: bool) -> Embedding:
 
 
 def _labels(config: Fields) -> int:
-    """How many scores there are: as many as names of them, and two where nothing is said, as in transformers."""
+    """Return the number of scores: the number of labels, or 2 by default as in transformers."""
     if config.has("id2label"):
         count = len(config.object("id2label").values)
         if not 1 <= count <= MAX_LABELS:
@@ -286,7 +296,7 @@ def _labels(config: Fields) -> int:
 
 
 def own_name(spec: ModelSpec, stored: str) -> str:
-    """Our name of a stored tensor: "" for one that is not used, its own where it is unknown."""
+    """Return our name of a stored tensor: "" if it is not used, the stored name if it is unknown."""
     family = encoder_family(spec.architecture)
     name = _PART.sub("", stored, count=1) if _PART.match(stored) else stored
     if _BUFFERS.fullmatch(name):
@@ -300,7 +310,7 @@ def own_name(spec: ModelSpec, stored: str) -> str:
 
 
 def encoder_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Our name and the shape of every tensor that an encoder has; matrices are [out, in]."""
+    """Return our name and the shape of every tensor of an encoder; matrices are [out, in]."""
     encoder = spec.encoder
     assert encoder is not None
     shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (spec.vocab, spec.hidden)}
@@ -316,7 +326,7 @@ def encoder_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
             shapes |= _matrix(prefix + name, out, spec.hidden, spec.mlp_bias if name in _MLP else spec.qkv_bias)
         shapes |= _matrix(f"{prefix}o_proj", spec.hidden, spec.hidden, spec.out_bias)
         shapes |= _matrix(f"{prefix}down_proj", spec.hidden, spec.ffn, spec.mlp_bias)
-        if layer or not encoder.norm_first:  # the norm of the embeddings is the first layer's
+        if layer or not encoder.norm_first:  # the embedding norm serves as the first layer's
             shapes |= _norm(f"{prefix}attention_norm", spec.hidden, encoder.norm_bias)
         shapes |= _norm(f"{prefix}mlp_norm", spec.hidden, encoder.norm_bias)
     if encoder.norm_first:
@@ -342,19 +352,19 @@ _MLP = ("gate_up_proj", "gate_proj", "up_proj")
 
 
 def qkv_names(encoder: EncoderSpec) -> tuple[str, ...]:
-    """The matrices of queries, keys and values."""
+    """Return the names of the query, key and value matrices."""
     return ("qkv_proj",) if encoder.fused else ("q_proj", "k_proj", "v_proj")
 
 
 def mlp_names(encoder: EncoderSpec) -> tuple[str, ...]:
-    """The matrices that the MLP begins with."""
+    """Return the names of the first matrices of the MLP."""
     if not encoder.gated:
         return ("up_proj",)
     return ("gate_up_proj",) if encoder.fused and encoder.norm_first else ("gate_proj", "up_proj")
 
 
 def _inputs(spec: ModelSpec, encoder: EncoderSpec) -> list[tuple[str, int]]:
-    """Every matrix that multiplies a layer's hidden state, with its outputs."""
+    """Return every matrix that multiplies a layer's hidden state, with its output size."""
     wide = {"qkv_proj": 3 * spec.hidden, "gate_up_proj": 2 * spec.ffn}
     plain = dict.fromkeys(("q_proj", "k_proj", "v_proj"), spec.hidden) | dict.fromkeys(_MLP[1:], spec.ffn)
     return [(name, (plain | wide)[name]) for name in (*qkv_names(encoder), *mlp_names(encoder))]

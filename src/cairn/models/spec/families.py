@@ -1,15 +1,97 @@
-"""The architectures of folders that are built. This imports nothing large: whoever starts looks here first."""
+"""The supported architectures of model folders, one row each. Imports nothing large: it is checked first at start."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from cairn.models.files import Fields
 from cairn.models.safetensors.quantized_config import scheme_of
-from cairn.models.spec.family import Family
 from cairn.types.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How one architecture differs from the plain decoder. A string names the config field that decides."""
+
+    qkv_bias: bool | str = False
+    out_bias: bool | str = False
+    mlp_bias: bool | str = False
+    qk_norm: bool | str = False
+    qk_norm_whole: bool = False
+    """Whether the norm spans all heads together."""
+    plain_norm: bool | str = False
+    """Whether queries and keys are normed without a weight."""
+    pre_norms: bool = True
+    post_norms: bool = False
+    """Whether norms stand before (`pre_norms`) and after (`post_norms`) attention and MLP."""
+    head_dim: int | None = None
+    """Default head size; None: hidden_size / num_attention_heads."""
+    kv_heads: int | None = None
+    """Default of num_key_value_heads; None: num_attention_heads."""
+    window: Literal["none", "all", "by layer", "by type", "unturned"] = "none"
+    """Which layers `sliding_window` limits. "by layer": those listed, if `use_sliding_window` is set; "by type": always
+    those listed. The list is `layer_types`, else it follows from `max_window_layers` and `period`. "unturned": all
+    layers with positions attend within chunks of `attention_chunk_size`."""
+    period: int = 0
+    """Every `period`-th layer has no window."""
+    local_rope: bool = False
+    """Whether layers with a window have their own rope theta."""
+    gemma: bool = False
+    """Whether norms multiply by 1 + w and also follow attention and MLP, embeddings are scaled by sqrt(hidden), scores
+    by `query_pre_attn_scalar`, and scores and logits may have a softcap."""
+    nested: bool = False
+    """Whether the model is the text part of a larger one: `text_config`, and tensors with a prefix."""
+    mixture: str = ""
+    """Row of `moe_spec.MIXTURES`; "": no experts."""
+    multipliers: bool = False
+    """Whether `embedding_multiplier`, `attention_multiplier`, `residual_multiplier` and `logits_scaling` are read."""
+    sinks: bool = False
+    activation: Literal["clamped_silu", "relu2", "xielu"] | None = None
+    """Activation of the MLP, if configs do not state it."""
+    rotary: bool = False
+    """Whether `partial_rotary_factor` is read."""
+    unturned: bool | Literal["by window"] = False
+    """Whether `no_rope_layers` lists the layers without positions (0), or else every `no_rope_layer_interval`-th has
+    none. "by window": layers without a window, if others have one."""
+    unscaled: bool = False
+    """Whether layers with a window use unscaled rotary positions."""
+    query_scaling: bool = False
+    """Whether `llama_4_scaling_beta` is read."""
+    late_norms: bool = False
+    """Whether queries and keys are rotated before they are normed."""
+    stretched: bool = False
+    """Whether the rotary setting `alpha` scales theta; configs call it dynamic."""
+    long_rope: bool = False
+    """Whether rotary positions may be scaled by lists of factors, one for short and one for long contexts."""
+    uneven: bool = False
+    """Whether layers differ in shape: see `uneven_spec`."""
+    streams: bool = False
+    """Whether the hidden state is kept in several streams (AltUp)."""
+    latent: bool = False
+    """Whether attention is multi-head latent attention: see `latent_spec`."""
+    packed: bool = False
+    """Whether its safetensors may hold experts in MXFP4."""
+    ahead: bool = False
+    """Whether multi-token-prediction layers may follow the last layer; they are ignored."""
+    recurrence: str = ""
+    """Rule of `recurrent_spec` that finds the recurrent layers; "": none."""
+    alone: bool = False
+    """Whether a layer is either a mixer (attention or recurrent) or an MLP."""
+    mlp_gated: bool = True
+    output_gate: bool = False
+    """Whether each head's query comes with a gate that multiplies the attention output."""
+    centred: bool = False
+    """Whether norms multiply by 1 + w, except those of recurrent layers."""
+    positions: str = ""
+    """Field that states whether layers have rotary positions: only if it is "rope"."""
+    sections: bool = False
+    """Whether positions may have sections for images, which do not affect text."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of fields that a config may omit."""
+
 
 _GEMMA: dict[str, Any] = {
     **{"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8},
@@ -105,7 +187,7 @@ _QWEN_3_5_MOE = replace(_QWEN_3_5, kv_heads=2, mixture="qwen3.5")
 _LFM: dict[str, Any] = {"norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True}
 _LFM_2 = Family(qk_norm=True, kv_heads=8, recurrence="conv", defaults=_LFM)
 _ALWAYS_FULL: dict[str, Any] = {"sliding_window": None}
-"""Where a config that says no window means none."""
+"""Default of families where a missing window means none."""
 
 _DEEPSEEK_3 = Family(
     latent=True,
@@ -306,7 +388,7 @@ FAMILIES = {
     "Mamba2ForCausalLM": Family(
         recurrence="mamba",
         alone=True,
-        # Nothing limits its context, and no config says one.
+        # Its context is unlimited, and no config states one.
         defaults={
             **{"num_attention_heads": 1, "intermediate_size": 1, "max_position_embeddings": 1 << 17, "head_dim": 64},
             **{"num_heads": 128, "layer_norm_epsilon": 1e-5, "hidden_size": 4096},
@@ -325,7 +407,7 @@ _PARTS = {
         "mistral4": "Mistral4ForCausalLM",
     }
 }
-"""Models that also see, whose text part is one of several families: its `model_type` says which."""
+"""Multimodal models whose text part is one of several families: its `model_type` names it."""
 FAMILIES |= {
     f"{name} ({kind})": replace(FAMILIES[own], nested=True)
     for name, kinds in _PARTS.items()
@@ -334,15 +416,15 @@ FAMILIES |= {
 
 
 def without_part(architecture: str) -> str:
-    """The architecture that a model's text part has by itself, where that is one of several."""
+    """Return the architecture of a multimodal model's text part; other names are returned unchanged."""
     name, _, kind = architecture.partition(" (")
     return _PARTS.get(name, {}).get(kind.removesuffix(")"), architecture)
 
 
 AHEAD = 8
-"""How many layers behind the last may guess further tokens."""
+"""Most multi-token-prediction layers after the last layer."""
 MODULES = "modules.json"
-"""The file by which a folder says that its model makes embeddings."""
+"""File that marks a folder as an embedding model."""
 ENCODERS = (
     *("BertModel", "BertForMaskedLM", "BertForSequenceClassification"),
     *("RobertaModel", "RobertaForMaskedLM", "RobertaForSequenceClassification"),
@@ -350,15 +432,15 @@ ENCODERS = (
     *("ModernBertModel", "ModernBertForMaskedLM", "ModernBertForSequenceClassification"),
     "NomicBertModel",
 )
-"""The architectures of encoders; what each means is in `encoder_spec`."""
+"""Architectures of encoders, described in `encoder_spec`."""
 
 
 _HEAD = re.compile(r"(For[A-Z]\w+|Model)\Z")
-"""What follows the family in an architecture's name."""
+"""Suffix of an architecture's name after the family."""
 
 
 def named_architecture(config: Fields) -> str:
-    """The architecture that a config.json names."""
+    """Return the architecture that a config.json names."""
     named = config.values.get("architectures")
     if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str):
         raise config.error("architectures", "a list with one architecture name")
@@ -366,15 +448,15 @@ def named_architecture(config: Fields) -> str:
 
 
 def check_architecture(config: Fields) -> None:
-    """Raise `ModelError` for a config.json whose architecture is not built."""
+    """Raise `ModelError` if a config.json's architecture is not supported."""
     if named_architecture(config) not in ENCODERS:
         family_of(config, bare=(config.path.parent / MODULES).exists())
 
 
 def family_of(config: Fields, *, bare: bool = False) -> tuple[str, Family]:
-    """The architecture of a config.json, and what it means. Raises `ModelError` naming one that is not built.
+    """Return the architecture of a config.json and its row; raise `ModelError` for an unsupported one.
 
-    `bare`: the model may be named as one without a head, as those that make embeddings are.
+    `bare`: names of models without a head are accepted, as embedding models have them.
     """
     name = named_architecture(config)
     headed = f"{name.removesuffix('Model').removesuffix('Text')}ForCausalLM"
@@ -388,7 +470,7 @@ def family_of(config: Fields, *, bare: bool = False) -> tuple[str, Family]:
     if name not in FAMILIES:
         known = ", ".join(
             sorted({_HEAD.sub("", one.partition(" (")[0]) for one in (*FAMILIES, *ENCODERS)})
-        )  # a line, not a page
+        )  # families only, so that the message stays short
         raise ModelError(f"{config.path}: the architecture {name[:80]!r} is not supported; supported are {known}")
     scheme_of(config, FAMILIES[name].packed)
     if sees_both(config) and not bare:
@@ -399,18 +481,18 @@ def family_of(config: Fields, *, bare: bool = False) -> tuple[str, Family]:
 
 
 def sees_both(config: Fields) -> bool:
-    """Whether a decoder's tokens see what follows them too."""
-    if config.values.get("use_bidirectional_attention") == "vision":  # of images alone
+    """Return whether a decoder's attention is bidirectional."""
+    if config.values.get("use_bidirectional_attention") == "vision":  # only among image tokens
         return False
     return config.has("use_bidirectional_attention") and config.flag("use_bidirectional_attention", False)
 
 
 def text_config(config: Fields, family: Family) -> Fields:
-    """The fields of the part that answers, with what the family has where the config says nothing."""
+    """Return the fields of the text part, with the family's defaults for missing ones."""
     inner = config.object("text_config") if family.nested else config
     around = {key: config.values[key] for key in _AROUND if key in config.values}
     return Fields({**family.defaults, **inner.values, **around}, config.path, inner.prefix)
 
 
 _AROUND = ("eos_token_id", "bos_token_id", "tie_word_embeddings")
-"""What a config says beside its `text_config` of that part too."""
+"""Fields beside `text_config` that apply to the text part too."""

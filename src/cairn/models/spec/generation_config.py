@@ -1,6 +1,6 @@
-"""generation_config.json and what else of a folder says which tokens end an answer, and how it is sampled.
+"""End tokens and sampling defaults from generation_config.json and the tokenizer's files.
 
-A generation_config.json that cannot be read is passed over: a model answers without it.
+A generation_config.json that cannot be read is ignored: a model answers without it.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ GENERATION = "generation_config.json"
 
 
 class _Added(msgspec.Struct):
-    """The part of tokenizer.json that lists its added tokens."""
+    """Part of tokenizer.json that lists its added tokens."""
 
     added_tokens: list[dict[str, Any]] = []
 
 
 def end_ids(config: Fields, folder: Path, vocab: int) -> tuple[int, ...]:
-    """Ids that end a generation: of generation_config.json, config.json and the tokenizer's eos_token together.
+    """Return the ids that end an answer: from generation_config.json, config.json and the tokenizer's eos_token.
 
-    What the texts of a tokenizer and the chat template say beyond that is known to the front (`text.tokenizer`).
+    The front adds what the tokenizer's texts and the chat template imply (`text.tokenizer`).
     """
     first = _generation(folder, vocab).ids("eos_token_id", vocab)
     second = config.ids("eos_token_id", vocab)
     added = _added(folder) if first and not set(second) <= set(first) else None
-    if added:  # a config.json that came from another model would end answers at ordinary words
+    if added:  # a config.json copied from another model would otherwise end answers at ordinary words
         second = tuple(i for i in second if i in added)
     return tuple(dict.fromkeys((*first, *second, *_named_eos(folder, vocab))))
 
 
 def _named_eos(folder: Path, vocab: int) -> tuple[int, ...]:
-    """The tokenizer's eos_token, where its configuration says which id that is."""
+    """Return the id of the tokenizer's eos_token, if its configuration states it."""
     path = folder / "tokenizer_config.json"
     tokenizer = Fields(read_optional_json(path), path)
     token = tokenizer.values.get("eos_token")
@@ -50,16 +50,16 @@ def _named_eos(folder: Path, vocab: int) -> tuple[int, ...]:
 
 
 def _added(folder: Path) -> set[int]:
-    """The ids of the added tokens; none where tokenizer.json does not say."""
+    """Return the ids of the added tokens; empty if tokenizer.json cannot be read."""
     try:
         listed = msgspec.json.decode((folder / "tokenizer.json").read_bytes(), type=_Added).added_tokens
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return set()  # who loads the tokenizer says what is wrong with it
+        return set()  # loading the tokenizer reports the fault
     return {one["id"] for one in listed if isinstance(one.get("id"), int)}
 
 
 def generation_fault(folder: Path, vocab: int) -> str:
-    """Return what is wrong with a folder's generation_config.json, which then says nothing; "" for nothing."""
+    """Return what is wrong with a folder's generation_config.json, which is then ignored; "" if nothing."""
     path = folder / GENERATION
     try:
         fields = Fields(read_optional_json(path), path)
@@ -71,7 +71,7 @@ def generation_fault(folder: Path, vocab: int) -> str:
 
 
 def _generation(folder: Path, vocab: int) -> Fields:
-    """Return the fields of generation_config.json; none where there is no such file, or something is wrong with it."""
+    """Return the fields of generation_config.json; empty if it is missing or faulty."""
     path = folder / GENERATION
     return Fields({} if generation_fault(folder, vocab) else read_optional_json(path), path)
 
@@ -82,7 +82,7 @@ def sampling_defaults(folder: Path, vocab: int) -> dict[str, float]:
 
 
 def _sampling(fields: Fields) -> dict[str, float]:
-    """Return the sampling defaults of generation_config.json. An explicit `do_sample: false` is temperature 0."""
+    """Return the sampling defaults of generation_config.json. An explicit `do_sample: false` means temperature 0."""
     found = suggested(fields, {name: name for name in SAMPLING})
     if fields.has("do_sample") and not fields.flag("do_sample", True):
         found["temperature"] = 0.0

@@ -1,8 +1,8 @@
-"""Which decoders judge pairs of texts: those that Qwen3-Reranker's template asks, and that say "yes" or "no".
+"""Decoders that judge pairs of texts: those prompted with Qwen3-Reranker's template that answer "yes" or "no".
 
-A folder says it with a LogitScore module of sentence-transformers, a GGUF file with the pooling type of ranking; the
-first folders of Qwen3-Reranker say it with their name alone, as llama.cpp's converter reads it too, and with the option
-`kind` whoever serves a model says it.
+A folder is marked by a LogitScore module of sentence-transformers, a GGUF file by the pooling type ranking. The first
+folders of Qwen3-Reranker are recognised by their name alone, as in llama.cpp's converter. The option `kind` marks any
+model.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import msgspec
 from cairn.models.files import MAX_TOKENIZER_BYTES, is_gguf, read_small
 from cairn.models.gguf.reader import read_gguf
 from cairn.types.errors import ModelError, ModelFileError
-from cairn.types.model_spec import ModelSpec
-from cairn.types.pooling_spec import JudgeSpec
+from cairn.types.model_spec import JudgeSpec, ModelSpec
 
 FAMILY = "Qwen3ForCausalLM"
 _NAME = "qwen3-reranker"
@@ -27,15 +26,15 @@ class _TokenIds(msgspec.Struct):
 
 
 class _TokenizerFile(msgspec.Struct):
-    """The part of tokenizer.json that says which id a token has."""
+    """Part of tokenizer.json that maps tokens to ids."""
 
     model: _TokenIds
 
 
 def with_judge(spec: ModelSpec, folder: Path, kind: str = "auto") -> ModelSpec:
-    """The spec of a model that judges where its name, or `kind` "rerank", says so; else as it is.
+    """Return the spec as a judge's if the model's name or `kind` "rerank" says so; otherwise unchanged.
 
-    Raises `ModelError` for a model that cannot.
+    Raise `ModelError` for a model that cannot judge.
     """
     if spec.judge is not None and spec.architecture != FAMILY:
         raise ModelError(f"{folder}: judging by two tokens is supported for {FAMILY}, not for {spec.architecture}")
@@ -46,7 +45,10 @@ def with_judge(spec: ModelSpec, folder: Path, kind: str = "auto") -> ModelSpec:
         raise ModelError(f"kind is rerank, but {spec.name} is no model that can judge; a decoder must be {FAMILY}")
     yes, no = _ids(folder)
     if max(yes, no) >= spec.vocab:
-        raise ModelFileError(f"{folder}: the tokens {_YES!r} and {_NO!r} are {yes} and {no} of {spec.vocab}")
+        raise ModelFileError(
+            f"{folder}: the tokens {_YES!r} and {_NO!r} have the ids {yes} and {no}, but the model has "
+            f"{spec.vocab} tokens"
+        )
     return msgspec.structs.replace(spec, kind="rerank", judge=JudgeSpec(yes=yes, no=no))
 
 
@@ -63,5 +65,5 @@ def _ids(folder: Path) -> tuple[int, int]:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ModelFileError(f"{path}: not a tokenizer.json of the tokenizers library ({error})") from error
     if _YES not in known or _NO not in known:
-        raise ModelError(f"{folder}: its tokenizer has no tokens {_YES!r} and {_NO!r}, by which a decoder judges")
+        raise ModelError(f"{folder}: its tokenizer lacks the tokens {_YES!r} and {_NO!r}, which a decoder judges with")
     return known[_YES], known[_NO]

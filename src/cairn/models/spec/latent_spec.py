@@ -1,4 +1,4 @@
-"""Attention over latents as configs describe it (MLA), and its tensors.
+"""Multi-head latent attention (MLA) in configs, and its tensors.
 
 Field names are those of transformers' `configuration_deepseek_v3.py`.
 """
@@ -10,18 +10,17 @@ from typing import Any
 
 from cairn.kernels.elementary import log_of
 from cairn.models.files import Fields
-from cairn.models.spec.family import Family
+from cairn.models.spec.families import Family
 from cairn.types.errors import ModelError
-from cairn.types.layer_spec import CacheGroup, Latent, RopeScaling
-from cairn.types.model_spec import MAX_HEAD_DIM, ModelSpec
+from cairn.types.model_spec import MAX_HEAD_DIM, CacheGroup, Latent, ModelSpec, RopeScaling
 
 KEYS, VALUES = "self_attn.k_b_proj", "self_attn.v_b_proj"
-"""What keys and values of a head are made of a latent by, one matrix a head: keys [rank, plain], the other way round
-than they are stored, because queries go through them; values [value, rank]."""
+"""Matrices that make a head's keys and values of a latent, one for each head. Keys are [rank, plain], the transpose of
+what is stored, because queries are multiplied with them; values are [value, rank]."""
 
 
 def latent_fields(config: Fields, family: Family, layers: int, rope: RopeScaling) -> dict[str, Any]:
-    """What a spec says of its latents; {} for a family without."""
+    """Return the spec fields of latent attention; {} for a family without."""
     if not family.latent:
         return {}
     turned = config.integer("qk_rope_head_dim", 2, MAX_HEAD_DIM)
@@ -34,29 +33,31 @@ def latent_fields(config: Fields, family: Family, layers: int, rope: RopeScaling
         bias=config.flag("attention_bias", False),
     )
     if turned % 2:
-        raise config.error("qk_rope_head_dim", "an even number, because rotary positions turn pairs")
+        raise config.error("qk_rope_head_dim", "an even number, because rotary positions rotate pairs")
     return spec_fields(config, latent, turned, layers, rope)
 
 
 def spec_fields(config: Fields, latent: Latent, turned: int, layers: int, rope: RopeScaling) -> dict[str, Any]:
-    """The spec's fields of these latents, beside which `turned` numbers are kept."""
-    size, kept = latent.plain + turned, latent.rank + turned
-    if max(size, kept) > MAX_HEAD_DIM:
-        raise ModelError(f"{config.path}: heads of {max(size, kept)} numbers are not supported; {MAX_HEAD_DIM} are")
-    sharper = 1.0
+    """Return the spec fields of these latents, which are stored with `turned` rotary numbers."""
+    size, stored = latent.plain + turned, latent.rank + turned
+    if max(size, stored) > MAX_HEAD_DIM:
+        raise ModelError(
+            f"{config.path}: a head size of {max(size, stored)} is not supported; the most is {MAX_HEAD_DIM}"
+        )
+    mscale = 1.0
     if rope.kind != "none" and rope.mscale_all_dim and rope.factor > 1:
-        sharper = 0.1 * rope.mscale_all_dim * log_of(rope.factor) + 1.0
+        mscale = 0.1 * rope.mscale_all_dim * log_of(rope.factor) + 1.0
     return {
         "latent": latent,
         "head_dim": size,
         "rotary": turned,
-        "attention_scale": sharper * sharper / math.sqrt(size),
-        "groups": (CacheGroup(kind="full", layers=tuple(range(layers)), kv_heads=1, head_dim=kept, once=True),),
+        "attention_scale": mscale * mscale / math.sqrt(size),
+        "groups": (CacheGroup(kind="full", layers=tuple(range(layers)), kv_heads=1, head_dim=stored, once=True),),
     }
 
 
 def latent_tensors(spec: ModelSpec, latent: Latent) -> dict[str, tuple[int, ...]]:
-    """Name below its layer and shape of every tensor of attention over latents."""
+    """Return name (below the layer) and shape of the tensors of latent attention."""
     query, kept = spec.heads * spec.head_dim, latent.rank + spec.turned
     found: dict[str, tuple[int, ...]] = {}
     if latent.query_rank:

@@ -1,7 +1,7 @@
-"""How makers say, outside a model's files, that it is to be sampled: in its card on the hub.
+"""Sampling settings that makers recommend outside a model's files, in its card on the hub.
 
-A row is for one model, known by its exact hub id or by the digest of its file; never for a family, because models that
-were tuned further are sampled otherwise. Where a model's own files say how, they say it alone.
+A row is for one model, identified by its exact hub id or by the digest of its file; never for a family, because
+fine-tuned models are sampled otherwise. A model's own files take precedence.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ BY_DIGEST: Mapping[tuple[int, str], MakersSampling] = {(KNOWN["smollm2"].size, K
 
 
 def makers_sampling(spec: ModelSpec, place: Path) -> MakersSampling | None:
-    """Return what a model's makers say outside its files, None where nothing is known.
+    """Return the makers' sampling settings for a model; None if unknown.
 
-    Only a file of a size that the table has is hashed. Raises `ModelFileError` if it cannot be read.
+    Only a file whose size is in the table is hashed. Raise `ModelFileError` if it cannot be read.
     """
     if (found := BY_HUB_ID.get(spec.name)) is not None:
         return found

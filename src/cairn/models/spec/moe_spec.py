@@ -1,4 +1,4 @@
-"""Mixtures of experts as configs describe them: which layers have one, how its router chooses, and its tensors."""
+"""Mixtures of experts in configs: which layers have one, how the router chooses, and the tensors."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from cairn.models.files import Fields
-from cairn.models.spec.family import Family
+from cairn.models.spec.families import Family
 from cairn.types.errors import ModelError
-from cairn.types.layer_spec import Experts
-from cairn.types.model_spec import ModelSpec
+from cairn.types.model_spec import Experts, ModelSpec
 
 MAX_EXPERTS = 1 << 12
 ROUTER = "mlp.gate.weight"
 SHARED_GATE = "mlp.shared_expert_gate.weight"
 CORRECTION = "mlp.gate.e_score_correction_bias"
 ROUTER_SCALE, SHARE_SCALE = "mlp.gate.scale", "mlp.gate.per_expert_scale"
-"""Of experts beside the MLP: what the router takes is multiplied with, and each expert's share."""
+"""Tensors of experts beside the MLP: scale of the router's input, and of each expert's output."""
 BESIDE_NORM, MLP_POST_NORM, BESIDE_POST_NORM = (
     f"{one}.weight"
     for one in ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2")
@@ -25,7 +24,7 @@ BESIDE_NORM, MLP_POST_NORM, BESIDE_POST_NORM = (
 
 @dataclass(frozen=True, slots=True)
 class MixtureFields:
-    """The config fields of one family's mixtures; an empty one is not there."""
+    """Config fields of one family's mixtures; an empty name means the family has no such field."""
 
     count: str
     ffn: str
@@ -33,34 +32,34 @@ class MixtureFields:
     scores: Literal["softmax", "sigmoid", "chosen"] = "softmax"
     normed: bool | str = "norm_topk_prob"
     by_layer: bool = False
-    """Whether `decoder_sparse_step` and `mlp_only_layers` say which layers have one."""
+    """Whether `decoder_sparse_step` and `mlp_only_layers` select the layers."""
     first: str = ""
-    """How many layers before have none."""
+    """Field with the number of dense layers at the beginning."""
     scaled: bool = False
-    """Whether `routed_scaling_factor` counts."""
+    """Whether `routed_scaling_factor` is read."""
     grouped: bool = False
-    """Whether `n_group` and `topk_group` count."""
+    """Whether `n_group` and `topk_group` are read."""
     typed: bool = False
-    """Whether `mlp_layer_types` may say which layers have one."""
+    """Whether `mlp_layer_types` may select the layers."""
     known: tuple[tuple[str, str | int | bool], ...] = ()
-    """Fields that may say this alone."""
+    """Fields that may have only this value."""
     listed: bool = False
-    """Whether a list of all layers' kinds says which have one; none may."""
+    """Whether the list of layer kinds selects the layers; there may be none."""
     gated: bool = True
     correction: bool | str = False
     optional: bool = False
-    """Whether there may be none, and the shared one alone is the MLP then."""
+    """Whether there may be no experts, so that the shared one is the MLP."""
     bias: bool = False
     shared: str = ""
-    """Width of the shared expert."""
+    """Field with the width of the shared expert."""
     shared_count: str = ""
-    """How many times as wide as the others it is."""
+    """Field with the shared expert's width as a multiple of the others'."""
     shared_gate: bool = False
     weighs_input: bool = False
     listed_by: str = ""
-    """The field that lists the layers, or else every `interleave_moe_layer_step`-th has one."""
+    """Field that lists the layers; by default every `interleave_moe_layer_step`-th has experts."""
     beside: str = ""
-    """The field that says whether there are experts beside the MLP."""
+    """Field that states whether there are experts beside the MLP."""
 
 
 _EVERY_LAYER = (("moe_layer_freq", 1),)
@@ -156,11 +155,11 @@ MIXTURES["deepseek3"] = replace(
 MIXTURES["mistral4"] = replace(MIXTURES["glm4"], scores="softmax", correction=False)
 MIXTURES["glm4 lite"] = replace(MIXTURES["deepseek3"], typed=True)
 _OTHER_NAMES = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
-"""Newer configs may call a field so."""
+"""Names of fields in newer configs."""
 
 
 def mixture(config: Fields, family: Family, layers: int) -> Experts | None:
-    """The experts that a config describes; None for a family without."""
+    """Return the experts that a config describes; None for a family without."""
     if not family.mixture:
         return None
     row = MIXTURES[family.mixture]
@@ -204,7 +203,7 @@ MAX_LAYERS = 1 << 12
 
 
 def layer_count(config: Fields, family: Family) -> int:
-    """Return how many layers a config describes: where it lists the kind of each, as many as it lists."""
+    """Return the number of layers: the length of the list of layer kinds, if there is one."""
     if family.alone and family.mixture:
         listed = config.values.get(_kinds_key(config))
         if isinstance(listed, list | str) and 1 <= len(listed) <= MAX_LAYERS:
@@ -213,20 +212,20 @@ def layer_count(config: Fields, family: Family) -> int:
 
 
 def _kinds_key(config: Fields) -> str:
-    """Return the name of the field that lists what each layer is."""
+    """Return the name of the field that lists each layer's kind."""
     return next((name for name in ("layers_block_type", "layer_types") if config.has(name)), "hybrid_override_pattern")
 
 
 _PATTERN = {"M": "mamba", "-": "mlp", "*": "attention", "E": "moe"}
 _KINDS = {"linear_attention": "mamba", "full_attention": "attention"}
-"""Other names of layers' kinds."""
+"""Other names of layer kinds."""
 
 
 def layer_kinds(config: Fields, layers: int) -> list[str]:
-    """What each layer is, where it is one thing: mamba, attention, mlp or moe."""
+    """Return each layer's kind, in models whose layers have one part: mamba, attention, mlp or moe."""
     key = _kinds_key(config)
-    said = config.values.get(key)
-    kinds = [_PATTERN.get(one) for one in said] if isinstance(said, str) else said
+    listed = config.values.get(key)
+    kinds = [_PATTERN.get(one) for one in listed] if isinstance(listed, str) else listed
     if isinstance(kinds, list):
         kinds = [_KINDS.get(one, one) if isinstance(one, str) else None for one in kinds]
     if not isinstance(kinds, list) or len(kinds) != layers or any(one not in _PATTERN.values() for one in kinds):
@@ -235,11 +234,14 @@ def layer_kinds(config: Fields, layers: int) -> list[str]:
 
 
 def checked(config: Fields, experts: Experts) -> Experts:
-    """The experts, if their groups can be."""
+    """Return the experts; raise `ModelError` if their groups are impossible."""
     if experts.count % experts.groups or experts.chosen_groups > experts.groups:
-        raise ModelError(f"{config.path}: {experts.count} experts cannot be {experts.groups} groups to choose from")
+        raise ModelError(
+            f"{config.path}: {experts.count} experts cannot be divided into {experts.groups} groups to "
+            f"choose {experts.chosen_groups} from"
+        )
     if experts.chosen > experts.count // experts.groups * experts.chosen_groups:
-        raise ModelError(f"{config.path}: {experts.chosen} experts are more than the chosen groups have")
+        raise ModelError(f"{config.path}: {experts.chosen} chosen experts are more than the chosen groups have")
     return experts
 
 
@@ -273,7 +275,7 @@ def _by_list(config: Fields, name: str, layers: int) -> list[int]:
 
 
 def mixture_tensors(spec: ModelSpec, experts: Experts) -> dict[str, tuple[int, ...]]:
-    """Name below its layer and shape of every tensor of one mixture; `expected_tensors` says the rest."""
+    """Return name (below the layer) and shape of a mixture's tensors."""
     found: dict[str, tuple[int, ...]] = {ROUTER: (experts.count, spec.hidden)}
     if experts.bias:
         found["mlp.gate.bias"] = (experts.count,)
@@ -297,5 +299,5 @@ def mixture_tensors(spec: ModelSpec, experts: Experts) -> dict[str, tuple[int, .
 
 
 def is_router(name: str) -> bool:
-    """Whether a tensor decides where a token goes: what is rounded there would send it elsewhere."""
+    """Return whether a tensor routes tokens; rounding it would send them to other experts."""
     return name.endswith((f".{ROUTER}", f".{SHARED_GATE}"))

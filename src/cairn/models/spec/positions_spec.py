@@ -1,4 +1,4 @@
-"""The rotary settings of a config.json -> what turns queries and keys.
+"""The rotary settings of a config.json.
 
 Field names and defaults are those of transformers (`modeling_rope_utils.py`).
 """
@@ -11,10 +11,9 @@ from typing import Literal
 
 from cairn.kernels.elementary import log_of
 from cairn.models.files import Fields
-from cairn.models.spec.family import Family
+from cairn.models.spec.families import Family
 from cairn.types.errors import ModelError, ModelFileError
-from cairn.types.layer_spec import RopeScaling, RotaryPositions
-from cairn.types.model_spec import MAX_CONTEXT, MAX_HEAD_DIM
+from cairn.types.model_spec import MAX_CONTEXT, MAX_HEAD_DIM, RopeScaling, RotaryPositions
 
 ROPE_SCALINGS: dict[str, Literal["none", "linear", "llama3", "yarn"]] = {
     "default": "none",
@@ -22,17 +21,17 @@ ROPE_SCALINGS: dict[str, Literal["none", "linear", "llama3", "yarn"]] = {
     "llama3": "llama3",
     "yarn": "yarn",
 }
-"""`rope_type` as configs spell it -> `RopeScaling.kind`."""
+"""`rope_type` in configs -> `RopeScaling.kind`."""
 UNKNOWN_ROPE = frozenset({"mrope_section", "llama_4_scaling_beta"})
-"""What rotary settings hold for other families, and would change every number here."""
+"""Rotary settings that only some families support; they change every number."""
 
 
 _LONG = ("longrope", "su", "yarn")
-"""What files of Phi-3 call longrope."""
+"""Names of longrope in files of Phi-3."""
 
 
 def long_rope(config: Fields, family: Family) -> RopeScaling | None:
-    """`ModelSpec.long_rope`; None where one scaling is for every context."""
+    """Return `ModelSpec.long_rope`; None if one scaling serves every context length."""
     old, new = config.object("rope_scaling"), config.object("rope_parameters")
     rope = new if new.values else old
     if not family.long_rope or rope.text("rope_type", rope.text("type", "default")) not in _LONG:
@@ -41,7 +40,7 @@ def long_rope(config: Fields, family: Family) -> RopeScaling | None:
 
 
 def _longrope(config: Fields, rope: Fields, trained: int) -> tuple[RopeScaling, RopeScaling]:
-    """The scaling of contexts as long as the model was first trained for, and that of longer ones."""
+    """Return the scalings for contexts up to the original training length and for longer ones."""
     place = rope if rope.has("original_max_position_embeddings") else config
     original = place.integer("original_max_position_embeddings", 2, MAX_CONTEXT)
     factor = rope.number("factor", 1e-3, 1e6, trained / original)
@@ -62,7 +61,7 @@ def _divisors(rope: Fields, name: str) -> tuple[float, ...]:
 
 
 def check_divisors(config: Fields, scalings: Iterable[RopeScaling | None], turned: int) -> None:
-    """Raise `ModelFileError` where a scaling's factors are not one for each pair that is turned."""
+    """Raise `ModelFileError` if a scaling does not have one factor for each rotated pair."""
     for one in scalings:
         if one is not None and one.factors and len(one.factors) != turned // 2:
             raise ModelFileError(
@@ -71,25 +70,25 @@ def check_divisors(config: Fields, scalings: Iterable[RopeScaling | None], turne
 
 
 def stretched(config: Fields, family: Family) -> float:
-    """What a family's own scaling multiplies theta by, but for its exponent; 1 for nothing."""
+    """Return the base of the factor by which the family scales theta; 1 for none."""
     new = config.object("rope_parameters")
     rope = new if new.values else config.object("rope_scaling")
     return rope.number("alpha", 1e-3, 1e9, 1.0) if family.stretched else 1.0
 
 
 def unturned(config: Fields, layers: int) -> tuple[int, ...]:
-    """The layers without positions: a list says 0 for each of them, or every so many-th has none."""
-    said = config.values.get("no_rope_layers")
-    if said is None:
+    """Return the layers without positions: those listed with 0, or every n-th."""
+    flags = config.values.get("no_rope_layers")
+    if flags is None:
         interval = config.integer("no_rope_layer_interval", 1, 1 << 12, 4)
-        said = [int((layer + 1) % interval != 0) for layer in range(layers)]
-    if not isinstance(said, list) or len(said) != layers or any(one not in (0, 1) for one in said):
+        flags = [int((layer + 1) % interval != 0) for layer in range(layers)]
+    if not isinstance(flags, list) or len(flags) != layers or any(one not in (0, 1) for one in flags):
         raise config.error("no_rope_layers", f"a list of {layers} entries, each 0 or 1")
-    return tuple(layer for layer, turned in enumerate(said) if not turned)
+    return tuple(layer for layer, turned in enumerate(flags) if not turned)
 
 
 def query_scaling(config: Fields) -> tuple[float, float] | None:
-    """`ModelSpec.query_scaling`; None where the config says nothing of it."""
+    """Return `ModelSpec.query_scaling`; None if the config does not set it."""
     rope = config.object("rope_parameters" if config.object("rope_parameters").values else "rope_scaling")
     if not rope.has("llama_4_scaling_beta"):
         return None
@@ -100,14 +99,14 @@ def query_scaling(config: Fields) -> tuple[float, float] | None:
 
 
 def unturned_scaling(config: Fields) -> tuple[float, float] | None:
-    """`ModelSpec.unturned_scaling`."""
+    """Return `ModelSpec.unturned_scaling`."""
     if not config.flag("attn_temperature_tuning", True):
         return None
     return config.number("attn_scale", 0.0, 1e3, 0.1), float(config.integer("floor_scale", 1, MAX_CONTEXT, 8192))
 
 
 def rotary(config: Fields, head_dim: int) -> int | None:
-    """`ModelSpec.rotary`."""
+    """Return `ModelSpec.rotary`."""
     rope = config.object("rope_parameters")
     place = rope if rope.has("partial_rotary_factor") else config
     turned = int(head_dim * place.number("partial_rotary_factor", 0.0, 1.0, 1.0))
@@ -125,12 +124,12 @@ def by_type(config: Fields) -> bool:
 
 
 def global_positions(config: Fields) -> Fields:
-    """Return a config whose rotary settings are those of layers without a window, where it has two."""
+    """Return the config with the rotary settings of layers without a window, if there are two sets."""
     if not by_type(config):
         return config
     if config.object("rope_scaling").values:
         raise ModelError(
-            f"{config.path}: rope_scaling stands beside rope_parameters by type of layer; keep one of them"
+            f"{config.path}: rope_scaling is set beside rope_parameters for each layer type; keep one of them"
         )
     kinds = config.object("rope_parameters").values
     own = {"rope_parameters": kinds.get("full_attention"), "rope_scaling": None}
@@ -138,7 +137,7 @@ def global_positions(config: Fields) -> Fields:
 
 
 def local_positions(config: Fields, family: Family) -> RotaryPositions:
-    """The rotary positions of layers with a window, where they have their own."""
+    """Return the rotary positions of layers with a window, if they have their own."""
     theta = config.values.get("rope_local_base_freq") if family.local_rope else family.defaults["rope_theta"]
     settings = config.object("rope_parameters").values.get("sliding_attention")
     own = {"rope_parameters": settings, "rope_scaling": None, "rope_theta": theta}
@@ -147,15 +146,15 @@ def local_positions(config: Fields, family: Family) -> RotaryPositions:
 
 
 def _kind(rope: Fields, family: Family) -> str:
-    """What kind of scaling the settings name."""
+    """Return the name of the scaling."""
     named = rope.text("rope_type", rope.text("type", "default"))
     return "default" if family.stretched and named == "dynamic" and rope.has("alpha") else named
 
 
 def _check_part(config: Fields, rope: Fields, family: Family) -> None:
-    """Raise `ModelError` where a part of each head is to be turned that the family does not know of."""
+    """Raise `ModelError` if the config rotates only a part of each head and the family does not support it."""
     own = 1.0
-    if family.latent:  # which may say what its sizes say too
+    if family.latent:  # may restate the ratio of its head sizes
         turned = config.integer("qk_rope_head_dim", 2, MAX_HEAD_DIM)
         own = turned / (turned + config.integer("qk_nope_head_dim", 1, MAX_HEAD_DIM))
     for place in (rope, config):
@@ -164,7 +163,7 @@ def _check_part(config: Fields, rope: Fields, family: Family) -> None:
 
 
 def rope_scaling(config: Fields, family: Family) -> tuple[RopeScaling, float, int]:
-    """Rope scaling, theta, and the context that the scaling gives."""
+    """Return rope scaling, theta, and the context length that the scaling gives."""
     old, new = config.object("rope_scaling"), config.object("rope_parameters")
     rope = new if new.values else old
     if new.values and old.values and new.values != old.values:
@@ -174,7 +173,7 @@ def rope_scaling(config: Fields, family: Family) -> tuple[RopeScaling, float, in
         if isinstance(value, dict) or (key in UNKNOWN_ROPE and not known):
             raise ModelError(f"{config.path}: {key[:80]} in its rotary settings is not supported")
     theta = (rope if rope.has("rope_theta") else config).number("rope_theta", 1.0, 1e15, 10000.0)
-    trained = config.integer("max_position_embeddings", 2, MAX_CONTEXT)  # a prompt token and one to come
+    trained = config.integer("max_position_embeddings", 2, MAX_CONTEXT)  # at least a prompt token and a generated one
     _check_part(config, rope, family)
     named = _kind(rope, family)
     if family.long_rope and named in _LONG:

@@ -1,4 +1,4 @@
-"""Layers that keep a state as configs describe them, and their tensors."""
+"""Recurrent layers (delta rule, Mamba 2, short convolutions) in configs, and their tensors."""
 
 from __future__ import annotations
 
@@ -8,32 +8,34 @@ from collections.abc import Callable
 import msgspec
 
 from cairn.models.files import Fields
-from cairn.models.spec.family import Family
+from cairn.models.spec.families import Family
 from cairn.models.spec.moe_spec import layer_kinds
 from cairn.types.errors import ModelError
-from cairn.types.layer_spec import CacheGroup, Recurrence
-from cairn.types.model_spec import MAX_HEAD_DIM, ModelSpec
+from cairn.types.model_spec import MAX_HEAD_DIM, CacheGroup, ModelSpec, Recurrence
 
 MOST_REACH = 16
 MAX_HEADS = 1 << 12
 MIXER = "mixer."
-"""What the tensors of such a layer's own begin with, below their layer."""
+"""Prefix of a recurrent layer's own tensors, below the layer."""
 _EXACT = (f".{MIXER}in_proj_a.weight", f".{MIXER}in_proj_b.weight")
 _ATTENDS = ("full_attention", "attention")
 
 
 def recurrence(config: Fields, family: Family, layers: int, hidden: int) -> Recurrence | None:
-    """The layers of a config that keep a state; None for a family without."""
+    """Return the recurrent layers of a config; None if there are none."""
     if not family.recurrence:
         return None
     found = _RULES[family.recurrence](config, layers, hidden)
     if found is not None and found.key_heads and found.heads % found.key_heads:
-        raise ModelError(f"{config.path}: {found.heads} recurrent heads cannot share {found.key_heads} of keys")
+        raise ModelError(f"{config.path}: {found.heads} recurrent heads are no multiple of {found.key_heads} key heads")
     return found
 
 
 def _listed(config: Fields, layers: int, *others: str) -> list[int] | None:
-    """The layers that `layer_types` calls by some names, where all others have attention; None without a list."""
+    """Return the layers that `layer_types` gives one of the `others` names; None without a list.
+
+    All other layers must be attention.
+    """
     key = "layer_types" if config.has("layer_types") else "layers_block_type"
     if not config.has(key):
         return None
@@ -111,7 +113,7 @@ def _nemotron(config: Fields, layers: int, hidden: int) -> Recurrence | None:
 
 
 def _mamba(config: Fields, layers: int, hidden: int) -> Recurrence:
-    """Of a model that has nothing else."""
+    """Return the recurrence of a model that consists of Mamba 2 layers only."""
     heads = config.integer("num_heads", 1, MAX_HEADS)
     size = config.integer("head_dim", 1, MAX_HEAD_DIM)
     if heads * size != config.integer("expand", 1, 1 << 6, 2) * hidden:
@@ -131,12 +133,12 @@ def _mamba(config: Fields, layers: int, hidden: int) -> Recurrence:
 
 
 def mlp_layers(config: Fields, layers: int) -> tuple[int, ...]:
-    """The layers that are an MLP, where a layer is one thing."""
+    """Return the layers that are only an MLP."""
     return tuple(layer for layer, kind in enumerate(layer_kinds(config, layers)) if kind in ("mlp", "moe"))
 
 
 def _limits(config: Fields) -> tuple[float, float] | None:
-    """The least and the greatest step; None where nothing is bound."""
+    """Return the least and the greatest time step; None if they are unlimited."""
     found = config.values.get("time_step_limit")
     if found is None:
         return None
@@ -167,13 +169,13 @@ _RULES: dict[str, Callable[[Fields, int, int], Recurrence | None]] = {
     "nemotron": _nemotron,
     "mamba": _mamba,
 }
-"""`Family.recurrence` -> what reads its config."""
+"""`Family.recurrence` -> reader of its config."""
 
 
 def with_state(
     groups: tuple[CacheGroup, ...], found: Recurrence | None, idle: tuple[int, ...] = ()
 ) -> tuple[CacheGroup, ...]:
-    """The groups of all layers without those that keep a state, and the group of these. `idle` keep nothing."""
+    """Return the cache groups without recurrent layers, plus the group of these. `idle` layers keep nothing."""
     if found is None and not idle:
         return groups
     apart = {*idle, *(found.layers if found else ())}
@@ -188,9 +190,9 @@ def with_state(
 
 
 def recurrent_tensors(spec: ModelSpec, found: Recurrence) -> dict[str, tuple[int, ...]]:
-    """Name below its layer and shape of every tensor of one such layer's own.
+    """Return name (below the layer) and shape of a recurrent layer's own tensors.
 
-    Convolutions are [reach C], the oldest token's first; `decay` is what A_log stands for, -exp(A_log).
+    Convolutions are [reach C], the oldest token's first; `decay` is -exp(A_log).
     """
     hidden, inner, channels = spec.hidden, found.inner, found.channels
     shapes: dict[str, tuple[int, ...]] = {"conv.weight": (found.reach * channels,)}
@@ -217,5 +219,8 @@ def recurrent_tensors(spec: ModelSpec, found: Recurrence) -> dict[str, tuple[int
 
 
 def is_step(name: str) -> bool:
-    """Whether a tensor says how fast a state forgets and learns: rounding would add up over all tokens."""
+    """Return whether a tensor controls how a state decays or updates.
+
+    Its rounding error would accumulate over all tokens.
+    """
     return name.endswith(_EXACT)

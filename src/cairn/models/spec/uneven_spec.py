@@ -1,7 +1,7 @@
-"""Decoders whose layers are not alike (Gemma 4), as configs describe them: heads by group, keys and values that later
-layers read of earlier ones, values that are keys, inputs of each layer's own.
+"""Gemma 4 and 3n in configs: layers of different shapes.
 
-Field names are those of transformers' `configuration_gemma4.py`.
+Head sizes differ by cache group, later layers share the KV of earlier ones, values may be keys, and layers have
+per-layer inputs. Field names are those of transformers' `configuration_gemma4.py`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import msgspec
 import numpy as np
 
 from cairn.models.files import Fields
-from cairn.models.spec.family import Family
+from cairn.models.spec.families import Family
 from cairn.models.spec.moe_spec import mixture_tensors
 from cairn.types.errors import ModelError
-from cairn.types.layer_spec import NEVER, CacheGroup, RopeScaling, Streams, Uneven
-from cairn.types.model_spec import MAX_CONTEXT, MAX_HEAD_DIM, ModelSpec
+from cairn.types.model_spec import MAX_CONTEXT, MAX_HEAD_DIM, NEVER, CacheGroup, ModelSpec, RopeScaling, Streams, Uneven
 
 INPUTS = "model.embed_tokens_per_layer.weight"
 INPUTS_PROJECTION = "model.per_layer_model_projection.weight"
@@ -28,22 +27,26 @@ INPUTS_NORM = "model.per_layer_projection_norm.weight"
 
 MAX_HEADS = 1 << 14
 _OVERRIDES = frozenset({"head_dim", "num_key_value_heads"})
-"""What `per_layer_config` may say of a layer."""
+"""Fields that `per_layer_config` may set."""
 
 
 def global_heads(config: Fields) -> tuple[int, int]:
-    """Return size and number of key-value heads of the layers without a window.
+    """Return size and number of KV heads of the layers without a window.
 
-    Newer configs say it in `per_layer_config`, for each such layer; older ones in fields of their own.
+    Newer configs state them in `per_layer_config` for each such layer, older ones in separate fields.
     """
     if "per_layer_config" in config.values:
         listed = config.object("per_layer_config").values
-        said: Any = next(iter(listed.values()), {})
-        if any(one != said for one in listed.values()) or not isinstance(said, dict) or not said.keys() <= _OVERRIDES:
+        overrides: Any = next(iter(listed.values()), {})
+        if (
+            any(one != overrides for one in listed.values())
+            or not isinstance(overrides, dict)
+            or not overrides.keys() <= _OVERRIDES
+        ):
             raise config.error(
                 "per_layer_config", "head_dim and num_key_value_heads alone, the same for all layers of full_attention"
             )
-        own = Fields({**config.values, **said}, config.path, config.prefix)
+        own = Fields({**config.values, **overrides}, config.path, config.prefix)
         return own.integer("head_dim", 2, MAX_HEAD_DIM, 256), own.integer("num_key_value_heads", 1, MAX_HEADS, 4)
     heads = "num_key_value_heads"
     if config.flag("attention_k_eq_v", False) and config.has("num_global_key_value_heads"):
@@ -52,7 +55,7 @@ def global_heads(config: Fields) -> tuple[int, int]:
 
 
 def _check_overrides(config: Fields, whole: Sequence[int]) -> None:
-    """Raise `ModelFileError` where `per_layer_config` is about other layers than those without a window."""
+    """Raise `ModelFileError` if `per_layer_config` names other layers than those without a window."""
     listed = config.object("per_layer_config").values
     if listed and set(listed) != set(map(str, whole)):
         layers = ", ".join(map(str, whole))[:80]
@@ -60,8 +63,10 @@ def _check_overrides(config: Fields, whole: Sequence[int]) -> None:
 
 
 def proportional(config: Fields, family: Family) -> tuple[RopeScaling, float, int]:
-    """Rope scaling, theta and context of the layers without a window: the first pairs of a head are turned, with the
-    frequencies that they have among all."""
+    """Return rope scaling, theta and context length of the layers without a window.
+
+    Only the first pairs of a head are rotated, with the frequencies that they have among all pairs.
+    """
     rope = config.object("rope_parameters").object("full_attention")
     named = rope.text("rope_type", "default")
     known = ("default",) if family.streams else ("default", "proportional")
@@ -82,7 +87,7 @@ def proportional(config: Fields, family: Family) -> tuple[RopeScaling, float, in
 
 
 def uneven_fields(config: Fields, family: Family, groups: tuple[CacheGroup, ...], layers: int) -> dict[str, Any]:
-    """What a spec says of layers that are not alike; {} for a family whose layers are. `groups` hold all layers."""
+    """Return the spec fields of layers that differ; {} for other families. `groups` hold all layers."""
     if not family.uneven:
         return {}
     hidden, vocab = config.integer("hidden_size", 1, 1 << 20), config.integer("vocab_size", 1, 1 << 22)
@@ -91,9 +96,9 @@ def uneven_fields(config: Fields, family: Family, groups: tuple[CacheGroup, ...]
     shared = config.integer("num_kv_shared_layers", 0, layers - 1, 0)
     inputs = config.integer("hidden_size_per_layer_input", 0, 1 << 16, 256)
     rows = config.integer("vocab_size_per_layer_input", 1, 1 << 22, 262_144) if inputs else 0
-    if inputs and rows < vocab and not family.streams:  # where what is beyond the table is its first row
+    if inputs and rows < vocab and not family.streams:  # with streams, ids beyond the table read its first row
         raise config.error("vocab_size_per_layer_input", f"at least vocab_size ({vocab})")
-    none_writes = config.error("num_kv_shared_layers", "so few that a layer of each kind has keys and values")
+    none_writes = config.error("num_kv_shared_layers", "so small that a layer of each kind has keys and values")
     uneven = Uneven(
         kv_from=sources(groups, layers - shared, layers, none_writes),
         keys_as_values=whole if same else (),
@@ -119,8 +124,10 @@ def uneven_fields(config: Fields, family: Family, groups: tuple[CacheGroup, ...]
 
 
 def shared_groups(groups: Sequence[CacheGroup], first: int, kv_heads: int, head_dim: int) -> tuple[CacheGroup, ...]:
-    """The groups of all layers without those from `first` on, which keep nothing; layers without a window have heads of
-    their own."""
+    """Return the groups without the layers from `first` on, which share KV.
+
+    Groups without a window get their own head count and size.
+    """
     own = {"kv_heads": kv_heads, "head_dim": head_dim}
     return tuple(
         msgspec.structs.replace(
@@ -133,7 +140,7 @@ def shared_groups(groups: Sequence[CacheGroup], first: int, kv_heads: int, head_
 
 
 def one_width(config: Fields) -> int:
-    """The width of all layers' MLP, which may be listed."""
+    """Return the MLP width of all layers; raise `ModelError` if a list of widths differs."""
     listed = config.values.get("intermediate_size")
     if isinstance(listed, list):
         if len(set(map(str, listed))) != 1:
@@ -143,7 +150,6 @@ def one_width(config: Fields) -> int:
 
 
 def _streams(config: Fields, layers: int) -> Streams:
-    """The streams of a config."""
     count = config.integer("altup_num_inputs", 2, 16, 4)
     listed = config.values.get("activation_sparsity_pattern")
     if listed is None:
@@ -157,7 +163,7 @@ def _streams(config: Fields, layers: int) -> Streams:
         count=count,
         active=config.integer("altup_active_idx", 0, count - 1, 0),
         rank=config.integer("laurel_rank", 1, 1 << 16, 64),
-        # As float32, which kernels take: beyond that the quantile is the C library's.
+        # Rounded to float32, the kernels' precision: further digits depend on the C library.
         sparsity=tuple(float(np.float32(NormalDist().inv_cdf(one))) if one else None for one in shares)
         if any(shares)
         else (),
@@ -166,8 +172,10 @@ def _streams(config: Fields, layers: int) -> Streams:
 
 
 def sources(groups: Sequence[CacheGroup], first: int, layers: int, none_writes: ModelError) -> tuple[int, ...]:
-    """Of each layer from `first` on, the layer whose keys and values it reads: the last before them of its kind. Raises
-    `none_writes` where there is none."""
+    """Return for each layer from `first` on the layer whose KV it reads: the last earlier one of its cache group.
+
+    Raise `none_writes` if there is none.
+    """
     found = []
     for layer in range(first, layers):
         alike = next(group.layers for group in groups if layer in group.layers)
@@ -179,7 +187,7 @@ def sources(groups: Sequence[CacheGroup], first: int, layers: int, none_writes: 
 
 
 def uneven_tensors(spec: ModelSpec, uneven: Uneven) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor but the embedding, the last norm and the output."""
+    """Return name and shape of every tensor except embedding, last norm and output."""
     found: dict[str, tuple[int, ...]] = {}
     if uneven.inputs:
         wide = spec.layers * uneven.inputs
@@ -229,18 +237,18 @@ def _layer(spec: ModelSpec, uneven: Uneven, layer: int) -> dict[str, tuple[int, 
 
 
 STREAMS, MERGES = "model.altup_projections", "model.altup_unembed_projections"
-"""What makes streams of the embedding, and what makes one state of them: a matrix for each but the first."""
+"""Matrices that make the streams of the embedding and that merge them: one for each but the first."""
 
 
 def stream_tensors(spec: ModelSpec, streams: Streams) -> dict[str, tuple[int, ...]]:
-    """What makes streams and what joins them."""
+    """Return name and shape of the tensors that make and merge streams."""
     square = (spec.hidden, spec.hidden)
     places = (STREAMS, MERGES)
     return {f"{place}.{number}.weight": square for place in places for number in range(streams.count - 1)}
 
 
 def stream_layer_tensors(spec: ModelSpec, streams: Streams) -> dict[str, tuple[int, ...]]:
-    """A layer's own."""
+    """Return name (below the layer) and shape of a layer's stream tensors."""
     hidden, count = spec.hidden, streams.count
     return {
         "altup.correct_output_scale": (hidden,),

@@ -1,13 +1,13 @@
-"""The forward pass of a hidden state that is kept several times over (Gemma 3n): AltUp, and LAuReL beside attention.
+"""Gemma 3n's parallel streams of the hidden state: AltUp, and LAuReL beside attention.
 
-start:    hidden -> project -> as long as hidden: one stream for each matrix, behind hidden itself
-predict:  streams -> mixed by what the active one says; the active one of them is the layer's hidden state
-beside:   normed -> project -> project -> norm -> added to normed; what attention gives is added, and halved in square
-correct:  hidden less what was predicted of it, to each stream by a part that hidden says
-input:    the active stream through the layer's input, to all streams but the first
-end:      streams -> project -> as long as the first: their mean is the hidden state
+start: hidden -> project -> scaled to hidden's length: one stream for each matrix, after hidden itself predict: streams
+-> mixed by a router over the active one; the active prediction is the layer's hidden state beside: normed -> project ->
+project -> norm -> added to normed; the attention output is added; divided by sqrt(2) correct: hidden minus its
+prediction, added to each stream with a share that a router gives input: the active stream through the layer's input,
+added to all streams but the first end: streams -> project -> scaled to the first one's length: their mean is the hidden
+state
 
-A layer reads the streams of one buffer and writes them to the other, in turns.
+A layer reads the streams of one buffer and writes them to the other, alternating.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from cairn.kernels.base import Array, Kernels, Matrix
-from cairn.models.forward.uneven import LayerInput
+from cairn.models.forward.gemma4 import LayerInput
 from cairn.models.spec.uneven_spec import MERGES, STREAMS
 from cairn.types.model_spec import ModelSpec
 
@@ -27,7 +27,7 @@ Pack = Callable[..., Matrix]
 
 @dataclass(frozen=True, slots=True)
 class StreamEnds:
-    """What makes streams, and what makes one state of them."""
+    """Weights that make the streams and that merge them."""
 
     count: int
     apart: tuple[Matrix, ...]
@@ -36,7 +36,7 @@ class StreamEnds:
 
 @dataclass(frozen=True, slots=True)
 class StreamLayer:
-    """One layer's weights as the kernels packed them."""
+    """One layer's packed stream weights."""
 
     active: int
     hidden: int
@@ -53,7 +53,7 @@ class StreamLayer:
 
 @dataclass(frozen=True, slots=True)
 class StreamBuffers:
-    """What a step needs beside the buffers of other layers; empty for a model without streams."""
+    """Additional buffers of a step; empty for a model without streams."""
 
     here: Any
     """float32 [M, A, H]"""
@@ -72,12 +72,12 @@ class StreamBuffers:
     """float32 [M, A]"""
 
     def map(self, make: Callable[[Any], Any]) -> StreamBuffers:
-        """The buffers with something made of each."""
+        """Return the buffers mapped through `make`."""
         return StreamBuffers(**{one.name: make(getattr(self, one.name)) for one in fields(self)})
 
 
 def build_ends(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any]) -> StreamEnds | None:
-    """Pack what makes streams and joins them."""
+    """Pack the weights that make and merge streams; None without streams."""
     streams = spec.uneven.streams if spec.uneven is not None else None
     if streams is None:
         return None
@@ -89,7 +89,7 @@ def build_ends(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any]) ->
 
 
 def build_streams(matrix: Pack, vector: Callable[[str], Array], spec: ModelSpec, layer: int) -> StreamLayer | None:
-    """Pack one layer's own."""
+    """Pack one layer's stream weights; None without streams."""
     streams = spec.uneven.streams if spec.uneven is not None else None
     if streams is None:
         return None
@@ -109,7 +109,7 @@ def build_streams(matrix: Pack, vector: Callable[[str], Array], spec: ModelSpec,
 
 
 def allocate_streams(kernels: Kernels, spec: ModelSpec, tokens: int) -> StreamBuffers:
-    """Buffers for steps of at most `tokens` tokens."""
+    """Allocate buffers for steps of at most `tokens` tokens."""
     streams = spec.uneven.streams if spec.uneven is not None else None
     count, hidden, rank = (streams.count, spec.hidden, streams.rank) if streams else (0, 0, 0)
     shapes: list[tuple[int, ...]] = [(count, hidden), (count, hidden), (hidden,), (hidden,), (rank,)]
@@ -118,7 +118,7 @@ def allocate_streams(kernels: Kernels, spec: ModelSpec, tokens: int) -> StreamBu
 
 
 def stream_numbers(spec: ModelSpec) -> int:
-    """Numbers for each token in the buffers."""
+    """Return the numbers per token in the buffers."""
     streams = spec.uneven.streams if spec.uneven is not None else None
     if streams is None:
         return 0
@@ -126,7 +126,7 @@ def stream_numbers(spec: ModelSpec) -> int:
 
 
 def run_start(k: Kernels, own: StreamEnds, hidden: Any, b: StreamBuffers, out: Any) -> None:
-    """b.here[M, A, H] = the streams of an embedding hidden[M, H]; writes `out` too."""
+    """Set b.here[M, A, H] to the streams of an embedding hidden[M, H]; `out` is overwritten."""
     k.put_stream(hidden, 0, b.here)
     for number, matrix in enumerate(own.apart, 1):
         k.project(hidden, matrix, out)
@@ -135,7 +135,7 @@ def run_start(k: Kernels, own: StreamEnds, hidden: Any, b: StreamBuffers, out: A
 
 
 def run_end(k: Kernels, own: StreamEnds, hidden: Any, b: StreamBuffers, out: Any) -> None:
-    """hidden[M, H] = the mean of the streams b.here[M, A, H]; writes `out` too."""
+    """Set hidden[M, H] to the mean of the merged streams b.here[M, A, H]; `out` is overwritten."""
     k.take_stream(b.here, 0, b.first)
     k.take_stream(b.here, 0, hidden)
     for number, matrix in enumerate(own.joined, 1):
@@ -147,7 +147,7 @@ def run_end(k: Kernels, own: StreamEnds, hidden: Any, b: StreamBuffers, out: Any
 
 
 def _route(k: Kernels, own: StreamLayer, x: Any, eps: float, b: StreamBuffers, normed: Any) -> None:
-    """b.routed[M, A] = what x[M, H] says of the streams."""
+    """Set b.routed[M, A] to the router's output for x[M, H]."""
     k.norm(x, own.router_norm, eps, normed)
     k.scale(normed, 1 / own.hidden)
     k.project(normed, own.router, b.routed)
@@ -155,7 +155,7 @@ def _route(k: Kernels, own: StreamLayer, x: Any, eps: float, b: StreamBuffers, n
 
 
 def run_predict(k: Kernels, own: StreamLayer, hidden: Any, eps: float, b: StreamBuffers, normed: Any) -> None:
-    """b.there[M, A, H] = what the streams b.here are before the layer, and hidden[M, H] the active one of them."""
+    """Set b.there[M, A, H] to the predicted streams and hidden[M, H] to the active one."""
     k.take_stream(b.here, own.active, hidden)
     _route(k, own, hidden, eps, b, normed)
     k.project(b.routed, own.predict, b.parts)
@@ -164,7 +164,7 @@ def run_predict(k: Kernels, own: StreamLayer, hidden: Any, eps: float, b: Stream
 
 
 def run_beside(k: Kernels, own: StreamLayer, x: Any, eps: float, b: StreamBuffers) -> None:
-    """b.beside[M, H] = what stands beside attention, of what attention takes, x[M, H]."""
+    """Set b.beside[M, H] to LAuReL's output for attention's input x[M, H]."""
     k.project(x, own.left, b.low)
     k.project(b.low, own.right, b.beside)
     k.norm(b.beside, own.norm, eps, b.beside)
@@ -172,7 +172,7 @@ def run_beside(k: Kernels, own: StreamLayer, x: Any, eps: float, b: StreamBuffer
 
 
 def run_joined(k: Kernels, hidden: Any, b: StreamBuffers) -> None:
-    """hidden[M, H] = with what stands beside attention, over the root of 2."""
+    """Add LAuReL's output to hidden[M, H] and divide by sqrt(2)."""
     k.add(b.beside, hidden)
     k.scale(hidden, 1 / math.sqrt(2))
 
@@ -189,8 +189,10 @@ def run_correct(
     normed: Any,
     out: Any,
 ) -> None:
-    """b.there[M, A, H] = the streams after the layer, which gives hidden[M, H]. `inputs`: those of all layers, and room
-    for one."""
+    """Set b.there[M, A, H] to the corrected streams after the layer, whose output is hidden[M, H].
+
+    `inputs`: the inputs of all layers, and a buffer for one.
+    """
     _route(k, own, hidden, eps, b, normed)
     k.project(b.routed, own.correct, b.shares)
     k.correct_streams(hidden, b.shares, own.active, b.there)

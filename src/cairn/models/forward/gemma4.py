@@ -1,10 +1,10 @@
-"""The forward pass of what layers that are not alike have of their own (Gemma 4).
+"""Gemma 4's per-layer parts: shared KV, per-group head sizes, per-layer inputs.
 
-attention:     heads of the group's own size; values normed without a weight; a layer without keys and values reads
-               those that an earlier one wrote
-layer inputs:  rows of a table (`models.row_table`) -> scale, and hidden -> project -> scale -> norm, added and scaled:
+attention:     heads of the group's size; values are normed without a weight; a layer without keys and values reads
+               those of an earlier one
+layer inputs:  rows of a table (`forward.row_table`) -> scale, and hidden -> project -> scale -> norm, added and scaled:
                one for each layer;
-               behind a layer: hidden -> project -> gate with its input -> project -> norm -> add
+               after a layer: hidden -> project -> gate with its input -> project -> norm -> add
 """
 
 from __future__ import annotations
@@ -16,26 +16,25 @@ from typing import Any
 
 from cairn.kernels.base import Array, Kernels, Matrix
 from cairn.models.spec.uneven_spec import INPUTS_NORM, INPUTS_PROJECTION
-from cairn.types.layer_spec import Uneven
-from cairn.types.model_spec import ModelSpec
+from cairn.types.model_spec import ModelSpec, Uneven
 
 Pack = Callable[..., Matrix]
-"""Packs the matrices of these names below a layer, with their biases."""
+"""Packs the matrices of these names (below a layer), with their biases."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupAttention:
-    """One layer's attention, with the heads of its group."""
+    """One layer's attention, with its group's heads."""
 
     window: int
     heads: int
     kv_heads: int
     size: int
-    """Numbers of a head."""
+    """Head size."""
     shared: bool
-    """Whether it reads what an earlier layer wrote."""
+    """Whether it reads the KV of an earlier layer."""
     qkv: Matrix
-    """Of a shared one, queries alone."""
+    """Only queries if KV is shared."""
     q_norm: Array
     k_norm: Array | None
     out: Matrix
@@ -43,7 +42,7 @@ class GroupAttention:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What makes the inputs of all layers."""
+    """Weights that make the inputs of all layers."""
 
     projection: Matrix
     norm: Array
@@ -54,10 +53,10 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class LayerInput:
-    """What one layer makes of its own."""
+    """Weights that apply one layer's input."""
 
     first: int
-    """Its first number among the inputs of all."""
+    """Offset of the layer's input among those of all layers."""
     gate: Matrix
     projection: Matrix
     norm: Array
@@ -65,26 +64,25 @@ class LayerInput:
 
 @dataclass(frozen=True, slots=True)
 class UnevenBuffers:
-    """What a step needs beside the buffers of other layers; empty for a model whose layers are alike. Those of a group
-    are shared by groups of the same sizes."""
+    """Additional buffers of a step; empty for other models. Groups of the same sizes share theirs."""
 
     qkv: tuple[Any, ...]
     asked: tuple[Any, ...]
-    """Queries of layers that share keys and values: float32 [M, Q D]"""
+    """Queries of layers with shared KV: float32 [M, Q D]"""
     query: tuple[Any, ...]
     attended: tuple[Any, ...]
     gates: Any
     gated: Any
-    """Of an MLP that is twice as wide."""
+    """`gates` and `gated` belong to the MLP of double width."""
     inputs: Any
-    """float32 [M, L P]: of all layers."""
+    """float32 [M, L P]: inputs of all layers."""
     rows: Any
-    """float32 [M, L P]: the rows of the table that the step's tokens have, which the engine reads."""
+    """float32 [M, L P]: table rows of the step's tokens, read by the engine."""
     gate: Any
     """float32 [M, P]"""
 
     def map(self, make: Callable[[Any], Any]) -> UnevenBuffers:
-        """The buffers with something made of each; of one that stands in several places once."""
+        """Return the buffers mapped through `make`; a shared buffer is mapped once."""
         made: dict[int, Any] = {}
 
         def once(value: Any) -> Any:
@@ -118,7 +116,7 @@ def build_attention(matrix: Pack, norm: Callable[[str], Array | None], spec: Mod
 
 
 def build_inputs(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any]) -> Inputs | None:
-    """Pack what makes the inputs of all layers."""
+    """Pack the weights that make the inputs of all layers; None without inputs."""
     if spec.uneven is None or not spec.uneven.inputs:
         return None
     return Inputs(
@@ -131,7 +129,7 @@ def build_inputs(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any]) 
 
 
 def build_input(matrix: Pack, vector: Callable[[str], Array], uneven: Uneven | None, layer: int) -> LayerInput | None:
-    """Pack what one layer makes of its input."""
+    """Pack the weights that apply one layer's input; None without inputs."""
     if uneven is None or not uneven.inputs:
         return None
     return LayerInput(
@@ -143,7 +141,7 @@ def build_input(matrix: Pack, vector: Callable[[str], Array], uneven: Uneven | N
 
 
 def allocate_uneven(kernels: Kernels, spec: ModelSpec, tokens: int) -> UnevenBuffers:
-    """Buffers for steps of at most `tokens` tokens."""
+    """Allocate buffers for steps of at most `tokens` tokens."""
     uneven = spec.uneven
 
     def floats(*shape: int) -> Any:
@@ -172,7 +170,7 @@ def allocate_uneven(kernels: Kernels, spec: ModelSpec, tokens: int) -> UnevenBuf
 
 
 def uneven_numbers(spec: ModelSpec) -> int:
-    """Numbers for each token in the buffers."""
+    """Return the numbers per token in the buffers."""
     uneven = spec.uneven
     if uneven is None:
         return 0
@@ -182,7 +180,7 @@ def uneven_numbers(spec: ModelSpec) -> int:
 
 
 def run_inputs(k: Kernels, own: Inputs, hidden: Any, eps: float, b: UnevenBuffers) -> None:
-    """b.inputs[M, L P] = the inputs of all layers, of b.rows[M, L P] and hidden[M, H] as it is embedded."""
+    """Set b.inputs[M, L P] to the inputs of all layers, from b.rows[M, L P] and the embedding hidden[M, H]."""
     k.scale(b.rows, math.sqrt(own.width))
     k.project(hidden, own.projection, b.inputs)
     k.scale(b.inputs, 1 / math.sqrt(own.hidden))
@@ -202,8 +200,10 @@ def run_attention(
     b: UnevenBuffers,
     out: Any,
 ) -> None:
-    """out[M, H] = attention of x[M, H]. `places`: angles, cache, slots, rows, tables and the row of each token; `how`:
-    eps, and the scale of scores."""
+    """Set out[M, H] to the attention of x[M, H].
+
+    `places`: angles, cache, slots, rows, tables and the row of each token; `how`: eps and the scale of scores.
+    """
     angles, kv, slots, rows, tables, members = places
     eps, scale = how
     query, attended = b.query[group], b.attended[group]
@@ -224,7 +224,7 @@ def run_attention(
 def run_input(
     k: Kernels, own: LayerInput, activation: str, eps: float, hidden: Any, b: UnevenBuffers, normed: Any, out: Any
 ) -> None:
-    """hidden[M, H] += what a layer makes of its input."""
+    """Add the effect of a layer's input to hidden[M, H]."""
     k.project(hidden, own.gate, b.gate)
     k.gate_with(b.gate, activation, b.inputs, own.first, b.gate)
     k.project(b.gate, own.projection, out)
