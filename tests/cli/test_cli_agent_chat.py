@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from cairn.cli import main
-from cairn.cli.client import Client
+from cairn.cli.connection.client import Client
 from cairn.cli.conversation import agent_conversation
 from cairn.cli.conversation.agent_conversation import AgentConversation
 from cairn.cli.output import printable
@@ -118,7 +118,7 @@ def test_the_chat_goes_on_when_the_server_goes_away(monkeypatch: pytest.MonkeyPa
     said = talk(house, monkeypatch, "one", "two", "/resume", "/undo", "three", "up", "/undo", f"/save {file}")
     assert "the connection to http://h was lost: reset" in said
     assert said.count("no server answers at http://h; start one with: cairn serve") == 4
-    assert said.count("your question is still to be taken back") == 1
+    assert said.count("your question was not taken back yet") == 1
     assert said.count("(your question was taken back)") == 1, "of the third, which never arrived"
     assert said.count("took back: two") == 1
     assert house.head == 1

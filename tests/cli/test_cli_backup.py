@@ -167,14 +167,14 @@ def test_options_are_restored_too_and_say_where_agents_go(
     assert (home / ".config" / "cairn" / "cairn.toml").read_text() == text.replace("moved", "mine")
     assert (home / ".config" / "cairn" / "cairn.toml").stat().st_mode & 0o777 == 0o600
     code, _, err = command("restore", str(tmp_path / "copy"))
-    assert code == 2 and "is in use already; move it away" in err
+    assert code == 2 and "is not empty; move it away" in err
     (tmp_path / "mine").rename(tmp_path / "away")
     code, out, err = command("restore", str(tmp_path / "copy"))
     assert code == 0 and str(tmp_path / "mine" / "agents") in out, err
     (tmp_path / "mine").rename(tmp_path / "away2")
     (home / ".config" / "cairn" / "cairn.toml").write_text(text.replace("moved", "mine") + "port = 9000\n")
     code, out, err = command("restore", str(tmp_path / "copy"))
-    assert code == 0 and "was left as it is" in out, err
+    assert code == 0 and "was not changed" in out, err
 
 
 def test_what_is_no_whole_backup_is_refused_and_changes_nothing(
@@ -188,7 +188,7 @@ def test_what_is_no_whole_backup_is_refused_and_changes_nothing(
         assert command("backup", str(tmp_path / "copy"), "--agents-dir", str(tmp_path / "mine"))[0] == 0
         monkeypatch.setattr("cairn.cli.backup._WAIT", 0.1)
         code, _, err = command("restore", str(tmp_path / "copy"), "--agents-dir", str(tmp_path / "mine"))
-        assert code == 2 and "a server keeps its agents there" in err
+        assert code == 2 and "a server is using it" in err
     copy = tmp_path / "copy"
     manifest = json.loads((copy / "manifest.json").read_text())
     (segment,) = (copy / "agents").glob("*.log")
@@ -199,7 +199,7 @@ def test_what_is_no_whole_backup_is_refused_and_changes_nothing(
         assert code == 2 and said in err and not new.exists(), err
 
     segment.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    refused("is not what was copied")
+    refused("has changed since the backup")
     segment.unlink()
     refused("cannot be read")
     segment.write_bytes(data)
@@ -207,9 +207,9 @@ def test_what_is_no_whole_backup_is_refused_and_changes_nothing(
     refused("newer Cairn (format 2)")
     evil = {"../../evil": manifest["files"][f"agents/{segment.name}"]}
     (copy / "manifest.json").write_text(json.dumps(manifest | {"files": evil}))
-    refused("is no part of a backup")
+    refused("is not part of a backup")
     (copy / "manifest.json").unlink()
-    refused("no whole backup")
+    refused("not a complete backup")
     (copy / "manifest.json").write_text(json.dumps(manifest))
     assert command("restore", str(copy), "--agents-dir", str(new))[0] == 0
 
@@ -238,7 +238,10 @@ def test_every_agent_is_exported(tmp_path: Path) -> None:
         code, out, _ = command("agents", "export", "--all", str(tmp_path / "out"), "--host", server.url)
         names = {path.name for path in (tmp_path / "out").iterdir()}
         assert code == 0 and names == {"ada.cairn", "bob.2.cairn", "eve.cairn"} and len(out.splitlines()) == 3
-        for arguments, said in (((), "name an agent, or give --all"), (("--all", "a", "b"), "--all takes a folder")):
+        for arguments, said in (
+            ((), "name an agent, or give --all"),
+            (("--all", "a", "b"), "--all takes only a folder"),
+        ):
             code, _, err = command("agents", "export", *arguments, "--host", server.url)
             assert code == 2 and said in err
         with pytest.raises(urllib.error.HTTPError):

@@ -53,7 +53,7 @@ def test_json_has_every_figure(capsys) -> None:
         (("--shape", "big"), "expected one of demo, qwen3-0.6b, llama-3.2-1b"),
         (("--shape", "demo", "--type", "q3"), "expected one of f32, bf16, f16, q4_0"),
         (("--type", "f32"), "--type is for the random weights"),
-        (("demo", "--shape", "demo"), "--shape is instead of MODEL"),
+        (("demo", "--shape", "demo"), "--shape and MODEL cannot be given together"),
         (("--batch", "1,0"), "whole numbers from 1 to 256"),
         (("--batch", ""), "whole numbers from 1 to 256"),
         (("--depth", "5000"), "takes at most 2048"),

@@ -15,10 +15,10 @@ import httpx
 import pytest
 
 from cairn.api.chat.wire import usage_object
-from cairn.cli import client as client_module
 from cairn.cli import main
-from cairn.cli.client import Client, connect
-from cairn.cli.http_stream import HttpStream
+from cairn.cli.connection import client as client_module
+from cairn.cli.connection.client import Client, connect
+from cairn.cli.connection.http_stream import HttpStream
 from cairn.config.resolve import resolve
 from cairn.types.errors import (
     CairnError,
@@ -134,7 +134,7 @@ def test_an_answer_that_breaks_off_is_one_sentence() -> None:
 
 def test_an_object_without_what_ours_have_is_no_cairn_server() -> None:
     with (
-        pytest.raises(CairnError, match="what answers at http://h is no Cairn server"),
+        pytest.raises(CairnError, match="the server at http://h is not a Cairn server"),
         client(lambda _: httpx.Response(200, json={"status": "ok"})) as one,
     ):
         one.get("/health/ready")["reasons"]
@@ -153,7 +153,7 @@ def test_what_is_no_cairn_server_is_one_sentence(body: bytes, status: int) -> No
     with client(lambda _: httpx.Response(status, content=body)) as one:
         for ask in (lambda: one.get("/health/ready"), lambda: one.get("/v1/models"), lambda: one.post("/tokenize", {})):
             with pytest.raises(
-                CairnError, match=r"^(what answers at http://h is no Cairn server|the server answered 503)"
+                CairnError, match=r"^(the server at http://h is not a Cairn server|the server answered 503)"
             ):
                 ask()
 
@@ -182,7 +182,7 @@ def test_a_client_reaches_what_a_server_binds(host: str, url: str) -> None:
 @pytest.mark.parametrize("body", [{"ok": True}, {"deleted": False}])
 def test_a_deletion_is_done_when_the_server_says_so(body: object) -> None:
     with (
-        pytest.raises(CairnError, match="no Cairn server"),
+        pytest.raises(CairnError, match="not a Cairn server"),
         client(lambda _: httpx.Response(200, json=body)) as one,
     ):
         one.delete("/v1/agents/a")
@@ -243,7 +243,7 @@ def test_a_private_authority_is_trusted_where_the_environment_names_it(
     with Client(url) as one:
         assert one.get("/v1/cache")["model"] == "m"
     monkeypatch.setenv("SSL_CERT_FILE", "/there/is/none.pem")
-    with pytest.raises(ConfigError, match="the certificates that the environment names cannot be used: "):
+    with pytest.raises(ConfigError, match="the certificates in SSL_CERT_FILE or SSL_CERT_DIR cannot be used: "):
         Client(url)
     with Client("http://127.0.0.1:1") as one, pytest.raises(Unavailable, match="start one with: cairn serve"):
         one.get("/v1/cache")

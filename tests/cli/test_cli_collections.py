@@ -43,7 +43,7 @@ def test_documents_are_added_searched_asked_and_deleted(server: Served, folder: 
     assert (code, out) == (0, "There is no answer in the documents.\n")
     code, out, err = run(server, "collection", "ask", "mine", "Zebra?", "--min-score", "-1")
     assert code == 0 and out.strip() and out.count(out.strip()) == 1
-    assert "No source is named" in err or "[1] " in err
+    assert "No source is cited" in err or "[1] " in err
     assert run(server, "collection", "rm", "mine", shown[0][0])[0] == 0
     assert [row[1] for row in rows(server, "collection", "show", "mine")] == ["river.docx"]
     assert run(server, "collection", "rm", "mine")[0] == 0
@@ -57,12 +57,12 @@ def test_what_cannot_be_added_is_told_and_the_rest_is(server: Served, tmp_path: 
     bad.write_bytes(b"no pdf")
     code, out, err = run(server, "collection", "add", "some", str(bad), str(good), str(tmp_path / "none.txt"))
     assert code == 1 and str(good) in out
-    assert f"{bad}: file: the PDF cannot be read" in err and "none.txt: it cannot be read" in err
+    assert f"{bad}: file: the PDF cannot be read" in err and "none.txt: the file cannot be read" in err
     assert "2 of 3 documents were not added" in err
     for arguments, said in (
         (("add", "nowhere", str(good)), "no collection nowhere"),
         (("add", "some", str(good), "--metadata", "x"), "should look like NAME=TEXT"),
-        (("search", "a b", "x"), "is no collection"),
+        (("search", "a b", "x"), "is not a collection's id"),
         (("search", "some", "x", "--rerank"), "no model for reranking"),
     ):
         code, _, err = run(server, "collection", *arguments)

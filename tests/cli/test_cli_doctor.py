@@ -80,4 +80,4 @@ def test_folders_are_those_that_a_server_with_these_options_uses(
     assert named["agents"] == f"{tmp_path}/mine (5.0 kB)"
     assert named["collections, files"] == f"{tmp_path}/mine-collections (nothing yet)"
     assert named["KV"] == f"{tmp_path}/kv (nothing yet)"
-    assert dict(folders(resolve({"kv_disk": False}, env), env))["KV"] == "not kept on the disk"
+    assert dict(folders(resolve({"kv_disk": False}, env), env))["KV"] == "not stored on disk"

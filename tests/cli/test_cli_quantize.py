@@ -57,7 +57,7 @@ def test_a_file_is_replaced_only_by_force_and_only_by_a_whole_one(
 ) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(b"precious")
-    with pytest.raises(ConfigError, match="is there already; --force replaces it"):
+    with pytest.raises(ConfigError, match="exists already; --force replaces it"):
         quantize.write(str(folder), path, "Q8_0")
 
     def crash(*_: Any) -> None:
@@ -76,7 +76,7 @@ def test_what_cannot_be_written_is_one_sentence(folder: Path, tmp_path: Path, mo
     with pytest.raises(ConfigError, match=r"--type must be one of F32, F16, .*, found Q4_K_M"):
         quantize.write(str(folder), tmp_path / "m.gguf", "Q4_K_M")
     for name in ("m.bin", "m-00001-of-00002.gguf"):
-        with pytest.raises(ConfigError, match=r"must be the name of a \.gguf file, and not that of a part"):
+        with pytest.raises(ConfigError, match=r"must be the name of a \.gguf file, and not of one part"):
             quantize.write(str(folder), tmp_path / name, "Q8_0")
     done = cairn("quantize", "demo", str(tmp_path / "demo.gguf"))
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "has no name in GGUF" in done.stderr

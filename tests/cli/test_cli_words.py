@@ -126,7 +126,7 @@ def test_a_model_that_is_named_is_asked_of_a_server_that_has_it(running, loaded,
     assert (running.asked[-1][1]["model"], loaded) == ("m", [])
     done = run("chat", "demo")
     assert loaded == ["demo"]
-    assert "has m, not demo, which is loaded here" in done.stderr
+    assert "has m, not demo; loading it here" in done.stderr
     assert run("chat", env={"CAIRN_MODEL": "demo"}).returncode == 0
     assert loaded == ["demo", "demo"]
 
@@ -149,12 +149,12 @@ def test_a_server_that_wants_a_key_is_told_of(running, loaded):
     running.answers["/v1/models"] = [(401, '{"error": {"message": "a key is needed"}}')]
     done = run("chat")
     assert loaded == ["demo"]
-    assert "a key is needed; give the key with CAIRN_API_KEY" in done.stderr and "loaded here" in done.stderr
+    assert "a key is needed; give the key with CAIRN_API_KEY" in done.stderr and "Loading a model here" in done.stderr
 
 
 def test_local_and_a_server_exclude_each_other(running):
     assert "--host names a server" in sentence(run("chat", "--local", "--host", "h:1"))
-    assert "cannot be given with --local" in sentence(run("chat", "--local", "--agent", "ada"))
+    assert "cannot be used with --local" in sentence(run("chat", "--local", "--agent", "ada"))
 
 
 # ------------------------------------------------------------------------------------------------------------ run
@@ -209,7 +209,7 @@ def test_stop_unloads_a_model_and_says_how_a_server_is_ended(running):
     running.answers["/v1/admin/models/unload"] = [(200, json.dumps(said))]
     assert "state\tnot loaded" in run("stop", "m").stdout.splitlines()
     assert running.asked[-1] == ("/v1/admin/models/unload", {"model": "m"})
-    assert "is ended with Ctrl-C" in sentence(run("stop"))
+    assert "press Ctrl-C in its terminal" in sentence(run("stop"))
     assert "no server answers" in sentence(run("stop", "--host", "127.0.0.1:1"), 1)
 
 
@@ -275,7 +275,7 @@ def test_near_misses_of_commands_and_options_are_hinted_at():
 def test_help_names_completion_and_the_usual_short_flag_works():
     shown = run("-h").stdout
     assert "--install-completion" in shown and "--show-completion" in shown
-    assert "The shell completes commands and options after: cairn --install-completion" in " ".join(shown.split())
+    assert "For completion of commands and options in your shell: cairn --install-completion" in " ".join(shown.split())
     assert "--kv-gb" in run("serve", "-h").stdout
 
 

@@ -71,7 +71,7 @@ def test_a_certificate_can_be_named_or_anyone_trusted(secure, tmp_path):
 
 
 def test_a_named_certificate_with_the_right_name(canned, tmp_path, monkeypatch):  # noqa: F811
-    from cairn.cli.trust import TrustFlags, chosen, tls_context
+    from cairn.cli.connection.trust import TrustFlags, chosen, tls_context
 
     cert, _ = certificate(tmp_path, "right", "IP:127.0.0.1")
     token = chosen.set(TrustFlags(cacert=cert))

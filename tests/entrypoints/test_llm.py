@@ -673,7 +673,7 @@ async def test_a_close_while_it_is_loaded_ends_the_start():
         await asyncio.sleep(0)
     await llm.close()
     assert workers() <= before
-    with pytest.raises(Unavailable, match="closed while it was loaded"):
+    with pytest.raises(Unavailable, match="closed while it was loading"):
         await starting
     with pytest.raises(Unavailable):
         await llm.chat(HELLO)
@@ -692,7 +692,7 @@ async def test_a_close_ends_every_start_asked_for_before_it():
     await asyncio.sleep(0)
     later = asyncio.create_task(llm.__aenter__())
     for start in starting:
-        with pytest.raises(Unavailable, match="closed while it was loaded"):
+        with pytest.raises(Unavailable, match="closed while it was loading"):
             await start
     await closing
     assert await later is llm
@@ -717,7 +717,7 @@ async def test_a_close_ends_the_start_of_a_task_that_was_cancelled_before():
     while not workers() - before:
         await asyncio.sleep(0)
     await llm.close()
-    with pytest.raises(Unavailable, match="closed while it was loaded"):
+    with pytest.raises(Unavailable, match="closed while it was loading"):
         await starting
     assert workers() <= before
 

@@ -24,7 +24,7 @@ from cairn.config.config import Config
 from cairn.config.option import OTHER_NAMES, local_options, options
 from cairn.config.resolve import resolve
 from cairn.entrypoints.answer import ToolCall
-from cairn.entrypoints.asked import conversations, form_of, offered_tools
+from cairn.entrypoints.inputs import conversations, form_of, offered_tools
 from cairn.entrypoints.keywords import ModelKeywords, SamplingKeywords
 from cairn.entrypoints.progress import BatchProgress
 from cairn.frontend.requests import SamplingOptions
@@ -308,7 +308,7 @@ def test_calls_that_do_not_fit_are_refused():
         ToolCall("1", "weather", '{"days": 2}', functions["weather"]).run()
     with pytest.raises(InvalidRequest, match="called weather with arguments that do not fit"):
         ToolCall("1", "weather", "{", functions["weather"]).run()
-    with pytest.raises(InvalidRequest, match=r"give functions as tools.*json.loads"):
+    with pytest.raises(InvalidRequest, match=r"pass functions as tools.*json.loads"):
         ToolCall("1", "other", "{}").run()
 
 

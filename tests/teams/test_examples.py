@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from cairn.cli.client import Client
-from cairn.cli.team import ServerStage
-from cairn.cli.team_view import line_of
+from cairn.cli.connection.client import Client
+from cairn.cli.team.team import ServerStage
+from cairn.cli.team.team_view import line_of
 from cairn.cli.yaml_files import load_yaml
 from cairn.teams.scenario import Outcome, play, scenario_of
 from cairn.teams.teams import Teams
@@ -169,8 +169,8 @@ async def test_the_workflow() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a: [", "is no YAML"),
-        ("a: !!python/object/apply:os.system ['true']", "is no YAML"),
+        ("a: [", "cannot be read as YAML"),
+        ("a: !!python/object/apply:os.system ['true']", "cannot be read as YAML"),
         ("name: x\nteam: {}\nrouds: 1", "is no scenario: Object contains unknown field `rouds`"),
         ("name: x\nteam: {documents: [{file: nowhere.md}]}", "cannot be read"),
     ],

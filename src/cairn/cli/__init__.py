@@ -1,7 +1,7 @@
-"""The command `cairn`. Each file here is one group of commands; what they need is imported when they run.
+"""The command `cairn`. Each file here is one group of commands; a command's own imports happen when it runs.
 
-Stdout carries data (an answer, a path, a table), stderr carries talk. A CairnError is one sentence on stderr and its
-exit code: 2 for a model or an option that cannot be used, 1 for what failed later, 130 after Ctrl-C.
+Stdout carries data (an answer, a path, a table), stderr carries messages. A CairnError becomes one sentence on stderr
+and an exit code: 2 for a model or an option that cannot be used, 1 for a later failure. Ctrl-C gives 130.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from cairn.cli import (
     doctor,
     embed,
     generate,
-    launch,
     manual,
     models,
     options,
     quantize,
     remote,
     serve,
-    team,
     workflow,
 )
+from cairn.cli.launch import launch
 from cairn.cli.output import printable
+from cairn.cli.team import team
 from cairn.types.errors import CairnError, ConfigError
 
 app = typer.Typer(
     name="cairn",
     help="An LLM server for agents: a context that was computed once is never computed again.",
-    epilog="Start with: cairn chat   (or: cairn serve). The shell completes commands and options after: "
+    epilog="Start with: cairn chat   (or: cairn serve). For completion of commands and options in your shell: "
     "cairn --install-completion",
     no_args_is_help=True,
     context_settings={"help_option_names": ["--help", "-h"]},
@@ -55,9 +55,9 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-_ELSEWHERE = {
+_OTHER_PROGRAMS = {
     "create": "a model is served from its files; give cairn serve a folder or a .gguf file",
-    "cp": "a model is called by its place; cairn serve MODEL --served-name NAME gives it another name",
+    "cp": "to serve a model under another name: cairn serve MODEL --served-name NAME",
     "push": "Cairn uploads nothing",
     "signin": "a gated model needs HF_TOKEN in the environment",
     "login": "a gated model needs HF_TOKEN in the environment",
@@ -69,13 +69,13 @@ _ELSEWHERE = {
     "info": "it is called show: cairn show MODEL",
     "complete": "it is called generate: cairn generate -p TEXT --raw",
 }
-"""Words of other programs -> what does here what they do there."""
+"""Commands of other programs -> what to use here."""
 
 
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and leave.", is_eager=True, callback=_version)
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_version)
     ] = False,
 ) -> None:
     pass
@@ -113,7 +113,7 @@ def version() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and leave the process with its exit code."""
+    """Run the command line and exit the process with its exit code."""
     _open_standard_streams()
     try:
         _check_word(sys.argv[1:] if arguments is None else arguments)
@@ -125,11 +125,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         code = 130
     except MemoryError:
-        print("cairn: this process may take no more memory: give it more (ulimit -v), or less to do", file=sys.stderr)
+        print("cairn: out of memory: raise the limit (ulimit -v), or give this process less to do", file=sys.stderr)
         code = 1
-    except BrokenPipeError:  # the reader of stdout has gone; nothing more can be said there
+    except BrokenPipeError:  # the reader of stdout is gone
         code = 1
-    except OSError as error:  # above all a stdout that is full
+    except OSError as error:  # most often: the disk of a redirected stdout is full
         where = f"{error.filename}: " if error.filename else ""
         print(f"cairn: {where}{error.strerror or error}", file=sys.stderr)
         code = 1
@@ -139,14 +139,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _check_word(arguments: Sequence[str]) -> None:
-    """ConfigError for a command of another program: what it is called here, or what does its work."""
+    """Raise ConfigError for a command of another program; it names the command to use here."""
     word = arguments[0] if arguments else ""
-    if word in _ELSEWHERE:
-        raise ConfigError(f"there is no command {word}: {_ELSEWHERE[word]}")
+    if word in _OTHER_PROGRAMS:
+        raise ConfigError(f"there is no command {word}: {_OTHER_PROGRAMS[word]}")
 
 
 def _open_standard_streams() -> None:
-    """A caller may have closed them; a socket or a file that got one of their numbers would be written to."""
+    """Open stdin, stdout and stderr if the caller closed them: else a socket or file gets their numbers, and output."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)
     os.close(number)
@@ -154,13 +154,13 @@ def _open_standard_streams() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  (open until the end)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # The bytes of a path as they are; what a terminal of another encoding has no sign for as a question mark.
+        # Paths keep their bytes; characters that the terminal's encoding lacks become question marks.
         unicode = sys.stdout.encoding.lower().replace("-", "") == "utf8"
         sys.stdout.reconfigure(errors="surrogateescape" if unicode else "replace")
 
 
 def _forget_stdout() -> None:
-    """What could not be written must not be tried again, and complained of, when the interpreter ends."""
+    """Flush stdout, or replace it if that fails: the interpreter's exit would try again and print a traceback."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.text import Text
     from rich.tree import Tree
 
-    from cairn.cli.client import Client
+    from cairn.cli.connection.client import Client
 
 _SERVER = ("api_key",)
 _Id = Annotated[str, typer.Argument(metavar="ID", help="The agent.")]
@@ -73,11 +73,13 @@ def _register_changes(agents: typer.Typer) -> None:
     def fork(
         resolved: Resolved,
         id: _Id,
-        turn: Annotated[int | None, typer.Option(metavar="N", help="Fork behind this turn; default: the last.")] = None,
-        name: Annotated[str | None, typer.Option(metavar="ID", help="Id of the new agent; default: a new one.")] = None,
+        turn: Annotated[int | None, typer.Option(metavar="N", help="Fork after this turn; default: the last.")] = None,
+        name: Annotated[
+            str | None, typer.Option(metavar="ID", help="Id of the new agent; default: a generated one.")
+        ] = None,
         host: Host = None,
     ) -> None:
-        """Make a new agent that shares the history of this one, and print its id."""
+        """Create a new agent that shares the history of this one, and print its id."""
         with server(resolved, host) as client:
             print(client.post(path(id, "fork"), {"turn": turn, "id": name})["id"])
 
@@ -89,7 +91,7 @@ def _register_changes(agents: typer.Typer) -> None:
         turn: Annotated[int, typer.Argument(metavar="TURN", help="The turn to go back to; 0 is the beginning.")],
         host: Host = None,
     ) -> None:
-        """Go back to a turn; what followed it stays in the tree for a week."""
+        """Go back to a turn; the turns after it stay in the tree for a week."""
         with server(resolved, host) as client:
             client.post(path(id, "rollback"), {"turn": turn})
 
@@ -98,10 +100,10 @@ def _register_changes(agents: typer.Typer) -> None:
     def pin(
         resolved: Resolved,
         id: _Id,
-        off: Annotated[bool, typer.Option("--off", help="No longer.")] = False,
+        off: Annotated[bool, typer.Option("--off", help="Unpin it.")] = False,
         host: Host = None,
     ) -> None:
-        """Keep an agent's KV on the server's disk from eviction."""
+        """Protect an agent's KV on the server's disk from eviction."""
         with server(resolved, host) as client:
             client.post(path(id, "unpin" if off else "pin"), {})
 
@@ -110,20 +112,20 @@ def _register_changes(agents: typer.Typer) -> None:
     def resume(
         resolved: Resolved,
         id: _Id,
-        stream: Annotated[bool, typer.Option("--stream", help="Write the answer while it is made.")] = False,
+        stream: Annotated[bool, typer.Option("--stream", help="Write the answer as it is generated.")] = False,
         host: Host = None,
     ) -> None:
-        """Go on with an interrupted turn, and print its whole answer."""
+        """Resume an interrupted turn, and print its whole answer."""
         from cairn.cli.generate import write
 
         with server(resolved, host) as client:
-            path(id)  # refuses what is no id
+            path(id)  # raises if the id is not valid
             write(client.resume(id), stream)
 
     @agents.command()
     @configured(_SERVER, model=False)
     def rm(resolved: Resolved, id: _Id, host: Host = None) -> None:
-        """Delete an agent and all that no fork shares with it. There is no way back."""
+        """Delete an agent with everything that no fork shares. This cannot be undone."""
         with server(resolved, host) as client:
             client.delete(path(id))
 
@@ -132,7 +134,7 @@ def _register_kv(agents: typer.Typer) -> None:
     @agents.command()
     @configured(_SERVER, model=False)
     def prefetch(resolved: Resolved, id: _Id, host: Host = None) -> None:
-        """Bring an agent's KV up before it is needed, and show where it lies then."""
+        """Load an agent's KV into memory before it is needed, and show where it is then."""
         with server(resolved, host) as client:
             _print_places(client.post(path(id, "prefetch"), {}, patient=True)["kv"])
 
@@ -141,12 +143,10 @@ def _register_kv(agents: typer.Typer) -> None:
     def evict(
         resolved: Resolved,
         id: _Id,
-        disk: Annotated[
-            bool, typer.Option("--disk", help="On the disk too: it is computed again when needed.")
-        ] = False,
+        disk: Annotated[bool, typer.Option("--disk", help="Also on disk: it is computed again when needed.")] = False,
         host: Host = None,
     ) -> None:
-        """Give up an agent's KV in memory, and show where it lies then. Its text stays."""
+        """Evict an agent's KV from memory, and show where it is then. Its text stays."""
         with server(resolved, host) as client:
             _print_places(client.post(path(id, "evict"), {"disk": disk}, patient=True)["kv"])
 
@@ -157,25 +157,25 @@ def _register_files(agents: typer.Typer) -> None:
     def export(
         resolved: Resolved,
         id: Annotated[
-            str | None, typer.Argument(metavar="ID", help="The agent; with --all the folder, default: this one.")
+            str | None, typer.Argument(metavar="ID", help="The agent; with --all a folder, default: the current one.")
         ] = None,
         file: Annotated[Path | None, typer.Argument(metavar="FILE", help="A new file; default: ID.cairn.")] = None,
-        every: Annotated[bool, typer.Option("--all", help="Every agent, each into ID.cairn in a folder.")] = False,
-        kv: Annotated[bool, typer.Option("--kv", help="With the KV of its context, as far as it is stored.")] = False,
+        every: Annotated[bool, typer.Option("--all", help="Every agent, each to ID.cairn in a folder.")] = False,
+        kv: Annotated[bool, typer.Option("--kv", help="Include the KV of its context that is stored.")] = False,
         host: Host = None,
     ) -> None:
-        """Write an agent into one file, or with --all every agent into a folder."""
+        """Export an agent to a file, or with --all every agent to a folder."""
         if every and file is not None:
-            raise ConfigError("--all takes a folder and nothing else: cairn agents export --all FOLDER")
+            raise ConfigError("--all takes only a folder: cairn agents export --all FOLDER")
         if not every and id is None:
             raise ConfigError("name an agent, or give --all: cairn agents list shows them")
         folder = Path(id or ".") if every else Path()
         if every:
             folder.mkdir(parents=True, exist_ok=True)
         with server(resolved, host) as client:
-            for one in [agent["id"] for agent in _all(client)] if every else [id or ""]:
-                target = file or folder / f"{one}.cairn"
-                client.download(path(one, "export") + ("?kv=true" if kv else ""), target)
+            for name in [agent["id"] for agent in _all(client)] if every else [id or ""]:
+                target = file or folder / f"{name}.cairn"
+                client.download(path(name, "export") + ("?kv=true" if kv else ""), target)
                 print(target)
 
     @agents.command(name="import")
@@ -187,27 +187,27 @@ def _register_files(agents: typer.Typer) -> None:
             str | None, typer.Option(metavar="ID", help="Id of the new agent; default: its old one.")
         ] = None,
         kv: Annotated[
-            bool, typer.Option("--kv", help="Take the KV in the file, too; only of a file whose writer you trust.")
+            bool, typer.Option("--kv", help="Import the file's KV too; only if you trust who wrote the file.")
         ] = False,
         host: Host = None,
     ) -> None:
-        """Make an agent of a file and print its id."""
+        """Create an agent from an exported file, and print its id."""
         query = f"?kv={str(kv).lower()}" + (f"&id={quote(name, safe='')}" if name is not None else "")
         with server(resolved, host) as client:
             made = client.upload("/v1/agents/import" + query, file)
         print(made["id"])
         if kv and made["kv"]["why"]:
-            print(f"{made['kv']['chunks']} chunks of KV were taken: {made['kv']['why']}", file=sys.stderr)
+            print(f"{made['kv']['chunks']} chunks of KV were imported: {made['kv']['why']}", file=sys.stderr)
 
 
 def path(id: str, more: str = "") -> str:
-    """An agent's route. ConfigError for what is no id: in an address `.` or nothing at all would name another route."""
+    """Return an agent's route. ConfigError for an invalid id: `.` or "" in a URL would name another route."""
     from cairn.agents.agent_service import check_id
 
     try:
         check_id(id)
     except InvalidRequest as error:
-        raise ConfigError(f"{id!r} is no agent: {error}") from None
+        raise ConfigError(f"{id!r} is not an agent's id: {error}") from None
     return f"/v1/agents/{quote(id, safe='')}" + (f"/{more}" if more else "")
 
 
@@ -249,7 +249,7 @@ def _facts(agent: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _places(kv: dict[str, Any]) -> str:
-    """Where an agent's KV lies."""
+    """Return where an agent's KV is: tokens in the pool, in RAM and on disk."""
     return ", ".join(f"{name} {kv[name]} tokens" for name in ("pool", "ram", "disk") if kv[name]) or "-"
 
 
@@ -266,8 +266,10 @@ def _cells(turn: dict[str, Any]) -> tuple[str, ...]:
 
 
 def tree(agent: dict[str, Any], turns: list[dict[str, Any]]) -> Tree:
-    """Each turn below the one that it follows, and only where several follow one a level further in: a conversation is
-    long, and a line is not. What lies off the path to the head is dim."""
+    """Return the tree of an agent's turns, each below its parent; turns off the path to the head are dim.
+
+    Only turns with siblings are indented further: a conversation is long, a line is not.
+    """
     from rich.text import Text
     from rich.tree import Tree
 
@@ -276,18 +278,18 @@ def tree(agent: dict[str, Any], turns: list[dict[str, Any]]) -> Tree:
     following.update((turn["number"], []) for turn in turns)
     for turn in turns:
         following.get(turn["parent"], following[0]).append(turn)
-    for several in following.values():  # the last to be shown first: it is the one on the path to the head
+    for several in following.values():  # the last is shown first: it is the one on the path to the head
         several.sort(key=lambda turn: (turn["current"], turn["number"]), reverse=True)
     todo = [(turn, root) for turn in following[0]]
     while todo:
         turn, level = todo.pop()
         before, after = following.get(turn["parent"], following[0]), following[turn["number"]]
         label = _label(turn, head=turn["number"] == agent["head"])
-        if turn is not before[-1]:  # else it follows what is right above it
+        if turn is not before[-1]:  # otherwise its parent is right above it
             label.append(f"  (follows {turn['parent'] or 'the beginning'})", style="dim")
         node = level.add(label)
         inside = len(after) > 1 or turn is not before[0]
-        todo += [(one, node if inside else level) for one in after]
+        todo += [(child, node if inside else level) for child in after]
     return root
 
 

@@ -1,4 +1,4 @@
-"""Who answers `cairn chat` and `cairn run`: the server that runs on this machine, or a model in this process."""
+"""Choice of who answers `cairn chat` and `cairn run`: this machine's server, or a model in this process."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from cairn.config.resolve import Resolved
 from cairn.types.errors import CairnError, ConfigError
 
 if TYPE_CHECKING:
-    from cairn.cli.client import Client
+    from cairn.cli.connection.client import Client
 
 _LOOK = 2.0
-"""Seconds in which a server on this machine says that it is there; what does not is none of ours."""
+"""Seconds to wait for a server on this machine to answer a health check; one that does not is ignored."""
 LOADING = "loading"
 _AGAIN = 0.2
-"""Seconds between two looks at a server that loads its model."""
+"""Seconds between two checks of a server that is loading its model."""
 
 
 class Reached(NamedTuple):
-    """What answers, and what it is called on the terminal."""
+    """A source of answers, and what the terminal shows of it."""
 
     source: AnswerSource
     name: str
     """The server's address, or the model's name."""
     model: str
-    """The model in this process; "" where a server answers."""
+    """The model in this process; "" if a server answers."""
     asked: str = ""
-    """The name under which the model can be asked for again."""
+    """The name to ask for the same model again."""
     context: int | None = None
-    """Tokens of its context, where that is known."""
+    """Tokens of its context; None if not known."""
     describe: Callable[[], list[tuple[str, str]]] = list
     """Facts about the model, as names and values."""
 
@@ -49,18 +49,19 @@ def answers(
     fetch: Callable[[str], None] | None = None,
     keepalive: str | None = None,
 ) -> Iterator[Reached]:
-    """The server at `host`; else the one at the configured port, if it has the model that was asked for; else a model
-    in this process, which `fetch` may bring to this machine first.
+    """Yield the source of answers: a server, or a model in this process.
 
-    `local`: only the latter. So it is where a flag is given that no running server could heed. `keepalive`: how long a
-    server keeps the model, in Ollama's words; ConfigError where no server answers.
+    It is the server at `host`; else the server at the configured port, if it has the requested model; else a model in
+    this process, which `fetch` may download first. With `local`, or a flag that a running server cannot apply, it is
+    always a model in this process. `keepalive`: how long a server keeps the model, as Ollama writes it; ConfigError
+    if no server answers.
     """
     if local and host is not None:
         raise ConfigError("--local loads a model in this process; --host names a server")
     if host is not None:
         with source(resolved, host) as found:
             client = cast("Client", found)
-            _names(client)  # whether anybody is there is told now, not at the first question
+            _names(client)  # fails now if no server answers, not at the first question
             yield _reached(client, host, keepalive)
         return
     running = None if local or _flags(resolved) else _running(resolved)
@@ -69,7 +70,7 @@ def answers(
             yield _reached(client, running.url, keepalive)
         return
     if keepalive is not None:
-        raise ConfigError("--keepalive is for a server, which keeps its model; here the model ends with the command")
+        raise ConfigError("--keepalive is for a server; a model in this process ends with the command")
     model = resolved.config.model
     if fetch is not None:
         fetch(model)
@@ -80,7 +81,7 @@ def answers(
 
 
 def _reached(client: Client, name: str, keepalive: str | None) -> Reached:
-    """A server that answers, with what it says of its model."""
+    """Return the server as a source, with what it reports of its model."""
     model = client.model()
     if keepalive is not None:
         client.post("/api/generate", {"model": model, "keep_alive": keepalive, "stream": False})
@@ -95,7 +96,7 @@ def _reached(client: Client, name: str, keepalive: str | None) -> Reached:
 
 
 def context_of(model: str, option: int | None) -> int | None:
-    """Return how many tokens the context of a model here has; None where its files cannot be read."""
+    """Return the tokens of a local model's context; None if its files cannot be read."""
     from cairn.models.hub import hub
     from cairn.models.spec.config import load_spec
 
@@ -112,17 +113,17 @@ class _Server(NamedTuple):
 
 
 def _flags(resolved: Resolved) -> list[str]:
-    """The flags that were given and are for a model in this process alone."""
+    """Return the flags that were set and apply only to a model in this process."""
     return [
-        one.flag
-        for one in options()
-        if one.name in local_options() and one.name != "model" and resolved.source(one.name) == one.flag
+        option.flag
+        for option in options()
+        if option.name in local_options() and option.name != "model" and resolved.source(option.name) == option.flag
     ]
 
 
 def _running(resolved: Resolved) -> _Server | None:
-    """The server at the configured port, where there is one that has the model; which it is, or is not, is said."""
-    from cairn.cli.client import address
+    """Return the server at the configured port if it has the model, else None; say on stderr which it is."""
+    from cairn.cli.connection.client import address
 
     url = address(resolved.config)
     if not resolved.config.port or not (state := state_of(url, resolved.config.tls_cert)):
@@ -136,21 +137,21 @@ def _running(resolved: Resolved) -> _Server | None:
         with server(resolved, url) as client:
             names = _names(client)
     except CairnError as error:
-        _say(f"A server runs at {url}, but {error}. A model is loaded here.")
+        _say(f"A server runs at {url}, but {error}. Loading a model here.")
         return None
     name = _meant(resolved, names)
     if name is None:
-        _say(f"The server at {url} has {', '.join(names)}, not {resolved.config.model}, which is loaded here.")
+        _say(f"The server at {url} has {', '.join(names)}, not {resolved.config.model}; loading it here.")
         return None
     _say(f"The server at {url} answers, with {name}; --local loads a model here instead.")
     return _Server(url, name)
 
 
 def state_of(url: str, certificate: str | None = None) -> str:
-    """`ready`, `loading`, or "" where no Cairn server answers. `certificate`: the file of the one it has over https."""
+    """Return "ready", "loading", or "" if no Cairn server answers. `certificate`: the file to trust over https."""
     import httpx
 
-    from cairn.cli.trust import tls_context
+    from cairn.cli.connection.trust import tls_context
 
     verify = tls_context(url, certificate)
     try:
@@ -162,8 +163,8 @@ def state_of(url: str, certificate: str | None = None) -> str:
 
 
 def _names(client: Client) -> list[str]:
-    """The models of a server, the one to talk to first."""
-    from cairn.cli.client import first_chat
+    """Return the names of a server's models; the first is the one to talk to."""
+    from cairn.cli.connection.client import first_chat
 
     models = client.get("/v1/models")["data"]
     first = str(first_chat(models)["id"]) if models else ""
@@ -171,7 +172,7 @@ def _names(client: Client) -> list[str]:
 
 
 def _meant(resolved: Resolved, names: list[str]) -> str | None:
-    """The server's name of the model that was asked for; where none was, of its first."""
+    """Return the server's name of the requested model, or of its first if none was requested; None if it lacks it."""
     if resolved.source("model") == "default":
         return names[0] if names else None
     from cairn.models.hub import hub

@@ -1,11 +1,11 @@
-"""`cairn backup` and `cairn restore`: what a server keeps, copied while it runs, and put back where none runs.
+"""`cairn backup` and `cairn restore`: copy a server's data while it runs, and put it back where none runs.
 
-    DIR/cairn.toml                      the file of options, where there is one
-    DIR/agents/*.log                    the token log: agents, teams, runs, kept answers
+    DIR/cairn.toml                      the file of options, if there is one
+    DIR/agents/*.log                    the token log: agents, teams, runs, stored answers
     DIR/collections/*.sqlite            collections and files
-    DIR/manifest.json                   written last: sizes and SHA-256 of all of them
+    DIR/manifest.json                   written last: sizes and SHA-256 of all other files
 
-KV is left out: it is computed again where it is missing.
+KV is not copied: missing KV is computed again.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from cairn.system.interfaces import FileSystem, Lock
 
 FORMAT = 1
-"""The form of a backup. A newer one is refused."""
+"""The format version of a backup; newer ones are refused."""
 MANIFEST, OPTIONS, AGENTS, COLLECTIONS = "manifest.json", "cairn.toml", "agents", "collections"
 _FOLDERS = ("agents_dir",)
 _READ = 1 << 20
 _WAIT = 20.0
-"""Seconds for which a restore waits for a server that is about to end."""
+"""Seconds that a restore waits for a server that is stopping."""
 
 
 class BackupFile(msgspec.Struct, frozen=True):
@@ -44,14 +44,14 @@ class BackupFile(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a backup holds."""
+    """The list of a backup's files."""
 
     format: int
     cairn: str
     """The version that wrote it."""
     made: str
     files: dict[str, BackupFile]
-    """By their paths in the backup."""
+    """Files by their paths in the backup."""
 
 
 def register(app: typer.Typer) -> None:
@@ -62,8 +62,10 @@ def register(app: typer.Typer) -> None:
     def backup(
         resolved: Resolved, folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty folder.")]
     ) -> None:
-        """Copy agents, collections, files and options into a folder; a server may run meanwhile. KV is left out: it is
-        computed again where it is missing."""
+        """Copy agents, collections, files and options to a folder; a server may be running.
+
+        KV is not copied: missing KV is computed again.
+        """
         from cairn.cli.output import amount
 
         made = make_backup(resolved, folder)
@@ -72,10 +74,12 @@ def register(app: typer.Typer) -> None:
     @app.command(rich_help_panel="This machine")
     @configured(_FOLDERS, model=False)
     def restore(
-        resolved: Resolved, folder: Annotated[Path, typer.Argument(metavar="DIR", help="What cairn backup made.")]
+        resolved: Resolved, folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of cairn backup.")]
     ) -> None:
-        """Check a backup and put it where the options say that agents are. No server may run there, and nothing may be
-        there yet."""
+        """Check a backup and restore it to the configured folder of agents.
+
+        That folder must be empty, and no server may be using it.
+        """
         for line in restore_backup(resolved, folder):
             print(line)
 
@@ -84,7 +88,7 @@ def register(app: typer.Typer) -> None:
 
 
 def make_backup(resolved: Resolved, folder: Path) -> Manifest:
-    """Copy what the options name into a folder. Raises ConfigError where it holds something, or nothing is to copy."""
+    """Copy the configured server's data to a folder. ConfigError if the folder is not empty or there is no data."""
     from cairn import __version__
     from cairn.api.native.folders import agents_folder
     from cairn.system.posix import SystemFiles
@@ -93,7 +97,7 @@ def make_backup(resolved: Resolved, folder: Path) -> Manifest:
     agents = agents_folder(resolved.config, os.environ)
     collections = agents.with_name(agents.name + "-collections")
     if not agents.is_dir():
-        raise ConfigError(f"there is nothing to copy: no agents in {agents}; --agents-dir names another folder")
+        raise ConfigError(f"there is nothing to copy: no agents in {agents}; give another folder with --agents-dir")
     try:
         files.make_folder(folder)
         if files.list(folder):
@@ -126,7 +130,7 @@ def _copy(files: FileSystem, resolved: Resolved, agents: Path, collections: Path
         files.make_folder(folder / COLLECTIONS)
     for store in stores:
         target = folder / COLLECTIONS / store.name
-        _write(files, target, b"")  # for its owner alone from its first byte on
+        _write(files, target, b"")  # creates it readable by its owner alone
         copy_database(store, target)
         made.append(target)
         _sync(files, target)
@@ -139,33 +143,33 @@ def _copy(files: FileSystem, resolved: Resolved, agents: Path, collections: Path
 
 
 def restore_backup(resolved: Resolved, folder: Path) -> list[str]:
-    """Put a backup where the options name, and return what was put where. Raises ConfigError; changes nothing then."""
+    """Restore a backup to the configured folders, and return lines that name them. ConfigError changes nothing."""
     from cairn.api.native.folders import agents_folder
     from cairn.system.posix import SystemFiles
 
     files = SystemFiles()
     manifest = _checked(folder)
     options = folder / OPTIONS if OPTIONS in manifest.files else None
-    if options is not None and resolved.file is None:  # it says where agents are to be
+    if options is not None and resolved.file is None:  # the backup's options say where agents belong
         flags = {name: getattr(resolved.config, name) for name in _FOLDERS if resolved.source(name).startswith("--")}
         resolved = resolve(flags, file=options)
     agents = agents_folder(resolved.config, os.environ)
     collections = agents.with_name(agents.name + "-collections")
     try:
-        said = _put_back(files, manifest, folder, agents, collections)
+        lines = _put_back(files, manifest, folder, agents, collections)
         if options is not None:
-            said.append(_put_options(files, options, resolved))
+            lines.append(_put_options(files, options, resolved))
     except OSError as error:
         raise CairnError(f"{folder} could not be restored: {error}") from error
-    return said
+    return lines
 
 
 def _checked(folder: Path) -> Manifest:
-    """Read a backup's manifest, and every file of it against its digest."""
+    """Return a backup's manifest, after checking every file against its size and digest. Raises ConfigError."""
     try:
         data = (folder / MANIFEST).read_bytes()
     except OSError:
-        raise ConfigError(f"{folder}: is no whole backup: it has no {MANIFEST}, which is written last") from None
+        raise ConfigError(f"{folder}: is not a complete backup: it lacks {MANIFEST}, which is written last") from None
     try:
         form = json.loads(data).get("format")
         if isinstance(form, int) and form > FORMAT:
@@ -176,35 +180,35 @@ def _checked(folder: Path) -> Manifest:
     for name, wanted in manifest.files.items():
         parts = Path(name).parts
         if name != OPTIONS and (len(parts) != 2 or parts[0] not in (AGENTS, COLLECTIONS) or parts[1] == ".."):
-            raise ConfigError(f"{folder}: {MANIFEST} names {name!r}, which is no part of a backup")
+            raise ConfigError(f"{folder}: {MANIFEST} names {name!r}, which is not part of a backup")
         try:
             found = _digest(folder / name)
         except OSError as error:
             raise ConfigError(f"{folder}: {name} cannot be read: {error.strerror or error}") from None
         if found != wanted:
-            raise ConfigError(f"{folder}: {name} is not what was copied: its size or SHA-256 differs")
+            raise ConfigError(f"{folder}: {name} has changed since the backup: its size or SHA-256 differs")
     return manifest
 
 
 def _put_back(files: FileSystem, manifest: Manifest, folder: Path, agents: Path, collections: Path) -> list[str]:
     from cairn.agents.log.recovery import Folder
 
-    Folder(files, agents).check()  # makes it
+    Folder(files, agents).check()  # creates it
     lock = _locked(files, agents)
     try:
         if any(agents.glob("*.log")) or any(collections.glob("*.sqlite")):
             held = agents if any(agents.glob("*.log")) else collections
-            raise ConfigError(f"{held}: is in use already; move it away, or name another place with --agents-dir")
+            raise ConfigError(f"{held}: is not empty; move it away, or give another folder with --agents-dir")
         databases = _of(manifest, COLLECTIONS)
         if databases:
             files.make_folder(collections)
-        # Segments get their names last: until then a server would find no agents here, and none by halves.
+        # Segments get their final names last: until then a server finds no agents here, rather than half of them.
         copies = [(folder / COLLECTIONS / name, collections / name, collections / name) for name in databases]
         copies += [
             (folder / AGENTS / name, agents / f"{name[:-4]}.new", agents / name) for name in _of(manifest, AGENTS)
         ]
         made: list[Path] = []
-        for left in agents.glob("*.new"):  # of a restore that was killed
+        for left in agents.glob("*.new"):  # left by a restore that was killed
             files.remove(left)
         try:
             for source, target, _ in copies:
@@ -222,16 +226,16 @@ def _put_back(files: FileSystem, manifest: Manifest, folder: Path, agents: Path,
             raise
     finally:
         lock.release()
-    said = [f"agents: {agents}"]
-    return [*said, f"collections and files: {collections}"] if databases else said
+    lines = [f"agents: {agents}"]
+    return [*lines, f"collections and files: {collections}"] if databases else lines
 
 
 def _locked(files: FileSystem, agents: Path) -> Lock:
-    """Hold the folder, once a server that is ending has let go of it."""
+    """Lock the folder, waiting for a server that is stopping. ConfigError if it stays locked."""
     end = time.monotonic() + _WAIT
     while (lock := files.lock(agents)) is None:
         if time.monotonic() >= end:
-            raise ConfigError(f"{agents}: a server keeps its agents there; end it first, or name another --agents-dir")
+            raise ConfigError(f"{agents}: a server is using it; stop it first, or give another --agents-dir")
         time.sleep(0.2)
     return lock
 
@@ -242,7 +246,7 @@ def _put_options(files: FileSystem, options: Path, resolved: Resolved) -> str:
     data = options.read_bytes()
     if target.exists():
         same = target.read_bytes() == data
-        return f"options: {target}" + ("" if same else f" was left as it is; those of the backup are in {options}")
+        return f"options: {target}" + ("" if same else f" was not changed; those of the backup are in {options}")
     files.make_folder(target.parent)
     _write(files, target, data)
     files.sync_folder(target.parent)

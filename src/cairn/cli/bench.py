@@ -1,4 +1,4 @@
-"""`cairn bench`: tokens a second of prefill and decode, and what part of the machine's limits that is."""
+"""`cairn bench`: tokens per second of prefill and decode, compared with the machine's limits."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ MOST_BATCH = 256
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was measured, and beside it the machine's limits."""
+    """Measured figures, and the machine's limits."""
 
     load: Workload
     roofline: Roofline
     figures: list[Figure]
     weights: int
-    """Bytes of weights as they are held."""
+    """Bytes of weights in memory."""
 
 
 def register(app: typer.Typer) -> None:
@@ -48,23 +48,23 @@ def register(app: typer.Typer) -> None:
         ] = None,
         kind: Annotated[
             str | None,
-            typer.Option("--type", metavar="TYPE", help="Of the random weights: bf16, q4_0, q4_k_m, q8_0 ..."),
+            typer.Option("--type", metavar="TYPE", help="Type of the random weights: bf16, q4_0, q4_k_m, q8_0 ..."),
         ] = None,
         prompt: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of the prompt.")] = 512,
-        decode: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens that are decoded.")] = 128,
-        batch: Annotated[str, typer.Option(metavar="N,N", help="Sequences that are decoded together.")] = "1,8,16",
-        depth: Annotated[str, typer.Option(metavar="N,N", help="Tokens of context before.")] = "0",
-        as_json: Annotated[bool, typer.Option("--json", help="Figures for a program.")] = False,
+        decode: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens to decode.")] = 128,
+        batch: Annotated[str, typer.Option(metavar="N,N", help="Sequences to decode together.")] = "1,8,16",
+        depth: Annotated[str, typer.Option(metavar="N,N", help="Tokens of context before them.")] = "0",
+        as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     ) -> None:
-        """Measure how fast a model is computed here, against the machine's memory bandwidth and arithmetic."""
+        """Measure a model's speed here, against the machine's memory bandwidth and arithmetic."""
         from cairn.engine.bench import Workload
 
         if shape is not None and resolved.source("model") == "MODEL":
-            raise ConfigError("--shape is instead of MODEL")
+            raise ConfigError("--shape and MODEL cannot be given together")
         if shape is not None and resolved.source("weights").startswith("--"):
-            raise ConfigError("--weights is for a model's own weights; those of --shape have --type")
+            raise ConfigError("--weights is for a model's own weights; for those of --shape give --type")
         if kind is not None and shape is None:
-            raise ConfigError("--type is for the random weights of --shape; a model's own are as its file has them")
+            raise ConfigError("--type is for the random weights of --shape; for a model's own give --weights")
         load = Workload(
             prompt=prompt,
             decode=decode,
@@ -79,12 +79,12 @@ def register(app: typer.Typer) -> None:
 def _numbers(flag: str, text: str, least: int, most: int) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and least <= int(part[:12]) <= most for part in parts):
-        raise ConfigError(f"{flag} must be whole numbers from {least} to {most} with commas between, found {text!r}")
+        raise ConfigError(f"{flag} must be whole numbers from {least} to {most}, separated by commas; found {text!r}")
     return tuple(dict.fromkeys(map(int, parts)))
 
 
 def _model(config: Config) -> tuple[ModelSpec, Weights]:
-    """A model's spec, and its weights before they are packed."""
+    """Return a model's spec, and its weights before they are packed."""
     from cairn.models.hub import hub
     from cairn.models.packing.weight_format import HeldWeights, form_of
     from cairn.models.safetensors.weights import open_weights
@@ -96,7 +96,7 @@ def _model(config: Config) -> tuple[ModelSpec, Weights]:
 
 
 def _random(shape: str, kind: str) -> tuple[ModelSpec, Weights]:
-    """A shape's spec and random weights."""
+    """Return a shape's spec and random weights. Raises ConfigError for an unknown shape or type."""
     from cairn.models.packing import random_weights as shapes
 
     if shape not in shapes.SHAPES:

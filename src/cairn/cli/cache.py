@@ -1,4 +1,4 @@
-"""`cairn cache`: the KV that a server keeps beyond its pool."""
+"""`cairn cache`: the KV that a server stores outside its pool."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ _STATS = (*_SERVER, "keep_packed_gb")
 
 def register(app: typer.Typer) -> None:
     """Add `cairn cache stats`, `flush`, `scrub`, `prune` and `check-codec`."""
-    cache = typer.Typer(help="Look at and look after the KV that a server has stored.", no_args_is_help=True)
+    cache = typer.Typer(help="Inspect and maintain the KV that a server has stored.", no_args_is_help=True)
     app.add_typer(cache, name="cache", rich_help_panel="Running servers")
 
     @cache.command()
     @configured(_STATS, model=False)
     def stats(resolved: Resolved, host: Host = None) -> None:
-        """Show what is stored, where, and what became of it since the server's worker started; and what packed weights
-        take on this machine."""
+        """Show the stored KV by place, its use since the worker started, and the size of packed weights here."""
         from cairn.cli.output import amount
         from cairn.models.packing.packed_file import usage
 
@@ -42,25 +41,27 @@ def register(app: typer.Typer) -> None:
     @cache.command()
     @configured(_SERVER, model=False)
     def flush(resolved: Resolved, host: Host = None) -> None:
-        """Wait until all KV that is to be stored is durable."""
+        """Wait until all KV in the write queue is on disk."""
         _print(_call(resolved, host, "POST", "/flush", _stats))
 
     @cache.command()
     @configured(_SERVER, model=False)
     def scrub(resolved: Resolved, host: Host = None) -> None:
-        """Read and check every stored chunk; damaged ones are removed."""
+        """Read and verify every stored chunk; remove damaged ones."""
         _print(_call(resolved, host, "POST", "/scrub", _swept))
 
     @cache.command()
     @configured(_SERVER, model=False)
     def prune(resolved: Resolved, host: Host = None) -> None:
-        """Remove stored chunks that nobody has used for --kv-ttl; pinned ones stay. On this machine also packed
-        weights that no start has used for thirty days."""
+        """Remove stored chunks not used for --kv-ttl; pinned ones stay.
+
+        Also remove packed weights on this machine that no start has used for thirty days.
+        """
         from cairn.cli.output import amount
         from cairn.models.packing.packed_file import prune as prune_packed
 
         files, size = prune_packed()
-        # Told first: there may be no server, and they are gone all the same.
+        # Printed first: they are removed even if no server answers.
         _print([("packed weights", f"{files:,} files removed here, {amount(size)}")])
         _print(_call(resolved, host, "POST", "/prune", _swept))
 
@@ -69,13 +70,13 @@ def register(app: typer.Typer) -> None:
     def check_codec(
         resolved: Resolved,
         text: Annotated[
-            Path | None, typer.Option(metavar="FILE", help="What the model reads; default: Cairn's own source.")
+            Path | None, typer.Option(metavar="FILE", help="The text to read; default: Cairn's own source.")
         ] = None,
     ) -> None:
-        """Compare KV as 8-bit integers with KV as it is, on this model: what --kv-codec q8 needs first, and with
-        --kv-dtype q8 what that does.
+        """Compare 8-bit KV with exact KV on this model; --kv-codec q8 needs this check first.
 
-        Loads the model here. It reads 2,000 tokens both ways; stop a server that has the same --kv-dir open.
+        With --kv-dtype q8 it measures what that costs. It loads the model here and reads 2,000 tokens both ways; stop
+        a server that uses the same --kv-dir first.
         """
         from cairn.system.posix import SystemClock, SystemFiles
         from cairn.worker.check_codec import check_codec as check
@@ -87,13 +88,13 @@ Rows = list[tuple[str, str]]
 
 
 def _call(
-    resolved: Resolved, host: str | None, method: str, order: str, told: Callable[[dict[str, Any]], Rows]
+    resolved: Resolved, host: str | None, method: str, order: str, rows_of: Callable[[dict[str, Any]], Rows]
 ) -> Rows:
     with server(resolved, host) as client:
         if method == "GET":
-            return told(client.get("/v1/cache" + order, admin=True))
-        # A store is read, or written, as long as its disk takes, and the server has nothing to say before the end.
-        return told(client.post("/v1/cache" + order, {}, admin=True, patient=True))
+            return rows_of(client.get("/v1/cache" + order, admin=True))
+        # No time limit: reading or writing a whole store takes long, and the server answers only at the end.
+        return rows_of(client.post("/v1/cache" + order, {}, admin=True, patient=True))
 
 
 def _print(rows: Rows) -> None:

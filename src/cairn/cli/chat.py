@@ -1,4 +1,4 @@
-"""`cairn chat` and `cairn run`: a conversation in the terminal, or the answer to one prompt."""
+"""`cairn chat` and `cairn run`: talk in the terminal, or answer one prompt."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 BUNDLED = """\
 It is the small model that comes with Cairn: ask it what Cairn is, or tell it your name.
-For a larger one: cairn pull Qwen/Qwen3-0.6B, then cairn chat Qwen/Qwen3-0.6B"""
+For a larger one: cairn run smollm2, or cairn run qwen3:0.6b"""
 
 NO_LOOPS = {"repetition_stop": True}
-"""A person who reads an answer is not to read the same words for minutes."""
+"""Ends answers that repeat themselves: in a terminal they would scroll by for minutes."""
 
 _Host = Annotated[
     str | None,
     typer.Option(metavar="URL", help="Talk to this server; default: the one on this machine, if one runs."),
 ]
-_Local = Annotated[bool, typer.Option("--local", help="Load a model here even where a server runs.")]
+_Local = Annotated[bool, typer.Option("--local", help="Load a model in this process even if a server runs.")]
 _Verbose = Annotated[bool, typer.Option("--verbose", help="Show the times and rates of each answer.")]
 _Plain = Annotated[bool, typer.Option("--plain", help="Write answers as they are, without rendering Markdown.")]
 _Keepalive = Annotated[
     str | None,
-    typer.Option(metavar="TIME", help="How long a server of several models keeps this one: 10m, 0, or -1 for ever."),
+    typer.Option(metavar="TIME", help="How long a server of several models keeps this one: 10m, 0, or -1 (for ever)."),
 ]
 
 
@@ -52,11 +52,9 @@ def register(app: typer.Typer) -> None:
         local: _Local = False,
         agent: Annotated[
             str | None,
-            typer.Option(metavar="ID", help="Talk to this agent of a running server; it is made if there is none."),
+            typer.Option(metavar="ID", help="Talk to this agent of a running server; it is created if missing."),
         ] = None,
-        resume: Annotated[
-            bool, typer.Option("--resume", help="Go on with the last chat; /chats lists others.")
-        ] = False,
+        resume: Annotated[bool, typer.Option("--resume", help="Continue the last chat; /chats lists others.")] = False,
         verbose: _Verbose = False,
         plain: _Plain = False,
         form: FORMAT = None,
@@ -64,16 +62,16 @@ def register(app: typer.Typer) -> None:
         *,
         sampling: dict[str, Any],
     ) -> None:
-        """Talk with the server that runs here, or a model that is loaded. Ctrl-C stops an answer; /? lists commands.
+        """Talk with this machine's server, or load a model if none runs. Ctrl-C stops an answer; /? lists commands.
 
-        A model that is named is asked of that server if it has it. From a pipe each line is a question. With PROMPT:
-        answer it and leave.
+        A named MODEL is used from the server if it has it, and loaded here otherwise. From a pipe, each line is a
+        question. With PROMPT, answer it and exit.
         """
         sampling |= formatted(form) | NO_LOOPS
         if agent is not None:
             if local or resume or prompt is not None:
                 other = "--local" if local else "--resume" if resume else "PROMPT"
-                raise ConfigError(f"--agent talks with an agent of a server; it cannot be given with {other}")
+                raise ConfigError(f"--agent talks with an agent of a server; it cannot be used with {other}")
             _talk_to_agent(resolved, host, agent, sampling, system, verbose, plain)
             return
         kept = _last_chat() if resume else None
@@ -100,9 +98,9 @@ def register(app: typer.Typer) -> None:
         *,
         sampling: dict[str, Any],
     ) -> None:
-        """Answer PROMPT, or what comes from a pipe; without either talk as `chat` does.
+        """Answer PROMPT or text from a pipe; with neither, talk as `cairn chat` does.
 
-        A model of the hub that is not on this machine is pulled first. Text from a pipe comes behind PROMPT.
+        A model that is not on this machine is pulled first. Text from a pipe is appended to PROMPT.
         """
         from cairn.cli.models import pull_missing
 
@@ -124,7 +122,7 @@ def talk_with(
     plain: bool = False,
     kept: SavedChat | None = None,
 ) -> None:
-    """The conversation, behind a line that says with whom."""
+    """Print who answers, then run the conversation."""
     from cairn.cli.conversation.conversation import Conversation, Setting, chats_of_terminal
     from cairn.cli.conversation.saved_chats import chats_folder
 
@@ -148,7 +146,7 @@ def talk_with(
 def _answer(
     found: Reached, prompt: str, system: str | None, sampling: dict[str, Any], verbose: bool, plain: bool
 ) -> None:
-    """The answer to one prompt, rendered where it goes to a terminal."""
+    """Print the answer to one prompt, rendered as Markdown on a terminal."""
     from cairn.cli.conversation.markdown_view import view_of_terminal
 
     view = view_of_terminal(not plain)
@@ -161,12 +159,12 @@ def _last_chat() -> SavedChat:
     folder = chats_folder()
     found = SavedChats(folder).newest(1)
     if not found:
-        raise ConfigError(f"there is no chat to go on with in {folder}; chats of a terminal are kept there")
+        raise ConfigError(f"there is no chat to continue in {folder}, where chats in a terminal are saved")
     return found[0]
 
 
 def _with_model(resolved: Resolved, model: str) -> Resolved:
-    """The options as if the model had been named: that of the chat that goes on."""
+    """Return the options as if MODEL had been given, to continue a chat with its own model."""
     config = msgspec.structs.replace(resolved.config, model=model)
     return msgspec.structs.replace(resolved, config=config, sources={**resolved.sources, "model": "MODEL"})
 

@@ -1,4 +1,4 @@
-"""`cairn collection`: documents on a running server, searched and answered from."""
+"""`cairn collection`: add documents to a running server, search them, and ask questions about them."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from cairn.config.resolve import Resolved
 from cairn.types.errors import CairnError, ConfigError
 
 if TYPE_CHECKING:
-    from cairn.cli.client import Client
+    from cairn.cli.connection.client import Client
 
 _SERVER = ("api_key",)
 _Id = Annotated[str, typer.Argument(metavar="ID", help="The collection.")]
-_Top = Annotated[int | None, typer.Option("--top", "-k", min=1, metavar="N", help="So many passages at most.")]
-_Least = Annotated[float | None, typer.Option(metavar="SCORE", help="Passages below this score are not found.")]
+_Top = Annotated[int | None, typer.Option("--top", "-k", min=1, metavar="N", help="Most passages to find.")]
+_Least = Annotated[float | None, typer.Option(metavar="SCORE", help="Leave out passages below this score.")]
 _Rerank = Annotated[
-    bool | None, typer.Option("--rerank/--no-rerank", help="Whether a model for reranking judges what was found.")
+    bool | None, typer.Option("--rerank/--no-rerank", help="Whether a reranking model orders the passages.")
 ]
 
 
 def register(app: typer.Typer) -> None:
     """Add `cairn collection` and its commands."""
-    collection = typer.Typer(help="Keep documents, search them, and ask them.", no_args_is_help=True)
+    collection = typer.Typer(help="Store documents, search them, and ask about them.", no_args_is_help=True)
     app.add_typer(collection, name="collection", rich_help_panel="Running servers")
     _register_changes(collection)
     _register_looks(collection)
@@ -41,11 +41,11 @@ def _register_changes(collection: typer.Typer) -> None:
     def create(
         resolved: Resolved,
         id: _Id,
-        chunk: Annotated[int | None, typer.Option(metavar="N", help="Characters of a chunk at most.")] = None,
-        overlap: Annotated[int | None, typer.Option(metavar="N", help="Characters that a chunk repeats.")] = None,
+        chunk: Annotated[int | None, typer.Option(metavar="N", help="Most characters of a chunk.")] = None,
+        overlap: Annotated[int | None, typer.Option(metavar="N", help="Characters shared by adjacent chunks.")] = None,
         host: Host = None,
     ) -> None:
-        """Make a collection."""
+        """Create a collection."""
         body = {"id": id, "chunk": chunk, "overlap": overlap}
         with server(resolved, host) as client:
             client.post("/v1/collections", {name: value for name, value in body.items() if value is not None})
@@ -57,11 +57,11 @@ def _register_changes(collection: typer.Typer) -> None:
         id: _Id,
         files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Documents, or folders of them.")],
         note: Annotated[
-            list[str] | None, typer.Option("--metadata", metavar="NAME=TEXT", help="Note this of each document.")
+            list[str] | None, typer.Option("--metadata", metavar="NAME=TEXT", help="Metadata of each document.")
         ] = None,
         host: Host = None,
     ) -> None:
-        """Add documents: txt, md, html, pdf, docx. What cannot be read is told, and the rest is added."""
+        """Add documents: txt, md, html, pdf, docx. Files that cannot be read are named; the others are added."""
         import json
 
         found = [file for one in files for file in _documents(one)]
@@ -69,7 +69,7 @@ def _register_changes(collection: typer.Typer) -> None:
             raise ConfigError(f"there is no document in {', '.join(map(str, files))}")
         fields = {"stream": "true", "metadata": json.dumps(_noted(note or ()))}
         with server(resolved, host) as client:
-            client.get(path(id))  # so that a name that is none is told once
+            client.get(path(id))  # an unknown collection is reported once, not for each document
             missed = _add(client, path(id, "documents"), found, fields)
         if missed:
             raise CairnError(f"{missed} of {len(found)} documents were not added")
@@ -80,11 +80,11 @@ def _register_changes(collection: typer.Typer) -> None:
         resolved: Resolved,
         id: _Id,
         documents: Annotated[
-            list[str] | None, typer.Argument(metavar="[DOCUMENT...]", help="Only these, by their ids.")
+            list[str] | None, typer.Argument(metavar="[DOCUMENT...]", help="Delete only these documents, by id.")
         ] = None,
         host: Host = None,
     ) -> None:
-        """Delete a collection, or documents of it. There is no way back."""
+        """Delete a collection, or some of its documents. This cannot be undone."""
         with server(resolved, host) as client:
             for document in documents or ():
                 client.delete(path(id, f"documents/{quote(document, safe='')}"))
@@ -131,7 +131,7 @@ def _register_questions(collection: typer.Typer) -> None:
         rerank: _Rerank = None,
         host: Host = None,
     ) -> None:
-        """Find the passages that fit a query best."""
+        """Find the passages that match a query best."""
         from cairn.cli.output import table
 
         with server(resolved, host) as client:
@@ -153,7 +153,7 @@ def _register_questions(collection: typer.Typer) -> None:
         rerank: _Rerank = None,
         host: Host = None,
     ) -> None:
-        """Answer a question from the documents; its sources are told on stderr, and that there are none."""
+        """Answer a question from the documents; print its sources on stderr, or that none is cited."""
         from cairn.cli.output import printable, talk
 
         body = _question(question, top, min_score, rerank) | {"stream": True}
@@ -171,18 +171,20 @@ def _register_questions(collection: typer.Typer) -> None:
         print("" if said else ended["answer"])
         console = talk()
         if said and not ended["answered"]:
-            console.print("No source is named: the answer may be from elsewhere than the documents.", markup=False)
+            console.print("No source is cited: the answer may not come from the documents.", markup=False)
         for one in ended["sources"]:
             if one["cited"]:
                 console.print(printable(f"[{one['number']}] {_where(one)}"), markup=False, soft_wrap=True)
 
 
 def path(id: str, more: str = "") -> str:
-    """A collection's route. ConfigError for what is no id."""
+    """Return a collection's route. ConfigError for an invalid id."""
     from cairn.rag.definition import ID
 
     if not ID.fullmatch(id):
-        raise ConfigError(f"{id!r} is no collection: its id has 1 to 64 letters, digits, dots, underscores and hyphens")
+        raise ConfigError(
+            f"{id!r} is not a collection's id: one has 1 to 64 letters, digits, dots, underscores and hyphens"
+        )
     return f"/v1/collections/{quote(id, safe='')}" + (f"/{more}" if more else "")
 
 
@@ -196,17 +198,17 @@ def _where(one: Mapping[str, Any]) -> str:
 
 
 def _noted(given: Sequence[str]) -> dict[str, str]:
-    found = {}
-    for one in given:
-        name, mark, value = one.partition("=")
+    fields = {}
+    for pair in given:
+        name, mark, value = pair.partition("=")
         if not mark or not name:
-            raise ConfigError(f"--metadata {one[:64]!r} should look like NAME=TEXT")
-        found[name] = value
-    return found
+            raise ConfigError(f"--metadata {pair[:64]!r} should look like NAME=TEXT")
+        fields[name] = value
+    return fields
 
 
 def _documents(place: Path) -> Iterator[Path]:
-    """A file, or the documents below a folder, by their endings."""
+    """Yield a file, or the documents below a folder, chosen by their suffixes."""
     from cairn.rag.definition import KINDS
 
     if not place.is_dir():
@@ -229,7 +231,7 @@ def _pages(client: Client, route: str) -> Iterator[dict[str, Any]]:
 
 
 def _add(client: Client, route: str, files: Sequence[Path], fields: Mapping[str, str]) -> int:
-    """Add documents one after the other; how many could not be."""
+    """Add documents one after the other; return how many failed."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from cairn.cli.output import printable, talk

@@ -1,4 +1,4 @@
-"""`cairn doctor`: what this machine has, what would compute and why not, and what fits."""
+"""`cairn doctor`: this machine's hardware, the device that would compute, and which models fit."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SIZING = (
     "agents_dir",
     "kv_dir",
 )
-"""Options that decide which engine computes, whether a model fits, and where things are kept."""
+"""Options that decide which device computes, whether a model fits, and where data is stored."""
 
 
 def register(app: typer.Typer) -> None:
@@ -49,7 +49,7 @@ def register(app: typer.Typer) -> None:
     @app.command(rich_help_panel="This machine")
     @configured(SIZING)
     def doctor(resolved: Resolved) -> None:
-        """Show what this machine has, which engine would compute, and whether a model fits."""
+        """Show this machine's hardware, which device would compute, and whether models fit."""
         from cairn.cli.output import sections
 
         config = resolved.config
@@ -58,7 +58,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _machine() -> Rows:
-    """Cores, instruction sets, memory and GPUs."""
+    """Return the version, the CPU, its cores and instruction sets, free memory and GPUs."""
     from cairn import __version__
     from cairn.engine import machine
 
@@ -67,14 +67,14 @@ def _machine() -> Rows:
         ("Cairn", f"{__version__} on Python {platform.python_version()}"),
         ("CPU", machine.cpu_name()),
         ("cores", f"{machine.cpu_count()} that this process may use"),
-        ("instructions", " ".join(machine.instruction_sets()) or "not told by the system"),
+        ("instructions", " ".join(machine.instruction_sets()) or "not reported by the system"),
         ("free memory", f"{machine.memory_available() / GB:.1f} GB"),
         ("GPU", gpus or "none"),
     ]
 
 
 def _engines(config: Config) -> Rows:
-    """What each engine would use, or why it is not used."""
+    """Return for each device what it would use, or why it is not used."""
     from cairn.engine import machine
     from cairn.kernels import devices
 
@@ -85,13 +85,13 @@ def _engines(config: Config) -> Rows:
     cpu = _kernels(config) if used == devices.CPU else f"not used: {'the engine' if not used else 'the device'} is set"
     rows = [("cpu", f"{cpu} to fake" if not used else cpu if used == devices.CPU else f"{cpu} to {used}")]
     rows.append(("fake", "not used: it is for tests" if used else "used: no model is computed, for tests"))
-    found = {one.name: one for one in devices.reports(config.kernels) if one.name != devices.CPU}
-    if used not in ("", devices.CPU, *found):
-        found[used] = devices.report(used)
-    for name, told in found.items():
-        state = "" if told.trouble else "used: " if name == used else f"not used: --device {name} asks for it: "
-        rows.append((name, f"{state}{told.sentence}"))
-    seen = {name.partition(":")[0] for name in found}
+    reports = {report.name: report for report in devices.reports(config.kernels) if report.name != devices.CPU}
+    if used not in ("", devices.CPU, *reports):
+        reports[used] = devices.report(used)
+    for name, report in reports.items():
+        state = "" if report.trouble else "used: " if name == used else f"not used (--device {name} chooses it): "
+        rows.append((name, f"{state}{report.sentence}"))
+    seen = {name.partition(":")[0] for name in reports}
     for gpu in machine.gpus():
         kind = "mps" if gpu.kind == "metal" else gpu.kind
         if kind not in seen:
@@ -100,7 +100,7 @@ def _engines(config: Config) -> Rows:
 
 
 def _kernels(config: Config) -> str:
-    """Which kernels the CPU engine would run, and why."""
+    """Return which kernels the CPU would run, and why."""
     from cairn.engine import machine
     from cairn.kernels.choose import described
 
@@ -111,7 +111,7 @@ def _kernels(config: Config) -> str:
 
 
 def _models(config: Config) -> Rows:
-    """The chosen model, the bundled one and those downloaded: what each needs, and whether that fits."""
+    """Return for the chosen model, the bundled one and the downloaded ones what each needs and whether it fits."""
     from cairn.models.hub import hub
 
     names = [config.model, hub.DEMO, *(model.name for model in hub.downloaded())]
@@ -121,7 +121,7 @@ def _models(config: Config) -> Rows:
 
 
 def _read_rate(config: Config) -> float:
-    """Bytes a second that kernels read from memory, about; 0 where none compute."""
+    """Return about how many bytes per second kernels read from memory; 0 without kernels."""
     from cairn.engine import machine
     from cairn.kernels import roofline
     from cairn.kernels.choose import chosen
@@ -136,7 +136,7 @@ def _read_rate(config: Config) -> float:
 
 
 def _fit(name: str, config: Config, rate: float = 0.0) -> str:
-    """One model in a sentence; `rate`: bytes that are read from memory in a second, where that is known."""
+    """Say in a sentence whether a model fits. `rate`: bytes per second read from memory, 0 if not known."""
     from cairn.cli.output import amount
     from cairn.engine import memory
     from cairn.engine.device import check_context
@@ -170,16 +170,16 @@ def _fit(name: str, config: Config, rate: float = 0.0) -> str:
 
 
 def _speed(weights: WeightMemory, rate: float) -> str:
-    """How fast an answer can be at most: each of its tokens reads weights once."""
+    """Return the speed limit of an answer: each token reads the weights once. "" if the rate is not known."""
     read = weights.read(1) + weights.head
     if not rate or not weights.head:
         return ""
-    there = " while its experts are in memory" if weights.mapped else ""
-    return f"; an answer has at most about {rate / read:,.0f} tokens/s here{there}"
+    condition = " while its experts are in memory" if weights.mapped else ""
+    return f"; an answer has at most about {rate / read:,.0f} tokens/s here{condition}"
 
 
 def folders(resolved: Resolved, env: Mapping[str, str]) -> Rows:
-    """Return where a server with these options keeps each thing, and what is there."""
+    """Return the folders that a server with these options uses, each with its size."""
     from cairn.api.native.folders import agents_folder
     from cairn.config.paths import expanded, with_folder
     from cairn.models.hub import hub
@@ -187,19 +187,19 @@ def folders(resolved: Resolved, env: Mapping[str, str]) -> Rows:
 
     config = with_folder(resolved.config, env)
     agents = agents_folder(config, env)
-    kv = _held(expanded(config.kv_dir)) if config.kv_dir is not None and config.kv_disk else "not kept on the disk"
+    kv = _sized(expanded(config.kv_dir)) if config.kv_dir is not None and config.kv_disk else "not stored on disk"
     return [
         ("options", str(resolved.file.absolute()) if resolved.file else f"no file; {usual_file(env)} would be read"),
-        ("agents", _held(agents)),
-        ("collections, files", _held(agents.with_name(agents.name + "-collections"))),
+        ("agents", _sized(agents)),
+        ("collections, files", _sized(agents.with_name(agents.name + "-collections"))),
         ("KV", kv),
-        ("packed weights", _held(packed_file.folder())),
-        ("models", _held(hub.cache_folder())),
+        ("packed weights", _sized(packed_file.folder())),
+        ("models", _sized(hub.cache_folder())),
     ]
 
 
-def _held(folder: Path) -> str:
-    """A folder with what it takes."""
+def _sized(folder: Path) -> str:
+    """Return the folder's path with the size of its files."""
     from cairn.cli.output import amount
 
     try:
@@ -212,7 +212,7 @@ def _held(folder: Path) -> str:
 
 
 def _log(config: Config) -> str:
-    """What the disk lost of the agents' token log."""
+    """Return the state of the agents' token log: sound, or what of it the disk has lost."""
     from cairn.agents.log.recovery import Folder, look
     from cairn.api.native.folders import agents_folder
     from cairn.system.posix import SystemFiles
@@ -228,7 +228,7 @@ def _log(config: Config) -> str:
 
 
 def _largest(config: Config) -> str:
-    """A rule of thumb: weights beside a KV pool of a quarter of the free memory."""
+    """Return the largest model that fits, by rule of thumb: weights in 70 % of the free memory."""
     from cairn.engine import machine
     from cairn.kernels.choose import REFERENCE, chosen
 
@@ -237,4 +237,4 @@ def _largest(config: Config) -> str:
     except CairnError as error:
         return f"no: {error}"
     numbers = machine.memory_available() * 0.7 / (bits // 8) / 1e9
-    return f"fit up to about {numbers:.1f} billion parameters (weights in {bits} bits)"
+    return f"fit up to about {numbers:.1f} billion parameters (with weights of {bits} bits)"

@@ -1,4 +1,4 @@
-"""`cairn embed`: vectors of texts, a line of JSON each, for scripts."""
+"""`cairn embed`: embeddings of texts, one line of JSON each, for scripts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cairn.config.resolve import Resolved
 from cairn.types.errors import InvalidRequest
 
 TOGETHER = 256
-"""Texts that are computed before the first of them is written."""
+"""Texts per batch; the results of a batch are printed together."""
 
 
 def register(app: typer.Typer) -> None:
@@ -27,20 +27,22 @@ def register(app: typer.Typer) -> None:
         resolved: Resolved,
         text: Annotated[
             list[str] | None,
-            typer.Option("--text", "-t", metavar="TEXT", help="A text; may be given several times. None: stdin."),
+            typer.Option("--text", "-t", metavar="TEXT", help="A text; repeat for several. Default: lines of stdin."),
         ] = None,
-        dimensions: Annotated[int | None, typer.Option(metavar="N", help="Only the first so many numbers.")] = None,
+        dimensions: Annotated[
+            int | None, typer.Option(metavar="N", help="Keep only the first N numbers of each vector.")
+        ] = None,
         truncate: Annotated[
-            bool, typer.Option("--truncate", help="Cut a text that is longer than the model takes.")
+            bool, typer.Option("--truncate", help="Cut texts that are longer than the model takes.")
         ] = False,
         normalize: Annotated[
-            bool, typer.Option("--normalize/--no-normalize", help="Whether vectors have length 1.")
+            bool, typer.Option("--normalize/--no-normalize", help="Whether to scale vectors to length 1.")
         ] = True,
         prompt_name: Annotated[
-            str | None, typer.Option(metavar="NAME", help="Which of the model's own words stand before texts.")
+            str | None, typer.Option(metavar="NAME", help="The model's prompt to put before each text, such as query.")
         ] = None,
     ) -> None:
-        """Write the embedding of each text, or of each line of stdin, as a line of JSON: {"text", "embedding"}."""
+        """Print the embedding of each text, or of each line of stdin, as a line of JSON: {"text", "embedding"}."""
         from cairn.entrypoints.llm import LLM
 
         with LLM(config=resolved.config) as model:
@@ -49,13 +51,13 @@ def register(app: typer.Typer) -> None:
                 made = model.embed(
                     some, truncate=truncate, normalize=normalize, dimensions=dimensions, prompt_name=prompt_name
                 )
-                for one, vector in zip(some, made.tolist(), strict=True):
-                    print(json.dumps({"text": one, "embedding": vector}, ensure_ascii=False))
+                for source, vector in zip(some, made.tolist(), strict=True):
+                    print(json.dumps({"text": source, "embedding": vector}, ensure_ascii=False))
                 sys.stdout.flush()
 
 
 def _lines() -> Iterator[str]:
-    """The lines of stdin that are not empty."""
+    """Yield the lines of stdin that are not empty. Raises InvalidRequest for a line that is not UTF-8."""
     for number, line in enumerate(sys.stdin.buffer, 1):
         try:
             text = line.decode("utf-8").rstrip("\r\n")

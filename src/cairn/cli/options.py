@@ -1,4 +1,4 @@
-"""Flags generated from `Config`, and `cairn config`, which shows every value and where it came from."""
+"""Command-line flags generated from `Config`, and `cairn config`, which shows every value and its source."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 from typer.core import TyperOption
 
-from cairn.cli.trust import TRUST_PARAMETERS, TrustFlags
-from cairn.cli.trust import chosen as chosen_trust
+from cairn.cli.connection.trust import TRUST_PARAMETERS, TrustFlags
+from cairn.cli.connection.trust import chosen as chosen_trust
 from cairn.config.config import Config
 from cairn.config.option import Option, local_options, options
 from cairn.config.resolve import Resolved, resolve
 from cairn.types.errors import CairnError
 
 if TYPE_CHECKING:
-    from cairn.cli.client import Client
+    from cairn.cli.connection.client import Client
 
 ALL = tuple(option.name for option in options() if option.name != "models")
-"""Every option but those models that are arguments."""
+"""Every option but `models`, which commands take as arguments."""
 LOCAL = local_options()
-"""Options of a run without a server."""
+"""Options of a model in this process, without a server."""
 
 COMMON = frozenset(
     (
@@ -34,11 +34,11 @@ COMMON = frozenset(
         "max_tokens", "temperature", "top_p", "seed", "stop",
     )
 )  # fmt: skip
-"""The options that `--help` shows; `--help-all` shows the others too."""
+"""The options that `--help` shows; `--help-all` shows all."""
 _OF_SERVERS = frozenset(("max_running", "kv_dir", "kv_disk_gb", "chat_template"))
-"""Those of them that only the help of a server shows."""
+"""The options of COMMON that only the help of `cairn serve` shows."""
 FEW = 12
-"""A command with at most so many generated flags shows all of them."""
+"""The most generated flags of a command whose `--help` shows all of them."""
 
 Host = Annotated[str | None, typer.Option(metavar="URL", help="The server; default: the configured address and port.")]
 """The flag of commands that need a running server."""
@@ -57,8 +57,8 @@ Command = Callable[..., None]
 
 
 def server(resolved: Resolved, host: str | None, model: str = "") -> Client:
-    """The server that `--host` or the configuration names, for a `with`; `model` as of `connect`."""
-    from cairn.cli.client import connect
+    """Return a client of the server that `--host` or the configuration names, for a `with`; see `connect`."""
+    from cairn.cli.connection.client import connect
 
     return connect(resolved, host, model)
 
@@ -70,11 +70,10 @@ def configured(
     several: bool = False,
     more: Sequence[inspect.Parameter] = (),
 ) -> Callable[[Command], Command]:
-    """Give a command the named options as flags, `--config`, and with `model` the optional argument MODEL, which may
-    come more than once for `several`.
+    """Decorate a command: add the named options as flags, `--config`, and with `model` the argument MODEL.
 
-    The command is called with a `Resolved` first, then with the arguments of its own; those in `more` come as a
-    dictionary of the ones that were given, named `sampling`.
+    MODEL is optional, and may be repeated if `several`. The command is called with a `Resolved`, then its own
+    arguments. Parameters in `more` that were set are passed as the dictionary `sampling`.
     """
 
     def wrap(command: Command) -> Command:
@@ -84,26 +83,26 @@ def configured(
         first = [_model_parameter(known["model"], several)] if model else []
         extra = [parameter.name for parameter in more]
         own = [parameter for parameter in own if parameter.name != "sampling"]
-        taken = [parameter.name for parameter in first + flags]
+        of_config = [parameter.name for parameter in first + flags]
         known_flags = [*more, *flags]
         few = len(known_flags) <= FEW
         shown = COMMON if "port" in names else COMMON - _OF_SERVERS
-        known_flags = [one if few or one.name in shown else _hidden(one) for one in known_flags]
-        trust = TRUST_PARAMETERS if any(one.name == "host" for one in own) else ()
+        known_flags = [flag if few or flag.name in shown else _hidden(flag) for flag in known_flags]
+        trust = TRUST_PARAMETERS if any(parameter.name == "host" for parameter in own) else ()
         all_help = [] if few else [_keyword("help_all", _HELP_ALL, False)]
         generated = [*first, *own, *known_flags, *trust, _config_parameter(), *all_help]
 
-        def run(**given: Any) -> None:
-            chosen = {name: given.pop(name) for name in taken}
-            given.pop("help_all", None)
+        def run(**values: Any) -> None:
+            chosen = {name: values.pop(name) for name in of_config}
+            values.pop("help_all", None)
             if several and (models := chosen.pop("model")):
                 chosen |= {"models": models} if len(models) > 1 else {"model": models[0]}
             if more:
-                asked = {name: given.pop(name) for name in extra}
-                given["sampling"] = {name: value for name, value in asked.items() if value not in (None, [])}
+                sampling = {name: values.pop(name) for name in extra}
+                values["sampling"] = {name: value for name, value in sampling.items() if value not in (None, [])}
             if trust:
-                chosen_trust.set(TrustFlags(given.pop("cacert"), given.pop("insecure")))
-            command(resolve(chosen, file=given.pop("config_file")), **given)
+                chosen_trust.set(TrustFlags(values.pop("cacert"), values.pop("insecure")))
+            command(resolve(chosen, file=values.pop("config_file")), **values)
 
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -116,7 +115,7 @@ def configured(
 
 
 def _show_all(context: typer.Context, wanted: bool) -> None:
-    """Show the help with every option, and leave."""
+    """Show the help with every option, and exit."""
     if not wanted:
         return
     for parameter in context.command.params:
@@ -127,12 +126,12 @@ def _show_all(context: typer.Context, wanted: bool) -> None:
 
 
 _HELP_ALL = Annotated[
-    bool, typer.Option("--help-all", help="Show every option and leave.", is_eager=True, callback=_show_all)
+    bool, typer.Option("--help-all", help="Show every option and exit.", is_eager=True, callback=_show_all)
 ]
 
 
 def _hidden(parameter: inspect.Parameter) -> inspect.Parameter:
-    """The same flag, which `--help` leaves out."""
+    """Return a copy of the flag that `--help` leaves out."""
     kind, info = get_args(parameter.annotation)
     info = copy.copy(info)
     info.hidden = True
@@ -160,14 +159,14 @@ def _default(option: Option) -> str:
 
 
 def _model_parameter(option: Option, several: bool) -> inspect.Parameter:
-    more = " Several are served by name." if several else ""
+    more = " With several, requests choose by name." if several else ""
     info = typer.Argument(metavar="MODEL", help=_help(option) + more, show_default=False)
     kind: Any = list[str] if several else str
     return _keyword("model", Annotated[kind | None, info], None)
 
 
 def _config_parameter() -> inspect.Parameter:
-    text = "File of options; otherwise ./cairn.toml, else ~/.config/cairn/cairn.toml."
+    text = "File of options; default: ./cairn.toml, else ~/.config/cairn/cairn.toml."
     return _keyword("config_file", Annotated[Path | None, typer.Option("--config", metavar="FILE", help=text)], None)
 
 
@@ -176,7 +175,7 @@ def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 
 
 def _shown(value: object) -> str:
-    """A value as a person reads it. A `Secret` stays hidden."""
+    """Format a value for people; a `Secret` stays hidden."""
     if isinstance(value, tuple):
         return ", ".join(_shown(item) for item in value) or "none"
     if isinstance(value, bool):
@@ -192,7 +191,7 @@ def register(app: typer.Typer) -> None:
     @app.command(name="config", rich_help_panel="This machine")
     @configured(ALL)
     def config(resolved: Resolved) -> None:
-        """Show every option's value, the model's sampling, and where each came from. Keys are never shown."""
+        """Show every option's value, the model's sampling defaults, and where each comes from. Keys are never shown."""
         from cairn.cli.output import table
 
         rows = []
@@ -204,7 +203,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _sampling(config: Config) -> list[tuple[str, str, str]]:
-    """What applies where a request says nothing, as rows; one that says why where the model cannot be read."""
+    """Return the sampling defaults as rows, or one row that says why the model cannot be read."""
     from cairn.frontend.requests import sampling_defaults, with_options
     from cairn.models.files import is_gguf
     from cairn.models.hub import hub

@@ -1,4 +1,4 @@
-"""Where output goes: data to stdout, talk to stderr."""
+"""Output: data to stdout, messages to stderr."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", "\r": r"\r", "\t": r"\t"})
 
 
 def talk() -> Console:
-    """The console for everything that is not data."""
+    """Return the console on stderr, for everything that is not data."""
     return Console(stderr=True, highlight=False, emoji=False)
 
 
 def printable(text: str) -> str:
-    """Text without control characters, so that a model or a server cannot steer the terminal."""
+    """Replace control characters, so that a model or a server cannot control the terminal."""
     return "".join(char if char in "\n\t" or " " <= char <= "~" or ord(char) >= 0xA0 else "\ufffd" for char in text)
 
 
 def amount(count: float) -> str:
-    """So many bytes, for a person."""
+    """Format a number of bytes for people: 93.1 MB."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= scale:
             return f"{count / scale:.1f} {unit}"
@@ -30,9 +30,9 @@ def amount(count: float) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Rows on stdout: a table for a person; for a program tab-separated lines without a header.
+    """Print rows on stdout: a table on a terminal, tab-separated lines without a header elsewhere.
 
-    There, line ends and tabs inside a value are written as a backslash and a letter.
+    In tab-separated lines, newlines and tabs inside a value are written as a backslash and a letter.
     """
     if not sys.stdout.isatty():
         for row in rows:
@@ -47,7 +47,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def sections(parts: Sequence[tuple[str, Sequence[tuple[str, str]]]]) -> None:
-    """Titled lists of (name, value) on stdout; for a program tab-separated lines that begin with the title."""
+    """Print titled lists of (name, value) on stdout; off a terminal, tab-separated lines that begin with the title."""
     if not sys.stdout.isatty():
         for title, rows in parts:
             for name, value in rows:

@@ -1,4 +1,4 @@
-"""`cairn quantize`: a model as a GGUF file of another number format."""
+"""`cairn quantize`: write a model as a GGUF file of another number format."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def register(app: typer.Typer) -> None:
 
     @app.command(rich_help_panel="Models")
     def quantize(
-        source: Annotated[str, typer.Argument(metavar="SRC", help="A folder, a .gguf file, or a model pulled.")],
+        source: Annotated[str, typer.Argument(metavar="SRC", help="A folder, a .gguf file, or a pulled model.")],
         destination: Annotated[Path, typer.Argument(metavar="DST", help="The .gguf file to write.")],
         kind: Annotated[
             str, typer.Option("--type", metavar="TYPE", help="F32, F16, BF16, Q8_0, Q5_1, Q5_0, Q4_1 or Q4_0.")
         ] = "Q8_0",
-        force: Annotated[bool, typer.Option("--force", help="Replace DST if it is there.")] = False,
+        force: Annotated[bool, typer.Option("--force", help="Replace DST if it exists.")] = False,
     ) -> None:
-        """Write a model as one GGUF file, tokenizer and chat template included, and list what rounding cost.
+        """Write a model as one GGUF file, with tokenizer and chat template, and list the rounding errors.
 
         Needs the gguf package: pip install gguf.
         """
@@ -64,10 +64,10 @@ def write(
     force: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Loss]:
-    """Write `source` to `destination`, which appears whole and checked or not at all; what it cost, by tensor class.
+    """Write `source` to `destination`, whole and checked or not at all; return rounding errors by tensor class.
 
-    `progress` gets the values written and those of all tensors.
-    Raises `ConfigError` for a type or a place that cannot be written, `ModelError` or `ModelFileError` for a source
+    `progress` is called with the number of values written and the total.
+    Raises `ConfigError` for a type or a path that cannot be written, `ModelError` or `ModelFileError` for a source
     that cannot be read or expressed in GGUF.
     """
     from cairn.models.files import is_gguf, parts
@@ -80,9 +80,9 @@ def write(
     if kind not in TYPES:
         raise ConfigError(f"--type must be one of {', '.join(TYPES)}, found {kind}")
     if not is_gguf(destination) or len(parts(destination.name)) != 1:
-        raise ConfigError(f"{destination} must be the name of a .gguf file, and not that of a part of one")
+        raise ConfigError(f"{destination} must be the name of a .gguf file, and not of one part of a split file")
     if destination.exists() and not force:
-        raise ConfigError(f"{destination} is there already; --force replaces it")
+        raise ConfigError(f"{destination} exists already; --force replaces it")
     package()
     folder = hub.locate(source)
     spec = check_decodes(load_spec(folder, identify=False))
@@ -97,7 +97,7 @@ def write(
         with fresh.open("rb+") as file:
             os.fsync(file.fileno())
         if destination.exists() and not force:
-            raise ConfigError(f"{destination} is there already; --force replaces it")
+            raise ConfigError(f"{destination} exists already; --force replaces it")
         fresh.replace(destination)
     except OSError as error:
         raise ModelError(f"{destination} cannot be written: {error.strerror or error}") from error
@@ -107,7 +107,7 @@ def write(
 
 
 def _clear(destination: Path) -> None:
-    """Remove what runs for this destination left that were killed: the files of processes that are no more."""
+    """Remove temporary files for this destination that killed runs left: those of processes that no longer exist."""
     for path in destination.parent.glob(f".{glob.escape(destination.stem)}.*.gguf"):
         pid = path.suffixes[-2][1:] if len(path.suffixes) > 1 else ""
         if not pid.isdecimal() or path.name != f".{destination.stem}.{pid}.gguf":

@@ -1,4 +1,4 @@
-"""`cairn status`, `ps` and `cancel`: a look at a running server; `load`, `unload` and `swap` change its models."""
+"""`cairn status`, `ps`, `cancel` and `reload` of a server; `load`, `unload`, `swap` and `stop` of its models."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ from cairn.config.resolve import Resolved
 from cairn.types.errors import CairnError, ConfigError
 
 if TYPE_CHECKING:
-    from cairn.cli.client import Client
+    from cairn.cli.connection.client import Client
 
 _SERVER = ("api_key", "admin_key")
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="A model of the server, by a name of it.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A model of the server, by any of its names.")]
 Grace = Annotated[
-    float | None, typer.Option(metavar="SECONDS", help="How long its requests may go on; default: shutdown_grace.")
+    float | None, typer.Option(metavar="SECONDS", help="How long its requests may run on; default: shutdown_grace.")
 ]
-
-
 SwapGrace = Annotated[
-    float | None, typer.Option("--grace", metavar="SECONDS", help="How long its requests may go on; default: 20.")
+    float | None, typer.Option("--grace", metavar="SECONDS", help="How long its requests may run on; default: 20.")
 ]
 
 
@@ -37,7 +35,7 @@ def register(app: typer.Typer) -> None:
         request: Annotated[str | None, typer.Argument(metavar="ID", help="A request, by the id of its answer.")] = None,
         host: Host = None,
     ) -> None:
-        """Show how a running server is doing, or how far one of its requests is."""
+        """Show the state of a running server, or the progress of one of its requests."""
         with server(resolved, host) as client:
             rows = _request(client.get(_path(request))) if request else _server(client)
         _print(rows)
@@ -45,7 +43,7 @@ def register(app: typer.Typer) -> None:
     @app.command(rich_help_panel="Running servers")
     @configured(_SERVER, model=False)
     def ps(resolved: Resolved, host: Host = None) -> None:
-        """List the models that a running server has: state, requests that run and wait, memory."""
+        """List the models of a running server: state, running and waiting requests, memory."""
         from cairn.cli.output import table
 
         with server(resolved, host) as client:
@@ -55,13 +53,13 @@ def register(app: typer.Typer) -> None:
     @app.command(rich_help_panel="Running servers")
     @configured(_SERVER, model=False)
     def load(resolved: Resolved, model: Model, host: Host = None) -> None:
-        """Load a model of a running server; others make room where it has to be."""
+        """Load a model of a running server; others are unloaded if it needs their memory."""
         _change(resolved, host, "load", {"model": model})
 
     @app.command(rich_help_panel="Running servers")
     @configured(_SERVER, model=False)
     def unload(resolved: Resolved, model: Model, grace: Grace = None, host: Host = None) -> None:
-        """Unload a model of a running server, once its requests are over; a request for it loads it again."""
+        """Unload a model of a running server once its requests end; a new request loads it again."""
         _change(resolved, host, "unload", {"model": model, "grace": grace})
 
     @app.command(rich_help_panel="Running servers")
@@ -69,11 +67,13 @@ def register(app: typer.Typer) -> None:
     def swap(
         resolved: Resolved,
         model: Model,
-        to: Annotated[str, typer.Argument(metavar="TO", help="What takes its place: as for serve, or another's name.")],
+        to: Annotated[
+            str, typer.Argument(metavar="TO", help="The new model: as for serve, or the name of another of the server.")
+        ],
         grace: SwapGrace = None,
         host: Host = None,
     ) -> None:
-        """Load another model in the place of one, under its names; its requests go on to their end."""
+        """Replace a model of a running server by another, under the same names; its requests may finish."""
         from cairn.cli.models import fetched
 
         fetched(to)
@@ -82,7 +82,7 @@ def register(app: typer.Typer) -> None:
     @app.command(rich_help_panel="Running servers")
     @configured(_SERVER, model=False)
     def reload(resolved: Resolved, host: Host = None) -> None:
-        """Let a running server read its options again: keys, tenants, limits, aliases, the level of the log."""
+        """Make a running server read its options again: keys, tenants, limits, aliases, log level."""
         with server(resolved, host) as client:
             found = client.post("/v1/admin/reload", {}, admin=True)
             rows = [("changed", str(one)) for one in found["changed"]] or [("changed", "nothing")]
@@ -97,15 +97,15 @@ def register(app: typer.Typer) -> None:
         grace: Grace = None,
         host: Host = None,
     ) -> None:
-        """Unload a model of a running server, as `unload` does; without MODEL say how the server itself is ended."""
+        """Unload a model of a running server, like `unload`; without MODEL, say how to stop the server."""
         if model is not None:
             _change(resolved, host, "unload", {"model": model, "grace": grace})
             return
         with server(resolved, host) as client:
             client.get("/health/ready")
             raise ConfigError(
-                f"the server at {client.url} is ended with Ctrl-C in its terminal or SIGTERM to its process. A model "
-                "is unloaded by: cairn stop MODEL; one request is ended by: cairn cancel ID"
+                f"to stop the server at {client.url}, press Ctrl-C in its terminal or send its process SIGTERM. To "
+                "unload a model: cairn stop MODEL; to end one request: cairn cancel ID"
             )
 
     @app.command(rich_help_panel="Running servers")
@@ -128,16 +128,16 @@ Rows = list[tuple[str, str]]
 
 
 def _absolute(place: str) -> str:
-    """A place as the server finds it, whose working folder is another."""
+    """Return an existing path as absolute, because the server has another working folder; other names as they are."""
     path = Path(place).expanduser()
     return str(path.absolute()) if path.exists() else place
 
 
 def _change(resolved: Resolved, host: str | None, what: str, body: dict[str, Any]) -> None:
-    """Change a model of a server, and say what is true of it then."""
-    given = {name: value for name, value in body.items() if value is not None}
+    """Load, unload or swap a model of a server, and print its new state."""
+    fields = {name: value for name, value in body.items() if value is not None}
     with server(resolved, host) as client:
-        found = client.post(f"/v1/admin/models/{what}", given, admin=True, patient=True)
+        found = client.post(f"/v1/admin/models/{what}", fields, admin=True, patient=True)
         seconds = f"{found['load_seconds']:.1f} s" if what != "unload" else ""
         rows = [("model", str(found["id"])), ("state", str(found["state"])), ("is", str(found["model"]))]
         rows += [("loaded in", seconds)] if seconds else []
@@ -155,7 +155,7 @@ def _print(rows: Rows) -> None:
 
 
 def _server(client: Client) -> Rows:
-    """Health is open to all; what is running needs the (admin) key on a server with keys."""
+    """Return a server's state as rows. Health is open to all; on a server with keys, the load needs the admin key."""
     health = client.get("/health/ready")
     rows = [("server", client.url), ("status", health["status"])]
     rows += [("because", reason) for reason in health["reasons"]]
@@ -179,7 +179,7 @@ def _server(client: Client) -> Rows:
 
 
 def _models(client: Client) -> list[tuple[str, ...]]:
-    """The models, each with its load; "-" for what only the admin key shows."""
+    """Return a row per model with its load; "-" for figures that only the admin key shows."""
     from cairn.cli.output import amount
 
     models = client.get("/v1/models")["data"]
@@ -201,7 +201,7 @@ def _models(client: Client) -> list[tuple[str, ...]]:
 
 
 def _samples(text: str) -> list[tuple[str, str, float]]:
-    """Name without prefix, labels and value of the samples in Prometheus' text format."""
+    """Parse Prometheus' text format; return each sample's name without prefix, labels and value."""
     found = []
     for line in text.splitlines():
         head, _, value = line.rpartition(" ")
@@ -212,7 +212,7 @@ def _samples(text: str) -> list[tuple[str, str, float]]:
 
 
 def _metrics(text: str) -> dict[str, float]:
-    """Plain samples by name, the sum over all models; of the share of the pool the largest."""
+    """Return samples by name, summed over all models; for the share of the pool, the largest."""
     found: dict[str, float] = {}
     for name, _, value in _samples(text):
         largest = name == "kv_cache_usage_perc"

@@ -1,4 +1,4 @@
-"""Flags that say how the answer is sampled, and what answers: a model in this process or a running server."""
+"""Sampling flags, and the source of answers: a model in this process or a running server."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ FLAGS: dict[str, tuple[Any, str, str]] = {
     "top_p": (float, "X", "Keep the likeliest tokens that together have this probability."),
     "top_k": (int, "N", "Keep this many of the likeliest tokens."),
     "min_p": (float, "X", "Keep tokens at least this fraction as likely as the likeliest."),
-    "repetition_penalty": (float, "X", "Above 1: tokens that were there before become less likely."),
-    "presence_penalty": (float, "X", "Lowers tokens that the answer already has."),
-    "frequency_penalty": (float, "X", "Lowers tokens by how often the answer already has them."),
+    "repetition_penalty": (float, "X", "Above 1: earlier tokens become less likely."),
+    "presence_penalty": (float, "X", "Make tokens that the answer already has less likely."),
+    "frequency_penalty": (float, "X", "Make tokens less likely each time that the answer has them."),
     "seed": (int, "N", "The same seed gives the same answer."),
     "stop": (list[str], "TEXT", "End the answer before this text; repeat for several."),
 }
 
 
 def sampling_parameters() -> list[inspect.Parameter]:
-    """The flags as parameters of a command."""
+    """Return the sampling flags as parameters of a command."""
     found = []
     for name, (kind, metavar, text) in FLAGS.items():
         flag = "--" + name.replace("_", "-")
@@ -46,11 +46,11 @@ def sampling_parameters() -> list[inspect.Parameter]:
 
 
 class Answering(Protocol):
-    """The pieces of one answer."""
+    """A stream of one answer's pieces."""
 
     @property
     def answer(self) -> Answer:
-        """What has come so far."""
+        """The answer so far."""
         ...
 
     def __iter__(self) -> Iterator[Delta]: ...
@@ -61,14 +61,14 @@ class Answering(Protocol):
 
 
 class AnswerSource(Protocol):
-    """What answers: a model in this process, or a server."""
+    """A source of answers: a model in this process, or a server."""
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> Answering:
-        """The answer to a conversation."""
+        """Answer a conversation."""
         ...
 
     def generate(self, prompt: str, **sampling: Any) -> Answering:
-        """The continuation of a text."""
+        """Continue a text."""
         ...
 
 
@@ -81,20 +81,20 @@ class _Local:
         self.llm = LLM(config=resolved.config)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> Answering:
-        """The answer to a conversation."""
+        """Answer a conversation."""
         return self.llm.chat(messages, stream=True, **sampling)
 
     def generate(self, prompt: str, **sampling: Any) -> Answering:
-        """The continuation of a text."""
+        """Continue a text."""
         return self.llm.generate(prompt, stream=True, **sampling)
 
 
 @contextmanager
 def source(resolved: Resolved, host: str | None) -> Iterator[AnswerSource]:
-    """A model in this process, or the server at `host`. Local options beside `host` are an error, not ignored."""
+    """Yield a model in this process, or the server at `host`. Raises ConfigError for local options with `host`."""
     if host is None:
         if resolved.source("api_key").startswith("--"):
-            raise ConfigError("--api-key is for a server; it needs --host")
+            raise ConfigError("--api-key is for a server; give --host too")
         local = _Local(resolved)
         try:
             yield local
@@ -107,7 +107,7 @@ def source(resolved: Resolved, host: str | None) -> Iterator[AnswerSource]:
 
 
 def refuse_local(resolved: Resolved, what: str) -> None:
-    """ConfigError if a flag was given that only a model in this process could heed."""
+    """Raise ConfigError if a flag was set that applies only to a model in this process."""
     for option in options():
         if option.name in local_options() and resolved.source(option.name) == option.flag and option.name != "model":
             raise ConfigError(f"{option.flag} is for a model in this process; {what} has its own")

@@ -17,8 +17,11 @@ def register(app: typer.Typer) -> None:
     @app.command(rich_help_panel="Run a model")
     @configured(ALL, several=True)
     def serve(resolved: Resolved) -> None:
-        """Serve a model, or several, over HTTP with OpenAI's API. Ctrl-C finishes what runs and stops."""
-        # A tenth of a start would be looking for garbage among what stays; the server looks again once it is ready.
+        """Serve one or several models over HTTP with OpenAI's, Anthropic's, Ollama's and llama-server's APIs.
+
+        Ctrl-C finishes running requests and stops.
+        """
+        # Collecting garbage would take a tenth of the start and find none; the server enables it once it is ready.
         collecting = gc.isenabled()
         gc.disable()
         try:
@@ -32,5 +35,5 @@ def register(app: typer.Typer) -> None:
                 with_folder(resolved.config, os.environ), lambda: with_folder(resolved.again().config, os.environ)
             )
         finally:
-            if collecting:  # a start that failed does not come to that
+            if collecting:  # a start that failed has not enabled it
                 gc.enable()

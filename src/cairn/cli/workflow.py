@@ -1,4 +1,4 @@
-"""`cairn workflow`: runs of workflows on a running server, and pictures of their graphs."""
+"""`cairn workflow`: run workflows on a running server, and draw their graphs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from cairn.config.resolve import Resolved
 from cairn.types.errors import CairnError, ConfigError
 
 _SERVER = ("api_key",)
-_Output = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it into this file.")]
-_Format = Annotated[str, typer.Option("--format", metavar="mermaid|svg|png", help="How the graph is drawn.")]
+_Output = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the graph to this file.")]
+_Format = Annotated[
+    str, typer.Option("--format", metavar="mermaid|svg|png", help="Format; default: by the suffix of --output.")
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -36,17 +38,19 @@ def _register_runs(workflow: typer.Typer) -> None:
         given: Annotated[
             list[str] | None, typer.Option("--input", "-i", metavar="NAME=TEXT", help="An input; @FILE reads a file.")
         ] = None,
-        seed: Annotated[int | None, typer.Option(min=0, metavar="N", help="The same answers again.")] = None,
+        seed: Annotated[
+            int | None, typer.Option(min=0, metavar="N", help="The same seed gives the same answers.")
+        ] = None,
         host: Host = None,
     ) -> None:
-        """Run a workflow and print its result as JSON; what it does is told on stderr."""
+        """Run a workflow and print its result as JSON; stderr shows its progress."""
         from cairn.cli.yaml_files import checking, load_yaml
         from cairn.workflows.checks import check_workflow
         from cairn.workflows.definition import workflow_of
 
         plain = load_yaml(file)
         with checking(file):
-            check_workflow(workflow_of(plain))  # wrong files are told of without a server
+            check_workflow(workflow_of(plain))  # reports errors in the file even if no server runs
         body = {"workflow": plain, "inputs": _inputs(given or ()), "stream": True}
         body |= {} if seed is None else {"seed": seed}
         with server(resolved, host) as client:
@@ -57,7 +61,7 @@ def _register_runs(workflow: typer.Typer) -> None:
     def resume(
         resolved: Resolved, id: Annotated[str, typer.Argument(metavar="ID", help="The run.")], host: Host = None
     ) -> None:
-        """Go on with a run that was cut off, or that failed."""
+        """Continue a run that was interrupted or failed."""
         with server(resolved, host) as client:
             _follow(client.events(f"/v1/workflows/runs/{quote(id, safe='')}/resume", {"stream": True}))
 
@@ -71,24 +75,24 @@ def _register_looks(workflow: typer.Typer) -> None:
 
         with server(resolved, host) as client:
             runs = client.get("/v1/workflows/runs?limit=100")["data"]
-        table(("run", "name", "state"), [(one["id"], one["name"], one["state"]) for one in runs])
+        table(("run", "name", "state"), [(run["id"], run["name"], run["state"]) for run in runs])
 
     @workflow.command()
     @configured(_SERVER, model=False)
     def show(
         resolved: Resolved,
-        what: Annotated[str, typer.Argument(metavar="FILE|ID", help="A workflow's file, or a run of the server.")],
+        what: Annotated[str, typer.Argument(metavar="FILE|ID", help="A workflow's file, or a run on the server.")],
         form: _Format = "",
         output: _Output = None,
         host: Host = None,
     ) -> None:
-        """Draw the graph of a workflow, or of a run with its state; as the ending of the output file says."""
+        """Draw the graph of a workflow, or of a run with its state."""
         form = form or (output.suffix.removeprefix(".") if output is not None else "") or "mermaid"
         form = {"mmd": "mermaid", "md": "mermaid", "txt": "mermaid"}.get(form, form)
         if form not in ("mermaid", "svg", "png"):
             raise ConfigError("--format must be mermaid, svg or png")
         if form == "png" and output is None:
-            raise ConfigError("a PNG is no text: name a file with --output")
+            raise ConfigError("a PNG cannot be printed: name a file with --output")
         if not Path(what).is_file():
             with server(resolved, host) as client:
                 drawn = client.bytes(f"/v1/workflows/runs/{quote(what, safe='')}/graph?format={form}")
@@ -107,13 +111,13 @@ def _register_looks(workflow: typer.Typer) -> None:
     def rm(
         resolved: Resolved, id: Annotated[str, typer.Argument(metavar="ID", help="The run.")], host: Host = None
     ) -> None:
-        """Delete a run with all that it holds."""
+        """Delete a run with its results."""
         with server(resolved, host) as client:
             client.delete(f"/v1/workflows/runs/{quote(id, safe='')}")
 
 
 def _put(drawn: bytes, output: Path | None) -> None:
-    """Write a picture into a file, or to stdout."""
+    """Write a drawing to a file, or print it."""
     if output is None:
         print(drawn.decode(), end="")
         return
@@ -124,22 +128,22 @@ def _put(drawn: bytes, output: Path | None) -> None:
 
 
 def _inputs(given: Sequence[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for one in given:
-        name, mark, value = one.partition("=")
+    inputs: dict[str, Any] = {}
+    for pair in given:
+        name, mark, value = pair.partition("=")
         if not mark or not name:
-            raise ConfigError(f"--input {one[:64]!r} should look like NAME=TEXT")
+            raise ConfigError(f"--input {pair[:64]!r} should look like NAME=TEXT")
         if value.startswith("@"):
             try:
                 value = Path(value[1:]).read_text()
             except (OSError, UnicodeError) as error:
                 raise ConfigError(f"{value[1:]} cannot be read: {error}") from None
-        found[name] = value
-    return found
+        inputs[name] = value
+    return inputs
 
 
 def _follow(events: Any) -> None:
-    """Tell of a run on stderr and print its result. CairnError where it failed."""
+    """Show a run's progress on stderr and print its result. CairnError if it failed or was interrupted."""
     from cairn.cli.output import printable, talk
 
     console = talk()
@@ -151,13 +155,13 @@ def _follow(events: Any) -> None:
         if event["type"] == "run.done":
             ended = event
     if not ended:
-        raise CairnError("the run was interrupted; go on with: cairn workflow resume ID")
+        raise CairnError("the run was interrupted; continue it with: cairn workflow resume ID")
     if ended["state"] == "failed":
         raise CairnError(f"the run has failed: {ended['why']}")
     for conflict in ended.get("conflicts", ()):
         won, lost = json.dumps(conflict["value"]), json.dumps(conflict["other"])
-        said = f"conflict: {conflict['field']} is {won} by {conflict['won']}, not {lost} by {conflict['lost']}"
-        console.print(printable(f"{said}: {conflict['why']}"), markup=False, soft_wrap=True)
+        values = f"conflict: {conflict['field']} is {won} by {conflict['won']}, not {lost} by {conflict['lost']}"
+        console.print(printable(f"{values}: {conflict['why']}"), markup=False, soft_wrap=True)
     print(json.dumps(ended.get("result"), ensure_ascii=False, indent=1))
 
 

@@ -1,8 +1,8 @@
-"""Files of YAML that people write: plain values, read in one pass from the events of the parser.
+"""Reader of YAML files that people write: plain values with limits, in one pass over the parser's events.
 
-Texts, numbers, true and false, null, lists and objects with texts as keys, as JSON has them; `yes` and `on` are true,
-`no` and `off` false. All else - dates, numbers in base 60 - is text. Anchors, aliases and merge keys count as what they
-stand for.
+Values are those of JSON: texts, numbers, true, false, null, lists, and objects with texts as keys. `yes` and `on` are
+true, `no` and `off` false. Everything else, such as dates and numbers in base 60, is text. Anchors, aliases and merge
+keys are expanded, and count towards the limits as what they stand for.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 from cairn.types.errors import CairnError, ConfigError
 
 MAX_YAML = 1 << 22
-"""Bytes of a file."""
+"""Most bytes of a file."""
 MAX_YAML_DEPTH = 64
-"""Lists and objects within each other."""
+"""Most levels of nested lists and objects."""
 MAX_YAML_VALUES = 1 << 18
-"""Values of a file, those of an alias once for each time that it stands there."""
+"""Most values of a file; those behind an alias count each time it is used."""
 MAX_DIGITS = 400
-"""Characters of a number."""
+"""Most characters of a number."""
 _INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9]*)")
 _HEX = re.compile(r"0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
@@ -35,8 +35,10 @@ _MERGE = "<<"
 
 
 def load_yaml(path: Path) -> Any:
-    """Return the plain values of a YAML file. Raise ConfigError for one that cannot be read, or is beyond a limit; it
-    says at which line and column."""
+    """Return the plain values of a YAML file.
+
+    Raises ConfigError, with line and column, for a file that cannot be read or exceeds a limit.
+    """
     import yaml
 
     try:
@@ -47,32 +49,33 @@ def load_yaml(path: Path) -> Any:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
     except yaml.MarkedYAMLError as error:
-        said = " ".join(filter(None, (error.problem, error.context)))[:300]
+        problem = " ".join(filter(None, (error.problem, error.context)))[:300]
         where = f", {_mark(error.problem_mark)}" if error.problem_mark else ""
-        raise ConfigError(f"{path}{where}: is no YAML that can be read: {said}") from None
+        raise ConfigError(f"{path}{where}: cannot be read as YAML: {problem}") from None
     except _BadYaml as error:
-        raise ConfigError(f"{path}, {error.args[0]}: is no YAML that can be read: {error.args[1]}") from None
+        raise ConfigError(f"{path}, {error.args[0]}: cannot be read as YAML: {error.args[1]}") from None
     except (yaml.YAMLError, UnicodeError, ValueError) as error:
-        said = " ".join(str(error).split())[:300]
-        raise ConfigError(f"{path} is no YAML that can be read: {said}") from None
+        problem = " ".join(str(error).split())[:300]
+        raise ConfigError(f"{path} cannot be read as YAML: {problem}") from None
 
 
 @contextlib.contextmanager
 def checking(path: Path) -> Iterator[None]:
-    """Inside, errors that name a field of a YAML file say at which line and column it stands."""
+    """Add the line and column to errors raised inside that name a field of the YAML file."""
     try:
         yield
     except CairnError as error:
         if not error.field or not (where := place_of(path, error.field)):
             raise
-        said = str(error).removeprefix(f"{path}: ")
-        raise error.named(f"{path}, {where}: {said}", error.field) from None
+        message = str(error).removeprefix(f"{path}: ")
+        raise error.named(f"{path}, {where}: {message}", error.field) from None
 
 
 def place_of(path: Path, field: str) -> str:
-    """Return `line 3, column 5` of what a field such as `nodes[2].prompt` names, as far as it is there.
+    """Return the place of a field such as `nodes[2].prompt`, as `line 3, column 5`; "" if it is not found.
 
-    A part is a key, a number in a list, or the `id` or `name` of an object. Empty where nothing is found.
+    A part of a field is a key, an index of a list, or the `id` or `name` of an object. Where a part is missing, the
+    place of the part before it is returned.
     """
     import yaml
 
@@ -90,7 +93,7 @@ def place_of(path: Path, field: str) -> str:
 
 
 def _child(node: Any, part: str) -> tuple[Any, Any] | None:
-    """Return where a part of a node begins, and its node."""
+    """Return the start mark and the node of a node's part, or None."""
     kind = type(node).__name__
     if kind == "MappingNode":
         return next(((key.start_mark, value) for key, value in node.value if key.value == part), None)
@@ -102,7 +105,7 @@ def _child(node: Any, part: str) -> tuple[Any, Any] | None:
 
 
 def _named(root: Any, name: str) -> tuple[Any, Any] | None:
-    """Return the object with this `id` or `name`, wherever it is."""
+    """Return the start mark and the node of the object with this `id` or `name`, at any depth, or None."""
     todo, seen = [root], set()
     while todo:
         node = todo.pop(0)
@@ -128,35 +131,35 @@ def _mark(mark: Any) -> str:
 
 
 class _BadYaml(Exception):
-    """Where and why a file cannot be read."""
+    """The place and the reason why a file cannot be read."""
 
 
 class _OpenNode:
-    """A list or an object whose end has not come."""
+    """A list or an object that is still being read."""
 
     def __init__(self, value: list[Any] | dict[str, Any], anchor: str | None, before: int) -> None:
         self.value, self.anchor = value, anchor
         self.before = before
-        """Values that were counted before it."""
+        """The count of values before it."""
         self.key: str | None = None
-        """The key of an object whose value comes next."""
+        """The key whose value comes next, in an object."""
         self.merged: dict[str, Any] = {}
-        """Members that it has unless it says others itself."""
+        """Members from merge keys; its own members take precedence."""
 
 
 class _YamlReader:
-    """Makes values of events, without recursion."""
+    """Builder of values from the parser's events, without recursion."""
 
     def __init__(self, events: Iterator[Any]) -> None:
         self._events = events
         self._open: list[_OpenNode] = []
         self._anchors: dict[str, tuple[Any, int]] = {}
-        """Values by the anchors before them, each with how many values it holds."""
+        """Anchored values by name, each with the count of values in it."""
         self._count = 0
         self._mark: Any = None
 
     def document(self) -> Any:
-        """Return the value of the only document; None of an empty file."""
+        """Return the value of the file's only document; None for an empty file."""
         root: list[Any] = []
         documents = 0
         for event in self._events:
@@ -164,7 +167,7 @@ class _YamlReader:
             kind = type(event).__name__
             documents += kind == "DocumentStartEvent"
             if documents > 1:
-                raise self._bad("there is a second document; a file holds one")
+                raise self._bad("there is a second document; a file may have one")
             if (found := self._read(kind, event)) is not _NOTHING:
                 self._put(found, root)
         return root[0] if root else None
@@ -179,7 +182,7 @@ class _YamlReader:
                 return value
             case "AliasEvent":
                 if event.anchor not in self._anchors:
-                    raise self._bad(f"the alias {event.anchor[:32]} stands for nothing, or for what it is in")
+                    raise self._bad(f"the alias {event.anchor[:32]} is not defined, or refers to itself")
                 value, size = self._anchors[event.anchor]
                 self._add(size)
                 return value
@@ -204,7 +207,7 @@ class _YamlReader:
         self._add(1)
 
     def _put(self, value: Any, root: list[Any]) -> None:
-        """Put a value where it belongs."""
+        """Add a value to the innermost open list or object, or to `root`."""
         if not self._open:
             root.append(value)
             return
@@ -215,7 +218,7 @@ class _YamlReader:
             if not isinstance(value, str):
                 raise self._bad("a key must be a text")
             if value in holder.value:
-                raise self._bad(f"the key {value[:40]!r} stands there twice")
+                raise self._bad(f"the key {value[:40]!r} is there twice")
             holder.key = value
         else:
             key, holder.key = holder.key, None
@@ -225,28 +228,28 @@ class _YamlReader:
                 holder.value[key] = value
 
     def _merge(self, target: dict[str, Any], value: Any) -> None:
-        """Take over the members of an object, or of each in a list, of several with one name the first."""
-        for one in value if isinstance(value, list) else [value]:
-            if not isinstance(one, dict):
-                raise self._bad("what is merged by << must be an object, or a list of them")
-            self._add(len(one))
-            for key, item in one.items():
+        """Merge the members of an object, or of a list of objects, into `target`; the first of a name wins."""
+        for source in value if isinstance(value, list) else [value]:
+            if not isinstance(source, dict):
+                raise self._bad("the value of << must be an object, or a list of objects")
+            self._add(len(source))
+            for key, item in source.items():
                 target.setdefault(key, item)
 
     def _at_key(self) -> bool:
         return bool(self._open) and isinstance(self._open[-1].value, dict) and self._open[-1].key is None
 
     def _is_plain(self, event: Any) -> bool:
-        """Return whether a scalar may be something else than a text."""
+        """Return whether a scalar may be something other than text: it has no quotes and no text tag."""
         self._check_tag(event.tag)
         return not event.style if event.tag is None else event.tag in _TAGS - {_TEXT}
 
     def _check_tag(self, tag: str | None) -> None:
         if tag is not None and tag not in _TAGS and tag != "!":
-            raise self._bad(f"the tag {tag[:64]} is not read here")
+            raise self._bad(f"the tag {tag[:64]} is not supported")
 
     def _scalar(self, text: str) -> Any:
-        """Return what a scalar without quotes says."""
+        """Return the value of a scalar without quotes."""
         word = text.lower() if len(text) <= 5 else text
         if word in _SAID:
             return _SAID[word]

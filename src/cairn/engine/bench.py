@@ -187,9 +187,9 @@ def open_bench(
     roofline: Roofline,
     now: Callable[[], float],
 ) -> Bench:
-    """An engine with a pool that just holds `load`.
+    """Return an engine with a pool that just holds `load`.
 
-    Raises `ConfigError` for a load that is longer than the model's context, `ModelError` for one without memory.
+    Raise ConfigError for a load longer than the model's context, ModelError if there is no memory for it.
     """
     depth = max(load.depth)
     longest = depth + max(load.prompt, load.decode + 1)

@@ -35,8 +35,10 @@ def import_engine(config: Config) -> None:
 
 
 def check_files(config: Config, folder: Path) -> None:
-    """Read the headers of all files of a model, and raise `ModelError` where they cannot be served. Their digests are
-    remembered, so loading does not compute them again; no memory is kept."""
+    """Read the headers of all files of a model; raise ModelError if they cannot be served.
+
+    Digests are remembered, so that loading does not compute them again; no memory is kept.
+    """
     spec = with_judge(load_spec(folder, identify=False), folder, config.kind)
     check_context(spec, config)
     if config.engine != "fake":  # which reads no weights
@@ -47,10 +49,10 @@ def check_files(config: Config, folder: Path) -> None:
 def load_engine(
     config: Config, folder: Path, expected: int = 0, blocks: tuple[int, ...] = ()
 ) -> tuple[ModelSpec, Engine]:
-    """The model in `folder`, loaded into the engine that `config.engine` names: whole, or a `ModelError`.
+    """Load the model in `folder` into the engine that `config.engine` names, whole, or raise ModelError.
 
-    `expected`: bytes of stored KV that may be brought up into its pool soon. `blocks`: how many the pool of each group
-    must have, whatever memory is free; none: as many as `pool_blocks` says.
+    `expected` are bytes of stored KV that may be loaded into its pool soon. `blocks` sets the size of each group's
+    pool, whatever memory is free; empty for as many as `pool_blocks` says.
     """
     before = _stamps(folder) if is_gguf(folder) or folder.is_dir() else []
     spec = with_judge(load_spec(folder, identify=False), folder, config.kind)
@@ -93,7 +95,7 @@ def load_engine(
 
 
 def _stamps(folder: Path) -> list[tuple[int, ...]]:
-    """What changes of the files of weights where one is written or replaced."""
+    """Return the facts of the weight files that change when one is written or replaced."""
     with reading(folder):
         found = [path.stat() for path in weight_files(folder)]
     return [(one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in found]

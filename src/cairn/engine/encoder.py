@@ -111,7 +111,7 @@ class EncoderEngine:
 
     @classmethod
     def load(cls, spec: ModelSpec, folder: Path, config: Config) -> EncoderEngine:
-        """The whole model, or a `ModelError`: memory and files are checked before anything is built."""
+        """Load the whole model or raise ModelError; memory and files are checked before anything is built."""
         source = open_weights(folder, spec)
         weights = HeldWeights(source, form_of(spec, config.weights))
         taken = weight_memory(spec, weights, kernels_of(config))
@@ -181,23 +181,23 @@ class EncoderEngine:
                 raise ValueError("the row must be a whole text of which the hidden state is wanted")
 
     def prefill(self, rows: Sequence[Row]) -> NoReturn:
-        """An encoder generates nothing."""
+        """Raise ValueError: an encoder generates nothing."""
         raise ValueError("an encoder generates nothing")
 
     def decode(self, rows: Sequence[Row]) -> NoReturn:
-        """An encoder generates nothing."""
+        """Raise ValueError: an encoder generates nothing."""
         raise ValueError("an encoder generates nothing")
 
     def read_blocks(self, group: int, ids: Sequence[int]) -> NoReturn:
-        """An encoder has no groups."""
+        """Raise ValueError: an encoder has no cache groups."""
         raise ValueError("an encoder keeps nothing")
 
     def write_blocks(self, group: int, ids: Sequence[int], pages: Sequence[memoryview]) -> NoReturn:
-        """An encoder has no groups."""
+        """Raise ValueError: an encoder has no cache groups."""
         raise ValueError("an encoder keeps nothing")
 
     def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> NoReturn:
-        """An encoder has no groups."""
+        """Raise ValueError: an encoder has no cache groups."""
         raise ValueError("an encoder keeps nothing")
 
     def close(self) -> None:

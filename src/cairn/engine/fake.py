@@ -49,7 +49,7 @@ Floats = NDArray[np.float32]
 
 
 def fake_spec(vocab: int = 256, context: int = 2048, windows: Sequence[int] = (0,)) -> ModelSpec:
-    """A model spec for tests: one cache group an entry of `windows`, 0 for full attention, `STATE` for states."""
+    """Return a model spec for tests: one cache group for each of `windows`, 0 for full attention, or `STATE`."""
     groups = tuple(
         CacheGroup(kind="state", layers=(layer,), numbers=2)
         if window == STATE
@@ -230,9 +230,9 @@ class FakeEngine:
         choice: int = 0,
         mask: Callable[[Sequence[int]], bytes | None] | None = None,
     ) -> list[int]:
-        """The first `n` tokens after `prompt`, fewer where a stop token (the last one then) ends them.
+        """Return the first `n` tokens after `prompt`, fewer if a stop token ends them (it is the last one then).
 
-        `mask`: what may come after so much of an answer, as `Row.mask`.
+        `mask` returns the allowed tokens after a part of the answer, as `Row.mask`.
         """
         tokens, out = list(prompt), list[int]()
         mu = 2 * sampling.extras.mirostat_tau if sampling.extras is not None else 0.0
@@ -254,13 +254,13 @@ class FakeEngine:
         return out
 
     def oracle_logits(self, tokens: Sequence[int]) -> Floats:
-        """The logits after each of `tokens`, float32 [len(tokens), vocab]."""
+        """Return the logits after each of `tokens`, float32 [len(tokens), vocab]."""
         truth = _Truth(self)
         states = [truth.state(tokens[: end + 1]) for end in range(len(tokens))]
         return self._logits(np.array(states, dtype=np.uint64))
 
     def oracle_vector(self, tokens: Sequence[int]) -> bytes:
-        """The hidden state of a whole text."""
+        """Return the hidden state of a whole text."""
         return self._vector(np.array([_Truth(self).state(tokens)], dtype=np.uint64))
 
     # ------------------------------------------------------------------------------------------------- arithmetic
@@ -295,7 +295,7 @@ class FakeEngine:
             raise ValueError("a row writes over a state that is read")
 
     def _check_state(self, number: int, row: Row) -> list[tuple[int, int]]:
-        """What a row writes in a state group; refuse one that lacks the block that it reads, or its last."""
+        """Return the blocks that a row writes in a state group; raise ValueError if it lacks one it needs."""
         size, table = self._block_tokens, row.tables[number]
         first, last = row.start // size, (row.end - 1) // size
         before = (row.start - 1) // size if row.start else last
@@ -317,12 +317,12 @@ class FakeEngine:
             kv[table[(row.end - 1) // size]] = digests[-1]
 
     def _parts(self, number: int, row: Row, first: int) -> Words:
-        """What each position of a row from `first` on adds to the digest before it."""
+        """Return what each position of a row from `first` on adds to the digest before it."""
         tokens = np.array(row.tokens[first : row.end], dtype=np.uint64)
         return _mix(tokens + self._salt[first : row.end] + self._seeds[number])
 
     def _chained(self, digest: int, parts: Words) -> Words:
-        """The digests that follow this one."""
+        """Return the digests that follow this one."""
         digests = []
         for part in parts.tolist():
             digest = (digest * _MULTIPLIER + part) & _MASK
@@ -345,14 +345,14 @@ class FakeEngine:
                 self._write_rest(number, row, int(digest))
 
     def _write_rest(self, number: int, row: Row, digest: int) -> None:
-        """The positions of a row after its first, each from the one before."""
+        """Write a row's positions after its first, each digest from the one before."""
         size, first, table = self._block_tokens, row.start + 1, row.tables[number]
         digests = self._chained(digest, self._parts(number, row, first))
         positions = np.arange(first, row.end)
         self._kv[number][np.array(table)[positions // size], positions % size] = digests
 
     def _states(self, wanted: Sequence[tuple[Row, int]]) -> Words:
-        """The state of each wanted position, from the digests that its table leads to."""
+        """Return the state of each wanted position, from the digests that its table leads to."""
         size, total = self._block_tokens, np.zeros(len(wanted), dtype=np.uint64)
         for number, group in enumerate(self._info.groups):
             if group.kind == "state":
@@ -415,7 +415,7 @@ class _Truth:
 
 
 def _mix(words: Words) -> Words:
-    """The finaliser of splitmix64: every bit of the input changes half of the output's."""
+    """Apply the finaliser of splitmix64: every bit of the input changes half of the output's."""
     mixed: Words = words >> _SHIFTS[0]
     mixed ^= words
     mixed *= _FACTORS[0]

@@ -121,7 +121,7 @@ def _control_groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def instruction_sets(root: Path = ROOT) -> tuple[str, ...]:
-    """The CPU's instruction sets among `INSTRUCTION_SETS`; empty where the system does not tell."""
+    """Return the CPU's instruction sets among `INSTRUCTION_SETS`; empty if the system does not say."""
     for line in _read(root / "proc/cpuinfo").splitlines():
         name, _, flags = line.partition(":")
         if name.strip() in ("flags", "Features"):
@@ -130,7 +130,7 @@ def instruction_sets(root: Path = ROOT) -> tuple[str, ...]:
 
 
 def cpu_name(root: Path = ROOT) -> str:
-    """The CPU as it calls itself."""
+    """Return the CPU's own name."""
     for line in _read(root / "proc/cpuinfo").splitlines():
         name, _, value = line.partition(":")
         if name.strip() == "model name":

@@ -72,8 +72,10 @@ def kv_dtype(spec: ModelSpec, config: Config) -> str:
 
 
 def kv_page(spec: ModelSpec, group: int, dtype: str) -> tuple[int, ...]:
-    """The shape of what one layer of a group keeps of a block, in numbers of the pool's type: `ModelSpec.page`, but for
-    the scales behind the rows of int8."""
+    """Return the shape of one layer's page of a block, in numbers of the pool's type.
+
+    That is `ModelSpec.page`, with the scales behind the rows of int8.
+    """
     page = spec.page(group)
     if dtype != "int8" or spec.groups[group].kind == "state":
         return page
@@ -81,8 +83,10 @@ def kv_page(spec: ModelSpec, group: int, dtype: str) -> tuple[int, ...]:
 
 
 def block_bytes(spec: ModelSpec, dtype: str) -> tuple[int, ...]:
-    """Bytes of one block of each group: keys and values of BLOCK_TOKENS tokens over the group's layers, or one state of
-    them."""
+    """Return the bytes of one block of each group.
+
+    A block holds keys and values of BLOCK_TOKENS tokens over the group's layers, or one state of each.
+    """
     return tuple(
         len(group.layers) * math.prod(kv_page(spec, number, dtype)) * (4 if group.kind == "state" else _WIDTHS[dtype])
         for number, group in enumerate(spec.groups)
@@ -127,8 +131,10 @@ def weight_bytes(spec: ModelSpec) -> int:
 
 
 def weight_memory(spec: ModelSpec, weights: Mapping[str, Any], kernels: str) -> WeightMemory:
-    """Return what the weights that `open_weights` gave take in `kernels`: of `kernels_of`, or as `config.kernels` names
-    the CPU's. Reads none of them."""
+    """Return the memory that opened weights take in `kernels`, without reading them.
+
+    `kernels` is a result of `kernels_of`, or a name that `config.kernels` has for the CPU's.
+    """
     tally: Any = _Tally(kernels if kernels == TORCH else chosen(kernels))
     more = projection_bytes(spec)
     if spec.encoder is not None:
@@ -146,9 +152,9 @@ def weight_memory(spec: ModelSpec, weights: Mapping[str, Any], kernels: str) -> 
 
 
 def placed(spec: ModelSpec, config: Config, weights: WeightMemory, free: int | None = None) -> WeightMemory:
-    """The same with the experts where `config.experts` says: among what is held, or mapped from a file.
+    """Return the memory with the experts where `config.experts` wants them: held, or mapped from a file.
 
-    Raises `ModelError` where they are to be mapped and cannot be.
+    Raise ModelError if they are to be mapped and cannot be.
     """
     if config.experts == "memory" or not weights.experts:
         return weights
@@ -297,7 +303,7 @@ def running_rows(spec: ModelSpec, config: Config, blocks: Sequence[int]) -> int:
 
 
 def _shared(spec: ModelSpec, config: Config, budget: int, needs: list[int], least: list[int]) -> tuple[int, ...]:
-    """A budget as blocks of the groups whose need grows with the context."""
+    """Divide a budget into blocks of the groups whose need grows with the context."""
     context = min(spec.context, config.context or spec.context)
     one = _bytes(spec, config, needs)
     if budget < one:

@@ -39,8 +39,10 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def needs(config: Config, place: Path, free: int, blocks: tuple[int, ...] = ()) -> Needs:
-    """Of the model at `place`, whose pool is made for so many `free` bytes unless its `blocks` are given. Raises
-    `ModelError` where it cannot be served."""
+    """Return the memory that the model at `place` needs. Raise ModelError if it cannot be served.
+
+    Its pool is sized for `free` bytes of memory unless `blocks` gives the size of each group's pool.
+    """
     spec = with_judge(load_spec(place, identify=False), place, config.kind)
     if config.engine == "fake":  # which holds no weights; they count as if it did
         taken = memory.WeightMemory(memory.weight_bytes(spec), 0)

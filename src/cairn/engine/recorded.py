@@ -352,8 +352,11 @@ def _number(group: CacheGroup, dtype: str) -> str:
 
 
 def identity(spec: ModelSpec, kernels: Kernels, form: str, kv_dtype: str) -> bytes:
-    """Return the root of the KV keys: a digest of the model, the form of its weights, the KV's type and layout, and
-    all about these kernels and their device that can move a bit."""
+    """Return the root of the KV keys.
+
+    It is a digest of the model, the form of its weights, the KV's type and layout, and everything about the kernels and
+    their device that can change a bit.
+    """
     facts = (LAYOUT, kv_dtype, BLOCK_TOKENS, kernels.numerics, quantize.VERSION, form)
     own = repr(facts) + ("long rope" if spec.long else "")
     return hashlib.sha256(spec.identity + own.encode()).digest()

@@ -1,4 +1,4 @@
-"""What a model answered, and the pieces of it as they come: what `cairn.entrypoints.llm` gives its callers."""
+"""Answers that `LLM` and `AsyncLLM` return: whole, or as a stream of pieces."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A call of a tool. `arguments` is the JSON text the model wrote."""
+    """A tool call. `arguments` is the JSON text that the model wrote."""
 
     id: str
     name: str
     arguments: str
     function: TypeAdapter[Any] | None = None
-    """Calls the function that was given as this tool."""
+    """Validates the arguments and calls the Python function that was passed as this tool."""
 
     def run(self) -> Any:
-        """Call the function that was given as this tool, with the model's arguments; return what it returns.
+        """Call the function that was passed as this tool with the model's arguments, and return its result.
 
-        Of an async function that is a coroutine, to be awaited. Raises InvalidRequest where the tool was not given as
-        a function, and where the arguments do not fit its parameters; what the function raises is passed on.
+        An async function returns a coroutine to await. Raises InvalidRequest if the tool was not passed as a function
+        or the arguments do not fit its parameters. Exceptions of the function are passed on.
         """
         if self.function is None:
             raise InvalidRequest(
-                f"the tool {self.name} is no function of this call: give functions as tools, or call it yourself with "
-                "json.loads(call.arguments)",
+                f"the tool {self.name} was not passed as a function: pass functions as tools, or call it yourself "
+                "with json.loads(call.arguments)",
                 field="tools",
             )
         from pydantic import ValidationError
@@ -45,11 +45,11 @@ class ToolCall(msgspec.Struct, frozen=True):
         try:
             return self.function.validate_json(self.arguments or "{}")
         except ValidationError as error:
-            said = _problems(error)
-            raise InvalidRequest(f"the model called {self.name} with arguments that do not fit: {said}") from error
+            problems = _problems(error)
+            raise InvalidRequest(f"the model called {self.name} with arguments that do not fit: {problems}") from error
 
     def message(self, result: object) -> dict[str, Any]:
-        """Return the message that tells the model a result: text as it is, all else as JSON."""
+        """Return the message that gives the model this tool's result: text as it is, anything else as JSON."""
         if not isinstance(result, str):
             from pydantic import TypeAdapter
 
@@ -58,7 +58,7 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model answered. `finish_reason` is None while the answer is not complete."""
+    """A model's answer. `finish_reason` is None while the answer is incomplete."""
 
     text: str = ""
     reasoning: str = ""
@@ -66,26 +66,26 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     tokens: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     detail: str = ""
-    """"repetition" where `finish_reason` is LENGTH because the answer only repeated itself."""
+    """"repetition" if `finish_reason` is LENGTH because the answer was repeating itself."""
     usage: Usage | None = None
     cache: CacheReport | None = None
     """Where the KV of the prompt came from."""
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     read: Any = None
-    """What `parsed` returns, or the error it raises."""
+    """The value that `parsed` returns, or the GenerationFailed that it raises."""
 
     @property
     def message(self) -> dict[str, Any]:
         """The assistant message to append to the conversation."""
-        return message_of(self.text, self.reasoning, [(one.id, one.name, one.arguments) for one in self.tool_calls])
+        return message_of(self.text, self.reasoning, [(call.id, call.name, call.arguments) for call in self.tool_calls])
 
     @property
     def parsed(self) -> Any:
-        """The answer as the class that was given as `response_format`; None where none was, or a tool was called.
+        """The answer as an object of the class in `response_format`; None without a class, or if a tool was called.
 
-        Raises GenerationFailed where the answer ended before it was complete, or the class refuses it: `text` has what
-        came.
+        Raises GenerationFailed if the answer was cut off or the class rejects it; `text` still holds what was
+        generated.
         """
         if isinstance(self.read, GenerationFailed):
             raise self.read
@@ -93,10 +93,10 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AsyncStream:
-    """The pieces of one answer as they come. Iterate it to the end, or `aclose` it: that cancels the request.
+    """A stream of one answer's pieces. Iterate it to the end, or call `aclose`, which cancels the request.
 
-    `answer` is what has come so far. Raises DeadlineExceeded, Cancelled or GenerationFailed where the model did not
-    come to an end of its own.
+    `answer` is the answer so far. Iterating raises DeadlineExceeded, Cancelled or GenerationFailed if the generation
+    did not end normally.
     """
 
     def __init__(
@@ -108,7 +108,11 @@ class AsyncStream:
         form: TypeAdapter[Any] | None = None,
         functions: Mapping[str, TypeAdapter[Any]] | None = None,
     ) -> None:
-        """`done` is told the whole answer; `form` reads it back, `functions` are what its calls run."""
+        """Start the request. `done` is called with the whole answer.
+
+        `form` parses the answer into the caller's class. `functions` maps a tool's name to the function that its
+        calls run.
+        """
         self._events = service.generate(request)
         self._done = done
         self._form = form
@@ -118,15 +122,15 @@ class AsyncStream:
 
     @property
     def answer(self) -> Answer:
-        """What has come so far; complete once the iteration has ended."""
-        parts, said = self._parts, MessageBuilder()
+        """The answer so far; complete once the iteration has ended."""
+        parts, built, form = self._parts, MessageBuilder(), self._form
         for part in parts:
-            said.add(part)
+            built.add(part)
         end = self._end
         return Answer(
-            text=said.text,
-            reasoning=said.reasoning,
-            tool_calls=tuple(ToolCall(*one, self._functions.get(one[1])) for one in said.calls),
+            text=built.text,
+            reasoning=built.reasoning,
+            tool_calls=tuple(ToolCall(*call, self._functions.get(call[1])) for call in built.calls),
             tokens=tuple(token for part in parts for token in part.tokens),
             finish_reason=end.reason if end else None,
             detail=end.detail if end else "",
@@ -134,7 +138,7 @@ class AsyncStream:
             cache=end.cache if end else None,
             logprobs=tuple(entry for part in parts for entry in part.logprobs),
             prompt_logprobs=tuple(entry for part in parts for entry in part.prompt_logprobs),
-            read=None if self._form is None or end is None or said.calls else _read(self._form, said.text, end.reason),
+            read=None if form is None or end is None or built.calls else _parse(form, built.text, end.reason),
         )
 
     def __aiter__(self) -> AsyncStream:
@@ -160,19 +164,19 @@ class AsyncStream:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    async def wait(self, came: Callable[[Delta], None] | None = None) -> Answer:
-        """Read to the end and return the whole answer; `came` is told each piece."""
+    async def wait(self, on_piece: Callable[[Delta], None] | None = None) -> Answer:
+        """Read to the end and return the whole answer; `on_piece` is called with each piece."""
         try:
             async for piece in self:
-                if came is not None:
-                    came(piece)
+                if on_piece is not None:
+                    on_piece(piece)
         finally:
             await self.aclose()
         return self.answer
 
 
 def _check_end(reason: FinishReason) -> None:
-    """An end that is no success is an error, not an answer."""
+    """Raise the error that belongs to a finish reason; return for a normal end."""
     ends: dict[FinishReason, CairnError] = {
         FinishReason.CANCELLED: Cancelled("the request was cancelled"),
         FinishReason.DEADLINE: DeadlineExceeded("the request reached its time limit"),
@@ -182,20 +186,19 @@ def _check_end(reason: FinishReason) -> None:
         raise ends[reason]
 
 
-def _read(form: TypeAdapter[Any], text: str, reason: FinishReason) -> Any:
-    """Return the answer as the class that was asked for, or the error that says why it is none."""
+def _parse(form: TypeAdapter[Any], text: str, reason: FinishReason) -> Any:
+    """Return the answer as an object of the requested class, or the GenerationFailed that says why it is not one."""
     from pydantic import ValidationError
 
     if reason is FinishReason.LENGTH:
-        return GenerationFailed("the answer was cut at its limit of tokens before it was complete: raise max_tokens")
+        return GenerationFailed("the answer was cut at the token limit before it was complete: raise max_tokens")
     try:
         return form.validate_json(text)
     except ValidationError as error:
-        return GenerationFailed(f"the answer is not what response_format asks for: {_problems(error)}")
+        return GenerationFailed(f"the answer does not fit response_format: {_problems(error)}")
 
 
 def _problems(error: Any) -> str:
-    """Say in a line what pydantic found wrong, three things at most."""
-    found = error.errors(include_url=False, include_context=False)
-    said = [": ".join(filter(None, (".".join(map(str, one["loc"])), one["msg"]))) for one in found[:3]]
-    return "; ".join(said)
+    """Return pydantic's errors in one line, at most three."""
+    errors = error.errors(include_url=False, include_context=False)[:3]
+    return "; ".join(": ".join(filter(None, (".".join(map(str, one["loc"])), one["msg"]))) for one in errors)

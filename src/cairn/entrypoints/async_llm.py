@@ -1,4 +1,4 @@
-"""`AsyncLLM`: a model in this process for asyncio, through the same `Service` that the server uses."""
+"""`AsyncLLM`: a model in this process, for asyncio. It uses the same `Service` as the server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cairn.config.config import Config
 from cairn.config.option import local_options, options
 from cairn.config.resolve import resolve
 from cairn.entrypoints.answer import Answer, AsyncStream
-from cairn.entrypoints.asked import (
+from cairn.entrypoints.inputs import (
     Conversation,
     OfferedTools,
     Tool,
@@ -27,8 +27,8 @@ from cairn.entrypoints.asked import (
 from cairn.entrypoints.keywords import (
     ModelKeywords,
     SamplingKeywords,
-    tells_model_options,
-    tells_sampling_options,
+    document_model_options,
+    document_sampling_options,
     unknown_keyword,
 )
 from cairn.entrypoints.progress import BatchProgress
@@ -50,19 +50,19 @@ Prompt = str | Sequence[int]
 """Text, or token ids."""
 
 _IDLE_LOOKS = 20
-_CLOSED = "the model was closed while it was loaded"
+_CLOSED = "the model was closed while it was loading"
 _NOT_STARTED = (
     "the model is not loaded: use `async with AsyncLLM(...) as llm:`, or `llm = await AsyncLLM.start(...)` and at the "
     "end `await llm.close()`"
 )
-_ELSEWHERE = "the model was loaded in another event loop, and is answered and closed in that one alone"
+_ELSEWHERE = "the model was loaded in another event loop; use and close it only there"
 
 
 log = logging.getLogger("cairn.llm")
 
 
 class _Chat(NamedTuple):
-    """What all conversations of one call have in common."""
+    """The arguments that all conversations of one call share."""
 
     asked: SamplingOptions
     offered: OfferedTools
@@ -73,7 +73,7 @@ class _Chat(NamedTuple):
 
 
 class _Continuation(NamedTuple):
-    """What all prompts of one call have in common."""
+    """The arguments that all prompts of one call share."""
 
     asked: SamplingOptions
     suffix: str
@@ -82,14 +82,13 @@ class _Continuation(NamedTuple):
     reader: TypeAdapter[Any] | None
 
 
-@tells_model_options
+@document_model_options
 class AsyncLLM:
     """A model in this process, for asyncio: `async with AsyncLLM("demo") as llm`, or `await AsyncLLM.start("demo")`.
 
-    `model` is a folder, a .gguf file, a hub id that was pulled, or 'demo'; keywords are the options of `Config` that
-    matter without a server. Options not given come from CAIRN_* variables and cairn.toml. A complete `config` replaces
-    all of that. Until it is closed it belongs to the event loop in which it was loaded, as long as there is that loop.
-    Raises ConfigError or ModelError.
+    `model` is a folder, a .gguf file, a hub id that was pulled, or 'demo'. Keywords are the options of `Config` that
+    apply without a server. Other options come from CAIRN_* variables and cairn.toml. A complete `config` replaces all
+    of these. Until it is closed, the model belongs to the event loop that loaded it. Raises ConfigError or ModelError.
     """
 
     def __init__(
@@ -98,17 +97,17 @@ class AsyncLLM:
         self.config = _config(model, options) if config is None else _only(config, model, options)
         self._service: Service | None = None
         self._turn = asyncio.Lock()
-        """Held by those that start or close it, in the event loop `_loop`."""
+        """Held while the model is started or closed, in the event loop `_loop`."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting: tuple[asyncio.Task[Any], int] | None = None
-        """Who starts it now, and how often that task had been cancelled before, unless `close` has cut that off."""
+        """The task that starts the model, and its count of cancellations before; None once `close` cancelled it."""
         self._closes = 0
 
     @classmethod
     async def start(
         cls, model: str | None = None, *, config: Config | None = None, **options: Unpack[ModelKeywords]
     ) -> AsyncLLM:
-        """A model that is loaded."""
+        """Load a model and return it."""
         return await cls(model, config=config, **options).__aenter__()
 
     async def __aenter__(self) -> AsyncLLM:
@@ -122,9 +121,10 @@ class AsyncLLM:
 
     @contextlib.asynccontextmanager
     async def _my_turn(self) -> AsyncIterator[None]:
-        """The lock of this event loop: one that somebody waited for cannot be used in another. Raises Unavailable.
+        """Hold the lock of this event loop. Raises Unavailable if the model belongs to another loop.
 
-        What was loaded in a loop that has ended is freed first.
+        An asyncio lock works in one loop only, so each loop gets its own. A model left by a loop that has ended is
+        freed first.
         """
         loop, left = asyncio.get_running_loop(), None
         if self._loop is not loop:
@@ -133,7 +133,7 @@ class AsyncLLM:
             self._loop, self._turn = loop, asyncio.Lock()
             left, self._service = self._service, None
         async with self._turn:
-            if self._loop is not loop:  # another one came between two of this one
+            if self._loop is not loop:  # another loop took the model while this one waited
                 raise Unavailable(_ELSEWHERE)
             if left is not None:
                 with contextlib.suppress(RuntimeError):  # its event loop is closed
@@ -141,7 +141,7 @@ class AsyncLLM:
             yield
 
     def _elsewhere(self) -> bool:
-        """Whether it is loaded, started or closed in another event loop that has not ended."""
+        """Return whether another event loop that has not ended holds, starts or closes the model."""
         if self._loop is None or self._loop is asyncio.get_running_loop() or self._loop.is_closed():
             return False
         return self._service is not None or self._turn.locked()
@@ -167,23 +167,23 @@ class AsyncLLM:
 
     @property
     def service(self) -> Service:
-        """The service behind it. Raises Unavailable before the start, after the end, and in another event loop."""
+        """The service that answers. Raises Unavailable before the start, after `close`, and in another event loop."""
         if self._service is None:
             raise Unavailable("the model was closed" if self._closes else _NOT_STARTED)
-        with contextlib.suppress(RuntimeError):  # no event loop: then what it tells without waiting may be asked
+        with contextlib.suppress(RuntimeError):  # without an event loop, members that do not wait may be used
             if asyncio.get_running_loop() is not self._loop:
                 raise Unavailable(_ELSEWHERE)
         return self._service
 
     async def close(self) -> None:
-        """Cancel what runs, or every start asked for before, and free everything. Does nothing the second time.
+        """Cancel all requests and any start in progress, and free the model. A second call does nothing.
 
-        Raises Unavailable in another event loop than the one that it was loaded in, unless that has ended.
+        Raises Unavailable in any event loop but the one that loaded the model, unless that loop has ended.
         """
         self._closes += 1
         if self._starting is not None and not self._elsewhere():
             task, before = self._starting
-            if task.cancelling() == before:  # else it is freeing what it has
+            if task.cancelling() == before:  # otherwise it is cancelled already, and frees what it has loaded
                 self._starting = None
                 task.cancel()
         async with self._my_turn():
@@ -229,7 +229,7 @@ class AsyncLLM:
         template_args: Mapping[str, Any] | None = None,
         **sampling: Unpack[SamplingKeywords],
     ) -> AsyncStream: ...
-    @tells_sampling_options
+    @document_sampling_options
     async def chat(
         self,
         messages: Conversation | Sequence[Conversation],
@@ -242,17 +242,18 @@ class AsyncLLM:
         progress_bar: bool | None = False,
         **sampling: Unpack[SamplingKeywords],
     ) -> Answer | list[Answer] | AsyncStream:
-        """Answer a conversation, or each of several, which run together.
+        """Answer a conversation, or each of several, batched together.
 
         `messages`: a text, a list of messages in OpenAI's format, or a list of such conversations.
         `tools`: objects in OpenAI's format, or functions: `answer.tool_calls[0].run()` calls one.
-        `stream`: return an `AsyncStream` of pieces in place of the answer; of one conversation only.
-        `response_format`: a class (pydantic, dataclass, list[...]), which `answer.parsed` returns, or OpenAI's object.
+        `stream`: return an `AsyncStream` of pieces instead of the answer; for one conversation only.
+        `response_format`: a class (pydantic, dataclass, list[...]) for `answer.parsed`, or OpenAI's object.
         `tool_choice`: "auto", "none", "required", or the tool, as in OpenAI's API.
-        `template_args`: variables of the chat template. `progress_bar`: show a bar; None: where stderr is a terminal.
+        `template_args`: variables of the chat template.
+        `progress_bar`: show a progress bar; None shows it if stderr is a terminal.
 
-        Raises InvalidRequest, ContextTooLong, Overloaded, DeadlineExceeded. The first error of several conversations
-        ends all of them.
+        Raises InvalidRequest, ContextTooLong, Overloaded, DeadlineExceeded. With several conversations, the first
+        error cancels the others.
         """
         self.service.check_generates()
         asked, (form, reader) = _sampling(sampling), form_of(response_format)
@@ -324,7 +325,7 @@ class AsyncLLM:
         response_format: Any = None,
         **sampling: Unpack[SamplingKeywords],
     ) -> AsyncStream: ...
-    @tells_sampling_options
+    @document_sampling_options
     async def generate(
         self,
         prompts: str | Sequence[Prompt],
@@ -338,10 +339,9 @@ class AsyncLLM:
     ) -> Answer | list[Answer] | AsyncStream:
         """Continue a text, or each of several texts or lists of token ids, in order.
 
-        No chat template is applied: control tokens that a text holds are control tokens, unless `parse_special` is
-        False. With a `suffix` the model fills in the middle, if it can. Many prompts run together, at most
-        `max_running` at a time. The first error ends all of them and is raised. `stream`, `response_format` and
-        `progress_bar` are as in `chat`.
+        No chat template is applied. Control tokens in a text are control tokens, unless `parse_special` is False. With
+        a `suffix`, the model fills in the middle if it can. Prompts are batched, at most `max_running` at a time. The
+        first error cancels the others and is raised. `stream`, `response_format` and `progress_bar` are as in `chat`.
         """
         self.service.check_generates()
         asked, (form, reader) = _sampling(sampling), form_of(response_format)
@@ -350,7 +350,7 @@ class AsyncLLM:
             started = await self._continue(prompts, call)
             return started if stream else await started.wait()
         if not are_prompts(prompts):
-            raise InvalidRequest("prompts is a text, or a list of texts or of lists of token ids", field="prompts")
+            raise InvalidRequest("prompts must be a text, or a list of texts or of lists of token ids", field="prompts")
         if stream:
             raise InvalidRequest("stream=True takes one prompt, not a list", field="stream")
         return await self._together([partial(self._continue, prompt, call) for prompt in prompts], progress_bar)
@@ -366,7 +366,7 @@ class AsyncLLM:
     async def _together(
         self, starts: Sequence[Callable[[], Awaitable[AsyncStream]]], progress_bar: bool | None
     ) -> list[Answer]:
-        """Answers to many prompts at once, in order; the first error ends all of them."""
+        """Return the answers to many prompts in their order; the first error cancels the others."""
         places = asyncio.Semaphore(min(self.config.max_running, self.config.max_queue))
 
         async def one(start: Callable[[], Awaitable[AsyncStream]]) -> Answer:
@@ -393,11 +393,11 @@ class AsyncLLM:
         dimensions: int | None = None,
         prompt_name: str | None = None,
     ) -> Vector:
-        """The embedding of a text, float32 [width], or of each of several texts or lists of token ids, [n, width].
+        """Return the embedding of a text, float32 [width], or of n texts or lists of token ids, [n, width].
 
-        `truncate`: a text that is longer than the model takes is cut. `normalize`: vectors of length 1. `dimensions`:
-        their first so many numbers, normalised again. `prompt_name`: which of the model's own words stand before texts,
-        such as "query". Raises InvalidRequest, ContextTooLong.
+        `truncate`: cut texts that are longer than the model takes. `normalize`: scale vectors to length 1.
+        `dimensions`: keep only the first numbers of each vector, and normalise again. `prompt_name`: the model's
+        prompt to put before each text, such as "query". Raises InvalidRequest, ContextTooLong.
         """
         import numpy as np
 
@@ -405,7 +405,7 @@ class AsyncLLM:
 
         service = self.service
         if not (isinstance(texts, str) or are_prompts(texts)):
-            raise InvalidRequest("texts is a text, or a list of texts or of lists of token ids", field="texts")
+            raise InvalidRequest("texts must be a text, or a list of texts or of lists of token ids", field="texts")
         check_dimensions(service, dimensions, normalize=normalize)
         given = [texts] if isinstance(texts, str) else list(texts)
         made, _ = await self._embedding(vectors, given, truncate, "texts", prompt_name)
@@ -421,14 +421,17 @@ class AsyncLLM:
         raw_scores: bool = False,
         instruction: str | None = None,
     ) -> list[float]:
-        """How well each document answers a query: what a model that judges pairs says, 0 to 1, or the cosine of their
-        embeddings. `raw_scores`: a judge's numbers before the logistic function. `instruction`: what a decoder judges
-        by, such as Qwen3-Reranker."""
+        """Return how well each document answers the query.
+
+        A reranking model gives a score from 0 to 1, an embedding model the cosine of the two vectors. `raw_scores`:
+        return a reranker's numbers before the logistic function. `instruction`: the task for rerankers that take one,
+        such as Qwen3-Reranker. Raises InvalidRequest, ContextTooLong.
+        """
         from cairn.frontend.embeddings import scores
 
         listed = isinstance(documents, Sequence) and not isinstance(documents, str)
         if not listed or not isinstance(query, str) or not all(isinstance(one, str) and one for one in documents):
-            raise InvalidRequest("score takes a text and a list of texts that are not empty", field="documents")
+            raise InvalidRequest("score needs a text and a list of texts that are not empty", field="documents")
         pairs = [(query, document) for document in documents]
         compute = partial(scores, raw=raw_scores)
         found, _ = await self._embedding(compute, pairs, truncate, "documents", instruction=instruction)
@@ -458,13 +461,13 @@ class AsyncLLM:
         return await compute(self.service, given, asking)
 
     async def _patiently(self, start: Callable[[], Awaitable[AsyncStream]], bar: BatchProgress) -> Answer:
-        """One of many answers: where the queue is full, it waits for the others, as long as there are any."""
+        """Return one of many answers; while the queue is full, wait for the other requests to finish."""
         idle = 0
         while True:
             try:
                 return await (await start()).wait(lambda piece: bar.tokens(len(piece.tokens)))
             except Overloaded:
-                stats = self.service.stats()  # as of the last step, so one look proves nothing
+                stats = self.service.stats()  # from the last step, so a single idle reading proves nothing
                 idle = 0 if stats.running + stats.waiting else idle + 1
                 if idle == _IDLE_LOOKS:
                     raise
@@ -493,27 +496,27 @@ class AsyncLLM:
         return request
 
 
-def _config(model: str | None, given: Mapping[str, object]) -> Config:
-    for name in given:
+def _config(model: str | None, keywords: Mapping[str, object]) -> Config:
+    for name in keywords:
         if name not in local_options() and any(option.name == name for option in options()):
             raise ConfigError(f"{name} is an option of a server; there is none here", field=name)
-    return resolve({"model": model, **given}, keywords=True).config
+    return resolve({"model": model, **keywords}, keywords=True).config
 
 
-def _only(config: Config, model: str | None, given: Mapping[str, object]) -> Config:
-    if model is not None or given:
+def _only(config: Config, model: str | None, keywords: Mapping[str, object]) -> Config:
+    if model is not None or keywords:
         raise ConfigError("give either a config or options, not both")
     return config
 
 
 def _log_warnings(warnings: Sequence[str]) -> None:
-    """Log what was wanted of an answer and it is not held to."""
-    for one in warnings:
-        log.warning("%s", one)
+    """Log the requirements on the answer that are not enforced."""
+    for warning in warnings:
+        log.warning("%s", warning)
 
 
-def _sampling(given: Mapping[str, Any]) -> SamplingOptions:
-    for name in given:
+def _sampling(keywords: Mapping[str, Any]) -> SamplingOptions:
+    for name in keywords:
         if name not in SamplingOptions.__struct_fields__:
             raise InvalidRequest(unknown_keyword(name), field=name)
-    return SamplingOptions(**given)
+    return SamplingOptions(**keywords)

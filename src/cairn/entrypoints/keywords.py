@@ -1,4 +1,4 @@
-"""The keywords of `LLM` and of its calls: types for editors and type checkers, and their text for `help()`.
+"""Keywords of `LLM` and of its calls: types for editors and type checkers, and their text for `help()`.
 
 A test holds `ModelKeywords` to the local options of `Config`, and `SamplingKeywords` to `SamplingOptions`.
 """
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class ModelKeywords(TypedDict, total=False):
-    """The options of a model in this process. What each means stands with its field in `Config`."""
+    """Options of a model in this process. `Config` documents each."""
 
     tokenizer: str | None
     kind: Literal["auto", "rerank"]
@@ -30,7 +30,7 @@ class ModelKeywords(TypedDict, total=False):
     threads: int | None
     context: int | None
     kv_gb: float | None
-    kv_dtype: Literal["auto", "f32", "bf16", "f16"]
+    kv_dtype: Literal["auto", "f32", "bf16", "f16", "q8"]
     max_running: int
     step_tokens: int
     step_seconds: float
@@ -48,6 +48,10 @@ class ModelKeywords(TypedDict, total=False):
     kv_ttl: float
     kv_fresh: bool
     sampler_order: Literal["default", "llama"]
+    default_temperature: float | None
+    default_top_k: int | None
+    default_top_p: float | None
+    default_min_p: float | None
     reasoning_history: Literal["keep", "template"]
     tool_instructions: bool
     chat_template: str | None
@@ -55,50 +59,51 @@ class ModelKeywords(TypedDict, total=False):
 
 
 class SamplingKeywords(TypedDict, total=False):
-    """The options of one call. What is not given comes from the model's files, else it is Cairn's default."""
+    """Options of one call. Defaults come from the model's files, then from Cairn."""
 
     max_tokens: Annotated[int | None, "Most tokens of the answer; default: what is left of the context."]
     temperature: Annotated[float | None, "0 to 10; 0 always takes the likeliest token."]
     top_k: Annotated[int | None, "Draw from the k likeliest tokens; 0 is off."]
     top_p: Annotated[float | None, "Draw from the likeliest tokens that add up to this probability, 0 to 1."]
     min_p: Annotated[float | None, "Leave out tokens below this part of the likeliest one's probability, 0 to 1."]
-    repetition_penalty: Annotated[float | None, "Divides the logits of tokens that were there; 1 is off."]
-    presence_penalty: Annotated[float | None, "Taken once from the logit of each token that was said; 0 is off."]
-    frequency_penalty: Annotated[float | None, "Taken for each time that a token was said; 0 is off."]
+    repetition_penalty: Annotated[float | None, "Divides the logits of earlier tokens; 1 is off."]
+    presence_penalty: Annotated[float | None, "Subtracted once from the logit of each generated token; 0 is off."]
+    frequency_penalty: Annotated[float | None, "Subtracted for each time a token was generated; 0 is off."]
     samplers: Annotated[Sequence[str] | str | None, "The samplers that apply, in their order."]
     logit_bias: Annotated[
         Mapping[int, float] | Sequence[Sequence[Any]] | None, "Token id -> -100 to 100, added to its logit."
     ]
     typical_p: Annotated[float | None, "Locally typical sampling, 0 to 1; 1 is off."]
-    top_n_sigma: Annotated[float | None, "Keep logits within so many standard deviations of the best; 0 is off."]
+    top_n_sigma: Annotated[float | None, "Keep logits within this many standard deviations of the best; 0 is off."]
     xtc_probability: Annotated[float | None, "How often XTC leaves out the likeliest tokens, 0 to 1."]
-    xtc_threshold: Annotated[float | None, "The probability from which XTC leaves tokens out."]
+    xtc_threshold: Annotated[float | None, "XTC leaves out tokens of at least this probability."]
     dry_multiplier: Annotated[float | None, "Strength of DRY, which avoids repeated passages; 0 is off."]
     dry_base: Annotated[float | None, "How fast DRY grows with the length of a repetition."]
     dry_allowed_length: Annotated[int | None, "Tokens that may repeat without DRY."]
     dry_penalty_last_n: Annotated[int | None, "How many tokens DRY looks back; -1 is all."]
     dry_sequence_breakers: Annotated[Sequence[str] | None, "Texts at which a repetition ends."]
     dynatemp_range: Annotated[float | None, "How far the temperature follows the entropy; 0 is off."]
-    dynatemp_exponent: Annotated[float | None, "The shape of that dependence."]
+    dynatemp_exponent: Annotated[float | None, "The exponent of that dependence."]
     mirostat: Annotated[int | None, "0 is off, 1 or 2 the version of Mirostat."]
     mirostat_tau: Annotated[float | None, "The surprise that Mirostat aims at."]
     mirostat_eta: Annotated[float | None, "How fast Mirostat adapts."]
-    allowed_token_ids: Annotated[Sequence[int] | None, "The only tokens that may come."]
-    bad_words: Annotated[Sequence[str] | None, "Texts that must not come."]
+    allowed_token_ids: Annotated[Sequence[int] | None, "The only tokens that may be generated."]
+    bad_words: Annotated[Sequence[str] | None, "Texts that must not be generated."]
     seed: Annotated[int | None, "Any 64-bit number; the same seed gives the same answer. Default: drawn."]
-    logprobs: Annotated[bool, "Give the log probability of each token."]
-    top_logprobs: Annotated[int | None, "And those of so many likeliest others, 0 to 20."]
-    prompt_logprobs: Annotated[bool, "Give the log probabilities of the prompt's tokens."]
+    logprobs: Annotated[bool, "Return the log probability of each token."]
+    top_logprobs: Annotated[int | None, "Also those of this many likeliest tokens, 0 to 20."]
+    prompt_logprobs: Annotated[bool, "Return the log probabilities of the prompt's tokens."]
     stop: Annotated[str | Sequence[str] | None, "Texts that end the answer; at most 64."]
     stop_token_ids: Annotated[Sequence[int] | None, "Tokens that end the answer."]
-    min_tokens: Annotated[int | None, "The answer does not end before so many tokens."]
-    ignore_eos: Annotated[bool, "Go on after the model's own end."]
-    n: Annotated[int | None, "Choices; 1 here."]
+    min_tokens: Annotated[int | None, "Fewest tokens of the answer."]
+    ignore_eos: Annotated[bool, "Go on after the model's end token."]
+    repetition_stop: Annotated[bool, "End an answer that only repeats itself."]
+    n: Annotated[int | None, "Number of answers; only 1 here."]
     priority: Annotated[int | None, "-100 to 100; a lower number runs sooner."]
     timeout: Annotated[float | None, "Seconds after which DeadlineExceeded is raised."]
-    first_token_timeout: Annotated[float | None, "Seconds after which it is raised where no token has come."]
+    first_token_timeout: Annotated[float | None, "Seconds to the first token, after which it is raised."]
     reasoning_budget: Annotated[int | None, "Most tokens of reasoning."]
-    progress: Annotated[bool, "Pieces of a stream tell how far the prompt is read."]
+    progress: Annotated[bool, "Pieces of a stream report how much of the prompt is computed."]
     parallel_tool_calls: Annotated[bool, "False: the answer ends with its first tool call."]
 
 
@@ -118,7 +123,7 @@ _CALLS = {
     "chat_template_kwargs": "template_args",
     "use_tqdm": "progress_bar",
 }
-"""What other libraries call a keyword of a call -> its name here."""
+"""Keywords of other libraries -> the name here."""
 _UNPACKED = {
     "sampling_params": "give its fields as keywords: temperature=0, max_tokens=100",
     "options": "give its fields as keywords: temperature=0, max_tokens=100",
@@ -137,7 +142,7 @@ _OF_CALLS = (
 
 
 def unknown_keyword(name: str) -> str:
-    """Return the message for a keyword that a call does not take: it names the right one where there is one."""
+    """Return the error message for a keyword that a call does not take, with the right name if it is known."""
     if name in _CALLS:
         return f"unknown option {name!r}: it is called {_CALLS[name]} here"
     if name in _UNPACKED:
@@ -148,18 +153,18 @@ def unknown_keyword(name: str) -> str:
     return f"unknown option {name!r}{closest(name, (*get_type_hints(SamplingKeywords), *_OF_CALLS))}"
 
 
-def tells_model_options(kind: T) -> T:
+def document_model_options(kind: T) -> T:
     """Append the options of a model to a docstring, for `help()` and notebooks."""
-    said = {one.name: one.help for one in options()}
-    lines = _lines({name: (hint, said[name]) for name, hint in get_type_hints(ModelKeywords).items()})
+    help_texts = {option.name: option.help for option in options()}
+    lines = _lines({name: (hint, help_texts[name]) for name, hint in get_type_hints(ModelKeywords).items()})
     return _with_section(kind, "Options of the model:", lines)
 
 
-def tells_sampling_options(call: T) -> T:
+def document_sampling_options(call: T) -> T:
     """Append the options of a call to a docstring."""
     hints = get_type_hints(SamplingKeywords, include_extras=True)
     lines = _lines({name: get_args(hint) for name, hint in hints.items()})
-    return _with_section(call, "Options of sampling:", lines)
+    return _with_section(call, "Sampling options:", lines)
 
 
 def _with_section(subject: T, title: str, lines: str) -> T:
@@ -178,7 +183,7 @@ def _lines(found: Mapping[str, Sequence[Any]]) -> str:
 
 
 def _spelled(kind: Any) -> str:
-    """A type as people write it, without `| None` and modules."""
+    """Return a type as people write it, without `| None` and module names."""
     parts = [part for part in get_args(kind) if part is not type(None)]
     if get_origin(kind) is Literal:
         return " | ".join(map(repr, parts))

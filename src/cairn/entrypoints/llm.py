@@ -1,4 +1,4 @@
-"""The Python API: a model in this process.
+"""`LLM`: a model in this process, for scripts and notebooks.
 
     from cairn import LLM
 
@@ -7,7 +7,7 @@
         for piece in llm.generate("Once upon a time", max_tokens=32, stream=True):
             print(piece.text, end="")
 
-`AsyncLLM` is the same for asyncio. `LLM` runs it on an event loop of its own, in a background thread.
+`LLM` runs an `AsyncLLM` on its own event loop, in a background thread.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
-import concurrent.futures.thread  # registers its end before ours, see _close_at_exit
+import concurrent.futures.thread  # registers its exit hook before ours, see _close_at_exit
 import contextlib
 import os
 import threading
@@ -25,9 +25,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 from cairn.config.config import Config
 from cairn.entrypoints.answer import Answer, AsyncStream
-from cairn.entrypoints.asked import Conversation, Tool, conversations, offered_tools
 from cairn.entrypoints.async_llm import AsyncLLM, Prompt
-from cairn.entrypoints.keywords import ModelKeywords, SamplingKeywords, tells_model_options, tells_sampling_options
+from cairn.entrypoints.inputs import Conversation, Tool, conversations, offered_tools
+from cairn.entrypoints.keywords import (
+    ModelKeywords,
+    SamplingKeywords,
+    document_model_options,
+    document_sampling_options,
+)
 from cairn.types.errors import Cancelled, Unavailable
 from cairn.types.outputs import Delta
 
@@ -42,26 +47,26 @@ _CLOSE_SECONDS = 10.0
 
 
 class Stream:
-    """The pieces of one answer as they come: `AsyncStream` without asyncio. Leaving the `with` block cancels it."""
+    """A stream of one answer's pieces: `AsyncStream` without asyncio. Leaving the `with` block cancels the request."""
 
     def __init__(self, llm: LLM, stream: AsyncStream) -> None:
-        self._llm = llm  # one that nobody holds is closed
+        self._llm = llm  # keeps the model alive: one without references is closed
         self._run = llm._loop
         self._stream = stream
-        # Threads that share it take turns. The lock may be taken again by its holder: what a signal handler asks in
-        # the midst of a call is refused below, and must not wait for it.
+        # Threads that share the stream take turns. The lock is reentrant: a signal handler that reads the stream
+        # during a call must not wait for the lock; `wait` refuses it.
         self._turn = threading.RLock()
 
     @property
     def answer(self) -> Answer:
-        """What has come so far; complete once the iteration has ended."""
+        """The answer so far; complete once the iteration has ended."""
         return self._stream.answer
 
     def __iter__(self) -> Iterator[Delta]:
         return self
 
     def __next__(self) -> Delta:
-        self._run.check()  # a fork may have the lock as another thread held it
+        self._run.check()  # in a forked process another thread's hold on the lock never ends
         with self._turn:
             piece = self._run.wait(lambda: _next(self._stream))
         if piece is None:
@@ -70,7 +75,7 @@ class Stream:
 
     def close(self) -> None:
         """Cancel the request if it still runs."""
-        if not self._run.closed:  # that ended it
+        if not self._run.closed:  # closing the model cancelled the request
             self._run.wait(self._stream.aclose)
 
     def __enter__(self) -> Stream:
@@ -80,18 +85,17 @@ class Stream:
         self.close()
 
 
-@tells_model_options
+@document_model_options
 class LLM:
-    """A model in this process. Use it with `with`, or call `close`; at the end of the program it closes itself.
+    """A model in this process. Use it with `with`, or call `close`; it also closes itself when the program ends.
 
-    `model` is a folder, a .gguf file, a hub id that was pulled, or 'demo'; keywords are the options of `Config` that
-    matter without a server, or a complete `config`. Ctrl-C while it waits cancels the request and raises
+    `model` is a folder, a .gguf file, a hub id that was pulled, or 'demo'. Keywords are the options of `Config` that
+    apply without a server; or pass a complete `config`. Ctrl-C during a call cancels the request and raises
     KeyboardInterrupt.
 
-    Any thread may call it, but the program ends where the main thread does: what others still ask then is refused
-    with `Unavailable`, so join them first. It may be used where an event loop runs, as in a notebook: that loop waits
-    while a call is answered, and `AsyncLLM` lets it go on. A process that was forked from this one has no part in it:
-    there every call is refused.
+    Any thread may call it. The program ends with its main thread: calls of other threads then raise `Unavailable`, so
+    join them first. It works where an event loop runs, as in a notebook, but blocks that loop during a call;
+    `AsyncLLM` does not. In a process forked from this one every call raises `Unavailable`.
     """
 
     def __init__(
@@ -100,7 +104,7 @@ class LLM:
         self._llm = AsyncLLM(model, config=config, **options)
         self._loop = _Loop()
         self._closer = weakref.finalize(self, _close, self._loop, self._llm)
-        self._closer.atexit = False  # too late for it: see _close_at_exit
+        self._closer.atexit = False  # atexit is too late: see _close_at_exit
         _close_at_exit(self)
         try:
             self._loop.wait(self._llm.__aenter__)
@@ -110,11 +114,11 @@ class LLM:
 
     @property
     def config(self) -> Config:
-        """The options it runs with."""
+        """The options that the model runs with."""
         return self._llm.config
 
     def close(self) -> None:
-        """Cancel what runs and free everything. Does nothing the second time."""
+        """Cancel all requests and free the model. A second call does nothing."""
         self._closer()
 
     def __enter__(self) -> LLM:
@@ -161,7 +165,7 @@ class LLM:
         template_args: Mapping[str, Any] | None = None,
         **sampling: Unpack[SamplingKeywords],
     ) -> Stream: ...
-    @tells_sampling_options
+    @document_sampling_options
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
@@ -174,20 +178,20 @@ class LLM:
         progress_bar: bool | None = None,
         **sampling: Unpack[SamplingKeywords],
     ) -> Answer | list[Answer] | Stream:
-        """Answer a conversation, or each of several, which run together.
+        """Answer a conversation, or each of several, batched together.
 
         `messages`: a text, a list of messages in OpenAI's format, or a list of such conversations.
         `tools`: objects in OpenAI's format, or functions: `answer.tool_calls[0].run()` calls one.
-        `stream`: return the pieces as they come, in place of the answer; of one conversation only.
-        `response_format`: a class (pydantic, dataclass, list[...]), which `answer.parsed` returns, or OpenAI's object.
+        `stream`: return a `Stream` of pieces instead of the answer; for one conversation only.
+        `response_format`: a class (pydantic, dataclass, list[...]) for `answer.parsed`, or OpenAI's object.
         `tool_choice`: "auto", "none", "required", or the tool, as in OpenAI's API.
         `template_args`: variables of the chat template.
-        `progress_bar`: show a bar with answers and tokens a second; None: for several, where stderr is a terminal.
+        `progress_bar`: show answers and tokens per second; None shows it for several if stderr is a terminal.
 
-        Raises InvalidRequest, ContextTooLong, Overloaded, DeadlineExceeded. The first error of several conversations
-        ends all of them.
+        Raises InvalidRequest, ContextTooLong, Overloaded, DeadlineExceeded. With several conversations, the first
+        error cancels the others.
         """
-        # Here, and not on the loop's thread: a generator may call the model.
+        # Read here, not on the loop's thread: a generator may itself call the model.
         read, several = conversations(messages)
         given: Any = read if several else read[0]
         offered = None if tools is None else offered_tools(tools)
@@ -236,7 +240,7 @@ class LLM:
         response_format: Any = None,
         **sampling: Unpack[SamplingKeywords],
     ) -> Stream: ...
-    @tells_sampling_options
+    @document_sampling_options
     def generate(
         self,
         prompts: str | Sequence[Prompt],
@@ -250,10 +254,9 @@ class LLM:
     ) -> Answer | list[Answer] | Stream:
         """Continue a text, or each of several texts or lists of token ids, in order.
 
-        No chat template is applied: control tokens that a text holds are control tokens, unless `parse_special` is
-        False. With a `suffix` the model fills in the middle, if it can. Many prompts run together, at most
-        `max_running` at a time. The first error ends all of them and is raised. `stream`, `response_format` and
-        `progress_bar` are as in `chat`.
+        No chat template is applied. Control tokens in a text are control tokens, unless `parse_special` is False. With
+        a `suffix`, the model fills in the middle if it can. Prompts are batched, at most `max_running` at a time. The
+        first error cancels the others and is raised. `stream`, `response_format` and `progress_bar` are as in `chat`.
         """
         given: Any = prompts
         how: dict[str, Any] = {
@@ -275,7 +278,7 @@ class LLM:
         dimensions: int | None = None,
         prompt_name: str | None = None,
     ) -> Vector:
-        """The embedding of a text, or of each of several; see `AsyncLLM.embed`."""
+        """Return the embedding of a text, or of each of several; see `AsyncLLM.embed`."""
         return self._loop.wait(
             lambda: self._llm.embed(
                 texts, truncate=truncate, normalize=normalize, dimensions=dimensions, prompt_name=prompt_name
@@ -291,19 +294,19 @@ class LLM:
         raw_scores: bool = False,
         instruction: str | None = None,
     ) -> list[float]:
-        """How well each document answers a query; see `AsyncLLM.score`."""
+        """Return how well each document answers the query; see `AsyncLLM.score`."""
         how = {"truncate": truncate, "raw_scores": raw_scores}
         return self._loop.wait(lambda: self._llm.score(query, documents, **how, instruction=instruction))
 
 
 class _Loop:
-    """An event loop in a thread of its own."""
+    """An event loop in its own thread."""
 
     def __init__(self) -> None:
         self._shut = False
         self._pid = os.getpid()
-        # What comes in behind the loop's last turn would never be run, nor its caller told. The lock may be taken
-        # again by its holder: a signal handler, or the garbage collector, may close the model in the midst of a call.
+        # A call added after the loop's last turn would never run, and its caller would wait for ever. The lock is
+        # reentrant: a signal handler or the garbage collector may close the model in the middle of a call.
         self._door = threading.RLock()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="cairn-llm", daemon=True)
@@ -311,7 +314,7 @@ class _Loop:
 
     def _run(self) -> None:
         self._loop.run_forever()
-        # Here, and not in the thread that closes it: an event loop may run there, as in a notebook.
+        # Done in this thread: in the one that closes the model an event loop may be running, as in a notebook.
         try:
             self._loop.run_until_complete(_end_tasks())
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
@@ -321,30 +324,30 @@ class _Loop:
 
     @property
     def here(self) -> bool:
-        """Whether this is the loop's own thread, which must not wait for itself."""
+        """Whether the caller is the loop's own thread, which must not wait for itself."""
         return threading.current_thread() is self._thread
 
     @property
     def closed(self) -> bool:
-        """Whether it takes nothing more."""
+        """Whether new calls are refused."""
         return self._shut or self.elsewhere
 
     @property
     def elsewhere(self) -> bool:
-        """Whether this is a fork of its process: that has no such thread, and may have its lock as somebody held it."""
+        """Whether this is a forked process: the loop's thread does not exist there, and the lock may stay held."""
         return os.getpid() != self._pid
 
     def check(self) -> None:
-        """Refuse a call where to wait for it, or for a lock in front of it, would be to wait for ever."""
+        """Raise Unavailable or RuntimeError where waiting for a call, or for a lock before it, would never end."""
         if self.elsewhere:
             raise Unavailable("the model belongs to the process that loaded it")
         if self.here:
             raise RuntimeError("the model was called from its own thread, which would wait for itself")
 
     def wait(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run the coroutine that `make` gives there, and wait for it here. An interrupt here cancels it there.
+        """Run the coroutine that `make` returns on the loop and return its result; an interrupt here cancels it.
 
-        It is made there, too: an interrupt that came between making it here and handing it over would lose it.
+        The coroutine is created on the loop too: an interrupt between creating it here and passing it on would leak it.
         """
         self.check()
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
@@ -388,7 +391,7 @@ class _Loop:
             return
         with self._door:
             self._shut = True
-        with contextlib.suppress(RuntimeError):  # it was closed before
+        with contextlib.suppress(RuntimeError):  # the loop was closed before
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSE_SECONDS)
 
@@ -397,12 +400,11 @@ _alive: weakref.WeakSet[LLM] = weakref.WeakSet()
 
 
 def _close_at_exit(llm: LLM) -> None:
-    """Have it closed at the end of the program, while threads can still be used.
+    """Close the model when the program ends, while threads can still be used.
 
-    `atexit` is too late: it comes after concurrent.futures has closed its pools, which asyncio needs. Threading's own
-    hook is run before that, newest first; where a Python has it no more, `atexit` has to do. The hook comes before
-    other threads are joined, and must not do that itself: one that waits for the main thread to end would wait for
-    ever.
+    `atexit` is too late: it runs after concurrent.futures has closed the pools that asyncio needs. Threading's private
+    hook runs before that, newest first; a Python without it falls back to `atexit`. The hook runs before other threads
+    are joined and must not join them: a thread that waits for the main thread to end would never finish.
     """
     if not _alive:
         hook: Callable[..., object] = getattr(threading, "_register_atexit", atexit.register)
@@ -428,7 +430,7 @@ def _close(loop: _Loop, llm: AsyncLLM) -> None:
 
 
 async def _end_tasks() -> None:
-    """Cancel all others on this loop: somebody may wait for them in another thread."""
+    """Cancel all other tasks of this loop: other threads may be waiting for them."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()

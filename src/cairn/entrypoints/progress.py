@@ -1,4 +1,4 @@
-"""The bar that shows how far a batch is: answers, tokens a second, time left."""
+"""The progress bar of a batch: answers, tokens per second, time left."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class BatchProgress:
-    """How far a batch of `total` answers is, on stderr. `shown`: None shows it where somebody looks at stderr."""
+    """A progress bar on stderr for `total` answers. `shown`: None shows it on a terminal or in a notebook."""
 
     def __init__(self, total: int, shown: bool | None, clock: Clock | None = None) -> None:
         self._shown = _is_watched() and total > 1 if shown is None else shown
@@ -30,7 +30,7 @@ class BatchProgress:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
             speed = TextColumn("{task.fields[speed]:,.0f} tokens/s")
-            # Rich's own way in a notebook needs ipywidgets; what it writes for terminals is shown there too.
+            # Rich's notebook output needs ipywidgets; notebooks show its terminal output as well.
             console = Console(stderr=True, force_jupyter=False, force_terminal=_in_notebook() or None)
             self._bar = Progress(BarColumn(), MofNCompleteColumn(), speed, TimeRemainingColumn(), console=console)
             self._bar.add_task("", total=self._total, speed=0.0)
@@ -38,14 +38,14 @@ class BatchProgress:
         return self
 
     def tokens(self, count: int) -> None:
-        """Count tokens of any of the answers."""
+        """Count new tokens of any answer."""
         self._tokens += count
         if self._bar is not None:
             seconds = max(self._clock.now() - self._began, 1e-9)
             self._bar.update(self._bar.task_ids[0], speed=self._tokens / seconds)
 
     def answered(self) -> None:
-        """Count an answer that is complete."""
+        """Count a finished answer."""
         if self._bar is not None:
             self._bar.advance(self._bar.task_ids[0])
 

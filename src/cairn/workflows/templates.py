@@ -1,6 +1,6 @@
-"""Prompt templates: `{{ plan.steps }}` is a slot for a value, `{{ fix.code or code.code }}` for the first that exists,
-and `{{ fix.code or "" }}` for nothing if it does not exist.
+"""Prompt templates: `{{ plan.steps }}` is a slot for a value.
 
+`{{ fix.code or code.code }}` is the first value that exists, and `{{ fix.code or "" }}` nothing if it does not exist.
 Everything else is text; there are no expressions. Values that are not text are inserted as JSON. A template is read in
 one pass, and its result measured before it is joined.
 """

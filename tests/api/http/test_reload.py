@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from cairn.api.lifetime import _reload
-from cairn.cli.client import connect
+from cairn.cli.connection.client import connect
 from cairn.config.config import Config, ModelOptions, Secret, TenantKeys, TenantLimits
 from cairn.config.resolve import Resolved, resolve
 from cairn.types.errors import ConfigError, InvalidRequest

@@ -122,7 +122,7 @@ def test_chats_of_files(tmp_path: Path) -> None:
         chats.load("gone")
     with pytest.raises(NotFound):
         chats.load("../chats/20261122-x")
-    for text, words in (("{", "no chat that can be read"), (json.dumps({"version": 9}), "of version 9")):
+    for text, words in (("{", "cannot be read as a chat"), (json.dumps({"version": 9}), "of version 9")):
         (tmp_path / "chats" / "bad.json").write_text(text)
         with pytest.raises(CairnError, match=words):
             chats.load("bad")
@@ -131,7 +131,7 @@ def test_chats_of_files(tmp_path: Path) -> None:
     chats.delete("20261122-x")
     assert len(chats.newest(9)) == 2
     (tmp_path / "file").touch()
-    with pytest.raises(CairnError, match="cannot be kept"):
+    with pytest.raises(CairnError, match="cannot be saved"):
         SavedChats(tmp_path / "file").save(SavedChat("a", "m"))
 
 

@@ -161,17 +161,17 @@ def test_a_chat_is_kept_and_goes_on(canned, asked, elsewhere):  # noqa: F811
         terminal.expect("this one")
         terminal.expect("I am Ada.")
         terminal.type("/resume 2\r")
-        terminal.expect("going on with: I am Ada.")
+        terminal.expect("continuing: I am Ada.")
         terminal.expect("answer 1")
         terminal.type("Who am I?\r")
         terminal.expect("tokens in")
         leave(terminal)
     assert [one["content"] for one in asked[-1]["messages"]] == ["Be brief.", "I am Ada.", "answer 1", "Who am I?"]
     with Terminal("chat", "--host", canned.url, "--resume") as terminal:
-        terminal.expect("going on with: I am Ada.; 2 questions so far")
+        terminal.expect("continuing: I am Ada.; 2 questions so far")
         terminal.expect("> ")
         terminal.type("/forget\r")
-        terminal.expect("removed")
+        terminal.expect("was deleted")
         leave(terminal)
     kept = list((elsewhere / ".local/share/cairn/chats").glob("*.json"))
     assert [json.loads(one.read_text())["messages"][0]["content"] for one in kept] == ["another"]

@@ -18,11 +18,10 @@ PASSES = 100
 
 
 def copy_log(files: FileSystem, source: Path, target: Path) -> list[Path]:
-    """Copy the log in `source` into the empty folder `target`; return the files that were made, durable but for their
-    names.
+    """Copy the log in `source` into the empty folder `target`; return the files made.
 
-    Raises ConfigError for a format newer than this version reads, OSError, and Unavailable where segments came and went
-    faster than they could be copied.
+    Their content is durable, their names are not yet. Raise ConfigError for a format newer than this version reads,
+    OSError, and Unavailable if segments came and went faster than they could be copied.
     """
     folder, copy = Folder(files, source), Folder(files, target)
     copied: dict[int, int] = {}

@@ -1,1 +1,1 @@
-"""The conversation in the terminal: reading questions, showing answers, commands, and chats that are kept."""
+"""The conversation in the terminal: reading questions, showing answers, commands, and saved chats."""

@@ -1,4 +1,4 @@
-"""`cairn chat --agent`: the same conversation in the terminal, kept by a server as an agent."""
+"""`cairn chat --agent`: a conversation in the terminal whose history a server keeps as an agent."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from cairn.cli.conversation.conversation import Conversation, Setting
 from cairn.types.errors import CairnError, Conflict, NotFound
 
 if TYPE_CHECKING:
-    from cairn.cli.client import Client
-    from cairn.cli.http_stream import HttpStream
+    from cairn.cli.connection.client import Client
+    from cairn.cli.connection.http_stream import HttpStream
 
 _WAITS = (0.05, 0.1, 0.2, 0.5)
-"""Seconds until a turn that was cancelled has ended."""
+"""Seconds to wait between attempts to roll back a cancelled turn that has not ended yet."""
 
 
-class Told:
-    """An agent as what answers: only the last message goes over the wire."""
+class AgentSource:
+    """An agent as a source of answers: only the last message is sent."""
 
     def __init__(self, client: Client, id: str) -> None:
         self._client, self.id = client, id
         self.answering: HttpStream | None = None
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> HttpStream:
-        """The answer to the last message."""
+        """Answer the last message."""
         self.answering = self._client.turn(self.id, messages[-1], **sampling)
         return self.answering
 
     def generate(self, prompt: str, **sampling: Any) -> HttpStream:
-        """The answer to a text."""
+        """Answer a text."""
         return self.chat([{"role": "user", "content": prompt}], **sampling)
 
 
 class AgentConversation(Conversation):
-    """A conversation whose messages the server has."""
+    """A conversation whose messages the server keeps."""
 
     _makes_room = False
 
@@ -50,10 +50,10 @@ class AgentConversation(Conversation):
         system: str | None = None,
         setting: Setting | None = None,
     ) -> None:
-        """Find the agent, or make it if there is none of that id."""
+        """Find the agent, or create it. Raises CairnError if it exists and `system` is given."""
         self._client, self._path = client, path(id)
-        self._told = Told(client, id)
-        super().__init__(self._told, sampling, setting=setting)
+        self._source = AgentSource(client, id)
+        super().__init__(self._source, sampling, setting=setting)
         try:
             agent = client.get(self._path)
         except NotFound:
@@ -61,35 +61,35 @@ class AgentConversation(Conversation):
             self._say(f"agent {id} is new")
         else:
             if system is not None:
-                raise CairnError(f"agent {id} is there already; --system is for a new one")
-            self._say(f"agent {id} goes on behind turn {agent['head']}, {agent['tokens']} tokens")
+                raise CairnError(f"agent {id} exists already; --system is for a new one")
+            self._say(f"agent {id} continues after turn {agent['head']}, {agent['tokens']} tokens")
         if agent["state"] == "interrupted":
-            self._say("(its last answer was interrupted: /resume goes on with it, /undo takes the question back)")
+            self._say("(its last answer was interrupted: /resume continues it, /undo takes the question back)")
 
     def _make_commands(self) -> CommandTable:
         return CommandTable(
             (
                 Command(("/help", "/?"), "", "this list", self._help),
-                Command(("/set",), "NAME VALUE", "sampling and more; alone: what can be set", self._set),
-                Command(("/show",), "", "the model, and what is set", self._show_facts),
-                Command(("/resume",), "", "go on with an answer that was interrupted", self._resume),
+                Command(("/set",), "NAME VALUE", "change sampling and more; alone: list the settings", self._set),
+                Command(("/show",), "", "the model, and the settings", self._show_facts),
+                Command(("/resume",), "", "continue an interrupted answer", self._resume),
                 Command(("/undo",), "", "go back before the last question", self._undo),
-                Command(("/save",), "FILE", "write what was said here as JSON", self._save),
+                Command(("/save",), "FILE", "write this conversation as JSON", self._save),
                 Command(("/exit", "/bye", "/quit"), "", "leave; Ctrl-D does too. The agent stays", self._leave),
             )
         )
 
     def ask(self, question: str) -> None:
-        """Answer one question; one that was stopped or failed half-way is taken back on the server too."""
+        """Answer one question; one that was stopped or failed is taken back on the server too."""
         before = len(self.messages)
-        self._told.answering = None
+        self._source.answering = None
         try:
             head = self._head()
         except CairnError as error:
             self._lost(error)
             return
         super().ask(question)
-        stream = self._told.answering
+        stream = self._source.answering
         if stream is not None and stream.answer.finish_reason is not None and len(self.messages) > before:
             return
         del self.messages[before:]
@@ -98,16 +98,18 @@ class AgentConversation(Conversation):
                 request = stream.request
             else:
                 last = self._last()
-                if last is None or last["number"] == head or [one["content"] for one in last["messages"]] != [question]:
-                    return  # the question has not come as far as the agent; another client's may have
+                if last is None or last["number"] == head:
+                    return  # the question has not reached the agent
+                if [message["content"] for message in last["messages"]] != [question]:
+                    return  # another client's question has
                 request = last["request"]
             self._cancel(request)
             self._undo("")
         except (CairnError, KeyboardInterrupt) as error:
-            self._say(f"{error}\n(your question is still to be taken back: /undo once the server answers)".lstrip())
+            self._say(f"{error}\n(your question was not taken back yet: /undo once the server answers)".lstrip())
 
     def _lost(self, error: CairnError) -> None:
-        if self._told.answering is None:
+        if self._source.answering is None:
             super()._lost(error)
         else:  # the server has the question, and `ask` takes it back
             self._say(str(error))
@@ -128,15 +130,15 @@ class AgentConversation(Conversation):
         asked = last["messages"]
         if last["state"] == "finished" and self.messages[-len(asked) - 1 : -1] == asked:
             del self.messages[-len(asked) - 1 :]
-        self._say(f"(took back: {asked[-1]['content'] if asked else 'what cannot be read'})")
+        self._say(f"(took back: {asked[-1]['content'] if asked else 'a question that cannot be read'})")
 
     def _resume(self, _: str) -> None:
         last = self._last()
         try:
-            stream = self._client.resume(self._told.id)
+            stream = self._client.resume(self._source.id)
         except KeyboardInterrupt:
             self._cancel(str((last or {}).get("request", "")))
-            self._say("(stopped: /resume goes on with it, /undo takes the question back)")
+            self._say("(stopped: /resume continues it, /undo takes the question back)")
             return
         try:
             self._show(stream)
@@ -145,12 +147,12 @@ class AgentConversation(Conversation):
         answer = stream.answer
         if answer.finish_reason is None:
             self._cancel(stream.request)
-            self._say("(stopped: /resume goes on with it, /undo takes the question back)")
+            self._say("(stopped: /resume continues it, /undo takes the question back)")
             return
         self.messages += [*(last["messages"] if last else ()), answer.message]
 
     def _last(self) -> dict[str, Any] | None:
-        """The turn that the next one would follow; None at the beginning."""
+        """Return the turn at the agent's head; None at the beginning."""
         head = self._head()
         turns: list[dict[str, Any]] = self._client.get(f"{self._path}/turns?limit=1&after={max(head - 1, 0)}")["data"]
         return next((turn for turn in turns if turn["number"] == head), None)

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from cairn.entrypoints.answer import Answer
 
 KEYS = '''
-Ctrl-C stops an answer; what was said of it stays. The Up key brings earlier questions back.
+Ctrl-C stops an answer; the text so far stays. The Up key brings back earlier questions.
 Several lines: paste them, put """ around them, press Alt-Enter, or end a line with \\.'''
 LISTED = 20
-"""Chats that `/chats` lists."""
+"""Most chats that `/chats` lists."""
 
 
 def _no_rows() -> list[tuple[str, str]]:
@@ -44,25 +44,25 @@ def _no_rows() -> list[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a conversation is started with beside its model."""
+    """Options of a conversation."""
 
     name: str = ""
-    """What the model is called where the chat is kept."""
+    """The model's name in saved chats."""
     context: int | None = None
-    """Tokens that fit, if that is known."""
+    """Tokens of the context; None if not known."""
     describe: Callable[[], list[tuple[str, str]]] = _no_rows
-    """Facts about the model, for `/show`."""
+    """Returns facts about the model, for `/show`."""
     chats: SavedChats | None = None
-    """Where chats are kept; None keeps none."""
+    """The folder of saved chats; None saves none."""
     markdown: bool = True
     verbose: bool = False
 
 
 class Conversation:
-    """The messages so far, and the loop that reads lines and answers them."""
+    """The messages so far, and the loop that reads and answers questions."""
 
     _makes_room = True
-    """Whether turns can be dropped: not from an agent, whose history the server keeps."""
+    """Whether old turns can be dropped; not from an agent, whose history the server keeps."""
 
     def __init__(
         self,
@@ -86,33 +86,33 @@ class Conversation:
         return CommandTable(
             (
                 Command(("/help", "/?"), "", "this list", self._help),
-                Command(("/system",), "TEXT", "what the model is told before everything; alone: show it", self._system),
-                Command(("/set",), "NAME VALUE", "sampling and more; alone: what can be set", self._set),
-                Command(("/show",), "", "the model, and what is set", self._show_facts),
+                Command(("/system",), "TEXT", "set the system prompt; alone: show it", self._system),
+                Command(("/set",), "NAME VALUE", "change sampling and more; alone: list the settings", self._set),
+                Command(("/show",), "", "the model, and the settings", self._show_facts),
                 Command(("/undo",), "", "take back the last question and its answer", self._undo),
-                Command(("/clear", "/new"), "", "a new chat (the system text stays)", self._clear),
+                Command(("/clear", "/new"), "", "start a new chat (the system prompt stays)", self._clear),
                 Command(("/drop",), "", "drop the older half of this chat, to make room", self._drop),
-                Command(("/summarise", "/summarize"), "", "put a summary in its place", self._summarise),
+                Command(("/summarise", "/summarize"), "", "replace the older half by a summary", self._summarise),
                 Command(("/save",), "FILE", "write the conversation as JSON", self._save),
-                Command(("/chats",), "", "the chats that are kept", self._list_chats),
-                Command(("/resume",), "N", "go on with one of them", self._resume_chat),
-                Command(("/forget",), "", "remove this chat from those that are kept", self._forget),
+                Command(("/chats",), "", "list the saved chats", self._list_chats),
+                Command(("/resume",), "N", "continue a chat of that list", self._resume_chat),
+                Command(("/forget",), "", "delete this chat", self._forget),
                 Command(("/exit", "/bye", "/quit"), "", "leave; Ctrl-D does too", self._leave),
             )
         )
 
     def resume(self, chat: SavedChat) -> None:
-        """Go on with a chat that was kept."""
+        """Continue a saved chat."""
         self.messages = list(chat.messages)
         self.system = chat.system if self.system is None else self.system
         self._chat_id = chat.id
-        turns = sum(one["role"] == "user" for one in self.messages)
-        self._say(f"(going on with: {chat.title}; {turns} questions so far)")
+        turns = sum(message["role"] == "user" for message in self.messages)
+        self._say(f"(continuing: {chat.title}; {turns} questions so far)")
         if self.messages and self.messages[-1]["role"] == "assistant":
             self._view_text(str(self.messages[-1].get("content") or ""))
 
     def run(self) -> None:
-        """Read and answer until /exit or the end of input."""
+        """Read and answer questions until /exit or the end of input."""
         interactive = sys.stdin.isatty() and os.environ.get("TERM", "dumb") != "dumb"
         if interactive:
             folder = self._setting.chats.folder / "history" if self._setting.chats is not None else None
@@ -125,7 +125,7 @@ class Conversation:
                 return
 
     def _turn(self) -> None:
-        """Read one line and do what it says. EOFError where the conversation is over."""
+        """Read one question or command and handle it. Raises EOFError at the end of the conversation."""
         if sys.stdin.isatty():
             self._say("")
         try:
@@ -140,13 +140,13 @@ class Conversation:
                 self._command(word, unquoted(rest.strip()))
             elif line.strip():
                 self.ask(question_of(line))
-        except KeyboardInterrupt:  # not in the middle of an answer, or once more
+        except KeyboardInterrupt:  # before the answer began, or a second time
             self._say("(stopped)")
 
     def ask(self, question: str) -> None:
-        """Answer one question on the terminal and remember both; a failed one is forgotten.
+        """Answer one question on the terminal and keep both; a failed question is taken back.
 
-        Where the conversation no longer fits the context, room is offered and the question asked again.
+        If the conversation no longer fits the context, offer to make room and ask again.
         """
         while True:
             try:
@@ -159,7 +159,7 @@ class Conversation:
                 return
 
     def _answer(self, question: str) -> None:
-        """Answer one question. ContextTooLong where it does not fit."""
+        """Answer one question. Raises ContextTooLong if it does not fit."""
         asked = {"role": "user", "content": question.encode("utf-8", "replace").decode()}
         first = [{"role": "system", "content": self.system}] if self.system else []
         started = time.monotonic()
@@ -185,14 +185,14 @@ class Conversation:
                 answering.close()
         answer = answering.answer if answering is not None else None
         if answer is None or not (answer.text or answer.reasoning or answer.tool_calls):
-            self._say("(nothing was said; your question was taken back)")
+            self._say("(there was no answer; your question was taken back)")
             return
         self.messages += [asked, answer.message]
         self._keep()
-        self._tell(answer, started, first_at, stopped)
+        self._show_cost(answer, started, first_at, stopped)
 
-    def _tell(self, answer: Answer, started: float, first_at: float | None, stopped: bool) -> None:
-        """Say what an answer cost, and where the context is full."""
+    def _show_cost(self, answer: Answer, started: float, first_at: float | None, stopped: bool) -> None:
+        """Print an answer's tokens and times, and whether the context is full."""
         if not self._settings.quiet:
             self._say(summary(answer, time.monotonic() - started, stopped))
         if self._settings.verbose:
@@ -202,11 +202,11 @@ class Conversation:
             self._say(f"(the context of {context} tokens is full: /drop, /summarise or /clear make room)")
 
     def _lost(self, error: CairnError) -> None:
-        """No answer, or half of one: the question is not remembered."""
+        """Report a failed answer; its question is not kept."""
         self._say(f"{error}\n(your question was taken back)")
 
     def _show(self, answering: Answering) -> tuple[bool, float | None]:
-        """Write the pieces as they come. Return whether Ctrl-C ended that, and when the first came."""
+        """Write an answer's pieces as they come; return whether Ctrl-C stopped it, and the time of the first."""
         view = view_of_terminal(self._settings.markdown)
         thoughts = WrappedView(
             lambda text: self._talk.print(text, end="", style="dim italic", markup=False), self._talk.width
@@ -237,7 +237,7 @@ class Conversation:
         return False, first_at
 
     def _thinking(self) -> Status:
-        """A sign that the answer is on its way, where somebody sees it."""
+        """Show on a terminal that the answer is being computed; return the spinner to stop."""
         waiting = self._talk.status("thinking")
         if self._talk.is_terminal:
             waiting.start()
@@ -253,7 +253,7 @@ class Conversation:
     def _command(self, word: str, text: str) -> None:
         command = self._commands.find(word)
         if command is None:
-            self._say(f"unknown command {word}{self._commands.near(word)}; /? lists them")
+            self._say(f"unknown command {word}{self._commands.near(word)}; /? lists all")
             return
         try:
             command.run(text)
@@ -328,7 +328,7 @@ class Conversation:
     # ---------------------------------------------------------------------------------------------- a full context
 
     def _offer_room(self, error: ContextTooLong) -> bool:
-        """Make room as the person wishes. Return whether the question is to be asked again."""
+        """Ask how to make room, and make it. Return whether to ask the question again."""
         self._say(str(error))
         if not self.messages:
             self._say("(the question alone is too long for this context)")
@@ -367,7 +367,7 @@ class Conversation:
         self._say(f"(the oldest {count} messages are now: {short[1]['content']})")
 
     def _replace(self, count: int, messages: Sequence[dict[str, Any]]) -> None:
-        """Put others in the place of the oldest messages. What is kept of the chat so far stays whole."""
+        """Replace the oldest `count` messages. The chat saved so far stays whole; the rest is saved as a new one."""
         if count and self._setting.chats is not None:
             self._chat_id = SavedChats.new_id()
         self.messages[:count] = messages
@@ -376,7 +376,7 @@ class Conversation:
     # -------------------------------------------------------------------------------------------------- kept chats
 
     def _keep(self) -> None:
-        """Write the chat, where chats are kept; one that cannot be written is said once and goes on."""
+        """Save the chat, if chats are saved. An error is reported once, and the conversation goes on unsaved."""
         chats = self._setting.chats
         if chats is None or not self._settings.history or not self.messages:
             return
@@ -392,13 +392,13 @@ class Conversation:
             f"{number:>3}  {chat.day}  {chat.title}" + ("  (this one)" if chat.id == self._chat_id else "")
             for number, chat in enumerate(self._listed, 1)
         ]
-        self._say("\n".join(lines) or "(no chats are kept)")
+        self._say("\n".join(lines) or "(there are no saved chats)")
 
     def _resume_chat(self, text: str) -> None:
         if not self._listed and self._setting.chats is not None:
             self._listed = self._setting.chats.newest(LISTED)
         if not text.isdecimal() or not 1 <= int(text) <= len(self._listed):
-            self._say("/resume needs a number of the list that /chats shows")
+            self._say("/resume needs a number from the list of /chats")
             return
         self.system = None
         self.resume(self._listed[int(text) - 1])
@@ -407,7 +407,7 @@ class Conversation:
         if self._setting.chats is not None:
             self._setting.chats.delete(self._chat_id)
         self.messages.clear()
-        self._say("(this chat is removed)")
+        self._say("(this chat was deleted)")
 
     def _say(self, text: str) -> None:
         # A terminal breaks lines between words; elsewhere a line stays one.
@@ -415,10 +415,11 @@ class Conversation:
 
 
 def summary(answer: Answer, seconds: float, stopped: bool) -> str:
-    """Return what an answer cost, in a line."""
+    """Return an answer's tokens and time in one line."""
     parts = ["stopped"] if stopped else []
     if answer.finish_reason == "length":
-        parts.append("ended, since it repeated itself" if answer.detail == REPETITION else "cut at the token limit")
+        repeats = answer.detail == REPETITION
+        parts.append("stopped because it repeated itself" if repeats else "cut at the token limit")
     usage = answer.usage
     if usage is not None:
         parts.append(f"{usage.completion_tokens} tokens in {seconds:.1f} s")
@@ -428,7 +429,7 @@ def summary(answer: Answer, seconds: float, stopped: bool) -> str:
 
 
 def figures(answer: Answer, started: float, first_at: float | None, ended: float) -> str:
-    """Return the times of an answer, one a line, for `--verbose`."""
+    """Return an answer's times and rates, one per line, for `--verbose`."""
     usage = answer.usage
     first = (first_at or ended) - started
     rows = [("total", f"{ended - started:.2f} s"), ("first token after", f"{first:.2f} s")]
@@ -441,9 +442,9 @@ def figures(answer: Answer, started: float, first_at: float | None, ended: float
 
 
 def _rate(count: int, seconds: float) -> str:
-    return f"{count / seconds:.1f} tokens/s" if seconds > 0.001 and count > 0 else "no time to speak of"
+    return f"{count / seconds:.1f} tokens/s" if seconds > 0.001 and count > 0 else "too fast to measure"
 
 
 def chats_of_terminal(folder: Path) -> SavedChats | None:
-    """Return where chats are kept, or None where nobody types: what a script says is its own."""
+    """Return the folder of saved chats on a terminal; None otherwise: the chats of scripts are not saved."""
     return SavedChats(folder) if sys.stdin.isatty() else None

@@ -1,4 +1,4 @@
-"""Room in a conversation that no longer fits the context: drop its oldest turns, or put a summary in their place."""
+"""Making room in a conversation that no longer fits the context: drop or summarise its oldest turns."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Messages = list[dict[str, Any]]
 OFFER = """\
 What now?
   d  drop the oldest turns, and ask again
-  s  put a summary in their place, and ask again
-  n  begin a new chat with this question
+  s  replace them by a summary, and ask again
+  n  start a new chat with this question
 Enter alone takes the question back."""
 _ASK = "Summarise our conversation so far in at most 150 words: names, facts, decisions, and what is still open."
 _RECALL = "What did we say before this?"
@@ -24,7 +24,7 @@ _SUMMARY_TOKENS = 300
 
 
 def older_half(messages: Sequence[dict[str, Any]]) -> int:
-    """Return how many messages the older half has, by characters: whole turns, and one turn at least."""
+    """Return how many messages make up the older half by characters: whole turns, at least one."""
     sizes = [len(str(one.get("content") or "")) for one in messages]
     half, total, count = sum(sizes) / 2, 0, 0
     for number, (one, size) in enumerate(zip(messages, sizes, strict=True)):
@@ -37,7 +37,7 @@ def older_half(messages: Sequence[dict[str, Any]]) -> int:
 
 
 def summary_of(model: AnswerSource, older: Messages, system: str | None) -> Messages:
-    """Return two messages that stand for older ones. CairnError where the model has no answer."""
+    """Return a question and an answer that summarise older messages. CairnError if the model gives no summary."""
     first = [{"role": "system", "content": system}] if system else []
     answering = model.chat(
         [*first, *older, {"role": "user", "content": _ASK}], max_tokens=_SUMMARY_TOKENS, temperature=0

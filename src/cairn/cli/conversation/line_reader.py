@@ -1,4 +1,4 @@
-"""Questions as they are read: from a terminal with editing and history, or from a pipe line by line."""
+"""Readers of questions: from a terminal with editing and history, or from a pipe line by line."""
 
 from __future__ import annotations
 
@@ -19,29 +19,28 @@ if TYPE_CHECKING:
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
 MAX_HISTORY = 1 << 20
-"""Bytes of the history file; of a larger one the older half is dropped."""
+"""Most bytes of the history file; the older half of a larger one is dropped."""
 _PASTE_ON = "\x1b[?2004h"
-"""Asks the terminal to mark what is pasted, so that its line ends are not taken for the Enter key."""
+"""Makes the terminal mark pasted text (bracketed paste), so that its newlines are not taken for the Enter key."""
 
 
 class LineReader(Protocol):
-    """Where questions come from."""
+    """A source of questions."""
 
     def read(self) -> str:
-        """Return the next question, of one line or several. EOFError at the end, KeyboardInterrupt for Ctrl-C."""
+        """Return the next question, one line or several. Raises EOFError at the end, KeyboardInterrupt for Ctrl-C."""
         ...
 
     def keep_history(self, keep: bool) -> None:
-        """Set whether questions from now on are written to the history file."""
+        """Set whether further questions are written to the history file."""
         ...
 
 
 class PipeReader:
-    """Questions from a pipe, a file or a terminal that can do nothing: one a line, unless quotes or a backslash join
-    several."""
+    """Reader of a pipe, a file or a dumb terminal: one question per line, unless quotes or a backslash join lines."""
 
     def __init__(self) -> None:
-        if isinstance(sys.stdin, io.TextIOWrapper):  # a line of other bytes is no reason to lose what was said
+        if isinstance(sys.stdin, io.TextIOWrapper):  # a line that is not UTF-8 must not end the conversation
             sys.stdin.reconfigure(errors="surrogateescape")
 
     def read(self) -> str:
@@ -55,11 +54,11 @@ class PipeReader:
         return text
 
     def keep_history(self, keep: bool) -> None:
-        """Nothing is kept of a pipe."""
+        """Do nothing: there is no history of a pipe."""
 
 
 def _line(prompt: str) -> str:
-    """One line. Prompts are talk: where stdout is a file they go to stderr, where nobody types there are none."""
+    """Read one line. The prompt goes to stderr if stdout is a file; without a terminal there is none."""
     if not sys.stdin.isatty():
         prompt = ""
     elif not sys.stdout.isatty():
@@ -69,10 +68,10 @@ def _line(prompt: str) -> str:
 
 
 class TerminalReader:
-    """Questions from a terminal. Pasted lines are one question; Alt-Enter begins a new line; Up recalls."""
+    """Reader of a terminal. Pasted lines are one question; Alt-Enter starts a new line; Up recalls a question."""
 
     def __init__(self, history: Path | None, words: Callable[[], Iterable[str]]) -> None:
-        """`history`: the file of earlier questions, None to keep none. `words`: the commands, for the Tab key."""
+        """Open the prompt. `history`: the file of earlier questions, or None. `words`: commands for the Tab key."""
         from prompt_toolkit import PromptSession
         from prompt_toolkit.completion import CompleteEvent, Completer, Completion
         from prompt_toolkit.document import Document
@@ -80,16 +79,16 @@ class TerminalReader:
         from prompt_toolkit.styles import Style
 
         class Commands(Completer):
-            """The commands that begin as what was typed."""
+            """Completion of commands."""
 
             def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterator[Completion]:
                 typed = document.text_before_cursor
                 if typed.startswith("/"):
                     yield from (Completion(word, -len(typed)) for word in words() if word.startswith(typed))
 
-        # Prompts are talk: where stdout is a file they go to stderr.
+        # Prompts are not data: if stdout is a file they go to stderr.
         output = create_output(sys.stdout if sys.stdout.isatty() else sys.stderr)
-        output.enable_cpr = False  # type: ignore[attr-defined]  # a terminal that does not answer would be waited for
+        output.enable_cpr = False  # type: ignore[attr-defined]  # it would wait for terminals that do not answer
         self._history = _history(history)
         self._session: PromptSession[str] = PromptSession(
             "> ",
@@ -109,22 +108,22 @@ class TerminalReader:
         return self._session.prompt()
 
     def choose(self, prompt: str) -> str:
-        """Return the line that answers a question of the program; it is not kept."""
+        """Ask the user and return the line; it does not enter the history."""
         from prompt_toolkit import PromptSession
 
         return PromptSession[str](prompt, output=self._session.output).prompt()
 
     def keep_history(self, keep: bool) -> None:
-        """Set whether questions from now on are written to the history file."""
+        """Set whether further questions are written to the history file."""
         self._history.kept = keep  # type: ignore[attr-defined]
 
 
 def _history(path: Path | None) -> History:
-    """The questions of earlier sessions. A file that cannot be used is no reason not to talk."""
+    """Return the history of questions; in memory only if there is no file or it cannot be used."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     class KeptHistory(FileHistory):
-        """A history file, for as long as it is to be kept."""
+        """A history file whose writing can be switched off."""
 
         kept = True
 
@@ -145,7 +144,7 @@ def _history(path: Path | None) -> History:
 
 
 def _shorten(path: Path) -> None:
-    """Drop the older half of a history file that is too large; an entry begins behind an empty line."""
+    """Drop the older half of a history file that is too large; entries are separated by empty lines."""
     if path.stat().st_size <= MAX_HISTORY:
         return
     data = path.read_bytes()
@@ -157,7 +156,7 @@ def _shorten(path: Path) -> None:
 
 
 def _keys() -> KeyBindings:
-    """Enter sends what is complete; Alt-Enter begins a new line."""
+    """Return key bindings: Enter sends a complete question, Alt-Enter starts a new line."""
     from prompt_toolkit.key_binding import KeyBindings
 
     keys = KeyBindings()
@@ -180,10 +179,7 @@ def _keys() -> KeyBindings:
 
 @contextmanager
 def no_echo() -> Iterator[None]:
-    """Keep what is typed meanwhile out of the answers: it is not shown, and waits for the next prompt.
-
-    Ctrl-C is still a signal.
-    """
+    """Hide what is typed during answers; it waits for the next prompt. Ctrl-C is still a signal."""
     try:
         number = sys.stdin.fileno()
         before = termios.tcgetattr(number)
@@ -191,7 +187,7 @@ def no_echo() -> Iterator[None]:
         yield
         return
     quiet = list(before)
-    quiet[0] &= ~termios.ICRNL  # Enter stays what it is for the prompt that reads it later
+    quiet[0] &= ~termios.ICRNL  # the prompt that reads it later needs Enter unchanged
     quiet[3] &= ~(termios.ECHO | termios.ICANON)
     termios.tcsetattr(number, termios.TCSADRAIN, quiet)
     try:
@@ -201,7 +197,7 @@ def no_echo() -> Iterator[None]:
 
 
 def mark_pastes() -> None:
-    """Let the terminal mark what is pasted during an answer, as it does at the prompt."""
+    """Make the terminal mark text pasted during an answer, as it does at the prompt."""
     if sys.stdin.isatty() and sys.stdout.isatty():
         sys.stdout.write(_PASTE_ON)
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Answers as they come: in a terminal rendered as Markdown with its words wrapped, elsewhere as plain text."""
+"""Views of a streamed answer: Markdown rendered on a terminal, plain text elsewhere."""
 
 from __future__ import annotations
 
@@ -17,45 +17,45 @@ if TYPE_CHECKING:
     from rich.console import ConsoleOptions, RenderResult
 
 _EVERY = 0.08
-"""Seconds between two drawings of the block that is still growing."""
+"""Least seconds between two drawings of the block that is still growing."""
 _CODE = "ansi_dark"
-"""Colours of code: those of the terminal, so they can be read on light and on dark."""
+"""Code uses the terminal's own colours, so that it is readable on light and dark backgrounds."""
 
 
 class TextView(Protocol):
-    """What shows the text of an answer."""
+    """A view of an answer's text."""
 
     def push(self, text: str) -> None:
-        """Show more of it."""
+        """Show more text."""
         ...
 
     def close(self) -> None:
-        """Show what is left, and end the line."""
+        """Show the rest, and end the line."""
         ...
 
 
 class PlainView:
-    """The text as it is, and a line end behind it."""
+    """The text unchanged, with a newline at its end."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
         self._last = ""
 
     def push(self, text: str) -> None:
-        """Write it at once."""
+        """Write the text at once."""
         self._out.write(text)
         self._out.flush()
         self._last = text or self._last
 
     def close(self) -> None:
-        """End the line, unless it is ended."""
+        """End the line if the text did not."""
         if self._last and not self._last.endswith("\n"):
             self._out.write("\n")
             self._out.flush()
 
 
 class WrappedView:
-    """Plain text whose lines end between words, within the width of the terminal."""
+    """Plain text wrapped between words at the terminal's width."""
 
     def __init__(self, write: Callable[[str], None], width: int) -> None:
         self._write, self._width = write, max(width, 2)
@@ -70,7 +70,7 @@ class WrappedView:
                 self._put_space(character)
             else:
                 self._word += character
-                if cell_len(self._word) >= self._width:  # longer than a line: it has to break somewhere
+                if cell_len(self._word) >= self._width:  # a word longer than a line is broken
                     self._put_word()
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class WrappedView:
 
 
 class ModelMarkdown(Markdown):
-    """Markdown as models write it: line ends are kept, and HTML is text."""
+    """Markdown as models write it: newlines are kept, and HTML is text."""
 
     def __init__(self, text: str) -> None:
         super().__init__("", code_theme=_CODE, hyperlinks=False)
@@ -114,18 +114,18 @@ class ModelMarkdown(Markdown):
 
 
 class MarkdownView:
-    """Blocks are printed once they are complete; the one that grows is drawn again and again below them."""
+    """Markdown blocks, printed once complete; the block that is still growing is redrawn below them."""
 
     def __init__(self, console: Console, now: Callable[[], float] = time.monotonic) -> None:
         self._console, self._now = console, now
         self._text = ""
         self._printed = False
         self._next = 0.0
-        """When it is drawn again."""
+        """The earliest time of the next drawing."""
         self._live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False)
 
     def push(self, text: str) -> None:
-        """Take more of the text; it is drawn at most every 80 ms."""
+        """Add text; draw at most every 80 ms."""
         self._text += text
         if (began := self._now()) < self._next:
             return
@@ -135,10 +135,10 @@ class MarkdownView:
         self._print(done)
         self._live.update(_LastLines(self._text), refresh=True)
         ended = self._now()
-        self._next = ended + max(_EVERY, 2 * (ended - began))  # a long block takes a third of the time, not all of it
+        self._next = ended + max(_EVERY, 2 * (ended - began))  # drawing takes at most a third of the time
 
     def close(self) -> None:
-        """Print what is left."""
+        """Print the rest."""
         self._live.stop()
         self._print(self._text)
         self._text = ""
@@ -153,7 +153,7 @@ class MarkdownView:
 
 
 class _LastLines:
-    """The end of a growing block, as much as the screen holds: what has scrolled out cannot be drawn again."""
+    """The last lines of a growing block that fit the screen; scrolled lines cannot be redrawn."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -173,7 +173,7 @@ def _parser() -> MarkdownIt:
 
 
 def _complete(text: str) -> tuple[str, str]:
-    """Split a text into the blocks that more text cannot change, and the last one, which may still grow."""
+    """Split a text into the blocks that are complete, and the last one, which may still grow."""
     starts = [token.map[0] for token in _parser().parse(text) if token.level == 0 and token.map]
     if not starts or starts[-1] == 0:
         return "", text
@@ -182,7 +182,7 @@ def _complete(text: str) -> tuple[str, str]:
 
 
 def view_of_terminal(markdown: bool) -> TextView:
-    """Return what shows an answer on stdout."""
+    """Return the view for an answer on stdout."""
     if not sys.stdout.isatty():
         return PlainView(sys.stdout)
     console = Console(highlight=False, emoji=False)

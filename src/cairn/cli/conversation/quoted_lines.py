@@ -1,4 +1,4 @@
-'''How several typed lines become one question: `"""` around them, or a backslash at the end of a line.'''
+'''Questions of several lines: `"""` around them, or a backslash at the end of a line.'''
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ QUOTES = '"""'
 
 
 def unfinished(text: str) -> bool:
-    """Return whether what was typed so far goes on in the next line."""
+    """Return whether the text continues on the next line."""
     return text.endswith("\\") or _quoted(text)
 
 
 def _quoted(text: str) -> bool:
-    """Whether triple quotes were opened and not closed. Only those at the start of a question or a command open any."""
+    """Return whether triple quotes are open; only quotes at the start of a question or in a command count."""
     start = text.lstrip()
     return (start.startswith(QUOTES) or start.startswith("/")) and text.count(QUOTES) % 2 == 1
 
 
 def question_of(text: str) -> str:
-    """Return the question without the triple quotes around it, and without backslashes that joined its lines."""
+    """Return the question without the triple quotes around it and the backslashes that join its lines."""
     stripped = text.strip()
     if stripped.startswith(QUOTES) and stripped.endswith(QUOTES) and len(stripped) >= 2 * len(QUOTES):
         return unquoted(stripped)
@@ -25,7 +25,7 @@ def question_of(text: str) -> str:
 
 
 def unquoted(text: str) -> str:
-    """Return the argument of a command without quotes around it."""
+    """Return a command's argument without the quotes around it."""
     for quotes in (QUOTES, '"', "'"):
         if text.startswith(quotes) and text.endswith(quotes) and len(text) >= 2 * len(quotes):
             return text[len(quotes) : -len(quotes)].strip("\n")

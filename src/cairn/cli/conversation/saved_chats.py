@@ -1,4 +1,4 @@
-"""Chats that are kept on this machine: one JSON file each, written after every answer."""
+"""Saved chats: one JSON file each, written after every answer."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from cairn.types.errors import CairnError, NotFound
 
 VERSION = 1
 MAX_CHAT_BYTES = 1 << 26
-"""Bytes of a chat's file that is read."""
+"""Most bytes of a chat's file."""
 TITLE = 60
-"""Characters of the first question that a chat is listed by."""
+"""Most characters of a chat's title."""
 
 
 @dataclass(slots=True)
 class SavedChat:
-    """One conversation of the terminal."""
+    """One conversation in the terminal."""
 
     id: str
-    """The time it began, which sorts the files by age."""
+    """The time that it began, so that file names sort by age."""
     model: str
     system: str | None = None
     messages: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def title(self) -> str:
-        """The beginning of the first question."""
+        """The start of the first question."""
         first = next((str(one.get("content", "")) for one in self.messages if one.get("role") == "user"), "")
         line = " ".join(first.split())
         return line if len(line) <= TITLE else line[: TITLE - 1] + "…"
@@ -45,24 +45,24 @@ class SavedChat:
 
 
 def chats_folder(env: Mapping[str, str] | None = None) -> Path:
-    """Where chats and the history of questions are kept: cairn/chats in the user's data folder."""
+    """Return the folder of saved chats and of the history: cairn/chats in the user's data folder."""
     base = (os.environ if env is None else env).get("XDG_DATA_HOME")
     return (Path(base) if base else home() / ".local" / "share") / "cairn" / "chats"
 
 
 class SavedChats:
-    """The folder of kept chats."""
+    """The folder of saved chats."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     @staticmethod
     def new_id() -> str:
-        """Return an id for a chat that begins now; two programs never get the same."""
+        """Return an id for a chat that begins now; it contains the process id, so no two are equal."""
         return f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}-{os.getpid()}"
 
     def save(self, chat: SavedChat) -> None:
-        """Write a chat whole or not at all. CairnError says why it cannot be written."""
+        """Write a chat atomically. Raises CairnError if it cannot be written."""
         body = {"version": VERSION, "model": chat.model, "system": chat.system, "messages": chat.messages}
         text = json.dumps(body, ensure_ascii=False, indent=1) + "\n"
         path = self._path(chat.id)
@@ -77,10 +77,10 @@ class SavedChats:
         except OSError as error:
             with suppress(OSError):
                 fresh.unlink(missing_ok=True)
-            raise CairnError(f"this chat cannot be kept in {self.folder}: {error.strerror or error}") from None
+            raise CairnError(f"this chat cannot be saved in {self.folder}: {error.strerror or error}") from None
 
     def newest(self, count: int) -> list[SavedChat]:
-        """Return the chats that were changed last, the newest first. Files that are no chats are left out."""
+        """Return the `count` most recently changed chats, newest first; files that cannot be read are skipped."""
         found: list[SavedChat] = []
         for path in sorted(self._files(), key=_changed, reverse=True):
             if len(found) == count:
@@ -92,7 +92,7 @@ class SavedChats:
         return found
 
     def load(self, id: str) -> SavedChat:
-        """Return a chat. NotFound where there is none, CairnError where its file cannot be read."""
+        """Return a chat. Raises NotFound if there is none, CairnError if its file cannot be read."""
         path = self._path(id)
         try:
             if path.stat().st_size > MAX_CHAT_BYTES:
@@ -110,14 +110,14 @@ class SavedChats:
         except OSError as error:
             raise CairnError(f"{path} cannot be read: {error.strerror or error}") from None
         except (ValueError, LookupError, TypeError, RecursionError):
-            raise CairnError(f"{path} is no chat that can be read") from None
+            raise CairnError(f"{path} cannot be read as a chat") from None
 
     def delete(self, id: str) -> None:
-        """Remove a chat; none of that id is fine."""
+        """Delete a chat; an unknown id is not an error."""
         try:
             self._path(id).unlink(missing_ok=True)
         except OSError as error:
-            raise CairnError(f"the chat {id} cannot be removed: {error.strerror or error}") from None
+            raise CairnError(f"the chat {id} cannot be deleted: {error.strerror or error}") from None
 
     def _files(self) -> list[Path]:
         try:

@@ -1,4 +1,4 @@
-"""What `/set` changes in a conversation, by the names of Cairn and of Ollama."""
+"""Settings that `/set` changes in a conversation, by Cairn's and Ollama's names."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ _OTHER_NAMES: Mapping[str, str] = {
 }
 _OF_THE_SERVER = {
     "num_ctx": "the context is set where the model is loaded: --context N",
-    "num_gpu": "Cairn runs on the CPU",
+    "num_gpu": "the device is set where the model is loaded: --device NAME",
     "num_thread": "threads are set where the model is loaded: --threads N",
 }
 HELP = """\
-/set system TEXT              what the model is told before everything
+/set system TEXT              the system prompt
 /set NAME VALUE               sampling: {names}
-/set format json | FILE       answers that are JSON, or fit the JSON schema of a file; /set noformat ends that
-/set verbose, /set quiet      more figures behind each answer, or none
-/set markdown, nomarkdown     whether answers are rendered
-/set history, nohistory       whether questions are kept for the Up key"""
+/set format json | FILE       answers in JSON, or in JSON that fits the schema in a file; /set noformat ends that
+/set verbose, /set quiet      more figures after each answer, or none
+/set markdown, nomarkdown     whether to render answers
+/set history, nohistory       whether to save the chat, and questions for the Up key"""
 
 
 @dataclass(slots=True)
 class Settings:
-    """How answers are made and shown."""
+    """Settings of how answers are sampled and shown."""
 
     sampling: dict[str, Any]
     verbose: bool = False
     quiet: bool = False
-    """No figures at all."""
+    """Whether figures after answers are left out."""
     markdown: bool = True
     history: bool = True
     words: dict[str, Callable[[Settings], None]] = field(default_factory=dict)
@@ -62,10 +62,10 @@ class Settings:
         self.verbose, self.quiet = verbose, quiet
 
     def change(self, text: str) -> str:
-        """Change what `/set` was given and return what is said of it. ConfigError names what can be set."""
+        """Apply the text after `/set`; return a confirmation. Raises ConfigError for an unknown name or a bad value."""
         name, _, value = text.partition(" ")
         value = value.strip()
-        if name == "parameter":  # as Ollama has it: /set parameter NAME VALUE
+        if name == "parameter":  # Ollama's form: /set parameter NAME VALUE
             name, _, value = value.partition(" ")
             value = value.strip()
         if name in self.words and not value:
@@ -79,7 +79,7 @@ class Settings:
             raise ConfigError(f"{name} cannot be set in a conversation: {_OF_THE_SERVER[name]}")
         if name not in FLAGS:
             known = [*FLAGS, *self.words, "system", "format"]
-            raise ConfigError(f"there is nothing called {name} to set{closest(name, known)}; /set alone lists what is")
+            raise ConfigError(f"there is no setting {name}{closest(name, known)}; /set alone lists all")
         if not value:
             raise ConfigError(f"/set {name} needs a value: {FLAGS[name][2]}")
         self.sampling[name] = _value(name, value)
@@ -87,7 +87,7 @@ class Settings:
 
 
 def _value(name: str, text: str) -> Any:
-    """A value of sampling. ConfigError for one that is no number, or out of range."""
+    """Parse the value of a sampling option. Raises ConfigError if it is not a number or out of range."""
     kind = FLAGS[name][0]
     if kind not in (int, float):
         return [text]
@@ -102,7 +102,7 @@ def _value(name: str, text: str) -> Any:
 
 
 def response_format(asked: str) -> dict[str, Any]:
-    """Return the form of an answer for `json`, a JSON schema, or a file with one. InvalidRequest for anything else."""
+    """Return `response_format` for "json", a JSON schema, or the path of one. Raises InvalidRequest."""
     if asked in ("", "json"):
         return {"type": "json_object"}
     if asked.lstrip().startswith("{"):
@@ -111,7 +111,7 @@ def response_format(asked: str) -> dict[str, Any]:
 
 
 def schema_in(path: Path, option: str) -> dict[str, Any]:
-    """Return the form of an answer from a file with a JSON schema. InvalidRequest names the option."""
+    """Return `response_format` for the JSON schema in a file. Raises InvalidRequest that names the option."""
     try:
         text = path.read_text("utf-8")
     except (OSError, ValueError) as error:
@@ -128,5 +128,5 @@ def _schema(text: str, name: str, where: str) -> dict[str, Any]:
 
 
 def help_of_set() -> str:
-    """Return what can be set, one a line."""
+    """Return the list of settings, one per line."""
     return HELP.format(names=", ".join(FLAGS))

@@ -1,4 +1,4 @@
-"""`cairn team`: teams of a running server, and scenarios that are played with them."""
+"""`cairn team`: play scenarios with teams on a running server, and manage those teams."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cairn.config.resolve import Resolved
 from cairn.types.errors import CairnError, ConfigError
 
 if TYPE_CHECKING:
-    from cairn.cli.client import Client
+    from cairn.cli.connection.client import Client
     from cairn.teams.scenario import Outcome
 
 _SERVER = ("api_key",)
@@ -25,7 +25,7 @@ _Id = Annotated[str, typer.Argument(metavar="ID", help="The team.")]
 
 def register(app: typer.Typer) -> None:
     """Add `cairn team` and its commands."""
-    team = typer.Typer(help="Play scenarios with teams of agents, and look at them.", no_args_is_help=True)
+    team = typer.Typer(help="Play scenarios with teams of agents, and manage teams.", no_args_is_help=True)
     app.add_typer(team, name="team", rich_help_panel="Running servers")
     _register_scenarios(team)
     _register_looks(team)
@@ -39,13 +39,13 @@ def _register_scenarios(team: typer.Typer) -> None:
         resolved: Resolved,
         file: Annotated[Path, typer.Argument(metavar="FILE", help="A scenario: a YAML file.")],
         save: Annotated[
-            Path | None, typer.Option(metavar="FILE", help="Write the transcript into this file, for replay.")
+            Path | None, typer.Option(metavar="FILE", help="Write the transcript to this file, for replay.")
         ] = None,
         remove: Annotated[bool, typer.Option("--rm", help="Delete the team at the end.")] = False,
         host: Host = None,
     ) -> None:
-        """Play a scenario and watch it; the exit code is 1 where an expectation is not met."""
-        from cairn.cli.team_view import team_view
+        """Play a scenario and watch it; the exit code is 1 if an expectation is not met."""
+        from cairn.cli.team.team_view import team_view
         from cairn.cli.yaml_files import checking, load_yaml
         from cairn.teams.scenario import play, scenario_of
 
@@ -60,7 +60,7 @@ def _register_scenarios(team: typer.Typer) -> None:
                     _write(save, client.get(path(outcome.id, "transcript")))
             except BaseException:
                 if remove and stage.made:
-                    with contextlib.suppress(CairnError):  # what went wrong is told, not that this did too
+                    with contextlib.suppress(CairnError):  # the first error is the one to report
                         stage.delete(stage.made)
                 raise
             if remove:
@@ -71,12 +71,14 @@ def _register_scenarios(team: typer.Typer) -> None:
     @configured(_SERVER, model=False)
     def replay(
         resolved: Resolved,
-        what: Annotated[str, typer.Argument(metavar="ID|FILE", help="A team, or a transcript that was saved.")],
-        pause: Annotated[float, typer.Option(min=0, max=60, metavar="SECONDS", help="After each statement.")] = 0.0,
+        what: Annotated[str, typer.Argument(metavar="ID|FILE", help="A team, or the file of a saved transcript.")],
+        pause: Annotated[
+            float, typer.Option(min=0, max=60, metavar="SECONDS", help="Wait this long after each statement.")
+        ] = 0.0,
         host: Host = None,
     ) -> None:
-        """Watch again what a team has said. Nothing is computed."""
-        from cairn.cli.team_view import team_view
+        """Show a team's transcript again. Nothing is computed."""
+        from cairn.cli.team.team_view import team_view
 
         if Path(what).is_file():
             transcript = _read(Path(what))
@@ -106,7 +108,7 @@ def _register_looks(team: typer.Typer) -> None:
     @team.command()
     @configured(_SERVER, model=False)
     def show(resolved: Resolved, id: _Id, host: Host = None) -> None:
-        """Show a team: its members, where it stands, and what its shared beginning saved."""
+        """Show a team's members, its state, and the prompt tokens that its shared beginning saved."""
         from cairn.cli.output import table
 
         with server(resolved, host) as client:
@@ -129,8 +131,8 @@ def _register_changes(team: typer.Typer) -> None:
         many: Annotated[int, typer.Argument(metavar="N", min=1)] = 1,
         host: Host = None,
     ) -> None:
-        """Let a team speak for some rounds; one that was cut off goes on."""
-        from cairn.cli.team_view import team_view
+        """Run N rounds of a team; an interrupted round is continued."""
+        from cairn.cli.team.team_view import team_view
 
         with server(resolved, host) as client, team_view() as show:
             for event in client.events(path(id, "rounds"), {"rounds": many, "stream": True}):
@@ -145,7 +147,7 @@ def _register_changes(team: typer.Typer) -> None:
         to: Annotated[list[str] | None, typer.Option(metavar="MEMBER", help="Whisper to this member alone.")] = None,
         host: Host = None,
     ) -> None:
-        """Say something to all members, or whisper to some."""
+        """Send a message to all members, or whisper to some."""
         with server(resolved, host) as client:
             client.post(path(id, "messages"), {"content": content, "to": to or []})
 
@@ -154,11 +156,11 @@ def _register_changes(team: typer.Typer) -> None:
     def result(
         resolved: Resolved,
         id: _Id,
-        call: Annotated[str, typer.Argument(metavar="CALL", help="The call, as the round told it.")],
+        call: Annotated[str, typer.Argument(metavar="CALL", help="The call's id, as the round printed it.")],
         content: Annotated[str, typer.Argument(metavar="TEXT")],
         host: Host = None,
     ) -> None:
-        """Give a member what the tool that it called returned; the next rounds go on with it."""
+        """Give a member the result of its tool call; the next round continues with it."""
         with server(resolved, host) as client:
             client.post(path(id, "tool_results"), {"results": [{"call_id": call, "content": content}]})
 
@@ -170,64 +172,64 @@ def _register_changes(team: typer.Typer) -> None:
         round: Annotated[int, typer.Argument(metavar="ROUND", help="The round to go back to; 0 is the beginning.")],
         host: Host = None,
     ) -> None:
-        """Go back behind a round; what came after it is erased."""
+        """Go back to the end of a round; later rounds are erased."""
         with server(resolved, host) as client:
             client.post(path(id, "rollback"), {"round": round})
 
     @team.command()
     @configured(_SERVER, model=False)
     def rm(resolved: Resolved, id: _Id, host: Host = None) -> None:
-        """Delete a team with its members' agents. There is no way back."""
+        """Delete a team with its members' agents. This cannot be undone."""
         with server(resolved, host) as client:
             client.delete(path(id))
 
 
 class ServerStage:
-    """A running server as the stage of a scenario."""
+    """A `Stage` for scenarios on a running server."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self.made = ""
-        """The team that was made and is there still; empty for none."""
+        """The id of the team that was created and not yet deleted; "" for none."""
 
     def make(self, team: Mapping[str, Any]) -> str:
-        """As `Stage.make`."""
+        """Create a team and return its id."""
         self.made = str(self._client.post("/v1/teams", team)["id"])
         return self.made
 
     def post(self, id: str, body: Mapping[str, Any]) -> None:
-        """As `Stage.post`."""
+        """Post a message."""
         self._client.post(path(id, "messages"), body)
 
     def round(self, id: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """As `Stage.round`."""
+        """Run rounds and yield their events."""
         return self._client.events(path(id, "rounds"), body)
 
     def answer(self, id: str, body: Mapping[str, Any]) -> None:
-        """As `Stage.answer`."""
+        """Send results of tool calls."""
         self._client.post(path(id, "tool_results"), body)
 
     def show(self, id: str) -> dict[str, Any]:
-        """As `Stage.show`."""
+        """Return the team's state."""
         return self._client.get(path(id))
 
     def delete(self, id: str) -> None:
-        """As `Stage.delete`."""
+        """Delete the team."""
         self._client.delete(path(id))
         self.made = ""
 
 
 def path(id: str, more: str = "") -> str:
-    """A team's route. ConfigError for what is no id."""
+    """Return a team's route. ConfigError for an invalid id."""
     from cairn.teams.definition import TEAM_ID
 
     if not TEAM_ID.fullmatch(id):
-        raise ConfigError(f"{id!r} is no team: its id has 1 to 31 letters, digits, dots, underscores and hyphens")
+        raise ConfigError(f"{id!r} is not a team's id: one has 1 to 31 letters, digits, dots, underscores and hyphens")
     return f"/v1/teams/{quote(id, safe='')}" + (f"/{more}" if more else "")
 
 
 def _print_outcome(outcome: Outcome, *, kept: bool) -> None:
-    """What came of a scenario; CairnError where an expectation is not met."""
+    """Print the outcome of a scenario. CairnError if an expectation is not met."""
     from cairn.cli.output import table
 
     rows = [("team", outcome.id if kept else "deleted"), ("rounds", str(outcome.rounds))]
@@ -253,7 +255,7 @@ def _read(source: Path) -> Mapping[str, Any]:
     try:
         found = json.loads(source.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{source} is no transcript: {error}") from None
+        raise ConfigError(f"{source} cannot be read as a transcript: {error}") from None
     if not isinstance(found, dict) or found.get("object") != "team.transcript":
-        raise ConfigError(f"{source} is no transcript of a team")
+        raise ConfigError(f"{source} is not the transcript of a team")
     return found

@@ -1,4 +1,4 @@
-"""What a team does as a person watches it: who speaks, as it comes, and what was said, decided and won."""
+"""The view of a running team: statements as they are generated, votes, decisions and points."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")
 
 @contextmanager
 def team_view(pause: float = 0.0) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """What takes events: on a terminal a live view, else a line an event. `pause`: seconds after each statement."""
+    """Yield a function that shows events: a live view on a terminal, else one line per event.
+
+    `pause`: seconds to wait after each statement.
+    """
     if sys.stdout.isatty():
         with _live(pause) as show:
             yield show
@@ -32,7 +35,7 @@ def team_view(pause: float = 0.0) -> Iterator[Callable[[Mapping[str, Any]], None
 
 
 def line_of(event: Mapping[str, Any]) -> str | None:
-    """An event in one line; None for one that nobody need see."""
+    """Return an event in one line; None for events that are not shown."""
     match event["type"]:
         case "round.started":
             return f"== round {event['round']}"

@@ -1,4 +1,4 @@
-"""A running server as the command line sees it: the same calls that `LLM` has, over HTTP."""
+"""Client of a running server, with the same calls as `LLM`, over HTTP."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from urllib.parse import quote
 
 import httpx
 
-from cairn.cli.http_stream import HttpStream, read_events, why
-from cairn.cli.trust import tls_context
+from cairn.cli.connection.http_stream import HttpStream, read_events, why
+from cairn.cli.connection.trust import tls_context
 from cairn.config.config import Config
 from cairn.config.resolve import Resolved
 from cairn.types.errors import CairnError, ConfigError, InvalidRequest, Unavailable, by_code
@@ -21,9 +21,9 @@ _PATIENT = httpx.Timeout(10, read=None)
 
 
 def connect(resolved: Resolved, url: str | None = None, model: str = "") -> Client:
-    """The server at `url` (host:port is enough), or at the configured host and port.
+    """Return a client of the server at `url` (host:port is enough), or at the configured host and port.
 
-    `model` is the one to ask, else a MODEL on the command line, else the one that the server has.
+    It asks `model`, else the MODEL of the command line, else the server's first model.
     """
     config = resolved.config
     own = address(config, admin=True) if url is None and config.admin_port is not None else ""
@@ -36,12 +36,12 @@ def connect(resolved: Resolved, url: str | None = None, model: str = "") -> Clie
 
 
 def own_certificate(config: Config, url: str | None) -> str | None:
-    """The configured certificate, where an address is that of the configured server."""
+    """Return the configured certificate if the address is that of the configured server, else None."""
     return config.tls_cert if url is None or url == address(config) else None
 
 
 def address(config: Config, *, admin: bool = False) -> str:
-    """Where this machine reaches the server of a configuration, `admin` its listener for admin routes."""
+    """Return the URL at which this machine reaches the configured server, or with `admin` its admin listener."""
     bare = (config.admin_host if admin else config.host).strip("[]")
     bare = "127.0.0.1" if bare in ("0.0.0.0", "::") else bare
     host = f"[{bare}]" if ":" in bare else bare
@@ -50,13 +50,13 @@ def address(config: Config, *, admin: bool = False) -> str:
 
 
 def first_chat(models: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Of a server's models the one to talk to: the first that is made for chats, a loaded one before others."""
-    chats = [one for one in models if one.get("kind") in (None, "chat")] or list(models)
-    return next((one for one in chats if one.get("state", "loaded") == "loaded"), chats[0])
+    """Return the model of a server to talk to: the first loaded chat model, else the first chat model."""
+    chats = [model for model in models if model.get("kind") in (None, "chat")] or list(models)
+    return next((model for model in chats if model.get("state", "loaded") == "loaded"), chats[0])
 
 
 class Client:
-    """One server, best in a `with`. Raises what the server said as a CairnError, and Unavailable if nobody answers."""
+    """A client of one server, for a `with`. Raises the server's errors as CairnError, Unavailable if none answers."""
 
     def __init__(
         self,
@@ -67,8 +67,11 @@ class Client:
         admin_url: str = "",
         certificate: str | None = None,
     ) -> None:
-        """`admin_url`: where the server answers admin routes, if that is another address. `certificate`: the file of
-        the one that is trusted there."""
+        """Check the address and the keys; connect later.
+
+        `admin_url`: the address of admin routes, if it is another one. `certificate`: the file of the certificate to
+        trust at `url`. Raises ConfigError.
+        """
         self.url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
         try:
             parsed = httpx.URL(self.url)
@@ -77,11 +80,11 @@ class Client:
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise ConfigError(f"{url!r} is not the address of a server; it should look like http://127.0.0.1:8000")
         if not (key.isascii() and admin_key.isascii()):
-            raise ConfigError("the API key holds letters that an HTTP header cannot carry", field="api_key")
+            raise ConfigError("the API key has characters that an HTTP header cannot carry: use ASCII", field="api_key")
         self._key = key
         self._model = model
         self._admin_key, self._admin_url = admin_key, admin_url or self.url
-        # Proxies are for the internet; a server of one's own is addressed directly.
+        # Proxies are for the internet; one's own server is reached directly.
         self._http = httpx.Client(timeout=_TIMEOUT, trust_env=False, verify=tls_context(self.url, certificate))
 
     def __enter__(self) -> Self:
@@ -89,36 +92,36 @@ class Client:
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         self.close()
-        if isinstance(error, KeyError | TypeError):  # something is missing, or another thing, than ours all have
-            raise self._stranger() from error
+        if isinstance(error, KeyError | TypeError):  # the answer lacks a field that every Cairn server sends
+            raise self._not_cairn() from error
 
     def close(self) -> None:
         """Close the connections."""
         self._http.close()
 
     def get(self, path: str, *, admin: bool = False) -> dict[str, Any]:
-        """GET JSON; a 503 of /health/ready is an answer, not an error."""
+        """Send GET and return the JSON object; a 503 of /health/ready is an answer, not an error."""
         return self._read(self._whole("GET", path, admin=admin, fine=503 if path == "/health/ready" else 200))
 
     def text(self, path: str, *, admin: bool = False) -> str:
-        """GET text."""
+        """Send GET and return the text."""
         return self._whole("GET", path, admin=admin).text
 
     def bytes(self, path: str) -> bytes:
-        """GET what is perhaps no text."""
+        """Send GET and return the body's bytes."""
         return self._whole("GET", path).content
 
     def post(self, path: str, body: Mapping[str, Any], *, admin: bool = False, patient: bool = False) -> dict[str, Any]:
-        """POST JSON, get JSON. `patient`: however long the server says nothing."""
+        """Send JSON by POST and return the JSON object. `patient`: wait for the answer without a time limit."""
         return self._read(self._whole("POST", path, body, admin=admin, patient=patient))
 
     def delete(self, path: str) -> None:
-        """DELETE."""
+        """Send DELETE."""
         if self._read(self._whole("DELETE", path))["deleted"] is not True:
-            raise self._stranger()
+            raise self._not_cairn()
 
     def download(self, path: str, target: Path) -> None:
-        """GET into a new file, which is removed again if it did not come whole. CairnError if it cannot be written."""
+        """Send GET and write the body to a new file; remove it if the body is cut off. CairnError if it exists."""
         with closing(self._begin("GET", path)) as response:
             try:
                 file = target.open("xb")
@@ -139,7 +142,7 @@ class Client:
                     target.unlink(missing_ok=True)
 
     def upload(self, path: str, source: Path) -> dict[str, Any]:
-        """POST a file, get JSON. CairnError if it cannot be read."""
+        """Send a file by POST and return the JSON object. CairnError if the file cannot be read."""
         try:
             with source.open("rb") as file:
                 return self._read(self._whole("POST", path, file=file))
@@ -147,20 +150,20 @@ class Client:
             raise CairnError(f"{source} cannot be read: {error.strerror or error}") from error
 
     def turn(self, agent: str, message: Mapping[str, Any], **sampling: Any) -> HttpStream:
-        """The answer of an agent to a new message, as it comes."""
+        """Send a message to an agent and stream its answer."""
         return self._stream(f"/v1/agents/{quote(agent, safe='')}/turns", {"messages": [message]}, sampling)
 
     def resume(self, agent: str) -> HttpStream:
-        """The whole answer of an agent's interrupted turn, as it comes."""
+        """Resume an agent's interrupted turn and stream the whole answer."""
         return self._open(f"/v1/agents/{quote(agent, safe='')}/resume", {"stream": True})
 
     def events(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """POST JSON, and what is told of the work as it goes."""
+        """Send JSON by POST and yield the events of the work."""
         with closing(self._begin("POST", path, body, patient=True)) as response:
             yield from read_events(response, self.url)
 
     def send_form(self, path: str, source: Path, fields: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-        """POST a form with a file, and what is told of the work as it goes. CairnError if the file cannot be read."""
+        """Send a form with a file and yield the events of the work. CairnError if the file cannot be read."""
         try:
             with (
                 source.open("rb") as file,
@@ -168,10 +171,10 @@ class Client:
             ):
                 yield from read_events(response, self.url)
         except OSError as error:
-            raise CairnError(f"it cannot be read: {error.strerror or error}") from error
+            raise CairnError(f"the file cannot be read: {error.strerror or error}") from error
 
     def model(self) -> str:
-        """The name of the model to ask."""
+        """Return the name of the model to ask. Unavailable if the server has none."""
         if self._model:
             return self._model
         models = self.get("/v1/models").get("data")
@@ -181,14 +184,15 @@ class Client:
         return self._model
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> HttpStream:
-        """The answer to a conversation, as it comes."""
+        """Stream the answer to a conversation."""
         return self._stream("/v1/chat/completions", {"messages": list(messages)}, sampling)
 
     def generate(self, prompt: str, **sampling: Any) -> HttpStream:
-        """The continuation of a text, as it comes; without `max_tokens` as long as the context allows."""
+        """Stream the continuation of a text; without `max_tokens` it may fill the context."""
         if sampling.get("max_tokens") is None:
-            told = {name: sampling[name] for name in ("parse_special",) if sampling.get(name) is not None}
-            size = self.post("/tokenize", {"model": self.model(), "prompt": prompt} | told)
+            special = sampling.get("parse_special")
+            more = {} if special is None else {"parse_special": special}
+            size = self.post("/tokenize", {"model": self.model(), "prompt": prompt} | more)
             sampling["max_tokens"] = max(1, size["max_model_len"] - size["count"])
         return self._stream("/v1/completions", {"prompt": prompt}, sampling)
 
@@ -202,18 +206,18 @@ class Client:
 
     def _read(self, response: httpx.Response) -> dict[str, Any]:
         try:
-            found = response.json()
+            body = response.json()
         except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict):
-            raise self._stranger()
-        return found
+            body = None
+        if not isinstance(body, dict):
+            raise self._not_cairn()
+        return body
 
-    def _stranger(self) -> CairnError:
-        return CairnError(f"what answers at {self.url} is no Cairn server")
+    def _not_cairn(self) -> CairnError:
+        return CairnError(f"the server at {self.url} is not a Cairn server")
 
     def _whole(self, method: str, path: str, body: Mapping[str, Any] | None = None, **how: Any) -> httpx.Response:
-        """An answer that is read to its end; `how` as of `_begin`."""
+        """Send a request and read the whole answer; `how` as in `_begin`."""
         with closing(self._begin(method, path, body, **how)) as response, self._reading():
             response.read()
         return response
@@ -230,7 +234,10 @@ class Client:
         patient: bool = False,
         fine: int = 200,
     ) -> httpx.Response:
-        """An answer whose body is still to be read: a success, or of status `fine`. The caller closes it."""
+        """Send a request and return the answer before its body is read; the caller closes it.
+
+        Raises the server's error for a status that is neither a success nor `fine`, Unavailable if it does not answer.
+        """
         key = self._admin_key if admin else self._key
         headers = {"authorization": f"Bearer {key}"} if key else {}
         if file is not None:
@@ -246,12 +253,12 @@ class Client:
                 headers=headers,
                 timeout=_PATIENT if patient else _TIMEOUT,
             )
-        except ValueError as error:  # half a surrogate pair, or a number that JSON has not
+        except ValueError as error:  # a lone surrogate, or a number that JSON lacks
             raise InvalidRequest(f"this cannot be sent: {error}") from None
         try:
             response = self._http.send(request, stream=True)
         except UnicodeError:
-            raise Unavailable(f"no server answers at {self.url}: no machine can have that name") from None
+            raise Unavailable(f"no server answers at {self.url}: the host name is not valid") from None
         except httpx.HTTPError as error:
             if _refused(error):
                 raise Unavailable(f"no server answers at {self.url}; start one with: cairn serve") from None
@@ -272,9 +279,9 @@ class Client:
 
 
 def _tls_hint(url: str, error: httpx.HTTPError) -> str:
-    """What to do where one side speaks https and the other does not, or a certificate is not trusted."""
+    """Return what to do about http against https, or a certificate that is not trusted; "" for other errors."""
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
-        return "; name its certificate, or its authority's, with --cacert FILE, or trust whoever answers: --insecure"
+        return "; trust its certificate, or its authority's, with --cacert FILE; or skip the check with --insecure"
     if url.startswith("https:") and "WRONG_VERSION_NUMBER" in str(error):
         return "; it seems to speak http: give --host http://..."
     if url.startswith("http:") and isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
@@ -283,14 +290,14 @@ def _tls_hint(url: str, error: httpx.HTTPError) -> str:
 
 
 def _refused(error: BaseException | None) -> bool:
-    """Whether the machine is there and nobody listens."""
+    """Return whether the connection was refused: the machine is there, but nothing listens."""
     while error is not None and not isinstance(error, ConnectionRefusedError):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
 def _error(response: httpx.Response) -> CairnError:
-    """The server's own sentence as the error that its code names, or the status."""
+    """Return the server's error as the class that its code names, or an error with the status."""
     code, field = "", None
     try:
         error = response.json()["error"]

@@ -1,8 +1,8 @@
-"""The agents that `cairn launch` starts: one table of how each is told where the server is.
+"""The agents that `cairn launch` starts: one table of how each is configured for the server.
 
-A text may hold {url}, {model}, {key}, {context}, {answer} and {folder}: the server's address, its model, a key of it,
-tokens of its context, tokens of an answer, and a folder of ours for the agent's files. A text that is nothing but
-{context} or {answer} is the number. The user's own files are neither read nor written.
+A text may contain {url}, {model}, {key}, {context}, {answer} and {folder}: the server's address, its model, an API key,
+tokens of its context, tokens of an answer, and Cairn's folder for the agent's files. A text that is only {context} or
+{answer} becomes the number. The user's own files are neither read nor written.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ Json = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class AgentProgram:
-    """How one agent is started."""
+    """One agent, and how it is started."""
 
     title: str
     program: str
     install: str
     """The command that installs it."""
     first_prompt: tuple[int, int] = (0, 0)
-    """Tokens of what it sends first, at least and at most, as counted; (0, 0): little, or not known."""
+    """Measured tokens of its first request, at least and at most; (0, 0): few, or not known."""
     env: Mapping[str, str | Json] = field(default_factory=dict)
-    """Variables; what is no text is JSON."""
+    """Variables; an object is written as JSON."""
     arguments: tuple[str, ...] = ()
     authorities: str = "NODE_EXTRA_CA_CERTS"
     """The variable that names a file of certificates to trust, for a server that speaks https."""
@@ -52,8 +52,8 @@ AGENTS: Mapping[str, AgentProgram] = {
             "CLAUDE_CODE_SUBAGENT_MODEL": "{model}",
             "CLAUDE_CODE_AUTO_COMPACT_WINDOW": "{context}",
             "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "{answer}",
-            "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # a line that changes with every session
-            "CLAUDE_CODE_TOTAL_TOKENS_REMINDER": "off",  # another, with every call of a tool
+            "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # a prompt line that changes with every session
+            "CLAUDE_CODE_TOTAL_TOKENS_REMINDER": "off",  # a prompt line that changes with every tool call
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "CLAUDE_CODE_DISABLE_FEEDBACK_SURVEY": "1",
             "DISABLE_ERROR_REPORTING": "1",

@@ -1,4 +1,4 @@
-"""What callers of `LLM` give, checked and brought to one form: conversations, tools, and the form of an answer."""
+"""Inputs of `LLM` calls, checked and normalised: conversations, tools, and the response format."""
 
 from __future__ import annotations
 
@@ -16,46 +16,46 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 Conversation = str | Iterable[Message]
-"""Messages in OpenAI's format, or the text of a user's only one."""
+"""Messages in OpenAI's format, or the text of a single user message."""
 Function = Callable[..., Any]
 Tool = Message | Function
 """A tool in OpenAI's format, or a function with typed parameters and a docstring."""
 
 
-def objects(field: str, given: object) -> list[dict[str, Any]]:
-    """Read messages or tools once, since they may come from a generator. Raises InvalidRequest for anything else."""
-    listed = isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping)
-    items = list(given) if listed and isinstance(given, Iterable) else []
+def objects(field: str, value: object) -> list[dict[str, Any]]:
+    """Return an iterable of objects as a list; a generator is read once. Raises InvalidRequest for anything else."""
+    listed = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
+    items = list(value) if listed and isinstance(value, Iterable) else []
     if not listed or not all(isinstance(item, Mapping) for item in items):
         raise InvalidRequest(f"{field} must be a list of objects, as in OpenAI's chat format", field=field)
     return [dict(item) for item in items]
 
 
-def conversations(given: object) -> tuple[list[list[dict[str, Any]]], bool]:
-    """Return the conversations, and whether the caller gave several. Raises InvalidRequest.
+def conversations(value: object) -> tuple[list[list[dict[str, Any]]], bool]:
+    """Return the conversations, and whether the caller passed a list of them. Raises InvalidRequest.
 
-    A text is a user's message; a list of objects is one conversation; any other list has one conversation an element.
+    A text is one user message. A list of objects is one conversation. Any other list has one conversation per element.
     """
-    if isinstance(given, str):
-        return [_said(given, "messages")], False
-    if not isinstance(given, Iterable) or isinstance(given, bytes | Mapping):
+    if isinstance(value, str):
+        return [_user_message(value, "messages")], False
+    if not isinstance(value, Iterable) or isinstance(value, bytes | Mapping):
         raise InvalidRequest(
             "messages must be a text, a list of objects as in OpenAI's chat format, or a list of such conversations",
             field="messages",
         )
-    items = list(given)
+    items = list(value)
     if all(isinstance(item, Mapping) for item in items):
         return [objects("messages", items)], False
     fields = [f"messages[{index}]" for index in range(len(items))]
     return [
-        _said(item, field) if isinstance(item, str) else objects(field, item)
+        _user_message(item, field) if isinstance(item, str) else objects(field, item)
         for item, field in zip(items, fields, strict=True)
     ], True
 
 
-def _said(text: str, field: str) -> list[dict[str, Any]]:
+def _user_message(text: str, field: str) -> list[dict[str, Any]]:
     if not text:
-        raise InvalidRequest(f"{field} is an empty text; a user's message has at least one character", field=field)
+        raise InvalidRequest(f"{field} is an empty text; a user message needs at least one character", field=field)
     return [{"role": "user", "content": text}]
 
 
@@ -64,26 +64,26 @@ class OfferedTools(msgspec.Struct, frozen=True):
 
     tools: list[dict[str, Any]]
     functions: Mapping[str, TypeAdapter[Any]]
-    """By name, those that were given as functions: each calls its own with checked arguments."""
+    """The tools that were passed as functions, by name; each validates the arguments and calls its function."""
 
     @property
     def names(self) -> list[tuple[str, bool]]:
-        """The name of each tool, and whether its calls must fit its schema."""
+        """The name of each tool, and whether it is `strict`: its calls must fit its schema."""
         return [(tool["function"]["name"], tool["function"].get("strict") is True) for tool in self.tools]
 
     @property
     def shown(self) -> list[dict[str, Any]]:
-        """The tools as a chat template sees them."""
+        """The tools as the chat template gets them: without `strict`."""
         without = [{key: value for key, value in tool["function"].items() if key != "strict"} for tool in self.tools]
         return [{**tool, "function": function} for tool, function in zip(self.tools, without, strict=True)]
 
 
-def offered_tools(given: object) -> OfferedTools:
-    """Read tools once: objects in OpenAI's format, functions, or what was read before. Raises InvalidRequest."""
-    if isinstance(given, OfferedTools):
-        return given
-    listed = isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping)
-    items = list(given) if listed and isinstance(given, Iterable) else []
+def offered_tools(value: object) -> OfferedTools:
+    """Return the tools of a call: objects in OpenAI's format, functions, or OfferedTools. Raises InvalidRequest."""
+    if isinstance(value, OfferedTools):
+        return value
+    listed = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
+    items = list(value) if listed and isinstance(value, Iterable) else []
     if not listed or not all(isinstance(item, Mapping) or callable(item) for item in items):
         raise InvalidRequest("tools must be a list of objects, as in OpenAI's chat format, or functions", field="tools")
     tools, functions = [], {}
@@ -109,7 +109,7 @@ def _declared(tool: Message, index: int) -> dict[str, Any]:
 
 
 def _of_function(function: Function, index: int) -> tuple[dict[str, Any], TypeAdapter[Any]]:
-    """Describe a function as a tool: its name, its docstring, and the JSON schema of its parameters."""
+    """Return the tool that describes a function (name, docstring, JSON schema), and what calls it."""
     from pydantic import PydanticUserError, TypeAdapter
 
     name = getattr(function, "__name__", "")
@@ -123,13 +123,14 @@ def _of_function(function: Function, index: int) -> tuple[dict[str, Any], TypeAd
     except (PydanticUserError, TypeError, ValueError, NameError) as error:
         reason = str(error).splitlines()[0]
         raise InvalidRequest(f"{where} cannot be described as a tool: {reason}", field="tools") from None
-    if any(one.kind in (one.POSITIONAL_ONLY, one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in parameters):
+    unnamed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    if any(parameter.kind in unnamed for parameter in parameters):
         raise InvalidRequest(f"{where} must have named parameters only, without *, ** and /", field="tools")
-    said, of_parameters = _described(inspect.getdoc(function) or "")
+    description, of_parameters = _split_docstring(inspect.getdoc(function) or "")
     for key, text in of_parameters.items():
         if key in schema.get("properties", {}):
             schema["properties"][key].setdefault("description", text)
-    declared = {"name": name, "description": said, "parameters": schema}
+    declared = {"name": name, "description": description, "parameters": schema}
     return {"type": "function", "function": declared}, call
 
 
@@ -137,8 +138,8 @@ _SECTION = re.compile(r"(Args|Arguments|Parameters|Returns|Raises|Yields|Example
 _PARAMETER = re.compile(r"\*{0,2}(\w+)\s*(?:\([^()]*\))?:\s*(.+)")
 
 
-def _described(text: str) -> tuple[str, dict[str, str]]:
-    """Split a docstring into what stands before its sections and what `Args:` says of each parameter."""
+def _split_docstring(text: str) -> tuple[str, dict[str, str]]:
+    """Return the text before the first section, and the description of each parameter in `Args:`."""
     before: list[str] = []
     found: dict[str, str] = {}
     section, last = "", ""
@@ -156,18 +157,18 @@ def _described(text: str) -> tuple[str, dict[str, str]]:
     return "\n".join(before).strip(), found
 
 
-def form_of(given: object) -> tuple[Any, TypeAdapter[Any] | None]:
-    """Return OpenAI's `response_format`, and what reads an answer back where a class was given. Raises InvalidRequest.
+def form_of(value: object) -> tuple[Any, TypeAdapter[Any] | None]:
+    """Return OpenAI's `response_format`, and the parser of answers if `value` is a class. Raises InvalidRequest.
 
     Classes are pydantic models, dataclasses, enums, and types such as `list[Person]` and `int`.
     """
-    if not isinstance(given, type) and get_origin(given) is None:
-        return given, None
+    if not isinstance(value, type) and get_origin(value) is None:
+        return value, None
     from pydantic import PydanticUserError, TypeAdapter
 
-    name = getattr(given, "__name__", "answer")
+    name = getattr(value, "__name__", "answer")
     try:
-        reader: TypeAdapter[Any] = TypeAdapter(cast(Any, given))
+        reader: TypeAdapter[Any] = TypeAdapter(cast(Any, value))
         schema = reader.json_schema()
     except (PydanticUserError, TypeError, ValueError, NameError) as error:
         reason = str(error).splitlines()[0]
@@ -176,7 +177,7 @@ def form_of(given: object) -> tuple[Any, TypeAdapter[Any] | None]:
 
 
 def _closed(schema: Any) -> Any:
-    """Return the schema of a class without fields that the class does not name: a model may make up many."""
+    """Return the schema with additional properties forbidden: a model could invent any number of fields."""
     if not isinstance(schema, dict):
         return schema
     found = dict(schema)
@@ -194,25 +195,25 @@ def _closed(schema: Any) -> Any:
     return found
 
 
-def are_prompts(given: object) -> bool:
-    """Return whether it is a sequence of texts and of sequences of token ids."""
-    if not isinstance(given, Sequence):
+def are_prompts(value: object) -> bool:
+    """Return whether the value is a sequence of texts and of sequences of token ids."""
+    if not isinstance(value, Sequence):
         return False
     return all(
         isinstance(prompt, str) or (is_list(prompt) and all(isinstance(token, int) for token in prompt))
-        for prompt in given
+        for prompt in value
     )
 
 
-def is_list(given: object) -> TypeGuard[Sequence[Any]]:
-    """Return whether it may be a list of token ids: bytes are text that was not decoded."""
-    return isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray | memoryview)
+def is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    """Return whether the value may be a list of token ids; bytes are not, they are undecoded text."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
 
 
-def template_args_of(given: object) -> dict[str, Any] | None:
-    """Return the arguments of a chat template. Raises InvalidRequest for what is no object."""
-    if given is None:
+def template_args_of(value: object) -> dict[str, Any] | None:
+    """Return the variables of a chat template. Raises InvalidRequest unless they are an object."""
+    if value is None:
         return None
-    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise InvalidRequest("template_args must be an object: names and their values", field="template_args")
-    return dict(given)
+    return dict(value)

@@ -1,4 +1,4 @@
-"""`cairn launch`: a coding agent, told where the server of this machine is; where none runs, one is started for it."""
+"""`cairn launch`: start a coding agent that uses this machine's server; start the server too if none runs."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from cairn.cli.launch_table import AGENTS, AgentProgram
+from cairn.cli.connection.trust import certificate_file
+from cairn.cli.launch.launch_table import AGENTS, AgentProgram
 from cairn.cli.options import Host, configured, server
 from cairn.cli.output import talk
-from cairn.cli.trust import certificate_file
 from cairn.config.resolve import Resolved
 from cairn.types.errors import CairnError, ConfigError, Unavailable
 
 _OPTIONS = ("api_key", "port", "context")
 _LOOK = 0.3
-"""Seconds between two looks at a server that is starting."""
+"""Seconds between two checks of a server that is starting."""
 _ANSWER = 4
-"""An answer may take so much of the context: a fourth."""
+"""An answer may take this fraction of the context: a fourth."""
 
 
 class ServerAddress(NamedTuple):
-    """Where the server is, and what it has."""
+    """A server's address, its model, and how to reach it."""
 
     url: str
     model: str
     key: str
     context: int
     certificate: Path | None = None
-    """The file of what has to be trusted there, over https."""
+    """The file of certificates to trust, over https."""
 
 
 class Start(NamedTuple):
-    """How an agent is started."""
+    """The command, variables and files that start an agent."""
 
     command: list[str]
     env: dict[str, str]
-    """Variables beside those there are."""
+    """Variables to add to the environment."""
     files: dict[Path, str]
 
 
@@ -56,7 +56,8 @@ def register(app: typer.Typer) -> None:
     """Add `cairn launch`."""
 
     @app.command(
-        rich_help_panel="Running servers", epilog="What follows -- goes to the agent: cairn launch claude -- -p 'hello'"
+        rich_help_panel="Running servers",
+        epilog="Arguments after -- go to the agent: cairn launch claude -- -p 'hello'",
     )
     @configured(_OPTIONS, model=False)
     def launch(
@@ -64,19 +65,23 @@ def register(app: typer.Typer) -> None:
         agent: Annotated[str, typer.Argument(metavar="AGENT", help=f"One of {', '.join(AGENTS)}.")],
         arguments: Annotated[list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", show_default=False)] = None,
         model: Annotated[
-            str | None, typer.Option("--model", metavar="MODEL", help="Where no server runs: the one to serve.")
+            str | None, typer.Option("--model", metavar="MODEL", help="The model to serve if no server runs.")
         ] = None,
-        show: Annotated[bool, typer.Option("--print", help="Print the environment and the command alone.")] = False,
+        show: Annotated[
+            bool, typer.Option("--print", help="Only print the environment and the command; start nothing.")
+        ] = False,
         anyway: Annotated[
-            bool, typer.Option("--anyway", help="Also where the agent's first prompt does not fit the context.")
+            bool, typer.Option("--anyway", help="Start even if the agent's first prompt does not fit the context.")
         ] = False,
         host: Host = None,
     ) -> None:
-        """Start a coding agent with this machine's server as its model. Where none runs, one is started, and ended with
-        the agent. Its own configuration stays as it is."""
+        """Start a coding agent that uses this machine's server.
+
+        If no server runs, one is started and ends with the agent. The agent's own configuration is not changed.
+        """
         known = AGENTS.get(agent)
         if known is None:
-            raise ConfigError(f"{agent} is no agent that can be launched; there are {', '.join(AGENTS)}", field="agent")
+            raise ConfigError(f"{agent} cannot be launched; choose one of {', '.join(AGENTS)}", field="agent")
         if show:
             _print(start(known, _found(resolved, host), folder(agent), arguments or ()))
             return
@@ -96,19 +101,19 @@ def register(app: typer.Typer) -> None:
 
 
 def check_context(agent: AgentProgram, anyway: bool, model: str, context: int) -> None:
-    """Say how what an agent sends first fits a context. ConfigError where it does not, unless it is wanted `anyway`."""
+    """Compare an agent's first prompt with the context and warn. ConfigError if it cannot fit, unless `anyway`."""
     least, most = agent.first_prompt
     wanted = most + most // _ANSWER
     if context >= wanted or not most:
         return
     size = f"{least:,}" if least == most else f"{least:,} to {most:,}"
-    said = f"{agent.title}'s first prompt has about {size} tokens, and the context of {model} is {context:,} tokens"
+    sizes = f"{agent.title}'s first prompt has about {size} tokens, and the context of {model} is {context:,} tokens"
     if context >= least or anyway:
-        talk().print(f"{said}: it may soon be full.", style="dim", markup=False, soft_wrap=True)
+        talk().print(f"{sizes}: it may soon be full.", style="dim", markup=False, soft_wrap=True)
         return
     raise ConfigError(
-        f"{said}: it would be refused. Serve a model with a longer one: cairn serve MODEL --context {wanted}, or name "
-        "one with --model; --anyway starts the agent all the same",
+        f"{sizes}: it would be refused. Serve a model with a longer context: cairn serve MODEL --context {wanted}, or "
+        "name one with --model. --anyway starts the agent regardless",
         field="context",
     )
 
@@ -116,7 +121,7 @@ def check_context(agent: AgentProgram, anyway: bool, model: str, context: int) -
 def start(
     agent: AgentProgram, place: ServerAddress, folder: Path, arguments: list[str] | tuple[str, ...] = ()
 ) -> Start:
-    """How an agent is started that is to use the server at a place."""
+    """Return the command, variables and files that start an agent with a server."""
     values: dict[str, str | int] = {
         "url": place.url,
         "model": place.model,
@@ -128,28 +133,28 @@ def start(
     env = {name: _text(filled(value, values)) for name, value in agent.env.items()}
     if place.certificate is not None:
         env[agent.authorities] = str(place.certificate)
-    command = [agent.program, *(str(filled(one, values)) for one in agent.arguments), *arguments]
+    command = [agent.program, *(str(filled(argument, values)) for argument in agent.arguments), *arguments]
     files = {folder / name: _text(filled(value, values)) + "\n" for name, value in agent.files.items()}
     return Start(command, env, files)
 
 
 def filled(value: Any, values: Mapping[str, str | int]) -> Any:
-    """A value of the table with what stands in braces put in; a text that is a number's name alone is the number."""
+    """Fill in the names in braces of a table's value; a text that is only a number's name becomes the number."""
     if isinstance(value, Mapping):
-        return {str(filled(name, values)): filled(one, values) for name, one in value.items()}
+        return {str(filled(name, values)): filled(item, values) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [filled(one, values) for one in value]
+        return [filled(item, values) for item in value]
     if not isinstance(value, str):
         return value
     if value.startswith("{") and isinstance(number := values.get(value[1:-1]), int):
         return number
-    for name, given in values.items():
-        value = value.replace("{" + name + "}", str(given))
+    for name, replacement in values.items():
+        value = value.replace("{" + name + "}", str(replacement))
     return value
 
 
 def folder(agent: str, env: Mapping[str, str] | None = None) -> Path:
-    """Where files for an agent are kept: none of its own folders."""
+    """Return Cairn's folder of files for an agent; the agent's own folders are not touched."""
     from cairn.config.paths import users_folder
 
     return users_folder(os.environ if env is None else env).parent / "launch" / agent
@@ -165,7 +170,7 @@ def _write(files: Mapping[Path, str]) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             fresh = path.with_name(path.name + ".new")
             with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-                file.write(text)  # a key may stand in it
+                file.write(text)  # readable by the owner alone: it may contain a key
             fresh.replace(path)
         except OSError as error:
             raise CairnError(f"{path} cannot be written: {error.strerror or error}") from error
@@ -180,14 +185,14 @@ def _print(begun: Start) -> None:
 
 
 Fits = Callable[[str, int], None]
-"""Gets the model and its context before the agent is started, and may raise."""
+"""Called with the model and its context in tokens before the agent starts; raises if they do not fit."""
 
 
 @contextmanager
 def _place(resolved: Resolved, host: str | None, model: str | None, fits: Fits) -> Iterator[tuple[ServerAddress, bool]]:
-    """The server that runs, or one that is started and ended; which of both."""
+    """Yield the running server, or start one and end it afterwards; and whether it was started here."""
     from cairn.cli.answer_source import LOADING, state_of
-    from cairn.cli.client import address
+    from cairn.cli.connection.client import address
 
     try:
         place = _found(resolved, host)
@@ -213,20 +218,20 @@ def _place(resolved: Resolved, host: str | None, model: str | None, fits: Fits) 
 
 
 def _found(resolved: Resolved, host: str | None) -> ServerAddress:
-    """The server that runs. Unavailable where none does."""
-    from cairn.cli.client import first_chat, own_certificate
+    """Return the running server. Unavailable if none runs."""
+    from cairn.cli.connection.client import first_chat, own_certificate
 
     with server(resolved, host) as client:
         first = first_chat(client.get("/v1/models")["data"])
         config = resolved.config
         key = config.api_key[0].reveal() if config.api_key else ""
-        known = certificate_file(own_certificate(config, host)) if client.url.startswith("https:") else None
-        return ServerAddress(client.url, str(first["id"]), key, int(first["max_model_len"]), known)
+        trusted = certificate_file(own_certificate(config, host)) if client.url.startswith("https:") else None
+        return ServerAddress(client.url, str(first["id"]), key, int(first["max_model_len"]), trusted)
 
 
 @contextmanager
 def _served(resolved: Resolved, model: str, fits: Fits) -> Iterator[ServerAddress]:
-    """A server of our own, which says what it has to say into a file."""
+    """Start a server whose output goes to a file, and end it afterwards. CairnError if it does not start."""
     from cairn.cli.answer_source import context_of
     from cairn.cli.models import pull_missing
 
@@ -237,7 +242,7 @@ def _served(resolved: Resolved, model: str, fits: Fits) -> Iterator[ServerAddres
     log = folder("server") / "serve.log"
     _write({log: ""})
     command = [sys.executable, "-m", "cairn", "serve", model, "--host", config.host, "--port", str(config.port)]
-    command += ["--images", "text"]  # an agent goes on with what it has; a 400 would end its session
+    command += ["--images", "text"]  # an agent can go on without an image; a 400 would end its session
     if config.context is not None:
         command += ["--context", str(config.context)]
     keys = {"CAIRN_API_KEY": ",".join(key.reveal() for key in config.api_key)} if config.api_key else {}
@@ -248,14 +253,14 @@ def _served(resolved: Resolved, model: str, fits: Fits) -> Iterator[ServerAddres
             stdout=output,
             stderr=output,
             env={**os.environ, **keys},
-            start_new_session=True,  # Ctrl-C is the agent's
+            start_new_session=True,  # Ctrl-C goes to the agent alone
         )
     try:
         with talk().status(f"starting a server with {model}; it writes to {log}"):
             while True:
                 if process.poll() is not None:
-                    said = log.read_text(errors="replace").strip().splitlines()
-                    raise CairnError(f"the server did not start: {said[-1] if said else log}")
+                    lines = log.read_text(errors="replace").strip().splitlines()
+                    raise CairnError(f"the server did not start: {lines[-1] if lines else log}")
                 try:
                     found = _found(resolved, None)
                     break
@@ -268,7 +273,7 @@ def _served(resolved: Resolved, model: str, fits: Fits) -> Iterator[ServerAddres
 
 
 def _run(program: str, command: list[str], env: Mapping[str, str]) -> int:
-    """Run the agent to its end; signals of the terminal are its own."""
+    """Run the agent and return its exit code; Ctrl-C is left to the agent."""
     before = signal.signal(signal.SIGINT, lambda *_: None)
     try:
         code = subprocess.Popen(command, executable=program, env=dict(env)).wait()

@@ -1,4 +1,4 @@
-"""Whom the command line trusts over https: the configured certificate itself, a file of `--cacert`, or the system's."""
+"""Trust over https: the configured certificate, the file of `--cacert`, or the system's authorities."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _PEM = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re
 
 
 class TrustFlags(NamedTuple):
-    """What the flags of a command say."""
+    """The trust flags of a command."""
 
     cacert: Path | None = None
     insecure: bool = False
 
 
 chosen: ContextVar[TrustFlags] = ContextVar("chosen", default=TrustFlags())  # noqa: B039  (it cannot be changed)
-"""The flags of the command that runs: every connection it makes heeds them."""
+"""The flags of the running command; they apply to every connection that it makes."""
 
 _Cacert = Annotated[
     Path | None,
-    typer.Option("--cacert", metavar="FILE", help="Over https: the certificate to trust, or that of its authority."),
+    typer.Option("--cacert", metavar="FILE", help="For https: the certificate to trust, or that of its authority."),
 ]
-_Insecure = Annotated[bool, typer.Option("--insecure", help="Over https: trust whoever answers.")]
+_Insecure = Annotated[bool, typer.Option("--insecure", help="For https: do not check the server's certificate.")]
 TRUST_PARAMETERS = (
     inspect.Parameter("cacert", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_Cacert),
     inspect.Parameter("insecure", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=_Insecure),
@@ -39,18 +39,18 @@ TRUST_PARAMETERS = (
 
 
 def tls_context(url: str, own_certificate: str | None = None) -> ssl.SSLContext:
-    """Return whom to trust at an address.
+    """Return the TLS context for an address.
 
-    `own_certificate`: the file with the certificate of the server of this machine's configuration, where the address
-    is that server's. Then exactly that certificate is trusted, whatever names are in it. Otherwise it is who `--cacert`
-    names, or SSL_CERT_FILE or SSL_CERT_DIR, or the usual authorities. ConfigError for files that cannot be used.
+    `own_certificate`: the file of the configured server's certificate, if the address is that server's: exactly that
+    certificate is trusted, whatever names are in it. `--cacert` and `--insecure` come before it. Without any of them
+    SSL_CERT_FILE, SSL_CERT_DIR or the system's authorities apply. ConfigError for files that cannot be used.
     """
     flags = chosen.get()
     if not url.startswith("https:"):
         if flags != TrustFlags():
             flag = "--insecure" if flags.insecure else "--cacert"
             raise ConfigError(f"{flag} is for https, and the server is at {url}; give --host https://...")
-        return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # to read all authorities takes longer than a short command
+        return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # reading all authorities takes longer than a short command
     if flags.insecure:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
@@ -60,24 +60,24 @@ def tls_context(url: str, own_certificate: str | None = None) -> ssl.SSLContext:
         return _trusting(flags.cacert.expanduser(), "--cacert", whole=True)
     if own_certificate is not None:
         context = _trusting(Path(own_certificate).expanduser(), "tls_cert", whole=False)
-        context.check_hostname = False  # it is known by itself, not by the names that it holds
+        context.check_hostname = False  # the certificate itself is known, so its names do not matter
         return context
     import httpx
 
     try:
         return httpx.create_ssl_context(trust_env=True)
     except (ImportError, ValueError, OSError) as error:
-        raise ConfigError(f"the certificates that the environment names cannot be used: {error}") from error
+        raise ConfigError(f"the certificates in SSL_CERT_FILE or SSL_CERT_DIR cannot be used: {error}") from error
 
 
 def _trusting(path: Path, name: str, *, whole: bool) -> ssl.SSLContext:
-    """Trust the certificates in a file, or only the first of them: the server's own, before those that vouch for it."""
+    """Return a context that trusts a file's certificates; not `whole`: only the first, the server's own."""
     try:
         found = _PEM.findall(path.read_text("ascii"))
         if not found:
             raise ConfigError(f"{name}: {path} holds no certificate in PEM form")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # one that is in the file need not be an authority
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # a certificate in the file need not be an authority
         context.load_verify_locations(cadata="\n".join(found if whole else found[:1]))
         return context
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError, UnicodeDecodeError a ValueError
@@ -85,7 +85,7 @@ def _trusting(path: Path, name: str, *, whole: bool) -> ssl.SSLContext:
 
 
 def certificate_file(own_certificate: str | None) -> Path | None:
-    """Return the file that another program has to trust to reach the server too, if there is one."""
+    """Return the certificate file that another program must trust to reach the server, or None."""
     flags = chosen.get()
     if flags.cacert is not None:
         return flags.cacert.expanduser().absolute()

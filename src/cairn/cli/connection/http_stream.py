@@ -1,4 +1,4 @@
-"""One answer of a server, read from its server-sent events."""
+"""Answers and events of a server, read from server-sent events."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _REASONS = {reason.value: reason for reason in FinishReason}
 
 
 class HttpStream:
-    """The pieces of one answer over server-sent events; the twin of `cairn.entrypoints.llm.Stream`."""
+    """A stream of one answer's pieces, as `cairn.entrypoints.llm.Stream` has it, over server-sent events."""
 
     def __init__(self, response: httpx.Response, url: str) -> None:
         self._response = response
         self._lines = _lines(response.iter_bytes())
         self._url = url
         self.request = response.headers.get("x-request-id", "")
-        """Id of the request, by which it is cancelled."""
+        """Id of the request, for cancelling it."""
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._calls: dict[int, list[str]] = {}
@@ -36,12 +36,12 @@ class HttpStream:
 
     @property
     def answer(self) -> Answer:
-        """What has come so far."""
+        """The answer so far."""
         usage = self._usage
         return Answer(
             text="".join(self._text),
             reasoning="".join(self._reasoning),
-            tool_calls=tuple(ToolCall(id, name, said) for _, (id, name, said) in sorted(self._calls.items())),
+            tool_calls=tuple(ToolCall(id, name, arguments) for _, (id, name, arguments) in sorted(self._calls.items())),
             finish_reason=self._reason,
             detail=self._detail,
             usage=usage,
@@ -80,12 +80,12 @@ class HttpStream:
             error = chunk["error"]
             raise GenerationFailed(str(error.get("message", error) if isinstance(error, dict) else error))
         if chunk.get("usage"):
-            given = chunk["usage"]
-            cached = (given.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+            usage = chunk["usage"]
+            cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
             self._usage = Usage(
-                prompt_tokens=given["prompt_tokens"], completion_tokens=given["completion_tokens"], cached_tokens=cached
+                prompt_tokens=usage["prompt_tokens"], completion_tokens=usage["completion_tokens"], cached_tokens=cached
             )
-            self._cache = _report(given.get("cairn"), self._usage)
+            self._cache = _report(usage.get("cairn"), self._usage)
         for choice in chunk.get("choices") or ():
             self._reason = _REASONS.get(choice.get("finish_reason") or "", self._reason)
             self._detail = str(choice.get("finish_detail") or self._detail)
@@ -110,7 +110,7 @@ class HttpStream:
 
 
 def read_events(response: httpx.Response, url: str) -> Iterator[dict[str, Any]]:
-    """The events of an answer that are objects, up to `[DONE]`. GenerationFailed for one that ends otherwise."""
+    """Yield the events of an answer up to `[DONE]`. GenerationFailed for an error, or an end without `[DONE]`."""
     try:
         for line in _lines(response.iter_bytes()):
             if not line.startswith(b"data:"):
@@ -129,23 +129,23 @@ def read_events(response: httpx.Response, url: str) -> Iterator[dict[str, Any]]:
     raise GenerationFailed(f"the server at {url} ended the answer without a conclusion")
 
 
-def _report(given: Mapping[str, Any] | None, usage: Usage) -> CacheReport:
-    """Where the prompt's KV came from; of a server that does not say, the counts of its usage."""
-    if not given:
+def _report(fields: Mapping[str, Any] | None, usage: Usage) -> CacheReport:
+    """Return the source of the prompt's KV; of a server that does not report it, the counts in its usage."""
+    if not fields:
         return CacheReport(computed=usage.prompt_tokens - usage.cached_tokens, pool=usage.cached_tokens)
-    misses = msgspec.convert(given.get("miss") or [], list[Miss])
+    misses = msgspec.convert(fields.get("miss") or [], list[Miss])
     return CacheReport(
-        computed=given["computed"],
-        pool=given["pool"],
-        ram=given["ram"],
-        disk=given["disk"],
-        load=given["load_seconds"],
+        computed=fields["computed"],
+        pool=fields["pool"],
+        ram=fields["ram"],
+        disk=fields["disk"],
+        load=fields["load_seconds"],
         miss=misses[0] if misses else None,
     )
 
 
 def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """What a line feed ends. httpx ends lines at U+2028 and the like as well, which JSON may hold as they are."""
+    """Yield lines that end with a line feed. httpx also splits at U+2028 and the like, which JSON may contain."""
     begun: list[bytes] = []
     for piece in pieces:
         *ended, rest = piece.split(b"\n")
@@ -157,5 +157,5 @@ def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def why(error: httpx.HTTPError) -> str:
-    """What is known of it; some have no text."""
+    """Return the error's text, or its type if it has none."""
     return str(error) or type(error).__name__

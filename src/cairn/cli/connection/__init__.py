@@ -1,0 +1,1 @@
+"""The connection to a server: requests, streams of answers, and which certificates are trusted."""

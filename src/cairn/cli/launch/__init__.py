@@ -1,0 +1,1 @@
+"""`cairn launch`: agents on this machine, and how each is started."""

@@ -1,0 +1,1 @@
+"""`cairn team`: the command, and the view of a running team."""
