@@ -73,7 +73,7 @@ class Server:
         return self._answer(self._http.post(path, json=body)).json()
 
     def file(self, id: str) -> bytes:
-        """An agent as a file."""
+        """Return an agent as a file."""
         return self._answer(self._http.get(f"/v1/agents/{id}/export")).content
 
     def take(self, id: str, file: bytes) -> Any:
@@ -89,7 +89,7 @@ class Server:
 
 @contextmanager
 def serving(folder: Path) -> Iterator[Server]:
-    """A server on a folder, killed at the end."""
+    """Run a server on a folder and kill it at the end."""
     server = Server(folder)
     try:
         server.start()
@@ -124,7 +124,7 @@ def turn(server: Server, id: str, text: str) -> Any:
 
 
 def said(answer: Any) -> str:
-    """The text of an answer."""
+    """Return the text of an answer."""
     return str(answer["choices"][0]["message"]["content"])
 
 
@@ -154,7 +154,7 @@ def main() -> None:
 
 
 def check(id: str, answer: Any, before: int, expected: str) -> None:
-    """What an agent said after the kill, and how little it computed for that."""
+    """Print what an agent said after the kill, and how little it computed for it."""
     usage = answer["usage"]
     report = usage["cairn"]
     new = usage["prompt_tokens"] - before
