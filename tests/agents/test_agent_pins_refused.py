@@ -11,7 +11,7 @@ from typing import Literal
 import pytest
 
 from cairn.agents import kv
-from cairn.kv.disk import state as disk_state
+from cairn.kv.disk import budget as disk_state
 from cairn.system.posix import SystemFile, SystemFiles
 from cairn.types.errors import Unavailable
 from tests.agents.house import house

@@ -978,7 +978,7 @@ def test_the_digest_of_the_package_changes_with_any_file(tmp_path: Path, monkeyp
     for name in ("__init__.py", "a/b.py", "a/native.so"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("1")
-    monkeypatch.setattr(launch.cairn, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(launch, "PACKAGE", tmp_path)
     seen = {launch.code_digest()}
     (tmp_path / "a/b.py").write_text("2")
     seen.add(launch.code_digest())
@@ -991,7 +991,7 @@ def test_the_digest_of_the_package_changes_with_any_file(tmp_path: Path, monkeyp
 
 def test_a_package_that_cannot_be_read_has_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be another one than before, as if the files had been changed."""
-    monkeypatch.setattr(launch.cairn, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(launch, "PACKAGE", tmp_path)
     (tmp_path / "gone.py").symlink_to(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError):
         launch.code_digest()

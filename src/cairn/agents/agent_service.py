@@ -402,8 +402,8 @@ async def import_agent(
 ) -> Agent:
     """Create an agent from a file, under its own id or another.
 
-    `accept` raises for what is not allowed in. Raise as `portable.read`, `AgentService.new_id` and `AgentService.add`
-    do.
+    `accept` raises an error to refuse the file's content. Raise as `portable.read`, `AgentService.new_id` and
+    `AgentService.add` do.
     """
     read = await asyncio.to_thread(portable.read, data, spec.vocab, spec.identity)
     if accept is not None:

@@ -471,7 +471,7 @@ class Agents:
     ) -> AgentInfo:
         """Create an agent from an exported file, under its own id or another.
 
-        `check` raises for what is not allowed in. `service`: the model that is to have it, on a server with several.
+        `check` raises an error to refuse the file's content. `service`: the model to use, on a server with several.
         Raise InvalidRequest for a file that is damaged or not ours, Conflict if the id is taken.
         """
         spec = (service or self.services.first).spec

@@ -26,6 +26,8 @@ from cairn.system.posix import without_secrets
 from cairn.types.errors import ConfigError, NoWorker
 from cairn.worker import wire
 
+PACKAGE = Path(__file__).parents[1]
+"""Folder of the package, whose files a worker is started from."""
 WORKER = (sys.executable, "-P", "-m", "cairn.worker.worker")
 """The worker's command line; the socket's number is appended. Without -P it would import Python files from the working
 directory, which may be a model's folder."""
@@ -163,12 +165,11 @@ def code_digest() -> bytes:
 
     Raise OSError if one cannot be read.
     """
-    folder = Path(__file__).parents[1]
     digest = xxhash.xxh3_128()
-    walk = os.walk(folder, onerror=_refuse)  # `rglob` leaves out what it cannot read
+    walk = os.walk(PACKAGE, onerror=_refuse)  # `rglob` leaves out what it cannot read
     for path in sorted(Path(place, name) for place, _, names in walk for name in names):
         if path.suffix in (".py", ".so"):
-            digest.update(str(path.relative_to(folder)).encode() + b"\0")
+            digest.update(str(path.relative_to(PACKAGE)).encode() + b"\0")
             digest.update(path.read_bytes())
     return digest.digest()
 

@@ -60,7 +60,7 @@ class JsonLines(logging.Formatter):
 
 
 class _Patient(logging.StreamHandler[TextIO]):
-    """Leaves out what is of no importance while nobody reads: a full pipe would hold up all that this process does."""
+    """Drops records up to INFO while the stream cannot take more: writing to a full pipe would block this process."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write, or not."""
@@ -105,7 +105,7 @@ _INET6 = Path("/proc/net/if_inet6")
 
 
 class SystemNetwork:
-    """The machine's own interfaces; where they cannot be listed, the one that leads outside."""
+    """Addresses of the machine's interfaces; if none is found, the source address of packets to the internet."""
 
     def addresses(self) -> list[str]:
         """`Network.addresses`."""
@@ -179,8 +179,8 @@ class SystemFiles:
 
     def make_folder(self, path: Path) -> None:
         """Each folder that is made is synced into its parent."""
-        if path.is_dir():  # perhaps since a moment, by a process that was killed before it synced that
-            with contextlib.suppress(PermissionError):  # of a parent that this user may enter, not read
+        if path.is_dir():  # maybe just made by a process that was killed before it synced the parent
+            with contextlib.suppress(PermissionError):  # this user may enter the parent but not read it
                 self.sync_folder(path.parent)
             return
         if path.parent != path:
@@ -229,7 +229,7 @@ class SystemFiles:
         return facts.f_bavail * facts.f_frsize
 
     def lock(self, path: Path) -> SystemLock | None:
-        """`flock` on a file in the folder. The file stays: removing it would let two processes hold two of them."""
+        """`flock` on a file in the folder. Never removed: two processes could then each lock a file of their own."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         handle = os.open(path / LOCK_FILE, flags, 0o600)
         try:
@@ -322,7 +322,7 @@ class SystemLock:
         self._handle, self._path = handle, path
 
     def held(self) -> bool:
-        """Whether the path has the open file. A disk that does not tell has not taken it away."""
+        """Whether the path still names the open file; True if the disk fails to answer."""
         try:
             there = os.lstat(self._path)
         except (FileNotFoundError, NotADirectoryError):
@@ -331,7 +331,7 @@ class SystemLock:
             return True
         try:
             return os.path.samestat(there, os.fstat(self._handle))
-        except OSError as error:  # NFS says of a file that another machine removed that it is stale
+        except OSError as error:  # NFS reports ESTALE for a file that another machine removed
             return error.errno != errno.ESTALE
 
     def release(self) -> None:
@@ -345,7 +345,7 @@ class SystemLock:
 
 
 _NO_FULL_SYNC = (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY)
-"""What volumes say that do not have macOS' call, such as some that are reached over a network."""
+"""Errors of volumes that do not support macOS' F_FULLFSYNC, such as some network volumes."""
 
 
 def _sync(handle: int) -> None:

@@ -40,8 +40,8 @@ Source = Callable[["Silence | None"], Batches]
 """The source of an answer. With a `Silence` it also yields empty batches, at the latest when the silence should be
 broken."""
 UNREAD = (
-    "the answer has something that begins as a call of a tool does and cannot be read as one: it stands as it was "
-    "written, in the content or as the arguments of the call"
+    "the answer has something that begins like a tool call but cannot be read as one: it is returned as the model "
+    "wrote it, in the content or as the arguments of the call"
 )
 
 

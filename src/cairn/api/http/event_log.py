@@ -99,14 +99,14 @@ class _Call:
 
 @dataclass(slots=True)
 class _Name:
-    """A name of a tenant's."""
+    """The calls of one tenant to which a client gave the same name."""
 
     live: set[int] = field(default_factory=set)
     last: int = 0
     calls: int = 0
-    """That have or had it and are not forgotten."""
+    """Number of calls with this name in the table, running or ended; the name is deleted with the last one."""
     shared: bool = False
-    """Whether two calls had it at once, and one of those that came since still runs."""
+    """Whether two calls had the name at the same time; reset once no call with the name is running."""
 
 
 def parse_id(text: str) -> int | None:
@@ -304,7 +304,7 @@ class EventLogs:
         return "cancelled" if log.cancelled else "finished" if log.failure is None else "failed"
 
     def cancel(self, number: int) -> bool:
-        """End the work of a log; whether it still went on."""
+        """Cancel the request behind a log; return whether it was still running."""
         log = self._logs[number]
         if log.over:
             return False

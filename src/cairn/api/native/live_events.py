@@ -72,7 +72,7 @@ class ChangeFeed:
     ) -> None:
         """Follow a tenant. `services`: those loaded now; `first` names the model of agents without an answer yet."""
         self.epoch = epoch
-        """No other feed has it: the numbers of another mean nothing here."""
+        """Unique to this feed: event numbers of a feed with another epoch are not valid here."""
         self.readers: dict[Waker, bool] = {}
         """Readers, and whether each may see the server's figures."""
         self.over = False

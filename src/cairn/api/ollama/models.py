@@ -314,7 +314,7 @@ def _remove(model: str, served: Sequence[str]) -> None:
     removal = plan(model)
     gone = [removal.repository] if removal.whole else removal.links
     for name in served:
-        with contextlib.suppress(ModelError):  # one that is not there any more cannot go
+        with contextlib.suppress(ModelError):  # a served model whose files are gone already cannot be removed with it
             place = hub.locate(name).absolute()
             if any(place.is_relative_to(path.absolute()) for path in gone):
                 raise Conflict(f"{removal.name} is being served; end this server before its model is removed")

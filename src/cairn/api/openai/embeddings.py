@@ -1,7 +1,7 @@
 """Vectors and scores: POST /v1/embeddings, /embed, /v1/rerank and /v1/score.
 
 OpenAI's embeddings (platform.openai.com/docs/api-reference/embeddings); Text Embeddings Inference's /embed and its form
-of /rerank, which is told by `texts`; Cohere's and Jina's /rerank; vLLM's /score.
+of /rerank, recognised by its field `texts`; Cohere's and Jina's /rerank; vLLM's /score.
 """
 
 from __future__ import annotations

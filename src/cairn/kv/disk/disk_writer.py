@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cairn.kv.disk import chunk_file
+from cairn.kv.disk.budget import DiskState
 from cairn.kv.disk.chunk_file import Name
 from cairn.kv.disk.codec import Codec
 from cairn.kv.disk.folder import blocks
 from cairn.kv.disk.index import IndexEntry
-from cairn.kv.disk.state import DiskState
 from cairn.kv.tiers.store import Chunk, spared
 
 

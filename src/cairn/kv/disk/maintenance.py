@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cairn.kv.disk import chunk_file
+from cairn.kv.disk.budget import DiskState
 from cairn.kv.disk.chunk_file import DamagedChunk, parse_name
 from cairn.kv.disk.folder import FolderScan
 from cairn.kv.disk.index import IndexEntry, chains
-from cairn.kv.disk.state import DiskState
 from cairn.kv.tiers.store import Scrubbed
 
 Keys = Callable[[bytes], Sequence[bytes]]

@@ -24,11 +24,11 @@ from pathlib import Path
 
 from cairn.kv.disk import chunk_file
 from cairn.kv.disk import maintenance as disk_maintenance
+from cairn.kv.disk.budget import DiskState
 from cairn.kv.disk.chunk_file import DamagedChunk, Name, parse_name
 from cairn.kv.disk.folder import DIGITS, MARKER, OF_MODELS, PINS, StoreFolder, check_folder, open_folder
 from cairn.kv.disk.notes import SEEN, read_layout
 from cairn.kv.disk.pins import Pins, pin_name
-from cairn.kv.disk.state import DiskState
 from cairn.system.interfaces import Clock, FileSystem, FolderEntry, Lock
 from cairn.types.errors import ConfigError, Conflict
 from cairn.types.model_spec import CHUNK_BLOCKS

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from cairn.kv.disk.budget import DiskState
 from cairn.kv.disk.folder import StoreFolder, blocks
 from cairn.kv.disk.record import read_record, write_record
-from cairn.kv.disk.state import DiskState
 from cairn.kv.pool.prefix import Layout
 
 SEEN = "seen"

@@ -19,6 +19,7 @@ from typing import Literal
 
 from cairn.kv.disk import chunk_file, portable_kv
 from cairn.kv.disk import maintenance as disk_maintenance
+from cairn.kv.disk.budget import DiskState
 from cairn.kv.disk.chunk_file import HEADER_BYTES, DamagedChunk
 from cairn.kv.disk.codec import Codec
 from cairn.kv.disk.disk_writer import DiskWriter
@@ -27,7 +28,6 @@ from cairn.kv.disk.maintenance import OtherEngines
 from cairn.kv.disk.model_folders import ModelFolders
 from cairn.kv.disk.notes import Notes, write_layout
 from cairn.kv.disk.pins import Pins, pin_bytes, pin_name
-from cairn.kv.disk.state import DiskState
 from cairn.kv.pool.prefix import Layout
 from cairn.kv.tiers.store import HEAD_BYTES, Chunk, Scrubbed, Standing
 from cairn.system.interfaces import Clock, FileSystem, Lock
@@ -44,7 +44,7 @@ and its time to live is that much shorter."""
 AHEAD = 2
 """How many chunks ahead the disk is told what will be read: it reads while a chunk is checked."""
 _HEADERS = 1 << 20
-"""More bytes than a chunk's file has beside its pages: headers and tokens."""
+"""Upper bound on the bytes of a chunk's file that are not pages: headers and tokens."""
 _PRUNE_EVERY = 600.0
 _PRUNES = 10
 """Least number of prunes within a time to live."""

@@ -79,7 +79,7 @@ class CompileServer:
         seconds = _children() - used
         if os.WIFSIGNALED(status):
             ended: Any = _ENDED.get(signal.Signals(os.WTERMSIG(status)), "wrong")
-            return GrammarVerdict(ended=ended, error="what compiles grammars broke down over it", seconds=seconds)
+            return GrammarVerdict(ended=ended, error="the grammar compiler crashed on it", seconds=seconds)
         try:
             return msgspec.structs.replace(msgspec.msgpack.decode(bytes(data), type=GrammarVerdict), seconds=seconds)
         except msgspec.MsgspecError:
