@@ -33,7 +33,7 @@ async def test_the_worst_grammars_are_refused_or_bounded(
     refused = {name for name, row in found.items() if row.verdict.ended}
     assert refused >= {name for name in REFUSED if name in found} and "any JSON" not in refused
     followed = {name: row.followed for name, row in found.items() if row.followed is not None}
-    assert all(row.verdict.seconds < SECONDS + 0.5 for row in found.values())
+    assert all(row.verdict.seconds < SECONDS + 5 for row in found.values())
     assert all(row.verdict.bytes <= MOST_BYTES for row in found.values())
     assert all(one.grown < MOST_GROWTH for one in followed.values()), followed
     most, slowest = max(one.grown for one in followed.values()), max(one.slowest for one in followed.values())

@@ -152,7 +152,7 @@ PARTS = [
 
 
 def test_no_mixture_of_parts_takes_longer_than_its_length(prove: bool) -> None:
-    """Units of a form's own parts, repeated behind a beginning: 8 times the text may take 14 times as long."""
+    """Units of a form's own parts, repeated behind a beginning: 8 times the text may take 24 times as long."""
     rng = random.Random(1)
     for one in FORMATS:
         own = [one.begin, one.end, one.open.replace("{name}", "f"), one.close, one.joint, *one.key, one.value_end]
@@ -164,8 +164,10 @@ def test_no_mixture_of_parts_takes_longer_than_its_length(prove: bool) -> None:
             small = seconds(form(one.name), before + unit * (4_000 // len(unit)), step)
             if small < 0.01:
                 continue
-            large = seconds(form(one.name), before + unit * (32_000 // len(unit)), step)
-            assert large < max(0.3, 14 * small), (one.name, before, unit, step)
+            # A quadratic reader takes 64 times as long each time; a busy machine makes one measurement of three slow.
+            text = before + unit * (32_000 // len(unit))
+            limit = max(1.0, 24 * small)
+            assert any(seconds(form(one.name), text, step) < limit for _ in range(3)), (one.name, before, unit, step)
 
 
 def test_calls_in_python_are_as_they_were() -> None:
