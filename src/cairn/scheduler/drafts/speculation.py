@@ -55,7 +55,7 @@ class Speculation:
         return sequence.drafter
 
     def _guesses(self, sequence: Sequence, drafter: Drafter, width: int) -> list[int]:
-        """Return a drafter's guesses up to the first of no use: nothing follows a stop token."""
+        """Return a drafter's guesses up to the first that a grammar forbids, or that nothing follows: a stop token."""
         if sequence.known < len(sequence.tokens):
             drafter.extend(sequence.tokens[sequence.known :])
             sequence.known = len(sequence.tokens)
@@ -64,7 +64,7 @@ class Speculation:
             if not 0 <= token < self._vocab or token in stops:
                 break
             guesses.append(token)
-        return guesses
+        return guesses[: sequence.matcher.accepts(guesses)] if guesses and sequence.matcher is not None else guesses
 
 
 def sampled(row: Row, result: RowResult) -> list[tuple[int, TokenLogprob | None]]:
