@@ -87,6 +87,7 @@ class Sequence:
     __slots__ = (
         "accepted",
         "admitted",
+        "again",
         "ahead",
         "arrival",
         "computed",
@@ -168,6 +169,8 @@ class Sequence:
         """Set once it has decoded, if it speculates."""
         self.known = 0
         """Leading tokens that the drafter knows."""
+        self.again = 0
+        """Tokens of its answer that were accepted as guesses and have to be computed again, to have their state."""
         self.accepted = self.rejected = 0
         """Guesses that were right and are in the answer, and all others."""
         self.scored = 0

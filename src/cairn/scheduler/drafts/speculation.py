@@ -24,7 +24,7 @@ class Speculation:
         for sequence in sequences:
             # The answer's last token needs no guess behind it.
             room = min(most, sequence.longest - len(sequence.tokens) - 1)
-            if room < 1 or not sequence.speculates or sequence.first_token is None:
+            if room < 1 or not sequence.speculates or sequence.again or sequence.first_token is None:
                 continue
             if (drafter := self._drafter(sequence)) is None:
                 continue
