@@ -143,6 +143,7 @@ def pulled(model: str, anyway: bool = False) -> Path:
     from cairn.cli.output import amount, talk
     from cairn.models.hub import hub
     from cairn.models.hub.addresses import known as of_registry
+    from cairn.models.hub.snapshots import Progress
 
     def allow(size: int) -> None:
         check_fits(model, size, anyway, say)
@@ -162,7 +163,7 @@ def pulled(model: str, anyway: bool = False) -> Path:
     with Bar(*columns, TimeRemainingColumn(), console=talk(), transient=True) as bar:
         task = bar.add_task(model, total=None)
 
-        def show(progress: hub.Progress) -> None:
+        def show(progress: Progress) -> None:
             bar.update(task, description=progress.file, completed=progress.done, total=progress.total)
 
         folder = hub.pull(model, progress=show, say=say, allow=allow)

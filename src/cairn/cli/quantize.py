@@ -15,7 +15,7 @@ import typer
 from cairn.types.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
-    from cairn.models.gguf.writer import Loss
+    from cairn.models.packing.gguf_writer import Loss
 
 
 def register(app: typer.Typer) -> None:
@@ -71,8 +71,8 @@ def write(
     that cannot be read or expressed in GGUF.
     """
     from cairn.models.files import is_gguf, parts
-    from cairn.models.gguf.writer import TYPES, check_written, package, write_gguf
     from cairn.models.hub import hub
+    from cairn.models.packing.gguf_writer import TYPES, check_written, package, write_gguf
     from cairn.models.spec.config import check_decodes, load_spec
     from cairn.text.tokens.gguf_vocab import check_same, texts_of
 

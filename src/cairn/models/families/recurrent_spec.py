@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import msgspec
 
+from cairn.models.families.families import Family
+from cairn.models.families.moe_spec import layer_kinds
 from cairn.models.files import Fields
-from cairn.models.spec.families import Family
-from cairn.models.spec.moe_spec import layer_kinds
 from cairn.types.errors import ModelError
 from cairn.types.model_spec import MAX_HEAD_DIM, CacheGroup, ModelSpec, Recurrence
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from cairn.kernels.base import BLOCK, GROUP, Packed, Quantized
 from cairn.kernels.codebooks import RowBlocks
-from cairn.models.packing.dequant import SLICE, BlockFormat, Blocks, Codes, dequantize
+from cairn.models.quantization.dequant import SLICE, BlockFormat, Blocks, Codes, dequantize
 
 Floats = NDArray[np.float32]
 Rows = Callable[[int, int], NDArray[Any]]

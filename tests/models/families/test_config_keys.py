@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import cairn.models.spec.config as loading
+from cairn.models.families.config_keys import COMMON, ENCODER_ROWS, EVERYWHERE, HARMLESS, ROWS, ConfigKeys
+from cairn.models.families.families import FAMILIES
 from cairn.models.files import Fields
 from cairn.models.spec.config import load_spec
-from cairn.models.spec.config_keys import COMMON, ENCODER_ROWS, EVERYWHERE, HARMLESS, ROWS, ConfigKeys
-from cairn.models.spec.families import FAMILIES
 from cairn.types.errors import ModelError, ModelFileError
 from tests.tiny_models import MODELS, write_config
 

@@ -12,9 +12,9 @@ from gguf import quants
 from cairn.kernels.codebooks import RowBlocks
 from cairn.kernels.native import form_of, packed_bytes
 from cairn.kernels.quantized import dequantized
-from cairn.models.packing import dequant, quantize
-from cairn.models.packing.dequant import KINDS, BlockFormat
-from cairn.models.packing.quantize import rounded, unpack
+from cairn.models.quantization import dequant, quantize
+from cairn.models.quantization.dequant import KINDS, BlockFormat
+from cairn.models.quantization.quantize import rounded, unpack
 
 PACKED = {number: kind for number, kind in KINDS.items() if kind.dtype is None}
 EXACT = {number: kind for number, kind in PACKED.items() if kind.exact}

@@ -13,10 +13,10 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 from safetensors.numpy import load_file, save_file
 
-from cairn.models.gguf import writer as gguf_writer
 from cairn.models.gguf.reader import read_gguf
 from cairn.models.gguf.weights import gguf_name, hub_name
-from cairn.models.gguf.writer import TYPES, check_written, write_gguf
+from cairn.models.packing import gguf_writer as gguf_writer
+from cairn.models.packing.gguf_writer import TYPES, check_written, write_gguf
 from cairn.models.safetensors.weights import open_weights
 from cairn.models.spec.config import load_spec
 from cairn.types.errors import ModelError, ModelFileError

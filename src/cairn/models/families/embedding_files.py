@@ -10,8 +10,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from cairn.models.files import MAX_JSON_BYTES, Fields, read_json, read_optional_json, read_small
-from cairn.models.spec.families import MODULES
+from cairn.models.files import MAX_JSON_BYTES, MODULES, Fields, read_json, read_optional_json, read_small
 from cairn.types.errors import ModelError, ModelFileError
 from cairn.types.model_spec import MAX_CONTEXT, MAX_VOCAB, Dense, Embedding, JudgeSpec, Pooling
 

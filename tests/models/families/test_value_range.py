@@ -12,9 +12,9 @@ from safetensors.numpy import save_file
 from cairn.config.config import Config
 from cairn.engine.recorded import RecordedEngine
 from cairn.frontend.service import Service
+from cairn.models.families.value_range import HALF, ROUNDING, fits_half, reach
 from cairn.models.safetensors.weights import open_weights
 from cairn.models.spec.config import load_spec
-from cairn.models.spec.value_range import HALF, ROUNDING, fits_half, reach
 from tests.service.tiny import make_model
 from tests.tiny_models import KERNELS, MODELS, Driver, load, prompt, random_tensors, stored, write_config, write_model
 

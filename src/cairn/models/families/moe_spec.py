@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from cairn.models.families.families import Family
 from cairn.models.files import Fields
-from cairn.models.spec.families import Family
 from cairn.types.errors import ModelError
 from cairn.types.model_spec import Experts, ModelSpec
 

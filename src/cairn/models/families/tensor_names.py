@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.kernels.elementary import exp
-from cairn.models.spec.families import without_part
-from cairn.models.spec.latent_spec import KEYS, VALUES
-from cairn.models.spec.recurrent_spec import MIXER
+from cairn.models.families.families import without_part
+from cairn.models.families.latent_spec import KEYS, VALUES
+from cairn.models.families.recurrent_spec import MIXER
 from cairn.types.model_spec import ModelSpec, Recurrence
 
 _PREFIXES = {"delta": "linear_attn.", "mamba2": "mamba.", "conv": "conv."}

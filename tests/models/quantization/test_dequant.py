@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from gguf import quants
 
-from cairn.models.packing import dequant
-from cairn.models.packing.dequant import KINDS, OTHER_KINDS, dequantize
+from cairn.models.quantization import dequant
+from cairn.models.quantization.dequant import KINDS, OTHER_KINDS, dequantize
 
 QUANTISED = {number: kind for number, kind in KINDS.items() if kind.dtype is None}
 

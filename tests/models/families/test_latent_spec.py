@@ -12,9 +12,9 @@ from safetensors.numpy import load_file, save_file
 from cairn.config.config import Config
 from cairn.engine.memory import block_bytes, pool_blocks
 from cairn.kv.disk.codec import Q8
+from cairn.models.families.value_range import reach
 from cairn.models.safetensors.weights import open_weights
 from cairn.models.spec.config import load_spec
-from cairn.models.spec.value_range import reach
 from cairn.types.errors import ModelError, ModelFileError
 from tests.gguf_files import write_gguf
 from tests.tiny_models import MODELS, load, write_config, write_model

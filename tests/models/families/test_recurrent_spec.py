@@ -12,7 +12,7 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 from safetensors.numpy import load_file, save_file
 
-from cairn.models.gguf.writer import write_gguf as write_again
+from cairn.models.packing.gguf_writer import write_gguf as write_again
 from cairn.models.packing.weight_format import HeldWeights
 from cairn.models.safetensors.weights import expected_tensors, open_weights
 from cairn.models.spec.config import load_spec

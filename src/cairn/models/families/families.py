@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from cairn.models.files import Fields
-from cairn.models.safetensors.quantized_config import scheme_of
+from cairn.models.files import MODULES, Fields
+from cairn.models.quantization.quantized_config import scheme_of
 from cairn.types.errors import ModelError
 
 
@@ -423,8 +423,6 @@ def without_part(architecture: str) -> str:
 
 AHEAD = 8
 """Most multi-token-prediction layers after the last layer."""
-MODULES = "modules.json"
-"""File that marks a folder as an embedding model."""
 ENCODERS = (
     *("BertModel", "BertForMaskedLM", "BertForSequenceClassification"),
     *("RobertaModel", "RobertaForMaskedLM", "RobertaForSequenceClassification"),

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from cairn.models.families.families import Family
+from cairn.models.families.moe_spec import mixture_tensors
 from cairn.models.files import Fields
-from cairn.models.spec.families import Family
-from cairn.models.spec.moe_spec import mixture_tensors
 from cairn.types.errors import ModelError
 from cairn.types.model_spec import MAX_CONTEXT, MAX_HEAD_DIM, NEVER, CacheGroup, ModelSpec, RopeScaling, Streams, Uneven
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from cairn.models.families.config_keys import ENCODER_ROWS, understood
+from cairn.models.families.embedding_files import check_width, embedding_of
+from cairn.models.families.families import ENCODERS, named_architecture
 from cairn.models.files import Fields
 from cairn.models.hub.hub import model_name
-from cairn.models.spec.config_keys import ENCODER_ROWS, understood
-from cairn.models.spec.embedding_files import check_width, embedding_of
-from cairn.models.spec.families import ENCODERS, named_architecture
 from cairn.types.errors import ModelError
 from cairn.types.model_spec import (
     MAX_CONTEXT,

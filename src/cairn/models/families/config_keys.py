@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from cairn.models.families.families import without_part
 from cairn.models.files import Fields
-from cairn.models.spec.families import without_part
 from cairn.types.errors import ModelError
 
 

@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 
 from cairn.kernels.elementary import log_of
 from cairn.kernels.rope import frequencies
+from cairn.models.families.tensor_names import permute
 from cairn.models.files import is_gguf
 from cairn.models.gguf.architectures import ARCHITECTURES
 from cairn.models.gguf.encoder import POOLINGS
 from cairn.models.gguf.reader import Gguf, Tensor, read_gguf
 from cairn.models.gguf.spec import FACTORS, SAMPLING
 from cairn.models.gguf.weights import gguf_name
-from cairn.models.packing.dequant import KINDS, BlockFormat, dequantize
-from cairn.models.safetensors.tensor_names import permute
+from cairn.models.quantization.dequant import KINDS, BlockFormat, dequantize
 from cairn.models.safetensors.weights import expected_tensors, open_weights
 from cairn.types.errors import ModelError, ModelFileError
 from cairn.types.model_spec import ModelSpec, RopeScaling
