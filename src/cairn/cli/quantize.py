@@ -36,7 +36,7 @@ def register(app: typer.Typer) -> None:
         """
         from rich.progress import Progress, TextColumn
 
-        from cairn.cli.output import table, talk
+        from cairn.cli.common.output import table, talk
 
         columns = TextColumn("{task.description}", markup=False), *Progress.get_default_columns()[1:]
         with Progress(*columns, console=talk(), transient=True, disable=not sys.stderr.isatty()) as bar:
@@ -74,7 +74,7 @@ def write(
     from cairn.models.hub import hub
     from cairn.models.packing.gguf_writer import TYPES, check_written, package, write_gguf
     from cairn.models.spec.config import check_decodes, load_spec
-    from cairn.text.tokens.gguf_vocab import check_same, texts_of
+    from cairn.text.chat.gguf_metadata import check_same, texts_of
 
     kind = kind.upper()
     if kind not in TYPES:

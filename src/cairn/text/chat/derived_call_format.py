@@ -17,8 +17,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from cairn.text.output.call_formats import BY_NAME, CONTROL, FORMATS, CallFormat, name_of
-from cairn.text.output.written_calls import (
+from cairn.text.chat.written_calls import (
     CHECKS,
     FIRST,
     ID,
@@ -35,6 +34,7 @@ from cairn.text.output.written_calls import (
     common_head,
     common_tail,
 )
+from cairn.text.output.call_formats import BY_NAME, CONTROL, FORMATS, CallFormat, name_of
 from cairn.types.outputs import ToolCallDelta
 from cairn.types.request import OfferedTool, OutputFormat
 

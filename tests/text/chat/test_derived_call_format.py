@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 
 from cairn.config.config import Config
+from cairn.text.chat.derived_call_format import known_form, reads
 from cairn.text.chat.prompt import Chat
+from cairn.text.chat.written_calls import CHECKS
+from cairn.text.grammar.call_grammar import callable_tools, lark_of_calls
 from cairn.text.grammar.grammar import Shape
 from cairn.text.output.call_formats import BY_NAME, FORMATS, form_by, name_of
-from cairn.text.output.call_grammar import callable_tools, lark_of_calls
-from cairn.text.output.derived_call_format import known_form, reads
 from cairn.text.output.output_parser import splitter
 from cairn.text.output.tool_parser import offered_tools
-from cairn.text.output.written_calls import CHECKS
 from cairn.types.outputs import ToolCallDelta
 from cairn.types.request import OutputFormat
 from tests.text.call_templates import EACH, FURTHER, NOT_TOLD, TABLE, derived, template, written
+from tests.text.chat.test_declared_call_format import DECLARED
 from tests.text.output.call_pieces import read_calls
-from tests.text.output.test_declared_call_format import DECLARED
 from tests.text.text_models import QWEN_CONFIG, byte_level, write_model
 from tests.text.walks import checked, walk
 

@@ -192,7 +192,7 @@ def register(app: typer.Typer) -> None:
     @configured(ALL)
     def config(resolved: Resolved) -> None:
         """Show every option's value, the model's sampling defaults, and where each comes from. Keys are never shown."""
-        from cairn.cli.output import table
+        from cairn.cli.common.output import table
 
         rows = []
         for option in options():

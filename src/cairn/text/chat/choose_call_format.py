@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+from cairn.text.chat.declared_call_format import declared_form
+from cairn.text.chat.derived_call_format import derive_form, known_form, reads, sound
 from cairn.text.chat.template_traits import OFFERED, Render, Traits
+from cairn.text.chat.written_calls import CHECKS, ONE, written_by
 from cairn.text.output.call_formats import CallFormat, format_of
-from cairn.text.output.declared_call_format import declared_form
-from cairn.text.output.derived_call_format import derive_form, known_form, reads, sound
-from cairn.text.output.written_calls import CHECKS, ONE, written_by
 
 
 async def chosen_form(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from cairn.cli.options import server
+from cairn.cli.common.options import server
 from cairn.config.option import local_options, options
 from cairn.config.resolve import Resolved
 from cairn.types.errors import ConfigError

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from cairn.cli.output import printable
+from cairn.cli.common.output import printable
 
 _COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")
 

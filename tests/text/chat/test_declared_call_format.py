@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from transformers.utils.chat_parsing import parse_response
 
+from cairn.text.chat.declared_call_format import declared_form
+from cairn.text.chat.derived_call_format import known_form, sound
 from cairn.text.output.call_formats import BY_NAME, CallFormat, name_of
-from cairn.text.output.declared_call_format import declared_form
-from cairn.text.output.derived_call_format import known_form, sound
 from cairn.text.output.output_parser import splitter
 from cairn.types.outputs import ToolCallDelta
 from cairn.types.request import OfferedTool, OutputFormat

@@ -10,9 +10,9 @@ import gguf
 import pytest
 
 from cairn.models.hub.hub import demo_folder
+from cairn.text.chat.gguf_metadata import check_same, texts_of
 from cairn.text.chat.templates import load_templates
 from cairn.text.tokens.gguf import SPLITS
-from cairn.text.tokens.gguf_vocab import check_same, texts_of
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.errors import ModelError, ModelFileError
 from tests import gguf_files

@@ -18,10 +18,10 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from cairn.cli.common.options import Host, configured, server
+from cairn.cli.common.output import talk
 from cairn.cli.connection.trust import certificate_file
-from cairn.cli.launch.launch_table import AGENTS, AgentProgram
-from cairn.cli.options import Host, configured, server
-from cairn.cli.output import talk
+from cairn.cli.launch_table import AGENTS, AgentProgram
 from cairn.config.resolve import Resolved
 from cairn.types.errors import CairnError, ConfigError, Unavailable
 

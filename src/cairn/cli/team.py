@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import typer
 
-from cairn.cli.options import Host, configured, server
+from cairn.cli.common.options import Host, configured, server
 from cairn.config.resolve import Resolved
 from cairn.types.errors import CairnError, ConfigError
 
@@ -45,7 +45,7 @@ def _register_scenarios(team: typer.Typer) -> None:
         host: Host = None,
     ) -> None:
         """Play a scenario and watch it; the exit code is 1 if an expectation is not met."""
-        from cairn.cli.team.team_view import team_view
+        from cairn.cli.team_view import team_view
         from cairn.cli.yaml_files import checking, load_yaml
         from cairn.teams.scenario import play, scenario_of
 
@@ -78,7 +78,7 @@ def _register_scenarios(team: typer.Typer) -> None:
         host: Host = None,
     ) -> None:
         """Show a team's transcript again. Nothing is computed."""
-        from cairn.cli.team.team_view import team_view
+        from cairn.cli.team_view import team_view
 
         if Path(what).is_file():
             transcript = _read(Path(what))
@@ -95,7 +95,7 @@ def _register_looks(team: typer.Typer) -> None:
     @configured(_SERVER, model=False)
     def list_(resolved: Resolved, host: Host = None) -> None:
         """List the teams, most recently created first."""
-        from cairn.cli.output import table
+        from cairn.cli.common.output import table
 
         with server(resolved, host) as client:
             teams = client.get("/v1/teams?limit=100")["data"]
@@ -109,7 +109,7 @@ def _register_looks(team: typer.Typer) -> None:
     @configured(_SERVER, model=False)
     def show(resolved: Resolved, id: _Id, host: Host = None) -> None:
         """Show a team's members, its state, and the prompt tokens that its shared beginning saved."""
-        from cairn.cli.output import table
+        from cairn.cli.common.output import table
 
         with server(resolved, host) as client:
             found = client.get(path(id))
@@ -132,7 +132,7 @@ def _register_changes(team: typer.Typer) -> None:
         host: Host = None,
     ) -> None:
         """Run N rounds of a team; an interrupted round is continued."""
-        from cairn.cli.team.team_view import team_view
+        from cairn.cli.team_view import team_view
 
         with server(resolved, host) as client, team_view() as show:
             for event in client.events(path(id, "rounds"), {"rounds": many, "stream": True}):
@@ -230,7 +230,7 @@ def path(id: str, more: str = "") -> str:
 
 def _print_outcome(outcome: Outcome, *, kept: bool) -> None:
     """Print the outcome of a scenario. CairnError if an expectation is not met."""
-    from cairn.cli.output import table
+    from cairn.cli.common.output import table
 
     rows = [("team", outcome.id if kept else "deleted"), ("rounds", str(outcome.rounds))]
     rows += [("decision", outcome.decision or "-")]
