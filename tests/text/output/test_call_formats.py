@@ -243,6 +243,16 @@ def test_a_grammar_of_tools_grows_no_faster_than_they_do(name: str) -> None:
         callable_tools([tool("f", {"type": "object", "properties": properties})], None, None)
 
 
+@pytest.mark.parametrize("name", ["gemma", "lfm2", "qwen_xml"])
+def test_tools_within_their_bound_may_still_make_too_long_a_grammar(name: str) -> None:
+    properties = {f"p{number}": {"type": "array", "items": {"enum": [number]}} for number in range(2_000)}
+    tools = [tool(f"f{number}", {"type": "object", "properties": properties}) for number in range(9)]
+    few, many = callable_tools(tools[:1], None, None), callable_tools(tools, None, None)
+    assert lark_of_calls(BY_NAME[name], few, required=True, parallel=False)
+    with pytest.raises(GrammarError, match="the tools make a grammar of more than 1048576 characters"):
+        lark_of_calls(BY_NAME[name], many, required=True, parallel=False)
+
+
 def test_arguments_that_may_all_be_left_out_come_in_their_order() -> None:
     properties = {key: {"type": "integer"} for key in "abc"}
     tools = callable_tools([tool("f", {"type": "object", "properties": properties})], None, None)
