@@ -43,11 +43,11 @@ from cairn.kv.pool.blocks import BlockPool
 from cairn.kv.pool.cache import Cache
 from cairn.kv.pool.sequence_kv import Match
 from cairn.scheduler.drafts.drafter import DraftPolicy
-from cairn.scheduler.drafts.speculation import Speculation, sampled
 from cairn.scheduler.encoder_queue import encoder_output
 from cairn.scheduler.plan import Limits, Plan, PrefillPace, StepBudget, sizes
 from cairn.scheduler.queue import Skipped, WaitingQueue
 from cairn.scheduler.sequence import MAX_PRIORITY, Matcher, Sequence, State, check_prompt
+from cairn.scheduler.speculation import Speculation, sampled
 from cairn.system.interfaces import Clock
 from cairn.types.errors import Conflict, InvalidRequest
 from cairn.types.outputs import FinishReason, Output, Timing
