@@ -260,8 +260,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ),
     ] = "raw"
     kv_ram_gb: Annotated[
-        Annotated[float, Meta(gt=0, le=1 << 20)] | None,
-        Meta(description="GB of host memory that keep KV, for engines whose pool is elsewhere; default: none."),
+        Annotated[float, Meta(ge=0, le=1 << 20)] | None,
+        Meta(
+            description="GB of host memory for KV that leaves the pool, faster than the disk; default: a quarter of "
+            "what is free if the pool is in a GPU's own memory, otherwise none. 0: none."
+        ),
     ] = None
     kv_load: Annotated[
         Literal["auto", "always", "never"],

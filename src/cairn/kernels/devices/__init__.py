@@ -131,6 +131,11 @@ def free_memory(device: str) -> int | None:
     return report(device).memory if resolved(device) != CPU else None
 
 
+def has_own_memory(device: str) -> bool:
+    """Tell whether a device's KV pool is not in the machine's memory."""
+    return device.partition(":")[0] in ("cuda", "rocm")
+
+
 def _no_torch() -> str:
     """Return why torch cannot be used; "" if it can."""
     if importlib.util.find_spec("torch") is None:
