@@ -197,10 +197,16 @@ class TorchKernels(TorchStorage):
         slots: Tensor,
     ) -> None:
         rank = x.shape[1] - 2 * angles.shape[-1]
+        normed = torch.cat((rms_norm(x[:, :rank], norm, eps), x[:, rank:]), dim=1)
+        self.write_latents(normed, angles, neighbours, kv, layer, slots)
+
+    def write_latents(
+        self, x: Tensor, angles: Tensor, neighbours: bool, kv: Tensor, layer: int, slots: Tensor
+    ) -> None:
+        """Rotate the last numbers of normed latents x[M, L + r] and write them to the pool."""
+        rank = x.shape[1] - 2 * angles.shape[-1]
         block, offset = slots.long() // kv.shape[4], slots.long() % kv.shape[4]
-        whole = torch.cat(
-            (rms_norm(x[:, :rank], norm, eps), _pairs(x[:, None, rank:], angles, neighbours)[:, 0]), dim=1
-        )
+        whole = torch.cat((x[:, :rank], _pairs(x[:, None, rank:], angles, neighbours)[:, 0]), dim=1)
         kv[block, layer, 0, 0, offset] = whole.to(kv.dtype)
 
     def latent_queries(
@@ -306,18 +312,22 @@ class TorchKernels(TorchStorage):
     ) -> None:
         parts = scores
         if kind != "chosen":
-            parts = torch.softmax(scores, dim=1) if kind == "softmax" else torch.sigmoid(scores)
+            parts = self.softmax(scores) if kind == "softmax" else torch.sigmoid(scores)
         choice = parts if bias is None else parts + bias
         if groups > 1:
             choice = _of_groups(choice, groups, chosen_groups)
         ids = _largest(choice, chosen.shape[1]).sort(dim=1).values
         found = parts.gather(1, ids)
         if kind == "chosen":
-            found = torch.softmax(found, dim=1)
+            found = self.softmax(found)
         if normed:
             found = found / (found.sum(dim=1, keepdim=True) + 1e-20)
         chosen.copy_(ids)
         shares.copy_(found * scale)
+
+    def softmax(self, x: Tensor) -> Tensor:
+        """Return the softmax of each row."""
+        return torch.softmax(x, dim=1)
 
     def experts(
         self,

@@ -1,0 +1,289 @@
+"""`Kernels` on GPUs: Triton where sums are made, plain torch where each number is made by itself."""
+
+# The methods of TritonKernels are documented where their meaning is declared, in kernels.base.
+# ruff: noqa: D102
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+from numpy.typing import NDArray
+
+from cairn.kernels.base import Packed
+from cairn.kernels.torch.torch_kernels import TorchKernels
+from cairn.kernels.triton import attention, experts, recurrent, rowwise
+from cairn.kernels.triton.products import TritonMatrix, pack_matrix
+from cairn.kernels.triton.rope import rope_write
+from cairn.kernels.triton.rowwise import gate, norm, softmax, statistics
+
+VERSION = "triton-1"
+"""Version of these kernels. Change it with every change that can move a bit."""
+
+Tensor = Any
+F = torch.nn.functional
+
+
+class TritonKernels(TorchKernels):
+    """`kernels.base.Kernels` in Triton. The methods are documented there."""
+
+    @property
+    def numerics(self) -> tuple[object, ...]:
+        return (VERSION, triton.__version__, *super().numerics)
+
+    # ------------------------------------------------------------------------------------------------ products
+
+    def matrix(self, weights: Sequence[NDArray[Any] | Packed], biases: Sequence[NDArray[Any] | None]) -> TritonMatrix:
+        return pack_matrix(weights, biases, self.tensor)
+
+    def project(self, x: Tensor, matrix: TritonMatrix, out: Tensor) -> None:
+        matrix.product(x, out)
+
+    def project_add(self, x: Tensor, matrix: TritonMatrix, hidden: Tensor) -> None:
+        matrix.product(x, hidden, add=True)
+
+    def norm_project(self, hidden: Tensor, norm: Tensor, eps: float, matrix: TritonMatrix, out: Tensor) -> None:
+        matrix.product(self._normed(hidden, norm, eps), out)
+
+    def gated_project(
+        self,
+        hidden: Tensor,
+        norm: Tensor,
+        eps: float,
+        gate_up: TritonMatrix,
+        activation: str,
+        down: TritonMatrix,
+        out: Tensor,
+    ) -> None:
+        down.product(self._gated(hidden, norm, eps, gate_up, activation), out)
+
+    def gated_mlp(
+        self, hidden: Tensor, norm: Tensor, eps: float, gate_up: TritonMatrix, activation: str, down: TritonMatrix
+    ) -> None:
+        down.product(self._gated(hidden, norm, eps, gate_up, activation), hidden, add=True)
+
+    def logits(self, hidden: Tensor, wanted: Tensor, norm: Tensor, eps: float, head: TritonMatrix, out: Tensor) -> None:
+        head.product(self._normed(hidden[wanted.long()], norm, eps), out)
+
+    def _normed(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return norm(x, weight, eps, torch.empty_like(x))
+
+    def _gated(self, hidden: Tensor, weight: Tensor, eps: float, gate_up: TritonMatrix, activation: str) -> Tensor:
+        gates = gate_up.product(self._normed(hidden, weight, eps))
+        width = gates.shape[1] // 2
+        return gate(gates, gates[:, width:], activation, torch.empty((len(gates), width), device=gates.device))
+
+    # ------------------------------------------------------------------------------------- norms and activations
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        norm(x, weight, eps, out)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor) -> None:
+        norm(x, weight, eps, out, layer=True, bias=bias)
+
+    def norm_add(self, x: Tensor, norm: Tensor, eps: float, hidden: Tensor) -> None:
+        rowwise.norm(x, norm, eps, hidden, add=True)
+
+    def norm_heads(self, x: Tensor, first: int, heads: int, size: int, weight: Tensor | None, eps: float) -> None:
+        part = x[:, first * size : (first + heads) * size]
+        norm(part, weight, eps, part, size=size)
+
+    def gated_norm(
+        self, x: Tensor, gates: Tensor, first: int, weight: Tensor, size: int, eps: float, gate_first: bool, out: Tensor
+    ) -> None:
+        shares = F.silu(gates[:, first : first + x.shape[1]])
+        given = x * shares if gate_first else x
+        norm(given, weight, eps, out, size=size)
+        if not gate_first:
+            out *= shares
+
+    def activate(self, x: Tensor, activation: str, out: Tensor) -> None:
+        gate(x, None, activation, out)
+
+    def gate(self, gates: Tensor, activation: str, out: Tensor) -> None:
+        gate(gates, gates[:, gates.shape[1] // 2 :], activation, out)
+
+    def match_magnitude(self, like: Tensor, x: Tensor) -> None:
+        wanted, found = statistics(like)[1], statistics(x)[1]
+        x.copy_(x * wanted.sqrt() / found.clamp(min=1e-5).sqrt())
+
+    def sparsify(self, gates: Tensor, factor: float) -> None:
+        own = gates[:, : gates.shape[1] // 2]
+        mean, _ = statistics(own)
+        _, square = statistics(own - mean)
+        own.copy_((own - (mean + square.sqrt() * factor)).clamp(min=0))
+
+    def mix_streams(self, x: Tensor, parts: Tensor, out: Tensor) -> None:
+        count = x.shape[1]
+        shares = parts.reshape(len(x), count, count)
+        total = x
+        for stream in range(count):
+            total = total + shares[:, :, stream, None] * x[:, stream, None]
+        out.copy_(total)
+
+    # ----------------------------------------------------------------------------------------------- attention
+
+    def rope_write(
+        self,
+        qkv: Tensor,
+        angles: Tensor | None,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        kv: Tensor,
+        layer: int,
+        slots: Tensor,
+        query: Tensor,
+        late: bool = False,
+    ) -> None:
+        rope_write(qkv, angles, q_norm, k_norm, eps, kv, layer, slots, query, late)
+
+    def attention(
+        self,
+        query: Tensor,
+        kv: Tensor,
+        layer: int,
+        rows: Tensor,
+        tables: Tensor,
+        window: int,
+        scale: float,
+        out: Tensor,
+        softcap: float = 0.0,
+        both: bool = False,
+        sinks: Tensor | None = None,
+        members: Tensor | None = None,
+    ) -> None:
+        most = self._most(rows)
+        attention.attend(query, kv, layer, rows, tables, window, scale, out, softcap, both, sinks, most=most)
+
+    def latent_write(
+        self,
+        x: Tensor,
+        angles: Tensor,
+        neighbours: bool,
+        norm: Tensor,
+        eps: float,
+        kv: Tensor,
+        layer: int,
+        slots: Tensor,
+    ) -> None:
+        rank = x.shape[1] - 2 * angles.shape[-1]
+        given = x.clone()
+        rowwise.norm(x[:, :rank], norm, eps, given[:, :rank])
+        self.write_latents(given, angles, neighbours, kv, layer, slots)
+
+    def latent_attention(
+        self,
+        query: Tensor,
+        kv: Tensor,
+        layer: int,
+        rows: Tensor,
+        tables: Tensor,
+        scale: float,
+        out: Tensor,
+        members: Tensor | None = None,
+    ) -> None:
+        rest = query.shape[2] - out.shape[2]
+        attention.attend(query, kv, layer, rows, tables, 0, scale, out, most=self._most(rows), rest=rest)
+
+    def _most(self, rows: Tensor) -> int:
+        """Return the number of tokens of the longest row, from the step's inputs on the host."""
+        return int(self.host(rows)[:, 1].max(initial=0))
+
+    # -------------------------------------------------------------------------------------------------- states
+
+    def convolve(
+        self,
+        x: Tensor,
+        first: int,
+        weight: Tensor,
+        bias: Tensor | None,
+        silu: bool,
+        gated: bool,
+        states: Tensor,
+        layer: int,
+        rows: Tensor,
+        tables: Tensor,
+        out: Tensor,
+        members: Tensor | None = None,
+    ) -> None:
+        recurrent.convolve(x, first, weight, bias, silu, gated, states, layer, rows, tables, out)
+
+    def delta(
+        self,
+        x: Tensor,
+        gates: Tensor,
+        first: int,
+        decay: Tensor,
+        time_bias: Tensor,
+        key_heads: int,
+        tiled: bool,
+        states: Tensor,
+        layer: int,
+        rows: Tensor,
+        tables: Tensor,
+        out: Tensor,
+        members: Tensor | None = None,
+    ) -> None:
+        heads, width = len(decay), (x.shape[1] - out.shape[1]) // 2
+        size = width // key_heads
+        query = recurrent.unit(x[:, :width], key_heads, recurrent.query_factor(size))
+        key = recurrent.unit(x[:, width : 2 * width], key_heads)
+        share = torch.sigmoid(gates[:, first : first + heads])
+        fade = torch.exp(decay * F.softplus(gates[:, first + heads : first + 2 * heads] + time_bias))
+        value = x[:, 2 * width :].reshape(len(x), heads, -1)
+        vectors = _spread(key, heads, tiled), _spread(query, heads, tiled), value
+        recurrent.scan(*vectors, fade, share, True, states, layer, rows, tables, out)
+
+    def mamba2(
+        self,
+        x: Tensor,
+        gates: Tensor,
+        first: int,
+        decay: Tensor,
+        time_bias: Tensor,
+        skip: Tensor,
+        low: float,
+        high: float,
+        groups: int,
+        states: Tensor,
+        layer: int,
+        rows: Tensor,
+        tables: Tensor,
+        out: Tensor,
+        members: Tensor | None = None,
+    ) -> None:
+        heads, inner = len(decay), out.shape[1]
+        width = (x.shape[1] - inner) // 2
+        step = F.softplus(gates[:, first : first + heads] + time_bias).clamp(low, high)
+        value = x[:, :inner].reshape(len(x), heads, -1)
+        parts = x[:, inner : inner + width], x[:, inner + width :]
+        key, query = (_spread(part.reshape(len(x), groups, -1), heads, False) for part in parts)
+        fade = torch.exp(decay * step)
+        recurrent.scan(key, query, value, fade, step, False, states, layer, rows, tables, out)
+        out += (skip[:, None] * value).reshape(out.shape)
+
+    # ------------------------------------------------------------------------------------------------- experts
+
+    def experts(
+        self,
+        x: Tensor,
+        chosen: Tensor,
+        shares: Tensor,
+        gate_up: Sequence[TritonMatrix],
+        activation: str,
+        down: Sequence[TritonMatrix],
+        out: Tensor,
+    ) -> None:
+        experts.run(x, chosen, shares, gate_up, activation, down, out)
+
+    def softmax(self, x: Tensor) -> Tensor:
+        return softmax(x)
+
+
+def _spread(x: Tensor, heads: int, tiled: bool) -> Tensor:
+    """Repeat x[M, key heads, K] to [M, heads, K]: tiled, or each key head for neighbouring heads."""
+    fan = heads // x.shape[1]
+    return x.repeat(1, fan, 1) if tiled else x.repeat_interleave(fan, dim=1)
