@@ -161,7 +161,7 @@ def _attend(
                 WIDE, REST, VALUE, CHUNKED, WINDOW, BOTH, CAPPED, LINES, TILE, BLOCK_TOKENS,
             )  # fmt: skip
             total, peak, weight = _merge(total, peak, weight, part, part_peak, part_weight)
-        sink = peak * 0.0
+        sink = tl.zeros((LINES,), tl.float32)
         if HAS_SINKS:
             sink = tl.load(sinks + head, mask=inside, other=0.0)
         made = _finished(total, peak, weight, sink, HAS_SINKS)
@@ -187,7 +187,7 @@ def _merge_splits(
         at = line * splits + split
         part = tl.load(partial + at[:, None] * value_size + place[None, :], mask=(place < value_size)[None, :], other=0.0)
         total, peak, weight = _merge(total, peak, weight, part, tl.load(peaks + at * 2), tl.load(peaks + at * 2 + 1))
-    sink = peak * 0.0
+    sink = tl.zeros((1,), tl.float32)
     if HAS_SINKS:
         sink = tl.load(sinks + head)
     made = _finished(total, peak, weight, sink, HAS_SINKS)

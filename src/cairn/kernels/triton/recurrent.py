@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cairn.kernels.triton.rounding import blocks, power_of_two, sigmoid
+from cairn.kernels.triton.rounding import blocks, power_of_two, sigmoid, softplus
 from cairn.types.model_spec import BLOCK_TOKENS
 
 Tensor = Any
@@ -185,6 +185,42 @@ def scan(
         states, states.stride(0), at, rows, tables, tables.stride(0), out, out.stride(0), heads, inner, size,
         CORRECTED=corrected, KEYS=power_of_two(inner), COLUMNS=COLUMNS, BLOCK_TOKENS=BLOCK_TOKENS,
     )  # fmt: skip
+
+
+@triton.jit
+def _gates(gates, stride, first, decay, time_bias, fades, shares, heads, low, high, CLAMPED: tl.constexpr,
+           WIDE: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    token, head = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
+    inside = head < heads
+    line = gates + token * stride + first + head
+    if CLAMPED:
+        step = softplus(tl.load(line, mask=inside, other=0.0) + tl.load(time_bias + head, mask=inside, other=0.0))
+        step = tl.minimum(tl.maximum(step, low), high)
+        share = step
+    else:
+        share = sigmoid(tl.load(line, mask=inside, other=0.0))
+        given = tl.load(line + heads, mask=inside, other=0.0)
+        step = softplus(given + tl.load(time_bias + head, mask=inside, other=0.0))
+    fade = tl.exp(tl.load(decay + head, mask=inside, other=0.0) * step)
+    tl.store(fades + token * heads + head, fade, mask=inside)
+    tl.store(shares + token * heads + head, share, mask=inside)
+
+
+def gates(
+    given: Tensor, first: int, decay: Tensor, time_bias: Tensor, limits: tuple[float, float] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return what each token multiplies a head's state with, and its share of the change: [M, heads] each.
+
+    With `limits` as in `Kernels.mamba2`, otherwise as in `Kernels.delta`.
+    """
+    heads = len(decay)
+    found = torch.empty((2, len(given), heads), device=given.device)
+    if len(given):
+        _gates[(len(given),)](
+            given, given.stride(0), first, decay, time_bias, found[0], found[1], heads, *(limits or (0.0, 0.0)),
+            CLAMPED=limits is not None, WIDE=power_of_two(heads),
+        )  # fmt: skip
+    return found[0], found[1]
 
 
 @triton.jit

@@ -18,8 +18,10 @@ PIECE = 1024
 
 @triton.jit
 def activated(x: Any, kind: tl.constexpr) -> Any:
-    """Return an activation of `Kernels.activate`."""
-    if kind == "silu":
+    """Return an activation of `Kernels.activate`, or sigmoid."""
+    if kind == "sigmoid":
+        return sigmoid(x)
+    elif kind == "silu":
         return x * sigmoid(x)
     elif kind == "tanh":
         return tanh(x)

@@ -23,7 +23,6 @@ VERSION = "triton-1"
 """Version of these kernels. Change it with every change that can move a bit."""
 
 Tensor = Any
-F = torch.nn.functional
 
 
 class TritonKernels(TorchKernels):
@@ -93,11 +92,28 @@ class TritonKernels(TorchKernels):
     def gated_norm(
         self, x: Tensor, gates: Tensor, first: int, weight: Tensor, size: int, eps: float, gate_first: bool, out: Tensor
     ) -> None:
-        shares = F.silu(gates[:, first : first + x.shape[1]])
+        shares = self._activated(gates[:, first : first + x.shape[1]], "silu")
         given = x * shares if gate_first else x
         norm(given, weight, eps, out, size=size)
         if not gate_first:
             out *= shares
+
+    def _activated(self, x: Tensor, activation: str) -> Tensor:
+        return gate(x, None, activation, torch.empty((len(x), x.shape[1]), device=x.device))
+
+    def gate_with(self, x: Tensor, activation: str, by: Tensor, first: int, out: Tensor) -> None:
+        gate(x, by[:, first : first + x.shape[1]], activation, out)
+
+    def gate_heads(self, x: Tensor, qkv: Tensor, size: int) -> None:
+        width = x.shape[1]
+        gates = qkv[:, : 2 * width].reshape(len(x), -1, 2, size)[:, :, 1].reshape(x.shape)
+        gate(gates, x, "sigmoid", x)
+
+    def add_gated(self, x: Tensor, gate: Tensor, hidden: Tensor) -> None:
+        hidden += self._activated(gate, "sigmoid") * x
+
+    def softcap(self, logits: Tensor, cap: float) -> None:
+        torch.mul(self._activated(logits / cap, "tanh"), cap, out=logits)
 
     def activate(self, x: Tensor, activation: str, out: Tensor) -> None:
         gate(x, None, activation, out)
@@ -231,11 +247,10 @@ class TritonKernels(TorchKernels):
         size = width // key_heads
         query = recurrent.unit(x[:, :width], key_heads, recurrent.query_factor(size))
         key = recurrent.unit(x[:, width : 2 * width], key_heads)
-        share = torch.sigmoid(gates[:, first : first + heads])
-        fade = torch.exp(decay * F.softplus(gates[:, first + heads : first + 2 * heads] + time_bias))
         value = x[:, 2 * width :].reshape(len(x), heads, -1)
+        shares = recurrent.gates(gates, first, decay, time_bias)
         vectors = _spread(key, heads, tiled), _spread(query, heads, tiled), value
-        recurrent.scan(*vectors, fade, share, True, states, layer, rows, tables, out)
+        recurrent.scan(*vectors, *shares, True, states, layer, rows, tables, out)
 
     def mamba2(
         self,
@@ -257,12 +272,11 @@ class TritonKernels(TorchKernels):
     ) -> None:
         heads, inner = len(decay), out.shape[1]
         width = (x.shape[1] - inner) // 2
-        step = F.softplus(gates[:, first : first + heads] + time_bias).clamp(low, high)
         value = x[:, :inner].reshape(len(x), heads, -1)
         parts = x[:, inner : inner + width], x[:, inner + width :]
         key, query = (_spread(part.reshape(len(x), groups, -1), heads, False) for part in parts)
-        fade = torch.exp(decay * step)
-        recurrent.scan(key, query, value, fade, step, False, states, layer, rows, tables, out)
+        shares = recurrent.gates(gates, first, decay, time_bias, (low, high))
+        recurrent.scan(key, query, value, *shares, False, states, layer, rows, tables, out)
         out += (skip[:, None] * value).reshape(out.shape)
 
     # ------------------------------------------------------------------------------------------------- experts
