@@ -18,13 +18,13 @@ from cairn.types.model_spec import BLOCK_TOKENS
 
 Tensor = Any
 
-SPLIT, TILE, LINES = 256, 32, 16
-"""Positions of a split and of one product; query lines (tokens times heads that share keys) of a program."""
+SPLIT, LINES = 256, 16
+"""Positions of a split; query lines (tokens times heads that share keys) of a program."""
 NONE = tl.constexpr(-float("inf"))
 
 
 @triton.jit
-def _merge(total, peak, weight, part, part_peak, part_weight):  # type: ignore[no-untyped-def]
+def _merge(total, peak, weight, part, part_peak, part_weight):
     """Merge two partial results: sums of values, peaks of scores, and sums of weights."""
     high = tl.maximum(peak, part_peak)
     safe = tl.where(high == NONE, 0.0, high)
@@ -34,7 +34,7 @@ def _merge(total, peak, weight, part, part_peak, part_weight):  # type: ignore[n
 
 
 @triton.jit
-def _lowest(position, window, CHUNKED: tl.constexpr, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+def _lowest(position, window, CHUNKED: tl.constexpr, WINDOW: tl.constexpr):
     """Return the lowest position that `position` sees."""
     if CHUNKED:
         return position - position % window
@@ -46,12 +46,12 @@ def _lowest(position, window, CHUNKED: tl.constexpr, WINDOW: tl.constexpr):  # t
 
 @triton.jit
 def _partial(
-    query, query_inside, size, rest, keys, layer_at, block_stride, value_stride, slot_stride, table, own, seen_to, first,
+    query, query_inside, size, rest, keys, layer_at, block_stride, value_stride, slot_stride, table, own, seen_to,
     low, high, window, scale, cap,
     WIDE: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr, CHUNKED: tl.constexpr, WINDOW: tl.constexpr,
-    BOTH: tl.constexpr, CAPPED: tl.constexpr, LINES: tl.constexpr, TILE: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
-    """Attend to the positions [low, high), of which `first` is the beginning of their split."""
+    BOTH: tl.constexpr, CAPPED: tl.constexpr, LINES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Attend to the positions [low, high) of one split, a block of the pool at a time."""
     kind: tl.constexpr = keys.dtype.element_ty
     place, part_place, value_place = tl.arange(0, WIDE), tl.arange(0, REST), tl.arange(0, VALUE)
     given = narrow(tl.load(query[:, None] + place[None, :], mask=query_inside[:, None] & (place < size)[None, :],
@@ -62,15 +62,18 @@ def _partial(
     total = tl.zeros((LINES, VALUE), tl.float32)
     peak, weight = tl.full((LINES,), NONE, tl.float32), tl.zeros((LINES,), tl.float32)
     lowest = _lowest(own, window, CHUNKED, WINDOW)
-    for at in range(first + (low - first) // TILE * TILE, high, TILE):
-        other = at + tl.arange(0, TILE)
-        block = tl.load(table + other // BLOCK_TOKENS, mask=other < high, other=-1).to(tl.int64)
-        there = block >= 0
-        line = keys + tl.where(there, block, 0) * block_stride + layer_at + (other % BLOCK_TOKENS) * slot_stride
-        found = tl.load(line[None, :] + place[:, None], mask=there[None, :] & (place < size)[:, None], other=0.0)
+    offset = tl.arange(0, TILE)
+    for at in range(low // TILE * TILE, high, TILE):
+        block = tl.load(table + at // TILE)
+        other = at + offset
+        # Offsets within a block fit 32 bits; the block's own does not.
+        line = keys + tl.maximum(block, 0).to(tl.int64) * block_stride + layer_at
+        there = (other < high) & (other * 0 + block >= 0)
+        found = tl.load(line + offset[None, :] * slot_stride + place[:, None],
+                        mask=there[None, :] & (place < size)[:, None], other=0.0)  # fmt: skip
         scores = product(given, found, tl.zeros((LINES, TILE), tl.float32))
         if REST > 1:
-            found = tl.load(line[None, :] + size + part_place[:, None],
+            found = tl.load(line + offset[None, :] * slot_stride + size + part_place[:, None],
                             mask=there[None, :] & (part_place < rest)[:, None], other=0.0)  # fmt: skip
             scores = product(more, found, scores)
         scores *= scale
@@ -87,7 +90,7 @@ def _partial(
         safe = tl.where(high_score == NONE, 0.0, high_score)
         shares = tl.exp(scores - safe[:, None])
         fade = tl.exp(peak - safe)
-        values = tl.load(line[:, None] + value_stride + value_place[None, :],
+        values = tl.load(line + value_stride + offset[:, None] * slot_stride + value_place[None, :],
                          mask=there[:, None] & (value_place < size)[None, :], other=0.0)  # fmt: skip
         total = product(narrow(shares, kind), values, total * fade[:, None])
         weight = tl.fma(weight, fade, tl.sum(shares, axis=1))
@@ -96,7 +99,7 @@ def _partial(
 
 
 @triton.jit
-def _finished(total, peak, weight, sink, HAS_SINKS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _finished(total, peak, weight, sink, HAS_SINKS: tl.constexpr):
     """Return the attention: sums of values divided by the sum of weights, sinks included."""
     if HAS_SINKS:
         high = tl.maximum(peak, sink)
@@ -113,8 +116,8 @@ def _attend(
     value_size,
     CHUNKED: tl.constexpr, WINDOW: tl.constexpr, BOTH: tl.constexpr, CAPPED: tl.constexpr, HAS_SINKS: tl.constexpr,
     PARALLEL: tl.constexpr, FAN: tl.constexpr, TOKENS: tl.constexpr, WIDE: tl.constexpr, REST: tl.constexpr,
-    VALUE: tl.constexpr, LINES: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+    VALUE: tl.constexpr, LINES: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
     row, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     key_head, split = tl.program_id(1), tl.program_id(2)
     begin, count, start = tl.load(rows + row * 3), tl.load(rows + row * 3 + 1), tl.load(rows + row * 3 + 2)
@@ -142,8 +145,8 @@ def _attend(
             return
         total, peak, weight = _partial(
             queries, inside, size, rest, kv, layer_at, block_stride, value_stride, slot_stride, table, own, seen_to,
-            first, tl.maximum(first, low), tl.minimum(first + SPLIT, end), window, scale, cap,
-            WIDE, REST, VALUE, CHUNKED, WINDOW, BOTH, CAPPED, LINES, TILE, BLOCK_TOKENS,
+            tl.maximum(first, low), tl.minimum(first + SPLIT, end), window, scale, cap,
+            WIDE, REST, VALUE, CHUNKED, WINDOW, BOTH, CAPPED, LINES, TILE,
         )  # fmt: skip
         at = line * splits + split
         place = tl.arange(0, VALUE)
@@ -157,8 +160,8 @@ def _attend(
         for first in range(low // SPLIT * SPLIT, end, SPLIT):
             part, part_peak, part_weight = _partial(
                 queries, inside, size, rest, kv, layer_at, block_stride, value_stride, slot_stride, table, own, seen_to,
-                first, tl.maximum(first, low), tl.minimum(first + SPLIT, end), window, scale, cap,
-                WIDE, REST, VALUE, CHUNKED, WINDOW, BOTH, CAPPED, LINES, TILE, BLOCK_TOKENS,
+                tl.maximum(first, low), tl.minimum(first + SPLIT, end), window, scale, cap,
+                WIDE, REST, VALUE, CHUNKED, WINDOW, BOTH, CAPPED, LINES, TILE,
             )  # fmt: skip
             total, peak, weight = _merge(total, peak, weight, part, part_peak, part_weight)
         sink = tl.zeros((LINES,), tl.float32)
@@ -174,7 +177,7 @@ def _attend(
 def _merge_splits(
     partial, peaks, rows, window, sinks, out, splits, heads, value_size,
     CHUNKED: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, VALUE: tl.constexpr, SPLIT: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """Merge the splits of rows of one token, one program a row and head."""
     row, head = tl.program_id(0), tl.program_id(1) + tl.arange(0, 1)
     begin, start = tl.load(rows + row * 3), tl.load(rows + row * 3 + 2)
@@ -232,7 +235,7 @@ def attend(
         heads, kv_heads, size,
         CHUNKED=window < 0, WINDOW=window > 0, BOTH=both, CAPPED=softcap > 0, HAS_SINKS=sinks is not None,
         PARALLEL=parallel, FAN=fan, TOKENS=tokens, WIDE=power_of_two(size, 16), REST=power_of_two(rest, 16) if rest else 1,
-        VALUE=power_of_two(size, 16), LINES=lines, TILE=TILE, SPLIT=SPLIT, BLOCK_TOKENS=BLOCK_TOKENS,
+        VALUE=power_of_two(size, 16), LINES=lines, TILE=BLOCK_TOKENS, SPLIT=SPLIT,
     )  # fmt: skip
     if parallel:
         _merge_splits[(len(rows), heads)](

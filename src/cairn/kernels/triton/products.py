@@ -19,7 +19,7 @@ from cairn.kernels.triton.rounding import blocks, narrow, product
 
 Tensor = Any
 
-ROWS, OUTPUTS, INNER = 32, 64, 64
+ROWS, OUTPUTS, INNER = 32, 64, 32
 """A tile: rows of activations, outputs, and inputs of one product."""
 LARGEST_CODE = tl.constexpr(127.0)
 LEAST_MAGNITUDE = tl.constexpr(1e-30)
@@ -29,7 +29,7 @@ LEAST_MAGNITUDE = tl.constexpr(1e-30)
 def _dense(
     x, x_stride, weights, bias, out, out_stride, rows, outputs, inner,
     HAS_BIAS: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INNER: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """out[M, N] = x[M, K] @ weights[N, K].T + bias, with x rounded to the weights' type."""
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -53,7 +53,7 @@ def _dense(
 
 
 @triton.jit
-def _round(x, x_stride, codes, scales, inner, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+def _round(x, x_stride, codes, scales, inner, GROUP: tl.constexpr):
     """Round one group of a row to codes of 8 bits: see `kernels.quantized`."""
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = group * GROUP + tl.arange(0, GROUP)
@@ -70,7 +70,7 @@ def _round(x, x_stride, codes, scales, inner, GROUP: tl.constexpr):  # type: ign
 
 
 @triton.jit
-def group_scale(scale, block_scale, output, group, groups, block_groups, there, BLOCKED: tl.constexpr):  # type: ignore[no-untyped-def]
+def group_scale(scale, block_scale, output, group, groups, block_groups, there, BLOCKED: tl.constexpr):
     """Return the scales, or minima, of one group of each output in float32."""
     found = tl.load(scale + output * groups + group, mask=there, other=0.0).to(tl.float32)
     if BLOCKED:
@@ -85,7 +85,7 @@ def _packed(
     block_groups,
     BITS: tl.constexpr, BELOW: tl.constexpr, HAS_MINIMUM: tl.constexpr, BLOCKED: tl.constexpr, HAS_BIAS: tl.constexpr,
     ADD: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """out[M, N] = x @ weights.T + bias over codes of x in groups of GROUP, and of weights in groups of SPAN.
 
     Products of codes and their sums within a group are whole numbers below 2^24, so they are exact in float32.

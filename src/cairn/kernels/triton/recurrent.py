@@ -24,7 +24,7 @@ def _convolve(
     channels,
     REACH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, GATED: tl.constexpr, CHANNELS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     row = tl.program_id(0)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = channel < channels
@@ -51,7 +51,7 @@ def _convolve(
 
 
 @triton.jit
-def _input(x, x_stride, first, begin, at, channel, channels, inside, GATED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _input(x, x_stride, first, begin, at, channel, channels, inside, GATED: tl.constexpr):
     """Return a token's inputs; zero for tokens before the row."""
     line = x + (begin + tl.maximum(at, 0)).to(tl.int64) * x_stride
     here = inside & (at >= 0)
@@ -65,7 +65,7 @@ def _input(x, x_stride, first, begin, at, channel, channels, inside, GATED: tl.c
 def _keep_inputs(
     x, x_stride, first, states, block_stride, layer_at, old, rows, tables, table_stride, channels,
     REACH: tl.constexpr, GATED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """Write the last REACH - 1 inputs at each boundary and at the end. old[B, REACH - 1, C]: those before each row."""
     row = tl.program_id(0)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
@@ -129,7 +129,7 @@ def _scan(
     key, query, value, decay, share, old, old_first, states, block_stride, state_at, rows, tables, table_stride, out,
     out_stride, heads, key_size, value_size,
     CORRECTED: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """Update some columns of one head's state [K, V] by a row's tokens in turn: see `Kernels.delta` and `mamba2`."""
     row, head = tl.program_id(0), tl.program_id(1)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
@@ -189,7 +189,7 @@ def scan(
 
 @triton.jit
 def _gates(gates, stride, first, decay, time_bias, fades, shares, heads, low, high, CLAMPED: tl.constexpr,
-           WIDE: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+           WIDE: tl.constexpr):  # fmt: skip
     token, head = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     inside = head < heads
     line = gates + token * stride + first + head
@@ -224,7 +224,7 @@ def gates(
 
 
 @triton.jit
-def _unit(x, x_stride, out, size, factor, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _unit(x, x_stride, out, size, factor, WIDE: tl.constexpr):
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = tl.arange(0, WIDE)
     part = tl.load(x + token * x_stride + head * size + place, mask=place < size, other=0.0)

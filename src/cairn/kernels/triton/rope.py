@@ -13,7 +13,7 @@ Tensor = Any
 
 
 @triton.jit
-def _turned(source, weight, angles, place, size, turns, factor, HAS_NORM: tl.constexpr, TURNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _turned(source, weight, angles, place, size, turns, factor, HAS_NORM: tl.constexpr, TURNS: tl.constexpr):
     """Return numbers `place` of a head, normed by factor * weight and rotated."""
     inside = place < size
     own = tl.load(source + place, mask=inside, other=0.0)
@@ -40,7 +40,7 @@ def _rope_write(
     size, turns, heads, kv_heads, q_step,
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr, Q_ALL: tl.constexpr, K_ALL: tl.constexpr, TURNS: tl.constexpr,
     LATE: tl.constexpr, WIDE: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = tl.arange(0, WIDE)
     inside = place < size
@@ -69,7 +69,7 @@ def _rope_write(
 def _head(
     line, first, step, heads, head, weight, angles, eps, place, size, turns,
     NORM: tl.constexpr, ALL: tl.constexpr, TURNS: tl.constexpr, LATE: tl.constexpr, WIDE: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """Return one head normed and rotated; the norm is over the head, or (ALL) over all heads of the token."""
     inside = place < size
     source = line + first

@@ -13,18 +13,18 @@ INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 
 
 @triton.jit
-def narrow(x: Any, dtype: tl.constexpr) -> Any:
+def narrow(x, dtype: tl.constexpr):
     """Round float32 numbers to `dtype`, to nearest and ties to even, in the interpreter too."""
-    if dtype == tl.bfloat16:
-        if INTERPRETED:
-            bits = x.to(tl.uint32, bitcast=True)
-            near = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
-            return tl.where(x == x, near, x).to(tl.bfloat16)
-    return x.to(dtype)
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        near = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+        return tl.where(x == x, near, x).to(tl.bfloat16)
+    else:
+        return x.to(dtype)
 
 
 @triton.jit
-def product(a: Any, b: Any, total: Any) -> Any:
+def product(a, b, total):
     """Return total + a @ b in float32. The interpreter multiplies the bits of bfloat16 numbers: it gets float32."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
@@ -33,13 +33,13 @@ def product(a: Any, b: Any, total: Any) -> Any:
 
 
 @triton.jit
-def sigmoid(x: Any) -> Any:
+def sigmoid(x):
     """Return 1 / (1 + e^-x)."""
     return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit
-def tanh(x: Any) -> Any:
+def tanh(x):
     """Return tanh(x), without overflow."""
     small = tl.exp(-2.0 * tl.abs(x))
     whole = (1.0 - small) / (1.0 + small)
@@ -47,7 +47,7 @@ def tanh(x: Any) -> Any:
 
 
 @triton.jit
-def softplus(x: Any) -> Any:
+def softplus(x):
     """Return log(1 + e^x), without overflow."""
     return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
 

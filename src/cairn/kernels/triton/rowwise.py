@@ -17,7 +17,7 @@ PIECE = 1024
 
 
 @triton.jit
-def activated(x: Any, kind: tl.constexpr) -> Any:
+def activated(x, kind: tl.constexpr):
     """Return an activation of `Kernels.activate`, or sigmoid."""
     if kind == "sigmoid":
         return sigmoid(x)
@@ -39,7 +39,7 @@ def _norm(
     x, x_stride, weight, out, out_stride, groups, width, eps,
     HAS_WEIGHT: tl.constexpr, SHARED: tl.constexpr, ADD: tl.constexpr, LAYER: tl.constexpr,
     bias, HAS_BIAS: tl.constexpr, PIECE: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """Norm one group of one row: by its root mean square, or (LAYER) by its mean and variance."""
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     source, target = x + row * x_stride + group * width, out + row * out_stride + group * width
@@ -99,7 +99,7 @@ def norm(
 
 @triton.jit
 def _gate(gates, gates_stride, up, up_stride, out, out_stride, width, KIND: tl.constexpr, UP: tl.constexpr,
-          PIECE: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+          PIECE: tl.constexpr):  # fmt: skip
     """Write act(g) * u of one piece of one row; act(g) alone without UP."""
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * PIECE
     places = at + tl.arange(0, PIECE)
@@ -130,7 +130,7 @@ def gate(gates: Tensor, up: Tensor | None, activation: str, out: Tensor) -> Tens
 
 
 @triton.jit
-def _statistics(x, x_stride, width, eps, mean_out, square_out, PIECE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _statistics(x, x_stride, width, eps, mean_out, square_out, PIECE: tl.constexpr):
     """Write the mean and the mean square of one row."""
     row = tl.program_id(0).to(tl.int64)
     places = tl.arange(0, PIECE)
@@ -154,7 +154,7 @@ def statistics(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _softmax(x, out, width, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _softmax(x, out, width, WIDE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     places = tl.arange(0, WIDE)
     part = tl.load(x + row * width + places, mask=places < width, other=-float("inf"))
