@@ -80,7 +80,8 @@ def recorded() -> list[Launch]:
         found.setdefault(json.dumps(launch[1:]), launch)
 
     JITFunction.run = record
-    for case, call in cases():
+    for name, call in cases():
+        case = name
         call()
     return list(found.values())
 
@@ -156,14 +157,36 @@ def _states(k: TritonKernels) -> Iterator[tuple[str, Any]]:
     width = 2 * key_heads * size + heads * size
     states = torch.zeros(2, 1, 3 * width + heads * size * size)
     x, gates, vector = torch.zeros(1, width), torch.zeros(1, 2 * heads), torch.zeros(heads)
-    yield "convolution", lambda: k.convolve(
-        x, 0, torch.ones(4 * width), None, True, False, states, 0, rows, table, torch.zeros(1, width)
+    yield (
+        "convolution",
+        lambda: k.convolve(
+            x, 0, torch.ones(4 * width), None, True, False, states, 0, rows, table, torch.zeros(1, width)
+        ),
     )
-    yield "gated delta", lambda: k.delta(
-        x, gates, 0, vector, vector, key_heads, False, states, 0, rows, table, torch.zeros(1, heads * size)
+    yield (
+        "gated delta",
+        lambda: k.delta(
+            x, gates, 0, vector, vector, key_heads, False, states, 0, rows, table, torch.zeros(1, heads * size)
+        ),
     )
-    yield "Mamba 2", lambda: k.mamba2(
-        x, gates, 0, vector, vector, vector, 0.0, 1.0, key_heads, states, 0, rows, table, torch.zeros(1, heads * size)
+    yield (
+        "Mamba 2",
+        lambda: k.mamba2(
+            x,
+            gates,
+            0,
+            vector,
+            vector,
+            vector,
+            0.0,
+            1.0,
+            key_heads,
+            states,
+            0,
+            rows,
+            table,
+            torch.zeros(1, heads * size),
+        ),
     )
 
 
@@ -199,11 +222,16 @@ def _cubin(cubin: bytes) -> dict[str, int]:
 
 def trouble(found: dict[str, Any]) -> str:
     """Return what is wrong with a compiled kernel; "" if nothing is."""
-    if found["spills"] and found["case"] not in MAY_SPILL and "float32" not in found["case"] and "256" not in found["case"]:
+    if (
+        found["spills"]
+        and found["case"] not in MAY_SPILL
+        and "float32" not in found["case"]
+        and "256" not in found["case"]
+    ):
         return f"{found['case']} spills {found['spills']} on {found['target']}"
-    if found["case"].startswith(("product", "decode", "prefill")) and found["kernel"] != "_merge_splits":
-        if found["kernel"] in ("_dense", "_packed", "_attend") and not found["matrix"] and "float32" not in found["case"]:
-            return f"{found['case']} uses no matrix unit on {found['target']}"
+    multiplies = found["kernel"] in ("_dense", "_packed", "_attend") and "float32" not in found["case"]
+    if multiplies and not found["matrix"]:
+        return f"{found['case']} uses no matrix unit on {found['target']}"
     return ""
 
 
@@ -246,7 +274,9 @@ def table(found: list[dict[str, Any]]) -> str:
         cells = []
         for target in targets:
             of = [one for one in group if one["target"] == target]
-            cells.append("/".join(f"{one['registers']}" + (f" ({one['spills']} spilled)" if one["spills"] else "") for one in of))
+            cells.append(
+                "/".join(f"{one['registers']}" + (f" ({one['spills']} spilled)" if one["spills"] else "") for one in of)
+            )
         seconds = max(one["seconds"] for one in group)
         lines.append(f"| {case} | {kernel.strip('_')} | {' | '.join(cells)} | {seconds} |")
     return "\n".join(lines)

@@ -48,7 +48,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:1234", "cuda:-1", "cuda:0x1", "mlx", "", "cpu:0", "CPU"])
 def test_an_unknown_name_is_refused_with_those_that_there_are(name: str) -> None:
-    with pytest.raises(NoDevice, match="is unknown; use auto, cpu, torch-cpu, cuda, cuda:N") as caught:
+    with pytest.raises(NoDevice, match="is unknown; use auto, cpu, torch-cpu, triton-cpu, cuda, cuda:N") as caught:
         devices.load(name, "auto", 1)
     assert caught.value.field == "device" and caught.value.exit_code == 2
 

@@ -188,7 +188,9 @@ def _merge_splits(
     low = _lowest(start, window, CHUNKED, WINDOW)
     for split in range(low // SPLIT, start // SPLIT + 1):
         at = line * splits + split
-        part = tl.load(partial + at[:, None] * value_size + place[None, :], mask=(place < value_size)[None, :], other=0.0)
+        part = tl.load(
+            partial + at[:, None] * value_size + place[None, :], mask=(place < value_size)[None, :], other=0.0
+        )
         total, peak, weight = _merge(total, peak, weight, part, tl.load(peaks + at * 2), tl.load(peaks + at * 2 + 1))
     sink = tl.zeros((1,), tl.float32)
     if HAS_SINKS:
@@ -234,8 +236,9 @@ def attend(
         kv.stride(0), kv.stride(1), kv.stride(3), 0 if rest else kv.stride(2), kv.stride(4), size, rest, tiles, splits,
         heads, kv_heads, size,
         CHUNKED=window < 0, WINDOW=window > 0, BOTH=both, CAPPED=softcap > 0, HAS_SINKS=sinks is not None,
-        PARALLEL=parallel, FAN=fan, TOKENS=tokens, WIDE=power_of_two(size, 16), REST=power_of_two(rest, 16) if rest else 1,
-        VALUE=power_of_two(size, 16), LINES=lines, TILE=BLOCK_TOKENS, SPLIT=SPLIT,
+        PARALLEL=parallel, FAN=fan, TOKENS=tokens, WIDE=power_of_two(size, 16),
+        REST=power_of_two(rest, 16) if rest else 1, VALUE=power_of_two(size, 16), LINES=lines,
+        TILE=BLOCK_TOKENS, SPLIT=SPLIT,
     )  # fmt: skip
     if parallel:
         _merge_splits[(len(rows), heads)](

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cairn.kernels.triton.products import TritonMatrix
+from cairn.kernels.torch.weights import TorchMatrix
 from cairn.kernels.triton.rowwise import gate
 
 Tensor = Any
@@ -17,9 +17,9 @@ def run(
     x: Tensor,
     chosen: Tensor,
     shares: Tensor,
-    gate_up: Sequence[TritonMatrix],
+    gate_up: Sequence[TorchMatrix],
     activation: str,
-    down: Sequence[TritonMatrix],
+    down: Sequence[TorchMatrix],
     out: Tensor,
 ) -> None:
     """Run `Kernels.experts`: each expert multiplies its rows, and a token's results are added in ascending order."""

@@ -37,7 +37,11 @@ def _convolve(
         for tap in tl.static_range(REACH):
             at = channel * 0 + (token - (REACH - 1) + tap)
             number = _input(x, x_stride, first, begin, at, channel, channels, inside, GATED)
-            kept = tl.load(source + (at + REACH - 1) * channels + channel, mask=inside & (at < 0) & (channel * 0 + start > 0), other=0.0)
+            kept = tl.load(
+                source + (at + REACH - 1) * channels + channel,
+                mask=inside & (at < 0) & (channel * 0 + start > 0),
+                other=0.0,
+            )
             part = tl.where(at < 0, kept, number) * tl.load(weight + tap * channels + channel, mask=inside, other=0.0)
             total = part if tap == 0 else total + part
         if HAS_BIAS:
@@ -56,7 +60,9 @@ def _input(x, x_stride, first, begin, at, channel, channels, inside, GATED: tl.c
     line = x + (begin + tl.maximum(at, 0)).to(tl.int64) * x_stride
     here = inside & (at >= 0)
     if GATED:
-        return tl.load(line + channel, mask=here, other=0.0) * tl.load(line + 2 * channels + channel, mask=here, other=0.0)
+        return tl.load(line + channel, mask=here, other=0.0) * tl.load(
+            line + 2 * channels + channel, mask=here, other=0.0
+        )
     else:
         return tl.load(line + first + channel, mask=here, other=0.0)
 
@@ -81,7 +87,11 @@ def _keep_inputs(
             at = channel * 0 + (end - (REACH - 1) + tap)
             number = _input(x, x_stride, first, begin, at, channel, channels, inside, GATED)
             kept = tl.load(before + (at + REACH - 1) * channels + channel, mask=inside & (at < 0), other=0.0)
-            tl.store(target + tap * channels + channel, tl.where(at < 0, kept, number), mask=inside & (channel * 0 + block >= 0))
+            tl.store(
+                target + tap * channels + channel,
+                tl.where(at < 0, kept, number),
+                mask=inside & (channel * 0 + block >= 0),
+            )
 
 
 def convolve(

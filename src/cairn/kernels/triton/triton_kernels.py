@@ -13,8 +13,11 @@ import triton
 from numpy.typing import NDArray
 
 from cairn.kernels.base import Packed
+from cairn.kernels.program import Interpreted, KernelCall
 from cairn.kernels.torch.torch_kernels import TorchKernels
+from cairn.kernels.torch.weights import TorchMatrix
 from cairn.kernels.triton import attention, experts, recurrent, rowwise
+from cairn.kernels.triton.capture import CapturedProgram
 from cairn.kernels.triton.products import TritonMatrix, pack_matrix
 from cairn.kernels.triton.rope import rope_write
 from cairn.kernels.triton.rowwise import gate, norm, softmax, statistics
@@ -37,40 +40,10 @@ class TritonKernels(TorchKernels):
     def matrix(self, weights: Sequence[NDArray[Any] | Packed], biases: Sequence[NDArray[Any] | None]) -> TritonMatrix:
         return pack_matrix(weights, biases, self.tensor)
 
-    def project(self, x: Tensor, matrix: TritonMatrix, out: Tensor) -> None:
-        matrix.product(x, out)
-
-    def project_add(self, x: Tensor, matrix: TritonMatrix, hidden: Tensor) -> None:
-        matrix.product(x, hidden, add=True)
-
-    def norm_project(self, hidden: Tensor, norm: Tensor, eps: float, matrix: TritonMatrix, out: Tensor) -> None:
-        matrix.product(self._normed(hidden, norm, eps), out)
-
-    def gated_project(
-        self,
-        hidden: Tensor,
-        norm: Tensor,
-        eps: float,
-        gate_up: TritonMatrix,
-        activation: str,
-        down: TritonMatrix,
-        out: Tensor,
-    ) -> None:
-        down.product(self._gated(hidden, norm, eps, gate_up, activation), out)
-
-    def gated_mlp(
-        self, hidden: Tensor, norm: Tensor, eps: float, gate_up: TritonMatrix, activation: str, down: TritonMatrix
-    ) -> None:
-        down.product(self._gated(hidden, norm, eps, gate_up, activation), hidden, add=True)
-
-    def logits(self, hidden: Tensor, wanted: Tensor, norm: Tensor, eps: float, head: TritonMatrix, out: Tensor) -> None:
-        head.product(self._normed(hidden[wanted.long()], norm, eps), out)
-
-    def _normed(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def normed(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norm(x, weight, eps, torch.empty_like(x))
 
-    def _gated(self, hidden: Tensor, weight: Tensor, eps: float, gate_up: TritonMatrix, activation: str) -> Tensor:
-        gates = gate_up.product(self._normed(hidden, weight, eps))
+    def gated(self, gates: Tensor, activation: str) -> Tensor:
         width = gates.shape[1] // 2
         return gate(gates, gates[:, width:], activation, torch.empty((len(gates), width), device=gates.device))
 
@@ -286,15 +259,18 @@ class TritonKernels(TorchKernels):
         x: Tensor,
         chosen: Tensor,
         shares: Tensor,
-        gate_up: Sequence[TritonMatrix],
+        gate_up: Sequence[TorchMatrix],
         activation: str,
-        down: Sequence[TritonMatrix],
+        down: Sequence[TorchMatrix],
         out: Tensor,
     ) -> None:
         experts.run(x, chosen, shares, gate_up, activation, down, out)
 
     def softmax(self, x: Tensor) -> Tensor:
         return softmax(x)
+
+    def program(self, calls: Sequence[KernelCall]) -> Interpreted:
+        return CapturedProgram(self, calls) if self.device.type == "cuda" else super().program(calls)
 
 
 def _spread(x: Tensor, heads: int, tiled: bool) -> Tensor:
