@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("torch", reason="torch is not installed: kernels on devices are not tested")
 pytest.importorskip("triton", reason="triton is not installed: kernels for GPUs are not tested")
 
