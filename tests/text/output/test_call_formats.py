@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
+from cairn.text.chat.declared_call_format import declared_form
+from cairn.text.grammar.call_grammar import callable_tools, lark_of_calls
 from cairn.text.grammar.grammar import GrammarError, Shape
 from cairn.text.output.call_formats import BY_NAME, FORMATS, CallFormat, format_of, name_of
-from cairn.text.output.call_grammar import callable_tools, lark_of_calls
-from cairn.text.output.declared_call_format import declared_form
 from cairn.text.output.output_parser import splitter
 from cairn.text.output.tool_parser import offered_tools
 from cairn.types.outputs import ToolCallDelta
 from cairn.types.request import OutputFormat
 from tests.text.call_templates import FURTHER, derived
+from tests.text.chat.test_declared_call_format import DECLARED
 from tests.text.output.call_pieces import read_calls
-from tests.text.output.test_declared_call_format import DECLARED
 from tests.text.walks import accepts, checked, walk
 
 
