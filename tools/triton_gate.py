@@ -55,8 +55,9 @@ MATRIX_UNITS = re.compile(r"mma\.sync|wgmma|tcgen05\.mma|v_mfma|v_wmma")
 MAY_SPILL = {"latents"}
 """Cases whose heads are wider than 256: their spills are reported, not refused."""
 
-Launch = tuple[str, str, str, dict[str, str], dict[str, Any]]
-"""Case, module, kernel, types of the arguments, and constants."""
+OPTIONS = ("num_warps", "num_stages")
+Launch = tuple[str, str, str, dict[str, str], dict[str, Any], dict[str, int]]
+"""Case, module, kernel, types of the arguments, constants, and options of the compiler."""
 
 
 def recorded() -> list[Launch]:
@@ -76,7 +77,8 @@ def recorded() -> list[Launch]:
                 types[parameter.name] = TYPES[value.dtype]
             else:
                 types[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-        launch = case, self.fn.__module__, self.fn.__name__, types, constants
+        options = {name: named[name] for name in OPTIONS if name in named}
+        launch = case, self.fn.__module__, self.fn.__name__, types, constants, options
         found.setdefault(json.dumps(launch[1:]), launch)
 
     JITFunction.run = record
@@ -192,12 +194,14 @@ def _states(k: TritonKernels) -> Iterator[tuple[str, Any]]:
 
 def compiled(launch: Launch, target: str) -> dict[str, Any]:
     """Compile a launch for a target and return what the compiler says of it."""
-    case, module, kernel, types, constants = launch
+    case, module, kernel, types, constants, options = launch
     fn = getattr(__import__(module, fromlist=[kernel]), kernel)
     places = {(fn.arg_names.index(name),): value for name, value in constants.items()}
     began = time.monotonic()
-    made = triton.compile(ASTSource(fn=fn, signature=types, constexprs=places), target=GPUTarget(*TARGETS[target]))
+    source = ASTSource(fn=fn, signature=types, constexprs=places)
+    made = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
     found: dict[str, Any] = {"case": case, "kernel": kernel, "target": target, "shared": made.metadata.shared}
+    found["bfloat16"] = "*bf16" in types.values() or kernel == "_packed"
     found["seconds"] = round(time.monotonic() - began, 2)
     text = made.asm["ptx"] if "ptx" in made.asm else made.asm["amdgcn"]
     found["matrix"] = bool(MATRIX_UNITS.search(text))
@@ -230,7 +234,8 @@ def trouble(found: dict[str, Any]) -> str:
     ):
         return f"{found['case']} spills {found['spills']} on {found['target']}"
     multiplies = found["kernel"] in ("_dense", "_packed", "_attend") and "float32" not in found["case"]
-    if multiplies and not found["matrix"]:
+    # Turing's matrix units multiply float16 and no bfloat16.
+    if multiplies and not found["matrix"] and not (found["target"] == "sm_75" and found["bfloat16"]):
         return f"{found['case']} uses no matrix unit on {found['target']}"
     return ""
 

@@ -310,7 +310,7 @@ class TorchKernels(TorchStorage):
     ) -> None:
         parts = scores
         if kind != "chosen":
-            parts = self.softmax(scores) if kind == "softmax" else torch.sigmoid(scores)
+            parts = self.softmax(scores) if kind == "softmax" else self.sigmoid(scores)
         choice = parts if bias is None else parts + bias
         if groups > 1:
             choice = _of_groups(choice, groups, chosen_groups)
@@ -322,6 +322,10 @@ class TorchKernels(TorchStorage):
             found = found / (found.sum(dim=1, keepdim=True) + 1e-20)
         chosen.copy_(ids)
         shares.copy_(found * scale)
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        """Return 1 / (1 + e^-x) of each number."""
+        return torch.sigmoid(x)
 
     def softmax(self, x: Tensor) -> Tensor:
         """Return the softmax of each row."""

@@ -21,6 +21,8 @@ Tensor = Any
 
 ROWS, OUTPUTS, INNER = 32, 64, 32
 """A tile: rows of activations, outputs, and inputs of one product."""
+PACKED_OUTPUTS = 32
+"""Outputs of a tile of packed weights: with 64, registers spill on Turing and on CDNA 2."""
 LARGEST_CODE = tl.constexpr(127.0)
 LEAST_MAGNITUDE = tl.constexpr(1e-30)
 
@@ -180,13 +182,13 @@ def _packed_product(
     block = part.block_scale
     # With a minimum, codes count from it; without one, codes of 4 bits from 8 and of 6 bits from 32.
     below = 0 if part.minimum is not None else {4: 8, 6: 32}.get(part.bits, 0)
-    _packed[(blocks(outputs, OUTPUTS), blocks(len(codes), ROWS))](
+    _packed[(blocks(outputs, PACKED_OUTPUTS), blocks(len(codes), ROWS))](
         codes, shares, part.codes, part.scale, part.scale if part.minimum is None else part.minimum,
         part.scale if block is None else block, part.scale if part.block_minimum is None else part.block_minimum,
         part.scale if bias is None else bias, out, out.stride(0), len(codes), outputs, inner,
         1 if block is None else groups // block.shape[1],
         BITS=part.bits, BELOW=below, HAS_MINIMUM=part.minimum is not None, BLOCKED=block is not None,
-        HAS_BIAS=bias is not None, ADD=add, SPAN=inner // groups, GROUP=GROUP, ROWS=ROWS, OUTPUTS=OUTPUTS,
+        HAS_BIAS=bias is not None, ADD=add, SPAN=inner // groups, GROUP=GROUP, ROWS=ROWS, OUTPUTS=PACKED_OUTPUTS,
     )  # fmt: skip
     return int(outputs)
 

@@ -266,6 +266,9 @@ class TritonKernels(TorchKernels):
     ) -> None:
         experts.run(x, chosen, shares, gate_up, activation, down, out)
 
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return self._activated(x, "sigmoid")
+
     def softmax(self, x: Tensor) -> Tensor:
         return softmax(x)
 
