@@ -160,6 +160,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "extra gpu; 'auto': the fastest that keeps answers equal bit for bit, which is the CPU."
         ),
     ] = "auto"
+    tp: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="Ranks that share each layer (tensor parallel), each a process with a part of the weights and of "
+            "the KV; with cuda:N and rocm:N, neighbouring GPUs from N on. Needs the extra gpu.",
+        ),
+    ] = 1
     kernels: Annotated[
         Literal["auto", "reference", "portable", "avx2", "avxvnni", "avx512vnni", "avx512"],
         Meta(description="What the CPU computes with; 'auto': the fastest that runs here, 'reference' is numpy."),
