@@ -238,7 +238,7 @@ def attend(
         CHUNKED=window < 0, WINDOW=window > 0, BOTH=both, CAPPED=softcap > 0, HAS_SINKS=sinks is not None,
         PARALLEL=parallel, FAN=fan, TOKENS=tokens, WIDE=power_of_two(size, 16),
         REST=power_of_two(rest, 16) if rest else 1, VALUE=power_of_two(size, 16), LINES=lines,
-        TILE=BLOCK_TOKENS, SPLIT=SPLIT, num_stages=2,
+        TILE=BLOCK_TOKENS, SPLIT=SPLIT,
     )  # fmt: skip
     if parallel:
         _merge_splits[(len(rows), heads)](
