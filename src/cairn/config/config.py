@@ -165,8 +165,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Meta(
             ge=1,
             le=64,
-            description="Ranks that share each layer (tensor parallel), each a process with a part of the weights and of "
-            "the KV; with cuda:N and rocm:N, neighbouring GPUs from N on. Needs the extra gpu.",
+            description="Ranks that share each layer (tensor parallel), each a process with a part of the weights and "
+            "of the KV; with cuda:N and rocm:N, neighbouring GPUs from N on. Needs the extra gpu.",
         ),
     ] = 1
     kernels: Annotated[

@@ -109,9 +109,7 @@ class ParallelEngine:
     def load(cls, spec: ModelSpec, folder: Path, config: Config, blocks: tuple[int, ...] = ()) -> ParallelEngine:
         """Start all ranks and load each one's part, or raise `ModelError`."""
         if devices.resolved(config.device) == devices.CPU:
-            raise ModelError(
-                f"tp is {config.tp}, but ranks compute with torch: use --device cuda, rocm or torch-cpu"
-            )
+            raise ModelError(f"tp is {config.tp}, but ranks compute with torch: use --device cuda, rocm or torch-cpu")
         ranks = config.tp
         check_parallel(spec, ranks)
         part = shard_spec(spec, ranks)

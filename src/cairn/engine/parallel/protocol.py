@@ -75,7 +75,8 @@ class Pages(msgspec.Struct, frozen=True, tag="pages"):
 
 ToRank = Start | Compute | ReadPages | WritePages | CopyBlocks
 FromRank = Loaded | Pages
-_TO_RANK, _FROM_RANK = msgspec.msgpack.Decoder(ToRank), msgspec.msgpack.Decoder(FromRank)
+_TO_RANK: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+_FROM_RANK: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 
 
 def send(connection: Connection, message: ToRank | FromRank) -> None:

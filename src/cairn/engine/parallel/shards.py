@@ -72,12 +72,12 @@ class ShardedWeights(Mapping[str, Any]):
         """Matrices cut by inputs that were asked for since the last `take_partial`."""
 
     def __getitem__(self, name: str) -> NDArray[Any] | Packed:
-        tensor = self._whole[name]
+        tensor: NDArray[Any] | Packed = self._whole[name]
         if _BY_OUTPUTS.search(name):
             return self._rows(tensor)
         found = _BY_INPUTS.search(name)
         if found is None:
-            return tensor  # type: ignore[no-any-return]
+            return tensor
         if found[1] == "bias":  # added once
             return tensor if self._rank == 0 else np.zeros_like(tensor)
         part = self._columns(name, tensor)
