@@ -73,7 +73,7 @@ def load_engine(
         )
         return spec, engine
     if config.tp > 1:
-        from cairn.engine.parallel.parallel import ParallelEngine
+        from cairn.engine.parallel import ParallelEngine
 
         spec = identified(spec, folder)
         return spec, ParallelEngine.load(spec, folder, config, blocks)

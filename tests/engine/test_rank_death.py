@@ -20,7 +20,7 @@ from tests.service.tiny import collect, request, until
 def ranks_below(worker: int | None) -> list[int]:
     """Return the processes of ranks that a worker started."""
     children = Path(f"/proc/{worker}/task/{worker}/children").read_text().split()
-    return [int(one) for one in children if b"parallel.rank" in Path(f"/proc/{one}/cmdline").read_bytes()]
+    return [int(one) for one in children if b"cairn.engine.rank" in Path(f"/proc/{one}/cmdline").read_bytes()]
 
 
 async def test_an_answer_survives_a_killed_rank() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from cairn.engine.parallel.shards import ShardedWeights
+from cairn.engine.shards import ShardedWeights
 from cairn.kernels.base import Kernels, Matrix
 from cairn.types.errors import DeviceError
 

@@ -1,4 +1,4 @@
-"""The process of a rank but the first: `python -m cairn.engine.parallel.rank FD`.
+"""The process of a rank but the first: `python -m cairn.engine.rank FD`.
 
 It loads its part, does what rank 0 says, and ends when rank 0 is gone.
 """
@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 
 from cairn.config.config import Config
-from cairn.engine.parallel.group import RankGroup, ShardPacker
-from cairn.engine.parallel.protocol import (
+from cairn.engine.rank_group import RankGroup, ShardPacker
+from cairn.engine.rank_protocol import (
     Compute,
     CopyBlocks,
     Loaded,
@@ -28,8 +28,8 @@ from cairn.engine.parallel.protocol import (
     row_of,
     send,
 )
-from cairn.engine.parallel.shards import ShardedWeights, shard_spec
 from cairn.engine.recorded import RecordedEngine
+from cairn.engine.shards import ShardedWeights, shard_spec
 from cairn.models.forward import decoder
 from cairn.models.packing.weight_format import HeldWeights, form_of
 from cairn.models.safetensors.weights import open_weights

@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed: no device but the CPU is tested")
 
 from cairn.config.config import Config
-from cairn.engine.parallel.parallel import ParallelEngine
-from cairn.engine.parallel.shards import ShardedWeights, check_parallel
+from cairn.engine.parallel import ParallelEngine
+from cairn.engine.shards import ShardedWeights, check_parallel
 from cairn.models.spec.config import load_spec
 from cairn.types.errors import DeviceError, ModelError
 from tests.tiny_models import MODELS, Driver, load, prompt, write_model

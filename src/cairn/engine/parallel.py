@@ -19,8 +19,9 @@ import msgspec
 
 from cairn.config.config import Config
 from cairn.engine.memory import check_memory, device_memory, pool_blocks
-from cairn.engine.parallel.group import RankGroup
-from cairn.engine.parallel.protocol import (
+from cairn.engine.rank import load_shard
+from cairn.engine.rank_group import RankGroup
+from cairn.engine.rank_protocol import (
     Compute,
     CopyBlocks,
     Loaded,
@@ -33,9 +34,8 @@ from cairn.engine.parallel.protocol import (
     receive_answer,
     send,
 )
-from cairn.engine.parallel.rank import load_shard
-from cairn.engine.parallel.shards import check_parallel, shard_spec
 from cairn.engine.recorded import RecordedEngine
+from cairn.engine.shards import check_parallel, shard_spec
 from cairn.kernels import devices
 from cairn.types.errors import DeviceError, ModelError
 from cairn.types.model_spec import ModelSpec
@@ -54,7 +54,7 @@ class RankProcess:
         self.number = number
         self.connection = Connection(ours.detach())
         with theirs:
-            command = [sys.executable, "-P", "-m", "cairn.engine.parallel.rank", str(theirs.fileno())]
+            command = [sys.executable, "-P", "-m", "cairn.engine.rank", str(theirs.fileno())]
             self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
 
     def send(self, message: ToRank) -> None:
