@@ -27,7 +27,7 @@ from cairn.agents.kv import AgentKv
 from cairn.agents.log.index import RecordKind
 from cairn.agents.log.log import Log
 from cairn.agents.log.records import Savings
-from cairn.agents.log.writer import Writer, on_disk_thread
+from cairn.agents.log.writer import Writer
 from cairn.agents.maintenance import Maintenance
 from cairn.agents.overview import Overview
 from cairn.agents.pending_writes import PendingWrites
@@ -42,6 +42,7 @@ from cairn.frontend.requests import PLAIN, SamplingOptions
 from cairn.frontend.service import Service
 from cairn.frontend.stream import RequestStream
 from cairn.router.services import Services
+from cairn.system.disk_threads import on_disk_thread
 from cairn.system.interfaces import Clock, FileSystem, Rng
 from cairn.system.metrics import AgentFigures
 from cairn.text.chat.prompt import Sampled

@@ -142,6 +142,8 @@ class Savings(msgspec.Struct, frozen=True, kw_only=True):
     pool: int = 0
     ram: int = 0
     disk: int = 0
+    shared: int = 0
+    """Prompt tokens from the store that all replicas share."""
     generated: int = 0
     """Sampled tokens."""
     prefill_seconds: float = 0.0
