@@ -56,6 +56,14 @@ class Keeper(Protocol):
         """Write these records as soon as the disk takes them."""
         ...
 
+    async def share_end(self, agent: Agent, turn: Turn, end: EndRecord) -> None:
+        """Acknowledge the end of a turn in the shared store, if there is one. Raise Unavailable if that fails."""
+        ...
+
+    def share_end_later(self, agent: Agent, turn: Turn, end: EndRecord) -> None:
+        """Write the end of a turn that nobody waits for to the shared store, if there is one."""
+        ...
+
     async def sync(self, *records: Record) -> None:
         """Write all pending records and then these; return when they are durable."""
         ...
@@ -201,6 +209,10 @@ class RunningTurn:
         self.over.set()
         if self.discarded:
             return
+        if good:
+            await self._keeper.share_end(self.agent, self.turn, end)
+        else:
+            self._keeper.share_end_later(self.agent, self.turn, end)
         more = self._keeper.ended(self.agent, done, end, lambda: self._content.known([*self.request.prompt]))
         if good:
             self._keeper.write_later(record, *more)

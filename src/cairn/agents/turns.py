@@ -42,6 +42,16 @@ class Turns:
         self.write_later, self.sync, self.now = agents.pending.write_later, agents.pending.sync, agents.pending.now
         self._agents, self._archive = agents, archive
 
+    async def share_end(self, agent: Agent, turn: Turn, end: EndRecord) -> None:
+        """See `Keeper`."""
+        if self._agents.shared is not None:
+            await self._agents.shared.ended(agent, turn, end)
+
+    def share_end_later(self, agent: Agent, turn: Turn, end: EndRecord) -> None:
+        """See `Keeper`."""
+        if self._agents.shared is not None:
+            self._agents.shared.ended_later(agent, turn, end)
+
     async def start(
         self,
         service: Service,
@@ -231,6 +241,8 @@ class Turns:
                 began = branch.last.began
                 grammar = await service.chat.same_grammar(began.grammar, began.output, share=share)
                 request = msgspec.structs.replace(request, grammar=grammar)
+                if self._agents.shared is not None:
+                    await self._agents.shared.resumed(agent)
         finally:
             agent.starting = False
         turn = agent.head

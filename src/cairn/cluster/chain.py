@@ -1,0 +1,176 @@
+"""The chain of one agent in a shared store: numbered records that nobody can write twice, and the lease in them.
+
+    agents/NAME/0000000000, agents/NAME/0000000001, ...
+
+A record is created under the next number, which fails if somebody else has it. So the chain has one order, and of two
+writers one learns that it is not the writer any more: nothing that it still does can be acknowledged. Each record
+names its writer (the *holder* of the agent), the epoch, which grows by one with every new holder, and the digest of the
+record before it. What is sealed under another name, changed, cut out or put out of order is refused.
+
+The number alone is the name. If the epoch were a part of it, a holder that lost the agent could still create records
+of its own epoch beside those of the next.
+
+No clock is needed for that. Whether a holder is alive (`beats.py`) only decides how soon another one may interrupt it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal
+
+import msgspec
+
+from cairn.cluster.guard import AsyncBlobs
+from cairn.cluster.keys import ClusterKeys
+from cairn.types.errors import Damaged, Unavailable
+
+Kind = Literal["made", "began", "ended", "changed", "taken", "gone"]
+FIRST: frozenset[Kind] = frozenset({"made", "gone"})
+"""Kinds that need nothing before them: what came before may be removed."""
+TRIES = 2
+"""Tries of an append whose outcome is unknown. It is the same object each time."""
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """One record of a chain."""
+
+    number: int
+    epoch: int
+    holder: str
+    kind: Kind
+    before: bytes
+    """SHA-256 of the record before it; empty for none."""
+    running: int
+    """Number of the turn that runs after this record; 0 for none."""
+    body: bytes
+
+
+class Tail(msgspec.Struct, frozen=True):
+    """The end of a chain, as far as it is known."""
+
+    number: int = -1
+    epoch: int = 0
+    holder: str = ""
+    digest: bytes = b""
+    running: int = 0
+    kind: Kind = "gone"
+
+
+class Moved(Unavailable):
+    """Another replica has written to the chain meanwhile. The caller may try again."""
+
+
+class AgentChain:
+    """One chain. Its owner allows one call at a time."""
+
+    def __init__(self, blobs: AsyncBlobs, keys: ClusterKeys, tenant: str, id: str, holder: str) -> None:
+        """Name a chain. `holder`: the name of this replica, new with each start."""
+        self._blobs, self._keys, self._holder, self._id = blobs, keys, holder, id
+        self._folder = f"agents/{keys.name(b'agent', tenant.encode(), id.encode())}"
+        self.tail = Tail()
+
+    @property
+    def mine(self) -> bool:
+        """Whether this replica wrote the last known record."""
+        return self.tail.holder == self._holder
+
+    async def news(self) -> list[Record]:
+        """Return the records beyond the known end, in order, and know them from now on.
+
+        Raise Damaged for a record that fails a check, Unavailable if the store does not answer. Then nothing is known
+        that was not before.
+        """
+        tail, found = self.tail, list[Record]()
+        try:
+            first = tail.number + 1 if tail.number >= 0 else await self._first()
+            while (data := await self._blobs.read(self._name(first + len(found)))) is not None:
+                record, tail = self._check(data, first + len(found), tail)
+                found.append(record)
+        except OSError as error:
+            raise unavailable(error) from error
+        self.tail = tail
+        return found
+
+    async def _first(self) -> int:
+        names = await self._blobs.list(self._folder)
+        numbers = [name.rsplit("/", 1)[-1] for name in names]
+        return min((int(one) for one in numbers if len(one) == 10 and one.isdigit()), default=0)
+
+    def _check(self, data: bytes, number: int, tail: Tail) -> tuple[Record, Tail]:
+        """Return a record that follows `tail`, and the new tail."""
+        name = self._name(number)
+        content = self._keys.open(name, data)
+        if content is None:
+            raise self._damaged(number, "was changed, or sealed under an unknown key")
+        try:
+            record = msgspec.msgpack.decode(content, type=Record)
+        except (msgspec.DecodeError, ValueError):
+            raise self._damaged(number, "cannot be read") from None
+        follows = record.before == tail.digest and record.epoch == tail.epoch + (record.holder != tail.holder)
+        starts = tail.number < 0 and record.kind in FIRST
+        taken = not tail.running or record.holder == tail.holder or record.kind in ("taken", "gone")
+        if record.number != number or not (starts or (follows and taken)):
+            raise self._damaged(number, "does not follow the one before it")
+        return record, _after(record, content)
+
+    async def append(self, kind: Kind, body: bytes = b"", running: int = 0) -> None:
+        """Write the next record. On return it is acknowledged and durable.
+
+        Raise Moved if another replica wrote one there, Unavailable if the store does not answer; then the record may be
+        there or not, which the next `news` tells.
+        """
+        tail = self.tail
+        record = Record(
+            number=tail.number + 1,
+            epoch=tail.epoch + (not self.mine),
+            holder=self._holder,
+            kind=kind,
+            before=tail.digest,
+            running=running,
+            body=body,
+        )
+        content = msgspec.msgpack.encode(record)
+        name = self._name(record.number)
+        if not await self._create(name, self._keys.seal(name, content)):
+            raise Moved(f"another replica has gone on with agent {self._id}; send the request again", retry_after=1.0)
+        self.tail = _after(record, content)
+
+    async def _create(self, name: str, data: bytes) -> bool:
+        for left in reversed(range(TRIES)):
+            try:
+                return await self._blobs.create(name, data)
+            except OSError as error:
+                if not left:
+                    raise unavailable(error) from error
+        raise AssertionError("unreachable")
+
+    async def forget(self) -> None:
+        """Remove all records before the last one. Raise Unavailable if the store does not answer."""
+        try:
+            last = self._name(self.tail.number)
+            await self._blobs.delete([name for name in await self._blobs.list(self._folder) if name < last])
+        except OSError as error:
+            raise unavailable(error) from error
+
+    async def erase(self) -> None:
+        """Remove all records. Raise Unavailable if the store does not answer."""
+        try:
+            await self._blobs.delete(await self._blobs.list(self._folder))
+        except OSError as error:
+            raise unavailable(error) from error
+
+    def _name(self, number: int) -> str:
+        return f"{self._folder}/{number:010d}"
+
+    def _damaged(self, number: int, what: str) -> Damaged:
+        return Damaged(f"record {number} of agent {self._id} in the shared store {what}; no turn is built on it")
+
+
+def _after(record: Record, content: bytes) -> Tail:
+    digest = hashlib.sha256(content).digest()
+    return Tail(record.number, record.epoch, record.holder, digest, record.running, record.kind)
+
+
+def unavailable(error: OSError) -> Unavailable:
+    """Return the error of a store that does not answer."""
+    return Unavailable(f"the shared store does not work: {error.strerror or error}", retry_after=5.0)
