@@ -521,10 +521,12 @@ class Agents:
         wanted: Wanted = ANYTHING,
         service: Service | None = None,
         gate: Gate | None = None,
+        once: str = "",
     ) -> RunningTurn:
         """Begin a turn with new messages only; the caller reads its `batches`.
 
         `service`: the model that is to answer, on a server with several. `gate` is awaited once the prompt is complete.
+        `once`: a key of the client; if the turn at the head has it, that turn is answered once more.
         Raise Conflict while another turn runs or the last was interrupted; with `fork_on_conflict` the turn goes to a
         new agent instead. Raise ContextTooLong with the figures, and Overloaded and Unavailable as for any request.
         """
@@ -540,6 +542,7 @@ class Agents:
                 fork_on_conflict=fork_on_conflict,
                 wanted=wanted,
                 gate=gate,
+                once=once,
             )
 
     async def aside(

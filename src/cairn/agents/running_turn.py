@@ -252,6 +252,22 @@ class RunningTurn:
         return {"keep": same, "more": pack(ids[same:])}
 
 
+class RepeatedTurn(RunningTurn):
+    """A turn that has ended, told once more. Nothing is computed or written."""
+
+    def __init__(
+        self, keeper: Keeper, service: Service, agent: Agent, turn: Turn, request: Request, first: Sequence[Event]
+    ) -> None:
+        self.agent, self.turn, self.request = agent, turn, request
+        self.over, self.discarded, self.warnings = asyncio.Event(), False, ()
+        self.over.set()
+        self._keeper, self._service, self._stream, self._first = keeper, service, None, first
+
+    async def batches(self, *, beats: bool = False) -> AsyncGenerator[list[Event], None]:
+        """Yield the whole answer."""
+        yield list(self._first)
+
+
 def _logged(cache: CacheReport) -> CacheReport:
     """Return the report without texts: they may be another agent's, which must not outlive that one."""
     if cache.miss is None:
