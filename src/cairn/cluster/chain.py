@@ -16,13 +16,14 @@ No clock is needed for that. Whether a holder is alive (`beats.py`) only decides
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
 
 from cairn.cluster.guard import AsyncBlobs
 from cairn.cluster.keys import ClusterKeys
-from cairn.types.errors import Damaged, Unavailable
+from cairn.types.errors import Conflict, Damaged, Unavailable
 
 Kind = Literal["made", "began", "ended", "changed", "taken", "gone"]
 FIRST: frozenset[Kind] = frozenset({"made", "gone"})
@@ -58,6 +59,13 @@ class Tail(msgspec.Struct, frozen=True):
 
 class Moved(Unavailable):
     """Another replica has written to the chain meanwhile. The caller may try again."""
+
+
+class Running(Unavailable):
+    """A turn of the agent runs on another server."""
+
+    status = Conflict.status
+    code = "turn_running"
 
 
 class AgentChain:
@@ -132,8 +140,52 @@ class AgentChain:
         content = msgspec.msgpack.encode(record)
         name = self._name(record.number)
         if not await self._create(name, self._keys.seal(name, content)):
-            raise Moved(f"another replica has gone on with agent {self._id}; send the request again", retry_after=1.0)
+            raise self._moved()
         self.tail = _after(record, content)
+
+    async def hold(self, alive: Callable[[str], bool]) -> None:
+        """Make sure that this replica may write: it knows all of the chain, and no other one runs a turn.
+
+        A turn of a replica that is not `alive` is interrupted: the record that says so is the next, so that replica can
+        end nothing any more. Raise Running for one that is, Moved if there are news.
+        """
+        await self.expect_no_news()
+        if self.tail.running and not self.mine:
+            self.check_free(alive)
+            await self.append("taken")
+
+    async def expect_no_news(self) -> None:
+        """Raise Moved if others wrote since the chain was read: what the caller wants to write is out of date."""
+        if await self.news():
+            raise self._moved()
+
+    def check_free(self, alive: Callable[[str], bool]) -> None:
+        """Raise Running while another replica that is `alive` runs a turn of the agent."""
+        tail = self.tail
+        if tail.running and not self.mine and alive(tail.holder):
+            raise Running(f"turn {tail.running} of agent {self._id} is running on another server", retry_after=1.0)
+
+    async def end(self, turn: int, body: bytes) -> None:
+        """Write the end of a turn of this replica. When it returns, the turn is acknowledged.
+
+        Raise Moved if another replica has interrupted it, Unavailable as `append` does.
+        """
+        if not self.mine or self.tail.running != turn:
+            raise self._moved()
+        await self.append("ended", body)
+
+    async def settle(self, turn: int, body: bytes) -> None:
+        """End a turn of this replica with `body` if the chain still says that it runs.
+
+        For a turn whose beginning or end was written with an unknown outcome: while it is said to run, and this replica
+        is alive, no other one may go on with the agent. Raise as `append` does.
+        """
+        await self.news()
+        if self.mine and self.tail.running == turn:
+            await self.append("ended", body)
+
+    def _moved(self) -> Moved:
+        return Moved(f"another server has gone on with agent {self._id}; send the request again", retry_after=1.0)
 
     async def _create(self, name: str, data: bytes) -> bool:
         for left in reversed(range(TRIES)):

@@ -5,6 +5,7 @@ Addresses and keys come from the usual variables of the environment (AWS_ENDPOIN
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -30,7 +31,7 @@ class ObjectBlobs:
         try:
             self._store = from_url(
                 address,
-                client_options={"timeout": limit, "connect_timeout": timedelta(seconds=2)},
+                client_options={"allow_http": True, "timeout": limit, "connect_timeout": timedelta(seconds=2)},
                 retry_config={"max_retries": 2, "retry_timeout": limit},
             )
         except (BaseError, ValueError) as error:
@@ -45,7 +46,7 @@ class ObjectBlobs:
         except (AlreadyExistsError, PreconditionError):
             return False
         except BaseError as error:
-            raise OSError(str(error)) from error
+            raise _failed(error) from error
         return True
 
     def replace(self, name: str, data: bytes) -> None:
@@ -53,7 +54,7 @@ class ObjectBlobs:
         try:
             obstore.put(self._store, name, data, use_multipart=False)
         except BaseError as error:
-            raise OSError(str(error)) from error
+            raise _failed(error) from error
 
     def read(self, name: str) -> bytes | None:
         """See `Blobs`. A large object is read in ranges, several at once."""
@@ -70,7 +71,7 @@ class ObjectBlobs:
         except (NotFoundError, FileNotFoundError):
             return None
         except BaseError as error:
-            raise OSError(str(error)) from error
+            raise _failed(error) from error
 
     def list(self, folder: str, after: str = "") -> Sequence[str]:
         """See `Blobs`."""
@@ -78,7 +79,7 @@ class ObjectBlobs:
             pages = obstore.list(self._store, prefix=folder, offset=after or None, chunk_size=1000)
             return sorted(str(one["path"]) for page in pages for one in page)
         except BaseError as error:
-            raise OSError(str(error)) from error
+            raise _failed(error) from error
 
     def delete(self, names: Sequence[str]) -> None:
         """See `Blobs`."""
@@ -87,4 +88,9 @@ class ObjectBlobs:
         except (NotFoundError, FileNotFoundError):
             return
         except BaseError as error:
-            raise OSError(str(error)) from error
+            raise _failed(error) from error
+
+
+def _failed(error: Exception) -> OSError:
+    """Return the error of a store, without the pages of detail that follow its first line."""
+    return OSError(errno.EIO, str(error).partition("\n")[0])

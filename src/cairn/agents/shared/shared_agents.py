@@ -36,7 +36,7 @@ from cairn.agents.shared.bodies import (
 )
 from cairn.agents.turn_tree import Agent, Turn
 from cairn.cluster.beats import Beats
-from cairn.cluster.chain import AgentChain, Kind, Moved, Record
+from cairn.cluster.chain import AgentChain, Kind, Moved, Record, Running
 from cairn.cluster.shared import SharedStore
 from cairn.system.interfaces import Clock, Rng
 from cairn.types.errors import Conflict, Damaged, Unavailable, trace
@@ -216,14 +216,23 @@ class SharedAgents:
         body = msgspec.msgpack.encode(shared_turn(turn, turn.held.began, None, own=True))
         async with followed.lock:
             await self._hold(followed, agent)
-            await self._append(followed, "began", body, turn.number)
+            try:
+                await self._append(followed, "began", body, turn.number)
+            except Moved:
+                raise
+            except BaseException:  # it may be there
+                self.ended_later(agent, turn, _interrupted(turn.at))
+                raise
 
     async def resumed(self, agent: Agent) -> None:
         """Take over the interrupted turn at the head. Raise Conflict while it runs on another server."""
         followed = self._follow(agent.tenant, agent.id)
         async with followed.lock:
             await self._share(followed, agent)
-            self._check_free(followed.chain, agent)
+            if await followed.chain.news():
+                followed.known = False
+                raise Conflict(f"another server has gone on with agent {agent.id}")
+            followed.chain.check_free(self.beats.alive)
             await self._append(followed, "taken", b"", agent.head.number)
 
     async def ended(self, agent: Agent, turn: Turn, end: EndRecord) -> None:
@@ -231,22 +240,28 @@ class SharedAgents:
         followed = self._follow(agent.tenant, agent.id)
         async with followed.lock:
             try:
-                if not followed.chain.mine or followed.chain.tail.running != turn.number:
-                    raise Moved(f"another server has gone on with agent {agent.id}; ask for its turns", retry_after=1.0)
-                body = msgspec.msgpack.encode(SharedEnd(turn.number, end))
-                await self._append(followed, "ended", body)
-            except BaseException:
+                await followed.chain.end(turn.number, msgspec.msgpack.encode(SharedEnd(turn.number, end)))
+            except BaseException as error:
                 # In memory the turn has ended; the next `bring` tells whether it has in the chain.
                 turn.state, followed.known = "interrupted", False
+                if not isinstance(error, Moved):
+                    self.ended_later(agent, turn, _interrupted(end.ended))
                 raise
 
     def ended_later(self, agent: Agent, turn: Turn, end: EndRecord) -> None:
-        """Write the end of a turn that nobody waits for, as soon as the store takes it."""
+        """Write the end of a turn that nobody waits for, as soon as the store takes it.
+
+        Until then no other server may go on with the agent while this one is alive.
+        """
 
         async def write() -> None:
-            while agent in self._registry:
+            while agent in self._registry and not (agent.busy and agent.head is turn):
+                followed = self._follow(agent.tenant, agent.id)
                 try:
-                    return await self.ended(agent, turn, end)
+                    async with followed.lock:
+                        followed.known = False
+                        body = msgspec.msgpack.encode(SharedEnd(turn.number, end))
+                        return await followed.chain.settle(turn.number, body)
                 except Moved:
                     return
                 except Unavailable:
@@ -280,34 +295,29 @@ class SharedAgents:
             await followed.chain.forget()
 
     async def _hold(self, followed: _Followed, agent: Agent) -> None:
-        """Make sure that this server may write: it knows all of the chain, and no other server runs a turn."""
+        """Make sure that this server may write; see `AgentChain.hold`."""
         await self._share(followed, agent)
-        chain = followed.chain
-        if chain.tail.running and not chain.mine:
-            self._check_free(chain, agent)
-            await self._append(followed, "taken")
+        try:
+            await followed.chain.hold(self.beats.alive)
+        except BaseException as error:
+            followed.known = isinstance(error, Running)
+            raise
 
     async def _share(self, followed: _Followed, agent: Agent) -> None:
-        """Write an agent that was made before the store was shared; refuse to go on if others wrote meanwhile."""
-        if await followed.chain.news():
-            followed.known = False
-            raise Moved(f"another server has gone on with agent {agent.id}; send the request again", retry_after=1.0)
-        if followed.chain.tail.kind == "gone":
-            turns = [agent.root, *agent.turns()]
-            finished = [turn for turn in turns if turn.state == "finished"]
-            body = shared_agent(agent, finished, await self._archive.contents(finished))
-            if agent.head.state != "finished":
-                under = agent.head.parent or agent.root
-                record = msgspec.structs.replace(body.record, head=under.number, under=under.parent_number)
-                body = SharedAgent(record, body.turns)
-            await self._append(followed, "made", msgspec.msgpack.encode(body))
-            followed.known = True
-
-    def _check_free(self, chain: AgentChain, agent: Agent) -> None:
-        """Raise Conflict while another server, which gives signs of life, runs a turn of the agent."""
-        tail = chain.tail
-        if tail.running and tail.holder != self.holder and self.beats.alive(tail.holder):
-            raise Running(f"turn {tail.running} of agent {agent.id} is running on another server", retry_after=1.0)
+        """Write an agent that was made before the store was shared."""
+        if followed.chain.tail.kind != "gone":
+            return
+        followed.known = False
+        await followed.chain.expect_no_news()
+        turns = [agent.root, *agent.turns()]
+        finished = [turn for turn in turns if turn.state == "finished"]
+        body = shared_agent(agent, finished, await self._archive.contents(finished))
+        if agent.head.state != "finished":
+            under = agent.head.parent or agent.root
+            record = msgspec.structs.replace(body.record, head=under.number, under=under.parent_number)
+            body = SharedAgent(record, body.turns)
+        await self._append(followed, "made", msgspec.msgpack.encode(body))
+        followed.known = True
 
     async def _append(self, followed: _Followed, kind: Kind, body: bytes = b"", running: int = 0) -> None:
         try:
@@ -317,11 +327,9 @@ class SharedAgents:
             raise
 
 
-class Running(Unavailable):
-    """A turn of the agent runs on another server."""
-
-    status = Conflict.status
-    code = "turn_running"
+def _interrupted(at: float) -> EndRecord:
+    """Return the end of a turn that was cut off before any of its answer was kept."""
+    return EndRecord(state="interrupted", ids=b"", ended=at)
 
 
 def _replay(replayed: Replayed, record: Record) -> None:
