@@ -151,7 +151,7 @@ prove: .venv/.bench  ## the full figures of docs/reliability.md, at most an hour
 
 # Two hundred kills, and a real object store beside the folder: `pip install .[cluster-test]` into .venv first.
 prove-cluster: .venv/.test  ## the full figures of several servers
-	CAIRN_KILLS=200 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --prove --numprocesses 0 tests/cluster tests/agents/shared
+	CAIRN_KILLS=200 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --prove --numprocesses 0 tests/cluster tests/agents/test_shared_agents.py
 
 bench: .venv/.test  ## speed; prints tables
 	$(BIN)/python benchmarks/server_overhead.py --profile

@@ -113,7 +113,10 @@ class SimulatedReplica:
         self.clock = Clock(rng.choice((1.0, 1.0, 0.5, 2.0)), rng.uniform(-1e5, 1e5), lambda: world.now)
         blobs = SimulatedBlobs(world, self)
         self.holder = f"{number:016x}"
-        self.chain = world.chains(blobs, keys(number * 100_000 + 1), "default", AGENT, self.holder)
+        self._new = lambda: world.chains(blobs, keys(number * 100_000 + 1), "default", AGENT, self.holder)
+        self.chain = self._new()
+        self.known = True
+        """Whether `ended` is what the chain says up to its tail; else all of it is read anew, as servers do."""
         self.beats = Beats(blobs, keys(number * 100_000 + 50_000), self.clock, self.holder)
         self.ended: list[bytes] = []
         """Turns that the agent has, as far as this replica knows."""
@@ -126,24 +129,31 @@ class SimulatedReplica:
             await Point(BEAT_SECONDS / self.clock.rate)
 
     async def bring(self) -> None:
-        for record in await self.chain.news():
+        if not self.known:
+            self.chain, self.ended = self._new(), []
+        records = await self.chain.news()
+        self.known = True
+        for record in records:
             if record.kind == "ended" and record.body != INTERRUPTED:
                 self.ended.append(record.body)
 
-    async def settle(self, number: int) -> None:
-        """Interrupt the own turn of this number, if it is still said to run; try until the store answers."""
+    async def settle(self, since: int) -> None:
+        """Interrupt the own turn that this record began, if it is still said to run; try until the store answers."""
         while True:
             await Point(1.0)
             if self.busy:
                 continue
+            self.busy = True  # of servers' calls on one chain, too, one waits for the other
             try:
-                await self.bring()
-                await self.chain.settle(number, INTERRUPTED)
+                self.known = False
+                await self.chain.settle(since, INTERRUPTED)
                 return
             except Moved:
                 return
             except Unavailable:
                 continue
+            finally:
+                self.busy = False
 
     async def turn(self, value: bytes) -> None:
         """Run one turn, as `SharedAgents` does."""
@@ -154,10 +164,12 @@ class SimulatedReplica:
         try:
             await self.world.run_turn(self, turn)
         except CairnError as error:
+            self.known = False
             if isinstance(error, Damaged):
                 raise
             if not isinstance(error, Moved) and turn in self.world.history:
-                self.world.spawn(self, self.settle(len(turn.saw) + 1))
+                tail = self.chain.tail
+                self.world.spawn(self, self.settle(tail.since if tail.running else tail.number + 1))
         finally:
             self.busy = False
 

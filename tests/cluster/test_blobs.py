@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from cairn.cluster.blobs import Blobs, open_blobs
+from cairn.cluster.blobs import Blobs
+from cairn.cluster.shared import open_blobs
 from cairn.system.posix import SystemFiles
 from cairn.types.errors import ConfigError
 from tests.api.process import free_port

@@ -13,7 +13,7 @@ pytest.importorskip("cryptography", reason="cryptography is not installed: nothi
 
 from cairn.cluster import chain as chains
 from cairn.cluster.beats import BEAT_SECONDS, LEASE_SECONDS, Beats
-from cairn.cluster.chain import AgentChain, Moved, Record, Running, Tail
+from cairn.cluster.chain import AgentChain, ChainRecord, Moved, Running
 from cairn.types.errors import CairnError, Damaged, Unavailable
 from tests.cluster.chain_simulator import Acknowledged, Point, SimulatedReplica, run_turn, simulate
 from tests.cluster.stores import Awaited, MemoryBlobs, keys
@@ -120,7 +120,7 @@ async def test_a_sound_record_out_of_its_chain_is_refused() -> None:
         await one.append("began", b"q", 6)
         tail = one.tail
         fields: dict[str, Any] = {"number": tail.number + 1, "epoch": 1, "holder": "one", "before": tail.digest}
-        record = Record(**fields | change, kind="ended", running=0, body=b"")
+        record = ChainRecord(**fields | change, kind="ended", running=0, body=b"")
         name = f"{one._folder}/{tail.number + 1:010d}"
         blobs.objects[name] = keys(9).seal(name, msgspec.msgpack.encode(record))
         with pytest.raises(Damaged, match=f"record {tail.number + 1} "):
@@ -186,7 +186,10 @@ def test_turns_happen_one_after_another_whatever_fails(prove: bool, figure: Call
 
 class _Overwrites(AgentChain):
     async def _create(self, name: str, data: bytes) -> bool:
-        await self._blobs.replace(name, data)
+        try:
+            await self._blobs.replace(name, data)
+        except OSError as error:
+            raise chains.unavailable(error) from error
         return True
 
 
@@ -224,7 +227,7 @@ class _TakesWhatRuns(AgentChain):
 
 
 class _ForgetsWhatItRead(AgentChain):
-    async def news(self) -> list[Record]:
+    async def news(self) -> list[ChainRecord]:
         found = await super().news()
         return found if self.tail.epoch < 3 else [record for record in found if record.kind != "ended"]
 
@@ -234,7 +237,7 @@ class _BeginsAtTheOldEnd(AgentChain):
         try:
             await super().append(kind, body, running)
         except Moved:
-            self.tail = Tail(self.tail.number + 1, self.tail.epoch, self.tail.holder, self.tail.digest, running, kind)
+            self.tail = msgspec.structs.replace(self.tail, number=self.tail.number + 1, running=running, kind=kind)
             await super().append(kind, body, running)
 
 

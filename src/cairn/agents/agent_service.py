@@ -25,7 +25,7 @@ from cairn.agents.log.segment import Record
 from cairn.agents.log.writer import Writer
 from cairn.agents.pending_writes import PendingWrites
 from cairn.agents.replay_records import ReplayRecords
-from cairn.agents.shared.shared_agents import SharedAgents
+from cairn.agents.shared_agents import UNSHARED, SharedAgents
 from cairn.agents.turn_tree import NOBODY, Agent, Turn
 from cairn.config.config import TenantLimits
 from cairn.system.interfaces import Rng
@@ -62,6 +62,10 @@ class AgentService:
         """Unpin records of agents whose pins the stores do not know correctly, by the agent's key."""
         self._pinning: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
         """Locks that order the calls of `set_pinned` on one agent, by its key."""
+
+    def sharing(self, agent: Agent) -> SharedAgents | None:
+        """Return the chains if the agent has one: not those that keep a stored response or conversation."""
+        return None if agent.id.startswith(UNSHARED) else self.shared
 
     # ---------------------------------------------------------------------------------------------------- to look up
 
@@ -131,8 +135,8 @@ class AgentService:
         self.registry.add(agent)
         try:
             await self.pending.sync(*more, written)
-            if self.shared is not None:
-                await self.shared.made(agent)
+            if (shared := self.sharing(agent)) is not None:
+                await shared.made(agent)
         except BaseException:
             self.pending.erase_later({*self.registry.remove(agent), *(record.key for record in more)})
             raise
@@ -196,8 +200,8 @@ class AgentService:
 
     async def _write(self, agent: Agent) -> None:
         """Write the agent as it is now. Raise Unavailable if the disk or the shared store refuses."""
-        if self.shared is not None:
-            await self.shared.changed(agent)
+        if (shared := self.sharing(agent)) is not None:
+            await shared.changed(agent)
         await self.pending.sync(self.pending.note(agent))
 
     def _repin(self, agent: Agent) -> None:
@@ -243,8 +247,8 @@ class AgentService:
         self.registry.add_turn(agent, turn)
         try:
             await self.pending.sync(record)
-            if self.shared is not None:
-                await self.shared.began(agent, turn)
+            if (shared := self.sharing(agent)) is not None:
+                await shared.began(agent, turn)
         except BaseException:
             self.registry.remove_turn(agent, turn)
             self.pending.erase_later([turn.key])
@@ -262,8 +266,8 @@ class AgentService:
         of the erasure is on the disk: restored, it could lose later turns at the next start. `tend` tries the erasure
         again.
         """
-        if self.shared is not None:
-            await self.shared.gone(agent)
+        if (shared := self.sharing(agent)) is not None:
+            await shared.gone(agent)
         keys = await self.detach(agent, self.pending.to_erase())
         try:
             await self.pending.erase(keys)

@@ -34,7 +34,7 @@ from cairn.agents.pending_writes import PendingWrites
 from cairn.agents.portable import take_in, with_kv
 from cairn.agents.replay_records import ReplayRecords, newest
 from cairn.agents.running_turn import RunningTurn
-from cairn.agents.shared.shared_agents import SharedAgents
+from cairn.agents.shared_agents import UNSHARED, SharedAgents
 from cairn.agents.turn_tree import Agent
 from cairn.agents.turns import Gate, Turns
 from cairn.agents.types import AgentInfo, AgentPage, TurnInfo
@@ -186,7 +186,7 @@ class Agents:
 
         Raise Unavailable if the store does not answer, Damaged if what it has cannot be used.
         """
-        if self._agents.shared is not None and is_id(id):
+        if self._agents.shared is not None and is_id(id) and not id.startswith(UNSHARED):
             await self._agents.shared.bring(tenant, id)
 
     # ---------------------------------------------------------------------------------------------------- to look at

@@ -69,7 +69,7 @@ class Maintenance:
 
     async def _is_over(self, agent: Agent, now: float) -> bool:
         """Return whether an expired agent is to be deleted: on no other server that shares it was it used since."""
-        shared = self._agents.shared
+        shared = self._agents.sharing(agent)
         if shared is None:
             return True
         try:

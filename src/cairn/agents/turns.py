@@ -45,13 +45,13 @@ class Turns:
 
     async def share_end(self, agent: Agent, turn: Turn, end: EndRecord) -> None:
         """See `Keeper`."""
-        if self._agents.shared is not None:
-            await self._agents.shared.ended(agent, turn, end)
+        if (shared := self._agents.sharing(agent)) is not None:
+            await shared.ended(agent, turn, end)
 
     def share_end_later(self, agent: Agent, turn: Turn, end: EndRecord) -> None:
         """See `Keeper`."""
-        if self._agents.shared is not None:
-            self._agents.shared.ended_later(agent, turn, end)
+        if (shared := self._agents.sharing(agent)) is not None:
+            shared.ended_later(agent, turn, end)
 
     async def start(
         self,
@@ -248,8 +248,8 @@ class Turns:
                 began = branch.last.began
                 grammar = await service.chat.same_grammar(began.grammar, began.output, share=share)
                 request = msgspec.structs.replace(request, grammar=grammar)
-                if self._agents.shared is not None:
-                    await self._agents.shared.resumed(agent)
+                if (shared := self._agents.sharing(agent)) is not None:
+                    await shared.resumed(agent)
         finally:
             agent.starting = False
         turn = agent.head

@@ -7,12 +7,7 @@ and an object store (`objects.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol
-from urllib.parse import unquote, urlsplit
-
-from cairn.system.interfaces import FileSystem, Rng
-from cairn.types.errors import ConfigError
 
 LARGEST = 1 << 30
 """Most bytes of an object that are read."""
@@ -40,26 +35,3 @@ class Blobs(Protocol):
     def delete(self, names: Sequence[str]) -> None:
         """Remove objects. Those that do not exist are passed over."""
         ...
-
-
-def open_blobs(address: str, files: FileSystem, rng: Rng) -> Blobs:
-    """Open a shared store: a folder, `file:///folder`, or the URL of an object store (s3://, gs://, az://).
-
-    Raise ConfigError for an address that cannot be used. The store itself is not asked yet.
-    """
-    from cairn.cluster.folder import FolderBlobs
-
-    if "://" not in address:
-        return FolderBlobs(files, Path(address).expanduser().absolute(), rng)
-    if address.startswith("file://"):
-        return FolderBlobs(files, Path(unquote(urlsplit(address).path)), rng)
-    from cairn.cluster.objects import ObjectBlobs
-
-    try:
-        return ObjectBlobs(address)
-    except ImportError as error:
-        raise ConfigError(
-            f"shared_store: {urlsplit(address).scheme}:// needs the extra cluster: "
-            f"pip install 'cairn-llm[cluster]' ({error})",
-            field="shared_store",
-        ) from error

@@ -32,7 +32,7 @@ TRIES = 2
 """Tries of an append whose outcome is unknown. It is the same object each time."""
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
+class ChainRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One record of a chain."""
 
     number: int
@@ -54,6 +54,8 @@ class Tail(msgspec.Struct, frozen=True):
     holder: str = ""
     digest: bytes = b""
     running: int = 0
+    since: int = -1
+    """Number of the record with which that turn began here."""
     kind: Kind = "gone"
 
 
@@ -82,13 +84,13 @@ class AgentChain:
         """Whether this replica wrote the last known record."""
         return self.tail.holder == self._holder
 
-    async def news(self) -> list[Record]:
+    async def news(self) -> list[ChainRecord]:
         """Return the records beyond the known end, in order, and know them from now on.
 
         Raise Damaged for a record that fails a check, Unavailable if the store does not answer. Then nothing is known
         that was not before.
         """
-        tail, found = self.tail, list[Record]()
+        tail, found = self.tail, list[ChainRecord]()
         try:
             first = tail.number + 1 if tail.number >= 0 else await self._first()
             while (data := await self._blobs.read(self._name(first + len(found)))) is not None:
@@ -104,14 +106,14 @@ class AgentChain:
         numbers = [name.rsplit("/", 1)[-1] for name in names]
         return min((int(one) for one in numbers if len(one) == 10 and one.isdigit()), default=0)
 
-    def _check(self, data: bytes, number: int, tail: Tail) -> tuple[Record, Tail]:
+    def _check(self, data: bytes, number: int, tail: Tail) -> tuple[ChainRecord, Tail]:
         """Return a record that follows `tail`, and the new tail."""
         name = self._name(number)
         content = self._keys.open(name, data)
         if content is None:
             raise self._damaged(number, "was changed, or sealed under an unknown key")
         try:
-            record = msgspec.msgpack.decode(content, type=Record)
+            record = msgspec.msgpack.decode(content, type=ChainRecord)
         except (msgspec.DecodeError, ValueError):
             raise self._damaged(number, "cannot be read") from None
         follows = record.before == tail.digest and record.epoch == tail.epoch + (record.holder != tail.holder)
@@ -119,7 +121,7 @@ class AgentChain:
         taken = not tail.running or record.holder == tail.holder or record.kind in ("taken", "gone")
         if record.number != number or not (starts or (follows and taken)):
             raise self._damaged(number, "does not follow the one before it")
-        return record, _after(record, content)
+        return record, _after(record, content, tail)
 
     async def append(self, kind: Kind, body: bytes = b"", running: int = 0) -> None:
         """Write the next record. On return it is acknowledged and durable.
@@ -128,7 +130,7 @@ class AgentChain:
         there or not, which the next `news` tells.
         """
         tail = self.tail
-        record = Record(
+        record = ChainRecord(
             number=tail.number + 1,
             epoch=tail.epoch + (not self.mine),
             holder=self._holder,
@@ -141,7 +143,7 @@ class AgentChain:
         name = self._name(record.number)
         if not await self._create(name, self._keys.seal(name, content)):
             raise self._moved()
-        self.tail = _after(record, content)
+        self.tail = _after(record, content, tail)
 
     async def hold(self, alive: Callable[[str], bool]) -> None:
         """Make sure that this replica may write: it knows all of the chain, and no other one runs a turn.
@@ -174,14 +176,14 @@ class AgentChain:
             raise self._moved()
         await self.append("ended", body)
 
-    async def settle(self, turn: int, body: bytes) -> None:
-        """End a turn of this replica with `body` if the chain still says that it runs.
+    async def settle(self, since: int, body: bytes) -> None:
+        """End the turn of this replica that record `since` began with `body`, if the chain says that it still runs.
 
         For a turn whose beginning or end was written with an unknown outcome: while it is said to run, and this replica
         is alive, no other one may go on with the agent. Raise as `append` does.
         """
         await self.news()
-        if self.mine and self.tail.running == turn:
+        if self.mine and self.tail.running and self.tail.since == since:
             await self.append("ended", body)
 
     def _moved(self) -> Moved:
@@ -218,9 +220,11 @@ class AgentChain:
         return Damaged(f"record {number} of agent {self._id} in the shared store {what}; no turn is built on it")
 
 
-def _after(record: Record, content: bytes) -> Tail:
+def _after(record: ChainRecord, content: bytes, before: Tail) -> Tail:
     digest = hashlib.sha256(content).digest()
-    return Tail(record.number, record.epoch, record.holder, digest, record.running, record.kind)
+    begins = record.running and record.kind in ("began", "taken")
+    since = record.number if begins else before.since if record.running else -1
+    return Tail(record.number, record.epoch, record.holder, digest, record.running, since, record.kind)
 
 
 def unavailable(error: OSError) -> Unavailable:

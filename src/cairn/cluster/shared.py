@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
-from cairn.cluster.blobs import open_blobs
+from cairn.cluster.blobs import Blobs
 from cairn.cluster.chunks import SharedChunks
 from cairn.cluster.feed import Feed
+from cairn.cluster.folder import FolderBlobs
 from cairn.cluster.guard import Guarded
 from cairn.cluster.keys import HINT, ClusterKeys, read_keys
 from cairn.config.config import Config
@@ -48,3 +51,24 @@ def open_chunks(config: Config, identity: bytes, clock: Clock, files: FileSystem
     chunks = SharedChunks(shared.blobs, shared.keys, feed, clock)
     chunks.start()
     return chunks
+
+
+def open_blobs(address: str, files: FileSystem, rng: Rng) -> Blobs:
+    """Open a shared store: a folder, `file:///folder`, or the URL of an object store (s3://, gs://, az://).
+
+    Raise ConfigError for an address that cannot be used. The store itself is not asked yet.
+    """
+    if "://" not in address:
+        return FolderBlobs(files, Path(address).expanduser().absolute(), rng)
+    if address.startswith("file://"):
+        return FolderBlobs(files, Path(unquote(urlsplit(address).path)), rng)
+    from cairn.cluster.objects import ObjectBlobs
+
+    try:
+        return ObjectBlobs(address)
+    except ImportError as error:
+        raise ConfigError(
+            f"shared_store: {urlsplit(address).scheme}:// needs the extra cluster: "
+            f"pip install 'cairn-llm[cluster]' ({error})",
+            field="shared_store",
+        ) from error

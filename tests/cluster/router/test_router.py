@@ -233,6 +233,16 @@ async def test_what_one_replica_alone_has_is_looked_for_on_all() -> None:
         assert (await ask(app, "GET", "/v1/nothing")).status in (200, 404)
 
 
+async def test_what_follows_a_response_goes_to_the_replica_that_keeps_it() -> None:
+    async with routed(named, named, named) as (app, _):
+        for n in range(6):
+            first = (await ask(app, "POST", "/v1/responses", {"input": [{"n": n}]})).json()["by"]
+            after = {"previous_response_id": "resp_00aa", "input": "more"}
+            assert (await ask(app, "POST", "/v1/responses", after)).json()["by"] == first
+            assert (await ask(app, "GET", "/v1/requests/chatcmpl-00aa/events")).json()["by"] == first
+            assert (await ask(app, "POST", "/v1/requests/00aa/cancel", {})).json()["by"] == first
+
+
 async def test_admin_routes_want_the_admin_key() -> None:
     async with routed(named) as (app, _):
         app._admin_key = b"k"

@@ -111,11 +111,12 @@ class RouterApp:
                 if len(self._where) > MOST_NAMES:
                     self._where.popitem(last=False)
 
-    def answered(self, path: str) -> Replica | None:
-        """Return the replica that has the request that a path is about, if that is known."""
-        parts = path.split("/")
-        if len(parts) > 3 and parts[2] == "requests":
-            return self._where.get(parts[3].encode().rpartition(b"-")[2]) or self._where.get(parts[3].encode())
+    def answered(self, asked: Asked) -> Replica | None:
+        """Return the replica that has what a request is about, if this router passed its answer on."""
+        for id in asked.belongs_to:
+            replica = self._where.get(id)
+            if replica is not None and replica.up:
+                return replica
         return None
 
     # ------------------------------------------------------------------------------------------------- its own paths
@@ -175,7 +176,7 @@ class Passing:
         self._asked = Asked(self._method, scope["path"], self._headers, body)
         if self._asked.is_turn and ONCE not in dict(self._headers):
             self._headers.append((ONCE, f"router-{app._rng.bits64():016x}{app._rng.bits64():016x}".encode()))
-        self._first = app.answered(scope["path"])
+        self._first = app.answered(self._asked)
         self._receive = receive
         self._tried: list[Replica] = []
         self._end = time.monotonic() + PATIENCE

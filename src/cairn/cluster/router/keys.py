@@ -121,6 +121,14 @@ class Asked:
         return self.path in CHATS and (self._body.seed is not None or self._body.temperature == 0)
 
     @property
+    def belongs_to(self) -> list[bytes]:
+        """The ids of requests whose answers it is about, without what is in front of them."""
+        parts = self.path.removeprefix("/v1").split("/")
+        named = [parts[2]] if NAMED_PATHS.match(self.path) else []
+        named += [one for one in (self._body.previous_response_id, self._body.conversation) if isinstance(one, str)]
+        return [re.split(r"[-_]", one)[-1].encode("utf-8", "replace") for one in named]
+
+    @property
     def elsewhere(self) -> bool:
         """Whether it is about something that one replica alone may have."""
         return self.method in ("GET", "HEAD") and NAMED_PATHS.match(self.path) is not None

@@ -19,10 +19,10 @@ from cairn.agents.archive import Archive
 from cairn.agents.kv import AgentKv
 from cairn.agents.log.index import RecordKind
 from cairn.agents.log.records import EndRecord
-from cairn.agents.log.segment import Record as LogRecord
+from cairn.agents.log.segment import Record
 from cairn.agents.log.writer import Writer
 from cairn.agents.pending_writes import PendingWrites
-from cairn.agents.shared.bodies import (
+from cairn.agents.shared_bodies import (
     Replayed,
     SharedAgent,
     SharedEnd,
@@ -36,7 +36,7 @@ from cairn.agents.shared.bodies import (
 )
 from cairn.agents.turn_tree import Agent, Turn
 from cairn.cluster.beats import Beats
-from cairn.cluster.chain import AgentChain, Kind, Moved, Record, Running
+from cairn.cluster.chain import AgentChain, ChainRecord, Kind, Moved, Running
 from cairn.cluster.shared import SharedStore
 from cairn.system.interfaces import Clock, Rng
 from cairn.types.errors import Conflict, Damaged, Unavailable, trace
@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 
 MOST_CHAINS = 10_000
 """Chains whose ends are remembered; of another one all records are read again."""
+UNSHARED = ("resp_", "conv_")
+"""Beginnings of ids of agents that keep a stored response or conversation: these stay with their server."""
 RETRY_SECONDS = 1.0
 """Pause between attempts to write the end of a turn that nobody waits for."""
 
@@ -139,7 +141,7 @@ class SharedAgents:
             await self._rebuild(await followed.chain.news(), tenant, id)
             followed.known = True
 
-    async def _rebuild(self, records: Sequence[Record], tenant: str, id: str) -> None:
+    async def _rebuild(self, records: Sequence[ChainRecord], tenant: str, id: str) -> None:
         """Make the server's own agent what a whole chain says."""
         replayed = Replayed()
         for record in records:
@@ -164,9 +166,9 @@ class SharedAgents:
         if made.record.pinned:
             self._kv.pin_later(made)
 
-    async def _apply(self, agent: Agent, records: Sequence[Record]) -> None:
+    async def _apply(self, agent: Agent, records: Sequence[ChainRecord]) -> None:
         """Add to the server's own agent what others wrote."""
-        written: list[LogRecord] = []
+        written: list[Record] = []
         before = agent.head
         for record in records:
             if record.kind == "began":
@@ -221,7 +223,7 @@ class SharedAgents:
             except Moved:
                 raise
             except BaseException:  # it may be there
-                self.ended_later(agent, turn, _interrupted(turn.at))
+                self._settle_later(agent, turn, _interrupted(turn.at), followed.chain.tail.number + 1)
                 raise
 
     async def resumed(self, agent: Agent) -> None:
@@ -245,7 +247,7 @@ class SharedAgents:
                 # In memory the turn has ended; the next `bring` tells whether it has in the chain.
                 turn.state, followed.known = "interrupted", False
                 if not isinstance(error, Moved):
-                    self.ended_later(agent, turn, _interrupted(end.ended))
+                    self._settle_later(agent, turn, _interrupted(end.ended), followed.chain.tail.since)
                 raise
 
     def ended_later(self, agent: Agent, turn: Turn, end: EndRecord) -> None:
@@ -253,15 +255,19 @@ class SharedAgents:
 
         Until then no other server may go on with the agent while this one is alive.
         """
+        self._settle_later(agent, turn, end, self._follow(agent.tenant, agent.id).chain.tail.since)
+
+    def _settle_later(self, agent: Agent, turn: Turn, end: EndRecord, since: int) -> None:
+        """Write the end of the turn that record `since` of the chain began, if it still runs there."""
 
         async def write() -> None:
-            while agent in self._registry and not (agent.busy and agent.head is turn):
+            while agent in self._registry and since >= 0:
                 followed = self._follow(agent.tenant, agent.id)
                 try:
                     async with followed.lock:
                         followed.known = False
                         body = msgspec.msgpack.encode(SharedEnd(turn.number, end))
-                        return await followed.chain.settle(turn.number, body)
+                        return await followed.chain.settle(since, body)
                 except Moved:
                     return
                 except Unavailable:
@@ -332,7 +338,7 @@ def _interrupted(at: float) -> EndRecord:
     return EndRecord(state="interrupted", ids=b"", ended=at)
 
 
-def _replay(replayed: Replayed, record: Record) -> None:
+def _replay(replayed: Replayed, record: ChainRecord) -> None:
     decode = msgspec.msgpack.decode
     try:
         match record.kind:

@@ -1,1 +1,0 @@
-"""Agents that several servers share: their turns as records in the shared store, and back."""
