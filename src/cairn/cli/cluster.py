@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from cairn.cli.options import configured
+from cairn.cli.common.options import configured
 from cairn.config.resolve import Resolved, resolve
 from cairn.types.errors import ConfigError
 
