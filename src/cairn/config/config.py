@@ -362,6 +362,25 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             'stay on the disk, give --no-kv-disk as well, or send "store": false.'
         ),
     ] = True
+    # several machines
+    shared_store: Annotated[
+        str | None,
+        Meta(
+            description="Folder or object store (s3://bucket/prefix, gs://, az://) that several servers share: agents "
+            "and their KV go there too, so that any of them can go on with any agent; needs cluster_key_file."
+        ),
+    ] = None
+    shared_lag: Annotated[
+        float,
+        Meta(gt=0, le=3600, description="Seconds within which computed KV is to be in the shared store."),
+    ] = 2.0
+    cluster_key_file: Annotated[
+        str | None,
+        Meta(
+            description="File with the keys that everything in the shared store is encrypted with, the same on all "
+            "servers; 'cairn cluster key FILE' makes one."
+        ),
+    ] = None
     # several models
     models: Annotated[
         tuple[ModelOptions, ...],

@@ -17,6 +17,7 @@ PANELS = (
     ("Stored KV", "kv_dir"),
     ("Text", "sampler_order"),
     ("Agents", "agents_dir"),
+    ("Several machines", "shared_store"),
     ("Several models", "models"),
     ("Server", "host"),
     ("Limits on what one tenant may ask for", "requests_per_minute"),
