@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import typer
+from typer.core import TyperGroup, TyperOption
 
 from cairn.cli import (
     agents,
@@ -42,7 +43,7 @@ app = typer.Typer(
     help="An LLM server for agents: a context that was computed once is never computed again.",
     epilog="Start with: cairn chat   (or: cairn serve). For completion of commands and options in your shell: "
     "cairn --install-completion",
-    no_args_is_help=True,
+    invoke_without_command=True,
     context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -72,13 +73,29 @@ _OTHER_PROGRAMS = {
 """Commands of other programs -> what to use here."""
 
 
+START = """\
+An LLM server for agents. The first steps:
+
+  cairn chat           talk with a model in this terminal
+  cairn run MODEL      the same; a missing model is downloaded first
+  cairn serve MODEL    serve a model, with a page for the browser
+  cairn list           the models on this machine
+  cairn models --names     short names of models to download, such as qwen3:0.6b
+  cairn doctor         what this machine can run
+
+cairn --help lists all commands; cairn COMMAND --help explains one."""
+"""Printed by `cairn` alone; the whole help is longer than a screen."""
+
+
 @app.callback()
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_version)
     ] = False,
 ) -> None:
-    pass
+    if context.invoked_subcommand is None:
+        print(START)
 
 
 for _group in (
@@ -117,7 +134,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _open_standard_streams()
     try:
         _check_word(sys.argv[1:] if arguments is None else arguments)
-        code = app(arguments, standalone_mode=True)
+        command = typer.main.get_command(app)
+        _hide_flag_types(command)
+        code = command(arguments, standalone_mode=True)
         sys.stdout.flush()
     except CairnError as error:
         print(f"cairn: {printable(str(error))}", file=sys.stderr)
@@ -136,6 +155,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if code:
         _forget_stdout()
     sys.exit(code)
+
+
+def _hide_flag_types(command: manual.Command) -> None:
+    """Leave out `<bool>` in the help of flags, here and in the commands below: it reads as if they took a value."""
+    for parameter in command.params:
+        if isinstance(parameter, TyperOption) and parameter.is_flag and parameter.metavar is None:
+            parameter.metavar = ""
+    if isinstance(command, TyperGroup):
+        for below in command.commands.values():
+            _hide_flag_types(below)
 
 
 def _check_word(arguments: Sequence[str]) -> None:

