@@ -202,13 +202,13 @@ def check_fits(model: str, size: int, anyway: bool, say: Callable[[str], None]) 
 
 
 def refuse_oversized(model: str, anyway: bool) -> None:
-    """Raise ModelError for a short name whose noted size is far beyond this machine's memory, before the hub is asked."""
+    """Raise ModelError before the hub is asked, for a short name whose noted size is far beyond the memory here."""
+    from cairn.engine.machine import memory_total
     from cairn.models.hub.short_names import meant_by
 
     short = meant_by(model)
-    if short is not None:
-        least = int(_SURELY * short.gb * 1e9)
-        check_fits(model, least, anyway, lambda _: None)
+    if short is not None and _SURELY * short.gb * 1e9 > memory_total():
+        check_fits(model, int(short.gb * 1e9), anyway, lambda _: None)
 
 
 def _warn_of_lacking(folder: Path, say: Callable[[str], None]) -> None:

@@ -2,7 +2,7 @@
 
 import { ask, events, get, post, remove } from "/web/api.js";
 import { button, complain, dialog, field, framed, h, put, say, sure } from "/web/dom.js";
-import { ago, count, percent } from "/web/format.js";
+import { ago, count, percent, several } from "/web/format.js";
 import { Growing, nodes } from "/web/markdown.js";
 import { table } from "/web/now.js";
 import { on, store } from "/web/store.js";
@@ -153,7 +153,7 @@ class Teams {
       h(
         "p",
         { class: "soft" },
-        `${team.topology.kind.replaceAll("_", " ")}, ${count(team.rounds)} rounds, ${team.state}` +
+        `${team.topology.kind.replaceAll("_", " ")}, ${several(team.rounds, "round")}, ${team.state}` +
           (team.decision ? `, decided: ${team.decision}` : "") +
           (prompts
             ? `. Of ${count(prompts)} prompt tokens ${percent((report.cached_tokens ?? 0) / prompts)} were not computed again; ` +
