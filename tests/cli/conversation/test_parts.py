@@ -135,7 +135,7 @@ class Narrow:
             tool_calls=(),
             tokens=(),
             finish_reason=FinishReason.LENGTH,
-            usage=Usage(size, room, 0),
+            usage=Usage(prompt_tokens=size, completion_tokens=room, cached_tokens=0),
             cache=None,
         )
         return Said(answer)
@@ -166,7 +166,8 @@ def test_a_summary_is_made_of_what_has_room(sizes: tuple[int, ...], context: int
         for role in ("user", "assistant")
     ]
     short = summary_of(model, older, "Be kind.", context)
-    assert short[1]["content"] == "s" * 100, "a sixth of the context"
+    length = len(short[1]["content"])
+    assert length == 100 if context else 100 <= length <= 300, "a sixth of the context, where that is known"
     last = model.asked[-1]
     assert last[0] == {"role": "system", "content": "Be kind."} and last[-2]["content"].endswith("end")
     assert len(model.asked) <= 6
