@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from cairn.cli.agents import path
+from cairn.cli.common.agent_path import agent_path
 from cairn.cli.conversation.commands import Command, CommandTable
 from cairn.cli.conversation.conversation import Conversation, Setting
 from cairn.cli.conversation.full_context import Messages, summary_of
@@ -61,7 +61,7 @@ class AgentConversation(Conversation):
         setting: Setting | None = None,
     ) -> None:
         """Find the agent, or create it. Raises CairnError if it exists and `system` is given."""
-        self._client, self._path = client, path(id)
+        self._client, self._path = client, agent_path(id)
         self._before = 0
         """The agent's head before the question that is being asked."""
         self._source = AgentSource(client, id)
@@ -215,7 +215,7 @@ class AgentConversation(Conversation):
             except Conflict:
                 if suffix == first + _NAMES - 1:
                     raise
-        self._source.id, self._path, self._before = id, path(id), 0
+        self._source.id, self._path, self._before = id, agent_path(id), 0
         self._say(f"(agent {old} stays as it is; this goes on as agent {id})")
 
     def _last(self) -> dict[str, Any] | None:
