@@ -35,7 +35,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("page-models")
     scripted(folder / "talk.gguf", TALK)
     scripted(folder / "hostile.gguf", HOSTILE)
-    scripted(folder / "long.gguf", "Numbers one two three four five six. ", end=None, context=30_000)
+    # It begins anew after 150 words: the page ends an answer that repeats a piece of up to 64 tokens.
+    scripted(folder / "long.gguf", " ".join(f"w{number:03}" for number in range(150)) + " ", end=None, context=30_000)
     return folder
 
 

@@ -60,6 +60,9 @@ def test_lists_open_and_close_on_a_phone(browser: Any, home: Served) -> None:
         visit.button("Chats").click()
         visit.page.locator(".log").wait_for()
         assert not visit.page.locator(".side").is_visible()
+    visit.button("Chats").click()
+    visit.page.locator(".side").get_by_role("link", name="Hello").click()
+    visit.page.locator(".log").wait_for()
     visit.close()
     assert visit.errors == []
 

@@ -2,7 +2,7 @@
 
 import { agentPath, ApiError, ask, get, post } from "/web/api.js";
 import { Answer, action, asked, textOf } from "/web/answer.js";
-import { complain, dialog, field, framed, h, put, say, button } from "/web/dom.js";
+import { closesList, complain, dialog, field, framed, h, put, say, button } from "/web/dom.js";
 import { ChatList, chatMenu, titled } from "/web/chats.js";
 import { Hearing } from "/web/hearing.js";
 import { carriedOver, contextOf, roomMeter, waysOn } from "/web/room.js";
@@ -93,7 +93,7 @@ class Chat {
     const toggle = button("Chats", () => this.node.classList.toggle("open"), { class: "quiet narrow" });
     this.node = h(
       "div",
-      { class: "chat" },
+      { class: "chat", onclick: closesList },
       this.chats.node,
       h(
         "section",

@@ -85,6 +85,11 @@ export function sure(title, text, yes) {
   });
 }
 
+/** Close the list of a narrow page once something in it was chosen, the one that is shown included. */
+export function closesList(event) {
+  if (event.target.closest(".side a")) event.currentTarget.classList.remove("open");
+}
+
 /** Say what went wrong: in the dialog that is open, for all else is behind it, or for a while at the edge. */
 export function complain(error) {
   const text = error?.message ?? String(error);
