@@ -64,7 +64,7 @@ def test_what_does_not_fit_is_said_before_anything_is_fetched(monkeypatch: pytes
     check_fits("a/b", 3_000_000_000, False, said.append)
     assert said == []
     check_fits("a/b", 5_000_000_000, False, said.append)
-    assert said == ["a/b is about 5.0 GB of weights; this machine has 4.0 GB of memory free, of 8.0 GB."]
+    assert said == ["a/b is 5.0 GB of weights; this machine has 4.0 GB of memory free, of 8.0 GB."]
     with pytest.raises(ModelError, match=r"does not fit.*cairn pull a/b --anyway"):
         check_fits("a/b", 20_000_000_000, False, said.append)
     check_fits("a/b", 20_000_000_000, True, said.append)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import typer
-from typer.core import TyperGroup, TyperOption
+from typer.core import TyperOption
 
 from cairn.cli import (
     agents,
@@ -134,9 +134,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _open_standard_streams()
     try:
         _check_word(sys.argv[1:] if arguments is None else arguments)
-        command = typer.main.get_command(app)
-        _hide_flag_types(command)
-        code = command(arguments, standalone_mode=True)
+        _hide_types_of_flags()
+        code = app(arguments, standalone_mode=True)
         sys.stdout.flush()
     except CairnError as error:
         print(f"cairn: {printable(str(error))}", file=sys.stderr)
@@ -157,14 +156,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(code)
 
 
-def _hide_flag_types(command: manual.Command) -> None:
-    """Leave out `<bool>` in the help of flags, here and in the commands below: it reads as if they took a value."""
-    for parameter in command.params:
-        if isinstance(parameter, TyperOption) and parameter.is_flag and parameter.metavar is None:
-            parameter.metavar = ""
-    if isinstance(command, TyperGroup):
-        for below in command.commands.values():
-            _hide_flag_types(below)
+def _hide_types_of_flags() -> None:
+    """Leave out `<bool>` in the help of flags: it reads as if they took a value. Typer has no option for that."""
+    shown = getattr(TyperOption, "display_type_rich", None)
+    if shown is None or getattr(shown, "hides_flags", False):
+        return
+
+    def display_type_rich(self: TyperOption, ctx: typer.Context) -> str | None:
+        found: str | None = None if self.is_flag and self.metavar is None else shown(self, ctx)
+        return found
+
+    display_type_rich.hides_flags = True  # type: ignore[attr-defined]
+    TyperOption.display_type_rich = display_type_rich  # type: ignore[method-assign, assignment]
 
 
 def _check_word(arguments: Sequence[str]) -> None:

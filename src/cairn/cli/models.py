@@ -179,8 +179,10 @@ def pulled(model: str, anyway: bool = False) -> Path:
     return folder
 
 
-def check_fits(model: str, size: int, anyway: bool, say: Callable[[str], None]) -> None:
+def check_fits(model: str, size: int, anyway: bool, say: Callable[[str], None], *, noted: bool = False) -> None:
     """Compare a model's size in bytes with this machine's memory before the download, and say if it is tight.
+
+    `noted`: the size is the approximate one of the table of short names.
 
     Raises ModelError if it cannot fit. A mixture of experts is only warned about: experts that do not fit are read
     from their file.
@@ -192,7 +194,7 @@ def check_fits(model: str, size: int, anyway: bool, say: Callable[[str], None]) 
     short = meant_by(model)
     if size <= free:
         return
-    here = f"{amount(size)} of weights; this machine has {amount(free)} of memory free, of {amount(total)}"
+    here = f"{'about ' * noted}{amount(size)} of weights; this machine has {amount(free)} of memory free, of {amount(total)}"
     if size <= total or anyway or (short is not None and short.experts):
         say(f"{model} is {here}.")
         return
@@ -209,7 +211,7 @@ def refuse_oversized(model: str, anyway: bool) -> None:
 
     short = meant_by(model)
     if short is not None and _SURELY * short.gb * 1e9 > memory_total():
-        check_fits(model, int(short.gb * 1e9), anyway, lambda _: None)
+        check_fits(model, int(short.gb * 1e9), anyway, lambda _: None, noted=True)
 
 
 def _warn_of_lacking(folder: Path, say: Callable[[str], None]) -> None:
