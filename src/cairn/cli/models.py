@@ -194,7 +194,8 @@ def check_fits(model: str, size: int, anyway: bool, say: Callable[[str], None], 
     short = meant_by(model)
     if size <= free:
         return
-    here = f"{'about ' * noted}{amount(size)} of weights; this machine has {amount(free)} of memory free, of {amount(total)}"
+    weights = f"{'about ' if noted else ''}{amount(size)} of weights"
+    here = f"{weights}; this machine has {amount(free)} of memory free, of {amount(total)}"
     if size <= total or anyway or (short is not None and short.experts):
         say(f"{model} is {here}.")
         return
