@@ -127,7 +127,8 @@ AMX := $(if $(filter x86_64,$(shell uname -m)),-mno-amx-tile -mno-amx-int8 -mno-
 # the rest into a folder of their own; agents and the AI SDK into .venv/npm. The npm of today runs no script of a package
 # unasked, and two programs are put in place by one.
 NPM := .venv/npm/node_modules
-AGENTS := @anthropic-ai/claude-code@2.1.197 @openai/codex@0.171.0 opencode-ai@1.18.33 @qwen-code/qwen-code@0.15.10
+AGENTS := @anthropic-ai/claude-code@2.1.197 @openai/codex@0.171.0 opencode-ai@1.18.33 @qwen-code/qwen-code@0.15.10 \
+  @github/copilot@1.0.102
 PLACED := $(NPM)/@anthropic-ai/claude-code/install.cjs $(NPM)/opencode-ai/postinstall.mjs
 EXTRA := import sys, tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"][sys.argv[1]])
 BESIDE := import sysconfig; print(sysconfig.get_path("purelib"))
