@@ -184,8 +184,7 @@ class EngineInfo:
     """False for an encoder: it has no groups, and only `embed` works."""
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterFacts:
+class AdapterFacts(msgspec.Struct, frozen=True):
     """Description of an adapter for the layers above the engine."""
 
     digest: bytes
@@ -193,8 +192,8 @@ class AdapterFacts:
     """Its largest rank."""
     matrices: int
     """How many matrices of the model it changes."""
-    bytes: int
-    """Memory that it takes."""
+    memory: int
+    """Bytes that it takes."""
 
 
 class AdapterData(Protocol):

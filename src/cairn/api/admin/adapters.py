@@ -127,5 +127,5 @@ def _shown(model: ServedModel, adapter: ServedAdapter) -> dict[str, Any]:
         "digest": adapter.digest.hex(),
         "rank": adapter.facts.rank,
         "matrices": adapter.facts.matrices,
-        "memory_bytes": adapter.facts.bytes,
+        "memory_bytes": adapter.facts.memory,
     }
