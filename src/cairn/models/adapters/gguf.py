@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.models.adapters.adapter import AdapterParts, AdapterWeights
+from cairn.models.families.tensor_names import unpermute
 from cairn.models.gguf.reader import Gguf, read_gguf
 from cairn.models.gguf.recurrent import parts as recurrent_parts
 from cairn.models.gguf.spec import architecture
 from cairn.models.gguf.weights import hub_names, is_turned
-from cairn.models.packing.dequant import dequantize
-from cairn.models.safetensors.tensor_names import unpermute
+from cairn.models.quantization.dequant import dequantize
 from cairn.models.safetensors.weights import expected_tensors
 from cairn.types.errors import ModelError, ModelFileError
 from cairn.types.model_spec import ModelSpec

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.models.adapters.adapter import MAX_RANK, AdapterParts, AdapterWeights
+from cairn.models.families.families import AHEAD, FAMILIES
+from cairn.models.families.tensor_names import own_tensors
 from cairn.models.files import Fields, read_json
-from cairn.models.safetensors.tensor_names import own_tensors
 from cairn.models.safetensors.weights import DTYPES, open_tensors, own_name
-from cairn.models.spec.families import AHEAD, FAMILIES
 from cairn.types.errors import ModelError, ModelFileError
 from cairn.types.model_spec import ModelSpec
 
