@@ -251,3 +251,29 @@ def test_options_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
         served_models(Config(models=models, adapters=(AdapterOptions(name="sql", path="x", model="c"),)))
     found = served_models(Config(models=models, adapters=(AdapterOptions(name="sql", path="x", model="b"),)))
     assert [len(one.config.adapters) for one in found] == [0, 1]
+
+
+async def test_an_agent_goes_on_with_the_adapter_of_its_last_turn(tmp_path: Path) -> None:
+    settings = {"kv_dir": str(tmp_path / "kv"), "agents_dir": str(tmp_path / "agents")}
+    adapters = fake_adapters(tmp_path / "adapters", "sql poems")
+    options = {"model": str(make_model(tmp_path / "tiny")), "kv_gb": 0.02, **settings}
+    places = [f"{one.name}={one.path}" for one in adapters]
+
+    def turn(server: Any, id: str, **fields: Any) -> Any:
+        body = {"messages": [{"role": "user", "content": "go on, please"}], "max_tokens": 40, "temperature": 0}
+        return server.post(f"/v1/agents/{id}/turns", body | fields)
+
+    with served(**options, adapters=places) as server:
+        id = server.post("/v1/agents", {"model": "tiny:sql"})["id"]
+        first = turn(server, id, model="tiny:sql")
+        assert first["model"] == "tiny:sql"
+        second = turn(server, id)
+        assert second["model"] == "tiny:sql", "a turn that names no model"
+        assert cached(second) > 16
+        other = turn(server, id, model="tiny:poems")
+        assert other["model"] == "tiny:poems" and cached(other) == 0, "KV of another adapter is not found"
+    with served(**options, adapters=places) as server:  # after a restart
+        again = turn(server, id)
+        assert again["model"] == "tiny:poems" and cached(again) > 16
+        kv = httpx.get(f"{server.url}/v1/agents/{id}", trust_env=False, timeout=30).json()
+        assert kv["model"] == "tiny:poems"

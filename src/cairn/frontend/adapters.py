@@ -197,6 +197,7 @@ class ServedAdapters:
     def _add(self, name: str, path: str, facts: AdapterFacts) -> ServedAdapter:
         found = self._by_name[name] = ServedAdapter(self._next, name, path, facts)
         self._next += 1
+        self.adapted(((facts.digest, 1.0),))  # so that an agent of an earlier run finds it by its identity
         return found
 
     def _name_of(self, adapters: Adapters) -> str:

@@ -64,8 +64,8 @@ class Services:
 
     @property
     def several(self) -> bool:
-        """Whether the server has several models."""
-        return self.start_loading is not None
+        """Whether the server has several models, those with adapters counted."""
+        return self.start_loading is not None or any(one.known for one in self._adapters.values())
 
     def named(self, name: str) -> Service | None:
         """Return the service of the model with this name; None on a server with one model or for an unknown name.
