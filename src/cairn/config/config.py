@@ -114,6 +114,19 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         return self.name or self.model
 
 
+class AdapterOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """A LoRA adapter that is loaded with its model: a table of [[adapters]], or NAME=PATH."""
+
+    name: str
+    path: str
+    """A PEFT folder or a .gguf file."""
+    model: str | None = None
+    """Name of the model that it belongs to; None: the server's only one."""
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.path}"
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The options of one server or one local run. Sizes and times carry their unit in the name or the help."""
 
@@ -130,6 +143,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     )
     alias: Annotated[
         tuple[str, ...], Meta(description="Another name that clients may use for the model; repeat for more.")
+    ] = ()
+    adapters: Annotated[
+        tuple[AdapterOptions, ...],
+        Meta(
+            description="A LoRA adapter to load with the model, as NAME=PATH of a PEFT folder or a .gguf file; "
+            "requests name it as MODEL:NAME. Repeat for more. In cairn.toml: [[adapters]] with name, path, and on a "
+            "server with several models model."
+        ),
     ] = ()
     strict_model: Annotated[
         bool,

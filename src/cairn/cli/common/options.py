@@ -51,6 +51,7 @@ _METAVARS = {
     "bool": "",
     "tenant": "NAME=KEY",
     "model": "MODEL",
+    "adapter": "NAME=PATH",
 }
 
 Command = Callable[..., None]
