@@ -19,8 +19,8 @@ PREFIX = "CAIRN_"
 """Every environment variable with this prefix is an option, or an error."""
 
 
-DEVICE = re.compile(r"(cuda|rocm):\d{1,3}|auto|cpu|torch-cpu|cuda|rocm|mps")
-DEVICES = "auto, cpu, torch-cpu, cuda, cuda:N, rocm, rocm:N or mps"
+DEVICE = re.compile(r"(cuda|rocm):\d{1,3}|auto|cpu|torch-cpu|cuda|rocm|mps|mlx|mlx-cpu")
+DEVICES = "auto, cpu, mlx, mlx-cpu, torch-cpu, cuda, cuda:N, rocm, rocm:N or mps"
 """Names of devices, for a program and for a person."""
 
 KEY = "printable ASCII characters without spaces, at least one"
@@ -157,7 +157,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str,
         Meta(
             description="What the model is computed on: 'cpu', or 'torch-cpu', 'cuda:N', 'rocm:N' or 'mps' with the "
-            "extra gpu; 'auto': the fastest that keeps answers equal bit for bit, which is the CPU."
+            "extra gpu, or 'mlx' with the extra mlx; 'auto': the fastest that keeps answers equal bit for bit, which is the CPU."
         ),
     ] = "auto"
     kernels: Annotated[

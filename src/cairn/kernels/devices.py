@@ -1,11 +1,13 @@
 """Compute devices by name: their description, whether they can be used here, and their kernels.
 
-`cpu` uses the native kernels, or numpy if those were not compiled. All others use the kernels in `kernels.torch`, which
-need torch; `torch-cpu` is the CPU through torch, to test those kernels anywhere.
+`cpu` uses the native kernels, or numpy if those were not compiled. `mlx` and `mlx-cpu` use the kernels in `kernels.mlx`,
+which need mlx, and all others those in `kernels.torch`, which need torch. `mlx-cpu` and `torch-cpu` are the CPU through
+these libraries, to test their kernels anywhere.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +20,8 @@ from cairn.types.errors import CairnError, NoDevice
 
 CPU = "cpu"
 TORCH = "torch"
-"""Name of a kernel set, in addition to those of `kernels.choose`."""
+MLX = "mlx"
+"""Names of kernel sets, in addition to those of `kernels.choose`."""
 KEEPS_ANSWERS = frozenset({CPU})
 """Devices on which a request gets the same bits alone, in any batch, in chunks and from the cache."""
 
@@ -63,8 +66,9 @@ def resolved(wanted: str) -> str:
 
 
 def kernel_set(device: str, kernels: str) -> str:
-    """Return the name of a device's kernel set: `torch`, or one of the CPU's. Raises `ModelError` if unusable here."""
-    return chosen(kernels) if resolved(device) == CPU else TORCH
+    """Return the name of a device's kernel set: torch, mlx, or one of the CPU's. Raises `ModelError` if unusable here."""
+    name = resolved(device)
+    return chosen(kernels) if name == CPU else MLX if name.startswith(MLX) else TORCH
 
 
 def report(device: str, kernels: str = "auto") -> DeviceReport:
@@ -75,6 +79,8 @@ def report(device: str, kernels: str = "auto") -> DeviceReport:
             return DeviceReport(CPU, "the CPU", None, "", described(kernels))
         except CairnError as error:
             return DeviceReport(CPU, "the CPU", None, "", "", str(error))
+    if name.startswith(MLX):
+        return _mlx_report(name)
     trouble = _no_torch()
     if trouble:
         return DeviceReport(name, name, None, "", "", trouble)
@@ -85,8 +91,8 @@ def report(device: str, kernels: str = "auto") -> DeviceReport:
 
 
 def reports(kernels: str = "auto") -> list[DeviceReport]:
-    """Describe the CPU and every device that torch sees; without torch, `torch-cpu` with the reason."""
-    listed = [report(CPU, kernels)]
+    """Describe the CPU and every device that mlx and torch see; without one, its CPU with the reason."""
+    listed = [report(CPU, kernels), *([] if _no_mlx() else [report(MLX)]), report("mlx-cpu")]
     if _no_torch():
         return [*listed, report("torch-cpu")]
     torch = _torch()
@@ -109,10 +115,9 @@ def load(device: str, kernels: str, threads: int) -> Kernels:
     if trouble := report(name).trouble:
         raise NoDevice(f"device {name} cannot be used: {trouble}", field="device")
     from cairn.kernels.self_test import worst
-    from cairn.kernels.torch.torch_kernels import TorchKernels
 
     try:
-        loaded = TorchKernels(_torch_name(name), threads)
+        loaded = _load_mlx(name) if name.startswith(MLX) else _load_torch(name, threads)
         kernel, share = worst(loaded)
     except (CairnError, RuntimeError) as error:
         raise NoDevice(f"device {name} failed its self-test ({error}); use --device cpu", field="device") from error
@@ -129,6 +134,43 @@ def load(device: str, kernels: str, threads: int) -> Kernels:
 def free_memory(device: str) -> int | None:
     """Return the free bytes of a device's own memory; None if it shares the machine's."""
     return report(device).memory if resolved(device) != CPU else None
+
+
+def _load_mlx(name: str) -> Kernels:
+    from cairn.kernels.mlx import device
+
+    return device.load(device.chosen(name))
+
+
+def _load_torch(name: str, threads: int) -> Kernels:
+    from cairn.kernels.torch.torch_kernels import TorchKernels
+
+    return TorchKernels(_torch_name(name), threads)
+
+
+def _no_mlx() -> str:
+    """Return why mlx cannot be used; "" if it can."""
+    if importlib.util.find_spec("mlx") is None:
+        return "mlx is not installed; install Cairn with the extra mlx (pip install 'cairn-llm[mlx]')"
+    try:
+        importlib.import_module("cairn.kernels.mlx.device")
+    except ImportError as error:
+        return f"mlx cannot be loaded ({str(error).splitlines()[0][:200]}); on Linux install mlx[cpu]"
+    return ""
+
+
+def _mlx_report(name: str) -> DeviceReport:
+    """Report on an Apple GPU, or on the CPU through mlx."""
+    if trouble := _no_mlx():
+        return DeviceReport(name, name, None, "", "", trouble)
+    from cairn.kernels.mlx import device
+
+    where = device.chosen(name)
+    if where == "gpu":
+        kernels = "mlx on Metal"
+    else:
+        kernels = "mlx, to test it" if name != MLX else "mlx, which finds no Apple GPU and computes on the CPU"
+    return DeviceReport(name, device.title(where), device.free_memory(where), f"mlx {device.VERSION}", kernels)
 
 
 def _no_torch() -> str:

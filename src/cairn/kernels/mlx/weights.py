@@ -1,0 +1,318 @@
+"""Weights of the MLX kernels: floats in their own type, codes as MLX's affine groups where those hold them exactly.
+
+A group of MLX is 32, 64 or 128 weights scale * code + bias, with codes from 0 on. Everything in groups of 32 fits, with
+scales and biases in float32: signed codes are moved into the bias, and the scale of a super-block is multiplied out.
+Matrices in groups of 16 (Q6_K, IQ2) have no such form and become float16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from cairn.kernels.base import GROUP, Packed, Quantized
+from cairn.kernels.codebooks import ROW_FORMATS, RowBlocks
+from cairn.kernels.mlx.cells import from_numpy
+from cairn.kernels.quantized import dequantized
+
+Array = Any
+Floats = NDArray[np.float32]
+
+_SIZES = (128, 64, GROUP)
+"""Groups that MLX has."""
+_BYTES = 8
+_SLICE = 1 << 22
+"""Most codes that are packed at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class FloatPart:
+    """Weights [out, in] or [experts, out, in] in their own type."""
+
+    weight: Array
+    narrow: bool
+    """Whether inputs are rounded to the type of the weights; otherwise the product is in float32."""
+
+    @property
+    def out(self) -> int:
+        """Number of outputs."""
+        return int(self.weight.shape[-2])
+
+    def product(self, x: Array) -> Array:
+        """Return x[M, in] @ weights in float32."""
+        return self._times(x, self.weight, lambda a, b: a @ b)
+
+    def each(self, x: Array) -> Array:
+        """Return x[M, T, in] times the T matrices, [M, T, out]."""
+        return mx.swapaxes(self.product(mx.swapaxes(x, 0, 1)), 0, 1)
+
+    def chosen(self, x: Array, which: Array) -> Array:
+        """Return x[M, 1 or T, in] times the expert of which[M, T], [M, T, out]."""
+        count = which.size
+        if not self._as_stored and count < len(self.weight):  # convert only these experts to float32
+            taken = mx.take(self.weight, which.reshape(-1), axis=0).reshape(*which.shape, *self.weight.shape[1:])
+            return self._times(x[:, :, None], taken, lambda a, b: a @ b)[:, :, 0]
+        lines = mx.arange(x.shape[0] * x.shape[1]).reshape(x.shape[0], x.shape[1])
+        lines = mx.broadcast_to(lines, which.shape)
+
+        def times(a: Array, b: Array) -> Array:
+            return mx.gather_mm(a.reshape(-1, 1, a.shape[-1]), b, lhs_indices=lines, rhs_indices=which)
+
+        return self._times(x, self.weight, times)[:, :, 0]
+
+    def rows(self, which: Array) -> Array:
+        """Return the weights [n, in] of the outputs `which` in float32."""
+        return mx.take(self.weight, which, axis=0).astype(mx.float32)
+
+    @property
+    def _as_stored(self) -> bool:
+        return self.narrow or self.weight.dtype == mx.float32
+
+    def _times(self, x: Array, weight: Array, times: Any) -> Array:
+        turned = mx.swapaxes(weight, -1, -2)
+        if self._as_stored:
+            return times(x.astype(weight.dtype), turned).astype(mx.float32)
+        return times(x, turned.astype(mx.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class AffinePart:
+    """Weights [out, in] or [experts, out, in] as MLX's groups of codes."""
+
+    codes: Array
+    """uint32 [..., out, in * bits / 32]"""
+    scale: Array
+    """[..., out, in / group]"""
+    bias: Array
+    group: int
+    bits: int
+    narrow: bool
+    """Whether inputs are rounded to the type of the scales, where that is bfloat16 or float16."""
+
+    @property
+    def out(self) -> int:
+        """Number of outputs."""
+        return int(self.codes.shape[-2])
+
+    def product(self, x: Array) -> Array:
+        """Return x[M, in] @ weights in float32."""
+        given = x.astype(self.scale.dtype) if self.narrow else x
+        made = mx.quantized_matmul(
+            given, self.codes, self.scale, self.bias, transpose=True, group_size=self.group, bits=self.bits
+        )
+        return made.astype(mx.float32)
+
+    def each(self, x: Array) -> Array:
+        """Return x[M, T, in] times the T matrices, [M, T, out]."""
+        return mx.swapaxes(self.product(mx.swapaxes(x, 0, 1)), 0, 1)
+
+    def chosen(self, x: Array, which: Array) -> Array:
+        """Return x[M, 1 or T, in] times the expert of which[M, T], [M, T, out]."""
+        lines = mx.broadcast_to(mx.arange(x.shape[0] * x.shape[1]).reshape(x.shape[0], x.shape[1]), which.shape)
+        given = x.astype(self.scale.dtype) if self.narrow else x
+        made = mx.gather_qmm(
+            given.reshape(-1, 1, x.shape[-1]),
+            self.codes,
+            self.scale,
+            self.bias,
+            lhs_indices=lines,
+            rhs_indices=which,
+            transpose=True,
+            group_size=self.group,
+            bits=self.bits,
+        )
+        return made[:, :, 0].astype(mx.float32)
+
+    def rows(self, which: Array) -> Array:
+        """Return the weights [n, in] of the outputs `which` in float32."""
+        parts = (mx.take(one, which, axis=0) for one in (self.codes, self.scale, self.bias))
+        return mx.dequantize(*parts, group_size=self.group, bits=self.bits).astype(mx.float32)
+
+
+Part = FloatPart | AffinePart
+
+
+@dataclass(slots=True)
+class MlxMatrix:
+    """A matrix in parts, whose outputs are concatenated in order."""
+
+    parts: tuple[Part, ...]
+    biases: tuple[Array | None, ...]
+    inner: int
+    joined: Experts | None = None
+    """What holds its numbers since `stacked` joined it with others of its layer."""
+
+    def product(self, x: Array) -> Array:
+        """Return x[M, in] @ matrix + bias as [M, out]."""
+        found = []
+        for part, bias in zip(self.parts, self.biases, strict=True):
+            made = part.product(x)
+            found.append(made if bias is None else made + bias)
+        return found[0] if len(found) == 1 else mx.concatenate(found, axis=-1)
+
+    def rows(self, which: Array) -> Array:
+        """Return the weights [n, in] of the outputs `which`, in float32."""
+        found, first = None, 0
+        for part in self.parts:
+            own = part.rows(mx.clip(which - first, 0, part.out - 1))
+            found = own if found is None else mx.where((which >= first)[:, None], own, found)
+            first += part.out
+        return found
+
+    @property
+    def arrays(self) -> list[Array]:
+        """All arrays, to be computed at load."""
+        return [one for part in self.parts for one in arrays_of(part)] + [one for one in self.biases if one is not None]
+
+
+def arrays_of(part: Part) -> list[Array]:
+    """Return the arrays of a part."""
+    return [part.weight] if isinstance(part, FloatPart) else [part.codes, part.scale, part.bias]
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The matrices of all experts of a layer, part by part in one array each."""
+
+    parts: tuple[Part, ...]
+    biases: tuple[Array | None, ...]
+    """[experts, out] of each part."""
+    inner: int
+
+    def product(self, x: Array, which: Array) -> Array:
+        """Return x[M, 1 or T, in] times the experts of which[M, T], biases added, [M, T, out]."""
+        found = []
+        for part, bias in zip(self.parts, self.biases, strict=True):
+            made = part.chosen(x, which)
+            found.append(made if bias is None else made + mx.take(bias, which, axis=0))
+        return found[0] if len(found) == 1 else mx.concatenate(found, axis=-1)
+
+    def product_of_each(self, x: Array) -> Array:
+        """Return x[M, T, in] times all T matrices, one each, biases added, [M, T, out]."""
+        found = []
+        for part, bias in zip(self.parts, self.biases, strict=True):
+            made = part.each(x)
+            found.append(made if bias is None else made + bias)
+        return found[0] if len(found) == 1 else mx.concatenate(found, axis=-1)
+
+
+def stacked(matrices: Sequence[MlxMatrix]) -> Experts:
+    """Join experts of one layer that are stored alike; experts in several forms become float16 or float32.
+
+    Each matrix is emptied: its numbers are in the result only, which joining the same ones again returns.
+    """
+    if matrices[0].joined is not None:
+        return matrices[0].joined
+    parts, biases = [], []
+    for number in range(len(matrices[0].parts)):
+        own = [one.parts[number] for one in matrices]
+        added = [one.biases[number] for one in matrices]
+        parts.append(_stack(own))
+        biases.append(None if added[0] is None else mx.stack(added))
+    found = Experts(tuple(parts), tuple(biases), matrices[0].inner)
+    mx.eval([one for part in parts for one in arrays_of(part)], [one for one in biases if one is not None])
+    for one in matrices:
+        one.parts, one.biases, one.joined = (), (), found
+    return found
+
+
+def _stack(parts: Sequence[Part]) -> Part:
+    first = parts[0]
+    if len({_form(one) for one in parts}) == 1:
+        if isinstance(first, FloatPart):
+            return FloatPart(mx.stack([one.weight for one in parts if isinstance(one, FloatPart)]), first.narrow)
+        affine = [one for one in parts if isinstance(one, AffinePart)]
+        joined = (mx.stack(column) for column in zip(*map(arrays_of, affine), strict=True))
+        return AffinePart(*joined, first.group, first.bits, first.narrow)
+    every = mx.arange(first.out)
+    return FloatPart(mx.stack([one.rows(every).astype(mx.float16) for one in parts]), first.narrow)
+
+
+def _form(part: Part) -> tuple[object, ...]:
+    if isinstance(part, FloatPart):
+        return (part.weight.dtype,)
+    return (part.group, part.bits, part.scale.dtype)
+
+
+def pack(weights: Sequence[Any], biases: Sequence[Any], narrow: bool) -> MlxMatrix:
+    """Pack matrices with the same input into one."""
+    parts = tuple(
+        _affine(one, narrow) if isinstance(one, Packed) else FloatPart(from_numpy(one), narrow) for one in weights
+    )
+    added = tuple(None if bias is None else from_numpy(np.asarray(bias, np.float32)) for bias in biases)
+    made = MlxMatrix(parts, added, int(weights[0].shape[1]))
+    mx.eval(made.arrays)
+    return made
+
+
+def _affine(one: Packed, narrow: bool) -> Part:
+    """Return MLX's form of a packed matrix: groups of codes, or float16 if they have no group of their size."""
+    if isinstance(one, RowBlocks):
+        if ROW_FORMATS[one.kind].group % GROUP:
+            return FloatPart(mx.array(dequantized(one).astype(np.float16)), narrow)
+        codes, shares = one.codes()
+        scale: Floats = np.asarray(shares, np.float32)
+        return _groups(codes.view(np.uint8) ^ 128, 8, scale, np.float32(-128) * scale, narrow)
+    scale, minimum = _multiplied(one.scale, one.block_scale), None
+    if one.minimum is not None:
+        minimum = _multiplied(one.minimum, one.block_minimum)
+    if one.bits == 6:
+        return FloatPart(mx.array(dequantized(one).astype(np.float16)), narrow)
+    shift = {4: 8 if minimum is None else 0, 5: 0, 8: 128}[one.bits]
+    codes = one.codes.view(np.uint8) ^ 128 if one.bits == 8 else one.codes
+    bias = np.float32(-shift) * scale
+    return _groups(codes, one.bits, scale, bias if minimum is None else bias + minimum, narrow)
+
+
+def _multiplied(numbers: NDArray[Any], block: NDArray[np.float16] | None) -> Floats:
+    """Return scales in float32; integers of super-blocks are multiplied by the block's own scale, which is exact."""
+    found: Floats = numbers.astype(np.float32)
+    return (
+        found if block is None else found * np.repeat(block.astype(np.float32), numbers.shape[1] // block.shape[1], 1)
+    )
+
+
+def _groups(codes: NDArray[np.uint8], bits: int, scale: Floats, bias: Floats, narrow: bool) -> AffinePart:
+    """Return the part, in the largest groups whose neighbours have equal scales and biases."""
+    size = codes.shape[1] // scale.shape[1]
+    for wanted in _SIZES:
+        share = wanted // size
+        if share > 1 and scale.shape[1] % share == 0:
+            if all((one == np.repeat(one[:, ::share], share, axis=1)).all() for one in (scale, bias)):
+                scale, bias, size = scale[:, ::share], bias[:, ::share], wanted
+                break
+    scale, bias = np.ascontiguousarray(scale), np.ascontiguousarray(bias)
+    words = mx.array(packed_codes(codes, bits))
+    numbers = [mx.array(scale), mx.array(bias)]
+    if all((_bfloat16(one) == one).all() for one in (scale, bias)):
+        numbers = [one.astype(mx.bfloat16) for one in numbers]
+    return AffinePart(words, *numbers, size, bits, narrow)
+
+
+def _bfloat16(numbers: Floats) -> Floats:
+    """Return numbers with what bfloat16 does not hold cut off."""
+    cut: Floats = (numbers.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    return cut
+
+
+def packed_codes(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
+    """Return codes [out, in] as MLX packs them: each row a stream of bits, the lowest of a code first."""
+    out, inner = codes.shape
+    found = np.empty((out, inner * bits // 32), np.uint32)
+    step = max(1, _SLICE // inner)
+    for at in range(0, out, step):
+        part = np.ascontiguousarray(codes[at : at + step])
+        if bits == _BYTES:
+            packed = part
+        elif bits == 4:
+            packed = part[:, 0::2] | (part[:, 1::2] << 4)
+        else:
+            loose = np.unpackbits(part[:, :, None], axis=2, bitorder="little")[:, :, :bits]
+            packed = np.packbits(loose.reshape(len(part), -1), axis=1, bitorder="little")
+        found[at : at + step] = np.ascontiguousarray(packed).view(np.uint32)
+    return found

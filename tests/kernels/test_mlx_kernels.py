@@ -1,0 +1,99 @@
+"""Every kernel in MLX beside the reference, on MLX's CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mlx.core", reason="mlx is not installed: its kernels are not tested")
+
+import mlx.core as mx
+
+from cairn.kernels.base import EFFECTS, Packed
+from cairn.kernels.codebooks import ROW_FORMATS
+from cairn.kernels.mlx.mlx_kernels import MlxKernels
+from cairn.kernels.mlx.weights import AffinePart, FloatPart
+from cairn.kernels.quantized import dequantized
+from cairn.kernels.reference import ReferenceKernels
+from tests.kernels.arguments import Call, Weights, calls, quantized
+from tests.kernels.test_quantized import in_rows, in_table_blocks
+
+
+def results(call: Call, kernels: ReferenceKernels | MlxKernels) -> list[np.ndarray]:
+    given = call.given(kernels)
+    with np.errstate(all="ignore"):
+        getattr(kernels, call.kernel)(*given)
+    found = [np.asarray(kernels.fetch(given[place]), np.float64) for place in EFFECTS[call.kernel].changes]
+    kernels.close()
+    return found
+
+
+def bound(call: Call) -> float:
+    """The noise of another order of sums; with packed weights also the activations' rounding, which MLX has not."""
+    packed = [part for one in call.arguments if isinstance(one, Weights) for part in one.parts]
+    return 0.02 if any(isinstance(part, Packed) for part in packed) else 2e-4
+
+
+@pytest.mark.parametrize("kernel", sorted(EFFECTS))
+def test_a_kernel_gives_what_the_reference_gives(kernel: str) -> None:
+    for call in (call for call in calls() if call.kernel == kernel):
+        for ours, theirs in zip(results(call, MlxKernels("cpu")), results(call, ReferenceKernels()), strict=True):
+            most = bound(call) * np.abs(theirs).max(initial=1e-9)
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=most, err_msg=str(call.arguments)[:300])
+
+
+@pytest.mark.parametrize("kernel", sorted(EFFECTS))
+def test_narrow_products_are_within_the_rounding_of_their_weights(kernel: str) -> None:
+    """As on a GPU: activations are rounded to the type of weights in bfloat16 or float16."""
+    for call in (call for call in calls() if call.kernel == kernel):
+        kernels = MlxKernels("cpu", narrow=True)
+        for ours, theirs in zip(results(call, kernels), results(call, ReferenceKernels()), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=0.02 * np.abs(theirs).max(initial=1e-9))
+
+
+def held(part: Packed) -> tuple[AffinePart | FloatPart, np.ndarray]:
+    """How a matrix is held, and its numbers."""
+    kernels = MlxKernels("cpu")
+    made = kernels.matrix([part], [None])
+    with kernels.active():
+        return made.parts[0], np.array(made.rows(mx.arange(len(part))))
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q8 minimum", "q4_0", "q4_1", "q4_k", "q5_k"])
+def test_codes_in_groups_of_32_are_held_as_they_are(kind: str) -> None:
+    """Their scales are exact; a weight is one multiplication and one addition in float32."""
+    rng = np.random.default_rng(3)
+    part = quantized(rng, 24, 256, kind)
+    found, numbers = held(part)
+    assert isinstance(found, AffinePart) and found.bits == part.bits and found.group == 32
+    wanted = dequantized(part)
+    assert np.abs(numbers - wanted).max() <= 2e-5 * np.abs(wanted).max()
+
+
+def test_neighbouring_groups_with_equal_scales_are_joined() -> None:
+    """As those of a matrix whose file has groups of 64 or 128."""
+    rng = np.random.default_rng(3)
+    part = quantized(rng, 24, 256, "q4_1")
+    for size in (64, 128):
+        for one in (part.scale, part.minimum):
+            assert one is not None
+            one[...] = np.repeat(one[:, :: size // 32], size // 32, axis=1)
+        found, numbers = held(part)
+        assert isinstance(found, AffinePart) and found.group == size
+        np.testing.assert_allclose(numbers, dequantized(part), rtol=0, atol=1e-6)
+
+
+def test_six_bits_in_groups_of_16_become_float16() -> None:
+    part = quantized(np.random.default_rng(3), 24, 256, "q6_k")
+    found, numbers = held(part)
+    assert isinstance(found, FloatPart) and found.weight.dtype == mx.float16
+    np.testing.assert_array_equal(numbers, dequantized(part).astype(np.float16).astype(np.float32))
+
+
+@pytest.mark.parametrize("part", [in_table_blocks(20, 512), *(in_rows(kind, 20, 512) for kind in ROW_FORMATS)])
+def test_iq_weights_are_the_numbers_of_their_file(part: Packed) -> None:
+    """As codes of 8 bits in groups of 32, or in float16."""
+    found, numbers = held(part)
+    wanted = dequantized(part)
+    most = 2e-5 if isinstance(found, AffinePart) else 2.0**-11
+    assert np.abs(numbers - wanted).max() <= most * np.abs(wanted).max()
