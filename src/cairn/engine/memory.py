@@ -239,7 +239,7 @@ def _torch_bits(one: TensorMeta) -> float:
 
 
 def _mlx_bits(one: TensorMeta) -> float:
-    """Return the bits that a number of a matrix takes in mlx's kernels, with its share of scales and biases, at most."""
+    """Return the bits that a number of a matrix takes in mlx's kernels, at most, with scales and biases."""
     if not one.scale:
         return one.bits
     if one.block == 6 or (one.table in ROW_FORMATS and ROW_FORMATS[one.table].group % GROUP):

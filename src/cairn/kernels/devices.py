@@ -1,8 +1,8 @@
 """Compute devices by name: their description, whether they can be used here, and their kernels.
 
-`cpu` uses the native kernels, or numpy if those were not compiled. `mlx` and `mlx-cpu` use the kernels in `kernels.mlx`,
-which need mlx, and all others those in `kernels.torch`, which need torch. `mlx-cpu` and `torch-cpu` are the CPU through
-these libraries, to test their kernels anywhere.
+`cpu` uses the native kernels, or numpy if those were not compiled. `mlx` and `mlx-cpu` use the kernels in
+`kernels.mlx`, which need mlx, and all others those in `kernels.torch`, which need torch. `mlx-cpu` and `torch-cpu` are
+the CPU through these libraries, to test their kernels anywhere.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def resolved(wanted: str) -> str:
 
 
 def kernel_set(device: str, kernels: str) -> str:
-    """Return the name of a device's kernel set: torch, mlx, or one of the CPU's. Raises `ModelError` if unusable here."""
+    """Return the name of a device's kernel set. Raises `ModelError` if one of the CPU's is unusable here."""
     name = resolved(device)
     return chosen(kernels) if name == CPU else MLX if name.startswith(MLX) else TORCH
 

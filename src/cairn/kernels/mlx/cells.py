@@ -124,7 +124,7 @@ class LaterWrite:
 class Pool:
     """A pool's arrays: of each layer keys and values [blocks, 16, K, D], latents likewise, or states [blocks, N]."""
 
-    __slots__ = ("_tail", "layers", "later")
+    __slots__ = ("_tail", "later", "layers")
 
     def __init__(self, whole: Array) -> None:
         """Split [blocks, layers, parts, K, 16, D], or states [blocks, layers, N]."""

@@ -1,7 +1,7 @@
 """Where a step's tokens are: which blocks each row reads, what each token sees, and which states rows begin with.
 
-Rows and tables are known on the host before a step is built, so that it reads no more of a pool than it needs. A step of
-one token in each row is one run of all rows; otherwise each row is a run.
+Rows and tables are known on the host before a step is built, so that it reads no more of a pool than it needs. A step
+of one token in each row is one run of all rows; otherwise each row is a run.
 """
 
 from __future__ import annotations

@@ -256,7 +256,7 @@ def _prepared(call: KernelCall) -> _Step:
     changed = []
     where = None
     if "rows" in names:
-        where = _Where(*(_read(call.arguments[names.index(name)]) for name in ("rows", "tables")))
+        where = _Where(*(_place(call.arguments[names.index(name)]) for name in ("rows", "tables")))
     for number, (name, one) in enumerate(zip(names, call.arguments, strict=False)):
         place = _read(one)
         if name == "members":
@@ -282,6 +282,13 @@ def _read(one: Any) -> _Read | None:
     if isinstance(one, Cut):
         return _Read(one.cell, (one.count, one.second))
     return _Read(one) if isinstance(one, Cell) else None
+
+
+def _place(one: Any) -> _Read:
+    found = _read(one)
+    if found is None:
+        raise TypeError(f"a {type(one).__name__} is no cell")
+    return found
 
 
 def _look(step: _Step) -> tuple[_Where, int | None, bool] | None:

@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.kernels.base import GROUP, Packed, Quantized
+from cairn.kernels.base import GROUP, Packed
 from cairn.kernels.codebooks import ROW_FORMATS, RowBlocks
 from cairn.kernels.mlx.cells import from_numpy
 from cairn.kernels.quantized import dequantized
@@ -130,8 +130,8 @@ class AffinePart:
 
     def rows(self, which: Array) -> Array:
         """Return the weights [n, in] of the outputs `which` in float32."""
-        parts = (mx.take(one, which, axis=0) for one in (self.codes, self.scale, self.bias))
-        return mx.dequantize(*parts, group_size=self.group, bits=self.bits).astype(mx.float32)
+        codes, scale, bias = (mx.take(one, which, axis=0) for one in (self.codes, self.scale, self.bias))
+        return mx.dequantize(codes, scale, bias, group_size=self.group, bits=self.bits).astype(mx.float32)
 
 
 Part = FloatPart | AffinePart
@@ -227,8 +227,8 @@ def _stack(parts: Sequence[Part]) -> Part:
         if isinstance(first, FloatPart):
             return FloatPart(mx.stack([one.weight for one in parts if isinstance(one, FloatPart)]), first.narrow)
         affine = [one for one in parts if isinstance(one, AffinePart)]
-        joined = (mx.stack(column) for column in zip(*map(arrays_of, affine), strict=True))
-        return AffinePart(*joined, first.group, first.bits, first.narrow)
+        codes, scale, bias = (mx.stack(list(column)) for column in zip(*map(arrays_of, affine), strict=True))
+        return AffinePart(codes, scale, bias, first.group, first.bits, first.narrow)
     every = mx.arange(first.out)
     return FloatPart(mx.stack([one.rows(every).astype(mx.float16) for one in parts]), first.narrow)
 
@@ -255,18 +255,23 @@ def _affine(one: Packed, narrow: bool) -> Part:
     if isinstance(one, RowBlocks):
         if ROW_FORMATS[one.kind].group % GROUP:
             return FloatPart(mx.array(dequantized(one).astype(np.float16)), narrow)
-        codes, shares = one.codes()
-        scale: Floats = np.asarray(shares, np.float32)
-        return _groups(codes.view(np.uint8) ^ 128, 8, scale, np.float32(-128) * scale, narrow)
-    scale, minimum = _multiplied(one.scale, one.block_scale), None
-    if one.minimum is not None:
-        minimum = _multiplied(one.minimum, one.block_minimum)
+        signed, shares = one.codes()
+        scale = np.asarray(shares, np.float32)
+        return _groups(_from_zero(signed), 8, scale, np.float32(-128) * scale, narrow)
+    scale = _multiplied(one.scale, one.block_scale)
+    minimum = None if one.minimum is None else _multiplied(one.minimum, one.block_minimum)
     if one.bits == 6:
         return FloatPart(mx.array(dequantized(one).astype(np.float16)), narrow)
     shift = {4: 8 if minimum is None else 0, 5: 0, 8: 128}[one.bits]
-    codes = one.codes.view(np.uint8) ^ 128 if one.bits == 8 else one.codes
+    codes = _from_zero(one.codes) if one.bits == 8 else one.codes.view(np.uint8)
     bias = np.float32(-shift) * scale
     return _groups(codes, one.bits, scale, bias if minimum is None else bias + minimum, narrow)
+
+
+def _from_zero(codes: NDArray[Any]) -> NDArray[np.uint8]:
+    """Return signed codes of 8 bits plus 128."""
+    found: NDArray[np.uint8] = codes.view(np.uint8) ^ np.uint8(128)
+    return found
 
 
 def _multiplied(numbers: NDArray[Any], block: NDArray[np.float16] | None) -> Floats:
@@ -282,16 +287,19 @@ def _groups(codes: NDArray[np.uint8], bits: int, scale: Floats, bias: Floats, na
     size = codes.shape[1] // scale.shape[1]
     for wanted in _SIZES:
         share = wanted // size
-        if share > 1 and scale.shape[1] % share == 0:
-            if all((one == np.repeat(one[:, ::share], share, axis=1)).all() for one in (scale, bias)):
-                scale, bias, size = scale[:, ::share], bias[:, ::share], wanted
-                break
+        if share > 1 and scale.shape[1] % share == 0 and all(_repeats(one, share) for one in (scale, bias)):
+            scale, bias, size = scale[:, ::share], bias[:, ::share], wanted
+            break
     scale, bias = np.ascontiguousarray(scale), np.ascontiguousarray(bias)
-    words = mx.array(packed_codes(codes, bits))
-    numbers = [mx.array(scale), mx.array(bias)]
-    if all((_bfloat16(one) == one).all() for one in (scale, bias)):
-        numbers = [one.astype(mx.bfloat16) for one in numbers]
-    return AffinePart(words, *numbers, size, bits, narrow)
+    short = all((_bfloat16(one) == one).all() for one in (scale, bias))
+    kind = mx.bfloat16 if short else mx.float32
+    numbers = (mx.array(one).astype(kind) for one in (scale, bias))
+    return AffinePart(mx.array(packed_codes(codes, bits)), *numbers, size, bits, narrow)
+
+
+def _repeats(numbers: Floats, share: int) -> bool:
+    """Tell whether so many neighbours are always equal."""
+    return bool((numbers == np.repeat(numbers[:, ::share], share, axis=1)).all())
 
 
 def _bfloat16(numbers: Floats) -> Floats:
@@ -307,12 +315,10 @@ def packed_codes(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
     step = max(1, _SLICE // inner)
     for at in range(0, out, step):
         part = np.ascontiguousarray(codes[at : at + step])
-        if bits == _BYTES:
-            packed = part
-        elif bits == 4:
-            packed = part[:, 0::2] | (part[:, 1::2] << 4)
-        else:
+        if bits == 4:
+            part = part[:, 0::2] | (part[:, 1::2] << np.uint8(4))
+        elif bits < _BYTES:
             loose = np.unpackbits(part[:, :, None], axis=2, bitorder="little")[:, :, :bits]
-            packed = np.packbits(loose.reshape(len(part), -1), axis=1, bitorder="little")
-        found[at : at + step] = np.ascontiguousarray(packed).view(np.uint32)
+            part = np.packbits(loose.reshape(len(part), -1), axis=1, bitorder="little")
+        found[at : at + step] = np.ascontiguousarray(part).view(np.uint32)
     return found
