@@ -16,7 +16,7 @@ from cairn.models.safetensors.tensor_meta import outlines
 from cairn.models.safetensors.weights import open_weights
 from cairn.models.spec.config import load_spec
 from tests.golden.test_families import check
-from tests.quantized_models import BFLOAT16, Pack, awq, compressed, eight, float8, four, gptq, write_quantized
+from tests.quantized_models import BFLOAT16, Pack, awq, compressed, eight, float8, four, gptq, mlx, write_quantized
 from tests.tiny_models import MODELS, Driver, load, prompt
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
@@ -54,6 +54,8 @@ CASES: dict[str, tuple[Pack, dict[str, Any], str]] = {
         "",
     ),
     "gptq of 8 bits": (gptq(8, 32, symmetric=False), GPTQ | {"bits": 8, "sym": False}, ""),
+    "mlx": (mlx(4, 64), {"group_size": 64, "bits": 4}, ""),
+    "mlx of 8 bits": (mlx(8, 32), {"group_size": 32, "bits": 8, "mode": "affine"}, ""),
     "gptq with desc_act": (gptq(4, 32, order=True), GPTQ | {"desc_act": True}, "GPTQ"),
 }
 """How modules are packed, what the config says, and what of it is rounded."""
