@@ -162,8 +162,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ),
     ] = "auto"
     kernels: Annotated[
-        Literal["auto", "reference", "portable", "avx2", "avxvnni", "avx512vnni", "avx512"],
-        Meta(description="What the CPU computes with; 'auto': the fastest that runs here, 'reference' is numpy."),
+        Literal["auto", "reference", "portable", "avx2", "avxvnni", "avx512vnni", "avx512", "metal"],
+        Meta(
+            description="What the CPU computes with; 'auto': the fastest that runs here, 'reference' is numpy. 'metal' "
+            "is for device mlx: a kernel of Cairn's own for recurrent layers, which was never run on an Apple GPU."
+        ),
     ] = "auto"
     weights: Annotated[
         Literal["auto", "stored", "f32", "bf16", "int8", "int4"],

@@ -22,6 +22,8 @@ CPU = "cpu"
 TORCH = "torch"
 MLX = "mlx"
 """Names of kernel sets, in addition to those of `kernels.choose`."""
+METAL = "metal"
+"""Value of the option `kernels` for Cairn's own kernels on an Apple GPU."""
 KEEPS_ANSWERS = frozenset({CPU})
 """Devices on which a request gets the same bits alone, in any batch, in chunks and from the cache."""
 
@@ -117,8 +119,10 @@ def load(device: str, kernels: str, threads: int) -> Kernels:
     from cairn.kernels.self_test import worst
 
     try:
-        loaded = _load_mlx(name) if name.startswith(MLX) else _load_torch(name, threads)
+        loaded = _load_mlx(name, kernels) if name.startswith(MLX) else _load_torch(name, threads)
         kernel, share = worst(loaded)
+    except NoDevice:
+        raise
     except (CairnError, RuntimeError) as error:
         raise NoDevice(f"device {name} failed its self-test ({error}); use --device cpu", field="device") from error
     if not share <= 1:
@@ -136,10 +140,13 @@ def free_memory(device: str) -> int | None:
     return report(device).memory if resolved(device) != CPU else None
 
 
-def _load_mlx(name: str) -> Kernels:
+def _load_mlx(name: str, kernels: str) -> Kernels:
     from cairn.kernels.mlx import device
 
-    return device.load(device.chosen(name))
+    where, metal = device.chosen(name), kernels == METAL
+    if metal and where != "gpu":
+        raise NoDevice("kernels is metal, but mlx finds no Apple GPU here; leave kernels out", field="kernels")
+    return device.load(where, metal)
 
 
 def _load_torch(name: str, threads: int) -> Kernels:

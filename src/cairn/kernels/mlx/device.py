@@ -47,8 +47,11 @@ def free_unified(info: Mapping[str, Any], taken: int) -> int:
     return max(0, min(int(info["max_recommended_working_set_size"]), whole - reserved) - taken)
 
 
-def load(device: str) -> MlxKernels:
-    """Return the kernels; on a GPU what they hold stays in memory (is wired), up to what the system recommends."""
+def load(device: str, metal: bool = False) -> MlxKernels:
+    """Return the kernels; on a GPU what they hold stays in memory (is wired), up to what the system recommends.
+
+    `metal`: with the kernel in `kernels.mlx.metal`.
+    """
     if device == "gpu":
         mx.set_wired_limit(int(mx.device_info(mx.gpu)["max_recommended_working_set_size"]))
-    return MlxKernels(device)
+    return MlxKernels(device, metal=metal)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -10,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.kernels.base import Packed
+from cairn.kernels.mlx import metal as metal_kernels
+from cairn.kernels.mlx import recurrent
 from cairn.kernels.mlx.cells import from_numpy
 from cairn.kernels.mlx.program import MlxProgram
 from cairn.kernels.mlx.sampler import MlxSampler
@@ -44,8 +47,10 @@ class DirectKernel:
 class MlxKernels(MlxStorage):
     """`kernels.base.Kernels` on a device of MLX. The methods are documented there."""
 
-    def __init__(self, device: str, *, narrow: bool | None = None, compiled: bool | None = None) -> None:
-        """Use `device`, gpu or cpu.
+    def __init__(
+        self, device: str, *, narrow: bool | None = None, compiled: bool | None = None, metal: bool = False
+    ) -> None:
+        """Use `device`, gpu or cpu. `metal`: scan states by the kernel in `kernels.mlx.metal`.
 
         `narrow`: products in the type of the weights, as GPUs are fast at; else in float32. `compiled`: steps of single
         tokens are compiled, which on a CPU calls a C++ compiler. None: both on a GPU, neither on a CPU.
@@ -54,13 +59,14 @@ class MlxKernels(MlxStorage):
         self._device = device
         self._narrow = device == "gpu" if narrow is None else narrow
         self._compiled = device == "gpu" if compiled is None else compiled
+        self._instead = {name: _by_metal(name) for name in ("delta", "mamba2")} if metal else {}
         mx.set_cache_limit(_CACHE)
 
     @property
     def numerics(self) -> tuple[object, ...]:
         """`Kernels.numerics`."""
         name = device_name(self._device)
-        return (VERSION, mx.__version__, self._device, name, self._narrow, self._compiled)
+        return (VERSION, mx.__version__, self._device, name, self._narrow, self._compiled, bool(self._instead))
 
     def vector(self, source: NDArray[Any]) -> Array:
         """`Kernels.vector`."""
@@ -138,7 +144,7 @@ class MlxKernels(MlxStorage):
 
     def program(self, calls: Sequence[KernelCall]) -> MlxProgram:
         """`Kernels.program`."""
-        return MlxProgram(self.active, calls, self._compiled)
+        return MlxProgram(self.active, calls, self._compiled, self._instead)
 
     def close(self) -> None:
         """`Kernels.close`."""
@@ -149,6 +155,11 @@ def device_name(device: str) -> str:
     """Return the hardware's name of MLX's device, gpu or cpu."""
     found = mx.device_info(mx.gpu if device == "gpu" else mx.cpu)
     return str(found.get("device_name", device))
+
+
+def _by_metal(kernel: str) -> Callable[..., Any]:
+    """Return a kernel of `kernels.mlx.recurrent` that scans by `kernels.mlx.metal`."""
+    return partial(getattr(recurrent, kernel), run=lambda *arguments: metal_kernels.scan(*arguments))
 
 
 def _computed(array: Array) -> Array:

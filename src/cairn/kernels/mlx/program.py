@@ -84,12 +84,22 @@ Graph = Callable[[list[Array], list[Array], list[Array]], tuple[list[Array], ...
 class MlxProgram:
     """A `kernels.program.Program` over cells."""
 
-    def __init__(self, active: Callable[[], Any], calls: Sequence[KernelCall], compiled: bool = False) -> None:
-        """`active`: a context for the kernel set's stream. `compiled`: compile steps of single tokens."""
+    def __init__(
+        self,
+        active: Callable[[], Any],
+        calls: Sequence[KernelCall],
+        compiled: bool = False,
+        instead: Mapping[str, Callable[..., Any]] | None = None,
+    ) -> None:
+        """Prepare the calls.
+
+        `active`: a context for the kernel set's stream. `compiled`: compile steps of single tokens. `instead`:
+        operations that stand for some of `OPERATIONS`.
+        """
         self.calls = tuple(calls)
         self._active, self._compiled = active, compiled
         with active():
-            self._steps = [_prepared(call) for call in calls]
+            self._steps = [_prepared(call, instead or {}) for call in calls]
         passing = {id(one.array) for call in calls for one in call.arguments if isinstance(one, Slot) and one.passing}
         changed = {id(cell): cell for step in self._steps for cell in step.changed}
         self._kept = [cell for key, cell in changed.items() if key not in passing]
@@ -249,7 +259,7 @@ class MlxProgram:
         return mx.compile(graph), waiting
 
 
-def _prepared(call: KernelCall) -> _Step:
+def _prepared(call: KernelCall, instead: Mapping[str, Callable[..., Any]]) -> _Step:
     """Resolve a call's arguments."""
     effect, names = EFFECTS[call.kernel], _PARAMETERS[call.kernel]
     given: list[Any] = []
@@ -272,7 +282,8 @@ def _prepared(call: KernelCall) -> _Step:
                 changed.append(place.cell)
         else:
             given.append(stacked(one) if name in _STACKS.get(call.kernel, ()) else one)
-    return _Step(call.kernel, OPERATIONS[call.kernel], tuple(given), tuple(changed))
+    operation = instead.get(call.kernel, OPERATIONS[call.kernel])
+    return _Step(call.kernel, operation, tuple(given), tuple(changed))
 
 
 def _read(one: Any) -> _Read | None:

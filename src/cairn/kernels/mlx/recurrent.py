@@ -7,6 +7,7 @@ Functions as `kernels.mlx.attention` describes them. States are read as they wer
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +16,8 @@ from cairn.kernels.mlx.cells import Blank, LaterWrite, Pool
 from cairn.kernels.mlx.places import Places, StateRun
 
 Array = Any
+Scan = Callable[..., tuple[Array, Array]]
+"""A way to compute `scan`."""
 
 _UNIT = 1e-6
 
@@ -71,8 +74,9 @@ def delta(
     tables: Places,
     out: Blank,
     members: None = None,
+    run: Scan | None = None,
 ) -> Array:
-    """`Kernels.delta`."""
+    """`Kernels.delta`; `run` computes the scan in another way than `scan`."""
     heads, width = len(decay), (x.shape[1] - out.shape[1]) // 2
     query, key = (_unit(part.reshape(len(x), key_heads, -1)) for part in (x[:, :width], x[:, width : 2 * width]))
     query = query / math.sqrt(width // key_heads)
@@ -80,7 +84,7 @@ def delta(
     step = _softplus(gates[:, first + heads : first + 2 * heads] + time_bias)
     value = x[:, 2 * width :].reshape(len(x), heads, -1)
     vectors = _spread(key, heads, tiled), _spread(query, heads, tiled), value
-    return _scan(*vectors, mx.exp(decay * step), share, True, states, layer, rows)
+    return _scan(run or scan, (*vectors, mx.exp(decay * step), share), True, states, layer, rows)
 
 
 def mamba2(
@@ -99,8 +103,9 @@ def mamba2(
     tables: Places,
     out: Blank,
     members: None = None,
+    run: Scan | None = None,
 ) -> Array:
-    """`Kernels.mamba2`."""
+    """`Kernels.mamba2`; `run` computes the scan in another way than `scan`."""
     heads, inner = len(decay), out.shape[1]
     width = (x.shape[1] - inner) // 2
     step = mx.clip(_softplus(gates[:, first : first + heads] + time_bias), low, high)
@@ -109,34 +114,26 @@ def mamba2(
         _spread(part.reshape(len(x), groups, -1), heads, False)
         for part in (x[:, inner : inner + width], x[:, inner + width :])
     )
-    made = _scan(key, query, value, mx.exp(decay * step), step, False, states, layer, rows)
+    given = (key, query, value, mx.exp(decay * step), step)
+    made = _scan(run or scan, given, False, states, layer, rows)
     return made + (skip[:, None] * value).reshape(made.shape)
 
 
-def _scan(
-    key: Array,
-    query: Array,
-    value: Array,
-    decay: Array,
-    share: Array,
-    corrected: bool,
-    states: Pool,
-    layer: int,
-    rows: Places,
-) -> Array:
+def _scan(run: Scan, vectors: Sequence[Array], corrected: bool, states: Pool, layer: int, rows: Places) -> Array:
     """Update the states token by token, as `kernels.recurrent` does; return [M, heads V]."""
+    key, _, value, _, _ = vectors
     heads, size = value.shape[1:]
     numbers = heads * key.shape[2] * size
     at = states.page[0] - numbers
     found = []
-    for run in rows.states():
-        state = _before(states, layer, run)[:, at:].reshape(run.rows, heads, -1, size)
-        given = [_of_run(one, run) for one in (key, query, value, decay, share)]
-        ends, begin = dict(run.ends), 0
+    for part in rows.states():
+        state = _before(states, layer, part)[:, at:].reshape(part.rows, heads, -1, size)
+        given = [_of_run(one, part) for one in vectors]
+        ends, begin = dict(part.ends), 0
         for end in sorted(ends):
-            made, state = scan(*(one[:, begin:end] for one in given), state, corrected)
+            made, state = run(*(one[:, begin:end] for one in given), state, corrected)
             found.append(made.reshape(-1, heads * size))
-            states.later.append(LaterWrite(layer, ends[end], at, state.reshape(run.rows, -1)))
+            states.later.append(LaterWrite(layer, ends[end], at, state.reshape(part.rows, -1)))
             begin = end
     return _joined(found)
 
