@@ -41,6 +41,7 @@ def options(folder: Path, **more: Any) -> dict[str, Any]:
 
 
 def test_an_agent_goes_on_after_kill_9(tmp_path: Path) -> None:
+    """Three servers load a model one after the other, which takes some seconds."""
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     with served(**options(killed)) as server:
         server.post("/v1/agents", {"id": "ada"})

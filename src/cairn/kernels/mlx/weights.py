@@ -293,8 +293,8 @@ def _groups(codes: NDArray[np.uint8], bits: int, scale: Floats, bias: Floats, na
     scale, bias = np.ascontiguousarray(scale), np.ascontiguousarray(bias)
     short = all((_bfloat16(one) == one).all() for one in (scale, bias))
     kind = mx.bfloat16 if short else mx.float32
-    numbers = (mx.array(one).astype(kind) for one in (scale, bias))
-    return AffinePart(mx.array(packed_codes(codes, bits)), *numbers, size, bits, narrow)
+    words, held_scale, held_bias = mx.array(packed_codes(codes, bits)), mx.array(scale), mx.array(bias)
+    return AffinePart(words, held_scale.astype(kind), held_bias.astype(kind), size, bits, narrow)
 
 
 def _repeats(numbers: Floats, share: int) -> bool:
