@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ pytest.importorskip("mlx.core", reason="mlx is not installed: its answers are no
 import mlx.core as mx
 
 from cairn.engine.recorded import RecordedEngine
+from cairn.kernels.mlx import program
 from cairn.kernels.mlx.mlx_kernels import MlxKernels
 from tests.tiny_models import MODELS, Driver, load, prompt, write_model
 
@@ -87,11 +89,23 @@ def test_packed_and_narrow_weights_and_long_contexts(
     check(engine, monkeypatch, 900, products_keep_bits())
 
 
+@pytest.fixture
+def compiling(prove: bool) -> Iterator[None]:
+    """On a CPU `mx.compile` calls a C++ compiler, for some 10 s a model: only with --prove. Else it compiles nothing."""
+    if not prove:
+        mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+@pytest.mark.usefixtures("compiling")
+@pytest.mark.parametrize("graphs", [1, 64])
 @pytest.mark.parametrize("name", ["llama 2", "gemma 3", "olmoe", "deepseek 3", "nemotron h", "lfm 2, biases"])
 def test_a_compiled_step_computes_what_its_operations_do(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, graphs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU: decoding is compiled for each size, here without a compiler of its own (`mx.disable_compile`)."""
+    """As on a GPU: a graph of single tokens is made once for each size, and run with other blocks and states."""
+    monkeypatch.setattr(program, "_GRAPHS", graphs)
     made: list[MlxKernels] = []
 
     def kernels(name: str, kernels: str, threads: int) -> MlxKernels:

@@ -36,6 +36,8 @@ _STACKS = {"experts": ("gate_up", "down"), "latent_queries": ("keys",), "latent_
 """Kernel -> arguments that are matrices of one shape, which become one array."""
 BUCKET = 8
 """Compiled steps read a multiple of so many blocks, so that a longer context rarely compiles anew."""
+_GRAPHS = 64
+"""Most compiled graphs of a program; the oldest goes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +223,8 @@ class MlxProgram:
         inputs = [one.cell.cut(*one.lengths(sizes)) for one in self._inputs]
         key = tuple(tuple(array.shape) for array in (*inputs, *given))
         if key not in self._graphs:
+            if len(self._graphs) >= _GRAPHS:
+                del self._graphs[next(iter(self._graphs))]
             self._graphs[key] = self._graph(dict(sizes), dict(places), wheres)
         graph, waiting = self._graphs[key]
         pools = [array for pool in self._pools for array in pool.arrays]
