@@ -91,7 +91,7 @@ def test_packed_and_narrow_weights_and_long_contexts(
 
 @pytest.fixture
 def compiling(prove: bool) -> Iterator[None]:
-    """On a CPU `mx.compile` calls a C++ compiler, for some 10 s a model: only with --prove. Else it compiles nothing."""
+    """On a CPU `mx.compile` calls a C++ compiler, for 10 s a model: only with --prove. Else it compiles nothing."""
     if not prove:
         mx.disable_compile()
     yield
