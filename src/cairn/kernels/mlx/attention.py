@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from cairn.kernels.mlx.cells import Blank, Pool
 from cairn.kernels.mlx.places import Places, Sight
-from cairn.kernels.mlx.weights import Experts
+from cairn.kernels.mlx.weights import JoinedMatrices
 from cairn.types.model_spec import BLOCK_TOKENS
 
 Array = Any
@@ -70,7 +70,7 @@ def latent_write(
     _store(kv, layer, slots, (mx.concatenate((normed[:, None], turned), axis=2),))
 
 
-def latent_queries(x: Array, keys: Experts, angles: Array, neighbours: bool, query: Blank) -> Array:
+def latent_queries(x: Array, keys: JoinedMatrices, angles: Array, neighbours: bool, query: Blank) -> Array:
     """`Kernels.latent_queries`."""
     turns = 2 * angles.shape[-1]
     split = x.reshape(len(x), query.shape[1], -1)
@@ -92,7 +92,7 @@ def latent_attention(
     return _attended(query, kv.layers[layer], out.shape[2], rows.sights(0, False), scale, 0.0, None)
 
 
-def latent_values(x: Array, values: Experts, out: Blank) -> Array:
+def latent_values(x: Array, values: JoinedMatrices, out: Blank) -> Array:
     """`Kernels.latent_values`."""
     return values.product_of_each(x).reshape(out.shape)
 

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from cairn.kernels.mlx.cells import Blank
-from cairn.kernels.mlx.weights import Experts, MlxMatrix
+from cairn.kernels.mlx.weights import JoinedMatrices, MlxMatrix
 
 Array = Any
 
@@ -198,7 +198,7 @@ def _of_groups(choice: Array, groups: int, chosen_groups: int) -> Array:
 
 
 def experts(
-    x: Array, chosen: Array, shares: Array, gate_up: Experts, activation: str, down: Experts, out: Blank
+    x: Array, chosen: Array, shares: Array, gate_up: JoinedMatrices, activation: str, down: JoinedMatrices, out: Blank
 ) -> Array:
     """`Kernels.experts`."""
     gates = gate_up.product(x[:, None], chosen)

@@ -69,7 +69,7 @@ class _Write:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _PreparedCall:
     """One call, ready to be replayed."""
 
     kernel: str
@@ -263,7 +263,7 @@ class MlxProgram:
         return mx.compile(graph), waiting
 
 
-def _prepared(call: KernelCall, instead: Mapping[str, Callable[..., Any]]) -> _Step:
+def _prepared(call: KernelCall, instead: Mapping[str, Callable[..., Any]]) -> _PreparedCall:
     """Resolve a call's arguments."""
     effect, names = EFFECTS[call.kernel], _PARAMETERS[call.kernel]
     given: list[Any] = []
@@ -287,7 +287,7 @@ def _prepared(call: KernelCall, instead: Mapping[str, Callable[..., Any]]) -> _S
         else:
             given.append(stacked(one) if name in _STACKS.get(call.kernel, ()) else one)
     operation = instead.get(call.kernel, OPERATIONS[call.kernel])
-    return _Step(call.kernel, operation, tuple(given), tuple(changed))
+    return _PreparedCall(call.kernel, operation, tuple(given), tuple(changed))
 
 
 def _read(one: Any) -> _Read | None:
@@ -306,7 +306,7 @@ def _place(one: Any) -> _Read:
     return found
 
 
-def _look(step: _Step) -> tuple[_Where, int | None, bool] | None:
+def _look(step: _PreparedCall) -> tuple[_Where, int | None, bool] | None:
     """Return where a call looks, its window and whether it sees both ways; without a window for a state's layer."""
     where = next((one for one in step.arguments if isinstance(one, _Where)), None)
     if where is None:

@@ -144,7 +144,7 @@ class MlxMatrix:
     parts: tuple[Part, ...]
     biases: tuple[Array | None, ...]
     inner: int
-    joined: Experts | None = None
+    joined: JoinedMatrices | None = None
     """What holds its numbers since `stacked` joined it with others of its layer."""
 
     def product(self, x: Array) -> Array:
@@ -176,7 +176,7 @@ def arrays_of(part: Part) -> list[Array]:
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class JoinedMatrices:
     """The matrices of all experts of a layer, part by part in one array each."""
 
     parts: tuple[Part, ...]
@@ -201,7 +201,7 @@ class Experts:
         return found[0] if len(found) == 1 else mx.concatenate(found, axis=-1)
 
 
-def stacked(matrices: Sequence[MlxMatrix]) -> Experts:
+def stacked(matrices: Sequence[MlxMatrix]) -> JoinedMatrices:
     """Join experts of one layer that are stored alike; experts in several forms become float16 or float32.
 
     Each matrix is emptied: its numbers are in the result only, which joining the same ones again returns.
@@ -214,7 +214,7 @@ def stacked(matrices: Sequence[MlxMatrix]) -> Experts:
         added = [one.biases[number] for one in matrices]
         parts.append(_stack(own))
         biases.append(None if added[0] is None else mx.stack(added))
-    found = Experts(tuple(parts), tuple(biases), matrices[0].inner)
+    found = JoinedMatrices(tuple(parts), tuple(biases), matrices[0].inner)
     mx.eval([one for part in parts for one in arrays_of(part)], [one for one in biases if one is not None])
     for one in matrices:
         one.parts, one.biases, one.joined = (), (), found

@@ -8,7 +8,7 @@ A module's tensors share its name as a prefix:
                 of fp4 weight_packed or weight uint8 [out, in / 2]; weight_scale e4m3 [out, in / 16], all divided by
                 weight_global_scale or multiplied with weight_scale_2, or e8m0 [out, in / 32]
     awq         qweight int32 [in, out / 8], qzeros [G, out / 8], scales [G, out]; eight outputs out of order in a word
-    mlx         weight uint32 [out, in * bits / 32], scales and biases [out, G]
+    mlx         weight uint32 [out, in * bits / 32], scales and biases [out, G]; of all experts [experts, out, ...]
     gptq        qweight int32 [in * bits / 32, out], qzeros [G, out * bits / 32], scales [G, out], g_idx [in]
 
 Numbers fill a word from its lowest bits. Unsigned ones are centred: 8 or 128 is subtracted; but for mlx, whose biases
@@ -64,6 +64,8 @@ _UNUSED = (
     "activation_scale",
 )
 """Settings for rounding activations or KV."""
+_JOINED = ".switch_mlp."
+"""Part of the names of modules in which mlx_lm joins all experts of a layer: weight, scales and biases have 3 axes."""
 _AWQ = np.array((0, 4, 1, 5, 2, 6, 3, 7), np.uint32)
 """Nibble position of each of eight neighbouring outputs in a word."""
 
@@ -107,8 +109,20 @@ def modules(scheme: Scheme, tensors: Iterable[Stored]) -> Iterator[Stored]:
         found["weight"] = weight.array
         homes[module] = weight.path
     for module, own in parts.items():
-        source = _Module(homes[module], module, own).source(scheme)
-        yield Stored(homes[module], f"{module}.weight", row_numbers(source.shape), source)
+        for name, one in _apart(scheme, module, own):
+            source = _Module(homes[module], module, one).source(scheme)
+            yield Stored(homes[module], f"{name}.weight", row_numbers(source.shape), source)
+
+
+def _apart(scheme: Scheme, module: str, parts: Mapping[str, Array]) -> Iterator[tuple[str, Mapping[str, Array]]]:
+    """Yield a module, or each expert of those that mlx joins, by the name that its family gives it."""
+    weight = parts.get("weight")
+    if scheme.method != "mlx" or weight is None or weight.ndim != 3 or _JOINED not in module:
+        yield module, parts
+        return
+    for expert in range(len(weight)):
+        own = {end: one[expert] for end, one in parts.items() if one.ndim == 3 and expert < len(one)}
+        yield module.replace(_JOINED, f".experts.{expert}."), own
 
 
 @dataclass(frozen=True, slots=True)
