@@ -125,6 +125,7 @@ class MlxProgram:
             try:
                 values = self._compile(sizes, places) if single else self._run(sizes, places, {})
             except BaseException:
+                # Of a step that cannot be built some layers may hold its tokens, which are computed again.
                 for pool, arrays in zip(self._pools, held, strict=True):
                     pool.arrays, pool.later = arrays, []
                 raise
