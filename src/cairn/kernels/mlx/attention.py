@@ -54,8 +54,10 @@ def attention(
     both: bool = False,
     sinks: Array | None = None,
     members: None = None,
+    narrow: bool = False,
 ) -> Array:
-    """`Kernels.attention`."""
+    """`Kernels.attention`. `narrow`: queries are rounded to the pool's type, in which a GPU's kernels read it."""
+    query = query.astype(kv.dtype) if narrow else query
     sights = rows.sights(window, both)
     return _attended(query, kv.layers[layer], kv.page[-1], sights, scale, softcap, sinks).reshape(out.shape)
 
@@ -87,8 +89,10 @@ def latent_attention(
     scale: float,
     out: Blank,
     members: None = None,
+    narrow: bool = False,
 ) -> Array:
-    """`Kernels.latent_attention`."""
+    """`Kernels.latent_attention`; `narrow` as in `attention`."""
+    query = query.astype(kv.dtype) if narrow else query
     return _attended(query, kv.layers[layer], out.shape[2], rows.sights(0, False), scale, 0.0, None)
 
 
@@ -156,6 +160,7 @@ def _attended(
     for sight in sights:
         read = [_gathered(one, sight) for one in arrays]
         # A missing value counts 0 times, but 0 times an infinity is not 0.
+        ends = None if sinks is None else sinks.astype(query.dtype)
         k, v = read[0], mx.where(sight.known[:, None, :, None], read[-1][..., :size], 0)
         for begin, end, seen in sight.seen:
             first = sight.first + sight.rows * begin
@@ -164,7 +169,7 @@ def _attended(
             made = (
                 _capped(given, k, v, seen, scale, cap, sinks)
                 if cap
-                else mx.fast.scaled_dot_product_attention(given, k, v, scale=scale, mask=seen, sinks=sinks)
+                else mx.fast.scaled_dot_product_attention(given, k, v, scale=scale, mask=seen, sinks=ends)
             )
             found.append(mx.swapaxes(made, 1, 2).reshape(-1, query.shape[1], size).astype(mx.float32))
     return found[0] if len(found) == 1 else mx.concatenate(found, axis=0)
@@ -180,7 +185,7 @@ def _capped(q: Array, k: Array, v: Array, seen: Array, scale: float, cap: float,
     """Return attention with capped scores, which no fused kernel has."""
     rows, heads, count, size = q.shape
     kv_heads = k.shape[1]
-    grouped = q.reshape(rows, kv_heads, heads // kv_heads, count, size)
+    grouped = q.astype(mx.float32).reshape(rows, kv_heads, heads // kv_heads, count, size)
     scores = grouped @ mx.swapaxes(k.astype(mx.float32), 2, 3)[:, :, None] * scale
     scores = cap * mx.tanh(scores / cap)
     scores = mx.where(seen[:, :, None], scores, -mx.inf)

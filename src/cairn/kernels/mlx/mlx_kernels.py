@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.kernels.base import Packed
+from cairn.kernels.mlx import attention as attentions
 from cairn.kernels.mlx import metal as metal_kernels
 from cairn.kernels.mlx import recurrent
 from cairn.kernels.mlx.cells import from_numpy
@@ -52,21 +53,27 @@ class MlxKernels(MlxStorage):
     ) -> None:
         """Use `device`, gpu or cpu. `metal`: scan states by the kernel in `kernels.mlx.metal`.
 
-        `narrow`: products in the type of the weights, as GPUs are fast at; else in float32. `compiled`: steps of single
-        tokens are compiled, which on a CPU calls a C++ compiler. None: both on a GPU, neither on a CPU.
+        `narrow`: products in the type of weights and KV, as GPUs are fast at; else in float32. `compiled`: steps of
+        single tokens are compiled, which on a CPU calls a C++ compiler. None: both on a GPU, neither on a CPU.
         """
         super().__init__(mx.gpu if device == "gpu" else mx.cpu)
         self._device = device
         self._narrow = device == "gpu" if narrow is None else narrow
         self._compiled = device == "gpu" if compiled is None else compiled
-        self._instead = {name: _by_metal(name) for name in ("delta", "mamba2")} if metal else {}
+        self._metal, self._instead = metal, dict[str, Callable[..., Any]]()
+        if metal:
+            self._instead |= {name: _by_metal(name) for name in ("delta", "mamba2")}
+        if self._narrow:
+            self._instead |= {
+                name: partial(getattr(attentions, name), narrow=True) for name in ("attention", "latent_attention")
+            }
         mx.set_cache_limit(_CACHE)
 
     @property
     def numerics(self) -> tuple[object, ...]:
         """`Kernels.numerics`."""
         name = device_name(self._device)
-        return (VERSION, mx.__version__, self._device, name, self._narrow, self._compiled, bool(self._instead))
+        return (VERSION, mx.__version__, self._device, name, self._narrow, self._compiled, self._metal)
 
     def vector(self, source: NDArray[Any]) -> Array:
         """`Kernels.vector`."""

@@ -61,9 +61,9 @@ class FloatPart:
         lines = mx.broadcast_to(lines, which.shape)
 
         def times(a: Array, b: Array) -> Array:
-            return mx.gather_mm(a.reshape(-1, 1, a.shape[-1]), b, lhs_indices=lines, rhs_indices=which)
+            return mx.gather_mm(a.reshape(-1, 1, a.shape[-1]), b, lhs_indices=lines, rhs_indices=which)[:, :, 0]
 
-        return self._times(x, self.weight, times)[:, :, 0]
+        return self._times(x, self.weight, times)
 
     def rows(self, which: Array) -> Array:
         """Return the weights [n, in] of the outputs `which` in float32."""
@@ -75,9 +75,14 @@ class FloatPart:
 
     def _times(self, x: Array, weight: Array, times: Any) -> Array:
         turned = mx.swapaxes(weight, -1, -2)
-        if self._as_stored:
+        if not self._as_stored:
+            return times(x, turned.astype(mx.float32))
+        if weight.dtype != mx.float16:
             return times(x.astype(weight.dtype), turned).astype(mx.float32)
-        return times(x, turned.astype(mx.float32))
+        # float16 ends at 65,504, and activations may not: rows are divided by a power of two near their largest number.
+        most = mx.maximum(mx.abs(x).max(axis=-1, keepdims=True), 2.0**-100)
+        factor = mx.power(2.0, mx.ceil(mx.log2(most)))
+        return times((x / factor).astype(mx.float16), turned).astype(mx.float32) * factor
 
 
 @dataclass(frozen=True, slots=True)
