@@ -86,6 +86,7 @@ def test_weights_take_what_is_told_before_they_are_loaded(
     spec = load_spec(folder)
     told = weight_memory(spec, HeldWeights(open_weights(folder, spec), form), "mlx")
     made: list[Any] = []
+    monkeypatch.setattr("cairn.kernels.self_test.worst", lambda kernels: ("norm", 0.0))  # which makes matrices, too
     for packing in ("vector", "matrix", "table"):
         before = getattr(MlxKernels, packing)
 
@@ -106,7 +107,8 @@ def test_weights_take_what_is_told_before_they_are_loaded(
                 if hasattr(part, field):
                     arrays[id(getattr(part, field))] = getattr(part, field)
     engine.close()
-    assert 0.9 * told.held < held(arrays.values()) < 1.1 * told.held + 20_000, (told, held(arrays.values()))
+    # The most that they take: scales in bfloat16 and groups of 64 take less.
+    assert 0.7 * told.held < held(arrays.values()) <= told.held + 4096, (told, held(arrays.values()))
 
 
 def test_kv_of_8_bits_is_for_the_cpu(tmp_path: Path) -> None:
