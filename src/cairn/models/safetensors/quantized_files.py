@@ -109,8 +109,8 @@ def modules(scheme: Scheme, tensors: Iterable[Stored]) -> Iterator[Stored]:
         found["weight"] = weight.array
         homes[module] = weight.path
     for module, own in parts.items():
-        for name, one in _apart(scheme, module, own):
-            source = _Module(homes[module], module, one).source(scheme)
+        for name, tensors_of in _apart(scheme, module, own):
+            source = _Module(homes[module], module, tensors_of).source(scheme)
             yield Stored(homes[module], f"{name}.weight", row_numbers(source.shape), source)
 
 
