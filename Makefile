@@ -80,7 +80,7 @@ numpy, slowly. With g++ and Python's headers installed, 'make -B install' compil
 	@$(PIP_CAIRN) $(KERNELS) --editable '.[test]'
 	@$(SLOW)
 	@$(MAKE) --no-print-directory models || echo "Real models cannot be had here: their tests are skipped." >&2
-	@$(PIP) $(MLX) || echo "mlx cannot be had here: the tests of its kernels are skipped." >&2
+	@$(PIP) "$(MLX)" || echo "mlx cannot be had here: the tests of its kernels are skipped." >&2
 	@touch .venv/.installed $@
 
 # One wheel with the kernels for every kind of CPU. On Linux its name says the oldest glibc that it runs with: that of

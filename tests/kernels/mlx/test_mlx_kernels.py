@@ -61,6 +61,33 @@ def test_narrow_products_hold_numbers_beyond_float16() -> None:
     assert (np.abs(ours - theirs).max(axis=1) < 2e-3 * np.abs(theirs).max(axis=1)).all()
 
 
+@pytest.mark.parametrize("kernel", ["attention", "latent_attention"])
+@pytest.mark.parametrize("single", [False, True])
+def test_what_a_row_does_not_see_may_be_anything(kernel: str, single: bool) -> None:
+    """Numbers that are not finite behind its end, and in blocks of others."""
+    for call in (call for call in calls() if call.kernel == kernel):
+        query, kv, layer, rows, tables, *more = call.arguments
+        if single:  # the last token of each row
+            rows = np.array(
+                [[at, 1, start + count - 1] for at, (_, count, start) in enumerate(rows.tolist())], np.int32
+            )
+            query = query[: len(rows)]
+            out = next(at for at, one in enumerate(more) if isinstance(one, np.ndarray))
+            more[out] = more[out][: len(rows)]
+        known = np.zeros((len(kv), kv.shape[4]), bool)
+        for (_, count, start), table in zip(rows.tolist(), tables.tolist(), strict=True):
+            for position in range(start + count):
+                known[table[position // 16], position % 16] = table[position // 16] >= 0
+        found = []
+        for outside in (0, np.nan, np.inf):
+            pool = np.where(known[:, None, None, None, :, None], kv.astype(np.float32), outside).astype(kv.dtype)
+            asked = Call(kernel, (query, pool, layer, rows, tables, *more))
+            found.append(results(asked, MlxKernels("cpu"))[0])
+        assert np.isfinite(found[0]).all()
+        np.testing.assert_array_equal(found[1], found[0])
+        np.testing.assert_array_equal(found[2], found[0])
+
+
 def held(part: Packed) -> tuple[AffinePart | FloatPart, np.ndarray]:
     """How a matrix is held, and its numbers."""
     kernels = MlxKernels("cpu")
