@@ -244,6 +244,8 @@ def _mlx_bits(one: TensorMeta) -> float:
         return one.bits
     if one.block == 6 or (one.table in ROW_FORMATS and ROW_FORMATS[one.table].group % GROUP):
         return 16
+    if one.table == "fp4":
+        return 4 + 8 / GROUP
     codes = 8 if one.table else one.bits
     return codes + 2 * 32 / GROUP
 

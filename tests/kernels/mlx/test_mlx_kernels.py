@@ -9,12 +9,14 @@ pytest.importorskip("mlx.core", reason="mlx is not installed: its kernels are no
 
 import mlx.core as mx
 
-from cairn.kernels.base import EFFECTS, Packed
+from cairn.kernels.base import EFFECTS, Packed, Quantized
 from cairn.kernels.codebooks import ROW_FORMATS
+from cairn.kernels.mlx.cells import from_numpy
 from cairn.kernels.mlx.mlx_kernels import MlxKernels
-from cairn.kernels.mlx.weights import AffinePart, FloatPart
+from cairn.kernels.mlx.weights import CodedPart, FloatPart, stacked
 from cairn.kernels.quantized import dequantized
 from cairn.kernels.reference import ReferenceKernels
+from cairn.models.quantization.dequant import FP4
 from tests.kernels.arguments import Call, Weights, calls, quantized
 from tests.kernels.test_quantized import in_rows, in_table_blocks
 
@@ -88,7 +90,7 @@ def test_what_a_row_does_not_see_may_be_anything(kernel: str, single: bool) -> N
         np.testing.assert_array_equal(found[2], found[0])
 
 
-def held(part: Packed) -> tuple[AffinePart | FloatPart, np.ndarray]:
+def held(part: Packed) -> tuple[CodedPart | FloatPart, np.ndarray]:
     """How a matrix is held, and its numbers."""
     kernels = MlxKernels("cpu")
     made = kernels.matrix([part], [None])
@@ -102,7 +104,7 @@ def test_codes_in_groups_of_32_are_held_as_they_are(kind: str) -> None:
     rng = np.random.default_rng(3)
     part = quantized(rng, 24, 256, kind)
     found, numbers = held(part)
-    assert isinstance(found, AffinePart) and found.bits == part.bits and found.group == 32
+    assert isinstance(found, CodedPart) and found.bits == part.bits and found.group == 32
     wanted = dequantized(part)
     assert np.abs(numbers - wanted).max() <= 2e-5 * np.abs(wanted).max()
 
@@ -116,8 +118,52 @@ def test_neighbouring_groups_with_equal_scales_are_joined() -> None:
             assert one is not None
             one[...] = np.repeat(one[:, :: size // 32], size // 32, axis=1)
         found, numbers = held(part)
-        assert isinstance(found, AffinePart) and found.group == size
+        assert isinstance(found, CodedPart) and found.group == size
         np.testing.assert_allclose(numbers, dequantized(part), rtol=0, atol=1e-6)
+
+
+def test_mxfp4_is_held_in_its_four_bits() -> None:
+    """And a table of fours with other scales in eight."""
+    rng = np.random.default_rng(3)
+    codes = FP4[rng.integers(0, 16, (24, 64))]
+    scale = np.ldexp(np.float32(1), rng.integers(-90, 90, (24, 2))).astype(np.float32)
+    part = Quantized(8, codes, scale, table="fp4")
+    found, numbers = held(part)
+    assert isinstance(found, CodedPart) and (found.mode, found.bits) == ("mxfp4", 4)
+    np.testing.assert_array_equal(numbers, dequantized(part))
+    low = Quantized(8, codes, np.full((24, 2), 2.0**-8, np.float32), table="fp4")
+    x = rng.standard_normal((3, 64)).astype(np.float32)
+    for call in (
+        Call("project", (x, Weights([low]), np.zeros((3, 24), np.float32))),
+        Call("embed", (Weights([low]), np.array([3, 0, 23], np.int32), np.zeros((3, 64), np.float32))),
+    ):
+        for narrow in (False, True):
+            ours, theirs = results(call, MlxKernels("cpu", narrow=narrow))[0], results(call, ReferenceKernels())[0]
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=0.02 * np.abs(theirs).max())
+    found, numbers = held(Quantized(8, codes, 3 * scale, table="fp4"))
+    assert isinstance(found, CodedPart) and (found.mode, found.bits) == ("affine", 8)
+
+
+def test_experts_whose_scales_have_other_types_are_joined_as_codes() -> None:
+    """One has scales that bfloat16 holds, and groups of 64."""
+    rng = np.random.default_rng(3)
+    first, second = (quantized(rng, 64, 64, "q4_1") for _ in range(2))
+    for one in (second.scale, second.minimum):
+        assert one is not None
+        one[...] = 2.0**-6
+    kernels = MlxKernels("cpu")
+    matrices = [kernels.matrix([one], [None]) for one in (first, second)]
+    assert len({one.parts[0].group for one in matrices}) == 2
+    numbers = [dequantized(one) for one in (first, second)]
+    with kernels.active():
+        joined = stacked(matrices)
+        assert isinstance(joined.parts[0], CodedPart) and stacked(matrices) is joined
+        x = rng.standard_normal((3, 64)).astype(np.float32)
+        which = np.array([[0, 1], [1, 0], [1, 1]], np.int32)
+        made = np.array(joined.product(from_numpy(x)[:, None], from_numpy(which)))
+    for row, choice in enumerate(which.tolist()):
+        for place, expert in enumerate(choice):
+            np.testing.assert_allclose(made[row, place], numbers[expert] @ x[row], rtol=0, atol=1e-4)
 
 
 def test_six_bits_in_groups_of_16_become_float16() -> None:
@@ -132,5 +178,5 @@ def test_iq_weights_are_the_numbers_of_their_file(part: Packed) -> None:
     """As codes of 8 bits in groups of 32, or in float16."""
     found, numbers = held(part)
     wanted = dequantized(part)
-    most = 2e-5 if isinstance(found, AffinePart) else 2.0**-11
+    most = 2e-5 if isinstance(found, CodedPart) else 2.0**-11
     assert np.abs(numbers - wanted).max() <= most * np.abs(wanted).max()

@@ -2,13 +2,13 @@
 
 A group of MLX is 32, 64 or 128 weights scale * code + bias, with codes from 0 on. Everything in groups of 32 fits, with
 scales and biases in float32: signed codes are moved into the bias, and the scale of a super-block is multiplied out.
-Matrices in groups of 16 (Q6_K, IQ2) have no such form and become float16.
+MXFP4 is MLX's own mxfp4. Matrices in groups of 16 (Q6_K, IQ2) have no such form and become float16.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -26,6 +26,16 @@ Floats = NDArray[np.float32]
 _SIZES = (128, 64, GROUP)
 """Groups that MLX has."""
 _BYTES = 8
+_MXFP4_BIAS = 127
+"""frexp's exponent of a scale s = 2 ** (e - 128), of codes that are doubled, and this are mxfp4's e."""
+_NO_NUMBER = 255
+"""The exponent of mxfp4 that is no number."""
+_FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice the values of mxfp4's codes."""
+_FP4_PLACES = np.zeros(256, np.uint8)
+"""Twice a value as int8 -> its code."""
+_FP4_PLACES[np.array(_FP4[1:], np.int8).view(np.uint8)] = np.arange(1, 16)
+_FP4_PLACES[0] = 0
 _SLICE = 1 << 22
 """Most codes that are packed at once."""
 
@@ -86,18 +96,21 @@ class FloatPart:
 
 
 @dataclass(frozen=True, slots=True)
-class AffinePart:
+class CodedPart:
     """Weights [out, in] or [experts, out, in] as MLX's groups of codes."""
 
     codes: Array
     """uint32 [..., out, in * bits / 32]"""
     scale: Array
-    """[..., out, in / group]"""
-    bias: Array
+    """[..., out, in / group]; exponents in uint8 for mxfp4"""
+    bias: Array | None
+    """None for mxfp4"""
     group: int
     bits: int
     narrow: bool
-    """Whether inputs are rounded to the type of the scales, where that is bfloat16 or float16."""
+    """Whether inputs are rounded to bfloat16, if that or mxfp4 is the type of the scales."""
+    mode: str = "affine"
+    """affine or mxfp4"""
 
     @property
     def out(self) -> int:
@@ -106,10 +119,7 @@ class AffinePart:
 
     def product(self, x: Array) -> Array:
         """Return x[M, in] @ weights in float32."""
-        given = x.astype(self.scale.dtype) if self.narrow else x
-        made = mx.quantized_matmul(
-            given, self.codes, self.scale, self.bias, transpose=True, group_size=self.group, bits=self.bits
-        )
+        made = mx.quantized_matmul(self._given(x), self.codes, self.scale, self.bias, transpose=True, **self._how)
         return made.astype(mx.float32)
 
     def each(self, x: Array) -> Array:
@@ -119,27 +129,26 @@ class AffinePart:
     def chosen(self, x: Array, which: Array) -> Array:
         """Return x[M, 1 or T, in] times the expert of which[M, T], [M, T, out]."""
         lines = mx.broadcast_to(mx.arange(x.shape[0] * x.shape[1]).reshape(x.shape[0], x.shape[1]), which.shape)
-        given = x.astype(self.scale.dtype) if self.narrow else x
-        made = mx.gather_qmm(
-            given.reshape(-1, 1, x.shape[-1]),
-            self.codes,
-            self.scale,
-            self.bias,
-            lhs_indices=lines,
-            rhs_indices=which,
-            transpose=True,
-            group_size=self.group,
-            bits=self.bits,
-        )
+        given = self._given(x).reshape(-1, 1, x.shape[-1])
+        places = {"lhs_indices": lines, "rhs_indices": which}
+        made = mx.gather_qmm(given, self.codes, self.scale, self.bias, transpose=True, **places, **self._how)
         return made[:, :, 0].astype(mx.float32)
 
     def rows(self, which: Array) -> Array:
         """Return the weights [n, in] of the outputs `which` in float32."""
-        codes, scale, bias = (mx.take(one, which, axis=0) for one in (self.codes, self.scale, self.bias))
-        return mx.dequantize(codes, scale, bias, group_size=self.group, bits=self.bits).astype(mx.float32)
+        codes, scale = (mx.take(one, which, axis=0) for one in (self.codes, self.scale))
+        bias = None if self.bias is None else mx.take(self.bias, which, axis=0)
+        return mx.dequantize(codes, scale, bias, **self._how).astype(mx.float32)
+
+    @property
+    def _how(self) -> dict[str, Any]:
+        return {"group_size": self.group, "bits": self.bits, "mode": self.mode}
+
+    def _given(self, x: Array) -> Array:
+        return x.astype(mx.bfloat16) if self.narrow and self.scale.dtype != mx.float32 else x
 
 
-Part = FloatPart | AffinePart
+Part = FloatPart | CodedPart
 
 
 @dataclass(slots=True)
@@ -177,7 +186,8 @@ class MlxMatrix:
 
 def arrays_of(part: Part) -> list[Array]:
     """Return the arrays of a part."""
-    return [part.weight] if isinstance(part, FloatPart) else [part.codes, part.scale, part.bias]
+    found = [part.weight] if isinstance(part, FloatPart) else [part.codes, part.scale, part.bias]
+    return [one for one in found if one is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,9 +241,12 @@ def _stack(parts: Sequence[Part]) -> Part:
     if len({_form(one) for one in parts}) == 1:
         if isinstance(first, FloatPart):
             return FloatPart(mx.stack([one.weight for one in parts if isinstance(one, FloatPart)]), first.narrow)
-        affine = [one for one in parts if isinstance(one, AffinePart)]
-        codes, scale, bias = (mx.stack(list(column)) for column in zip(*map(arrays_of, affine), strict=True))
-        return AffinePart(codes, scale, bias, first.group, first.bits, first.narrow)
+        codes, scale, *bias = (mx.stack(list(column)) for column in zip(*map(arrays_of, parts), strict=True))
+        return replace(first, codes=codes, scale=scale, bias=bias[0] if bias else None)
+    coded = [one for one in parts if isinstance(one, CodedPart)]
+    if len(coded) == len(parts) and len({(one.bits, one.mode) for one in coded}) == 1:
+        least = min(one.group for one in coded)
+        return _stack([_wide(one, least) for one in coded])
     every = mx.arange(first.out)
     return FloatPart(mx.stack([one.rows(every).astype(mx.float16) for one in parts]), first.narrow)
 
@@ -241,13 +254,19 @@ def _stack(parts: Sequence[Part]) -> Part:
 def _form(part: Part) -> tuple[object, ...]:
     if isinstance(part, FloatPart):
         return (part.weight.dtype,)
-    return (part.group, part.bits, part.scale.dtype)
+    return (part.group, part.bits, part.mode, part.scale.dtype)
+
+
+def _wide(part: CodedPart, group: int) -> CodedPart:
+    """Return an affine part with scales in float32 for groups of another size, which divides its own."""
+    scale, bias = (mx.repeat(one.astype(mx.float32), part.group // group, axis=-1) for one in (part.scale, part.bias))
+    return replace(part, scale=scale, bias=bias, group=group)
 
 
 def pack(weights: Sequence[Any], biases: Sequence[Any], narrow: bool) -> MlxMatrix:
     """Pack matrices with the same input into one."""
     parts = tuple(
-        _affine(one, narrow) if isinstance(one, Packed) else FloatPart(from_numpy(one), narrow) for one in weights
+        _coded(one, narrow) if isinstance(one, Packed) else FloatPart(from_numpy(one), narrow) for one in weights
     )
     added = tuple(None if bias is None else from_numpy(np.asarray(bias, np.float32)) for bias in biases)
     made = MlxMatrix(parts, added, int(weights[0].shape[1]))
@@ -255,7 +274,7 @@ def pack(weights: Sequence[Any], biases: Sequence[Any], narrow: bool) -> MlxMatr
     return made
 
 
-def _affine(one: Packed, narrow: bool) -> Part:
+def _coded(one: Packed, narrow: bool) -> Part:
     """Return MLX's form of a packed matrix: groups of codes, or float16 if they have no group of their size."""
     if isinstance(one, RowBlocks):
         if ROW_FORMATS[one.kind].group % GROUP:
@@ -263,6 +282,9 @@ def _affine(one: Packed, narrow: bool) -> Part:
         signed, shares = one.codes()
         scale = np.asarray(shares, np.float32)
         return _groups(_from_zero(signed), 8, scale, np.float32(-128) * scale, narrow)
+    if one.table == "fp4" and (exponents := _exponents(one.scale)) is not None:
+        codes = _FP4_PLACES[one.codes.view(np.uint8)]
+        return CodedPart(mx.array(packed_codes(codes, 4)), mx.array(exponents), None, GROUP, 4, narrow, "mxfp4")
     scale = _multiplied(one.scale, one.block_scale)
     minimum = None if one.minimum is None else _multiplied(one.minimum, one.block_minimum)
     if one.bits == 6:
@@ -271,6 +293,14 @@ def _affine(one: Packed, narrow: bool) -> Part:
     codes = _from_zero(one.codes) if one.bits == 8 else one.codes.view(np.uint8)
     bias = np.float32(-shift) * scale
     return _groups(codes, one.bits, scale, bias if minimum is None else bias + minimum, narrow)
+
+
+def _exponents(scale: NDArray[Any]) -> NDArray[np.uint8] | None:
+    """Return mxfp4's exponents for scales of codes that are twice its values; None if one is no power of two."""
+    mantissa, exponent = np.frexp(scale.astype(np.float64))
+    found = exponent + _MXFP4_BIAS
+    whole = (mantissa == 0.5).all() and found.min() >= 0 and found.max() < _NO_NUMBER
+    return found.astype(np.uint8) if whole else None
 
 
 def _from_zero(codes: NDArray[Any]) -> NDArray[np.uint8]:
@@ -287,8 +317,8 @@ def _multiplied(numbers: NDArray[Any], block: NDArray[np.float16] | None) -> Flo
     )
 
 
-def _groups(codes: NDArray[np.uint8], bits: int, scale: Floats, bias: Floats, narrow: bool) -> AffinePart:
-    """Return the part, in the largest groups whose neighbours have equal scales and biases."""
+def _groups(codes: NDArray[np.uint8], bits: int, scale: Floats, bias: Floats, narrow: bool) -> CodedPart:
+    """Return the affine part, in the largest groups whose neighbours have equal scales and biases."""
     size = codes.shape[1] // scale.shape[1]
     for wanted in _SIZES:
         share = wanted // size
@@ -299,7 +329,7 @@ def _groups(codes: NDArray[np.uint8], bits: int, scale: Floats, bias: Floats, na
     short = all((_bfloat16(one) == one).all() for one in (scale, bias))
     kind = mx.bfloat16 if short else mx.float32
     words, held_scale, held_bias = mx.array(packed_codes(codes, bits)), mx.array(scale), mx.array(bias)
-    return AffinePart(words, held_scale.astype(kind), held_bias.astype(kind), size, bits, narrow)
+    return CodedPart(words, held_scale.astype(kind), held_bias.astype(kind), size, bits, narrow)
 
 
 def _repeats(numbers: Floats, share: int) -> bool:
