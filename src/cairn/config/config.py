@@ -19,8 +19,8 @@ PREFIX = "CAIRN_"
 """Every environment variable with this prefix is an option, or an error."""
 
 
-DEVICE = re.compile(r"(cuda|rocm):\d{1,3}|auto|cpu|torch-cpu|triton-cpu|cuda|rocm|mps")
-DEVICES = "auto, cpu, torch-cpu, triton-cpu, cuda, cuda:N, rocm, rocm:N or mps"
+DEVICE = re.compile(r"(cuda|rocm):\d{1,3}|auto|cpu|torch-cpu|triton-cpu|cuda|rocm|mps|mlx|mlx-cpu")
+DEVICES = "auto, cpu, mlx, mlx-cpu, torch-cpu, triton-cpu, cuda, cuda:N, rocm, rocm:N or mps"
 """Names of devices, for a program and for a person."""
 
 KEY = "printable ASCII characters without spaces, at least one"
@@ -178,7 +178,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str,
         Meta(
             description="What the model is computed on: 'cpu', or 'torch-cpu', 'cuda:N', 'rocm:N' or 'mps' with the "
-            "extra gpu; 'auto': the fastest that keeps answers equal bit for bit, which is the CPU."
+            "extra gpu, or 'mlx' with the extra mlx; 'auto': the fastest that keeps answers equal bit for bit, which "
+            "is the CPU."
         ),
     ] = "auto"
     tp: Annotated[
@@ -191,8 +192,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ),
     ] = 1
     kernels: Annotated[
-        Literal["auto", "reference", "portable", "avx2", "avxvnni", "avx512vnni", "avx512"],
-        Meta(description="What the CPU computes with; 'auto': the fastest that runs here, 'reference' is numpy."),
+        Literal["auto", "reference", "portable", "avx2", "avxvnni", "avx512vnni", "avx512", "metal"],
+        Meta(
+            description="What the CPU computes with; 'auto': the fastest that runs here, 'reference' is numpy. 'metal' "
+            "is for device mlx: a kernel of Cairn's own for recurrent layers, which was never run on an Apple GPU."
+        ),
     ] = "auto"
     weights: Annotated[
         Literal["auto", "stored", "f32", "bf16", "int8", "int4"],

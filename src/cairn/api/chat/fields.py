@@ -82,6 +82,16 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[FieldRow, ...]]] = {
             FieldRow("chat_template", "the template is the model's, or the server's --chat-template", ()),
             FieldRow("guided_decoding_backend guided_whitespace_pattern", "there is one way to hold answers to a form"),
         ),
+        "mlx_lm": (
+            FieldRow("draft_model num_draft_tokens", "a hint that changes the speed alone"),
+            FieldRow("adapters", "adapters are not built", ("", "default_model")),
+            FieldRow(
+                "repetition_context_size presence_context_size frequency_context_size",
+                "penalties look at the whole context; 20 is what clients send unasked",
+                (20,),
+            ),
+            FieldRow("role_mapping", "the template is the model's, or the server's --chat-template", ({},)),
+        ),
         "Ollama": (
             FieldRow("keep_alive", "a model stays loaded"),
             FieldRow("format", "say response_format, which holds answers to JSON or to a schema", ("",)),
