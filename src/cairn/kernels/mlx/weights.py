@@ -259,7 +259,8 @@ def _form(part: Part) -> tuple[object, ...]:
 
 def _wide(part: CodedPart, group: int) -> CodedPart:
     """Return an affine part with scales in float32 for groups of another size, which divides its own."""
-    scale, bias = (mx.repeat(one.astype(mx.float32), part.group // group, axis=-1) for one in (part.scale, part.bias))
+    numbers = arrays_of(part)[1:]
+    scale, bias = (mx.repeat(one.astype(mx.float32), part.group // group, axis=-1) for one in numbers)
     return replace(part, scale=scale, bias=bias, group=group)
 
 
