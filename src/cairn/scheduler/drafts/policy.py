@@ -1,0 +1,110 @@
+"""Decides which sequences speculate and how far: by the engine's measured costs and by what guesses came true."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Literal
+
+from cairn.scheduler.drafts.drafter import Drafter
+from cairn.scheduler.drafts.step_cost import MOST_TOKENS as LARGEST_STEP
+from cairn.scheduler.drafts.step_cost import StepCost
+from cairn.scheduler.drafts.suffix import LEAST_TOKENS, MOST_TOKENS, TOKEN_BYTES, SuffixDrafter
+from cairn.types.request import Request
+
+WIDEST: Final = 7
+"""Most guesses of a sequence in a step: more cost more than they bring, wherever it was measured."""
+MOST_WIDTH: Final = 15
+"""Most guesses that the option may ask for."""
+INDEX_BYTES: Final = 64 << 20
+"""Most bytes of all indexes together; sequences that start when they are used up do not speculate."""
+FEWEST_TOKENS: Final = 8
+"""Shorter answers do not speculate: they cannot win back the cost of an index."""
+_MARGIN: Final = 1.05
+"""Factor by which a draft must be expected to speed the step up."""
+_MOST_DELAY: Final = 1.5
+"""Factor by which drafts may lengthen a step that other sequences share."""
+
+Speculate = Literal["auto", "off"] | int
+
+
+class MeasuredPolicy:
+    """A `DraftPolicy`: a suffix drafter for each sequence, with as many guesses as are expected to pay.
+
+    A step is worth its tokens divided by its time. A draft adds the guesses that are expected to be right and the
+    time of all. So a batch that fills the engine's matrix products leaves no room for drafts, and sequences that repeat
+    nothing have none.
+    """
+
+    def __init__(self, fixed: int = 0, index_bytes: int = INDEX_BYTES) -> None:
+        """Make the policy of one scheduler. `fixed`: ask for so many guesses wherever there is a match; 0: measure."""
+        self._fixed = fixed
+        self._left = index_bytes
+        self._reserved: dict[int, int] = {}
+        """Bytes set aside for each open drafter's index, by its id."""
+        self._cost = StepCost()
+        self._guesses, self._expected = 0, 0.0
+        """Guesses granted since the last step, and how many of them are expected to be right."""
+        self.offered = self.accepted = 0
+        """Guesses that were checked so far, and those that were right."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes set aside for indexes."""
+        return sum(self._reserved.values())
+
+    def open(self, request: Request, prompt: Sequence[int]) -> Drafter | None:
+        """`DraftPolicy.open`. None for short answers, mirostat, hidden states, and if all memory is used."""
+        sampling = request.sampling
+        if request.want == "hidden" or sampling.max_tokens < FEWEST_TOKENS:
+            return None
+        if sampling.extras is not None and sampling.extras.mirostat:
+            return None
+        room = LEAST_TOKENS
+        while room < MOST_TOKENS and room < len(prompt) + sampling.max_tokens:
+            room *= 2
+        while room * TOKEN_BYTES > self._left:
+            room //= 2
+        if room < LEAST_TOKENS:
+            return None
+        drafter = SuffixDrafter(prompt, most=room)
+        self._reserved[id(drafter)] = room * TOKEN_BYTES
+        self._left -= room * TOKEN_BYTES
+        return drafter
+
+    def close(self, drafter: Drafter) -> None:
+        """`DraftPolicy.close`."""
+        self._left += self._reserved.pop(id(drafter), 0)
+
+    def width(self, drafter: Drafter, rows: int) -> int:
+        """`DraftPolicy.width`: the width with the most expected tokens for the step's time; 0 if none is better."""
+        assert isinstance(drafter, SuffixDrafter)
+        if self._fixed:
+            return self._fixed
+        chances = drafter.chances(WIDEST)
+        before = rows + self._guesses
+        if not chances or before + len(chances) > LARGEST_STEP:
+            return 0
+        cost, tokens = self._cost, rows + self._expected
+        best, width, expected, gain = _MARGIN * tokens / cost.of(before), 0, 0.0, 0.0
+        most = cost.of(rows) * _MOST_DELAY if rows > 1 else float("inf")
+        for count, chance in enumerate(chances, 1):
+            gain += chance
+            time = cost.of(before + count)
+            if time > most:
+                break
+            if (tokens + gain) / time > best:
+                best, width, expected = (tokens + gain) / time, count, gain
+        self._guesses += width
+        self._expected += expected
+        return width
+
+    def record(self, drafter: Drafter, offered: int, accepted: int) -> None:
+        """`DraftPolicy.record`. A suffix drafter follows its guesses itself."""
+        self.offered += offered
+        self.accepted += accepted
+        self._guesses, self._expected = 0, 0.0
+
+    def step_took(self, rows: int, tokens: int, seconds: float) -> None:
+        """`DraftPolicy.step_took`."""
+        self._cost.record(tokens, seconds)
+        self._guesses, self._expected = 0, 0.0
