@@ -13,6 +13,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,7 @@ from cairn.kv.pool.blocks import BlockPool
 from cairn.kv.pool.cache import Cache, first_read, window_blocks
 from cairn.kv.pool.sequence_kv import Match, SequenceKV
 from cairn.kv.pool.snapshots import SPACING
+from cairn.scheduler.drafts.drafter import Drafter
 from cairn.scheduler.plan import Limits, Plan, PrefillPace
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.sequence import AGE_SECONDS, Sequence, State
@@ -73,7 +75,7 @@ class Machine:
         """Seconds of a step."""
         if self.chance.random() < 0.05:
             self.slow, self.steady = self.chance.choice((0.2, 0.5, 1.0, 2.0, 8.0)), 0
-        return self.slow * (self.step + self.row * plan.singles + self.token * plan.chunked)
+        return self.slow * (self.step + self.row * plan.singles + self.token * (plan.chunked + plan.guesses))
 
 
 class Recorded(PrefillPace):
@@ -81,9 +83,61 @@ class Recorded(PrefillPace):
 
     last = float("inf")
 
-    def tokens(self, rows: int) -> float:
-        self.last = super().tokens(rows)
+    def tokens(self, rows: int, guesses: int = 0) -> float:
+        self.last = super().tokens(rows, guesses)
         return self.last
+
+
+class Guesser:
+    """A `Drafter` that knows the answer: its guesses are right up to a place that chance decides."""
+
+    def __init__(self, chance: random.Random, tokens: list[int], answer: list[int]) -> None:
+        self.chance, self.tokens, self.answer = chance, list(tokens), answer
+        self.bytes = 0
+
+    def extend(self, tokens: Tokens[int]) -> None:
+        self.tokens += tokens
+        law(self.tokens == self.answer[: len(self.tokens)], "a drafter was told of tokens that the answer lacks")
+
+    def propose(self, width: int) -> list[int]:
+        chance, known = self.chance, len(self.tokens)
+        right = self.answer[known : known + chance.choice((0, 0, 1, 2, width))]
+        wrong = [chance.randrange(-1, VOCAB + 1) for _ in range(chance.choice((0, 0, 0, 1, 3, width)))]
+        return right + wrong
+
+
+class Guessing:
+    """A `DraftPolicy` whose sequences may have wide drafts at any time."""
+
+    def __init__(self, world: World, chance: random.Random) -> None:
+        self.world, self.chance = world, chance
+        self.open_now = set[int]()
+        self.offered = self.accepted = 0
+
+    def open(self, request: Request, prompt: Tokens[int]) -> Guesser | None:
+        law(request.sampling.extras is None or not request.sampling.extras.mirostat, "guesses beside mirostat")
+        if self.chance.random() < 0.1:
+            return None
+        guesser = Guesser(self.chance, [*prompt], [*request.prompt, *self.world.oracle(request)])
+        law(guesser.tokens == guesser.answer[: len(guesser.tokens)], "a drafter begins with other tokens")
+        self.open_now.add(id(guesser))
+        return guesser
+
+    def close(self, drafter: Drafter) -> None:
+        law(id(drafter) in self.open_now, "a drafter was closed twice")
+        self.open_now.remove(id(drafter))
+
+    def width(self, drafter: Drafter, rows: int) -> int:
+        law(0 < rows <= self.world.max_rows, "more sequences decode than there are rows")
+        return self.chance.choice((0, 1, 3, 3, 7))
+
+    def record(self, drafter: Drafter, offered: int, accepted: int) -> None:
+        law(0 <= accepted <= offered > 0, "more guesses were right than were made")
+        self.offered += offered
+        self.accepted += accepted
+
+    def step_took(self, rows: int, tokens: int, seconds: float) -> None:
+        law(0 < rows <= tokens, "a step without rows")
 
 
 class Rule:
@@ -177,6 +231,8 @@ class Client:
     expected: list[int]
     reason: FinishReason
     scores: tuple[TokenLogprob, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    """Of the whole answer, if they are wanted."""
     got: list[int] = field(default_factory=list)
     scored: list[TokenLogprob] = field(default_factory=list)
     reports: int = 0
@@ -260,6 +316,10 @@ class World:
         self.tenants = self.crowd.choice(("a", "aaab", "aab", "abc", "aaaabcde"))
         self.ruled = random.Random(seed + (1 << 44)) if seed % 19 == 17 else None
         """Draws what answers are held to, where some are."""
+        self.guessing = random.Random(seed + (1 << 46)) if seed % 16 in (2, 5, 9, 14, 15) else None
+        """Draws guesses, where sequences speculate."""
+        self.offered = self.accepted = 0
+        """Guesses that workers which have died checked, and those that were right."""
         self.forced = 0
         """Tokens of answers that came without a step of their own."""
         self.truth: dict[tuple[object, ...], list[int]] = {}
@@ -395,7 +455,11 @@ class World:
         self.engine.raising, self.engine.failing = faults
         self.cache = Cache(inner.info, self.spacing)
         self.open_cache, self.cache.open = self.cache.open, self.open  # type: ignore[method-assign]
-        self.scheduler = Scheduler(self.cache, limits, self.clock)
+        if hasattr(self, "policy") and self.policy is not None:
+            self.offered += self.policy.offered
+            self.accepted += self.policy.accepted
+        self.policy = None if self.guessing is None else Guessing(self, self.guessing)
+        self.scheduler = Scheduler(self.cache, limits, self.clock, self.policy)
         self.pace = self.scheduler._pace = Recorded(limits.step_seconds, limits.least_tokens)
         if self.machine is not None:
             self.machine.steady = 0
@@ -441,6 +505,7 @@ class World:
             if sampling.prompt_logprobs:
                 row = Row(request.prompt, 0, len(request.prompt), (), 0, len(request.prompt), sampling, 0)
                 scores = sample([row], self.model.oracle_logits(request.prompt))[0].prompt_logprobs
+            logprobs = self.logprobs(request, expected) if sampling.logprobs else ()
             self.orders += 1
             self.live[request.id] = Client(
                 request,
@@ -449,6 +514,7 @@ class World:
                 expected,
                 FinishReason.STOP if stopped else FinishReason.LENGTH,
                 scores,
+                logprobs,
                 got=list(request.generated),
                 mu=request.mu,
             )
@@ -457,6 +523,13 @@ class World:
                 self.ring.append(request.share)
             if chance.random() < 0.02:
                 self.drop(request.id)
+
+    def logprobs(self, request: Request, answer: list[int]) -> tuple[TokenLogprob, ...]:
+        """The log-probabilities of an answer's tokens, as those of a prompt that ends with it."""
+        tokens = [*request.prompt, *answer]
+        row = Row(tokens, 0, len(tokens), (), 0, len(tokens), SamplingParams(max_tokens=0, prompt_logprobs=True), 0)
+        found = sample([row], self.model.oracle_logits(tokens))[0].prompt_logprobs
+        return found[len(request.prompt) - 1 :]
 
     def drop(self, id: int) -> None:
         """A cancel, a disconnect or a stop string seen by the front."""
@@ -570,7 +643,8 @@ class World:
         if not plan.chunked or not self.decodes:
             return
         alone, limits = machine.alone(plan.singles), self.limits
-        most = max(limits.step_seconds, 2.5 * alone) + limits.least_tokens * machine.slow * machine.token
+        least = limits.least_tokens + plan.guesses
+        most = max(limits.step_seconds, 2.5 * alone) + least * machine.slow * machine.token
         law(machine.steady < 1 or seconds <= most + 1e-9, "a stream waits too long for its next token")
         machine.steady += not isinstance(results, Exception)
 
@@ -660,6 +734,8 @@ class World:
         taken = sum(row.end - row.start for _, row in prompts)
         law(self.pace.last == float("inf") or self.decodes > 0 or preempted, "time is short where nobody waits")
         law(self.pace.last >= self.limits.least_tokens, "a slow machine reads no prompt")
+        law(plan.guesses == sum(row.draft for row in plan.rows), "guesses are miscounted")
+        law(all(not row.draft or row.end - row.start == row.draft + 1 for row in plan.rows), "guesses behind a prompt")
         law(taken <= self.pace.last, "more of prompts than there is time for")
         full = used >= self.limits.step_tokens or taken >= self.pace.last
         self.slowed += full and used < self.limits.step_tokens
@@ -787,7 +863,7 @@ class World:
     def half(self, plan: Plan, before: dict[int, State]) -> tuple[int, bool]:
         """Half of what the step had for prompts, and whether one of them was too long for all of it."""
         decodes, prompts = self.parts(plan, before)
-        room = self.limits.step_tokens - decodes
+        room = self.limits.step_tokens - decodes - plan.guesses
         most, taken = int(min(room, self.pace.last)), 0
         for sequence, row in prompts:
             count = row.end - row.start
@@ -829,11 +905,13 @@ class World:
                 raise Broken("output of a request that has ended")
             client.got.extend(output.tokens)
             client.mu = client.mu if output.mu is None else output.mu
-            self.forced += max(0, len(output.tokens) - 1)
+            self.forced += max(0, len(output.tokens) - 1) if client.request.grammar else 0
             client.scored.extend(output.prompt_logprobs)
             law(client.got == client.expected[: len(client.got)], "tokens are not the oracle's")
             if client.request.sampling.logprobs:
                 law(tuple(lp.token for lp in output.logprobs) == output.tokens, "logprobs of other tokens")
+                first = len(client.got) - len(output.tokens)
+                law(output.logprobs == client.logprobs[first : len(client.got)], "logprobs are not the oracle's")
             law(tuple(client.scored) == client.scores[: len(client.scored)], "prompt logprobs are not the oracle's")
             if output.cache is not None:
                 self.check_report(client, output)
@@ -898,6 +976,8 @@ class World:
         for sequence in self.scheduler._running:
             law(sequence.state is State.RUNNING, "a running sequence in another state")
             law(sequence.tokens[: sequence.prompt_len] == list(sequence.request.prompt), "the prompt changed")
+            blocks = -(-len(sequence.tokens) // self.size)
+            law(all(len(table) <= blocks for table in sequence.kv.table.groups), "blocks of guesses were kept")
         running = self.scheduler._running
         contexts = [sequence.kv for sequence in running]
         if self.storage is not None:
@@ -1002,12 +1082,18 @@ class World:
     def at_rest(self) -> None:
         """Nothing is left of any request, and every block that a key finds holds what the key says."""
         law(not self.live and self.scheduler.idle, "requests are left")
+        law(self.policy is None or not self.policy.open_now, "drafters are left")
         if self.storage is not None:
             self.storage.at_rest()
         law(not self.cache._computing, "somebody still claims to compute a block")
         stats = self.scheduler.stats()
         law(stats.running == stats.waiting == stats.waiting_tokens == 0, "the statistics see requests")
         law(stats.prefix_hits <= stats.prefix_queries, "more hits than queries")
+        if self.policy is not None:
+            counts = self.policy.accepted, self.policy.offered - self.policy.accepted
+            law(counts == (stats.accepted, stats.rejected), "the statistics miscount guesses")
+            self.offered += self.policy.offered
+            self.accepted += self.policy.accepted
         for number, pool in enumerate(self.cache.pools):
             law(pool.held == 0, "blocks are held at the end")
             for key, block in pool._index.items():
@@ -1081,6 +1167,8 @@ def run_many(first: int, count: int) -> Counter[str]:
             forced=world.forced,
             hits=stats.prefix_hits,
             within=world.within,
+            offered=world.offered,
+            accepted=world.accepted,
             loaded=world.storage.loaded if world.storage is not None else 0,
             tails=world.storage.tails if world.storage is not None else 0,
             whole=world.storage.whole if world.storage is not None else 0,

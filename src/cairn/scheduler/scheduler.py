@@ -24,6 +24,10 @@ overtake it), or on free blocks (then none may). It stays blocked until the cach
 it before. It is woken by running sequences and loads, which all end. `Cache.recheck` wakes it if nothing runs, or if a
 wake-up was lost.
 
+Guesses. Behind the last token of a decoding row a step may check guesses of the tokens that follow (`Speculation`).
+They take no block that anything else in the step needs, and what they leave in the blocks is known to nobody:
+`computed` and the cache end with the last token of the answer that was computed.
+
 Pace. Beside decoding rows, a step takes only as many prompt tokens as there is time for (`PrefillPace`): on a slow
 machine prompts are computed in smaller chunks, and streams keep their rate.
 """
@@ -33,11 +37,13 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from cairn.kv.pool.blocks import BlockPool
 from cairn.kv.pool.cache import Cache
 from cairn.kv.pool.sequence_kv import Match
+from cairn.scheduler.drafts.drafter import DraftPolicy
+from cairn.scheduler.drafts.speculation import Speculation, sampled
 from cairn.scheduler.encoder_queue import encoder_output
 from cairn.scheduler.plan import Limits, Plan, PrefillPace, StepBudget, sizes
 from cairn.scheduler.queue import Skipped, WaitingQueue
@@ -53,6 +59,8 @@ RUNNING = State.RUNNING
 """A module constant, because it is read for each row of each step: an enum's attribute takes ten times as long."""
 FORCE_SECONDS = 0.004
 """Seconds that a step may be delayed by looking for tokens that grammars force."""
+GUESSES_PART = 4
+"""Guesses take at most one in so many of a step's tokens that its decoding rows leave."""
 PATIENCE = 32
 """Steps without a row after which a running prompt loses its claims: others no longer wait for its blocks."""
 LONG_TOKENS = 256
@@ -72,8 +80,11 @@ class Admission(enum.Enum):
 class Scheduler:
     """All requests of one engine. Not thread-safe; only `add`, `drop`, `plan` and `commit` change anything."""
 
-    def __init__(self, cache: Cache, limits: Limits, clock: Clock) -> None:
+    def __init__(self, cache: Cache, limits: Limits, clock: Clock, drafts: DraftPolicy | None = None) -> None:
+        """`drafts`: which sequences speculate, and how far; None: none do."""
         self._cache = cache
+        states = any(group.kind == "state" for group in cache.info.groups)
+        self._speculation = None if drafts is None or states else Speculation(drafts, cache.info.vocab)
         self._clock = clock
         self._step_tokens = min(limits.step_tokens, cache.info.max_tokens)
         self._max_rows = min(limits.max_running, cache.info.max_rows, self._step_tokens)
@@ -86,6 +97,7 @@ class Scheduler:
         self._next_deadline = math.inf
         self._serial, self._turns = itertools.count(), itertools.count(1)
         self._queries = self._hits = self._preemptions = 0
+        self._accepted = self._rejected = 0
 
     @property
     def idle(self) -> bool:
@@ -103,6 +115,8 @@ class Scheduler:
             prefix_hits=self._hits,
             preemptions=self._preemptions,
             token_seconds=self._pace.token_seconds,
+            accepted=self._accepted,
+            rejected=self._rejected,
         )
 
     def add(self, request: Request, matcher: Matcher | None = None) -> None:
@@ -151,7 +165,8 @@ class Scheduler:
                 prompts.append(sequence)
             elif self._fit(sequence, end := sequence.computed + 1):
                 work[sequence] = end
-        budget = StepBudget(self._step_tokens - len(work), self._pace.tokens(len(work)))
+        drafts, guesses = self._guess(work)
+        budget = StepBudget(self._step_tokens - len(work) - guesses, self._pace.tokens(len(work), guesses))
         for sequence in prompts:
             if not budget.kept or budget.short(sequence.missing):
                 self._chunk(sequence, budget, work)
@@ -167,9 +182,30 @@ class Scheduler:
         copies = self._cache.copies()
         if not work and not ended:
             return None
-        rows = [sequence.row(end) for sequence, end in work.items()]
-        self._planned = Plan(rows, list(work), ended, started, copies, *sizes(rows, prompts=budget.taken > 0))
+        guesses = self._allocate_guesses(work, drafts)
+        rows = [sequence.row(end, drafts.get(sequence, ())) for sequence, end in work.items()]
+        counts = sizes(rows, prompts=budget.taken > 0)
+        self._planned = Plan(rows, list(work), ended, started, copies, *counts, guesses)
         return self._planned
+
+    def _guess(self, work: Mapping[Sequence, int]) -> tuple[dict[Sequence, list[int]], int]:
+        """Return the guesses for the sequences that decode, and how many there are."""
+        if self._speculation is None or not work:
+            return {}, 0
+        drafts = self._speculation.guess(work, (self._step_tokens - len(work)) // GUESSES_PART)
+        return drafts, sum(map(len, drafts.values()))
+
+    def _allocate_guesses(self, work: Mapping[Sequence, int], drafts: dict[Sequence, list[int]]) -> int:
+        """Give the guesses blocks, and leave those out for which there are none; return how many remain."""
+        count = 0
+        for sequence in tuple(drafts):
+            if sequence not in work:
+                continue
+            end, guesses = work[sequence], drafts[sequence]
+            while guesses and not self._cache.grow(sequence.kv, end + len(guesses)):
+                del guesses[len(guesses) // 2 :]
+            count += len(guesses)
+        return count
 
     def commit(self, plan: Plan, results: list[RowResult] | Exception, seconds: float = 0.0) -> list[Output]:
         """Return the outputs of the last plan, given the results of its rows in order or the engine's exception.
@@ -188,7 +224,9 @@ class Scheduler:
             error = f"the engine failed while it computed this request ({type(results).__name__})"
             results = [RowResult(error=error)] * len(plan.rows)
         elif plan.rows:
-            self._pace.record(plan.singles, plan.chunked, seconds)
+            self._pace.record(plan.singles, plan.chunked, seconds, plan.guesses)
+            if self._speculation is not None and not plan.chunked:
+                self._speculation.policy.step_took(plan.singles, plan.singles + plan.guesses, seconds)
         for sequence, row, result in zip(plan.sequences, plan.rows, results, strict=True):
             if sequence.state is not RUNNING:
                 continue
@@ -340,6 +378,8 @@ class Scheduler:
         """Apply one row's result: publish its computed blocks to the cache and append the sampled token."""
         if result.error:
             return self._fail(sequence, now, FinishReason.ERROR, result.error)
+        if row.draft:
+            return self._advance_draft(sequence, row, result, now, in_time)
         end = sequence.computed = row.end
         if end - row.start > 1 or end % self._cache.info.block_tokens in self._cache.turns:
             self._cache.publish(sequence.kv, sequence.tokens, end)
@@ -362,6 +402,37 @@ class Scheduler:
             finish=finish,
             cache=cache,
             timing=None if finish is None else self._end(sequence, State.FINISHED, now),
+            accepted_prediction_tokens=0 if finish is None else sequence.accepted,
+            rejected_prediction_tokens=0 if finish is None else sequence.rejected,
+        )
+
+    def _advance_draft(
+        self, sequence: Sequence, row: Row, result: RowResult, now: float, in_time: Callable[[], bool]
+    ) -> Output | None:
+        """Apply the result of a row with guesses: append what was sampled up to the first wrong guess.
+
+        What the row left behind the last accepted token is of no use, and never known to the cache.
+        """
+        assert self._speculation is not None
+        results = sampled(row, result)
+        if not results:
+            return self._fail(sequence, now, FinishReason.ERROR, "the engine gave neither a token nor an error")
+        finish, news, count = sequence.take_all([token for token, _ in results], in_time)
+        first = row.end - row.draft
+        sequence.computed = first + count - 1
+        self._cache.publish(sequence.kv, sequence.tokens, sequence.computed)
+        self._cache.shrink(sequence.kv, len(sequence.tokens))
+        accepted = self._speculation.checked(sequence, row, count)
+        self._accepted += accepted
+        self._rejected += row.draft - accepted
+        return Output(
+            id=sequence.request.id,
+            tokens=news,
+            logprobs=tuple(logprob for _, logprob in results[:count] if logprob is not None),
+            finish=finish,
+            timing=None if finish is None else self._end(sequence, State.FINISHED, now),
+            accepted_prediction_tokens=0 if finish is None else sequence.accepted,
+            rejected_prediction_tokens=0 if finish is None else sequence.rejected,
         )
 
     def _unsampled(self, sequence: Sequence, row: Row, result: RowResult, now: float) -> Output | None:
@@ -396,5 +467,7 @@ class Scheduler:
             self._waiting.discard(sequence)
         sequence.become(state)
         self._cache.close(sequence.kv, sequence.tokens, sequence.computed)
+        if sequence.drafter is not None and self._speculation is not None:
+            self._speculation.policy.close(sequence.drafter)
         del self._sequences[sequence.request.id]
         return sequence.timing(now)

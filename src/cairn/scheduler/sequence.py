@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import collections.abc
 import enum
 import math
 from collections.abc import Callable
 from typing import Protocol
 
 from cairn.kv.pool.sequence_kv import SequenceKV
+from cairn.scheduler.drafts.drafter import Drafter
 from cairn.scheduler.fairness import AGE_SECONDS
 from cairn.types.errors import ContextTooLong, InvalidRequest
 from cairn.types.outputs import FinishReason, PromptProgress, Timing
@@ -15,6 +17,7 @@ from cairn.types.request import Request
 from cairn.types.stats import CacheReport, Miss
 from cairn.types.step import Pending, Row
 
+TokenIds = collections.abc.Sequence[int]
 MOST_FORCED = 32
 """Most tokens appended at once because the grammar allows no others."""
 MAX_PRIORITY = 100
@@ -69,13 +72,16 @@ class Sequence:
     """A request in the scheduler: the only place where its tokens and progress are kept."""
 
     __slots__ = (
+        "accepted",
         "admitted",
         "ahead",
         "arrival",
         "computed",
         "deadline",
+        "drafter",
         "first_token",
         "forces",
+        "known",
         "kv",
         "long_beside",
         "longest",
@@ -83,11 +89,13 @@ class Sequence:
         "mu",
         "prompt_len",
         "rank",
+        "rejected",
         "report",
         "reported",
         "request",
         "scored",
         "spare",
+        "speculates",
         "stalled",
         "state",
         "to_score",
@@ -141,6 +149,14 @@ class Sequence:
         blocked on a pool."""
         self.stalled = 0
         """Steps since it last had a row, while it runs."""
+        self.speculates = request.want == "token" and self.mu is None and matcher is None
+        """Whether it may have a drafter. Not with mirostat, where each token changes how the next one is drawn."""
+        self.drafter: Drafter | None = None
+        """Set once it has decoded, if it speculates."""
+        self.known = 0
+        """Leading tokens that the drafter knows."""
+        self.accepted = self.rejected = 0
+        """Guesses that were right and are in the answer, and all others."""
         self.scored = 0
         """Prompt log-probabilities sent so far, of `to_score`."""
         self.to_score = self.prompt_len - 1 if request.sampling.prompt_logprobs and not request.generated else 0
@@ -206,6 +222,23 @@ class Sequence:
         self._append(token)
         return self.force(in_time), self.news()
 
+    def take_all(
+        self, tokens: TokenIds, in_time: Callable[[], bool]
+    ) -> tuple[FinishReason | None, tuple[int, ...], int]:
+        """Append the tokens of a step that checked guesses, one by one, up to the end of the answer.
+
+        Return (`ending`, `news`) as `take` does, and how many of `tokens` the answer has.
+        """
+        for count, token in enumerate(tokens[:-1], 1):
+            self._append(token)
+            if (finish := self.ending()) is not None:
+                return finish, self.news(), count
+        finish, news = self.take(tokens[-1], None, in_time)
+        if len(tokens) > 1 and self.matcher is None:  # `take` returned its own token alone
+            news = (*tokens[:-1], *news)
+            self.reported = len(self.tokens)
+        return finish, news, len(tokens)
+
     def force(self, in_time: Callable[[], bool]) -> FinishReason | None:
         """Append the tokens that the grammar forces, while `in_time` returns True; return `ending`.
 
@@ -236,8 +269,11 @@ class Sequence:
         self.reported = len(self.tokens)
         return tokens
 
-    def row(self, end: int) -> Row:
-        """Return the row that computes up to position `end`, and start its mask if it samples."""
+    def row(self, end: int, guesses: TokenIds = ()) -> Row:
+        """Return the row that computes up to position `end`, and `guesses` behind it, and start its mask if it samples.
+
+        Guesses belong behind the last token.
+        """
         first = end - 1 if end == len(self.tokens) else None
         if self.scored < self.to_score:
             first = max(self.computed, self.scored)
@@ -246,9 +282,9 @@ class Sequence:
         if self.matcher is not None and first is not None and end == len(self.tokens):
             mask = self.matcher.mask()
         return Row(
-            self.tokens,
+            [*self.tokens, *guesses] if guesses else self.tokens,
             self.computed,
-            end,
+            end + len(guesses),
             self.kv.table.groups,
             first,
             self.prompt_len,
@@ -257,6 +293,7 @@ class Sequence:
             request.want,
             mu=self.mu or 0.0,
             mask=mask,
+            draft=len(guesses),
         )
 
     def start(self, now: float, miss: Miss | None, *, whole: bool = False) -> None:

@@ -84,6 +84,10 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     """Set while the prompt is computed, if the request asked for progress."""
     vector: bytes = b""
     """The result of a request for a hidden state, as float32 in native byte order; set with `finish`."""
+    accepted_prediction_tokens: int = 0
+    """Guesses that were right and are in the answer; set with `finish`, for the whole answer."""
+    rejected_prediction_tokens: int = 0
+    """Guesses that were checked and are not in the answer; set with `finish`."""
 
 
 class TokenKind(enum.IntEnum):

@@ -141,6 +141,10 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     """Set if it has changed."""
     token_seconds: float = 0.0
     """Measured seconds for each prompt token; 0 before the first measurement."""
+    accepted: int = 0
+    """Guesses of the next tokens that were right and are in an answer."""
+    rejected: int = 0
+    """All other guesses."""
     progress: int = 0
     """Grows with any progress: a token computed, a request ended, KV loaded, a grammar compiled."""
 

@@ -295,6 +295,8 @@ class WorkerLoop:
             preemptions=stats.preemptions,
             kv=kv,
             token_seconds=stats.token_seconds,
+            accepted=stats.accepted,
+            rejected=stats.rejected,
             progress=self._progress,
         )
 

@@ -256,6 +256,17 @@ class Cache:
         seq_kv.table.measure(self._block_tokens)
         return True
 
+    def shrink(self, seq_kv: SequenceKV, end: int) -> None:
+        """Give back the blocks behind those of the first `end` positions: guesses were written there."""
+        blocks = -(-end // self._block_tokens)
+        if seq_kv.table.capacity <= blocks * self._block_tokens:
+            return
+        for pool, table in zip(self.pools, seq_kv.table.groups, strict=True):
+            pool.release(block for block in reversed(table[blocks:]) if block != NO_BLOCK)
+            del table[blocks:]
+        seq_kv.table.measure(self._block_tokens)
+        self._waiters.freed()
+
     def publish(self, seq_kv: SequenceKV, tokens: Sequence[int], computed: int) -> None:
         """Publish the full blocks of the first `computed` positions, and release those that a window has passed.
 
