@@ -23,6 +23,10 @@ DEVICE = re.compile(r"(cuda|rocm):\d{1,3}|auto|cpu|torch-cpu|cuda|rocm|mps")
 DEVICES = "auto, cpu, torch-cpu, cuda, cuda:N, rocm, rocm:N or mps"
 """Names of devices, for a program and for a person."""
 
+SPECULATE = re.compile(r"auto|off|[1-9]|1[0-5]")
+SPECULATIONS = "auto, off or a number from 1 to 15"
+"""What `speculate` may be, for a program and for a person."""
+
 KEY = "printable ASCII characters without spaces, at least one"
 """What a key consists of: others cannot be sent in a header."""
 
@@ -226,6 +230,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             description="Most seconds between two tokens of a stream while another's prompt is read beside it.",
         ),
     ] = 0.25
+    speculate: Annotated[
+        str,
+        Meta(
+            description="Tokens that a step may guess from what the sequence has repeated so far, and check: 'auto', as "
+            "many as make answers faster by the times measured here, 'off', or a number from 1 to 15, wherever "
+            "something repeats. Answers are the same in any case."
+        ),
+    ] = "auto"
     max_queue: Annotated[int, Meta(ge=1, description="Most requests waiting; more are a 429.")] = 256
     max_queue_tokens: Annotated[int, Meta(ge=1, description="Most prompt tokens waiting; more are a 429.")] = 1 << 20
     max_queue_pools: Annotated[

@@ -19,6 +19,8 @@ from cairn.config.config import (
     KEY,
     LIMITS,
     PREFIX,
+    SPECULATE,
+    SPECULATIONS,
     Config,
     ModelOptions,
     Secret,
@@ -224,10 +226,14 @@ def _one(option: Option, given: _Given, value: object) -> Any:
                     raise ConfigError(f"{given.source}: the file must hold one key", field=option.name)
             return _secret(option, given, value)
         case "str":
+            if option.name == "speculate" and type(value) is int:  # a file may have it without quotes
+                value = str(value)
             if not isinstance(value, str) or not value:
                 raise _wrong(option, given, value, "a text that is not empty")
             if option.name == "device" and not DEVICE.fullmatch(value):
                 raise _wrong(option, given, value, DEVICES)
+            if option.name == "speculate" and not SPECULATE.fullmatch(value):
+                raise _wrong(option, given, value, SPECULATIONS)
             return value
         case "choice":
             if value not in option.choices:

@@ -34,6 +34,7 @@ class ModelKeywords(TypedDict, total=False):
     max_running: int
     step_tokens: int
     step_seconds: float
+    speculate: str
     max_queue: int
     max_queue_tokens: int
     max_queue_pools: float

@@ -72,7 +72,6 @@ class Sequence:
     """A request in the scheduler: the only place where its tokens and progress are kept."""
 
     __slots__ = (
-        "accepted",
         "admitted",
         "ahead",
         "arrival",
@@ -89,7 +88,6 @@ class Sequence:
         "mu",
         "prompt_len",
         "rank",
-        "rejected",
         "report",
         "reported",
         "request",
@@ -155,8 +153,6 @@ class Sequence:
         """Set once it has decoded, if it speculates."""
         self.known = 0
         """Leading tokens that the drafter knows."""
-        self.accepted = self.rejected = 0
-        """Guesses that were right and are in the answer, and all others."""
         self.scored = 0
         """Prompt log-probabilities sent so far, of `to_score`."""
         self.to_score = self.prompt_len - 1 if request.sampling.prompt_logprobs and not request.generated else 0

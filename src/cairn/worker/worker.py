@@ -28,6 +28,7 @@ from cairn.kv.tiers.tiers import Tiers
 from cairn.kv.tiers.write_behind import WriteLimits
 from cairn.models.hub.digests import watched
 from cairn.models.spec.config import with_tokenizer
+from cairn.scheduler.drafts.policy import chosen_policy
 from cairn.scheduler.encoder_queue import TextQueue
 from cairn.scheduler.plan import Limits, Plan, Planner
 from cairn.scheduler.scheduler import Scheduler
@@ -308,7 +309,7 @@ def _columns(outputs: list[Output]) -> tuple[tuple[int, ...], tuple[int, ...], t
     others: list[Output] = []
     for output in outputs:
         plain = not (output.finish or output.logprobs or output.prompt_logprobs or output.cache or output.timing)
-        plain = plain and output.mu is None
+        plain = plain and output.mu is None and not output.rejected_prediction_tokens
         if plain and len(output.tokens) == 1:
             ids.append(output.id)
             tokens.append(output.tokens[0])
@@ -423,7 +424,8 @@ def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
         weights=load.turns.weights,
         priorities=load.turns.priorities,
     )
-    scheduler: Planner = Scheduler(cache, limits, clock) if generates else TextQueue(known, limits, clock)
+    drafts = chosen_policy(config.speculate)
+    scheduler: Planner = Scheduler(cache, limits, clock, drafts) if generates else TextQueue(known, limits, clock)
     info = wire.Info(
         context=known.context,
         pool_tokens=cache.longest,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Final
 
-from cairn.scheduler.drafts.drafter import Drafter
+from cairn.scheduler.drafts.drafter import Drafter, DraftPolicy
 from cairn.scheduler.drafts.step_cost import MOST_TOKENS as LARGEST_STEP
 from cairn.scheduler.drafts.step_cost import StepCost
 from cairn.scheduler.drafts.suffix import LEAST_TOKENS, MOST_TOKENS, TOKEN_BYTES, SuffixDrafter
@@ -13,8 +13,6 @@ from cairn.types.request import Request
 
 WIDEST: Final = 7
 """Most guesses of a sequence in a step: more cost more than they bring, wherever it was measured."""
-MOST_WIDTH: Final = 15
-"""Most guesses that the option may ask for."""
 INDEX_BYTES: Final = 64 << 20
 """Most bytes of all indexes together; sequences that start when they are used up do not speculate."""
 FEWEST_TOKENS: Final = 8
@@ -23,8 +21,6 @@ _MARGIN: Final = 1.05
 """Factor by which a draft must be expected to speed the step up."""
 _MOST_DELAY: Final = 1.5
 """Factor by which drafts may lengthen a step that other sequences share."""
-
-Speculate = Literal["auto", "off"] | int
 
 
 class MeasuredPolicy:
@@ -108,3 +104,10 @@ class MeasuredPolicy:
         """`DraftPolicy.step_took`."""
         self._cost.record(tokens, seconds)
         self._guesses, self._expected = 0, 0.0
+
+
+def chosen_policy(speculate: str) -> DraftPolicy | None:
+    """Return the policy that the option `speculate` asks for; None where it is off."""
+    if speculate == "off":
+        return None
+    return MeasuredPolicy(0 if speculate == "auto" else int(speculate))
