@@ -178,6 +178,20 @@ class Rule:
         mask = self.mask_after(self.said)
         return None if mask is None else Ready(mask)
 
+    def accepts(self, draft: Tokens[int]) -> int:
+        said = list(self.said)
+        for count, token in enumerate(draft):
+            allowed = self.allowed(said)
+            if allowed is not None and token not in allowed:
+                return count
+            said.append(token)
+        return len(draft)
+
+    def masks(self, draft: Tokens[int]) -> tuple[Ready[bytes] | None, ...]:
+        law(self.accepts(draft) == len(draft), "masks behind a guess that is not allowed")
+        said = [[*self.said, *draft[:count]] for count in range(len(draft) + 1)]
+        return tuple(None if mask is None else Ready(mask) for mask in map(self.mask_after, said))
+
     def consume(self, token: int) -> None:
         self.said.append(token)
 

@@ -233,9 +233,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     speculate: Annotated[
         str,
         Meta(
-            description="Tokens that a step may guess from what the sequence has repeated so far, and check: 'auto', as "
-            "many as make answers faster by the times measured here, 'off', or a number from 1 to 15, wherever "
-            "something repeats. Answers are the same in any case."
+            description="Tokens that a step may guess from what the sequence repeats, and check: 'auto', as many as "
+            "make answers faster by the times measured here, 'off', or a number from 1 to 15, wherever something "
+            "repeats. Answers are the same in any case."
         ),
     ] = "auto"
     max_queue: Annotated[int, Meta(ge=1, description="Most requests waiting; more are a 429.")] = 256

@@ -17,11 +17,13 @@ from cairn.types.request import Request
 from cairn.types.stats import CacheReport, Miss
 from cairn.types.step import Pending, Row
 
-TokenIds = collections.abc.Sequence[int]
 MOST_FORCED = 32
 """Most tokens appended at once because the grammar allows no others."""
 MAX_PRIORITY = 100
 """Priorities are within ± this, so that `AGE_SECONDS` bounds how long a request can be overtaken."""
+
+
+TokenIds = collections.abc.Sequence[int]
 
 
 class State(enum.Enum):
@@ -56,6 +58,17 @@ class Matcher(Protocol):
         """Start computing `Row.mask` of the next token; None: no constraint.
 
         Its result must be awaited before the next `consume` or `mask`.
+        """
+        ...
+
+    def accepts(self, draft: TokenIds) -> int:
+        """Return how many leading tokens of a draft may follow one another. Not while a mask is computed."""
+        ...
+
+    def masks(self, draft: TokenIds) -> tuple[Pending[bytes] | None, ...]:
+        """Start computing what `mask` gives, now and after each token of a draft that it `accepts` whole.
+
+        The results must be awaited before any other call, which then finds the state as it was.
         """
         ...
 
@@ -147,7 +160,7 @@ class Sequence:
         blocked on a pool."""
         self.stalled = 0
         """Steps since it last had a row, while it runs."""
-        self.speculates = request.want == "token" and self.mu is None and matcher is None
+        self.speculates = request.want == "token" and self.mu is None
         """Whether it may have a drafter. Not with mirostat, where each token changes how the next one is drawn."""
         self.drafter: Drafter | None = None
         """Set once it has decoded, if it speculates."""
@@ -274,9 +287,9 @@ class Sequence:
         if self.scored < self.to_score:
             first = max(self.computed, self.scored)
             first = first if first < end else None
-        request, mask = self.request, None
+        request, masks = self.request, list[Pending[bytes] | None]([None])
         if self.matcher is not None and first is not None and end == len(self.tokens):
-            mask = self.matcher.mask()
+            masks = [*self.matcher.masks(guesses)] if guesses else [self.matcher.mask()]
         return Row(
             [*self.tokens, *guesses] if guesses else self.tokens,
             self.computed,
@@ -288,8 +301,9 @@ class Sequence:
             request.choice,
             request.want,
             mu=self.mu or 0.0,
-            mask=mask,
+            mask=masks[0],
             draft=len(guesses),
+            masks=tuple(masks[1:]),
         )
 
     def start(self, now: float, miss: Miss | None, *, whole: bool = False) -> None:

@@ -84,6 +84,8 @@ class Row(msgspec.Struct, frozen=True):
     """How many of the last tokens are guesses. The row samples at the last known token and at each guess, each time as
     if the guesses before it were right: with their history, by the position of the new token (`RowResult.more`). The
     KV of guesses is written after that of known tokens, where the next row overwrites it. Not for state groups."""
+    masks: tuple[Pending[bytes] | None, ...] = ()
+    """With a draft and constraints: for each guess, what `mask` is of the token after it."""
     pending: int | None = None
     """Number of a row of the step before: the token that it samples is this row's only one, at `start`. So
     end == start + 1, and `tokens` needs to hold only `start` tokens."""
@@ -106,8 +108,10 @@ def check_guesses(row: Row, *, states: bool) -> None:
         raise ValueError(
             f"a row with {row.draft} guesses ends with them and wants logits from the token before them on"
         )
-    if states or row.mask is not None or row.want == "hidden":
-        raise ValueError("a row with guesses has no recurrent state, no mask and no hidden state")
+    if states or row.want == "hidden":
+        raise ValueError("a row with guesses has no recurrent state and no hidden state")
+    if len(row.masks) != row.draft and (row.masks or row.mask is not None):
+        raise ValueError(f"a row has {len(row.masks)} masks for the tokens after its {row.draft} guesses")
 
 
 class RowResult(msgspec.Struct, frozen=True):

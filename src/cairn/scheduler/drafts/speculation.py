@@ -56,13 +56,13 @@ class Speculation:
         return sequence.drafter
 
     def _guesses(self, sequence: Sequence, drafter: Drafter, width: int) -> list[int]:
-        """Return a drafter's guesses up to the first of no use: nothing follows a stop token."""
+        """Return a drafter's guesses up to the first that a grammar forbids, or that nothing follows: a stop token."""
         stops, guesses = sequence.request.sampling.stop_token_ids, list[int]()
         for token in drafter.propose(width)[:width]:
             if not 0 <= token < self._vocab or token in stops:
                 break
             guesses.append(token)
-        return guesses
+        return guesses[: sequence.matcher.accepts(guesses)] if guesses and sequence.matcher is not None else guesses
 
 
 def sampled(row: Row, result: RowResult) -> list[tuple[int, TokenLogprob | None]]:
