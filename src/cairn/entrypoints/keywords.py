@@ -106,6 +106,9 @@ class SamplingKeywords(TypedDict, total=False):
     reasoning_budget: Annotated[int | None, "Most tokens of reasoning."]
     progress: Annotated[bool, "Pieces of a stream report how much of the prompt is computed."]
     parallel_tool_calls: Annotated[bool, "False: the answer ends with its first tool call."]
+    prediction: Annotated[
+        str | Sequence[int] | None, "A text or tokens that much of the answer is expected to repeat: it is faster."
+    ]
 
 
 _CALLS = {

@@ -257,6 +257,7 @@ Place = Literal[
     "stream_options",
     "message",
     "part",
+    "prediction",
     "tool",
     "function",
     "call",

@@ -56,13 +56,15 @@ class MeasuredPolicy:
         if sampling.extras is not None and sampling.extras.mirostat:
             return None
         room = LEAST_TOKENS
-        while room < MOST_TOKENS and room < len(prompt) + sampling.max_tokens:
+        while room < MOST_TOKENS and room < len(prompt) + len(request.prediction) + sampling.max_tokens:
             room *= 2
         while room * TOKEN_BYTES > self._left:
             room //= 2
         if room < LEAST_TOKENS:
             return None
-        drafter = SuffixDrafter(prompt, most=room)
+        before = len(request.prompt)
+        drafter = SuffixDrafter(prompt[:before], request.prediction, most=room)
+        drafter.extend(prompt[before:])  # what was generated follows the prediction, if it is right
         self._reserved[id(drafter)] = room * TOKEN_BYTES
         self._left -= room * TOKEN_BYTES
         return drafter

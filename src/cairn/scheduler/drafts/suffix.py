@@ -27,7 +27,7 @@ _PLACES: Final = 24
 _HINT: Final = 8
 """Tokens that count as matched at the beginning of a text that the client predicts."""
 _SEPARATOR: Final = -1
-"""Stands behind a prediction; it is no token, so no match and no draft goes across."""
+"""Stands before and behind a prediction; it is no token, so no match and no draft goes across."""
 _WEIGHT: Final = 1 / 12
 """Weight of the newest guess in the moving average of its class."""
 _CLASSES: Final = bytes([0, 0, 0, 1, 2, 2, 2, 2, 3, 3, 3, 3, *[4] * 12, *[5] * (LONGEST - 23)])
@@ -57,20 +57,22 @@ class SuffixDrafter:
     def __init__(self, tokens: Sequence[int], prediction: Sequence[int] = (), most: int = MOST_TOKENS) -> None:
         """Index the sequence's tokens so far. `most`: room of the index, a power of two from `LEAST_TOKENS` on.
 
-        `prediction`: text that the client expects to follow; at most a quarter of the room is kept.
+        `prediction`: text that the client expects to follow; at most a quarter of the room is kept. It stands behind the
+        tokens, so that it is found before older text.
         """
         self._most = most
-        hint = [*prediction[: most // 4], _SEPARATOR] if prediction else []
-        latest = max(0, len(tokens) - (most // 2 if len(tokens) + len(hint) >= most else most))
-        self._tokens = array("i", hint)
-        self._tokens.extend(tokens[latest:])
+        hint = [_SEPARATOR, *prediction[: most // 4], _SEPARATOR] if prediction else []
+        whole = len(tokens) + len(hint) < most
+        self._tokens = array("i", tokens if whole else tokens[len(tokens) - most // 2 :])
+        begin = len(self._tokens) + 1
+        self._tokens.extend(hint)
         self._hits, self._repeats = list(_AT_FIRST), _REPEATS_AT_FIRST
         self._match = 0
         """Latest tokens that also stand before `_at`, at most `LONGEST`; 0: there is no such place."""
         self._at = 0
         self._index()
         if hint:
-            self._match = _HINT
+            self._match, self._at = _HINT, begin
         elif len(self._tokens) > 1:
             self._look(len(self._tokens) - 1)
 
