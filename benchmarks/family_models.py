@@ -19,7 +19,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 
-from cairn.models.gguf.writer import put
+from cairn.models.packing.gguf_writer import put
 from random_models import add_tokenizer
 
 Tensor = tuple[str, tuple[int, ...], str]

@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from cairn.models.gguf.weights import gguf_name
-from cairn.models.gguf.writer import metadata, put
+from cairn.models.packing.gguf_writer import metadata, put
 from cairn.models.safetensors.weights import expected_tensors
 from cairn.types.model_spec import ModelSpec
 

@@ -37,10 +37,10 @@ every matrix, Q4_K_M in its usual mixture). Decode is greedy and in steps, each 
 sequences with 1,024 tokens of context each. A ratio in bold reaches its goal."""
 
 HTTP_METHOD = """\
-One client process asks one server at a time, all of them on the same file with the same threads: streamed completions,
-128 tokens in and 64 out, no two prompts alike, every answer checked to be a success of the asked length. The ratio of
-tok/s is higher, that of the time to the first token (TTFT) lower where Cairn is faster; a ratio in bold reaches its
-goal. Where 16 connections ask, the better of llama-server's two configurations counts."""
+One client process asks one server at a time, all of them on the same file with the same threads. It asks for streamed
+completions, 128 tokens in and 64 out, no two prompts alike, every answer checked to be a success of the asked length.
+The ratio of tok/s is higher, that of the time to the first token (TTFT) lower where Cairn is faster; a ratio in bold
+reaches its goal. Where 16 connections ask, the better of llama-server's two configurations counts."""
 
 BESIDE_METHOD = """\
 A prompt of 128 new tokens is asked half a second after one of 4,000 on another connection: seconds until its first
@@ -117,10 +117,10 @@ def cpu_text(found: Found) -> str:
     parts.append(f"![Cairn's speed divided by llama.cpp's, row by row]({CHART})")
     parts += ["### What was read at most", ceilings(found), "### The same answers, memory and loading"]
     parts.append(
-        "Before any speed, both sides answered the same prompts: the largest difference of the twenty best "
-        "log-probabilities of a step, and how many greedy tokens of the steps compared were equal (all where "
+        "Before any speed, both sides answered the same prompts. Compared are the largest difference of the twenty "
+        "best log-probabilities of a step, and how many greedy tokens of the steps compared were equal (all where "
         "llama.cpp's best token led by more than that difference). Memory is the peak of the whole process, with the "
-        "KV of its largest row; loading is until the engine could compute, with the file in the page cache, Cairn's "
+        "KV of its largest row. Loading is until the engine could compute, with the file in the page cache, Cairn's "
         "weights packed anew."
     )
     files = [
@@ -188,7 +188,7 @@ def http_text(found: Found) -> str:
     again = (
         f"{name} {one['ready again']:.1f} s" for name in NAMES for one in found["context"][:2] if one["server"] == name
     )
-    parts.append(f"From the command to ready, model loaded: {starts}; the next start: {'; '.join(again)}.")
+    parts.append(f"From the command to ready, model loaded: {starts}. The next start: {'; '.join(again)}.")
     peaks = "; ".join(f"{name} {size / 1e9:.2f}" for name, size in found["peak"].items())
     parts.append(f"Peak memory of all processes of a server after all of this, in GB: {peaks}.")
     return "\n\n".join(parts)
@@ -300,14 +300,15 @@ def footprint_text(found: Found, heading: str = "## Start and memory") -> str:
         (
             heading,
             f"`cairn serve` of {found['file']}: ready after {found['first_start']:.1f} s the first time, when the "
-            f"weights are packed and kept; after {again:.2f} s from then on (median of {len(found['starts'])} starts, "
-            f"file in the page cache; goal {START_GOAL:g} s: {'reached' if again <= START_GOAL else 'missed'}). "
+            f"weights are packed and kept. It is ready after {again:.2f} s from then on "
+            f"(median of {len(found['starts'])} starts, file in the page cache; "
+            f"goal {START_GOAL:g} s: {'reached' if again <= START_GOAL else 'missed'}). "
             f"Processes that wanted a core before the run: {found['machine']['load']:.1f}.",
             f"After prompts that filled the pool twice ({found['tokens']:,} tokens), the worker held "
             f"{found['weights'] / 1e6:,.0f} MB of packed weights, {found['pool'] / 1e6:,.0f} MB of KV pool and "
             f"{beside / 1e6:,.0f} MB beside them, libraries included (goal {BESIDE_GOAL / 1e6:.0f} MB: "
-            f"{'reached' if beside <= BESIDE_GOAL else 'missed'}); {most / 1e6:,.0f} MB at its peak, with KV on "
-            f"its way to the disk. What the processes have for themselves: {others}.",
+            f"{'reached' if beside <= BESIDE_GOAL else 'missed'}). It held {most / 1e6:,.0f} MB at its peak, with KV "
+            f"on its way to the disk. What the processes have for themselves: {others}.",
         )
     )
 
@@ -316,8 +317,8 @@ def overhead_text(found: Found) -> str:
     parts = ["## What serving itself costs"]
     parts.append(
         "`cairn serve` with an engine that computes (almost) nothing, over real HTTP, the client in a process of its "
-        "own on the same cores; CPU as shares of one core. Goals: 1,500 requests/s and 15,000 tok/s at 4 connections; "
-        "with 256 streams 15,000 tok/s at one event a token and 30,000 where tokens of a stream that lags are merged; "
+        "own on the same cores; CPU as shares of one core. Goals: 1,500 requests/s and 15,000 tok/s at 4 connections. "
+        "With 256 streams 15,000 tok/s at one event a token and 30,000 where tokens of a stream that lags are merged; "
         "plan and commit within 100 us at 32 rows."
     )
     rows = []

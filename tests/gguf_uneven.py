@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cairn.models.safetensors.tensor_names import XIELU
+from cairn.models.families.tensor_names import XIELU
 from cairn.types.model_spec import ModelSpec
 
 UNEVEN = ("gemma4", "gemma3n")

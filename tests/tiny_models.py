@@ -20,7 +20,7 @@ from cairn.engine.recorded import RecordedEngine
 from cairn.engine.sampling import LogitsQuestion
 from cairn.kernels import native
 from cairn.kernels.vocabulary import Sampler
-from cairn.models.safetensors.tensor_names import permute
+from cairn.models.families.tensor_names import permute
 from cairn.models.safetensors.weights import expected_tensors
 from cairn.models.spec.config import load_spec
 from cairn.types.model_spec import ModelSpec

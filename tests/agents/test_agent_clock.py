@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cairn.agents.agents import list_agents
+from cairn.agents.listing import list_agents
 from cairn.agents.replay_records import KEEP_SECONDS
 from cairn.types.errors import NotFound
 from tests.agents.desk import Desk, desk

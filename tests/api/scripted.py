@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from cairn.config.config import Config
 from cairn.frontend.service import Service
-from cairn.models.spec.end_tokens import Middle
+from cairn.models.families.end_tokens import Middle
 from cairn.system.metrics import Metrics
 from cairn.text.chat.prompt import Prompt
 from cairn.text.grammar.compiler import HeldAnswer

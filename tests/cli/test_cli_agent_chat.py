@@ -15,10 +15,10 @@ import httpx
 import pytest
 
 from cairn.cli import main
+from cairn.cli.common.output import printable
 from cairn.cli.connection.client import Client
 from cairn.cli.conversation import agent_conversation
 from cairn.cli.conversation.agent_conversation import AgentConversation
-from cairn.cli.output import printable
 from cairn.types.errors import CairnError, Unavailable
 from tests.api.process import served
 

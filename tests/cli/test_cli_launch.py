@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from cairn.cli.launch.launch import ServerAddress, check_context, filled, start
-from cairn.cli.launch.launch_table import AGENTS
+from cairn.cli.launch import ServerAddress, check_context, filled, start
+from cairn.cli.launch_table import AGENTS
 from cairn.types.errors import ConfigError
 from tests.api.process import served
 from tests.cli.test_cli import run

@@ -12,7 +12,7 @@ import pytest
 
 from cairn import LLM
 from cairn.cli import quantize
-from cairn.models.gguf import writer as gguf_writer
+from cairn.models.packing import gguf_writer as gguf_writer
 from cairn.types.errors import ConfigError, ModelError
 from tests.text import text_models
 from tests.text.test_gguf_text import published

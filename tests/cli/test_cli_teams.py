@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cairn.cli.team.team_view import _live as team_view_of_a_terminal
-from cairn.cli.team.team_view import line_of
+from cairn.cli.team_view import _live as team_view_of_a_terminal
+from cairn.cli.team_view import line_of
 from tests.api.process import Served, served
 from tests.cli.test_cli_agents import rows, run
 

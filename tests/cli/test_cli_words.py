@@ -91,7 +91,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr("cairn.cli.sampling._Local", Local)
+    monkeypatch.setattr("cairn.cli.common.sampling._Local", Local)
     return found
 
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from cairn.cli.launch.launch import ServerAddress, start
-from cairn.cli.launch.launch_table import AGENTS
+from cairn.cli.launch import ServerAddress, start
+from cairn.cli.launch_table import AGENTS
 from tests.clients.stage import Prompter, calling, environment, found, stage
 
 TURNS = 10

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from cairn.cli.launch.launch_table import AGENTS
+from cairn.cli.launch_table import AGENTS
 from tests.clients.stage import FACTS, PAGES, Prompter, environment, found, run_script, stage
 
 BASE = "http://127.0.0.1:8000"

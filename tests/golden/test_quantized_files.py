@@ -11,8 +11,8 @@ import pytest
 from cairn.kernels.base import Quantized
 from cairn.kernels.quantized import dequantized
 from cairn.models.packing.weight_format import HeldWeights
+from cairn.models.quantization.tensor_meta import outlines
 from cairn.models.safetensors.coded_weights import CodedWeights
-from cairn.models.safetensors.tensor_meta import outlines
 from cairn.models.safetensors.weights import open_weights
 from cairn.models.spec.config import load_spec
 from tests.golden.test_families import check

@@ -229,7 +229,7 @@ ALLOWED = {
     ("kv/disk/codec_check.py", "exp"),
     ("kv/disk/codec_check.py", "log"),
     # Rounded to float32 at once.
-    ("models/spec/uneven_spec.py", "inv_cdf"),
+    ("models/families/uneven_spec.py", "inv_cdf"),
 }
 
 

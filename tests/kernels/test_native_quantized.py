@@ -19,7 +19,7 @@ from cairn.kernels.codebooks import ROW_FORMATS
 from cairn.kernels.native import NativeKernels, form_of, packed_bytes
 from cairn.kernels.quantized import activation_codes
 from cairn.kernels.reference import ReferenceKernels
-from cairn.models.packing.dequant import FP4, IQ4
+from cairn.models.quantization.dequant import FP4, IQ4
 from tests.kernels.test_quantized import FORMS, in_blocks, in_rows, in_table_blocks, meaning, quantized
 from tests.tiny_models import KERNELS
 

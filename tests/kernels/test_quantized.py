@@ -11,7 +11,7 @@ from cairn.kernels.base import BLOCK, GROUP, Quantized
 from cairn.kernels.codebooks import ROW_FORMATS, RowBlocks
 from cairn.kernels.quantized import activation_codes, dequantized, rounded
 from cairn.kernels.reference import ReferenceKernels
-from cairn.models.packing.dequant import IQ4
+from cairn.models.quantization.dequant import IQ4
 
 
 def quantized(out: int, inner: int, bits: Literal[4, 8], scale: Any, minimum: Any, seed: int = 0) -> Quantized:

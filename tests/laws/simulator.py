@@ -75,7 +75,7 @@ class Machine:
         """Seconds of a step."""
         if self.chance.random() < 0.05:
             self.slow, self.steady = self.chance.choice((0.2, 0.5, 1.0, 2.0, 8.0)), 0
-        return self.slow * (self.step + self.row * plan.singles + self.token * (plan.chunked + plan.guesses))
+        return self.slow * (self.step + self.row * plan.singles + self.token * (plan.chunked + plan.extra))
 
 
 class Recorded(PrefillPace):
@@ -330,7 +330,8 @@ class World:
         self.tenants = self.crowd.choice(("a", "aaab", "aab", "abc", "aaaabcde"))
         self.ruled = random.Random(seed + (1 << 44)) if seed % 19 == 17 else None
         """Draws what answers are held to, where some are."""
-        self.guessing = random.Random(seed + (1 << 46)) if seed % 16 in (2, 5, 9, 14, 15) else None
+        speculates = seed % 16 in (2, 5, 9, 14, 15) or self.ruled is not None
+        self.guessing = random.Random(seed + (1 << 46)) if speculates else None
         """Draws guesses, where sequences speculate."""
         self.offered = self.accepted = 0
         """Guesses that workers which have died checked, and those that were right."""
@@ -657,8 +658,8 @@ class World:
         if not plan.chunked or not self.decodes:
             return
         alone, limits = machine.alone(plan.singles), self.limits
-        least = limits.least_tokens + plan.guesses
-        most = max(limits.step_seconds, 2.5 * alone) + least * machine.slow * machine.token
+        token = machine.slow * machine.token
+        most = max(limits.step_seconds, 2.5 * alone, alone + plan.extra * token) + limits.least_tokens * token
         law(machine.steady < 1 or seconds <= most + 1e-9, "a stream waits too long for its next token")
         machine.steady += not isinstance(results, Exception)
 
@@ -748,7 +749,9 @@ class World:
         taken = sum(row.end - row.start for _, row in prompts)
         law(self.pace.last == float("inf") or self.decodes > 0 or preempted, "time is short where nobody waits")
         law(self.pace.last >= self.limits.least_tokens, "a slow machine reads no prompt")
-        law(plan.guesses == sum(row.draft for row in plan.rows), "guesses are miscounted")
+        again = sum(sequence.again for sequence in plan.sequences)
+        law(plan.extra == sum(row.draft for row in plan.rows) + again, "guesses are miscounted")
+        law(not again or STATE in self.windows, "tokens are computed again although there is no state")
         law(all(not row.draft or row.end - row.start == row.draft + 1 for row in plan.rows), "guesses behind a prompt")
         law(taken <= self.pace.last, "more of prompts than there is time for")
         full = used >= self.limits.step_tokens or taken >= self.pace.last
@@ -757,7 +760,7 @@ class World:
         law(len(running) <= self.max_rows, "more requests run than rows fit")
         for sequence in running:
             left = sequence.target - sequence.computed
-            if left == 1 or not full:
+            if left == 1 + sequence.again or not full:
                 law(sequence.request.id in rows, "a running sequence was left out of the step")
         for sequence, row in zip(plan.sequences, plan.rows, strict=True):
             law(sequence.state is State.RUNNING and row.start == sequence.computed, "a row of something else")
@@ -858,7 +861,7 @@ class World:
             (sequence, row, before.get(sequence.request.id) is State.RUNNING)
             for sequence, row in zip(plan.sequences, plan.rows, strict=True)
         ]
-        prompts = [(one, row) for one, row, ran in rows if one.target - row.start > 1 or not ran]
+        prompts = [(one, row) for one, row, ran in rows if one.target - row.start > 1 + one.again or not ran]
         return len(rows) - len(prompts), prompts
 
     def shared(self, plan: Plan) -> bool:
@@ -877,7 +880,7 @@ class World:
     def half(self, plan: Plan, before: dict[int, State]) -> tuple[int, bool]:
         """Half of what the step had for prompts, and whether one of them was too long for all of it."""
         decodes, prompts = self.parts(plan, before)
-        room = self.limits.step_tokens - decodes - plan.guesses
+        room = self.limits.step_tokens - decodes - plan.extra
         most, taken = int(min(room, self.pace.last)), 0
         for sequence, row in prompts:
             count = row.end - row.start

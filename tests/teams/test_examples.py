@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from cairn.cli.connection.client import Client
-from cairn.cli.team.team import ServerStage
-from cairn.cli.team.team_view import line_of
+from cairn.cli.team import ServerStage
+from cairn.cli.team_view import line_of
 from cairn.cli.yaml_files import load_yaml
 from cairn.teams.scenario import Outcome, play, scenario_of
 from cairn.teams.teams import Teams

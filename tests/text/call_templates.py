@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from cairn.text.chat.derived_call_format import derive_form
 from cairn.text.chat.template_traits import OFFERED, Message, find_traits
+from cairn.text.chat.written_calls import CHECKS, written_by
 from cairn.text.output.call_formats import CallFormat
-from cairn.text.output.derived_call_format import derive_form
-from cairn.text.output.written_calls import CHECKS, written_by
 from cairn.text.render.process import environment
 
 EACH = "{% for call in m.tool_calls %}{% set c = call.function %}"

@@ -11,9 +11,9 @@ import pytest
 
 from cairn import LLM
 from cairn.config.config import Config
+from cairn.models.families.end_tokens import FIM, UNMISTAKABLE, known_ends, known_middle
 from cairn.models.gguf.reader import read_gguf
 from cairn.models.gguf.spec import _ends, gguf_spec
-from cairn.models.spec.end_tokens import FIM, UNMISTAKABLE, known_ends, known_middle
 from cairn.text.chat.prompt import Chat
 from cairn.text.chat.templates import _SAID, load_text, turn_ends
 from cairn.text.tokens.gguf import CONTROL, PLAIN, UNUSED, USER

@@ -15,17 +15,17 @@ import pytest
 
 from cairn.scheduler.sequence import Matcher
 from cairn.system.posix import SystemClock
+from cairn.text.grammar.call_grammar import Offered, lark_of_calls
 from cairn.text.grammar.grammar import LIMITS, Shape, Structure
-from cairn.text.grammar.vocabulary import GrammarTokenizer, Vocabulary, compile_grammar, read_vocabulary
+from cairn.text.grammar.vocabulary import GrammarTokenizer, Vocabulary, compile_grammar
 from cairn.text.output.call_formats import BY_NAME
-from cairn.text.output.call_grammar import Offered, lark_of_calls
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.errors import DeadlineExceeded, InvalidRequest
 from cairn.types.outputs import FinishReason
 from cairn.types.request import Grammar, Request, SamplingParams
 from cairn.worker import grammar_matcher
 from cairn.worker.grammar_matcher import CompiledGrammar, GrammarMatcher, Masks
-from cairn.worker.grammars import Grammars, ReadyRequest
+from cairn.worker.grammars import Grammars, ReadyRequest, read_vocabulary
 from tests.scheduler.test_scheduler import Rig
 from tests.service import tiny
 from tests.text import text_models

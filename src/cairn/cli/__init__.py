@@ -24,17 +24,17 @@ from cairn.cli import (
     doctor,
     embed,
     generate,
+    launch,
     manual,
     models,
-    options,
     quantize,
     remote,
     serve,
+    team,
     workflow,
 )
-from cairn.cli.launch import launch
-from cairn.cli.output import printable
-from cairn.cli.team import team
+from cairn.cli.common import options
+from cairn.cli.common.output import printable
 from cairn.types.errors import CairnError, ConfigError
 
 app = typer.Typer(

@@ -11,9 +11,10 @@ from urllib.parse import quote
 
 import typer
 
-from cairn.cli.options import Host, configured, server
+from cairn.cli.common.agent_path import agent_path
+from cairn.cli.common.options import Host, configured, server
 from cairn.config.resolve import Resolved
-from cairn.types.errors import ConfigError, InvalidRequest
+from cairn.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -42,7 +43,7 @@ def _register_looks(agents: typer.Typer) -> None:
     @configured(_SERVER, model=False)
     def list_(resolved: Resolved, host: Host = None) -> None:
         """List the agents, most recently created first."""
-        from cairn.cli.output import table
+        from cairn.cli.common.output import table
 
         with server(resolved, host) as client:
             rows = [_row(agent) for agent in _all(client)]
@@ -54,11 +55,11 @@ def _register_looks(agents: typer.Typer) -> None:
         """Show an agent and the tree of its turns; the path to its head is marked."""
         from rich.console import Console
 
-        from cairn.cli.output import table
+        from cairn.cli.common.output import table
 
         with server(resolved, host) as client:
-            agent = client.get(path(id))
-            turns = client.get(path(id, "turns"))["data"]
+            agent = client.get(agent_path(id))
+            turns = client.get(agent_path(id, "turns"))["data"]
         if not sys.stdout.isatty():
             table((), _facts(agent))
             table((), [("turn", *_cells(turn)) for turn in turns])
@@ -81,7 +82,7 @@ def _register_changes(agents: typer.Typer) -> None:
     ) -> None:
         """Create a new agent that shares the history of this one, and print its id."""
         with server(resolved, host) as client:
-            print(client.post(path(id, "fork"), {"turn": turn, "id": name})["id"])
+            print(client.post(agent_path(id, "fork"), {"turn": turn, "id": name})["id"])
 
     @agents.command()
     @configured(_SERVER, model=False)
@@ -93,7 +94,7 @@ def _register_changes(agents: typer.Typer) -> None:
     ) -> None:
         """Go back to a turn; the turns after it stay in the tree for a week."""
         with server(resolved, host) as client:
-            client.post(path(id, "rollback"), {"turn": turn})
+            client.post(agent_path(id, "rollback"), {"turn": turn})
 
     @agents.command()
     @configured(_SERVER, model=False)
@@ -105,7 +106,7 @@ def _register_changes(agents: typer.Typer) -> None:
     ) -> None:
         """Protect an agent's KV on the server's disk from eviction."""
         with server(resolved, host) as client:
-            client.post(path(id, "unpin" if off else "pin"), {})
+            client.post(agent_path(id, "unpin" if off else "pin"), {})
 
     @agents.command()
     @configured(_SERVER, model=False)
@@ -119,7 +120,7 @@ def _register_changes(agents: typer.Typer) -> None:
         from cairn.cli.generate import write
 
         with server(resolved, host) as client:
-            path(id)  # raises if the id is not valid
+            agent_path(id)  # raises if the id is not valid
             write(client.resume(id), stream)
 
     @agents.command()
@@ -127,7 +128,7 @@ def _register_changes(agents: typer.Typer) -> None:
     def rm(resolved: Resolved, id: _Id, host: Host = None) -> None:
         """Delete an agent with everything that no fork shares. This cannot be undone."""
         with server(resolved, host) as client:
-            client.delete(path(id))
+            client.delete(agent_path(id))
 
 
 def _register_kv(agents: typer.Typer) -> None:
@@ -136,7 +137,7 @@ def _register_kv(agents: typer.Typer) -> None:
     def prefetch(resolved: Resolved, id: _Id, host: Host = None) -> None:
         """Load an agent's KV into memory before it is needed, and show where it is then."""
         with server(resolved, host) as client:
-            _print_places(client.post(path(id, "prefetch"), {}, patient=True)["kv"])
+            _print_places(client.post(agent_path(id, "prefetch"), {}, patient=True)["kv"])
 
     @agents.command()
     @configured(_SERVER, model=False)
@@ -148,7 +149,7 @@ def _register_kv(agents: typer.Typer) -> None:
     ) -> None:
         """Evict an agent's KV from memory, and show where it is then. Its text stays."""
         with server(resolved, host) as client:
-            _print_places(client.post(path(id, "evict"), {"disk": disk}, patient=True)["kv"])
+            _print_places(client.post(agent_path(id, "evict"), {"disk": disk}, patient=True)["kv"])
 
 
 def _register_files(agents: typer.Typer) -> None:
@@ -175,7 +176,7 @@ def _register_files(agents: typer.Typer) -> None:
         with server(resolved, host) as client:
             for name in [agent["id"] for agent in _all(client)] if every else [id or ""]:
                 target = file or folder / f"{name}.cairn"
-                client.download(path(name, "export") + ("?kv=true" if kv else ""), target)
+                client.download(agent_path(name, "export") + ("?kv=true" if kv else ""), target)
                 print(target)
 
     @agents.command(name="import")
@@ -198,17 +199,6 @@ def _register_files(agents: typer.Typer) -> None:
         print(made["id"])
         if kv and made["kv"]["why"]:
             print(f"{made['kv']['chunks']} chunks of KV were imported: {made['kv']['why']}", file=sys.stderr)
-
-
-def path(id: str, more: str = "") -> str:
-    """Return an agent's route. ConfigError for an invalid id: `.` or "" in a URL would name another route."""
-    from cairn.agents.agent_service import check_id
-
-    try:
-        check_id(id)
-    except InvalidRequest as error:
-        raise ConfigError(f"{id!r} is not an agent's id: {error}") from None
-    return f"/v1/agents/{quote(id, safe='')}" + (f"/{more}" if more else "")
 
 
 def _all(client: Client) -> Iterator[dict[str, Any]]:
@@ -254,7 +244,7 @@ def _places(kv: dict[str, Any]) -> str:
 
 
 def _print_places(kv: dict[str, Any]) -> None:
-    from cairn.cli.output import table
+    from cairn.cli.common.output import table
 
     table((), [("KV", _places(kv))])
 
@@ -321,7 +311,7 @@ def _content(message: dict[str, Any]) -> str:
 
 
 def _short(text: str) -> str:
-    from cairn.cli.output import printable
+    from cairn.cli.common.output import printable
 
     line = " ".join(printable(text).split())
     return line if len(line) <= _SHOWN else line[: _SHOWN - 3] + "..."

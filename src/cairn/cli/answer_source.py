@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from cairn.cli.common.options import server
+from cairn.cli.common.output import talk
+from cairn.cli.common.sampling import AnswerSource, source
 from cairn.cli.models import facts
-from cairn.cli.options import server
-from cairn.cli.output import talk
-from cairn.cli.sampling import AnswerSource, source
 from cairn.config.option import local_options, options
 from cairn.config.resolve import Resolved
 from cairn.types.errors import CairnError, ConfigError

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from cairn.cli.options import configured
+from cairn.cli.common.options import configured
 from cairn.config.resolve import Resolved, resolve, usual_file
 from cairn.types.errors import CairnError, ConfigError
 
@@ -66,7 +66,7 @@ def register(app: typer.Typer) -> None:
 
         KV is not copied: missing KV is computed again.
         """
-        from cairn.cli.output import amount
+        from cairn.cli.common.output import amount
 
         made = make_backup(resolved, folder)
         print(f"{folder}: {len(made.files)} files, {amount(sum(one.size for one in made.files.values()))}")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cairn.cli.options import configured
+from cairn.cli.common.options import configured
 from cairn.config.resolve import Resolved
 from cairn.types.errors import ConfigError
 
@@ -108,7 +108,7 @@ def _random(shape: str, kind: str) -> tuple[ModelSpec, Weights]:
 
 
 def _measure(spec: ModelSpec, weights: Weights, config: Config, load: Workload) -> Measured:
-    from cairn.cli.output import talk
+    from cairn.cli.common.output import talk
     from cairn.engine.bench import open_bench
     from cairn.engine.machine import cpu_count
     from cairn.kernels import roofline
@@ -136,7 +136,7 @@ def _measure(spec: ModelSpec, weights: Weights, config: Config, load: Workload) 
 def _print(spec: ModelSpec, weights: Weights, config: Config, measured: Measured, as_json: bool) -> None:
     import msgspec
 
-    from cairn.cli.output import amount, table, talk
+    from cairn.cli.common.output import amount, table, talk
     from cairn.engine.machine import cpu_count, cpu_name, peak_memory
     from cairn.kernels.choose import chosen
     from cairn.models.packing.weight_format import error_line

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cairn.cli.options import Host, configured, server
+from cairn.cli.common.options import Host, configured, server
 from cairn.config.resolve import Resolved
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def register(app: typer.Typer) -> None:
     @configured(_STATS, model=False)
     def stats(resolved: Resolved, host: Host = None) -> None:
         """Show the stored KV by place, its use since the worker started, and the size of packed weights here."""
-        from cairn.cli.output import amount
+        from cairn.cli.common.output import amount
         from cairn.models.packing.packed_file import usage
 
         rows = _call(resolved, host, "GET", "", _stats)
@@ -57,7 +57,7 @@ def register(app: typer.Typer) -> None:
 
         Also remove packed weights on this machine that no start has used for thirty days.
         """
-        from cairn.cli.output import amount
+        from cairn.cli.common.output import amount
         from cairn.models.packing.packed_file import prune as prune_packed
 
         files, size = prune_packed()
@@ -98,13 +98,13 @@ def _call(
 
 
 def _print(rows: Rows) -> None:
-    from cairn.cli.output import table
+    from cairn.cli.common.output import table
 
     table(("", ""), rows)
 
 
 def _stats(found: dict[str, Any]) -> Rows:
-    from cairn.cli.output import amount
+    from cairn.cli.common.output import amount
 
     rows = [("model", found["model"])]
     for name, title in (("ram", "host memory"), ("disk", "disk")):
@@ -129,7 +129,7 @@ def _stats(found: dict[str, Any]) -> Rows:
 
 
 def _swept(found: dict[str, Any]) -> Rows:
-    from cairn.cli.output import amount
+    from cairn.cli.common.output import amount
 
     unreadable = found.get("unreadable", 0)
     return [

@@ -8,10 +8,10 @@ import msgspec
 import typer
 
 from cairn.cli.answer_source import Reached, answers
+from cairn.cli.common.options import LOCAL, configured, server
+from cairn.cli.common.output import talk
+from cairn.cli.common.sampling import refuse_local, sampling_parameters
 from cairn.cli.generate import FORMAT, PROMPT, SYSTEM, formatted, one_answer, one_prompt
-from cairn.cli.options import LOCAL, configured, server
-from cairn.cli.output import talk
-from cairn.cli.sampling import refuse_local, sampling_parameters
 from cairn.config.resolve import Resolved
 from cairn.models.hub.hub import DEMO
 from cairn.types.errors import ConfigError

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import typer
 
-from cairn.cli.options import Host, configured, server
+from cairn.cli.common.options import Host, configured, server
 from cairn.config.resolve import Resolved
 from cairn.types.errors import CairnError, ConfigError
 
@@ -97,7 +97,7 @@ def _register_looks(collection: typer.Typer) -> None:
     @configured(_SERVER, model=False)
     def list_(resolved: Resolved, host: Host = None) -> None:
         """List the collections, most recently created first."""
-        from cairn.cli.output import table
+        from cairn.cli.common.output import table
 
         with server(resolved, host) as client:
             found = list(_pages(client, "/v1/collections"))
@@ -111,7 +111,7 @@ def _register_looks(collection: typer.Typer) -> None:
     @configured(_SERVER, model=False)
     def show(resolved: Resolved, id: _Id, host: Host = None) -> None:
         """List the documents of a collection."""
-        from cairn.cli.output import amount, table
+        from cairn.cli.common.output import amount, table
 
         with server(resolved, host) as client:
             found = list(_pages(client, path(id, "documents")))
@@ -132,7 +132,7 @@ def _register_questions(collection: typer.Typer) -> None:
         host: Host = None,
     ) -> None:
         """Find the passages that match a query best."""
-        from cairn.cli.output import table
+        from cairn.cli.common.output import table
 
         with server(resolved, host) as client:
             answer = client.post(path(id, "search"), _question(query, top, min_score, rerank))
@@ -154,7 +154,7 @@ def _register_questions(collection: typer.Typer) -> None:
         host: Host = None,
     ) -> None:
         """Answer a question from the documents; print its sources on stderr, or that none is cited."""
-        from cairn.cli.output import printable, talk
+        from cairn.cli.common.output import printable, talk
 
         body = _question(question, top, min_score, rerank) | {"stream": True}
         ended: Mapping[str, Any] = {}
@@ -234,7 +234,7 @@ def _add(client: Client, route: str, files: Sequence[Path], fields: Mapping[str,
     """Add documents one after the other; return how many failed."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from cairn.cli.output import printable, talk
+    from cairn.cli.common.output import printable, talk
 
     missed, console = 0, talk()
     columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()

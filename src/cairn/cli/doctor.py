@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from cairn.cli.options import configured
+from cairn.cli.common.options import configured
 from cairn.config.config import Config
 from cairn.config.resolve import Resolved, usual_file
 from cairn.types.errors import CairnError
@@ -50,7 +50,7 @@ def register(app: typer.Typer) -> None:
     @configured(SIZING)
     def doctor(resolved: Resolved) -> None:
         """Show this machine's hardware, which device would compute, and whether models fit."""
-        from cairn.cli.output import sections
+        from cairn.cli.common.output import sections
 
         config = resolved.config
         rows = [("Machine", _machine()), ("Engines", _engines(config)), ("Models", _models(config))]
@@ -137,7 +137,7 @@ def _read_rate(config: Config) -> float:
 
 def _fit(name: str, config: Config, rate: float = 0.0) -> str:
     """Say in a sentence whether a model fits. `rate`: bytes per second read from memory, 0 if not known."""
-    from cairn.cli.output import amount
+    from cairn.cli.common.output import amount
     from cairn.engine import memory
     from cairn.engine.device import check_context
     from cairn.kv.pool.cache import ANY, longest
@@ -200,7 +200,7 @@ def folders(resolved: Resolved, env: Mapping[str, str]) -> Rows:
 
 def _sized(folder: Path) -> str:
     """Return the folder's path with the size of its files."""
-    from cairn.cli.output import amount
+    from cairn.cli.common.output import amount
 
     try:
         if not folder.is_dir():

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from cairn.cli.options import LOCAL, configured
+from cairn.cli.common.options import LOCAL, configured
 from cairn.config.resolve import Resolved
 from cairn.types.errors import InvalidRequest
 

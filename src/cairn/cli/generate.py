@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cairn.cli.options import LOCAL, configured
-from cairn.cli.output import talk
-from cairn.cli.sampling import Answering, AnswerSource, sampling_parameters, source
+from cairn.cli.common.options import LOCAL, configured
+from cairn.cli.common.output import talk
+from cairn.cli.common.sampling import Answering, AnswerSource, sampling_parameters, source
 from cairn.config.resolve import Resolved
 from cairn.types.errors import CairnError, ConfigError, InvalidRequest
 from cairn.types.outputs import REPETITION, FinishReason

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cairn.cli.output import amount
+from cairn.cli.common.output import amount
 from cairn.types.errors import CairnError, ConfigError, ModelError
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ def register(app: typer.Typer) -> None:
         template: Annotated[bool, typer.Option("--template", help="Print only its chat template.")] = False,
     ) -> None:
         """Show a model's family, size, context, quantisation, template and sampling defaults."""
+        from cairn.cli.common.output import table
         from cairn.cli.models import facts, template_of
-        from cairn.cli.output import table
 
         if template:
             print(template_of(model))
@@ -73,7 +73,7 @@ def register(app: typer.Typer) -> None:
         yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     ) -> None:
         """Remove a model from the download cache; files outside it are never removed."""
-        from cairn.cli.output import amount, talk
+        from cairn.cli.common.output import amount, talk
         from cairn.models.hub.removal import plan, remove
 
         removal = plan(model)
@@ -87,7 +87,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _list() -> None:
-    from cairn.cli.output import amount, table
+    from cairn.cli.common.output import amount, table
     from cairn.models.hub import hub
 
     demo = hub.demo_folder()
@@ -99,7 +99,7 @@ def _list() -> None:
 
 def _list_names() -> None:
     """List the short names with their aliases, approximate sizes and sources."""
-    from cairn.cli.output import amount, table
+    from cairn.cli.common.output import amount, table
     from cairn.models.hub.addresses import KNOWN
     from cairn.models.hub.short_names import table as short_names
 
@@ -140,9 +140,10 @@ def pulled(model: str, anyway: bool = False) -> Path:
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bar
 
-    from cairn.cli.output import amount, talk
+    from cairn.cli.common.output import amount, talk
     from cairn.models.hub import hub
     from cairn.models.hub.addresses import known as of_registry
+    from cairn.models.hub.snapshots import Progress
 
     def allow(size: int) -> None:
         check_fits(model, size, anyway, say)
@@ -162,7 +163,7 @@ def pulled(model: str, anyway: bool = False) -> Path:
     with Bar(*columns, TimeRemainingColumn(), console=talk(), transient=True) as bar:
         task = bar.add_task(model, total=None)
 
-        def show(progress: hub.Progress) -> None:
+        def show(progress: Progress) -> None:
             bar.update(task, description=progress.file, completed=progress.done, total=progress.total)
 
         folder = hub.pull(model, progress=show, say=say, allow=allow)

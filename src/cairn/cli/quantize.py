@@ -15,7 +15,7 @@ import typer
 from cairn.types.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
-    from cairn.models.gguf.writer import Loss
+    from cairn.models.packing.gguf_writer import Loss
 
 
 def register(app: typer.Typer) -> None:
@@ -36,7 +36,7 @@ def register(app: typer.Typer) -> None:
         """
         from rich.progress import Progress, TextColumn
 
-        from cairn.cli.output import table, talk
+        from cairn.cli.common.output import table, talk
 
         columns = TextColumn("{task.description}", markup=False), *Progress.get_default_columns()[1:]
         with Progress(*columns, console=talk(), transient=True, disable=not sys.stderr.isatty()) as bar:
@@ -71,10 +71,10 @@ def write(
     that cannot be read or expressed in GGUF.
     """
     from cairn.models.files import is_gguf, parts
-    from cairn.models.gguf.writer import TYPES, check_written, package, write_gguf
     from cairn.models.hub import hub
+    from cairn.models.packing.gguf_writer import TYPES, check_written, package, write_gguf
     from cairn.models.spec.config import check_decodes, load_spec
-    from cairn.text.tokens.gguf_vocab import check_same, texts_of
+    from cairn.text.chat.gguf_metadata import check_same, texts_of
 
     kind = kind.upper()
     if kind not in TYPES:

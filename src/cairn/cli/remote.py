@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import typer
 
-from cairn.cli.options import Host, configured, server
+from cairn.cli.common.options import Host, configured, server
 from cairn.config.resolve import Resolved
 from cairn.types.errors import CairnError, ConfigError
 
@@ -44,7 +44,7 @@ def register(app: typer.Typer) -> None:
     @configured(_SERVER, model=False)
     def ps(resolved: Resolved, host: Host = None) -> None:
         """List the models of a running server: state, running and waiting requests, memory."""
-        from cairn.cli.output import table
+        from cairn.cli.common.output import table
 
         with server(resolved, host) as client:
             rows = _models(client)
@@ -149,7 +149,7 @@ def _path(request: str) -> str:
 
 
 def _print(rows: Rows) -> None:
-    from cairn.cli.output import table
+    from cairn.cli.common.output import table
 
     table(("", ""), rows)
 
@@ -180,7 +180,7 @@ def _server(client: Client) -> Rows:
 
 def _models(client: Client) -> list[tuple[str, ...]]:
     """Return a row per model with its load; "-" for figures that only the admin key shows."""
-    from cairn.cli.output import amount
+    from cairn.cli.common.output import amount
 
     models = client.get("/v1/models")["data"]
     try:

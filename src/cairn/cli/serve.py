@@ -7,7 +7,7 @@ import os
 
 import typer
 
-from cairn.cli.options import ALL, configured
+from cairn.cli.common.options import ALL, configured
 from cairn.config.resolve import Resolved
 
 

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import typer
 
-from cairn.cli.options import Host, configured, server
+from cairn.cli.common.options import Host, configured, server
 from cairn.config.resolve import Resolved
 from cairn.types.errors import CairnError, ConfigError
 
@@ -71,7 +71,7 @@ def _register_looks(workflow: typer.Typer) -> None:
     @configured(_SERVER, model=False)
     def list_(resolved: Resolved, host: Host = None) -> None:
         """List the runs, most recently created first."""
-        from cairn.cli.output import table
+        from cairn.cli.common.output import table
 
         with server(resolved, host) as client:
             runs = client.get("/v1/workflows/runs?limit=100")["data"]
@@ -144,7 +144,7 @@ def _inputs(given: Sequence[str]) -> dict[str, Any]:
 
 def _follow(events: Any) -> None:
     """Show a run's progress on stderr and print its result. CairnError if it failed or was interrupted."""
-    from cairn.cli.output import printable, talk
+    from cairn.cli.common.output import printable, talk
 
     console = talk()
     ended: Mapping[str, Any] = {}

@@ -22,7 +22,7 @@ from cairn.models.forward.buffers import buffer_bytes
 from cairn.models.forward.decoder import build
 from cairn.models.forward.moe import Mixture
 from cairn.models.forward.projection import projection_bytes
-from cairn.models.safetensors.tensor_meta import TensorMeta, outlines
+from cairn.models.quantization.tensor_meta import TensorMeta, outlines
 from cairn.models.safetensors.weights import parameters, small
 from cairn.types.errors import ModelError
 from cairn.types.model_spec import BLOCK_TOKENS, CacheGroup, ModelSpec, RopeScaling

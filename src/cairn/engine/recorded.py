@@ -42,17 +42,18 @@ from cairn.kernels.base import Kernels
 from cairn.kernels.choose import REFERENCE, described
 from cairn.kernels.program import Interpreted, Program, Slot
 from cairn.kernels.vocabulary import NUMPY, Sampler
+from cairn.models.families.families import FAMILIES
+from cairn.models.families.value_range import fits_half, reach
 from cairn.models.files import is_gguf
 from cairn.models.forward import decoder
 from cairn.models.forward.buffers import allocate
 from cairn.models.forward.projection import Pooled, ProjectionStep, open_projection, record_projection
 from cairn.models.forward.row_table import RowTable, open_table
-from cairn.models.packing import packed_file, quantize
+from cairn.models.packing import packed_file
 from cairn.models.packing.weight_format import HeldWeights, error_line, form_of
+from cairn.models.quantization import quantize
 from cairn.models.safetensors.weights import open_weights
-from cairn.models.spec.families import FAMILIES
 from cairn.models.spec.generation_config import generation_fault
-from cairn.models.spec.value_range import fits_half, reach
 from cairn.types.model_spec import BLOCK_TOKENS, CacheGroup, ModelSpec
 from cairn.types.step import NO_TOKEN, NOT_FINITE, EngineCall, EngineInfo, Ready, Row, RowResult
 

@@ -111,7 +111,6 @@ class StepInputs:
         self._max_rows, self._max_tokens = len(self._sets[0].rows), len(self._sets[0].tokens)
         self._table = table
         self._numbers: Ints = np.arange(max(self._max_rows, self._max_tokens), dtype=np.int32)
-        self._states = any(group.kind == "state" for group in groups)
 
     def fill(self, rows: Sequence[Row]) -> FilledStep:
         """Fill the next set of mirrors. Raises `ValueError` for rows that break the contract of `Row`."""
@@ -247,7 +246,7 @@ class StepInputs:
 
     def _check(self, rows: Sequence[Row]) -> None:
         """Refuse broken rows, which are a bug above the waist, before anything is written."""
-        tokens, states, groups = 0, self._states, len(self._groups)
+        tokens, groups = 0, len(self._groups)
         for row in rows:
             start, end, asked = row.start, row.end, row.logits_from
             tokens += end - start
@@ -259,7 +258,7 @@ class StepInputs:
             if len(row.tables) != groups:
                 raise ValueError("a row needs a table of all its blocks in each group")
             if row.draft or row.pending is not None:
-                check_guesses(row, states=states)
+                check_guesses(row)
         if len(rows) > self._max_rows or tokens > self._max_tokens:
             raise ValueError(
                 f"{len(rows)} rows with {tokens} tokens are more than the {self._max_rows} rows and "

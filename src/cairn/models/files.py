@@ -22,6 +22,8 @@ from cairn.types.errors import ModelFileError
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 """Weights in one file, or an index of several."""
+MODULES = "modules.json"
+"""File that marks a folder as an embedding model."""
 
 MAX_SPLITS = 1 << 10
 """Most parts of a split GGUF model."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -144,13 +144,13 @@ class PrefillPace:
         """Seconds for each prompt token; 0 before the first measurement."""
         return 0.0 if self._each == math.inf else self._each
 
-    def record(self, rows: int, tokens: int, seconds: float, guesses: int = 0) -> None:
+    def record(self, rows: int, tokens: int, seconds: float, extra: int = 0) -> None:
         """Record how long a step of `rows` decode rows and `tokens` prompt tokens took.
 
-        `guesses` behind the rows' tokens count as much as prompt tokens do, so that `rows` alone are known.
+        `extra` tokens in the rows, guesses, count as much as prompt tokens do, so that `rows` alone are known.
         """
-        if guesses:
-            tokens, seconds = self._without(guesses, tokens, seconds)
+        if extra:
+            tokens, seconds = self._without(extra, tokens, seconds)
         if not tokens:
             same = rows == self._rows
             self._alone += (seconds - self._alone) * (_WEIGHT if same else 1.0)
@@ -165,26 +165,25 @@ class PrefillPace:
         each = (seconds - alone) / tokens
         self._each = each if each > self._each or self._each == math.inf else self._each + _WEIGHT * (each - self._each)
 
-    def _without(self, guesses: int, tokens: int, seconds: float) -> tuple[int, float]:
+    def _without(self, extra: int, tokens: int, seconds: float) -> tuple[int, float]:
         """Return the tokens and seconds of a step that also checked guesses, as `record` is to take them.
 
-        Beside prompts guesses count as tokens of them. In a step of their own most of it may be theirs, and at least
-        half of the time is the rows'.
+        Beside prompts these count as tokens of them. In a step without prompts at least half of the time is the rows'.
         """
         if tokens:
-            return tokens + guesses, seconds
-        return 0, max(seconds / 2, seconds - guesses * self.token_seconds)
+            return tokens + extra, seconds
+        return 0, max(seconds / 2, seconds - extra * self.token_seconds)
 
-    def tokens(self, rows: int, guesses: int = 0) -> float:
+    def tokens(self, rows: int, extra: int = 0) -> float:
         """Return how many prompt tokens a step has time for beside `rows` decode rows; infinity if `rows` is 0.
 
-        `guesses` behind the rows' tokens take as much of it as prompt tokens would. Never less than `least`, so that
+        `extra` tokens in the rows, guesses, take as much of it as prompt tokens would. Never less than `least`, so that
         prompts advance however slow the machine is.
         """
         if not rows or not self._each:
             return math.inf
         alone = self._rows_alone(rows)
-        return max(self._least, max(self._aim - alone, _SHARE * alone) // self._each - guesses)
+        return max(self._least, max(self._aim - alone, _SHARE * alone) // self._each - extra)
 
     def _rows_alone(self, rows: int) -> float:
         """Return the least seconds that so many decode rows take.
@@ -194,12 +193,13 @@ class PrefillPace:
         return self._alone * min(1.0, rows / self._rows) if self._rows else 0.0
 
 
-def sizes(rows: list[Row], *, prompts: bool) -> tuple[int, int]:
+def sizes(rows: list[Row], sequences: Iterable[Sequence], *, prompts: bool) -> tuple[int, int]:
     """Return the tokens in rows of several, and the number of rows of one. Without `prompts` all rows have one.
 
-    Guesses do not count.
+    Guesses do not count, and neither do tokens that are computed again because of them.
     """
-    lengths = [row.end - row.start - row.draft for row in rows] if prompts else []
+    pairs = zip(rows, sequences, strict=True)
+    lengths = [row.end - row.start - row.draft - one.again for row, one in pairs] if prompts else []
     singles = lengths.count(1)
     return (sum(lengths) - singles, singles) if prompts else (0, len(rows))
 
@@ -220,9 +220,9 @@ class Plan:
     chunked: int
     """Prompt tokens: tokens in rows of several."""
     singles: int
-    """Rows of one token, or of one and guesses."""
-    guesses: int = 0
-    """Guesses in all rows."""
+    """Rows of one token, not counting `extra`."""
+    extra: int = 0
+    """Guesses in all rows, and tokens that are computed again because of them."""
     encodes: bool = False
     """Whether the rows are whole texts for an encoder."""
 
@@ -264,7 +264,7 @@ class Plan:
             engine.copy_blocks(group, [(source, target)]).wait()
         if self.encodes:
             return engine.embed(self.rows).wait()
-        if not self.chunked and not self.guesses:
+        if not self.chunked and not self.extra:
             return engine.decode(self.rows).wait()
         return engine.prefill(self.rows).wait()
 

@@ -37,17 +37,17 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from cairn.kv.pool.blocks import BlockPool
 from cairn.kv.pool.cache import Cache
 from cairn.kv.pool.sequence_kv import Match
 from cairn.scheduler.drafts.drafter import DraftPolicy
-from cairn.scheduler.drafts.speculation import Speculation, sampled
 from cairn.scheduler.encoder_queue import encoder_output
 from cairn.scheduler.plan import Limits, Plan, PrefillPace, StepBudget, sizes
 from cairn.scheduler.queue import Skipped, WaitingQueue
 from cairn.scheduler.sequence import MAX_PRIORITY, Matcher, Sequence, State, check_prompt
+from cairn.scheduler.speculation import Speculation, sampled
 from cairn.system.interfaces import Clock
 from cairn.types.errors import Conflict, InvalidRequest
 from cairn.types.outputs import FinishReason, Output, Timing
@@ -83,8 +83,7 @@ class Scheduler:
     def __init__(self, cache: Cache, limits: Limits, clock: Clock, drafts: DraftPolicy | None = None) -> None:
         """`drafts`: which sequences speculate, and how far; None: none do."""
         self._cache = cache
-        states = any(group.kind == "state" for group in cache.info.groups)
-        self._speculation = None if drafts is None or states else Speculation(drafts, cache.info.vocab)
+        self._speculation = None if drafts is None else Speculation(drafts, cache.info.vocab)
         self._clock = clock
         self._step_tokens = min(limits.step_tokens, cache.info.max_tokens)
         self._max_rows = min(limits.max_running, cache.info.max_rows, self._step_tokens)
@@ -160,13 +159,16 @@ class Scheduler:
         prompts, preemptions = list[Sequence](), self._preemptions
         self._cache.recheck(running=bool(self._running))
         work: dict[Sequence, int] = {}
+        again = 0
         for sequence in tuple(self._running):
-            if sequence.missing > 1:
+            if sequence.missing > 1 and not self._computes_again(sequence, again):
                 prompts.append(sequence)
-            elif self._fit(sequence, end := sequence.computed + 1):
+            elif self._fit(sequence, end := sequence.computed + 1 + sequence.again):
                 work[sequence] = end
-        drafts, guesses = self._guess(work)
-        budget = StepBudget(self._step_tokens - len(work) - guesses, self._pace.tokens(len(work), guesses))
+                again += sequence.again
+        drafts = self._guess(work, again)
+        extra = again + sum(map(len, drafts.values()))
+        budget = StepBudget(self._step_tokens - len(work) - extra, self._pace.tokens(len(work), extra))
         for sequence in prompts:
             if not budget.kept or budget.short(sequence.missing):
                 self._chunk(sequence, budget, work)
@@ -179,32 +181,44 @@ class Scheduler:
         if self._preemptions != preemptions:
             work = {sequence: end for sequence, end in work.items() if sequence.state is State.RUNNING}
         self._release_stalled(work)
+        extra = self._allocate_guesses(work, drafts) if drafts or again else 0
         copies = self._cache.copies()
         if not work and not ended:
             return None
-        guesses = self._allocate_guesses(work, drafts)
         rows = [sequence.row(end, drafts.get(sequence, ())) for sequence, end in work.items()]
-        counts = sizes(rows, prompts=budget.taken > 0)
-        self._planned = Plan(rows, list(work), ended, started, copies, *counts, guesses)
+        counts = sizes(rows, work, prompts=budget.taken > 0)
+        self._planned = Plan(rows, list(work), ended, started, copies, *counts, extra)
         return self._planned
 
-    def _guess(self, work: Mapping[Sequence, int]) -> tuple[dict[Sequence, list[int]], int]:
-        """Return the guesses for the sequences that decode, and how many there are."""
-        if self._speculation is None or not work:
-            return {}, 0
-        drafts = self._speculation.guess(work, (self._step_tokens - len(work)) // GUESSES_PART)
-        return drafts, sum(map(len, drafts.values()))
+    def _computes_again(self, sequence: Sequence, others: int) -> bool:
+        """Tell whether all that a running sequence lacks is its last token and those that it computes again.
 
-    def _allocate_guesses(self, work: Mapping[Sequence, int], drafts: dict[Sequence, list[int]]) -> int:
-        """Give the guesses blocks, and leave those out for which there are none; return how many remain."""
+        `others`: tokens that other sequences compute again. If they do not fit into the step with one token for each
+        running sequence, they are like a prompt's.
+        """
+        fits = len(self._running) + others + sequence.again <= self._step_tokens
+        if fits and sequence.missing == 1 + sequence.again:
+            return True
+        sequence.again = 0
+        return False
+
+    def _guess(self, work: Mapping[Sequence, int], again: int) -> dict[Sequence, list[int]]:
+        """Return the guesses for the sequences that decode, which compute so many tokens again."""
+        if self._speculation is None or not work:
+            return {}
+        return self._speculation.guess(work, (self._step_tokens - len(work) - again) // GUESSES_PART)
+
+    def _allocate_guesses(self, work: Iterable[Sequence], drafts: Mapping[Sequence, list[int]]) -> int:
+        """Give the guesses blocks, and leave those out for which there are none.
+
+        Return how many remain, with the tokens that are computed again.
+        """
         count = 0
-        for sequence in tuple(drafts):
-            if sequence not in work:
-                continue
-            end, guesses = work[sequence], drafts[sequence]
-            while guesses and not self._cache.grow(sequence.kv, end + len(guesses)):
+        for sequence in work:
+            guesses = drafts.get(sequence, [])
+            while guesses and not self._cache.grow_for_guesses(sequence.kv, sequence.computed, len(guesses)):
                 del guesses[len(guesses) // 2 :]
-            count += len(guesses)
+            count += len(guesses) + sequence.again
         return count
 
     def commit(self, plan: Plan, results: list[RowResult] | Exception, seconds: float = 0.0) -> list[Output]:
@@ -224,9 +238,9 @@ class Scheduler:
             error = f"the engine failed while it computed this request ({type(results).__name__})"
             results = [RowResult(error=error)] * len(plan.rows)
         elif plan.rows:
-            self._pace.record(plan.singles, plan.chunked, seconds, plan.guesses)
+            self._pace.record(plan.singles, plan.chunked, seconds, plan.extra)
             if self._speculation is not None and not plan.chunked:
-                self._speculation.policy.step_took(plan.singles, plan.singles + plan.guesses, seconds)
+                self._speculation.policy.step_took(plan.singles, plan.singles + plan.extra, seconds)
         for sequence, row, result in zip(plan.sequences, plan.rows, results, strict=True):
             if sequence.state is not RUNNING:
                 continue
@@ -253,7 +267,7 @@ class Scheduler:
             victim = max(self._running, key=Sequence.by_turn)
             victim.become(State.WAITING)
             self._cache.close(victim.kv, victim.tokens, victim.computed)
-            victim.computed = 0
+            victim.computed = victim.again = 0
             self._running.remove(victim)
             self._waiting.push(victim)
             self._preemptions += 1
@@ -380,6 +394,7 @@ class Scheduler:
             return self._fail(sequence, now, FinishReason.ERROR, result.error)
         if row.draft:
             return self._advance_draft(sequence, row, result, now, in_time)
+        sequence.again = 0
         end = sequence.computed = row.end
         if end - row.start > 1 or end % self._cache.info.block_tokens in self._cache.turns:
             self._cache.publish(sequence.kv, sequence.tokens, end)
@@ -416,8 +431,9 @@ class Scheduler:
         if not results:
             return self._fail(sequence, now, FinishReason.ERROR, "the engine gave neither a token nor an error")
         finish, news, count = sequence.take_all([token for token, _ in results], in_time)
-        first = row.end - row.draft
-        sequence.computed = first + count - 1
+        right = row.end - row.draft + count - 1
+        sequence.computed = self._cache.settle_guesses(sequence.kv, row.start, right, row.end)
+        sequence.again = right - sequence.computed
         self._cache.publish(sequence.kv, sequence.tokens, sequence.computed)
         self._cache.shrink(sequence.kv, len(sequence.tokens))
         accepted = self._speculation.checked(sequence, row, count)

@@ -86,6 +86,7 @@ class Sequence:
 
     __slots__ = (
         "admitted",
+        "again",
         "ahead",
         "arrival",
         "computed",
@@ -166,6 +167,8 @@ class Sequence:
         """Set once it has decoded, if it speculates."""
         self.known = 0
         """Leading tokens that the drafter knows."""
+        self.again = 0
+        """Tokens of its answer that were accepted as guesses and have to be computed again, to have their state."""
         self.scored = 0
         """Prompt log-probabilities sent so far, of `to_score`."""
         self.to_score = self.prompt_len - 1 if request.sampling.prompt_logprobs and not request.generated else 0

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import NamedTuple, ParamSpec, TypeVar
 
 import msgspec
@@ -22,8 +24,9 @@ from cairn.scheduler.sequence import Matcher
 from cairn.system.interfaces import Clock
 from cairn.system.tenant_cache import TenantCache
 from cairn.text.grammar.compile_wire import KEPT_BYTES
-from cairn.text.grammar.vocabulary import Vocabulary
+from cairn.text.grammar.vocabulary import Vocabulary, grammar_tokenizer, token_table
 from cairn.text.output.output_parser import further_markers
+from cairn.text.output.reasoning_formats import THOUGHTS
 from cairn.types.errors import CairnError, DeadlineExceeded, InvalidRequest
 from cairn.types.request import Request, SamplingExtras
 from cairn.worker.grammar_matcher import BudgetMatcher, CompiledGrammar, GrammarMatcher, Masks
@@ -229,3 +232,23 @@ def _check_close(close: Sequence[int], extras: SamplingExtras | None) -> None:
         raise InvalidRequest(
             "bad_words forbids the tag that ends reasoning, which reasoning_budget needs", field="bad_words"
         )
+
+
+def read_vocabulary(
+    folder: Path, given: str | None, vocab: int, ends: Sequence[int], marks: tuple[str, ...] = ()
+) -> Vocabulary:
+    """Read the vocabulary of a model. Raises ModelError.
+
+    `given` is a tokenizer.json that replaces the model's own; the other arguments are those of `token_table`.
+    """
+    from cairn.text.chat.templates import load_text
+
+    tokenizer, _ = load_text(folder, given)
+    table = token_table(tokenizer, vocab, ends, marks)
+    # `special`: a mark that is a token is forced as that token; the model never learnt `<tool_call>` in letters.
+    encode = partial(tokenizer.encode, special=True)
+    closes = {}
+    for form in THOUGHTS:
+        single = tokenizer.token_id(form.close)
+        closes[form.name] = tuple(tokenizer.encode(form.close, special=True) if single is None else [single])
+    return Vocabulary(grammar_tokenizer(table, encode), frozenset(table.special), closes)

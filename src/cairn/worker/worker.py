@@ -35,14 +35,13 @@ from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.sequence import Matcher
 from cairn.system.interfaces import Clock
 from cairn.system.posix import SystemClock, SystemFiles, log_to_stderr
-from cairn.text.grammar.vocabulary import read_vocabulary
 from cairn.types.errors import CairnError, DeviceError, DeviceMemoryError, ModelError
 from cairn.types.outputs import Output
 from cairn.types.request import Request
 from cairn.types.stats import KvStats
 from cairn.types.step import Engine
 from cairn.worker import wire
-from cairn.worker.grammars import Grammars
+from cairn.worker.grammars import Grammars, read_vocabulary
 from cairn.worker.kv_queries import KVQueries
 from cairn.worker.stores import GB, check_pool, keyed, open_stores, stored_bytes
 

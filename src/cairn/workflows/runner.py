@@ -18,8 +18,8 @@ import msgspec
 from cairn.agents.concurrency import as_places_free, together
 from cairn.agents.journals import Journal, Journals
 from cairn.frontend.requests import SamplingOptions
-from cairn.text.chat.messages import length
 from cairn.text.grammar.grammar import ANYTHING, Structure, Wanted
+from cairn.text.tokens.json_texts import length
 from cairn.text.tokens.tokenizer import INLINE
 from cairn.types.errors import CairnError, Cancelled, Unavailable
 from cairn.types.outputs import Delta

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from cairn.api.chat.wire import ChatChunks, TextChunks, TextLogprobs, chat_logprobs, usage_object
 from cairn.api.http.sse import DONE, HEARTBEAT, error_event
-from cairn.text.chat.messages import texts_in
+from cairn.text.tokens.json_texts import texts_in
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.errors import InvalidRequest, Overloaded, Unauthorized
 from cairn.types.outputs import Delta, TokenLogprob, ToolCallDelta

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from cairn.config.config import Config
-from cairn.models.spec.end_tokens import Middle
+from cairn.models.families.end_tokens import Middle
 from cairn.types.errors import GenerationFailed
 from cairn.types.outputs import Delta, FinishReason, TokenLogprob
 from cairn.types.request import SamplingExtras

@@ -17,8 +17,8 @@ from cairn.api.chat.schemas import ChatBody
 from cairn.api.ollama import models as ollama_models
 from cairn.api.ollama.schemas import OllamaChatBody, Options, chat_of
 from cairn.config.config import Config, Secret
-from cairn.models.hub.hub import Progress
-from cairn.models.spec.end_tokens import Middle
+from cairn.models.families.end_tokens import Middle
+from cairn.models.hub.snapshots import Progress
 from cairn.types.errors import CairnError, GenerationFailed, ModelError
 from cairn.types.outputs import Delta, FinishReason, TokenLogprob, ToolCallDelta
 from cairn.types.request import SamplingExtras

@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from cairn.config.config import Config, Secret
-from cairn.models.spec.end_tokens import Middle
+from cairn.models.families.end_tokens import Middle
 from cairn.text.output.stream import TextStream
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.errors import GenerationFailed, InvalidRequest, Overloaded, Unavailable

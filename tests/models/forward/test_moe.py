@@ -17,8 +17,8 @@ from cairn.kernels.quantized import dequantized
 from cairn.kernels.reference import ReferenceKernels, gated
 from cairn.models.forward.decoder import Attention, build
 from cairn.models.forward.moe import Mixture
-from cairn.models.gguf.writer import write_gguf as write_again
 from cairn.models.packing import packed_file, packed_matrices
+from cairn.models.packing.gguf_writer import write_gguf as write_again
 from cairn.models.packing.weight_format import HeldWeights
 from cairn.models.safetensors.weights import open_weights
 from cairn.models.spec.config import load_spec

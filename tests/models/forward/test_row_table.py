@@ -12,11 +12,11 @@ from gguf.quants import dequantize, quantize
 from safetensors.numpy import load_file, save_file
 
 from cairn.engine.memory import weight_memory
+from cairn.models.families.uneven_spec import INPUTS
 from cairn.models.forward.row_table import open_table
 from cairn.models.packing.weight_format import HeldWeights
 from cairn.models.safetensors.weights import open_weights
 from cairn.models.spec.config import load_spec
-from cairn.models.spec.uneven_spec import INPUTS
 from cairn.types.errors import ModelFileError
 from tests.gguf_files import write_gguf
 from tests.tiny_models import BFLOAT16, MODELS, load, write_model

@@ -16,7 +16,7 @@ import pytest
 
 from cairn.models import files
 from cairn.models.files import shards
-from cairn.models.hub import download, hub, install
+from cairn.models.hub import download, hub, install, snapshots
 from cairn.types.errors import ModelError, ModelFileError
 
 COMMIT = "a" * 40
@@ -630,7 +630,7 @@ def test_a_name_that_no_file_can_have_hides_no_model(remote, env, commit, error)
     snapshot.mkdir(parents=True)
     (other / "refs").mkdir()
     (other / "refs" / "main").write_text(commit)
-    for name in hub.NEEDED:
+    for name in snapshots.NEEDED:
         (snapshot / name).write_text("{}")
     index = {"weight_map": {"w": "x" * 244 + ".safetensors"}}
     (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -643,7 +643,7 @@ def test_an_index_beyond_every_models_is_not_read(remote, env, monkeypatch):
     folder = hub.pull("org/m", env=env)
     monkeypatch.setattr(files, "MAX_JSON_BYTES", len(INDEX) - 1)
     with pytest.raises(ModelFileError, match="larger than"):
-        hub.index_shards(folder / "model.safetensors.index.json")
+        snapshots.index_shards(folder / "model.safetensors.index.json")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", "config.json"])

@@ -6,7 +6,7 @@ import pytest
 from cairn.kernels.quantized import dequantized
 from cairn.models.hub.hub import demo_folder
 from cairn.models.packing.random_weights import SHAPES, TYPES, RandomWeights, shape_spec
-from cairn.models.safetensors.tensor_meta import outlines
+from cairn.models.quantization.tensor_meta import outlines
 from cairn.models.safetensors.weights import expected_tensors, parameters
 from cairn.models.spec.config import load_spec
 

@@ -14,14 +14,14 @@ from gguf import GGMLQuantizationType as Type
 from cairn.kernels.base import Packed, Quantized
 from cairn.kernels.codebooks import RowBlocks
 from cairn.kernels.quantized import dequantized
-from cairn.models.packing.dequant import KINDS, dequantize
 from cairn.models.packing.random_weights import shape_spec
 from cairn.models.packing.weight_format import HeldWeights, error_line, form_of
-from cairn.models.safetensors.tensor_meta import outlines
+from cairn.models.quantization.dequant import KINDS, dequantize
+from cairn.models.quantization.tensor_meta import outlines
 from cairn.models.safetensors.weights import open_weights
 from cairn.models.spec.config import load_spec
 from tests.gguf_files import write_gguf
-from tests.models.packing.test_quantize import random_blocks
+from tests.models.quantization.test_quantize import random_blocks
 from tests.tiny_models import BFLOAT16, write_model
 
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 256}

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from cairn.models.families.families import ENCODERS, FAMILIES
 from cairn.models.spec.config import load_spec
-from cairn.models.spec.families import ENCODERS, FAMILIES
 from cairn.models.spec.generation_config import generation_fault
 from cairn.types.errors import ModelError, ModelFileError
 from cairn.types.model_spec import CacheGroup, RopeScaling

@@ -21,7 +21,7 @@ from cairn.text.output.json_scan import MAX_DEPTH
 from cairn.text.output.stream import TextStream
 from cairn.text.output.tool_parser import offered_tools
 from cairn.text.render.fair_time import LongTexts
-from cairn.text.tokens import length
+from cairn.text.tokens import json_texts, length
 from cairn.text.tokens.tokenizer import INLINE
 from cairn.types.errors import ConfigError, ContextTooLong, InvalidRequest, ModelFileError, Overloaded, Unsupported
 from cairn.types.outputs import FinishReason
@@ -1053,8 +1053,8 @@ async def test_many_values_without_text_are_read_beside_the_loop(start: Start, m
 
 @pytest.mark.parametrize("value", ["", None, 1, [], {}])
 def test_what_has_no_characters_counts_too(value: object) -> None:
-    assert plain.length([value] * 5000) > INLINE
-    assert plain.length([value] * 5) == 6
+    assert json_texts.length([value] * 5000) > INLINE
+    assert json_texts.length([value] * 5) == 6
 
 
 def test_counting_ends_where_there_is_more_than_enough() -> None:
@@ -1066,15 +1066,15 @@ def test_counting_ends_where_there_is_more_than_enough() -> None:
                 read.append(n)
                 yield "abc"
 
-    assert plain.length({"key": Told()}) > INLINE
+    assert json_texts.length({"key": Told()}) > INLINE
     assert len(read) < INLINE // 2
 
 
 def test_texts_are_those_of_keys_and_values() -> None:
     value = {"a": ["b", ("c", 1, None), {"d": "e"}], "f": {}, "g": [[]]}
-    assert sorted(plain.texts_in(value)) == ["a", "b", "c", "d", "e", "f", "g"]
+    assert sorted(json_texts.texts_in(value)) == ["a", "b", "c", "d", "e", "f", "g"]
     with pytest.raises(InvalidRequest, match="the key 1"):
-        list(plain.texts_in([{"a": {1: "b"}}]))
+        list(json_texts.texts_in([{"a": {1: "b"}}]))
 
 
 def test_a_list_that_holds_itself_is_refused() -> None:
@@ -1082,7 +1082,7 @@ def test_a_list_that_holds_itself_is_refused() -> None:
     endless: list[Any] = ["a"]
     endless.append(endless)
     with pytest.raises(InvalidRequest, match="nested too deeply"):
-        list(plain.texts_in(endless))
+        list(json_texts.texts_in(endless))
 
 
 @pytest.mark.parametrize(("depth", "read"), [(MAX_DEPTH, True), (MAX_DEPTH + 1, False), (400, False), (100_000, False)])

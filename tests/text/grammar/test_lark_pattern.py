@@ -8,10 +8,10 @@ import time
 
 import pytest
 
+from cairn.text.grammar.call_grammar import Offered, lark_of_calls
 from cairn.text.grammar.grammar import Shape
 from cairn.text.grammar.lark_pattern import NotRegular, pattern_of
 from cairn.text.output.call_formats import FORMATS, CallFormat
-from cairn.text.output.call_grammar import Offered, lark_of_calls
 from tests.text.walks import accepts, checked
 
 PATCH = r"""

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from cairn.text.grammar.call_grammar import callable_tools
 from cairn.text.grammar.closed_objects import closed
 from cairn.text.grammar.grammar import MAX_TEXT, GrammarError, Shape, Structure
 from cairn.text.grammar.json_schema import SchemaError, prepared
 from cairn.text.grammar.patterns import FORMATS, without_look_ahead
 from cairn.text.grammar.trial import CompiledJob
-from cairn.text.output.call_grammar import callable_tools
 from tests.text.walks import accepts, compiled, walk
 
 BIG = 1234567890123456789

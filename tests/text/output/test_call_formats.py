@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
+from cairn.text.chat.declared_call_format import declared_form
+from cairn.text.grammar.call_grammar import callable_tools, lark_of_calls
 from cairn.text.grammar.grammar import GrammarError, Shape
 from cairn.text.output.call_formats import BY_NAME, FORMATS, CallFormat, format_of, name_of
-from cairn.text.output.call_grammar import callable_tools, lark_of_calls
-from cairn.text.output.declared_call_format import declared_form
 from cairn.text.output.output_parser import splitter
 from cairn.text.output.tool_parser import offered_tools
 from cairn.types.outputs import ToolCallDelta
 from cairn.types.request import OutputFormat
 from tests.text.call_templates import FURTHER, derived
+from tests.text.chat.test_declared_call_format import DECLARED
 from tests.text.output.call_pieces import read_calls
-from tests.text.output.test_declared_call_format import DECLARED
 from tests.text.walks import accepts, checked, walk
 
 
@@ -241,6 +241,16 @@ def test_a_grammar_of_tools_grows_no_faster_than_they_do(name: str) -> None:
     properties = {f"p{number}": {"type": "integer"} for number in range(20_000)}
     with pytest.raises(GrammarError, match="the schemas of one tool may have"):
         callable_tools([tool("f", {"type": "object", "properties": properties})], None, None)
+
+
+@pytest.mark.parametrize("name", ["gemma", "lfm2", "qwen_xml"])
+def test_tools_within_their_bound_may_still_make_too_long_a_grammar(name: str) -> None:
+    properties = {f"p{number}": {"type": "array", "items": {"enum": [number]}} for number in range(2_000)}
+    tools = [tool(f"f{number}", {"type": "object", "properties": properties}) for number in range(9)]
+    few, many = callable_tools(tools[:1], None, None), callable_tools(tools, None, None)
+    assert lark_of_calls(BY_NAME[name], few, required=True, parallel=False)
+    with pytest.raises(GrammarError, match="the tools make a grammar of more than 1048576 characters"):
+        lark_of_calls(BY_NAME[name], many, required=True, parallel=False)
 
 
 def test_arguments_that_may_all_be_left_out_come_in_their_order() -> None:

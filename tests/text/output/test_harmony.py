@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from cairn.text.grammar.call_grammar import callable_tools, lark_of_calls
 from cairn.text.grammar.grammar import Shape, Structure
 from cairn.text.output.call_formats import BY_NAME
-from cairn.text.output.call_grammar import callable_tools, lark_of_calls
 from cairn.text.output.output_parser import splitter
 from cairn.text.output.tool_parser import offered_tools
 from cairn.types.outputs import ToolCallDelta

@@ -30,6 +30,7 @@ from cairn.models.files import is_gguf
 from cairn.models.hub import hub
 from cairn.models.hub.addresses import known
 from cairn.models.hub.removal import plan, remove
+from cairn.models.hub.snapshots import Progress
 from cairn.models.safetensors.weights import parameters
 from cairn.models.spec.config import bytes_by_format
 from cairn.router.served_model import ServedModel
@@ -280,8 +281,8 @@ class _Pull:
 
     def __init__(self, model: str) -> None:
         self._model = model
-        self._told: hub.Progress | None = None
-        self._shown: hub.Progress | None = None
+        self._told: Progress | None = None
+        self._shown: Progress | None = None
         self.left = threading.Event()
         """Set when nobody waits any more: the download ends, and the next request for it continues where it stopped."""
 
@@ -297,7 +298,7 @@ class _Pull:
         self._shown = told
         return {"status": f"pulling {told.file}", "digest": told.file, "total": told.total, "completed": told.done}
 
-    def _note(self, progress: hub.Progress) -> None:
+    def _note(self, progress: Progress) -> None:
         self._told = progress
         self._wait(0)
 

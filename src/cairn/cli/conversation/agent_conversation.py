@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from cairn.cli.agents import path
+from cairn.cli.common.agent_path import agent_path
 from cairn.cli.conversation.commands import Command, CommandTable
 from cairn.cli.conversation.conversation import Conversation, Setting
 from cairn.types.errors import CairnError, Conflict, NotFound
@@ -51,7 +51,7 @@ class AgentConversation(Conversation):
         setting: Setting | None = None,
     ) -> None:
         """Find the agent, or create it. Raises CairnError if it exists and `system` is given."""
-        self._client, self._path = client, path(id)
+        self._client, self._path = client, agent_path(id)
         self._source = AgentSource(client, id)
         super().__init__(self._source, sampling, setting=setting)
         try:

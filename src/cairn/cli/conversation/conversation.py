@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cairn.cli.common.output import printable, talk
+from cairn.cli.common.sampling import FLAGS
 from cairn.cli.conversation.commands import Command, CommandTable, is_command
 from cairn.cli.conversation.full_context import OFFER, Messages, older_half, summary_of
 from cairn.cli.conversation.line_reader import LineReader, PipeReader, TerminalReader, mark_pastes, no_echo
@@ -19,8 +21,6 @@ from cairn.cli.conversation.markdown_view import WrappedView, view_of_terminal
 from cairn.cli.conversation.quoted_lines import question_of, unquoted
 from cairn.cli.conversation.saved_chats import SavedChat, SavedChats
 from cairn.cli.conversation.settings import Settings, help_of_set
-from cairn.cli.output import printable, talk
-from cairn.cli.sampling import FLAGS
 from cairn.config.paths import expanded
 from cairn.types.errors import CairnError, ContextTooLong
 from cairn.types.outputs import REPETITION
@@ -28,7 +28,7 @@ from cairn.types.outputs import REPETITION
 if TYPE_CHECKING:
     from rich.status import Status
 
-    from cairn.cli.sampling import Answering, AnswerSource
+    from cairn.cli.common.sampling import Answering, AnswerSource
     from cairn.entrypoints.answer import Answer
 
 KEYS = '''

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from cairn.types.errors import CairnError
 
 if TYPE_CHECKING:
-    from cairn.cli.sampling import AnswerSource
+    from cairn.cli.common.sampling import AnswerSource
 
 Messages = list[dict[str, Any]]
 

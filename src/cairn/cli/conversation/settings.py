@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cairn.cli.sampling import FLAGS
+from cairn.cli.common.sampling import FLAGS
 from cairn.config.option import closest
 from cairn.types.errors import ConfigError, InvalidRequest
 from cairn.types.request import SAMPLING_RANGES

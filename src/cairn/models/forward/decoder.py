@@ -21,6 +21,7 @@ from typing import Any
 
 from cairn.kernels.base import Array, Kernels, Matrix, Rope
 from cairn.kernels.program import Program
+from cairn.models.families.tensor_names import XIELU
 from cairn.models.forward.buffers import Buffers, with_slots
 from cairn.models.forward.gemma3n import (
     StreamBuffers,
@@ -50,7 +51,6 @@ from cairn.models.forward.latent import LatentAttention, build_latent, run_laten
 from cairn.models.forward.moe import Beside, Mixture, build_beside, build_mixture, run_beside, run_mixture
 from cairn.models.forward.recorder import Recorder
 from cairn.models.forward.recurrent import Recurrent, build_recurrent, run_recurrent
-from cairn.models.safetensors.tensor_names import XIELU
 from cairn.types.model_spec import ModelSpec
 
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from cairn.kernels.base import Array, Kernels, Matrix, Rope
 from cairn.kernels.program import Program, Size, Slot
+from cairn.models.families.encoder_spec import mlp_names, qkv_names
 from cairn.models.forward.recorder import Recorder
-from cairn.models.spec.encoder_spec import mlp_names, qkv_names
 from cairn.types.model_spec import BLOCK_TOKENS, EncoderSpec, ModelSpec, RotaryPositions
 
 

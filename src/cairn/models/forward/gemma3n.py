@@ -18,8 +18,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from cairn.kernels.base import Array, Kernels, Matrix
+from cairn.models.families.uneven_spec import MERGES, STREAMS
 from cairn.models.forward.gemma4 import LayerInput
-from cairn.models.spec.uneven_spec import MERGES, STREAMS
 from cairn.types.model_spec import ModelSpec
 
 Pack = Callable[..., Matrix]

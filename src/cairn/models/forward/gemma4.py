@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from cairn.kernels.base import Array, Kernels, Matrix
-from cairn.models.spec.uneven_spec import INPUTS_NORM, INPUTS_PROJECTION
+from cairn.models.families.uneven_spec import INPUTS_NORM, INPUTS_PROJECTION
 from cairn.types.model_spec import ModelSpec, Uneven
 
 Pack = Callable[..., Matrix]

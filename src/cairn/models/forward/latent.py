@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from cairn.kernels.base import Array, Kernels, Matrix
-from cairn.models.spec.latent_spec import KEYS, VALUES
+from cairn.models.families.latent_spec import KEYS, VALUES
 from cairn.types.model_spec import Latent, ModelSpec
 
 Pack = Callable[..., Matrix]

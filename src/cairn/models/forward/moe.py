@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cairn.kernels.base import Array, Kernels, Matrix
-from cairn.models.spec.moe_spec import (
+from cairn.models.families.moe_spec import (
     BESIDE_NORM,
     BESIDE_POST_NORM,
     CORRECTION,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cairn.kernels.base import Array, Kernels, Matrix
-from cairn.models.spec.recurrent_spec import MIXER
+from cairn.models.families.recurrent_spec import MIXER
 from cairn.types.model_spec import Recurrence
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from cairn.models.families.uneven_spec import INPUTS
 from cairn.models.files import is_gguf, opened
 from cairn.models.gguf.architectures import PER_LAYER
 from cairn.models.gguf.reader import read_gguf
-from cairn.models.packing.dequant import BlockFormat, dequantize
+from cairn.models.quantization.dequant import BlockFormat, dequantize
 from cairn.models.safetensors.weights import DTYPES, located
-from cairn.models.spec.uneven_spec import INPUTS
 from cairn.types.errors import ModelFileError
 from cairn.types.model_spec import ModelSpec
 

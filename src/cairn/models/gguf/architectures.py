@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from cairn.models.families.latent_spec import KEYS, VALUES
+from cairn.models.families.moe_spec import MAX_EXPERTS, checked
 from cairn.models.files import Fields
 from cairn.models.gguf.recurrent import CONV, DELTA, MAMBA2, Rule, mlp_layers
-from cairn.models.spec.latent_spec import KEYS, VALUES
-from cairn.models.spec.moe_spec import MAX_EXPERTS, checked
 from cairn.types.errors import ModelError
 from cairn.types.model_spec import Experts
 

@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from cairn.models.families.encoder_spec import ACTIVATIONS
 from cairn.models.files import Fields
 from cairn.models.gguf.reader import Gguf, vocab_rows
 from cairn.models.hub.hub import model_name
-from cairn.models.spec.encoder_spec import ACTIVATIONS
 from cairn.types.errors import ModelError, ModelFileError
 from cairn.types.model_spec import (
     MAX_CONTEXT,

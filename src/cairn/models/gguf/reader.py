@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.models.files import MAX_SPLITS, Fields, opened, reading, shards
-from cairn.models.packing.dequant import KINDS, OTHER_KINDS, BlockFormat
+from cairn.models.quantization.dequant import KINDS, OTHER_KINDS, BlockFormat
 from cairn.types.errors import ModelFileError
 from cairn.types.model_spec import MAX_VOCAB
 

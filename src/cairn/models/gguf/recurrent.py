@@ -10,8 +10,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from cairn.models.families.recurrent_spec import MAX_HEADS, MIXER, MOST_REACH
 from cairn.models.files import Fields
-from cairn.models.spec.recurrent_spec import MAX_HEADS, MIXER, MOST_REACH
 from cairn.types.errors import ModelError
 from cairn.types.model_spec import MAX_HEAD_DIM, Recurrence
 

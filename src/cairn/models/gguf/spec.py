@@ -16,6 +16,9 @@ import msgspec
 import numpy as np
 
 from cairn.kernels.elementary import log_of
+from cairn.models.families.end_tokens import ENDS, is_spelt_as_control, known_ends
+from cairn.models.families.latent_spec import spec_fields
+from cairn.models.families.recurrent_spec import with_state
 from cairn.models.files import Fields
 from cairn.models.gguf.architectures import ARCHITECTURES, EXPERT_KEYS, Architecture, experts
 from cairn.models.gguf.architectures import layers as layers_of
@@ -27,9 +30,6 @@ from cairn.models.gguf.recurrent import by_heads, mlp_layers, only_states, recur
 from cairn.models.gguf.uneven import KEYS as UNEVEN
 from cairn.models.gguf.uneven import by_layer, head_length, uneven_spec
 from cairn.models.hub.hub import model_name
-from cairn.models.spec.end_tokens import ENDS, is_spelt_as_control, known_ends
-from cairn.models.spec.latent_spec import spec_fields
-from cairn.models.spec.recurrent_spec import with_state
 from cairn.types.errors import ModelError, ModelFileError
 from cairn.types.model_spec import (
     MAX_CONTEXT,

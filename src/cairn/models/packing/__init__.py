@@ -1,1 +1,1 @@
-"""Weights in memory: formats, quantising, unpacking, and packed files."""
+"""Weights for the kernels: formats, packed files, random weights, and the writer of GGUF files."""

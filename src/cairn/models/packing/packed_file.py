@@ -40,7 +40,6 @@ from numpy.typing import NDArray
 from cairn.kernels.native import NativeKernels
 from cairn.models.forward import decoder
 from cairn.models.hub.digests import memory_path, vouch, vouched
-from cairn.models.packing import quantize
 from cairn.models.packing.packed_matrices import (
     MAGIC,
     START,
@@ -53,6 +52,7 @@ from cairn.models.packing.packed_matrices import (
     as_weights,
 )
 from cairn.models.packing.weight_format import HeldWeights
+from cairn.models.quantization import quantize
 from cairn.models.spec.config import identity_of
 from cairn.types.errors import CairnError, ConfigError, ModelError
 from cairn.types.model_spec import ModelSpec

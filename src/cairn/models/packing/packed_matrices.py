@@ -23,7 +23,7 @@ from cairn.kernels.native import NativeKernels, form_of, packed_bytes
 from cairn.models.forward.moe import is_expert
 from cairn.models.hub.digests import tell
 from cairn.models.packing.weight_format import HeldWeights
-from cairn.models.safetensors.tensor_meta import TensorMeta
+from cairn.models.quantization.tensor_meta import TensorMeta
 
 MAGIC = b"CAIRNPK1"
 START = 4096

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from cairn.kernels.base import BLOCK, GROUP, Quantized
 from cairn.kernels.elementary import exp
+from cairn.models.families.moe_spec import is_router
+from cairn.models.families.recurrent_spec import MIXER, is_step, with_state
 from cairn.models.gguf.spec import cache_groups
-from cairn.models.safetensors.tensor_meta import TensorMeta, blocks, codes
+from cairn.models.quantization.tensor_meta import TensorMeta, blocks, codes
 from cairn.models.safetensors.weights import DTYPES, expected_tensors
-from cairn.models.spec.moe_spec import is_router
-from cairn.models.spec.recurrent_spec import MIXER, is_step, with_state
 from cairn.types.model_spec import CacheGroup, Experts, ModelSpec, Recurrence, RotaryPositions
 
 _SIZES: dict[str, dict[str, Any]] = {

@@ -22,15 +22,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.kernels.base import GROUP, Packed
+from cairn.models.families.moe_spec import is_router
+from cairn.models.families.recurrent_spec import is_step
+from cairn.models.families.uneven_spec import INPUTS
 from cairn.models.hub.digests import tell
-from cairn.models.packing.dequant import SLICE
-from cairn.models.packing.quantize import rounded
-from cairn.models.safetensors import tensor_meta as known
-from cairn.models.safetensors.tensor_meta import TensorMeta
+from cairn.models.quantization import tensor_meta as known
+from cairn.models.quantization.dequant import SLICE
+from cairn.models.quantization.quantize import rounded
+from cairn.models.quantization.tensor_meta import TensorMeta
 from cairn.models.safetensors.weights import small
-from cairn.models.spec.moe_spec import is_router
-from cairn.models.spec.recurrent_spec import is_step
-from cairn.models.spec.uneven_spec import INPUTS
 from cairn.types.model_spec import ModelSpec
 
 Form = Literal["stored", "f32", "bf16", "int8", "int4"]

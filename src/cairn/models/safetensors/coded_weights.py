@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.kernels.base import Packed
-from cairn.models.safetensors import tensor_meta as known
-from cairn.models.safetensors.tensor_meta import TensorMeta
+from cairn.models.quantization import tensor_meta as known
+from cairn.models.quantization.tensor_meta import TensorMeta
 
 _KINDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 

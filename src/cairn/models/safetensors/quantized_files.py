@@ -23,7 +23,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.models.safetensors.quantized_config import Scheme
+from cairn.models.quantization.quantized_config import Scheme
 from cairn.models.safetensors.stored_codes import (
     FLOAT8,
     FLOAT_E8,

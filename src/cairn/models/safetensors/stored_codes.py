@@ -23,10 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.kernels.base import GROUP, Packed, Quantized
-from cairn.models.packing.dequant import FP4, KINDS, SLICE, Codes, dequantize
-from cairn.models.packing.quantize import rounded, unpack
+from cairn.models.quantization.dequant import FP4, KINDS, SLICE, Codes, dequantize
+from cairn.models.quantization.quantize import rounded, unpack
+from cairn.models.quantization.tensor_meta import TensorMeta, codes
 from cairn.models.safetensors.coded_weights import Coded
-from cairn.models.safetensors.tensor_meta import TensorMeta, codes
 from cairn.types.errors import ModelFileError
 
 PARTS = (".blocks", ".scales")

@@ -18,6 +18,14 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from cairn.models.families.encoder_spec import encoder_tensors
+from cairn.models.families.encoder_spec import own_name as encoder_name
+from cairn.models.families.families import AHEAD, FAMILIES, Family
+from cairn.models.families.latent_spec import latent_tensors
+from cairn.models.families.moe_spec import mixture_tensors
+from cairn.models.families.recurrent_spec import MIXER, recurrent_tensors
+from cairn.models.families.tensor_names import XIELU, own_tensors
+from cairn.models.families.uneven_spec import uneven_tensors
 from cairn.models.files import (
     INDEX,
     MAX_NAME_BYTES,
@@ -32,18 +40,10 @@ from cairn.models.files import (
 )
 from cairn.models.gguf.reader import read_gguf
 from cairn.models.gguf.weights import GgufWeights
+from cairn.models.quantization.quantized_config import Scheme, scheme_of
 from cairn.models.safetensors.coded_weights import Coded, CodedWeights
-from cairn.models.safetensors.quantized_config import Scheme, scheme_of
 from cairn.models.safetensors.quantized_files import ENDS, Stored, modules
 from cairn.models.safetensors.stored_codes import PARTS, SelectedRows, StoredMatrix, join_mxfp4, selected_rows
-from cairn.models.safetensors.tensor_names import XIELU, own_tensors
-from cairn.models.spec.encoder_spec import encoder_tensors
-from cairn.models.spec.encoder_spec import own_name as encoder_name
-from cairn.models.spec.families import AHEAD, FAMILIES, Family
-from cairn.models.spec.latent_spec import latent_tensors
-from cairn.models.spec.moe_spec import mixture_tensors
-from cairn.models.spec.recurrent_spec import MIXER, recurrent_tensors
-from cairn.models.spec.uneven_spec import uneven_tensors
 from cairn.types.errors import ModelFileError
 from cairn.types.model_spec import ModelSpec
 

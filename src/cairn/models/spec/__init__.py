@@ -1,1 +1,1 @@
-"""What a model is, read from its configuration: families, layers, positions, end tokens."""
+"""What a model is: the `ModelSpec` of a folder or a GGUF file."""

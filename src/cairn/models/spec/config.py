@@ -17,25 +17,13 @@ import msgspec
 
 from cairn.config.paths import expanded
 from cairn.kernels.elementary import power_of
-from cairn.models.files import Fields, is_gguf, read_json, reading
-from cairn.models.gguf.encoder import gguf_encoder_spec
-from cairn.models.gguf.encoder import is_encoder as is_gguf_encoder
-from cairn.models.gguf.reader import read_gguf
-from cairn.models.gguf.spec import cache_groups, gguf_spec
-from cairn.models.hub.digests import file_digest
-from cairn.models.hub.hub import model_name
-from cairn.models.safetensors.coded_weights import CodedWeights
-from cairn.models.safetensors.weights import has_own_head, open_weights, stored_scheme, weight_files
-from cairn.models.spec.config_keys import decoder_row, understood
-from cairn.models.spec.embedding_files import check_width, embedding_of, judge_of
-from cairn.models.spec.encoder_spec import encoder_spec, is_encoder
-from cairn.models.spec.families import Family, family_of, sees_both, text_config
-from cairn.models.spec.generation_config import end_ids, sampling_defaults
-from cairn.models.spec.judge import with_judge
-from cairn.models.spec.latent_spec import latent_fields
-from cairn.models.spec.makers_sampling import makers_sampling
-from cairn.models.spec.moe_spec import layer_count, mixture
-from cairn.models.spec.positions_spec import (
+from cairn.models.families.config_keys import decoder_row, understood
+from cairn.models.families.embedding_files import check_width, embedding_of, judge_of
+from cairn.models.families.encoder_spec import encoder_spec, is_encoder
+from cairn.models.families.families import Family, family_of, sees_both, text_config
+from cairn.models.families.latent_spec import latent_fields
+from cairn.models.families.moe_spec import layer_count, mixture
+from cairn.models.families.positions_spec import (
     by_type,
     check_divisors,
     global_positions,
@@ -48,8 +36,20 @@ from cairn.models.spec.positions_spec import (
     unturned,
     unturned_scaling,
 )
-from cairn.models.spec.recurrent_spec import mlp_layers, recurrence, with_state
-from cairn.models.spec.uneven_spec import one_width, proportional, uneven_fields
+from cairn.models.families.recurrent_spec import mlp_layers, recurrence, with_state
+from cairn.models.families.uneven_spec import one_width, proportional, uneven_fields
+from cairn.models.files import Fields, is_gguf, read_json, reading
+from cairn.models.gguf.encoder import gguf_encoder_spec
+from cairn.models.gguf.encoder import is_encoder as is_gguf_encoder
+from cairn.models.gguf.reader import read_gguf
+from cairn.models.gguf.spec import cache_groups, gguf_spec
+from cairn.models.hub.digests import file_digest
+from cairn.models.hub.hub import model_name
+from cairn.models.safetensors.coded_weights import CodedWeights
+from cairn.models.safetensors.weights import has_own_head, open_weights, stored_scheme, weight_files
+from cairn.models.spec.generation_config import end_ids, sampling_defaults
+from cairn.models.spec.judge import with_judge
+from cairn.models.spec.makers_sampling import makers_sampling
 from cairn.types.errors import ModelError, ModelFileError
 from cairn.types.model_spec import (
     MAX_CONTEXT,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from cairn.text.output.json_scan import MAX_DEPTH
-from cairn.text.tokens.tokenizer import INLINE
 from cairn.types.errors import InvalidRequest, Unsupported
 from cairn.types.outputs import Delta, TokenKind, ToolCallDelta
 
@@ -169,8 +168,6 @@ _NAMES = frozenset({"system", "developer", "user", "assistant", "tool", "functio
     "object", "array", "string", "integer", "number", "boolean", "null"
 }  # fmt: skip
 """Roles, and types of parts, calls and schemas: templates compare with them, so they are never changed."""
-_DEEPEST = 1000
-"""Most levels of nesting that are walked. Rendering stops earlier; a Python list may contain itself."""
 
 
 _MARKS = [chr(code) for block in (range(0xFDE0, 0xFDF0), range(0x10F000, 0x10FF00)) for code in block]
@@ -207,55 +204,6 @@ def plain_message(message: Mapping[str, Any], index: int, *, thinks: bool) -> di
         if message.get(name) is not None:
             plain[name] = message[name]
     return plain
-
-
-def texts_in(value: Any) -> Iterator[str]:
-    """Yield every text in a JSON value, keys included.
-
-    Raises InvalidRequest for a key that is not a text, as Python's dicts may have, and beyond 1000 levels.
-    """
-    return (item for item in _values_in(value) if isinstance(item, str))
-
-
-def length(value: Any) -> int:
-    """Return the size of a JSON value: its texts' characters, and 1 for every other item.
-
-    Counting stops above INLINE. Raises as `texts_in` does.
-    """
-    count = 0
-    for item in _values_in(value):
-        count += max(len(item), 1) if isinstance(item, str) else 1
-        if count > INLINE:
-            break
-    return count
-
-
-def _values_in(value: Any) -> Iterator[Any]:
-    """Yield every item of a JSON value, itself and keys included."""
-    # Not recursive: nested generators would pay the depth again for every item.
-    levels: list[Iterator[Any]] = [iter((value,))]
-    while levels:
-        if len(levels) > _DEEPEST:
-            raise InvalidRequest("messages or tools are nested too deeply", field="messages")
-        for item in levels[-1]:
-            yield item
-            if isinstance(item, str):
-                continue
-            if isinstance(item, Mapping):
-                yield from map(_key, item)
-                levels.append(iter(item.values()))
-                break
-            if isinstance(item, list | tuple):
-                levels.append(iter(item))
-                break
-        else:
-            levels.pop()
-
-
-def _key(key: object) -> str:
-    if not isinstance(key, str):
-        raise InvalidRequest(f"messages or tools have the key {key!r:.40}; keys must be texts", field="messages")
-    return key
 
 
 def unused_marks(texts: Iterable[str]) -> tuple[str, str]:

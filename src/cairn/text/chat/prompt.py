@@ -22,10 +22,9 @@ from cairn.config.config import Config
 from cairn.system.interfaces import Clock
 from cairn.system.posix import SystemClock
 from cairn.text.chat.call_ids import with_ids
+from cairn.text.chat.choose_call_format import chosen_form
 from cairn.text.chat.messages import (
-    length,
     plain_message,
-    texts_in,
     unused_marks,
     with_message_texts,
     with_texts,
@@ -55,12 +54,12 @@ from cairn.text.grammar.compiler import Compiler, HeldAnswer
 from cairn.text.grammar.grammar import ANYTHING, Structure, Wanted
 from cairn.text.grammar.vocabulary import TokenTable, token_table
 from cairn.text.output.call_formats import BY_NAME, CallFormat, format_of, name_of
-from cairn.text.output.choose_call_format import chosen_form
 from cairn.text.output.reasoning_formats import HARMONY, thinks, thoughts_of
 from cairn.text.output.tool_parser import FUNCTION, offered_tools
 from cairn.text.render.fair_time import LongTexts
 from cairn.text.render.parent import Renderer, launch
 from cairn.text.render.render_wire import Job, Setup
+from cairn.text.tokens.json_texts import length, texts_in
 from cairn.text.tokens.length import check_length
 from cairn.text.tokens.tokenizer import INLINE, Tokenizer, valid_text
 from cairn.types.errors import CairnError, ConfigError, InvalidRequest, ModelFileError, Unsupported

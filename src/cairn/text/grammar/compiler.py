@@ -7,15 +7,15 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from cairn.system.tenant_cache import TenantCache
-from cairn.text.chat.messages import length
+from cairn.text.grammar.call_grammar import Offered, callable_tools, lark_of_calls
 from cairn.text.grammar.compile_parent import GrammarHelper
 from cairn.text.grammar.compile_wire import MEMORY, SECONDS, Compile, GrammarVerdict, Vocab
 from cairn.text.grammar.grammar import GrammarError, Shape, Structure, ToolChoice, Wanted
 from cairn.text.grammar.vocabulary import TokenTable
 from cairn.text.output.call_formats import CallFormat
-from cairn.text.output.call_grammar import Offered, callable_tools, lark_of_calls
 from cairn.text.output.output_parser import further_markers
 from cairn.text.render.fair_time import LongTexts
+from cairn.text.tokens.json_texts import length
 from cairn.text.tokens.tokenizer import INLINE
 from cairn.types.errors import InvalidRequest
 from cairn.types.request import Grammar, OutputFormat

@@ -6,8 +6,7 @@ llguidance is imported inside functions, so that starting the server does not wa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
-from pathlib import Path
+from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,7 +14,6 @@ import msgspec
 
 from cairn.text.grammar.grammar import GrammarError, limits
 from cairn.text.output.output_parser import all_markers
-from cairn.text.output.reasoning_formats import THOUGHTS
 
 if TYPE_CHECKING:
     from cairn.text.tokens.tokenizer import Tokenizer
@@ -134,26 +132,6 @@ def grammar_tokenizer(table: TokenTable, encode: Callable[[str], Sequence[int]] 
         cut.cut = made.greedy_tokenize
         cut.tokens = wrapper.tokens = ()  # `made` has its own copy
     return made
-
-
-def read_vocabulary(
-    folder: Path, given: str | None, vocab: int, ends: Sequence[int], marks: tuple[str, ...] = ()
-) -> Vocabulary:
-    """Read the vocabulary of a model. Raises ModelError.
-
-    `given` is a tokenizer.json that replaces the model's own; the other arguments are those of `token_table`.
-    """
-    from cairn.text.chat.templates import load_text
-
-    tokenizer, _ = load_text(folder, given)
-    table = token_table(tokenizer, vocab, ends, marks)
-    # `special`: a mark that is a token is forced as that token; the model never learnt `<tool_call>` in letters.
-    encode = partial(tokenizer.encode, special=True)
-    closes = {}
-    for form in THOUGHTS:
-        single = tokenizer.token_id(form.close)
-        closes[form.name] = tuple(tokenizer.encode(form.close, special=True) if single is None else [single])
-    return Vocabulary(grammar_tokenizer(table, encode), frozenset(table.special), closes)
 
 
 def compile_grammar(tokenizer: Any, text: str) -> Any:

@@ -20,6 +20,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 from tokenizers.models import BPE
 
+from cairn.models.families.end_tokens import UNMISTAKABLE, Middle, known_ends, known_middle
 from cairn.models.files import (
     MAX_JSON_VALUES,
     MAX_TOKENIZER_BYTES,
@@ -29,7 +30,6 @@ from cairn.models.files import (
     read_small,
 )
 from cairn.models.spec.config import companions
-from cairn.models.spec.end_tokens import UNMISTAKABLE, Middle, known_ends, known_middle
 from cairn.text.tokens.control_tokens import Controls, is_control
 from cairn.text.tokens.detokenizer import Decoding, Detokenizer
 from cairn.text.tokens.post_processor import affixes

@@ -1,0 +1,1 @@
+"""What several command groups share: terminal output, common options, and sampling flags."""

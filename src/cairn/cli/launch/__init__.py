@@ -1,1 +1,0 @@
-"""`cairn launch`: agents on this machine, and how each is started."""

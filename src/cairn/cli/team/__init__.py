@@ -1,1 +1,0 @@
-"""`cairn team`: the command, and the view of a running team."""
