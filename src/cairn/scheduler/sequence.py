@@ -80,6 +80,13 @@ class Matcher(Protocol):
         """Return the only token that the next mask allows, if cheap to find out. Not while a mask is computed."""
         ...
 
+    def likely(self) -> TokenIds:
+        """Return tokens that spell the text that has to come next, if any does; others may spell it too.
+
+        Not while a mask is computed.
+        """
+        ...
+
 
 class Sequence:
     """A request in the scheduler: the only place where its tokens and progress are kept."""

@@ -31,6 +31,8 @@ class Speculation:
             if sequence.known < len(sequence.tokens):  # before `width`, which may ask what the drafter makes of them
                 drafter.extend(sequence.tokens[sequence.known :])
                 sequence.known = len(sequence.tokens)
+            if sequence.matcher is not None:
+                drafter.expect(sequence.matcher.likely())
             width = min(room, self.policy.width(drafter, rows))
             if width > 0 and (guesses := self._guesses(sequence, drafter, width)):
                 found[sequence] = guesses

@@ -423,7 +423,7 @@ def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
         weights=load.turns.weights,
         priorities=load.turns.priorities,
     )
-    drafts = chosen_policy(config.speculate)
+    drafts = chosen_policy(config.speculate, states=any(group.kind == "state" for group in known.groups))
     scheduler: Planner = Scheduler(cache, limits, clock, drafts) if generates else TextQueue(known, limits, clock)
     info = wire.Info(
         context=known.context,

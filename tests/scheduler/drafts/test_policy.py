@@ -77,6 +77,20 @@ def test_drafts_of_one_step_count_for_those_after_it() -> None:
     assert policy.width(drafters[1], 2) == 7, "a new step begins"
 
 
+def test_states_that_are_computed_again_make_drafts_dearer() -> None:
+    """What is accepted before a wrong guess has to be computed twice, which a doubtful draft does not win back."""
+    cost = {tokens: 0.01 * (1 + 0.19 * (tokens - 1)) for tokens in range(1, 9)}
+    widths = []
+    for states in (False, True):
+        policy = MeasuredPolicy(states=states)
+        measured(policy, cost)
+        drafter = policy.open(request(), TEXT)
+        assert drafter is not None
+        drafter.extend([*TEXT[:30], 9001, *TEXT[60:62]])  # a short match, after others
+        widths.append(policy.width(drafter, 1))
+    assert widths[0] > widths[1]
+
+
 def test_others_of_a_step_are_not_held_up() -> None:
     """However well it pays: drafts lengthen a shared step by half at most."""
     policy = MeasuredPolicy()

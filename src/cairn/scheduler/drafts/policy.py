@@ -31,9 +31,12 @@ class MeasuredPolicy:
     nothing have none.
     """
 
-    def __init__(self, fixed: int = 0, index_bytes: int = INDEX_BYTES) -> None:
-        """Make the policy of one scheduler. `fixed`: ask for so many guesses wherever there is a match; 0: measure."""
-        self._fixed = fixed
+    def __init__(self, fixed: int = 0, *, states: bool = False, index_bytes: int = INDEX_BYTES) -> None:
+        """Make the policy of one scheduler. `fixed`: ask for so many guesses wherever there is a match; 0: measure.
+
+        `states`: the model has recurrent states, so what is accepted before a wrong guess is computed a second time.
+        """
+        self._fixed, self._states = fixed, states
         self._left = index_bytes
         self._reserved: dict[int, int] = {}
         """Bytes set aside for each open drafter's index, by its id."""
@@ -90,6 +93,8 @@ class MeasuredPolicy:
             time = cost.of(before + count)
             if time > most:
                 break
+            if self._states:
+                time += (1 - chance) * (cost.of(before + round(gain)) - cost.of(before))
             if (tokens + gain) / time > best:
                 best, width, expected = (tokens + gain) / time, count, gain
         self._guesses += width
@@ -108,8 +113,8 @@ class MeasuredPolicy:
         self._guesses, self._expected = 0, 0.0
 
 
-def chosen_policy(speculate: str) -> DraftPolicy | None:
-    """Return the policy that the option `speculate` asks for; None where it is off."""
+def chosen_policy(speculate: str, *, states: bool) -> DraftPolicy | None:
+    """Return the policy that the option `speculate` asks for; None where it is off. `states` as for the policy."""
     if speculate == "off":
         return None
-    return MeasuredPolicy(0 if speculate == "auto" else int(speculate))
+    return MeasuredPolicy(0 if speculate == "auto" else int(speculate), states=states)

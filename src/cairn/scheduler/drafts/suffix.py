@@ -40,6 +40,8 @@ REPEATS: Final = 0.2
 """Part of an answer's tokens that must repeat earlier ones before anything but a sure guess is offered."""
 SURE: Final = 0.6
 """Chance of the next guess from which it is offered in an answer that repeats little."""
+_FORM_AT_FIRST: Final = 0.8
+"""Part of the tokens that a form asks for that count as right before any was seen: others may spell the same text."""
 _FIRST: Final = 0x9E3779B1
 _SECOND: Final = 0x85EBCA77
 _WORD: Final = 0xFFFFFFFF
@@ -52,13 +54,26 @@ class SuffixDrafter:
     answer repeats earlier text at all.
     """
 
-    __slots__ = ("_at", "_before", "_hits", "_match", "_most", "_newest", "_repeats", "_room", "_shift", "_tokens")
+    __slots__ = (
+        "_at",
+        "_before",
+        "_form",
+        "_form_hits",
+        "_hits",
+        "_match",
+        "_most",
+        "_newest",
+        "_repeats",
+        "_room",
+        "_shift",
+        "_tokens",
+    )
 
     def __init__(self, tokens: Sequence[int], prediction: Sequence[int] = (), most: int = MOST_TOKENS) -> None:
         """Index the sequence's tokens so far. `most`: room of the index, a power of two from `LEAST_TOKENS` on.
 
-        `prediction`: text that the client expects to follow; at most a quarter of the room is kept. It stands behind the
-        tokens, so that it is found before older text.
+        `prediction`: text that the client expects to follow; at most a quarter of the room is kept. It stands behind
+        the tokens, so that it is found before older text.
         """
         self._most = most
         hint = [_SEPARATOR, *prediction[: most // 4], _SEPARATOR] if prediction else []
@@ -67,6 +82,9 @@ class SuffixDrafter:
         begin = len(self._tokens) + 1
         self._tokens.extend(hint)
         self._hits, self._repeats = list(_AT_FIRST), _REPEATS_AT_FIRST
+        self._form: Sequence[int] = ()
+        """Tokens that the answer's form makes likely; they are guessed before anything else."""
+        self._form_hits = _FORM_AT_FIRST
         self._match = 0
         """Latest tokens that also stand before `_at`, at most `LONGEST`; 0: there is no such place."""
         self._at = 0
@@ -91,6 +109,8 @@ class SuffixDrafter:
 
         Empty where nothing matches, or where too little of the answer repeats earlier text for a guess like this.
         """
+        if self._form:
+            return [self._form_hits**count for count in range(1, min(width, len(self._form)) + 1)]
         match, hits = self._match, self._hits
         if not match or (self._repeats < REPEATS and hits[_CLASSES[match]] < SURE):
             return []
@@ -102,6 +122,8 @@ class SuffixDrafter:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Take the next tokens of the sequence."""
+        if self._form:
+            self._check_form(tokens)
         if len(self._tokens) + len(tokens) > self._room:
             self._make_room(len(tokens))
         known, before, newest, shift, hits = self._tokens, self._before, self._newest, self._shift, self._hits
@@ -127,8 +149,17 @@ class SuffixDrafter:
         if match < _LONG:
             self._look(len(known) - 1)
 
+    def expect(self, tokens: Sequence[int]) -> None:
+        """Take tokens that the answer's form makes likely."""
+        self._form = tokens
+
     def propose(self, width: int) -> Sequence[int]:
-        """Return the tokens that followed the match; if it reaches into the end, they are repeated from there."""
+        """Return the tokens of the form, or those that followed the match.
+
+        If the match reaches into the end, they are repeated from there.
+        """
+        if self._form:
+            return self._form[:width]
         if not self._match:
             return ()
         guesses = self._tokens[self._at : self._at + width]
@@ -137,6 +168,14 @@ class SuffixDrafter:
         for place in range(width - len(guesses)):
             guesses.append(guesses[place])
         return guesses
+
+    def _check_form(self, tokens: Sequence[int]) -> None:
+        """Compare the tokens that were likely with those that came."""
+        for guess, token in zip(self._form, tokens, strict=False):
+            self._form_hits += ((guess == token) - self._form_hits) * _WEIGHT
+            if guess != token:
+                break
+        self._form = ()
 
     def _look(self, end: int) -> None:
         """Look for a longer match of the tokens up to `end` than the one that is followed."""
