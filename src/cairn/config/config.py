@@ -238,6 +238,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "repeats. Answers are the same in any case."
         ),
     ] = "auto"
+    draft_model: Annotated[
+        str | None,
+        Meta(
+            description="A small model with the same tokens, named as MODEL is, that guesses where nothing repeats. It "
+            "is held beside the model, and asked where that makes answers faster."
+        ),
+    ] = None
+    draft_kv_gb: Annotated[float, Meta(gt=0, le=1 << 10, description="KV pool of the draft model in GB.")] = 0.25
     max_queue: Annotated[int, Meta(ge=1, description="Most requests waiting; more are a 429.")] = 256
     max_queue_tokens: Annotated[int, Meta(ge=1, description="Most prompt tokens waiting; more are a 429.")] = 1 << 20
     max_queue_pools: Annotated[
@@ -568,6 +576,21 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_choices: Annotated[int, Meta(ge=1, description="Largest n.")] = 8
     max_prompts: Annotated[int, Meta(ge=1, description="Most prompts in one text completion.")] = 128
     max_connections: Annotated[int, Meta(ge=1, description="Most open connections; more are a 503.")] = 4096
+
+
+def draft_options(config: Config) -> Config:
+    """Return the options with which the draft model is loaded: one sequence at a time, in a pool of its own."""
+    return msgspec.structs.replace(
+        config,
+        model=config.draft_model or "",
+        draft_model=None,
+        tokenizer=None,
+        kind="auto",
+        weights="auto",
+        kv_gb=config.draft_kv_gb,
+        max_running=1,
+        step_tokens=min(config.step_tokens, 256),
+    )
 
 
 LIMITS = (

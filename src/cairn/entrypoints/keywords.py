@@ -35,6 +35,8 @@ class ModelKeywords(TypedDict, total=False):
     step_tokens: int
     step_seconds: float
     speculate: str
+    draft_model: str | None
+    draft_kv_gb: float
     max_queue: int
     max_queue_tokens: int
     max_queue_pools: float

@@ -82,7 +82,8 @@ def launch_first(
     option that cannot be sent to it.
     """
     path = folder or locate(config.model)
-    load = wire.LoadModel(plain(config), str(path), blocks, kv_part, turns or TenantTurns(), wait)
+    draft = "" if config.draft_model is None or config.speculate == "off" else str(locate(config.draft_model))
+    load = wire.LoadModel(plain(config), str(path), blocks, kv_part, turns or TenantTurns(), draft, wait)
     seen = b""
     if not in_process:
         with contextlib.suppress(OSError):  # serve even if a file cannot be read

@@ -50,6 +50,8 @@ class LoadModel(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     """This model's part of the KV folder's bytes if several models share it; 0: all."""
     turns: TenantTurns = TenantTurns()
     """Weights and classes of tenants, by `Request.share`."""
+    draft: str = ""
+    """Place of the draft model; empty without one."""
     wait: bool = False
     """Check the files, send `FilesChecked`, and allocate memory for the model only after `StartLoading`."""
 

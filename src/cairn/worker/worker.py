@@ -28,6 +28,7 @@ from cairn.kv.tiers.tiers import Tiers
 from cairn.kv.tiers.write_behind import WriteLimits
 from cairn.models.hub.digests import watched
 from cairn.models.spec.config import with_tokenizer
+from cairn.scheduler.drafts.draft_model import DraftModel
 from cairn.scheduler.drafts.policy import chosen_policy
 from cairn.scheduler.encoder_queue import TextQueue
 from cairn.scheduler.plan import Limits, Plan, Planner
@@ -350,6 +351,8 @@ def serve(sock: socket.socket, *, process: bool = False) -> None:
             if loaded.tiers is not None:
                 loaded.tiers.close(_STORE_SECONDS)
             loaded.engine.close()
+            if loaded.guesser is not None:
+                loaded.guesser.close()
             loaded.grammars.close()
         channel.hang_up()
         pulse.join()
@@ -367,6 +370,7 @@ class LoadedEngine:
     grammars: Grammars
     clock: Clock
     ready: wire.ModelReady
+    guesser: DraftModel | None = None
 
 
 def _load_visibly(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
@@ -382,6 +386,7 @@ def _load_visibly(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine |
 def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
     """Load everything that steps need; on failure send `LoadFailed` and return None."""
     config, clock, files, engine = load.config, SystemClock(), SystemFiles(), None
+    guesser: DraftModel | None = None
     try:
         from cairn.engine.device import check_files, load_engine
 
@@ -390,6 +395,10 @@ def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
             channel.send(wire.FilesChecked())
             if channel.receive(None) != [wire.StartLoading()]:
                 raise wire.WireError("after FilesChecked only StartLoading may follow")
+        if load.draft:  # before the model, whose pool takes a part of the memory that is free then
+            from cairn.worker.draft_model import load_draft_model
+
+            guesser = load_draft_model(config, Path(load.draft), Path(config.tokenizer or load.folder))
         spec, engine = load_engine(config, Path(load.folder), stored_bytes(config, files), load.blocks)
         served_spec = with_tokenizer(spec, config.tokenizer)
         known = keyed(engine.info, config.kv_codec)
@@ -400,8 +409,9 @@ def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
     except EOFError:  # the front is gone, or no longer wants this model
         raise
     except Exception as error:
-        if engine is not None:
-            engine.close()
+        for one in (engine, guesser):
+            if one is not None:
+                one.close()
         if isinstance(error, CairnError):
             channel.send(wire.LoadFailed(error.code, str(error)))
         elif isinstance(error, MemoryError):
@@ -423,7 +433,8 @@ def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
         weights=load.turns.weights,
         priorities=load.turns.priorities,
     )
-    drafts = chosen_policy(config.speculate, states=any(group.kind == "state" for group in known.groups))
+    states = any(group.kind == "state" for group in known.groups)
+    drafts = chosen_policy(config.speculate, states=states, model=guesser)
     scheduler: Planner = Scheduler(cache, limits, clock, drafts) if generates else TextQueue(known, limits, clock)
     info = wire.Info(
         context=known.context,
@@ -438,7 +449,8 @@ def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
     )
     vocabulary = partial(read_vocabulary, Path(load.folder), config.tokenizer, known.vocab, spec.eos_ids)
     grammars = Grammars(vocabulary, channel.wake, clock)
-    return LoadedEngine(engine, cache, scheduler, tiers, grammars, clock, wire.ModelReady(served_spec, info, trouble))
+    ready = wire.ModelReady(served_spec, info, trouble)
+    return LoadedEngine(engine, cache, scheduler, tiers, grammars, clock, ready, guesser)
 
 
 def main() -> int:

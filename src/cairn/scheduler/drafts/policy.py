@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Protocol
 
+from cairn.scheduler.drafts.draft_model import DraftModel, GuessedTwice
 from cairn.scheduler.drafts.drafter import Drafter, DraftPolicy
 from cairn.scheduler.drafts.step_cost import MOST_TOKENS as LARGEST_STEP
 from cairn.scheduler.drafts.step_cost import StepCost
@@ -23,6 +24,19 @@ _MOST_DELAY: Final = 1.5
 """Factor by which drafts may lengthen a step that other sequences share."""
 
 
+class Weighed(Drafter, Protocol):
+    """A drafter that says how good its guesses are and what they cost."""
+
+    @property
+    def guess_seconds(self) -> float:
+        """Seconds that each of the guesses in `chances` takes to make."""
+        ...
+
+    def chances(self, width: int) -> list[float]:
+        """Return for each of the next guesses, at most `width`, the chance that it and all before it are right."""
+        ...
+
+
 class MeasuredPolicy:
     """A `DraftPolicy`: a suffix drafter for each sequence, with as many guesses as are expected to pay.
 
@@ -31,12 +45,15 @@ class MeasuredPolicy:
     nothing have none.
     """
 
-    def __init__(self, fixed: int = 0, *, states: bool = False, index_bytes: int = INDEX_BYTES) -> None:
+    def __init__(
+        self, fixed: int = 0, *, states: bool = False, model: DraftModel | None = None, index_bytes: int = INDEX_BYTES
+    ) -> None:
         """Make the policy of one scheduler. `fixed`: ask for so many guesses wherever there is a match; 0: measure.
 
         `states`: the model has recurrent states, so what is accepted before a wrong guess is computed a second time.
+        `model`: a small model that guesses where nothing repeats.
         """
-        self._fixed, self._states = fixed, states
+        self._fixed, self._states, self._model = fixed, states, model
         self._left = index_bytes
         self._reserved: dict[int, int] = {}
         """Bytes set aside for each open drafter's index, by its id."""
@@ -68,29 +85,38 @@ class MeasuredPolicy:
         before = len(request.prompt)
         drafter = SuffixDrafter(prompt[:before], request.prediction, most=room)
         drafter.extend(prompt[before:])  # what was generated follows the prediction, if it is right
-        self._reserved[id(drafter)] = room * TOKEN_BYTES
+        guesses = None if self._model is None else self._model.open(request.salt, prompt)
+        found: Drafter = drafter
+        if self._model is not None and guesses is not None:
+            model = self._model
+            found = GuessedTwice(drafter, guesses, lambda: model.seconds)
+        self._reserved[id(found)] = room * TOKEN_BYTES
         self._left -= room * TOKEN_BYTES
-        return drafter
+        return found
 
     def close(self, drafter: Drafter) -> None:
         """`DraftPolicy.close`."""
         self._left += self._reserved.pop(id(drafter), 0)
+        if self._model is not None and isinstance(drafter, GuessedTwice):
+            self._model.end(drafter.model)
 
     def width(self, drafter: Drafter, rows: int) -> int:
         """`DraftPolicy.width`: the width with the most expected tokens for the step's time; 0 if none is better."""
-        assert isinstance(drafter, SuffixDrafter)
+        assert isinstance(drafter, SuffixDrafter | GuessedTwice)
+        weighed: Weighed = drafter
+        chances = weighed.chances(WIDEST)
         if self._fixed:
             return self._fixed
-        chances = drafter.chances(WIDEST)
         before = rows + self._guesses
         if not chances or before + len(chances) > LARGEST_STEP:
             return 0
         cost, tokens = self._cost, rows + self._expected
         best, width, expected, gain = _MARGIN * tokens / cost.of(before), 0, 0.0, 0.0
         most = cost.of(rows) * _MOST_DELAY if rows > 1 else float("inf")
+        each = cost.relative(weighed.guess_seconds)
         for count, chance in enumerate(chances, 1):
             gain += chance
-            time = cost.of(before + count)
+            time = cost.of(before + count) + each * count
             if time > most:
                 break
             if self._states:
@@ -113,8 +139,8 @@ class MeasuredPolicy:
         self._guesses, self._expected = 0, 0.0
 
 
-def chosen_policy(speculate: str, *, states: bool) -> DraftPolicy | None:
-    """Return the policy that the option `speculate` asks for; None where it is off. `states` as for the policy."""
+def chosen_policy(speculate: str, *, states: bool, model: DraftModel | None = None) -> DraftPolicy | None:
+    """Return the policy that the option `speculate` asks for; None where it is off. The rest as for the policy."""
     if speculate == "off":
         return None
-    return MeasuredPolicy(0 if speculate == "auto" else int(speculate), states=states)
+    return MeasuredPolicy(0 if speculate == "auto" else int(speculate), states=states, model=model)

@@ -63,5 +63,9 @@ class StepCost:
         known = low or high
         return max(0.0, self._cost[known]) * (1 + _SLOPE * (tokens - 1)) / (1 + _SLOPE * (known - 1))
 
+    def relative(self, seconds: float) -> float:
+        """Return seconds at the present speed in the unit of `of`; 0 before anything was measured."""
+        return seconds / self._speed if self._speed else 0.0
+
     def _fresh(self, tokens: int) -> bool:
         return self._steps - self._measured[tokens] < _FRESH_STEPS and self._measured[tokens] > 0

@@ -100,6 +100,11 @@ class SuffixDrafter:
         return TOKEN_BYTES * self._room
 
     @property
+    def guess_seconds(self) -> float:
+        """Seconds that a guess takes to make: hardly any."""
+        return 0.0
+
+    @property
     def match(self) -> int:
         """How many of the latest tokens occurred before; at most `LONGEST`."""
         return self._match
