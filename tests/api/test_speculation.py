@@ -11,7 +11,8 @@ import pytest
 
 from tests.api.process import Served, served
 
-WORDS = " one two three four five six seven eight nine ten"
+WORDS = " a b c d e f g h k m"
+"""Words of one token each, which any text of them consists of."""
 PROMPT = "Say it again:" + WORDS * 4
 
 

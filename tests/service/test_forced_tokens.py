@@ -149,23 +149,23 @@ def test_the_answer_is_the_same_in_fewer_steps() -> None:
     assert preemptions > 1
 
 
-@pytest.mark.parametrize("pattern", GRAMMARS)
-@pytest.mark.parametrize("seed", range(4))
-def test_what_a_form_asks_for_is_guessed_where_it_cannot_be_appended(pattern: str, seed: int) -> None:
-    """With log-probabilities, which each token has from its own logits: the same ones, in fewer steps over all."""
-    plain, guessing = Rig(), Rig(drafts=MeasuredPolicy(fixed=7))
-    for rig in (plain, guessing):
-        request = made(1, sampling={"logprobs": True, "seed": seed})
-        rig.scheduler.add(request, follows(request, pattern, appended=True))
-        rig.run()
-        assert rig.nothing_held()
-    found = [
-        ([one for output in rig.outputs[1] for one in output.logprobs], rig.finish(1)) for rig in (plain, guessing)
-    ]
-    assert found[0] == found[1] and [one.token for one in found[0][0]] == plain.tokens(1)
-    assert len(guessing.plans) < len(plain.plans)
-    accepted = sum(output.accepted_prediction_tokens for output in guessing.outputs[1])
-    assert accepted >= len(plain.plans) - len(guessing.plans) > 0
+def test_what_a_form_asks_for_is_guessed_where_it_cannot_be_appended() -> None:
+    """With log-probabilities, which each token has from its own logits: the same ones, in fewer steps."""
+    steps, accepted = [0, 0], 0
+    for pattern, seed in itertools.product((*GRAMMARS, LONG), range(4)):
+        found = []
+        for place, policy in enumerate((None, MeasuredPolicy(fixed=7))):
+            rig = Rig(drafts=policy)
+            request = made(1, sampling={"logprobs": True, "seed": seed})
+            rig.scheduler.add(request, follows(request, pattern, appended=True))
+            rig.run()
+            assert rig.nothing_held()
+            found.append([one for output in rig.outputs[1] for one in output.logprobs])
+            assert [one.token for one in found[-1]] == rig.tokens(1)
+            steps[place] += len(rig.plans)
+            accepted += rig.scheduler.stats().accepted
+        assert found[0] == found[1]
+    assert steps[1] < 0.7 * steps[0] and accepted >= steps[0] - steps[1]
 
 
 @pytest.mark.parametrize("pattern", GRAMMARS)

@@ -58,10 +58,10 @@ def test_guesses_change_nothing(seed: int, windows: tuple[int, ...]) -> None:
         asked(id, chance, temperature=chance.choice((0.0, 0.8)), seed=id, repetition_penalty=chance.choice((1.0, 1.3)))
         for id in range(1, 7)
     ]
-    plain, _ = answers(requests, None)
+    plain, _ = answers(requests, None, windows=windows)
     for width, blocks, most in ((0, 200, 64), (4, 200, 16), (7, 30, 16)):
         model = guesser(blocks=blocks, windows=windows, max_tokens=most)
-        guessed, rig = answers(requests, MeasuredPolicy(fixed=width, model=model))
+        guessed, rig = answers(requests, MeasuredPolicy(fixed=width, model=model), windows=windows)
         assert guessed == plain
         assert sum(use.held for use in model._cache.use()) == 0
         if width:
@@ -105,7 +105,7 @@ def test_tenants_share_nothing_of_it() -> None:
 
 
 def test_without_room_or_context_there_are_no_guesses_of_it() -> None:
-    model = guesser(blocks=10)
+    model = guesser(blocks=12)
     assert model.open(b"a", [*range(39)]) is not None
     assert model.open(b"a", [*range(40, 63)]) is None
     assert guesser().open(b"a", [1] * 199) is None
