@@ -333,6 +333,13 @@ BUGS = (
     Bug("the copy of a state stays held", SPARE_STATES, "SpareStates.drop", "pool.release((spare,))", "pass"),
     Bug("the state that wrong guesses left stays held", SPARE_STATES, "SpareStates.restore", "pool.release((table[index],))", "pass"),
     Bug("a block between the ends of a row is missing at its new end", CACHE, "Cache.shrink", "table[-1] == NO_BLOCK", "False"),
+    # -------------------------------------------------------------------------------------------- steps planned ahead
+    Bug("a pending token is that of another row", SCHEDULER, "Scheduler.follow", "[sequence.row_ahead(number) for sequence, number in going.items()]", "[sequence.row_ahead(number) for number, sequence in enumerate(reversed(going))]"),
+    Bug("a pending token is used before it came", FAKE, "FakeEngine._with_tokens", "self._sampled[row.pending] if row.pending < len(self._sampled) else None", "row.tokens[-1]"),
+    Bug("a step is planned ahead of a grammar", SCHEDULER, "_goes_on", "sequence.matcher is None and sequence.mu is None", "sequence.mu is None"),
+    Bug("a step is planned ahead of mirostat's state", SCHEDULER, "_goes_on", "sequence.matcher is None and sequence.mu is None", "sequence.matcher is None"),
+    Bug("a step planned ahead has no blocks", SCHEDULER, "Scheduler.follow", "all((self._cache.grow(one.kv, len(one.tokens) + 1) for one in going))", "True"),
+    Bug("a step is planned ahead of a prompt", SCHEDULER, "_goes_on", "not row.samples", "False"),
     # ------------------------------------------------------------------------------------------------ who is woken
     Bug("nobody is woken by what is published", CACHE, "Cache.publish", "self._waiters.settled(seq_kv.chains[0].key(index, tokens))", "pass"),
     Bug("nobody is woken by the end of a claim", CACHE, "Cache._unclaim", "self._waiters.settled(key)", "pass"),

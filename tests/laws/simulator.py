@@ -226,12 +226,14 @@ class FaultyEngine:
         self.raising = 0.0
         self.failing = 0.0
         self.failed_rows: set[int] = set()
+        """Of the last step."""
 
     def run(self, plan: Plan) -> list[RowResult] | Exception:
         self.failed_rows = set()
         if plan.rows and self.chance.random() < self.raising:
             for row in plan.rows:
                 self._garble(row)
+            self.inner._sampled = []
             return RuntimeError("injected")
         results = plan.run(self.inner)
         if isinstance(results, Exception):
@@ -249,6 +251,31 @@ class FaultyEngine:
             for position in range(row.start, row.end):
                 if table[position // size] != NO_BLOCK:
                     kv[table[position // size], position % size % kv.shape[1]] = self.chance.getrandbits(64)
+
+
+@dataclass
+class Flight:
+    """A step that the engine was given, and what came of it once it has run."""
+
+    plan: Plan
+    planned_at: float
+    results: list[RowResult] | Exception | None = None
+    failed: set[int] = field(default_factory=set)
+    """Rows whose failure was injected."""
+    given: Plan | None = None
+    """The scheduler's own plan, if `plan` is a copy."""
+
+    def run(self, engine: FaultyEngine) -> list[RowResult] | Exception:
+        if self.results is None:
+            self.results, self.failed = engine.run(self.plan), engine.failed_rows
+        return self.results
+
+    def filled(self) -> Flight:
+        """As an engine has it that copies tables when it is given a step."""
+        rows = [
+            msgspec.structs.replace(row, tables=tuple(list(table) for table in row.tables)) for row in self.plan.rows
+        ]
+        return dataclasses.replace(self, plan=dataclasses.replace(self.plan, rows=rows), given=self.plan)
 
 
 @dataclass
@@ -349,6 +376,10 @@ class World:
         speculates = seed % 16 in (2, 5, 9, 14, 15) or self.ruled is not None
         self.guessing = random.Random(seed + (1 << 46)) if speculates else None
         """Draws guesses, where sequences speculate."""
+        self.overlaps = random.Random(seed + (1 << 47)) if seed % 16 in (0, 4, 7, 9, 11) else None
+        """Draws when a step runs that was planned ahead, where the engine takes such."""
+        self.ahead: Flight | None = None
+        self.planned_ahead = 0
         self.offered = self.accepted = 0
         """Guesses that workers which have died checked, and those that were right."""
         self.forced = 0
@@ -579,6 +610,7 @@ class World:
             self.storage.end()
         self.live.clear()
         self.ended.clear()
+        self.ahead = None
         self.start_worker(self.limits)
         for client in clients:
             left = None if client.request.timeout is None else max(0.001, client.deadline - self.clock.now())
@@ -632,6 +664,9 @@ class World:
 
     def step(self) -> bool:
         """Plan, run, commit, with the laws in between. False if there was nothing to do."""
+        if self.ahead is not None:
+            flight, self.ahead = self.ahead, None
+            return self.land(flight)
         before = {sequence.request.id: sequence.state for sequence in self.scheduler._sequences.values()}
         preemptions = self.scheduler.stats().preemptions
         planned_at = self.clock.now()
@@ -648,11 +683,33 @@ class World:
                 self.storage.turn(True)
                 self.audit()
             return not self.scheduler.idle
-        self.steps += 1
         ended = {output.id for output in plan.ended}
         self.after_plan(plan, before, ended, line, preempted=self.scheduler.stats().preemptions > preemptions)
+        return self.land(Flight(plan, planned_at))
+
+    def follow(self, flight: Flight) -> None:
+        """Plan the step after one that runs, if the engine takes steps ahead; it may run before that is committed."""
+        if self.overlaps is None or (plan := self.scheduler.follow(flight.plan)) is None:
+            return
+        law(not plan.ended and not plan.copies and not plan.chunked, "more than single tokens was planned ahead")
+        law(len({sequence.request.id for sequence in plan.sequences}) == len(plan.rows) > 0, "two rows of one sequence")
+        for sequence, row in zip(plan.sequences, plan.rows, strict=True):
+            law(row.pending is not None and flight.plan.sequences[row.pending] is sequence, "another row's token")
+            law(row.start == len(sequence.tokens) and row.end == row.start + 1, "a row of another token than the next")
+        self.planned_ahead += 1
+        flight.run(self.engine)
+        self.ahead = Flight(plan, self.clock.now()).filled()
+        if self.overlaps.random() < 0.5:
+            self.ahead.run(self.engine)
+
+    def land(self, flight: Flight) -> bool:
+        """Run a step, unless it ran already, and commit it; meanwhile the next one may be planned."""
+        plan, planned_at = flight.plan, flight.planned_at
+        self.steps += 1
+        ended = {output.id for output in plan.ended}
+        self.follow(flight)
         victims = {id for id in self.live if id not in ended and self.chance.random() < self.cancels / 4}
-        results = self.engine.run(plan)
+        results = flight.run(self.engine)
         for id in victims:
             self.drop(id)
         passed = self.chance.choice((0.01, 0.1, self.chance.uniform(0, 0.3 if self.tiered else 1)))
@@ -661,8 +718,8 @@ class World:
             passed = seconds = self.machine.run(plan)
             self.in_time(plan, self.machine, seconds, results)
         self.clock.time += passed
-        outputs = self.scheduler.commit(plan, results, seconds)
-        self.receive(plan, results, outputs, planned_at)
+        outputs = self.scheduler.commit(flight.given or plan, results, seconds)
+        self.receive(flight, outputs, planned_at)
         if self.storage is not None:
             self.storage.tiers.load_policy.computed(sum(row.end - row.start for row in plan.rows), 0.1)
             self.storage.turn(self.storage.chance.random() < 0.5)
@@ -924,13 +981,11 @@ class World:
                 once = self.computed_once[request.salt, request.prompt[:end]]
                 law(once == 1, "a prefix that another sequence was computing was computed twice")
 
-    def receive(
-        self, plan: Plan, results: list[RowResult] | Exception, outputs: list[Output], planned_at: float
-    ) -> None:
+    def receive(self, flight: Flight, outputs: list[Output], planned_at: float) -> None:
         """The stream law: what arrives is the oracle's answer, once, in order, and nothing after the end."""
-        owners = [sequence.request.id for sequence in plan.sequences]
-        broken = {id for index, id in enumerate(owners) if index in self.engine.failed_rows}
-        broken |= set(owners) if isinstance(results, Exception) else set()
+        owners = [sequence.request.id for sequence in flight.plan.sequences]
+        broken = {id for index, id in enumerate(owners) if index in flight.failed}
+        broken |= set(owners) if isinstance(flight.results, Exception) else set()
         law(len({output.id for output in outputs}) == len(outputs), "two outputs of one request in a step")
         for output in outputs:
             client = self.live.get(output.id)
@@ -1200,6 +1255,7 @@ def run_many(first: int, count: int) -> Counter[str]:
             forced=world.forced,
             hits=stats.prefix_hits,
             within=world.within,
+            ahead=world.planned_ahead,
             offered=world.offered,
             accepted=world.accepted,
             loaded=world.storage.loaded if world.storage is not None else 0,

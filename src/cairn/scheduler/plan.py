@@ -13,7 +13,7 @@ from cairn.types.errors import DeviceMemoryError
 from cairn.types.outputs import FinishReason, Output
 from cairn.types.request import Request
 from cairn.types.stats import SchedulerStats
-from cairn.types.step import Engine, Row, RowResult
+from cairn.types.step import Engine, EngineCall, Ready, Row, RowResult
 
 ENOUGH_TOKENS = 128
 """Prompt tokens in a step beyond which an engine is hardly any faster for each token."""
@@ -233,14 +233,16 @@ class Plan:
 
     def run(self, engine: Engine) -> list[RowResult] | Exception:
         """Run the step; return the results of `rows` or the engine's exception, either for `Scheduler.commit`."""
-        try:
-            return self._run(engine)
-        except DeviceMemoryError as error:
-            return self._one_by_one(engine, error)
-        except Exception as error:
-            return error
+        return self.submit(engine).results()
 
-    def _one_by_one(self, engine: Engine, error: DeviceMemoryError) -> list[RowResult] | Exception:
+    def submit(self, engine: Engine) -> SubmittedStep:
+        """Start the step. An exception of the engine is kept for `SubmittedStep.results`."""
+        try:
+            return SubmittedStep(self, engine, self._start(engine))
+        except Exception as error:
+            return SubmittedStep(self, engine, error)
+
+    def one_by_one(self, engine: Engine, error: DeviceMemoryError) -> list[RowResult] | Exception:
         """Run each row alone after a step ran out of memory, so that only rows too large on their own fail.
 
         Models with recurrent states get the error instead: the failed step may have changed states in place.
@@ -257,16 +259,36 @@ class Plan:
                 return other
         return results
 
-    def _run(self, engine: Engine) -> list[RowResult]:
+    def _start(self, engine: Engine) -> EngineCall[list[RowResult]]:
         if not self.rows:
-            return []
+            return Ready([])
         for group, source, target in self.copies:
             engine.copy_blocks(group, [(source, target)]).wait()
         if self.encodes:
-            return engine.embed(self.rows).wait()
+            return engine.embed(self.rows)
         if not self.chunked and not self.extra:
-            return engine.decode(self.rows).wait()
-        return engine.prefill(self.rows).wait()
+            return engine.decode(self.rows)
+        return engine.prefill(self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class SubmittedStep:
+    """A step that the engine computes, or refused."""
+
+    plan: Plan
+    engine: Engine
+    call: EngineCall[list[RowResult]] | Exception
+
+    def results(self) -> list[RowResult] | Exception:
+        """Wait for the step; return the results of its rows or the engine's exception."""
+        try:
+            if isinstance(self.call, Exception):
+                raise self.call
+            return self.call.wait()
+        except DeviceMemoryError as error:
+            return self.plan.one_by_one(self.engine, error)
+        except Exception as error:
+            return error
 
 
 class Planner(Protocol):
@@ -293,6 +315,10 @@ class Planner(Protocol):
         """Return the next step; None if there is nothing to compute now."""
         ...
 
+    def follow(self, plan: Plan) -> Plan | None:
+        """Return the step after a plan that runs; None if that one's results are needed first."""
+        ...
+
     def commit(self, plan: Plan, results: list[RowResult] | Exception, seconds: float = 0.0) -> list[Output]:
-        """Return the outputs of the last plan, given its results or the engine's exception."""
+        """Return the outputs of the first plan not committed, given its results or the engine's exception."""
         ...

@@ -53,7 +53,7 @@ from cairn.types.errors import Conflict, InvalidRequest
 from cairn.types.outputs import FinishReason, Output, Timing
 from cairn.types.request import Request
 from cairn.types.stats import SchedulerStats
-from cairn.types.step import Row, RowResult
+from cairn.types.step import NO_TOKEN, Row, RowResult
 
 RUNNING = State.RUNNING
 """A module constant, because it is read for each row of each step: an enum's attribute takes ten times as long."""
@@ -78,7 +78,7 @@ class Admission(enum.Enum):
 
 
 class Scheduler:
-    """All requests of one engine. Not thread-safe; only `add`, `drop`, `plan` and `commit` change anything."""
+    """All requests of one engine. Not thread-safe; only `add`, `drop`, `plan`, `follow`, `commit` change anything."""
 
     def __init__(self, cache: Cache, limits: Limits, clock: Clock, drafts: DraftPolicy | None = None) -> None:
         """`drafts`: which sequences speculate, and how far; None: none do."""
@@ -92,7 +92,8 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(limits.weights, limits.priorities, clock.now)
         self._running: list[Sequence] = []
-        self._planned: Plan | None = None
+        self._planned: list[Plan] = []
+        """The plans that were not committed, in order: at most one, and the one that follows it."""
         self._next_deadline = math.inf
         self._serial, self._turns = itertools.count(), itertools.count(1)
         self._queries = self._hits = self._preemptions = 0
@@ -152,7 +153,7 @@ class Scheduler:
 
         None if there is nothing to compute now: no requests at all (`idle`), or only ones that wait for loads.
         """
-        if self._planned is not None:
+        if self._planned:
             raise RuntimeError("the last plan was not committed")
         now = self._clock.now()
         ended, started = self._expire(now), list[int]()
@@ -187,8 +188,28 @@ class Scheduler:
             return None
         rows = [sequence.row(end, drafts.get(sequence, ())) for sequence, end in work.items()]
         counts = sizes(rows, work, prompts=budget.taken > 0)
-        self._planned = Plan(rows, list(work), ended, started, copies, *counts, extra)
-        return self._planned
+        self._planned.append(Plan(rows, list(work), ended, started, copies, *counts, extra))
+        return self._planned[-1]
+
+    def follow(self, plan: Plan) -> Plan | None:
+        """Choose the rows of the step after `plan`, which runs: one for each answer, whose token `plan` samples.
+
+        None if its results are needed first: for prompts, waiting requests, grammars, guesses or more blocks. An answer
+        that ends with `plan` has a row in vain.
+        """
+        if self._planned != [plan] or len(self._waiting) or self._clock.now() >= self._next_deadline:
+            return None
+        alive = [number for number, sequence in enumerate(plan.sequences) if sequence.state is RUNNING]
+        if len(alive) != len(self._running) or not all(_goes_on(plan.sequences[n], plan.rows[n]) for n in alive):
+            return None
+        going = {plan.sequences[n]: n for n in alive if len(plan.sequences[n].tokens) + 1 < plan.sequences[n].longest}
+        if self._speculation is not None and self._speculation.guess(going, 1):
+            return None
+        if not going or not all(self._cache.grow(one.kv, len(one.tokens) + 1) for one in going):
+            return None
+        rows = [sequence.row_ahead(number) for sequence, number in going.items()]
+        self._planned.append(Plan(rows, list(going), [], [], [], 0, len(rows)))
+        return self._planned[-1]
 
     def _computes_again(self, sequence: Sequence, others: int) -> bool:
         """Tell whether all that a running sequence lacks is its last token and those that it computes again.
@@ -222,14 +243,14 @@ class Scheduler:
         return count
 
     def commit(self, plan: Plan, results: list[RowResult] | Exception, seconds: float = 0.0) -> list[Output]:
-        """Return the outputs of the last plan, given the results of its rows in order or the engine's exception.
+        """Return the outputs of the first plan not committed, given its rows' results in order or an exception.
 
         `seconds`: how long the engine took, for `PrefillPace`. Requests dropped meanwhile get no output. If the engine
         raised, all requests of the step end with an error, and nothing that the step wrote gets into the cache.
         """
-        if plan is not self._planned:
-            raise RuntimeError("this is not the last plan")
-        self._planned = None
+        if not self._planned or plan is not self._planned[0]:
+            raise RuntimeError("this is not the first plan that was not committed")
+        del self._planned[0]
         now, outputs = self._clock.now(), list(plan.ended)
         in_time = self._in_time(now)
         if not isinstance(results, Exception) and len(results) != len(plan.rows):
@@ -390,6 +411,8 @@ class Scheduler:
         self, sequence: Sequence, row: Row, result: RowResult, now: float, in_time: Callable[[], bool]
     ) -> Output | None:
         """Apply one row's result: publish its computed blocks to the cache and append the sampled token."""
+        if row.pending is not None and result.error == NO_TOKEN:
+            return None  # the step before failed, and its rows were then run one by one: this one is computed again
         if result.error:
             return self._fail(sequence, now, FinishReason.ERROR, result.error)
         if row.draft:
@@ -485,3 +508,10 @@ class Scheduler:
             self._speculation.policy.close(sequence.drafter)
         del self._sequences[sequence.request.id]
         return sequence.timing(now)
+
+
+def _goes_on(sequence: Sequence, row: Row) -> bool:
+    """Tell whether the row after this one needs nothing but the token that this one samples."""
+    if not row.samples or row.draft or row.want == "hidden":
+        return False
+    return sequence.matcher is None and sequence.mu is None and sequence.request.sampling.max_tokens > 0

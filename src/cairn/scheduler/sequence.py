@@ -316,6 +316,21 @@ class Sequence:
             masks=tuple(masks[1:]),
         )
 
+    def row_ahead(self, before: int) -> Row:
+        """Return the row of the token after the next one, which row `before` of the running step samples."""
+        end, request = len(self.tokens), self.request
+        return Row(
+            self.tokens,
+            end,
+            end + 1,
+            self.kv.table.groups,
+            end,
+            self.prompt_len,
+            request.sampling,
+            request.choice,
+            pending=before,
+        )
+
     def start(self, now: float, miss: Miss | None, *, whole: bool = False) -> None:
         """Record the first admission and where the prompt's KV came from.
 

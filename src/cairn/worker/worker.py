@@ -31,7 +31,7 @@ from cairn.models.spec.config import with_tokenizer
 from cairn.scheduler.drafts.draft_model import DraftModel
 from cairn.scheduler.drafts.policy import chosen_policy
 from cairn.scheduler.encoder_queue import TextQueue
-from cairn.scheduler.plan import Limits, Plan, Planner
+from cairn.scheduler.plan import Limits, Planner, SubmittedStep
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.sequence import Matcher
 from cairn.system.interfaces import Clock
@@ -163,6 +163,10 @@ class WorkerLoop:
         self._pulse = pulse
         self._failures = 0
         self._stepped_at = -math.inf
+        self._began = -math.inf
+        """Time at which the engine began the step that is to be finished next."""
+        self._ahead: SubmittedStep | None = None
+        """A step that was planned and submitted while the one before it runs."""
         self._kv_at = -math.inf
         """Time of the last query of the stores' statistics."""
         self._sent_at = -math.inf
@@ -182,13 +186,13 @@ class WorkerLoop:
             for message in messages:
                 self._handle(message)
             self._take_ready()
-            plan = self._scheduler.plan()
+            step = self._next_step()
             kv = self._kv_stats()
-            if plan is not None:
-                self._send_outputs(self._step(plan, kv))
+            if step is not None:
+                self._send_outputs(self._finish(step, kv))
             elif messages or kv is not None or self._overdue():
                 self._send_outputs(wire.StepOutputs(stats=self._stats(kv)))
-            wait = self._work_between_steps(plan is None)
+            wait = self._work_between_steps(step is None)
 
     def _send_outputs(self, step: wire.StepOutputs) -> None:
         self._channel.send(step)
@@ -258,11 +262,27 @@ class WorkerLoop:
             self._progress += 1
         return news
 
-    def _step(self, plan: Plan, kv: KvStats | None) -> wire.StepOutputs:
-        began = self._clock.now()
-        results = plan.run(self._engine)
+    def _next_step(self) -> SubmittedStep | None:
+        """Return the step that runs, started now if none does; None if there is nothing to compute.
+
+        On a device the step after it is planned and submitted now, where it does not need this one's results.
+        """
+        step, self._ahead = self._ahead, None
+        self._began = self._stepped_at
+        if step is None:
+            if (plan := self._scheduler.plan()) is None:
+                return None
+            self._began = self._clock.now()
+            step = plan.submit(self._engine)
+        if self._engine.info.overlaps and (after := self._scheduler.follow(step.plan)) is not None:
+            self._ahead = after.submit(self._engine)
+        return step
+
+    def _finish(self, step: SubmittedStep, kv: KvStats | None) -> wire.StepOutputs:
+        """Wait for a step, commit it, and return its outputs."""
+        plan, results = step.plan, step.results()
         self._stepped_at = self._clock.now()
-        seconds = self._stepped_at - began
+        seconds = self._stepped_at - self._began
         if isinstance(results, Exception):
             self._failures += 1
             traceback.print_exception(results, file=sys.stderr)
