@@ -486,7 +486,10 @@ def test_a_number_of_guesses_needs_no_quotes_in_a_file(elsewhere):
     assert resolve({}, {}).config.speculate == "7"
 
 
-@pytest.mark.parametrize("name", ["gpu", "cuda:1234", "cuda:-1", "mlx", "cpu:1"])
+@pytest.mark.parametrize("name", ["gpu", "cuda:1234", "cuda:-1", "mlx:1", "cpu:1"])
 def test_a_device_that_has_no_such_name_is_refused_with_those_that_there_are(name):
-    with pytest.raises(ConfigError, match="but must be auto, cpu, torch-cpu, cuda, cuda:N, rocm, rocm:N or mps"):
+    with pytest.raises(
+        ConfigError,
+        match="but must be auto, cpu, mlx, mlx-cpu, torch-cpu, triton-cpu, cuda, cuda:N, rocm, rocm:N or mps",
+    ):
         resolve({"device": name}, {})

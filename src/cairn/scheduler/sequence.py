@@ -314,6 +314,7 @@ class Sequence:
             mask=masks[0],
             draft=len(guesses),
             masks=tuple(masks[1:]),
+            adapters=request.adapters,
         )
 
     def row_ahead(self, before: int) -> Row:
@@ -329,6 +330,7 @@ class Sequence:
             request.sampling,
             request.choice,
             pending=before,
+            adapters=request.adapters,
         )
 
     def start(self, now: float, miss: Miss | None, *, whole: bool = False) -> None:
@@ -341,9 +343,10 @@ class Sequence:
         self.admitted = now
         self.report = CacheReport(
             computed=self.prompt_len - covered,
-            pool=covered - brought["ram"] - brought["disk"],
+            pool=covered - sum(brought.values()),
             ram=brought["ram"],
             disk=brought["disk"],
+            shared=brought["shared"],
             load=self.kv.progress.load_seconds,
             miss=miss,
         )

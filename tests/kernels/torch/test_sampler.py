@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="torch is not installed: sampling on devices is not tested")
+pytest.importorskip("torch", reason="torch is not installed: sampling on devices is not tested")
+
+import torch
 
 from cairn.kernels.torch.sampler import TorchSampler, weigh
 from cairn.kernels.vocabulary import NUMPY, Line
