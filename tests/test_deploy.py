@@ -76,5 +76,20 @@ def test_the_container_names_options_commands_and_routes_that_there_are() -> Non
     assert (DEPLOY / compose["build"]["context"] / compose["build"]["dockerfile"]).exists()
 
 
+def test_the_files_of_several_servers_name_options_and_commands_that_there_are() -> None:
+    for name in ("cairn@.service", "cairn-router.service"):
+        text = (DEPLOY / name).read_text()
+        assert set(re.findall(r"CAIRN_[A-Z_]+", text)) <= VARIABLES
+        words = shlex.split(re.findall(r"^ExecStart=(.*)$", text, re.M)[0])
+        assert words[1] in commands()
+        assert {word for word in words if word.startswith("--")} <= FLAGS | {"--replica"}
+    services = yaml.safe_load((DEPLOY / "cluster-compose.yaml").read_text())["services"]
+    assert set(services) == {"server-1", "server-2", "router"}
+    for service in services.values():
+        assert {one for one in service["environment"] if one != "<<"} <= VARIABLES
+        assert service["command"][0] in commands()
+        assert {word for word in service["command"] if word.startswith("--")} <= FLAGS | {"--replica"}
+
+
 def commands() -> set[str]:
     return {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}

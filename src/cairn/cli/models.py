@@ -238,7 +238,7 @@ def _named(lacking: frozenset[int]) -> str:
 
 def facts(model: str) -> list[tuple[str, str]]:
     """Return a model's facts as (name, value). Raises CairnError if its files cannot be read."""
-    from cairn.frontend.requests import sampling_defaults, sentence
+    from cairn.frontend.requests import described
     from cairn.models.hub import hub
     from cairn.models.safetensors.weights import parameters
     from cairn.models.spec.config import bytes_by_format, load_spec
@@ -263,7 +263,7 @@ def facts(model: str) -> list[tuple[str, str]]:
         *_purpose(spec),
         ("chat template", _templates(templates)),
         ("ends", " ".join(ends) or "none: an answer ends only at its token limit"),
-        ("sampling", sentence(sampling_defaults(spec))),
+        ("sampling", described(spec)),
     ][: None if spec.kind == "chat" else -3]
 
 
