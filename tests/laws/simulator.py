@@ -28,6 +28,7 @@ from cairn.kv.pool.cache import Cache, first_read, window_blocks
 from cairn.kv.pool.sequence_kv import Match, SequenceKV
 from cairn.kv.pool.snapshots import SPACING
 from cairn.scheduler.drafts.drafter import Drafter
+from cairn.scheduler.drafts.suffix import SuffixDrafter
 from cairn.scheduler.plan import Limits, Plan, PrefillPace
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.sequence import AGE_SECONDS, Sequence, State
@@ -99,6 +100,9 @@ class Guesser:
         self.tokens += tokens
         law(self.tokens == self.answer[: len(self.tokens)], "a drafter was told of tokens that the answer lacks")
 
+    def expect(self, tokens: Tokens[int]) -> None:
+        """Guesses are those of the answer anyway."""
+
     def propose(self, width: int) -> list[int]:
         chance, known = self.chance, len(self.tokens)
         right = self.answer[known : known + chance.choice((0, 0, 1, 2, width))]
@@ -114,14 +118,23 @@ class Guessing:
         self.open_now = set[int]()
         self.offered = self.accepted = 0
 
-    def open(self, request: Request, prompt: Tokens[int]) -> Guesser | None:
+    def open(self, request: Request, prompt: Tokens[int]) -> Drafter | None:
         law(request.sampling.extras is None or not request.sampling.extras.mirostat, "guesses beside mirostat")
-        if self.chance.random() < 0.1:
+        kind = self.chance.random()
+        if kind < 0.1:
             return None
-        guesser = Guesser(self.chance, [*prompt], [*request.prompt, *self.world.oracle(request)])
-        law(guesser.tokens == guesser.answer[: len(guesser.tokens)], "a drafter begins with other tokens")
-        self.open_now.add(id(guesser))
-        return guesser
+        oracle = self.world.oracle(request)
+        law([*prompt] == [*request.prompt, *oracle][: len(prompt)], "a drafter begins with other tokens")
+        drafter: Drafter
+        if kind < 0.4:
+            predicted = [token if self.chance.random() < 0.9 else self.chance.randrange(VOCAB) for token in oracle]
+            before = len(request.prompt)
+            drafter = SuffixDrafter(prompt[:before], predicted if self.chance.random() < 0.7 else ())
+            drafter.extend(prompt[before:])
+        else:
+            drafter = Guesser(self.chance, [*prompt], [*request.prompt, *oracle])
+        self.open_now.add(id(drafter))
+        return drafter
 
     def close(self, drafter: Drafter) -> None:
         law(id(drafter) in self.open_now, "a drafter was closed twice")
@@ -199,6 +212,9 @@ class Rule:
         allowed = self.allowed(self.said)
         known = self.draw([*self.said, 1]).random() < 0.9
         return allowed[0] if allowed is not None and len(allowed) == 1 and known else None
+
+    def likely(self) -> list[int]:
+        return self.allowed(self.said) or []
 
 
 class FaultyEngine:

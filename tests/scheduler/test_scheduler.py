@@ -10,6 +10,7 @@ import pytest
 from cairn.engine.fake import STATE, FakeEngine, fake_spec
 from cairn.kv.pool.blocks import BlockPool
 from cairn.kv.pool.cache import Cache
+from cairn.scheduler.drafts.drafter import DraftPolicy
 from cairn.scheduler.plan import ENOUGH_TOKENS, Limits, Plan
 from cairn.scheduler.scheduler import PATIENCE, Scheduler
 from cairn.scheduler.sequence import AGE_SECONDS, Sequence
@@ -37,12 +38,18 @@ class Rig:
     """A scheduler over the fake engine; `step` is plan, run, commit, and one second on the clock."""
 
     def __init__(
-        self, *, blocks: int = 200, context: int = 200, windows: tuple[int, ...] = (0,), **limits: Any
+        self,
+        *,
+        blocks: int = 200,
+        context: int = 200,
+        windows: tuple[int, ...] = (0,),
+        drafts: DraftPolicy | None = None,
+        **limits: Any,
     ) -> None:
         self.engine = FakeEngine(fake_spec(VOCAB, context, windows), blocks=blocks, block_tokens=4)
         self.cache = Cache(self.engine.info)
         self.clock = Clock()
-        self.scheduler = Scheduler(self.cache, Limits(**limits), self.clock)
+        self.scheduler = Scheduler(self.cache, Limits(**limits), self.clock, drafts)
         self.outputs: dict[int, list[Output]] = {}
         self.plans: list[Plan] = []
         self.requests: dict[int, Request] = {}

@@ -440,8 +440,6 @@ class Scheduler:
             finish=finish,
             cache=cache,
             timing=None if finish is None else self._end(sequence, State.FINISHED, now),
-            accepted_prediction_tokens=0 if finish is None else sequence.accepted,
-            rejected_prediction_tokens=0 if finish is None else sequence.rejected,
         )
 
     def _advance_draft(
@@ -470,8 +468,8 @@ class Scheduler:
             logprobs=tuple(logprob for _, logprob in results[:count] if logprob is not None),
             finish=finish,
             timing=None if finish is None else self._end(sequence, State.FINISHED, now),
-            accepted_prediction_tokens=0 if finish is None else sequence.accepted,
-            rejected_prediction_tokens=0 if finish is None else sequence.rejected,
+            accepted_prediction_tokens=accepted,
+            rejected_prediction_tokens=row.draft - accepted,
         )
 
     def _unsampled(self, sequence: Sequence, row: Row, result: RowResult, now: float) -> Output | None:

@@ -80,12 +80,18 @@ class Matcher(Protocol):
         """Return the only token that the next mask allows, if cheap to find out. Not while a mask is computed."""
         ...
 
+    def likely(self) -> TokenIds:
+        """Return tokens that spell the text that has to come next, if any does; others may spell it too.
+
+        Not while a mask is computed.
+        """
+        ...
+
 
 class Sequence:
     """A request in the scheduler: the only place where its tokens and progress are kept."""
 
     __slots__ = (
-        "accepted",
         "admitted",
         "again",
         "ahead",
@@ -103,7 +109,6 @@ class Sequence:
         "mu",
         "prompt_len",
         "rank",
-        "rejected",
         "report",
         "reported",
         "request",
@@ -171,8 +176,6 @@ class Sequence:
         """Leading tokens that the drafter knows."""
         self.again = 0
         """Tokens of its answer that were accepted as guesses and have to be computed again, to have their state."""
-        self.accepted = self.rejected = 0
-        """Guesses that were right and are in the answer, and all others."""
         self.scored = 0
         """Prompt log-probabilities sent so far, of `to_score`."""
         self.to_score = self.prompt_len - 1 if request.sampling.prompt_logprobs and not request.generated else 0

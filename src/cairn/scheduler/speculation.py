@@ -28,6 +28,11 @@ class Speculation:
                 continue
             if (drafter := self._drafter(sequence)) is None:
                 continue
+            if sequence.known < len(sequence.tokens):  # before `width`, which may ask what the drafter makes of them
+                drafter.extend(sequence.tokens[sequence.known :])
+                sequence.known = len(sequence.tokens)
+            if sequence.matcher is not None:
+                drafter.expect(sequence.matcher.likely())
             width = min(room, self.policy.width(drafter, rows))
             if width > 0 and (guesses := self._guesses(sequence, drafter, width)):
                 found[sequence] = guesses
@@ -41,8 +46,6 @@ class Speculation:
         """
         first = row.end - row.draft
         accepted = agreeing(row.tokens[first : first + count], sequence.tokens[first : first + count])
-        sequence.accepted += accepted
-        sequence.rejected += row.draft - accepted
         if sequence.drafter is not None:
             self.policy.record(sequence.drafter, row.draft, accepted)
         return accepted
@@ -56,9 +59,6 @@ class Speculation:
 
     def _guesses(self, sequence: Sequence, drafter: Drafter, width: int) -> list[int]:
         """Return a drafter's guesses up to the first that a grammar forbids, or that nothing follows: a stop token."""
-        if sequence.known < len(sequence.tokens):
-            drafter.extend(sequence.tokens[sequence.known :])
-            sequence.known = len(sequence.tokens)
         stops, guesses = sequence.request.sampling.stop_token_ids, list[int]()
         for token in drafter.propose(width)[:width]:
             if not 0 <= token < self._vocab or token in stops:

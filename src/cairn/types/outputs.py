@@ -40,6 +40,10 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    """Tokens of the answer that were guessed before they were sampled."""
+    rejected_prediction_tokens: int = 0
+    """Guesses that were computed and are not in the answer."""
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,9 +89,9 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     vector: bytes = b""
     """The result of a request for a hidden state, as float32 in native byte order; set with `finish`."""
     accepted_prediction_tokens: int = 0
-    """Guesses that were right and are in the answer; set with `finish`, for the whole answer."""
+    """Guesses of this step that were right and are in the answer."""
     rejected_prediction_tokens: int = 0
-    """Guesses that were checked and are not in the answer; set with `finish`."""
+    """Guesses of this step that were checked and are not in the answer."""
 
 
 class TokenKind(enum.IntEnum):

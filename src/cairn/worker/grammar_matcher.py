@@ -220,6 +220,12 @@ class GrammarMatcher:
         only = bool(mask) and mask[token >> 3] == 1 << (token & 7) and mask.count(0) == len(mask) - 1
         return token if only else None
 
+    def likely(self) -> Sequence[int]:
+        """`Matcher.likely`."""
+        if not self._slow:
+            self._run = self._run or self._follower.compute_ff_tokens()
+        return self._run
+
     def compute(self, draft: Sequence[int] = ()) -> list[bytes]:
         """`MaskSource.compute`."""
         masks = [self._next.wait() if self._next is not None else self._compute()]
@@ -356,6 +362,12 @@ class BudgetMatcher:
         if self._state == "closing":
             return self._forced[0]
         return None if self._inner is None else self._inner.forced()
+
+    def likely(self) -> Sequence[int]:
+        """`Matcher.likely`."""
+        if self._state == "closing":
+            return self._forced
+        return () if self._inner is None else self._inner.likely()
 
     def consume(self, token: int) -> None:
         """`Matcher.consume`."""

@@ -62,6 +62,8 @@ class LoadModel(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     """Weights and classes of tenants, by `Request.share`."""
     adapters: tuple[AdapterPlace, ...] = ()
     """Adapters to attach."""
+    draft: str = ""
+    """Place of the draft model; empty without one."""
     wait: bool = False
     """Check the files, send `FilesChecked`, and allocate memory for the model only after `StartLoading`."""
 

@@ -27,6 +27,8 @@ from cairn.kv.pool.cache import Cache
 from cairn.kv.tiers.tiers import Tiers
 from cairn.models.hub.digests import watched
 from cairn.models.spec.config import with_tokenizer
+from cairn.scheduler.drafts.draft_model import DraftModel
+from cairn.scheduler.drafts.policy import chosen_policy
 from cairn.scheduler.encoder_queue import TextQueue
 from cairn.scheduler.plan import Limits, Planner, SubmittedStep
 from cairn.scheduler.scheduler import Scheduler
@@ -334,7 +336,7 @@ def _columns(outputs: list[Output]) -> tuple[tuple[int, ...], tuple[int, ...], t
     others: list[Output] = []
     for output in outputs:
         plain = not (output.finish or output.logprobs or output.prompt_logprobs or output.cache or output.timing)
-        plain = plain and output.mu is None
+        plain = plain and output.mu is None and not output.rejected_prediction_tokens
         if plain and len(output.tokens) == 1:
             ids.append(output.id)
             tokens.append(output.tokens[0])
@@ -380,6 +382,8 @@ def serve(sock: socket.socket, *, process: bool = False) -> None:
             if loaded.tiers is not None:
                 loaded.tiers.close(_STORE_SECONDS)
             loaded.engine.close()
+            if loaded.guesser is not None:
+                loaded.guesser.close()
             loaded.grammars.close()
         channel.hang_up()
         pulse.join()
@@ -397,6 +401,7 @@ class LoadedEngine:
     grammars: Grammars
     clock: Clock
     ready: wire.ModelReady
+    guesser: DraftModel | None = None
 
 
 def _load_visibly(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
@@ -412,6 +417,7 @@ def _load_visibly(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine |
 def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
     """Load everything that steps need; on failure send `LoadFailed` and return None."""
     config, clock, files, engine = load.config, SystemClock(), SystemFiles(), None
+    guesser: DraftModel | None = None
     try:
         from cairn.engine.device import check_files, load_engine
 
@@ -420,6 +426,10 @@ def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
             channel.send(wire.FilesChecked())
             if channel.receive(None) != [wire.StartLoading()]:
                 raise wire.WireError("after FilesChecked only StartLoading may follow")
+        if load.draft:  # before the model, whose pool takes a part of the memory that is free then
+            from cairn.worker.draft_model import load_draft_model
+
+            guesser = load_draft_model(config, Path(load.draft), Path(config.tokenizer or load.folder))
         spec, engine = load_engine(config, Path(load.folder), stored_bytes(config, files), load.blocks)
         adapters = attach_first(engine, load.adapters)
         served_spec = with_tokenizer(spec, config.tokenizer)
@@ -431,8 +441,9 @@ def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
     except EOFError:  # the front is gone, or no longer wants this model
         raise
     except Exception as error:
-        if engine is not None:
-            engine.close()
+        for one in (engine, guesser):
+            if one is not None:
+                one.close()
         if isinstance(error, CairnError):
             channel.send(wire.LoadFailed(error.code, str(error)))
         elif isinstance(error, MemoryError):
@@ -454,7 +465,9 @@ def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
         weights=load.turns.weights,
         priorities=load.turns.priorities,
     )
-    scheduler: Planner = Scheduler(cache, limits, clock) if generates else TextQueue(known, limits, clock)
+    states = any(group.kind == "state" for group in known.groups)
+    drafts = chosen_policy(config.speculate, states=states, model=guesser)
+    scheduler: Planner = Scheduler(cache, limits, clock, drafts) if generates else TextQueue(known, limits, clock)
     info = wire.Info(
         context=known.context,
         pool_tokens=cache.longest,
@@ -468,9 +481,8 @@ def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
     )
     vocabulary = partial(read_vocabulary, Path(load.folder), config.tokenizer, known.vocab, spec.eos_ids)
     grammars = Grammars(vocabulary, channel.wake, clock)
-    return LoadedEngine(
-        engine, cache, scheduler, tiers, grammars, clock, wire.ModelReady(served_spec, info, trouble, adapters)
-    )
+    ready = wire.ModelReady(served_spec, info, trouble, adapters)
+    return LoadedEngine(engine, cache, scheduler, tiers, grammars, clock, ready, guesser)
 
 
 def main() -> int:

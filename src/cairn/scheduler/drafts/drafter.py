@@ -24,6 +24,10 @@ class Drafter(Protocol):
         """Take tokens that the sequence has now: those of its answer, as they are accepted. Never guesses."""
         ...
 
+    def expect(self, tokens: Sequence[int]) -> None:
+        """Take tokens that are likely to come next because the answer's form asks for their text; none: any may."""
+        ...
+
     def propose(self, width: int) -> Sequence[int]:
         """Return at most `width` guesses of the next tokens, in order; none where it is unsure. Changes nothing.
 
