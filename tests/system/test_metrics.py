@@ -66,7 +66,7 @@ def test_every_instrument_shows_what_was_recorded() -> None:
         setattr(metrics, name, 3)
     metrics.worker_failures = lambda: 3
     metrics.worker_still = lambda: 3.0
-    metrics.prompt_tokens_loaded = {"ram": 3, "disk": 3}
+    metrics.prompt_tokens_loaded = {"ram": 3, "disk": 3, "shared": 0}
     metrics.misses = dict.fromkeys(metrics.misses, 3)
     figures = {name: 3 for name in TierStats.__struct_fields__ if name != "trouble"}
     tier = TierStats(**figures)

@@ -69,7 +69,7 @@ async def test_chat_object() -> None:
         "completion_tokens": 2,
         "total_tokens": 5,
         "prompt_tokens_details": {"cached_tokens": 2},
-        "cairn": {"computed": 1, "pool": 2, "ram": 0, "disk": 0, "load_seconds": 0.0, "miss": []},
+        "cairn": {"computed": 1, "pool": 2, "ram": 0, "disk": 0, "shared": 0, "load_seconds": 0.0, "miss": []},
     }
 
 
@@ -107,6 +107,7 @@ SHOWN = {
     "pool": 16,
     "ram": 32,
     "disk": 64,
+    "shared": 0,
     "load_seconds": 0.25,
     "miss": [{"position": 112, "reason": "evicted"}],
 }
