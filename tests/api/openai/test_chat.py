@@ -150,7 +150,7 @@ async def test_an_answer_that_another_device_finished_says_so_once(path: str, bo
 async def test_of_several_prompts_the_reports_are_added_up() -> None:
     async with site(ScriptedService(reported)) as at:
         report = (await post(at, complete(prompt=["a", "b", "c"]), "/v1/completions")).json()["usage"]["cairn"]
-    tripled = {name: 3 * SHOWN[name] for name in ("computed", "pool", "ram", "disk", "load_seconds")}
+    tripled = {name: 3 * SHOWN[name] for name in ("computed", "pool", "ram", "disk", "shared", "load_seconds")}
     assert report == tripled | {"miss": SHOWN["miss"]}
 
 
