@@ -17,6 +17,7 @@ PANELS = (
     ("Stored KV", "kv_dir"),
     ("Text", "sampler_order"),
     ("Agents", "agents_dir"),
+    ("Several machines", "shared_store"),
     ("Several models", "models"),
     ("Server", "host"),
     ("Limits on what one tenant may ask for", "requests_per_minute"),
@@ -176,6 +177,8 @@ def right_name(word: str, known: Iterable[str]) -> str:
     return closest(word, names)
 
 
+LEAST_START = 3
+"""Characters from which a word may be the beginning of the one that was meant: temp, temperature."""
 MAX_WORD = 64
 """Characters of a word for which a near one is looked for: the comparison takes time that grows with their square."""
 
@@ -197,5 +200,7 @@ def closest(word: str, known: Iterable[str]) -> str:
     """Return `; did you mean ...?` for the known word nearest to an unknown one, or an empty string."""
     if len(word) > MAX_WORD:
         return ""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    words = list(known)
+    longer = [one for one in words if len(word) >= LEAST_START and one.startswith(word)]
+    near = longer[:1] or difflib.get_close_matches(word, words, n=1, cutoff=0.6)
     return f"; did you mean {near[0]}?" if near else ""

@@ -202,6 +202,7 @@ class RequestTable:
         metrics.prompt_length.observe(len(request.prompt))
         metrics.prompt_tokens_loaded["ram"] += cache.ram
         metrics.prompt_tokens_loaded["disk"] += cache.disk
+        metrics.prompt_tokens_loaded["shared"] += cache.shared
         if cache.miss is None:
             return output
 
@@ -369,7 +370,7 @@ def _note_spans(flight: RequestState, reason: FinishReason, timing: Timing, now:
     spans.add("queue", flight.arrived, started, **named)
     if cache is not None and cache.load > 0:
         began = max(flight.arrived, started - cache.load)
-        spans.add("load", began, started, **named, what="kv", tokens=cache.ram + cache.disk)
+        spans.add("load", began, started, **named, what="kv", tokens=cache.ram + cache.disk + cache.shared)
     if started < now:
         found = {} if cache is None else {"computed": cache.computed, "cached": cache.cached}
         spans.add("prefill", started, first, **named, prompt_tokens=len(request.prompt), **found)

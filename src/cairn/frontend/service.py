@@ -383,7 +383,7 @@ class Service:
         """Return what fails now although requests are served: a sentence for each store of KV."""
         if not self._loaded:
             return []
-        tiers = (self.metrics.kv.ram, self.metrics.kv.disk)
+        tiers = (self.metrics.kv.ram, self.metrics.kv.disk, self.metrics.kv.shared)
         troubles = [tier.trouble for tier in tiers if tier is not None and tier.trouble]
         return [self._trouble, *troubles] if self._trouble else troubles
 
@@ -592,7 +592,7 @@ class Service:
 
     def _log_troubles(self, kv: KvStats) -> None:
         """Log once that a store fails, and once that it works again. A store that is missing changes nothing."""
-        for name, tier in (("in memory", kv.ram), ("on the disk", kv.disk)):
+        for name, tier in (("in memory", kv.ram), ("on the disk", kv.disk), ("that replicas share", kv.shared)):
             if tier is None or tier.trouble == self._logged.get(name, ""):
                 continue
             self._logged[name] = tier.trouble

@@ -336,6 +336,8 @@ def first_worker(config: Config, models: list[ServedModel]) -> First:
         try:
             return _worker_of(config, model)
         except CairnError as error:
+            if len(models) == 1:
+                raise  # the caller reports it
             refused = refused or error
             model.note_failure(error, SystemClock().now())
             if all(one.failure for one in models):

@@ -121,6 +121,8 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
     """Name of a further reasoning format in `text.thoughts`."""
     reasoning_open: bool = False
     """The prompt already ends inside `<think>`."""
+    reasoning_closed: bool = False
+    """The prompt already ends behind `</think>`: the request switched reasoning off."""
     tools: bool = False
     """`<tool_call>` JSON becomes tool calls."""
     one_call: bool = False

@@ -25,7 +25,6 @@ from typing import TextIO
 
 from cairn.kv.pool.cache import Cache
 from cairn.kv.tiers.tiers import Tiers
-from cairn.kv.tiers.write_behind import WriteLimits
 from cairn.models.hub.digests import watched
 from cairn.models.spec.config import with_tokenizer
 from cairn.scheduler.encoder_queue import TextQueue
@@ -43,7 +42,7 @@ from cairn.worker import wire
 from cairn.worker.adapters import AdapterLoads, attach_first
 from cairn.worker.grammars import Grammars, read_vocabulary
 from cairn.worker.kv_queries import KVQueries
-from cairn.worker.stores import GB, check_pool, keyed, open_stores, stored_bytes
+from cairn.worker.stores import check_pool, keyed, open_stores, stored_bytes, write_limits
 
 log = logging.getLogger("cairn.worker.worker")  # not __name__: the process runs this module as __main__
 
@@ -423,8 +422,8 @@ def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
     cache = Cache(known)
     tiers = None
     if stores:
-        written = WriteLimits(day_bytes=config.kv_write_gb * GB)
-        tiers = Tiers(cache, engine, clock, stores, load=config.kv_load, limits=written, wake=channel.wake)
+        limited = write_limits(config)
+        tiers = Tiers(cache, engine, clock, stores, load=config.kv_load, limits=limited, wake=channel.wake)
         tiers.start()
     limits = Limits(
         max_running=config.max_running,

@@ -243,13 +243,14 @@ class Props:
     async def show(self, call: HTTPCall, service: Service) -> None:
         """Return what is served, and what applies if a request gives no option."""
         spec, tokenizer, context = service.spec, service.tokenizer, service.info.context
+        defaults = sampling_defaults(spec, thinking=service.chat.thinks)
         ends = [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in spec.eos_ids]
         await call.json(
             {
                 "default_generation_settings": {
                     "n_ctx": context,
                     "params": self._defaults(service),
-                    "sources": {name: applied.source for name, applied in sampling_defaults(spec).items()},
+                    "sources": {name: one.source for name, one in defaults.items()},
                 },
                 "total_slots": min(self._config.max_running, service.info.max_rows),
                 "model_path": self._config.model,
@@ -266,7 +267,13 @@ class Props:
     def _defaults(self, service: Service) -> dict[str, Any]:
         """Return what a request without options gets, by the function that completes requests."""
         order = self._config.sampler_order
-        params = sampling_params(service.spec, prompt_tokens=1, context=service.info.context, sampler_order=order)
+        params = sampling_params(
+            service.spec,
+            prompt_tokens=1,
+            context=service.info.context,
+            thinking=service.chat.thinks,
+            sampler_order=order,
+        )
         return {
             "temperature": params.temperature,
             "top_k": params.top_k,

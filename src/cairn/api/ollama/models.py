@@ -133,9 +133,8 @@ class OllamaModels:
             await call.json(_show_of_files(model, facts))
             return
         service = model.loaded.service
-        said = {
-            name: applied for name, applied in sampling_defaults(service.spec).items() if applied.source != "default"
-        }
+        defaults = sampling_defaults(service.spec, thinking=service.chat.thinks)
+        said = {name: applied for name, applied in defaults.items() if applied.source != "default"}
         await call.json(
             {
                 "license": "",
