@@ -39,7 +39,7 @@ from cairn.engine.shards import check_parallel, shard_spec
 from cairn.kernels import devices
 from cairn.types.errors import DeviceError, ModelError
 from cairn.types.model_spec import ModelSpec
-from cairn.types.step import EngineCall, Ready, Row, RowResult
+from cairn.types.step import AdapterData, AdapterFacts, EngineCall, Ready, Row, RowResult
 
 CLOSE_SECONDS = 5.0
 """How long a rank may take to end."""
@@ -174,6 +174,17 @@ class ParallelEngine:
         """Copy blocks on all ranks."""
         self._tell(CopyBlocks(group, list(pairs)))
         return self._own.copy_blocks(group, pairs)
+
+    def read_adapter(self, place: Path) -> AdapterData:
+        """Raise ModelError: the parts of adapters are not shared among ranks."""
+        raise ModelError(f"{place}: adapters need tp 1; the model runs on {self._group.ranks} ranks")
+
+    def attach(self, adapter: AdapterData) -> AdapterFacts:
+        """Raise ModelError, as `read_adapter` does."""
+        raise ModelError("adapters need tp 1")
+
+    def detach(self, digest: bytes) -> None:
+        """Do nothing: no adapter is attached."""
 
     def close(self) -> None:
         """End all ranks. A second call does nothing."""
