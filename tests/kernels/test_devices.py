@@ -47,7 +47,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:1234", "cuda:-1", "cuda:0x1", "mlx", "", "cpu:0", "CPU"])
-def test_an_unknown_name_is_refused_with_those_that_there_are(name: str) -> None:
+def test_an_unknown_name_is_refused_with_the_known_ones(name: str) -> None:
     with pytest.raises(NoDevice, match="is unknown; use auto, cpu, torch-cpu, cuda, cuda:N") as caught:
         devices.load(name, "auto", 1)
     assert caught.value.field == "device" and caught.value.exit_code == 2
@@ -76,7 +76,7 @@ def test_a_device_that_cannot_be_used_says_why_and_what_to_do(torch: Any, name: 
         devices.load(name, "auto", 1)
 
 
-def test_a_gpu_is_told_with_its_memory_and_driver(planted: Any) -> None:
+def test_a_gpu_is_reported_with_its_memory_and_driver(planted: Any) -> None:
     planted(torch_with("12.9", count=2))
     told = devices.report("cuda:1")
     assert told.sentence == (
