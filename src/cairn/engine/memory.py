@@ -14,7 +14,7 @@ from cairn.kernels import native
 from cairn.kernels.base import BLOCK, GROUP
 from cairn.kernels.choose import REFERENCE, chosen
 from cairn.kernels.codebooks import ROW_FORMATS
-from cairn.kernels.devices import TORCH, free_memory, kernel_set
+from cairn.kernels.devices import ON_DEVICES, free_memory, kernel_set
 from cairn.kernels.kv_codes import row_bytes
 from cairn.kernels.storage import HostStorage
 from cairn.models.forward import encoder
@@ -59,7 +59,7 @@ def kv_dtype(spec: ModelSpec, config: Config) -> str:
     if config.kv_dtype == "auto":
         return "float32" if small(spec) else "bfloat16"
     if config.kv_dtype == "q8":
-        if kernels_of(config) == TORCH:
+        if kernels_of(config) in ON_DEVICES:
             raise ModelError(f"{spec.name}: kv_dtype q8 is for device cpu; use kv_dtype auto on {config.device}")
         kept = zip(spec.groups, spec.head_dims, strict=True)
         odd = [size for group, size in kept if group.kind != "state" and not group.once and size % _Q8_STEP]
@@ -135,7 +135,7 @@ def weight_memory(spec: ModelSpec, weights: Mapping[str, Any], kernels: str) -> 
 
     `kernels` is a result of `kernels_of`, or a name that `config.kernels` has for the CPU's.
     """
-    tally: Any = _Tally(kernels if kernels == TORCH else chosen(kernels))
+    tally: Any = _Tally(kernels if kernels in ON_DEVICES else chosen(kernels))
     more = projection_bytes(spec)
     if spec.encoder is not None:
         encoder.build(tally, spec, outlines(weights))
@@ -159,7 +159,7 @@ def placed(spec: ModelSpec, config: Config, weights: WeightMemory, free: int | N
     if config.experts == "memory" or not weights.experts:
         return weights
     own = kernels_of(config)
-    never = f"the {own} kernels hold" if own in (REFERENCE, TORCH) else ""
+    never = f"the {own} kernels hold" if own in (REFERENCE, *ON_DEVICES) else ""
     never = never or ("without keep_packed there is" if not config.keep_packed else "")
     if config.experts == "auto":
         free = memory_available() if free is None else free
@@ -204,7 +204,7 @@ class _Tally:
     def _packed(self, parts: Sequence[TensorMeta]) -> int:
         if self._kernels == REFERENCE:
             return sum(4 * math.prod(one.shape) for one in parts)
-        if self._kernels == TORCH:
+        if self._kernels in ON_DEVICES:
             return sum(int(math.prod(one.shape) * _torch_bits(one)) // 8 for one in parts)
         return native.packed_bytes([(one.shape[0], one.shape[1], one.form) for one in parts])
 
@@ -367,8 +367,8 @@ def _bytes(spec: ModelSpec, config: Config, blocks: Sequence[int]) -> int:
 def _buffers(spec: ModelSpec, config: Config) -> int:
     context = min(spec.context, config.context or spec.context)
     own = kernels_of(config)
-    rows, scores = min(config.max_running, config.step_tokens), own in (REFERENCE, TORCH)
-    logits = 64 if own == TORCH else HostStorage.logits_rows
+    rows, scores = min(config.max_running, config.step_tokens), own in (REFERENCE, *ON_DEVICES)
+    logits = 64 if own in ON_DEVICES else HostStorage.logits_rows
     if spec.whole:
         context = whole_context(spec, config)
         tokens = max(config.step_tokens, context)

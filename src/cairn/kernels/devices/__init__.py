@@ -1,24 +1,30 @@
 """Compute devices by name: their description, whether they can be used here, and their kernels.
 
-`cpu` uses the native kernels, or numpy if those were not compiled. All others use the kernels in `kernels.torch`, which
-need torch; `torch-cpu` is the CPU through torch, to test those kernels anywhere.
+`cpu` uses the native kernels, or numpy if those were not compiled. All others need torch. NVIDIA and AMD GPUs use
+`kernels.triton` if Triton is installed; other devices, and GPUs without Triton, use `kernels.torch`. `torch-cpu` is the
+CPU through torch, and `triton-cpu` runs the Triton kernels in Triton's interpreter: both are there to test anywhere.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cairn.config.config import DEVICE, DEVICES
 from cairn.kernels.base import Kernels
 from cairn.kernels.choose import chosen, described, load_kernels
 from cairn.types.errors import CairnError, NoDevice
 
+if TYPE_CHECKING:
+    from cairn.kernels.torch.torch_kernels import TorchKernels
+
 CPU = "cpu"
-TORCH = "torch"
-"""Name of a kernel set, in addition to those of `kernels.choose`."""
+TORCH, TRITON = ON_DEVICES = ("torch", "triton")
+"""Names of kernel sets, in addition to those of `kernels.choose`."""
+INTERPRETED = "triton-cpu"
 KEEPS_ANSWERS = frozenset({CPU})
 """Devices on which a request gets the same bits alone, in any batch, in chunks and from the cache."""
 
@@ -63,8 +69,16 @@ def resolved(wanted: str) -> str:
 
 
 def kernel_set(device: str, kernels: str) -> str:
-    """Return the name of a device's kernel set: `torch`, or one of the CPU's. Raises `ModelError` if unusable here."""
-    return chosen(kernels) if resolved(device) == CPU else TORCH
+    """Return a device's kernel set: `triton`, `torch`, or one of the CPU's. Raises `ModelError` if unusable here."""
+    name = resolved(device)
+    if name == CPU:
+        return chosen(kernels)
+    return TRITON if uses_triton(name) else TORCH
+
+
+def uses_triton(name: str) -> bool:
+    """Tell whether a device runs the Triton kernels: GPUs of NVIDIA and AMD, if Triton is installed."""
+    return name == INTERPRETED or (name.startswith(("cuda", "rocm")) and not _no_triton())
 
 
 def report(device: str, kernels: str = "auto") -> DeviceReport:
@@ -80,7 +94,8 @@ def report(device: str, kernels: str = "auto") -> DeviceReport:
         return DeviceReport(name, name, None, "", "", trouble)
     torch = _torch()
     kind, _, index = name.partition(":")
-    find: Callable[[Any, str, int], DeviceReport] = {"torch-cpu": _torch_cpu, "mps": _mps}.get(kind, _gpu)
+    known = {"torch-cpu": _torch_cpu, INTERPRETED: _triton_cpu, "mps": _mps}
+    find: Callable[[Any, str, int], DeviceReport] = known.get(kind, _gpu)
     return find(torch, kind, int(index or 0))
 
 
@@ -109,10 +124,9 @@ def load(device: str, kernels: str, threads: int) -> Kernels:
     if trouble := report(name).trouble:
         raise NoDevice(f"device {name} cannot be used: {trouble}", field="device")
     from cairn.kernels.self_test import worst
-    from cairn.kernels.torch.torch_kernels import TorchKernels
 
     try:
-        loaded = TorchKernels(_torch_name(name), threads)
+        loaded = _kernels(name)(_torch_name(name), threads)
         kernel, share = worst(loaded)
     except (CairnError, RuntimeError) as error:
         raise NoDevice(f"device {name} failed its self-test ({error}); use --device cpu", field="device") from error
@@ -124,6 +138,19 @@ def load(device: str, kernels: str, threads: int) -> Kernels:
             field="device",
         )
     return loaded
+
+
+def _kernels(name: str) -> type[TorchKernels]:
+    """Return the class of a device's kernels."""
+    if not uses_triton(name):
+        from cairn.kernels.torch.torch_kernels import TorchKernels
+
+        return TorchKernels
+    if name == INTERPRETED:
+        os.environ["TRITON_INTERPRET"] = "1"  # read where a kernel is declared, so before Triton is imported
+    from cairn.kernels.triton.triton_kernels import TritonKernels
+
+    return TritonKernels
 
 
 def free_memory(device: str) -> int | None:
@@ -138,6 +165,13 @@ def _no_torch() -> str:
     return ""
 
 
+def _no_triton() -> str:
+    """Return why Triton cannot be used; "" if it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; install it (pip install triton)"
+    return ""
+
+
 def _torch() -> Any:
     # Imported here, because only other devices than the CPU need it.
     import torch
@@ -147,13 +181,18 @@ def _torch() -> Any:
 
 def _torch_name(name: str) -> str:
     """Return torch's name for a device; AMD's GPUs are cuda there, too."""
-    if name == "torch-cpu":
+    if name in ("torch-cpu", INTERPRETED):
         return "cpu"
     return f"cuda:{name.partition(':')[2] or 0}" if name.startswith(("cuda", "rocm")) else name
 
 
 def _torch_cpu(torch: Any, kind: str, index: int) -> DeviceReport:
     return DeviceReport(kind, "the CPU", None, f"torch {torch.__version__}", "plain torch, to test it")
+
+
+def _triton_cpu(torch: Any, kind: str, index: int) -> DeviceReport:
+    driver = f"torch {torch.__version__}"
+    return DeviceReport(kind, "the CPU", None, driver, "Triton's interpreter, to test it: slow", _no_triton())
 
 
 def _mps(torch: Any, kind: str, index: int) -> DeviceReport:
@@ -185,4 +224,5 @@ def _gpu(torch: Any, kind: str, index: int) -> DeviceReport:
     except RuntimeError as error:
         return no(f"it does not answer ({str(error).splitlines()[0][:200]}); check the driver, or use --device cpu")
     version = torch.version.hip or torch.version.cuda
-    return DeviceReport(name, title, int(free), f"{wanted} {version}", "plain torch")
+    kernels = "Triton" if uses_triton(name) else "plain torch, since Triton is not installed"
+    return DeviceReport(name, title, int(free), f"{wanted} {version}", kernels)
