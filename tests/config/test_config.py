@@ -472,9 +472,10 @@ def test_a_near_word_is_looked_for_in_a_moment() -> None:
     assert time.process_time() - began < 1.0
 
 
-@pytest.mark.parametrize("name", ["gpu", "cuda:1234", "cuda:-1", "mlx", "cpu:1"])
+@pytest.mark.parametrize("name", ["gpu", "cuda:1234", "cuda:-1", "mlx:1", "cpu:1"])
 def test_an_unknown_device_is_refused_with_the_known_ones(name):
     with pytest.raises(
-        ConfigError, match="but must be auto, cpu, torch-cpu, triton-cpu, cuda, cuda:N, rocm, rocm:N or mps"
+        ConfigError,
+        match="but must be auto, cpu, mlx, mlx-cpu, torch-cpu, triton-cpu, cuda, cuda:N, rocm, rocm:N or mps",
     ):
         resolve({"device": name}, {})

@@ -21,6 +21,7 @@ def counted(savings: Savings, done: Done, speed: float) -> Savings:
         pool=savings.pool + cache.pool,
         ram=savings.ram + cache.ram,
         disk=savings.disk + cache.disk,
+        shared=savings.shared + cache.shared,
         generated=savings.generated + done.usage.completion_tokens,
         prefill_seconds=savings.prefill_seconds + timing.prefill,
         load_seconds=savings.load_seconds + cache.load,

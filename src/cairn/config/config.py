@@ -19,8 +19,8 @@ PREFIX = "CAIRN_"
 """Every environment variable with this prefix is an option, or an error."""
 
 
-DEVICE = re.compile(r"(cuda|rocm):\d{1,3}|auto|cpu|torch-cpu|triton-cpu|cuda|rocm|mps")
-DEVICES = "auto, cpu, torch-cpu, triton-cpu, cuda, cuda:N, rocm, rocm:N or mps"
+DEVICE = re.compile(r"(cuda|rocm):\d{1,3}|auto|cpu|torch-cpu|triton-cpu|cuda|rocm|mps|mlx|mlx-cpu")
+DEVICES = "auto, cpu, mlx, mlx-cpu, torch-cpu, triton-cpu, cuda, cuda:N, rocm, rocm:N or mps"
 """Names of devices, for a program and for a person."""
 
 KEY = "printable ASCII characters without spaces, at least one"
@@ -114,6 +114,19 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         return self.name or self.model
 
 
+class AdapterOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """A LoRA adapter that is loaded with its model: a table of [[adapters]], or NAME=PATH."""
+
+    name: str
+    path: str
+    """A PEFT folder or a .gguf file."""
+    model: str | None = None
+    """Name of the model that it belongs to; None: the server's only one."""
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.path}"
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The options of one server or one local run. Sizes and times carry their unit in the name or the help."""
 
@@ -130,6 +143,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     )
     alias: Annotated[
         tuple[str, ...], Meta(description="Another name that clients may use for the model; repeat for more.")
+    ] = ()
+    adapters: Annotated[
+        tuple[AdapterOptions, ...],
+        Meta(
+            description="A LoRA adapter to load with the model, as NAME=PATH of a PEFT folder or a .gguf file; "
+            "requests name it as MODEL:NAME. Repeat for more. In cairn.toml: [[adapters]] with name, path, and on a "
+            "server with several models model."
+        ),
     ] = ()
     strict_model: Annotated[
         bool,
@@ -157,7 +178,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str,
         Meta(
             description="What the model is computed on: 'cpu', or 'torch-cpu', 'cuda:N', 'rocm:N' or 'mps' with the "
-            "extra gpu; 'auto': the fastest that keeps answers equal bit for bit, which is the CPU."
+            "extra gpu, or 'mlx' with the extra mlx; 'auto': the fastest that keeps answers equal bit for bit, which "
+            "is the CPU."
         ),
     ] = "auto"
     tp: Annotated[
@@ -170,8 +192,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ),
     ] = 1
     kernels: Annotated[
-        Literal["auto", "reference", "portable", "avx2", "avxvnni", "avx512vnni", "avx512"],
-        Meta(description="What the CPU computes with; 'auto': the fastest that runs here, 'reference' is numpy."),
+        Literal["auto", "reference", "portable", "avx2", "avxvnni", "avx512vnni", "avx512", "metal"],
+        Meta(
+            description="What the CPU computes with; 'auto': the fastest that runs here, 'reference' is numpy. 'metal' "
+            "is for device mlx: a kernel of Cairn's own for recurrent layers, which was never run on an Apple GPU."
+        ),
     ] = "auto"
     weights: Annotated[
         Literal["auto", "stored", "f32", "bf16", "int8", "int4"],
@@ -362,6 +387,25 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             'stay on the disk, give --no-kv-disk as well, or send "store": false.'
         ),
     ] = True
+    # several machines
+    shared_store: Annotated[
+        str | None,
+        Meta(
+            description="Folder or object store (s3://bucket/prefix, gs://, az://) that several servers share: agents "
+            "and their KV go there too, so that any of them can go on with any agent; needs cluster_key_file."
+        ),
+    ] = None
+    shared_lag: Annotated[
+        float,
+        Meta(gt=0, le=3600, description="Seconds within which computed KV is to be in the shared store."),
+    ] = 2.0
+    cluster_key_file: Annotated[
+        str | None,
+        Meta(
+            description="File with the keys that everything in the shared store is encrypted with, the same on all "
+            "servers; 'cairn cluster key FILE' makes one."
+        ),
+    ] = None
     # several models
     models: Annotated[
         tuple[ModelOptions, ...],

@@ -120,7 +120,7 @@ class Scheduler:
             )
         now = self._clock.now()
         durable = request.durable or len(request.prompt) >= LONG_TOKENS
-        kv = self._cache.context(request.salt, durable=durable, stored=request.stored, once=not request.durable)
+        kv = self._cache.context(request.kv_salt, durable=durable, stored=request.stored, once=not request.durable)
         sequence = Sequence(request, kv, self._longest, next(self._serial), now, matcher)
         sequence.force(self._in_time(now))
         self._sequences[request.id] = sequence

@@ -257,6 +257,7 @@ class Sequence:
             request.want,
             mu=self.mu or 0.0,
             mask=mask,
+            adapters=request.adapters,
         )
 
     def start(self, now: float, miss: Miss | None, *, whole: bool = False) -> None:
@@ -269,9 +270,10 @@ class Sequence:
         self.admitted = now
         self.report = CacheReport(
             computed=self.prompt_len - covered,
-            pool=covered - brought["ram"] - brought["disk"],
+            pool=covered - sum(brought.values()),
             ram=brought["ram"],
             disk=brought["disk"],
+            shared=brought["shared"],
             load=self.kv.progress.load_seconds,
             miss=miss,
         )

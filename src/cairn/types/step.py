@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
 from cairn.types.model_spec import CacheGroup
 from cairn.types.outputs import TokenLogprob
-from cairn.types.request import SamplingParams, Want
+from cairn.types.request import Adapters, SamplingParams, Want
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -24,6 +25,10 @@ NO_BLOCK = -1
 """Entry of a window or state group's table without a block: the window has passed it, or no state is kept there."""
 NO_TOKEN = "the step before gave no token to go on with"
 """Error of a row whose pending token was never sampled."""
+
+
+NO_ADAPTER = "an adapter of this request is no longer loaded"
+"""Error of a row with an adapter that is not attached."""
 
 
 class Pending(Protocol, Generic[T_co]):
@@ -87,6 +92,10 @@ class Row(msgspec.Struct, frozen=True):
     pending: int | None = None
     """Number of a row of the step before: the token that it samples is this row's only one, at `start`. So
     end == start + 1, and `tokens` needs to hold only `start` tokens."""
+
+    adapters: Adapters = ()
+    """Attached adapters that change this row's numbers, at most `MAX_APPLIED`. A row with an adapter that is not
+    attached fails alone."""
 
     @property
     def samples(self) -> bool:
@@ -175,6 +184,27 @@ class EngineInfo:
     """False for an encoder: it has no groups, and only `embed` works."""
 
 
+class AdapterFacts(msgspec.Struct, frozen=True):
+    """Description of an adapter for the layers above the engine."""
+
+    digest: bytes
+    rank: int
+    """Its largest rank."""
+    matrices: int
+    """How many matrices of the model it changes."""
+    memory: int
+    """Bytes that it takes."""
+
+
+class AdapterData(Protocol):
+    """An adapter that was read and can be attached; only its engine looks into it."""
+
+    @property
+    def digest(self) -> bytes:
+        """Digest of everything about it that changes a number."""
+        ...
+
+
 class Engine(Protocol):
     """Computes rows of tokens. Implementations: `engine.recorded`, `engine.encoder`, `engine.fake`.
 
@@ -217,6 +247,18 @@ class Engine(Protocol):
 
     def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> EngineCall[None]:
         """Copy a group's block `source` to block `target`, for each pair in order."""
+        ...
+
+    def read_adapter(self, place: Path) -> AdapterData:
+        """Read and check an adapter's files, on any thread. Raise `ModelError` if it cannot be attached."""
+        ...
+
+    def attach(self, adapter: AdapterData) -> AdapterFacts:
+        """Let rows use an adapter from the next call on; a second time nothing changes."""
+        ...
+
+    def detach(self, digest: bytes) -> None:
+        """Free an adapter. Rows that still name it fail; an unknown one is ignored."""
         ...
 
     def close(self) -> None:

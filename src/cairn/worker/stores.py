@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
+from cairn.cluster.shared import open_chunks
 from cairn.config.config import Config
 from cairn.config.paths import expanded, users_folder
 from cairn.kv.disk.codec import Codec, open_codec, state_groups
@@ -20,7 +21,9 @@ from cairn.kv.pool.prefix import Layout, numerics
 from cairn.kv.pool.sequence_kv import TierName
 from cairn.kv.ram import RamStore
 from cairn.kv.tiers.store import Store
+from cairn.kv.tiers.write_behind import WriteLimits
 from cairn.system.interfaces import Clock, FileSystem
+from cairn.system.posix import SystemRng
 from cairn.types.errors import ConfigError, Conflict
 from cairn.types.model_spec import ModelSpec
 from cairn.types.step import EngineInfo
@@ -117,7 +120,18 @@ def open_stores(
             if folder != users_folder(env).absolute():
                 raise
             trouble = f"no KV is kept on the disk: {error}"
+    if (shared := open_chunks(config, info.identity, clock, files, SystemRng())) is not None:
+        stores["shared"] = shared
     return stores, trouble
+
+
+def write_limits(config: Config) -> WriteLimits:
+    """Return the limits on what is stored. With a shared store, chunks and tails are copied well within its lag."""
+    limits = WriteLimits(day_bytes=config.kv_write_gb * GB)
+    if config.shared_store is None:
+        return limits
+    wait = min(limits.copy_seconds, config.shared_lag / 4)
+    return dataclasses.replace(limits, copy_seconds=wait, idle_seconds=wait)
 
 
 def _codec(config: Config, spec: ModelSpec, info: EngineInfo, files: FileSystem, folder: Path) -> Codec:

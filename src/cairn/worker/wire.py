@@ -21,6 +21,7 @@ from cairn.types.model_spec import ModelSpec
 from cairn.types.outputs import FinishReason, Output
 from cairn.types.request import Request
 from cairn.types.stats import KvStats, Placed, Swept, TakenIn
+from cairn.types.step import AdapterFacts
 
 MAX_FRAME = 64 << 20
 """Bytes in the longest frame, both ways: a prompt of 8 million tokens still fits."""
@@ -39,6 +40,15 @@ class WireError(CairnError):
 # ---------------------------------------------------------------------------------------------- front -> worker
 
 
+class AdapterPlace(msgspec.Struct, frozen=True, array_like=True):
+    """Where an adapter is."""
+
+    name: str
+    path: str
+    digest: bytes = b""
+    """Digest that it had in the worker before; empty at the start, where one that cannot be attached is an error."""
+
+
 class LoadModel(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     """The first frame: what to load. Secrets are not sent."""
 
@@ -50,6 +60,8 @@ class LoadModel(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     """This model's part of the KV folder's bytes if several models share it; 0: all."""
     turns: TenantTurns = TenantTurns()
     """Weights and classes of tenants, by `Request.share`."""
+    adapters: tuple[AdapterPlace, ...] = ()
+    """Adapters to attach."""
     wait: bool = False
     """Check the files, send `FilesChecked`, and allocate memory for the model only after `StartLoading`."""
 
@@ -71,8 +83,10 @@ class Drop(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
     reason: FinishReason
 
 
-What = Literal["flush", "pin", "mark", "prefetch", "evict", "where", "paths", "take_in", "scrub", "prune"]
-"""Operations on stored KV; the methods of `Service` with these names define them."""
+What = Literal[
+    "flush", "pin", "mark", "prefetch", "evict", "where", "paths", "take_in", "scrub", "prune", "attach", "detach"
+]
+"""Operations on stored KV and on adapters; the methods of `Service` with these names define them."""
 
 
 class KVQuery(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
@@ -95,6 +109,8 @@ class KVQuery(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     """File to import KV from."""
     model: bytes = b""
     """Identity of the context's model if it is not this worker's: its KV is erased from that model's store."""
+    adapter: bytes = b""
+    """Digest of the adapter to detach."""
 
 
 ToWorker = LoadModel | StartLoading | Add | Drop | KVQuery
@@ -152,6 +168,8 @@ class ModelReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     info: Info
     trouble: str = ""
     """A sentence on what does not work, such as the disk store, although requests are served."""
+    adapters: tuple[AdapterFacts | None, ...] = ()
+    """Those of `LoadModel.adapters`; None for one that could not be attached again."""
 
 
 class FilesChecked(msgspec.Struct, frozen=True, array_like=True, tag="checked"):
@@ -205,6 +223,10 @@ class KVAnswer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     """The stores' statistics after an operation that concerns all of them."""
     paths: tuple[str, ...] = ()
     taken: TakenIn = TakenIn()
+    adapter: AdapterFacts | None = None
+    """The adapter that was attached."""
+    refused: str = ""
+    """Why an adapter cannot be attached, as a sentence: the caller's mistake."""
 
 
 class DeviceFailed(msgspec.Struct, frozen=True, array_like=True, tag="device"):

@@ -25,7 +25,6 @@ from typing import TextIO
 
 from cairn.kv.pool.cache import Cache
 from cairn.kv.tiers.tiers import Tiers
-from cairn.kv.tiers.write_behind import WriteLimits
 from cairn.models.hub.digests import watched
 from cairn.models.spec.config import with_tokenizer
 from cairn.scheduler.encoder_queue import TextQueue
@@ -40,9 +39,10 @@ from cairn.types.request import Request
 from cairn.types.stats import KvStats
 from cairn.types.step import Engine
 from cairn.worker import wire
+from cairn.worker.adapters import AdapterLoads, attach_first
 from cairn.worker.grammars import Grammars, read_vocabulary
 from cairn.worker.kv_queries import KVQueries
-from cairn.worker.stores import GB, check_pool, keyed, open_stores, stored_bytes
+from cairn.worker.stores import check_pool, keyed, open_stores, stored_bytes, write_limits
 
 log = logging.getLogger("cairn.worker.worker")  # not __name__: the process runs this module as __main__
 
@@ -157,6 +157,7 @@ class WorkerLoop:
         self._tiers = loaded.tiers
         self._grammars = loaded.grammars
         self._answers = KVQueries(channel, loaded.cache, loaded.tiers)
+        self._adapters = AdapterLoads(channel, loaded.engine)
         self._clock = loaded.clock
         self._pulse = pulse
         self._failures = 0
@@ -170,6 +171,10 @@ class WorkerLoop:
         self._brought = 0
         """Tokens loaded plus loads abandoned, at the last query of the stores."""
 
+    def close(self) -> None:
+        """End the thread that reads adapters."""
+        self._adapters.close()
+
     def run(self) -> None:
         """Run until an error: `EOFError` or `OSError` when the front is gone, `WireError` for a bad frame."""
         wait: float | None = None
@@ -180,6 +185,8 @@ class WorkerLoop:
             for message in messages:
                 self._handle(message)
             self._take_ready()
+            if self._adapters.owed:
+                self._adapters.attach_read()
             plan = self._scheduler.plan()
             kv = self._kv_stats()
             if plan is not None:
@@ -194,7 +201,7 @@ class WorkerLoop:
 
     def _overdue(self) -> bool:
         """Tell whether a waiting front must get a sign of life: a disk or grammar is slow, or no step is possible."""
-        waited = self._answers.owed > 0 or self._grammars.pending or not self._scheduler.idle
+        waited = self._answers.owed + self._adapters.owed > 0 or self._grammars.pending or not self._scheduler.idle
         return waited and self._clock.now() - self._sent_at >= BEAT_SECONDS
 
     def _work_between_steps(self, idle: bool) -> float | None:
@@ -208,7 +215,7 @@ class WorkerLoop:
             return LOOK_SECONDS
         if tiers is not None and not rested and tiers.write_behind.chunks:
             return REST_SECONDS
-        wait = BEAT_SECONDS if self._answers.owed else math.inf
+        wait = BEAT_SECONDS if self._answers.owed + self._adapters.owed else math.inf
         if tiers is not None:
             wait = min(wait, tiers.write_behind.due)
         return None if wait == math.inf else max(wait, LOOK_SECONDS)
@@ -223,7 +230,7 @@ class WorkerLoop:
             self._grammars.drop(message.id)
             self._scheduler.drop(message.id, message.reason)
         elif isinstance(message, wire.KVQuery):
-            self._answers.take(message)
+            (self._adapters if message.what in ("attach", "detach") else self._answers).take(message)
         else:
             raise wire.WireError("a worker loads one model only once")
 
@@ -338,7 +345,11 @@ def serve(sock: socket.socket, *, process: bool = False) -> None:
             gc.enable()
             gc.collect()
             gc.freeze()  # loaded objects stay: scanning them in each collection would delay steps
-        WorkerLoop(channel, loaded, pulse).run()
+        loop = WorkerLoop(channel, loaded, pulse)
+        try:
+            loop.run()
+        finally:
+            loop.close()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     finally:
@@ -388,6 +399,7 @@ def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
             if channel.receive(None) != [wire.StartLoading()]:
                 raise wire.WireError("after FilesChecked only StartLoading may follow")
         spec, engine = load_engine(config, Path(load.folder), stored_bytes(config, files), load.blocks)
+        adapters = attach_first(engine, load.adapters)
         served_spec = with_tokenizer(spec, config.tokenizer)
         known = keyed(engine.info, config.kv_codec)
         generates = engine.info.generates
@@ -410,8 +422,8 @@ def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
     cache = Cache(known)
     tiers = None
     if stores:
-        written = WriteLimits(day_bytes=config.kv_write_gb * GB)
-        tiers = Tiers(cache, engine, clock, stores, load=config.kv_load, limits=written, wake=channel.wake)
+        limited = write_limits(config)
+        tiers = Tiers(cache, engine, clock, stores, load=config.kv_load, limits=limited, wake=channel.wake)
         tiers.start()
     limits = Limits(
         max_running=config.max_running,
@@ -434,7 +446,9 @@ def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
     )
     vocabulary = partial(read_vocabulary, Path(load.folder), config.tokenizer, known.vocab, spec.eos_ids)
     grammars = Grammars(vocabulary, channel.wake, clock)
-    return LoadedEngine(engine, cache, scheduler, tiers, grammars, clock, wire.ModelReady(served_spec, info, trouble))
+    return LoadedEngine(
+        engine, cache, scheduler, tiers, grammars, clock, wire.ModelReady(served_spec, info, trouble, adapters)
+    )
 
 
 def main() -> int:

@@ -384,6 +384,11 @@ def test_an_unusable_environment_variable_is_a_short_error(remote, env, monkeypa
         hub.pull("org/m", env=env)
 
 
+def test_a_name_that_is_not_found_asks_whether_this_machine_is_online(env):
+    with pytest.raises(ModelError, match="its address was not found; is this machine online"):
+        hub.pull("org/m", env=env | {"HF_ENDPOINT": "http://no-such-host.invalid"})
+
+
 @pytest.mark.parametrize("address", ["http://host:abc", "http://..x"])
 def test_an_invalid_endpoint_is_a_short_error(env, address):
     with pytest.raises(ModelError, match="cannot download org/m from"):

@@ -60,7 +60,6 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[FieldRow, ...]]] = {
             FieldRow("penalize_nl", "line breaks are penalised like other tokens, or by logit_bias", (True,)),
             FieldRow("min_keep n_discard n_indent n_probs", _FORM, (0,)),
             FieldRow("t_max_predict_ms", "an answer ends with the time of the server's request_timeout", (0, -1)),
-            FieldRow("lora", "adapters are not built", ([],)),
             FieldRow("parse_tool_calls", "calls are read where tools are offered", (True,)),
             FieldRow("reasoning_format", "reasoning is separated from content", ("auto", "deepseek")),
             FieldRow("reasoning_control post_sampling_probs return_tokens backend_sampling", _FORM, (False,)),
@@ -82,6 +81,16 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[FieldRow, ...]]] = {
             FieldRow("logits_processors documents", "not built", ([],)),
             FieldRow("chat_template", "the template is the model's, or the server's --chat-template", ()),
             FieldRow("guided_decoding_backend guided_whitespace_pattern", "there is one way to hold answers to a form"),
+        ),
+        "mlx_lm": (
+            FieldRow("draft_model num_draft_tokens", "a hint that changes the speed alone"),
+            FieldRow("adapters", "adapters are not built", ("", "default_model")),
+            FieldRow(
+                "repetition_context_size presence_context_size frequency_context_size",
+                "penalties look at the whole context; 20 is what clients send unasked",
+                (20,),
+            ),
+            FieldRow("role_mapping", "the template is the model's, or the server's --chat-template", ({},)),
         ),
         "Ollama": (
             FieldRow("keep_alive", "a model stays loaded"),

@@ -21,6 +21,7 @@ from cairn.api.chat.timings import AnswerTimes
 from cairn.api.http.body import has_more
 from cairn.api.http.call import HTTPCall, shown
 from cairn.config.config import Config
+from cairn.frontend.adapters import AdaptedService
 from cairn.frontend.admission import check_together
 from cairn.frontend.miss_explainer import PromptOrigin, describe_prompt
 from cairn.frontend.requests import SamplingOptions
@@ -43,6 +44,12 @@ def check_stream(body: Generation) -> None:
     """Raise InvalidRequest for options of a stream without a stream."""
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options goes with stream: true", field="stream_options")
+
+
+def check_lora(body: Generation, service: Service) -> None:
+    """Raise InvalidRequest for adapters that the service does not have: `ModelRouter` gave it those that it has."""
+    if any(one.scale for one in body.lora or ()) and not isinstance(service, AdaptedService):
+        raise InvalidRequest(f"lora: {service.name} has no adapters; load one first", field="lora")
 
 
 def choice_of(body: ChatBody) -> Any:
@@ -182,6 +189,7 @@ async def text_exchange(
     `names` are as for a chat; `allow_empty` permits prompts that are only scored.
     """
     check_stream(body)
+    check_lora(body, service)
     draw, store, output = ids(call, service), is_stored(body.store, config), OutputFormat(continues=True)
     asked: list[Request] = []
     with spelled(names):
@@ -225,6 +233,7 @@ def _durable(requests: Sequence[Request], tied: Attribution | None) -> list[Requ
 async def chat_prompt(call: HTTPCall, service: Service, config: Config, body: ChatBody) -> Prompt:
     """Check a chat and return its prompt."""
     check_chat(body, config)
+    check_lora(body, service)
     check_model(body.model, service)
     service.check_generates()
     tools = shown_tools(body)

@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from pydantic import Discriminator, Tag
+from pydantic import Discriminator, Field, Tag
 
 from cairn.api.chat.message_schemas import ChatMessage, Messages, Tool
 from cairn.api.http.body import Body, Count, Number, Prompt, Several, Stop, text_or_list
 from cairn.api.http.call import shown
+from cairn.config.resolve import MOST_ADAPTERS
 from cairn.frontend.requests import MAX_TOP_LOGPROBS, SamplingOptions
 from cairn.frontend.sampling_extras import BEYOND
 from cairn.frontend.structured_output import FIELDS, wanted_of
@@ -49,11 +50,18 @@ Samplers = Annotated[
 ]
 
 
+class AdapterScale(Body):
+    """One adapter of a request, in llama-server's form."""
+
+    id: int
+    scale: Annotated[float, Field(ge=-100, le=100)]
+
+
 class Generation(Body):
     """The fields that chat and text completions share."""
 
     place = "request"
-    within: ClassVar[dict[str, type[Body]]] = {"stream_options": StreamOptions}
+    within: ClassVar[dict[str, type[Body]]] = {"stream_options": StreamOptions, "lora": AdapterScale}
     synonyms: ClassVar[Mapping[str, str]] = {
         "n_predict": "max_tokens",
         "repeat_penalty": "repetition_penalty",
@@ -65,6 +73,8 @@ class Generation(Body):
     }
 
     model: str | None = None
+    lora: Several[AdapterScale] | None = Field(default=None, max_length=MOST_ADAPTERS)
+    """Adapters by their ids, which `ModelRouter` has applied already; others do not count."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Count = None

@@ -83,6 +83,7 @@ def cache_object(report: CacheReport) -> dict[str, Any]:
         "pool": report.pool,
         "ram": report.ram,
         "disk": report.disk,
+        "shared": report.shared,
         "load_seconds": round(report.load, 6),
         "miss": [] if miss is None else [miss_object(miss)],
     }
@@ -133,6 +134,7 @@ def _sum(one: CacheReport, other: CacheReport) -> CacheReport:
         pool=one.pool + other.pool,
         ram=one.ram + other.ram,
         disk=one.disk + other.disk,
+        shared=one.shared + other.shared,
         load=one.load + other.load,
         miss=one.miss or other.miss,
     )

@@ -31,6 +31,9 @@ from cairn.frontend.service import Service
 from cairn.text.chat.messages import plain
 from cairn.types.errors import InvalidRequest
 
+ONCE = b"idempotency-key"
+MOST_ONCE = 128
+
 
 class TurnRoutes:
     """The routes of turns."""
@@ -88,6 +91,7 @@ class TurnRoutes:
                 template_args=body.template_args(service.chat.mentions),
                 wanted=body.wanted(),
                 service=service,
+                once=once_of(call),
             )
         await self._answer(call, service, running, body, body.include_usage)
 
@@ -112,6 +116,18 @@ class TurnRoutes:
         choices = [ChoiceStream(running.request)]
         answer = TurnAnswer(call, service, choices, usage, running, _pace_of(body, choices, running))
         await self._exchanges.run(call, turn_exchange(running, choices, answer), stream=bool(body.stream))
+
+
+def once_of(call: HTTPCall) -> str:
+    """Return the client's Idempotency-Key; empty for none. Raise InvalidRequest for one that is no key."""
+    value = call.header(ONCE)
+    if value is None:
+        return ""
+    if not 0 < len(value) <= MOST_ONCE or not value.isascii() or not value.decode("latin-1").isprintable():
+        raise InvalidRequest(
+            f"Idempotency-Key must be 1 to {MOST_ONCE} printable characters of ASCII", field="Idempotency-Key"
+        )
+    return value.decode("latin-1")
 
 
 class TurnAnswer(ChatAnswer):

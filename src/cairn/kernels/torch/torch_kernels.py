@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cairn.kernels.base import Packed
+from cairn.kernels import low_rank
+from cairn.kernels.base import LowRank, Packed
 from cairn.kernels.program import Interpreted, KernelCall
 from cairn.kernels.rope import Rope, frequencies
 from cairn.kernels.torch import attention, recurrent
@@ -86,6 +87,12 @@ class TorchKernels(TorchStorage):
 
     def project(self, x: Tensor, matrix: TorchMatrix, out: Tensor) -> None:
         matrix.product(x, out)
+
+    def adapt(
+        self, x: Tensor, rows: Tensor, slots: Tensor, scales: Tensor, adapters: Sequence[LowRank], out: Tensor
+    ) -> None:
+        places = (self.host(rows).tolist(), self.host(slots).tolist(), scales.tolist())
+        low_rank.adapt(lambda part, matrix: matrix.product(part), x, *places, adapters, out)
 
     def activate(self, x: Tensor, activation: str, out: Tensor) -> None:
         out.copy_(ACTIVATIONS[activation](x))

@@ -148,7 +148,7 @@ class StoreProgress:
 
     def origin(self, covered: int) -> dict[TierName, int]:
         """Return how many of the first `covered` tokens came from each tier; the others were in the pool."""
-        found: dict[TierName, int] = {"ram": 0, "disk": 0}
+        found: dict[TierName, int] = {"ram": 0, "disk": 0, "shared": 0}
         for begin, end, tier in self.brought:
             found[tier] += max(0, min(end, covered) - begin)
         return found

@@ -1,0 +1,106 @@
+"""From a configuration and a folder to a loaded engine."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+from cairn.config.config import Config
+from cairn.engine.machine import cpu_count
+from cairn.engine.memory import pool_blocks
+from cairn.models.files import is_gguf, reading
+from cairn.models.safetensors.weights import open_weights, weight_files
+from cairn.models.spec.config import identified, identity_of, load_spec
+from cairn.models.spec.judge import with_judge
+from cairn.types.errors import ModelError
+from cairn.types.model_spec import ModelSpec
+from cairn.types.step import Engine
+
+
+def check_context(spec: ModelSpec, config: Config) -> None:
+    """Raise `ModelError` for a context that is longer than the model's own."""
+    if config.context is not None and config.context > spec.context:
+        raise ModelError(f"context is {config.context}, but {spec.name} was made for at most {spec.context} tokens")
+
+
+CPU = ("cairn.engine.recorded", "cairn.engine.encoder")
+FAKE = ("cairn.engine.fake", "cairn.kernels.choose", "numpy.random")
+"""Modules that `load_engine` needs; the last is one that numpy itself imports where it is asked for."""
+
+
+def import_engine(config: Config) -> None:
+    """Import what `load_engine` will need, on this thread. Two that import at once may each see half of a module."""
+    for name in FAKE if config.engine == "fake" else CPU:
+        importlib.import_module(name)
+
+
+def check_files(config: Config, folder: Path) -> None:
+    """Read the headers of all files of a model; raise ModelError if they cannot be served.
+
+    Digests are remembered, so that loading does not compute them again; no memory is kept.
+    """
+    spec = with_judge(load_spec(folder, identify=False), folder, config.kind)
+    check_context(spec, config)
+    if config.engine != "fake":  # which reads no weights
+        open_weights(folder, spec)
+    identified(spec, folder)
+
+
+def load_engine(
+    config: Config, folder: Path, expected: int = 0, blocks: tuple[int, ...] = ()
+) -> tuple[ModelSpec, Engine]:
+    """Load the model in `folder` into the engine that `config.engine` names, whole, or raise ModelError.
+
+    `expected` are bytes of stored KV that may be loaded into its pool soon. `blocks` sets the size of each group's
+    pool, whatever memory is free; empty for as many as `pool_blocks` says.
+    """
+    before = _stamps(folder) if is_gguf(folder) or folder.is_dir() else []
+    spec = with_judge(load_spec(folder, identify=False), folder, config.kind)
+    check_context(spec, config)
+    if config.engine == "fake":
+        # Imported here so that a server never loads the code of an engine that it does not run.
+        from cairn.engine.fake import FakeEngine
+        from cairn.kernels.choose import load_sampler
+
+        spec = identified(spec, folder)
+        engine = FakeEngine(
+            spec,
+            blocks=blocks or pool_blocks(spec, config),
+            context=config.context,
+            max_rows=min(config.max_running, config.step_tokens),
+            max_tokens=config.step_tokens,
+            sampler=load_sampler(config.kernels, config.threads or cpu_count(), spec.vocab),
+        )
+        return spec, engine
+    if config.tp > 1:
+        from cairn.engine.parallel import ParallelEngine
+
+        spec = identified(spec, folder)
+        return spec, ParallelEngine.load(spec, folder, config, blocks)
+    from cairn.engine.encoder import EncoderEngine
+    from cairn.engine.recorded import RecordedEngine
+
+    encodes = spec.whole
+    fit = (
+        None if encodes else RecordedEngine.fit(spec, folder, config, blocks)
+    )  # its identity takes as long as reading all of its files
+    spec = identified(spec, folder)
+    changed = ModelError(f"{folder} was changed while it was loaded; start again")
+    if _stamps(folder) != before:  # what was read of it would be another model's
+        raise changed
+    loaded = (
+        EncoderEngine.load(spec, folder, config)
+        if encodes
+        else RecordedEngine.load(spec, folder, config, expected, fit=fit)
+    )
+    if identity_of(spec, folder) != spec.identity:  # its KV would be stored, and found, as the other model's
+        loaded.close()
+        raise changed
+    return spec, loaded
+
+
+def _stamps(folder: Path) -> list[tuple[int, ...]]:
+    """Return the facts of the weight files that change when one is written or replaced."""
+    with reading(folder):
+        found = [path.stat() for path in weight_files(folder)]
+    return [(one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in found]
