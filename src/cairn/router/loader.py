@@ -1,6 +1,6 @@
 """Loading and unloading of a server's models, and eviction of models to free memory for others.
 
-One model is loaded or unloaded at a time: whoever does it holds `ModelLoader.turn`, and every method that changes
+One model is loaded or unloaded at a time: the task that does it holds `ModelLoader.turn`, and every method that changes
 anything needs it held unless it says otherwise.
 """
 
