@@ -29,6 +29,7 @@ class ModelKeywords(TypedDict, total=False):
     keep_packed_gb: float | None
     experts: Literal["auto", "memory", "mapped"]
     threads: int | None
+    profile: str | None
     context: int | None
     kv_gb: float | None
     kv_dtype: Literal["auto", "f32", "bf16", "f16", "q8"]
