@@ -88,8 +88,8 @@ def sentence(done: subprocess.CompletedProcess[str], code: int = 2) -> str:
 def test_help_lists_the_commands_and_no_others():
     """Known failure 50: what the help names exists, and nothing else does."""
     names = {command.name or command.callback.__name__ for command in app.registered_commands}
-    models = {"pull", "models", "list", "ls", "show", "rm", "quantize"}
-    servers = {"status", "ps", "load", "unload", "swap", "reload", "stop", "cancel", "launch"}
+    models = {"pull", "models", "list", "ls", "show", "rm", "quantize", "merge", "tune"}
+    servers = {"status", "ps", "load", "unload", "swap", "reload", "stop", "cancel", "launch", "route"}
     assert names == models | servers | {"serve", "chat", "run", "generate", "embed", "doctor", "bench"} | {
         "config",
         "version",
