@@ -79,14 +79,18 @@ def test_drafts_of_one_step_count_for_those_after_it() -> None:
 
 def test_states_that_are_computed_again_make_drafts_dearer() -> None:
     """What is accepted before a wrong guess has to be computed twice, which a doubtful draft does not win back."""
-    cost = {tokens: 0.01 * (1 + 0.19 * (tokens - 1)) for tokens in range(1, 9)}
+
+    class Known(StepCost):
+        def of(self, tokens: int) -> float:
+            return 1 + 0.19 * (tokens - 1)
+
     widths = []
     for states in (False, True):
         policy = MeasuredPolicy(states=states)
-        measured(policy, cost)
+        policy._cost = Known()
         drafter = repeating(policy)
         assert isinstance(drafter, SuffixDrafter)
-        drafter._hits = [0.6] * 6
+        drafter._hits = [0.5] * 6
         widths.append(policy.width(drafter, 1))
     assert widths == [2, 1]
 
