@@ -90,7 +90,7 @@ def test_states_that_are_computed_again_make_drafts_dearer() -> None:
         policy._cost = Known()
         drafter = repeating(policy)
         assert isinstance(drafter, SuffixDrafter)
-        drafter._hits = [0.5] * 6
+        drafter._hits, drafter._repeats = [0.5] * 6, 1.0
         widths.append(policy.width(drafter, 1))
     assert widths == [2, 1]
 
