@@ -176,6 +176,16 @@ def test_costs_settle_at_what_was_measured(speed: float) -> None:
     assert cost.of(12) > cost.of(8)
 
 
+def test_a_size_is_known_soon_after_it_is_first_measured() -> None:
+    """Within a few steps, not only after many: until then drafts would be too wide or too narrow."""
+    cost = StepCost()
+    for _ in range(100):
+        cost.record(1, 0.01)
+    for _ in range(4):
+        cost.record(8, 0.037)
+    assert cost.of(8) / cost.of(1) == pytest.approx(3.7, rel=0.15)
+
+
 def test_a_slower_machine_leaves_the_curve_alone() -> None:
     cost = StepCost()
     for step in range(600):
