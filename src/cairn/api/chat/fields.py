@@ -35,7 +35,6 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[FieldRow, ...]]] = {
         "OpenAI": (
             FieldRow("user safety_identifier", "who asks; nobody here judges them"),
             FieldRow("service_tier", "all requests are served alike"),
-            FieldRow("prediction", "a hint that changes the speed alone"),
             FieldRow("prompt_cache_options prompt_cache_retention", _CACHED),
             FieldRow("verbosity", "no switch of local models; ask for brevity in the prompt"),
             FieldRow("modalities", "answers are text", (["text"],)),

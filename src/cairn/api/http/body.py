@@ -266,6 +266,7 @@ Place = Literal[
     "stream_options",
     "message",
     "part",
+    "prediction",
     "tool",
     "function",
     "call",

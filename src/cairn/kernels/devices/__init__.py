@@ -168,6 +168,11 @@ def free_memory(device: str) -> int | None:
     return report(device).memory if resolved(device) != CPU else None
 
 
+def has_own_memory(device: str) -> bool:
+    """Tell whether a device's KV pool is not in the machine's memory."""
+    return device.partition(":")[0] in ("cuda", "rocm")
+
+
 def _load_mlx(name: str, kernels: str) -> Kernels:
     from cairn.kernels.mlx import device
 
