@@ -130,3 +130,23 @@ def test_kill_9_of_the_server_that_has_the_agent(
     figure("seconds until the KV of a turn is in the store, most (shared_lag 1)", f"{max(lags, default=0):.1f}")
     figure("seconds of a turn whose server was killed in mid-stream, longest", f"{max(waits, default=0):.1f}")
     figure("tokens computed again beside the new message, after the lag; at once", f"at most {most}; {at_once}")
+
+
+def test_an_agent_goes_on_over_an_object_store(tmp_path: Path, s3: str) -> None:
+    turns = [question(number) for number in range(3)]
+    with cluster(tmp_path, 2, router=False, shared_store=s3, shared_lag=LAG, kv_load="always") as made:
+        one, two = made.ports
+        made.call("POST", "/v1/agents", {"id": "ada", "system": SYSTEM}, one)
+        said = [made.call("POST", "/v1/agents/ada/turns", turn, one) for turn in turns[:2]]
+        made.kill(0)
+        said.append(made.call("POST", "/v1/agents/ada/turns", turns[2], two))
+        made.call("POST", "/v1/agents", {"id": "eve", "system": SYSTEM}, two)
+        alone = [made.call("POST", "/v1/agents/eve/turns", turn, two) for turn in turns]
+        assert [text_of(answer) for answer in said] == [text_of(answer) for answer in alone]
+        history = made.call("GET", "/v1/agents/ada/turns", port=two)["data"]
+        assert [turn["answer"]["content"] for turn in history] == [text_of(answer) for answer in said]
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    text: str = answer["choices"][0]["message"]["content"]
+    return text
