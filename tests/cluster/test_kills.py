@@ -38,19 +38,24 @@ def undisturbed(folder: Path, turns: list[dict[str, Any]], **options: Any) -> li
         return [answer["choices"][0]["message"]["content"] for answer in found]
 
 
-def turn_with_kill(made: Cluster, body: dict[str, Any], after: int) -> tuple[str, int]:
-    """Stream a turn and kill its server after so many events; return the text and that server."""
+def turn_with_kill(made: Cluster, body: dict[str, Any], pause: float) -> tuple[str, int]:
+    """Stream a turn and kill its server in the middle; return the text and that server.
+
+    The server holds the answer at its 100th token, so it cannot have ended.
+    """
     for server in made.servers:
         server.hold.touch()
     with made.open("POST", "/v1/agents/ada/turns", body) as response:
-        killed = made.server_of(response.headers)
+        killed, alive = made.server_of(response.headers), True
         text = ""
-        for number, event in enumerate(events(response)):
+        for event in events(response):
             assert "error" not in event, event
             for choice in event["choices"]:
                 text += choice["delta"].get("content") or ""
-            if number == after:
+            if text and alive:
+                time.sleep(pause)
                 made.kill(killed)
+                alive = False
                 for server in made.servers:
                     server.hold.unlink()
     return text, killed
@@ -101,7 +106,7 @@ def test_kill_9_of_the_server_that_has_the_agent(
                 made.kill(server)
             began = time.monotonic()
             if kind == "stream":
-                text, killed = turn_with_kill(made, body, rng.randrange(3, 12))
+                text, killed = turn_with_kill(made, body, rng.uniform(0, 0.3))
                 said.append(text)
                 waits.append(time.monotonic() - began)
                 made.restart(killed)
