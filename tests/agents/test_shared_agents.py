@@ -171,7 +171,7 @@ async def test_without_the_store_no_turn_is_acknowledged_and_with_it_again(rooms
         await asyncio.sleep(0.05)
     await rooms.two.agents.bring("default", "ada")
     again = await hear(await rooms.two.agents.resume("default", "ada", request=rooms.two.service.next_id()))
-    assert again.error is None and again.text == heard.text
+    assert again.error is None and again.text.startswith(heard.text)
     assert [text for _, _, text in await rooms.turns(rooms.one)] == [first, again.text]
 
 

@@ -47,7 +47,7 @@ def turn_with_kill(made: Cluster, body: dict[str, Any], pause: float) -> tuple[s
         server.hold.touch()
     with made.open("POST", "/v1/agents/ada/turns", body) as response:
         killed, alive = made.server_of(response.headers), True
-        text = ""
+        text, had = "", 0
         for event in events(response):
             assert "error" not in event, event
             for choice in event["choices"]:
@@ -55,9 +55,10 @@ def turn_with_kill(made: Cluster, body: dict[str, Any], pause: float) -> tuple[s
             if text and alive:
                 time.sleep(pause)
                 made.kill(killed)
-                alive = False
+                alive, had = False, len(text)
                 for server in made.servers:
                     server.hold.unlink()
+    assert had < len(text), "the answer had ended before"
     return text, killed
 
 
