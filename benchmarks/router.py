@@ -199,14 +199,14 @@ async def run(order: list[tuple[int, int]], turns: list[list[tuple[int, int]]], 
     rng, computed = random.Random(how), 0  # other tokens for each way, which share no KV
     for number, (session, turn) in enumerate(order):
         new, answer = turns[session][turn]
-        history[session] += [rng.randrange(300, 3000) for _ in range(new)]
+        history[session] += [rng.randrange(300, 2000) for _ in range(new)]
         body = {"prompt": history[session], "max_tokens": answer, "ignore_eos": True, "temperature": 0}
         body["prompt_cache_key"] = f"{how}-{session}"
         caller = callers[0] if how == "names" else callers[number % len(callers)]
         data, _, _ = await caller.post("/v1/completions", body)
         usage = json.loads(data)["usage"]
         computed += usage["cairn"]["computed"]
-        history[session] += [rng.randrange(300, 3000) for _ in range(answer)]
+        history[session] += [rng.randrange(300, 2000) for _ in range(answer)]
     return computed
 
 
