@@ -33,8 +33,9 @@ TICKS = os.sysconf("SC_CLK_TCK")
 BLOCK = 16
 TURNS, ANSWER, QUESTION = 43, 444, 3300
 """Median turns of a session, tokens of an answer, and new tokens of a turn, of published traces of coding agents."""
-SCALE = 30
-"""All lengths are divided by it, here and in the pools."""
+SCALE = 90
+"""All lengths are divided by it: the bundled model's context is short."""
+CONTEXT = 1900
 
 
 def cpu_of(pid: int) -> float:
@@ -153,13 +154,13 @@ def sessions(rng: random.Random, count: int) -> list[list[tuple[int, int]]]:
     """Return the turns of sessions: new tokens and tokens of the answer, scaled down."""
     found = []
     for _ in range(count):
-        turns = max(1, round(rng.lognormvariate(0, 0.5) * TURNS / 4))
-        found.append(
-            [
-                (max(8, round(rng.expovariate(SCALE / QUESTION))), max(4, round(rng.expovariate(SCALE / ANSWER))))
-                for _ in range(turns)
-            ]
-        )
+        turns, length = list[tuple[int, int]](), 0
+        for _ in range(max(1, round(rng.lognormvariate(0, 0.5) * TURNS))):
+            new, answer = (max(4, round(rng.expovariate(SCALE / size))) for size in (QUESTION, ANSWER))
+            if (length := length + new + answer) > CONTEXT:
+                break
+            turns.append((new, answer))
+        found.append(turns)
     return found
 
 
