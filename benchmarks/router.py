@@ -218,7 +218,7 @@ async def savings(count: int) -> None:
     rng = random.Random(5)
     turns = sessions(rng, count)
     order = arrivals(rng, turns)
-    servers = [Served(kv_gb=0.02, kv_disk=False) for _ in range(3)]
+    servers = [Served(kv_gb=0.5, kv_disk=False) for _ in range(3)]
     router = None
     try:
         for server in servers:
