@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 
 from cairn.config.config import Config
@@ -47,12 +48,16 @@ def check_files(config: Config, folder: Path) -> None:
 
 
 def load_engine(
-    config: Config, folder: Path, expected: int = 0, blocks: tuple[int, ...] = ()
+    config: Config,
+    folder: Path,
+    expected: int = 0,
+    blocks: tuple[int, ...] = (),
+    end: Callable[[str], None] = lambda stage: None,
 ) -> tuple[ModelSpec, Engine]:
     """Load the model in `folder` into the engine that `config.engine` names, whole, or raise ModelError.
 
     `expected` are bytes of stored KV that may be loaded into its pool soon. `blocks` sets the size of each group's
-    pool, whatever memory is free; empty for as many as `pool_blocks` says.
+    pool, whatever memory is free; empty for as many as `pool_blocks` says. `end` is called at the end of each stage.
     """
     before = _stamps(folder) if is_gguf(folder) or folder.is_dir() else []
     spec = with_judge(load_spec(folder, identify=False), folder, config.kind)
@@ -84,7 +89,9 @@ def load_engine(
     fit = (
         None if encodes else RecordedEngine.fit(spec, folder, config, blocks)
     )  # its identity takes as long as reading all of its files
+    end("headers")
     spec = identified(spec, folder)
+    end("digests")
     changed = ModelError(f"{folder} was changed while it was loaded; start again")
     if _stamps(folder) != before:  # what was read of it would be another model's
         raise changed
@@ -93,6 +100,7 @@ def load_engine(
         if encodes
         else RecordedEngine.load(spec, folder, config, expected, fit=fit)
     )
+    end("weights and programs")
     if identity_of(spec, folder) != spec.identity:  # its KV would be stored, and found, as the other model's
         loaded.close()
         raise changed
