@@ -22,6 +22,9 @@ AGAIN := echo "Failed beside other tests; run again alone:" && cat .pytest_cache
   OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --numprocesses 0
 
 .NOTPARALLEL:
+# Of MLX a Mac has Metal, and Linux the CPU: 26 MB, from glibc 2.35 on.
+MLX := $(if $(filter Darwin,$(shell uname)),mlx,mlx[cpu])
+
 .PHONY: serve install wheel models clients test check gpu-gate quick prove prove-cluster bench soak sanitize \
   simulate clean
 
@@ -78,6 +81,7 @@ numpy, slowly. With g++ and Python's headers installed, 'make -B install' compil
 	@$(PIP_CAIRN) $(KERNELS) --editable '.[test]'
 	@$(SLOW)
 	@$(MAKE) --no-print-directory models || echo "Real models cannot be had here: their tests are skipped." >&2
+	@$(PIP) "$(MLX)" || echo "mlx cannot be had here: the tests of its kernels are skipped." >&2
 	@touch .venv/.installed $@
 
 # One wheel with the kernels for every kind of CPU. On Linux its name says the oldest glibc that it runs with: that of

@@ -1,4 +1,4 @@
-"""How long a client waits, with 1, 8, 32 and 100 of them at once.  `python benchmarks/percentiles.py [MODEL] [--seconds N]`
+"""How long a client waits, with 1, 8, 32 and 100 of them at once.  `python benchmarks/percentiles.py [MODEL]`
 
 `cairn serve MODEL` (default: SmolLM2 of the extra `models`, else the bundled model) is asked by so many clients, each
 of which asks again as soon as it has its answer: chats of about 40 to 400 tokens, no two alike, answers of 48 tokens,

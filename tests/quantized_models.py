@@ -141,6 +141,24 @@ def awq(group: int) -> Pack:
     return pack
 
 
+def mlx(bits: int, group: int) -> Pack:
+    """As mlx_lm.convert writes it: scales and biases in bfloat16."""
+
+    def pack(array: np.ndarray, rng: np.random.Generator) -> Packed:
+        out, inner = array.shape
+        shape = (out, inner // group)
+        scale = _scales(array, shape, rng, 1 << (bits - 1)).astype(BFLOAT16)
+        bias = (-(1 << (bits - 1)) * scale.astype(np.float32) * rng.uniform(0.9, 1.1, shape)).astype(BFLOAT16)
+        codes = rng.integers(0, 1 << bits, (out, inner))
+        tensors = {"weight": words(codes, bits).view(np.uint32), "scales": scale, "biases": bias}
+        wide, more = (np.repeat(one.astype(np.float32), group, 1) for one in (scale, bias))
+        if bits == 8:  # in the order of the kernels' sums
+            return tensors, (codes - 128).astype(np.float32) * wide + (more + np.float32(128) * wide)
+        return tensors, codes.astype(np.float32) * wide + more
+
+    return pack
+
+
 def gptq(bits: int, group: int, shift: int = 1, symmetric: bool = True, order: bool = False) -> Pack:
     """`shift`: what zero points are less in the file; `order`: as with desc_act."""
 

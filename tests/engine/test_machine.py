@@ -26,6 +26,21 @@ def test_memory_of_the_machine(tmp_path: Path) -> None:
     assert 0 < memory_available() < 1 << 48
 
 
+def test_macos_says_whether_memory_is_critically_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are not asked."""
+    asked = []
+
+    def ask(name: bytes) -> int:
+        asked.append(name)
+        return level
+
+    for platform in ("linux", "darwin"):
+        monkeypatch.setattr(machine.sys, "platform", platform)
+        for level in (0, 1, 2, 4):
+            assert machine.memory_pressed(ask) == (platform == "darwin" and level == 4)
+    assert asked == [b"kern.memorystatus_vm_pressure_level"] * 4
+
+
 def test_the_peak_of_memory_is_not_that_of_the_process_that_started_this_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

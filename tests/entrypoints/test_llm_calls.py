@@ -436,8 +436,12 @@ def test_a_message_without_content_is_refused(llm, given):
         llm.chat(given)
 
 
-def test_a_model_shows_its_name(llm):
+def test_a_model_and_an_answer_show_what_matters(llm):
     assert repr(llm).startswith("LLM('")
+    answer = llm.chat("hi", **GREEDY)
+    shown = repr(answer)
+    assert shown.startswith(f"Answer(text={answer.text!r}, ") and f"{len(answer.tokens)} tokens" in shown
+    assert f"finish_reason='{answer.finish_reason}'" in shown and "prompt_tokens=" in shown and "logprobs" not in shown
 
 
 def test_an_option_that_is_for_a_server_is_not_suggested():

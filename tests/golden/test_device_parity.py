@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-pytest.importorskip("torch", reason="torch is not installed: no device but the CPU is tested")
-
 from cairn.kernels import devices
 from tests.tiny_models import MODELS, Driver, load, prompt, write_model
 
-FOUND = [one.name for one in devices.reports() if not one.trouble and one.name != devices.CPU]
+FOUND = [
+    pytest.param(one.name, marks=pytest.mark.skipif(bool(one.trouble), reason=f"{one.name}: {one.trouble}"))
+    for one in devices.reports()
+    if one.name not in (devices.CPU, devices.MLX)  # which is a name of another one
+]
 BOUND = 2e-4
 """How far a logit may be off, as a share of the largest: another order of float32 sums, and its way through layers."""
 LENGTH = 70

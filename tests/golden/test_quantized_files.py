@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from cairn.kernels.base import Quantized
 from cairn.kernels.quantized import dequantized
@@ -15,8 +16,9 @@ from cairn.models.quantization.tensor_meta import outlines
 from cairn.models.safetensors.coded_weights import CodedWeights
 from cairn.models.safetensors.weights import open_weights
 from cairn.models.spec.config import load_spec
+from cairn.types.errors import ModelFileError
 from tests.golden.test_families import check
-from tests.quantized_models import BFLOAT16, Pack, awq, compressed, eight, float8, four, gptq, write_quantized
+from tests.quantized_models import BFLOAT16, Pack, awq, compressed, eight, float8, four, gptq, mlx, write_quantized
 from tests.tiny_models import MODELS, Driver, load, prompt
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
@@ -54,6 +56,8 @@ CASES: dict[str, tuple[Pack, dict[str, Any], str]] = {
         "",
     ),
     "gptq of 8 bits": (gptq(8, 32, symmetric=False), GPTQ | {"bits": 8, "sym": False}, ""),
+    "mlx": (mlx(4, 64), {"group_size": 64, "bits": 4}, ""),
+    "mlx of 8 bits": (mlx(8, 32), {"group_size": 32, "bits": 8, "mode": "affine"}, ""),
     "gptq with desc_act": (gptq(4, 32, order=True), GPTQ | {"desc_act": True}, "GPTQ"),
 }
 """How modules are packed, what the config says, and what of it is rounded."""
@@ -110,6 +114,31 @@ def test_families_with_rules_of_their_own_find_their_tensors_in_quantised_module
     assert isinstance(found, CodedWeights) and sum(found.kind(one)[0] == "FP8" for one in found) >= 7
     for tensor in want:
         np.testing.assert_array_equal(np.asarray(found[tensor], np.float32), np.asarray(want[tensor], np.float32))
+
+
+def test_experts_that_mlx_joined_are_read_one_by_one(tmp_path: Path) -> None:
+    """mlx_lm.convert stacks them: `switch_mlp` instead of `experts.0` and so on."""
+    fields = {**MODELS["qwen 3 moe"], "head_dim": 16, "moe_intermediate_size": 64}
+    plain, packed = write_quantized(tmp_path, mlx(4, 32), {"group_size": 32, "bits": 4}, **fields)
+    stored = load_file(packed / "model.safetensors")
+    joined = {name: one for name, one in stored.items() if ".experts." not in name}
+    for layer in range(2):
+        place = f"model.layers.{layer}.mlp"
+        for end in (
+            f"{part}_proj.{kind}" for part in ("gate", "up", "down") for kind in ("weight", "scales", "biases")
+        ):
+            every = [stored[f"{place}.experts.{expert}.{end}"] for expert in range(fields["num_experts"])]
+            joined[f"{place}.switch_mlp.{end}"] = np.stack(every)
+    save_file(joined, packed / "model.safetensors")
+    spec = load_spec(packed)
+    want, found = open_weights(plain, spec), open_weights(packed, spec)
+    assert isinstance(found, CodedWeights) and set(found) == set(want)
+    for tensor in want:
+        np.testing.assert_array_equal(np.asarray(found[tensor], np.float32), np.asarray(want[tensor], np.float32))
+    del joined["model.layers.1.mlp.switch_mlp.up_proj.biases"]
+    save_file(joined, packed / "model.safetensors")
+    with pytest.raises(ModelFileError, match=r"switch_mlp\.up_proj\.biases must be present, found nothing"):
+        open_weights(packed, spec)
 
 
 FAMILIES: dict[str, tuple[Pack, dict[str, Any], dict[str, Any]]] = {

@@ -228,6 +228,27 @@ async def test_an_unloaded_model_is_loaded_again_and_one_that_is_idle_goes(tmp_p
         await until(lambda: alpha.state == "on disk")
 
 
+async def test_idle_models_go_while_memory_is_critically_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """But none that is in use; afterwards a model is loaded again for whoever asks."""
+    short = [False]
+    async with several(tmp_path, "alpha beta") as models:
+        monkeypatch.setattr(models, "_pressed", lambda: short[0])
+        alpha, beta = models.models[:2]
+        async with models.using(alpha) as service:
+            async with models.using(beta) as other:
+                assert await answered(other)
+            short[0] = True
+            await until(lambda: beta.state == "on disk")
+            assert alpha.state == "loaded" and await answered(service)
+        await until(lambda: alpha.state == "on disk")
+        short[0] = False
+        async with models.using(beta) as other:
+            assert await answered(other)
+    assert "beta was unloaded: the system's memory is critically short" in caplog.text
+
+
 async def test_requests_end_with_the_grace_and_not_with_what_is_stored_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

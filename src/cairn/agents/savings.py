@@ -23,6 +23,7 @@ def counted(savings: Savings, done: Done, speed: float) -> Savings:
         disk=savings.disk + cache.disk,
         shared=savings.shared + cache.shared,
         generated=savings.generated + done.usage.completion_tokens,
+        guessed=savings.guessed + done.usage.accepted_prediction_tokens,
         prefill_seconds=savings.prefill_seconds + timing.prefill,
         load_seconds=savings.load_seconds + cache.load,
         seconds_avoided=savings.seconds_avoided + max(0.0, cache.cached * speed - cache.load),

@@ -93,7 +93,7 @@ def _engines(config: Config) -> Rows:
         rows.append((name, f"{state}{report.sentence}"))
     seen = {name.partition(":")[0] for name in reports}
     for gpu in machine.gpus():
-        kind = "mps" if gpu.kind == "metal" else gpu.kind
+        kind = devices.MLX if gpu.kind == "metal" else gpu.kind
         if kind not in seen:
             rows.append((gpu.kind, f"not used: {gpu.name} is here, but {devices.report(kind).trouble}"))
     return rows

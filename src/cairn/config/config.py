@@ -19,9 +19,13 @@ PREFIX = "CAIRN_"
 """Every environment variable with this prefix is an option, or an error."""
 
 
-DEVICE = re.compile(r"(cuda|rocm):\d{1,3}|auto|cpu|torch-cpu|triton-cpu|cuda|rocm|mps")
-DEVICES = "auto, cpu, torch-cpu, triton-cpu, cuda, cuda:N, rocm, rocm:N or mps"
+DEVICE = re.compile(r"(cuda|rocm):\d{1,3}|auto|cpu|torch-cpu|triton-cpu|cuda|rocm|mps|mlx|mlx-cpu")
+DEVICES = "auto, cpu, mlx, mlx-cpu, torch-cpu, triton-cpu, cuda, cuda:N, rocm, rocm:N or mps"
 """Names of devices, for a program and for a person."""
+
+SPECULATE = re.compile(r"auto|off|[1-9]|1[0-5]")
+SPECULATIONS = "auto, off or a number from 1 to 15"
+"""What `speculate` may be, for a program and for a person."""
 
 KEY = "printable ASCII characters without spaces, at least one"
 """What a key consists of: others cannot be sent in a header."""
@@ -178,7 +182,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str,
         Meta(
             description="What the model is computed on: 'cpu', or 'torch-cpu', 'cuda:N', 'rocm:N' or 'mps' with the "
-            "extra gpu; 'auto': the fastest that keeps answers equal bit for bit, which is the CPU."
+            "extra gpu, or 'mlx' with the extra mlx; 'auto': the fastest that keeps answers equal bit for bit, which "
+            "is the CPU."
         ),
     ] = "auto"
     tp: Annotated[
@@ -191,8 +196,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ),
     ] = 1
     kernels: Annotated[
-        Literal["auto", "reference", "portable", "avx2", "avxvnni", "avx512vnni", "avx512"],
-        Meta(description="What the CPU computes with; 'auto': the fastest that runs here, 'reference' is numpy."),
+        Literal["auto", "reference", "portable", "avx2", "avxvnni", "avx512vnni", "avx512", "metal"],
+        Meta(
+            description="What the CPU computes with; 'auto': the fastest that runs here, 'reference' is numpy. 'metal' "
+            "is for device mlx: a kernel of Cairn's own for recurrent layers, which was never run on an Apple GPU."
+        ),
     ] = "auto"
     weights: Annotated[
         Literal["auto", "stored", "f32", "bf16", "int8", "int4"],
@@ -263,6 +271,22 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             description="Most seconds between two tokens of a stream while another's prompt is read beside it.",
         ),
     ] = 0.25
+    speculate: Annotated[
+        str,
+        Meta(
+            description="Tokens that a step may guess from what the sequence repeats, and check: 'auto', as many as "
+            "make answers faster by the times measured here, 'off', or a number from 1 to 15, wherever something "
+            "repeats. Answers are the same in any case."
+        ),
+    ] = "auto"
+    draft_model: Annotated[
+        str | None,
+        Meta(
+            description="A small model with the same tokens, named as MODEL is, that guesses where nothing repeats. It "
+            "is held beside the model, and asked where that makes answers faster."
+        ),
+    ] = None
+    draft_kv_gb: Annotated[float, Meta(gt=0, le=1 << 10, description="KV pool of the draft model in GB.")] = 0.25
     max_queue: Annotated[int, Meta(ge=1, description="Most requests waiting; more are a 429.")] = 256
     max_queue_tokens: Annotated[int, Meta(ge=1, description="Most prompt tokens waiting; more are a 429.")] = 1 << 20
     max_queue_pools: Annotated[
@@ -297,8 +321,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ),
     ] = "raw"
     kv_ram_gb: Annotated[
-        Annotated[float, Meta(gt=0, le=1 << 20)] | None,
-        Meta(description="GB of host memory that keep KV, for engines whose pool is elsewhere; default: none."),
+        Annotated[float, Meta(ge=0, le=1 << 20)] | None,
+        Meta(
+            description="GB of host memory for KV that leaves the pool, faster than the disk; default: a quarter of "
+            "what is free if the pool is in a GPU's own memory, otherwise none. 0: none."
+        ),
     ] = None
     kv_load: Annotated[
         Literal["auto", "always", "never"],
@@ -615,6 +642,21 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_choices: Annotated[int, Meta(ge=1, description="Largest n.")] = 8
     max_prompts: Annotated[int, Meta(ge=1, description="Most prompts in one text completion.")] = 128
     max_connections: Annotated[int, Meta(ge=1, description="Most open connections; more are a 503.")] = 4096
+
+
+def draft_options(config: Config) -> Config:
+    """Return the options with which the draft model is loaded: one sequence at a time, in a pool of its own."""
+    return msgspec.structs.replace(
+        config,
+        model=config.draft_model or "",
+        draft_model=None,
+        tokenizer=None,
+        kind="auto",
+        weights="auto",
+        kv_gb=config.draft_kv_gb,
+        max_running=1,
+        step_tokens=min(config.step_tokens, 256),
+    )
 
 
 LIMITS = (

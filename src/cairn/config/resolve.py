@@ -19,6 +19,8 @@ from cairn.config.config import (
     KEY,
     LIMITS,
     PREFIX,
+    SPECULATE,
+    SPECULATIONS,
     AdapterOptions,
     Config,
     ModelOptions,
@@ -199,6 +201,10 @@ def _there(place: Path) -> bool:
         raise ConfigError(f"whether there is a file {place} cannot be told: {error.strerror or error}") from None
 
 
+_PATTERNS = {"device": (DEVICE, DEVICES), "speculate": (SPECULATE, SPECULATIONS)}
+"""What some texts must look like, for a program and for a person."""
+
+
 def _value(option: Option, given: _Given) -> Any:
     """Return the checked value of one option. Raise ConfigError naming the source and what was expected."""
     if not option.many:
@@ -227,11 +233,7 @@ def _one(option: Option, given: _Given, value: object) -> Any:
                     raise ConfigError(f"{given.source}: the file must hold one key", field=option.name)
             return _secret(option, given, value)
         case "str":
-            if not isinstance(value, str) or not value:
-                raise _wrong(option, given, value, "a text that is not empty")
-            if option.name == "device" and not DEVICE.fullmatch(value):
-                raise _wrong(option, given, value, DEVICES)
-            return value
+            return _text(option, given, value)
         case "choice":
             if value not in option.choices:
                 raise _wrong(option, given, value, "one of " + ", ".join(option.choices))
@@ -242,6 +244,17 @@ def _one(option: Option, given: _Given, value: object) -> Any:
             return _number(option, given, value)
         case "tenant" | "model" | "adapter":
             raise AssertionError("tenants, models and adapters are read by _tenants, _models and _adapters")
+
+
+def _text(option: Option, given: _Given, value: object) -> str:
+    if option.name == "speculate" and type(value) is int:  # a file may have the number without quotes
+        value = str(value)
+    if not isinstance(value, str) or not value:
+        raise _wrong(option, given, value, "a text that is not empty")
+    pattern, wanted = _PATTERNS.get(option.name, (None, ""))
+    if pattern is not None and not pattern.fullmatch(value):
+        raise _wrong(option, given, value, wanted)
+    return value
 
 
 def _secret(option: Option, given: _Given, key: object) -> Secret:

@@ -139,7 +139,6 @@ class FakeEngine:
         self._kv = [
             random["kv"].integers(0, 1 << 64, shape, dtype=np.uint64) for shape in zip(sizes, widths, strict=True)
         ]
-        self._states_kept = any(group.kind == "state" for group in spec.groups)
         self._attached: set[bytes] = set()
         self._sampled: list[int | None] = []
         """The tokens that the rows of the last step sampled."""
@@ -191,7 +190,7 @@ class FakeEngine:
             return rows, []
         known, missing = list(rows), list[int]()
         for number, row in enumerate(rows):
-            check_guesses(row, states=self._states_kept)
+            check_guesses(row)
             if row.pending is None:
                 continue
             token = self._sampled[row.pending] if row.pending < len(self._sampled) else None
@@ -311,7 +310,7 @@ class FakeEngine:
                 raise ValueError(f"a row of {len(row.tokens)} tokens cannot compute [{row.start}, {row.end})")
             if row.logits_from is not None and not row.start <= row.logits_from < row.end:
                 raise ValueError("logits are wanted outside the row")
-            check_guesses(row, states=self._states_kept)
+            check_guesses(row)
             for number, (group, table) in enumerate(zip(info.groups, row.tables, strict=True)):
                 if group.kind == "state":
                     written += self._check_state(number, row)

@@ -5,16 +5,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import platform
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path("/")
+_CRITICAL = 4
+"""macOS's word for memory so short that it ends processes; 1 is normal, 2 a warning."""
 
 INSTRUCTION_SETS = (
     *("sse4_2", "avx", "avx2", "fma", "f16c", "avx_vnni"),
@@ -75,6 +78,21 @@ def memory_available(root: Path = ROOT) -> int:
         if limit.isdecimal() and used.isdecimal():
             available = min(available, max(0, int(limit) - int(used) + _clean_file_pages(folder)))
     return min(available, address_space(root))
+
+
+def memory_pressed(ask: Callable[[bytes], int] | None = None) -> bool:
+    """Tell whether macOS says that memory is critically short; False elsewhere.
+
+    `ask` returns a system value by its name.
+    """
+    return sys.platform == "darwin" and (ask or _system_value)(b"kern.memorystatus_vm_pressure_level") == _CRITICAL
+
+
+def _system_value(name: bytes) -> int:
+    """Return one of macOS's values; 0 if it has none of that name."""
+    value, size = ctypes.c_int(), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
+    found = ctypes.CDLL(None).sysctlbyname(name, ctypes.byref(value), ctypes.byref(size), None, 0)
+    return 0 if found else value.value
 
 
 def address_space(root: Path = ROOT) -> int:

@@ -14,7 +14,7 @@ from cairn.kernels import native
 from cairn.kernels.base import BLOCK, GROUP
 from cairn.kernels.choose import REFERENCE, chosen
 from cairn.kernels.codebooks import ROW_FORMATS
-from cairn.kernels.devices import ON_DEVICES, free_memory, kernel_set
+from cairn.kernels.devices import MLX, ON_DEVICES, free_memory, kernel_set
 from cairn.kernels.kv_codes import row_bytes
 from cairn.kernels.storage import HostStorage
 from cairn.models.forward import encoder
@@ -44,7 +44,7 @@ _Q8_STEP = 4
 
 
 def kernels_of(config: Config) -> str:
-    """Return the name of the kernel set that computes: of the CPU's, or torch's."""
+    """Return the name of the kernel set that computes: of the CPU's, or another device's."""
     return kernel_set(config.device, config.kernels)
 
 
@@ -205,7 +205,8 @@ class _Tally:
         if self._kernels == REFERENCE:
             return sum(4 * math.prod(one.shape) for one in parts)
         if self._kernels in ON_DEVICES:
-            return sum(int(math.prod(one.shape) * _torch_bits(one)) // 8 for one in parts)
+            bits = _mlx_bits if self._kernels == MLX else _torch_bits
+            return sum(int(math.prod(one.shape) * bits(one)) // 8 for one in parts)
         return native.packed_bytes([(one.shape[0], one.shape[1], one.form) for one in parts])
 
     def rope(self, head_dim: int, theta: float, scaling: RopeScaling) -> None:
@@ -231,6 +232,18 @@ def _torch_bits(one: TensorMeta) -> float:
         return codes + own + (16 if one.block == 6 else 32) / BLOCK
     widths = {"float16": 16, "float32": 32}
     return codes + (widths[one.scale] + widths.get(one.minimum, 0)) / GROUP
+
+
+def _mlx_bits(one: TensorMeta) -> float:
+    """Return the bits that a number of a matrix takes in mlx's kernels, at most, with scales and biases."""
+    if not one.scale:
+        return one.bits
+    if one.block == 6 or (one.table in ROW_FORMATS and ROW_FORMATS[one.table].group % GROUP):
+        return 16
+    if one.table == "fp4":
+        return 4 + 8 / GROUP
+    codes = 8 if one.table else one.bits
+    return codes + 2 * 32 / GROUP
 
 
 def whole_context(spec: ModelSpec, config: Config) -> int:

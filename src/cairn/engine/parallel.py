@@ -27,7 +27,7 @@ from cairn.engine.rank_protocol import (
     Loaded,
     Pages,
     ReadPages,
-    Start,
+    StartRank,
     ToRank,
     WritePages,
     part_of,
@@ -121,7 +121,7 @@ class ParallelEngine:
         try:
             for other in others:
                 options = msgspec.to_builtins(_of_rank(config, other.number))
-                other.send(Start(str(folder), options, other.number, ranks, str(meeting), blocks))
+                other.send(StartRank(str(folder), options, other.number, ranks, str(meeting), blocks))
             group = RankGroup(0, ranks, meeting, config.device)
             own = load_shard(spec, folder, config, group, blocks)
             for other in others:

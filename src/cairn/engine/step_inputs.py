@@ -124,7 +124,6 @@ class StepInputs:
         self.attached: dict[bytes, int] = {}
         """Number of each attached adapter, by its digest."""
         self._numbers: Ints = np.arange(max(self._max_rows, self._max_tokens), dtype=np.int32)
-        self._states = any(group.kind == "state" for group in groups)
 
     def fill(self, rows: Sequence[Row]) -> FilledStep:
         """Fill the next set of mirrors. Raises `ValueError` for rows that break the contract of `Row`."""
@@ -277,7 +276,7 @@ class StepInputs:
 
     def _check(self, rows: Sequence[Row]) -> None:
         """Refuse broken rows, which are a bug above the waist, before anything is written."""
-        tokens, states, groups = 0, self._states, len(self._groups)
+        tokens, groups = 0, len(self._groups)
         for row in rows:
             start, end, asked = row.start, row.end, row.logits_from
             tokens += end - start
@@ -291,7 +290,7 @@ class StepInputs:
             if len(row.adapters) > MAX_APPLIED:
                 raise ValueError(f"a row has {len(row.adapters)} adapters; the limit is {MAX_APPLIED}")
             if row.draft or row.pending is not None:
-                check_guesses(row, states=states)
+                check_guesses(row)
         if len(rows) > self._max_rows or tokens > self._max_tokens:
             raise ValueError(
                 f"{len(rows)} rows with {tokens} tokens are more than the {self._max_rows} rows and "

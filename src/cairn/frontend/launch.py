@@ -83,8 +83,9 @@ def launch_first(
     option that cannot be sent to it.
     """
     path = folder or locate(config.model)
+    draft = "" if config.draft_model is None or config.speculate == "off" else str(locate(config.draft_model))
     adapters = tuple(wire.AdapterPlace(one.name, str(expanded(one.path).absolute())) for one in config.adapters)
-    load = wire.LoadModel(plain(config), str(path), blocks, kv_part, turns or TenantTurns(), adapters, wait)
+    load = wire.LoadModel(plain(config), str(path), blocks, kv_part, turns or TenantTurns(), adapters, draft, wait)
     seen = b""
     if not in_process:
         with contextlib.suppress(OSError):  # serve even if a file cannot be read

@@ -161,6 +161,8 @@ class RequestTable:
         metrics.prefix_queries += new.prefix_queries - old.prefix_queries
         metrics.prefix_hits += new.prefix_hits - old.prefix_hits
         metrics.preemptions += new.preemptions - old.preemptions
+        metrics.accepted_guesses += new.accepted - old.accepted
+        metrics.rejected_guesses += new.rejected - old.rejected
 
     def _started(self, id: int, now: float) -> None:
         flight = self.flights.get(id)
@@ -178,7 +180,7 @@ class RequestTable:
         if not flight.eager:
             self.metrics.generation_tokens += len(output.tokens)
         if output.tokens:
-            self.metrics.generation_tokens_forced += len(output.tokens) - 1
+            self.metrics.generation_tokens_forced += len(output.tokens) - 1 - output.accepted_prediction_tokens
             if flight.first_at is None:
                 flight.first_at = now
                 self.metrics.first_token.observe(now - flight.arrived)

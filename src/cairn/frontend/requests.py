@@ -213,6 +213,8 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Whether the events before the answer report how much of its prompt is computed."""
     parallel_tool_calls: bool = True
     """False: an answer ends with its first tool call."""
+    prediction: str | Sequence[int] | None = None
+    """A text or token ids that much of the answer is expected to repeat. It makes it faster and changes nothing."""
 
 
 PLAIN = SamplingOptions()
@@ -343,6 +345,7 @@ def requests(
         output = msgspec.structs.replace(output, one_call=True)
     priority = 0 if options.priority is None else _count("priority", options.priority, -MAX_PRIORITY, MAX_PRIORITY)
     longest = MOST_SECONDS if timeout is None else timeout
+    prediction = _prediction(options.prediction, spec, encode, context or spec.context)
     first_token = _seconds("first_token_timeout", options.first_token_timeout, longest)
     timeout = _seconds("timeout", options.timeout, longest) or timeout
     return tuple(
@@ -364,9 +367,32 @@ def requests(
             durable=durable,
             stored=stored,
             progress=options.progress,
+            prediction=prediction,
         )
         for choice in range(choices)
     )
+
+
+def _prediction(
+    given: str | Sequence[int] | None, spec: ModelSpec, encode: Encode | None, context: int
+) -> tuple[int, ...]:
+    """Return the token ids of a predicted answer. Raise InvalidRequest if it could not be one."""
+    if not given:
+        return ()
+    if isinstance(given, str):
+        if encode is None:
+            raise InvalidRequest("prediction must be token ids where no tokenizer is at hand", field="prediction")
+        given = encode(given)
+    tokens = tuple(given)
+    if not {int}.issuperset(map(type, tokens)) or min(tokens) < 0 or max(tokens) >= spec.vocab:
+        raise InvalidRequest(f"prediction must be a text, or token ids from 0 to {spec.vocab - 1}", field="prediction")
+    if len(tokens) > context:
+        raise InvalidRequest(
+            f"prediction has {len(tokens)} tokens, and the context holds {context}; send what is expected of the "
+            "answer alone",
+            field="prediction",
+        )
+    return tokens
 
 
 def _values(spec: ModelSpec, options: SamplingOptions, thinking: bool) -> dict[str, float]:

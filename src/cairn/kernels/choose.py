@@ -16,7 +16,9 @@ def chosen(wanted: str) -> str:
     if wanted == "auto":
         return next((name for name, runs in variants.items() if runs), REFERENCE)
     if wanted != REFERENCE and not variants.get(wanted, False):
-        if wanted in variants:
+        if wanted == "metal":
+            why = "they are for device mlx"
+        elif wanted in variants:
             why = "this CPU lacks their instructions"
         elif trouble := native.trouble():
             why = f"they cannot be loaded ({trouble})"

@@ -15,6 +15,9 @@ from cairn.types.model_spec import BLOCK_TOKENS, RopeScaling
 
 ALLOWED = 2e-3
 """Tolerated difference, as a share of the largest number in the array."""
+_PACKED = "project of 8 bits"
+_ALLOWED_PACKED = 2e-2
+"""The same for products with packed weights: numpy rounds activations to 8 bits, and a device may round them less."""
 _HIDDEN, _HEADS, _KV_HEADS, _SIZE, _TOKENS = 64, 4, 2, 16, 21
 
 
@@ -23,16 +26,17 @@ def worst(kernels: Kernels) -> tuple[str, float]:
     reference = ReferenceKernels()
     try:
         pairs = zip(_layer(kernels), _layer(reference), strict=True)
-        found = [(name, _off(ours, theirs)) for (name, ours), (_, theirs) in pairs]
+        found = [(name, _off(name, ours, theirs)) for (name, ours), (_, theirs) in pairs]
     finally:
         reference.close()
     return max(found, key=lambda one: one[1])
 
 
-def _off(ours: NDArray[Any], theirs: NDArray[Any]) -> float:
+def _off(name: str, ours: NDArray[Any], theirs: NDArray[Any]) -> float:
     """Return the largest difference as a multiple of the tolerance; infinity if a number is not finite."""
     difference = np.abs(ours.astype(np.float64) - theirs.astype(np.float64)).max()
-    return float(difference / (ALLOWED * np.abs(theirs).max())) if np.isfinite(difference) else float("inf")
+    allowed = _ALLOWED_PACKED if name == _PACKED else ALLOWED
+    return float(difference / (allowed * np.abs(theirs).max())) if np.isfinite(difference) else float("inf")
 
 
 def _layer(k: Kernels) -> list[tuple[str, NDArray[Any]]]:
@@ -74,10 +78,11 @@ def _layer(k: Kernels) -> list[tuple[str, NDArray[Any]]]:
     run("rope_write", kv, k.rope_write, qkv, angles, None, None, 1e-6, kv, 0, slots, query)
     rows, members = given(np.array([[0, _TOKENS, 0]], np.int32)), given(np.zeros(_TOKENS, np.int32))
     table = given(np.arange(1, blocks + 1, dtype=np.int32)[None])
-    attended = empty(_TOKENS, _HEADS * _SIZE)
+    attended, apart = empty(_TOKENS, _HEADS * _SIZE), empty(_TOKENS, _HIDDEN)
     places = (query, kv, 0, rows, table, 0, 1 / math.sqrt(_SIZE), attended, 0.0, False, None, members)
     run("attention", attended, k.attention, *places)
-    run("project of 8 bits", normed, k.project, attended, k.matrix([packed], [None]), normed)
+    run(_PACKED, apart, k.project, attended, k.matrix([packed], [None]), apart)
+    run("project", normed, k.project, attended, k.matrix([floats(_HIDDEN, _HIDDEN) / 8], [None]), normed)
     run("add", hidden, k.add, normed, hidden)
     gates, gated = empty(_TOKENS, 4 * _HIDDEN), empty(_TOKENS, 2 * _HIDDEN)
     run("project", gates, k.project, hidden, k.matrix([floats(4 * _HIDDEN, _HIDDEN) / 8], [None]), gates)

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from cairn.config.config import Config, ModelOptions, TenantTurns
-from cairn.engine.machine import memory_available
+from cairn.engine.machine import memory_available, memory_pressed
 from cairn.frontend.launch import First
 from cairn.frontend.service import SHUTTING_DOWN, Service
 from cairn.frontend.worker_connection import Patience
@@ -52,13 +52,14 @@ class Models(ModelRegistry):
         clock: Clock | None = None,
         patience: Patience | None = None,
         free: Callable[[], int] = memory_available,
+        pressed: Callable[[], bool] = memory_pressed,
         turns: TenantTurns | None = None,
     ) -> None:
-        """See `ModelLoader`."""
+        """See `ModelLoader`. `pressed`: whether the machine's memory is critically short."""
         super().__init__(config, served_models(config) if models is None else models)
         self.leaving = ""
         """Reason why no model takes requests any more; empty while they do."""
-        self._clock = clock or SystemClock()
+        self._clock, self._pressed = clock or SystemClock(), pressed
         self._leases = ModelLeases()
         self.loader = ModelLoader(
             self,
@@ -352,6 +353,8 @@ class Models(ModelRegistry):
             await asyncio.sleep(TTL_SECONDS)
             try:
                 await self._unload_idle()
+                if self.several and self._pressed():
+                    await self._relieve()
             except Exception as error:
                 log.error("looking for idle models failed: %s", trace(error))
 
@@ -366,6 +369,16 @@ class Models(ModelRegistry):
                 if model.loaded is loaded and loaded.idle:
                     await self.loader.unload(model, 0.0, force=False)
                     log.info("%s was unloaded: nobody asked for it for %g s", model.name, loaded.ttl)
+
+    async def _relieve(self) -> None:
+        """Unload the idle model that was used longest ago; the next check may unload another one."""
+        idle = [(one.used, model) for model, one in self.loaded() if one.idle and not model.pinned]
+        if not idle or self.loader.turn.locked():
+            return
+        model = min(idle, key=lambda one: one[0])[1]
+        async with self.loader.turn:
+            if await self.loader.unload(model, 0.0, force=False):
+                log.warning("%s was unloaded: the system's memory is critically short", model.name)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

@@ -115,6 +115,8 @@ class Metrics:
         self.prompt_tokens_cached = 0
         self.generation_tokens = 0
         self.generation_tokens_forced = 0
+        self.accepted_guesses = 0
+        self.rejected_guesses = 0
         self.preemptions = 0
         self.worker_restarts = 0
         self.worker_failures: Callable[[], int] = lambda: 0
@@ -290,6 +292,13 @@ class Metrics:
         yield "generation_tokens", "Tokens generated.", self.generation_tokens
         forced = "Generated tokens that a grammar left no choice about, and that had no step of their own."
         yield "generation_tokens_forced", forced, self.generation_tokens_forced
+        guesses = self.accepted_guesses + self.rejected_guesses
+        yield "spec_decode_num_draft_tokens", "Guesses of the next tokens that steps checked.", guesses
+        yield (
+            "spec_decode_num_accepted_tokens",
+            "Guesses that were right: tokens without a step.",
+            self.accepted_guesses,
+        )
         yield "num_preemptions", "Requests sent back to wait because the KV pool was full.", self.preemptions
         yield "worker_restarts", "Times the worker process was replaced.", self.worker_restarts
         loaded = self.prompt_tokens_loaded

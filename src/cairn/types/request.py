@@ -227,6 +227,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """`hidden`: nothing is generated; the last output has the text's `vector`."""
     second: int = 0
     """Index of the first token of a pair's second text, for models with token types; 0: a single text."""
+    prediction: tuple[int, ...] = ()
+    """What the client expects to be generated: guesses (`scheduler.drafts`), which change nothing but the speed."""
 
     def __post_init__(self) -> None:
         if not self.prompt:

@@ -181,3 +181,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int
     token_seconds: float = 0.0
     """Measured seconds for each prompt token; 0 before the first measurement."""
+    accepted: int = 0
+    """Guesses that were right and are in an answer."""
+    rejected: int = 0
+    """All other guesses."""

@@ -88,7 +88,10 @@ class Row(msgspec.Struct, frozen=True):
     draft: int = 0
     """How many of the last tokens are guesses. The row samples at the last known token and at each guess, each time as
     if the guesses before it were right: with their history, by the position of the new token (`RowResult.more`). The
-    KV of guesses is written after that of known tokens, where the next row overwrites it. Not for state groups."""
+    KV of guesses is written after that of known tokens, where the next row overwrites it. A state is left as it is
+    after the last guess: the caller has copied the one before the row."""
+    masks: tuple[Pending[bytes] | None, ...] = ()
+    """With a draft and constraints: for each guess, what `mask` is of the token after it."""
     pending: int | None = None
     """Number of a row of the step before: the token that it samples is this row's only one, at `start`. So
     end == start + 1, and `tokens` needs to hold only `start` tokens."""
@@ -103,8 +106,8 @@ class Row(msgspec.Struct, frozen=True):
         return self.logits_from is not None and (self.pending is not None or self.end == len(self.tokens))
 
 
-def check_guesses(row: Row, *, states: bool) -> None:
-    """Raise `ValueError` for a draft or pending token that cannot be computed. `states`: whether there are states."""
+def check_guesses(row: Row) -> None:
+    """Raise `ValueError` for a draft or pending token that cannot be computed."""
     if row.pending is not None and (row.draft or row.end != row.start + 1 or len(row.tokens) < row.start):
         raise ValueError("a row whose token is pending computes that one, behind all tokens that it knows")
     if not row.draft:
@@ -115,8 +118,10 @@ def check_guesses(row: Row, *, states: bool) -> None:
         raise ValueError(
             f"a row with {row.draft} guesses ends with them and wants logits from the token before them on"
         )
-    if states or row.mask is not None or row.want == "hidden":
-        raise ValueError("a row with guesses has no recurrent state, no mask and no hidden state")
+    if row.want == "hidden":
+        raise ValueError("a row with guesses has no hidden state")
+    if len(row.masks) != row.draft and (row.masks or row.mask is not None):
+        raise ValueError(f"a row has {len(row.masks)} masks for the tokens after its {row.draft} guesses")
 
 
 class RowResult(msgspec.Struct, frozen=True):

@@ -40,7 +40,7 @@ export function savingsView() {
 
 function cards(total) {
   if (!total) return null;
-  const saved = total.pool + total.ram + total.disk;
+  const saved = total.pool + total.ram + total.disk + total.shared;
   const all = saved + total.computed;
   return h(
     "dl",
@@ -54,6 +54,7 @@ function cards(total) {
       ["in memory", count(total.ram)],
       ["on the disk", count(total.disk)],
       ["Tokens said", `${count(total.generated)} in ${several(total.requests, "answer")}`],
+      ["of them guessed", count(total.guessed)],
     ].map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value))),
   );
 }
@@ -94,7 +95,7 @@ function byDay(days) {
           one.day,
           count(one.requests),
           count(one.computed),
-          count(one.pool + one.ram + one.disk),
+          count(one.pool + one.ram + one.disk + one.shared),
           seconds(one.seconds_avoided),
         ]),
     ),

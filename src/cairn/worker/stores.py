@@ -12,6 +12,8 @@ from pathlib import Path
 from cairn.cluster.shared import open_chunks
 from cairn.config.config import Config
 from cairn.config.paths import expanded, users_folder
+from cairn.engine.machine import memory_available
+from cairn.kernels.devices import has_own_memory
 from cairn.kv.disk.codec import Codec, open_codec, state_groups
 from cairn.kv.disk.codec_check import POOL_Q8, Comparison, recall
 from cairn.kv.disk.folder import OF_MODELS, held
@@ -55,6 +57,26 @@ def stored_bytes(config: Config, files: FileSystem) -> int:
     return size
 
 
+def ram_bytes(config: Config, info: EngineInfo, elsewhere: bool, free: int) -> int:
+    """Return the bytes of host memory that keep KV which left the pool; 0 for none.
+
+    `elsewhere`: whether the pool is in a device's own memory; then a quarter of the `free` host memory is used unless
+    `kv_ram_gb` says otherwise. A pool in host memory counts as not yet used. Raises `ConfigError` if it does not fit.
+    """
+    pool = 0 if elsewhere else sum(count * size for count, size in zip(info.blocks, info.block_bytes, strict=True))
+    if config.kv_ram_gb is None:
+        return free // 4 if elsewhere else 0
+    wanted = int(config.kv_ram_gb * GB)
+    if wanted > free - pool:
+        beside = f" beside the KV pool of {pool / GB:.2f} GB" if pool else ""
+        raise ConfigError(
+            f"kv_ram_gb is {config.kv_ram_gb:g}, but {max(0, free - pool) / GB:.2f} GB of memory are free{beside}; "
+            "lower kv_ram_gb" + (" or kv_gb" if pool else ""),
+            field="kv_ram_gb",
+        )
+    return wanted
+
+
 def keyed(info: EngineInfo, codec: str) -> EngineInfo:
     """Return the engine's description with the codec made part of every KV key: see `prefix.numerics`."""
     return dataclasses.replace(info, identity=numerics(info.identity, codec))
@@ -78,13 +100,8 @@ def open_stores(
     """
     stores: dict[TierName, Store] = {}
     trouble = ""
-    if config.kv_ram_gb is not None:
-        if info.device == "cpu":
-            raise ConfigError(
-                "kv_ram_gb is for engines whose KV pool is not in host memory; on the CPU raise kv_gb instead",
-                field="kv_ram_gb",
-            )
-        stores["ram"] = RamStore(int(config.kv_ram_gb * GB))
+    if room := ram_bytes(config, info, has_own_memory(info.device), memory_available()):
+        stores["ram"] = RamStore(room)
     if config.kv_dir is not None and config.kv_disk:
         folder = expanded(config.kv_dir).absolute()
         try:

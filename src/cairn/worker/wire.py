@@ -62,6 +62,8 @@ class LoadModel(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     """Weights and classes of tenants, by `Request.share`."""
     adapters: tuple[AdapterPlace, ...] = ()
     """Adapters to attach."""
+    draft: str = ""
+    """Place of the draft model; empty without one."""
     wait: bool = False
     """Check the files, send `FilesChecked`, and allocate memory for the model only after `StartLoading`."""
 
@@ -157,6 +159,10 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     """Set if it has changed."""
     token_seconds: float = 0.0
     """Measured seconds for each prompt token; 0 before the first measurement."""
+    accepted: int = 0
+    """Guesses of the next tokens that were right and are in an answer."""
+    rejected: int = 0
+    """All other guesses."""
     progress: int = 0
     """Grows with any progress: a token computed, a request ended, KV loaded, a grammar compiled."""
 

@@ -27,8 +27,10 @@ from cairn.kv.pool.cache import Cache
 from cairn.kv.tiers.tiers import Tiers
 from cairn.models.hub.digests import watched
 from cairn.models.spec.config import with_tokenizer
+from cairn.scheduler.drafts.draft_model import DraftModel
+from cairn.scheduler.drafts.policy import chosen_policy
 from cairn.scheduler.encoder_queue import TextQueue
-from cairn.scheduler.plan import Limits, Plan, Planner
+from cairn.scheduler.plan import Limits, Planner, SubmittedStep
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.sequence import Matcher
 from cairn.system.interfaces import Clock
@@ -163,6 +165,10 @@ class WorkerLoop:
         self._pulse = pulse
         self._failures = 0
         self._stepped_at = -math.inf
+        self._began = -math.inf
+        """Time at which the engine began the step that is to be finished next."""
+        self._ahead: SubmittedStep | None = None
+        """A step that was planned and submitted while the one before it runs."""
         self._kv_at = -math.inf
         """Time of the last query of the stores' statistics."""
         self._sent_at = -math.inf
@@ -188,13 +194,13 @@ class WorkerLoop:
             self._take_ready()
             if self._adapters.owed:
                 self._adapters.attach_read()
-            plan = self._scheduler.plan()
+            step = self._next_step()
             kv = self._kv_stats()
-            if plan is not None:
-                self._send_outputs(self._step(plan, kv))
+            if step is not None:
+                self._send_outputs(self._finish(step, kv))
             elif messages or kv is not None or self._overdue():
                 self._send_outputs(wire.StepOutputs(stats=self._stats(kv)))
-            wait = self._work_between_steps(plan is None)
+            wait = self._work_between_steps(step is None)
 
     def _send_outputs(self, step: wire.StepOutputs) -> None:
         self._channel.send(step)
@@ -264,11 +270,27 @@ class WorkerLoop:
             self._progress += 1
         return news
 
-    def _step(self, plan: Plan, kv: KvStats | None) -> wire.StepOutputs:
-        began = self._clock.now()
-        results = plan.run(self._engine)
+    def _next_step(self) -> SubmittedStep | None:
+        """Return the step that runs, started now if none does; None if there is nothing to compute.
+
+        On a device the step after it is planned and submitted now, where it does not need this one's results.
+        """
+        step, self._ahead = self._ahead, None
+        self._began = self._stepped_at
+        if step is None:
+            if (plan := self._scheduler.plan()) is None:
+                return None
+            self._began = self._clock.now()
+            step = plan.submit(self._engine)
+        if self._engine.info.overlaps and (after := self._scheduler.follow(step.plan)) is not None:
+            self._ahead = after.submit(self._engine)
+        return step
+
+    def _finish(self, step: SubmittedStep, kv: KvStats | None) -> wire.StepOutputs:
+        """Wait for a step, commit it, and return its outputs."""
+        plan, results = step.plan, step.results()
         self._stepped_at = self._clock.now()
-        seconds = self._stepped_at - began
+        seconds = self._stepped_at - self._began
         if isinstance(results, Exception):
             self._failures += 1
             traceback.print_exception(results, file=sys.stderr)
@@ -302,6 +324,8 @@ class WorkerLoop:
             preemptions=stats.preemptions,
             kv=kv,
             token_seconds=stats.token_seconds,
+            accepted=stats.accepted,
+            rejected=stats.rejected,
             progress=self._progress,
         )
 
@@ -313,7 +337,7 @@ def _columns(outputs: list[Output]) -> tuple[tuple[int, ...], tuple[int, ...], t
     others: list[Output] = []
     for output in outputs:
         plain = not (output.finish or output.logprobs or output.prompt_logprobs or output.cache or output.timing)
-        plain = plain and output.mu is None
+        plain = plain and output.mu is None and not output.rejected_prediction_tokens
         if plain and len(output.tokens) == 1:
             ids.append(output.id)
             tokens.append(output.tokens[0])
@@ -359,6 +383,8 @@ def serve(sock: socket.socket, *, process: bool = False) -> None:
             if loaded.tiers is not None:
                 loaded.tiers.close(_STORE_SECONDS)
             loaded.engine.close()
+            if loaded.guesser is not None:
+                loaded.guesser.close()
             loaded.grammars.close()
         channel.hang_up()
         pulse.join()
@@ -376,6 +402,7 @@ class LoadedEngine:
     grammars: Grammars
     clock: Clock
     ready: wire.ModelReady
+    guesser: DraftModel | None = None
 
 
 def _load_visibly(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
@@ -392,6 +419,7 @@ def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
     """Load everything that steps need; on failure send `LoadFailed` and return None."""
     config, clock, files, engine = load.config, SystemClock(), SystemFiles(), None
     stages = Stages(clock, process_age())
+    guesser: DraftModel | None = None
     try:
         from cairn.engine.device import check_files, import_engine, load_engine
 
@@ -403,6 +431,10 @@ def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
             channel.send(wire.FilesChecked())
             if channel.receive(None) != [wire.StartLoading()]:
                 raise wire.WireError("after FilesChecked only StartLoading may follow")
+        if load.draft:  # before the model, whose pool takes a part of the memory that is free then
+            from cairn.worker.draft_model import load_draft_model
+
+            guesser = load_draft_model(config, Path(load.draft), Path(config.tokenizer or load.folder))
         expected = stored_bytes(config, files)
         spec, engine = load_engine(config, Path(load.folder), expected, load.blocks, stages.end)
         adapters = attach_first(engine, load.adapters)
@@ -415,8 +447,9 @@ def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
     except EOFError:  # the front is gone, or no longer wants this model
         raise
     except Exception as error:
-        if engine is not None:
-            engine.close()
+        for one in (engine, guesser):
+            if one is not None:
+                one.close()
         if isinstance(error, CairnError):
             channel.send(wire.LoadFailed(error.code, str(error)))
         elif isinstance(error, MemoryError):
@@ -438,7 +471,9 @@ def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
         weights=load.turns.weights,
         priorities=load.turns.priorities,
     )
-    scheduler: Planner = Scheduler(cache, limits, clock) if generates else TextQueue(known, limits, clock)
+    states = any(group.kind == "state" for group in known.groups)
+    drafts = chosen_policy(config.speculate, states=states, model=guesser)
+    scheduler: Planner = Scheduler(cache, limits, clock, drafts) if generates else TextQueue(known, limits, clock)
     info = wire.Info(
         context=known.context,
         pool_tokens=cache.longest,
@@ -455,9 +490,8 @@ def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
     stages.end("stores")
     if config.verbose:
         log.info("start of the worker, in seconds (of the processor): %s", stages.sentence())
-    return LoadedEngine(
-        engine, cache, scheduler, tiers, grammars, clock, wire.ModelReady(served_spec, info, trouble, adapters)
-    )
+    ready = wire.ModelReady(served_spec, info, trouble, adapters)
+    return LoadedEngine(engine, cache, scheduler, tiers, grammars, clock, ready, guesser)
 
 
 def main() -> int:

@@ -143,6 +143,23 @@ async def test_hints_about_caching_have_no_effect() -> None:
         assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "moderation"
 
 
+async def test_clients_of_mlx_lm_find_their_routes_and_fields() -> None:
+    """All that its server reads, with what it takes where a client says nothing."""
+    own: dict[str, Any] = {
+        **{"repetition_penalty": 1.1, "repetition_context_size": 20, "xtc_probability": 0.0, "xtc_threshold": 0.0},
+        **{"draft_model": "default_model", "num_draft_tokens": 3, "adapters": None, "role_mapping": None},
+        **{"min_p": 0.0, "top_k": 0, "top_p": 1.0, "seed": 1, "max_tokens": 5, "logit_bias": None, "stop": None},
+    }
+    async with site(ScriptedService()) as at, at.http() as http:
+        assert (await http.get("/v1/models")).status_code == 200
+        for path, body in (("/v1/chat/completions", chat()), ("/v1/completions", {"prompt": "hi"})):
+            found = await http.post(path, json={"model": "default_model", **body, **own})
+            assert found.status_code == 200, found.text
+        for name, value in (("adapters", "my-lora"), ("repetition_context_size", 64), ("role_mapping", {"user": "U:"})):
+            wrong = await http.post("/v1/chat/completions", json=chat() | {name: value})
+            assert wrong.status_code == 400 and wrong.json()["error"]["param"] == name
+
+
 SLIPS = [
     "temprature",
     "Temperature",

@@ -15,7 +15,7 @@ from cairn.models.safetensors.weights import open_tensors, open_weights
 from cairn.models.spec.config import bytes_by_format, identity_of, load_spec
 from cairn.types.errors import ModelError, ModelFileError
 from tests.models.test_file_fuzz import bend
-from tests.quantized_models import awq, compressed, eight, float8, four, gptq, write_quantized
+from tests.quantized_models import awq, compressed, eight, float8, four, gptq, mlx, write_quantized
 from tests.tiny_models import write_config
 
 PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
@@ -30,7 +30,14 @@ def group(**weights: Any) -> dict[str, Any]:
     [
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "the method 'bitsandbytes' is not supported for saf"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "the quant_algo 'W4A8_AWQ' of modelopt"),
-        ({"group_size": 64, "bits": 4, "mode": "affine"}, "weights as MLX packs them are not supported"),
+        ({"group_size": 64, "bits": 6, "mode": "affine"}, "mlx with 6 bits in groups of 64"),
+        ({"group_size": 16, "bits": 4}, "mlx with 4 bits in groups of 16"),
+        ({"group_size": 32, "bits": 4, "mode": "mxfp4"}, "mlx in the mode 'mxfp4'"),
+        (
+            {"group_size": 64, "bits": 4, "model.layers.1.mlp.down_proj": {"group_size": 64, "bits": 3}},
+            "mlx with 3 bits",
+        ),
+        ({"group_size": 64, "bits": 4, "lm_head": {"group_size": 64}}, "bits must be a whole number"),
         ({"quant_method": "mxfp4"}, "the method 'mxfp4'"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8 in 'e5m2'"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size must be two whole numbers"),
@@ -118,6 +125,24 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, np.ndarray | None], str]] 
         {"weight_global_scale": np.ones(2, np.float32)},
         "weight_global_scale must be one number in float32",
     ),
+    "mlx with wrong groups": (
+        mlx(4, 32),
+        {"group_size": 64, "bits": 4},
+        {},
+        "must be numbers of a matrix .* of 4 bits in groups of 64",
+    ),
+    "mlx without biases": (
+        mlx(4, 64),
+        {"group_size": 64, "bits": 4},
+        {"biases": None},
+        "biases must be of 2 dim|present",
+    ),
+    "mlx of several experts": (
+        mlx(4, 64),
+        {"group_size": 64, "bits": 4},
+        {"weight": np.zeros((2, 128, 8), np.uint32)},
+        "weight must be of 2 dimensions",
+    ),
     "plain too": (
         awq(32),
         {"quant_method": "awq", "bits": 4},
@@ -127,10 +152,19 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, np.ndarray | None], str]] 
 }
 
 
-def test_weights_as_mlx_packed_them_are_named(tmp_path: Path) -> None:
-    folder = write_config(tmp_path, architecture="LlamaForCausalLM", quantization={"group_size": 64, "bits": 4})
-    with pytest.raises(ModelError, match="quantization: weights as MLX packs them are not supported; take the model's"):
-        load_spec(folder)
+def test_modules_that_mlx_packed_in_their_own_way_are_read_so(tmp_path: Path) -> None:
+    """The config names them; those that it calls false are plain."""
+    own = {"group_size": 32, "bits": 8}
+    config = {"group_size": 64, "bits": 4, MODULE: own, "model.layers.0.mlp.up_proj": False}
+    plain, folder = write_quantized(tmp_path, mlx(4, 64), config, ignore=("lm_head", "layers.0.mlp.up_proj"))
+    tensors, wanted = open_tensors(folder / "model.safetensors"), open_tensors(plain / "model.safetensors")
+    parts, values = mlx(8, 32)(np.array(wanted[f"{MODULE}.weight"]), np.random.default_rng(3))
+    save_file(tensors | {f"{MODULE}.{end}": one for end, one in parts.items()}, folder / "model.safetensors")
+    config_file = folder / "config.json"
+    whole = json.loads(config_file.read_text())
+    config_file.write_text(json.dumps(whole | {"quantization": whole["quantization_config"]}))
+    spec = load_spec(folder)
+    np.testing.assert_array_equal(open_weights(folder, spec)[f"{MODULE}.weight"], values)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -148,6 +148,8 @@ class Savings(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens from the store that all replicas share."""
     generated: int = 0
     """Sampled tokens."""
+    guessed: int = 0
+    """Those of them that were guessed, and so had no step of their own."""
     prefill_seconds: float = 0.0
     """Seconds spent on prompts."""
     load_seconds: float = 0.0

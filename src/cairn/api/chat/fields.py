@@ -35,7 +35,6 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[FieldRow, ...]]] = {
         "OpenAI": (
             FieldRow("user safety_identifier", "who asks; nobody here judges them"),
             FieldRow("service_tier", "all requests are served alike"),
-            FieldRow("prediction", "a hint that changes the speed alone"),
             FieldRow("prompt_cache_options prompt_cache_retention", _CACHED),
             FieldRow("verbosity", "no switch of local models; ask for brevity in the prompt"),
             FieldRow("modalities", "answers are text", (["text"],)),
@@ -81,6 +80,16 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[FieldRow, ...]]] = {
             FieldRow("logits_processors documents", "not built", ([],)),
             FieldRow("chat_template", "the template is the model's, or the server's --chat-template", ()),
             FieldRow("guided_decoding_backend guided_whitespace_pattern", "there is one way to hold answers to a form"),
+        ),
+        "mlx_lm": (
+            FieldRow("draft_model num_draft_tokens", "a hint that changes the speed alone"),
+            FieldRow("adapters", "adapters are not built", ("", "default_model")),
+            FieldRow(
+                "repetition_context_size presence_context_size frequency_context_size",
+                "penalties look at the whole context; 20 is what clients send unasked",
+                (20,),
+            ),
+            FieldRow("role_mapping", "the template is the model's, or the server's --chat-template", ({},)),
         ),
         "Ollama": (
             FieldRow("keep_alive", "a model stays loaded"),

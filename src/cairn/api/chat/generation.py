@@ -33,6 +33,8 @@ from cairn.types.request import OutputFormat, Request
 
 MAX_TEMPLATE_ARGS = 16
 MAX_EFFORT = 32
+_INLINE = 2048
+"""Characters of a predicted text that are encoded at once; longer ones wait for a thread."""
 
 
 def check_chat(body: ChatBody, config: Config) -> None:
@@ -141,9 +143,10 @@ async def chat_exchange(
     with spelled(names):
         prompt = await chat_prompt(call, service, config, body)
         store = is_stored(body.store, config)
+        options = await with_prediction(call, service, body, body.chat_options())
         made = service.make_requests(
             [*before, *prompt.tokens],
-            body.chat_options(),
+            options,
             ids=ids(call, service),
             max_choices=config.max_choices,
             output=prompt.output,
@@ -328,6 +331,19 @@ async def check_length(
         return service.tokenizer.encode(text, special=special)
 
     await length.check_length(encode, texts, service.info.context, field, service.chat.long, call.share)
+
+
+async def with_prediction(
+    call: HTTPCall, service: Service, body: ChatGeneration, options: SamplingOptions
+) -> SamplingOptions:
+    """Return the options with the tokens of the text that the request predicts. Raise as `check_length`."""
+    if body.prediction is None:
+        return options
+    text, encode = body.prediction.text, service.tokenizer.encode
+    await check_length(call, service, [text], "prediction")
+    short = len(text) <= _INLINE
+    tokens = encode(text) if short else await service.chat.long.run(call.share, encode, text)
+    return msgspec.structs.replace(options, prediction=tokens)
 
 
 def pace_of(body: Generation, choices: Sequence[ChoiceStream]) -> AnswerTimes:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from pydantic import Discriminator, Field, Tag
 
-from cairn.api.chat.message_schemas import ChatMessage, Messages, Tool
+from cairn.api.chat.message_schemas import ChatMessage, Content, Messages, TextPart, Tool
 from cairn.api.http.body import Body, Count, Number, Prompt, Several, Stop, text_or_list
 from cairn.api.http.call import shown
 from cairn.config.resolve import MOST_ADAPTERS
@@ -30,6 +30,22 @@ class StreamOptions(Body):
     place = "stream_options"
 
     include_usage: bool | None = None
+
+
+class Prediction(Body):
+    """Text that much of the answer is expected to repeat."""
+
+    place = "prediction"
+    within: ClassVar[dict[str, type[Body]]] = {"content": TextPart}
+
+    type: Literal["content"]
+    content: Content
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        parts = self.content
+        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
 
 
 Bias = Annotated[
@@ -266,10 +282,14 @@ class Templated(Body):
 class ChatGeneration(Generation, Templated):
     """The fields that a chat and an agent's turn share."""
 
-    within: ClassVar[dict[str, type[Body]]] = Generation.within | Templated.within | {"messages": ChatMessage}
+    within: ClassVar[dict[str, type[Body]]] = (
+        Generation.within | Templated.within | {"messages": ChatMessage, "prediction": Prediction}
+    )
     attached = "messages"
 
     messages: Messages
+    prediction: Prediction | None = None
+    """It changes the speed alone."""
     max_completion_tokens: Count = None
     logprobs: bool | None = None
     top_logprobs: Count = None

@@ -111,10 +111,12 @@ def usage_object(ends: Iterable[tuple[Done, bool]]) -> dict[str, Any]:
     Only the first choice of a prompt (True) counts the prompt. Of several prompts the cache reports are added up, and
     `miss` is the first there was.
     """
-    prompt = completion = cached = 0
+    prompt = completion = cached = accepted = rejected = 0
     report: CacheReport | None = None
     for done, first in ends:
         completion += done.usage.completion_tokens
+        accepted += done.usage.accepted_prediction_tokens
+        rejected += done.usage.rejected_prediction_tokens
         if first:
             prompt += done.usage.prompt_tokens
             cached += done.usage.cached_tokens
@@ -124,6 +126,7 @@ def usage_object(ends: Iterable[tuple[Done, bool]]) -> dict[str, Any]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected},
         "cairn": cache_object(report or CacheReport()),
     }
 

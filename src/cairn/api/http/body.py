@@ -265,6 +265,7 @@ Place = Literal[
     "stream_options",
     "message",
     "part",
+    "prediction",
     "tool",
     "function",
     "call",

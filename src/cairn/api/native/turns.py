@@ -16,7 +16,7 @@ from cairn.agents.running_turn import RunningTurn
 from cairn.agents.types import TurnInfo
 from cairn.api.chat.answers import ChatAnswer
 from cairn.api.chat.exchange import Adapter, Batches, ChoiceStream, Exchange, Silence, spelled
-from cairn.api.chat.generation import check_length, check_model, names_of
+from cairn.api.chat.generation import check_length, check_model, names_of, with_prediction
 from cairn.api.chat.message_schemas import contents, plain_messages
 from cairn.api.chat.parse import parse, read
 from cairn.api.chat.sessions import HEADER
@@ -80,11 +80,12 @@ class TurnRoutes:
         service.check_generates()
         await check_length(call, service, contents(body.messages), "messages")
         with spelled(names_of(body.max_tokens)):
+            options = await with_prediction(call, service, body, body.chat_options())
             running = await agents.turn(
                 call.tenant,
                 id,
                 plain_messages(body.messages),
-                body.chat_options(),
+                options,
                 request=call.number,
                 share=call.share,
                 fork_on_conflict=bool(body.fork_on_conflict),

@@ -1,12 +1,14 @@
 """Compute devices by name: their description, whether they can be used here, and their kernels.
 
-`cpu` uses the native kernels, or numpy if those were not compiled. All others need torch. NVIDIA and AMD GPUs use
-`kernels.triton` if Triton is installed; other devices, and GPUs without Triton, use `kernels.torch`. `torch-cpu` is the
-CPU through torch, and `triton-cpu` runs the Triton kernels in Triton's interpreter: both are there to test anywhere.
+`cpu` uses the native kernels, or numpy if those were not compiled. NVIDIA and AMD GPUs use `kernels.triton` if there is
+Triton, and `mlx` uses `kernels.mlx`. Other devices, and GPUs without Triton, use `kernels.torch`.
+`torch-cpu` and `mlx-cpu` are the CPU through these libraries, and `triton-cpu` is Triton's interpreter: they are there
+to test kernels anywhere.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 from collections.abc import Callable
@@ -22,9 +24,11 @@ if TYPE_CHECKING:
     from cairn.kernels.torch.torch_kernels import TorchKernels
 
 CPU = "cpu"
-TORCH, TRITON = ON_DEVICES = ("torch", "triton")
+TORCH, TRITON, MLX = ON_DEVICES = ("torch", "triton", "mlx")
 """Names of kernel sets, in addition to those of `kernels.choose`."""
 INTERPRETED = "triton-cpu"
+METAL = "metal"
+"""Value of the option `kernels` for Cairn's own kernels on an Apple GPU."""
 KEEPS_ANSWERS = frozenset({CPU})
 """Devices on which a request gets the same bits alone, in any batch, in chunks and from the cache."""
 
@@ -69,10 +73,12 @@ def resolved(wanted: str) -> str:
 
 
 def kernel_set(device: str, kernels: str) -> str:
-    """Return a device's kernel set: `triton`, `torch`, or one of the CPU's. Raises `ModelError` if unusable here."""
+    """Return the name of a device's kernel set. Raises `ModelError` if one of the CPU's is unusable here."""
     name = resolved(device)
     if name == CPU:
         return chosen(kernels)
+    if name.startswith(MLX):
+        return MLX
     return TRITON if uses_triton(name) else TORCH
 
 
@@ -89,6 +95,8 @@ def report(device: str, kernels: str = "auto") -> DeviceReport:
             return DeviceReport(CPU, "the CPU", None, "", described(kernels))
         except CairnError as error:
             return DeviceReport(CPU, "the CPU", None, "", "", str(error))
+    if name.startswith(MLX):
+        return _mlx_report(name)
     trouble = _no_torch()
     if trouble:
         return DeviceReport(name, name, None, "", "", trouble)
@@ -100,8 +108,8 @@ def report(device: str, kernels: str = "auto") -> DeviceReport:
 
 
 def reports(kernels: str = "auto") -> list[DeviceReport]:
-    """Describe the CPU and every device that torch sees; without torch, `torch-cpu` with the reason."""
-    listed = [report(CPU, kernels)]
+    """Describe the CPU and every device that mlx and torch see; without one, its CPU with the reason."""
+    listed = [report(CPU, kernels), *([] if _no_mlx() else [report(MLX)]), report("mlx-cpu")]
     if _no_torch():
         return [*listed, report("torch-cpu")]
     torch = _torch()
@@ -126,8 +134,10 @@ def load(device: str, kernels: str, threads: int) -> Kernels:
     from cairn.kernels.self_test import worst
 
     try:
-        loaded = _kernels(name)(_torch_name(name), threads)
+        loaded = _load_mlx(name, kernels) if name.startswith(MLX) else _kernels(name)(_torch_name(name), threads)
         kernel, share = worst(loaded)
+    except NoDevice:
+        raise
     except (CairnError, RuntimeError) as error:
         raise NoDevice(f"device {name} failed its self-test ({error}); use --device cpu", field="device") from error
     if not share <= 1:
@@ -156,6 +166,45 @@ def _kernels(name: str) -> type[TorchKernels]:
 def free_memory(device: str) -> int | None:
     """Return the free bytes of a device's own memory; None if it shares the machine's."""
     return report(device).memory if resolved(device) != CPU else None
+
+
+def has_own_memory(device: str) -> bool:
+    """Tell whether a device's KV pool is not in the machine's memory."""
+    return device.partition(":")[0] in ("cuda", "rocm")
+
+
+def _load_mlx(name: str, kernels: str) -> Kernels:
+    from cairn.kernels.mlx import device
+
+    where, metal = device.chosen(name), kernels == METAL
+    if metal and where != "gpu":
+        raise NoDevice("kernels is metal, but mlx finds no Apple GPU here; leave kernels out", field="kernels")
+    return device.load(where, metal)
+
+
+def _no_mlx() -> str:
+    """Return why mlx cannot be used; "" if it can."""
+    if importlib.util.find_spec("mlx") is None:
+        return "mlx is not installed; install Cairn with the extra mlx (pip install 'cairn-llm[mlx]')"
+    try:
+        importlib.import_module("cairn.kernels.mlx.device")
+    except ImportError as error:
+        return f"mlx cannot be loaded ({str(error).splitlines()[0][:200]}); on Linux install mlx[cpu]"
+    return ""
+
+
+def _mlx_report(name: str) -> DeviceReport:
+    """Report on an Apple GPU, or on the CPU through mlx."""
+    if trouble := _no_mlx():
+        return DeviceReport(name, name, None, "", "", trouble)
+    from cairn.kernels.mlx import device
+
+    where = device.chosen(name)
+    if where == "gpu":
+        kernels = "mlx on Metal"
+    else:
+        kernels = "mlx, to test it" if name != MLX else "mlx, which finds no Apple GPU and computes on the CPU"
+    return DeviceReport(name, device.title(where), device.free_memory(where), f"mlx {device.VERSION}", kernels)
 
 
 def _no_torch() -> str:

@@ -46,7 +46,7 @@ class Brought(NamedTuple):
 class BlockTable:
     """The blocks that a sequence holds, a list a cache group. Only the `Cache` changes it."""
 
-    __slots__ = ("capacity", "groups", "published", "snapshots")
+    __slots__ = ("capacity", "groups", "published", "snapshots", "spares")
 
     def __init__(self, groups: int, spacing: int) -> None:
         self.groups: tuple[list[int], ...]
@@ -58,6 +58,8 @@ class BlockTable:
         """Positions that every group covers."""
         self.snapshots = Snapshots(spacing)
         """The states that are kept."""
+        self.spares: list[int] = []
+        """During a step that checks guesses: for each state group the block with a copy of the state before it."""
         self._clear(groups)
 
     def clear(self) -> None:

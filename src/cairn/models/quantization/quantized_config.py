@@ -7,13 +7,15 @@ activations have no effect: see `kernels.quantized`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from cairn.kernels.base import GROUP
 from cairn.models.files import Fields
 from cairn.types.errors import ModelError
 
-Method = Literal["float8", "integers", "awq", "gptq"]
+Method = Literal["float8", "integers", "awq", "gptq", "mlx"]
 
 FIELDS = ("quantization_config", "compression_config")
 _MLX = "quantization"
@@ -22,7 +24,7 @@ _MOST = 1 << 20
 """Most outputs or inputs of a block."""
 SUPPORTED = (
     "fp8 (e4m3), compressed-tensors (float-, int- and pack-quantized, nvfp4, mxfp4), modelopt (fp8, nvfp4), "
-    "awq (gemm), gptq, and mxfp4 of gpt-oss"
+    "awq (gemm), gptq, mlx (affine, 4 and 8 bits), and mxfp4 of gpt-oss"
 )
 
 
@@ -40,6 +42,8 @@ class Scheme:
     """Of awq and gptq: whether the file states that zero points are in the middle."""
     zero_shift: int = 0
     """Of gptq: added to the stored zero points."""
+    modules: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Of mlx: bits and weights of a group of modules by name; "" for all others."""
 
 
 def scheme_of(config: Fields, mxfp4: bool = False) -> Scheme | None:
@@ -52,10 +56,7 @@ def scheme_of(config: Fields, mxfp4: bool = False) -> Scheme | None:
         return None
     fields = config.object(name)
     if name == _MLX or (not fields.has("quant_method") and {"bits", "group_size"} <= fields.values.keys()):
-        raise ModelError(
-            f"{config.path}: {name}: weights as MLX packs them are not supported; take the model's own folder, a GGUF "
-            f"file of it, or another quantisation: supported are {SUPPORTED}"
-        )
+        return _mlx(fields)
     method = fields.text("quant_method", "compressed-tensors" if name == FIELDS[1] else "")
     if method == "mxfp4" and mxfp4:
         return None
@@ -148,6 +149,24 @@ def _awq(fields: Fields) -> Scheme:
     if (version := fields.text("version", "gemm").lower()) != "gemm":
         raise _no(fields, f"the version {version[:40]!r} of awq")
     return Scheme("awq", symmetric=not fields.flag("zero_point", True))
+
+
+def _mlx(fields: Fields) -> Scheme:
+    """Read MLX's settings: those of all modules, and beside them objects for single ones; false leaves one plain."""
+    found = {"": _mlx_module(fields)}
+    for name, value in fields.values.items():
+        if isinstance(value, dict):
+            found[name] = _mlx_module(Fields({"mode": fields.text("mode", "affine"), **value}, fields.path, f"{name}."))
+    return Scheme("mlx", modules=found)
+
+
+def _mlx_module(fields: Fields) -> tuple[int, int]:
+    if (mode := fields.text("mode", "affine")) != "affine":
+        raise _no(fields, f"mlx in the mode {mode[:40]!r}")
+    bits, group = fields.integer("bits", 1, 32), fields.integer("group_size", 1, 1 << 20)
+    if bits not in (4, 8) or group % GROUP:
+        raise _no(fields, f"mlx with {bits} bits in groups of {group}")
+    return bits, group
 
 
 def _gptq(fields: Fields) -> Scheme:

@@ -8,9 +8,11 @@ A module's tensors share its name as a prefix:
                 of fp4 weight_packed or weight uint8 [out, in / 2]; weight_scale e4m3 [out, in / 16], all divided by
                 weight_global_scale or multiplied with weight_scale_2, or e8m0 [out, in / 32]
     awq         qweight int32 [in, out / 8], qzeros [G, out / 8], scales [G, out]; eight outputs out of order in a word
+    mlx         weight uint32 [out, in * bits / 32], scales and biases [out, G]; of all experts [experts, out, ...]
     gptq        qweight int32 [in * bits / 32, out], qzeros [G, out * bits / 32], scales [G, out], g_idx [in]
 
-Numbers fill a word from its lowest bits. Unsigned ones are centred: 8 or 128 is subtracted.
+Numbers fill a word from its lowest bits. Unsigned ones are centred: 8 or 128 is subtracted; but for mlx, whose biases
+are added to scale * code.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from cairn.models.quantization.quantized_config import Scheme
 from cairn.models.safetensors.stored_codes import (
     FLOAT8,
     FLOAT_E8,
+    AffineCodes,
     Float4,
     Float8,
     IntegerCodes,
@@ -46,6 +49,7 @@ _ENDS = {
     ),
     "awq": ("qweight", "qzeros", "scales"),
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),
+    "mlx": ("scales", "biases"),
 }
 """Suffixes of the tensors of a module."""
 ENDS = frozenset(end for ends in _ENDS.values() for end in ends)
@@ -60,6 +64,8 @@ _UNUSED = (
     "activation_scale",
 )
 """Settings for rounding activations or KV."""
+_JOINED = ".switch_mlp."
+"""Part of the names of modules in which mlx_lm joins all experts of a layer: weight, scales and biases have 3 axes."""
 _AWQ = np.array((0, 4, 1, 5, 2, 6, 3, 7), np.uint32)
 """Nibble position of each of eight neighbouring outputs in a word."""
 
@@ -103,8 +109,20 @@ def modules(scheme: Scheme, tensors: Iterable[Stored]) -> Iterator[Stored]:
         found["weight"] = weight.array
         homes[module] = weight.path
     for module, own in parts.items():
-        source = _Module(homes[module], module, own).source(scheme)
-        yield Stored(homes[module], f"{module}.weight", row_numbers(source.shape), source)
+        for name, tensors_of in _apart(scheme, module, own):
+            source = _Module(homes[module], module, tensors_of).source(scheme)
+            yield Stored(homes[module], f"{name}.weight", row_numbers(source.shape), source)
+
+
+def _apart(scheme: Scheme, module: str, parts: Mapping[str, Array]) -> Iterator[tuple[str, Mapping[str, Array]]]:
+    """Yield a module, or each expert of those that mlx joins, by the name that its family gives it."""
+    weight = parts.get("weight")
+    if scheme.method != "mlx" or weight is None or weight.ndim != 3 or _JOINED not in module:
+        yield module, parts
+        return
+    for expert in range(len(weight)):
+        own = {end: one[expert] for end, one in parts.items() if one.ndim == 3 and expert < len(one)}
+        yield module.replace(_JOINED, f".experts.{expert}."), own
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +138,8 @@ class _Module:
             return self._awq(scheme)
         if scheme.method == "gptq":
             return self._gptq(scheme)
+        if scheme.method == "mlx":
+            return self._mlx(*scheme.modules.get(self.name, scheme.modules[""]))
         if "weight_packed" in self.parts:
             packed = self._part("weight_packed", 2, np.dtype("<i4"), np.dtype(np.uint8))
             return self._four(packed) if packed.dtype == np.uint8 else self._packed()
@@ -257,6 +277,15 @@ class _Module:
         groups = self._groups("g_idx", inner, scales.shape[1])
         given = None if middle else zeros
         return IntegerCodes("GPTQ", (out, inner), self._bytes(), bits, read, scales, given, groups)
+
+    def _mlx(self, bits: int, group: int) -> StoredMatrix:
+        words = self._part("weight", 2, np.dtype("<u4"))
+        shape = len(words), words.shape[1] * 32 // bits
+        for name in ("scales", "biases"):
+            numbers = self._part(name, 2)
+            if numbers.dtype.kind in "iu" or numbers.shape != (shape[0], shape[1] / group):
+                raise self._error(name, f"numbers of a matrix {list(shape)} of {bits} bits in groups of {group}")
+        return AffineCodes(words, self.parts["scales"], self.parts["biases"], 4 if bits == 4 else 8, self._bytes())
 
     def _groups(self, name: str, inner: int, count: int) -> NDArray[np.intp] | None:
         """Return each input's group; None if groups are neighbouring inputs."""

@@ -3,6 +3,7 @@
     float8   e4m3 numbers, a scale for all of them, for each output, or for each block of outputs and inputs
     four     e2m1 numbers with a scale for each 16 (e4m3, and one for all) or 32 (e8m0)
     mxfp4    as gpt-oss has it: e2m1 numbers in blocks of 32 with an exponent each, in two tensors
+    affine   integers of 4 or 8 bits with a scale and a bias for groups of inputs
     whole    integers of 4 or 8 bits with a middle or zero point to subtract, and scales for groups of inputs
 
 Integers and fp4 become kernel codes without loss if groups are multiples of 32 neighbours. Everything else is rounded
@@ -23,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.kernels.base import GROUP, Packed, Quantized
+from cairn.kernels.quantized import dequantized
 from cairn.models.quantization.dequant import FP4, KINDS, SLICE, Codes, dequantize
 from cairn.models.quantization.quantize import rounded, unpack
 from cairn.models.quantization.tensor_meta import TensorMeta, codes
@@ -255,6 +257,43 @@ class IntegerCodes(StoredMatrix):
         if self._groups is not None:
             return numbers[:, self._groups]
         return np.repeat(numbers, self._size, axis=1) if numbers.shape[1] > 1 else numbers
+
+
+class AffineCodes(StoredMatrix):
+    """Integers c from 0 on with scales and biases of groups: c * scale + bias, as MLX has them."""
+
+    def __init__(
+        self,
+        words: NDArray[np.uint32],
+        scales: NDArray[Any],
+        biases: NDArray[Any],
+        bits: Literal[4, 8],
+        nbytes: int,
+    ) -> None:
+        """Take `words` [out, in * bits / 32], and `scales` and `biases` [out, G], a group a multiple of 32."""
+        self.kind, self.shape, self.nbytes = f"MLX{bits}", (len(words), words.shape[1] * 32 // bits), nbytes
+        self._words, self._scales, self._biases, self._bits = words, scales, biases, bits
+        self._share = self.shape[1] // scales.shape[1] // GROUP
+
+    def values(self, rows: Rows) -> Floats:
+        """Return the values of some outputs [n, in], those of the kernels' codes."""
+        return dequantized(self.packed(rows))
+
+    def outline(self, rows: int) -> TensorMeta | None:
+        """Return the meta of `packed`."""
+        return codes((rows, self.shape[1]), self._bits, "float32", "float32")
+
+    def packed(self, rows: Rows) -> Quantized:
+        """Return some outputs as kernel codes. Codes of 8 bits are signed: their biases take 128 scales."""
+        scale, bias = (one[rows].astype(np.float32) for one in (self._scales, self._biases))
+        found = np.ascontiguousarray(self._words[rows]).view(np.uint8)
+        if self._bits == 4:
+            found = np.stack([found & 15, found >> 4], axis=-1).reshape(len(rows), -1)
+        else:
+            found = (found ^ np.uint8(128)).view(np.int8)
+            bias = bias + np.float32(128) * scale
+        scale, bias = (np.repeat(one, self._share, axis=1) for one in (scale, bias))
+        return Quantized(self._bits, found, scale, bias)
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,13 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 
 _WHOLE: dict[str, np.dtype[Any]] = {
-    **{"I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "I8": np.dtype("i1"), "U8": np.dtype("u1")},
+    **{
+        "I64": np.dtype("<i8"),
+        "I32": np.dtype("<i4"),
+        "U32": np.dtype("<u4"),
+        "I8": np.dtype("i1"),
+        "U8": np.dtype("u1"),
+    },
     **{"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu)},
 }
 """Types of position buffers in old checkpoints, and of the parts of quantised modules; plain weights never have

@@ -1,0 +1,128 @@
+"""On MLX's CPU an answer has the same bits alone, in a batch, in chunks and from the cache, if its products have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mlx.core", reason="mlx is not installed: its answers are not tested")
+
+import mlx.core as mx
+
+from cairn.engine.recorded import RecordedEngine
+from cairn.kernels.mlx import program
+from cairn.kernels.mlx.mlx_kernels import MlxKernels
+from tests.tiny_models import MODELS, Driver, load, prompt, write_model
+
+OFTEN = {"llama 2", "gemma 3", "olmoe", "deepseek 3", "qwen 3.5, one head of keys", "nemotron h", "gpt-oss"}
+"""Families that are tried each time; the others by `make prove`."""
+BOUND = 2e-4
+"""How far a logit may be off where products depend on their rows, as a share of the largest."""
+
+
+def products_keep_bits() -> bool:
+    """Tell whether rows of MLX's products have the same bits in matrices of other heights, on this machine."""
+    rng = np.random.default_rng(1)
+    for inner, out in ((48, 160), (80, 48), (512, 256)):
+        x, weight = (mx.array(rng.standard_normal(shape).astype(np.float32)) for shape in ((65, inner), (out, inner)))
+        whole = np.array(x @ weight.T)
+        if not all(np.array_equal(np.array(x[:rows] @ weight.T), whole[:rows]) for rows in (1, 2, 3, 8, 17, 33)):
+            return False
+    return True
+
+
+def equal(ours: np.ndarray, theirs: np.ndarray, bits: bool) -> bool:
+    if bits:
+        return np.array_equal(ours, theirs)
+    return bool(np.abs(ours - theirs).max() <= BOUND * np.abs(theirs).max())
+
+
+def check(engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch, length: int, bits: bool) -> None:
+    driver, tokens = Driver(engine, monkeypatch), prompt(length)
+    whole = driver.logits(tokens, [length], driver.tables(length))
+    chunked = driver.logits(tokens, [33, 1, 14, 1, length - 49], driver.tables(length))
+    assert equal(chunked, whole, bits)
+    own, other = driver.tables(length), driver.tables(40)
+    driver.seen = []
+    first = driver.row(prompt(39, seed=7), 0, 39, other, 0)
+    driver.step([first, driver.row(tokens, 0, length - 2, own, 0)])
+    assert equal(driver.seen[1][1], whole[:-2], bits)
+    driver.seen = []
+    pair = [
+        driver.row(prompt(40, seed=7), 39, 40, other, 39),
+        driver.row(tokens, length - 2, length - 1, own, length - 2),
+    ]
+    driver.step(pair)
+    driver.step([driver.row(tokens, length - 1, length, own, length - 1)])
+    assert equal(np.concatenate([driver.seen[1][1], driver.seen[2][1]]), whole[-2:], bits)
+    engine.close()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_alone_is_batched_is_cached(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prove: bool) -> None:
+    """A prompt of 200 tokens whole, in chunks, beside others, and its last tokens decoded beside others and alone."""
+    assert set(MODELS) >= OFTEN
+    if not prove and name not in OFTEN:
+        pytest.skip("only with --prove")
+    engine = load(write_model(tmp_path, **MODELS[name]), device="mlx-cpu", kv_dtype="f32")
+    check(engine, monkeypatch, 200, products_keep_bits())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_dtype": "f32", "weights": "int8"},
+        {"kv_dtype": "bf16", "weights": "int4"},
+        {"kv_dtype": "bf16", "weights": "bf16"},
+    ],
+    ids=str,
+)
+def test_packed_and_narrow_weights_and_long_contexts(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_model(tmp_path, **{**MODELS["llama 2"], "max_position_embeddings": 1024, "hidden_size": 64})
+    engine = load(folder, device="mlx-cpu", step_tokens=1000, **options)
+    check(engine, monkeypatch, 900, products_keep_bits())
+
+
+@pytest.fixture
+def compiling(prove: bool) -> Iterator[None]:
+    """On a CPU `mx.compile` calls a C++ compiler, for 10 s a model: only with --prove. Else it compiles nothing."""
+    if not prove:
+        mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+@pytest.mark.usefixtures("compiling")
+@pytest.mark.parametrize("graphs", [1, 64])
+@pytest.mark.parametrize("name", ["llama 2", "gemma 3", "olmoe", "deepseek 3", "nemotron h", "lfm 2, biases"])
+def test_a_compiled_step_computes_what_its_operations_do(
+    name: str, graphs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: a graph of single tokens is made once for each size, and run with other blocks and states."""
+    monkeypatch.setattr(program, "_GRAPHS", graphs)
+    made: list[MlxKernels] = []
+
+    def kernels(name: str, kernels: str, threads: int) -> MlxKernels:
+        made.append(MlxKernels("cpu", compiled=bool(made)))
+        return made[-1]
+
+    monkeypatch.setattr("cairn.kernels.devices.load", kernels)
+    folder, tokens = write_model(tmp_path, **MODELS[name]), prompt(24)
+    found = []
+    for _ in range(2):
+        engine = load(folder, device="mlx-cpu", kv_dtype="f32")
+        driver = Driver(engine, monkeypatch)
+        first, second = driver.tables(40), driver.tables(40)
+        driver.step([driver.row(tokens, 0, 20, first, None), driver.row(tokens, 0, 9, second, None)])
+        for at in range(4):
+            one = driver.row(tokens, 20 + at, 21 + at, first, 20 + at)
+            driver.step([one, driver.row(tokens, 9 + at, 10 + at, second, 9 + at)])
+        found.append(np.concatenate([logits for _, logits in driver.seen]))
+        engine.close()
+    assert np.abs(found[0] - found[1]).max() <= BOUND * np.abs(found[0]).max()
