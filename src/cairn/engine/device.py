@@ -10,6 +10,7 @@ from cairn.config.config import Config
 from cairn.engine.machine import cpu_count
 from cairn.engine.memory import pool_blocks
 from cairn.models.files import is_gguf, reading
+from cairn.models.gguf.reader import remembering
 from cairn.models.safetensors.weights import open_weights, weight_files
 from cairn.models.spec.config import identified, identity_of, load_spec
 from cairn.models.spec.judge import with_judge
@@ -59,6 +60,13 @@ def load_engine(
     `expected` are bytes of stored KV that may be loaded into its pool soon. `blocks` sets the size of each group's
     pool, whatever memory is free; empty for as many as `pool_blocks` says. `end` is called at the end of each stage.
     """
+    with remembering():
+        return _load_engine(config, folder, expected, blocks, end)
+
+
+def _load_engine(
+    config: Config, folder: Path, expected: int, blocks: tuple[int, ...], end: Callable[[str], None]
+) -> tuple[ModelSpec, Engine]:
     before = _stamps(folder) if is_gguf(folder) or folder.is_dir() else []
     spec = with_judge(load_spec(folder, identify=False), folder, config.kind)
     check_context(spec, config)
