@@ -519,6 +519,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = True
     docs: Annotated[bool, Meta(description="Describe the API at /openapi.json and for people at /docs.")] = True
     metrics_prefix: Annotated[Literal["cairn", "vllm"], Meta(description="Prefix of the metric names.")] = "cairn"
+    verbose: Annotated[
+        bool, Meta(description="Log what the start took, stage by stage, in the server and in each worker.")
+    ] = False
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="How much to log on stderr.")
     ] = "info"

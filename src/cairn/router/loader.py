@@ -29,10 +29,10 @@ from cairn.router.services import Services
 from cairn.system.interfaces import Clock
 from cairn.system.posix import SystemClock
 from cairn.types.errors import CairnError, ModelError, Unavailable
-from cairn.worker.stores import GB
 
 log = logging.getLogger(__name__)
 
+GB = 10**9
 FAILED_SECONDS = 10.0
 """Pause after a failed load. Calls in that time get the error, then another load is tried."""
 FLUSH_SECONDS = 10.0
