@@ -10,7 +10,8 @@ import pytest
 pytest.importorskip("mlx.core", reason="mlx is not installed: its encoders are not tested")
 pytest.importorskip("torch", reason="torch is not installed: it writes these models")
 
-from tests.encoders import ENCODERS, JUDGES, load_encoder, text_row, vectors, write_encoder
+from tests.encoders import ENCODERS, JUDGES, load_encoder, text_row, write_encoder
+from tests.golden.test_encoders import vectors
 from tests.tiny_models import prompt
 
 LENGTHS = (1, 7, 33, 120)
