@@ -64,9 +64,13 @@ class PoolStep:
         return time.perf_counter() - start, (mx.get_peak_memory() - held) / MIB
 
 
-def test_16_writes_into_256_mib_copy_none_of_it() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_16_writes_into_256_mib_copy_none_of_it(compiled: bool, prove: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is read before the next; one copy of the pool would take 256 MiB, and ten times as long."""
+    if compiled and not prove:
+        pytest.skip("only with --prove: on a CPU it calls a C++ compiler")
     step = PoolStep()
+    monkeypatch.setattr(step.program, "_compiled", compiled)
     step.run()
     held = mx.get_active_memory()
     found = [step.run() for _ in range(5)]
