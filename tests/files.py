@@ -28,8 +28,20 @@ ENDLESS = 1 << 40
 """Capacity of a disk that is never full."""
 
 READS = {"open", "read", "list", "free", "mode", "owned", "size", "disk"}
-GROWS = {"create", "append", "make_folder", "lock"}
-CHANGES = {"create", "append", "truncate", "sync", "replace", "remove", "make_folder", "sync_folder", "touch", "lock"}
+GROWS = {"create", "append", "link", "make_folder", "lock"}
+CHANGES = {
+    "create",
+    "append",
+    "truncate",
+    "sync",
+    "replace",
+    "link",
+    "remove",
+    "make_folder",
+    "sync_folder",
+    "touch",
+    "lock",
+}
 
 
 class Crash(BaseException):
@@ -311,6 +323,15 @@ class CrashFiles:
                     raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
                 self._change((target, node), (source, None))
         self._changed("replace")
+
+    def link(self, source: Path, target: Path) -> None:
+        with self._call("link", target):
+            node = self._get(source)
+            self._parent(target)
+            if target in self._names or target in self._folders:
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+            self._change((target, node))
+        self._changed("link")
 
     def remove(self, path: Path) -> None:
         with self._call("remove", path):

@@ -63,7 +63,8 @@ def test_the_unit_names_options_and_commands_that_there_are() -> None:
 
 def test_the_container_names_options_commands_and_routes_that_there_are() -> None:
     text = (DEPLOY / "Containerfile").read_text()
-    assert set(re.findall(r"CAIRN_[A-Z_]+", text)) <= VARIABLES
+    assert set(re.findall(r"CAIRN_[A-Z_]+", text)) - {"CAIRN_VARIANTS"} <= VARIABLES
+    assert "cmake.define.CAIRN_VARIANTS=all" in text, "an image runs on machines with other CPUs"
     (command,) = re.findall(r"^CMD (\[.*\])$", text, re.M)
     assert json.loads(command)[0] in commands()
     (route,) = re.findall(r"127\.0\.0\.1:\d+(/[a-z/]+)", text)
@@ -73,6 +74,21 @@ def test_the_container_names_options_commands_and_routes_that_there_are() -> Non
     assert set(compose["environment"]) <= VARIABLES
     assert {word for word in compose["command"] if word.startswith("--")} <= FLAGS
     assert (DEPLOY / compose["build"]["context"] / compose["build"]["dockerfile"]).exists()
+
+
+def test_the_files_of_several_servers_name_options_and_commands_that_there_are() -> None:
+    for name in ("cairn@.service", "cairn-router.service"):
+        text = (DEPLOY / name).read_text()
+        assert set(re.findall(r"CAIRN_[A-Z_]+", text)) <= VARIABLES
+        words = shlex.split(re.findall(r"^ExecStart=(.*)$", text, re.M)[0])
+        assert words[1] in commands()
+        assert {word for word in words if word.startswith("--")} <= FLAGS | {"--replica"}
+    services = yaml.safe_load((DEPLOY / "cluster-compose.yaml").read_text())["services"]
+    assert set(services) == {"server-1", "server-2", "router"}
+    for service in services.values():
+        assert {one for one in service["environment"] if one != "<<"} <= VARIABLES
+        assert service["command"][0] in commands()
+        assert {word for word in service["command"] if word.startswith("--")} <= FLAGS | {"--replica"}
 
 
 def commands() -> set[str]:

@@ -144,7 +144,10 @@ def runs(line: str) -> bool:
     words = line.split()
     if words[0] == "cairn":
         return words[1] in RUN or "--print" in words
-    return words[0] not in ("make", "git", "claude", "qwen", "aider", "pipx", "uv", "cat") and "tests.laws" not in line
+    return (
+        words[0] not in ("make", "git", "claude", "qwen", "copilot", "aider", "pipx", "uv", "cat")
+        and "tests.laws" not in line
+    )
 
 
 def forget(server: Served, kind: str, id: str) -> None:

@@ -81,7 +81,13 @@ class Bytes:
 
 
 def done(reason: FinishReason = FinishReason.STOP, prompt: int = 3, completion: int = 2, cached: int = 0) -> Done:
-    usage = Usage(prompt_tokens=prompt, completion_tokens=completion, cached_tokens=cached)
+    usage = Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        cached_tokens=cached,
+        accepted_prediction_tokens=1,
+        rejected_prediction_tokens=2,
+    )
     return Done(reason=reason, usage=usage, cache=CacheReport(computed=prompt - cached, pool=cached))
 
 

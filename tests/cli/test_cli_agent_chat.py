@@ -21,6 +21,7 @@ from cairn.cli.conversation import agent_conversation
 from cairn.cli.conversation.agent_conversation import AgentConversation
 from cairn.types.errors import CairnError, Unavailable
 from tests.api.process import served
+from tests.cli.test_cli import Terminal
 
 HALF = b'data: {"choices": [{"index": 0, "delta": {"content": "half"}}]}\n\n'
 REST = b'data: {"choices": [{"index": 0, "delta": {"content": " and half"}, "finish_reason": "stop"}]}\n\n'
@@ -243,6 +244,32 @@ def test_resume_against_a_real_server(tmp_path: Path) -> None:
     assert answer["role"] == "assistant" and printable(answer["content"]).strip() in out.getvalue()
     assert json.loads(Path(f"{file}2").read_text()) == []
     assert "took back: Tell me." in err.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("way", "begins"), [("d", ["system"]), ("s", ["system", "user", "assistant"]), ("n", ["system"])]
+)
+def test_a_full_agent_offers_three_ways_on(way: str, begins: list[str]) -> None:
+    """The full one stays as it is, and a new one goes on."""
+    with served(context=256) as server:
+        server.post("/v1/agents", {"id": "ada", "system": "Be kind."})
+        body = {"messages": [{"role": "user", "content": "Tell me."}], "max_tokens": 999, "ignore_eos": True}
+        server.post("/v1/agents/ada/turns", body)
+        with Terminal("chat", "--agent", "ada", "--host", server.url) as terminal:
+            terminal.expect("> ")
+            terminal.type("And then?\r")
+            terminal.expect("d, s or n:")
+            terminal.type(way + "\r")
+            terminal.expect("(agent ada stays as it is; this goes on as agent ada-2)")
+            terminal.expect("tokens in")
+            terminal.type("/bye\r")
+            assert terminal.process.wait(60) == 0
+        with Client(server.url) as client:
+            assert client.get("/v1/agents/ada")["turns"] == 1
+            found = client.get("/v1/agents/ada-2")
+            turns = client.get("/v1/agents/ada-2/turns")["data"]
+    assert [one["role"] for one in found["messages"]] == begins and found["messages"][0]["content"] == "Be kind."
+    assert [one["content"] for turn in turns for one in turn["messages"]] == ["And then?"]
 
 
 def test_a_client_is_closed_behind_its_with() -> None:

@@ -70,6 +70,7 @@ def test_folders_are_those_that_a_server_with_these_options_uses(
     usual = dict(folders(resolve({}, env), env))
     assert usual["agents"] == f"{tmp_path}/data/cairn/agents (nothing yet)"
     assert usual["KV"] == f"{tmp_path}/cache/cairn/kv (nothing yet)"
+    assert usual["other models"] == f"{tmp_path}/cache/cairn/models (nothing yet)"
     assert usual["packed weights"].startswith(f"{tmp_path}/cache/cairn/")
     assert usual["options"] == f"no file; {tmp_path}/.config/cairn/cairn.toml would be read"
     (tmp_path / "cairn.toml").write_text(f'agents_dir = "{tmp_path}/mine"\nkv_dir = "{tmp_path}/kv"\n')

@@ -72,11 +72,31 @@ def test_what_does_not_fit_is_said_before_anything_is_fetched(monkeypatch: pytes
     assert len(said) == 3, "what is wanted anyway, and a model of experts, is told of and fetched"
 
 
+def test_a_short_name_that_is_far_too_large_is_refused_before_the_hub_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cairn.cli import models
+    from cairn.engine import machine
+    from cairn.types.errors import ModelError
+
+    monkeypatch.setattr(machine, "memory_available", lambda: 4_000_000_000)
+    monkeypatch.setattr(machine, "memory_total", lambda: 8_000_000_000)
+    asked: list[str] = []
+    monkeypatch.setattr(hub, "pull", lambda model, **_: asked.append(model))
+    monkeypatch.setattr(models, "_warn_of_lacking", lambda *_: None)
+    with pytest.raises(ModelError, match=r"llama3\.3:70b does not fit: it is about 42\.5 GB"):
+        models.pulled("llama3.3:70b")
+    assert asked == []
+    for model, anyway in (("llama3.3:70b", True), ("qwen3:0.6b", False), ("gpt-oss", False), ("qwen3:8b", False)):
+        models.pulled(model, anyway)
+    assert asked == ["llama3.3:70b", "qwen3:0.6b", "gpt-oss", "qwen3:8b"], "the exact size decides, once it is known"
+
+
 def test_short_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["models", "--names"])
     rows = {line.split("\t")[0]: line.split("\t")[1:] for line in capsys.readouterr().out.splitlines()}
-    assert rows["qwen3:8b"][:2] == ["qwen3", "5 GB"] and rows["qwen3:8b"][2].startswith("https://huggingface.co/Qwen/")
+    assert rows["qwen3:8b"][:2] == ["qwen3", "about 5 GB"] and rows["qwen3:8b"][2].startswith(
+        "https://huggingface.co/Qwen/"
+    )
     assert rows["smollm2"][0] == "smollm2:latest" and "minilm" in rows and len(rows) > 30
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -13,9 +14,10 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import typer
 
 from cairn import __version__
-from cairn.cli import answer_source
+from cairn.cli import answer_source, app
 from cairn.models.hub import hub, removal
 from cairn.models.hub.removal import plan, remove
 from cairn.types.errors import ModelError
@@ -270,6 +272,25 @@ def test_near_misses_of_commands_and_options_are_hinted_at():
     assert "Did you mean 'serve'?" in run("serv").stderr
     assert "--kv-gb" in run("serve", "--kvgb", "3").stderr
     assert "Did you mean 'rollback'?" in run("agents", "rolback").stderr
+
+
+def test_cairn_alone_says_how_to_begin_on_half_a_screen():
+    done = run()
+    assert done.returncode == 0 and done.stderr == "" and len(done.stdout.splitlines()) <= 12
+    words = set(re.findall(r"^  cairn (\w+)", done.stdout, re.MULTILINE))
+    assert {"chat", "run", "serve", "list", "doctor"} <= words
+    assert words <= set(typer.main.get_command(app).commands)
+
+
+def test_a_flag_is_not_shown_as_if_it_took_a_value():
+    for words in ((), ("chat",), ("agents", "evict")):
+        shown = run(*words, "--help").stdout
+        assert "<bool>" not in shown and "--help" in shown
+
+
+def test_a_model_that_cannot_be_served_is_told_of_once():
+    done = run("serve", "/nowhere", "--port", "0")
+    assert done.returncode == 2 and done.stderr.count("there is no folder /nowhere") == 1
 
 
 def test_help_names_completion_and_the_usual_short_flag_works():

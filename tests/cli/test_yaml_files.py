@@ -13,7 +13,9 @@ import yaml
 
 from cairn.cli import yaml_files
 from cairn.cli.yaml_files import MAX_YAML, checking, load_yaml, place_of
-from cairn.types.errors import ConfigError, InvalidRequest
+from cairn.teams.scenario import scenario_of
+from cairn.types.errors import CairnError, ConfigError, InvalidRequest
+from cairn.workflows.definition import workflow_of
 
 SECONDS = 5.0
 """Of processor time for a file of 4 MiB."""
@@ -209,6 +211,19 @@ nodes:
 def test_a_field_is_found_in_its_file(tmp_path: Path, field: str, place: str) -> None:
     (tmp_path / "file.yaml").write_text(WORKFLOW)
     assert place_of(tmp_path / "file.yaml", field) == place
+
+
+def test_a_key_that_is_not_known_is_told_with_its_own_place(tmp_path: Path) -> None:
+    path = tmp_path / "file.yaml"
+    for text, read in (
+        ("team: {}\nrounds: 1\nagents: []\n", lambda given: scenario_of(given, path)),
+        (WORKFLOW + "nods: 1\n", workflow_of),
+    ):
+        path.write_text(text)
+        with pytest.raises(CairnError) as caught, checking(path):
+            read(load_yaml(path))
+        line = f"line {len(text.splitlines())}, column 1"
+        assert str(caught.value).startswith(f"{path}, {line}: ") and "unknown field" in str(caught.value)
 
 
 def test_what_a_check_refuses_is_told_with_its_line_and_column(tmp_path: Path) -> None:

@@ -46,6 +46,8 @@ def sample(option):
     if option.kind == "choice":
         value = next(choice for choice in option.choices if choice != option.default)
         return value, value
+    if option.name == "speculate":
+        return "3", "3"
     if option.name == "device":
         return "cuda:3", "cuda:3"
     if option.kind == "str":
@@ -472,9 +474,22 @@ def test_a_near_word_is_looked_for_in_a_moment() -> None:
     assert time.process_time() - began < 1.0
 
 
+@pytest.mark.parametrize("given", ["on", "0", "-1", "16", "3.5", "auto ", "Off", "", 0, 16, 3.0, True])
+def test_guesses_are_auto_off_or_a_number_within_bounds(given):
+    with pytest.raises(ConfigError, match=r"speculate.* but must be") as caught:
+        resolve({"speculate": given}, {})
+    assert caught.value.field == "speculate"
+
+
+def test_a_number_of_guesses_needs_no_quotes_in_a_file(elsewhere):
+    Path("cairn.toml").write_text("speculate = 7\n")
+    assert resolve({}, {}).config.speculate == "7"
+
+
 @pytest.mark.parametrize("name", ["gpu", "cuda:1234", "cuda:-1", "mlx:1", "cpu:1"])
 def test_a_device_that_has_no_such_name_is_refused_with_those_that_there_are(name):
     with pytest.raises(
-        ConfigError, match="but must be auto, cpu, mlx, mlx-cpu, torch-cpu, cuda, cuda:N, rocm, rocm:N or mps"
+        ConfigError,
+        match="but must be auto, cpu, mlx, mlx-cpu, torch-cpu, triton-cpu, cuda, cuda:N, rocm, rocm:N or mps",
     ):
         resolve({"device": name}, {})

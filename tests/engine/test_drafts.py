@@ -12,6 +12,7 @@ import pytest
 from cairn.engine.fake import STATE, FakeEngine, fake_spec
 from cairn.types.request import SamplingExtras, SamplingParams
 from cairn.types.step import NO_TOKEN, Ready, Row, RowResult
+from tests.recurrent_models import RECURRENT
 from tests.tiny_models import GREEDY, KERNELS, load, prompt, write_model
 
 START = 21
@@ -180,9 +181,37 @@ def test_broken_guesses_are_refused(open_engine: Any, broken: dict[str, Any]) ->
     engine.close()
 
 
-def test_guesses_are_refused_where_a_state_would_be_lost() -> None:
-    """A state is changed in place: one that went through a wrong guess cannot be had back."""
-    engine = FakeEngine(fake_spec(windows=(0, STATE)), blocks=32)
-    row = Row(prompt(9), 0, 9, ([0], [1]), 6, 1, GREEDY, 0, draft=2)
-    with pytest.raises(ValueError, match="no recurrent state"):
-        engine.prefill([row])
+@pytest.mark.parametrize("kind", ["fake", *KERNELS])
+def test_a_copied_state_goes_on_as_if_nothing_had_been_guessed(kind: str, tmp_path: Path) -> None:
+    """A state is changed in place: the one before a wrong guess is had back from a copy alone."""
+    if kind == "fake":
+        engine: Any = FakeEngine(fake_spec(vocab=160, windows=(0, STATE)), blocks=32)
+    else:
+        engine = load(write_model(tmp_path, **RECURRENT["qwen 3.5"]), kernels=kind, step_tokens=64)
+    state = next(number for number, group in enumerate(engine.info.groups) if group.kind == "state")
+    own, other, spare = list(range(3)), list(range(3, 6)), 7
+    tokens, tables = prompt(START), tuple(own for _ in engine.info.groups)
+    (first,) = engine.prefill([Row(tokens, 0, START, tables, START - 1, 1, GREEDY, 0)]).wait()
+    known = [*tokens, first.token]
+    expected = stepwise_with(engine, tokens, 4, tuple(other for _ in engine.info.groups))
+    engine.copy_blocks(state, [(own[START // 16], spare)]).wait()
+    wrong = [*known, (expected[1].token + 1) % 160, 5, 6]
+    row = Row(wrong, START, START + 4, tables, START, 1, GREEDY, 0, draft=3)
+    (result,) = engine.prefill([row]).wait()
+    assert result.token == expected[1].token
+    engine.copy_blocks(state, [(spare, own[START // 16])]).wait()
+    again = [*known, expected[1].token]
+    (after,) = engine.prefill([Row(again, START, START + 2, tables, START + 1, 1, GREEDY, 0)]).wait()
+    assert after.token == expected[2].token
+    engine.close()
+
+
+def stepwise_with(engine: Any, tokens: list[int], count: int, tables: tuple[list[int], ...]) -> list[RowResult]:
+    known, start, results = list(tokens), 0, list[RowResult]()
+    for _ in range(count):
+        row = Row(list(known), start, len(known), tables, len(known) - 1, 1, GREEDY, 0)
+        (result,) = engine.prefill([row]).wait()
+        start = len(known)
+        known.append(result.token)
+        results.append(result)
+    return results

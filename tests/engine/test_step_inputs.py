@@ -12,6 +12,7 @@ import pytest
 from cairn.engine.step_inputs import FilledStep, InputArrays, StepInputs
 from cairn.kernels.storage import HostStorage
 from cairn.types.model_spec import BLOCK_TOKENS, CacheGroup
+from cairn.types.request import MAX_APPLIED
 from cairn.types.step import NO_BLOCK, Row
 from tests.tiny_models import GREEDY
 
@@ -41,6 +42,8 @@ def inputs(sets: int = 1) -> StepInputs:
         tables=tuple(np.full((ROWS, WIDTH), 9, np.int32) for _ in GROUPS),
         slots=tuple(np.full(TOKENS, 9, np.int32) for _ in GROUPS),
         wanted=np.full(8, 9, np.int32),
+        adapters=np.full((ROWS, MAX_APPLIED), 9, np.int32),
+        scales=np.full((ROWS, MAX_APPLIED), 9, np.float32),
     )
     return StepInputs(HostStorage() if sets == 1 else Copies(), arrays, GROUPS, [POOL] * 3, CONTEXT, VOCAB, sets=sets)
 

@@ -417,6 +417,33 @@ def test_other_names_of_a_call_get_the_right_one(llm, name, said):
     assert caught.value.field == name
 
 
+def test_the_beginning_of_a_name_gets_the_whole_one(llm):
+    with pytest.raises(InvalidRequest, match="did you mean temperature"):
+        llm.chat("hi", temp=1)
+
+
+def test_names_of_other_libraries_say_what_to_import():
+    for name, said in (("SamplingParams", "give its fields to the call"), ("Llama", "it is called LLM")):
+        with pytest.raises(ImportError, match=said):
+            exec(f"from cairn import {name}")
+    assert not hasattr(__import__("cairn"), "anything_else")
+
+
+@pytest.mark.parametrize("given", [[{"role": "user", "text": "hi"}], ["hi", [{"role": "user"}]]])
+def test_a_message_without_content_is_refused(llm, given):
+    """It would be answered as if nothing had been said."""
+    with pytest.raises(InvalidRequest, match=r"has no content; it must look like .*its fields are: role"):
+        llm.chat(given)
+
+
+def test_a_model_and_an_answer_show_what_matters(llm):
+    assert repr(llm).startswith("LLM('")
+    answer = llm.chat("hi", **GREEDY)
+    shown = repr(answer)
+    assert shown.startswith(f"Answer(text={answer.text!r}, ") and f"{len(answer.tokens)} tokens" in shown
+    assert f"finish_reason='{answer.finish_reason}'" in shown and "prompt_tokens=" in shown and "logprobs" not in shown
+
+
 def test_an_option_that_is_for_a_server_is_not_suggested():
     assert set(OTHER_NAMES.values()) <= {one.name for one in options()}
     with pytest.raises(ConfigError, match=r"unknown option 'agentdir'$"):

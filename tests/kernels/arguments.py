@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cairn.kernels.base import Kernels, Quantized
+from cairn.kernels.base import Kernels, LowRank, LowRankUp, Quantized
 from cairn.types.model_spec import BLOCK_TOKENS, RopeScaling
 
 BFLOAT16 = ml_dtypes.bfloat16
@@ -51,6 +51,22 @@ class Turns:
 
 
 @dataclass(frozen=True)
+class Adapter:
+    """One adapter's side path: `downs` and `ups`, with the column where each of the latter writes."""
+
+    slot: int
+    downs: Sequence[np.ndarray]
+    ups: Sequence[tuple[int, np.ndarray]]
+
+    def made(self, kernels: Kernels) -> LowRank:
+        ups, first = [], 0
+        for (column, up), down in zip(self.ups, self.downs, strict=True):
+            ups.append(LowRankUp(first, len(down), column, len(up), kernels.matrix([up], [None])))
+            first += len(down)
+        return LowRank(self.slot, kernels.matrix(list(self.downs), [None] * len(self.downs)), tuple(ups))
+
+
+@dataclass(frozen=True)
 class Call:
     kernel: str
     arguments: tuple[Any, ...]
@@ -68,6 +84,8 @@ class Call:
                 return array
             if isinstance(one, list):
                 return [given(part) for part in one]
+            if isinstance(one, tuple):
+                return tuple(given(part) for part in one)
             return one.made(kernels) if hasattr(one, "made") else one
 
         return [given(one) for one in self.arguments]
@@ -213,6 +231,11 @@ def _matrices(rng: np.random.Generator) -> Iterator[Call]:
         )
     norm, square = Vector(f(inner)), Weights([matrix(inner, inner)])
     yield Call("norm_project", (x, norm, 1e-6, square, f(m, inner)))
+    rows = np.array([(0, 2, 5), (2, 1, 9), (3, 3, 0), (6, 1, 2)], np.int32)
+    slots = np.array([(3, -1), (-1, -1), (0, 3), (7, 3)], np.int32)
+    first = Adapter(0, [matrix(5, inner)], [(30, matrix(40, 5))])
+    other = Adapter(3, [matrix(16, inner), matrix(3, inner)], [(0, matrix(20, 16)), (38, matrix(32, 3))])
+    yield Call("adapt", (x, rows, slots, f(4, 2), (first, other), f(m, out)))
     yield Call("project_add", (x, square, f(m, inner)))
     yield Call("norm_add", (x, norm, 1e-6, f(m, inner)))
     up, down = Weights([matrix(32, inner), matrix(32, inner)]), Weights([matrix(inner, 32)])

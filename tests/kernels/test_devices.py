@@ -48,7 +48,8 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:1234", "cuda:-1", "cuda:0x1", "mlx:0", "", "cpu:0", "CPU"])
 def test_an_unknown_name_is_refused_with_those_that_there_are(name: str) -> None:
-    with pytest.raises(NoDevice, match="is unknown; use auto, cpu, mlx, mlx-cpu, torch-cpu, cuda, cuda:N") as caught:
+    names = "auto, cpu, mlx, mlx-cpu, torch-cpu, triton-cpu, cuda, cuda:N"
+    with pytest.raises(NoDevice, match=f"is unknown; use {names}") as caught:
         devices.load(name, "auto", 1)
     assert caught.value.field == "device" and caught.value.exit_code == 2
 
@@ -76,13 +77,17 @@ def test_a_device_that_cannot_be_used_says_why_and_what_to_do(torch: Any, name: 
         devices.load(name, "auto", 1)
 
 
-def test_a_gpu_is_told_with_its_memory_and_driver(planted: Any) -> None:
+@pytest.mark.parametrize("missing", ["", "it is missing"])
+def test_a_gpu_is_told_with_its_memory_and_driver(missing: str, planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     planted(torch_with("12.9", count=2))
+    monkeypatch.setattr(devices, "_no_triton", lambda: missing)
     told = devices.report("cuda:1")
+    kernels = "plain torch, since Triton is not installed" if missing else "Triton"
     assert told.sentence == (
-        "Example 1: plain torch, CUDA 12.9, 1.00 GB of its memory free; "
+        f"Example 1: {kernels}, CUDA 12.9, 1.00 GB of its memory free; "
         "a neighbour in a step may move the last bits of an answer"
     )
+    assert devices.kernel_set("cuda:1", "auto") == ("torch" if missing else "triton")
     assert devices.free_memory("cuda:1") == 10**9 and devices.free_memory("cpu") is None
     assert [one.name for one in devices.reports()][-3:] == ["torch-cpu", "cuda:0", "cuda:1"]
 

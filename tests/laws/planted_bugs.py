@@ -154,6 +154,9 @@ STORE_READER = "kv/tiers/reader.py"
 RAM = "kv/ram.py"
 STANDING = "kv/tiers/store.py"
 SCHEDULER = "scheduler/scheduler.py"
+SPECULATION = "scheduler/speculation.py"
+SPARE_STATES = "kv/pool/spare_states.py"
+SAMPLING_ROWS = "engine/sampling.py"
 PLAN = "scheduler/plan.py"
 SEQUENCE = "scheduler/sequence.py"
 WAITING = "scheduler/queue.py"
@@ -308,6 +311,35 @@ BUGS = (
     Bug("one that was preempted stands behind those that never ran", WAITING, "WaitingQueue.__iter__", "chain(tuple(self._back), rounds)", "chain(rounds, tuple(self._back))"),
     Bug("what was long once is long for ever", SCHEDULER, "Scheduler._open", "sequence.long_beside = kept", "sequence.long_beside = 1 << 30"),
     Bug("a long look is not forgotten at the next", SCHEDULER, "Scheduler._open", "sequence.long_beside = 0", "pass"),
+    # ------------------------------------------------------------------------------------------------ speculation
+    Bug("a draft is published", SCHEDULER, "Scheduler._advance_draft", "self._cache.publish(sequence.kv, sequence.tokens, sequence.computed)", "self._cache.publish(sequence.kv, row.tokens, row.end)"),
+    Bug("all guesses count as computed", CACHE, "Cache.settle_guesses", "return right", "return end"),
+    Bug("a guess is kept after a wrong one", SPECULATION, "sampled", "found[-1][0] != guesses[place - 1]", "False"),
+    Bug("a draw goes by the length of its row", SAMPLING_ROWS, "_lines", "Line(row, top, mask, place + 1)", "Line(row, top, mask, row.end)"),
+    Bug("log-probabilities are those of a draft's first place", SPECULATION, "sampled", "found.append((one.token, one.logprob))", "found.append((one.token, result.logprob))"),
+    Bug("the masks of guesses are that of the first place", SAMPLING_ROWS, "_masks", "(row.mask, *(row.masks or (None,) * row.draft))", "(row.mask,) * (row.draft + 1)"),
+    Bug("a draft goes on behind what the grammar allows", SPECULATION, "Speculation._guesses", "guesses[:sequence.matcher.accepts(guesses)]", "guesses"),
+    Bug("an answer goes on behind the end within a draft", SEQUENCE, "Sequence.take_all", "(finish := self.ending()) is not None", "(finish := self.ending()) is FinishReason.LENGTH"),
+    Bug("a draft is longer than the answer may be", SPECULATION, "Speculation.guess", "sequence.longest - len(sequence.tokens) - 1", "sequence.longest"),
+    Bug("the blocks of wrong guesses are kept", SCHEDULER, "Scheduler._advance_draft", "self._cache.shrink(sequence.kv, len(sequence.tokens))", "pass"),
+    Bug("guesses are no tokens of the step", SCHEDULER, "Scheduler.plan", "self._step_tokens - len(work) - extra", "self._step_tokens - len(work)"),
+    Bug("guesses take no time beside prompts", PLAN, "PrefillPace.tokens", "max(self._aim - alone, _SHARE * alone) // self._each - extra", "max(self._aim - alone, _SHARE * alone) // self._each"),
+    Bug("a row with guesses counts as a prompt", PLAN, "sizes", "row.end - row.start - row.draft - one.again", "row.end - row.start"),
+    Bug("a sequence with mirostat has guesses", SEQUENCE, "Sequence.__init__", "request.want == 'token' and self.mu is None", "request.want == 'token'"),
+    Bug("a drafter hears of tokens twice", SPECULATION, "Speculation._guesses", "sequence.known = len(sequence.tokens)", "pass"),
+    Bug("a drafter outlives its request", SCHEDULER, "Scheduler._end", "self._speculation.policy.close(sequence.drafter)", "pass"),
+    Bug("a state goes on behind a wrong guess", CACHE, "Cache.settle_guesses", "self._states and right < end", "False"),
+    Bug("the state before a draft is not copied", PLAN, "Plan._run", "self.copies", "[one for one in self.copies if engine.info.groups[one[0]].kind != 'state']"),
+    Bug("the copy of a state stays held", SPARE_STATES, "SpareStates.drop", "pool.release((spare,))", "pass"),
+    Bug("the state that wrong guesses left stays held", SPARE_STATES, "SpareStates.restore", "pool.release((table[index],))", "pass"),
+    Bug("a block between the ends of a row is missing at its new end", CACHE, "Cache.shrink", "table[-1] == NO_BLOCK", "False"),
+    # -------------------------------------------------------------------------------------------- steps planned ahead
+    Bug("a pending token is that of another row", SCHEDULER, "Scheduler.follow", "[sequence.row_ahead(number) for sequence, number in going.items()]", "[sequence.row_ahead(number) for number, sequence in enumerate(reversed(going))]"),
+    Bug("a pending token is used before it came", FAKE, "FakeEngine._with_tokens", "self._sampled[row.pending] if row.pending < len(self._sampled) else None", "row.tokens[-1]"),
+    Bug("a step is planned ahead of a grammar", SCHEDULER, "_goes_on", "sequence.matcher is None and sequence.mu is None", "sequence.mu is None"),
+    Bug("a step is planned ahead of mirostat's state", SCHEDULER, "_goes_on", "sequence.matcher is None and sequence.mu is None", "sequence.matcher is None"),
+    Bug("a step planned ahead has no blocks", SCHEDULER, "Scheduler.follow", "all((self._cache.grow(one.kv, len(one.tokens) + 1) for one in going))", "True"),
+    Bug("a step is planned ahead of a prompt", SCHEDULER, "_goes_on", "not row.samples", "False"),
     # ------------------------------------------------------------------------------------------------ who is woken
     Bug("nobody is woken by what is published", CACHE, "Cache.publish", "self._waiters.settled(seq_kv.chains[0].key(index, tokens))", "pass"),
     Bug("nobody is woken by the end of a claim", CACHE, "Cache._unclaim", "self._waiters.settled(key)", "pass"),

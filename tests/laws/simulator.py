@@ -13,6 +13,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,8 @@ from cairn.kv.pool.blocks import BlockPool
 from cairn.kv.pool.cache import Cache, first_read, window_blocks
 from cairn.kv.pool.sequence_kv import Match, SequenceKV
 from cairn.kv.pool.snapshots import SPACING
+from cairn.scheduler.drafts.drafter import Drafter
+from cairn.scheduler.drafts.suffix import SuffixDrafter
 from cairn.scheduler.plan import Limits, Plan, PrefillPace
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.sequence import AGE_SECONDS, Sequence, State
@@ -73,7 +76,7 @@ class Machine:
         """Seconds of a step."""
         if self.chance.random() < 0.05:
             self.slow, self.steady = self.chance.choice((0.2, 0.5, 1.0, 2.0, 8.0)), 0
-        return self.slow * (self.step + self.row * plan.singles + self.token * plan.chunked)
+        return self.slow * (self.step + self.row * plan.singles + self.token * (plan.chunked + plan.extra))
 
 
 class Recorded(PrefillPace):
@@ -81,9 +84,73 @@ class Recorded(PrefillPace):
 
     last = float("inf")
 
-    def tokens(self, rows: int) -> float:
-        self.last = super().tokens(rows)
+    def tokens(self, rows: int, guesses: int = 0) -> float:
+        self.last = super().tokens(rows, guesses)
         return self.last
+
+
+class Guesser:
+    """A `Drafter` that knows the answer: its guesses are right up to a place that chance decides."""
+
+    def __init__(self, chance: random.Random, tokens: list[int], answer: list[int]) -> None:
+        self.chance, self.tokens, self.answer = chance, list(tokens), answer
+        self.bytes = 0
+
+    def extend(self, tokens: Tokens[int]) -> None:
+        self.tokens += tokens
+        law(self.tokens == self.answer[: len(self.tokens)], "a drafter was told of tokens that the answer lacks")
+
+    def expect(self, tokens: Tokens[int]) -> None:
+        """Guesses are those of the answer anyway."""
+
+    def propose(self, width: int) -> list[int]:
+        chance, known = self.chance, len(self.tokens)
+        right = self.answer[known : known + chance.choice((0, 0, 1, 2, width))]
+        wrong = [chance.randrange(-1, VOCAB + 1) for _ in range(chance.choice((0, 0, 0, 1, 3, width)))]
+        return right + wrong
+
+
+class Guessing:
+    """A `DraftPolicy` whose sequences may have wide drafts at any time."""
+
+    def __init__(self, world: World, chance: random.Random) -> None:
+        self.world, self.chance = world, chance
+        self.open_now = set[int]()
+        self.offered = self.accepted = 0
+
+    def open(self, request: Request, prompt: Tokens[int]) -> Drafter | None:
+        law(request.sampling.extras is None or not request.sampling.extras.mirostat, "guesses beside mirostat")
+        kind = self.chance.random()
+        if kind < 0.1:
+            return None
+        oracle = self.world.oracle(request)
+        law([*prompt] == [*request.prompt, *oracle][: len(prompt)], "a drafter begins with other tokens")
+        drafter: Drafter
+        if kind < 0.4:
+            predicted = [token if self.chance.random() < 0.9 else self.chance.randrange(VOCAB) for token in oracle]
+            before = len(request.prompt)
+            drafter = SuffixDrafter(prompt[:before], predicted if self.chance.random() < 0.7 else ())
+            drafter.extend(prompt[before:])
+        else:
+            drafter = Guesser(self.chance, [*prompt], [*request.prompt, *oracle])
+        self.open_now.add(id(drafter))
+        return drafter
+
+    def close(self, drafter: Drafter) -> None:
+        law(id(drafter) in self.open_now, "a drafter was closed twice")
+        self.open_now.remove(id(drafter))
+
+    def width(self, drafter: Drafter, rows: int) -> int:
+        law(0 < rows <= self.world.max_rows, "more sequences decode than there are rows")
+        return self.chance.choice((0, 1, 3, 3, 7))
+
+    def record(self, drafter: Drafter, offered: int, accepted: int) -> None:
+        law(0 <= accepted <= offered > 0, "more guesses were right than were made")
+        self.offered += offered
+        self.accepted += accepted
+
+    def step_took(self, rows: int, tokens: int, seconds: float) -> None:
+        law(0 < rows <= tokens, "a step without rows")
 
 
 class Rule:
@@ -124,6 +191,20 @@ class Rule:
         mask = self.mask_after(self.said)
         return None if mask is None else Ready(mask)
 
+    def accepts(self, draft: Tokens[int]) -> int:
+        said = list(self.said)
+        for count, token in enumerate(draft):
+            allowed = self.allowed(said)
+            if allowed is not None and token not in allowed:
+                return count
+            said.append(token)
+        return len(draft)
+
+    def masks(self, draft: Tokens[int]) -> tuple[Ready[bytes] | None, ...]:
+        law(self.accepts(draft) == len(draft), "masks behind a guess that is not allowed")
+        said = [[*self.said, *draft[:count]] for count in range(len(draft) + 1)]
+        return tuple(None if mask is None else Ready(mask) for mask in map(self.mask_after, said))
+
     def consume(self, token: int) -> None:
         self.said.append(token)
 
@@ -131,6 +212,9 @@ class Rule:
         allowed = self.allowed(self.said)
         known = self.draw([*self.said, 1]).random() < 0.9
         return allowed[0] if allowed is not None and len(allowed) == 1 and known else None
+
+    def likely(self) -> list[int]:
+        return self.allowed(self.said) or []
 
 
 class FaultyEngine:
@@ -142,12 +226,14 @@ class FaultyEngine:
         self.raising = 0.0
         self.failing = 0.0
         self.failed_rows: set[int] = set()
+        """Of the last step."""
 
     def run(self, plan: Plan) -> list[RowResult] | Exception:
         self.failed_rows = set()
         if plan.rows and self.chance.random() < self.raising:
             for row in plan.rows:
                 self._garble(row)
+            self.inner._sampled = []
             return RuntimeError("injected")
         results = plan.run(self.inner)
         if isinstance(results, Exception):
@@ -168,6 +254,31 @@ class FaultyEngine:
 
 
 @dataclass
+class Flight:
+    """A step that the engine was given, and what came of it once it has run."""
+
+    plan: Plan
+    planned_at: float
+    results: list[RowResult] | Exception | None = None
+    failed: set[int] = field(default_factory=set)
+    """Rows whose failure was injected."""
+    given: Plan | None = None
+    """The scheduler's own plan, if `plan` is a copy."""
+
+    def run(self, engine: FaultyEngine) -> list[RowResult] | Exception:
+        if self.results is None:
+            self.results, self.failed = engine.run(self.plan), engine.failed_rows
+        return self.results
+
+    def filled(self) -> Flight:
+        """As an engine has it that copies tables when it is given a step."""
+        rows = [
+            msgspec.structs.replace(row, tables=tuple(list(table) for table in row.tables)) for row in self.plan.rows
+        ]
+        return dataclasses.replace(self, plan=dataclasses.replace(self.plan, rows=rows), given=self.plan)
+
+
+@dataclass
 class Client:
     """What the receiver of one request knows and expects."""
 
@@ -177,6 +288,8 @@ class Client:
     expected: list[int]
     reason: FinishReason
     scores: tuple[TokenLogprob, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    """Of the whole answer, if they are wanted."""
     got: list[int] = field(default_factory=list)
     scored: list[TokenLogprob] = field(default_factory=list)
     reports: int = 0
@@ -260,6 +373,15 @@ class World:
         self.tenants = self.crowd.choice(("a", "aaab", "aab", "abc", "aaaabcde"))
         self.ruled = random.Random(seed + (1 << 44)) if seed % 19 == 17 else None
         """Draws what answers are held to, where some are."""
+        speculates = seed % 16 in (2, 5, 9, 14, 15) or self.ruled is not None
+        self.guessing = random.Random(seed + (1 << 46)) if speculates else None
+        """Draws guesses, where sequences speculate."""
+        self.overlaps = random.Random(seed + (1 << 47)) if seed % 16 in (0, 4, 7, 9, 11) else None
+        """Draws when a step runs that was planned ahead, where the engine takes such."""
+        self.ahead: Flight | None = None
+        self.planned_ahead = 0
+        self.offered = self.accepted = 0
+        """Guesses that workers which have died checked, and those that were right."""
         self.forced = 0
         """Tokens of answers that came without a step of their own."""
         self.truth: dict[tuple[object, ...], list[int]] = {}
@@ -395,7 +517,11 @@ class World:
         self.engine.raising, self.engine.failing = faults
         self.cache = Cache(inner.info, self.spacing)
         self.open_cache, self.cache.open = self.cache.open, self.open  # type: ignore[method-assign]
-        self.scheduler = Scheduler(self.cache, limits, self.clock)
+        if hasattr(self, "policy") and self.policy is not None:
+            self.offered += self.policy.offered
+            self.accepted += self.policy.accepted
+        self.policy = None if self.guessing is None else Guessing(self, self.guessing)
+        self.scheduler = Scheduler(self.cache, limits, self.clock, self.policy)
         self.pace = self.scheduler._pace = Recorded(limits.step_seconds, limits.least_tokens)
         if self.machine is not None:
             self.machine.steady = 0
@@ -441,6 +567,7 @@ class World:
             if sampling.prompt_logprobs:
                 row = Row(request.prompt, 0, len(request.prompt), (), 0, len(request.prompt), sampling, 0)
                 scores = sample([row], self.model.oracle_logits(request.prompt))[0].prompt_logprobs
+            logprobs = self.logprobs(request, expected) if sampling.logprobs else ()
             self.orders += 1
             self.live[request.id] = Client(
                 request,
@@ -449,6 +576,7 @@ class World:
                 expected,
                 FinishReason.STOP if stopped else FinishReason.LENGTH,
                 scores,
+                logprobs,
                 got=list(request.generated),
                 mu=request.mu,
             )
@@ -457,6 +585,13 @@ class World:
                 self.ring.append(request.share)
             if chance.random() < 0.02:
                 self.drop(request.id)
+
+    def logprobs(self, request: Request, answer: list[int]) -> tuple[TokenLogprob, ...]:
+        """The log-probabilities of an answer's tokens, as those of a prompt that ends with it."""
+        tokens = [*request.prompt, *answer]
+        row = Row(tokens, 0, len(tokens), (), 0, len(tokens), SamplingParams(max_tokens=0, prompt_logprobs=True), 0)
+        found = sample([row], self.model.oracle_logits(tokens))[0].prompt_logprobs
+        return found[len(request.prompt) - 1 :]
 
     def drop(self, id: int) -> None:
         """A cancel, a disconnect or a stop string seen by the front."""
@@ -475,6 +610,7 @@ class World:
             self.storage.end()
         self.live.clear()
         self.ended.clear()
+        self.ahead = None
         self.start_worker(self.limits)
         for client in clients:
             left = None if client.request.timeout is None else max(0.001, client.deadline - self.clock.now())
@@ -528,6 +664,9 @@ class World:
 
     def step(self) -> bool:
         """Plan, run, commit, with the laws in between. False if there was nothing to do."""
+        if self.ahead is not None:
+            flight, self.ahead = self.ahead, None
+            return self.land(flight)
         before = {sequence.request.id: sequence.state for sequence in self.scheduler._sequences.values()}
         preemptions = self.scheduler.stats().preemptions
         planned_at = self.clock.now()
@@ -544,11 +683,33 @@ class World:
                 self.storage.turn(True)
                 self.audit()
             return not self.scheduler.idle
-        self.steps += 1
         ended = {output.id for output in plan.ended}
         self.after_plan(plan, before, ended, line, preempted=self.scheduler.stats().preemptions > preemptions)
+        return self.land(Flight(plan, planned_at))
+
+    def follow(self, flight: Flight) -> None:
+        """Plan the step after one that runs, if the engine takes steps ahead; it may run before that is committed."""
+        if self.overlaps is None or (plan := self.scheduler.follow(flight.plan)) is None:
+            return
+        law(not plan.ended and not plan.copies and not plan.chunked, "more than single tokens was planned ahead")
+        law(len({sequence.request.id for sequence in plan.sequences}) == len(plan.rows) > 0, "two rows of one sequence")
+        for sequence, row in zip(plan.sequences, plan.rows, strict=True):
+            law(row.pending is not None and flight.plan.sequences[row.pending] is sequence, "another row's token")
+            law(row.start == len(sequence.tokens) and row.end == row.start + 1, "a row of another token than the next")
+        self.planned_ahead += 1
+        flight.run(self.engine)
+        self.ahead = Flight(plan, self.clock.now()).filled()
+        if self.overlaps.random() < 0.5:
+            self.ahead.run(self.engine)
+
+    def land(self, flight: Flight) -> bool:
+        """Run a step, unless it ran already, and commit it; meanwhile the next one may be planned."""
+        plan, planned_at = flight.plan, flight.planned_at
+        self.steps += 1
+        ended = {output.id for output in plan.ended}
+        self.follow(flight)
         victims = {id for id in self.live if id not in ended and self.chance.random() < self.cancels / 4}
-        results = self.engine.run(plan)
+        results = flight.run(self.engine)
         for id in victims:
             self.drop(id)
         passed = self.chance.choice((0.01, 0.1, self.chance.uniform(0, 0.3 if self.tiered else 1)))
@@ -557,8 +718,8 @@ class World:
             passed = seconds = self.machine.run(plan)
             self.in_time(plan, self.machine, seconds, results)
         self.clock.time += passed
-        outputs = self.scheduler.commit(plan, results, seconds)
-        self.receive(plan, results, outputs, planned_at)
+        outputs = self.scheduler.commit(flight.given or plan, results, seconds)
+        self.receive(flight, outputs, planned_at)
         if self.storage is not None:
             self.storage.tiers.load_policy.computed(sum(row.end - row.start for row in plan.rows), 0.1)
             self.storage.turn(self.storage.chance.random() < 0.5)
@@ -570,7 +731,8 @@ class World:
         if not plan.chunked or not self.decodes:
             return
         alone, limits = machine.alone(plan.singles), self.limits
-        most = max(limits.step_seconds, 2.5 * alone) + limits.least_tokens * machine.slow * machine.token
+        token = machine.slow * machine.token
+        most = max(limits.step_seconds, 2.5 * alone, alone + plan.extra * token) + limits.least_tokens * token
         law(machine.steady < 1 or seconds <= most + 1e-9, "a stream waits too long for its next token")
         machine.steady += not isinstance(results, Exception)
 
@@ -660,6 +822,10 @@ class World:
         taken = sum(row.end - row.start for _, row in prompts)
         law(self.pace.last == float("inf") or self.decodes > 0 or preempted, "time is short where nobody waits")
         law(self.pace.last >= self.limits.least_tokens, "a slow machine reads no prompt")
+        again = sum(sequence.again for sequence in plan.sequences)
+        law(plan.extra == sum(row.draft for row in plan.rows) + again, "guesses are miscounted")
+        law(not again or STATE in self.windows, "tokens are computed again although there is no state")
+        law(all(not row.draft or row.end - row.start == row.draft + 1 for row in plan.rows), "guesses behind a prompt")
         law(taken <= self.pace.last, "more of prompts than there is time for")
         full = used >= self.limits.step_tokens or taken >= self.pace.last
         self.slowed += full and used < self.limits.step_tokens
@@ -667,7 +833,7 @@ class World:
         law(len(running) <= self.max_rows, "more requests run than rows fit")
         for sequence in running:
             left = sequence.target - sequence.computed
-            if left == 1 or not full:
+            if left == 1 + sequence.again or not full:
                 law(sequence.request.id in rows, "a running sequence was left out of the step")
         for sequence, row in zip(plan.sequences, plan.rows, strict=True):
             law(sequence.state is State.RUNNING and row.start == sequence.computed, "a row of something else")
@@ -768,7 +934,7 @@ class World:
             (sequence, row, before.get(sequence.request.id) is State.RUNNING)
             for sequence, row in zip(plan.sequences, plan.rows, strict=True)
         ]
-        prompts = [(one, row) for one, row, ran in rows if one.target - row.start > 1 or not ran]
+        prompts = [(one, row) for one, row, ran in rows if one.target - row.start > 1 + one.again or not ran]
         return len(rows) - len(prompts), prompts
 
     def shared(self, plan: Plan) -> bool:
@@ -787,7 +953,7 @@ class World:
     def half(self, plan: Plan, before: dict[int, State]) -> tuple[int, bool]:
         """Half of what the step had for prompts, and whether one of them was too long for all of it."""
         decodes, prompts = self.parts(plan, before)
-        room = self.limits.step_tokens - decodes
+        room = self.limits.step_tokens - decodes - plan.extra
         most, taken = int(min(room, self.pace.last)), 0
         for sequence, row in prompts:
             count = row.end - row.start
@@ -815,13 +981,11 @@ class World:
                 once = self.computed_once[request.salt, request.prompt[:end]]
                 law(once == 1, "a prefix that another sequence was computing was computed twice")
 
-    def receive(
-        self, plan: Plan, results: list[RowResult] | Exception, outputs: list[Output], planned_at: float
-    ) -> None:
+    def receive(self, flight: Flight, outputs: list[Output], planned_at: float) -> None:
         """The stream law: what arrives is the oracle's answer, once, in order, and nothing after the end."""
-        owners = [sequence.request.id for sequence in plan.sequences]
-        broken = {id for index, id in enumerate(owners) if index in self.engine.failed_rows}
-        broken |= set(owners) if isinstance(results, Exception) else set()
+        owners = [sequence.request.id for sequence in flight.plan.sequences]
+        broken = {id for index, id in enumerate(owners) if index in flight.failed}
+        broken |= set(owners) if isinstance(flight.results, Exception) else set()
         law(len({output.id for output in outputs}) == len(outputs), "two outputs of one request in a step")
         for output in outputs:
             client = self.live.get(output.id)
@@ -829,11 +993,13 @@ class World:
                 raise Broken("output of a request that has ended")
             client.got.extend(output.tokens)
             client.mu = client.mu if output.mu is None else output.mu
-            self.forced += max(0, len(output.tokens) - 1)
+            self.forced += max(0, len(output.tokens) - 1) if client.request.grammar else 0
             client.scored.extend(output.prompt_logprobs)
             law(client.got == client.expected[: len(client.got)], "tokens are not the oracle's")
             if client.request.sampling.logprobs:
                 law(tuple(lp.token for lp in output.logprobs) == output.tokens, "logprobs of other tokens")
+                first = len(client.got) - len(output.tokens)
+                law(output.logprobs == client.logprobs[first : len(client.got)], "logprobs are not the oracle's")
             law(tuple(client.scored) == client.scores[: len(client.scored)], "prompt logprobs are not the oracle's")
             if output.cache is not None:
                 self.check_report(client, output)
@@ -898,6 +1064,8 @@ class World:
         for sequence in self.scheduler._running:
             law(sequence.state is State.RUNNING, "a running sequence in another state")
             law(sequence.tokens[: sequence.prompt_len] == list(sequence.request.prompt), "the prompt changed")
+            blocks = -(-len(sequence.tokens) // self.size)
+            law(all(len(table) <= blocks for table in sequence.kv.table.groups), "blocks of guesses were kept")
         running = self.scheduler._running
         contexts = [sequence.kv for sequence in running]
         if self.storage is not None:
@@ -1002,12 +1170,18 @@ class World:
     def at_rest(self) -> None:
         """Nothing is left of any request, and every block that a key finds holds what the key says."""
         law(not self.live and self.scheduler.idle, "requests are left")
+        law(self.policy is None or not self.policy.open_now, "drafters are left")
         if self.storage is not None:
             self.storage.at_rest()
         law(not self.cache._computing, "somebody still claims to compute a block")
         stats = self.scheduler.stats()
         law(stats.running == stats.waiting == stats.waiting_tokens == 0, "the statistics see requests")
         law(stats.prefix_hits <= stats.prefix_queries, "more hits than queries")
+        if self.policy is not None:
+            counts = self.policy.accepted, self.policy.offered - self.policy.accepted
+            law(counts == (stats.accepted, stats.rejected), "the statistics miscount guesses")
+            self.offered += self.policy.offered
+            self.accepted += self.policy.accepted
         for number, pool in enumerate(self.cache.pools):
             law(pool.held == 0, "blocks are held at the end")
             for key, block in pool._index.items():
@@ -1081,6 +1255,9 @@ def run_many(first: int, count: int) -> Counter[str]:
             forced=world.forced,
             hits=stats.prefix_hits,
             within=world.within,
+            ahead=world.planned_ahead,
+            offered=world.offered,
+            accepted=world.accepted,
             loaded=world.storage.loaded if world.storage is not None else 0,
             tails=world.storage.tails if world.storage is not None else 0,
             whole=world.storage.whole if world.storage is not None else 0,

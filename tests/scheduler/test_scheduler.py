@@ -10,6 +10,7 @@ import pytest
 from cairn.engine.fake import STATE, FakeEngine, fake_spec
 from cairn.kv.pool.blocks import BlockPool
 from cairn.kv.pool.cache import Cache
+from cairn.scheduler.drafts.drafter import DraftPolicy
 from cairn.scheduler.plan import ENOUGH_TOKENS, Limits, Plan
 from cairn.scheduler.scheduler import PATIENCE, Scheduler
 from cairn.scheduler.sequence import AGE_SECONDS, Sequence
@@ -37,14 +38,21 @@ class Rig:
     """A scheduler over the fake engine; `step` is plan, run, commit, and one second on the clock."""
 
     def __init__(
-        self, *, blocks: int = 200, context: int = 200, windows: tuple[int, ...] = (0,), **limits: Any
+        self,
+        *,
+        blocks: int = 200,
+        context: int = 200,
+        windows: tuple[int, ...] = (0,),
+        drafts: DraftPolicy | None = None,
+        **limits: Any,
     ) -> None:
         self.engine = FakeEngine(fake_spec(VOCAB, context, windows), blocks=blocks, block_tokens=4)
         self.cache = Cache(self.engine.info)
         self.clock = Clock()
-        self.scheduler = Scheduler(self.cache, Limits(**limits), self.clock)
+        self.scheduler = Scheduler(self.cache, Limits(**limits), self.clock, drafts)
         self.outputs: dict[int, list[Output]] = {}
         self.plans: list[Plan] = []
+        self.requests: dict[int, Request] = {}
 
     def add(self, id: int, prompt: tuple[int, ...] = PROMPT, **options: object) -> Request:
         outer = {"choice", "generated", "priority", "timeout", "salt"}
@@ -53,6 +61,7 @@ class Rig:
         sampling |= {name: value for name, value in options.items() if name not in outer}
         request = Request(id=id, prompt=prompt, sampling=SamplingParams(**sampling), **fields)  # type: ignore[arg-type]
         self.scheduler.add(request)
+        self.requests[id] = request
         return request
 
     def plan(self) -> Plan:
@@ -89,6 +98,9 @@ class Rig:
     def oracle(self, request: Request) -> list[int]:
         sampling = request.sampling
         return self.engine.oracle(request.prompt, sampling, sampling.max_tokens, request.choice)
+
+    def oracle_of(self, id: int) -> list[int]:
+        return self.oracle(self.requests[id])
 
     def running(self) -> set[int]:
         return {sequence.request.id for sequence in self.scheduler._running}
@@ -607,7 +619,7 @@ def test_plans_are_committed_in_turn() -> None:
     with pytest.raises(RuntimeError, match="not committed"):
         rig.scheduler.plan()
     rig.commit(plan, plan.run(rig.engine))
-    with pytest.raises(RuntimeError, match="not the last plan"):
+    with pytest.raises(RuntimeError, match="not the first plan"):
         rig.commit(plan, [])
 
 
@@ -920,9 +932,9 @@ def test_statistics_follow_the_requests() -> None:
     assert after.groups[0].cached == 12
 
 
-def test_only_four_methods_change_anything() -> None:
+def test_only_five_methods_change_anything() -> None:
     public = {name for name in vars(Scheduler) if not name.startswith("_")}
-    assert public == {"add", "drop", "plan", "commit", "idle", "stats"}
+    assert public == {"add", "drop", "plan", "follow", "commit", "idle", "stats"}
 
 
 def test_long_prompts_pass_through_a_small_window_pool() -> None:

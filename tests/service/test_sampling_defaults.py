@@ -7,13 +7,15 @@ from cairn.config.config import Config
 from cairn.frontend.requests import (
     NEUTRAL,
     SamplingOptions,
+    described,
+    requests,
     sampling_defaults,
     sampling_params,
     sentence,
     with_options,
 )
 from cairn.types.model_spec import MakersSampling
-from cairn.types.request import SAMPLING_RANGES
+from cairn.types.request import SAMPLING_RANGES, OutputFormat
 from tests.frontend.test_requests import SPEC
 
 OURS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
@@ -117,3 +119,43 @@ def test_a_line_says_it_all():
     )
     assert said(temperature=0.0, repetition_penalty=1.1) == "greedy, repetition_penalty 1.1 (the model's own)"
     assert said(top_k=-1.0) == "temperature 1 (the model's own)"
+
+
+MODES = msgspec.structs.replace(
+    CARD,
+    values={"temperature": 0.7, "top_p": 0.8, "top_k": 20.0},
+    thinking={"temperature": 0.6, "top_p": 0.95, "top_k": 20.0},
+)
+PLAIN, THINKING = (
+    {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0},
+    {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0},
+)
+
+
+def of_mode(own: dict[str, float], output: OutputFormat | None) -> dict[str, float]:
+    carded = msgspec.structs.replace(spec(**own), makers=MODES)
+    request = requests(carded, [1, 2], ids=lambda: 1, output=output)[0]
+    return {name: getattr(request.sampling, name) for name in OURS}
+
+
+@pytest.mark.parametrize("own", [{}, {"temperature": 0.6, "top_p": 0.95, "top_k": 20.0}])
+def test_the_card_s_row_follows_whether_the_answer_has_reasoning(own: dict[str, float]):
+    """Also where the model's file repeats what the card says for answers with reasoning."""
+    assert of_mode(own, OutputFormat(reasoning=True)) == THINKING
+    assert of_mode(own, OutputFormat(reasoning=True, reasoning_open=True)) == THINKING
+    assert of_mode(own, OutputFormat(reasoning=True, reasoning_closed=True)) == PLAIN
+    assert of_mode(own, OutputFormat()) == of_mode(own, None) == PLAIN
+
+
+def test_a_file_that_says_what_no_row_says_applies_in_both_modes():
+    own = {"temperature": 0.5, "top_p": 0.95}
+    want = {"temperature": 0.5, "top_k": 0, "top_p": 0.95, "min_p": 0}
+    assert of_mode(own, OutputFormat(reasoning=True)) == of_mode(own, None) == want
+
+
+def test_a_line_says_both_rows():
+    assert described(msgspec.structs.replace(spec(), makers=CARD)) == "temperature 0.2, top_p 0.9 (its makers' card)"
+    assert described(msgspec.structs.replace(spec(), makers=MODES)) == (
+        "temperature 0.7, top_k 20, top_p 0.8 (its makers' card); with reasoning: "
+        "temperature 0.6, top_k 20, top_p 0.95 (its makers' card)"
+    )

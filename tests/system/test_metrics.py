@@ -18,6 +18,8 @@ VLLM = {
     "prompt_tokens",
     "generation_tokens",
     "num_preemptions",
+    "spec_decode_num_draft_tokens",
+    "spec_decode_num_accepted_tokens",
     "request_success",
     "time_to_first_token_seconds",
     "inter_token_latency_seconds",
@@ -60,6 +62,8 @@ def test_every_instrument_shows_what_was_recorded() -> None:
         "prompt_tokens_cached",
         "generation_tokens",
         "generation_tokens_forced",
+        "accepted_guesses",
+        "rejected_guesses",
         "preemptions",
         "worker_restarts",
     ):

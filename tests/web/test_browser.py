@@ -35,7 +35,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("page-models")
     scripted(folder / "talk.gguf", TALK)
     scripted(folder / "hostile.gguf", HOSTILE)
-    scripted(folder / "long.gguf", "Numbers one two three four five six. ", end=None, context=30_000)
+    # It begins anew after 150 words: the page ends an answer that repeats a piece of up to 64 tokens.
+    scripted(folder / "long.gguf", " ".join(f"w{number:03}" for number in range(150)) + " ", end=None, context=30_000)
     return folder
 
 
@@ -546,8 +547,38 @@ def test_the_narrow_page_has_its_list_of_chats_behind_a_button(browser: Any, tal
 AGENTS, TURNS = 5000, 20
 
 
+class Work:
+    """What a page has done: seconds of processor time of its main thread, and nodes that were added to it."""
+
+    def __init__(self, visit: Visit) -> None:
+        self._page = visit.page
+        self._session = visit.context.new_cdp_session(visit.page)
+        self._session.send("Performance.enable", {"timeDomain": "threadTicks"})
+        self._page.evaluate(
+            """() => {
+              window.added = 0;
+              const count = (changes) => changes.forEach((one) => (window.added += one.addedNodes.length));
+              new MutationObserver(count).observe(document, { childList: true, subtree: true });
+            }"""
+        )
+        self._before = self._now()
+
+    def _now(self) -> tuple[float, int]:
+        metrics = self._session.send("Performance.getMetrics")["metrics"]
+        seconds = next(one["value"] for one in metrics if one["name"] == "TaskDuration")
+        return seconds, self._page.evaluate("window.added")
+
+    def since(self) -> tuple[float, int]:
+        """Return the seconds and the nodes since the last call."""
+        before, self._before = self._before, self._now()
+        return self._before[0] - before[0], self._before[1] - before[1]
+
+
 def test_thousands_of_agents_open_within_a_second(browser: Any, models: Path, tmp_path: Path) -> None:
-    """5,000 agents of 20 turns each, written into the log as the server writes them."""
+    """5,000 agents of 20 turns each, written into the log as the server writes them.
+
+    Seconds are processor time of the page: the clock would measure what else the machine does.
+    """
     from tests.web.many_agents import write_agents
 
     write_agents(tmp_path / "agents", AGENTS, TURNS)
@@ -556,26 +587,25 @@ def test_thousands_of_agents_open_within_a_second(browser: Any, models: Path, tm
         visit = Visit(browser, home.url).open("#/now")
         page = visit.page
         page.wait_for_timeout(1500)
-        opened = page.evaluate(
+        work = Work(visit)
+        page.evaluate(
             """async () => {
-              const began = performance.now();
               location.hash = "#/contexts";
               while (document.querySelectorAll("[role=treeitem]").length < 10) await new Promise(requestAnimationFrame);
-              return performance.now() - began;
             }"""
         )
+        opened, nodes = work.since()
         assert page.get_by_text(f"{AGENTS:,} agents").is_visible()
         assert page.get_by_role("treeitem").count() < 100
-        cold = page.evaluate(
+        page.evaluate(
             """async () => {
-              const began = performance.now();
               const { connect, store } = await import("/web/store.js");
               store.agents = new Map();
               await connect();
               while (store.agents.size < 5000) await new Promise((go) => setTimeout(go, 5));
-              return performance.now() - began;
             }"""
         )
+        cold, _ = work.since()
         page.get_by_role("tree").focus()
         page.keyboard.press("End")
         page.locator(f"[aria-posinset='{AGENTS - AGENTS // 10}']").wait_for()  # the others hang below these
@@ -583,23 +613,20 @@ def test_thousands_of_agents_open_within_a_second(browser: Any, models: Path, tm
         page.locator(".node.turn").first.wait_for()
         page.keyboard.press("End")
         page.locator(f".node.turn[aria-selected=true] .number:has-text('{TURNS}')").wait_for()
-        frames = page.evaluate(
+        work.since()
+        page.evaluate(
             """async () => {
               const box = document.querySelector("[role=tree]");
-              const times = [];
-              let last = performance.now();
               for (let n = 0; n < 60; n++) {
                 box.scrollTop = (box.scrollHeight * n) / 60;
                 await new Promise(requestAnimationFrame);
-                const now = performance.now();
-                times.push(now - last);
-                last = now;
               }
-              return times.sort((a, b) => a - b)[55];
             }"""
         )
-        print("figures", opened, cold, frames)
-        assert opened < 1000 and cold < 3000 and frames < 150, (opened, cold, frames)
+        seconds, drawn = work.since()
+        print("figures", opened, nodes, cold, seconds / 60, drawn / 60)
+        assert opened < 1 and cold < 3 and seconds / 60 < 0.05, (opened, cold, seconds)
+        assert 10 < nodes < 500 and 0 < drawn / 60 < 500, "only what is seen is drawn"
         assert _idle_share(home, page) < 0.01
         assert visit.errors == []
         visit.close()

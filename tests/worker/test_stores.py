@@ -15,16 +15,25 @@ from typing import Any
 import pytest
 from safetensors.numpy import save_file
 
+from cairn.config.config import Config
 from cairn.config.paths import with_folder
 from cairn.engine.fake import FakeEngine, fake_spec
+from cairn.engine.recorded import RecordedEngine
 from cairn.frontend.service import Service
 from cairn.frontend.worker_connection import Patience
 from cairn.kv.disk.store import DiskStore
+from cairn.kv.pool.cache import Cache
+from cairn.kv.tiers.tiers import Tiers
+from cairn.models.spec.config import load_spec
+from cairn.scheduler.plan import Limits
+from cairn.scheduler.scheduler import Scheduler
 from cairn.system.posix import SystemClock, SystemFiles
 from cairn.types.errors import ConfigError, Conflict
-from cairn.worker.stores import open_stores, stored_bytes
+from cairn.types.request import Request, SamplingParams
+from cairn.types.stats import CacheReport
+from cairn.worker.stores import open_stores, ram_bytes, stored_bytes
 from tests.service.tiny import collect, config, request, serving, until
-from tests.tiny_models import random_tensors
+from tests.tiny_models import random_tensors, write_model
 
 
 async def test_kv_survives_the_service(folder: Path, tmp_path: Path) -> None:
@@ -162,8 +171,7 @@ async def test_a_folder_that_cannot_be_used_is_logged_once_and_so_is_that_it_wor
         assert logged() == [("WARNING", trouble), ("INFO", "the KV store on the disk works again")]
 
 
-async def test_memory_for_kv_needs_an_engine_whose_pool_is_elsewhere(folder: Path, tmp_path: Path) -> None:
-    """The fake engine stands for such a one."""
+async def test_kv_that_leaves_the_pool_is_found_in_memory(folder: Path, tmp_path: Path) -> None:
     async with serving(folder, kv_gb=0.0001, kv_ram_gb=0.1, kv_load="always") as service:
         prompt = "a context " * 30
         tokens = service.tokenizer.encode(prompt)
@@ -179,10 +187,66 @@ async def test_memory_for_kv_needs_an_engine_whose_pool_is_elsewhere(folder: Pat
         again = await collect(service.generate(request(service, prompt, 5)))
         assert again.tokens == first.tokens
         assert (again.cache.pool, again.cache.ram) == (0, len(tokens) - 1)
-    engine = FakeEngine(fake_spec(), blocks=4)
-    on_cpu = dataclasses.replace(engine.info, device="cpu")
-    with pytest.raises(ConfigError, match="kv_ram_gb is for engines whose KV pool is not in host memory"):
-        open_stores(config(folder, kv_ram_gb=0.1), fake_spec(), on_cpu, SystemClock(), SystemFiles(), {})
+
+
+@pytest.mark.parametrize(
+    ("given", "elsewhere", "kept"),
+    [
+        ({}, False, 0),
+        ({}, True, 2 * 10**9),
+        ({"kv_ram_gb": 0}, True, 0),
+        ({"kv_ram_gb": 3}, True, 3 * 10**9),
+        ({"kv_ram_gb": 8}, True, 8 * 10**9),
+        ({"kv_ram_gb": 8.5}, True, "8.00 GB of memory are free; lower kv_ram_gb"),
+        ({"kv_ram_gb": 7}, False, 7 * 10**9),
+        ({"kv_ram_gb": 7.1}, False, "7.00 GB of memory are free beside the KV pool of 1.00 GB; lower kv_ram_gb or"),
+    ],
+)
+def test_host_memory_for_kv_is_what_is_asked_and_free(
+    folder: Path, given: dict[str, Any], elsewhere: bool, kept: int | str
+) -> None:
+    """With 8 GB free and a pool of 1 GB: on the CPU that is in the same memory."""
+    info = dataclasses.replace(FakeEngine(fake_spec(), blocks=4).info, blocks=(1000,), block_bytes=(10**6,))
+    if isinstance(kept, int):
+        assert ram_bytes(config(folder, **given), info, elsewhere, 8 * 10**9) == kept
+        return
+    with pytest.raises(ConfigError, match=kept) as told:
+        ram_bytes(config(folder, **given), info, elsewhere, 8 * 10**9)
+    assert told.value.field == "kv_ram_gb"
+
+
+def test_the_cpu_keeps_kv_beside_a_small_pool(tmp_path: Path) -> None:
+    """Real kernels: the pool has room for little, memory for more."""
+    written = write_model(tmp_path / "model", max_position_embeddings=256)
+    engine = RecordedEngine.load(load_spec(written), written, Config(step_tokens=64, threads=1), blocks=(12,))
+    stores, trouble = open_stores(
+        Config(kv_ram_gb=0.01, kv_disk=False), load_spec(written), engine.info, SystemClock(), SystemFiles(), {}
+    )
+    assert list(stores) == ["ram"] and not trouble
+    cache = Cache(engine.info)
+    tiers = Tiers(cache, engine, SystemClock(), stores, load="always")
+    tiers.start()
+    scheduler = Scheduler(cache, Limits(step_tokens=64), SystemClock())
+    answers = list[tuple[list[int], CacheReport]]()
+    sampling = SamplingParams(max_tokens=5, temperature=0)
+    for number in (1, 2, 3, 1):
+        tokens = tuple(number * 7 + place % 90 for place in range(100))
+        scheduler.add(Request(id=10 * len(answers) + 1, prompt=tokens, durable=True, sampling=sampling))
+        got, report = list[int](), CacheReport()
+        while not scheduler.idle:
+            if (plan := scheduler.plan()) is not None:
+                for output in scheduler.commit(plan, plan.run(engine)):
+                    got += output.tokens
+                    report = output.cache or report
+            tiers.turn(True)
+        for _ in range(50):
+            tiers.turn(True)
+        answers.append((got, report))
+    first, again = answers[0], answers[-1]
+    assert again[0] == first[0]
+    assert first[1].computed == 100 and again[1].pool == 0 and again[1].ram == again[1].cached >= 64
+    tiers.close(1.0)
+    engine.close()
 
 
 async def test_a_worker_that_was_killed_leaves_its_store_to_the_next(folder: Path, tmp_path: Path) -> None:

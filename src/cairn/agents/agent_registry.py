@@ -60,7 +60,7 @@ class AgentRegistry:
             turns=Counter(turn.state for turn in self._turns.values() if turn.number),
             requests=saved.requests,
             computed=saved.computed,
-            saved=saved.pool + saved.ram + saved.disk,
+            saved=saved.pool + saved.ram + saved.disk + saved.shared,
             seconds_avoided=saved.seconds_avoided,
             read=read,
             written=written,

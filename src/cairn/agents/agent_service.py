@@ -25,6 +25,7 @@ from cairn.agents.log.segment import Record
 from cairn.agents.log.writer import Writer
 from cairn.agents.pending_writes import PendingWrites
 from cairn.agents.replay_records import ReplayRecords
+from cairn.agents.shared_agents import UNSHARED, SharedAgents
 from cairn.agents.turn_tree import NOBODY, Agent, Turn
 from cairn.config.config import TenantLimits
 from cairn.system.interfaces import Rng
@@ -55,10 +56,16 @@ class AgentService:
         """Returns the limits of a tenant."""
         self.registry, self.writer, self.pending, self.kv, self.rng = registry, writer, pending, kv, rng
         self._replays = replays
+        self.shared: SharedAgents | None = None
+        """The chains of agents in the shared store, if there is one."""
         self._unsent_pins: dict[int, Record] = {}
         """Unpin records of agents whose pins the stores do not know correctly, by the agent's key."""
         self._pinning: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
         """Locks that order the calls of `set_pinned` on one agent, by its key."""
+
+    def sharing(self, agent: Agent) -> SharedAgents | None:
+        """Return the chains if the agent has one: not those that keep a stored response or conversation."""
+        return None if agent.id.startswith(UNSHARED) else self.shared
 
     # ---------------------------------------------------------------------------------------------------- to look up
 
@@ -128,6 +135,8 @@ class AgentService:
         self.registry.add(agent)
         try:
             await self.pending.sync(*more, written)
+            if (shared := self.sharing(agent)) is not None:
+                await shared.made(agent)
         except BaseException:
             self.pending.erase_later({*self.registry.remove(agent), *(record.key for record in more)})
             raise
@@ -174,7 +183,7 @@ class AgentService:
         before, old, agent.starting, agent.straight = agent.head, agent.record, True, False
         agent.head, agent.record = head, msgspec.structs.replace(old, left={**old.left, before.key: self.pending.now()})
         try:
-            await self.pending.sync(self.pending.note(agent))
+            await self._write(agent)
         except Unavailable:
             agent.head = before
             agent.record = msgspec.structs.replace(agent.record, left=old.left)
@@ -189,6 +198,12 @@ class AgentService:
         self.kv.moved(agent, before)
         self._repin(agent)
 
+    async def _write(self, agent: Agent) -> None:
+        """Write the agent as it is now. Raise Unavailable if the disk or the shared store refuses."""
+        if (shared := self.sharing(agent)) is not None:
+            await shared.changed(agent)
+        await self.pending.sync(self.pending.note(agent))
+
     def _repin(self, agent: Agent) -> None:
         if agent.record.pinned:
             self.kv.pin_later(agent)
@@ -198,7 +213,7 @@ class AgentService:
         agent.used = self.pending.now()
         before, agent.record = agent.record, msgspec.structs.replace(agent.record, metadata=metadata)
         try:
-            await self.pending.sync(self.pending.note(agent))
+            await self._write(agent)
         except Unavailable:
             agent.record = msgspec.structs.replace(agent.record, metadata=before.metadata)
             self.pending.write_later(self.pending.note(agent))
@@ -213,7 +228,7 @@ class AgentService:
                 return False
             agent.record = msgspec.structs.replace(agent.record, pinned=pinned)
             try:
-                await self.pending.sync(self.pending.note(agent))
+                await self._write(agent)
             except Unavailable:  # undo only `pinned`: the head may have moved meanwhile
                 agent.record = msgspec.structs.replace(agent.record, pinned=before)
                 self.pending.write_later(self.pending.note(agent))
@@ -232,6 +247,8 @@ class AgentService:
         self.registry.add_turn(agent, turn)
         try:
             await self.pending.sync(record)
+            if (shared := self.sharing(agent)) is not None:
+                await shared.began(agent, turn)
         except BaseException:
             self.registry.remove_turn(agent, turn)
             self.pending.erase_later([turn.key])
@@ -249,6 +266,8 @@ class AgentService:
         of the erasure is on the disk: restored, it could lose later turns at the next start. `tend` tries the erasure
         again.
         """
+        if (shared := self.sharing(agent)) is not None:
+            await shared.gone(agent)
         keys = await self.detach(agent, self.pending.to_erase())
         try:
             await self.pending.erase(keys)

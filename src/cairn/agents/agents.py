@@ -18,7 +18,7 @@ import msgspec
 
 from cairn.agents import portable
 from cairn.agents.agent_registry import AgentRegistry
-from cairn.agents.agent_service import AgentService, conflict, create_agent, import_agent
+from cairn.agents.agent_service import AgentService, conflict, create_agent, import_agent, is_id
 from cairn.agents.archive import Archive, Unreadable
 from cairn.agents.content import Content
 from cairn.agents.journals import Journals
@@ -27,21 +27,24 @@ from cairn.agents.listing import list_agents, list_turns
 from cairn.agents.log.index import RecordKind
 from cairn.agents.log.log import Log
 from cairn.agents.log.records import Savings
-from cairn.agents.log.writer import Writer, on_disk_thread
+from cairn.agents.log.writer import Writer
 from cairn.agents.maintenance import Maintenance
 from cairn.agents.overview import Overview
 from cairn.agents.pending_writes import PendingWrites
 from cairn.agents.portable import take_in, with_kv
 from cairn.agents.replay_records import ReplayRecords, newest
 from cairn.agents.running_turn import RunningTurn
+from cairn.agents.shared_agents import UNSHARED, SharedAgents
 from cairn.agents.turn_tree import Agent
 from cairn.agents.turns import Gate, Turns
 from cairn.agents.types import AgentInfo, AgentPage, TurnInfo
+from cairn.cluster.shared import SharedStore, open_shared
 from cairn.config.config import Config, TenantLimits, limits_of
 from cairn.frontend.requests import PLAIN, SamplingOptions
 from cairn.frontend.service import Service
 from cairn.frontend.stream import RequestStream
 from cairn.router.services import Services
+from cairn.system.disk_threads import on_disk_thread
 from cairn.system.interfaces import Clock, FileSystem, Rng
 from cairn.system.metrics import AgentFigures
 from cairn.text.chat.prompt import Sampled
@@ -72,6 +75,7 @@ class Agents:
         rng: Rng,
         config: Config,
         salts: Mapping[str, bytes],
+        shared: SharedStore | None = None,
     ) -> None:
         self.services, self._config = services, config
         registry = AgentRegistry(salts)
@@ -92,6 +96,11 @@ class Agents:
             registry, self.writer, self._pending, self.kv, rng, self._replays, limits_of(config)
         )
         self._agents.resume_pins(left)
+        self._agents.shared = (
+            SharedAgents(shared, clock, rng, registry, self.writer, self._pending, self._archive, self.kv)
+            if shared is not None
+            else None
+        )
         self._turns = Turns(services, self._agents, self._archive, clock)
         self._maintenance = Maintenance(self._agents, self._replays, orphans)
         self._find = self._agents.find
@@ -118,6 +127,7 @@ class Agents:
         them; a swap changes them. Raise ConfigError if another process holds the folder, if it is not ours or of a
         newer format, or if the disk does not let us use it.
         """
+        shared = open_shared(config, clock, files, rng)
         end = clock.now() + LOCK_SECONDS
         while True:
             try:
@@ -126,7 +136,7 @@ class Agents:
                 raise ConfigError(f"{folder}: the token log cannot be read: {error.strerror or error}") from error
             if opened is not None:
                 every = services or Services(service)
-                return cls(every, opened, clock, rng, config, salts)
+                return cls(every, opened, clock, rng, config, salts, shared)
             if clock.now() >= end:
                 raise ConfigError(
                     f"{folder}: another process holds the token log; end it, or name another folder with --agents-dir"
@@ -143,6 +153,8 @@ class Agents:
         """Interrupt running turns, write what is pending, and release the folder. May be called again."""
         await self._maintenance.close()
         await self.kv.close()
+        if self._agents.shared is not None:
+            await self._agents.shared.close()
         for turn in [agent.running for agent in self._agents.registry if agent.running is not None]:
             await turn.stop()
             if not turn.over.is_set():
@@ -166,7 +178,16 @@ class Agents:
     @property
     def troubles(self) -> list[str]:
         """Problems of the log: why it cannot be written, and what it had lost when it was opened."""
-        return [one for one in (self.writer.trouble, self.writer.loss) if one]
+        shared = self._agents.shared.trouble if self._agents.shared is not None else ""
+        return [one for one in (self.writer.trouble, self.writer.loss, shared) if one]
+
+    async def bring(self, tenant: str, id: str) -> None:
+        """Bring an agent up to what the shared store has of it, if there is one. An id that cannot be is passed over.
+
+        Raise Unavailable if the store does not answer, Damaged if what it has cannot be used.
+        """
+        if self._agents.shared is not None and is_id(id) and not id.startswith(UNSHARED):
+            await self._agents.shared.bring(tenant, id)
 
     # ---------------------------------------------------------------------------------------------------- to look at
 
@@ -500,10 +521,12 @@ class Agents:
         wanted: Wanted = ANYTHING,
         service: Service | None = None,
         gate: Gate | None = None,
+        once: str = "",
     ) -> RunningTurn:
         """Begin a turn with new messages only; the caller reads its `batches`.
 
         `service`: the model that is to answer, on a server with several. `gate` is awaited once the prompt is complete.
+        `once`: a key of the client; if the turn at the head has it, that turn is answered once more.
         Raise Conflict while another turn runs or the last was interrupted; with `fork_on_conflict` the turn goes to a
         new agent instead. Raise ContextTooLong with the figures, and Overloaded and Unavailable as for any request.
         """
@@ -519,6 +542,7 @@ class Agents:
                 fork_on_conflict=fork_on_conflict,
                 wanted=wanted,
                 gate=gate,
+                once=once,
             )
 
     async def aside(

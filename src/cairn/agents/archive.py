@@ -18,8 +18,8 @@ from cairn.agents.content import Branch, Content, Descent
 from cairn.agents.log.index import RecordKind
 from cairn.agents.log.log import Log
 from cairn.agents.log.records import EndRecord, TurnRecord, decode
-from cairn.agents.log.writer import on_disk_thread
 from cairn.agents.turn_tree import Agent, Turn
+from cairn.system.disk_threads import on_disk_thread
 from cairn.types.errors import Damaged, NotFound, Unavailable
 
 SOME = 32

@@ -335,8 +335,9 @@ class AgentKv:
 
     async def _erase_away(self, context: Context, salt: bytes, keep: int) -> None:
         """Erase the stored KV of a model without a worker, through a worker that shares its folder."""
+        identity, stored = self._services.stored_as(context.identity, salt)
         for service in self._working():
-            await service.erase_of_model(context.identity, context.ids, salt, keep=keep)
+            await service.erase_of_model(identity, context.ids, stored, keep=keep)
         if self._services.known(context.identity) and not self._stores_on_disk():
             raise Unavailable("the model that made this context is not loaded", retry_after=RETRY_SECONDS)
 

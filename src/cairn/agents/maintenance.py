@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from cairn.agents.agent_service import AgentService
 from cairn.agents.kv import BATCH
 from cairn.agents.replay_records import ReplayRecords
-from cairn.types.errors import Unavailable, trace
+from cairn.agents.turn_tree import Agent
+from cairn.types.errors import Damaged, Unavailable, trace
 
 log = logging.getLogger(__name__)
 
@@ -62,9 +63,23 @@ class Maintenance:
                 await agents.kv.collect(agent, [turn for turn in own if turn.key in over])
         await self._erase()
         for agent in agents.registry:
-            if agent in agents.registry and agent.expired(now):
+            if agent in agents.registry and agent.expired(now) and await self._is_over(agent, now):
                 pending.erase_later(await agents.detach(agent))
         await self._erase()  # all at once: each erasure rewrites segments
+
+    async def _is_over(self, agent: Agent, now: float) -> bool:
+        """Return whether an expired agent is to be deleted: on no other server that shares it was it used since."""
+        shared = self._agents.sharing(agent)
+        if shared is None:
+            return True
+        try:
+            await shared.bring(agent.tenant, agent.id)
+            if agent not in self._agents.registry or not agent.expired(now):
+                return False
+            await shared.gone(agent)
+        except (Unavailable, Damaged):
+            return False  # it is looked at again
+        return True
 
     async def _erase(self) -> None:
         pending = self._agents.pending

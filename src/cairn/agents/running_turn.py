@@ -56,6 +56,14 @@ class Keeper(Protocol):
         """Write these records as soon as the disk takes them."""
         ...
 
+    async def share_end(self, agent: Agent, turn: Turn, end: EndRecord) -> None:
+        """Acknowledge the end of a turn in the shared store, if there is one. Raise Unavailable if that fails."""
+        ...
+
+    def share_end_later(self, agent: Agent, turn: Turn, end: EndRecord) -> None:
+        """Write the end of a turn that nobody waits for to the shared store, if there is one."""
+        ...
+
     async def sync(self, *records: Record) -> None:
         """Write all pending records and then these; return when they are durable."""
         ...
@@ -201,6 +209,10 @@ class RunningTurn:
         self.over.set()
         if self.discarded:
             return
+        if good:
+            await self._keeper.share_end(self.agent, self.turn, end)
+        else:
+            self._keeper.share_end_later(self.agent, self.turn, end)
         more = self._keeper.ended(self.agent, done, end, lambda: self._content.known([*self.request.prompt]))
         if good:
             self._keeper.write_later(record, *more)
@@ -238,6 +250,22 @@ class RunningTurn:
         ids = list(sampled.ids[sampled.opened :])
         same = shared(ids, tokens)
         return {"keep": same, "more": pack(ids[same:])}
+
+
+class RepeatedTurn(RunningTurn):
+    """A turn that has ended, told once more. Nothing is computed or written."""
+
+    def __init__(
+        self, keeper: Keeper, service: Service, agent: Agent, turn: Turn, request: Request, first: Sequence[Event]
+    ) -> None:
+        self.agent, self.turn, self.request = agent, turn, request
+        self.over, self.discarded, self.warnings = asyncio.Event(), False, ()
+        self.over.set()
+        self._keeper, self._service, self._stream, self._first = keeper, service, None, first
+
+    async def batches(self, *, beats: bool = False) -> AsyncGenerator[list[Event], None]:
+        """Yield the whole answer."""
+        yield list(self._first)
 
 
 def _logged(cache: CacheReport) -> CacheReport:

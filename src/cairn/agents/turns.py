@@ -16,7 +16,7 @@ from cairn.agents.kv import BATCH
 from cairn.agents.log.index import RecordKind
 from cairn.agents.log.records import EndRecord, TurnRecord, check, pack
 from cairn.agents.log.segment import Record
-from cairn.agents.running_turn import RunningTurn, said_before
+from cairn.agents.running_turn import RepeatedTurn, RunningTurn, said_before
 from cairn.agents.turn_tree import Agent, Turn
 from cairn.frontend.miss_explainer import PromptOrigin, describe_prompt
 from cairn.frontend.requests import SamplingOptions
@@ -26,9 +26,10 @@ from cairn.router.services import Services
 from cairn.system.interfaces import Clock
 from cairn.text.chat.prompt import Prompt
 from cairn.text.grammar.grammar import ANYTHING, Wanted
-from cairn.types.errors import Conflict, Unavailable
-from cairn.types.outputs import Done, Event, FinishReason
-from cairn.types.request import Request
+from cairn.types.errors import Conflict, InvalidRequest, Unavailable
+from cairn.types.outputs import Done, Event, FinishReason, Usage
+from cairn.types.request import Request, SamplingParams
+from cairn.types.stats import CacheReport
 
 Gate = Callable[[], Awaitable[None]]
 """Awaited between a prompt and its answer, so that several turns begin in one step."""
@@ -41,6 +42,16 @@ class Turns:
         self._services, self.writer, self.clock = services, agents.writer, clock
         self.write_later, self.sync, self.now = agents.pending.write_later, agents.pending.sync, agents.pending.now
         self._agents, self._archive = agents, archive
+
+    async def share_end(self, agent: Agent, turn: Turn, end: EndRecord) -> None:
+        """See `Keeper`."""
+        if (shared := self._agents.sharing(agent)) is not None:
+            await shared.ended(agent, turn, end)
+
+    def share_end_later(self, agent: Agent, turn: Turn, end: EndRecord) -> None:
+        """See `Keeper`."""
+        if (shared := self._agents.sharing(agent)) is not None:
+            shared.ended_later(agent, turn, end)
 
     async def start(
         self,
@@ -55,12 +66,15 @@ class Turns:
         fork_on_conflict: bool,
         wanted: Wanted = ANYTHING,
         gate: Gate | None = None,
+        once: str = "",
     ) -> RunningTurn:
-        """Begin a turn with new messages, answered by `service`.
+        """Begin a turn with new messages, answered by `service`; or go on with one that has the key `once`.
 
         `number`: id of its request. `share`: fairness key of the request. `gate` is awaited once the prompt is
         complete. Raise Conflict if the head is not free.
         """
+        if once and (again := await self.again(agent, messages, once, number, share)) is not None:
+            return again
         forked = False
         if agent.busy or agent.head.state != "finished":
             if not fork_on_conflict:
@@ -69,7 +83,9 @@ class Turns:
             agent, forked = await self._agents.fork(agent, whole, None), True
         agent.starting = True
         try:
-            return await self._begin(service, agent, messages, options, number, template_args, share, wanted, gate)
+            return await self._begin(
+                service, agent, messages, options, number, template_args, share, wanted, gate, once
+            )
         except BaseException:
             if forked:
                 with contextlib.suppress(Unavailable):
@@ -89,13 +105,14 @@ class Turns:
         share: str,
         wanted: Wanted,
         gate: Gate | None,
+        once: str,
     ) -> RunningTurn:
         check(messages, "messages")
         prompt, prefix, origin = await self._prompt(service, agent, messages, template_args, share, wanted)
         request = self._request(service, agent, prompt, options, number, share)
         if gate is not None:
             await gate()
-        began = self._record(service, agent, messages, prefix, request)
+        began = msgspec.structs.replace(self._record(service, agent, messages, prefix, request), once=once)
         # A request that cannot be served is refused here, before anything is written. The answer is computed while the
         # message is synced, and none of it is sent before.
         stream = service.generate(request, origin)
@@ -231,6 +248,8 @@ class Turns:
                 began = branch.last.began
                 grammar = await service.chat.same_grammar(began.grammar, began.output, share=share)
                 request = msgspec.structs.replace(request, grammar=grammar)
+                if (shared := self._agents.sharing(agent)) is not None:
+                    await shared.resumed(agent)
         finally:
             agent.starting = False
         turn = agent.head
@@ -240,6 +259,46 @@ class Turns:
         if reason is None:
             stream = service.generate(msgspec.structs.replace(request, generated=tokens))
         return self._run(service, agent, turn, request, stream, first)
+
+    async def again(
+        self, agent: Agent, messages: Sequence[dict[str, Any]], once: str, number: int, share: str
+    ) -> RunningTurn | None:
+        """Return the turn at the head once more if it has the key `once`; None if it has another or none.
+
+        An interrupted one is resumed. Raise Conflict while it runs, InvalidRequest if it had other messages.
+        """
+        (content,) = await self._archive.contents([agent.head])
+        began = content.began
+        if began.once != once or not agent.head.number:
+            return None
+        if began.messages != tuple(messages):
+            raise InvalidRequest(
+                "this Idempotency-Key was sent with other messages; give each turn a key of its own",
+                field="Idempotency-Key",
+            )
+        if agent.busy or agent.head.state != "finished":
+            return await self.resume(agent, number, share)
+        service = self._services.of(agent.head.identity) or self._services.first
+        branch = await self._archive.branch(agent.head)
+        prompt, tokens, ended = branch.prompt(), tuple(content.tokens), content.ended
+        request = Request(
+            id=number,
+            prompt=tuple(prompt),
+            sampling=began.sampling or SamplingParams(max_tokens=max(1, len(tokens))),
+            stop=began.stop,
+            output=began.output,
+            salt=agent.salt,
+            share=share,
+        )
+        events, _ = said_before(service, request, tokens)
+        deltas = [event for event in events if not isinstance(event, Done)]
+        usage = Usage(prompt_tokens=len(prompt), completion_tokens=len(tokens))
+        done = Done(
+            reason=FinishReason(ended.reason) if ended is not None and ended.reason else FinishReason.STOP,
+            usage=usage,
+            cache=ended.cache if ended is not None else CacheReport(),
+        )
+        return RepeatedTurn(self, service, agent, agent.head, request, [*deltas, done])
 
     @contextlib.asynccontextmanager
     async def _interrupted_branch(self, agent: Agent) -> AsyncIterator[Branch]:

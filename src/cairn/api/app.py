@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cairn.api.admin import health
+from cairn.api.admin.adapters import AdapterAdmin
 from cairn.api.admin.models import ModelAdmin
 from cairn.api.admin.requests import Admin, Props, StoredRoutes
 from cairn.api.anthropic.messages import Anthropic
@@ -77,7 +78,7 @@ class App:
         self._folders = named(config, os.environ)
         tables = (
             *(OpenAI, Responses, Anthropic, Embeddings, AgentRoutes, TeamRoutes, WorkflowRoutes, CollectionRoutes),
-            *(FileRoutes, VectorStoreRoutes, ChangeFeeds, SavingsRoutes, ModelAdmin, StoredRoutes),
+            *(FileRoutes, VectorStoreRoutes, ChangeFeeds, SavingsRoutes, ModelAdmin, AdapterAdmin, StoredRoutes),
             *(Ollama, OllamaEmbeddings, OllamaModels, Admin, Llama, TokenRoutes, Props),
         )
         page = Page(config, self.described)
@@ -167,6 +168,7 @@ class App:
             raise Unavailable("the server is shutting down", retry_after=max(1.0, state.config.shutdown_grace))
         DEADLINE.set(deadline_of(call, state.clock))  # of this call's task, and of those that it starts
         with state.rates.counted(call, admin=route.access == "admin"):
+            await state.attribution.bring(call)
             async with (
                 state.quotas.arriving(call, keeps=route.keeps, upload=route.upload),
                 ModelRouter(registry, state.attribution).chosen(call, route.model) as service,

@@ -25,7 +25,7 @@ from cairn.api.http.listener import Listener
 from cairn.api.native.folders import agents_folder
 from cairn.config.config import Config, turns_of
 from cairn.frontend.launch import ENDING, KILL_SECONDS, First
-from cairn.frontend.requests import sampling_defaults, sentence
+from cairn.frontend.requests import described
 from cairn.frontend.service import Service
 from cairn.frontend.supervisor import STORE_SECONDS
 from cairn.models.hub.hub import DEMO
@@ -265,7 +265,7 @@ def _announce(url: str, others: Sequence[str], service: Service, config: Config)
     if config.page:
         _say(config, f"In a browser, to chat and to see what is kept: [bold]{url}/[/bold]")
     if service.spec.kind == "chat":
-        _say(config, f"Sampling where a request says nothing: {sentence(sampling_defaults(service.spec))}. Try:")
+        _say(config, f"Sampling where a request says nothing: {described(service.spec)}. Try:")
     else:
         _say(config, "It answers no chats. Try:")
     _say(config, f"  curl -N {url}/v1/{route} -H 'Content-Type: application/json'{key} -d '{escape(body)}'")

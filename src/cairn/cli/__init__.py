@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import typer
+from typer.core import TyperOption
 
 from cairn.cli import (
     agents,
@@ -20,12 +21,14 @@ from cairn.cli import (
     bench,
     cache,
     chat,
+    cluster,
     collection,
     doctor,
     embed,
     generate,
     launch,
     manual,
+    merge,
     models,
     quantize,
     remote,
@@ -42,7 +45,7 @@ app = typer.Typer(
     help="An LLM server for agents: a context that was computed once is never computed again.",
     epilog="Start with: cairn chat   (or: cairn serve). For completion of commands and options in your shell: "
     "cairn --install-completion",
-    no_args_is_help=True,
+    invoke_without_command=True,
     context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -72,13 +75,29 @@ _OTHER_PROGRAMS = {
 """Commands of other programs -> what to use here."""
 
 
+START = """\
+An LLM server for agents. The first steps:
+
+  cairn chat           talk with a model in this terminal
+  cairn run MODEL      the same; a missing model is downloaded first
+  cairn serve MODEL    serve a model, with a page for the browser
+  cairn list           the models on this machine
+  cairn models --names     short names of models to download, such as qwen3:0.6b
+  cairn doctor         what this machine can run
+
+cairn --help lists all commands; cairn COMMAND --help explains one."""
+"""Printed by `cairn` alone; the whole help is longer than a screen."""
+
+
 @app.callback()
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_version)
     ] = False,
 ) -> None:
-    pass
+    if context.invoked_subcommand is None:
+        print(START)
 
 
 for _group in (
@@ -88,6 +107,7 @@ for _group in (
     embed,
     models,
     quantize,
+    merge,
     remote,
     launch,
     agents,
@@ -95,6 +115,7 @@ for _group in (
     workflow,
     collection,
     cache,
+    cluster,
     doctor,
     backup,
     bench,
@@ -117,6 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _open_standard_streams()
     try:
         _check_word(sys.argv[1:] if arguments is None else arguments)
+        _hide_types_of_flags()
         code = app(arguments, standalone_mode=True)
         sys.stdout.flush()
     except CairnError as error:
@@ -136,6 +158,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if code:
         _forget_stdout()
     sys.exit(code)
+
+
+def _hide_types_of_flags() -> None:
+    """Leave out `<bool>` in the help of flags: it reads as if they took a value. Typer has no option for that."""
+    shown = getattr(TyperOption, "display_type_rich", None)
+    if shown is None or getattr(shown, "hides_flags", False):
+        return
+
+    def display_type_rich(self: TyperOption, ctx: typer.Context) -> str | None:
+        found: str | None = None if self.is_flag and self.metavar is None else shown(self, ctx)
+        return found
+
+    display_type_rich.hides_flags = True  # type: ignore[attr-defined]
+    TyperOption.display_type_rich = display_type_rich  # type: ignore[method-assign, assignment]
 
 
 def _check_word(arguments: Sequence[str]) -> None:

@@ -66,10 +66,10 @@ def register(app: typer.Typer) -> None:
 
         KV is not copied: missing KV is computed again.
         """
-        from cairn.cli.common.output import amount
+        from cairn.cli.common.output import amount, counted
 
         made = make_backup(resolved, folder)
-        print(f"{folder}: {len(made.files)} files, {amount(sum(one.size for one in made.files.values()))}")
+        print(f"{folder}: {counted(len(made.files), 'file')}, {amount(sum(one.size for one in made.files.values()))}")
 
     @app.command(rich_help_panel="This machine")
     @configured(_FOLDERS, model=False)

@@ -183,6 +183,7 @@ def folders(resolved: Resolved, env: Mapping[str, str]) -> Rows:
     from cairn.api.native.folders import agents_folder
     from cairn.config.paths import expanded, with_folder
     from cairn.models.hub import hub
+    from cairn.models.hub.addresses import registry_folder
     from cairn.models.packing import packed_file
 
     config = with_folder(resolved.config, env)
@@ -194,7 +195,8 @@ def folders(resolved: Resolved, env: Mapping[str, str]) -> Rows:
         ("collections, files", _sized(agents.with_name(agents.name + "-collections"))),
         ("KV", kv),
         ("packed weights", _sized(packed_file.folder())),
-        ("models", _sized(hub.cache_folder())),
+        ("models of the hub", _sized(hub.cache_folder())),
+        ("other models", _sized(registry_folder(env))),
     ]
 
 

@@ -122,12 +122,14 @@ def start(
     agent: AgentProgram, place: ServerAddress, folder: Path, arguments: list[str] | tuple[str, ...] = ()
 ) -> Start:
     """Return the command, variables and files that start an agent with a server."""
+    answer = max(place.context // _ANSWER, 1)
     values: dict[str, str | int] = {
         "url": place.url,
         "model": place.model,
         "key": place.key or "none",
         "context": place.context,
-        "answer": max(place.context // _ANSWER, 1),
+        "answer": answer,
+        "prompt": max(place.context - answer, 1),
         "folder": str(folder),
     }
     env = {name: _text(filled(value, values)) for name, value in agent.env.items()}

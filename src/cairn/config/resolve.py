@@ -19,6 +19,9 @@ from cairn.config.config import (
     KEY,
     LIMITS,
     PREFIX,
+    SPECULATE,
+    SPECULATIONS,
+    AdapterOptions,
     Config,
     ModelOptions,
     Secret,
@@ -198,6 +201,10 @@ def _there(place: Path) -> bool:
         raise ConfigError(f"whether there is a file {place} cannot be told: {error.strerror or error}") from None
 
 
+_PATTERNS = {"device": (DEVICE, DEVICES), "speculate": (SPECULATE, SPECULATIONS)}
+"""What some texts must look like, for a program and for a person."""
+
+
 def _value(option: Option, given: _Given) -> Any:
     """Return the checked value of one option. Raise ConfigError naming the source and what was expected."""
     if not option.many:
@@ -207,6 +214,8 @@ def _value(option: Option, given: _Given) -> Any:
         return _tenants(option, given, written)
     if option.kind == "model":
         return _models(given, written)
+    if option.kind == "adapter":
+        return _adapters(given, written)
     if not isinstance(written, list | tuple):
         written = [written]
     if option.kind != "secret":
@@ -224,11 +233,7 @@ def _one(option: Option, given: _Given, value: object) -> Any:
                     raise ConfigError(f"{given.source}: the file must hold one key", field=option.name)
             return _secret(option, given, value)
         case "str":
-            if not isinstance(value, str) or not value:
-                raise _wrong(option, given, value, "a text that is not empty")
-            if option.name == "device" and not DEVICE.fullmatch(value):
-                raise _wrong(option, given, value, DEVICES)
-            return value
+            return _text(option, given, value)
         case "choice":
             if value not in option.choices:
                 raise _wrong(option, given, value, "one of " + ", ".join(option.choices))
@@ -237,8 +242,19 @@ def _one(option: Option, given: _Given, value: object) -> Any:
             return _bool(option, given, value)
         case "int" | "float":
             return _number(option, given, value)
-        case "tenant" | "model":
-            raise AssertionError("tenants and models are read by _tenants and _models")
+        case "tenant" | "model" | "adapter":
+            raise AssertionError("tenants, models and adapters are read by _tenants, _models and _adapters")
+
+
+def _text(option: Option, given: _Given, value: object) -> str:
+    if option.name == "speculate" and type(value) is int:  # a file may have the number without quotes
+        value = str(value)
+    if not isinstance(value, str) or not value:
+        raise _wrong(option, given, value, "a text that is not empty")
+    pattern, wanted = _PATTERNS.get(option.name, (None, ""))
+    if pattern is not None and not pattern.fullmatch(value):
+        raise _wrong(option, given, value, wanted)
+    return value
 
 
 def _secret(option: Option, given: _Given, key: object) -> Secret:
@@ -356,6 +372,46 @@ def _model(source: str, number: int, table: dict[str, Any]) -> ModelOptions:
     if "model" not in own:
         raise ConfigError(f"{where} needs model: a folder, a .gguf file, a hub id or a known name", field="models")
     return ModelOptions(**own, options=more)
+
+
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
+ADAPTER_RULE = "1 to 128 letters, digits, '.', '_' or '-', a letter or a digit first"
+MOST_ADAPTERS = 64
+"""Most adapters of one model."""
+
+
+def _adapters(given: _Given, written: object) -> tuple[AdapterOptions, ...]:
+    """NAME=PATH texts, or a file's tables. Raise ConfigError for two adapters of one name and model."""
+    items = written if isinstance(written, list | tuple) else [written]
+    found = [_adapter(given, number, item) for number, item in enumerate(items, 1)]
+    names = [(one.model, one.name) for one in found]
+    if twice := next((name for model, name in names if names.count((model, name)) > 1), None):
+        raise ConfigError(f"{given.source}: two adapters are called {twice}", field="adapters")
+    if len(found) > MOST_ADAPTERS:
+        raise ConfigError(f"{given.source} has {len(found)} adapters; the limit is {MOST_ADAPTERS}", field="adapters")
+    return tuple(found)
+
+
+def _adapter(given: _Given, number: int, item: object) -> AdapterOptions:
+    where, table = f"{given.source}, adapter {number}", item
+    if given.text and isinstance(item, str) and "=" in item:
+        before, _, after = item.partition("=")
+        table = {"name": before.strip(), "path": after.strip()}
+    elif given.text or not isinstance(item, dict):
+        wanted = "NAME=PATH" if given.text else "tables: [[adapters]] with name and path"
+        raise ConfigError(f"{given.source} must be {wanted}", field="adapters")
+    assert isinstance(table, dict)
+    for key in table:
+        if key not in (known := ("name", "path", "model")):
+            raise ConfigError(f"{where}: unknown key {key!r}{closest(key, known)}", field="adapters")
+    name, path, model = (table.get(key) for key in ("name", "path", "model"))
+    if not isinstance(name, str) or not ADAPTER_NAME.fullmatch(name):
+        raise ConfigError(f"{where}: name has {ADAPTER_RULE}", field="adapters")
+    if not isinstance(path, str) or not path or not (model is None or (isinstance(model, str) and model)):
+        raise ConfigError(
+            f"{where}: path must be a text that is not empty, and model one if it is given", field="adapters"
+        )
+    return AdapterOptions(name=name, path=path, model=model)
 
 
 def _named(given: _Given, written: object) -> list[tuple[str, Any]]:

@@ -72,6 +72,11 @@ def load_engine(
             sampler=load_sampler(config.kernels, config.threads or cpu_count(), spec.vocab),
         )
         return spec, engine
+    if config.tp > 1:
+        from cairn.engine.parallel import ParallelEngine
+
+        spec = identified(spec, folder)
+        return spec, ParallelEngine.load(spec, folder, config, blocks)
     from cairn.engine.encoder import EncoderEngine
     from cairn.engine.recorded import RecordedEngine
 

@@ -28,8 +28,19 @@ from cairn.models.forward.buffers import allocate
 from cairn.models.forward.projection import Pooled, ProjectionStep, open_projection, record_projection
 from cairn.models.packing.weight_format import HeldWeights, error_line, form_of
 from cairn.models.safetensors.weights import open_weights
+from cairn.types.errors import ModelError
 from cairn.types.model_spec import BLOCK_TOKENS, EncoderSpec, ModelSpec
-from cairn.types.step import NO_BLOCK, NOT_FINITE, EngineCall, EngineInfo, Ready, Row, RowResult
+from cairn.types.step import (
+    NO_BLOCK,
+    NOT_FINITE,
+    AdapterData,
+    AdapterFacts,
+    EngineCall,
+    EngineInfo,
+    Ready,
+    Row,
+    RowResult,
+)
 
 Floats = NDArray[np.float32]
 
@@ -199,6 +210,17 @@ class EncoderEngine:
     def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> NoReturn:
         """Raise ValueError: an encoder has no cache groups."""
         raise ValueError("an encoder keeps nothing")
+
+    def read_adapter(self, place: Path) -> AdapterData:
+        """Raise ModelError: adapters are for models that generate text."""
+        raise ModelError(f"{place}: an adapter cannot be attached to an encoder")
+
+    def attach(self, adapter: AdapterData) -> AdapterFacts:
+        """Raise ModelError, as `read_adapter` does."""
+        raise ModelError("an adapter cannot be attached to an encoder")
+
+    def detach(self, digest: bytes) -> None:
+        """Do nothing: no adapter is attached."""
 
     def close(self) -> None:
         """Give the memory and the threads back. A second call does nothing."""

@@ -9,7 +9,7 @@ the tokens. `FakeEngine.oracle` knows the right answer without any KV: tests com
 
 Arithmetic is modulo 2**64:
 
-    digest[p]   = MULTIPLIER * digest[p - 1] + mix(token[p], p, group)
+    digest[p]   = MULTIPLIER * digest[p - 1] + mix(token[p], p, group, adapters)
     state[p]    = mix(sum over groups of mix(sum over readable q <= p of weight[q] * digest[q]))
                   of a state group only of weight[p] * digest[p]
     logits[p]   = a slice of fixed noise and a few peaks, both chosen by state[p]
@@ -20,6 +20,8 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -27,9 +29,22 @@ from numpy.typing import NDArray
 
 from cairn.engine.sampling import sample
 from cairn.kernels.vocabulary import NUMPY, Sampler
+from cairn.models.files import reading
 from cairn.types.model_spec import BLOCK_TOKENS, CacheGroup, ModelSpec
-from cairn.types.request import SamplingParams
-from cairn.types.step import NO_BLOCK, NO_TOKEN, EngineCall, EngineInfo, Ready, Row, RowResult, check_guesses
+from cairn.types.request import Adapters, SamplingParams
+from cairn.types.step import (
+    NO_ADAPTER,
+    NO_BLOCK,
+    NO_TOKEN,
+    AdapterData,
+    AdapterFacts,
+    EngineCall,
+    EngineInfo,
+    Ready,
+    Row,
+    RowResult,
+    check_guesses,
+)
 
 _MULTIPLIER = 0xD1342543DE82EF95
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -124,7 +139,7 @@ class FakeEngine:
         self._kv = [
             random["kv"].integers(0, 1 << 64, shape, dtype=np.uint64) for shape in zip(sizes, widths, strict=True)
         ]
-        self._states_kept = any(group.kind == "state" for group in spec.groups)
+        self._attached: set[bytes] = set()
         self._sampled: list[int | None] = []
         """The tokens that the rows of the last step sampled."""
         self._passed: dict[tuple[int, int], Words] = {}
@@ -163,6 +178,9 @@ class FakeEngine:
         results = [next(sampled) if row.want == "token" else self._hidden(row) for row in rows]
         for number in missing:
             results[number] = RowResult(error=NO_TOKEN)
+        for number, row in enumerate(rows):
+            if not self._attached.issuperset(digest for digest, _ in row.adapters):
+                results[number] = RowResult(error=NO_ADAPTER)
         self._sampled = [result.token for result in results]
         return Ready(results)
 
@@ -172,7 +190,7 @@ class FakeEngine:
             return rows, []
         known, missing = list(rows), list[int]()
         for number, row in enumerate(rows):
-            check_guesses(row, states=self._states_kept)
+            check_guesses(row)
             if row.pending is None:
                 continue
             token = self._sampled[row.pending] if row.pending < len(self._sampled) else None
@@ -217,6 +235,20 @@ class FakeEngine:
             self._kv[group][target] = self._kv[group][source]
         return Ready(None)
 
+    def read_adapter(self, place: Path) -> FakeAdapter:
+        """Read an adapter, which is any file: its content is its digest."""
+        with reading(place):
+            return FakeAdapter(hashlib.sha256(place.read_bytes()).digest())
+
+    def attach(self, adapter: AdapterData) -> AdapterFacts:
+        """Let rows use an adapter: it changes every digest."""
+        self._attached.add(adapter.digest)
+        return AdapterFacts(adapter.digest, 1, 1, 0)
+
+    def detach(self, digest: bytes) -> None:
+        """Forget an adapter."""
+        self._attached.discard(digest)
+
     def close(self) -> None:
         """Nothing to give back."""
 
@@ -229,14 +261,15 @@ class FakeEngine:
         n: int,
         choice: int = 0,
         mask: Callable[[Sequence[int]], bytes | None] | None = None,
+        adapters: Adapters = (),
     ) -> list[int]:
         """Return the first `n` tokens after `prompt`, fewer if a stop token ends them (it is the last one then).
 
-        `mask` returns the allowed tokens after a part of the answer, as `Row.mask`.
+        `mask` returns the allowed tokens after a part of the answer, as `Row.mask`. `adapters`: as `Row.adapters`.
         """
         tokens, out = list(prompt), list[int]()
         mu = 2 * sampling.extras.mirostat_tau if sampling.extras is not None else 0.0
-        truth = _Truth(self)
+        truth = _Truth(self, adapters)
         while len(out) < n:
             state = truth.state(tokens)
             allowed = None if mask is None else mask(out)
@@ -277,7 +310,7 @@ class FakeEngine:
                 raise ValueError(f"a row of {len(row.tokens)} tokens cannot compute [{row.start}, {row.end})")
             if row.logits_from is not None and not row.start <= row.logits_from < row.end:
                 raise ValueError("logits are wanted outside the row")
-            check_guesses(row, states=self._states_kept)
+            check_guesses(row)
             for number, (group, table) in enumerate(zip(info.groups, row.tables, strict=True)):
                 if group.kind == "state":
                     written += self._check_state(number, row)
@@ -319,7 +352,7 @@ class FakeEngine:
     def _parts(self, number: int, row: Row, first: int) -> Words:
         """Return what each position of a row from `first` on adds to the digest before it."""
         tokens = np.array(row.tokens[first : row.end], dtype=np.uint64)
-        return _mix(tokens + self._salt[first : row.end] + self._seeds[number])
+        return _mix(tokens + self._salt[first : row.end] + self._seeds[number] + np.uint64(_word_of(row.adapters)))
 
     def _chained(self, digest: int, parts: Words) -> Words:
         """Return the digests that follow this one."""
@@ -337,7 +370,8 @@ class FakeEngine:
         starts = np.array([row.start for row in rows])
         digests[starts == 0] = self._seeds[number]
         tokens = np.array([row.tokens[row.start] for row in rows], dtype=np.uint64)
-        digests = digests * _STEP + _mix(tokens + self._salt[starts] + self._seeds[number])
+        adapters = np.array([_word_of(row.adapters) for row in rows], dtype=np.uint64)
+        digests = digests * _STEP + _mix(tokens + self._salt[starts] + self._seeds[number] + adapters)
         slots = [row.tables[number][row.start // size] * size + row.start % size for row in rows]
         kv.reshape(-1)[slots] = digests
         for row, digest in zip(rows, digests, strict=True):
@@ -387,11 +421,17 @@ class FakeEngine:
         return out
 
 
+class FakeAdapter(NamedTuple):
+    """An adapter of a `FakeEngine`."""
+
+    digest: bytes
+
+
 class _Truth:
     """Digests of a growing list of tokens, straight from the definition: no blocks, no tables."""
 
-    def __init__(self, engine: FakeEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: FakeEngine, adapters: Adapters = ()) -> None:
+        self._engine, self._adapters = engine, _word_of(adapters)
         self._groups: tuple[CacheGroup, ...] = engine.info.groups
         self._digests = [int(seed) for seed in engine._seeds]
         self._sums: list[list[int]] = [[0] for _ in self._groups]
@@ -402,7 +442,7 @@ class _Truth:
         for position in range(len(self._sums[0]) - 1, len(tokens)):
             for number, sums in enumerate(self._sums):
                 seed = int(engine._seeds[number])
-                part = _mix_int(tokens[position] + int(salt[position]) + seed)
+                part = _mix_int(tokens[position] + int(salt[position]) + seed + self._adapters)
                 digest = (self._digests[number] * _MULTIPLIER + part) & _MASK
                 self._digests[number] = digest
                 sums.append(sums[-1] + int(weights[position]) * digest)
@@ -412,6 +452,13 @@ class _Truth:
             first = len(tokens) - 1 if group.kind == "state" else first
             total += _mix_int(sums[len(tokens)] - sums[first] + int(engine._seeds[number]))
         return _mix_int(total)
+
+
+def _word_of(adapters: Adapters) -> int:
+    """Return what a row's adapters add to each of its digests: 0 for none."""
+    if not adapters:
+        return 0
+    return int.from_bytes(hashlib.sha256(repr(adapters).encode()).digest()[:8], "little")
 
 
 def _mix(words: Words) -> Words:

@@ -14,7 +14,7 @@ from cairn.kernels import native
 from cairn.kernels.base import BLOCK, GROUP
 from cairn.kernels.choose import REFERENCE, chosen
 from cairn.kernels.codebooks import ROW_FORMATS
-from cairn.kernels.devices import MLX, TORCH, free_memory, kernel_set
+from cairn.kernels.devices import MLX, ON_DEVICES, free_memory, kernel_set
 from cairn.kernels.kv_codes import row_bytes
 from cairn.kernels.storage import HostStorage
 from cairn.models.forward import encoder
@@ -28,9 +28,6 @@ from cairn.types.errors import ModelError
 from cairn.types.model_spec import BLOCK_TOKENS, CacheGroup, ModelSpec, RopeScaling
 
 GB = 10**9
-
-_DEVICES = (TORCH, MLX)
-"""Kernel sets of other devices than the CPU."""
 
 LEAST_CONTEXT = 512
 """Tokens of context that the pool must hold at least, or loading makes no sense."""
@@ -62,7 +59,7 @@ def kv_dtype(spec: ModelSpec, config: Config) -> str:
     if config.kv_dtype == "auto":
         return "float32" if small(spec) else "bfloat16"
     if config.kv_dtype == "q8":
-        if kernels_of(config) in _DEVICES:
+        if kernels_of(config) in ON_DEVICES:
             raise ModelError(f"{spec.name}: kv_dtype q8 is for device cpu; use kv_dtype auto on {config.device}")
         kept = zip(spec.groups, spec.head_dims, strict=True)
         odd = [size for group, size in kept if group.kind != "state" and not group.once and size % _Q8_STEP]
@@ -138,7 +135,7 @@ def weight_memory(spec: ModelSpec, weights: Mapping[str, Any], kernels: str) -> 
 
     `kernels` is a result of `kernels_of`, or a name that `config.kernels` has for the CPU's.
     """
-    tally: Any = _Tally(kernels if kernels in _DEVICES else chosen(kernels))
+    tally: Any = _Tally(kernels if kernels in ON_DEVICES else chosen(kernels))
     more = projection_bytes(spec)
     if spec.encoder is not None:
         encoder.build(tally, spec, outlines(weights))
@@ -162,7 +159,7 @@ def placed(spec: ModelSpec, config: Config, weights: WeightMemory, free: int | N
     if config.experts == "memory" or not weights.experts:
         return weights
     own = kernels_of(config)
-    never = f"the {own} kernels hold" if own in (REFERENCE, *_DEVICES) else ""
+    never = f"the {own} kernels hold" if own in (REFERENCE, *ON_DEVICES) else ""
     never = never or ("without keep_packed there is" if not config.keep_packed else "")
     if config.experts == "auto":
         free = memory_available() if free is None else free
@@ -207,10 +204,9 @@ class _Tally:
     def _packed(self, parts: Sequence[TensorMeta]) -> int:
         if self._kernels == REFERENCE:
             return sum(4 * math.prod(one.shape) for one in parts)
-        if self._kernels == TORCH:
-            return sum(int(math.prod(one.shape) * _torch_bits(one)) // 8 for one in parts)
-        if self._kernels == MLX:
-            return sum(int(math.prod(one.shape) * _mlx_bits(one)) // 8 for one in parts)
+        if self._kernels in ON_DEVICES:
+            bits = _mlx_bits if self._kernels == MLX else _torch_bits
+            return sum(int(math.prod(one.shape) * bits(one)) // 8 for one in parts)
         return native.packed_bytes([(one.shape[0], one.shape[1], one.form) for one in parts])
 
     def rope(self, head_dim: int, theta: float, scaling: RopeScaling) -> None:
@@ -384,8 +380,8 @@ def _bytes(spec: ModelSpec, config: Config, blocks: Sequence[int]) -> int:
 def _buffers(spec: ModelSpec, config: Config) -> int:
     context = min(spec.context, config.context or spec.context)
     own = kernels_of(config)
-    rows, scores = min(config.max_running, config.step_tokens), own in (REFERENCE, *_DEVICES)
-    logits = 64 if own in _DEVICES else HostStorage.logits_rows
+    rows, scores = min(config.max_running, config.step_tokens), own in (REFERENCE, *ON_DEVICES)
+    logits = 64 if own in ON_DEVICES else HostStorage.logits_rows
     if spec.whole:
         context = whole_context(spec, config)
         tokens = max(config.step_tokens, context)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import msgspec
 
-from cairn.config.config import Config
+from cairn.config.config import Config, draft_options
 from cairn.engine import memory
+from cairn.models.hub.hub import locate
 from cairn.models.packing.weight_format import HeldWeights, form_of
 from cairn.models.safetensors.weights import open_weights
 from cairn.models.spec.config import load_spec
@@ -18,6 +19,7 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of a loaded model, and the pools that they are for."""
 
     weights: int
+    """A draft model is part of them, with its pool."""
     pool: int
     buffers: int
     loading: int = 0
@@ -51,8 +53,11 @@ def needs(config: Config, place: Path, free: int, blocks: tuple[int, ...] = ()) 
         taken = memory.placed(spec, config, memory.weight_memory(spec, held, memory.kernels_of(config)), free)
     blocks = blocks or memory.pool_blocks(spec, config, free, taken)
     pool, buffers = memory.beside_weights(spec, config, blocks)
+    draft = 0
+    if config.draft_model is not None and config.speculate != "off":
+        draft = needs(draft_options(config), locate(config.draft_model), free).held
     return Needs(
-        weights=taken.held,
+        weights=taken.held + draft,
         pool=pool,
         buffers=buffers,
         loading=taken.passing,

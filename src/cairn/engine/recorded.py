@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from cairn.config.config import Config
+from cairn.engine.adapters import AdapterBank
 from cairn.engine.machine import cpu_count
 from cairn.engine.memory import (
     WeightMemory,
@@ -42,6 +43,7 @@ from cairn.kernels.base import Kernels
 from cairn.kernels.choose import REFERENCE, described
 from cairn.kernels.program import Interpreted, Program, Slot
 from cairn.kernels.vocabulary import NUMPY, Sampler
+from cairn.models.adapters.adapter import AdapterWeights
 from cairn.models.families.families import FAMILIES
 from cairn.models.families.value_range import fits_half, reach
 from cairn.models.files import is_gguf
@@ -55,7 +57,18 @@ from cairn.models.quantization import quantize
 from cairn.models.safetensors.weights import open_weights
 from cairn.models.spec.generation_config import generation_fault
 from cairn.types.model_spec import BLOCK_TOKENS, CacheGroup, ModelSpec
-from cairn.types.step import NO_TOKEN, NOT_FINITE, EngineCall, EngineInfo, Ready, Row, RowResult
+from cairn.types.step import (
+    NO_ADAPTER,
+    NO_TOKEN,
+    NOT_FINITE,
+    AdapterData,
+    AdapterFacts,
+    EngineCall,
+    EngineInfo,
+    Ready,
+    Row,
+    RowResult,
+)
 
 LAYOUT = "blocks-2"
 """Version of the KV layout above."""
@@ -116,6 +129,7 @@ class RecordedEngine:
         self._body: Program
         self._head: Program
         self._body, self._head = decoder.record(self._kernels, built, self._kv, self._buffers)
+        self._adapters = AdapterBank(self._kernels, spec, built, self._kv, self._buffers)
         self._sampler: Sampler = self._kernels.sampler(spec.vocab)
         self._pooled = Pooled(self._kernels, max_rows, spec.hidden, self._record_pooled(built, steps, max_rows))
         self._inputs = StepInputs(
@@ -245,6 +259,22 @@ class RecordedEngine:
         """Copy blocks within a group's pool."""
         return self._stream.submit(partial(self._kernels.copy_blocks, self._kv[group], tuple(pairs)))
 
+    def read_adapter(self, place: Path) -> AdapterWeights:
+        """Read an adapter and check that this model's programs can apply it."""
+        return self._adapters.read(place)
+
+    def attach(self, adapter: AdapterData) -> AdapterFacts:
+        """Pack an adapter and record the programs with it, between two steps."""
+        assert isinstance(adapter, AdapterWeights)
+        facts = self._stream.submit(partial(self._adapters.attach, adapter)).wait()
+        self._inputs.attached = self._adapters.slots
+        return facts
+
+    def detach(self, digest: bytes) -> None:
+        """Free an adapter, between two steps."""
+        self._stream.submit(partial(self._adapters.detach, digest)).wait()
+        self._inputs.attached = self._adapters.slots
+
     def close(self) -> None:
         """Give the memory and the threads back; the engine cannot be used afterwards. A second call does nothing."""
         self._stream.close()
@@ -257,6 +287,7 @@ class RecordedEngine:
         # And so do a sampler of their threads, and what pools states.
         self._sampler = NUMPY
         self._pooled.close()
+        self._adapters.close()
 
     def _compute(self, step: FilledStep) -> list[RowResult]:
         """Run a step, on the stream."""
@@ -264,12 +295,15 @@ class RecordedEngine:
         missing = self._inputs.upload(step, sampled)
         rows = _known(step, sampled)
         with np.errstate(all="ignore"):
-            self._body.replay(step.sizes)
+            body = self._adapters.program if step.adapted else None
+            (body or self._body).replay(step.sizes)
             results = [NOTHING] * len(rows)
             self._read_hidden(step, results)
             self._sample(step, rows, results)
         for number in missing:
             results[number] = RowResult(error=NO_TOKEN)
+        for number in step.strange:
+            results[number] = RowResult(error=NO_ADAPTER)
         self._sampled = [result.token for result in results]
         return results
 
@@ -329,6 +363,8 @@ def input_arrays(buffers: Any, rows: RowTable | None = None) -> InputArrays:
         tables=buffers.tables,
         slots=buffers.slots,
         wanted=buffers.wanted,
+        adapters=buffers.adapters,
+        scales=buffers.scales,
         table_rows=None if rows is None else buffers.uneven.rows,
     )
 

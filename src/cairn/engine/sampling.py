@@ -35,9 +35,9 @@ class LogitsQuestion:
         self._greedy = self.count == len(rows) and all(map(_plain_greedy, rows))
         """Whether each row asks for the highest logit of one position and nothing else."""
         self._lines: list[Line] = []
-        self._masks: list[bytes | None] = []
+        self._masks: list[tuple[bytes | None, ...]] = []
         if not self._greedy:
-            self._masks = [row.mask.wait() if row.samples and row.mask is not None else None for row in rows]
+            self._masks = [_masks(row) for row in rows]
             self._lines = [line for row, mask in zip(rows, self._masks, strict=True) for line in _lines(row, mask)]
         self._tokens: list[int] = []
         self._choices: list[TokenChoice] = []
@@ -59,9 +59,8 @@ class LogitsQuestion:
         if self._greedy:
             return [RowResult(token) if token >= 0 else RowResult(error=NOT_FINITE) for token in self._tokens]
         results, at = [], 0
-        for row, mask, count in zip(self._rows, self._masks, self._counts, strict=True):
-            found = _result(row, self._choices[at : at + count])
-            results.append(RowResult(error=TOO_COMPLEX) if mask == b"" else found)
+        for row, masks, count in zip(self._rows, self._masks, self._counts, strict=True):
+            results.append(_result(row, masks, self._choices[at : at + count]))
             at += count
         return results
 
@@ -101,8 +100,18 @@ def _scored(row: Row) -> int:
     return max(0, min(row.end, len(row.tokens) - row.draft - 1) - row.logits_from)
 
 
-def _lines(row: Row, mask: bytes | None) -> list[Line]:
-    """Return a line for each position whose logits a row wants."""
+def _masks(row: Row) -> tuple[bytes | None, ...]:
+    """Wait for a row's masks; return that of each token that it samples."""
+    if not row.samples:
+        return ()
+    if row.draft:
+        waiting = (row.mask, *(row.masks or (None,) * row.draft))
+        return tuple(None if mask is None else mask.wait() for mask in waiting)
+    return (None if row.mask is None else row.mask.wait(),)
+
+
+def _lines(row: Row, masks: Sequence[bytes | None]) -> list[Line]:
+    """Return a line for each position whose logits a row wants; `masks` of those that it samples."""
     if row.logits_from is None:
         return []
     params, first = row.sampling, row.logits_from
@@ -111,13 +120,16 @@ def _lines(row: Row, mask: bytes | None) -> list[Line]:
     if not row.samples:
         return scored
     top = params.top_logprobs if params.logprobs else None
-    return scored + [Line(row, top, mask, place + 1) for place in range(drawn, row.end)]
+    places = range(drawn, row.end)
+    return scored + [Line(row, top, mask, place + 1) for place, mask in zip(places, masks, strict=True)]
 
 
-def _result(row: Row, choices: Sequence[TokenChoice]) -> RowResult:
+def _result(row: Row, masks: Sequence[bytes | None], choices: Sequence[TokenChoice]) -> RowResult:
     """Put a row's result together from the choices of its wanted positions."""
     if not choices:
         return RowResult()
+    if masks and masks[0] == b"":
+        return RowResult(error=TOO_COMPLEX)
     scored = _scored(row)
     known = choices[: scored + 1]
     if not all(choice.finite for choice in known):
@@ -127,7 +139,10 @@ def _result(row: Row, choices: Sequence[TokenChoice]) -> RowResult:
     prompt = tuple(_logprob(row.tokens[first + n], choice) for n, choice in enumerate(choices[:scored]))
     if not row.samples:
         return RowResult(prompt_logprobs=prompt)
-    sampled, *more = (_drawn(row, choice, prompt if not n else ()) for n, choice in enumerate(choices[scored:]))
+    sampled, *more = (
+        RowResult(error=TOO_COMPLEX) if mask == b"" else _drawn(row, choice, prompt if not n else ())
+        for n, (choice, mask) in enumerate(zip(choices[scored:], masks, strict=True))
+    )
     if more and not sampled.error:
         return RowResult(sampled.token, sampled.logprob, prompt, mu=sampled.mu, more=tuple(more))
     return sampled

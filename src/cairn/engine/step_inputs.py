@@ -18,9 +18,12 @@ from cairn.kernels.base import Kernels
 from cairn.kernels.program import Size
 from cairn.models.forward.row_table import RowTable
 from cairn.types.model_spec import BLOCK_TOKENS, CacheGroup
+from cairn.types.request import MAX_APPLIED
 from cairn.types.step import NO_BLOCK, Row, check_guesses
 
 Ints = NDArray[np.int32]
+NO_ADAPTER = -1
+"""Number in the place of a row's adapter if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,8 @@ class InputArrays:
     slots: tuple[Any, ...]
     """Of each group."""
     wanted: Any
+    adapters: Any
+    scales: Any
     table_rows: Any = None
     """float32 [M, width]: the rows of a `RowTable` that the step's tokens have, where the model has one."""
 
@@ -51,6 +56,8 @@ class Mirrors:
         self.tables: list[Ints] = [kernels.mirror(one) for one in arrays.tables]
         self.slots: list[Ints] = [kernels.mirror(one) for one in arrays.slots]
         self.wanted: Ints = kernels.mirror(arrays.wanted)
+        self.adapters: Ints = kernels.mirror(arrays.adapters)
+        self.scales = kernels.mirror(arrays.scales)
         self.table_rows = None if arrays.table_rows is None else kernels.mirror(arrays.table_rows)
         self.lines: list[list[Sequence[int]]] = [[()] * len(one) for one in self.tables]
         """The blocks that each line of each table holds; the rest of a line is `NO_BLOCK`."""
@@ -81,6 +88,10 @@ class FilledStep(NamedTuple):
     """Rows whose token a row of the step before samples, and the numbers of those rows."""
     hidden: list[int]
     """Numbers of the rows that want hidden states."""
+    adapted: bool
+    """Whether a row has adapters."""
+    strange: list[int]
+    """Numbers of the rows with an adapter that is not attached."""
 
     @property
     def sizes(self) -> dict[Size, int]:
@@ -110,8 +121,9 @@ class StepInputs:
         self._here = self._sets[0].tokens is arrays.tokens
         self._max_rows, self._max_tokens = len(self._sets[0].rows), len(self._sets[0].tokens)
         self._table = table
+        self.attached: dict[bytes, int] = {}
+        """Number of each attached adapter, by its digest."""
         self._numbers: Ints = np.arange(max(self._max_rows, self._max_tokens), dtype=np.int32)
-        self._states = any(group.kind == "state" for group in groups)
 
     def fill(self, rows: Sequence[Row]) -> FilledStep:
         """Fill the next set of mirrors. Raises `ValueError` for rows that break the contract of `Row`."""
@@ -148,7 +160,9 @@ class StepInputs:
         else:
             self._fill_runs(mirrors, len(rows), at)
         blocks = (longest + BLOCK_TOKENS - 1) // BLOCK_TOKENS
-        return FilledStep(mirrors, rows, firsts, at, blocks, wanted, pending, hidden)
+        adapted = any(row.adapters for row in rows)
+        strange = self._fill_adapters(mirrors, rows) if adapted else []
+        return FilledStep(mirrors, rows, firsts, at, blocks, wanted, pending, hidden, adapted, strange)
 
     def upload(self, step: FilledStep, known: Sequence[int | None]) -> list[int]:
         """Upload a filled step, with the first of its wanted places.
@@ -176,6 +190,8 @@ class StepInputs:
                 *((array, one[:rows, : step.blocks]) for array, one in zip(arrays.tables, mirrors.tables, strict=True)),
                 (arrays.wanted, mirrors.wanted[:wanted]),
             ]
+            if step.adapted:
+                pairs += [(arrays.adapters, mirrors.adapters[:rows]), (arrays.scales, mirrors.scales[:rows])]
             if mirrors.table_rows is not None:
                 pairs.append((arrays.table_rows, mirrors.table_rows[:count]))
             self._kernels.upload(pairs)
@@ -245,9 +261,22 @@ class StepInputs:
                 raise ValueError("a row has a token without a block")
             slots[:count] = found * BLOCK_TOKENS + offsets
 
+    def _fill_adapters(self, mirrors: Mirrors, rows: Sequence[Row]) -> list[int]:
+        """Fill the rows' adapters; return the numbers of the rows with one that is not attached."""
+        strange = list[int]()
+        mirrors.adapters[: len(rows)] = NO_ADAPTER
+        for number, row in enumerate(rows):
+            for place, (digest, scale) in enumerate(row.adapters):
+                slot = self.attached.get(digest, NO_ADAPTER)
+                if slot == NO_ADAPTER:
+                    strange.append(number)
+                mirrors.adapters[number, place] = slot
+                mirrors.scales[number, place] = scale
+        return strange
+
     def _check(self, rows: Sequence[Row]) -> None:
         """Refuse broken rows, which are a bug above the waist, before anything is written."""
-        tokens, states, groups = 0, self._states, len(self._groups)
+        tokens, groups = 0, len(self._groups)
         for row in rows:
             start, end, asked = row.start, row.end, row.logits_from
             tokens += end - start
@@ -258,8 +287,10 @@ class StepInputs:
                 raise ValueError(f"a row wants logits from {asked} on, outside of [{start}, {end})")
             if len(row.tables) != groups:
                 raise ValueError("a row needs a table of all its blocks in each group")
+            if len(row.adapters) > MAX_APPLIED:
+                raise ValueError(f"a row has {len(row.adapters)} adapters; the limit is {MAX_APPLIED}")
             if row.draft or row.pending is not None:
-                check_guesses(row, states=states)
+                check_guesses(row)
         if len(rows) > self._max_rows or tokens > self._max_tokens:
             raise ValueError(
                 f"{len(rows)} rows with {tokens} tokens are more than the {self._max_rows} rows and "

@@ -75,6 +75,14 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     read: Any = None
     """The value that `parsed` returns, or the GenerationFailed that it raises."""
 
+    def __repr__(self) -> str:
+        """Show what was said and how it ended; of thousands of tokens and their probabilities the count alone."""
+        ended = None if self.finish_reason is None else str(self.finish_reason)
+        more = {name: getattr(self, name) for name in ("reasoning", "tool_calls", "detail", "read", "usage")}
+        parts = [f"text={self.text!r}", f"{len(self.tokens)} tokens", f"finish_reason={ended!r}"]
+        parts += [f"{name}={value!r}" for name, value in more.items() if value not in (None, "", ())]
+        return f"Answer({', '.join(parts)})"
+
     @property
     def message(self) -> dict[str, Any]:
         """The assistant message to append to the conversation."""

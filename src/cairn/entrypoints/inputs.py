@@ -45,12 +45,26 @@ def conversations(value: object) -> tuple[list[list[dict[str, Any]]], bool]:
         )
     items = list(value)
     if all(isinstance(item, Mapping) for item in items):
-        return [objects("messages", items)], False
+        return [_messages("messages", items)], False
     fields = [f"messages[{index}]" for index in range(len(items))]
     return [
-        _user_message(item, field) if isinstance(item, str) else objects(field, item)
+        _user_message(item, field) if isinstance(item, str) else _messages(field, item)
         for item, field in zip(items, fields, strict=True)
     ], True
+
+
+def _messages(field: str, value: object) -> list[dict[str, Any]]:
+    """Return the messages of one conversation. Raises InvalidRequest for one without content that says nothing else."""
+    found = objects(field, value)
+    for index, message in enumerate(found):
+        if message.get("content") is None and message.get("role") != "assistant":
+            keys = ", ".join(str(key) for key in list(message)[:8])
+            raise InvalidRequest(
+                f'{field}[{index}] has no content; it must look like {{"role": "user", "content": "..."}}, '
+                f"and its fields are: {keys or 'none'}",
+                field=f"{field}[{index}].content",
+            )
+    return found
 
 
 def _user_message(text: str, field: str) -> list[dict[str, Any]]:

@@ -34,6 +34,9 @@ class ModelKeywords(TypedDict, total=False):
     max_running: int
     step_tokens: int
     step_seconds: float
+    speculate: str
+    draft_model: str | None
+    draft_kv_gb: float
     max_queue: int
     max_queue_tokens: int
     max_queue_pools: float
@@ -105,6 +108,9 @@ class SamplingKeywords(TypedDict, total=False):
     reasoning_budget: Annotated[int | None, "Most tokens of reasoning."]
     progress: Annotated[bool, "Pieces of a stream report how much of the prompt is computed."]
     parallel_tool_calls: Annotated[bool, "False: the answer ends with its first tool call."]
+    prediction: Annotated[
+        str | Sequence[int] | None, "A text or tokens that much of the answer is expected to repeat: it is faster."
+    ]
 
 
 _CALLS = {

@@ -117,6 +117,9 @@ class LLM:
         """The options that the model runs with."""
         return self._llm.config
 
+    def __repr__(self) -> str:
+        return f"LLM({self.config.model!r}{', closed' if self._loop.closed else ''})"
+
     def close(self) -> None:
         """Cancel all requests and free the model. A second call does nothing."""
         self._closer()

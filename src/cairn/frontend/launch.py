@@ -21,6 +21,7 @@ import msgspec
 import xxhash
 
 from cairn.config.config import Config, TenantTurns
+from cairn.config.paths import expanded
 from cairn.models.hub.hub import locate
 from cairn.system.posix import without_secrets
 from cairn.types.errors import ConfigError, NoWorker
@@ -82,7 +83,9 @@ def launch_first(
     option that cannot be sent to it.
     """
     path = folder or locate(config.model)
-    load = wire.LoadModel(plain(config), str(path), blocks, kv_part, turns or TenantTurns(), wait)
+    draft = "" if config.draft_model is None or config.speculate == "off" else str(locate(config.draft_model))
+    adapters = tuple(wire.AdapterPlace(one.name, str(expanded(one.path).absolute())) for one in config.adapters)
+    load = wire.LoadModel(plain(config), str(path), blocks, kv_part, turns or TenantTurns(), adapters, draft, wait)
     seen = b""
     if not in_process:
         with contextlib.suppress(OSError):  # serve even if a file cannot be read
@@ -97,7 +100,7 @@ def launch_first(
 
 def plain(config: Config) -> Config:
     """Return the options without secrets, and without those that other processes do not need."""
-    return msgspec.structs.replace(config, api_key=(), tenants=(), admin_key=None, models=())
+    return msgspec.structs.replace(config, api_key=(), tenants=(), admin_key=None, models=(), adapters=())
 
 
 def launch(load: wire.LoadModel, in_process: bool = False) -> Worker:

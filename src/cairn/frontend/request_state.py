@@ -129,6 +129,7 @@ class RequestState:
         "_reasoning",
         "_unread",
         "_unscored",
+        "accepted",
         "arrived",
         "cache",
         "deaths",
@@ -144,6 +145,7 @@ class RequestState:
         "prompt_logprobs",
         "read_at",
         "reason",
+        "rejected",
         "request",
         "skip",
         "spans",
@@ -170,6 +172,8 @@ class RequestState:
         self.limit = len(request.prompt) + request.sampling.max_tokens
         """Tokens, with the prompt, that it may grow to as admitted; a length limit below that came from a smaller
         worker."""
+        self.accepted = self.rejected = 0
+        """Guesses that are in the answer, and those that are not."""
         self.prompt_logprobs = 0
         """Prompt log-probabilities received; `skip` of those from a new worker are repetitions."""
         self.skip = 0
@@ -219,6 +223,8 @@ class RequestState:
             self._events.append(Delta(progress=(output.progress,)))
         self.vector = output.vector or self.vector
         self.mu = self.mu if output.mu is None else output.mu
+        self.accepted += output.accepted_prediction_tokens
+        self.rejected += output.rejected_prediction_tokens
         self.tokens.extend(output.tokens)
         self._unread.extend(output.tokens)
         self._logprobs.extend(output.logprobs)
@@ -338,7 +344,11 @@ class RequestState:
         cached = self.cache.cached if self.cache else 0
         prompt = len(self.request.prompt)
         return Usage(
-            prompt_tokens=prompt, completion_tokens=self.text.completion_tokens, cached_tokens=min(cached, prompt)
+            prompt_tokens=prompt,
+            completion_tokens=self.text.completion_tokens,
+            cached_tokens=min(cached, prompt),
+            accepted_prediction_tokens=self.accepted,
+            rejected_prediction_tokens=self.rejected,
         )
 
     def status(self) -> RequestStatus:

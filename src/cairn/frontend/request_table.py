@@ -161,6 +161,8 @@ class RequestTable:
         metrics.prefix_queries += new.prefix_queries - old.prefix_queries
         metrics.prefix_hits += new.prefix_hits - old.prefix_hits
         metrics.preemptions += new.preemptions - old.preemptions
+        metrics.accepted_guesses += new.accepted - old.accepted
+        metrics.rejected_guesses += new.rejected - old.rejected
 
     def _started(self, id: int, now: float) -> None:
         flight = self.flights.get(id)
@@ -178,7 +180,7 @@ class RequestTable:
         if not flight.eager:
             self.metrics.generation_tokens += len(output.tokens)
         if output.tokens:
-            self.metrics.generation_tokens_forced += len(output.tokens) - 1
+            self.metrics.generation_tokens_forced += len(output.tokens) - 1 - output.accepted_prediction_tokens
             if flight.first_at is None:
                 flight.first_at = now
                 self.metrics.first_token.observe(now - flight.arrived)
@@ -202,13 +204,14 @@ class RequestTable:
         metrics.prompt_length.observe(len(request.prompt))
         metrics.prompt_tokens_loaded["ram"] += cache.ram
         metrics.prompt_tokens_loaded["disk"] += cache.disk
+        metrics.prompt_tokens_loaded["shared"] += cache.shared
         if cache.miss is None:
             return output
 
         def decode(ids: Sequence[int]) -> str:
             return self.tokenizer.decode(ids, skip_special=False)
 
-        miss = self.recent.explain(cache.miss, request.salt, request.prompt, flight.origin, decode)
+        miss = self.recent.explain(cache.miss, request.kv_salt, request.prompt, flight.origin, decode)
         metrics.misses[miss.reason] += 1
         return msgspec.structs.replace(output, cache=msgspec.structs.replace(cache, miss=miss))
 
@@ -304,7 +307,7 @@ class RequestTable:
             self.queue.answered(flight.text.completion_tokens)
         if flight.first_at is not None and flight.origin.store:
             context = [*request.prompt, *flight.tokens]
-            self.recent.note(request.salt, context, len(request.prompt), flight.origin.messages)
+            self.recent.note(request.kv_salt, context, len(request.prompt), flight.origin.messages)
         self.history.add(flight.status(), now)
 
     def end_late(self) -> None:
@@ -369,7 +372,7 @@ def _note_spans(flight: RequestState, reason: FinishReason, timing: Timing, now:
     spans.add("queue", flight.arrived, started, **named)
     if cache is not None and cache.load > 0:
         began = max(flight.arrived, started - cache.load)
-        spans.add("load", began, started, **named, what="kv", tokens=cache.ram + cache.disk)
+        spans.add("load", began, started, **named, what="kv", tokens=cache.ram + cache.disk + cache.shared)
     if started < now:
         found = {} if cache is None else {"computed": cache.computed, "cached": cache.cached}
         spans.add("prefill", started, first, **named, prompt_tokens=len(request.prompt), **found)

@@ -61,8 +61,10 @@ def with_options(spec: ModelSpec, config: Config) -> ModelSpec:
     return msgspec.structs.replace(spec, asked=asked)
 
 
-def sampling_defaults(spec: ModelSpec) -> dict[str, Applied]:
+def sampling_defaults(spec: ModelSpec, *, thinking: bool = False) -> dict[str, Applied]:
     """Return the default of every sampling parameter of a model by name, in a fixed order.
+
+    `thinking`: for an answer with reasoning, for which some makers recommend other values.
 
     Cairn's own defaults are those with which small models make sense. Options (`with_options`) come before all others,
     each by itself. Next come a model's files (generation_config.json, `general.sampling.*` of GGUF):
@@ -72,11 +74,12 @@ def sampling_defaults(spec: ModelSpec) -> dict[str, Applied]:
         only a temperature, or greedy           it applies, with Cairn's cuts, as where a request names it alone
         neither                                 the makers' card (`MakersSampling`), or else Cairn's defaults; a penalty
                                                 alone says nothing about the draw
+
+    Files that repeat what the card says for answers with reasoning, or for those without, say nothing about the others.
     """
-    own = spec.defaults
-    card: Mapping[str, float] = {}
-    if spec.makers is not None and not any(name in own for name in DRAW):
-        card = {name: neutral for name, neutral in NEUTRAL.items() if name in DRAW} | spec.makers.values
+    card, own = _card(spec, thinking), spec.defaults
+    if card:
+        own = {name: value for name, value in own.items() if name not in DRAW}
     recipe = any(name in own for name in CUTS)
     defaults = {}
     for name, neutral in NEUTRAL.items():
@@ -91,6 +94,24 @@ def sampling_defaults(spec: ModelSpec) -> dict[str, Applied]:
         else:
             defaults[name] = Applied(DRAW.get(name, neutral), "default")
     return defaults
+
+
+def _card(spec: ModelSpec, thinking: bool) -> dict[str, float]:
+    """Return what the makers' card says, complete for the draw; empty if the model's files come first."""
+    if spec.makers is None:
+        return {}
+    draw = {name: neutral for name, neutral in NEUTRAL.items() if name in DRAW}
+    rows = draw | spec.makers.values, draw | (spec.makers.thinking or spec.makers.values)
+    row, other = (rows[1], rows[0]) if thinking else rows
+    said = {name: value for name, value in spec.defaults.items() if name in DRAW}
+    repeats = spec.makers.thinking and draw | said == {name: other[name] for name in DRAW}
+    return row if not said or repeats else {}
+
+
+def described(spec: ModelSpec) -> str:
+    """Describe a model's defaults in a line; those for answers with reasoning behind them, if they differ."""
+    plain, thinking = (sentence(sampling_defaults(spec, thinking=on)) for on in (False, True))
+    return plain if plain == thinking else f"{plain}; with reasoning: {thinking}"
 
 
 def sentence(applied: Mapping[str, Applied]) -> str:
@@ -192,6 +213,8 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Whether the events before the answer report how much of its prompt is computed."""
     parallel_tool_calls: bool = True
     """False: an answer ends with its first tool call."""
+    prediction: str | Sequence[int] | None = None
+    """A text or token ids that much of the answer is expected to repeat. It makes it faster and changes nothing."""
 
 
 PLAIN = SamplingOptions()
@@ -204,6 +227,7 @@ def sampling_params(
     prompt_tokens: int,
     context: int | None = None,
     allow_empty: bool = False,
+    thinking: bool = False,
     rng: Rng | None = None,
     sampler_order: SamplerOrder = "default",
     encode: Encode | None = None,
@@ -212,12 +236,12 @@ def sampling_params(
 
     Order of precedence: the request's option, then `sampling_defaults`. `context` is the engine's limit in tokens
     (`EngineInfo.context`), by default the model's. `allow_empty` admits `max_tokens=0` (only the prompt is scored).
-    `sampler_order` applies if the options list no samplers. Raise InvalidRequest (with `field` and the limit) or
-    ContextTooLong (with the figures).
+    `thinking`: the answer has reasoning. `sampler_order` applies if the options list no samplers. Raise InvalidRequest
+    (with `field` and the limit) or ContextTooLong (with the figures).
     """
     context = spec.context if context is None else context
     beyond = numbers({name: getattr(options, name) for name in NUMBERS})
-    values, temperature_last = arrange(_values(spec, options) | beyond, options.samplers, sampler_order)
+    values, temperature_last = arrange(_values(spec, options, thinking) | beyond, options.samplers, sampler_order)
     max_tokens = _max_tokens(options.max_tokens, prompt_tokens, context, allow_empty)
     asked = options.max_tokens
     most = max_tokens if asked is None else max(asked, max_tokens)
@@ -299,9 +323,11 @@ def requests(
     if grammar is not None and options.ignore_eos:
         raise InvalidRequest("ignore_eos must be false with structured output, which ends itself", field="ignore_eos")
     choices = 1 if options.n is None else _count("n", options.n, 1, max_choices)
+    output = output or OutputFormat()
     sampling = sampling_params(
         spec,
         options,
+        thinking=output.reasoning and not output.reasoning_closed,
         prompt_tokens=len(tokens),
         context=context,
         allow_empty=allow_empty,
@@ -314,12 +340,12 @@ def requests(
     if named:
         ends = dict.fromkeys((*sampling.stop_token_ids, *(token for token in named if token < spec.vocab)))
         sampling = msgspec.structs.replace(sampling, stop_token_ids=tuple(ends))
-    output = output or OutputFormat()
     budget = _reasoning_budget(options.reasoning_budget, output)
     if output.tools and not options.parallel_tool_calls:
         output = msgspec.structs.replace(output, one_call=True)
     priority = 0 if options.priority is None else _count("priority", options.priority, -MAX_PRIORITY, MAX_PRIORITY)
     longest = MOST_SECONDS if timeout is None else timeout
+    prediction = _prediction(options.prediction, spec, encode, context or spec.context)
     first_token = _seconds("first_token_timeout", options.first_token_timeout, longest)
     timeout = _seconds("timeout", options.timeout, longest) or timeout
     return tuple(
@@ -341,15 +367,38 @@ def requests(
             durable=durable,
             stored=stored,
             progress=options.progress,
+            prediction=prediction,
         )
         for choice in range(choices)
     )
 
 
-def _values(spec: ModelSpec, options: SamplingOptions) -> dict[str, float]:
+def _prediction(
+    given: str | Sequence[int] | None, spec: ModelSpec, encode: Encode | None, context: int
+) -> tuple[int, ...]:
+    """Return the token ids of a predicted answer. Raise InvalidRequest if it could not be one."""
+    if not given:
+        return ()
+    if isinstance(given, str):
+        if encode is None:
+            raise InvalidRequest("prediction must be token ids where no tokenizer is at hand", field="prediction")
+        given = encode(given)
+    tokens = tuple(given)
+    if not {int}.issuperset(map(type, tokens)) or min(tokens) < 0 or max(tokens) >= spec.vocab:
+        raise InvalidRequest(f"prediction must be a text, or token ids from 0 to {spec.vocab - 1}", field="prediction")
+    if len(tokens) > context:
+        raise InvalidRequest(
+            f"prediction has {len(tokens)} tokens, and the context holds {context}; send what is expected of the "
+            "answer alone",
+            field="prediction",
+        )
+    return tokens
+
+
+def _values(spec: ModelSpec, options: SamplingOptions, thinking: bool) -> dict[str, float]:
     """Return every parameter of `sampling_defaults`, checked."""
     values: dict[str, float] = {}
-    for name, applied in sampling_defaults(spec).items():
+    for name, applied in sampling_defaults(spec, thinking=thinking).items():
         option = getattr(options, name)
         if name == "top_k":
             values[name] = _count(name, int(applied.value) if option is None else option, *SAMPLING_RANGES[name])

@@ -42,6 +42,7 @@ from cairn.types.model_spec import ModelSpec
 from cairn.types.outputs import FinishReason
 from cairn.types.request import Grammar, OutputFormat, Request
 from cairn.types.stats import KvStats, Placed, Swept, TakenIn
+from cairn.types.step import AdapterFacts
 from cairn.worker import wire
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,8 @@ FULL = 0.9
 SHUTTING_DOWN = "the server is shutting down"
 DRAINED = "the server's owner has drained it: it takes no new requests"
 _TICK = 0.25
+_LOOK = 0.02
+"""Seconds between looks whether an adapter's requests have ended."""
 
 
 def names_of(config: Config, spec: ModelSpec) -> frozenset[str]:
@@ -135,11 +138,14 @@ class Service:
         self._telling: asyncio.Task[None] | None = None
         """Sends the marks of the last worker to a new one."""
         self.hour = LastHour()
+        self.attached: tuple[tuple[str, str, AdapterFacts], ...] = ()
+        """Name, path and facts of the adapters that were loaded with the model."""
         self._loaded = self._waits = False
         self.leaving = ""
         """Why it takes no more requests; empty if it does."""
         self._closed = False
         self._ticker: asyncio.Task[None] | None = None
+        self._places: tuple[wire.AdapterPlace, ...] = ()
 
     @classmethod
     async def start(
@@ -179,6 +185,7 @@ class Service:
         """
         service = cls(config, patience=patience, clock=clock, ids=ids)
         try:
+            service._places = first.load.adapters
             service._supervisor.start(first)
             service._ticker = asyncio.create_task(service._tick())
             service.chat = await Chat.start(Path(first.load.folder), config, service._clock)
@@ -376,7 +383,7 @@ class Service:
         """Return what fails now although requests are served: a sentence for each store of KV."""
         if not self._loaded:
             return []
-        tiers = (self.metrics.kv.ram, self.metrics.kv.disk)
+        tiers = (self.metrics.kv.ram, self.metrics.kv.disk, self.metrics.kv.shared)
         troubles = [tier.trouble for tier in tiers if tier is not None and tier.trouble]
         return [self._trouble, *troubles] if self._trouble else troubles
 
@@ -491,6 +498,34 @@ class Service:
             raise Unavailable(answer.trouble, retry_after=self._supervisor.pause)
         return answer
 
+    # ------------------------------------------------------------------------------------------------ adapters
+
+    async def attach(self, path: Path) -> AdapterFacts:
+        """Read an adapter and attach it, while requests run. Raise InvalidRequest if it cannot be used."""
+        answer = self._answered(await self._supervisor.ask("attach", path=str(path)))
+        if answer.refused or answer.adapter is None:
+            raise InvalidRequest(answer.refused, field="lora_path")
+        digest = answer.adapter.digest
+        self._supervisor.adapters[digest] = wire.AdapterPlace(path.name, str(path), digest)
+        return answer.adapter
+
+    async def detach(self, digest: bytes) -> None:
+        """Free an adapter."""
+        self._supervisor.adapters.pop(digest, None)
+        with contextlib.suppress(Unavailable):  # the next worker does not get it
+            self._answered(await self._supervisor.ask("detach", adapter=digest))
+
+    async def unused(self, digest: bytes, grace: float, why: str) -> None:
+        """Wait until no request uses an adapter; after `grace` seconds end those that still do, with `why`."""
+        end = self._clock.now() + grace
+        while users := [id for id, one in self._flights.items() if any(digest == d for d, _ in one.request.adapters)]:
+            if self._clock.now() >= end:
+                for id in users:
+                    error = Unavailable(why, retry_after=1.0)
+                    self._traffic.release(id, FinishReason.ERROR, error=error, tell=True)
+                return
+            await asyncio.sleep(_LOOK)
+
     # ------------------------------------------------------------------------------------------------ admission
 
     def _admit(self, request: Request) -> None:
@@ -520,6 +555,10 @@ class Service:
         if not self._loaded:
             self.name = self._config.served_name or ready.spec.name
             self.names, self.strict = names_of(self._config, ready.spec), self._config.strict_model
+            facts = zip(self._places, ready.adapters, strict=False)
+            self.attached = tuple((one.name, one.path, found) for one, found in facts if found is not None)
+            for name, place, one in self.attached:
+                self._supervisor.adapters[one.digest] = wire.AdapterPlace(name, place, one.digest)
             self.metrics = self._traffic.metrics = Metrics(self._config.metrics_prefix, self.name)
         else:
             self._telling = asyncio.create_task(self._mark_again())
@@ -553,7 +592,7 @@ class Service:
 
     def _log_troubles(self, kv: KvStats) -> None:
         """Log once that a store fails, and once that it works again. A store that is missing changes nothing."""
-        for name, tier in (("in memory", kv.ram), ("on the disk", kv.disk)):
+        for name, tier in (("in memory", kv.ram), ("on the disk", kv.disk), ("that replicas share", kv.shared)):
             if tier is None or tier.trouble == self._logged.get(name, ""):
                 continue
             self._logged[name] = tier.trouble

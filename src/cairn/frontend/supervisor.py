@@ -125,6 +125,8 @@ class Supervisor:
         self._fallback = DeviceFallback(clock)
         self._blameless = False
         """Whether the present worker ends because its device failed, which no request is to blame for."""
+        self.adapters: dict[bytes, wire.AdapterPlace] = {}
+        """Attached adapters by their digests; the next worker gets them too."""
         self.restarts = 0
         self.gave_up = ""
         """Why there is no worker and will be none."""
@@ -274,7 +276,9 @@ class Supervisor:
                 if first.code and await asyncio.to_thread(launching.code_digest) != first.code:
                     self._give_up(CODE_CHANGED)
                     return
-                load = self._fallback.load(msgspec.structs.replace(first.load, blocks=self._blocks, wait=False))
+                adapters = tuple(self.adapters.values())
+                load = msgspec.structs.replace(first.load, blocks=self._blocks, wait=False, adapters=adapters)
+                load = self._fallback.load(load)
                 worker = launch(load, first.worker.process is None)
                 self.restarts += 1
                 link = self._link = WorkerConnection(worker, self._clock, self._receive)

@@ -136,6 +136,32 @@ Packed = Quantized | RowBlocks
 """A quantised weight matrix."""
 
 
+@dataclass(frozen=True, slots=True)
+class LowRankUp:
+    """The second half of an adapter's side path: `rank` numbers of the first half's output to columns of the output."""
+
+    first: int
+    """Index of the first of those numbers."""
+    rank: int
+    column: int
+    """First column of the output."""
+    out: int
+    """Columns of the output."""
+    matrix: Matrix
+    """[out, rank]"""
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """One adapter's side path of one matrix: x @ down, then each part of that through its matrix."""
+
+    slot: int
+    """Number of the adapter, as rows name it."""
+    down: Matrix
+    """[R, H] in float32, R the sum of the ranks of its parts."""
+    ups: tuple[LowRankUp, ...]
+
+
 class Kernels(Storage, Protocol):
     """The operations that models are written in, their fusions (see `kernels.fusion`), and storage.
 
@@ -194,6 +220,18 @@ class Kernels(Storage, Protocol):
     @effect(writes="out")
     def project(self, x: Array, matrix: Matrix, out: Array) -> None:
         """out[M, N] = x[M, H] @ matrix + bias."""
+        ...
+
+    @effect(updates="out")
+    def adapt(
+        self, x: Array, rows: Array, slots: Array, scales: Array, adapters: Sequence[LowRank], out: Array
+    ) -> None:
+        """out[M, N] += scale * up(down(x[M, H])) for the tokens of rows that have adapters.
+
+        rows[B, 3] as for `attention`. slots[B, A] and scales[B, A]: a row's adapters and their scales, -1 for none;
+        slots that are not among `adapters` change nothing. They are added in that order, each column as
+        out + ((x @ down) * scale) @ up in float32. Rows without adapters are not touched.
+        """
         ...
 
     @effect(writes="out")

@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.kernels.base import BLOCK, GROUP, MEMBERS, Packed, Quantized
+from cairn.kernels.base import BLOCK, GROUP, MEMBERS, LowRank, Packed, Quantized
 from cairn.kernels.codebooks import ROW_FORMATS, RowBlocks
 from cairn.kernels.fusion import fuse
 from cairn.kernels.program import KernelCall, Size, Slot, slots
@@ -34,7 +34,7 @@ VERSION = "native-7"
 """Version of the order of operations, of the KV layout and of packed matrices. Change it here and in `csrc/module.cpp`
 with every change that can move a bit."""
 
-INTERFACE = 9
+INTERFACE = 10
 """Version of the module's interface. Change it in both places with changes of signatures that move no bit."""
 
 _MODULE = "cairn.kernels._native"
@@ -226,6 +226,9 @@ class NativeKernels(HostStorage):
 
     def project(self, x: Any, matrix: Any, out: Any) -> None:
         self._run("project", (x, matrix, out), tokens=len(x))
+
+    def adapt(self, x: Any, rows: Any, slots: Any, scales: Any, adapters: Sequence[LowRank], out: Any) -> None:
+        self._run("adapt", (x, rows, slots, scales, adapters, out), tokens=len(x), rows=len(rows))
 
     def activate(self, x: Any, activation: str, out: Any) -> None:
         self._run("activate", (x, activation, out), tokens=len(x))
@@ -507,6 +510,8 @@ def _parts(argument: Any) -> tuple[Any, ...]:
         return argument.frequencies, float(argument.factor)
     if isinstance(argument, np.ndarray) and argument.dtype == ml_dtypes.bfloat16:
         return (argument.view(np.uint16),)
+    if isinstance(argument, tuple) and argument and isinstance(argument[0], LowRank):
+        return ([(one.slot, one.down, [(up.first, up.column, up.matrix) for up in one.ups]) for one in argument],)
     return (argument,)
 
 

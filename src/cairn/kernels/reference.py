@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_info
 
-from cairn.kernels import kv_codes, latent, recurrent
-from cairn.kernels.base import Packed
+from cairn.kernels import kv_codes, latent, low_rank, recurrent
+from cairn.kernels.base import LowRank, Packed
 from cairn.kernels.blas import TILE, one_blas_thread, project
 from cairn.kernels.elementary import cos_sin, exp, expm1, log, log1p, tanh
 from cairn.kernels.fusion import fuse
@@ -159,6 +159,11 @@ class ReferenceKernels(HostStorage):
 
     def project(self, x: Floats, matrix: Segments, out: Floats) -> None:
         out[:] = self._project(x, matrix)
+
+    def adapt(
+        self, x: Floats, rows: Ints, slots: Ints, scales: Floats, adapters: Sequence[LowRank], out: Floats
+    ) -> None:
+        low_rank.adapt(self._project, x, rows.tolist(), slots.tolist(), list(scales), adapters, out)
 
     def activate(self, x: Floats, activation: str, out: Floats) -> None:
         out[:] = ACTIVATIONS[activation](x)

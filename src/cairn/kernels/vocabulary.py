@@ -41,10 +41,10 @@ ONE = 1 << 40
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _SLICE = 32
-_LOWEST = np.float32(-44.0)
-_LOG2E = np.float32(1.442695)
-_ROUND = np.float32(12582912.0)
-_POWERS = [np.float32(x) for x in (0.0013264727, 0.009671513, 0.055507336, 0.24022242, 0.693147, 1.0)]
+LOWEST = np.float32(-44.0)
+LOG2E = np.float32(1.442695)
+ROUND = np.float32(12582912.0)
+POWERS = [np.float32(x) for x in (0.0013264727, 0.009671513, 0.055507336, 0.24022242, 0.693147, 1.0)]
 _SHIFT = 4096.0
 _RUN = 64
 
@@ -140,15 +140,15 @@ def weigh(scaled: Floats) -> Weights:
     exp(x) = 2**n * 2**f with an integer n and f in [-1/2, 1/2]: 2**f is a polynomial that is exact at 0, n is added to
     its exponent. Adding 2**12 in float64 then rounds to multiples of 2**-40, which are the low bits of the sum.
     """
-    power = np.maximum(scaled, _LOWEST)
-    power *= _LOG2E
-    turned = power + _ROUND
-    power -= turned - _ROUND
-    value = power * _POWERS[0]
-    for term in _POWERS[1:-1]:
+    power = np.maximum(scaled, LOWEST)
+    power *= LOG2E
+    turned = power + ROUND
+    power -= turned - ROUND
+    value = power * POWERS[0]
+    for term in POWERS[1:-1]:
         value += term
         value *= power
-    value += _POWERS[-1]
+    value += POWERS[-1]
     bits = value.view(np.int32)
     bits += turned.view(np.int32) << 23
     wide = value.astype(np.float64)

@@ -17,6 +17,7 @@ import msgspec
 
 from cairn.config.config import Config, TenantTurns
 from cairn.engine.machine import memory_available
+from cairn.frontend.adapters import ServedAdapters
 from cairn.frontend.launch import First, launch_first
 from cairn.frontend.request_table import Used
 from cairn.frontend.service import RequestIds, Service
@@ -130,16 +131,17 @@ class ModelLoader:
         before = model.loaded.service if model.loaded is not None else None
         if self._used is not None:
             service.used = self._used
-        model.loaded = LoadedModel(service, fit, self.clock.now(), model.ttl)
+        model.loaded = LoadedModel(service, fit, self.clock.now(), model.ttl, ServedAdapters(service))
         model.spec, model.identity = service.spec, service.spec.identity
         model.name = service.name
         model.names |= service.names
         self._registry.name(model, (model.name, *sorted(service.names)))
+        adapters = model.loaded.adapters
         if self.services is None:
-            self.services = Services(service)
+            self.services = Services(service, adapters)
             self.services.start_loading = self.start_loading
             return
-        self.services.add(service)
+        self.services.add(service, adapters)
         if before is self.services.first:
             self.services.lead(service)
 

@@ -102,10 +102,17 @@ class ModelRegistry:
             alike = [model for model in self.models if model.kind == kind]
             ready = [model for model in alike if model.state == "loaded"]
             return next(iter((*ready, *alike)), self.models[0])
-        model = self.get(name) or self.get(name.removesuffix(":latest"))
+        model = self.get(name) or self.get(name.removesuffix(":latest")) or self.adapted(name)
         if model is None:
             raise self.unknown(name)
         return model
+
+    def adapted(self, name: str) -> ServedModel | None:
+        """Return the base of the adapter with this name, its own or `base:adapter`, or None."""
+        base, colon, last = name.removesuffix(":latest").rpartition(":")
+        first = last.partition("+")[0].partition("@")[0]
+        alike = (model for model in self.models if not colon or self.get(base) is model)
+        return next((model for model in alike if first in model.adapter_names), None)
 
     def get(self, name: str) -> ServedModel | None:
         """Return the model with exactly this name, or None."""
@@ -114,6 +121,11 @@ class ModelRegistry:
     def has(self, name: str) -> bool:
         """Return whether a model has this name, with or without `:latest`."""
         return name in self._by_name or name.removesuffix(":latest") in self._by_name
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether a model has adapters, so that a request's name may mean one."""
+        return any(model.adapter_names for model in self.models)
 
     def canonical(self, name: str) -> str:
         """Return the known name that differs from `name` only in case or in `:latest`; else `name`."""

@@ -22,6 +22,7 @@ from cairn.types.errors import CairnError, ConfigError, ModelError
 from cairn.types.model_spec import ModelSpec
 
 if TYPE_CHECKING:
+    from cairn.frontend.adapters import ServedAdapters
     from cairn.frontend.service import Service
 
 log = logging.getLogger("cairn.api")
@@ -35,10 +36,10 @@ _DEMO = "demo"
 class LoadedModel:
     """State of a model while it is loaded."""
 
-    __slots__ = ("closing", "fit", "service", "since", "ttl", "used", "users")
+    __slots__ = ("adapters", "closing", "fit", "service", "since", "ttl", "used", "users")
 
-    def __init__(self, service: Service, fit: Fit | None, now: float, ttl: float) -> None:
-        self.service = service
+    def __init__(self, service: Service, fit: Fit | None, now: float, ttl: float, adapters: ServedAdapters) -> None:
+        self.service, self.adapters = service, adapters
         self.fit = fit
         """Memory that it takes; None if it was not measured before the load."""
         self.since = self.used = now
@@ -123,6 +124,13 @@ class ServedModel:
         return {f"models.{self.name}.{one}": "it takes a restart of the server" for one in fixed}
 
     @property
+    def adapter_names(self) -> frozenset[str]:
+        """Names of its adapters, those that it will be loaded with if it is not loaded."""
+        if self.loaded is None:
+            return frozenset(one.name for one in self.config.adapters)
+        return self.loaded.adapters.known
+
+    @property
     def state(self) -> State:
         """Current state, as clients see it."""
         if self.loaded is not None:
@@ -171,8 +179,10 @@ def ends_of(reference: str) -> set[str]:
 
 
 def config_of(config: Config, options: ModelOptions) -> Config:
-    """Return the configuration of one model: the server's, with the model's own options."""
-    own = {"model": options.model, "models": (), **options.options}
+    """Return the configuration of one model: the server's, with the model's own options and adapters."""
+    names = {None, options.name, *options.aliases, *ends_of(options.model)}
+    adapters = tuple(one for one in config.adapters if one.model in names)
+    own = {"model": options.model, "models": (), "adapters": adapters, **options.options}
     if options.name is not None:
         own["served_name"] = options.name
     if options.aliases:
@@ -204,9 +214,22 @@ def served_models(config: Config) -> list[ServedModel]:
         raise ConfigError(f"models_dir {config.models_dir} has no models: no .gguf files, no folders with config.json")
     if not any(model.at_start for model in models):
         models[0].at_start = True
+    _check_adapters(config, models)
     if len(models) > 1:
         _part(models)
     return models
+
+
+def _check_adapters(config: Config, models: list[ServedModel]) -> None:
+    """Raise ConfigError for an adapter of no model, or of all models."""
+    for one in config.adapters:
+        if one.model is None and len(models) > 1:
+            raise ConfigError(
+                f"adapters: {one.name} must say its model, as this server has several: [[adapters]] with model",
+                field="adapters",
+            )
+        if not any(one in model.config.adapters for model in models):
+            raise ConfigError(f"adapters: {one.name} belongs to {one.model}, which is not served", field="adapters")
 
 
 def _part(models: list[ServedModel]) -> None:
@@ -313,6 +336,8 @@ def first_worker(config: Config, models: list[ServedModel]) -> First:
         try:
             return _worker_of(config, model)
         except CairnError as error:
+            if len(models) == 1:
+                raise  # the caller reports it
             refused = refused or error
             model.note_failure(error, SystemClock().now())
             if all(one.failure for one in models):

@@ -6,8 +6,10 @@ from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING
 
 from cairn.types.errors import NotLoaded
+from cairn.types.request import Adapters, adapted_salt
 
 if TYPE_CHECKING:
+    from cairn.frontend.adapters import ServedAdapters
     from cairn.frontend.service import Service
     from cairn.text.chat.replay import ReplayTable
 
@@ -21,9 +23,12 @@ Those of other models are read again at a restart.
 class Services:
     """Loaded services. Two may serve the same model with different options."""
 
-    def __init__(self, first: Service) -> None:
+    def __init__(self, first: Service, adapters: ServedAdapters | None = None) -> None:
         self._first = first
         self._loaded = [first]
+        self._adapters: dict[Service, ServedAdapters] = {}
+        self._bases: dict[bytes, tuple[bytes, Adapters]] = {}
+        """Identity of the base and adapters of each adapted model that was unloaded, by its identity."""
         self._gone: dict[bytes, int] = {}
         """Longest context of each model that was unloaded, by its identity."""
         self._replays: dict[bytes, ReplayTable] = {}
@@ -33,6 +38,8 @@ class Services:
         self._watchers: list[Callable[[Service], None]] = []
         self.start_loading: Callable[[str], bool] | None = None
         """Starts loading the model of this name, on a server with several; False if there is no such model."""
+        if adapters is not None:
+            self._follow(first, adapters)
 
     def __iter__(self) -> Iterator[Service]:
         return iter(tuple(self._loaded))
@@ -43,19 +50,31 @@ class Services:
         return self._first
 
     def of(self, identity: bytes) -> Service | None:
-        """Return a service of the model with this identity, or None."""
-        return next((one for one in self._loaded if one.spec.identity == identity), None)
+        """Return a service of the model with this identity, which may be that of a model with adapters, or None."""
+        own = next((one for one in self._loaded if one.spec.identity == identity), None)
+        if own is not None or not identity:
+            return own
+        views = (one.of(identity) for one in self._adapters.values())
+        return next((view for view in views if view is not None), None)
+
+    def stored_as(self, identity: bytes, salt: bytes) -> tuple[bytes, bytes]:
+        """Return the identity and the tenant's salt under which KV of an unloaded model is stored."""
+        base, adapters = self._bases.get(identity, (identity, ()))
+        return base, adapted_salt(salt, adapters)
 
     @property
     def several(self) -> bool:
-        """Whether the server has several models."""
-        return self.start_loading is not None
+        """Whether the server has several models, those with adapters counted."""
+        return self.start_loading is not None or any(one.known for one in self._adapters.values())
 
     def named(self, name: str) -> Service | None:
         """Return the service of the model with this name; None on a server with one model or for an unknown name.
 
         If the model is not loaded, start loading it and raise NotLoaded.
         """
+        for adapters in self._adapters.values():
+            if name and (view := adapters.named(name)) is not None:
+                return view
         if self.start_loading is None or not name:
             return None
         service = next((one for one in self._loaded if one.name == name), None)
@@ -80,8 +99,19 @@ class Services:
         """Call `watcher` with every service that is added from now on."""
         self._watchers.append(watcher)
 
-    def add(self, service: Service) -> None:
+    def _follow(self, service: Service, adapters: ServedAdapters) -> None:
+        """Treat adapted services of a model as services, too."""
+        self._adapters[service] = adapters
+        adapters.on_view = self._watch_view
+
+    def _watch_view(self, view: Service) -> None:
+        for watcher in self._watchers:
+            watcher(view)
+
+    def add(self, service: Service, adapters: ServedAdapters | None = None) -> None:
         """Add the service of a newly loaded model."""
+        if adapters is not None:
+            self._follow(service, adapters)
         if (replays := self._replays.pop(service.spec.identity, None)) is not None:
             service.chat.replays = replays
         if not self._loaded:
@@ -100,6 +130,10 @@ class Services:
             return
         self._loaded.remove(service)
         self._gone[service.spec.identity] = service.spec.context
+        adapters = self._adapters.pop(service, None)
+        for view in adapters.views if adapters is not None else ():
+            self._gone[view.spec.identity] = service.spec.context
+            self._bases[view.spec.identity] = (service.spec.identity, view.applied)
         self._replays[service.spec.identity] = service.chat.replays
         while len(self._replays) > MOST_REPLAYS:
             del self._replays[next(iter(self._replays))]

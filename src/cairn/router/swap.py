@@ -80,7 +80,7 @@ class ModelSwap:
             if other.loaded is not None:
                 raise Conflict(f"{to} is loaded already, under its own name; unload it first", field="to")
             return msgspec.structs.replace(other.config, **named)
-        return msgspec.structs.replace(model.config, model=to, tokenizer=None, **named)
+        return msgspec.structs.replace(model.config, model=to, tokenizer=None, adapters=(), **named)
 
     async def _fit_beside(self, place: Path) -> Fit | None:
         """Return what the new model takes if there is memory for both, else None.

@@ -127,6 +127,9 @@ class TextQueue:
         self._planned = plan, chosen, now
         return plan
 
+    def follow(self, plan: Plan) -> None:
+        """Return None: texts are batched when the step before has ended."""
+
     def commit(self, plan: Plan, results: list[RowResult] | Exception, seconds: float = 0.0) -> list[Output]:
         """Return the outputs of the last plan, given the results of its rows in order or the engine's exception."""
         if self._planned is None or plan is not self._planned[0]:

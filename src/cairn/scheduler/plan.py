@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -13,7 +13,7 @@ from cairn.types.errors import DeviceMemoryError
 from cairn.types.outputs import FinishReason, Output
 from cairn.types.request import Request
 from cairn.types.stats import SchedulerStats
-from cairn.types.step import Engine, Row, RowResult
+from cairn.types.step import Engine, EngineCall, Ready, Row, RowResult
 
 ENOUGH_TOKENS = 128
 """Prompt tokens in a step beyond which an engine is hardly any faster for each token."""
@@ -144,8 +144,13 @@ class PrefillPace:
         """Seconds for each prompt token; 0 before the first measurement."""
         return 0.0 if self._each == math.inf else self._each
 
-    def record(self, rows: int, tokens: int, seconds: float) -> None:
-        """Record how long a step of `rows` decode rows and `tokens` prompt tokens took."""
+    def record(self, rows: int, tokens: int, seconds: float, extra: int = 0) -> None:
+        """Record how long a step of `rows` decode rows and `tokens` prompt tokens took.
+
+        `extra` tokens in the rows, guesses, count as much as prompt tokens do, so that `rows` alone are known.
+        """
+        if extra:
+            tokens, seconds = self._without(extra, tokens, seconds)
         if not tokens:
             same = rows == self._rows
             self._alone += (seconds - self._alone) * (_WEIGHT if same else 1.0)
@@ -160,15 +165,25 @@ class PrefillPace:
         each = (seconds - alone) / tokens
         self._each = each if each > self._each or self._each == math.inf else self._each + _WEIGHT * (each - self._each)
 
-    def tokens(self, rows: int) -> float:
+    def _without(self, extra: int, tokens: int, seconds: float) -> tuple[int, float]:
+        """Return the tokens and seconds of a step that also checked guesses, as `record` is to take them.
+
+        Beside prompts these count as tokens of them. In a step without prompts at least half of the time is the rows'.
+        """
+        if tokens:
+            return tokens + extra, seconds
+        return 0, max(seconds / 2, seconds - extra * self.token_seconds)
+
+    def tokens(self, rows: int, extra: int = 0) -> float:
         """Return how many prompt tokens a step has time for beside `rows` decode rows; infinity if `rows` is 0.
 
-        Never less than `least`, so that prompts advance however slow the machine is.
+        `extra` tokens in the rows, guesses, take as much of it as prompt tokens would. Never less than `least`, so that
+        prompts advance however slow the machine is.
         """
         if not rows or not self._each:
             return math.inf
         alone = self._rows_alone(rows)
-        return max(self._least, max(self._aim - alone, _SHARE * alone) // self._each)
+        return max(self._least, max(self._aim - alone, _SHARE * alone) // self._each - extra)
 
     def _rows_alone(self, rows: int) -> float:
         """Return the least seconds that so many decode rows take.
@@ -178,9 +193,13 @@ class PrefillPace:
         return self._alone * min(1.0, rows / self._rows) if self._rows else 0.0
 
 
-def sizes(rows: list[Row], *, prompts: bool) -> tuple[int, int]:
-    """Return the tokens in rows of several, and the number of rows of one. Without `prompts` all rows have one."""
-    lengths = [row.end - row.start for row in rows] if prompts else []
+def sizes(rows: list[Row], sequences: Iterable[Sequence], *, prompts: bool) -> tuple[int, int]:
+    """Return the tokens in rows of several, and the number of rows of one. Without `prompts` all rows have one.
+
+    Guesses do not count, and neither do tokens that are computed again because of them.
+    """
+    pairs = zip(rows, sequences, strict=True)
+    lengths = [row.end - row.start - row.draft - one.again for row, one in pairs] if prompts else []
     singles = lengths.count(1)
     return (sum(lengths) - singles, singles) if prompts else (0, len(rows))
 
@@ -201,7 +220,9 @@ class Plan:
     chunked: int
     """Prompt tokens: tokens in rows of several."""
     singles: int
-    """Rows of one token."""
+    """Rows of one token, not counting `extra`."""
+    extra: int = 0
+    """Guesses in all rows, and tokens that are computed again because of them."""
     encodes: bool = False
     """Whether the rows are whole texts for an encoder."""
 
@@ -212,14 +233,16 @@ class Plan:
 
     def run(self, engine: Engine) -> list[RowResult] | Exception:
         """Run the step; return the results of `rows` or the engine's exception, either for `Scheduler.commit`."""
-        try:
-            return self._run(engine)
-        except DeviceMemoryError as error:
-            return self._one_by_one(engine, error)
-        except Exception as error:
-            return error
+        return self.submit(engine).results()
 
-    def _one_by_one(self, engine: Engine, error: DeviceMemoryError) -> list[RowResult] | Exception:
+    def submit(self, engine: Engine) -> SubmittedStep:
+        """Start the step. An exception of the engine is kept for `SubmittedStep.results`."""
+        try:
+            return SubmittedStep(self, engine, self._start(engine))
+        except Exception as error:
+            return SubmittedStep(self, engine, error)
+
+    def one_by_one(self, engine: Engine, error: DeviceMemoryError) -> list[RowResult] | Exception:
         """Run each row alone after a step ran out of memory, so that only rows too large on their own fail.
 
         Models with recurrent states get the error instead: the failed step may have changed states in place.
@@ -236,16 +259,36 @@ class Plan:
                 return other
         return results
 
-    def _run(self, engine: Engine) -> list[RowResult]:
+    def _start(self, engine: Engine) -> EngineCall[list[RowResult]]:
         if not self.rows:
-            return []
+            return Ready([])
         for group, source, target in self.copies:
             engine.copy_blocks(group, [(source, target)]).wait()
         if self.encodes:
-            return engine.embed(self.rows).wait()
-        if not self.chunked:
-            return engine.decode(self.rows).wait()
-        return engine.prefill(self.rows).wait()
+            return engine.embed(self.rows)
+        if not self.chunked and not self.extra:
+            return engine.decode(self.rows)
+        return engine.prefill(self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class SubmittedStep:
+    """A step that the engine computes, or refused."""
+
+    plan: Plan
+    engine: Engine
+    call: EngineCall[list[RowResult]] | Exception
+
+    def results(self) -> list[RowResult] | Exception:
+        """Wait for the step; return the results of its rows or the engine's exception."""
+        try:
+            if isinstance(self.call, Exception):
+                raise self.call
+            return self.call.wait()
+        except DeviceMemoryError as error:
+            return self.plan.one_by_one(self.engine, error)
+        except Exception as error:
+            return error
 
 
 class Planner(Protocol):
@@ -272,6 +315,10 @@ class Planner(Protocol):
         """Return the next step; None if there is nothing to compute now."""
         ...
 
+    def follow(self, plan: Plan) -> Plan | None:
+        """Return the step after a plan that runs; None if that one's results are needed first."""
+        ...
+
     def commit(self, plan: Plan, results: list[RowResult] | Exception, seconds: float = 0.0) -> list[Output]:
-        """Return the outputs of the last plan, given its results or the engine's exception."""
+        """Return the outputs of the first plan not committed, given its results or the engine's exception."""
         ...

@@ -24,6 +24,10 @@ overtake it), or on free blocks (then none may). It stays blocked until the cach
 it before. It is woken by running sequences and loads, which all end. `Cache.recheck` wakes it if nothing runs, or if a
 wake-up was lost.
 
+Guesses. Behind the last token of a decoding row a step may check guesses of the tokens that follow (`Speculation`).
+They take no block that anything else in the step needs, and what they leave in the blocks is known to nobody:
+`computed` and the cache end with the last token of the answer that was computed.
+
 Pace. Beside decoding rows, a step takes only as many prompt tokens as there is time for (`PrefillPace`): on a slow
 machine prompts are computed in smaller chunks, and streams keep their rate.
 """
@@ -33,26 +37,30 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 from cairn.kv.pool.blocks import BlockPool
 from cairn.kv.pool.cache import Cache
 from cairn.kv.pool.sequence_kv import Match
+from cairn.scheduler.drafts.drafter import DraftPolicy
 from cairn.scheduler.encoder_queue import encoder_output
 from cairn.scheduler.plan import Limits, Plan, PrefillPace, StepBudget, sizes
 from cairn.scheduler.queue import Skipped, WaitingQueue
 from cairn.scheduler.sequence import MAX_PRIORITY, Matcher, Sequence, State, check_prompt
+from cairn.scheduler.speculation import Speculation, sampled
 from cairn.system.interfaces import Clock
 from cairn.types.errors import Conflict, InvalidRequest
 from cairn.types.outputs import FinishReason, Output, Timing
 from cairn.types.request import Request
 from cairn.types.stats import SchedulerStats
-from cairn.types.step import Row, RowResult
+from cairn.types.step import NO_TOKEN, Row, RowResult
 
 RUNNING = State.RUNNING
 """A module constant, because it is read for each row of each step: an enum's attribute takes ten times as long."""
 FORCE_SECONDS = 0.004
 """Seconds that a step may be delayed by looking for tokens that grammars force."""
+GUESSES_PART = 4
+"""Guesses take at most one in so many of a step's tokens that its decoding rows leave."""
 PATIENCE = 32
 """Steps without a row after which a running prompt loses its claims: others no longer wait for its blocks."""
 LONG_TOKENS = 256
@@ -70,10 +78,12 @@ class Admission(enum.Enum):
 
 
 class Scheduler:
-    """All requests of one engine. Not thread-safe; only `add`, `drop`, `plan` and `commit` change anything."""
+    """All requests of one engine. Not thread-safe; only `add`, `drop`, `plan`, `follow`, `commit` change anything."""
 
-    def __init__(self, cache: Cache, limits: Limits, clock: Clock) -> None:
+    def __init__(self, cache: Cache, limits: Limits, clock: Clock, drafts: DraftPolicy | None = None) -> None:
+        """`drafts`: which sequences speculate, and how far; None: none do."""
         self._cache = cache
+        self._speculation = None if drafts is None else Speculation(drafts, cache.info.vocab)
         self._clock = clock
         self._step_tokens = min(limits.step_tokens, cache.info.max_tokens)
         self._max_rows = min(limits.max_running, cache.info.max_rows, self._step_tokens)
@@ -82,10 +92,12 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(limits.weights, limits.priorities, clock.now)
         self._running: list[Sequence] = []
-        self._planned: Plan | None = None
+        self._planned: list[Plan] = []
+        """The plans that were not committed, in order: at most one, and the one that follows it."""
         self._next_deadline = math.inf
         self._serial, self._turns = itertools.count(), itertools.count(1)
         self._queries = self._hits = self._preemptions = 0
+        self._accepted = self._rejected = 0
 
     @property
     def idle(self) -> bool:
@@ -103,6 +115,8 @@ class Scheduler:
             prefix_hits=self._hits,
             preemptions=self._preemptions,
             token_seconds=self._pace.token_seconds,
+            accepted=self._accepted,
+            rejected=self._rejected,
         )
 
     def add(self, request: Request, matcher: Matcher | None = None) -> None:
@@ -120,7 +134,7 @@ class Scheduler:
             )
         now = self._clock.now()
         durable = request.durable or len(request.prompt) >= LONG_TOKENS
-        kv = self._cache.context(request.salt, durable=durable, stored=request.stored, once=not request.durable)
+        kv = self._cache.context(request.kv_salt, durable=durable, stored=request.stored, once=not request.durable)
         sequence = Sequence(request, kv, self._longest, next(self._serial), now, matcher)
         sequence.force(self._in_time(now))
         self._sequences[request.id] = sequence
@@ -139,19 +153,23 @@ class Scheduler:
 
         None if there is nothing to compute now: no requests at all (`idle`), or only ones that wait for loads.
         """
-        if self._planned is not None:
+        if self._planned:
             raise RuntimeError("the last plan was not committed")
         now = self._clock.now()
         ended, started = self._expire(now), list[int]()
         prompts, preemptions = list[Sequence](), self._preemptions
         self._cache.recheck(running=bool(self._running))
         work: dict[Sequence, int] = {}
+        again = 0
         for sequence in tuple(self._running):
-            if sequence.missing > 1:
+            if sequence.missing > 1 and not self._computes_again(sequence, again):
                 prompts.append(sequence)
-            elif self._fit(sequence, end := sequence.computed + 1):
+            elif self._fit(sequence, end := sequence.computed + 1 + sequence.again):
                 work[sequence] = end
-        budget = StepBudget(self._step_tokens - len(work), self._pace.tokens(len(work)))
+                again += sequence.again
+        drafts = self._guess(work, again)
+        extra = again + sum(map(len, drafts.values()))
+        budget = StepBudget(self._step_tokens - len(work) - extra, self._pace.tokens(len(work), extra))
         for sequence in prompts:
             if not budget.kept or budget.short(sequence.missing):
                 self._chunk(sequence, budget, work)
@@ -164,22 +182,75 @@ class Scheduler:
         if self._preemptions != preemptions:
             work = {sequence: end for sequence, end in work.items() if sequence.state is State.RUNNING}
         self._release_stalled(work)
+        extra = self._allocate_guesses(work, drafts) if drafts or again else 0
         copies = self._cache.copies()
         if not work and not ended:
             return None
-        rows = [sequence.row(end) for sequence, end in work.items()]
-        self._planned = Plan(rows, list(work), ended, started, copies, *sizes(rows, prompts=budget.taken > 0))
-        return self._planned
+        rows = [sequence.row(end, drafts.get(sequence, ())) for sequence, end in work.items()]
+        counts = sizes(rows, work, prompts=budget.taken > 0)
+        self._planned.append(Plan(rows, list(work), ended, started, copies, *counts, extra))
+        return self._planned[-1]
+
+    def follow(self, plan: Plan) -> Plan | None:
+        """Choose the rows of the step after `plan`, which runs: one for each answer, whose token `plan` samples.
+
+        None if its results are needed first: for prompts, waiting requests, grammars, guesses or more blocks. An answer
+        that ends with `plan` has a row in vain.
+        """
+        if self._planned != [plan] or len(self._waiting) or self._clock.now() >= self._next_deadline:
+            return None
+        alive = [number for number, sequence in enumerate(plan.sequences) if sequence.state is RUNNING]
+        if len(alive) != len(self._running) or not all(_goes_on(plan.sequences[n], plan.rows[n]) for n in alive):
+            return None
+        going = {plan.sequences[n]: n for n in alive if len(plan.sequences[n].tokens) + 1 < plan.sequences[n].longest}
+        if self._speculation is not None and self._speculation.guess(going, 1):
+            return None
+        if not going or not all(self._cache.grow(one.kv, len(one.tokens) + 1) for one in going):
+            return None
+        rows = [sequence.row_ahead(number) for sequence, number in going.items()]
+        self._planned.append(Plan(rows, list(going), [], [], [], 0, len(rows)))
+        return self._planned[-1]
+
+    def _computes_again(self, sequence: Sequence, others: int) -> bool:
+        """Tell whether all that a running sequence lacks is its last token and those that it computes again.
+
+        `others`: tokens that other sequences compute again. If they do not fit into the step with one token for each
+        running sequence, they are like a prompt's.
+        """
+        fits = len(self._running) + others + sequence.again <= self._step_tokens
+        if fits and sequence.missing == 1 + sequence.again:
+            return True
+        sequence.again = 0
+        return False
+
+    def _guess(self, work: Mapping[Sequence, int], again: int) -> dict[Sequence, list[int]]:
+        """Return the guesses for the sequences that decode, which compute so many tokens again."""
+        if self._speculation is None or not work:
+            return {}
+        return self._speculation.guess(work, (self._step_tokens - len(work) - again) // GUESSES_PART)
+
+    def _allocate_guesses(self, work: Iterable[Sequence], drafts: Mapping[Sequence, list[int]]) -> int:
+        """Give the guesses blocks, and leave those out for which there are none.
+
+        Return how many remain, with the tokens that are computed again.
+        """
+        count = 0
+        for sequence in work:
+            guesses = drafts.get(sequence, [])
+            while guesses and not self._cache.grow_for_guesses(sequence.kv, sequence.computed, len(guesses)):
+                del guesses[len(guesses) // 2 :]
+            count += len(guesses) + sequence.again
+        return count
 
     def commit(self, plan: Plan, results: list[RowResult] | Exception, seconds: float = 0.0) -> list[Output]:
-        """Return the outputs of the last plan, given the results of its rows in order or the engine's exception.
+        """Return the outputs of the first plan not committed, given its rows' results in order or an exception.
 
         `seconds`: how long the engine took, for `PrefillPace`. Requests dropped meanwhile get no output. If the engine
         raised, all requests of the step end with an error, and nothing that the step wrote gets into the cache.
         """
-        if plan is not self._planned:
-            raise RuntimeError("this is not the last plan")
-        self._planned = None
+        if not self._planned or plan is not self._planned[0]:
+            raise RuntimeError("this is not the first plan that was not committed")
+        del self._planned[0]
         now, outputs = self._clock.now(), list(plan.ended)
         in_time = self._in_time(now)
         if not isinstance(results, Exception) and len(results) != len(plan.rows):
@@ -188,7 +259,9 @@ class Scheduler:
             error = f"the engine failed while it computed this request ({type(results).__name__})"
             results = [RowResult(error=error)] * len(plan.rows)
         elif plan.rows:
-            self._pace.record(plan.singles, plan.chunked, seconds)
+            self._pace.record(plan.singles, plan.chunked, seconds, plan.extra)
+            if self._speculation is not None and not plan.chunked:
+                self._speculation.policy.step_took(plan.singles, plan.singles + plan.extra, seconds)
         for sequence, row, result in zip(plan.sequences, plan.rows, results, strict=True):
             if sequence.state is not RUNNING:
                 continue
@@ -215,7 +288,7 @@ class Scheduler:
             victim = max(self._running, key=Sequence.by_turn)
             victim.become(State.WAITING)
             self._cache.close(victim.kv, victim.tokens, victim.computed)
-            victim.computed = 0
+            victim.computed = victim.again = 0
             self._running.remove(victim)
             self._waiting.push(victim)
             self._preemptions += 1
@@ -338,8 +411,13 @@ class Scheduler:
         self, sequence: Sequence, row: Row, result: RowResult, now: float, in_time: Callable[[], bool]
     ) -> Output | None:
         """Apply one row's result: publish its computed blocks to the cache and append the sampled token."""
+        if row.pending is not None and result.error == NO_TOKEN:
+            return None  # the step before failed, and its rows were then run one by one: this one is computed again
         if result.error:
             return self._fail(sequence, now, FinishReason.ERROR, result.error)
+        if row.draft:
+            return self._advance_draft(sequence, row, result, now, in_time)
+        sequence.again = 0
         end = sequence.computed = row.end
         if end - row.start > 1 or end % self._cache.info.block_tokens in self._cache.turns:
             self._cache.publish(sequence.kv, sequence.tokens, end)
@@ -362,6 +440,36 @@ class Scheduler:
             finish=finish,
             cache=cache,
             timing=None if finish is None else self._end(sequence, State.FINISHED, now),
+        )
+
+    def _advance_draft(
+        self, sequence: Sequence, row: Row, result: RowResult, now: float, in_time: Callable[[], bool]
+    ) -> Output | None:
+        """Apply the result of a row with guesses: append what was sampled up to the first wrong guess.
+
+        What the row left behind the last accepted token is of no use, and never known to the cache.
+        """
+        assert self._speculation is not None
+        results = sampled(row, result)
+        if not results:
+            return self._fail(sequence, now, FinishReason.ERROR, "the engine gave neither a token nor an error")
+        finish, news, count = sequence.take_all([token for token, _ in results], in_time)
+        right = row.end - row.draft + count - 1
+        sequence.computed = self._cache.settle_guesses(sequence.kv, row.start, right, row.end)
+        sequence.again = right - sequence.computed
+        self._cache.publish(sequence.kv, sequence.tokens, sequence.computed)
+        self._cache.shrink(sequence.kv, len(sequence.tokens))
+        accepted = self._speculation.checked(sequence, row, count)
+        self._accepted += accepted
+        self._rejected += row.draft - accepted
+        return Output(
+            id=sequence.request.id,
+            tokens=news,
+            logprobs=tuple(logprob for _, logprob in results[:count] if logprob is not None),
+            finish=finish,
+            timing=None if finish is None else self._end(sequence, State.FINISHED, now),
+            accepted_prediction_tokens=accepted,
+            rejected_prediction_tokens=row.draft - accepted,
         )
 
     def _unsampled(self, sequence: Sequence, row: Row, result: RowResult, now: float) -> Output | None:
@@ -396,5 +504,14 @@ class Scheduler:
             self._waiting.discard(sequence)
         sequence.become(state)
         self._cache.close(sequence.kv, sequence.tokens, sequence.computed)
+        if sequence.drafter is not None and self._speculation is not None:
+            self._speculation.policy.close(sequence.drafter)
         del self._sequences[sequence.request.id]
         return sequence.timing(now)
+
+
+def _goes_on(sequence: Sequence, row: Row) -> bool:
+    """Tell whether the row after this one needs nothing but the token that this one samples."""
+    if not row.samples or row.draft or row.want == "hidden":
+        return False
+    return sequence.matcher is None and sequence.mu is None and sequence.request.sampling.max_tokens > 0

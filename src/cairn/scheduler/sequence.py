@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import collections.abc
 import enum
 import math
 from collections.abc import Callable
 from typing import Protocol
 
 from cairn.kv.pool.sequence_kv import SequenceKV
+from cairn.scheduler.drafts.drafter import Drafter
 from cairn.scheduler.fairness import AGE_SECONDS
 from cairn.types.errors import ContextTooLong, InvalidRequest
 from cairn.types.outputs import FinishReason, PromptProgress, Timing
@@ -19,6 +21,9 @@ MOST_FORCED = 32
 """Most tokens appended at once because the grammar allows no others."""
 MAX_PRIORITY = 100
 """Priorities are within ± this, so that `AGE_SECONDS` bounds how long a request can be overtaken."""
+
+
+TokenIds = collections.abc.Sequence[int]
 
 
 class State(enum.Enum):
@@ -56,6 +61,17 @@ class Matcher(Protocol):
         """
         ...
 
+    def accepts(self, draft: TokenIds) -> int:
+        """Return how many leading tokens of a draft may follow one another. Not while a mask is computed."""
+        ...
+
+    def masks(self, draft: TokenIds) -> tuple[Pending[bytes] | None, ...]:
+        """Start computing what `mask` gives, now and after each token of a draft that it `accepts` whole.
+
+        The results must be awaited before any other call, which then finds the state as it was.
+        """
+        ...
+
     def consume(self, token: int) -> None:
         """Advance by the next token of the answer."""
         ...
@@ -64,18 +80,28 @@ class Matcher(Protocol):
         """Return the only token that the next mask allows, if cheap to find out. Not while a mask is computed."""
         ...
 
+    def likely(self) -> TokenIds:
+        """Return tokens that spell the text that has to come next, if any does; others may spell it too.
+
+        Not while a mask is computed.
+        """
+        ...
+
 
 class Sequence:
     """A request in the scheduler: the only place where its tokens and progress are kept."""
 
     __slots__ = (
         "admitted",
+        "again",
         "ahead",
         "arrival",
         "computed",
         "deadline",
+        "drafter",
         "first_token",
         "forces",
+        "known",
         "kv",
         "long_beside",
         "longest",
@@ -88,6 +114,7 @@ class Sequence:
         "request",
         "scored",
         "spare",
+        "speculates",
         "stalled",
         "state",
         "to_score",
@@ -141,6 +168,14 @@ class Sequence:
         blocked on a pool."""
         self.stalled = 0
         """Steps since it last had a row, while it runs."""
+        self.speculates = request.want == "token" and self.mu is None
+        """Whether it may have a drafter. Not with mirostat, where each token changes how the next one is drawn."""
+        self.drafter: Drafter | None = None
+        """Set once it has decoded, if it speculates."""
+        self.known = 0
+        """Leading tokens that the drafter knows."""
+        self.again = 0
+        """Tokens of its answer that were accepted as guesses and have to be computed again, to have their state."""
         self.scored = 0
         """Prompt log-probabilities sent so far, of `to_score`."""
         self.to_score = self.prompt_len - 1 if request.sampling.prompt_logprobs and not request.generated else 0
@@ -206,6 +241,23 @@ class Sequence:
         self._append(token)
         return self.force(in_time), self.news()
 
+    def take_all(
+        self, tokens: TokenIds, in_time: Callable[[], bool]
+    ) -> tuple[FinishReason | None, tuple[int, ...], int]:
+        """Append the tokens of a step that checked guesses, one by one, up to the end of the answer.
+
+        Return (`ending`, `news`) as `take` does, and how many of `tokens` the answer has.
+        """
+        for count, token in enumerate(tokens[:-1], 1):
+            self._append(token)
+            if (finish := self.ending()) is not None:
+                return finish, self.news(), count
+        finish, news = self.take(tokens[-1], None, in_time)
+        if len(tokens) > 1 and self.matcher is None:  # `take` returned its own token alone
+            news = (*tokens[:-1], *news)
+            self.reported = len(self.tokens)
+        return finish, news, len(tokens)
+
     def force(self, in_time: Callable[[], bool]) -> FinishReason | None:
         """Append the tokens that the grammar forces, while `in_time` returns True; return `ending`.
 
@@ -236,19 +288,22 @@ class Sequence:
         self.reported = len(self.tokens)
         return tokens
 
-    def row(self, end: int) -> Row:
-        """Return the row that computes up to position `end`, and start its mask if it samples."""
+    def row(self, end: int, guesses: TokenIds = ()) -> Row:
+        """Return the row that computes up to position `end`, and `guesses` behind it, and start its mask if it samples.
+
+        Guesses belong behind the last token.
+        """
         first = end - 1 if end == len(self.tokens) else None
         if self.scored < self.to_score:
             first = max(self.computed, self.scored)
             first = first if first < end else None
-        request, mask = self.request, None
+        request, masks = self.request, list[Pending[bytes] | None]([None])
         if self.matcher is not None and first is not None and end == len(self.tokens):
-            mask = self.matcher.mask()
+            masks = [*self.matcher.masks(guesses)] if guesses else [self.matcher.mask()]
         return Row(
-            self.tokens,
+            [*self.tokens, *guesses] if guesses else self.tokens,
             self.computed,
-            end,
+            end + len(guesses),
             self.kv.table.groups,
             first,
             self.prompt_len,
@@ -256,7 +311,26 @@ class Sequence:
             request.choice,
             request.want,
             mu=self.mu or 0.0,
-            mask=mask,
+            mask=masks[0],
+            draft=len(guesses),
+            masks=tuple(masks[1:]),
+            adapters=request.adapters,
+        )
+
+    def row_ahead(self, before: int) -> Row:
+        """Return the row of the token after the next one, which row `before` of the running step samples."""
+        end, request = len(self.tokens), self.request
+        return Row(
+            self.tokens,
+            end,
+            end + 1,
+            self.kv.table.groups,
+            end,
+            self.prompt_len,
+            request.sampling,
+            request.choice,
+            pending=before,
+            adapters=request.adapters,
         )
 
     def start(self, now: float, miss: Miss | None, *, whole: bool = False) -> None:
@@ -269,9 +343,10 @@ class Sequence:
         self.admitted = now
         self.report = CacheReport(
             computed=self.prompt_len - covered,
-            pool=covered - brought["ram"] - brought["disk"],
+            pool=covered - sum(brought.values()),
             ram=brought["ram"],
             disk=brought["disk"],
+            shared=brought["shared"],
             load=self.kv.progress.load_seconds,
             miss=miss,
         )

@@ -121,6 +121,10 @@ class FileSystem(Protocol):
         """Give the file or folder the name `target`, in the place of a file that has it, at once and whole."""
         ...
 
+    def link(self, source: Path, target: Path) -> None:
+        """Give the file the name `target` too, at once and whole. Raise FileExistsError if something has it."""
+        ...
+
     def remove(self, path: Path) -> None:
         """Remove a file."""
         ...

@@ -115,11 +115,13 @@ class Metrics:
         self.prompt_tokens_cached = 0
         self.generation_tokens = 0
         self.generation_tokens_forced = 0
+        self.accepted_guesses = 0
+        self.rejected_guesses = 0
         self.preemptions = 0
         self.worker_restarts = 0
         self.worker_failures: Callable[[], int] = lambda: 0
         self.worker_still: Callable[[], float] = lambda: 0.0
-        self.prompt_tokens_loaded = {"ram": 0, "disk": 0}
+        self.prompt_tokens_loaded = {"ram": 0, "disk": 0, "shared": 0}
         self.misses: dict[str, int] = dict.fromkeys(get_args(MissReason), 0)
         self.kv = KvStats()
         """The stores below the pool of the present worker."""
@@ -276,6 +278,10 @@ class Metrics:
         yield "kv_disk_up", "1 where KV is kept on the disk and the disk works.", disk.budget > 0 and not disk.trouble
         yield "kv_ram_chunks", "Chunks of KV in host memory.", ram.chunks
         yield "kv_ram_bytes", "Bytes that they take.", ram.bytes
+        shared = self.kv.shared or TierStats()
+        yield "kv_shared_chunks", "Chunks of KV known to be in the shared store.", shared.chunks
+        up = self.kv.shared is not None and not shared.trouble
+        yield "kv_shared_up", "1 where replicas share a store and it works.", up
         yield "kv_queued_chunks", "Chunks that wait to be stored.", self.kv.queued
 
     def _counters(self) -> Iterator[tuple[str, str, float]]:
@@ -286,17 +292,26 @@ class Metrics:
         yield "generation_tokens", "Tokens generated.", self.generation_tokens
         forced = "Generated tokens that a grammar left no choice about, and that had no step of their own."
         yield "generation_tokens_forced", forced, self.generation_tokens_forced
+        guesses = self.accepted_guesses + self.rejected_guesses
+        yield "spec_decode_num_draft_tokens", "Guesses of the next tokens that steps checked.", guesses
+        yield (
+            "spec_decode_num_accepted_tokens",
+            "Guesses that were right: tokens without a step.",
+            self.accepted_guesses,
+        )
         yield "num_preemptions", "Requests sent back to wait because the KV pool was full.", self.preemptions
         yield "worker_restarts", "Times the worker process was replaced.", self.worker_restarts
         loaded = self.prompt_tokens_loaded
         yield "prompt_tokens_from_ram", "Prompt tokens whose KV came from host memory.", loaded["ram"]
         yield "prompt_tokens_from_disk", "Prompt tokens whose KV came from the disk.", loaded["disk"]
+        shared = "Prompt tokens whose KV came from the store that replicas share."
+        yield "prompt_tokens_from_shared", shared, loaded["shared"]
         for (name, text, now), ended in zip(self._kv_counts(), self._ended, strict=True):
             yield name, text, now + ended
 
     def _kv_counts(self) -> list[tuple[str, str, float]]:
         """Counters of the present worker's stores."""
-        kv, disk = self.kv, self.kv.disk or TierStats()
+        kv, disk, shared = self.kv, self.kv.disk or TierStats(), self.kv.shared or TierStats()
         return [
             ("kv_loaded_tokens", "Tokens whose KV was brought up into the pool.", kv.loaded),
             ("kv_load_seconds", "Time that contexts waited for that.", kv.load_seconds),
@@ -308,6 +323,10 @@ class Metrics:
             ("kv_disk_evicted_chunks", "Chunks evicted from the disk.", disk.evicted),
             ("kv_disk_damaged_chunks", "Chunks on the disk that failed a check.", disk.damaged),
             ("kv_disk_refused_chunks", "Chunks that the disk did not keep.", disk.refused),
+            ("kv_shared_written_bytes", "Bytes of KV written to the shared store.", shared.written),
+            ("kv_shared_read_bytes", "Bytes of KV read from the shared store.", shared.read),
+            ("kv_shared_damaged_chunks", "Chunks of the shared store that failed a check.", shared.damaged),
+            ("kv_shared_refused_chunks", "Chunks given up while the shared store was slow or gone.", shared.refused),
         ]
 
     def _tallies(self) -> Iterator[tuple[str, str, Tally]]:

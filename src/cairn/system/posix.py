@@ -173,6 +173,10 @@ class SystemFiles:
         """`rename`."""
         os.replace(source, target)
 
+    def link(self, source: Path, target: Path) -> None:
+        """`link`, of the file itself and never of what a symbolic link leads to."""
+        os.link(source, target, follow_symlinks=False)
+
     def remove(self, path: Path) -> None:
         """`unlink`."""
         os.unlink(path)

@@ -15,7 +15,7 @@ import msgspec
 
 from cairn.teams.definition import MAX_ROUNDS, USER, Rule, Team, check_text
 from cairn.teams.entries import Poll, check_poll
-from cairn.types.errors import CairnError, ConfigError, InvalidRequest
+from cairn.types.errors import CairnError, ConfigError, InvalidRequest, parted
 
 MAX_FILE = 1 << 22
 """Bytes of a document file that a scenario names."""
@@ -148,8 +148,9 @@ def scenario_of(given: Any, file: Path) -> Scenario:
     try:
         scenario = msgspec.convert(given, type=Scenario)
     except msgspec.ValidationError as error:
-        _, _, where = str(error).rpartition(" - at ")
-        raise ConfigError(f"{file}: is no scenario: {error}", field=where.strip("`")[:200] or None) from None
+        said, where, field = parted(error)
+        place = f" in {where}" if where else ""
+        raise ConfigError(f"{file}: this is not a scenario: {said[:300]}{place}", field=field) from None
     _check(scenario, file)
     documents = scenario.team.get("documents")
     if not isinstance(documents, list):

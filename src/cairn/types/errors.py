@@ -35,6 +35,7 @@ CairnError                 500  our own fault, or unforeseen
 
 from __future__ import annotations
 
+import re
 import traceback
 from typing import Self
 
@@ -224,3 +225,16 @@ class NoWorker(ModelError):
 class ConfigError(CairnError):
     code = "config_error"
     exit_code = 2
+
+
+_UNKNOWN = re.compile(r"Object contains unknown field `(.{1,200})`", re.DOTALL)
+
+
+def parted(error: Exception) -> tuple[str, str, str | None]:
+    """Return what a msgspec.ValidationError says, where, and its field: for an unknown one its name after `where`."""
+    said, _, where = str(error).rpartition(" - at ")  # names chosen by clients may contain " - at "
+    said, where = (said, where) if said else (where, "")
+    where = where.strip("`").removeprefix("$").lstrip(".")[:200]
+    unknown = _UNKNOWN.fullmatch(said)
+    field = ".".join(filter(None, (where, unknown[1] if unknown else "")))
+    return said, where, field or None

@@ -288,6 +288,8 @@ class MakersSampling(msgspec.Struct, frozen=True, kw_only=True):
 
     values: dict[str, float]
     """Sampling parameter -> value. Parameters not named are off."""
+    thinking: dict[str, float] = msgspec.field(default_factory=dict)
+    """The values for answers with reasoning, if the makers recommend others for these; empty if not."""
     source: str
     """URL of the recommendation."""
     read: str

@@ -40,6 +40,10 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    """Tokens of the answer that were guessed before they were sampled."""
+    rejected_prediction_tokens: int = 0
+    """Guesses that were computed and are not in the answer."""
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,6 +88,10 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     """Set while the prompt is computed, if the request asked for progress."""
     vector: bytes = b""
     """The result of a request for a hidden state, as float32 in native byte order; set with `finish`."""
+    accepted_prediction_tokens: int = 0
+    """Guesses of this step that were right and are in the answer."""
+    rejected_prediction_tokens: int = 0
+    """Guesses of this step that were checked and are not in the answer."""
 
 
 class TokenKind(enum.IntEnum):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import struct
 from typing import Literal
 
 import msgspec
@@ -119,6 +121,8 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
     """Name of a further reasoning format in `text.thoughts`."""
     reasoning_open: bool = False
     """The prompt already ends inside `<think>`."""
+    reasoning_closed: bool = False
+    """The prompt already ends behind `</think>`: the request switched reasoning off."""
     tools: bool = False
     """`<tool_call>` JSON becomes tool calls."""
     one_call: bool = False
@@ -148,6 +152,27 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     """Memory of the compiled grammar."""
     growth: int = 0
     """Bytes that it grows by for each token of an answer, on average."""
+
+
+Adapters = tuple[tuple[bytes, float], ...]
+"""The adapters that change a model's numbers, in the order in which they are added: digest and scale of each."""
+
+MAX_APPLIED = 4
+"""Most adapters of one request."""
+_ADAPTED = b"cairn adapted salt 1"
+
+
+def adapted_salt(salt: bytes, adapters: Adapters) -> bytes:
+    """Return the salt under which a tenant's contexts that were computed with these adapters are found.
+
+    KV computed with other adapters, or with other scales of them, is never shared.
+    """
+    if not adapters:
+        return salt
+    digest = hashlib.sha256(_ADAPTED + struct.pack("<q", len(salt)) + salt)
+    for adapter, scale in adapters:
+        digest.update(struct.pack("<qf", len(adapter), scale) + adapter)
+    return digest.digest()
 
 
 Want = Literal["token", "hidden"]
@@ -180,6 +205,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Most tokens of reasoning; then its closing tag is forced. None: no limit."""
     salt: bytes = b""
     """The tenant's salt: contexts with different salts never share KV."""
+    adapters: Adapters = ()
+    """Adapters that it is computed with; () for the model as it is."""
     share: str = ""
     """Key for fair scheduling: the tenant's name, or the client's address if the server has no API keys."""
     timeout: float | None = None
@@ -200,12 +227,19 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """`hidden`: nothing is generated; the last output has the text's `vector`."""
     second: int = 0
     """Index of the first token of a pair's second text, for models with token types; 0: a single text."""
+    prediction: tuple[int, ...] = ()
+    """What the client expects to be generated: guesses (`scheduler.drafts`), which change nothing but the speed."""
 
     def __post_init__(self) -> None:
         if not self.prompt:
             raise ValueError("a prompt needs at least one token")
         if not 0 <= self.id < 1 << 63:
             raise ValueError("a request id is a positive 64-bit number")
+
+    @property
+    def kv_salt(self) -> bytes:
+        """What separates its KV from that of other tenants and other adapters."""
+        return adapted_salt(self.salt, self.adapters)
 
     @property
     def held(self) -> bool:

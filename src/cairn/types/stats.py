@@ -59,7 +59,7 @@ class Miss(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Sources of a prompt's KV, in tokens. `computed + pool + ram + disk` is the prompt's length.
+    """Sources of a prompt's KV, in tokens. `computed + pool + ram + disk + shared` is the prompt's length.
 
     A prompt that needed no step counts as cached as a whole.
     """
@@ -68,6 +68,8 @@ class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
     pool: int = 0
     ram: int = 0
     disk: int = 0
+    shared: int = 0
+    """From the store that all replicas share."""
     load: float = 0.0
     """Seconds from the decision to load until the last chunk used was in the pool."""
     miss: Miss | None = None
@@ -76,7 +78,7 @@ class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def cached(self) -> int:
         """Tokens that were not computed."""
-        return self.pool + self.ram + self.disk
+        return self.pool + self.ram + self.disk + self.shared
 
 
 class Placed(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +87,7 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
     pool: int = 0
     ram: int = 0
     disk: int = 0
+    shared: int = 0
 
 
 class Swept(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,6 +142,7 @@ class KvStats(msgspec.Struct, frozen=True, kw_only=True):
     ram: TierStats | None = None
     """None without such a store."""
     disk: TierStats | None = None
+    shared: TierStats | None = None
     queued: int = 0
     """Chunks that wait to be written."""
     dropped: int = 0
@@ -177,3 +181,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int
     token_seconds: float = 0.0
     """Measured seconds for each prompt token; 0 before the first measurement."""
+    accepted: int = 0
+    """Guesses that were right and are in an answer."""
+    rejected: int = 0
+    """All other guesses."""

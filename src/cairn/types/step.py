@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
 from cairn.types.model_spec import CacheGroup
 from cairn.types.outputs import TokenLogprob
-from cairn.types.request import SamplingParams, Want
+from cairn.types.request import Adapters, SamplingParams, Want
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -24,6 +25,10 @@ NO_BLOCK = -1
 """Entry of a window or state group's table without a block: the window has passed it, or no state is kept there."""
 NO_TOKEN = "the step before gave no token to go on with"
 """Error of a row whose pending token was never sampled."""
+
+
+NO_ADAPTER = "an adapter of this request is no longer loaded"
+"""Error of a row with an adapter that is not attached."""
 
 
 class Pending(Protocol, Generic[T_co]):
@@ -83,10 +88,17 @@ class Row(msgspec.Struct, frozen=True):
     draft: int = 0
     """How many of the last tokens are guesses. The row samples at the last known token and at each guess, each time as
     if the guesses before it were right: with their history, by the position of the new token (`RowResult.more`). The
-    KV of guesses is written after that of known tokens, where the next row overwrites it. Not for state groups."""
+    KV of guesses is written after that of known tokens, where the next row overwrites it. A state is left as it is
+    after the last guess: the caller has copied the one before the row."""
+    masks: tuple[Pending[bytes] | None, ...] = ()
+    """With a draft and constraints: for each guess, what `mask` is of the token after it."""
     pending: int | None = None
     """Number of a row of the step before: the token that it samples is this row's only one, at `start`. So
     end == start + 1, and `tokens` needs to hold only `start` tokens."""
+
+    adapters: Adapters = ()
+    """Attached adapters that change this row's numbers, at most `MAX_APPLIED`. A row with an adapter that is not
+    attached fails alone."""
 
     @property
     def samples(self) -> bool:
@@ -94,8 +106,8 @@ class Row(msgspec.Struct, frozen=True):
         return self.logits_from is not None and (self.pending is not None or self.end == len(self.tokens))
 
 
-def check_guesses(row: Row, *, states: bool) -> None:
-    """Raise `ValueError` for a draft or pending token that cannot be computed. `states`: whether there are states."""
+def check_guesses(row: Row) -> None:
+    """Raise `ValueError` for a draft or pending token that cannot be computed."""
     if row.pending is not None and (row.draft or row.end != row.start + 1 or len(row.tokens) < row.start):
         raise ValueError("a row whose token is pending computes that one, behind all tokens that it knows")
     if not row.draft:
@@ -106,8 +118,10 @@ def check_guesses(row: Row, *, states: bool) -> None:
         raise ValueError(
             f"a row with {row.draft} guesses ends with them and wants logits from the token before them on"
         )
-    if states or row.mask is not None or row.want == "hidden":
-        raise ValueError("a row with guesses has no recurrent state, no mask and no hidden state")
+    if row.want == "hidden":
+        raise ValueError("a row with guesses has no hidden state")
+    if len(row.masks) != row.draft and (row.masks or row.mask is not None):
+        raise ValueError(f"a row has {len(row.masks)} masks for the tokens after its {row.draft} guesses")
 
 
 class RowResult(msgspec.Struct, frozen=True):
@@ -175,6 +189,27 @@ class EngineInfo:
     """False for an encoder: it has no groups, and only `embed` works."""
 
 
+class AdapterFacts(msgspec.Struct, frozen=True):
+    """Description of an adapter for the layers above the engine."""
+
+    digest: bytes
+    rank: int
+    """Its largest rank."""
+    matrices: int
+    """How many matrices of the model it changes."""
+    memory: int
+    """Bytes that it takes."""
+
+
+class AdapterData(Protocol):
+    """An adapter that was read and can be attached; only its engine looks into it."""
+
+    @property
+    def digest(self) -> bytes:
+        """Digest of everything about it that changes a number."""
+        ...
+
+
 class Engine(Protocol):
     """Computes rows of tokens. Implementations: `engine.recorded`, `engine.encoder`, `engine.fake`.
 
@@ -217,6 +252,18 @@ class Engine(Protocol):
 
     def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> EngineCall[None]:
         """Copy a group's block `source` to block `target`, for each pair in order."""
+        ...
+
+    def read_adapter(self, place: Path) -> AdapterData:
+        """Read and check an adapter's files, on any thread. Raise `ModelError` if it cannot be attached."""
+        ...
+
+    def attach(self, adapter: AdapterData) -> AdapterFacts:
+        """Let rows use an adapter from the next call on; a second time nothing changes."""
+        ...
+
+    def detach(self, digest: bytes) -> None:
+        """Free an adapter. Rows that still name it fail; an unknown one is ignored."""
         ...
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ const SOURCES = [
   ["pool", "from the pool"],
   ["ram", "from memory"],
   ["disk", "from the disk"],
+  ["shared", "from the shared store"],
 ];
 
 const REASONS = {

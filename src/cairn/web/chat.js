@@ -2,7 +2,7 @@
 
 import { agentPath, ApiError, ask, get, post } from "/web/api.js";
 import { Answer, action, asked, textOf } from "/web/answer.js";
-import { complain, dialog, field, framed, h, put, say, button } from "/web/dom.js";
+import { closesList, complain, dialog, field, framed, h, put, say, button } from "/web/dom.js";
 import { ChatList, chatMenu, titled } from "/web/chats.js";
 import { Hearing } from "/web/hearing.js";
 import { carriedOver, contextOf, roomMeter, waysOn } from "/web/room.js";
@@ -65,7 +65,14 @@ class Chat {
 
   build() {
     this.chats = new ChatList();
-    this.model = h("select", { "aria-label": "Model", onchange: () => this.room() });
+    this.chosen = ""; // the model that the person picked; otherwise the chat's own
+    this.model = h("select", {
+      "aria-label": "Model",
+      onchange: () => {
+        this.chosen = this.model.value;
+        this.room();
+      },
+    });
     this.meter = roomMeter();
     this.menu = chatMenu(() => this.agent ?? this.told);
     this.menu.hidden = true;
@@ -86,7 +93,7 @@ class Chat {
     const toggle = button("Chats", () => this.node.classList.toggle("open"), { class: "quiet narrow" });
     this.node = h(
       "div",
-      { class: "chat" },
+      { class: "chat", onclick: closesList },
       this.chats.node,
       h(
         "section",
@@ -130,14 +137,14 @@ class Chat {
   }
 
   models() {
-    const before = this.model.value;
+    const wanted = this.chosen || this.told?.model || this.model.value;
     put(
       this.model,
       store.models.map((one) =>
         h("option", { value: one.id }, one.state && one.state !== "loaded" ? `${one.id} (${one.state})` : one.id),
       ),
     );
-    if (before) this.model.value = before;
+    if (store.models.some((one) => one.id === wanted)) this.model.value = wanted;
     this.model.hidden = !store.models.length;
     this.room();
   }
@@ -221,6 +228,7 @@ class Chat {
       this.first = from;
       this.head = agent.head;
       this.told = agent;
+      this.models();
       this.draw();
       const last = this.path().at(-1);
       if (last?.state === "running") this.rejoin(last);
@@ -448,7 +456,7 @@ class Chat {
     if (this.ended) return;
     if (facts) {
       const { predicted_per_second, prompt_ms } = facts.timings ?? {};
-      this.facts.set(request, { timings: { predicted_per_second, prompt_ms } });
+      this.facts.set(request, { timings: { predicted_per_second, prompt_ms }, ...(facts.detail ? { detail: facts.detail } : {}) });
       keepSpeeds(this.facts);
     }
     if (begun) await this.load();

@@ -187,7 +187,7 @@ class Contexts {
     if (row.kind === "agent") {
       node.append(
         indent,
-        h("span", { class: "twisty", "aria-hidden": "true" }, row.open ? "▾" : "▸"),
+        h("span", { class: "twisty", "aria-hidden": "true" }),
         chip,
         h("span", { class: "name" }, titleOf(agent)),
         agent.origin ? h("span", { class: "soft opt" }, agent.id) : "",

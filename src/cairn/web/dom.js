@@ -85,9 +85,20 @@ export function sure(title, text, yes) {
   });
 }
 
-/** Say what went wrong, for a while or until it is read. */
+/** Close the list of a narrow page once something in it was chosen, the one that is shown included. */
+export function closesList(event) {
+  if (event.target.closest(".side a")) event.currentTarget.classList.remove("open");
+}
+
+/** Say what went wrong: in the dialog that is open, for all else is behind it, or for a while at the edge. */
 export function complain(error) {
   const text = error?.message ?? String(error);
+  const open = [...document.querySelectorAll("dialog[open]")].at(-1);
+  if (open) {
+    open.querySelector(".wrong")?.remove();
+    open.append(h("p", { class: "warn wrong", role: "alert" }, text));
+    return;
+  }
   const node = h(
     "div",
     { class: "toast", role: "alert" },

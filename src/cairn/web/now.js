@@ -255,6 +255,7 @@ function modelFigures(one) {
         ["Running", count(one.running)],
         ["Waiting", count(one.waiting)],
         ["Generated", `${count(one.tokens.generated)} tokens`],
+        ["Guessed ahead", `${count(one.tokens.guessed)} tokens of ${count(one.tokens.guesses)} guesses`],
         ["Prompts", `${count(one.tokens.prompt)} tokens, ${count(one.tokens.cached)} cached`],
         [
           "First token",

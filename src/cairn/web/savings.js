@@ -54,6 +54,7 @@ function cards(total) {
       ["in memory", count(total.ram)],
       ["on the disk", count(total.disk)],
       ["Tokens said", `${count(total.generated)} in ${several(total.requests, "answer")}`],
+      ["of them guessed", count(total.guessed)],
     ].map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value))),
   );
 }

@@ -1,8 +1,8 @@
 // Teams and workflows: a round as it runs, votes, and the graph of a run with the state of each node.
 
 import { ask, events, get, post, remove } from "/web/api.js";
-import { button, complain, dialog, field, framed, h, put, say, sure } from "/web/dom.js";
-import { ago, count, percent } from "/web/format.js";
+import { button, closesList, complain, dialog, field, framed, h, put, say, sure } from "/web/dom.js";
+import { ago, count, percent, several } from "/web/format.js";
 import { Growing, nodes } from "/web/markdown.js";
 import { table } from "/web/now.js";
 import { on, store } from "/web/store.js";
@@ -27,14 +27,14 @@ class Teams {
     const toggle = button("Teams and runs", () => this.node.classList.toggle("open"), { class: "narrow" });
     this.node = h(
       "div",
-      { class: this.id ? "chat" : "chat open" },
+      { class: this.id ? "chat" : "chat open", onclick: closesList },
       h(
         "aside",
         { class: "side", "aria-label": "Teams and runs" },
         button("New team", () => this.make(), { class: "wide" }),
         this.names,
       ),
-      h("div", { class: "talk" }, h("div", { class: "talkhead narrow" }, toggle), this.body),
+      h("div", { class: "talk" }, h("div", { class: "talkhead narrow" }, toggle, !this.id && h("h1", { class: "title" }, "Teams and runs")), this.body),
     );
     if (!this.id)
       put(
@@ -153,7 +153,7 @@ class Teams {
       h(
         "p",
         { class: "soft" },
-        `${team.topology.kind.replaceAll("_", " ")}, ${count(team.rounds)} rounds, ${team.state}` +
+        `${team.topology.kind.replaceAll("_", " ")}, ${several(team.rounds, "round")}, ${team.state}` +
           (team.decision ? `, decided: ${team.decision}` : "") +
           (prompts
             ? `. Of ${count(prompts)} prompt tokens ${percent((report.cached_tokens ?? 0) / prompts)} were not computed again; ` +

@@ -8,6 +8,7 @@ releases the interpreter lock.
 from __future__ import annotations
 
 import codecs
+import copy
 import threading
 import weakref
 from collections.abc import Sequence
@@ -35,29 +36,31 @@ ALONE_SECONDS = 0.05
 
 
 class MaskSource(Protocol):
-    """Computes the mask of its next token."""
+    """Computes the masks of its next token and of those after a draft's."""
 
-    def compute(self) -> bytes:
-        """Return the mask of the tokens allowed now. Called on the mask thread."""
+    def compute(self, draft: Sequence[int]) -> list[bytes]:
+        """Return the masks of the tokens allowed now and after each token of a draft. Called on the mask thread."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    sources: list[MaskSource] = field(default_factory=list)
-    masks: Future[list[bytes]] = field(default_factory=Future)
+    sources: list[tuple[MaskSource, Sequence[int]]] = field(default_factory=list)
+    masks: Future[list[list[bytes]]] = field(default_factory=Future)
 
 
 @dataclass(frozen=True, slots=True)
 class PendingMask:
     """A mask that is being computed: a `types.step.Pending`."""
 
-    masks: Future[list[bytes]]
+    masks: Future[list[list[bytes]]]
     number: int
+    place: int = 0
+    """How many tokens of a draft it follows."""
 
     def wait(self) -> bytes:
         """Wait for the mask and return it."""
-        return self.masks.result()[self.number]
+        return self.masks.result()[self.number][self.place]
 
 
 class Masks:
@@ -68,14 +71,14 @@ class Masks:
         self._lock = threading.Lock()
         self._open: _Batch | None = None
 
-    def ask(self, row: MaskSource) -> PendingMask:
-        """Start computing a row's mask. The row must not change until the mask is done."""
+    def ask(self, row: MaskSource, draft: Sequence[int] = ()) -> PendingMask:
+        """Start computing a row's mask, and those behind a `draft`. The row must not change until they are done."""
         with self._lock:
             batch = self._open
             if batch is None:
                 batch = self._open = _Batch()
                 self._pool.submit(self._work, batch)
-            batch.sources.append(row)
+            batch.sources.append((row, draft))
             return PendingMask(batch.masks, len(batch.sources) - 1)
 
     def close(self) -> None:
@@ -86,7 +89,7 @@ class Masks:
         with self._lock:  # later requests go to the next batch
             self._open = None
         try:
-            batch.masks.set_result([row.compute() for row in batch.sources])
+            batch.masks.set_result([row.compute(draft) for row, draft in batch.sources])
         except BaseException as error:
             batch.masks.set_exception(error)
 
@@ -178,6 +181,23 @@ class GrammarMatcher:
         """`Matcher.mask`."""
         return self._next or self._masks.ask(self)
 
+    def accepts(self, draft: Sequence[int]) -> int:
+        """`Matcher.accepts`. Nothing if masks are slow: those behind wrong guesses would be for nothing."""
+        if self._slow:
+            return 0
+        apart = (*self._ends, *self._others)
+        count = next((at for at, token in enumerate(draft) if token in apart), len(draft))
+        found = int(self._follower.validate_tokens(list(draft[:count])))
+        if self._follower.is_error():
+            self._start_over()
+            return 0
+        return found
+
+    def masks(self, draft: Sequence[int]) -> tuple[Pending[bytes], ...]:
+        """`Matcher.masks`."""
+        first = self._masks.ask(self, draft)
+        return (first, *(PendingMask(first.masks, first.number, place + 1) for place in range(len(draft))))
+
     def consume(self, token: int) -> None:
         """`Matcher.consume`. After a token that the grammar does not allow, the next mask is empty."""
         self._run = self._run[1:] if self._run[:1] == [token] else []
@@ -195,13 +215,45 @@ class GrammarMatcher:
         self._run = self._run or self._follower.compute_ff_tokens()
         if not self._run:
             return None
-        self._next = self._next or Ready(self.compute())
+        self._next = self._next or Ready(self._compute())
         token, mask = self._run[0], self._next.wait()
         only = bool(mask) and mask[token >> 3] == 1 << (token & 7) and mask.count(0) == len(mask) - 1
         return token if only else None
 
-    def compute(self) -> bytes:
-        """`MaskSource.compute`. Empty if the grammar is too complex to follow further."""
+    def likely(self) -> Sequence[int]:
+        """`Matcher.likely`."""
+        if not self._slow:
+            self._run = self._run or self._follower.compute_ff_tokens()
+        return self._run
+
+    def compute(self, draft: Sequence[int] = ()) -> list[bytes]:
+        """`MaskSource.compute`."""
+        masks = [self._next.wait() if self._next is not None else self._compute()]
+        if draft and masks[0]:
+            masks += self._compute_behind(draft)
+        return masks + [b""] * (len(draft) + 1 - len(masks))
+
+    def _compute_behind(self, draft: Sequence[int]) -> list[bytes]:
+        """Return the masks after each token of a draft, fewer if the grammar becomes too complex to follow."""
+        masks: list[bytes] = []
+        self._compiled.followed += len(draft)
+        for token in draft:
+            self._follower.consume_token(token)
+            mask = self._follower.compute_bitmask()
+            if self._follower.is_error():
+                self._start_over()
+                return masks
+            masks.append(self._with_ends(mask))
+        self._follower.rollback(len(draft))
+        return masks
+
+    def _start_over(self) -> None:
+        """Follow the answer's tokens again from its start: a draft led to what is too complex to follow."""
+        self._follower = self._compiled.fresh() if self._alone else self._compiled.copy()
+        self._follower.consume_tokens(self._consumed)
+
+    def _compute(self) -> bytes:
+        """Return the mask of the next token. Empty if the grammar is too complex to follow further."""
         began, used = perf_counter(), thread_time() if self._slow else 0.0
         mask = self._follower.compute_bitmask()
         if self._slow:
@@ -212,6 +264,10 @@ class GrammarMatcher:
             mask = self._compute_alone()
         if not mask or self._spent > SPARE_SECONDS:
             return b""
+        return self._with_ends(mask)
+
+    def _with_ends(self, mask: bytes) -> bytes:
+        """Return llguidance's mask with the tokens that end the answer where it may end, and no other control token."""
         bits = bytearray(mask)
         for token in self._others:
             bits[token >> 3] &= ~(1 << (token & 7)) & 255
@@ -274,11 +330,44 @@ class BudgetMatcher:
         mask[token >> 3] |= 1 << (token & 7)
         return Ready(bytes(mask))
 
+    def accepts(self, draft: Sequence[int]) -> int:
+        """`Matcher.accepts`."""
+        twin = self._twin()
+        for count, token in enumerate(draft):
+            if twin._state == "closing" and token != twin._forced[0]:
+                draft = draft[:count]
+                break
+            twin.consume(token)
+        return len(draft) if self._inner is None else self._inner.accepts(draft)
+
+    def masks(self, draft: Sequence[int]) -> tuple[Pending[bytes] | None, ...]:
+        """`Matcher.masks`."""
+        twin = self._twin()
+        own = [twin.mask()]
+        for token in draft:
+            twin.consume(token)
+            own.append(twin.mask())
+        inner = (None,) * len(own) if self._inner is None else self._inner.masks(draft)
+        return tuple(one or other for one, other in zip(own, inner, strict=True))
+
+    def _twin(self) -> BudgetMatcher:
+        """Return one that goes on from here without a grammar."""
+        twin = copy.copy(self)
+        twin._inner, twin._decoder = None, codecs.getincrementaldecoder("utf-8")("replace")
+        twin._decoder.setstate(self._decoder.getstate())
+        return twin
+
     def forced(self) -> int | None:
         """`Matcher.forced`."""
         if self._state == "closing":
             return self._forced[0]
         return None if self._inner is None else self._inner.forced()
+
+    def likely(self) -> Sequence[int]:
+        """`Matcher.likely`."""
+        if self._state == "closing":
+            return self._forced
+        return () if self._inner is None else self._inner.likely()
 
     def consume(self, token: int) -> None:
         """`Matcher.consume`."""

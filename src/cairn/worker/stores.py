@@ -9,8 +9,11 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
+from cairn.cluster.shared import open_chunks
 from cairn.config.config import Config
 from cairn.config.paths import expanded, users_folder
+from cairn.engine.machine import memory_available
+from cairn.kernels.devices import has_own_memory
 from cairn.kv.disk.codec import Codec, open_codec, state_groups
 from cairn.kv.disk.codec_check import POOL_Q8, Comparison, recall
 from cairn.kv.disk.folder import OF_MODELS, held
@@ -20,7 +23,9 @@ from cairn.kv.pool.prefix import Layout, numerics
 from cairn.kv.pool.sequence_kv import TierName
 from cairn.kv.ram import RamStore
 from cairn.kv.tiers.store import Store
+from cairn.kv.tiers.write_behind import WriteLimits
 from cairn.system.interfaces import Clock, FileSystem
+from cairn.system.posix import SystemRng
 from cairn.types.errors import ConfigError, Conflict
 from cairn.types.model_spec import ModelSpec
 from cairn.types.step import EngineInfo
@@ -52,6 +57,26 @@ def stored_bytes(config: Config, files: FileSystem) -> int:
     return size
 
 
+def ram_bytes(config: Config, info: EngineInfo, elsewhere: bool, free: int) -> int:
+    """Return the bytes of host memory that keep KV which left the pool; 0 for none.
+
+    `elsewhere`: whether the pool is in a device's own memory; then a quarter of the `free` host memory is used unless
+    `kv_ram_gb` says otherwise. A pool in host memory counts as not yet used. Raises `ConfigError` if it does not fit.
+    """
+    pool = 0 if elsewhere else sum(count * size for count, size in zip(info.blocks, info.block_bytes, strict=True))
+    if config.kv_ram_gb is None:
+        return free // 4 if elsewhere else 0
+    wanted = int(config.kv_ram_gb * GB)
+    if wanted > free - pool:
+        beside = f" beside the KV pool of {pool / GB:.2f} GB" if pool else ""
+        raise ConfigError(
+            f"kv_ram_gb is {config.kv_ram_gb:g}, but {max(0, free - pool) / GB:.2f} GB of memory are free{beside}; "
+            "lower kv_ram_gb" + (" or kv_gb" if pool else ""),
+            field="kv_ram_gb",
+        )
+    return wanted
+
+
 def keyed(info: EngineInfo, codec: str) -> EngineInfo:
     """Return the engine's description with the codec made part of every KV key: see `prefix.numerics`."""
     return dataclasses.replace(info, identity=numerics(info.identity, codec))
@@ -75,13 +100,8 @@ def open_stores(
     """
     stores: dict[TierName, Store] = {}
     trouble = ""
-    if config.kv_ram_gb is not None:
-        if info.device == "cpu":
-            raise ConfigError(
-                "kv_ram_gb is for engines whose KV pool is not in host memory; on the CPU raise kv_gb instead",
-                field="kv_ram_gb",
-            )
-        stores["ram"] = RamStore(int(config.kv_ram_gb * GB))
+    if room := ram_bytes(config, info, has_own_memory(info.device), memory_available()):
+        stores["ram"] = RamStore(room)
     if config.kv_dir is not None and config.kv_disk:
         folder = expanded(config.kv_dir).absolute()
         try:
@@ -117,7 +137,18 @@ def open_stores(
             if folder != users_folder(env).absolute():
                 raise
             trouble = f"no KV is kept on the disk: {error}"
+    if (shared := open_chunks(config, info.identity, clock, files, SystemRng())) is not None:
+        stores["shared"] = shared
     return stores, trouble
+
+
+def write_limits(config: Config) -> WriteLimits:
+    """Return the limits on what is stored. With a shared store, chunks and tails are copied well within its lag."""
+    limits = WriteLimits(day_bytes=config.kv_write_gb * GB)
+    if config.shared_store is None:
+        return limits
+    wait = min(limits.copy_seconds, config.shared_lag / 4)
+    return dataclasses.replace(limits, copy_seconds=wait, idle_seconds=wait)
 
 
 def _codec(config: Config, spec: ModelSpec, info: EngineInfo, files: FileSystem, folder: Path) -> Codec:

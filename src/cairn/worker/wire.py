@@ -21,6 +21,7 @@ from cairn.types.model_spec import ModelSpec
 from cairn.types.outputs import FinishReason, Output
 from cairn.types.request import Request
 from cairn.types.stats import KvStats, Placed, Swept, TakenIn
+from cairn.types.step import AdapterFacts
 
 MAX_FRAME = 64 << 20
 """Bytes in the longest frame, both ways: a prompt of 8 million tokens still fits."""
@@ -39,6 +40,15 @@ class WireError(CairnError):
 # ---------------------------------------------------------------------------------------------- front -> worker
 
 
+class AdapterPlace(msgspec.Struct, frozen=True, array_like=True):
+    """Where an adapter is."""
+
+    name: str
+    path: str
+    digest: bytes = b""
+    """Digest that it had in the worker before; empty at the start, where one that cannot be attached is an error."""
+
+
 class LoadModel(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     """The first frame: what to load. Secrets are not sent."""
 
@@ -50,6 +60,10 @@ class LoadModel(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     """This model's part of the KV folder's bytes if several models share it; 0: all."""
     turns: TenantTurns = TenantTurns()
     """Weights and classes of tenants, by `Request.share`."""
+    adapters: tuple[AdapterPlace, ...] = ()
+    """Adapters to attach."""
+    draft: str = ""
+    """Place of the draft model; empty without one."""
     wait: bool = False
     """Check the files, send `FilesChecked`, and allocate memory for the model only after `StartLoading`."""
 
@@ -71,8 +85,10 @@ class Drop(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
     reason: FinishReason
 
 
-What = Literal["flush", "pin", "mark", "prefetch", "evict", "where", "paths", "take_in", "scrub", "prune"]
-"""Operations on stored KV; the methods of `Service` with these names define them."""
+What = Literal[
+    "flush", "pin", "mark", "prefetch", "evict", "where", "paths", "take_in", "scrub", "prune", "attach", "detach"
+]
+"""Operations on stored KV and on adapters; the methods of `Service` with these names define them."""
 
 
 class KVQuery(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
@@ -95,6 +111,8 @@ class KVQuery(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     """File to import KV from."""
     model: bytes = b""
     """Identity of the context's model if it is not this worker's: its KV is erased from that model's store."""
+    adapter: bytes = b""
+    """Digest of the adapter to detach."""
 
 
 ToWorker = LoadModel | StartLoading | Add | Drop | KVQuery
@@ -141,6 +159,10 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     """Set if it has changed."""
     token_seconds: float = 0.0
     """Measured seconds for each prompt token; 0 before the first measurement."""
+    accepted: int = 0
+    """Guesses of the next tokens that were right and are in an answer."""
+    rejected: int = 0
+    """All other guesses."""
     progress: int = 0
     """Grows with any progress: a token computed, a request ended, KV loaded, a grammar compiled."""
 
@@ -152,6 +174,8 @@ class ModelReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     info: Info
     trouble: str = ""
     """A sentence on what does not work, such as the disk store, although requests are served."""
+    adapters: tuple[AdapterFacts | None, ...] = ()
+    """Those of `LoadModel.adapters`; None for one that could not be attached again."""
 
 
 class FilesChecked(msgspec.Struct, frozen=True, array_like=True, tag="checked"):
@@ -205,6 +229,10 @@ class KVAnswer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     """The stores' statistics after an operation that concerns all of them."""
     paths: tuple[str, ...] = ()
     taken: TakenIn = TakenIn()
+    adapter: AdapterFacts | None = None
+    """The adapter that was attached."""
+    refused: str = ""
+    """Why an adapter cannot be attached, as a sentence: the caller's mistake."""
 
 
 class DeviceFailed(msgspec.Struct, frozen=True, array_like=True, tag="device"):

@@ -25,11 +25,12 @@ from typing import TextIO
 
 from cairn.kv.pool.cache import Cache
 from cairn.kv.tiers.tiers import Tiers
-from cairn.kv.tiers.write_behind import WriteLimits
 from cairn.models.hub.digests import watched
 from cairn.models.spec.config import with_tokenizer
+from cairn.scheduler.drafts.draft_model import DraftModel
+from cairn.scheduler.drafts.policy import chosen_policy
 from cairn.scheduler.encoder_queue import TextQueue
-from cairn.scheduler.plan import Limits, Plan, Planner
+from cairn.scheduler.plan import Limits, Planner, SubmittedStep
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.sequence import Matcher
 from cairn.system.interfaces import Clock
@@ -40,9 +41,10 @@ from cairn.types.request import Request
 from cairn.types.stats import KvStats
 from cairn.types.step import Engine
 from cairn.worker import wire
+from cairn.worker.adapters import AdapterLoads, attach_first
 from cairn.worker.grammars import Grammars, read_vocabulary
 from cairn.worker.kv_queries import KVQueries
-from cairn.worker.stores import GB, check_pool, keyed, open_stores, stored_bytes
+from cairn.worker.stores import check_pool, keyed, open_stores, stored_bytes, write_limits
 
 log = logging.getLogger("cairn.worker.worker")  # not __name__: the process runs this module as __main__
 
@@ -157,10 +159,15 @@ class WorkerLoop:
         self._tiers = loaded.tiers
         self._grammars = loaded.grammars
         self._answers = KVQueries(channel, loaded.cache, loaded.tiers)
+        self._adapters = AdapterLoads(channel, loaded.engine)
         self._clock = loaded.clock
         self._pulse = pulse
         self._failures = 0
         self._stepped_at = -math.inf
+        self._began = -math.inf
+        """Time at which the engine began the step that is to be finished next."""
+        self._ahead: SubmittedStep | None = None
+        """A step that was planned and submitted while the one before it runs."""
         self._kv_at = -math.inf
         """Time of the last query of the stores' statistics."""
         self._sent_at = -math.inf
@@ -169,6 +176,10 @@ class WorkerLoop:
         """As in `wire.Stats`."""
         self._brought = 0
         """Tokens loaded plus loads abandoned, at the last query of the stores."""
+
+    def close(self) -> None:
+        """End the thread that reads adapters."""
+        self._adapters.close()
 
     def run(self) -> None:
         """Run until an error: `EOFError` or `OSError` when the front is gone, `WireError` for a bad frame."""
@@ -180,13 +191,15 @@ class WorkerLoop:
             for message in messages:
                 self._handle(message)
             self._take_ready()
-            plan = self._scheduler.plan()
+            if self._adapters.owed:
+                self._adapters.attach_read()
+            step = self._next_step()
             kv = self._kv_stats()
-            if plan is not None:
-                self._send_outputs(self._step(plan, kv))
+            if step is not None:
+                self._send_outputs(self._finish(step, kv))
             elif messages or kv is not None or self._overdue():
                 self._send_outputs(wire.StepOutputs(stats=self._stats(kv)))
-            wait = self._work_between_steps(plan is None)
+            wait = self._work_between_steps(step is None)
 
     def _send_outputs(self, step: wire.StepOutputs) -> None:
         self._channel.send(step)
@@ -194,7 +207,7 @@ class WorkerLoop:
 
     def _overdue(self) -> bool:
         """Tell whether a waiting front must get a sign of life: a disk or grammar is slow, or no step is possible."""
-        waited = self._answers.owed > 0 or self._grammars.pending or not self._scheduler.idle
+        waited = self._answers.owed + self._adapters.owed > 0 or self._grammars.pending or not self._scheduler.idle
         return waited and self._clock.now() - self._sent_at >= BEAT_SECONDS
 
     def _work_between_steps(self, idle: bool) -> float | None:
@@ -208,7 +221,7 @@ class WorkerLoop:
             return LOOK_SECONDS
         if tiers is not None and not rested and tiers.write_behind.chunks:
             return REST_SECONDS
-        wait = BEAT_SECONDS if self._answers.owed else math.inf
+        wait = BEAT_SECONDS if self._answers.owed + self._adapters.owed else math.inf
         if tiers is not None:
             wait = min(wait, tiers.write_behind.due)
         return None if wait == math.inf else max(wait, LOOK_SECONDS)
@@ -223,7 +236,7 @@ class WorkerLoop:
             self._grammars.drop(message.id)
             self._scheduler.drop(message.id, message.reason)
         elif isinstance(message, wire.KVQuery):
-            self._answers.take(message)
+            (self._adapters if message.what in ("attach", "detach") else self._answers).take(message)
         else:
             raise wire.WireError("a worker loads one model only once")
 
@@ -256,11 +269,27 @@ class WorkerLoop:
             self._progress += 1
         return news
 
-    def _step(self, plan: Plan, kv: KvStats | None) -> wire.StepOutputs:
-        began = self._clock.now()
-        results = plan.run(self._engine)
+    def _next_step(self) -> SubmittedStep | None:
+        """Return the step that runs, started now if none does; None if there is nothing to compute.
+
+        On a device the step after it is planned and submitted now, where it does not need this one's results.
+        """
+        step, self._ahead = self._ahead, None
+        self._began = self._stepped_at
+        if step is None:
+            if (plan := self._scheduler.plan()) is None:
+                return None
+            self._began = self._clock.now()
+            step = plan.submit(self._engine)
+        if self._engine.info.overlaps and (after := self._scheduler.follow(step.plan)) is not None:
+            self._ahead = after.submit(self._engine)
+        return step
+
+    def _finish(self, step: SubmittedStep, kv: KvStats | None) -> wire.StepOutputs:
+        """Wait for a step, commit it, and return its outputs."""
+        plan, results = step.plan, step.results()
         self._stepped_at = self._clock.now()
-        seconds = self._stepped_at - began
+        seconds = self._stepped_at - self._began
         if isinstance(results, Exception):
             self._failures += 1
             traceback.print_exception(results, file=sys.stderr)
@@ -294,6 +323,8 @@ class WorkerLoop:
             preemptions=stats.preemptions,
             kv=kv,
             token_seconds=stats.token_seconds,
+            accepted=stats.accepted,
+            rejected=stats.rejected,
             progress=self._progress,
         )
 
@@ -305,7 +336,7 @@ def _columns(outputs: list[Output]) -> tuple[tuple[int, ...], tuple[int, ...], t
     others: list[Output] = []
     for output in outputs:
         plain = not (output.finish or output.logprobs or output.prompt_logprobs or output.cache or output.timing)
-        plain = plain and output.mu is None
+        plain = plain and output.mu is None and not output.rejected_prediction_tokens
         if plain and len(output.tokens) == 1:
             ids.append(output.id)
             tokens.append(output.tokens[0])
@@ -338,7 +369,11 @@ def serve(sock: socket.socket, *, process: bool = False) -> None:
             gc.enable()
             gc.collect()
             gc.freeze()  # loaded objects stay: scanning them in each collection would delay steps
-        WorkerLoop(channel, loaded, pulse).run()
+        loop = WorkerLoop(channel, loaded, pulse)
+        try:
+            loop.run()
+        finally:
+            loop.close()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     finally:
@@ -347,6 +382,8 @@ def serve(sock: socket.socket, *, process: bool = False) -> None:
             if loaded.tiers is not None:
                 loaded.tiers.close(_STORE_SECONDS)
             loaded.engine.close()
+            if loaded.guesser is not None:
+                loaded.guesser.close()
             loaded.grammars.close()
         channel.hang_up()
         pulse.join()
@@ -364,6 +401,7 @@ class LoadedEngine:
     grammars: Grammars
     clock: Clock
     ready: wire.ModelReady
+    guesser: DraftModel | None = None
 
 
 def _load_visibly(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
@@ -379,6 +417,7 @@ def _load_visibly(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine |
 def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
     """Load everything that steps need; on failure send `LoadFailed` and return None."""
     config, clock, files, engine = load.config, SystemClock(), SystemFiles(), None
+    guesser: DraftModel | None = None
     try:
         from cairn.engine.device import check_files, load_engine
 
@@ -387,7 +426,12 @@ def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
             channel.send(wire.FilesChecked())
             if channel.receive(None) != [wire.StartLoading()]:
                 raise wire.WireError("after FilesChecked only StartLoading may follow")
+        if load.draft:  # before the model, whose pool takes a part of the memory that is free then
+            from cairn.worker.draft_model import load_draft_model
+
+            guesser = load_draft_model(config, Path(load.draft), Path(config.tokenizer or load.folder))
         spec, engine = load_engine(config, Path(load.folder), stored_bytes(config, files), load.blocks)
+        adapters = attach_first(engine, load.adapters)
         served_spec = with_tokenizer(spec, config.tokenizer)
         known = keyed(engine.info, config.kv_codec)
         generates = engine.info.generates
@@ -397,8 +441,9 @@ def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
     except EOFError:  # the front is gone, or no longer wants this model
         raise
     except Exception as error:
-        if engine is not None:
-            engine.close()
+        for one in (engine, guesser):
+            if one is not None:
+                one.close()
         if isinstance(error, CairnError):
             channel.send(wire.LoadFailed(error.code, str(error)))
         elif isinstance(error, MemoryError):
@@ -410,8 +455,8 @@ def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
     cache = Cache(known)
     tiers = None
     if stores:
-        written = WriteLimits(day_bytes=config.kv_write_gb * GB)
-        tiers = Tiers(cache, engine, clock, stores, load=config.kv_load, limits=written, wake=channel.wake)
+        limited = write_limits(config)
+        tiers = Tiers(cache, engine, clock, stores, load=config.kv_load, limits=limited, wake=channel.wake)
         tiers.start()
     limits = Limits(
         max_running=config.max_running,
@@ -420,7 +465,9 @@ def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
         weights=load.turns.weights,
         priorities=load.turns.priorities,
     )
-    scheduler: Planner = Scheduler(cache, limits, clock) if generates else TextQueue(known, limits, clock)
+    states = any(group.kind == "state" for group in known.groups)
+    drafts = chosen_policy(config.speculate, states=states, model=guesser)
+    scheduler: Planner = Scheduler(cache, limits, clock, drafts) if generates else TextQueue(known, limits, clock)
     info = wire.Info(
         context=known.context,
         pool_tokens=cache.longest,
@@ -434,7 +481,8 @@ def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
     )
     vocabulary = partial(read_vocabulary, Path(load.folder), config.tokenizer, known.vocab, spec.eos_ids)
     grammars = Grammars(vocabulary, channel.wake, clock)
-    return LoadedEngine(engine, cache, scheduler, tiers, grammars, clock, wire.ModelReady(served_spec, info, trouble))
+    ready = wire.ModelReady(served_spec, info, trouble, adapters)
+    return LoadedEngine(engine, cache, scheduler, tiers, grammars, clock, ready, guesser)
 
 
 def main() -> int:

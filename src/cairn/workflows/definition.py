@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from cairn.types.errors import InvalidRequest
+from cairn.types.errors import InvalidRequest, parted
 
 MAX_NODES = 256
 """Nodes of one workflow, those of loops included."""
@@ -143,7 +143,5 @@ def workflow_of(given: Any) -> Workflow:
     try:
         return msgspec.convert(given, type=Workflow)
     except msgspec.ValidationError as error:
-        said, _, where = str(error).rpartition(" - at ")  # names chosen by clients may contain " - at "
-        said, where = (said, where) if said else (where, "")
-        field = where.strip("`").removeprefix("$").lstrip(".")[:200] or None
-        raise InvalidRequest(f"workflow{'.' + field if field else ''}: {said[:300]}", field=field) from None
+        said, where, field = parted(error)
+        raise InvalidRequest(f"workflow{'.' + where if where else ''}: {said[:300]}", field=field) from None

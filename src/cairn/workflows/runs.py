@@ -172,5 +172,7 @@ def _inputs(workflow: Workflow, given: dict[str, Any]) -> dict[str, Any]:
     found = workflow.inputs | given
     missing = [name for name, value in found.items() if value is None]
     if missing:
-        raise InvalidRequest(f"inputs.{missing[0]} is missing", field=f"inputs.{missing[0]}")
+        raise InvalidRequest(
+            f"inputs.{missing[0]} is missing: the workflow has no default for it", field=f"inputs.{missing[0]}"
+        )
     return found

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cairn.api.app import App
+from cairn.api.app import App, build_app
 from cairn.api.http.auth import Access, Origins, _same_address, check_exposure, has_tenants
 from cairn.api.http.call import BodyBudget, HTTPCall
 from cairn.api.server import serve
@@ -393,7 +393,7 @@ async def test_a_page_may_send_what_its_client_adds() -> None:
 ALLOWED = {
     "access-control-allow-origin": lambda page, any: "*" if any else page,
     "access-control-allow-credentials": lambda page, any: None if any else "true",
-    "access-control-allow-methods": lambda page, any: "GET, POST, DELETE",
+    "access-control-allow-methods": lambda page, any: "GET, POST, PATCH, DELETE",
     "access-control-allow-headers": lambda page, any: "Authorization",
     "access-control-max-age": lambda page, any: "600",
 }
@@ -411,6 +411,15 @@ async def test_a_preflight_is_answered_as_browsers_need_it(entry: str, page: str
         asked = await preflight(at, page, access_control_request_headers="Authorization")
         assert asked.status_code == 200
         assert asked.headers.get(header) == ALLOWED[header](page, entry == "*")
+
+
+async def test_a_preflight_allows_every_method_of_a_route() -> None:
+    """A page of another address renames a chat with PATCH."""
+    methods = {route.method for route in build_app(None, Config()).router.routes}
+    assert "PATCH" in methods
+    async with site(ScriptedService(), Config(cors_origins=("https://app.example",))) as at:
+        response = await preflight(at, "https://app.example")
+    assert methods <= set(response.headers["access-control-allow-methods"].split(", "))
 
 
 async def test_a_page_cannot_post_without_a_preflight() -> None:

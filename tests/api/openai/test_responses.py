@@ -91,7 +91,11 @@ async def test_response_object() -> None:
     assert message["content"][0]["text"] == "Hello" and message["status"] == "completed"
     assert (call["type"], call["call_id"], call["name"]) == ("function_call", "call_1", "weather")
     assert call["arguments"] == '{"place": "Oslo"}'
-    assert found["usage"]["output_tokens_details"] == {"reasoning_tokens": 2}
+    assert found["usage"]["output_tokens_details"] == {
+        "reasoning_tokens": 2,
+        "accepted_prediction_tokens": 1,
+        "rejected_prediction_tokens": 2,
+    }
     assert found["usage"]["input_tokens_details"]["cached_tokens"] == 0 and found["usage"]["total_tokens"] == 7
 
 

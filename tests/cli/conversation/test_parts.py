@@ -5,18 +5,22 @@ from __future__ import annotations
 import io
 import json
 import random
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from cairn.cli.conversation.commands import is_command
-from cairn.cli.conversation.full_context import older_half
+from cairn.cli.conversation.full_context import older_half, summary_of
 from cairn.cli.conversation.line_reader import MAX_HISTORY, _shorten
 from cairn.cli.conversation.markdown_view import MarkdownView, WrappedView
 from cairn.cli.conversation.quoted_lines import question_of, unfinished, unquoted
 from cairn.cli.conversation.saved_chats import SavedChat, SavedChats
-from cairn.types.errors import CairnError, NotFound
+from cairn.entrypoints.answer import Answer
+from cairn.types.errors import CairnError, ContextTooLong, NotFound
+from cairn.types.outputs import FinishReason, Usage
 
 
 @pytest.mark.parametrize(
@@ -107,8 +111,66 @@ def test_the_older_half_is_whole_turns() -> None:
 
     assert older_half(messages(10, 10, 10, 10)) == 4
     assert older_half(messages(100, 1, 1)) == 2
-    assert older_half(messages(1, 1, 100)) == 4
+    assert older_half(messages(40, 60)) == 2, "the newest turn stays, though the other is less than half"
+    assert older_half(messages(1, 1, 100)) == 6, "dropping two short turns would make no room"
     assert older_half(messages(5)) == 2 and older_half([]) == 0
+
+
+class Narrow:
+    """A model of few tokens, one for each character, whose answers are as long as they may be."""
+
+    def __init__(self, context: int) -> None:
+        self.context = context
+        self.asked: list[list[dict[str, Any]]] = []
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> Any:
+        self.asked.append([dict(one) for one in messages])
+        size = sum(len(one["content"]) for one in messages)
+        if size >= self.context:
+            raise ContextTooLong("too long", prompt_tokens=size, context=self.context)
+        room = min(self.context - size, sampling["max_tokens"])
+        answer = Answer(
+            text="s" * room,
+            reasoning="",
+            tool_calls=(),
+            tokens=(),
+            finish_reason=FinishReason.LENGTH,
+            usage=Usage(prompt_tokens=size, completion_tokens=room, cached_tokens=0),
+            cache=None,
+        )
+        return Said(answer)
+
+    def generate(self, prompt: str, **sampling: Any) -> Any:
+        raise NotImplementedError
+
+
+class Said:
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("context", [600, None])
+@pytest.mark.parametrize("sizes", [(500, 90), (250, 200, 120), (100, 150, 100)])
+def test_a_summary_is_made_of_what_has_room(sizes: tuple[int, ...], context: int | None) -> None:
+    """Whether one turn fills the context, so that the question for a summary does not fit, or several do."""
+    model = Narrow(600)
+    older = [
+        {"role": role, "content": f"{role} {number} ".ljust(size // 2, "x") + "end"}
+        for number, size in enumerate(sizes)
+        for role in ("user", "assistant")
+    ]
+    short = summary_of(model, older, "Be kind.", context)
+    length = len(short[1]["content"])
+    assert length == 100 if context else 100 <= length <= 300, "a sixth of the context, where that is known"
+    last = model.asked[-1]
+    assert last[0] == {"role": "system", "content": "Be kind."} and last[-2]["content"].endswith("end")
+    assert len(model.asked) <= 6
 
 
 def test_chats_of_files(tmp_path: Path) -> None:

@@ -384,6 +384,11 @@ def test_what_the_environment_names_and_cannot_be_used_is_one_sentence(remote, e
         hub.pull("org/m", env=env)
 
 
+def test_a_name_that_is_not_found_asks_whether_this_machine_is_online(env):
+    with pytest.raises(ModelError, match="its address was not found; is this machine online"):
+        hub.pull("org/m", env=env | {"HF_ENDPOINT": "http://no-such-host.invalid"})
+
+
 @pytest.mark.parametrize("address", ["http://host:abc", "http://..x"])
 def test_an_endpoint_that_is_no_address_is_one_sentence(env, address):
     with pytest.raises(ModelError, match="cannot download org/m from"):

@@ -11,6 +11,7 @@ from cairn.models.hub.addresses import KNOWN
 from cairn.models.hub.digests import file_digest
 from cairn.models.spec import makers_sampling as table
 from cairn.models.spec.config import identity_of, load_spec
+from cairn.types.request import SAMPLING_RANGES
 from tests.gguf_files import write_gguf
 from tests.tiny_models import write_model
 
@@ -63,3 +64,29 @@ def test_every_row_says_from_where_and_when() -> None:
     for row in (*table.BY_HUB_ID.values(), *table.BY_DIGEST.values()):
         assert row.source.startswith("https://")
         assert len(row.read.split("-")) == 3
+
+
+@pytest.mark.parametrize("hub_id", ["Qwen/Qwen3-0.6B-GGUF", "ggml-org/gpt-oss-20b-GGUF"])
+def test_files_of_a_repository_are_known_by_its_id(hub_id: str, tmp_path: Path) -> None:
+    """The name of such a model is ORG/NAME:FILE."""
+    folder = tmp_path / f"models--{hub_id.replace('/', '--')}" / "snapshots" / "abc"
+    folder.mkdir(parents=True)
+    path = write_gguf(write_model(tmp_path / "model", "LlamaForCausalLM"), folder / "any name.gguf")
+    spec = load_spec(path)
+    assert spec.name == f"{hub_id}:any name"
+    assert spec.makers == table.BY_HUB_ID[hub_id]
+
+
+def test_thinking_and_other_rows_stand_apart() -> None:
+    row = table.BY_HUB_ID["Qwen/Qwen3-8B"]
+    assert row.values == {"temperature": 0.7, "top_p": 0.8, "top_k": 20}
+    assert row.thinking == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+
+
+def test_rows_name_parameters_that_exist() -> None:
+    for row in table.BY_HUB_ID.values():
+        assert row.values
+        for values in (row.values, row.thinking):
+            for name, value in values.items():
+                low, high = SAMPLING_RANGES[name]
+                assert low <= value <= high

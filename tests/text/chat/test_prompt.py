@@ -424,6 +424,15 @@ async def test_reasoning_opened_by_the_prompt_is_seen(start: Start) -> None:
     assert not (await chat.prompt([{"role": "user", "content": "<think>"}])).output.reasoning_open
 
 
+async def test_reasoning_that_a_request_switched_off_is_seen(start: Start) -> None:
+    """Which of two rows of its makers' sampling applies depends on that."""
+    chat = await start()
+    messages = [{"role": "user", "content": "x</think>"}]
+    assert not (await chat.prompt(messages)).output.reasoning_closed
+    assert not (await chat.prompt(messages, template_args={"force_thinking": True})).output.reasoning_closed
+    assert (await chat.prompt(messages, template_args={"enable_thinking": False})).output.reasoning_closed
+
+
 async def test_template_arguments_cannot_replace_what_is_given(start: Start) -> None:
     chat = await start()
     for name in ("messages", "tools", "add_generation_prompt", "eos_token"):

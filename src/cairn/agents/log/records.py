@@ -78,6 +78,8 @@ class TurnRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reasoning_budget: int | None = None
     began: float = 0.0
     request: int = 0
+    once: str = ""
+    """The client's Idempotency-Key: the same turn with the same key is answered once more, and not run again."""
 
 
 class TokensRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -142,8 +144,12 @@ class Savings(msgspec.Struct, frozen=True, kw_only=True):
     pool: int = 0
     ram: int = 0
     disk: int = 0
+    shared: int = 0
+    """Prompt tokens from the store that all replicas share."""
     generated: int = 0
     """Sampled tokens."""
+    guessed: int = 0
+    """Those of them that were guessed, and so had no step of their own."""
     prefill_seconds: float = 0.0
     """Seconds spent on prompts."""
     load_seconds: float = 0.0

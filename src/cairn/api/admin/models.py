@@ -125,7 +125,7 @@ class ModelAdmin:
         """
         body = parse(SwapBody, await self._read(call), self._config, call)
         model, grace = self._find(body.model), self._grace(body.grace, SWAP_GRACE)
-        _check_name(body.to, "to")
+        check_name(body.to, "to")
         async with Watch(call) as watch:
             await self._state.registry.swap(model, body.to, grace)
             watch.stop()
@@ -162,7 +162,7 @@ class ModelAdmin:
 
     def _find(self, name: str) -> ServedModel:
         """Return the model of exactly that name, even if the server answers to any."""
-        _check_name(name, "model")
+        check_name(name, "model")
         if not self._state.registry.has(name):
             raise self._state.registry.unknown(name)
         return self._state.registry.find(name)
@@ -175,11 +175,7 @@ class ModelAdmin:
         return float(seconds)
 
     def _check_owner(self) -> None:
-        """Raise Forbidden if anybody from elsewhere could do it."""
-        config = self._config
-        host = config.host if config.admin_port is None else config.admin_host
-        if not has_keys(config) and not is_local(host) and config.admin_key is None:
-            raise Forbidden("models are changed over HTTP only with the admin key, or on this machine alone")
+        check_owner(self._config)
 
     def _shown(self, model: ServedModel) -> dict[str, Any]:
         loaded, expires = model.loaded, self._state.registry.expires_in(model)
@@ -206,7 +202,14 @@ class ModelAdmin:
         }
 
 
-def _check_name(name: str, field: str) -> None:
+def check_owner(config: Config) -> None:
+    """Raise Forbidden if anybody from elsewhere could change models."""
+    host = config.host if config.admin_port is None else config.admin_host
+    if not has_keys(config) and not is_local(host) and config.admin_key is None:
+        raise Forbidden("models are changed over HTTP only with the admin key, or on this machine alone")
+
+
+def check_name(name: str, field: str) -> None:
     """Raise InvalidRequest for a text that can be no model's name or place."""
     if not name.strip() or "\0" in name:
         raise InvalidRequest(

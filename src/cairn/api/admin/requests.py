@@ -60,6 +60,10 @@ class Admin:
         """List the models that are served."""
         anthropic = call.header(ANTHROPIC) is not None
         data = [self._shown(model, anthropic) for model in self._state.registry.models]
+        for model in self._state.registry.models:
+            shown = self._shown(model, anthropic)
+            for adapter in sorted(model.adapter_names):
+                data.append(_as_adapted(shown, f"{model.name}:{adapter}", anthropic=anthropic))
         if anthropic:
             ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]}
             await call.json({"data": data, "has_more": False, **ends})
@@ -69,9 +73,14 @@ class Admin:
     async def model(self, call: HTTPCall, service: Service) -> None:
         """Return one model. Its id may hold slashes."""
         name = call.path.removeprefix("/v1/models/")
-        if not self._state.registry.several:
+        registry, anthropic = self._state.registry, call.header(ANTHROPIC) is not None
+        if (base := registry.adapted(name)) is not None and not registry.has(name):
+            own = f"{base.name}:{name.rpartition(':')[2]}"
+            await call.json(_as_adapted(self._shown(base, anthropic), own, anthropic=anthropic))
+            return
+        if not registry.several:
             check_model(name, service, strict=True)
-        await call.json(self._shown(self._state.registry.find(name), call.header(ANTHROPIC) is not None))
+        await call.json(self._shown(registry.find(name), anthropic))
 
     async def request(self, call: HTTPCall, service: Service) -> None:
         """Return the state of a request, with the tokens and the text of each choice so far."""
@@ -234,13 +243,14 @@ class Props:
     async def show(self, call: HTTPCall, service: Service) -> None:
         """Return what is served, and what applies if a request gives no option."""
         spec, tokenizer, context = service.spec, service.tokenizer, service.info.context
+        defaults = sampling_defaults(spec, thinking=service.chat.thinks)
         ends = [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in spec.eos_ids]
         await call.json(
             {
                 "default_generation_settings": {
                     "n_ctx": context,
                     "params": self._defaults(service),
-                    "sources": {name: applied.source for name, applied in sampling_defaults(spec).items()},
+                    "sources": {name: one.source for name, one in defaults.items()},
                 },
                 "total_slots": min(self._config.max_running, service.info.max_rows),
                 "model_path": self._config.model,
@@ -257,7 +267,13 @@ class Props:
     def _defaults(self, service: Service) -> dict[str, Any]:
         """Return what a request without options gets, by the function that completes requests."""
         order = self._config.sampler_order
-        params = sampling_params(service.spec, prompt_tokens=1, context=service.info.context, sampler_order=order)
+        params = sampling_params(
+            service.spec,
+            prompt_tokens=1,
+            context=service.info.context,
+            thinking=service.chat.thinks,
+            sampler_order=order,
+        )
         return {
             "temperature": params.temperature,
             "top_k": params.top_k,
@@ -335,3 +351,10 @@ def _swept(what: str, found: Sequence[Swept]) -> dict[str, Any]:
         "removed_bytes": sum(one.bytes for one in found),
         "unreadable": sum(one.unreadable for one in found),
     }
+
+
+def _as_adapted(shown: dict[str, Any], name: str, *, anthropic: bool) -> dict[str, Any]:
+    """Return a model's entry as that of the model with an adapter."""
+    if anthropic:
+        return shown | {"id": name, "display_name": name}
+    return {key: value for key, value in shown.items() if key != "aliases"} | {"id": name, "parent": shown["id"]}

@@ -35,7 +35,6 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[FieldRow, ...]]] = {
         "OpenAI": (
             FieldRow("user safety_identifier", "who asks; nobody here judges them"),
             FieldRow("service_tier", "all requests are served alike"),
-            FieldRow("prediction", "a hint that changes the speed alone"),
             FieldRow("prompt_cache_options prompt_cache_retention", _CACHED),
             FieldRow("verbosity", "no switch of local models; ask for brevity in the prompt"),
             FieldRow("modalities", "answers are text", (["text"],)),
@@ -60,7 +59,6 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[FieldRow, ...]]] = {
             FieldRow("penalize_nl", "line breaks are penalised like other tokens, or by logit_bias", (True,)),
             FieldRow("min_keep n_discard n_indent n_probs", _FORM, (0,)),
             FieldRow("t_max_predict_ms", "an answer ends with the time of the server's request_timeout", (0, -1)),
-            FieldRow("lora", "adapters are not built", ([],)),
             FieldRow("parse_tool_calls", "calls are read where tools are offered", (True,)),
             FieldRow("reasoning_format", "reasoning is told apart from content", ("auto", "deepseek")),
             FieldRow("reasoning_control post_sampling_probs return_tokens backend_sampling", _FORM, (False,)),

@@ -21,6 +21,7 @@ from cairn.api.chat.timings import AnswerTimes
 from cairn.api.http.body import has_more
 from cairn.api.http.call import HTTPCall, shown
 from cairn.config.config import Config
+from cairn.frontend.adapters import AdaptedService
 from cairn.frontend.admission import check_together
 from cairn.frontend.miss_explainer import PromptOrigin, describe_prompt
 from cairn.frontend.requests import SamplingOptions
@@ -32,6 +33,8 @@ from cairn.types.request import OutputFormat, Request
 
 MAX_TEMPLATE_ARGS = 16
 MAX_EFFORT = 32
+_INLINE = 2048
+"""Characters of a predicted text that are encoded at once; longer ones wait for a thread."""
 
 
 def check_chat(body: ChatBody, config: Config) -> None:
@@ -43,6 +46,12 @@ def check_stream(body: Generation) -> None:
     """Raise InvalidRequest for options of a stream without a stream."""
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options goes with stream: true", field="stream_options")
+
+
+def check_lora(body: Generation, service: Service) -> None:
+    """Raise InvalidRequest for adapters that the service does not have: `ModelRouter` gave it those that it has."""
+    if any(one.scale for one in body.lora or ()) and not isinstance(service, AdaptedService):
+        raise InvalidRequest(f"lora: {service.name} has no adapters; load one first", field="lora")
 
 
 def choice_of(body: ChatBody) -> Any:
@@ -134,9 +143,10 @@ async def chat_exchange(
     with spelled(names):
         prompt = await chat_prompt(call, service, config, body)
         store = is_stored(body.store, config)
+        options = await with_prediction(call, service, body, body.chat_options())
         made = service.make_requests(
             [*before, *prompt.tokens],
-            body.chat_options(),
+            options,
             ids=ids(call, service),
             max_choices=config.max_choices,
             output=prompt.output,
@@ -182,6 +192,7 @@ async def text_exchange(
     `names` are as for a chat; `allow_empty` permits prompts that are only scored.
     """
     check_stream(body)
+    check_lora(body, service)
     draw, store, output = ids(call, service), is_stored(body.store, config), OutputFormat(continues=True)
     asked: list[Request] = []
     with spelled(names):
@@ -225,6 +236,7 @@ def _durable(requests: Sequence[Request], tied: Attribution | None) -> list[Requ
 async def chat_prompt(call: HTTPCall, service: Service, config: Config, body: ChatBody) -> Prompt:
     """Check a chat and return its prompt."""
     check_chat(body, config)
+    check_lora(body, service)
     check_model(body.model, service)
     service.check_generates()
     tools = shown_tools(body)
@@ -319,6 +331,19 @@ async def check_length(
         return service.tokenizer.encode(text, special=special)
 
     await length.check_length(encode, texts, service.info.context, field, service.chat.long, call.share)
+
+
+async def with_prediction(
+    call: HTTPCall, service: Service, body: ChatGeneration, options: SamplingOptions
+) -> SamplingOptions:
+    """Return the options with the tokens of the text that the request predicts. Raise as `check_length`."""
+    if body.prediction is None:
+        return options
+    text, encode = body.prediction.text, service.tokenizer.encode
+    await check_length(call, service, [text], "prediction")
+    short = len(text) <= _INLINE
+    tokens = encode(text) if short else await service.chat.long.run(call.share, encode, text)
+    return msgspec.structs.replace(options, prediction=tokens)
 
 
 def pace_of(body: Generation, choices: Sequence[ChoiceStream]) -> AnswerTimes:

@@ -12,17 +12,18 @@ import math
 import re
 import time
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from cairn.api.chat.sessions import AgentAttribution
-from cairn.api.http.call import HTTPCall, query
+from cairn.api.http.call import HTTPCall, query, shown
 from cairn.api.http.event_log import parse_id
 from cairn.frontend.service import Service
 from cairn.router.models import Models
 from cairn.router.served_model import ServedModel
-from cairn.types.errors import InvalidRequest
+from cairn.types.errors import InvalidRequest, UnknownModel
+from cairn.types.request import MAX_APPLIED
 
 AGENTS = "/v1/agents"
 PLACES = {"team": "/v1/teams", "run": "/v1/workflows/runs"}
@@ -31,6 +32,8 @@ REQUESTS = ("/v1/requests/{id}", "/v1/responses/{id}")
 """Routes of a request or a stored response."""
 OLLAMA = "/api/"
 """The prefix of Ollama's routes. Its model names ignore case."""
+WITHOUT_LORA = (OLLAMA, "/v1/messages")
+"""Prefixes of routes whose bodies have no field `lora`."""
 DURATION = re.compile(r"([-+]?)((?:[0-9.]{1,36}(?:ns|us|\u00b5s|\u03bcs|ms|s|m|h)){1,8}|[0-9.]{1,18})")
 """A duration as Go writes one, such as 1h30m0s, or a number of seconds."""
 PART = re.compile(r"([0-9.]+)([a-z\u00b5\u03bc]*)")
@@ -52,6 +55,21 @@ class _Named(msgspec.Struct):
 
     model: Any = None
     keep_alive: Any = None
+    lora: Any = None
+
+
+class ModelChoice(NamedTuple):
+    """The model of a call, and what the call says of its adapters."""
+
+    model: ServedModel
+    name: str | None = None
+    """The name that means it, which may end in an adapter's."""
+    keep: float | None = None
+    """Seconds that the client wants the model kept; None if it does not say."""
+    lora: Any = None
+    """Adapters by their ids, not checked; None if the call has none."""
+    bare: bool = False
+    """Whether the model is meant without adapters, whatever scales were set."""
 
 
 _decode = msgspec.json.Decoder(_Named).decode
@@ -77,51 +95,61 @@ class ModelRouter:
             call.identity, call.model = service.spec.identity, service.name
             yield service
             return
-        model, keep = (await self._choose(call, how)) if self._models.several else (self._models.models[0], None)
+        choice = await self._choose(call, how) if self._peeks else ModelChoice(self._models.models[0])
+        model = choice.model
         began, there = time.monotonic(), model.loaded is not None
-        async with self._models.using(model) as service:
+        async with self._models.using(model) as base:
             call.load_seconds = 0.0 if there else time.monotonic() - began
+            service = _with_adapters(model, base, choice)
             call.identity, call.model = service.spec.identity, service.name
             try:
                 yield service
             finally:
-                if keep is not None:
-                    self._models.keep(model, keep)
+                if choice.keep is not None:
+                    self._models.keep(model, choice.keep)
 
-    async def _choose(self, call: HTTPCall, how: str) -> tuple[ServedModel, float | None]:
-        """Choose among several models.
+    @property
+    def _peeks(self) -> bool:
+        """Whether a body has to be read before its route reads it."""
+        return self._models.several or self._models.has_adapters
 
-        Also returns how many seconds the client wants the model kept; None if it does not say.
-        """
+    async def _choose(self, call: HTTPCall, how: str) -> ModelChoice:
+        """Choose among several models, or a model's adapters."""
         if how == "url":
-            return self._models.find(_asked(call)), None
+            name = _asked(call)
+            return ModelChoice(self._models.find(name), name)
         named = await self._named(call)
         if how == "agent":
-            return self._of_agent(call, call.path_part(AGENTS), named), None
+            return self._of_agent(call, call.path_part(AGENTS), named)
         if how in PLACES:
-            return self._of_work(call, how, call.path_part(PLACES[how]), named), None
+            return self._of_work(call, how, call.path_part(PLACES[how]), named)
         name = _text(named.model)
         of_ollama = call.path.startswith(OLLAMA)
         if name is not None and of_ollama:
             name = self._models.canonical(name)
         model = self._models.find(name, how)
-        return model, seconds_of(named.keep_alive) if of_ollama and named.keep_alive is not None else None
+        keep = seconds_of(named.keep_alive) if of_ollama and named.keep_alive is not None else None
+        return ModelChoice(model, name, keep, None if call.path.startswith(WITHOUT_LORA) else named.lora)
 
-    def _of_agent(self, call: HTTPCall, id: str, named: _Named) -> ServedModel:
+    def _of_agent(self, call: HTTPCall, id: str, named: _Named) -> ModelChoice:
         """Return the model that a turn names, else the one that answered the agent's last turn."""
-        if (name := _text(named.model)) is None and self._attribution.agents is not None:
+        name = _text(named.model)
+        if name is None and named.lora is None and self._attribution.agents is not None:
             identity, made_for = self._attribution.agents.model_of(call.tenant, id)
             if (found := self._models.by_identity(identity)) is not None:
-                return found
-            if self._models.has(made_for):
-                return self._models.find(made_for)
-        return self._models.find(name)
+                return ModelChoice(found, bare=True)
+            for model, loaded in self._models.loaded():
+                if (view := loaded.adapters.of(identity)) is not None:
+                    return ModelChoice(model, view.name)
+            if self._models.has(made_for) or self._models.adapted(made_for) is not None:
+                return ModelChoice(self._models.find(made_for), made_for)
+        return ModelChoice(self._models.find(name), name, lora=named.lora)
 
-    def _of_work(self, call: HTTPCall, room: str, id: str, named: _Named) -> ServedModel:
+    def _of_work(self, call: HTTPCall, room: str, id: str, named: _Named) -> ModelChoice:
         """Return the model that the body names, else the one that the team or run was made with."""
         if (name := _text(named.model)) is None and self._attribution.agents is not None:
             name = self._attribution.agents.journals.model_of(room, call.tenant, id)
-        return self._models.find(name)
+        return ModelChoice(self._models.find(name), name, lora=named.lora)
 
     def _about(self, call: HTTPCall) -> Service | None:
         """Return the service that a request or an agent's context belongs to, if it is loaded."""
@@ -140,6 +168,39 @@ class ModelRouter:
             return _decode(body.removeprefix(codecs.BOM_UTF8))
         except (msgspec.MsgspecError, RecursionError, ValueError):
             return _Named()
+
+
+def _with_adapters(model: ServedModel, base: Service, choice: ModelChoice) -> Service:
+    """Return the service that answers the call: the model, or the model with adapters.
+
+    Raise UnknownModel for an adapter that a model with adapters does not have.
+    """
+    loaded = model.loaded
+    if loaded is None or choice.bare or not (loaded.adapters.known or choice.lora):
+        return base
+    if (scales := _scales(choice.lora)) is not None:
+        return loaded.adapters.scaled(scales, "lora")
+    name = choice.name or ""
+    if (found := loaded.adapters.named(name)) is not None:
+        return found
+    before, colon, last = name.rpartition(":")
+    if colon and last != "latest" and before in base.names and name not in base.names:
+        known = ", ".join(sorted(loaded.adapters.known))
+        raise UnknownModel(f"{base.name} has no adapter {shown(last)!r}; loaded are: {known}", field="model")
+    return loaded.adapters.usual()
+
+
+def _scales(lora: Any) -> dict[int, float] | None:
+    """Return the scales of a body's `lora` by id; None for none, and for what the route will refuse."""
+    if not isinstance(lora, list):
+        return None
+    found: dict[int, float] = {}
+    for one in lora[: MAX_APPLIED + 1]:
+        id, scale = (one.get("id"), one.get("scale")) if isinstance(one, dict) else (None, None)
+        if not isinstance(id, int) or not isinstance(scale, int | float) or isinstance(id, bool):
+            return None
+        found[id] = float(scale)
+    return found
 
 
 def seconds_of(given: Any) -> float:

@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from pydantic import Discriminator, Tag
+from pydantic import Discriminator, Field, Tag
 
-from cairn.api.chat.message_schemas import ChatMessage, Messages, Tool
+from cairn.api.chat.message_schemas import ChatMessage, Content, Messages, TextPart, Tool
 from cairn.api.http.body import Body, Count, Number, Prompt, Several, Stop, text_or_list
 from cairn.api.http.call import shown
+from cairn.config.resolve import MOST_ADAPTERS
 from cairn.frontend.requests import MAX_TOP_LOGPROBS, SamplingOptions
 from cairn.frontend.sampling_extras import BEYOND
 from cairn.frontend.structured_output import FIELDS, wanted_of
@@ -29,6 +30,22 @@ class StreamOptions(Body):
     place = "stream_options"
 
     include_usage: bool | None = None
+
+
+class Prediction(Body):
+    """Text that much of the answer is expected to repeat."""
+
+    place = "prediction"
+    within: ClassVar[dict[str, type[Body]]] = {"content": TextPart}
+
+    type: Literal["content"]
+    content: Content
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        parts = self.content
+        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
 
 
 Bias = Annotated[
@@ -49,11 +66,18 @@ Samplers = Annotated[
 ]
 
 
+class AdapterScale(Body):
+    """One adapter of a request, in llama-server's form."""
+
+    id: int
+    scale: Annotated[float, Field(ge=-100, le=100)]
+
+
 class Generation(Body):
     """The fields that chat and text completions share."""
 
     place = "request"
-    within: ClassVar[dict[str, type[Body]]] = {"stream_options": StreamOptions}
+    within: ClassVar[dict[str, type[Body]]] = {"stream_options": StreamOptions, "lora": AdapterScale}
     synonyms: ClassVar[Mapping[str, str]] = {
         "n_predict": "max_tokens",
         "repeat_penalty": "repetition_penalty",
@@ -65,6 +89,8 @@ class Generation(Body):
     }
 
     model: str | None = None
+    lora: Several[AdapterScale] | None = Field(default=None, max_length=MOST_ADAPTERS)
+    """Adapters by their ids, which `ModelRouter` has applied already; others do not count."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Count = None
@@ -256,10 +282,14 @@ class Templated(Body):
 class ChatGeneration(Generation, Templated):
     """The fields that a chat and an agent's turn share."""
 
-    within: ClassVar[dict[str, type[Body]]] = Generation.within | Templated.within | {"messages": ChatMessage}
+    within: ClassVar[dict[str, type[Body]]] = (
+        Generation.within | Templated.within | {"messages": ChatMessage, "prediction": Prediction}
+    )
     attached = "messages"
 
     messages: Messages
+    prediction: Prediction | None = None
+    """It changes the speed alone."""
     max_completion_tokens: Count = None
     logprobs: bool | None = None
     top_logprobs: Count = None

@@ -21,7 +21,7 @@ from cairn.api.chat.schemas import Generation
 from cairn.api.http.auth import AGENT
 from cairn.api.http.call import HTTPCall
 from cairn.text.chat.prompt import Sampled
-from cairn.types.errors import Conflict, InvalidRequest, NotFound, Overloaded, QuotaExceeded, Unavailable
+from cairn.types.errors import Conflict, Damaged, InvalidRequest, NotFound, Overloaded, QuotaExceeded, Unavailable
 from cairn.types.outputs import Done, Timing
 from cairn.types.request import Request
 from cairn.types.stats import CacheReport
@@ -36,6 +36,9 @@ ACCOUNT_TTL = 7 * 86_400.0
 
 MAX_USER_ID = 2000
 """Characters of a user id that are looked at."""
+
+AGENTS = "/v1/agents"
+AGENT_ROUTE = AGENTS + "/{id}"
 
 
 class AgentAttribution:
@@ -63,6 +66,19 @@ class AgentAttribution:
     def refuses(self) -> bool:
         """Whether turns are refused now."""
         return self.failing if self.agents is None else self.agents.refuses
+
+    async def bring(self, call: HTTPCall) -> None:
+        """Bring the agent in the path, if there is one, up to what the shared store has of it, if there is one.
+
+        A call that only reads is answered from this server's own copy where the store fails.
+        """
+        if self.agents is None or not call.route.startswith(AGENT_ROUTE):
+            return
+        try:
+            await self.agents.bring(call.tenant, call.path_part(AGENTS))
+        except (Unavailable, Damaged):
+            if call.scope["method"] in ("POST", "PATCH"):
+                raise
 
     def opened(self, agents: Agents) -> None:
         """Keep agents from now on."""
@@ -97,6 +113,8 @@ class AgentAttribution:
     async def _account(self, agents: Agents, tenant: str, names: Sequence[str], *, new: bool) -> Agent | None:
         """Return the agent of the first known name; if none is known, a `new` one or None."""
         for name in names:
+            with contextlib.suppress(Unavailable, Damaged):  # an answer does not wait for its account
+                await agents.bring(tenant, name)
             with contextlib.suppress(NotFound):
                 return agents.named(tenant, name)
         if names and new:

@@ -83,6 +83,7 @@ def cache_object(report: CacheReport) -> dict[str, Any]:
         "pool": report.pool,
         "ram": report.ram,
         "disk": report.disk,
+        "shared": report.shared,
         "load_seconds": round(report.load, 6),
         "miss": [] if miss is None else [miss_object(miss)],
     }
@@ -110,10 +111,12 @@ def usage_object(ends: Iterable[tuple[Done, bool]]) -> dict[str, Any]:
     Only the first choice of a prompt (True) counts the prompt. Of several prompts the cache reports are added up, and
     `miss` is the first there was.
     """
-    prompt = completion = cached = 0
+    prompt = completion = cached = accepted = rejected = 0
     report: CacheReport | None = None
     for done, first in ends:
         completion += done.usage.completion_tokens
+        accepted += done.usage.accepted_prediction_tokens
+        rejected += done.usage.rejected_prediction_tokens
         if first:
             prompt += done.usage.prompt_tokens
             cached += done.usage.cached_tokens
@@ -123,6 +126,7 @@ def usage_object(ends: Iterable[tuple[Done, bool]]) -> dict[str, Any]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected},
         "cairn": cache_object(report or CacheReport()),
     }
 
@@ -133,6 +137,7 @@ def _sum(one: CacheReport, other: CacheReport) -> CacheReport:
         pool=one.pool + other.pool,
         ram=one.ram + other.ram,
         disk=one.disk + other.disk,
+        shared=one.shared + other.shared,
         load=one.load + other.load,
         miss=one.miss or other.miss,
     )

@@ -274,7 +274,7 @@ def preflight(call: HTTPCall) -> Headers:
     """Return the headers that answer a CORS preflight. Any request header is allowed: clients add some of their own."""
     asked = call.header(b"access-control-request-headers") or b""
     return [
-        (b"access-control-allow-methods", b"GET, POST, DELETE"),
+        (b"access-control-allow-methods", b"GET, POST, PATCH, DELETE"),
         (b"access-control-allow-headers", asked if _NAMES.fullmatch(asked) else b""),
         (b"access-control-max-age", b"600"),
     ]

@@ -37,6 +37,15 @@ async def read_json(call: HTTPCall, config: Config) -> dict[str, Any]:
     return _parsed(call, await call.body(), config)
 
 
+async def read_list(call: HTTPCall, config: Config, name: str) -> dict[str, Any]:
+    """Return the body, which must be a JSON list, as an object with the list under `name`."""
+    _check_headers(call)
+    body = (await call.body()).removeprefix(codecs.BOM_UTF8).strip()
+    if not body.startswith(b"["):
+        raise InvalidRequest("the body must be a JSON list")
+    return _parsed(call, b'{"' + name.encode() + b'":' + body + b"}", config)
+
+
 async def read_plain(call: HTTPCall, config: Config) -> dict[str, Any]:
     """Return the body, which must be a JSON object whatever its content type: clients of Ollama send none.
 
@@ -257,6 +266,7 @@ Place = Literal[
     "stream_options",
     "message",
     "part",
+    "prediction",
     "tool",
     "function",
     "call",

@@ -52,7 +52,6 @@ class Llama:
             Route("POST", "/apply-template", self.apply_template, ChatBody, model="chat"),
             Route("POST", "/v1/chat/completions/input_tokens", self.input_tokens, ChatBody, model="chat"),
             Route("GET", "/slots", self.slots, model="url"),
-            Route("GET", "/lora-adapters", self.adapters),
         ]
 
     async def completion(self, call: HTTPCall, service: Service) -> None:
@@ -129,10 +128,6 @@ class Llama:
             raise Unavailable("no slot available", retry_after=1.0)
         one = {"id_task": -1, "n_ctx": service.info.context, "speculative": False}
         await call.json([{"id": id, "is_processing": id < running} | one for id in range(slots)])
-
-    async def adapters(self, call: HTTPCall, service: Service) -> None:
-        """Return an empty list: adapters are not built."""
-        await call.json([])
 
 
 class LlamaAnswer:

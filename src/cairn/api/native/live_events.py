@@ -320,6 +320,8 @@ def _model_figures(service: Service) -> dict[str, Any]:
             "prompt": metrics.prompt_tokens,
             "cached": metrics.prompt_tokens_cached,
             "generated": metrics.generation_tokens,
+            "guessed": metrics.accepted_guesses,
+            "guesses": metrics.accepted_guesses + metrics.rejected_guesses,
         },
         "first_token": {"answers": metrics.first_token.count, "seconds": round(metrics.first_token.sum, 3)},
         "minutes": msgspec.to_builtins(list(service.hour.minutes)),

@@ -16,7 +16,7 @@ from cairn.agents.running_turn import RunningTurn
 from cairn.agents.types import TurnInfo
 from cairn.api.chat.answers import ChatAnswer
 from cairn.api.chat.exchange import Adapter, Batches, ChoiceStream, Exchange, Silence, spelled
-from cairn.api.chat.generation import check_length, check_model, names_of
+from cairn.api.chat.generation import check_length, check_model, names_of, with_prediction
 from cairn.api.chat.message_schemas import contents, plain_messages
 from cairn.api.chat.parse import parse, read
 from cairn.api.chat.sessions import HEADER
@@ -30,6 +30,9 @@ from cairn.api.native.agent_schemas import PATH, ResumeBody, TurnBody, check_acc
 from cairn.frontend.service import Service
 from cairn.text.chat.messages import plain
 from cairn.types.errors import InvalidRequest
+
+ONCE = b"idempotency-key"
+MOST_ONCE = 128
 
 
 class TurnRoutes:
@@ -77,17 +80,19 @@ class TurnRoutes:
         service.check_generates()
         await check_length(call, service, contents(body.messages), "messages")
         with spelled(names_of(body.max_tokens)):
+            options = await with_prediction(call, service, body, body.chat_options())
             running = await agents.turn(
                 call.tenant,
                 id,
                 plain_messages(body.messages),
-                body.chat_options(),
+                options,
                 request=call.number,
                 share=call.share,
                 fork_on_conflict=bool(body.fork_on_conflict),
                 template_args=body.template_args(service.chat.mentions),
                 wanted=body.wanted(),
                 service=service,
+                once=once_of(call),
             )
         await self._answer(call, service, running, body, body.include_usage)
 
@@ -112,6 +117,18 @@ class TurnRoutes:
         choices = [ChoiceStream(running.request)]
         answer = TurnAnswer(call, service, choices, usage, running, _pace_of(body, choices, running))
         await self._exchanges.run(call, turn_exchange(running, choices, answer), stream=bool(body.stream))
+
+
+def once_of(call: HTTPCall) -> str:
+    """Return the client's Idempotency-Key; empty for none. Raise InvalidRequest for one that is no key."""
+    value = call.header(ONCE)
+    if value is None:
+        return ""
+    if not 0 < len(value) <= MOST_ONCE or not value.isascii() or not value.decode("latin-1").isprintable():
+        raise InvalidRequest(
+            f"Idempotency-Key must be 1 to {MOST_ONCE} printable characters of ASCII", field="Idempotency-Key"
+        )
+    return value.decode("latin-1")
 
 
 class TurnAnswer(ChatAnswer):

@@ -101,6 +101,9 @@ class OllamaModels:
         for model in self._state.registry.models:
             if (facts := await self._known(model)) is not None:
                 shown.append(_model(model, facts) | {"modified_at": facts.modified})
+                for adapter in sorted(model.adapter_names):
+                    name = f"{model.name}:{adapter}"
+                    shown.append(shown[-1] | {"name": name, "model": name})
         await call.json({"models": shown})
 
     async def ps(self, call: HTTPCall, service: Service) -> None:
@@ -130,9 +133,8 @@ class OllamaModels:
             await call.json(_show_of_files(model, facts))
             return
         service = model.loaded.service
-        said = {
-            name: applied for name, applied in sampling_defaults(service.spec).items() if applied.source != "default"
-        }
+        defaults = sampling_defaults(service.spec, thinking=service.chat.thinks)
+        said = {name: applied for name, applied in defaults.items() if applied.source != "default"}
         await call.json(
             {
                 "license": "",
@@ -221,7 +223,8 @@ class OllamaModels:
             raise Forbidden("downloads are changed over HTTP only by the admin key, or on this machine alone")
 
     def _is_served(self, name: str) -> bool:
-        return self._state.registry.has(self._state.registry.canonical(name))
+        registry = self._state.registry
+        return registry.has(registry.canonical(name)) or registry.adapted(name) is not None
 
     def _unknown(self, name: str) -> UnknownModel:
         error = self._state.registry.unknown(name)

@@ -388,7 +388,11 @@ def completed(
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": written},
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
+            "output_tokens_details": {
+                "reasoning_tokens": reasoning_tokens,
+                "accepted_prediction_tokens": usage.accepted_prediction_tokens,
+                "rejected_prediction_tokens": usage.rejected_prediction_tokens,
+            },
             "total_tokens": prompt + usage.completion_tokens,
         },
     }

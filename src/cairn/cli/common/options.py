@@ -51,6 +51,7 @@ _METAVARS = {
     "bool": "",
     "tenant": "NAME=KEY",
     "model": "MODEL",
+    "adapter": "NAME=PATH",
 }
 
 Command = Callable[..., None]
@@ -218,7 +219,11 @@ def _sampling(config: Config) -> list[tuple[str, str, str]]:
     sources["option"] = "options"
     if spec.makers is not None:
         sources["makers"] = f"{spec.makers.source}, read {spec.makers.read}"
+    rows = [("", sampling_defaults(spec))]
+    if rows[0][1] != (thinking := sampling_defaults(spec, thinking=True)):
+        rows.append((" with reasoning", thinking))
     return [
-        (f"sampling.{name}", _shown(value), sources[source])
-        for name, (value, source) in sampling_defaults(spec).items()
+        (f"sampling.{name}{when}", _shown(value), sources[source])
+        for when, defaults in rows
+        for name, (value, source) in defaults.items()
     ]

@@ -29,6 +29,11 @@ def amount(count: float) -> str:
     return f"{count:.0f} bytes"
 
 
+def counted(count: int, what: str) -> str:
+    """Return a count of things in words: 1 file, 2 files."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print rows on stdout: a table on a terminal, tab-separated lines without a header elsewhere.
 

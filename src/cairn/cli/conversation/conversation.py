@@ -6,13 +6,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cairn.cli.common.output import printable, talk
+from cairn.cli.common.output import counted, printable, talk
 from cairn.cli.common.sampling import FLAGS
 from cairn.cli.conversation.commands import Command, CommandTable, is_command
 from cairn.cli.conversation.full_context import OFFER, Messages, older_half, summary_of
@@ -61,9 +61,6 @@ class Setting:
 class Conversation:
     """The messages so far, and the loop that reads and answers questions."""
 
-    _makes_room = True
-    """Whether old turns can be dropped; not from an agent, whose history the server keeps."""
-
     def __init__(
         self,
         model: AnswerSource,
@@ -107,7 +104,7 @@ class Conversation:
         self.system = chat.system if self.system is None else self.system
         self._chat_id = chat.id
         turns = sum(message["role"] == "user" for message in self.messages)
-        self._say(f"(continuing: {chat.title}; {turns} questions so far)")
+        self._say(f"(continuing: {chat.title}; {counted(turns, 'question')} so far)")
         if self.messages and self.messages[-1]["role"] == "assistant":
             self._view_text(str(self.messages[-1].get("content") or ""))
 
@@ -171,10 +168,7 @@ class Conversation:
             stopped, first_at = self._show(answering)
         except KeyboardInterrupt:
             stopped, first_at = True, None
-        except ContextTooLong as error:
-            if not self._makes_room:
-                self._lost(error)
-                return
+        except ContextTooLong:
             raise
         except CairnError as error:
             self._lost(error)
@@ -198,7 +192,7 @@ class Conversation:
         if self._settings.verbose:
             self._say(figures(answer, started, first_at, time.monotonic()))
         usage, context = answer.usage, self._setting.context
-        if usage and context and usage.prompt_tokens + usage.completion_tokens >= context and self._makes_room:
+        if usage and context and usage.prompt_tokens + usage.completion_tokens >= context:
             self._say(f"(the context of {context} tokens is full: /drop, /summarise or /clear make room)")
 
     def _lost(self, error: CairnError) -> None:
@@ -253,7 +247,7 @@ class Conversation:
     def _command(self, word: str, text: str) -> None:
         command = self._commands.find(word)
         if command is None:
-            self._say(f"unknown command {word}{self._commands.near(word)}; /? lists all")
+            self._say(f"unknown command {word}; /? lists all{self._commands.near(word)}")
             return
         try:
             command.run(text)
@@ -330,7 +324,7 @@ class Conversation:
     def _offer_room(self, error: ContextTooLong) -> bool:
         """Ask how to make room, and make it. Return whether to ask the question again."""
         self._say(str(error))
-        if not self.messages:
+        if not self._history():
             self._say("(the question alone is too long for this context)")
             return False
         if not isinstance(self._reader, TerminalReader):
@@ -352,25 +346,38 @@ class Conversation:
         return True
 
     def _drop(self, _: str) -> None:
-        count = older_half(self.messages)
-        self._replace(count, [])
-        self._say(f"(dropped the oldest {count} messages)" if count else "(there is nothing to drop)")
+        messages = self._history()
+        count = older_half(messages)
+        if not count:
+            self._say("(there is nothing to drop)")
+            return
+        self._go_on_with(messages[count:])
+        self._say(f"(dropped the oldest {count} messages)")
 
     def _summarise(self, _: str) -> None:
-        count = older_half(self.messages)
+        messages = self._history()
+        count = older_half(messages)
         if not count:
             self._say("(there is nothing to summarise)")
             return
         with self._talk.status("summarising"):
-            short = summary_of(self._model, self.messages[:count], self.system)
-        self._replace(count, short)
+            short = self._summary(messages[:count])
+        self._go_on_with([*short, *messages[count:]])
         self._say(f"(the oldest {count} messages are now: {short[1]['content']})")
 
-    def _replace(self, count: int, messages: Sequence[dict[str, Any]]) -> None:
-        """Replace the oldest `count` messages. The chat saved so far stays whole; the rest is saved as a new one."""
-        if count and self._setting.chats is not None:
+    def _summary(self, older: Messages) -> Messages:
+        """Return a question and an answer that stand for older messages."""
+        return summary_of(self._model, older, self.system, self._setting.context)
+
+    def _history(self) -> Messages:
+        """Return the messages that fill the context, without the system prompt."""
+        return self.messages
+
+    def _go_on_with(self, messages: Messages) -> None:
+        """Make these the messages. The chat saved so far stays whole; the rest is saved as a new one."""
+        if self._setting.chats is not None:
             self._chat_id = SavedChats.new_id()
-        self.messages[:count] = messages
+        self.messages[:] = messages
         self._keep()
 
     # -------------------------------------------------------------------------------------------------- kept chats

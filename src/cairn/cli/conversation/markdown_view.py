@@ -133,7 +133,7 @@ class MarkdownView:
         if not self._live.is_started:
             self._live.start()
         self._print(done)
-        self._live.update(_LastLines(self._text), refresh=True)
+        self._live.update(_LastLines(self._text, below=self._printed), refresh=True)
         ended = self._now()
         self._next = ended + max(_EVERY, 2 * (ended - began))  # drawing takes at most a third of the time
 
@@ -155,14 +155,17 @@ class MarkdownView:
 class _LastLines:
     """The last lines of a growing block that fit the screen; scrolled lines cannot be redrawn."""
 
-    def __init__(self, text: str) -> None:
-        self._text = text
+    def __init__(self, text: str, below: bool) -> None:
+        """`below`: other blocks are above it, so an empty line is between them."""
+        self._text, self._below = text, below
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.segment import Segment
 
         lines = console.render_lines(ModelMarkdown(self._text), options, pad=False)
-        room = max(console.size.height - 2, 1)
+        room = max(console.size.height - 3, 1)
+        if self._below and any(segment.text.strip() for line in lines for segment in line):
+            yield Segment.line()
         for line in lines[-room:]:
             yield from line
             yield Segment.line()

@@ -79,7 +79,7 @@ class Settings:
             raise ConfigError(f"{name} cannot be set in a conversation: {_OF_THE_SERVER[name]}")
         if name not in FLAGS:
             known = [*FLAGS, *self.words, "system", "format"]
-            raise ConfigError(f"there is no setting {name}{closest(name, known)}; /set alone lists all")
+            raise ConfigError(f"there is no setting {name}; /set alone lists all{closest(name, known)}")
         if not value:
             raise ConfigError(f"/set {name} needs a value: {FLAGS[name][2]}")
         self.sampling[name] = _value(name, value)

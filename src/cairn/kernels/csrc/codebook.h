@@ -4,7 +4,7 @@
 
 #include <cstring>
 
-#include "simd.h"
+#include "codebook_wide.h"
 
 namespace cairn::CAIRN_VARIANT {
 
@@ -15,19 +15,24 @@ struct InRows {
     // Whether halves of groups have scales of their own.
     static constexpr bool HALVES = in_halves(FORM);
 
-    // Rows are looked up for all of the block before the first is read again: the processor has then written them.
-    static void decode(const std::byte* block, const std::byte* rows, RowBlock& to) {
+    static void decode(const std::byte* block, const Codebook& book, RowBlock& to) {
         const auto* at = reinterpret_cast<const std::uint8_t*>(block);
-        Words signs[SUPER / GROUP];
         for (Index lane = 0; lane < LANES; lane++)
             to.scale[lane] = static_cast<std::uint16_t>(at[lane] | at[LANES + lane] << 8);
+        for (Index group = 0; group < SUPER / GROUP; group++) whole_numbers(at, group, to.whole + group * 2 * LANES);
+#if defined(__AVX512BW__)
+        WideRows<FORM>::decode(at, book, to.codes);
+#else
+        // Rows are looked up for all of the block before the first is read again: the processor has then written them.
+        Words signs[SUPER / GROUP];
         for (Index group = 0; group < SUPER / GROUP; group++) {
             Names names;
-            name(at, group, names, signs[group], to.whole + group * 2 * LANES);
-            look_up(rows, names, reinterpret_cast<std::uint32_t*>(to.codes + group * GROUP * LANES));
+            name(at, group, names, signs[group]);
+            look_up(book.rows, names, reinterpret_cast<std::uint32_t*>(to.codes + group * GROUP * LANES));
         }
         for (Index group = 0; group < SUPER / GROUP; group++)
             turn(signs[group], reinterpret_cast<std::uint32_t*>(to.codes + group * GROUP * LANES));
+#endif
     }
 
   private:
@@ -51,15 +56,12 @@ struct InRows {
         odd ^= odd >> 1;
         return signs | (odd & 0x01010101) << 7;
     }
-    // The rows and the signs of a group, and the whole numbers of its scales.
-    static void name(const std::uint8_t* at, Index group, Names& names, Words& signs, std::uint8_t* whole) {
+    // The rows and the signs of a group.
+    static void name(const std::uint8_t* at, Index group, Names& names, Words& signs) {
         const auto low = [&](Index from, Index i) { return at + (from + i) * LANES; };
         if constexpr (FORM == Form::iq2_xxs || FORM == Form::iq3_xxs) {
             word(at, FORM == Form::iq2_xxs ? 6 + 8 * group : 66 + 4 * group, signs);
-            for (Index lane = 0; lane < LANES; lane++) {
-                whole[lane] = static_cast<std::uint8_t>(2 * (signs[lane] >> 28) + 1);
-                signs[lane] = even(signs[lane]);
-            }
+            for (Index lane = 0; lane < LANES; lane++) signs[lane] = even(signs[lane]);
             for (Index i = 0; i < COUNT; i++)
                 for (Index lane = 0; lane < LANES; lane++)
                     names[i][lane] = low(2 + 8 * group, i)[lane];
@@ -86,7 +88,15 @@ struct InRows {
                         first[lane] | (high[lane] >> (BITS * i) & ((1 << BITS) - 1)) << 8);
             }
         }
-        const std::uint8_t* scales = low(BYTES - (HALVES ? 8 : 4), HALVES ? group : group / 2);
+    }
+    // The whole numbers of a group's scales.
+    static void whole_numbers(const std::uint8_t* at, Index group, std::uint8_t* whole) {
+        if constexpr (FORM == Form::iq2_xxs || FORM == Form::iq3_xxs) {
+            const std::uint8_t* highest = at + (FORM == Form::iq2_xxs ? 9 + 8 * group : 69 + 4 * group) * LANES;
+            for (Index lane = 0; lane < LANES; lane++) whole[lane] = static_cast<std::uint8_t>((highest[lane] >> 4) * 2 + 1);
+            return;
+        }
+        const std::uint8_t* scales = at + (BYTES - (HALVES ? 8 : 4) + (HALVES ? group : group / 2)) * LANES;
         for (Index lane = 0; lane < LANES; lane++) {
             const int both = scales[lane], first = HALVES ? both & 15 : both >> (4 * (group % 2)) & 15;
             whole[lane] = static_cast<std::uint8_t>(2 * first + 1);
@@ -94,12 +104,12 @@ struct InRows {
         }
     }
     // Magnitudes [8][16][4].
-    static void look_up(const std::byte* rows, const Names& names, std::uint32_t* to) {
+    static void look_up(const std::uint8_t* rows, const Names& names, std::uint32_t* to) {
         for (Index i = 0; i < COUNT; i++)
 #pragma GCC unroll 16
             for (Index lane = 0; lane < LANES; lane++) {
                 if constexpr (in_eights(FORM)) {
-                    const std::byte* from = rows + names[i][lane] * 8;
+                    const std::uint8_t* from = rows + names[i][lane] * 8;
                     std::memcpy(to + 2 * i * LANES + lane, from, 4);
                     std::memcpy(to + (2 * i + 1) * LANES + lane, from + 4, 4);
                 } else {
@@ -131,8 +141,8 @@ inline void with_rows(Form form, F&& f) {
     }
 }
 
-inline void decode_block(Form form, const std::byte* block, const std::byte* rows, RowBlock& to) {
-    with_rows(form, [&](auto found) { found.decode(block, rows, to); });
+inline void decode_block(Form form, const std::byte* block, const Codebook& book, RowBlock& to) {
+    with_rows(form, [&](auto found) { found.decode(block, book, to); });
 }
 
 }  // namespace cairn::CAIRN_VARIANT

@@ -85,7 +85,7 @@ void row_panel(const Product& job, const Segment& part, const Tiles& tiles, Inde
     const std::byte* blocks = part.panels + panel * part.panel_bytes();
     for (Index k = 0; k < part.inner; k += SUPER, blocks += BYTES) {
         for (Index line = 0; line < BYTES; line += 64) __builtin_prefetch(blocks + AHEAD + line);
-        Form::decode(blocks, part.rows, found);
+        Form::decode(blocks, *part.codebook, found);
         for (Index tile = from; tile < to; tile++) {
             const Index first = tiles.first(tile), height = tiles.height(tile);
             const std::byte* in = job.in.groups + first * Activations::group_bytes(part.inner);

@@ -90,7 +90,7 @@ void row_blocks(const Segment& part, const std::byte* panel, Index lane, const V
     const Index bytes = row_block_bytes(part.form);
     RowBlock found;
     for (Index block = 0; block < part.inner / SUPER; block++) {
-        kernels.decode_block(part.form, panel + block * bytes * LANES, part.rows, found);
+        kernels.decode_block(part.form, panel + block * bytes * LANES, *part.codebook, found);
         float scale;
         kernels.embed(found.scale + lane, Dtype::f16, 1, &scale);
         for (Index k = 0; k < SUPER; k++) {

@@ -56,6 +56,16 @@ constexpr std::size_t row_count(Form form) {
 }
 constexpr bool in_eights(Form form) { return form != Form::iq3_xxs && form != Form::iq3_s; }
 
+// The rows of a form's codebook, four or eight magnitudes each, by their numbers. A codebook has three or eight different
+// magnitudes, so 16 bits hold a row's places in the list of them: four half bytes, the lower two in the low halves of the
+// first and the second byte. A half byte is the place of number j of four; of eight it is that of number j and above it
+// that of number j + 4. `low` and `high` have the magnitudes of both by half bytes, 128 higher.
+struct alignas(64) Codebook {
+    std::uint8_t rows[1024 * 8];
+    std::uint16_t places[1024];
+    std::uint8_t low[16], high[16];
+};
+
 // Outputs of a packed matrix that are stored alike, in panels of 16, each streamed along the inner index k.
 //   f32   [inner][16] floats
 //   f16   [inner][16] halves
@@ -83,7 +93,7 @@ struct Segment {
     bool half, minimum;  // of quantised forms: scales are halves; there are minima
     Index inner, out;
     Index column;  // its first output in the matrix
-    const std::byte* rows = nullptr;  // the codebook of forms that have one
+    const Codebook* codebook = nullptr;  // of forms that have one
 
     Index panel_count() const { return (out + LANES - 1) / LANES; }
     bool quantised() const { return in_nibbles() || form == Form::int8 || in_blocks() || in_rows(); }
@@ -350,7 +360,7 @@ struct Variant {
     void (*softcap)(float* x, Index size, float cap);
     void (*embed)(const void* row, Dtype dtype, Index size, float* out);
     // Sixteen outputs' blocks that name rows of a codebook.
-    void (*decode_block)(Form form, const std::byte* block, const std::byte* rows, RowBlock& to);
+    void (*decode_block)(Form form, const std::byte* block, const Codebook& rows, RowBlock& to);
     void (*rope_write)(const RopeWrite&, Index token, Index kv_head);
     void (*attend)(const Attend&);
     void (*convolve)(const Convolve&);

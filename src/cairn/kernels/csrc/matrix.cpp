@@ -159,9 +159,32 @@ void put(const Segment& part, std::byte* panels, Index to_row, const Source& fro
 }
 
 // By form; each is set once and then stays.
-std::array<std::unique_ptr<std::byte[]>, static_cast<int>(Form::iq3_s) + 1> codebooks;
+std::array<std::unique_ptr<Codebook>, static_cast<int>(Form::iq3_s) + 1> codebooks;
 
-const std::byte* codebook_of(Form form) { return codebooks[static_cast<int>(form)].get(); }
+const Codebook* codebook_of(Form form) { return codebooks[static_cast<int>(form)].get(); }
+
+// Fills in what is known of the rows.
+void list_places(Form form, Codebook& book) {
+    const Index width = in_eights(form) ? 8 : 4, count = static_cast<Index>(row_count(form));
+    std::uint8_t place[256] = {}, values[256];
+    Index found = 0;
+    for (Index i = 0; i < count * width; i++) place[book.rows[i]] = 1;
+    for (Index value = 0; value < 256; value++)
+        if (place[value]) place[value] = static_cast<std::uint8_t>(found), values[found++] = static_cast<std::uint8_t>(value + 128);
+    if (found > (width == 8 ? 4 : 8)) throw std::invalid_argument("a codebook has more different magnitudes than its form");
+    const Index bits = width == 8 ? 2 : 3, most = (1 << bits) - 1;
+    for (Index half = 0; half < 16; half++) {
+        const auto value = [&](Index at) { return at < found ? values[at] : std::uint8_t{0}; };
+        book.low[half] = value(half & most), book.high[half] = value(half >> bits);
+    }
+    constexpr int SHIFT[] = {0, 8, 4, 12};
+    for (Index i = 0; i < count; i++) {
+        unsigned places = 0;
+        for (Index j = 0; j < width; j++)
+            places |= static_cast<unsigned>(place[book.rows[i * width + j]]) << (SHIFT[j % 4] + j / 4 * bits);
+        book.places[i] = static_cast<std::uint16_t>(places);
+    }
+}
 
 bool alike(const Segment& part, const Source& from) {
     return part.form == from.form && part.half == from.half && part.minimum == from.minimum;
@@ -170,10 +193,12 @@ bool alike(const Segment& part, const Source& from) {
 }  // namespace
 
 void set_codebook(Form form, const std::byte* rows, std::size_t size) {
-    std::unique_ptr<std::byte[]>& to = codebooks[static_cast<int>(form)];
+    std::unique_ptr<Codebook>& to = codebooks[static_cast<int>(form)];
     if (to) return;
-    to = std::make_unique<std::byte[]>(size);
-    std::memcpy(to.get(), rows, size);
+    auto book = std::make_unique<Codebook>();
+    std::memcpy(book->rows, rows, size);
+    list_places(form, *book);
+    to = std::move(book);
 }
 
 Matrix::Matrix(const std::vector<Source>& sources, const std::vector<float>& bias, const std::byte* mapped)

@@ -40,6 +40,24 @@ struct Routing {
     Index experts, chosen, groups, chosen_groups;
 };
 
+// One adapter's side path of a matrix: x through `down`, and parts of that through `ups` to columns of the output.
+struct LowRank {
+    struct Up {
+        Index first, column;  // of the low rank, and of the output
+        MatrixView matrix;
+    };
+    std::int32_t slot;
+    MatrixView down;
+    std::vector<Up> ups;
+};
+
+// spans[B, 3] as `rows` in kernels/base.py; slots and scales [B, each]: a row's adapters, -1 for none.
+struct AdaptRows {
+    const std::int32_t *spans, *slots;
+    const float* scales;
+    Index each;
+};
+
 // Calls are added with buffers of their largest size (`most`: tokens, or logits rows for `logits`), which must outlive
 // the program, as weights must. See kernels/base.py for what each computes.
 struct Buckets;  // experts.h
@@ -121,6 +139,9 @@ class Program {
     void convolve(const Convolution& job, Index most);
     void scan(const Scan& job);
     void gated_norm(const GatedNorm& job);
+    // In adapters.cpp.
+    void adapt(const AdaptRows& rows, const float* x, const std::vector<LowRank>& adapters, float* out, Index width,
+               Index most);
     // x[M, numbers] through gates behind the heads of a row of qkv, `width` numbers long.
     void gate_heads(float* x, const float* qkv, Index width, Index numbers, Index size);
 
@@ -147,6 +168,10 @@ class Program {
     const Variant& kernels_;
     std::shared_ptr<Team> team_;
     std::vector<std::function<void(const Sizes&)>> calls_;
+    struct Run {
+        Index row, first, count;
+    };
+    std::vector<Run> runs_;  // of one adapt call
     std::vector<std::int32_t> tiles_;  // (row, first token of the row's) pairs of one attention call
     Aligned scratch_;
     Index scratch_floats_ = 0;

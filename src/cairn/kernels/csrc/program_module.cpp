@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "adapters_module.h"
 #include "arrays.h"
 #include "heads_module.h"
 #include "latent_module.h"
@@ -271,6 +272,7 @@ void bind_program(nb::module_& module, const Variant& (*find)(const std::string&
     const auto array = nb::arg().noconvert();
     const auto maybe = nb::arg().noconvert().none();
     nb::class_<Program> program(module, "Program");
+    bind_adapters(program);
     bind_recurrent(program);
     bind_latent(program);
     bind_heads(program);

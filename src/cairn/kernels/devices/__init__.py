@@ -1,27 +1,32 @@
 """Compute devices by name: their description, whether they can be used here, and their kernels.
 
-`cpu` uses the native kernels, or numpy if those were not compiled. `mlx` and `mlx-cpu` use the kernels in
-`kernels.mlx`, which need mlx, and all others those in `kernels.torch`, which need torch. `mlx-cpu` and `torch-cpu` are
-the CPU through these libraries, to test their kernels anywhere.
+`cpu` uses the native kernels, or numpy if those were not compiled. NVIDIA and AMD GPUs use `kernels.triton` if there is
+Triton, and `mlx` uses `kernels.mlx`. Other devices, and GPUs without Triton, use `kernels.torch`.
+`torch-cpu` and `mlx-cpu` are the CPU through these libraries, and `triton-cpu` is Triton's interpreter: they are there
+to test kernels anywhere.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cairn.config.config import DEVICE, DEVICES
 from cairn.kernels.base import Kernels
 from cairn.kernels.choose import chosen, described, load_kernels
 from cairn.types.errors import CairnError, NoDevice
 
+if TYPE_CHECKING:
+    from cairn.kernels.torch.torch_kernels import TorchKernels
+
 CPU = "cpu"
-TORCH = "torch"
-MLX = "mlx"
+TORCH, TRITON, MLX = ON_DEVICES = ("torch", "triton", "mlx")
 """Names of kernel sets, in addition to those of `kernels.choose`."""
+INTERPRETED = "triton-cpu"
 METAL = "metal"
 """Value of the option `kernels` for Cairn's own kernels on an Apple GPU."""
 KEEPS_ANSWERS = frozenset({CPU})
@@ -70,7 +75,16 @@ def resolved(wanted: str) -> str:
 def kernel_set(device: str, kernels: str) -> str:
     """Return the name of a device's kernel set. Raises `ModelError` if one of the CPU's is unusable here."""
     name = resolved(device)
-    return chosen(kernels) if name == CPU else MLX if name.startswith(MLX) else TORCH
+    if name == CPU:
+        return chosen(kernels)
+    if name.startswith(MLX):
+        return MLX
+    return TRITON if uses_triton(name) else TORCH
+
+
+def uses_triton(name: str) -> bool:
+    """Tell whether a device runs the Triton kernels: GPUs of NVIDIA and AMD, if Triton is installed."""
+    return name == INTERPRETED or (name.startswith(("cuda", "rocm")) and not _no_triton())
 
 
 def report(device: str, kernels: str = "auto") -> DeviceReport:
@@ -88,7 +102,8 @@ def report(device: str, kernels: str = "auto") -> DeviceReport:
         return DeviceReport(name, name, None, "", "", trouble)
     torch = _torch()
     kind, _, index = name.partition(":")
-    find: Callable[[Any, str, int], DeviceReport] = {"torch-cpu": _torch_cpu, "mps": _mps}.get(kind, _gpu)
+    known = {"torch-cpu": _torch_cpu, INTERPRETED: _triton_cpu, "mps": _mps}
+    find: Callable[[Any, str, int], DeviceReport] = known.get(kind, _gpu)
     return find(torch, kind, int(index or 0))
 
 
@@ -119,7 +134,7 @@ def load(device: str, kernels: str, threads: int) -> Kernels:
     from cairn.kernels.self_test import worst
 
     try:
-        loaded = _load_mlx(name, kernels) if name.startswith(MLX) else _load_torch(name, threads)
+        loaded = _load_mlx(name, kernels) if name.startswith(MLX) else _kernels(name)(_torch_name(name), threads)
         kernel, share = worst(loaded)
     except NoDevice:
         raise
@@ -135,9 +150,27 @@ def load(device: str, kernels: str, threads: int) -> Kernels:
     return loaded
 
 
+def _kernels(name: str) -> type[TorchKernels]:
+    """Return the class of a device's kernels."""
+    if not uses_triton(name):
+        from cairn.kernels.torch.torch_kernels import TorchKernels
+
+        return TorchKernels
+    if name == INTERPRETED:
+        os.environ["TRITON_INTERPRET"] = "1"  # read where a kernel is declared, so before Triton is imported
+    from cairn.kernels.triton.triton_kernels import TritonKernels
+
+    return TritonKernels
+
+
 def free_memory(device: str) -> int | None:
     """Return the free bytes of a device's own memory; None if it shares the machine's."""
     return report(device).memory if resolved(device) != CPU else None
+
+
+def has_own_memory(device: str) -> bool:
+    """Tell whether a device's KV pool is not in the machine's memory."""
+    return device.partition(":")[0] in ("cuda", "rocm")
 
 
 def _load_mlx(name: str, kernels: str) -> Kernels:
@@ -147,12 +180,6 @@ def _load_mlx(name: str, kernels: str) -> Kernels:
     if metal and where != "gpu":
         raise NoDevice("kernels is metal, but mlx finds no Apple GPU here; leave kernels out", field="kernels")
     return device.load(where, metal)
-
-
-def _load_torch(name: str, threads: int) -> Kernels:
-    from cairn.kernels.torch.torch_kernels import TorchKernels
-
-    return TorchKernels(_torch_name(name), threads)
 
 
 def _no_mlx() -> str:
@@ -187,6 +214,13 @@ def _no_torch() -> str:
     return ""
 
 
+def _no_triton() -> str:
+    """Return why Triton cannot be used; "" if it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; install it (pip install triton)"
+    return ""
+
+
 def _torch() -> Any:
     # Imported here, because only other devices than the CPU need it.
     import torch
@@ -196,13 +230,18 @@ def _torch() -> Any:
 
 def _torch_name(name: str) -> str:
     """Return torch's name for a device; AMD's GPUs are cuda there, too."""
-    if name == "torch-cpu":
+    if name in ("torch-cpu", INTERPRETED):
         return "cpu"
     return f"cuda:{name.partition(':')[2] or 0}" if name.startswith(("cuda", "rocm")) else name
 
 
 def _torch_cpu(torch: Any, kind: str, index: int) -> DeviceReport:
     return DeviceReport(kind, "the CPU", None, f"torch {torch.__version__}", "plain torch, to test it")
+
+
+def _triton_cpu(torch: Any, kind: str, index: int) -> DeviceReport:
+    driver = f"torch {torch.__version__}"
+    return DeviceReport(kind, "the CPU", None, driver, "Triton's interpreter, to test it: slow", _no_triton())
 
 
 def _mps(torch: Any, kind: str, index: int) -> DeviceReport:
@@ -234,4 +273,5 @@ def _gpu(torch: Any, kind: str, index: int) -> DeviceReport:
     except RuntimeError as error:
         return no(f"it does not answer ({str(error).splitlines()[0][:200]}); check the driver, or use --device cpu")
     version = torch.version.hip or torch.version.cuda
-    return DeviceReport(name, title, int(free), f"{wanted} {version}", "plain torch")
+    kernels = "Triton" if uses_triton(name) else "plain torch, since Triton is not installed"
+    return DeviceReport(name, title, int(free), f"{wanted} {version}", kernels)

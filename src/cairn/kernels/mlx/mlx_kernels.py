@@ -103,6 +103,7 @@ class MlxKernels(MlxStorage):
     norm = DirectKernel()
     layer_norm = DirectKernel()
     project = DirectKernel()
+    adapt = DirectKernel()
     activate = DirectKernel()
     gate = DirectKernel()
     add = DirectKernel()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from cairn.kernels.base import LowRank
 from cairn.kernels.mlx.cells import Blank
 from cairn.kernels.mlx.weights import JoinedMatrices, MlxMatrix
 
@@ -62,6 +63,22 @@ def layer_norm(x: Array, weight: Array, bias: Array | None, eps: float, out: Bla
 def project(x: Array, matrix: MlxMatrix, out: Blank) -> Array:
     """`Kernels.project`."""
     return matrix.product(x)
+
+
+def adapt(x: Array, rows: Array, slots: Array, scales: Array, adapters: Sequence[LowRank], out: Array) -> Array:
+    """`Kernels.adapt`: each adapter is computed for all tokens and added to those of rows that have it."""
+    tokens = mx.arange(len(x))[:, None]
+    inside = (tokens >= rows[:, 0]) & (tokens < rows[:, 0] + rows[:, 1])
+    for place in range(slots.shape[1]):
+        slot = mx.sum(mx.where(inside, slots[:, place], 0), axis=1)
+        factor = mx.sum(mx.where(inside, scales[:, place], 0), axis=1)[:, None]
+        for one in adapters:
+            low = one.down.product(x) * factor
+            for up in one.ups:
+                columns = slice(up.column, up.column + up.out)
+                more = up.matrix.product(low[:, up.first : up.first + up.rank])
+                out[:, columns] = mx.where((slot == one.slot)[:, None], out[:, columns] + more, out[:, columns])
+    return out
 
 
 def activate(x: Array, activation: str, out: Blank) -> Array:

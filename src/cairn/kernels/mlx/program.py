@@ -270,13 +270,13 @@ def _prepared(call: KernelCall, instead: Mapping[str, Callable[..., Any]]) -> _P
     given: list[Any] = []
     changed = []
     where = None
-    if "rows" in names:
+    if "tables" in names:
         where = _Where(*(_place(call.arguments[names.index(name)]) for name in ("rows", "tables")))
     for number, (name, one) in enumerate(zip(names, call.arguments, strict=False)):
         place = _read(one)
         if name == "members":
             given.append(None)
-        elif name in ("rows", "tables"):
+        elif where is not None and name in ("rows", "tables"):
             given.append(where)
         elif place is not None and name in _POOLS:
             place.cell.as_pool()

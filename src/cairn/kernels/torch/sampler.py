@@ -1,7 +1,13 @@
-"""Sampling on a torch device: greedy lines on the device, all others from a copy on the host."""
+"""Sampling on a torch device: `kernels.vocabulary` in torch, with the same bits.
+
+Lines of logits stay on the device. To the host go flags, tokens, sums of weights, and the logits of the few tokens that
+penalties, biases and log-probabilities name. Every step is one elementwise operation of float32, or a sum of integers,
+as `kernels.vocabulary` defines them.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,18 +15,32 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cairn.kernels.vocabulary import GREEDY_BELOW, NUMPY, Line, TokenChoice
+from cairn.kernels.vocabulary import (
+    GREEDY_BELOW,
+    LOG2E,
+    LOWEST,
+    ONE,
+    POWERS,
+    ROUND,
+    Line,
+    TokenChoice,
+    adjust,
+    bits_of,
+    divisor,
+    filters,
+    lowest,
+)
+from cairn.types.request import SamplingParams
 
 Tensor = Any
 Floats = NDArray[np.float32]
 
+_SLICE = 16
+"""Lines that are drawn at once: each takes some 50 bytes a token of the vocabulary meanwhile."""
+
 
 class TorchSampler:
-    """`kernels.vocabulary.Sampler` over tensors.
-
-    The highest logit is found on the device. Lines with a random draw, penalties, bias, a mask or log-probabilities are
-    copied to the host and sampled by the reference sampler.
-    """
+    """`kernels.vocabulary.Sampler` over tensors."""
 
     def greedy(self, logits: Tensor) -> list[int]:
         """`Sampler.greedy`."""
@@ -31,15 +51,23 @@ class TorchSampler:
 
     def choose(self, lines: Sequence[Line], logits: Tensor) -> list[TokenChoice]:
         """`Sampler.choose`."""
-        best = self.greedy(logits)
-        choices = [
-            TokenChoice(token >= 0, token if line.row and token >= 0 else None)
-            for line, token in zip(lines, best, strict=True)
-        ]
-        wanted = [number for number, line in enumerate(lines) if choices[number].finite and not _plain(line)]
-        if wanted:
-            copied = logits[torch.tensor(wanted, device=logits.device)].cpu().numpy()
-            for number, choice in zip(wanted, NUMPY.choose([lines[one] for one in wanted], copied), strict=True):
+        if all(map(_plain, lines)):
+            best = self.greedy(logits)
+            pairs = zip(lines, best, strict=True)
+            return [TokenChoice(token >= 0, token if line.row and token >= 0 else None) for line, token in pairs]
+        finite = (logits.amin(dim=1).isfinite() & logits.amax(dim=1).isfinite()).tolist()
+        tokens: dict[int, int | None] = {}
+        drawing = [i for i, line in enumerate(lines) if finite[i] and line.row is not None]
+        for begin in range(0, len(drawing), _SLICE):
+            part = drawing[begin : begin + _SLICE]
+            values = logits[_places(part, logits)]
+            tokens.update(zip(part, _tokens([lines[i] for i in part], values), strict=True))
+        choices = [TokenChoice(good, tokens.get(i)) for i, good in enumerate(finite)]
+        asking = [i for i, line in enumerate(lines) if finite[i] and line.top is not None]
+        for begin in range(0, len(asking), _SLICE):
+            part = asking[begin : begin + _SLICE]
+            described = _described([lines[i] for i in part], logits[_places(part, logits)], [choices[i] for i in part])
+            for number, choice in zip(part, described, strict=True):
                 choices[number] = choice
         return choices
 
@@ -47,6 +75,20 @@ class TorchSampler:
         """`Sampler.line`."""
         copied: Floats = logits[number].to("cpu", copy=True).numpy()
         return copied
+
+
+def weigh(scaled: Tensor) -> Tensor:
+    """`vocabulary.weigh` in torch. Float32 holds a weight before it is rounded, so float64 is not needed."""
+    power = scaled.clamp(min=float(LOWEST)) * float(LOG2E)
+    turned = power + float(ROUND)
+    power -= turned - float(ROUND)
+    value = power * float(POWERS[0])
+    for term in POWERS[1:-1]:
+        value += float(term)
+        value *= power
+    value += float(POWERS[-1])
+    bits = value.view(torch.int32) + (turned.view(torch.int32) << 23)
+    return (bits.view(torch.float32) * float(ONE)).round_().to(torch.int64)
 
 
 def _plain(line: Line) -> bool:
@@ -58,3 +100,154 @@ def _plain(line: Line) -> bool:
     params = line.row.sampling
     changed = params.logit_bias or params.needs_history or params.min_tokens or line.mask or params.extras is not None
     return params.temperature < GREEDY_BELOW and not changed
+
+
+def _places(numbers: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device=like.device)
+
+
+def _column(numbers: Sequence[float], like: Tensor, kind: torch.dtype) -> Tensor:
+    return torch.tensor(numbers, dtype=kind, device=like.device)[:, None]
+
+
+def _tokens(lines: Sequence[Line], values: Tensor) -> list[int | None]:
+    """Sample one token for each line from `values` [len(lines), vocab], which are overwritten; None if impossible."""
+    _adjust(lines, values)
+    _mask(lines, values)
+    best = values.argmax(dim=1)
+    peak = values.gather(1, best[:, None])
+    pairs = zip(best.tolist(), peak[:, 0].isfinite().tolist(), strict=True)
+    tokens: list[int | None] = [token if possible else None for token, possible in pairs]
+    rows = [line.row for line in lines if line.row is not None]
+    hot = [i for i, row in enumerate(rows) if tokens[i] is not None and row.sampling.temperature >= GREEDY_BELOW]
+    if hot:
+        at = _places(hot, values)
+        drawn = _draw([lines[i] for i in hot], values[at] - peak[at])
+        for number, token in zip(hot, drawn, strict=True):
+            tokens[number] = token
+    return tokens
+
+
+def _adjust(lines: Sequence[Line], values: Tensor) -> None:
+    """`vocabulary.adjust`, on the host for the tokens whose logits change, which alone go there and back."""
+    vocab = values.shape[1]
+    named = [_named(line, vocab) for line in lines]
+    if not any(map(len, named)):
+        return
+    flat = np.concatenate([ids + number * vocab for number, ids in enumerate(named)])
+    places = torch.from_numpy(flat).to(values.device)
+    known, at, scratch = values.view(-1)[places].cpu().numpy(), 0, np.zeros(vocab, np.float32)
+    for line, ids in zip(lines, named, strict=True):
+        if len(ids):
+            scratch[ids] = known[at : at + len(ids)]
+            with np.errstate(all="ignore"):
+                adjust(line, scratch)
+            known[at : at + len(ids)] = scratch[ids]
+            at += len(ids)
+    values.view(-1)[places] = torch.from_numpy(known).to(values.device)
+
+
+def _named(line: Line, vocab: int) -> NDArray[np.int64]:
+    """Return the tokens whose logits bias, penalties and bans change, in order."""
+    row = line.row
+    assert row is not None
+    params = row.sampling
+    ids = {token for token, _ in params.logit_bias if token < vocab}
+    if params.repetition_penalty != 1:
+        ids.update(line.history)
+    elif params.presence_penalty or params.frequency_penalty:
+        ids.update(line.history[row.prompt_len :])
+    if line.length - row.prompt_len < params.min_tokens:
+        ids.update(token for token in params.stop_token_ids if token < vocab)
+    return np.array(sorted(ids), np.int64)
+
+
+def _mask(lines: Sequence[Line], values: Tensor) -> None:
+    """Make the tokens impossible that the lines' masks forbid."""
+    masked = [(number, line.mask) for number, line in enumerate(lines) if line.mask]
+    if not masked:
+        return
+    given = np.stack([np.frombuffer(mask, np.uint8) for _, mask in masked])
+    packed = torch.from_numpy(given).to(values.device)
+    bits = (packed[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=values.device)) & 1
+    forbidden = bits.reshape(len(masked), -1)[:, : values.shape[1]] == 0
+    at = _places([number for number, _ in masked], values)
+    values[at] = values[at].masked_fill(forbidden, -math.inf)
+
+
+def _draw(lines: Sequence[Line], relative: Tensor) -> list[int]:
+    """Draw one token for each line, from logits relative to the highest [len(lines), vocab]."""
+    params = [line.row.sampling for line in lines if line.row is not None]
+    vocab = relative.shape[1]
+    scaled = relative / _column([float(divisor(one)) for one in params], relative, torch.float32)
+    weights, ids = weigh(scaled), None
+    cut = [number for number, one in enumerate(params) if filters(one, vocab)]
+    if cut:
+        at = _places(cut, relative)
+        ids = torch.arange(vocab, device=relative.device).repeat(len(lines), 1)
+        late = _column([one.temperature_last for one in params], relative, torch.bool)
+        seen = torch.where(late, relative, scaled)[at]
+        weights[at], ids[at] = _filtered([params[number] for number in cut], seen, weights[at], late[at])
+    running = weights.cumsum(dim=1)
+    totals: list[int] = running[:, -1].tolist()
+    goals = [bits_of(line) * total >> 53 for line, total in zip(lines, totals, strict=True)]
+    places = (running <= _column(goals, relative, torch.int64)).sum(dim=1)
+    found: list[int] = (places if ids is None else ids.gather(1, places[:, None])[:, 0]).tolist()
+    return found
+
+
+def _filtered(params: Sequence[SamplingParams], seen: Tensor, weights: Tensor, late: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the weights of the tokens that top-k, top-p and min-p keep, in the order of the draw, and their ids.
+
+    `seen`: what the filters look at [lines, vocab]; `weights` by id.
+    """
+    count, vocab = seen.shape
+    ranks = [0 < one.top_k < vocab or one.top_p < 1 for one in params]
+    if any(ranks):
+        by_rank = _column(ranks, seen, torch.bool)
+        values, order = seen.sort(dim=1, descending=True, stable=True)
+    else:
+        by_rank, values, order = None, seen, torch.arange(vocab, device=seen.device).repeat(count, 1)
+    keep = values >= _column([float(lowest(one)) for one in params], seen, torch.float32)
+    if by_rank is not None:
+        mass, place = weigh(values), torch.arange(vocab, device=seen.device)[None]
+        most = [one.top_k if 0 < one.top_k < vocab else vocab for one in params]
+        within = place < _column(most, seen, torch.int64)
+        running = mass.where(within, 0).cumsum(dim=1)
+        totals: list[int] = running[:, -1].tolist()
+        pairs = zip(params, totals, strict=True)
+        goals = [math.ceil(one.top_p * total) if one.top_p < 1 else 1 << 62 for one, total in pairs]
+        before = (running < _column(goals, seen, torch.int64)).sum(dim=1, keepdim=True)
+        keep &= within & (place <= before)
+    kept = torch.zeros_like(keep).scatter_(1, order, keep)
+    by_id = weights.where(kept, 0)
+    ids = torch.arange(vocab, device=seen.device).repeat(count, 1)
+    if by_rank is None:
+        return by_id, ids
+    # Ranked after the temperature, tokens are drawn by rank; their order changes where a draw falls.
+    drawn_by_rank = by_rank & ~late
+    return by_id.gather(1, order).where(drawn_by_rank, by_id), order.where(drawn_by_rank, ids)
+
+
+def _described(lines: Sequence[Line], logits: Tensor, choices: Sequence[TokenChoice]) -> list[TokenChoice]:
+    """Add to the choices what their lines ask of the raw distribution of `logits` [len(lines), vocab]."""
+    vocab = logits.shape[1]
+    peaks = logits.amax(dim=1, keepdim=True)
+    highest: list[float] = peaks[:, 0].tolist()
+    masses: list[int] = weigh(logits - peaks).sum(dim=1).tolist()
+    counts = [min(line.top or 0, vocab) for line in lines]
+    order: list[list[int]] = [[]] * len(lines)
+    if most := max(counts):
+        order = logits.sort(dim=1, descending=True, stable=True)[1][:, :most].tolist()
+    ids = [
+        (*best[:count], *line.asked, *(() if choice.token is None else (choice.token,)))
+        for line, choice, best, count in zip(lines, choices, order, counts, strict=True)
+    ]
+    flat = [number * vocab + one for number, those in enumerate(ids) for one in those]
+    known, at, found = logits.reshape(-1)[_places(flat, logits)].tolist(), 0, list[TokenChoice]()
+    for number, (choice, those) in enumerate(zip(choices, ids, strict=True)):
+        own = tuple(known[at : at + len(those)])
+        at += len(those)
+        top = tuple(those[: counts[number]])
+        found.append(choice._replace(peak=highest[number], mass=masses[number], top=top, logits=own))
+    return found

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cairn.kernels.base import Packed
+from cairn.kernels import low_rank
+from cairn.kernels.base import LowRank, Packed
 from cairn.kernels.program import Interpreted, KernelCall
 from cairn.kernels.rope import Rope, frequencies
 from cairn.kernels.torch import attention, recurrent
@@ -85,7 +86,13 @@ class TorchKernels(TorchStorage):
         out.copy_(F.layer_norm(x, x.shape[-1:], weight, bias, eps))
 
     def project(self, x: Tensor, matrix: TorchMatrix, out: Tensor) -> None:
-        out.copy_(matrix.product(x))
+        matrix.product(x, out)
+
+    def adapt(
+        self, x: Tensor, rows: Tensor, slots: Tensor, scales: Tensor, adapters: Sequence[LowRank], out: Tensor
+    ) -> None:
+        places = (self.host(rows).tolist(), self.host(slots).tolist(), scales.tolist())
+        low_rank.adapt(lambda part, matrix: matrix.product(part), x, *places, adapters, out)
 
     def activate(self, x: Tensor, activation: str, out: Tensor) -> None:
         out.copy_(ACTIVATIONS[activation](x))
@@ -197,10 +204,14 @@ class TorchKernels(TorchStorage):
         slots: Tensor,
     ) -> None:
         rank = x.shape[1] - 2 * angles.shape[-1]
+        normed = torch.cat((rms_norm(x[:, :rank], norm, eps), x[:, rank:]), dim=1)
+        self.write_latents(normed, angles, neighbours, kv, layer, slots)
+
+    def write_latents(self, x: Tensor, angles: Tensor, neighbours: bool, kv: Tensor, layer: int, slots: Tensor) -> None:
+        """Rotate the last numbers of normed latents x[M, L + r] and write them to the pool."""
+        rank = x.shape[1] - 2 * angles.shape[-1]
         block, offset = slots.long() // kv.shape[4], slots.long() % kv.shape[4]
-        whole = torch.cat(
-            (rms_norm(x[:, :rank], norm, eps), _pairs(x[:, None, rank:], angles, neighbours)[:, 0]), dim=1
-        )
+        whole = torch.cat((x[:, :rank], _pairs(x[:, None, rank:], angles, neighbours)[:, 0]), dim=1)
         kv[block, layer, 0, 0, offset] = whole.to(kv.dtype)
 
     def latent_queries(
@@ -306,18 +317,26 @@ class TorchKernels(TorchStorage):
     ) -> None:
         parts = scores
         if kind != "chosen":
-            parts = torch.softmax(scores, dim=1) if kind == "softmax" else torch.sigmoid(scores)
+            parts = self.softmax(scores) if kind == "softmax" else self.sigmoid(scores)
         choice = parts if bias is None else parts + bias
         if groups > 1:
             choice = _of_groups(choice, groups, chosen_groups)
         ids = _largest(choice, chosen.shape[1]).sort(dim=1).values
         found = parts.gather(1, ids)
         if kind == "chosen":
-            found = torch.softmax(found, dim=1)
+            found = self.softmax(found)
         if normed:
             found = found / (found.sum(dim=1, keepdim=True) + 1e-20)
         chosen.copy_(ids)
         shares.copy_(found * scale)
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        """Return 1 / (1 + e^-x) of each number."""
+        return torch.sigmoid(x)
+
+    def softmax(self, x: Tensor) -> Tensor:
+        """Return the softmax of each row."""
+        return torch.softmax(x, dim=1)
 
     def experts(
         self,
@@ -374,10 +393,18 @@ class TorchKernels(TorchStorage):
     # ------------------------------------------------------------------- what some of them are together, and the rest
 
     def norm_project(self, hidden: Tensor, norm: Tensor, eps: float, matrix: TorchMatrix, out: Tensor) -> None:
-        out.copy_(matrix.product(rms_norm(hidden, norm, eps)))
+        matrix.product(self.normed(hidden, norm, eps), out)
 
     def project_add(self, x: Tensor, matrix: TorchMatrix, hidden: Tensor) -> None:
-        hidden += matrix.product(x)
+        matrix.product(x, hidden, add=True)
+
+    def normed(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Return rms_norm(x)."""
+        return rms_norm(x, weight, eps)
+
+    def gated(self, gates: Tensor, activation: str) -> Tensor:
+        """Return act(g) * u of gates[M, 2F]."""
+        return gated(gates, activation)
 
     def norm_add(self, x: Tensor, norm: Tensor, eps: float, hidden: Tensor) -> None:
         hidden += rms_norm(x, norm, eps)
@@ -392,15 +419,16 @@ class TorchKernels(TorchStorage):
         down: TorchMatrix,
         out: Tensor,
     ) -> None:
-        out.copy_(down.product(gated(gate_up.product(rms_norm(hidden, norm, eps)), activation)))
+        down.product(self.gated(gate_up.product(self.normed(hidden, norm, eps)), activation), out)
 
     def gated_mlp(
         self, hidden: Tensor, norm: Tensor, eps: float, gate_up: TorchMatrix, activation: str, down: TorchMatrix
     ) -> None:
-        hidden += down.product(gated(gate_up.product(rms_norm(hidden, norm, eps)), activation))
+        gates = gate_up.product(self.normed(hidden, norm, eps))
+        down.product(self.gated(gates, activation), hidden, add=True)
 
     def logits(self, hidden: Tensor, wanted: Tensor, norm: Tensor, eps: float, head: TorchMatrix, out: Tensor) -> None:
-        out.copy_(head.product(rms_norm(hidden[wanted.long()], norm, eps)))
+        head.product(self.normed(hidden[wanted.long()], norm, eps), out)
 
     def sampler(self, vocab: int) -> TorchSampler:
         return TorchSampler()

@@ -63,8 +63,8 @@ class TorchMatrix:
     biases: tuple[Tensor | None, ...]
     inner: int
 
-    def product(self, x: Tensor) -> Tensor:
-        """Return x[M, in] @ matrix + bias as [M, out]."""
+    def product(self, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
+        """Return x[M, in] @ matrix + bias as [M, out]; write it to `out`, or add it, if there is one."""
         found, low = [], None
         for part, bias in zip(self.parts, self.biases, strict=True):
             if isinstance(part, PackedCodes):
@@ -73,7 +73,10 @@ class TorchMatrix:
             else:
                 made = x @ part.float().T
             found.append(made if bias is None else made + bias)
-        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+        whole = found[0] if len(found) == 1 else torch.cat(found, dim=1)
+        if out is None:
+            return whole
+        return out.add_(whole) if add else out.copy_(whole)
 
     def rows(self, which: Tensor) -> Tensor:
         """Return the weights [n, in] of the outputs `which`, in float32."""

@@ -31,6 +31,7 @@ from cairn.kv.pool.prefix import Chain, root
 from cairn.kv.pool.seen_blocks import SeenBlocks
 from cairn.kv.pool.sequence_kv import BlockedOn, LowerTiers, Match, SequenceKV
 from cairn.kv.pool.snapshots import BOUNDARY, SPACING
+from cairn.kv.pool.spare_states import SpareStates
 from cairn.kv.pool.waiters import Waiters
 from cairn.types.model_spec import CacheGroup
 from cairn.types.stats import GroupUse, Miss
@@ -90,6 +91,7 @@ class Cache:
         self._computing: dict[bytes, SequenceKV] = {}
         """The sequence that computes or loads the block with this key (of the first group's chain) now."""
         self._parts = PartialBlocks(info, self.pools)
+        self._spares = SpareStates(info, self.pools)
         self._waiters = Waiters()
         self.seen = SeenBlocks()
         """Blocks of the leading group that were computed, to tell what was evicted from what never was."""
@@ -205,8 +207,11 @@ class Cache:
         return self._parts.put(seq_kv, tokens, end, follow, write)
 
     def copies(self) -> list[Copy]:
-        """Return the copies that `open` ordered since the last call, to be made in order before anything else."""
-        return self._parts.copies()
+        """Return the copies ordered since the last call, to be made in order before anything else.
+
+        `open` and `grow_for_guesses` order them.
+        """
+        return self._parts.copies() + self._spares.copies()
 
     def prepare(self, seq_kv: SequenceKV, tokens: Sequence[int], hit: int, stop: int, spare: int) -> bool:
         """Hold the first `hit` blocks and claim those up to `stop`, which are to be loaded.
@@ -256,6 +261,42 @@ class Cache:
         seq_kv.table.measure(self._block_tokens)
         return True
 
+    def grow_for_guesses(self, seq_kv: SequenceKV, computed: int, guesses: int) -> bool:
+        """`grow` for a row of one token and guesses behind `computed` positions; `settle_guesses` ends it."""
+        if not self.grow(seq_kv, computed + 1 + guesses):
+            return False
+        if self._states and not self._spares.keep(seq_kv, computed):
+            self.shrink(seq_kv, computed + 1)
+            return False
+        return True
+
+    def settle_guesses(self, seq_kv: SequenceKV, start: int, right: int, end: int) -> int:
+        """Return how many positions are computed after a row from `start` to `end`.
+
+        Its guesses before position `right` were right. If others were not, the states are lost that follow those, and
+        are again those after `start` positions.
+        """
+        if self._states and right < end:
+            self._spares.restore(seq_kv, start)
+            return start
+        self._spares.drop(seq_kv)
+        return right
+
+    def shrink(self, seq_kv: SequenceKV, end: int) -> None:
+        """Give back the blocks behind those of the first `end` positions: guesses were written there."""
+        blocks = -(-end // self._block_tokens)
+        if seq_kv.table.capacity <= blocks * self._block_tokens:
+            return
+        for pool, table in zip(self.pools, seq_kv.table.groups, strict=True):
+            pool.release(block for block in reversed(table[blocks:]) if block != NO_BLOCK)
+            del table[blocks:]
+        for number in self._states:
+            table = seq_kv.table.groups[number]
+            while table and table[-1] == NO_BLOCK:  # `grow` left it out between the ends of a row; now it is an end
+                table.pop()
+        seq_kv.table.measure(self._block_tokens)
+        self._waiters.freed()
+
     def publish(self, seq_kv: SequenceKV, tokens: Sequence[int], computed: int) -> None:
         """Publish the full blocks of the first `computed` positions, and release those that a window has passed.
 
@@ -297,6 +338,7 @@ class Cache:
         self._parts.publish(seq_kv, tokens, computed)
         self._waiters.wake(seq_kv)
         self._unclaim(seq_kv, tokens, seq_kv.claim.blocks.stop)
+        self._spares.drop(seq_kv)
         boundary = seq_kv.table.snapshots.settle()
         if (computed or boundary) and self.below is not None:
             self.below.ended(seq_kv, tokens, boundary, computed)

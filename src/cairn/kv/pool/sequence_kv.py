@@ -46,7 +46,7 @@ class Brought(NamedTuple):
 class BlockTable:
     """The blocks that a sequence holds, a list a cache group. Only the `Cache` changes it."""
 
-    __slots__ = ("capacity", "groups", "published", "snapshots")
+    __slots__ = ("capacity", "groups", "published", "snapshots", "spares")
 
     def __init__(self, groups: int, spacing: int) -> None:
         self.groups: tuple[list[int], ...]
@@ -58,6 +58,8 @@ class BlockTable:
         """Positions that every group covers."""
         self.snapshots = Snapshots(spacing)
         """The states that are kept."""
+        self.spares: list[int] = []
+        """During a step that checks guesses: for each state group the block with a copy of the state before it."""
         self._clear(groups)
 
     def clear(self) -> None:
@@ -148,7 +150,7 @@ class StoreProgress:
 
     def origin(self, covered: int) -> dict[TierName, int]:
         """Return how many of the first `covered` tokens came from each tier; the others were in the pool."""
-        found: dict[TierName, int] = {"ram": 0, "disk": 0}
+        found: dict[TierName, int] = {"ram": 0, "disk": 0, "shared": 0}
         for begin, end, tier in self.brought:
             found[tier] += max(0, min(end, covered) - begin)
         return found

@@ -61,9 +61,10 @@ class Tiers:
         self._durable = next((store for store in lasting if store is not None), None)
         self._sizes = chunk_sizes(cache.info.groups, cache.info.block_bytes)
         self.load_policy = LoadPolicy(load, clock)
-        self.writer = StoreWriter(tuple(stores.values()), clock, wake, self._tend)
+        # What counts as stored: the disk, which the shared store's failures then cannot harm; else the lowest tier.
+        durable = stores.get("disk") or tuple(stores.values())[-1]
+        self.writer = StoreWriter(tuple(stores.values()), clock, wake, self._tend, durable)
         self.reader = StoreReader(stores, self._sizes, self.load_policy, clock, wake)
-        *_, durable = stores.values()
         limits = limits or WriteLimits()
         notes = self._durable.notes if self._durable is not None else None
         self._memory = StoreMemory(notes, cache.seen, self.writer, clock, limits.day_bytes)
@@ -411,7 +412,8 @@ class Tiers:
         seq_kv = self._cache.context(salt)
         counts = self._lookup.counts(seq_kv, tokens)
         pool = self._cache.found(seq_kv, tokens)
-        return Placed(pool=pool, ram=counts.get("ram", 0), disk=counts.get("disk", 0))
+        ram, disk, shared = (counts.get(tier, 0) for tier in ("ram", "disk", "shared"))
+        return Placed(pool=pool, ram=ram, disk=disk, shared=shared)
 
     def do(self, job: Callable[[Store], object], stores: Sequence[Store], done: Done) -> None:
         """Run a job on stores on the writer's thread, after what is queued, then `done` on this thread."""
@@ -477,6 +479,7 @@ class Tiers:
         return KvStats(
             ram=now.get("ram"),
             disk=now.get("disk"),
+            shared=now.get("shared"),
             queued=self.write_behind.chunks,
             dropped=self.write_behind.dropped,
             deferred=self.write_behind.budget_spent,

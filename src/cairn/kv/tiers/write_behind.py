@@ -57,12 +57,18 @@ class StoreWriter:
     """A queue of chunks and other jobs on the stores, done in order by one thread."""
 
     def __init__(
-        self, stores: Sequence[Store], clock: Clock, wake: Callable[[], None], tend: Callable[[], None]
+        self,
+        stores: Sequence[Store],
+        clock: Clock,
+        wake: Callable[[], None],
+        tend: Callable[[], None],
+        durable: Store | None = None,
     ) -> None:
-        """Prepare the queue.
+        """Prepare the queue. `durable`: the store whose chunks count as stored; default: the last one.
 
         The thread calls `wake` whenever something is finished, and `tend` about once in `TEND_SECONDS`.
         """
+        self._durable = durable
         self._tend = tend
         self._clock = clock
         self._stores = tuple(stores)
@@ -72,7 +78,7 @@ class StoreWriter:
         self._closing = False
         self._thread: threading.Thread | None = None
         self.finished: deque[tuple[bytes, bool]] = deque()
-        """Keys of chunks, and whether the last store, the most durable one, has them now."""
+        """Keys of chunks, and whether the durable store has them now."""
 
     def push(self, job: Chunk | Callable[[], None]) -> None:
         """Queue a chunk, parents before children, or a job to run after what was queued before."""
@@ -125,8 +131,11 @@ class StoreWriter:
             if not isinstance(job, Chunk):
                 job()
             for store in self._stores:
-                kept = set()
-                kept = _keep(store, batch)
+                if store is self._durable or self._durable is None:
+                    kept = set()
+                    kept = _keep(store, batch)
+                else:
+                    _keep(store, batch)
         finally:  # even if a store fails, or those who wait for these chunks would wait for ever
             with self._changed:
                 self.finished.extend((chunk.key, chunk.key in kept) for chunk in batch)
@@ -189,6 +198,10 @@ class WriteLimits:
     """Bytes copied out of the pool and not yet stored. One chunk is always allowed."""
     turn_bytes: int = 32 << 20
     """Bytes copied between two steps. One chunk is always allowed."""
+    copy_seconds: float = COPY_SECONDS
+    """Longest time that a chunk waits in the pool for an idle step loop; then it is copied between two steps."""
+    idle_seconds: float = IDLE_SECONDS
+    """Seconds after a sequence's end at which its tail is stored."""
 
 
 class WriteBehind:
@@ -255,7 +268,7 @@ class WriteBehind:
     def due(self) -> float:
         """Seconds until the next tail is to be noted; infinite if none waits."""
         first = next(iter(self.waiting.tails.values()), None)
-        return math.inf if first is None else max(0.0, first.at + IDLE_SECONDS - self._clock.now())
+        return math.inf if first is None else max(0.0, first.at + self._limits.idle_seconds - self._clock.now())
 
     def findable(self, seq_kv: SequenceKV, tokens: Sequence[int]) -> None:
         """Note the whole chunks of a sequence that are new in the pool and should be stored.
@@ -308,7 +321,7 @@ class WriteBehind:
     def turn(self, idle: bool) -> bool:
         """Copy noted chunks into the queue, up to a turn's bytes; return whether there is more to do at once."""
         self._settle()
-        self._take_tails(IDLE_SECONDS)
+        self._take_tails(self._limits.idle_seconds)
         room = self._limits.turn_bytes
         while room > 0 and self._ready(idle) and (following := self.waiting.next) is not None:
             room -= self._copy(following)
@@ -407,7 +420,7 @@ class WriteBehind:
 
     def _pressing(self, following: NotedChunk) -> bool:
         """Return whether to copy although requests want a step: a flush waits, or the pool is about to need blocks."""
-        if self._flushes or self._clock.now() - following.at > COPY_SECONDS:
+        if self._flushes or self._clock.now() - following.at > self._limits.copy_seconds:
             return True
         pools = zip(self._cache.pools, self.waiting.blocks, strict=True)
         return any(noted and (pool.available - noted) * 8 < pool.size for pool, noted in pools)

@@ -14,6 +14,7 @@ from cairn.models.forward.latent import LatentBuffers, allocate_latent, latent_n
 from cairn.models.forward.moe import MixtureBuffers, allocate_mixture, mixture_numbers
 from cairn.models.forward.recurrent import RecurrentBuffers, allocate_recurrent, recurrent_numbers
 from cairn.types.model_spec import BLOCK_TOKENS, ModelSpec
+from cairn.types.request import MAX_APPLIED
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,10 @@ class Buffers:
     """Block table of each group: int32 [B, width], -1 for no block."""
     slots: tuple[Any, ...]
     """For each group int32 [M]: where a token's KV goes, as block * BLOCK_TOKENS + offset."""
+    adapters: Any
+    """int32 [B, MAX_APPLIED]: numbers of each row's adapters, -1 for none."""
+    scales: Any
+    """float32 [B, MAX_APPLIED]: their scales."""
     wanted: Any
     """int32 [R]: tokens of the step that need logits."""
     hidden: Any
@@ -75,6 +80,8 @@ def allocate(kernels: Kernels, spec: ModelSpec, tokens: int, rows: int, context:
         rows=kernels.allocate((rows, 3), "int32"),
         tables=tuple(kernels.allocate((rows, width), "int32") for _ in groups),
         slots=tuple(kernels.allocate((tokens,), "int32") for _ in groups),
+        adapters=kernels.allocate((rows, MAX_APPLIED), "int32"),
+        scales=kernels.allocate((rows, MAX_APPLIED), "float32"),
         wanted=kernels.allocate((kernels.logits_rows,), "int32"),
         hidden=kernels.allocate((tokens, spec.hidden), "float32"),
         angles=tuple(angles[turn] for turn in turns),
@@ -110,7 +117,8 @@ def buffer_bytes(spec: ModelSpec, tokens: int, rows: int, context: int, *, logit
 
 def with_slots(buffers: Buffers) -> Buffers:
     """Return the buffers as symbolic slots, for recording."""
-    sizes: dict[str, Size] = {"rows": "rows", "tables": "rows", "wanted": "logits", "logits": "logits"}
+    sizes: dict[str, Size] = {"wanted": "logits", "logits": "logits"}
+    sizes |= dict.fromkeys(("rows", "tables", "adapters", "scales"), "rows")
 
     def symbol(name: str) -> Any:
         value, size = getattr(buffers, name), sizes.get(name, "tokens")

@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cairn.kernels.base import Array, Kernels, Matrix, Rope
-from cairn.kernels.program import Program
+from cairn.kernels.base import Array, Kernels, LowRank, Matrix, Rope
+from cairn.kernels.program import KernelCall, Program
 from cairn.models.families.tensor_names import XIELU
 from cairn.models.forward.buffers import Buffers, with_slots
 from cairn.models.forward.gemma3n import (
@@ -110,6 +110,15 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
+class NamedMatrix:
+    """A packed matrix of a layer, and the tensors whose outputs it has in that order."""
+
+    matrix: Matrix
+    names: tuple[str, ...]
+    """Without `.weight`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Decoder:
     """A model's weights and the constants of its forward pass."""
 
@@ -139,6 +148,8 @@ class Decoder:
     mlp_gated: bool
     gated: int
     """Head size if attention outputs go through a gate; 0 without."""
+    matrices: tuple[NamedMatrix, ...]
+    """The layers' matrices, for adapters."""
 
 
 def build(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any]) -> Decoder:
@@ -150,12 +161,13 @@ def build(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any]) -> Deco
     head = kernels.matrix([weights["model.embed_tokens.weight" if spec.tied else "lm_head.weight"]], [None])
     ropes = [spec.rope(group) for group in range(len(spec.groups))]
     turns = [(rope, spec.turned_in(group)) for group, rope in enumerate(ropes)]
+    named: list[NamedMatrix] = []
     made = {(rope, size): kernels.rope(size, rope.theta, rope.scaling) for rope, size in dict.fromkeys(turns)}
     return Decoder(
         embedding=head if spec.tied else kernels.table(weights["model.embed_tokens.weight"]),
         embedding_scale=spec.embedding_scale,
         ropes=tuple(made[turn] for turn in turns),
-        layers=tuple(_layer(kernels, spec, weights, layer) for layer in range(spec.layers)),
+        layers=tuple(_layer(kernels, spec, weights, layer, named) for layer in range(spec.layers)),
         norm=kernels.vector(weights["model.norm.weight"]),
         head=head,
         eps=spec.norm_eps,
@@ -174,16 +186,22 @@ def build(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any]) -> Deco
         both=spec.both,
         mlp_gated=spec.mlp_gated,
         gated=spec.head_dim if spec.output_gate else 0,
+        matrices=tuple(named),
     )
 
 
-def _layer(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any], layer: int) -> Layer:
+def _layer(
+    kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any], layer: int, named: list[NamedMatrix]
+) -> Layer:
+    """Pack one layer's weights, and add its matrices to `named`."""
     prefix = f"model.layers.{layer}."
     group = spec.group_of(layer)
 
     def matrix(*names: str) -> Matrix:
         found = [weights[f"{prefix}{name}.weight"] for name in names]
-        return kernels.matrix(found, [weights.get(f"{prefix}{name}.bias") for name in names])
+        made = kernels.matrix(found, [weights.get(f"{prefix}{name}.bias") for name in names])
+        named.append(NamedMatrix(made, tuple(f"{prefix}{name}" for name in names)))
+        return made
 
     def norm(name: str, wanted: bool = True) -> Array | None:
         there = wanted and f"{prefix}{name}.weight" in weights
@@ -400,6 +418,40 @@ def record(kernels: Kernels, decoder: Decoder, kv: Sequence[Array], buffers: Buf
     last: Any = Recorder()
     head(last, decoder, symbols)
     return kernels.program(layers.calls), kernels.program(last.calls)
+
+
+def record_adapted(
+    kernels: Kernels,
+    decoder: Decoder,
+    kv: Sequence[Array],
+    buffers: Buffers,
+    adapters: Mapping[int, tuple[LowRank, ...]],
+) -> Program:
+    """Return the program of `body` in which rows go through their adapters, too.
+
+    `adapters`: the side paths of each matrix that has any, by its place in `decoder.matrices`. Calls for rows without
+    adapters are those of `record`, only fused less, so their bits are the same.
+    """
+    symbols = with_slots(buffers)
+    layers: Any = Recorder()
+    body(layers, decoder, kv, symbols)
+    beside = {id(one.matrix): adapters.get(place, ()) for place, one in enumerate(decoder.matrices)}
+    calls: list[KernelCall] = []
+    for call in layers.calls:
+        calls.append(call)
+        if call.kernel == "project" and (own := beside.get(id(call.arguments[1]))):
+            x, _, out = call.arguments
+            rows = (symbols.rows, symbols.adapters, symbols.scales)
+            calls.append(KernelCall("adapt", (x, *rows, own, out)))
+    return kernels.program(calls)
+
+
+def projected(kernels: Kernels, decoder: Decoder, kv: Sequence[Array], buffers: Buffers) -> frozenset[int]:
+    """Return the places in `decoder.matrices` that `body` multiplies by plain projections: those may be adapted."""
+    layers: Any = Recorder()
+    body(layers, decoder, kv, with_slots(buffers))
+    used = {id(call.arguments[1]) for call in layers.calls if call.kernel == "project"}
+    return frozenset(place for place, one in enumerate(decoder.matrices) if id(one.matrix) in used)
 
 
 def record_states(kernels: Kernels, decoder: Decoder, kv: Sequence[Array], buffers: Buffers) -> Program:

@@ -118,6 +118,11 @@ def hub_names(name: str, own: Architecture) -> tuple[str, ...]:
     return () if found is None else (found,)
 
 
+def is_turned(name: str) -> bool:
+    """Return whether a tensor of ours has rows of rotary heads."""
+    return _TURNED.fullmatch(name) is not None
+
+
 @dataclass(frozen=True, slots=True)
 class _Part:
     """A tensor of ours: a whole stored tensor, or some of its rows."""
@@ -276,7 +281,7 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
 
     def _turned(self, name: str) -> bool:
         """Return whether q or k rows have to be reordered from interleaved rotary pairs."""
-        return self._interleaved and _TURNED.fullmatch(name) is not None
+        return self._interleaved and is_turned(name)
 
     def __contains__(self, name: object) -> bool:
         return name in self._found or name in self._constants  # Mapping's default would build the tensor

@@ -50,9 +50,7 @@ class Known:
 
     def place(self, env: Mapping[str, str] | None = None) -> Path:
         """Return its file or folder on this machine, whether it exists or not."""
-        base = (os.environ if env is None else env).get("XDG_CACHE_HOME")
-        cache = Path(base) if base else home() / ".cache"
-        return cache / "cairn" / "models" / self.name / (self.folder or PurePosixPath(self.member).name)
+        return registry_folder(env) / self.name / (self.folder or PurePosixPath(self.member).name)
 
     def here(self, env: Mapping[str, str] | None = None) -> Path | None:
         """Return its file or folder if it is downloaded; it is renamed to that only once it is complete and checked."""
@@ -60,6 +58,13 @@ class Known:
         name, size, _ = self.weights if self.folder else ("", self.size, "")
         weights = place / name if self.folder else place
         return place if weights.is_file() and weights.stat().st_size == size else None
+
+
+def registry_folder(env: Mapping[str, str] | None = None) -> Path:
+    """Return the folder of models that come from the Python registry."""
+    base = (os.environ if env is None else env).get("XDG_CACHE_HOME")
+    cache = Path(base) if base else home() / ".cache"
+    return cache / "cairn" / "models"
 
 
 KNOWN = {

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import itertools
 import re
+import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -315,7 +316,16 @@ class Hub:
 
     def _unreachable(self, error: Exception, hint: str = "") -> ModelError:
         reason = str(error) or type(error).__name__
+        if any(isinstance(one, socket.gaierror) for one in _causes(error)):
+            reason = "its address was not found; is this machine online?"
         return ModelError(f"cannot download {self.model} from {self.endpoint}: {reason}{hint}")
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and what it came from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _parse(body: dict[str, Any]) -> Listing:

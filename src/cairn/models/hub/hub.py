@@ -204,7 +204,7 @@ def repository_of(model: str, env: Mapping[str, str] | None = None) -> tuple[str
 def _hint(model: str) -> str:
     """Return advice about an unknown name: a close match, the list of names, and a search page."""
     near = closest(model.removesuffix(LATEST), (DEMO, *KNOWN, *by_name()))
-    return f"{near}; cairn models --names lists them, and the hub is searched at {search_page(model)}"
+    return f" (cairn models --names lists these); search the hub: {search_page(model)}{near}"
 
 
 def select(model: str, repository: Path) -> Variant:

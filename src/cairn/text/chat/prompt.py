@@ -476,13 +476,15 @@ class Chat:
 
     def _prompt(self, chat: _CheckedChat, text: str, tokens: Sequence[int]) -> Prompt:
         """Build the prompt; `text` is the rendered text or its end."""
-        thought = text[-64:].rstrip().endswith(self._thought.open)
+        end = text[-64:].rstrip()
+        thought = end.endswith(self._thought.open)
         return Prompt(
             tuple(tokens),
             OutputFormat(
                 reasoning=self._thinks,
                 thoughts=self._thought.name,
                 reasoning_open=thought and self._thinks,
+                reasoning_closed=self._thinks and end.endswith(self._thought.close),
                 tools=chat.form is not None,
                 xml=chat.form is not None and FUNCTION in self._templates[chat.template],
                 calls=_reader_name(chat.form),

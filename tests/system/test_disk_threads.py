@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from cairn.agents.log.writer import DiskThreads, on_disk_thread
+from cairn.system.disk_threads import DiskThreads, on_disk_thread
 
 
 async def test_it_is_done_elsewhere_and_what_it_raises_is_raised() -> None:

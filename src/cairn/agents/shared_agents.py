@@ -1,0 +1,356 @@
+"""Agents that several servers share. The shared store has the truth; each server's own log is a copy.
+
+Before anything is done with an agent, `bring` reads what other servers wrote to its chain. A turn's beginning is in the
+chain before any of its answer is sent, and its end before the last event: a server that lost the agent meanwhile cannot
+acknowledge it. What failed to be written is told again by `bring`, which the next request calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import msgspec
+
+from cairn.agents.agent_registry import AgentRegistry
+from cairn.agents.archive import Archive
+from cairn.agents.kv import AgentKv
+from cairn.agents.log.index import RecordKind
+from cairn.agents.log.records import EndRecord
+from cairn.agents.log.segment import Record
+from cairn.agents.log.writer import Writer
+from cairn.agents.pending_writes import PendingWrites
+from cairn.agents.shared_bodies import (
+    Replayed,
+    SharedAgent,
+    SharedEnd,
+    SharedTurn,
+    keyed,
+    numbered,
+    plant,
+    plant_turn,
+    shared_agent,
+    shared_turn,
+)
+from cairn.agents.turn_tree import Agent, Turn
+from cairn.cluster.beats import Beats
+from cairn.cluster.chain import AgentChain, ChainRecord, Kind, Moved, Running
+from cairn.cluster.shared import SharedStore
+from cairn.system.interfaces import Clock, Rng
+from cairn.types.errors import Conflict, Damaged, Unavailable, trace
+
+log = logging.getLogger(__name__)
+
+MOST_CHAINS = 10_000
+"""Chains whose ends are remembered; of another one all records are read again."""
+UNSHARED = ("resp_", "conv_")
+"""Beginnings of ids of agents that keep a stored response or conversation: these stay with their server."""
+RETRY_SECONDS = 1.0
+"""Pause between attempts to write the end of a turn that nobody waits for."""
+
+
+class _Followed:
+    """A chain that this server follows."""
+
+    __slots__ = ("chain", "known", "lock")
+
+    def __init__(self, chain: AgentChain) -> None:
+        self.chain, self.lock = chain, asyncio.Lock()
+        self.known = False
+        """Whether the server's own agent is what the chain says up to its tail."""
+
+
+class SharedAgents:
+    """The chains of a server's agents. Runs on the event loop."""
+
+    def __init__(
+        self,
+        store: SharedStore,
+        clock: Clock,
+        rng: Rng,
+        registry: AgentRegistry,
+        writer: Writer,
+        pending: PendingWrites,
+        archive: Archive,
+        kv: AgentKv,
+    ) -> None:
+        """Follow chains, and begin to give signs of life."""
+        self._store, self._registry, self._writer, self._pending = store, registry, writer, pending
+        self._archive, self._kv = archive, kv
+        self.holder = f"{rng.bits64():016x}"
+        """Name of this server among those that share the store; new with each start."""
+        self.beats = Beats(store.blobs.soon, store.keys, clock, self.holder)
+        self.beats.start()
+        self._followed: OrderedDict[tuple[str, str], _Followed] = OrderedDict()
+        self._ending: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        """Write the ends that are owed, once, and stop."""
+        if self._ending:
+            await asyncio.wait(self._ending, timeout=2 * RETRY_SECONDS)
+        for task in self._ending:
+            task.cancel()
+        await asyncio.gather(*self._ending, return_exceptions=True)
+        await self.beats.close()
+
+    @property
+    def trouble(self) -> str:
+        """Why the store does not work now; empty if it does."""
+        trouble = self._store.blobs.trouble
+        return f"the shared store does not work, so agents cannot go on: {trouble}" if trouble else ""
+
+    def _follow(self, tenant: str, id: str) -> _Followed:
+        found = self._followed.get((tenant, id))
+        if found is None:
+            chain = AgentChain(self._store.blobs.soon, self._store.keys, tenant, id, self.holder)
+            found = self._followed[tenant, id] = _Followed(chain)
+        self._followed.move_to_end((tenant, id))
+        for name in [name for name, one in self._followed.items() if not one.lock.locked()]:
+            if len(self._followed) <= MOST_CHAINS:
+                break
+            del self._followed[name]
+        return found
+
+    # ------------------------------------------------------------------------------------------------------- reading
+
+    async def bring(self, tenant: str, id: str) -> None:
+        """Bring the server's own agent up to what the shared store has of it.
+
+        Raise Unavailable if the store does not answer, Damaged if what it has cannot be used.
+        """
+        followed = self._follow(tenant, id)
+        async with followed.lock:
+            await self._bring(followed, tenant, id)
+
+    async def _bring(self, followed: _Followed, tenant: str, id: str) -> None:
+        agent = self._registry.find(tenant, id)
+        if agent is not None and agent.busy and followed.known:
+            return
+        if followed.known and agent is None and followed.chain.tail.kind != "gone":
+            followed.known = False  # it was removed here alone
+        if followed.known:
+            records = await followed.chain.news()
+            if any(record.kind in ("made", "gone") for record in records):
+                followed.known = False
+            elif records and agent is not None:
+                await self._apply(agent, records)
+        if not followed.known:
+            followed.chain = AgentChain(self._store.blobs.soon, self._store.keys, tenant, id, self.holder)
+            await self._rebuild(await followed.chain.news(), tenant, id)
+            followed.known = True
+
+    async def _rebuild(self, records: Sequence[ChainRecord], tenant: str, id: str) -> None:
+        """Make the server's own agent what a whole chain says."""
+        replayed = Replayed()
+        for record in records:
+            _replay(replayed, record)
+        agent = self._registry.find(tenant, id)
+        if agent is not None and records:
+            if agent.busy or replayed.same(agent):
+                return
+            if number := replayed.lost(agent):
+                raise Damaged(
+                    f"the shared store has lost turn {number} of agent {id}, which this server acknowledged; export "
+                    "the agent here, delete it, and import it"
+                )
+            self._pending.erase_later(self._registry.remove(agent))
+        if replayed.record is None:
+            return
+        made, written = plant(replayed, self._writer.key, self._writer.record, tenant, id)
+        self._registry.add(made)
+        await self._pending.sync(*written, self._pending.note(made))
+        for turn in (*made.base.path(), *made.own):
+            turn.release()
+        if made.record.pinned:
+            self._kv.pin_later(made)
+
+    async def _apply(self, agent: Agent, records: Sequence[ChainRecord]) -> None:
+        """Add to the server's own agent what others wrote."""
+        written: list[Record] = []
+        before = agent.head
+        for record in records:
+            if record.kind == "began":
+                shared = msgspec.msgpack.decode(record.body, type=SharedTurn)
+                parent = agent.turn(shared.began.parent)
+                turn, more = plant_turn(shared, self._writer.key(), agent.key, parent, self._writer.record)
+                self._registry.add_turn(agent, turn)
+                written += more
+            elif record.kind == "ended":
+                body = msgspec.msgpack.decode(record.body, type=SharedEnd)
+                if (ended := agent.turn(body.number)) is not None:
+                    ended.end(body.ended)
+                    written.append(self._writer.record(RecordKind.END, body.ended, ended.key))
+            elif record.kind == "changed":
+                changed = msgspec.msgpack.decode(record.body, type=SharedAgent).record
+                agent.record = keyed(changed, agent)
+                agent.used = max(agent.used, changed.used)
+                agent.head = agent.turn(changed.head) or agent.head
+        agent.straight = False
+        await self._pending.sync(*written, self._pending.note(agent))
+        for turn in agent.own:
+            turn.release()
+        if agent.record.pinned and agent.head is not before:
+            self._kv.pin_later(agent)
+
+    # ------------------------------------------------------------------------------------------------------- writing
+    # These raise Unavailable if the store does not answer, or another server has the agent. Then the caller undoes its
+    # change, and the next `bring` tells what became of it.
+
+    async def made(self, agent: Agent) -> None:
+        """Write a new agent with all that it has. Raise Conflict if there is one of its id."""
+        followed = self._follow(agent.tenant, agent.id)
+        turns = list({turn.key: turn for turn in (agent.root, *reversed([*agent.base.path()]), *agent.own)}.values())
+        contents = await self._archive.contents(turns)
+        body = msgspec.msgpack.encode(shared_agent(agent, turns, contents))
+        async with followed.lock:
+            await followed.chain.news()
+            if followed.chain.tail.kind != "gone":
+                followed.known = False
+                raise Conflict(f"there is an agent {agent.id} already", field="id")
+            await self._append(followed, "made", body)
+            followed.known = True
+
+    async def began(self, agent: Agent, turn: Turn) -> None:
+        """Write the beginning of a turn; until its end no other server may write."""
+        followed = self._follow(agent.tenant, agent.id)
+        body = msgspec.msgpack.encode(shared_turn(turn, turn.held.began, None, own=True))
+        async with followed.lock:
+            await self._hold(followed, agent)
+            try:
+                await self._append(followed, "began", body, turn.number)
+            except Moved:
+                raise
+            except BaseException:  # it may be there
+                self._settle_later(agent, turn, _interrupted(turn.at), followed.chain.tail.number + 1)
+                raise
+
+    async def resumed(self, agent: Agent) -> None:
+        """Take over the interrupted turn at the head. Raise Conflict while it runs on another server."""
+        followed = self._follow(agent.tenant, agent.id)
+        async with followed.lock:
+            await self._share(followed, agent)
+            if await followed.chain.news():
+                followed.known = False
+                raise Conflict(f"another server has gone on with agent {agent.id}")
+            followed.chain.check_free(self.beats.alive)
+            await self._append(followed, "taken", b"", agent.head.number)
+
+    async def ended(self, agent: Agent, turn: Turn, end: EndRecord) -> None:
+        """Write the end of a turn. When it returns, the turn is acknowledged."""
+        followed = self._follow(agent.tenant, agent.id)
+        async with followed.lock:
+            try:
+                await followed.chain.end(turn.number, msgspec.msgpack.encode(SharedEnd(turn.number, end)))
+            except BaseException as error:
+                # In memory the turn has ended; the next `bring` tells whether it has in the chain.
+                turn.state, followed.known = "interrupted", False
+                if not isinstance(error, Moved):
+                    self._settle_later(agent, turn, _interrupted(end.ended), followed.chain.tail.since)
+                raise
+
+    def ended_later(self, agent: Agent, turn: Turn, end: EndRecord) -> None:
+        """Write the end of a turn that nobody waits for, as soon as the store takes it.
+
+        Until then no other server may go on with the agent while this one is alive.
+        """
+        self._settle_later(agent, turn, end, self._follow(agent.tenant, agent.id).chain.tail.since)
+
+    def _settle_later(self, agent: Agent, turn: Turn, end: EndRecord, since: int) -> None:
+        """Write the end of the turn that record `since` of the chain began, if it still runs there."""
+
+        async def write() -> None:
+            while agent in self._registry and since >= 0:
+                followed = self._follow(agent.tenant, agent.id)
+                try:
+                    async with followed.lock:
+                        followed.known = False
+                        body = msgspec.msgpack.encode(SharedEnd(turn.number, end))
+                        return await followed.chain.settle(since, body)
+                except Moved:
+                    return
+                except Unavailable:
+                    await asyncio.sleep(RETRY_SECONDS)
+                except Exception as error:
+                    log.error("the end of a turn could not be shared: %s", trace(error))
+                    return
+
+        task = asyncio.create_task(write())
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    async def changed(self, agent: Agent) -> None:
+        """Write the agent as it is now: its head, its pin, its metadata."""
+        followed = self._follow(agent.tenant, agent.id)
+        async with followed.lock:
+            await self._hold(followed, agent)
+            running = followed.chain.tail.running if agent.running is not None else 0
+            await self._append(followed, "changed", msgspec.msgpack.encode(SharedAgent(numbered(agent))), running)
+
+    async def gone(self, agent: Agent) -> None:
+        """Write that the agent is deleted, and remove all its other records."""
+        followed = self._follow(agent.tenant, agent.id)
+        async with followed.lock:
+            try:
+                await followed.chain.news()
+            except Damaged:  # then nothing can follow it, and nobody can use it
+                return await followed.chain.erase()
+            if followed.chain.tail.kind != "gone":
+                await self._append(followed, "gone")
+            await followed.chain.forget()
+
+    async def _hold(self, followed: _Followed, agent: Agent) -> None:
+        """Make sure that this server may write; see `AgentChain.hold`."""
+        await self._share(followed, agent)
+        try:
+            await followed.chain.hold(self.beats.alive)
+        except BaseException as error:
+            followed.known = isinstance(error, Running)
+            raise
+
+    async def _share(self, followed: _Followed, agent: Agent) -> None:
+        """Write an agent that was made before the store was shared."""
+        if followed.chain.tail.kind != "gone":
+            return
+        followed.known = False
+        await followed.chain.expect_no_news()
+        turns = [agent.root, *agent.turns()]
+        finished = [turn for turn in turns if turn.state == "finished"]
+        body = shared_agent(agent, finished, await self._archive.contents(finished))
+        if agent.head.state != "finished":
+            under = agent.head.parent or agent.root
+            record = msgspec.structs.replace(body.record, head=under.number, under=under.parent_number)
+            body = SharedAgent(record, body.turns)
+        await self._append(followed, "made", msgspec.msgpack.encode(body))
+        followed.known = True
+
+    async def _append(self, followed: _Followed, kind: Kind, body: bytes = b"", running: int = 0) -> None:
+        try:
+            await followed.chain.append(kind, body, running)
+        except BaseException:
+            followed.known = False
+            raise
+
+
+def _interrupted(at: float) -> EndRecord:
+    """Return the end of a turn that was cut off before any of its answer was kept."""
+    return EndRecord(state="interrupted", ids=b"", ended=at)
+
+
+def _replay(replayed: Replayed, record: ChainRecord) -> None:
+    decode = msgspec.msgpack.decode
+    try:
+        match record.kind:
+            case "made":
+                replayed.made(decode(record.body, type=SharedAgent))
+            case "began":
+                replayed.began(decode(record.body, type=SharedTurn))
+            case "ended":
+                replayed.ended(decode(record.body, type=SharedEnd))
+            case "changed":
+                replayed.changed(decode(record.body, type=SharedAgent).record)
+            case "gone":
+                replayed.gone()
+    except (msgspec.DecodeError, ValueError) as error:
+        raise Damaged(f"a record in the shared store was written by another version of Cairn: {error}") from None

@@ -1,0 +1,197 @@
+"""What the records of an agent's chain hold. Turns are named by their numbers: keys belong to one server's log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from cairn.agents.content import Content
+from cairn.agents.log.index import RecordKind
+from cairn.agents.log.records import AgentRecord, EndRecord, TurnRecord
+from cairn.agents.log.segment import Record
+from cairn.agents.turn_tree import Agent, Turn
+
+
+class SharedTurn(msgspec.Struct, frozen=True):
+    """A turn. Its `parent` is a number, its `agent` 0."""
+
+    began: TurnRecord
+    ended: EndRecord | None = None
+    own: bool = True
+    """Whether the agent made it, and not one that it was forked from."""
+
+
+class SharedAgent(msgspec.Struct, frozen=True):
+    """The body of `made` and `changed`: the agent, whose turns are numbers; of `made` also all its turns."""
+
+    record: AgentRecord
+    turns: tuple[SharedTurn, ...] = ()
+
+
+class SharedEnd(msgspec.Struct, frozen=True):
+    """The body of `ended`."""
+
+    number: int
+    ended: EndRecord
+
+
+def numbered(agent: Agent) -> AgentRecord:
+    """Return the agent's record as it is now, with numbers in place of keys."""
+    numbers = {turn.key: turn.number for turn in agent.turns()}
+    left = {numbers[key]: when for key, when in agent.record.left.items() if key in numbers}
+    return msgspec.structs.replace(
+        agent.record,
+        used=agent.used,
+        root=0,
+        base=agent.base.number,
+        head=agent.head.number,
+        under=agent.head.parent_number,
+        left=left,
+    )
+
+
+def shared_turn(turn: Turn, began: TurnRecord, ended: EndRecord | None, *, own: bool) -> SharedTurn:
+    """Return a turn as other servers read it."""
+    return SharedTurn(msgspec.structs.replace(began, agent=0, parent=turn.parent_number), ended, own)
+
+
+def shared_agent(agent: Agent, turns: Sequence[Turn], contents: Sequence[Content]) -> SharedAgent:
+    """Return an agent with all its turns, the beginning first."""
+    own = {turn.key for turn in agent.own}
+    found = tuple(
+        shared_turn(turn, content.began, content.ended, own=turn.key in own)
+        for turn, content in zip(turns, contents, strict=True)
+    )
+    return SharedAgent(numbered(agent), found)
+
+
+class Replayed:
+    """An agent as its chain tells it."""
+
+    def __init__(self) -> None:
+        self.record: AgentRecord | None = None
+        """None if there is no agent, or not any more."""
+        self.turns: dict[int, SharedTurn] = {}
+
+    def made(self, body: SharedAgent) -> None:
+        """Begin anew with this agent."""
+        self.record = body.record
+        self.turns = {one.began.number: one for one in body.turns}
+
+    def gone(self) -> None:
+        """Note that the agent was deleted."""
+        self.record, self.turns = None, {}
+
+    def changed(self, record: AgentRecord) -> None:
+        """Take over what was changed."""
+        self.record = record
+
+    def began(self, turn: SharedTurn) -> None:
+        """Add a turn, which is the head from now on."""
+        self.turns[turn.began.number] = turn
+        if self.record is not None:
+            self.record = msgspec.structs.replace(self.record, head=turn.began.number, under=turn.began.parent)
+
+    def ended(self, body: SharedEnd) -> None:
+        """End a turn."""
+        if (turn := self.turns.get(body.number)) is not None:
+            self.turns[body.number] = msgspec.structs.replace(turn, ended=body.ended)
+
+    def same(self, agent: Agent) -> bool:
+        """Return whether a server's own agent is this one, with the same turns and the same head."""
+        record = self.record
+        if record is None or record.created != agent.record.created or record.head != agent.head.number:
+            return False
+        here = {turn.number: (turn.parent_number, turn.state == "finished", turn.at) for turn in agent.turns()}
+        there = {
+            number: (turn.began.parent, turn.ended is not None and turn.ended.state == "finished", turn.began.began)
+            for number, turn in self.turns.items()
+            if number
+        }
+        settings = (record.pinned, record.ttl, record.metadata)
+        return here == there and settings == (agent.record.pinned, agent.record.ttl, agent.record.metadata)
+
+    def lost(self, agent: Agent) -> int:
+        """Return the number of a finished turn that a server has of the same agent, and the chain has not; 0 if none.
+
+        Such a turn was acknowledged: the store has lost it.
+        """
+        if self.record is None or self.record.created != agent.record.created:
+            return 0
+        known = {(number, turn.began.began) for number, turn in self.turns.items()}
+        missing = (
+            turn.number for turn in agent.own if turn.state == "finished" and (turn.number, turn.at) not in known
+        )
+        return next(missing, 0)
+
+
+Recorder = Callable[[RecordKind, msgspec.Struct, int], Record]
+"""Makes a record of the log from its kind, its value and its key."""
+
+
+def plant(
+    replayed: Replayed, key: Callable[[], int], record_of: Recorder, tenant: str, id: str
+) -> tuple[Agent, list[Record]]:
+    """Return the agent of a chain with keys of this log, and the records that it needs."""
+    shared = replayed.record
+    assert shared is not None
+    own, other = key(), key()
+    turns: dict[int, Turn] = {}
+    records = []
+    for number in sorted(replayed.turns):
+        one = replayed.turns[number]
+        parent = turns.get(one.began.parent) if number else None
+        turn, more = plant_turn(one, key(), own if one.own else other, parent, record_of)
+        turns[number] = turn
+        records += more
+    keys = {number: turn.key for number, turn in turns.items()}
+    root, head = turns[0], turns[shared.head]
+    record = msgspec.structs.replace(
+        shared,
+        id=id,
+        tenant=tenant,
+        root=root.key,
+        base=turns[shared.base].key,
+        head=head.key,
+        under=head.parent_key,
+        left=_keyed(shared.left, keys),
+    )
+    agent = Agent(own, record, root, turns[shared.base])
+    agent.own = [turn for number, turn in turns.items() if number and replayed.turns[number].own]
+    agent.head = head
+    return agent, records
+
+
+def plant_turn(
+    shared: SharedTurn, key: int, agent: int, parent: Turn | None, record_of: Recorder
+) -> tuple[Turn, list[Record]]:
+    """Return a turn with keys of this log, and its records."""
+    above = parent.key if parent is not None else 0
+    began = msgspec.structs.replace(shared.began, agent=agent if shared.began.number else 0, parent=above)
+    turn = Turn(key, began, parent)
+    records = [record_of(RecordKind.TURN, began, key)]
+    if shared.ended is not None:
+        turn.end(shared.ended)
+        records.append(record_of(RecordKind.END, shared.ended, key))
+    return turn, records
+
+
+def keyed(shared: AgentRecord, agent: Agent) -> AgentRecord:
+    """Return a changed record with keys of this log. The head is left to the caller."""
+    keys = {turn.number: turn.key for turn in agent.turns()}
+    old = agent.record
+    return msgspec.structs.replace(
+        shared,
+        id=old.id,
+        tenant=old.tenant,
+        root=old.root,
+        base=old.base,
+        head=old.head,
+        under=old.under,
+        left=_keyed(shared.left, keys),
+    )
+
+
+def _keyed(left: Mapping[int, float], keys: Mapping[int, int]) -> dict[int, float]:
+    return {keys[number]: when for number, when in left.items() if number in keys}

@@ -1,0 +1,171 @@
+"""`cairn route` and `cairn cluster`: several servers that share a store, behind one address."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cairn.cli.common.options import configured
+from cairn.config.resolve import Resolved, resolve
+from cairn.types.errors import ConfigError
+
+_ROUTER = (
+    *("host", "port", "api_key", "admin_key", "unsafe_no_auth", "tls_cert", "tls_key", "log_level", "log_format"),
+    *("shutdown_grace", "max_connections", "max_body_mib"),
+)
+AGAIN_SECONDS = 1.0
+"""Pause before a server that ended is started again."""
+DAY = 86400
+
+
+def register(app: typer.Typer) -> None:
+    """Add `cairn route` and the commands of `cairn cluster`."""
+    cluster = typer.Typer(help="Run several servers that share their agents and KV.", no_args_is_help=True)
+    app.add_typer(cluster, name="cluster", rich_help_panel="Running servers")
+
+    @app.command(rich_help_panel="Running servers")
+    @configured(_ROUTER, model=False)
+    def route(
+        resolved: Resolved,
+        replica: Annotated[
+            list[str], typer.Option(metavar="URL", help="A server, such as http://10.0.0.5:8000; repeat for all.")
+        ],
+    ) -> None:
+        """Pass requests on to servers that share a store; agents and sessions stay with a server while it is up."""
+        from cairn.api.router_server import serve_router
+
+        serve_router(resolved.config, replica)
+
+    @cluster.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+    def up(
+        context: typer.Context,
+        model: Annotated[str, typer.Argument(metavar="MODEL", help="The model that all of them serve.")] = "demo",
+        replicas: Annotated[int, typer.Option(min=1, max=64, help="Number of servers.")] = 3,
+        shared_store: Annotated[
+            str | None, typer.Option(metavar="STORE", help="Folder or object store; default: a folder of the cluster.")
+        ] = None,
+        cluster_key_file: Annotated[
+            Path | None, typer.Option(metavar="FILE", help="Keys of the store; made where there are none.")
+        ] = None,
+        folder: Annotated[
+            Path | None, typer.Option(metavar="FOLDER", help="The servers' own folders; default: in the data folder.")
+        ] = None,
+        host: Annotated[str | None, typer.Option(help="Address of the router.")] = None,
+        port: Annotated[int | None, typer.Option(help="Port of the router; the servers have those after it.")] = None,
+    ) -> None:
+        """Start servers, a router and their shared store on this machine, and keep them running.
+
+        Further options go to every server. Ctrl-C finishes running requests and stops all of them.
+        """
+        from cairn.api.router_server import serve_router
+        from cairn.cli.models import fetched
+
+        fetched(model)
+        config = resolve({"host": host, "port": port}).config
+        home = (folder or _home()).expanduser().absolute()
+        keys = cluster_key_file or home / "cluster.key"
+        if not keys.exists():
+            _write_key(keys, "")
+        store = shared_store or str(home / "store")
+        ports = [config.port + number for number in range(1, replicas + 1)]
+        threads = max(1, (os.cpu_count() or 1) // replicas)
+        shared = ["--shared-store", store, "--cluster-key-file", str(keys), "--threads", str(threads)]
+        commands = []
+        for number, own in enumerate(ports, 1):
+            mine = ["--agents-dir", str(home / f"agents-{number}"), "--kv-dir", str(home / f"kv-{number}")]
+            serve = [sys.executable, "-m", "cairn", "serve", model, "--host", "127.0.0.1", "--port", str(own)]
+            commands.append([*serve, *shared, *mine, *context.args])
+        servers = _Servers(commands)
+        serve_router(config, [f"http://127.0.0.1:{own}" for own in ports], servers.run)
+
+    @cluster.command()
+    def key(
+        file: Annotated[Path, typer.Argument(metavar="FILE", help="The key file of a cluster.")],
+        rotate: Annotated[bool, typer.Option("--rotate", help="Add a new key to it, which seals from now on.")] = False,
+    ) -> None:
+        """Make a key file, or add a key to one. Every server needs the same file before any of them starts with it."""
+        if file.exists() != rotate:
+            raise ConfigError(f"{file} {'exists; add a key with --rotate' if not rotate else 'does not exist'}")
+        _write_key(file, file.read_text() if rotate else "")
+        print(file)
+
+    @cluster.command()
+    @configured(("shared_store",), model=False)
+    def prune(
+        resolved: Resolved, days: Annotated[int, typer.Option(min=1, help="Age in days, of KV and announcements.")] = 30
+    ) -> None:
+        """Remove KV from a shared folder that is older than so many days. Agents stay.
+
+        Of an object store a rule of the bucket does this: for names that begin with kv/ and feed/.
+        """
+        print(f"{_prune(resolved.config.shared_store, days):,} files removed")
+
+
+def _home() -> Path:
+    base = os.environ.get("XDG_DATA_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "share") / "cairn" / "cluster"
+
+
+def _write_key(file: Path, old: str) -> None:
+    """Write a key file, whole or not at all, for its owner alone."""
+    from cairn.cluster.keys import new_key_file, parse_keys
+    from cairn.system.posix import SystemRng
+
+    if old:
+        parse_keys(old, str(file))
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    fresh = file.with_name(f"{file.name}.new")
+    handle = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "w") as out:
+        out.write(new_key_file(SystemRng(), old))
+    os.replace(fresh, file)
+
+
+def _prune(store: str | None, days: int) -> int:
+    """Remove old files of KV from a shared folder; return how many."""
+    import time
+
+    if store is None or "://" in store:
+        raise ConfigError("shared_store must be a folder here; give --shared-store FOLDER", field="shared_store")
+    end, count = time.time() - days * DAY, 0
+    for part in ("kv", "feed"):
+        for path in (Path(store).expanduser() / part).rglob("*"):
+            with contextlib.suppress(FileNotFoundError):
+                if path.is_file() and path.stat().st_mtime < end:
+                    path.unlink()
+                    count += 1
+    return count
+
+
+class _Servers:
+    """The servers of `cairn cluster up`, as child processes that are started again if they end."""
+
+    def __init__(self, commands: Sequence[Sequence[str]]) -> None:
+        self._commands = commands
+
+    async def run(self, over: asyncio.Event) -> None:
+        """Keep them running until this is cancelled; then let them finish. Set `over` if none of them can start."""
+        await asyncio.gather(*(self._keep(command, over) for command in self._commands))
+
+    async def _keep(self, command: Sequence[str], over: asyncio.Event) -> None:
+        while True:
+            process = await asyncio.create_subprocess_exec(*command, start_new_session=True)
+            try:
+                code = await process.wait()
+            except asyncio.CancelledError:
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGTERM)
+                await process.wait()
+                raise
+            if code == ConfigError.exit_code:  # it would end so again
+                over.set()
+                return
+            await asyncio.sleep(AGAIN_SECONDS)

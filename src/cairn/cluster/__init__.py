@@ -1,0 +1,1 @@
+"""More than one machine: sealed objects in a store that all replicas share, and the router in front of them."""

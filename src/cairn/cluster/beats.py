@@ -1,0 +1,87 @@
+"""Signs of life: each replica replaces an object of its own every half second, and watches those of the others.
+
+A replica counts as silent after `LEASE_SECONDS` in which this one looked and saw no change. Time in which this one did
+not look, because it was stopped or the store was away, does not count, and no two clocks are compared. A wrong answer
+costs a turn its end, and no answer its truth: see `chain.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from cairn.cluster.guard import AsyncBlobs
+from cairn.cluster.keys import ClusterKeys
+from cairn.system.interfaces import Clock
+
+BEAT_SECONDS = 0.5
+LEASE_SECONDS = 3.0
+GAP = 2.0
+"""Beats that one look may account for at most."""
+FOLDER = "beats"
+FORGET_SECONDS = 3600.0
+"""Silence after which a replica's object is removed."""
+
+
+class Beats:
+    """The signs of life of all replicas. Runs on the event loop."""
+
+    def __init__(self, blobs: AsyncBlobs, keys: ClusterKeys, clock: Clock, holder: str) -> None:
+        self._blobs, self._keys, self._clock, self._holder = blobs, keys, clock, holder
+        self._beat = 0
+        self._heard: dict[str, tuple[bytes, float]] = {}
+        """The last beat of each replica, and for how many seconds it has not changed."""
+        self._watched = 0.0
+        """Seconds for which this replica has watched."""
+        self._looked: float | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to beat and to watch."""
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """Stop, and take this replica's sign of life away."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        with contextlib.suppress(OSError):
+            await self._blobs.delete([f"{FOLDER}/{self._holder}"])
+
+    def alive(self, holder: str) -> bool:
+        """Return whether a replica may still be alive, as far as this one has seen."""
+        if holder == self._holder:
+            return True
+        _, silent = self._heard.get(holder, (b"", self._watched))
+        return silent < LEASE_SECONDS
+
+    async def _run(self) -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                await self.step()
+            await asyncio.sleep(BEAT_SECONDS)
+
+    async def step(self) -> None:
+        """Beat once and look once. Raise OSError if the store fails."""
+        self._beat += 1
+        name = f"{FOLDER}/{self._holder}"
+        await self._blobs.replace(name, self._keys.seal(name, str(self._beat).encode()))
+        found = {}
+        for name in await self._blobs.list(FOLDER):
+            data = await self._blobs.read(name)
+            beat = None if data is None else self._keys.open(name, data)
+            if beat is not None:
+                found[name.rsplit("/", 1)[-1]] = beat
+        now = self._clock.now()
+        passed = 0.0 if self._looked is None else max(0.0, min(now - self._looked, GAP * BEAT_SECONDS))
+        self._looked = now
+        self._watched += passed
+        for holder in {*found, *self._heard}:
+            beat, silent = self._heard.get(holder, (b"", 0.0))
+            if found.get(holder, b"") not in (b"", beat):
+                self._heard[holder] = found[holder], 0.0
+            else:
+                self._heard[holder] = beat, silent + passed
+        for holder in [one for one, (_, silent) in self._heard.items() if silent > FORGET_SECONDS]:
+            del self._heard[holder]
+            await self._blobs.delete([f"{FOLDER}/{holder}"])

@@ -1,0 +1,232 @@
+"""The chain of one agent in a shared store: numbered records that nobody can write twice, and the lease in them.
+
+    agents/NAME/0000000000, agents/NAME/0000000001, ...
+
+A record is created under the next number, which fails if somebody else has it. So the chain has one order, and of two
+writers one learns that it is not the writer any more: nothing that it still does can be acknowledged. Each record
+names its writer (the *holder* of the agent), the epoch, which grows by one with every new holder, and the digest of the
+record before it. What is sealed under another name, changed, cut out or put out of order is refused.
+
+The number alone is the name. If the epoch were a part of it, a holder that lost the agent could still create records
+of its own epoch beside those of the next.
+
+No clock is needed for that. Whether a holder is alive (`beats.py`) only decides how soon another one may interrupt it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+
+from cairn.cluster.guard import AsyncBlobs
+from cairn.cluster.keys import ClusterKeys
+from cairn.types.errors import Conflict, Damaged, Unavailable
+
+Kind = Literal["made", "began", "ended", "changed", "taken", "gone"]
+FIRST: frozenset[Kind] = frozenset({"made", "gone"})
+"""Kinds that need nothing before them: what came before may be removed."""
+TRIES = 2
+"""Tries of an append whose outcome is unknown. It is the same object each time."""
+
+
+class ChainRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One record of a chain."""
+
+    number: int
+    epoch: int
+    holder: str
+    kind: Kind
+    before: bytes
+    """SHA-256 of the record before it; empty for none."""
+    running: int
+    """Number of the turn that runs after this record; 0 for none."""
+    body: bytes
+
+
+class Tail(msgspec.Struct, frozen=True):
+    """The end of a chain, as far as it is known."""
+
+    number: int = -1
+    epoch: int = 0
+    holder: str = ""
+    digest: bytes = b""
+    running: int = 0
+    since: int = -1
+    """Number of the record with which that turn began here."""
+    kind: Kind = "gone"
+
+
+class Moved(Unavailable):
+    """Another replica has written to the chain meanwhile. The caller may try again."""
+
+
+class Running(Unavailable):
+    """A turn of the agent runs on another server."""
+
+    status = Conflict.status
+    code = "turn_running"
+
+
+class AgentChain:
+    """One chain. Its owner allows one call at a time."""
+
+    def __init__(self, blobs: AsyncBlobs, keys: ClusterKeys, tenant: str, id: str, holder: str) -> None:
+        """Name a chain. `holder`: the name of this replica, new with each start."""
+        self._blobs, self._keys, self._holder, self._id = blobs, keys, holder, id
+        self._folder = f"agents/{keys.name(b'agent', tenant.encode(), id.encode())}"
+        self.tail = Tail()
+
+    @property
+    def mine(self) -> bool:
+        """Whether this replica wrote the last known record."""
+        return self.tail.holder == self._holder
+
+    async def news(self) -> list[ChainRecord]:
+        """Return the records beyond the known end, in order, and know them from now on.
+
+        Raise Damaged for a record that fails a check, Unavailable if the store does not answer. Then nothing is known
+        that was not before.
+        """
+        tail, found = self.tail, list[ChainRecord]()
+        try:
+            first = tail.number + 1 if tail.number >= 0 else await self._first()
+            while (data := await self._blobs.read(self._name(first + len(found)))) is not None:
+                record, tail = self._check(data, first + len(found), tail)
+                found.append(record)
+        except OSError as error:
+            raise unavailable(error) from error
+        self.tail = tail
+        return found
+
+    async def _first(self) -> int:
+        names = await self._blobs.list(self._folder)
+        numbers = [name.rsplit("/", 1)[-1] for name in names]
+        return min((int(one) for one in numbers if len(one) == 10 and one.isdigit()), default=0)
+
+    def _check(self, data: bytes, number: int, tail: Tail) -> tuple[ChainRecord, Tail]:
+        """Return a record that follows `tail`, and the new tail."""
+        name = self._name(number)
+        content = self._keys.open(name, data)
+        if content is None:
+            raise self._damaged(number, "was changed, or sealed under an unknown key")
+        try:
+            record = msgspec.msgpack.decode(content, type=ChainRecord)
+        except (msgspec.DecodeError, ValueError):
+            raise self._damaged(number, "cannot be read") from None
+        follows = record.before == tail.digest and record.epoch == tail.epoch + (record.holder != tail.holder)
+        starts = tail.number < 0 and record.kind in FIRST
+        taken = not tail.running or record.holder == tail.holder or record.kind in ("taken", "gone")
+        if record.number != number or not (starts or (follows and taken)):
+            raise self._damaged(number, "does not follow the one before it")
+        return record, _after(record, content, tail)
+
+    async def append(self, kind: Kind, body: bytes = b"", running: int = 0) -> None:
+        """Write the next record. On return it is acknowledged and durable.
+
+        Raise Moved if another replica wrote one there, Unavailable if the store does not answer; then the record may be
+        there or not, which the next `news` tells.
+        """
+        tail = self.tail
+        record = ChainRecord(
+            number=tail.number + 1,
+            epoch=tail.epoch + (not self.mine),
+            holder=self._holder,
+            kind=kind,
+            before=tail.digest,
+            running=running,
+            body=body,
+        )
+        content = msgspec.msgpack.encode(record)
+        name = self._name(record.number)
+        if not await self._create(name, self._keys.seal(name, content)):
+            raise self._moved()
+        self.tail = _after(record, content, tail)
+
+    async def hold(self, alive: Callable[[str], bool]) -> None:
+        """Make sure that this replica may write: it knows all of the chain, and no other one runs a turn.
+
+        A turn of a replica that is not `alive` is interrupted: the record that says so is the next, so that replica can
+        end nothing any more. Raise Running for one that is, Moved if there are news.
+        """
+        await self.expect_no_news()
+        if self.tail.running and not self.mine:
+            self.check_free(alive)
+            await self.append("taken")
+
+    async def expect_no_news(self) -> None:
+        """Raise Moved if others wrote since the chain was read: what the caller wants to write is out of date."""
+        if await self.news():
+            raise self._moved()
+
+    def check_free(self, alive: Callable[[str], bool]) -> None:
+        """Raise Running while another replica that is `alive` runs a turn of the agent."""
+        tail = self.tail
+        if tail.running and not self.mine and alive(tail.holder):
+            raise Running(f"turn {tail.running} of agent {self._id} is running on another server", retry_after=1.0)
+
+    async def end(self, turn: int, body: bytes) -> None:
+        """Write the end of a turn of this replica. When it returns, the turn is acknowledged.
+
+        Raise Moved if another replica has interrupted it, Unavailable as `append` does.
+        """
+        if not self.mine or self.tail.running != turn:
+            raise self._moved()
+        await self.append("ended", body)
+
+    async def settle(self, since: int, body: bytes) -> None:
+        """End the turn of this replica that record `since` began with `body`, if the chain says that it still runs.
+
+        For a turn whose beginning or end was written with an unknown outcome: while it is said to run, and this replica
+        is alive, no other one may go on with the agent. Raise as `append` does.
+        """
+        await self.news()
+        if self.mine and self.tail.running and self.tail.since == since:
+            await self.append("ended", body)
+
+    def _moved(self) -> Moved:
+        return Moved(f"another server has gone on with agent {self._id}; send the request again", retry_after=1.0)
+
+    async def _create(self, name: str, data: bytes) -> bool:
+        for left in reversed(range(TRIES)):
+            try:
+                return await self._blobs.create(name, data)
+            except OSError as error:
+                if not left:
+                    raise unavailable(error) from error
+        raise AssertionError("unreachable")
+
+    async def forget(self) -> None:
+        """Remove all records before the last one. Raise Unavailable if the store does not answer."""
+        try:
+            last = self._name(self.tail.number)
+            await self._blobs.delete([name for name in await self._blobs.list(self._folder) if name < last])
+        except OSError as error:
+            raise unavailable(error) from error
+
+    async def erase(self) -> None:
+        """Remove all records. Raise Unavailable if the store does not answer."""
+        try:
+            await self._blobs.delete(await self._blobs.list(self._folder))
+        except OSError as error:
+            raise unavailable(error) from error
+
+    def _name(self, number: int) -> str:
+        return f"{self._folder}/{number:010d}"
+
+    def _damaged(self, number: int, what: str) -> Damaged:
+        return Damaged(f"record {number} of agent {self._id} in the shared store {what}; no turn is built on it")
+
+
+def _after(record: ChainRecord, content: bytes, before: Tail) -> Tail:
+    digest = hashlib.sha256(content).digest()
+    begins = record.running and record.kind in ("began", "taken")
+    since = record.number if begins else before.since if record.running else -1
+    return Tail(record.number, record.epoch, record.holder, digest, record.running, since, record.kind)
+
+
+def unavailable(error: OSError) -> Unavailable:
+    """Return the error of a store that does not answer."""
+    return Unavailable(f"the shared store does not work: {error.strerror or error}", retry_after=5.0)

@@ -1,0 +1,184 @@
+"""Deadlines and a circuit breaker around a shared store: a slow or dead store costs time, and little of it.
+
+Every call runs on a daemon thread and is given up at its deadline. After `FAILURES` calls in a row that failed, calls
+fail at once for `PAUSE` seconds; then one call tries again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import errno
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Protocol, TypeVar
+
+from cairn.cluster.blobs import Blobs
+from cairn.system.disk_threads import DiskThreads
+from cairn.system.interfaces import Clock
+
+T = TypeVar("T")
+
+DEADLINE = 5.0
+"""Seconds that a call may take."""
+FAILURES = 3
+PAUSE = 5.0
+THREADS = 8
+
+
+class AsyncBlobs(Protocol):
+    """The calls of `Blobs`, awaited."""
+
+    async def create(self, name: str, data: bytes) -> bool:
+        """See `Blobs`. An object with exactly this data counts as made: an earlier try may have worked."""
+        ...
+
+    async def replace(self, name: str, data: bytes) -> None:
+        """See `Blobs`."""
+        ...
+
+    async def read(self, name: str) -> bytes | None:
+        """See `Blobs`."""
+        ...
+
+    async def list(self, folder: str, after: str = "") -> Sequence[str]:
+        """See `Blobs`."""
+        ...
+
+    async def delete(self, names: Sequence[str]) -> None:
+        """See `Blobs`."""
+        ...
+
+
+class Breaker:
+    """The state of the store: whether calls are worth making. Any thread may call."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._lock = clock, threading.Lock()
+        self._failed = 0
+        self._until = 0.0
+        self.trouble = ""
+        """The last failure, while the store fails; empty while it works."""
+
+    def enter(self) -> None:
+        """Raise OSError while calls would be in vain."""
+        with self._lock:
+            now = self._clock.now()
+            if self._failed >= FAILURES:
+                if now < self._until:
+                    raise OSError(errno.EHOSTDOWN, f"the shared store does not work: {self.trouble}")
+                self._until = now + PAUSE  # this call tries; others wait for its result
+
+    def worked(self) -> None:
+        """Note that a call was answered."""
+        with self._lock:
+            self._failed, self.trouble = 0, ""
+
+    def failed(self, error: BaseException) -> None:
+        """Note that a call failed or was given up."""
+        with self._lock:
+            self._failed += 1
+            self._until = self._clock.now() + PAUSE
+            self.trouble = str(getattr(error, "strerror", None) or error) or type(error).__name__
+
+
+class Guarded:
+    """A shared store that never holds up its callers for longer than their deadline. It is a `Blobs` itself."""
+
+    def __init__(self, blobs: Blobs, clock: Clock, deadline: float = DEADLINE) -> None:
+        self._blobs, self._deadline = blobs, deadline
+        self._threads = DiskThreads(THREADS)
+        self._breaker = Breaker(clock)
+        self.soon: AsyncBlobs = _Soon(self)
+        """The same store, awaited."""
+
+    @property
+    def trouble(self) -> str:
+        """Why the store does not work now; empty if it does."""
+        return self._breaker.trouble
+
+    def create(self, name: str, data: bytes) -> bool:
+        """See `AsyncBlobs.create`."""
+        return self._wait(self.submit(self._create, name, data))
+
+    def _create(self, name: str, data: bytes) -> bool:
+        return self._blobs.create(name, data) or self._blobs.read(name) == data
+
+    def replace(self, name: str, data: bytes) -> None:
+        """See `Blobs`."""
+        self._wait(self.submit(self._blobs.replace, name, data))
+
+    def read(self, name: str) -> bytes | None:
+        """See `Blobs`."""
+        return self._wait(self.submit(self._blobs.read, name))
+
+    def list(self, folder: str, after: str = "") -> Sequence[str]:
+        """See `Blobs`."""
+        return self._wait(self.submit(self._blobs.list, folder, after))
+
+    def delete(self, names: Sequence[str]) -> None:
+        """See `Blobs`."""
+        self._wait(self.submit(self._blobs.delete, names))
+
+    def submit(self, work: Callable[..., T], *args: object) -> Future[T]:
+        """Start a call on a thread. Raise OSError while the breaker is open."""
+        self._breaker.enter()
+        return self._threads.submit(work, *args)
+
+    def _wait(self, running: Future[T]) -> T:
+        try:
+            found = running.result(self._deadline)
+        except (TimeoutError, concurrent.futures.TimeoutError) as error:
+            raise self.late(running) from error
+        except OSError as error:
+            self._breaker.failed(error)
+            raise
+        self._breaker.worked()
+        return found
+
+    async def wait(self, running: Future[T]) -> T:
+        """Await a call; see `submit`. Raise OSError if it fails or takes too long."""
+        try:
+            found = await asyncio.wait_for(asyncio.wrap_future(running), self._deadline)
+        except TimeoutError as error:
+            raise self.late(running) from error
+        except OSError as error:
+            self._breaker.failed(error)
+            raise
+        self._breaker.worked()
+        return found
+
+    def late(self, running: Future[T]) -> OSError:
+        """Give up a call; return the error to raise."""
+        running.cancel()
+        error = OSError(errno.ETIMEDOUT, f"the shared store did not answer within {self._deadline:g} s")
+        self._breaker.failed(error)
+        return error
+
+    def calls(self) -> tuple[Callable[[str, bytes], bool], Blobs]:
+        """Return the unguarded create and the store, to `submit`."""
+        return self._create, self._blobs
+
+
+class _Soon:
+    """`AsyncBlobs` over a guarded store."""
+
+    def __init__(self, guarded: Guarded) -> None:
+        self._guarded = guarded
+        self._create, self._blobs = guarded.calls()
+
+    async def create(self, name: str, data: bytes) -> bool:
+        return await self._guarded.wait(self._guarded.submit(self._create, name, data))
+
+    async def replace(self, name: str, data: bytes) -> None:
+        await self._guarded.wait(self._guarded.submit(self._blobs.replace, name, data))
+
+    async def read(self, name: str) -> bytes | None:
+        return await self._guarded.wait(self._guarded.submit(self._blobs.read, name))
+
+    async def list(self, folder: str, after: str = "") -> Sequence[str]:
+        return await self._guarded.wait(self._guarded.submit(self._blobs.list, folder, after))
+
+    async def delete(self, names: Sequence[str]) -> None:
+        await self._guarded.wait(self._guarded.submit(self._blobs.delete, names))

@@ -1,0 +1,1 @@
+"""The router: one address for several servers that share a store."""

@@ -1,0 +1,434 @@
+"""The router's application (ASGI 3): it passes requests on to replicas, and their answers back.
+
+A request that found its replica gone is sent to another one, as long as its client has nothing of the answer and a
+second computation changes nothing: each turn of an agent gets an Idempotency-Key, by which a replica knows it again.
+A stream whose replica died in mid-answer goes on from another one, where that gives the same tokens (`follow.py`).
+Keys pass through: replicas check them.
+
+    GET  /router/replicas        POST /router/drain?replica=URL      POST /router/undrain?replica=URL
+    GET  /health/live            GET  /health/ready                  GET  /metrics
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from typing import Any
+from urllib.parse import parse_qs
+
+import msgspec
+
+from cairn.cluster.router.follow import EVENT_END, Delivered, split
+from cairn.cluster.router.keys import Asked
+from cairn.cluster.router.replicas import Replica, Replicas
+from cairn.cluster.router.upstream import DROPPED, UpstreamConnection, UpstreamLost, request_bytes
+from cairn.system.interfaces import Rng
+
+log = logging.getLogger(__name__)
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+PATIENCE = 20.0
+"""Seconds in which another replica is looked for, or a turn's last server is waited for."""
+PAUSE = 0.2
+WHOLE_BYTES = 4 << 20
+"""Longest answer that is read as a whole before any of it is passed on."""
+MOST_NAMES = 10_000
+"""Requests whose replica is remembered, for those that ask for their events."""
+DRAIN_SECONDS = 30.0
+ONCE = b"idempotency-key"
+EVENTS = b"text/event-stream"
+LOST = b'data: {"error":{"message":"the server that answered went away, and no other gives the same answer; send the \
+request again","type":"server_error","param":null,"code":"unavailable"}}\n\n'
+
+
+class ClientLeft(Exception):
+    """The client closed its connection."""
+
+
+class Counts:
+    """What the router counts, for /metrics."""
+
+    def __init__(self) -> None:
+        self.requests = self.retries = self.followed = self.lost = self.refused = 0
+
+    def text(self, replicas: Replicas) -> bytes:
+        """Return them in Prometheus' format."""
+        lines = []
+        for name, help, value in (
+            ("requests", "Requests taken.", self.requests),
+            ("retries", "Times that a request was sent to another replica.", self.retries),
+            ("streams_followed", "Streams that another replica went on with.", self.followed),
+            ("streams_lost", "Streams whose replica died and that no other could go on with.", self.lost),
+            ("refused", "Requests for which no replica was up.", self.refused),
+        ):
+            full = f"cairn_router_{name}_total"
+            lines += [f"# HELP {full} {help}", f"# TYPE {full} counter", f"{full} {value}"]
+        for name, help in (("up", "1 where the replica is ready."), ("running", "Requests in hand.")):
+            lines += [f"# HELP cairn_router_replica_{name} {help}", f"# TYPE cairn_router_replica_{name} gauge"]
+            for one in replicas.all:
+                value = int(one.up) if name == "up" else one.busy
+                lines.append(f'cairn_router_replica_{name}{{replica="{one.url}"}} {value}')
+        return ("\n".join(lines) + "\n").encode()
+
+
+class RouterApp:
+    """The application."""
+
+    def __init__(self, replicas: Replicas, rng: Rng, admin_key: str = "") -> None:
+        """Route to `replicas`. `admin_key` is wanted for /router and /metrics; empty: they answer this machine."""
+        self.replicas, self.counts = replicas, Counts()
+        self._rng, self._admin_key = rng, admin_key.encode()
+        self._where: OrderedDict[bytes, Replica] = OrderedDict()
+        """Replicas by the ids of requests that they answered."""
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Serve a call."""
+        if scope["type"] != "http":
+            raise RuntimeError(f"a {scope['type']} connection is not served")
+        path = scope["path"]
+        if path == "/metrics" or path.startswith(("/router/", "/health/")):
+            await self._own(scope, path, send)
+            return
+        self.counts.requests += 1
+        try:
+            body = await _body(receive)
+            await Passing(self, scope, receive, send, body).run()
+        except ClientLeft:
+            return
+
+    def remember(self, headers: Sequence[tuple[bytes, bytes]], replica: Replica) -> None:
+        """Remember which replica answered, by the ids in its answer's headers."""
+        for name, value in headers:
+            if name in (b"x-request-id", b"x-cairn-request-id"):
+                self._where[value] = replica
+                if len(self._where) > MOST_NAMES:
+                    self._where.popitem(last=False)
+
+    def answered(self, asked: Asked) -> Replica | None:
+        """Return the replica that has what a request is about, if this router passed its answer on."""
+        for id in asked.belongs_to:
+            replica = self._where.get(id)
+            if replica is not None and replica.up:
+                return replica
+        return None
+
+    # ------------------------------------------------------------------------------------------------- its own paths
+
+    async def _own(self, scope: Message, path: str, send: Send) -> None:
+        if path.startswith("/health/"):
+            ready = path == "/health/live" or any(one.up for one in self.replicas.all)
+            body = msgspec.json.encode({"status": "ready" if ready else "no replica is up"})
+            await _respond(send, 200 if ready else 503, body)
+            return
+        if not self._allowed(scope):
+            await _fail(send, 401, "invalid_api_key", "this route needs the admin key, in the header X-Cairn-Admin-Key")
+            return
+        if path == "/metrics":
+            await _respond(send, 200, self.counts.text(self.replicas), b"text/plain; version=0.0.4")
+        elif path == "/router/replicas" and scope["method"] == "GET":
+            found = {"object": "list", "data": [one.described() for one in self.replicas.all]}
+            await _respond(send, 200, msgspec.json.encode(found))
+        elif path in ("/router/drain", "/router/undrain") and scope["method"] == "POST":
+            await self._drain(scope, path, send)
+        else:
+            await _fail(send, 404, "not_found", f"{path[:100]} is no route of the router")
+
+    async def _drain(self, scope: Message, path: str, send: Send) -> None:
+        url = parse_qs(scope["query_string"].decode("latin-1")).get("replica", [""])[0]
+        replica = self.replicas.find(url)
+        if replica is None:
+            known = ", ".join(one.url for one in self.replicas.all)
+            await _fail(send, 404, "not_found", f"replica must be one of {known}")
+            return
+        if path == "/router/undrain":
+            replica.draining, over = False, True
+        else:
+            over = await self.replicas.drain(replica, DRAIN_SECONDS)
+        await _respond(send, 200, msgspec.json.encode(replica.described() | {"drained": over and replica.draining}))
+
+    def _allowed(self, scope: Message) -> bool:
+        if not self._admin_key:
+            return (scope.get("client") or ("",))[0] in ("127.0.0.1", "::1")
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-cairn-admin-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+        return hmac.compare_digest(given, self._admin_key)
+
+
+class Passing:
+    """One request on its way through the router."""
+
+    def __init__(self, app: RouterApp, scope: Message, receive: Receive, send: Send, body: bytes) -> None:
+        self._app, self._send, self._body = app, send, body
+        self._replicas, self._counts = app.replicas, app.counts
+        self._method: str = scope["method"]
+        self._headers: list[tuple[bytes, bytes]] = list(scope["headers"])
+        query = scope["query_string"]
+        self._target: bytes = scope.get("raw_path") or scope["path"].encode()
+        if query:
+            self._target += b"?" + query
+        self._asked = Asked(self._method, scope["path"], self._headers, body)
+        if self._asked.is_turn and ONCE not in dict(self._headers):
+            self._headers.append((ONCE, f"router-{app._rng.bits64():016x}{app._rng.bits64():016x}".encode()))
+        self._first = app.answered(self._asked)
+        self._receive = receive
+        self._tried: list[Replica] = []
+        self._end = time.monotonic() + PATIENCE
+        self._sent_again = False
+        """Whether a replica may have had the request before it went away."""
+        self._started = False
+
+    async def run(self) -> None:
+        """Answer the client. Raise ClientLeft."""
+        work = asyncio.ensure_future(self._answer())
+        gone = asyncio.ensure_future(_gone(self._receive))
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise ClientLeft
+            work.result()
+        finally:
+            work.cancel()
+            gone.cancel()
+
+    async def _answer(self) -> None:
+        while True:
+            replica = self._first or self._replicas.choose(self._asked.key, self._tried)
+            self._first = None
+            if replica is None:
+                if time.monotonic() < self._end and (self._sent_again or self._tried):
+                    await asyncio.sleep(PAUSE)
+                    continue
+                self._counts.refused += 1
+                await _fail(self._send, 503, "unavailable", "no server is up; ask again shortly", b"2")
+                return
+            if await self._try(replica):
+                return
+            self._counts.retries += 1
+
+    async def _try(self, replica: Replica) -> bool:
+        """Pass the request to a replica and its answer to the client; return False to try another one."""
+        replica.busy += 1
+        replica.requests += 1
+        connection = None
+        try:
+            connection = await self._exchange(replica)
+            if await self._goes_on(replica, connection):
+                return False
+            await self._pass_on(replica, connection)
+            return True
+        except UpstreamLost as error:
+            return await self._lost(replica, error)
+        finally:
+            replica.busy -= 1
+            if connection is not None:
+                replica.pool.give(connection)
+
+    async def _exchange(self, replica: Replica) -> UpstreamConnection:
+        """Send the request and return the connection with the head of the answer.
+
+        A connection that was open for long may be closed by the replica at any moment, so a new one is tried first
+        before the replica counts as gone.
+        """
+        data = request_bytes(self._method, self._target, replica.host, self._headers, self._body)
+        for new in (False, True):
+            connection = await replica.pool.take(new=new)
+            try:
+                await connection.send(data, head_only=self._method == "HEAD")
+            except UpstreamLost as error:
+                connection.abort()
+                if new or (error.sent and not self._asked.repeatable):
+                    raise
+                self._sent_again |= error.sent
+            except BaseException:
+                connection.abort()
+                raise
+            else:
+                return connection
+        raise AssertionError("unreachable")
+
+    async def _goes_on(self, replica: Replica, connection: UpstreamConnection) -> bool:
+        """Return whether an answer is not for the client: another replica, or a later moment, has a better one."""
+        status, now = connection.status, time.monotonic()
+        others = [one for one in self._replicas.all if one.up and one not in self._tried and one is not replica]
+        if status == 404 and self._asked.elsewhere and others:
+            self._tried.append(replica)
+            return True
+        if status == 503 and self._asked.repeatable and now < self._end and (others or self._sent_again):
+            self._tried.append(replica)
+            await asyncio.sleep(PAUSE if not others else 0)
+            return True
+        if status == 409 and self._asked.is_turn and now < self._end:
+            if not (self._sent_again or self._replicas.death_is_near):
+                return False
+            body = await _whole(connection)
+            if b'"turn_running"' in body:
+                await asyncio.sleep(PAUSE)
+                return True
+            await self._respond(replica, connection, body)
+            self._started = True
+        return False
+
+    async def _lost(self, replica: Replica, error: UpstreamLost) -> bool:
+        self._replicas.failed(replica)
+        self._tried.append(replica)
+        self._sent_again |= error.sent
+        if error.sent and not self._asked.repeatable:
+            await _fail(
+                self._send,
+                503,
+                "unavailable",
+                "the server went away while it had the request; look whether it was carried out before you repeat it",
+            )
+            return True
+        return False
+
+    async def _pass_on(self, replica: Replica, connection: UpstreamConnection) -> None:
+        if self._started:  # answered already
+            return
+        self._app.remember(connection.headers, replica)
+        headers = dict(connection.headers)
+        if headers.get(b"content-type", b"").startswith(EVENTS):
+            await self._stream(replica, connection)
+            return
+        size = int(headers.get(b"content-length", b"-1"))
+        if 0 <= size <= WHOLE_BYTES:
+            body = b"" if self._method == "HEAD" else await _whole(connection)
+            await self._respond(replica, connection, body)
+            return
+        await self._start(replica, connection)
+        try:
+            while data := await connection.read():
+                await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        except UpstreamLost:  # the client sees that the answer was cut off
+            self._replicas.failed(replica)
+            self._counts.lost += 1
+            raise ClientLeft from None
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _start(self, replica: Replica, connection: UpstreamConnection) -> None:
+        headers = [one for one in connection.headers if one[0] not in DROPPED and one[0] != b"date"]
+        headers.append((b"x-cairn-replica", replica.host.encode()))
+        await self._send({"type": "http.response.start", "status": connection.status, "headers": headers})
+
+    async def _respond(self, replica: Replica, connection: UpstreamConnection, body: bytes) -> None:
+        await self._start(replica, connection)
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    # ----------------------------------------------------------------------------------------------------- streams
+
+    async def _stream(self, replica: Replica, connection: UpstreamConnection) -> None:
+        """Pass a stream of events on, whole events only, and go on from other replicas where this one dies."""
+        await self._start(replica, connection)
+        delivered = Delivered()
+        keep = self._asked.followable and connection.status == 200
+        try:
+            rest = b""
+            while data := await connection.read():
+                data = rest + data if rest else data
+                end = data.rfind(EVENT_END)
+                if end < 0:
+                    rest = data
+                    continue
+                end += len(EVENT_END)
+                rest, data = data[end:], data[:end] if end < len(data) else data
+                if keep:
+                    delivered.add(data)
+                await self._send({"type": "http.response.body", "body": data, "more_body": True})
+            await self._send({"type": "http.response.body", "body": rest, "more_body": False})
+            return
+        except UpstreamLost:
+            self._replicas.failed(replica)
+            self._tried.append(replica)
+            self._sent_again = True
+        if keep and delivered.whole and await self._follow(delivered):
+            self._counts.followed += 1
+            return
+        self._counts.lost += 1
+        await self._send({"type": "http.response.body", "body": LOST, "more_body": False})
+
+    async def _follow(self, delivered: Delivered) -> bool:
+        """Pass on the rest of a stream from other replicas; return False if none gives it."""
+        self._end = time.monotonic() + PATIENCE
+        delivered.measure()
+        while time.monotonic() < self._end:
+            replica = self._replicas.choose(self._asked.key, self._tried)
+            if replica is None:
+                await asyncio.sleep(PAUSE)
+                continue
+            connection = None
+            replica.busy += 1
+            try:
+                connection = await self._exchange(replica)
+                kind = dict(connection.headers).get(b"content-type", b"")
+                if connection.status == 200 and kind.startswith(EVENTS):
+                    await self._rest(delivered, connection)
+                    return True
+                if connection.status not in (409, 429, 503):
+                    return False
+                await _whole(connection)
+                await asyncio.sleep(PAUSE)
+            except UpstreamLost:
+                self._replicas.failed(replica)
+                self._tried.append(replica)
+                return False
+            finally:
+                replica.busy -= 1
+                if connection is not None:
+                    replica.pool.give(connection)
+        return False
+
+    async def _rest(self, delivered: Delivered, connection: UpstreamConnection) -> None:
+        rest = b""
+        while data := await connection.read():
+            data = rest + data
+            end = data.rfind(EVENT_END) + len(EVENT_END) if EVENT_END in data else 0
+            rest, data = data[end:], data[:end]
+            news = b"".join(map(delivered.rest, split(data)))
+            if news:
+                await self._send({"type": "http.response.body", "body": news, "more_body": True})
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _whole(connection: UpstreamConnection) -> bytes:
+    parts = []
+    while data := await connection.read():
+        parts.append(data)
+    return b"".join(parts)
+
+
+async def _body(receive: Receive) -> bytes:
+    """Return the request's body. The listener bounds its size. Raise ClientLeft."""
+    parts = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        parts.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _respond(send: Send, status: int, body: bytes, kind: bytes = b"application/json", after: bytes = b"") -> None:
+    headers = [(b"content-type", kind), (b"content-length", b"%d" % len(body))]
+    if after:
+        headers.append((b"retry-after", after))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def _fail(send: Send, status: int, code: str, message: str, after: bytes = b"") -> None:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    error = {"message": message, "type": kind, "param": None, "code": code}
+    await _respond(send, status, msgspec.json.encode({"error": error}), after=after)

@@ -1,0 +1,141 @@
+"""What a request names: the agent or session that decides which replica it goes to."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+AGENT_PATH = re.compile(r"/v1/agents/([^/]+)")
+TURN_PATH = re.compile(r"/v1/agents/[^/]+/turns")
+NAMED_PATHS = re.compile(
+    r"/(?:v1/)?(?:requests|responses|conversations|teams|workflows|runs|collections|vector_stores|files)/[^/]+"
+)
+AGENT_HEADER = b"x-cairn-agent"
+SESSION_HEADERS = (b"x-claude-code-session-id", b"x-session-id", b"session-id")
+KEY_HEADERS = (b"authorization", b"x-api-key", b"api-key")
+COMPUTES = frozenset(
+    (
+        *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/messages"),
+        *("/v1/messages/count_tokens", "/chat/completions", "/completions", "/completion", "/infill", "/embedding"),
+        *("/embeddings", "/rerank", "/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/tokenize"),
+        "/detokenize",
+        "/apply-template",
+    )
+)
+"""Paths that only compute: a request that was cut off may be sent again."""
+CHATS = frozenset(("/v1/chat/completions", "/chat/completions"))
+BEGINNING = 2
+"""Messages that a conversation is recognised by where nothing names it: its system text and first question."""
+
+
+class _Asked(msgspec.Struct):
+    """Fields of a body that say what it belongs to, or whether its answer is the same again."""
+
+    prompt_cache_key: Any = None
+    metadata: Any = None
+    previous_response_id: Any = None
+    conversation: Any = None
+    messages: Any = None
+    prompt: Any = None
+    input: Any = None
+    system: Any = None
+    id: Any = None
+    seed: Any = None
+    temperature: Any = None
+    stream: Any = None
+
+
+class Asked:
+    """One request as the router sees it."""
+
+    def __init__(self, method: str, path: str, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
+        self.method, self.path = method, path
+        self._headers = dict(headers)
+        self._body = _decoded(body) if method == "POST" and body[:1] in (b"{", b" ", b"\n", b"\r", b"\t") else _Asked()
+
+    @property
+    def key(self) -> bytes:
+        """What it names, with the tenant's key; empty for nothing."""
+        named = self._named()
+        if not named:
+            return b""
+        digest = hashlib.blake2b(digest_size=16)
+        for name in KEY_HEADERS:
+            digest.update(self._headers.get(name, b"") + b"\0")
+        digest.update(named)
+        return digest.digest()
+
+    def _named(self) -> bytes:
+        if (found := AGENT_PATH.match(self.path)) is not None:
+            return b"agent\0" + found[1].encode()
+        for name in (AGENT_HEADER, *SESSION_HEADERS):
+            if value := self._headers.get(name):
+                return b"agent\0" + value
+        body = self._body
+        if self.path == "/v1/agents" and isinstance(body.id, str):
+            return b"agent\0" + body.id.encode()
+        metadata = body.metadata if isinstance(body.metadata, Mapping) else {}
+        names = (
+            metadata.get("agent"),
+            body.prompt_cache_key,
+            metadata.get("session_id"),
+            metadata.get("user_id"),
+            body.previous_response_id,
+            body.conversation,
+        )
+        for one in names:
+            if isinstance(one, str) and one:
+                return b"agent\0" + one.encode("utf-8", "replace")
+        return self._beginning()
+
+    def _beginning(self) -> bytes:
+        """Return what recognises a conversation that is sent again as a whole."""
+        body = self._body
+        if isinstance(body.messages, list) and body.messages:
+            return b"chat\0" + msgspec.json.encode((body.system, body.messages[:BEGINNING]))
+        if isinstance(body.prompt, str):
+            return b"text\0" + body.prompt[:512].encode("utf-8", "replace")
+        if isinstance(body.input, list) and body.input:
+            return b"input\0" + msgspec.json.encode(body.input[:BEGINNING])
+        return b""
+
+    @property
+    def is_turn(self) -> bool:
+        """Whether it is a new turn of an agent."""
+        return self.method == "POST" and TURN_PATH.fullmatch(self.path) is not None
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether it may be sent again although a replica may have had it."""
+        return self.method in ("GET", "HEAD", "OPTIONS") or self.path in COMPUTES or self.is_turn
+
+    @property
+    def followable(self) -> bool:
+        """Whether a second answer to it has the same tokens, and its stream is of chat completions."""
+        if self.is_turn:
+            return True
+        return self.path in CHATS and (self._body.seed is not None or self._body.temperature == 0)
+
+    @property
+    def belongs_to(self) -> list[bytes]:
+        """The ids of requests whose answers it is about, without what is in front of them."""
+        parts = self.path.removeprefix("/v1").split("/")
+        named = [parts[2]] if NAMED_PATHS.match(self.path) else []
+        named += [one for one in (self._body.previous_response_id, self._body.conversation) if isinstance(one, str)]
+        return [re.split(r"[-_]", one)[-1].encode("utf-8", "replace") for one in named]
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether it is about something that one replica alone may have."""
+        return self.method in ("GET", "HEAD") and NAMED_PATHS.match(self.path) is not None
+
+
+def _decoded(body: bytes) -> _Asked:
+    try:
+        return msgspec.json.decode(body, type=_Asked)
+    except (msgspec.MsgspecError, RecursionError, ValueError):
+        return _Asked()  # the replica refuses it

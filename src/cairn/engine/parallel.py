@@ -1,0 +1,209 @@
+"""The engine of several ranks: rank 0 here, which plans and samples; the others in processes of their own.
+
+All ranks take the same steps in the same order. A page has the parts of all ranks, one after another. If a rank dies,
+the step fails with a `DeviceError`, so the worker ends, and the supervisor starts all of them anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+
+from cairn.config.config import Config
+from cairn.engine.memory import check_memory, device_memory, pool_blocks
+from cairn.engine.rank import load_shard
+from cairn.engine.rank_group import RankGroup
+from cairn.engine.rank_protocol import (
+    Compute,
+    CopyBlocks,
+    Loaded,
+    Pages,
+    ReadPages,
+    Start,
+    ToRank,
+    WritePages,
+    part_of,
+    receive_answer,
+    send,
+)
+from cairn.engine.recorded import RecordedEngine
+from cairn.engine.shards import check_parallel, shard_spec
+from cairn.kernels import devices
+from cairn.types.errors import DeviceError, ModelError
+from cairn.types.model_spec import ModelSpec
+from cairn.types.step import AdapterData, AdapterFacts, EngineCall, Ready, Row, RowResult
+
+CLOSE_SECONDS = 5.0
+"""How long a rank may take to end."""
+
+
+class RankProcess:
+    """Another rank, seen from rank 0."""
+
+    def __init__(self, number: int) -> None:
+        """Start the process."""
+        ours, theirs = socket.socketpair()
+        self.number = number
+        self.connection = Connection(ours.detach())
+        with theirs:
+            command = [sys.executable, "-P", "-m", "cairn.engine.rank", str(theirs.fileno())]
+            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+
+    def send(self, message: ToRank) -> None:
+        """Send a command. Raises `DeviceError` if the rank is gone."""
+        try:
+            send(self.connection, message)
+        except OSError as error:
+            raise DeviceError(f"rank {self.number} is gone") from error
+
+    def loaded(self) -> None:
+        """Wait until the rank is loaded. Raises `ModelError` with its reason if it is not."""
+        try:
+            answer = receive_answer(self.connection)
+        except (EOFError, OSError) as error:
+            raise ModelError(f"rank {self.number} ended while it was loading") from error
+        if isinstance(answer, Loaded) and answer.error:
+            raise ModelError(f"rank {self.number}: {answer.error}")
+
+    def pages(self) -> list[bytes]:
+        """Return the pages that were asked for. Raises `DeviceError` if the rank is gone."""
+        try:
+            answer = receive_answer(self.connection)
+        except (EOFError, OSError) as error:
+            raise DeviceError(f"rank {self.number} is gone") from error
+        assert isinstance(answer, Pages)
+        return answer.pages
+
+    def close(self) -> None:
+        """End the process, by force if it does not go."""
+        self.connection.close()
+        try:
+            self.process.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class ParallelEngine:
+    """A `types.step.Engine` over several ranks."""
+
+    def __init__(self, own: RecordedEngine, group: RankGroup, others: Sequence[RankProcess]) -> None:
+        self._own, self._group, self._others = own, group, list(others)
+        self._sizes = own.info.block_bytes
+        self.info = dataclasses.replace(
+            own.info,
+            block_bytes=tuple(size * group.ranks for size in self._sizes),
+            device_text=f"{own.info.device_text}, {group.ranks} ranks",
+            overlaps=False,
+        )
+
+    @classmethod
+    def load(cls, spec: ModelSpec, folder: Path, config: Config, blocks: tuple[int, ...] = ()) -> ParallelEngine:
+        """Start all ranks and load each one's part, or raise `ModelError`."""
+        if devices.resolved(config.device) == devices.CPU:
+            raise ModelError(f"tp is {config.tp}, but ranks compute with torch: use --device cuda, rocm or torch-cpu")
+        ranks = config.tp
+        check_parallel(spec, ranks)
+        part = shard_spec(spec, ranks)
+        free = device_memory(config) // (ranks if config.device.endswith("-cpu") else 1)
+        blocks = blocks or pool_blocks(part, config, free)
+        check_memory(part, config, blocks, free)
+        others = [RankProcess(number) for number in range(1, ranks)]
+        meeting = Path(tempfile.mkdtemp(prefix="cairn-ranks-")) / "meeting"
+        try:
+            for other in others:
+                options = msgspec.to_builtins(_of_rank(config, other.number))
+                other.send(Start(str(folder), options, other.number, ranks, str(meeting), blocks))
+            group = RankGroup(0, ranks, meeting, config.device)
+            own = load_shard(spec, folder, config, group, blocks)
+            for other in others:
+                other.loaded()
+        except BaseException:
+            for other in others:
+                other.process.kill()
+                other.close()
+            raise
+        finally:
+            meeting.unlink(missing_ok=True)
+            meeting.parent.rmdir()
+        return cls(own, group, others)
+
+    def prefill(self, rows: Sequence[Row]) -> EngineCall[list[RowResult]]:
+        """Compute one step on all ranks."""
+        if not rows:
+            return Ready([])
+        self._tell(Compute([part_of(row) for row in rows]))
+        return self._own.prefill(rows)
+
+    def decode(self, rows: Sequence[Row]) -> EngineCall[list[RowResult]]:
+        """Compute rows of one token each."""
+        return self.prefill(rows)
+
+    def embed(self, rows: Sequence[Row]) -> EngineCall[list[RowResult]]:
+        """Compute rows whose hidden states are wanted."""
+        return self.prefill(rows)
+
+    def read_blocks(self, group: int, ids: Sequence[int]) -> EngineCall[list[memoryview]]:
+        """Return pages with the parts of all ranks."""
+        self._tell(ReadPages(group, list(ids)))
+        parts = [self._own.read_blocks(group, ids).wait(), *(other.pages() for other in self._others)]
+        return Ready([memoryview(b"".join(page)) for page in zip(*parts, strict=True)])
+
+    def write_blocks(self, group: int, ids: Sequence[int], pages: Sequence[memoryview]) -> EngineCall[None]:
+        """Hand each rank its part of the pages; a page of another size is a `ValueError` and writes nothing."""
+        size = self._sizes[group]
+        if any(memoryview(page).nbytes != size * self._group.ranks for page in pages):
+            raise ValueError(f"a page of group {group} has {size * self._group.ranks} bytes")
+        parts = [
+            [memoryview(page).cast("B")[rank * size : (rank + 1) * size] for page in pages]
+            for rank in range(self._group.ranks)
+        ]
+        for other in self._others:
+            other.send(WritePages(group, list(ids), [bytes(page) for page in parts[other.number]]))
+        return self._own.write_blocks(group, ids, parts[0])
+
+    def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> EngineCall[None]:
+        """Copy blocks on all ranks."""
+        self._tell(CopyBlocks(group, list(pairs)))
+        return self._own.copy_blocks(group, pairs)
+
+    def read_adapter(self, place: Path) -> AdapterData:
+        """Raise ModelError: adapters need a model on one rank."""
+        raise ModelError(
+            f"{place}: an adapter cannot be attached to a model of {self._group.ranks} ranks; leave tp out"
+        )
+
+    def attach(self, adapter: AdapterData) -> AdapterFacts:
+        """Raise ModelError, as `read_adapter` does."""
+        raise ModelError("an adapter cannot be attached to a model of several ranks; leave tp out")
+
+    def detach(self, digest: bytes) -> None:
+        """Do nothing: no adapter is attached."""
+
+    def close(self) -> None:
+        """End all ranks. A second call does nothing."""
+        for other in self._others:
+            other.close()
+        self._others.clear()
+        self._own.close()
+        self._group.close()
+
+    def _tell(self, message: ToRank) -> None:
+        for other in self._others:
+            other.send(message)
+
+
+def _of_rank(config: Config, number: int) -> Config:
+    """Return the configuration of another rank: of several GPUs, the one with its number."""
+    kind, _, index = config.device.partition(":")
+    if kind not in ("cuda", "rocm"):
+        return config
+    return msgspec.structs.replace(config, device=f"{kind}:{int(index or 0) + number}")

@@ -1,0 +1,122 @@
+"""A rank's part of a model: its spec, and its slices of the weights.
+
+Queries, keys, values, gates and ups are cut by outputs (heads, columns of the MLP); the matrices that follow them are
+cut by inputs, so that each rank has a part of every sum. All else is whole on every rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from cairn.kernels.base import Packed, Quantized
+from cairn.types.errors import ModelError
+from cairn.types.model_spec import ModelSpec
+
+_MLP = r"mlp\.(?:experts\.\d+\.|shared_expert\.)?"
+_BY_OUTPUTS = re.compile(
+    rf"\.(?:self_attn\.(?:[qkv]_proj\.(?:weight|bias)|sinks)|{_MLP}(?:gate|up)_proj\.(?:weight|bias))$"
+)
+_BY_INPUTS = re.compile(rf"\.(?:self_attn\.o_proj|{_MLP}down_proj)\.(weight|bias)$")
+
+
+def check_parallel(spec: ModelSpec, ranks: int) -> None:
+    """Raise `ModelError` for a model that cannot be cut into so many parts."""
+    kinds = {
+        "recurrent layers": spec.recurrence is not None,
+        "latents (MLA)": spec.latent is not None,
+        "layers that differ": spec.uneven is not None,
+        "an encoder, or attention in both directions": spec.whole,
+        "a norm over all heads together": spec.qk_norm_whole,
+    }
+    for kind, there in kinds.items():
+        if there:
+            raise ModelError(f"{spec.name}: tp is {ranks}, but models with {kind} run on one rank; leave tp out")
+    experts = spec.experts
+    widths = {"heads": spec.heads, "heads of keys": spec.kv_heads, "columns of the MLP": spec.ffn}
+    if experts is not None:
+        widths |= {"columns of an expert": experts.ffn, "columns of the shared expert": experts.shared}
+    for name, width in widths.items():
+        if width % ranks:
+            raise ModelError(f"{spec.name}: tp is {ranks}, but the model has {width} {name}, no multiple of it")
+
+
+def shard_spec(spec: ModelSpec, ranks: int) -> ModelSpec:
+    """Return the spec of one rank's part. KV keys name the number of ranks: sums over ranks move bits."""
+    experts = spec.experts
+    if experts is not None:
+        experts = msgspec.structs.replace(experts, ffn=experts.ffn // ranks, shared=experts.shared // ranks)
+    return msgspec.structs.replace(
+        spec,
+        heads=spec.heads // ranks,
+        kv_heads=spec.kv_heads // ranks,
+        ffn=spec.ffn // ranks,
+        experts=experts,
+        attention_scale=spec.attention_scale,
+        identity=hashlib.sha256(spec.identity + f"tp {ranks}".encode()).digest(),
+    )
+
+
+class ShardedWeights(Mapping[str, Any]):
+    """One rank's slices of a model's weights. As those of `HeldWeights`, tensors are made anew each time."""
+
+    def __init__(self, whole: Mapping[str, Any], rank: int, ranks: int) -> None:
+        self._whole, self._rank, self._ranks = whole, rank, ranks
+        self._partial: dict[int, Any] = {}
+        """Matrices cut by inputs that were asked for since the last `take_partial`."""
+
+    def __getitem__(self, name: str) -> NDArray[Any] | Packed:
+        tensor: NDArray[Any] | Packed = self._whole[name]
+        if _BY_OUTPUTS.search(name):
+            return self._rows(tensor)
+        found = _BY_INPUTS.search(name)
+        if found is None:
+            return tensor
+        if found[1] == "bias":  # added once
+            return tensor if self._rank == 0 else np.zeros_like(tensor)
+        part = self._columns(name, tensor)
+        self._partial[id(part)] = part
+        return part
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._whole)
+
+    def __len__(self) -> int:
+        return len(self._whole)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._whole
+
+    def take_partial(self, tensors: list[Any]) -> bool:
+        """Tell whether the tensors, just read, are parts of a sum over ranks."""
+        partial = any(id(tensor) in self._partial for tensor in tensors)
+        self._partial.clear()
+        return partial
+
+    def _span(self, size: int) -> slice:
+        part = size // self._ranks
+        return slice(self._rank * part, (self._rank + 1) * part)
+
+    def _rows(self, tensor: NDArray[Any] | Packed) -> NDArray[Any] | Packed:
+        span = self._span(len(tensor))
+        if isinstance(tensor, np.ndarray):
+            return tensor[span]
+        return tensor.rows(lambda array: np.ascontiguousarray(array[span]))
+
+    def _columns(self, name: str, tensor: NDArray[Any] | Packed) -> NDArray[Any] | Quantized:
+        inner = tensor.shape[1]
+        if isinstance(tensor, np.ndarray):
+            return np.ascontiguousarray(tensor[:, self._span(inner)])
+        if isinstance(tensor, Quantized):
+            shares = [inner // array.shape[1] for array in tensor.arrays]
+            if not any((inner // self._ranks) % share for share in shares):
+                return tensor.rows(lambda array: np.ascontiguousarray(array[:, self._span(array.shape[1])]))
+        raise ModelError(
+            f"{name}: its codes cannot be cut into {self._ranks} parts; use --weights bf16, or leave tp out"
+        )

@@ -1,0 +1,71 @@
+"""Decode steps as captured graphs: a step of known sizes is launched as one graph instead of kernel by kernel."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from cairn.kernels.program import Interpreted, KernelCall, Size
+
+MOST_GRAPHS = 64
+"""Most graphs a program keeps; the one used least recently goes first."""
+ASKS_THE_HOST = frozenset({"experts"})
+"""Kernels that read sizes back from the device, which no graph can hold."""
+
+Replay = Callable[[], None]
+
+
+def capture_graph(run: Replay) -> Replay:
+    """Capture what `run` launches on this GPU as a graph and return its launch."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    launch: Replay = graph.replay
+    return launch
+
+
+class CapturedProgram(Interpreted):
+    """A `Program` that captures steps of one token a row when their sizes come a second time.
+
+    The first step of some sizes runs kernel by kernel, so that all kernels are compiled before a capture. Steps with
+    prompts and programs with kernels in `ASKS_THE_HOST` always do.
+    """
+
+    def __init__(
+        self, kernels: Any, calls: Sequence[KernelCall], capture: Callable[[Replay], Replay] = capture_graph
+    ) -> None:
+        super().__init__(kernels, calls)
+        self._capture = capture
+        self._captures = not any(call.kernel in ASKS_THE_HOST for call in calls)
+        self._seen: set[tuple[int, ...]] = set()
+        self._graphs: OrderedDict[tuple[int, ...], Replay] = OrderedDict()
+
+    def replay(self, sizes: Mapping[Size, int]) -> None:
+        """Launch the graph of these sizes, or run the calls."""
+        if not self._captures or not sizes["tokens"] or sizes["tokens"] != sizes["rows"]:
+            super().replay(sizes)
+            return
+        # Fewer graphs as contexts grow: attention skips blocks that a row does not have.
+        wide = dict(sizes) | {"blocks": self._rounded(sizes["blocks"])}
+        key = tuple(wide[size] for size in sorted(wide))
+        graph = self._graphs.get(key)
+        if graph is not None:
+            self._graphs.move_to_end(key)
+            graph()
+        elif key not in self._seen:
+            self._seen.add(key)
+            super().replay(wide)
+        else:
+            run = super().replay
+            self._graphs[key] = graph = self._capture(lambda: run(wide))
+            if len(self._graphs) > MOST_GRAPHS:
+                self._graphs.popitem(last=False)
+            graph()
+
+    def _rounded(self, blocks: int) -> int:
+        """Return the next power of two, within the widest table."""
+        widest = min((slot.array.shape[1] for slot in self._slots if slot.second == "blocks"), default=blocks)
+        return min(1 << max(blocks - 1, 0).bit_length(), widest) if blocks else blocks

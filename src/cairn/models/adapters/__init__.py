@@ -1,0 +1,1 @@
+"""LoRA adapters as files: PEFT folders and GGUF adapters, and merging one into its base."""

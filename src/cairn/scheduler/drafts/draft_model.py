@@ -1,0 +1,191 @@
+"""Drafts of a small model: it reads what a sequence has and generates what it would say next, greedily.
+
+The small model is an engine of its own with its own pool, in the worker of the large one. It reads a new sequence in
+pieces, one each time that it is asked, so that nobody waits long for it. What it computed of guesses that were accepted
+stays; what it computed of others is overwritten.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from cairn.kv.pool.cache import Cache
+from cairn.kv.pool.sequence_kv import SequenceKV
+from cairn.scheduler.drafts.suffix import SuffixDrafter
+from cairn.types.request import SamplingParams
+from cairn.types.step import Engine, Row
+
+log = logging.getLogger(__name__)
+
+PIECE: Final = 256
+"""Most tokens of a sequence that the small model reads at a time."""
+_GREEDY: Final = SamplingParams(max_tokens=1, temperature=0.0)
+_RIGHT_AT_FIRST: Final = 0.6
+"""Part of the guesses that count as right before any was checked."""
+_WEIGHT: Final = 1 / 12
+_FORGET: Final = 1 / 200
+"""How far the part of right guesses returns to its first value with each token for which nothing was guessed."""
+
+
+class DraftModel:
+    """The small model and its KV, which all sequences of a scheduler share. Only the scheduler's thread uses it."""
+
+    def __init__(self, engine: Engine, now: Callable[[], float] = time.monotonic) -> None:
+        """Guess with this engine. Raise ValueError if it keeps recurrent states, which guesses would change."""
+        if any(group.kind == "state" for group in engine.info.groups):
+            raise ValueError("a draft model has no recurrent states")
+        self._engine, self._cache, self._now = engine, Cache(engine.info), now
+        self.seconds = 0.0
+        """Seconds of a guess, a moving average; 0 before the first."""
+        self.broken = False
+        """Whether its engine has failed; it guesses nothing from then on."""
+
+    def open(self, salt: bytes, tokens: Sequence[int]) -> ModelGuesses | None:
+        """Return a sequence's guesses; None if it is longer than the small model's context, or the pool is in use.
+
+        What the small model computed is shared by sequences of one `salt` alone.
+        """
+        if self.broken or len(tokens) + 1 >= min(self._engine.info.context, self._cache.longest):
+            return None
+        kv = self._cache.context(salt)
+        covered = self._cache.open(kv, tokens)
+        if covered is None:
+            return None
+        for group, source, target in self._cache.copies():
+            self._engine.copy_blocks(group, [(source, target)]).wait()
+        return ModelGuesses(self, kv, tokens, covered)
+
+    def read(self, guesses: ModelGuesses, width: int) -> list[int]:
+        """Return `width` guesses of a sequence, fewer at the end of the context.
+
+        If it has not read the whole sequence yet, it reads a piece of it and returns none.
+        """
+        try:
+            return self._read(guesses, width)
+        except Exception:
+            log.exception("the draft model failed; answers go on without its guesses")
+            self.broken = True
+            return []
+
+    def _read(self, guesses: ModelGuesses, width: int) -> list[int]:
+        run, kv, start = list(guesses.tokens), guesses.kv, guesses.computed
+        piece = min(PIECE, self._engine.info.max_tokens)
+        if len(run) - start > piece:
+            self._step(guesses, run, start, start + piece)
+            guesses.computed += piece
+            self._cache.publish(kv, guesses.tokens, guesses.computed)
+            return []
+        width = min(width, self._engine.info.context - len(run))
+        if width < 1 or not self._cache.grow(kv, len(run) + width - 1):
+            return []
+        for _ in range(width):
+            began = self._now()
+            token = self._step(guesses, run, start, len(run))
+            if token is None:
+                break
+            if len(run) - start == 1:
+                seconds = self._now() - began
+                self.seconds += (seconds - self.seconds) * (_WEIGHT if self.seconds else 1.0)
+            start = len(run)
+            run.append(token)
+        guesses.computed, guesses.reached = len(guesses.tokens), start
+        self._cache.publish(kv, guesses.tokens, guesses.computed)
+        return run[len(guesses.tokens) :]
+
+    def _step(self, guesses: ModelGuesses, run: list[int], start: int, end: int) -> int | None:
+        """Compute positions of a sequence with guesses; return the token after the last of all."""
+        first = end - 1 if end == len(run) else None
+        row = Row(run, start, end, guesses.kv.table.groups, first, guesses.prompt_len, _GREEDY, 0)
+        (result,) = (self._engine.decode if end - start == 1 else self._engine.prefill)([row]).wait()
+        return None if result.error else result.token
+
+    def end(self, guesses: ModelGuesses) -> None:
+        """Free a sequence's blocks."""
+        self._cache.close(guesses.kv, guesses.tokens, guesses.computed)
+
+    def close(self) -> None:
+        """Close the engine."""
+        self._engine.close()
+
+
+class ModelGuesses:
+    """The guesses of the small model for one sequence, and what it has computed of it."""
+
+    def __init__(self, model: DraftModel, kv: SequenceKV, tokens: Sequence[int], computed: int) -> None:
+        self._model = model
+        self.kv = kv
+        self.tokens = list(tokens)
+        self.prompt_len = len(tokens)
+        self.computed = computed
+        """Leading tokens whose KV the small model has."""
+        self.reached = 0
+        """Position up to which it computed its last guesses."""
+        self._guesses: list[int] = []
+        self._right = _RIGHT_AT_FIRST
+
+    def chances(self, width: int) -> list[float]:
+        """Return for each of the next guesses the chance that it and all before it are right."""
+        if self._model.broken:
+            return []
+        return [self._right**count for count in range(1, width + 1)]
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Take the next tokens of the sequence; guesses among them are computed already."""
+        right = 0
+        for guess, token in zip(self._guesses, tokens, strict=False):
+            self._right += ((guess == token) - self._right) * _WEIGHT
+            if guess != token:
+                break
+            right += 1
+        if self._guesses:
+            self.computed = min(len(self.tokens) + right, self.reached)
+        else:
+            self._right += (_RIGHT_AT_FIRST - self._right) * _FORGET * len(tokens)
+        self._guesses = []
+        self.tokens += tokens
+
+    def propose(self, width: int) -> Sequence[int]:
+        """Return what the small model would say next."""
+        self._guesses = self._model.read(self, width)
+        return self._guesses
+
+
+class GuessedTwice:
+    """A `Drafter`: the sequence's own tokens where they repeat, the small model everywhere else."""
+
+    def __init__(self, own: SuffixDrafter, model: ModelGuesses, seconds: Callable[[], float]) -> None:
+        """`seconds`: those of a guess of the small model."""
+        self.own, self.model, self._seconds = own, model, seconds
+        self._asks_model = False
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the index; the small model's KV is in its pool."""
+        return self.own.bytes
+
+    @property
+    def guess_seconds(self) -> float:
+        """Seconds that each of the guesses in `chances` takes to make."""
+        return self._seconds() if self._asks_model else 0.0
+
+    def chances(self, width: int) -> list[float]:
+        """Return the chances of whichever guesses are likelier."""
+        own, other = self.own.chances(width), self.model.chances(width)
+        self._asks_model = bool(other) and (not own or own[0] < other[0])
+        return other if self._asks_model else own
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Take the next tokens of the sequence."""
+        self.own.extend(tokens)
+        self.model.extend(tokens)
+
+    def expect(self, tokens: Sequence[int]) -> None:
+        """Take tokens that the answer's form makes likely."""
+        self.own.expect(tokens)
+
+    def propose(self, width: int) -> Sequence[int]:
+        """Return the guesses whose `chances` were told last."""
+        return self.model.propose(width) if self._asks_model else self.own.propose(width)

@@ -1,0 +1,63 @@
+"""The protocol between the scheduler and the drafters.
+
+The scheduler checks every guess: a step samples the next token after each of them, and the answer has only what was
+sampled. So a drafter may guess anything; a bad one costs time and never changes an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from cairn.types.request import Request
+
+
+class Drafter(Protocol):
+    """Guesses how one sequence goes on. Only the scheduler's thread calls it."""
+
+    @property
+    def bytes(self) -> int:
+        """Memory that it holds, about."""
+        ...
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Take tokens that the sequence has now: those of its answer, as they are accepted. Never guesses."""
+        ...
+
+    def expect(self, tokens: Sequence[int]) -> None:
+        """Take tokens that are likely to come next because the answer's form asks for their text; none: any may."""
+        ...
+
+    def propose(self, width: int) -> Sequence[int]:
+        """Return at most `width` guesses of the next tokens, in order; none where it is unsure. Changes nothing.
+
+        Guesses outside of the vocabulary are ignored, and all behind them.
+        """
+        ...
+
+
+class DraftPolicy(Protocol):
+    """Decides for one scheduler which sequences speculate, and how far. Only the scheduler's thread calls it."""
+
+    def open(self, request: Request, prompt: Sequence[int]) -> Drafter | None:
+        """Return a drafter for a request that runs for the first time; None: it never speculates.
+
+        `prompt`: all of its tokens so far, those that it generated on another worker included. The drafter knows them.
+        """
+        ...
+
+    def close(self, drafter: Drafter) -> None:
+        """Forget a drafter whose request ended in any way."""
+        ...
+
+    def width(self, drafter: Drafter, rows: int) -> int:
+        """Return how many guesses to ask for in a step of `rows` decoding sequences; 0 for none."""
+        ...
+
+    def record(self, drafter: Drafter, offered: int, accepted: int) -> None:
+        """Take the result of a draft: `accepted` of its `offered` guesses were right."""
+        ...
+
+    def step_took(self, rows: int, tokens: int, seconds: float) -> None:
+        """Take the time of a step without prompts: `tokens` of `rows` sequences, guesses included."""
+        ...

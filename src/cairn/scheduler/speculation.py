@@ -1,0 +1,91 @@
+"""The guesses of a step: asked of the sequences' drafters before it, and compared with what it sampled after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Tokens
+
+from cairn.scheduler.drafts.drafter import Drafter, DraftPolicy
+from cairn.scheduler.sequence import Sequence
+from cairn.types.outputs import TokenLogprob
+from cairn.types.step import Row, RowResult
+
+
+class Speculation:
+    """Asks for guesses and reports what became of them. One scheduler's."""
+
+    def __init__(self, policy: DraftPolicy, vocab: int) -> None:
+        self.policy = policy
+        self._vocab = vocab
+
+    def guess(self, sequences: Mapping[Sequence, int], most: int) -> dict[Sequence, list[int]]:
+        """Return guesses for sequences that decode in one step, at most so many together."""
+        found, rows = dict[Sequence, list[int]](), len(sequences)
+        for sequence in sequences:
+            # The answer's last token needs no guess behind it.
+            room = min(most, sequence.longest - len(sequence.tokens) - 1)
+            if room < 1 or not sequence.speculates or sequence.again or sequence.first_token is None:
+                continue
+            if (drafter := self._drafter(sequence)) is None:
+                continue
+            if sequence.known < len(sequence.tokens):  # before `width`, which may ask what the drafter makes of them
+                drafter.extend(sequence.tokens[sequence.known :])
+                sequence.known = len(sequence.tokens)
+            if sequence.matcher is not None:
+                drafter.expect(sequence.matcher.likely())
+            width = min(room, self.policy.width(drafter, rows))
+            if width > 0 and (guesses := self._guesses(sequence, drafter, width)):
+                found[sequence] = guesses
+                most -= len(guesses)
+        return found
+
+    def checked(self, sequence: Sequence, row: Row, count: int) -> int:
+        """Record a row's guesses, of whose sampled tokens the answer has `count`; return how many were right.
+
+        The answer's tokens hold them already.
+        """
+        first = row.end - row.draft
+        accepted = agreeing(row.tokens[first : first + count], sequence.tokens[first : first + count])
+        if sequence.drafter is not None:
+            self.policy.record(sequence.drafter, row.draft, accepted)
+        return accepted
+
+    def _drafter(self, sequence: Sequence) -> Drafter | None:
+        if sequence.drafter is None:
+            sequence.drafter = self.policy.open(sequence.request, sequence.tokens)
+            sequence.known = len(sequence.tokens)
+            sequence.speculates = sequence.drafter is not None
+        return sequence.drafter
+
+    def _guesses(self, sequence: Sequence, drafter: Drafter, width: int) -> list[int]:
+        """Return a drafter's guesses up to the first that a grammar forbids, or that nothing follows: a stop token."""
+        stops, guesses = sequence.request.sampling.stop_token_ids, list[int]()
+        for token in drafter.propose(width)[:width]:
+            if not 0 <= token < self._vocab or token in stops:
+                break
+            guesses.append(token)
+        return guesses[: sequence.matcher.accepts(guesses)] if guesses and sequence.matcher is not None else guesses
+
+
+def sampled(row: Row, result: RowResult) -> list[tuple[int, TokenLogprob | None]]:
+    """Return the tokens that follow a row with guesses, each with its log-probability, up to the first wrong guess.
+
+    A place that failed ends them: the next row computes it again and fails there. Empty without a first token.
+    """
+    guesses: Tokens[int] = row.tokens[row.end - row.draft : row.end]
+    found: list[tuple[int, TokenLogprob | None]] = []
+    for place, one in enumerate((result, *result.more)):
+        if one.token is None or (place and found[-1][0] != guesses[place - 1]):
+            break
+        found.append((one.token, one.logprob))
+    return found
+
+
+def agreeing(guesses: Iterable[int], tokens: Iterable[int]) -> int:
+    """Return how many leading guesses are right."""
+    count = 0
+    for guess, token in zip(guesses, tokens, strict=False):
+        if guess != token:
+            break
+        count += 1
+    return count

@@ -1,0 +1,59 @@
+"""Tiny random adapters for tests, written as PEFT and as llama.cpp would write them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from cairn.models.safetensors.weights import expected_tensors
+from cairn.models.spec.config import load_spec
+
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def shapes(base: Path, targets: Sequence[str] = ALL) -> dict[str, tuple[int, int]]:
+    """Return the matrices of a model whose names end so, as [out, in]."""
+    found = {}
+    for name, shape in expected_tensors(load_spec(base, identify=False)).items():
+        module = name.removesuffix(".weight")
+        if name.startswith("model.layers.") and name.endswith(".weight") and module.rpartition(".")[2] in targets:
+            found[module] = (shape[0], shape[1])
+    return found
+
+
+def pairs(base: Path, targets: Sequence[str] = ALL, rank: int = 4, seed: int = 0, size: float = 0.3) -> dict[str, Any]:
+    """Return random (A, B) of each such matrix."""
+    rng = np.random.default_rng(seed)
+    return {
+        module: (
+            (rng.standard_normal((rank, inner)) / np.sqrt(inner)).astype(np.float32),
+            (size * rng.standard_normal((out, rank))).astype(np.float32),
+        )
+        for module, (out, inner) in shapes(base, targets).items()
+    }
+
+
+def write_peft(
+    folder: Path, given: Mapping[str, tuple[np.ndarray, np.ndarray]], dtype: Any = np.float32, **config: Any
+) -> Path:
+    """Write a PEFT folder of these pairs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rank = max(len(down) for down, _ in given.values())
+    plain = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "none", "target_modules": list(ALL)}
+    (folder / "adapter_config.json").write_text(json.dumps(plain | config))
+    tensors = {}
+    for module, (down, up) in given.items():
+        tensors[f"base_model.model.{module}.lora_A.weight"] = down.astype(dtype)
+        tensors[f"base_model.model.{module}.lora_B.weight"] = up.astype(dtype)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def random_peft(folder: Path, base: Path, seed: int, **options: Any) -> Path:
+    """Write a random adapter of a base's linear layers."""
+    return write_peft(folder, pairs(base, seed=seed, **options))

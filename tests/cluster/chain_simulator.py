@@ -1,0 +1,341 @@
+"""A simulator of agents' chains: replicas are stopped, killed and cut off from the store, and their clocks are wrong.
+
+Nothing runs by itself: one random step after another is made, by a seed. Every call of the store takes effect at one
+moment, at most once, and may be answered late, or with an error although it took effect. Each replica has a clock of
+its own, which runs fast or slow, and is paused with its process (SIGSTOP) or not.
+
+Clients run turns. What each turn saw, and when it was acknowledged, is a history. `check` looks whether its turns
+happened one after another: each saw exactly those before it, none is missing or there twice, and none is ordered before
+one that had ended when it began.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cairn.cluster.beats import BEAT_SECONDS, Beats
+from cairn.cluster.chain import AgentChain, Moved
+from cairn.types.errors import CairnError, Damaged, Unavailable
+from tests.cluster.stores import MemoryBlobs, keys
+
+AGENT = "ada"
+INTERRUPTED = b""
+
+
+class Point:
+    """Awaiting it gives the turn to somebody else."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+
+    def __await__(self) -> Generator[Point, None, None]:
+        yield self
+
+
+@dataclass(slots=True)
+class Clock:
+    """A replica's clock."""
+
+    rate: float
+    skew: float
+    real: Callable[[], float]
+    paused: float = 0.0
+    """Seconds that it stood still."""
+
+    def now(self) -> float:
+        return self.skew + self.rate * (self.real() - self.paused)
+
+    def time_ns(self) -> int:
+        return round(self.now() * 1e9)
+
+
+class SimulatedBlobs:
+    """`AsyncBlobs` of one replica, over a store that all share."""
+
+    def __init__(self, world: World, replica: SimulatedReplica) -> None:
+        self._world, self._replica = world, replica
+
+    async def _call(self, work: Callable[[], Any], *, changes: bool) -> Any:
+        rng, replica = self._world.rng, self._replica
+        await Point(rng.choice((0.0, 0.0, 0.01, 0.2)))
+        if replica.cut:
+            effect = changes and rng.random() < 0.3
+            if effect:
+                work()
+            await Point(rng.random())
+            raise OSError("cut off")
+        found = work()
+        await Point(rng.choice((0.0, 0.0, 0.0, 0.05, 1.0)))
+        return found
+
+    async def create(self, name: str, data: bytes) -> bool:
+        store = self._world.store
+        return bool(await self._call(lambda: store.create(name, data) or store.read(name) == data, changes=True))
+
+    async def replace(self, name: str, data: bytes) -> None:
+        await self._call(lambda: self._world.store.replace(name, data), changes=True)
+
+    async def read(self, name: str) -> bytes | None:
+        found: bytes | None = await self._call(lambda: self._world.store.read(name), changes=False)
+        return found
+
+    async def list(self, folder: str, after: str = "") -> Sequence[str]:
+        found: Sequence[str] = await self._call(lambda: self._world.store.list(folder, after), changes=False)
+        return found
+
+    async def delete(self, names: Sequence[str]) -> None:
+        await self._call(lambda: self._world.store.delete(names), changes=True)
+
+
+@dataclass
+class Acknowledged:
+    """One turn of a client."""
+
+    value: bytes
+    saw: tuple[bytes, ...]
+    asked: float
+    answered: float | None = None
+    """When it was acknowledged; None for a turn whose outcome the client does not know."""
+
+
+class SimulatedReplica:
+    """A server: its chain, its signs of life, and what it has of the agent."""
+
+    def __init__(self, world: World, number: int) -> None:
+        rng = world.rng
+        self.world, self.number = world, number
+        self.cut = False
+        self.stopped_until = 0.0
+        self.clock = Clock(rng.choice((1.0, 1.0, 0.5, 2.0)), rng.uniform(-1e5, 1e5), lambda: world.now)
+        blobs = SimulatedBlobs(world, self)
+        self.holder = f"{number:016x}"
+        self._new = lambda: world.chains(blobs, keys(number * 100_000 + 1), "default", AGENT, self.holder)
+        self.chain = self._new()
+        self.known = True
+        """Whether `ended` is what the chain says up to its tail; else all of it is read anew, as servers do."""
+        self.beats = Beats(blobs, keys(number * 100_000 + 50_000), self.clock, self.holder)
+        self.ended: list[bytes] = []
+        """Turns that the agent has, as far as this replica knows."""
+        self.busy = False
+
+    async def beat(self) -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                await self.beats.step()
+            await Point(BEAT_SECONDS / self.clock.rate)
+
+    async def bring(self) -> None:
+        if not self.known:
+            self.chain, self.ended = self._new(), []
+        records = await self.chain.news()
+        self.known = True
+        for record in records:
+            if record.kind == "ended" and record.body != INTERRUPTED:
+                self.ended.append(record.body)
+
+    async def settle(self, since: int) -> None:
+        """Interrupt the own turn that this record began, if it is still said to run; try until the store answers."""
+        while True:
+            await Point(1.0)
+            if self.busy:
+                continue
+            self.busy = True  # of servers' calls on one chain, too, one waits for the other
+            try:
+                self.known = False
+                await self.chain.settle(since, INTERRUPTED)
+                return
+            except Moved:
+                return
+            except Unavailable:
+                continue
+            finally:
+                self.busy = False
+
+    async def turn(self, value: bytes) -> None:
+        """Run one turn, as `SharedAgents` does."""
+        if self.busy:
+            return
+        self.busy = True
+        turn = Acknowledged(value, (), self.world.now)
+        try:
+            await self.world.run_turn(self, turn)
+        except CairnError as error:
+            self.known = False
+            if isinstance(error, Damaged):
+                raise
+            if not isinstance(error, Moved) and turn in self.world.history:
+                tail = self.chain.tail
+                self.world.spawn(self, self.settle(tail.since if tail.running else tail.number + 1))
+        finally:
+            self.busy = False
+
+
+async def run_turn(replica: SimulatedReplica, turn: Acknowledged) -> None:
+    """The order of calls that `SharedAgents` makes for a turn."""
+    world, chain = replica.world, replica.chain
+    await replica.bring()
+    await chain.hold(replica.beats.alive)
+    turn.saw = tuple(replica.ended)
+    world.history.append(turn)
+    number = len(replica.ended) + 1
+    await chain.append("began", turn.value, number)
+    await Point(world.rng.choice((0.0, 0.1, 1.0, 4.0)))
+    await chain.end(number, turn.value)
+    replica.ended.append(turn.value)
+    turn.answered = world.now
+
+
+@dataclass
+class World:
+    """Everything that happens, by a seed."""
+
+    seed: int
+    chains: type[AgentChain] = AgentChain
+    run_turn: Callable[[SimulatedReplica, Acknowledged], Coroutine[Any, Any, None]] = run_turn
+    now: float = 0.0
+    store: MemoryBlobs = field(default_factory=MemoryBlobs)
+    history: list[Acknowledged] = field(default_factory=list)
+    kills: int = 0
+    stops: int = 0
+    cuts: int = 0
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+        self._ready: list[tuple[float, SimulatedReplica, Coroutine[Any, Any, None]]] = []
+        self._numbers = 0
+        self.replicas: list[SimulatedReplica] = []
+        for _ in range(3):
+            self._start()
+
+    def _start(self) -> None:
+        self._numbers += 1
+        replica = SimulatedReplica(self, self._numbers)
+        self.replicas.append(replica)
+        self.spawn(replica, replica.beat())
+
+    def spawn(self, replica: SimulatedReplica, work: Coroutine[Any, Any, None]) -> None:
+        self._ready.append((self.now, replica, work))
+
+    def run(self, steps: int) -> None:
+        """Make the agent, then random steps, then let everything heal and end with one more turn."""
+        first = self.replicas[0]
+        self._finish(first, first.chain.append("made"))
+        turns = 0
+        for _ in range(steps):
+            draw = self.rng.random()
+            if draw < 0.03:
+                turns += 1
+                replica = self.rng.choice(self.replicas)
+                self.spawn(replica, replica.turn(b"turn %d" % turns))
+            elif draw < 0.04:
+                self._break()
+            else:
+                self._step()
+        for replica in self.replicas:
+            replica.cut, replica.stopped_until = False, 0.0
+        for _ in range(3000):
+            self._step()
+        last = self.replicas[-1]
+        for number in range(60):
+            self._finish(last, last.turn(b"last %d" % number))
+            for _ in range(300):
+                self._step()
+            if any(turn.value.startswith(b"last") and turn.answered is not None for turn in self.history):
+                return
+        raise AssertionError(f"seed {self.seed}: no turn could be run after everything had healed")
+
+    def _break(self) -> None:
+        replica = self.rng.choice(self.replicas)
+        match self.rng.randrange(4):
+            case 0:
+                replica.cut = not replica.cut
+                self.cuts += 1
+            case 1:  # SIGSTOP; some clocks go on meanwhile
+                seconds = self.rng.choice((0.5, 3.0, 10.0))
+                replica.stopped_until = self.now + seconds
+                replica.clock.paused += seconds if self.rng.random() < 0.5 else 0.0
+                self.stops += 1
+            case 2:
+                replica.clock.skew += self.rng.uniform(-100, 100)
+            case 3:
+                self.kills += 1
+                self.replicas.remove(replica)
+                for _, _, work in (one for one in self._ready if one[1] is replica):
+                    work.close()
+                self._ready = [one for one in self._ready if one[1] is not replica]
+                self._start()
+
+    def _step(self) -> None:
+        """Go on with one piece of work that is due, any of them."""
+        due = [at for at, one in enumerate(self._ready) if max(one[0], one[1].stopped_until) <= self.now]
+        if not due:
+            self.now = min(max(one[0], one[1].stopped_until) for one in self._ready)
+            return
+        at = self.rng.choice(due)
+        _, replica, work = self._ready.pop(at)
+        try:
+            point = work.send(None)
+        except StopIteration:
+            return
+        self._ready.append((self.now + point.seconds, replica, work))
+
+    def _finish(self, replica: SimulatedReplica, work: Coroutine[Any, Any, None]) -> None:
+        over: list[bool] = []
+
+        async def both() -> None:
+            try:
+                await work
+            finally:
+                over.append(True)
+
+        self.spawn(replica, both())
+        for _ in range(100_000):
+            if over:
+                return
+            self._step()
+        raise AssertionError(f"seed {self.seed}: a call never ended")
+
+    def close(self) -> None:
+        for _, _, work in self._ready:
+            work.close()
+
+
+def check(world: World) -> None:
+    """Raise AssertionError unless the turns of a history happened one after another."""
+    reader = SimulatedReplica(world, 99_999)
+    reader.cut = False
+    order: list[bytes] = []
+
+    async def read() -> None:
+        await reader.bring()
+        order.extend(reader.ended)
+
+    world._finish(reader, read())
+    where = f"seed {world.seed}"
+    assert len(set(order)) == len(order), f"{where}: a turn is there twice"
+    places = {value: at for at, value in enumerate(order)}
+    for turn in world.history:
+        at = places.get(turn.value)
+        assert at is not None or turn.answered is None, f"{where}: {turn.value!r} was acknowledged and is lost"
+        if at is not None:
+            assert turn.saw == tuple(order[:at]), f"{where}: {turn.value!r} was not built on all turns before it"
+    known = [turn for turn in world.history if turn.answered is not None]
+    for one in known:
+        for other in known:
+            if one.answered is not None and one.answered < other.asked:
+                assert places[one.value] < places[other.value], f"{where}: {other.value!r} came before {one.value!r}"
+
+
+def simulate(seed: int, steps: int = 1500, **changed: Any) -> World:
+    """Run one history and check it."""
+    world = World(seed, **changed)
+    try:
+        world.run(steps)
+        check(world)
+    finally:
+        world.close()
+    return world

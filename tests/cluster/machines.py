@@ -1,0 +1,129 @@
+"""A cluster of processes: servers that share a folder, and a router in front of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cairn.cluster.keys import new_key_file
+from cairn.system.posix import SystemRng
+from tests.api.process import Served, free_port
+
+
+class Cluster:
+    """Servers with folders and ports of their own, which are started again where they were."""
+
+    def __init__(self, folder: Path, count: int, *, router: bool = True, **options: Any) -> None:
+        self._folder = folder
+        self.key = folder / "cluster.key"
+        with os.fdopen(os.open(self.key, os.O_CREAT | os.O_WRONLY, 0o600), "w") as out:
+            out.write(new_key_file(SystemRng()))
+        self._options = options
+        self.ports = [free_port() for _ in range(count)]
+        self.servers = [self._serve(number) for number in range(count)]
+        self.port = free_port()
+        self.router: subprocess.Popen[bytes] | None = None
+        for server in self.servers:
+            server.wait_ready()
+        if router:
+            self.start_router()
+
+    def _serve(self, number: int) -> Served:
+        return Served(
+            port=self.ports[number],
+            agents_dir=str(self._folder / f"agents-{number}"),
+            kv_dir=str(self._folder / f"kv-{number}"),
+            shared_store=str(self._folder / "store"),
+            cluster_key_file=str(self.key),
+            **self._options,
+        )
+
+    def start_router(self) -> None:
+        """Start the router and wait until it knows all servers to be up."""
+        replicas = [word for port in self.ports for word in ("--replica", f"http://127.0.0.1:{port}")]
+        self.router = subprocess.Popen(
+            [sys.executable, "-m", "cairn", "route", "--port", str(self.port), *replicas],
+            stderr=subprocess.DEVNULL,
+            env={name: value for name, value in os.environ.items() if not name.startswith("CAIRN_")},
+        )
+        self.wait_up(len(self.ports))
+
+    def wait_up(self, count: int, seconds: float = 90.0) -> None:
+        """Until the router knows so many servers to be up."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            with contextlib.suppress(OSError):
+                found = self.call("GET", "/router/replicas")["data"]
+                if sum(one["up"] for one in found) >= count:
+                    return
+            time.sleep(0.05)
+        raise AssertionError("the router does not see its servers")
+
+    def kill(self, number: int) -> None:
+        """End a server as kill -9 does, with its worker."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.servers[number].pid, signal.SIGKILL)
+        self.servers[number].process.wait()
+
+    def restart(self, number: int) -> None:
+        """Start a server again, with its own folders."""
+        self.servers[number] = self._serve(number)
+        self.servers[number].wait_ready()
+
+    def kill_router(self) -> None:
+        """End the router as kill -9 does."""
+        if self.router is not None:
+            self.router.kill()
+            self.router.wait()
+
+    def call(self, method: str, path: str, body: Any = None, port: int | None = None) -> Any:
+        """Return the parsed answer of the router, or of the server at a port."""
+        with self.open(method, path, body, port) as response:
+            return json.load(response)
+
+    def open(self, method: str, path: str, body: Any = None, port: int | None = None) -> Any:
+        """Return the open answer. Raise AssertionError with its text for an error."""
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"} if data else {}
+        url = f"http://127.0.0.1:{port or self.port}{path}"
+        try:
+            return urllib.request.urlopen(urllib.request.Request(url, data, headers, method=method), timeout=90)
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{method} {path}: {error.code} {error.read()[:500]!r}") from error
+
+    def server_of(self, headers: Any) -> int:
+        """Return the number of the server that gave an answer."""
+        return self.ports.index(int(headers["x-cairn-replica"].rpartition(":")[2]))
+
+    def close(self) -> None:
+        """End everything."""
+        self.kill_router()
+        for number in range(len(self.servers)):
+            self.kill(number)
+
+
+@contextlib.contextmanager
+def cluster(folder: Path, count: int, **options: Any) -> Iterator[Cluster]:
+    """A cluster for the length of a block."""
+    made = Cluster(folder, count, **options)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def events(response: Any) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a stream of events."""
+    for line in response:
+        if line.startswith(b"data: {"):
+            yield json.loads(line[6:])

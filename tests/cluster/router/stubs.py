@@ -1,0 +1,137 @@
+"""Replicas for tests of the router: tiny HTTP servers that answer as they are told, and clients of its application."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from cairn.cluster.router.app import RouterApp
+from cairn.cluster.router.replicas import Replicas
+from tests.cluster.stores import Draws
+
+Answer = Callable[["Stub", str, dict[bytes, bytes], bytes, asyncio.StreamWriter], Awaitable[None]]
+
+
+def head(status: int, kind: str, size: int | None) -> bytes:
+    length = "transfer-encoding: chunked" if size is None else f"content-length: {size}"
+    return f"HTTP/1.1 {status} X\r\ncontent-type: {kind}\r\n{length}\r\nx-request-id: 00aa\r\n\r\n".encode()
+
+
+def piece(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+async def as_json(writer: asyncio.StreamWriter, body: Any, status: int = 200) -> None:
+    data = json.dumps(body).encode()
+    writer.write(head(status, "application/json", len(data)) + data)
+    await writer.drain()
+
+
+class Stub:
+    """One replica. `answer` gets everything but /health/ready."""
+
+    def __init__(self, name: str, answer: Answer) -> None:
+        self.name, self.answer, self.ready = name, answer, 200
+        self.asked: list[tuple[str, dict[bytes, bytes], bytes]] = []
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    async def start(self) -> str:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def die(self) -> None:
+        """Close the port and cut all connections, as kill -9 does."""
+        assert self._server is not None
+        self._server.close()
+        for writer in tuple(self._writers):
+            writer.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        try:
+            while True:
+                lines = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n")
+                path = lines[0].split()[1].decode()
+                pairs = (line.partition(b":") for line in lines[1:] if line)
+                headers = {name.lower(): value.strip() for name, _, value in pairs}
+                body = await reader.readexactly(int(headers.get(b"content-length", b"0")))
+                if path == "/health/ready":
+                    await as_json(writer, {}, self.ready)
+                    continue
+                self.asked.append((path, headers, body))
+                await self.answer(self, path, headers, body, writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            self._writers.discard(writer)
+            writer.close()
+
+
+async def named(stub: Stub, path: str, headers: dict[bytes, bytes], body: bytes, writer: asyncio.StreamWriter) -> None:
+    """Answer with the stub's name."""
+    await as_json(writer, {"by": stub.name})
+
+
+@asynccontextmanager
+async def routed(*answers: Answer) -> AsyncIterator[tuple[RouterApp, list[Stub]]]:
+    """A router with a stub for each answer, all known to be up."""
+    stubs = [Stub(f"s{number}", answer) for number, answer in enumerate(answers)]
+    replicas = Replicas([await stub.start() for stub in stubs])
+    for one in replicas.all:
+        await replicas.check(one)
+    try:
+        yield RouterApp(replicas, Draws()), stubs
+    finally:
+        await replicas.close()
+        for stub in stubs:
+            await stub.die()
+
+
+class Got:
+    """What a client of the router got."""
+
+    def __init__(self) -> None:
+        self.status, self.body, self.headers = 0, b"", dict[bytes, bytes]()
+        self.pieces: list[bytes] = []
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+async def ask(
+    app: RouterApp,
+    method: str,
+    path: str,
+    body: Any = None,
+    headers: Sequence[tuple[bytes, bytes]] = (),
+    on_piece: Callable[[Got], Awaitable[None]] | None = None,
+) -> Got:
+    """Make one request of the application, as a server would."""
+    got, data = Got(), b"" if body is None else json.dumps(body).encode()
+    sent, over = asyncio.Event(), asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        if not sent.is_set():
+            sent.set()
+            return {"type": "http.request", "body": data, "more_body": False}
+        await over.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            got.status, got.headers = message["status"], dict(message["headers"])
+        elif message.get("body"):
+            got.body += message["body"]
+            got.pieces.append(message["body"])
+            if on_piece is not None:
+                await on_piece(got)
+
+    path, _, query = path.partition("?")
+    scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "headers": list(headers)}
+    await app({**scope, "query_string": query.encode(), "client": ("127.0.0.1", 1)}, receive, send)
+    over.set()
+    return got

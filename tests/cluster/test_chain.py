@@ -1,0 +1,279 @@
+"""The chain of an agent: of several servers one is its writer, and no acknowledged turn is lost or changed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+pytest.importorskip("cryptography", reason="cryptography is not installed: nothing can be sealed")
+
+from cairn.cluster import chain as chains
+from cairn.cluster.beats import BEAT_SECONDS, LEASE_SECONDS, Beats
+from cairn.cluster.chain import AgentChain, ChainRecord, Moved, Running
+from cairn.types.errors import CairnError, Damaged, Unavailable
+from tests.cluster.chain_simulator import Acknowledged, Point, SimulatedReplica, run_turn, simulate
+from tests.cluster.stores import Awaited, MemoryBlobs, keys
+from tests.cluster.test_keys import tampered
+from tests.kv.stored import Time
+
+
+def chain_of(blobs: MemoryBlobs, holder: str, number: int = 1) -> AgentChain:
+    return AgentChain(Awaited(blobs), keys(number * 1000), "default", "ada", holder)
+
+
+async def written(blobs: MemoryBlobs, turns: int = 5) -> AgentChain:
+    one = chain_of(blobs, "one")
+    await one.append("made", b"the agent")
+    for number in range(1, turns + 1):
+        await one.append("began", b"question %d" % number, number)
+        await one.end(number, b"answer %d" % number)
+    return one
+
+
+async def test_another_server_reads_what_was_written_and_goes_on() -> None:
+    blobs = MemoryBlobs()
+    await written(blobs)
+    two = chain_of(blobs, "two", 2)
+    records = await two.news()
+    assert [record.kind for record in records] == ["made", *["began", "ended"] * 5]
+    assert records[-1].body == b"answer 5" and {record.epoch for record in records} == {1}
+    await two.append("began", b"more", 6)
+    assert two.tail.epoch == 2 and two.mine
+
+
+async def test_who_lost_the_agent_cannot_acknowledge() -> None:
+    blobs = MemoryBlobs()
+    one, two = await written(blobs), chain_of(blobs, "two", 2)
+    await one.append("began", b"question", 6)
+    await two.news()
+    with pytest.raises(Running):
+        await two.hold(lambda holder: True)
+    await two.hold(lambda holder: False)
+    with pytest.raises(Moved):
+        await one.end(6, b"answer")
+    await two.append("began", b"another", 6)
+    await two.end(6, b"its answer")
+    assert [record.kind for record in await one.news()] == ["taken", "began", "ended"]
+    with pytest.raises(Moved):
+        await one.end(6, b"answer")
+
+
+async def test_an_append_whose_answer_was_lost_is_known_again() -> None:
+    blobs = MemoryBlobs()
+    one = await written(blobs)
+    lost = [True]
+
+    class Lossy(Awaited):
+        async def create(self, name: str, data: bytes) -> bool:
+            done = await super().create(name, data)
+            if lost:
+                lost.clear()
+                raise OSError("the answer was lost")
+            return done
+
+    one._blobs = Lossy(blobs)
+    await one.append("began", b"question", 6)
+    assert one.tail.running == 6 and len(blobs.objects) == 12
+
+
+async def test_no_tampered_record_is_built_on(prove: bool, figure: Callable[[str, str], None]) -> None:
+    rng, blobs = random.Random(5), MemoryBlobs()
+    await written(blobs)
+    sound = dict(blobs.objects)
+    names = sorted(sound)
+    tries = 60_000 if prove else 1_500
+    for _ in range(tries):
+        at, other = rng.randrange(len(names)), rng.randrange(len(names))
+        blobs.objects = dict(sound)
+        match rng.randrange(3):
+            case 0:
+                blobs.objects[names[at]] = tampered(rng, sound[names[at]], sound[names[other]])
+            case 1:  # moved, or swapped
+                blobs.objects[names[at]], blobs.objects[names[other]] = sound[names[other]], sound[names[at]]
+            case 2:  # cut out: those after it do not follow
+                del blobs.objects[names[at]]
+        if blobs.objects == sound:
+            continue
+        reader = chain_of(blobs, "two", 2)
+        try:
+            records = await reader.news()
+        except Damaged:
+            continue
+        assert [record.number for record in records] == list(range(at)), "what is cut off at the end is not seen"
+    figure("tampered records of agents built on", f"0 of {tries:,}")
+
+
+async def test_a_sound_record_out_of_its_chain_is_refused() -> None:
+    """Even one that is sealed rightly: by a server that is of this cluster and wrong."""
+    for change in (
+        {"before": b"x" * 32},
+        {"epoch": 7},
+        {"number": 4},
+        {"holder": "two", "epoch": 2},
+    ):
+        blobs = MemoryBlobs()
+        one = await written(blobs)
+        await one.append("began", b"q", 6)
+        tail = one.tail
+        fields: dict[str, Any] = {"number": tail.number + 1, "epoch": 1, "holder": "one", "before": tail.digest}
+        record = ChainRecord(**fields | change, kind="ended", running=0, body=b"")
+        name = f"{one._folder}/{tail.number + 1:010d}"
+        blobs.objects[name] = keys(9).seal(name, msgspec.msgpack.encode(record))
+        with pytest.raises(Damaged, match=f"record {tail.number + 1} "):
+            await one.news()
+        assert one.tail == tail, "nothing is known that was not before"
+
+
+async def test_a_store_that_fails_is_said_and_changes_nothing() -> None:
+    blobs = MemoryBlobs()
+    one = await written(blobs)
+    blobs.dead, before = True, one.tail
+    for call in (one.news(), one.append("began", b"", 6), one.forget()):
+        with pytest.raises(Unavailable, match="shared store"):
+            await call
+    assert one.tail == before
+
+
+async def test_of_a_deleted_agent_one_record_is_left_and_a_new_one_may_follow() -> None:
+    blobs = MemoryBlobs()
+    one = await written(blobs)
+    await one.append("gone")
+    await one.forget()
+    assert len(blobs.objects) == 1
+    two = chain_of(blobs, "two", 2)
+    assert [record.kind for record in await two.news()] == ["gone"]
+    await two.append("made", b"again")
+    assert [record.body for record in await one.news()] == [b"again"]
+
+
+async def test_a_replica_is_silent_after_a_lease_in_which_somebody_looked() -> None:
+    blobs, clock = MemoryBlobs(), Time()
+    one, two = (Beats(Awaited(blobs), keys(number), clock, f"{number:016x}") for number in (1, 2))
+    for _ in range(20):
+        await one.step()
+        await two.step()
+        clock.seconds += BEAT_SECONDS
+    first = f"{1:016x}"
+    assert two.alive(first) and one.alive(first)
+    clock.seconds += 1000
+    await two.step()
+    assert two.alive(first), "it was this one that did not look"
+    for _ in range(round(LEASE_SECONDS / BEAT_SECONDS) + 1):
+        clock.seconds += BEAT_SECONDS
+        await two.step()
+    assert not two.alive(first)
+    await one.step()
+    await two.step()
+    assert two.alive(first)
+
+
+# ------------------------------------------------------------------------------------------------------ the simulator
+
+
+def test_turns_happen_one_after_another_whatever_fails(prove: bool, figure: Callable[[str, str], None]) -> None:
+    count = 1000 if prove else 60
+    worlds = [simulate(seed) for seed in range(count)]
+    turns = sum(turn.answered is not None for world in worlds for turn in world.history)
+    broken = sum(world.kills + world.stops + world.cuts for world in worlds)
+    assert turns > 5 * count and broken > 3 * count
+    figure("histories of shared agents that are linearizable", f"{count} of {count}")
+    figure("acknowledged turns in them, kills, stops and cuts", f"{turns:,}, {broken:,}")
+
+
+class _Overwrites(AgentChain):
+    async def _create(self, name: str, data: bytes) -> bool:
+        try:
+            await self._blobs.replace(name, data)
+        except OSError as error:
+            raise chains.unavailable(error) from error
+        return True
+
+
+class _TakesAnyForItsOwn(AgentChain):
+    async def _create(self, name: str, data: bytes) -> bool:
+        await super()._create(name, data)
+        return True
+
+
+class _EndsWithoutLooking(AgentChain):
+    async def end(self, turn: int, body: bytes) -> None:
+        await self.news()
+        await self.append("ended", body)
+
+
+class _AcknowledgesFirst(AgentChain):
+    async def end(self, turn: int, body: bytes) -> None:
+        try:
+            await super().end(turn, body)
+        except CairnError:
+            return
+
+
+class _KeepsItsEpoch(AgentChain):
+    async def append(self, kind: chains.Kind, body: bytes = b"", running: int = 0) -> None:
+        before = self.tail
+        await super().append(kind, body, running)
+        if before.holder != self._holder and before.number >= 0:
+            self.tail = msgspec.structs.replace(self.tail, epoch=before.epoch)
+
+
+class _TakesWhatRuns(AgentChain):
+    async def hold(self, alive: Callable[[str], bool]) -> None:
+        await self.expect_no_news()
+
+
+class _ForgetsWhatItRead(AgentChain):
+    async def news(self) -> list[ChainRecord]:
+        found = await super().news()
+        return found if self.tail.epoch < 3 else [record for record in found if record.kind != "ended"]
+
+
+class _BeginsAtTheOldEnd(AgentChain):
+    async def append(self, kind: chains.Kind, body: bytes = b"", running: int = 0) -> None:
+        try:
+            await super().append(kind, body, running)
+        except Moved:
+            self.tail = msgspec.structs.replace(self.tail, number=self.tail.number + 1, running=running, kind=kind)
+            await super().append(kind, body, running)
+
+
+async def _sees_late(replica: SimulatedReplica, turn: Acknowledged) -> None:
+    await run_turn(replica, turn)
+    turn.saw = tuple(replica.ended)
+
+
+async def _acknowledges_what_failed(replica: SimulatedReplica, turn: Acknowledged) -> None:
+    try:
+        await run_turn(replica, turn)
+    except CairnError:
+        await Point()
+        turn.answered = replica.world.now if turn in replica.world.history else None
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        {"chains": _Overwrites},
+        {"chains": _TakesAnyForItsOwn},
+        {"chains": _EndsWithoutLooking},
+        {"chains": _AcknowledgesFirst},
+        {"chains": _KeepsItsEpoch},
+        {"chains": _TakesWhatRuns},
+        {"chains": _ForgetsWhatItRead},
+        {"chains": _BeginsAtTheOldEnd},
+        {"run_turn": _sees_late},
+        {"run_turn": _acknowledges_what_failed},
+    ],
+    ids=lambda bug: next(iter(bug.values())).__name__,
+)
+def test_a_planted_bug_is_found(bug: dict[str, Any]) -> None:
+    for seed in range(60):
+        try:
+            simulate(seed, **bug)
+        except (AssertionError, Damaged):
+            return
+    raise AssertionError("no history showed it")

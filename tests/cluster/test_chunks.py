@@ -1,0 +1,159 @@
+"""KV in a shared store: what one server stores another reads, and a store that fails costs time alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from collections.abc import Callable
+
+import pytest
+
+pytest.importorskip("cryptography", reason="cryptography is not installed: nothing can be sealed")
+
+from cairn.cluster.chunks import QUEUE_BYTES, SharedChunks
+from cairn.cluster.feed import Feed
+from cairn.cluster.guard import FAILURES, Guarded
+from cairn.kv.tiers.store import HEAD_BYTES, Chunk
+from cairn.system.posix import SystemClock
+from tests.cluster.stores import Draws, MemoryBlobs, keys
+from tests.cluster.test_keys import tampered
+from tests.kv.stored import Time, chain
+
+
+def replica(blobs: MemoryBlobs, time: Time, number: int) -> SharedChunks:
+    sealed = keys(1000 * number)
+    return SharedChunks(blobs, sealed, Feed(blobs, sealed, "kv-x", time, Draws(1000 * number)), time)
+
+
+def same(chunk: Chunk | None, other: Chunk) -> bool:
+    return chunk is not None and dataclasses.replace(chunk, pages=bytes(chunk.pages)) == other
+
+
+def test_what_one_server_stores_another_reads() -> None:
+    blobs, clock, chunks = MemoryBlobs(), Time(), chain(3)
+    one, two = replica(blobs, clock, 1), replica(blobs, clock, 2)
+    assert one.keep(chunks) == 3
+    assert one.match_prefix([chunk.key for chunk in chunks]) == 3, "what is queued counts already"
+    assert same(one.fetch(chunks[0].key, chunks[0].tokens), chunks[0])
+    assert one.work() and two.work()
+    assert two.match_prefix([chunk.key for chunk in chunks]) == 3
+    for chunk in chunks:
+        assert same(two.fetch(chunk.key, chunk.tokens), chunk)
+    assert two.fetch(chunks[0].key, (1, 2, 3)) is None, "other tokens"
+    assert two.stats().read > 0 and one.stats().written > 0
+
+
+def test_the_names_and_contents_of_objects_show_no_token() -> None:
+    blobs, clock, chunks = MemoryBlobs(), Time(), chain(2)
+    one = replica(blobs, clock, 1)
+    one.keep(chunks)
+    one.work()
+    everything = b"".join(blobs.objects.values()) + "".join(blobs.objects).encode()
+    assert all(chunk.key not in everything and chunk.key.hex().encode() not in everything for chunk in chunks)
+    assert all(bytes(chunk.pages)[:32] not in everything for chunk in chunks)
+
+
+def test_what_is_dropped_goes_everywhere() -> None:
+    blobs, clock, chunks = MemoryBlobs(), Time(), chain(3)
+    one, two = replica(blobs, clock, 1), replica(blobs, clock, 2)
+    one.keep(chunks)
+    one.work()
+    two.work()
+    assert two.drop([chunks[1].key]) == 2, "and what extends it"
+    two.work()
+    clock.seconds += 1
+    one.work()
+    assert one.match_prefix([chunk.key for chunk in chunks]) == 1
+    assert len([name for name in blobs.objects if name.startswith("kv/")]) == 1
+
+
+def test_a_whole_chunk_takes_the_place_of_its_tail() -> None:
+    blobs, clock = MemoryBlobs(), Time()
+    one = replica(blobs, clock, 1)
+    (whole,) = chain(1)
+    tail = dataclasses.replace(whole, key=b"t" * 32, tokens=whole.tokens[:16])
+    one.keep([tail])
+    one.work()
+    one.keep([dataclasses.replace(whole, heads=(tail.key[:HEAD_BYTES],))])
+    one.work()
+    one.work()
+    assert not one.has(tail.key) and one.match_within([tail.key]) == (1, whole.key)
+    assert [name for name in blobs.objects if name.startswith("kv/")] == [one.name(whole.key)]
+
+
+def test_no_tampered_chunk_is_served(prove: bool, figure: Callable[[str, str], None]) -> None:
+    rng, blobs, clock = random.Random(3), MemoryBlobs(), Time()
+    chunks = [chain(1, salt=bytes([number]))[0] for number in range(40)]
+    one, two = replica(blobs, clock, 1), replica(blobs, clock, 2)
+    one.keep(chunks)
+    one.work()
+    two.work()
+    sound = dict(blobs.objects)
+    served = 0
+    tries = 40_000 if prove else 2_000
+    for number in range(tries):
+        chunk, other = chunks[number % 40], chunks[rng.randrange(40)]
+        name = two.name(chunk.key)
+        blobs.objects[name] = tampered(rng, sound[name], sound[two.name(other.key)])
+        found = two.fetch(chunk.key, chunk.tokens)
+        served += found is not None and not same(found, chunk)
+        if blobs.objects[name] != sound[name]:
+            assert found is None
+            assert not two.has(chunk.key), "it is forgotten, and computed again"
+        blobs.objects[name] = sound[name]
+        two._enter(chunk.key, one._places[chunk.key])
+    assert not served
+    figure("tampered chunks of a shared store served", f"0 of {tries:,}")
+
+
+def test_a_dead_store_holds_up_nobody_and_is_tried_again() -> None:
+    blobs, clock, chunks = MemoryBlobs(), Time(), chain(3)
+    one, two = replica(blobs, clock, 1), replica(blobs, clock, 2)
+    blobs.dead = True
+    assert one.keep(chunks) == 3 and not one.work()
+    assert "dead" in one.stats().trouble
+    assert same(one.fetch(chunks[0].key, chunks[0].tokens), chunks[0]), "from the queue"
+    assert two.fetch(chunks[0].key, chunks[0].tokens) is None
+    blobs.dead = False
+    assert one.work() and not one.stats().trouble and two.work()
+    assert same(two.fetch(chunks[2].key, chunks[2].tokens), chunks[2])
+
+
+def test_a_queue_that_is_full_refuses() -> None:
+    blobs, clock = MemoryBlobs(), Time()
+    one = replica(blobs, clock, 1)
+    big = [dataclasses.replace(chunk, pages=bytes(QUEUE_BYTES // 2)) for chunk in chain(3)]
+    assert one.keep(big) == 2 and one.stats().refused == 1
+    assert one.match_prefix([chunk.key for chunk in big]) == 2
+
+
+def test_a_feed_of_a_wrong_clock_is_heard_later() -> None:
+    blobs, clock, late = MemoryBlobs(), Time(), Time()
+    late.wall = -5 * 3600.0
+    one, two = replica(blobs, late, 1), replica(blobs, clock, 2)
+    two.work()
+    one.keep(chain(1))
+    one.work()
+    clock.seconds += 1
+    two.work()
+    assert not two.has(chain(1)[0].key)
+    clock.seconds += 700
+    two.work()
+    assert two.has(chain(1)[0].key)
+
+
+def test_a_call_to_a_store_that_hangs_is_given_up_and_then_none_is_made() -> None:
+    blobs = MemoryBlobs()
+    blobs.slow = 30.0
+    guarded = Guarded(blobs, SystemClock(), deadline=0.05)
+    began = time.monotonic()
+    for _ in range(FAILURES):
+        with pytest.raises(OSError, match="did not answer within"):
+            guarded.read("x")
+    calls = blobs.calls
+    for _ in range(100):
+        with pytest.raises(OSError, match="does not work"):
+            guarded.read("x")
+    assert blobs.calls == calls and time.monotonic() - began < 20
+    assert "did not answer" in guarded.trouble

@@ -1,0 +1,68 @@
+"""Sampling on a torch device beside the reference: the same bits, and no whole lines of logits on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: sampling on devices is not tested")
+
+import torch
+
+from cairn.kernels.torch.sampler import TorchSampler, weigh
+from cairn.kernels.vocabulary import NUMPY, Line
+from cairn.kernels.vocabulary import weigh as weigh_on_host
+from cairn.types.request import SamplingParams
+from cairn.types.step import Row
+from tests.laws.sampling import line_of, lines_of_logits, random_mask, random_row
+
+
+def test_a_line_gets_what_the_reference_gives(prove: bool) -> None:
+    sampler = TorchSampler()
+    for seed in range(5_000 if prove else 300):
+        rng = np.random.default_rng(seed)
+        vocab = int(rng.choice([1, 2, 5, 17, 64, 200, 1000]))
+        logits = lines_of_logits(rng, 8, vocab)
+        if seed % 7 == 0:
+            logits[2, 0], logits[3, -1] = np.nan, np.inf
+        lines = [line_of(random_row(rng, vocab), random_mask(rng, vocab)) for _ in logits]
+        lines[:2] = [Line(None), Line(None, 3, asked=(0,))]
+        lines[4] = lines[4]._replace(place=max(1, lines[4].length - 3))
+        given = torch.from_numpy(logits.copy())
+        expected, found = NUMPY.choose(lines, logits.copy()), sampler.choose(lines, given)
+        for line, one, other in zip(lines, expected, found, strict=True):
+            assert one == other, f"seed {seed}, {line.row and line.row.sampling}"
+        assert np.array_equal(given.numpy(), logits, equal_nan=True), "the logits were changed"
+
+
+def test_a_weight_has_the_same_bits_without_float64() -> None:
+    rng = np.random.default_rng(1)
+    scaled = np.concatenate([-rng.exponential(9, 200_000), [0.0, -0.0, -44.0, -43.9999, -1e30, -np.inf]])
+    scaled = scaled.astype(np.float32)
+    assert np.array_equal(weigh(torch.from_numpy(scaled)).numpy(), weigh_on_host(scaled))
+
+
+def test_no_line_of_logits_comes_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what the sampler reads from the device: flags, tokens, sums, and the logits of named tokens."""
+    vocab, read = 5000, list[int]()
+    for name in ("tolist", "cpu", "numpy", "item"):
+        plain = getattr(torch.Tensor, name)
+
+        def counting(self: Any, *given: Any, plain: Any = plain, **named: Any) -> Any:
+            read.append(self.numel())
+            return plain(self, *given, **named)
+
+        monkeypatch.setattr(torch.Tensor, name, counting)
+    tokens = list(range(40))
+    params = SamplingParams(
+        max_tokens=9, temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.2, logprobs=True,
+        top_logprobs=5, logit_bias=((3, 1.0),),
+    )  # fmt: skip
+    row = Row(tokens, 0, 40, (), 39, 10, params, 0)
+    logits = torch.from_numpy(lines_of_logits(np.random.default_rng(2), 6, vocab))
+    read.clear()
+    choices = TorchSampler().choose([line_of(row)] * 6, logits)
+    assert all(choice.token is not None for choice in choices)
+    assert max(read) <= 6 * 41, "more than the named tokens"

@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.laws import speculation
+
+
+@pytest.mark.parametrize("model", speculation.MODELS)
+def test_guesses_change_nothing_on_real_kernels(model: str, prove: bool, figure: Callable[[str, str], None]) -> None:
+    count = 200 if prove else 8
+    total = speculation.run_many(model, 0, count)
+    figure(
+        f"speculation, {model}",
+        f"{count} schedules the same with guesses as without ({total['tokens']:,} tokens, {total['accepted']:,} of "
+        f"{total['offered']:,} guesses right, {total['preemptions']:,} preemptions)",
+    )
+    # What never guesses, or is never wrong, proves nothing.
+    assert total["accepted"] > 10 * count
+    assert total["offered"] > total["accepted"] + 5 * count
+    assert total["tokens"] > 25 * count
