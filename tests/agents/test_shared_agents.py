@@ -145,7 +145,7 @@ async def test_a_server_that_was_taken_for_dead_cannot_acknowledge(
     assert taken.error is None and taken.done is not None
     late = await hear(turn)
     assert isinstance(late.error, Unavailable) and late.done is None, "no last event"
-    assert late.text == taken.text, "it would have said the same"
+    assert taken.text.startswith(late.text), "what it had said was the same"
     assert await rooms.turns(rooms.one) == await rooms.turns(rooms.two) == [(1, "finished", taken.text)]
     assert await rooms.say(rooms.one, "go on")
 

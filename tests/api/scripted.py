@@ -163,6 +163,7 @@ class ScriptedService:
         self.name = name
         self.names = frozenset({name})
         self.strict = False
+        self.attached = ()
         self.leaving = ""
         self.spec = SPEC
         identity = b"\x11\x12\x13\x14\x15\x16\x17"

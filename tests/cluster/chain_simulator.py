@@ -176,8 +176,9 @@ class SimulatedReplica:
 
 async def run_turn(replica: SimulatedReplica, turn: Acknowledged) -> None:
     """The order of calls that `SharedAgents` makes for a turn."""
-    world, chain = replica.world, replica.chain
+    world = replica.world
     await replica.bring()
+    chain = replica.chain
     await chain.hold(replica.beats.alive)
     turn.saw = tuple(replica.ended)
     world.history.append(turn)

@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from cairn.config.config import Config, ModelOptions, Secret, TenantKeys, TenantLimits, TenantTurns, turns_of
+from cairn.config.config import (
+    AdapterOptions,
+    Config,
+    ModelOptions,
+    Secret,
+    TenantKeys,
+    TenantLimits,
+    TenantTurns,
+    turns_of,
+)
 from cairn.config.option import closest, options
 from cairn.config.resolve import resolve
 from cairn.types.errors import ConfigError
@@ -43,6 +52,8 @@ def sample(option):
         return TenantKeys("t1", (Secret("k1"),)), "t1=k1"
     if option.kind == "model":
         return ModelOptions(model="m1"), "m1"
+    if option.kind == "adapter":
+        return AdapterOptions(name="a1", path="p1"), "a1=p1"
     if option.kind == "choice":
         value = next(choice for choice in option.choices if choice != option.default)
         return value, value
@@ -87,6 +98,10 @@ def write(folder: Path, option, value) -> Path:
     if isinstance(value, ModelOptions):
         path = folder / f"{option.name}.toml"
         path.write_text(f"[[{option.name}]]\nmodel = '{value.model}'\n")
+        return path
+    if isinstance(value, AdapterOptions):
+        path = folder / f"{option.name}.toml"
+        path.write_text(f"[[{option.name}]]\nname = '{value.name}'\npath = '{value.path}'\n")
         return path
     shown = value.reveal() if isinstance(value, Secret) else value
     text = str(shown).lower() if isinstance(shown, bool) else repr(shown)
@@ -493,3 +508,23 @@ def test_a_device_that_has_no_such_name_is_refused_with_those_that_there_are(nam
         match="but must be auto, cpu, mlx, mlx-cpu, torch-cpu, triton-cpu, cuda, cuda:N, rocm, rocm:N or mps",
     ):
         resolve({"device": name}, {})
+
+
+def test_adapters_are_pairs_or_tables(elsewhere):
+    found = resolve({"adapters": ["a=x=y", "b = z"]}, {}).config.adapters
+    assert found == (AdapterOptions(name="a", path="x=y"), AdapterOptions(name="b", path="z"))
+    Path("cairn.toml").write_text("[[adapters]]\nname = 'a'\npath = 'x'\nmodel = 'm'\n")
+    assert resolve({}, {}).config.adapters == (AdapterOptions(name="a", path="x", model="m"),)
+    for written, said in (
+        ("adapters = ['a=x']", "must be tables"),
+        ("[[adapters]]\nname = 'a'", "path must be a text"),
+        ("[[adapters]]\nname = 'a b'\npath = 'x'", "name has 1 to 128 letters"),
+        ("[[adapters]]\nname = 'a'\npath = 'x'\nscale = 1", "unknown key 'scale'"),
+        ("[[adapters]]\nname = 'a'\npath = 'x'\n[[adapters]]\nname = 'a'\npath = 'y'", "two adapters are called a"),
+    ):
+        Path("cairn.toml").write_text(written)
+        with pytest.raises(ConfigError, match=said):
+            resolve({}, {})
+    for flags in (["a"], ["=x"], ["a="]):
+        with pytest.raises(ConfigError, match=r"NAME=PATH|name has|path must"):
+            resolve({"adapters": flags}, {})

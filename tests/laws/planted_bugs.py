@@ -390,7 +390,7 @@ BUGS = (
     Bug("a tail waits beside what takes its place", WAITING_CHUNKS, "WaitingChunks.superseded", "[key for key in noted.tails if key in self.users.get(key, ())]", "[]"),
     Bug("an end forgets tails", WRITE_BEHIND, "WriteBehind._note_all", "self._take_tails(0)", "pass"),
     Bug("what nobody is known to go on with is never stored", WAITING_CHUNKS, "WaitingChunks.next", "self.noted or self.spare", "self.noted"),
-    Bug("tails of idle contexts are not stored", WRITE_BEHIND, "WriteBehind.turn", "self._take_tails(IDLE_SECONDS)", "pass"),
+    Bug("tails of idle contexts are not stored", WRITE_BEHIND, "WriteBehind.turn", "self._take_tails(self._limits.idle_seconds)", "pass"),
     Bug("a tail ends within a block", WRITE_BEHIND, "WriteBehind.ended", "computed // self._cache.info.block_tokens", "-(-computed // self._cache.info.block_tokens)"),
     Bug("a flush does not wait for the queue", FLUSHES, "Flushes.answer", "self._waiting and oldest() >= self._waiting[0].before", "self._waiting"),
     Bug("a flush does not say what was given up", FLUSHES, "Flushes.answer", "flush.lost", "0"),
@@ -402,7 +402,7 @@ BUGS = (
     Bug("the memory store finds a chunk by blocks that it has not", RAM, "RamStore._remove", "self._having[head].discard(key)", "pass"),
     Bug("the memory store drops a chunk and keeps what extends it", RAM, "RamStore._drop", "waiting += self._children.get(key, ())", "pass"),
     Bug("the memory store grows without bound", RAM, "RamStore._make_room", "self._stats.bytes + size > self._stats.budget", "False"),
-    Bug("a miss is not reported", SEQUENCE, "Sequence.start", "CacheReport(computed=self.prompt_len - covered, pool=covered - brought['ram'] - brought['disk'], ram=brought['ram'], disk=brought['disk'], load=self.kv.progress.load_seconds, miss=miss)", "CacheReport(computed=self.prompt_len - covered, pool=covered - brought['ram'] - brought['disk'], ram=brought['ram'], disk=brought['disk'], load=self.kv.progress.load_seconds, miss=None)"),
+    Bug("a miss is not reported", SEQUENCE, "Sequence.start", "CacheReport(computed=self.prompt_len - covered, pool=covered - sum(brought.values()), ram=brought['ram'], disk=brought['disk'], shared=brought['shared'], load=self.kv.progress.load_seconds, miss=miss)", "CacheReport(computed=self.prompt_len - covered, pool=covered - sum(brought.values()), ram=brought['ram'], disk=brought['disk'], shared=brought['shared'], load=self.kv.progress.load_seconds, miss=None)"),
     # ------------------------------------------------------------------------------------------------- standing
     Bug("how contexts stand is forgotten", STANDING, "Standings.of", "self._of.get(id, 'idle')", "'idle'"),
     Bug("what waits goes first and what is superseded stays", STANDING, "later", "standing == 'superseded'", "standing == 'waiting'"),

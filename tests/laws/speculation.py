@@ -68,6 +68,9 @@ class Guesser:
     def extend(self, tokens: Sequence[int]) -> None:
         self.tokens += tokens
 
+    def expect(self, tokens: Sequence[int]) -> None:
+        """Guesses are those of the answer anyway."""
+
     def propose(self, width: int) -> list[int]:
         known = len(self.tokens)
         right = self.answer[known : known + self.chance.choice((0, 1, 3, width, width))]

@@ -70,12 +70,12 @@ def test_every_instrument_shows_what_was_recorded() -> None:
         setattr(metrics, name, 3)
     metrics.worker_failures = lambda: 3
     metrics.worker_still = lambda: 3.0
-    metrics.prompt_tokens_loaded = {"ram": 3, "disk": 3}
+    metrics.prompt_tokens_loaded = {"ram": 3, "disk": 3, "shared": 3}
     metrics.misses = dict.fromkeys(metrics.misses, 3)
     figures = {name: 3 for name in TierStats.__struct_fields__ if name != "trouble"}
     tier = TierStats(**figures)
-    counts = {name: 3 for name in KvStats.__struct_fields__ if name not in ("ram", "disk")}
-    metrics.kv = KvStats(ram=tier, disk=tier, **counts)
+    counts = {name: 3 for name in KvStats.__struct_fields__ if name not in ("ram", "disk", "shared")}
+    metrics.kv = KvStats(ram=tier, disk=tier, shared=tier, **counts)
     numbers = {name: 3 for name in AgentFigures.__struct_fields__ if name != "turns"}
     metrics.agents = lambda: AgentFigures(turns=dict.fromkeys(TURN_STATES, 3), **numbers)
     metrics.first_token.observe(0.1)

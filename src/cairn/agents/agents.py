@@ -153,12 +153,12 @@ class Agents:
         """Interrupt running turns, write what is pending, and release the folder. May be called again."""
         await self._maintenance.close()
         await self.kv.close()
-        if self._agents.shared is not None:
-            await self._agents.shared.close()
         for turn in [agent.running for agent in self._agents.registry if agent.running is not None]:
             await turn.stop()
             if not turn.over.is_set():
                 await turn.close()
+        if self._agents.shared is not None:
+            await self._agents.shared.close()
         with contextlib.suppress(Unavailable):
             await self._pending.settle()
             if to_erase := self._pending.to_erase():

@@ -16,7 +16,7 @@ import msgspec
 
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.archive import Archive
-from cairn.agents.kv import AgentKv
+from cairn.agents.kv import AgentKv, owners
 from cairn.agents.log.index import RecordKind
 from cairn.agents.log.records import EndRecord
 from cairn.agents.log.segment import Record
@@ -156,6 +156,8 @@ class SharedAgents:
                     "the agent here, delete it, and import it"
                 )
             self._pending.erase_later(self._registry.remove(agent))
+            if replayed.record is None and agent.record.pinned:
+                self._kv.unpin_later(owners(agent), lambda: None)
         if replayed.record is None:
             return
         made, written = plant(replayed, self._writer.key, self._writer.record, tenant, id)

@@ -34,6 +34,7 @@ from cairn.cli import (
     remote,
     serve,
     team,
+    tune,
     workflow,
 )
 from cairn.cli.common import options
@@ -119,6 +120,7 @@ for _group in (
     doctor,
     backup,
     bench,
+    tune,
     options,
     manual,
 ):

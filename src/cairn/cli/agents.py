@@ -225,7 +225,7 @@ def _row(agent: dict[str, Any]) -> tuple[str, ...]:
 
 def _facts(agent: dict[str, Any]) -> list[tuple[str, str]]:
     saved, kv = agent["savings"], agent["kv"]
-    cached = saved["pool"] + saved["ram"] + saved["disk"]
+    cached = saved["pool"] + saved["ram"] + saved["disk"] + saved.get("shared", 0)
     rows = [("agent", agent["id"]), ("state", agent["state"]), ("context", f"{agent['tokens']} tokens")]
     rows += [("damage", agent["damage"])] if agent["damage"] else []
     if kv is not None:
@@ -240,7 +240,7 @@ def _facts(agent: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _places(kv: dict[str, Any]) -> str:
     """Return where an agent's KV is: tokens in the pool, in RAM and on disk."""
-    return ", ".join(f"{name} {kv[name]} tokens" for name in ("pool", "ram", "disk") if kv[name]) or "-"
+    return ", ".join(f"{name} {kv[name]} tokens" for name in ("pool", "ram", "disk", "shared") if kv.get(name)) or "-"
 
 
 def _print_places(kv: dict[str, Any]) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cairn.config.paths import expanded
 from cairn.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cairn.models.adapters.merge import Number
 
 
 def register(app: typer.Typer) -> None:
@@ -35,7 +38,7 @@ def register(app: typer.Typer) -> None:
         kind = kind.upper()
         if kind and kind not in NUMBERS:
             raise ConfigError(f"--type must be one of {', '.join(NUMBERS)}, found {kind}")
-        number: Literal["BF16", "F16"] | None = "BF16" if kind == "BF16" else "F16" if kind else None
+        number: Number | None = "BF16" if kind == "BF16" else "F16" if kind else None
         columns = TextColumn("{task.description}", markup=False), *Progress.get_default_columns()[1:]
         with Progress(*columns, console=talk(), transient=True, disable=not sys.stderr.isatty()) as bar:
             task = bar.add_task(out.name, total=None)

@@ -35,6 +35,7 @@ class Beats:
         """Seconds for which this replica has watched."""
         self._looked: float | None = None
         self._task: asyncio.Task[None] | None = None
+        self._closing = False
 
     def start(self) -> None:
         """Begin to beat and to watch."""
@@ -42,6 +43,7 @@ class Beats:
 
     async def close(self) -> None:
         """Stop, and take this replica's sign of life away."""
+        self._closing = True
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -56,7 +58,7 @@ class Beats:
         return silent < LEASE_SECONDS
 
     async def _run(self) -> None:
-        while True:
+        while not self._closing:
             with contextlib.suppress(OSError):
                 await self.step()
             await asyncio.sleep(BEAT_SECONDS)

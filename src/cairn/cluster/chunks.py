@@ -50,7 +50,7 @@ class _Place(NamedTuple):
     size: int
 
 
-class _Head(msgspec.Struct, frozen=True, array_like=True):
+class _ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
     """Everything of a chunk but its pages."""
 
     key: bytes
@@ -340,7 +340,9 @@ class SharedChunks:
 
 def encode_chunk(chunk: Chunk) -> bytes:
     """Return a chunk as bytes: the length of its head, its head, its pages."""
-    head = msgspec.msgpack.encode(_Head(chunk.key, chunk.parent, chunk.tokens, chunk.depth, chunk.group, chunk.heads))
+    head = msgspec.msgpack.encode(
+        _ChunkHeader(chunk.key, chunk.parent, chunk.tokens, chunk.depth, chunk.group, chunk.heads)
+    )
     return b"".join((struct.pack("<I", len(head)), head, chunk.pages))
 
 
@@ -350,7 +352,7 @@ def decode_chunk(data: bytes | None) -> Chunk | None:
         return None
     (size,) = struct.unpack_from("<I", data)
     try:
-        head = msgspec.msgpack.decode(data[4 : 4 + size], type=_Head)
+        head = msgspec.msgpack.decode(data[4 : 4 + size], type=_ChunkHeader)
     except (msgspec.DecodeError, ValueError):
         return None
     pages = memoryview(data)[4 + size :]

@@ -140,7 +140,8 @@ class Guarded:
     async def wait(self, running: Future[T]) -> T:
         """Await a call; see `submit`. Raise OSError if it fails or takes too long."""
         try:
-            found = await asyncio.wait_for(asyncio.wrap_future(running), self._deadline)
+            async with asyncio.timeout(self._deadline):  # `wait_for` may swallow a cancellation
+                found = await asyncio.wrap_future(running)
         except TimeoutError as error:
             raise self.late(running) from error
         except OSError as error:

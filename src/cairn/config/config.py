@@ -233,6 +233,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     threads: Annotated[
         Annotated[int, Meta(ge=1, le=1024)] | None, Meta(description="CPU threads; default: all cores.")
     ] = None
+    profile: Annotated[
+        str | None,
+        Meta(
+            description="File of options that 'cairn tune MODEL' has measured to be fastest, or 'none'; default: the "
+            "model's own on this machine, if there is one. Options that are set go before it."
+        ),
+    ] = None
     context: Annotated[
         Annotated[int, Meta(ge=16, le=1 << 24)] | None,
         Meta(description="Longest context in tokens; default: the model's own."),

@@ -27,7 +27,7 @@ from cairn.engine.rank_protocol import (
     Loaded,
     Pages,
     ReadPages,
-    Start,
+    StartRank,
     ToRank,
     WritePages,
     part_of,
@@ -121,7 +121,7 @@ class ParallelEngine:
         try:
             for other in others:
                 options = msgspec.to_builtins(_of_rank(config, other.number))
-                other.send(Start(str(folder), options, other.number, ranks, str(meeting), blocks))
+                other.send(StartRank(str(folder), options, other.number, ranks, str(meeting), blocks))
             group = RankGroup(0, ranks, meeting, config.device)
             own = load_shard(spec, folder, config, group, blocks)
             for other in others:
@@ -176,14 +176,12 @@ class ParallelEngine:
         return self._own.copy_blocks(group, pairs)
 
     def read_adapter(self, place: Path) -> AdapterData:
-        """Raise ModelError: adapters need a model on one rank."""
-        raise ModelError(
-            f"{place}: an adapter cannot be attached to a model of {self._group.ranks} ranks; leave tp out"
-        )
+        """Raise ModelError: the parts of adapters are not shared among ranks."""
+        raise ModelError(f"{place}: adapters need tp 1; the model runs on {self._group.ranks} ranks")
 
     def attach(self, adapter: AdapterData) -> AdapterFacts:
         """Raise ModelError, as `read_adapter` does."""
-        raise ModelError("an adapter cannot be attached to a model of several ranks; leave tp out")
+        raise ModelError("adapters need tp 1")
 
     def detach(self, digest: bytes) -> None:
         """Do nothing: no adapter is attached."""

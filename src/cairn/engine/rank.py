@@ -22,7 +22,7 @@ from cairn.engine.rank_protocol import (
     Loaded,
     Pages,
     ReadPages,
-    Start,
+    StartRank,
     WritePages,
     receive_command,
     row_of,
@@ -57,7 +57,7 @@ def _build(kernels: object, spec: ModelSpec, weights: ShardedWeights, *, group: 
 def serve(connection: Connection) -> None:
     """Load what rank 0 says, then follow it until it is gone."""
     start = receive_command(connection)
-    assert isinstance(start, Start)
+    assert isinstance(start, StartRank)
     config = msgspec.convert(start.config, Config)
     folder = Path(start.folder)
     try:

@@ -12,7 +12,7 @@ from cairn.types.request import SamplingParams
 from cairn.types.step import Row
 
 
-class Start(msgspec.Struct, frozen=True, tag="start"):
+class StartRank(msgspec.Struct, frozen=True, tag="start"):
     """What a rank loads, and where it meets the others."""
 
     folder: str
@@ -73,7 +73,7 @@ class Pages(msgspec.Struct, frozen=True, tag="pages"):
     pages: list[bytes]
 
 
-ToRank = Start | Compute | ReadPages | WritePages | CopyBlocks
+ToRank = StartRank | Compute | ReadPages | WritePages | CopyBlocks
 FromRank = Loaded | Pages
 _TO_RANK: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 _FROM_RANK: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)

@@ -3,13 +3,13 @@
 import { ago, short } from "/web/format.js";
 import { savedTokens } from "/web/tree.js";
 
-const NAMES = { pool: "pool", ram: "memory", disk: "disk", none: "nowhere", unknown: "?" };
+const NAMES = { pool: "pool", ram: "memory", disk: "disk", shared: "shared", none: "nowhere", unknown: "?" };
 
 /** The highest tier that has at least half of the tokens from `start` to `end` of a context. */
 export function tier(kv, start, end) {
   if (!kv) return "unknown";
   if (end <= start) return "none";
-  for (const name of ["pool", "ram", "disk"]) {
+  for (const name of ["pool", "ram", "disk", "shared"]) {
     if (Math.min(kv[name], end) - start >= (end - start) / 2) return name;
   }
   return "none";

@@ -22,11 +22,11 @@ export function facts(agent, kv) {
     ...Object.entries(agent.metadata).filter(([name]) => name !== "title"),
   ].filter(Boolean);
   const tiers = kv
-    ? ["pool", "ram", "disk"].map((name) =>
+    ? ["pool", "ram", "disk", ...(kv.shared ? ["shared"] : [])].map((name) =>
         h(
           "div",
           { class: "meter" },
-          h("span", null, { pool: "Pool", ram: "Memory", disk: "Disk" }[name]),
+          h("span", null, { pool: "Pool", ram: "Memory", disk: "Disk", shared: "Shared" }[name]),
           h(
             "span",
             { class: "track", "aria-hidden": "true" },

@@ -40,7 +40,7 @@ export function savingsView() {
 
 function cards(total) {
   if (!total) return null;
-  const saved = total.pool + total.ram + total.disk;
+  const saved = total.pool + total.ram + total.disk + total.shared;
   const all = saved + total.computed;
   return h(
     "dl",
@@ -95,7 +95,7 @@ function byDay(days) {
           one.day,
           count(one.requests),
           count(one.computed),
-          count(one.pool + one.ram + one.disk),
+          count(one.pool + one.ram + one.disk + one.shared),
           seconds(one.seconds_avoided),
         ]),
     ),

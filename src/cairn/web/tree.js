@@ -10,7 +10,8 @@ const ORDERS = {
   name: (a, b) => titleOf(a).localeCompare(titleOf(b)),
 };
 
-export const savedTokens = (agent) => agent.savings.pool + agent.savings.ram + agent.savings.disk;
+export const savedTokens = (agent) =>
+  agent.savings.pool + agent.savings.ram + agent.savings.disk + agent.savings.shared;
 
 /** Whether an agent fits what is searched for. */
 export function fits(agent, wanted) {

@@ -70,7 +70,7 @@ async def test_chat_object() -> None:
         "total_tokens": 5,
         "prompt_tokens_details": {"cached_tokens": 2},
         "completion_tokens_details": {"accepted_prediction_tokens": 1, "rejected_prediction_tokens": 2},
-        "cairn": {"computed": 1, "pool": 2, "ram": 0, "disk": 0, "load_seconds": 0.0, "miss": []},
+        "cairn": {"computed": 1, "pool": 2, "ram": 0, "disk": 0, "shared": 0, "load_seconds": 0.0, "miss": []},
     }
 
 
@@ -108,6 +108,7 @@ SHOWN = {
     "pool": 16,
     "ram": 32,
     "disk": 64,
+    "shared": 0,
     "load_seconds": 0.25,
     "miss": [{"position": 112, "reason": "evicted"}],
 }
@@ -150,7 +151,7 @@ async def test_an_answer_that_another_device_finished_says_so_once(path: str, bo
 async def test_of_several_prompts_the_reports_are_added_up() -> None:
     async with site(ScriptedService(reported)) as at:
         report = (await post(at, complete(prompt=["a", "b", "c"]), "/v1/completions")).json()["usage"]["cairn"]
-    tripled = {name: 3 * SHOWN[name] for name in ("computed", "pool", "ram", "disk", "load_seconds")}
+    tripled = {name: 3 * SHOWN[name] for name in ("computed", "pool", "ram", "disk", "shared", "load_seconds")}
     assert report == tripled | {"miss": SHOWN["miss"]}
 
 

@@ -30,7 +30,7 @@ class ScaleBody(Body):
 
 
 class ScalesBody(Body):
-    """POST /lora-adapters, whose body is the list."""
+    """POST /lora-adapters, whose body may be the list alone."""
 
     adapters: Several[ScaleBody]
 
@@ -62,7 +62,7 @@ class AdapterAdmin:
         """Return the table of these routes."""
         return [
             Route("GET", "/lora-adapters", self.list),
-            Route("POST", "/lora-adapters", self.scale, access="admin"),
+            Route("POST", "/lora-adapters", self.scale, ScalesBody, access="admin"),
             Route("POST", "/v1/load_lora_adapter", self.load, LoadAdapterBody, access="admin"),
             Route("POST", "/v1/unload_lora_adapter", self.unload, UnloadAdapterBody, access="admin"),
         ]

@@ -38,12 +38,11 @@ async def read_json(call: HTTPCall, config: Config) -> dict[str, Any]:
 
 
 async def read_list(call: HTTPCall, config: Config, name: str) -> dict[str, Any]:
-    """Return the body, which must be a JSON list, as an object with the list under `name`."""
+    """Return the body, a JSON list or an object with the list under `name`, as that object."""
     _check_headers(call)
     body = (await call.body()).removeprefix(codecs.BOM_UTF8).strip()
-    if not body.startswith(b"["):
-        raise InvalidRequest("the body must be a JSON list")
-    return _parsed(call, b'{"' + name.encode() + b'":' + body + b"}", config)
+    listed = body.startswith(b"[")
+    return _parsed(call, b'{"' + name.encode() + b'":' + body + b"}" if listed else body, config)
 
 
 async def read_plain(call: HTTPCall, config: Config) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 from typer.core import TyperOption
 
+from cairn.cli.common.profiles import profiled
 from cairn.cli.connection.trust import TRUST_PARAMETERS, TrustFlags
 from cairn.cli.connection.trust import chosen as chosen_trust
 from cairn.config.config import Config
@@ -103,7 +104,8 @@ def configured(
                 values["sampling"] = {name: value for name, value in sampling.items() if value not in (None, [])}
             if trust:
                 chosen_trust.set(TrustFlags(values.pop("cacert"), values.pop("insecure")))
-            command(resolve(chosen, file=values.pop("config_file")), **values)
+            resolved = resolve(chosen, file=values.pop("config_file"))
+            command(profiled(resolved) if "profile" in names else resolved, **values)
 
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]

@@ -32,7 +32,7 @@ BEGINNING = 2
 """Messages that a conversation is recognised by where nothing names it: its system text and first question."""
 
 
-class _Asked(msgspec.Struct):
+class _SessionFields(msgspec.Struct):
     """Fields of a body that say what it belongs to, or whether its answer is the same again."""
 
     prompt_cache_key: Any = None
@@ -55,7 +55,9 @@ class Asked:
     def __init__(self, method: str, path: str, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
         self.method, self.path = method, path
         self._headers = dict(headers)
-        self._body = _decoded(body) if method == "POST" and body[:1] in (b"{", b" ", b"\n", b"\r", b"\t") else _Asked()
+        self._body = (
+            _decoded(body) if method == "POST" and body[:1] in (b"{", b" ", b"\n", b"\r", b"\t") else _SessionFields()
+        )
 
     @property
     def key(self) -> bytes:
@@ -134,8 +136,8 @@ class Asked:
         return self.method in ("GET", "HEAD") and NAMED_PATHS.match(self.path) is not None
 
 
-def _decoded(body: bytes) -> _Asked:
+def _decoded(body: bytes) -> _SessionFields:
     try:
-        return msgspec.json.decode(body, type=_Asked)
+        return msgspec.json.decode(body, type=_SessionFields)
     except (msgspec.MsgspecError, RecursionError, ValueError):
-        return _Asked()  # the replica refuses it
+        return _SessionFields()  # the replica refuses it

@@ -329,7 +329,7 @@ class Tiers:
         With `disk`, evict it from the disk too; otherwise write KV there first that is not there yet.
         """
         first, keys = self._beyond(tokens, salt, keep)
-        stores = [store for tier, store in self._stores.items() if disk or tier != "disk"]
+        stores = [store for tier, store in self._stores.items() if disk or tier == "ram"]
 
         def give_up() -> None:
             if disk:

@@ -1,0 +1,127 @@
+"""`cairn cluster` and `cairn route`: key files, pruning, and servers that are started, restarted and ended together."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+pytest.importorskip("cryptography", reason="cryptography is not installed: nothing can be sealed")
+
+from cairn.cli import app
+from cairn.cluster.keys import parse_keys
+from cairn.types.errors import ConfigError
+from tests.api.process import alive, free_port
+
+
+def test_a_key_file_is_made_and_rotated_and_never_overwritten(tmp_path: Path) -> None:
+    file = tmp_path / "keys" / "cluster.key"
+    assert CliRunner().invoke(app, ["cluster", "key", str(file)]).exit_code == 0
+    assert file.stat().st_mode & 0o777 == 0o600
+    names, keys = parse_keys(file.read_text(), "")
+    again = CliRunner().invoke(app, ["cluster", "key", str(file)])
+    assert isinstance(again.exception, ConfigError) and "--rotate" in str(again.exception)
+    assert CliRunner().invoke(app, ["cluster", "key", str(file), "--rotate"]).exit_code == 0
+    same, more = parse_keys(file.read_text(), "")
+    assert same == names and more[1:] == keys and len(more) == 2
+    missing = CliRunner().invoke(app, ["cluster", "key", str(tmp_path / "none"), "--rotate"])
+    assert isinstance(missing.exception, ConfigError)
+
+
+def test_old_kv_is_pruned_and_agents_stay(tmp_path: Path) -> None:
+    for name, days in (("kv/aa/old", 40), ("kv/aa/new", 1), ("feed/kv-x/1/old", 40), ("agents/a/0", 40)):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x")
+        os.utime(path, (time.time() - days * 86400,) * 2)
+    found = CliRunner().invoke(app, ["cluster", "prune", "--shared-store", str(tmp_path), "--days", "30"])
+    assert found.exit_code == 0 and "2 files" in found.output
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["0", "new"]
+    refused = CliRunner().invoke(app, ["cluster", "prune", "--shared-store", "s3://bucket"])
+    assert isinstance(refused.exception, ConfigError) and "folder" in str(refused.exception)
+
+
+def test_a_shared_store_without_a_key_file_is_refused() -> None:
+    command = [sys.executable, "-m", "cairn", "serve", "demo", "--port", "0", "--shared-store", "/nowhere/x"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 2 and "cairn cluster key" in found.stderr
+
+
+def three_ports() -> int:
+    """The first of three ports that follow each other and are free."""
+    while True:
+        port = free_port()
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            for number in range(3):
+                stack.enter_context(socket.create_server(("127.0.0.1", port + number)))
+            return port
+
+
+def replicas(port: int) -> list[dict[str, object]]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/router/replicas", timeout=10) as answer:
+        found: list[dict[str, object]] = json.load(answer)["data"]
+        return found
+
+
+def wait_up(port: int, count: int) -> None:
+    end = time.monotonic() + 120
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError):
+            if sum(bool(one["up"]) for one in replicas(port)) == count:
+                return
+        time.sleep(0.1)
+    raise AssertionError("the servers did not come up")
+
+
+def children(pid: int) -> set[int]:
+    with contextlib.suppress(OSError):
+        found = {int(one) for path in Path(f"/proc/{pid}/task").glob("*/children") for one in path.read_text().split()}
+        return found | {deeper for one in found for deeper in children(one)}
+    return set()
+
+
+def test_up_starts_all_restarts_what_ends_and_leaves_nothing(tmp_path: Path) -> None:
+    port = three_ports()
+    command = [sys.executable, "-m", "cairn", "cluster", "up", "demo", "--replicas", "2", "--folder", str(tmp_path)]
+    process = subprocess.Popen(
+        [*command, "--port", str(port), "--engine", "fake", "--kv-gb", "0.1"],
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        wait_up(port, 2)
+        family = children(process.pid)
+        servers = {int(one) for path in Path(f"/proc/{process.pid}/task").glob("*/children")
+                   for one in path.read_text().split()}  # fmt: skip
+        assert len(servers) == 2
+        os.kill(min(servers), signal.SIGKILL)
+        end = time.monotonic() + 60
+        while not children(process.pid) - family and time.monotonic() < end:
+            time.sleep(0.1)
+        wait_up(port, 2)
+        family |= children(process.pid)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) == 0
+        end = time.monotonic() + 60
+        while alive(family) and time.monotonic() < end:
+            time.sleep(0.1)
+        assert not alive(family)
+        assert {"store", "cluster.key", "agents-1", "agents-2", "kv-1", "kv-2"} <= {
+            one.name for one in tmp_path.iterdir()
+        }
+    finally:
+        for pid in children(process.pid) | {process.pid}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
