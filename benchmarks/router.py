@@ -33,8 +33,9 @@ TICKS = os.sysconf("SC_CLK_TCK")
 BLOCK = 16
 TURNS, ANSWER, QUESTION = 43, 444, 3300
 """Median turns of a session, tokens of an answer, and new tokens of a turn, of published traces of coding agents."""
-SCALE = 30
-"""All lengths are divided by it, here and in the pools."""
+SCALE = 90
+"""All lengths are divided by it: the bundled model's context is short."""
+CONTEXT = 1900
 
 
 def cpu_of(pid: int) -> float:
@@ -118,8 +119,10 @@ async def costs(count: int) -> None:
         before = cpu_of(router.pid)
         _, _, events = await many(routed, count // 10, 4, streamed)
         chunk = (cpu_of(router.pid) - before - request * (count // 10)) / max(1, events)
+        await many(bare, count // 5, 4, streamed)  # so that both ways find the same KV
         pairs = [[(await many(one, count // 5, 4, streamed))[1] for one in (bare, routed)] for _ in range(3)]
         added = statistics.median(statistics.median(b) - statistics.median(a) for a, b in pairs)
+        await many(bare, count, 100, whole)
         rates = [[count / (await many(one, count, 100, whole))[0] for one in (bare, routed)] for _ in range(3)]
         share = statistics.median(b / a for a, b in rates)
         print("| the router | |\n|---|---|")
@@ -151,13 +154,13 @@ def sessions(rng: random.Random, count: int) -> list[list[tuple[int, int]]]:
     """Return the turns of sessions: new tokens and tokens of the answer, scaled down."""
     found = []
     for _ in range(count):
-        turns = max(1, round(rng.lognormvariate(0, 0.5) * TURNS / 4))
-        found.append(
-            [
-                (max(8, round(rng.expovariate(SCALE / QUESTION))), max(4, round(rng.expovariate(SCALE / ANSWER))))
-                for _ in range(turns)
-            ]
-        )
+        turns, length = list[tuple[int, int]](), 0
+        for _ in range(max(1, round(rng.lognormvariate(0, 0.5) * TURNS))):
+            new, answer = (max(4, round(rng.expovariate(SCALE / size))) for size in (QUESTION, ANSWER))
+            if (length := length + new + answer) > CONTEXT:
+                break
+            turns.append((new, answer))
+        found.append(turns)
     return found
 
 
@@ -199,14 +202,14 @@ async def run(order: list[tuple[int, int]], turns: list[list[tuple[int, int]]], 
     rng, computed = random.Random(how), 0  # other tokens for each way, which share no KV
     for number, (session, turn) in enumerate(order):
         new, answer = turns[session][turn]
-        history[session] += [rng.randrange(300, 3000) for _ in range(new)]
+        history[session] += [rng.randrange(300, 2000) for _ in range(new)]
         body = {"prompt": history[session], "max_tokens": answer, "ignore_eos": True, "temperature": 0}
         body["prompt_cache_key"] = f"{how}-{session}"
         caller = callers[0] if how == "names" else callers[number % len(callers)]
         data, _, _ = await caller.post("/v1/completions", body)
         usage = json.loads(data)["usage"]
         computed += usage["cairn"]["computed"]
-        history[session] += [rng.randrange(300, 3000) for _ in range(answer)]
+        history[session] += [rng.randrange(300, 2000) for _ in range(answer)]
     return computed
 
 
@@ -215,7 +218,7 @@ async def savings(count: int) -> None:
     rng = random.Random(5)
     turns = sessions(rng, count)
     order = arrivals(rng, turns)
-    servers = [Served(kv_gb=0.02, kv_disk=False) for _ in range(3)]
+    servers = [Served(kv_gb=0.5, kv_disk=False) for _ in range(3)]
     router = None
     try:
         for server in servers:

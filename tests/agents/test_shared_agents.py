@@ -171,7 +171,7 @@ async def test_without_the_store_no_turn_is_acknowledged_and_with_it_again(rooms
         await asyncio.sleep(0.05)
     await rooms.two.agents.bring("default", "ada")
     again = await hear(await rooms.two.agents.resume("default", "ada", request=rooms.two.service.next_id()))
-    assert again.error is None and again.text == heard.text
+    assert again.error is None and again.text.startswith(heard.text)
     assert [text for _, _, text in await rooms.turns(rooms.one)] == [first, again.text]
 
 
@@ -237,3 +237,38 @@ async def test_an_agent_that_was_there_before_the_store_is_shared_with_its_next_
     rooms.one.agents._agents.shared = shared
     second = await rooms.say(rooms.one, "two")
     assert [text for _, _, text in await rooms.turns(rooms.two)] == [first, second]
+
+
+async def test_no_turn_is_built_on_one_whose_end_was_refused(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that does not wait for the end of the answer, and a store that fails just then."""
+    await rooms.one.agents.create("default", id="ada")
+    first = await rooms.say(rooms.one, "one")
+    shared = rooms.one.agents._agents.shared
+    assert shared is not None
+    turn = await rooms.one.begin("ada", "two")
+    chain = shared._follow("default", "ada").chain
+    began, slow = asyncio.Event(), asyncio.Event()
+
+    async def refuses(turn: int, body: bytes) -> None:
+        began.set()
+        await slow.wait()
+        raise Unavailable("the store failed")
+
+    monkeypatch.setattr(chain, "end", refuses)
+    ending = asyncio.create_task(hear(turn))
+    await began.wait()
+    following = asyncio.create_task(rooms.one.begin("ada", "three"))
+    await asyncio.sleep(0.1)
+    slow.set()
+    heard = await ending
+    assert isinstance(heard.error, Unavailable)
+    with pytest.raises((Unavailable, Conflict)):
+        await following
+    for _ in range(200):
+        found = await rooms.turns(rooms.two)
+        if found[-1][1] == "interrupted" and len(found) == 2:
+            break
+        await asyncio.sleep(0.05)
+    assert [(number, state) for number, state, _ in found] == [(1, "finished"), (2, "interrupted")]
+    await rooms.two.agents.rollback("default", "ada", turn=1)
+    assert await rooms.say(rooms.one, "two, again") and (await rooms.turns(rooms.one))[0][2] == first

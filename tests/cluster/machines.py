@@ -43,9 +43,8 @@ class Cluster:
             port=self.ports[number],
             agents_dir=str(self._folder / f"agents-{number}"),
             kv_dir=str(self._folder / f"kv-{number}"),
-            shared_store=str(self._folder / "store"),
             cluster_key_file=str(self.key),
-            **self._options,
+            **{"shared_store": str(self._folder / "store"), **self._options},
         )
 
     def start_router(self) -> None:

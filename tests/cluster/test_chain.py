@@ -171,6 +171,19 @@ async def test_a_replica_is_silent_after_a_lease_in_which_somebody_looked() -> N
     assert two.alive(first)
 
 
+async def test_a_replica_that_was_never_heard_of_has_a_lease_to_be_heard() -> None:
+    clock = Time()
+    one = Beats(Awaited(MemoryBlobs()), keys(1), clock, f"{1:016x}")
+    for _ in range(20):
+        await one.step()
+        clock.seconds += BEAT_SECONDS
+    assert one.alive("unknown")
+    for _ in range(round(LEASE_SECONDS / BEAT_SECONDS) + 1):
+        await one.step()
+        clock.seconds += BEAT_SECONDS
+    assert not one.alive("unknown")
+
+
 # ------------------------------------------------------------------------------------------------------ the simulator
 
 

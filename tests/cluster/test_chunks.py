@@ -157,3 +157,13 @@ def test_a_call_to_a_store_that_hangs_is_given_up_and_then_none_is_made() -> Non
             guarded.read("x")
     assert blobs.calls == calls and time.monotonic() - began < 20
     assert "did not answer" in guarded.trouble
+
+
+def test_an_object_that_is_there_with_the_same_content_counts_as_made() -> None:
+    """A create whose answer was lost is tried again, and must not be taken for another writer's."""
+    guarded = Guarded(MemoryBlobs(), SystemClock())
+    assert (
+        guarded.create("x", b"mine")
+        and guarded.create("x", bytes(bytearray(b"mine")))
+        and not guarded.create("x", b"another's")
+    )

@@ -18,42 +18,116 @@ from tests.cluster.machines import Cluster, cluster, events
 
 LAG = 1.0
 BLOCK = 16
+AGENT_KILLS = 5
+"""Kills in the life of one agent: more turns than these do not fit the context."""
 SYSTEM = "Be brief. " + "and remember all of this, word for word, " * 20
 
 
-def question(number: int, *, stream: bool = False, tokens: int = 40) -> dict[str, Any]:
+def question(number: int, *, stream: bool = False) -> dict[str, Any]:
     messages = [{"role": "user", "content": f"This is question {number}. " + "What do you know of it? " * 4}]
     # No stop at the end of the text: each answer has all its tokens, which the fake engine draws.
-    sampling = {"temperature": 0.8, "seed": number, "max_tokens": tokens, "ignore_eos": True}
+    sampling = {"temperature": 0.8, "seed": number, "max_tokens": 160 if stream else 40, "ignore_eos": True}
     return {"messages": messages, **sampling, **({"stream": True} if stream else {})}
 
 
-def undisturbed(folder: Path, turns: list[dict[str, Any]], **options: Any) -> list[str]:
+def undisturbed(folder: Path, agents: list[list[dict[str, Any]]]) -> list[list[str]]:
     """The answers of one server that nothing happens to."""
-    with cluster(folder, 1, router=False, **options) as one:
+    found = []
+    with cluster(folder, 1, router=False) as one:
         port = one.ports[0]
-        one.call("POST", "/v1/agents", {"id": "ada", "system": SYSTEM}, port)
-        bodies = [{name: value for name, value in turn.items() if name != "stream"} for turn in turns]
-        found = [one.call("POST", "/v1/agents/ada/turns", body, port) for body in bodies]
-        return [answer["choices"][0]["message"]["content"] for answer in found]
+        for number, turns in enumerate(agents):
+            one.call("POST", "/v1/agents", {"id": f"ada{number}", "system": SYSTEM}, port)
+            bodies = [{name: value for name, value in turn.items() if name != "stream"} for turn in turns]
+            answers = [one.call("POST", f"/v1/agents/ada{number}/turns", body, port) for body in bodies]
+            found.append([text_of(answer) for answer in answers])
+    return found
 
 
-def turn_with_kill(made: Cluster, body: dict[str, Any], after: int) -> tuple[str, int]:
-    """Stream a turn and kill its server after so many events; return the text and that server."""
+def turn_with_kill(made: Cluster, id: str, body: dict[str, Any], pause: float) -> tuple[str, int]:
+    """Stream a turn and kill its server in the middle; return the text and that server.
+
+    The server holds the answer at its 100th token, so it cannot have ended.
+    """
     for server in made.servers:
         server.hold.touch()
-    with made.open("POST", "/v1/agents/ada/turns", body) as response:
-        killed = made.server_of(response.headers)
-        text = ""
-        for number, event in enumerate(events(response)):
+    with made.open("POST", f"/v1/agents/{id}/turns", body) as response:
+        killed, alive = made.server_of(response.headers), True
+        text, had = "", 0
+        for event in events(response):
             assert "error" not in event, event
             for choice in event["choices"]:
                 text += choice["delta"].get("content") or ""
-            if number == after:
+            if text and alive:
+                time.sleep(pause)
                 made.kill(killed)
+                alive, had = False, len(text)
                 for server in made.servers:
                     server.hold.unlink()
+    assert had < len(text), "the answer had ended before"
     return text, killed
+
+
+def wait_shared(made: Cluster, id: str, other: int, tokens: int) -> float:
+    """Wait until another server knows that the KV of a context is in the store; return for how long."""
+    began = time.monotonic()
+    while time.monotonic() - began < 60:
+        kv = made.call("GET", f"/v1/agents/{id}", port=made.ports[other])["kv"]
+        if kv["shared"] >= (tokens - 1) // BLOCK * BLOCK:
+            return time.monotonic() - began
+        time.sleep(0.05)
+    raise AssertionError(f"of {tokens} tokens only {kv['shared']} came into the store")
+
+
+class Kills:
+    """Turns of one agent after another, whose server is killed, and what was seen of it."""
+
+    def __init__(self, made: Cluster, rng: random.Random) -> None:
+        self._made, self._rng = made, rng
+        self.again: dict[str, int] = {"later": 0, "at once": 0}
+        """Most tokens that were computed beside the new message."""
+        self.lags: list[float] = []
+        self.streams: list[float] = []
+
+    def agent(self, id: str, kinds: list[str], turns: list[dict[str, Any]]) -> list[str]:
+        """Run the turns of an agent, the first without a kill; return the answers."""
+        made = self._made
+        made.call("POST", "/v1/agents", {"id": id, "system": SYSTEM})
+        with made.open("POST", f"/v1/agents/{id}/turns", turns[0]) as response:
+            server, answer = made.server_of(response.headers), json.load(response)
+        said = [text_of(answer)]
+        for kind, body in zip(kinds, turns[1:], strict=True):
+            if kind == "stream":
+                began = time.monotonic()
+                text, killed = turn_with_kill(made, id, body, self._rng.uniform(0, 0.3))
+                self.streams.append(time.monotonic() - began)
+                server = 1 - killed
+            else:
+                text, killed, server = self._between(id, kind, body, server)
+            said.append(text)
+            made.restart(killed)
+            made.wait_up(2)
+        return said
+
+    def _between(self, id: str, kind: str, body: dict[str, Any], server: int) -> tuple[str, int, int]:
+        """Kill the server of the last turn, then run one; return its text, who was killed, and who answered."""
+        made, killed = self._made, server
+        before = made.call("GET", f"/v1/agents/{id}")["tokens"]
+        if kind == "router":
+            made.kill_router()
+            made.start_router()
+            kind = "at once"
+        elif kind == "later":
+            self.lags.append(wait_shared(made, id, 1 - server, before))
+        made.kill(server)
+        with made.open("POST", f"/v1/agents/{id}/turns", body) as response:
+            server, answer = made.server_of(response.headers), json.load(response)
+        assert server != killed
+        report = answer["usage"]["cairn"]
+        computed = report["computed"] - (answer["usage"]["prompt_tokens"] - before)
+        self.again[kind] = max(self.again[kind], computed)
+        if kind == "later":
+            assert computed <= BLOCK and report["shared"] + report["pool"] > 0, report
+        return text_of(answer), killed, server
 
 
 def test_kill_9_of_the_server_that_has_the_agent(
@@ -61,59 +135,45 @@ def test_kill_9_of_the_server_that_has_the_agent(
 ) -> None:
     kills = int(os.environ.get("CAIRN_KILLS", "0")) or (40 if prove else 3)
     rng = random.Random(11)
-    kinds = ["later", "stream", "at once"] + [
-        rng.choice(("later", "stream", "at once", "router")) for _ in range(kills)
+    kinds = ["later", "stream", "at once", "router"]
+    kinds = (kinds + [rng.choice(kinds) for _ in range(kills)])[:kills]
+    groups = [kinds[at : at + AGENT_KILLS] for at in range(0, kills, AGENT_KILLS)]
+    turns = [
+        [question(0), *(question(number, stream=kind == "stream") for number, kind in enumerate(group, 1))]
+        for group in groups
     ]
-    kinds = kinds[:kills]
-    turns = [question(number, stream=kind == "stream", tokens=300 if kind == "stream" else 40)
-             for number, kind in enumerate(kinds)]  # fmt: skip
-    turns = [question(1000), *turns]
     expected = undisturbed(tmp_path, turns)
     (tmp_path / "cluster").mkdir()
-    most, at_once, waits = 0, 0, list[float]()
     with cluster(tmp_path / "cluster", 2, holds=True, shared_lag=LAG, kv_load="always") as made:
-        made.call("POST", "/v1/agents", {"id": "ada", "system": SYSTEM})
-        said = []
-        with made.open("POST", "/v1/agents/ada/turns", turns[0]) as response:
-            server = made.server_of(response.headers)
-            answer = json.load(response)
-        said.append(answer["choices"][0]["message"]["content"])
-        for kind, body in zip(kinds, turns[1:], strict=True):
-            before = made.call("GET", "/v1/agents/ada")["tokens"]
-            if kind == "router":
-                made.kill_router()
-                made.start_router()
-                kind = "at once"
-            elif kind == "later":
-                time.sleep(LAG + 0.8)
-            if kind != "stream":
-                made.kill(server)
-            began = time.monotonic()
-            if kind == "stream":
-                text, killed = turn_with_kill(made, body, rng.randrange(3, 12))
-                said.append(text)
-                made.restart(killed)
-                server = 1 - killed
-            else:
-                with made.open("POST", "/v1/agents/ada/turns", body) as response:
-                    killed, server = server, made.server_of(response.headers)
-                    answer = json.load(response)
-                said.append(answer["choices"][0]["message"]["content"])
-                report = answer["usage"]["cairn"]
-                new = answer["usage"]["prompt_tokens"] - before
-                assert server != killed
-                if kind == "later":
-                    assert report["computed"] <= new + BLOCK, (report, new)
-                    assert report["shared"] > 0 or report["pool"] > 0
-                    most = max(most, report["computed"] - new)
-                else:
-                    at_once = max(at_once, report["computed"] - new)
-                made.restart(killed)
-            waits.append(time.monotonic() - began)
-            made.wait_up(2)
-        assert said == expected
-        history = made.call("GET", "/v1/agents/ada/turns")["data"]
-        assert [turn["answer"]["content"] for turn in history] == expected
-        assert all(turn["state"] == "finished" for turn in history)
+        seen = Kills(made, rng)
+        for number, group in enumerate(groups):
+            assert seen.agent(f"ada{number}", group, turns[number]) == expected[number]
+        for number, answers in enumerate(expected):
+            history = made.call("GET", f"/v1/agents/ada{number}/turns")["data"]
+            assert [turn["answer"]["content"] for turn in history] == answers
+            assert all(turn["state"] == "finished" for turn in history)
     figure("kills of a server that had the agent (kill -9): the same tokens", f"{kills} of {kills}")
-    figure("tokens computed again beside the new message, after the lag; at once", f"at most {most}; {at_once}")
+    figure("seconds until the KV of a turn is in the store, most (shared_lag 1)", f"{max(seen.lags, default=0):.1f}")
+    figure("seconds of a turn whose server was killed in mid-stream, longest", f"{max(seen.streams, default=0):.1f}")
+    most = f"at most {seen.again['later']}; {seen.again['at once']}"
+    figure("tokens computed again beside the new message, after the lag; at once", most)
+
+
+def test_an_agent_goes_on_over_an_object_store(tmp_path: Path, s3: str) -> None:
+    turns = [question(number) for number in range(3)]
+    with cluster(tmp_path, 2, router=False, shared_store=s3, shared_lag=LAG, kv_load="always") as made:
+        one, two = made.ports
+        made.call("POST", "/v1/agents", {"id": "ada", "system": SYSTEM}, one)
+        said = [made.call("POST", "/v1/agents/ada/turns", turn, one) for turn in turns[:2]]
+        made.kill(0)
+        said.append(made.call("POST", "/v1/agents/ada/turns", turns[2], two))
+        made.call("POST", "/v1/agents", {"id": "eve", "system": SYSTEM}, two)
+        alone = [made.call("POST", "/v1/agents/eve/turns", turn, two) for turn in turns]
+        assert [text_of(answer) for answer in said] == [text_of(answer) for answer in alone]
+        history = made.call("GET", "/v1/agents/ada/turns", port=two)["data"]
+        assert [turn["answer"]["content"] for turn in history] == [text_of(answer) for answer in said]
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    text: str = answer["choices"][0]["message"]["content"]
+    return text

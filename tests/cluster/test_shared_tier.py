@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("cryptography", reason="cryptography is not installed: nothing can be sealed")
 
+from cairn.cluster import chunks
 from cairn.cluster.chunks import SharedChunks
 from cairn.cluster.feed import Feed
 from cairn.kv.ram import RamStore
@@ -90,3 +91,15 @@ def test_what_is_evicted_from_memory_stays_in_the_store_and_with_disk_it_goes() 
     finish(rig, one)
     one.work()
     assert len(done) == 2 and not [name for name in blobs.objects if name.startswith("kv/")]
+
+
+def test_a_shared_store_that_takes_nothing_more_keeps_nothing_from_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "QUEUE_BYTES", 0)
+    blobs = MemoryBlobs()
+    blobs.dead = True
+    one, disk = shared(blobs, 1), RamStore(1 << 30)
+    rig = Rig({"disk": disk, "shared": one}, limits=SOON)
+    rig.ask(PROMPT)
+    finish(rig, one)
+    assert rig.tiers is not None and not rig.tiers.write_behind.dropped and one.stats().refused
+    assert Rig({"disk": disk}, limits=SOON).ask(PROMPT).disk >= 96

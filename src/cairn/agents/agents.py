@@ -181,6 +181,11 @@ class Agents:
         shared = self._agents.shared.trouble if self._agents.shared is not None else ""
         return [one for one in (self.writer.trouble, self.writer.loss, shared) if one]
 
+    async def _ensure(self, tenant: str, id: str) -> None:
+        """Read an agent from the shared store, if there is one and it was not read before. Raise as `bring` does."""
+        if self._agents.shared is not None and is_id(id) and not id.startswith(UNSHARED):
+            await self._agents.shared.ensure(tenant, id)
+
     async def bring(self, tenant: str, id: str) -> None:
         """Bring an agent up to what the shared store has of it, if there is one. An id that cannot be is passed over.
 
@@ -301,6 +306,7 @@ class Agents:
 
     async def pin(self, tenant: str, id: str, pinned: bool) -> AgentInfo:
         """Protect the KV of the agent's context from eviction, now and after every turn, or no longer."""
+        await self._ensure(tenant, id)
         with self._agents.reading(tenant, id) as agent:
             changed = await self._agents.set_pinned(agent, pinned)
             if agent in self._agents.registry:  # it was not deleted meanwhile
@@ -423,6 +429,7 @@ class Agents:
 
     async def describe(self, tenant: str, id: str, metadata: dict[str, str]) -> AgentInfo:
         """Replace an agent's metadata. Durable when it returns; on Unavailable nothing has changed."""
+        await self._ensure(tenant, id)
         agent = self._find(tenant, id)
         await self._agents.describe(agent, metadata)
         return agent.info()
@@ -452,6 +459,7 @@ class Agents:
         No turn is copied. The metadata is, unless there is new metadata. Raise NotFound for a turn that does not exist,
         Conflict for one whose answer is incomplete.
         """
+        await self._ensure(tenant, id)
         agent = self._find(tenant, id)
         at = agent.head if turn is None else self._agents.turn(agent, turn)
         if at.state != "finished":
@@ -500,6 +508,7 @@ class Agents:
 
     async def rollback(self, tenant: str, id: str, *, turn: int) -> AgentInfo:
         """Make another turn the head; 0 is the beginning. Later turns stay listed until they are collected."""
+        await self._ensure(tenant, id)
         at = self._agents.turn(self._find(tenant, id), turn)
         agent = self._agents.idle(tenant, id)
         await self._agents.move(agent, at)
@@ -530,6 +539,7 @@ class Agents:
         Raise Conflict while another turn runs or the last was interrupted; with `fork_on_conflict` the turn goes to a
         new agent instead. Raise ContextTooLong with the figures, and Overloaded and Unavailable as for any request.
         """
+        await self._ensure(tenant, id)
         with self._agents.reading(tenant, id) as agent:
             return await self._turns.start(
                 service or self._service_of(agent),
@@ -575,6 +585,7 @@ class Agents:
         If the log lost the answer, it is computed again. Raise Conflict if no turn was interrupted, or if another model
         began it.
         """
+        await self._ensure(tenant, id)
         with self._agents.reading(tenant, id) as agent:
             return await self._turns.resume(agent, request, share)
 

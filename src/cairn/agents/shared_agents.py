@@ -124,6 +124,11 @@ class SharedAgents:
         async with followed.lock:
             await self._bring(followed, tenant, id)
 
+    async def ensure(self, tenant: str, id: str) -> None:
+        """Do as `bring` does, unless the server's own agent was read before and nothing has made that doubtful."""
+        if not self._follow(tenant, id).known:
+            await self.bring(tenant, id)
+
     async def _bring(self, followed: _Followed, tenant: str, id: str) -> None:
         agent = self._registry.find(tenant, id)
         if agent is not None and agent.busy and followed.known:
@@ -303,7 +308,12 @@ class SharedAgents:
             await followed.chain.forget()
 
     async def _hold(self, followed: _Followed, agent: Agent) -> None:
-        """Make sure that this server may write; see `AgentChain.hold`."""
+        """Make sure that this server may write; see `AgentChain.hold`.
+
+        Raise Moved if its own agent may not be what the chain says: the end of a turn may just have been refused.
+        """
+        if not followed.known:
+            raise Moved(f"agent {agent.id} is being read again; send the request again", retry_after=1.0)
         await self._share(followed, agent)
         try:
             await followed.chain.hold(self.beats.alive)

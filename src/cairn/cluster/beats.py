@@ -31,8 +31,6 @@ class Beats:
         self._beat = 0
         self._heard: dict[str, tuple[bytes, float]] = {}
         """The last beat of each replica, and for how many seconds it has not changed."""
-        self._watched = 0.0
-        """Seconds for which this replica has watched."""
         self._looked: float | None = None
         self._task: asyncio.Task[None] | None = None
         self._closing = False
@@ -54,7 +52,8 @@ class Beats:
         """Return whether a replica may still be alive, as far as this one has seen."""
         if holder == self._holder:
             return True
-        _, silent = self._heard.get(holder, (b"", self._watched))
+        # One that was not heard of may just have begun: it has as long as others to be heard.
+        _, silent = self._heard.setdefault(holder, (b"", 0.0))
         return silent < LEASE_SECONDS
 
     async def _run(self) -> None:
@@ -77,7 +76,6 @@ class Beats:
         now = self._clock.now()
         passed = 0.0 if self._looked is None else max(0.0, min(now - self._looked, GAP * BEAT_SECONDS))
         self._looked = now
-        self._watched += passed
         for holder in {*found, *self._heard}:
             beat, silent = self._heard.get(holder, (b"", 0.0))
             if found.get(holder, b"") not in (b"", beat):

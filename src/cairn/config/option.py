@@ -202,5 +202,5 @@ def closest(word: str, known: Iterable[str]) -> str:
         return ""
     words = list(known)
     longer = [one for one in words if len(word) >= LEAST_START and one.startswith(word)]
-    near = longer[:1] or difflib.get_close_matches(word, words, n=1, cutoff=0.6)
+    near = sorted(longer, key=len)[:1] or difflib.get_close_matches(word, words, n=1, cutoff=0.6)
     return f"; did you mean {near[0]}?" if near else ""

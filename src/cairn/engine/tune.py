@@ -123,7 +123,7 @@ class Tuner:
         config = msgspec.structs.replace(config, context=prompt + _SPARE, max_running=ROWS)
         engine = RecordedEngine.load(self._spec, self._folder, config, blocks=counts)
         try:
-            work = _Work(engine, self._now)
+            work = _TuneWork(engine, self._now)
             work.prefill(prompt // 4)  # the first touches the memory
             speed = Speed(
                 prefill=statistics.median(work.prefill(prompt) for _ in range(_ROUNDS)),
@@ -139,7 +139,7 @@ class Tuner:
         return speed
 
 
-class _Work:
+class _TuneWork:
     """Steps of one engine, timed."""
 
     def __init__(self, engine: RecordedEngine, now: Callable[[], float]) -> None:

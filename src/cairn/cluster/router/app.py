@@ -100,7 +100,7 @@ class RouterApp:
         try:
             body = await _body(receive)
             await Passing(self, scope, receive, send, body).run()
-        except ClientLeft:
+        except (ClientLeft, asyncio.CancelledError):  # cancelled: the router ends, and has waited long enough
             return
 
     def remember(self, headers: Sequence[tuple[bytes, bytes]], replica: Replica) -> None:

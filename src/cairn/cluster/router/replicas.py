@@ -19,7 +19,9 @@ from cairn.cluster.router.upstream import UpstreamLost, UpstreamPool, request_by
 from cairn.types.errors import ConfigError
 
 CHECK_SECONDS = 1.0
-CHECK_TIMEOUT = 2.0
+CHECK_TIMEOUT = 5.0
+SILENT_CHECKS = 2
+"""Checks in a row without an answer after which a replica counts as gone. One whose port is closed does so at once."""
 CROWDED = 1.5
 """How many times the mean of requests in hand a replica may have, beside SLACK, before it is passed over."""
 SLACK = 4
@@ -41,6 +43,8 @@ class Replica:
     requests: int = 0
     failures: int = 0
     """Exchanges that it did not complete."""
+    silent: int = 0
+    """Checks in a row that were not answered in time."""
     last_check: str = field(default="not asked yet")
 
     @property
@@ -110,10 +114,11 @@ class Replicas:
                 await connection.send(request_bytes("GET", b"/health/ready", replica.host, (), b""))
                 while await connection.read():
                     pass
-            replica.up = connection.status == 200
+            replica.up, replica.silent = connection.status == 200, 0
             replica.last_check = "ready" if replica.up else f"answers {connection.status}"
         except (UpstreamLost, TimeoutError) as error:
-            if replica.up:
+            replica.silent += 1
+            if replica.up and (isinstance(error, UpstreamLost) or replica.silent >= SILENT_CHECKS):
                 self.failed(replica)
             replica.last_check = str(error) or "does not answer"
             if connection is not None:
