@@ -1,4 +1,4 @@
-"""How long a client waits, with 1, 8 and 32 of them at once.  `python benchmarks/percentiles.py [MODEL] [--seconds 60]`
+"""How long a client waits, with 1, 8, 32 and 100 of them at once.  `python benchmarks/percentiles.py [MODEL]`
 
 `cairn serve MODEL` (default: SmolLM2 of the extra `models`, else the bundled model) is asked by so many clients, each
 of which asks again as soon as it has its answer: chats of about 40 to 400 tokens, no two alike, answers of 48 tokens,
@@ -29,7 +29,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from tests.api.process import Served  # noqa: E402
 
-CLIENTS = (1, 8, 32)
+CLIENTS = (1, 8, 32, 100)
 ANSWER = 48
 WARM = 0.1
 WORDS = ("stone", "path", "sea", "wind", "tree", "moon", "river", "house", "bread", "night", "song", "glass", "fire")

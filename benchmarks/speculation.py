@@ -21,7 +21,6 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -30,7 +29,7 @@ from cairn.config.config import Config
 from cairn.engine.device import load_engine
 from cairn.kernels.choose import chosen
 from cairn.kv.pool.cache import Cache
-from cairn.models.hub.hub import demo_folder
+from cairn.models.hub.hub import locate
 from cairn.scheduler.drafts.drafter import Drafter
 from cairn.scheduler.drafts.policy import MeasuredPolicy
 from cairn.scheduler.plan import Limits
@@ -210,13 +209,13 @@ def turns(parts: Sequence[Part], tokenizer: Tokenizer, context: int) -> list[tup
 def main() -> None:
     """Measure each kind of kernels in turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(demo_folder()), help="a folder or .gguf file with a context of 4,096")
+    parser.add_argument("--model", default="smollm2", help="a name, a folder or a .gguf file; a context of 4,096")
     parser.add_argument("--kernels", nargs="+", default=["auto", "avx2"])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--sessions", type=int, default=6, help="sessions of each kind")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
-    model = Path(options.model)
+    model = locate(options.model)
     tokenizer = Tokenizer.load(model)
     for kernels in options.kernels:
         config = Config(model=str(model), kernels=kernels, threads=options.threads, kv_gb=0.5)

@@ -49,7 +49,7 @@ def test_every_metric_of_the_dashboard_and_the_alerts_is_there() -> None:
     assert all(rule["annotations"]["summary"] and rule["labels"]["severity"] for rule in rules)
 
 
-def test_the_unit_names_options_and_commands_that_there_are() -> None:
+def test_the_unit_names_existing_options_and_commands() -> None:
     unit = configparser.ConfigParser(strict=False, delimiters=("=",), interpolation=None)
     unit.optionxform = str  # type: ignore[assignment,method-assign]
     unit.read(DEPLOY / "cairn.service")
@@ -61,7 +61,7 @@ def test_the_unit_names_options_and_commands_that_there_are() -> None:
     assert float(unit["Service"]["TimeoutStopSec"]) > Config().shutdown_grace
 
 
-def test_the_container_names_options_commands_and_routes_that_there_are() -> None:
+def test_the_container_names_existing_options_commands_and_routes() -> None:
     text = (DEPLOY / "Containerfile").read_text()
     assert set(re.findall(r"CAIRN_[A-Z_]+", text)) - {"CAIRN_VARIANTS"} <= VARIABLES
     assert "cmake.define.CAIRN_VARIANTS=all" in text, "an image runs on machines with other CPUs"

@@ -211,7 +211,7 @@ def written() -> CrashFiles:
     return files
 
 
-def test_what_was_synced_survives_every_crash_and_nothing_else_has_to() -> None:
+def test_synced_files_survive_every_crash() -> None:
     files = written()
     file = files.open(Path("/a/x"), "append")
     file.append(b" maybe")

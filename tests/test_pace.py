@@ -33,7 +33,7 @@ def test_a_machine_that_takes_no_time_has_no_limit() -> None:
     assert pace.tokens(7) == math.inf
 
 
-def test_what_was_never_measured_is_tried_with_the_least() -> None:
+def test_an_unmeasured_size_begins_with_the_least() -> None:
     pace = PrefillPace(0.25, 16)
     pace.record(3, 0, 0.01)
     assert pace.tokens(3) == 16

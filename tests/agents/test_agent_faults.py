@@ -251,7 +251,7 @@ def kept(files: CrashFiles) -> list[Record]:
     return log.recovered
 
 
-async def test_answers_and_lines_of_nobody_are_erased(folder: Path) -> None:
+async def test_answers_and_records_without_an_owner_are_erased(folder: Path) -> None:
     """An end, a piece or a line of savings whose turn or agent is not in the log."""
     async with house(folder) as at:
         await at.agents.create("default", id="ada")
@@ -589,7 +589,7 @@ async def test_what_was_noted_while_a_turn_was_refused_costs_no_turn_before_it(
         assert (info.head, info.turns, info.pinned, info.state) == (1, 1, True, "idle")
 
 
-async def test_upkeep_that_is_cut_off_knows_what_was_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_interrupted_upkeep_remembers_refused_writes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A turn that was answered with 503 is not there after the next start."""
     async with house(folder) as at:
         await at.agents.create("default", id="ada")

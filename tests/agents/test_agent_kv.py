@@ -545,7 +545,7 @@ async def test_the_pins_of_an_agent_deleted_without_a_worker_go_at_the_next_star
 
 @pytest.mark.parametrize("clean", [True, False])
 @pytest.mark.parametrize("pinned", [True, False])
-async def test_the_stores_hear_at_the_next_start_what_they_could_not_be_told(
+async def test_changes_that_did_not_reach_the_stores_reach_them_at_the_next_start(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pinned: bool, clean: bool
 ) -> None:
     """An agent that says it is pinned is, and one that says it is not leaves no pin for ever."""

@@ -174,7 +174,7 @@ async def test_an_end_that_was_owed_leaves_memory_when_it_is_written(
         assert info.state == "finished" and info.answer is not None
 
 
-async def test_what_the_log_lost_is_said_to_be_lost(folder: Path) -> None:
+async def test_records_lost_from_the_log_are_reported_as_lost(folder: Path) -> None:
     """A turn whose record was damaged while the server ran: its text is asked for in vain, and other agents go on."""
     async with house(folder) as at:
         for id in ("ada", "bob"):

@@ -129,7 +129,7 @@ def test_a_start_looks_at_each_turn_of_a_family_once(steps: list[int]) -> None:
     assert all(agent.head.number == TURNS for agent in again)
 
 
-def test_what_is_told_of_an_agent_is_no_walk_through_its_turns(steps: list[int]) -> None:
+def test_describing_an_agent_does_not_walk_through_its_turns(steps: list[int]) -> None:
     registry = AgentRegistry()
     ada = agent_of(registry, "ada", 1000)
     grow(registry, ada, TURNS)
@@ -318,7 +318,7 @@ async def test_branches_that_have_much_in_common_are_read_once(
         assert asked.keys <= 4 * (depth + leaves)  # another model's too: its store is asked for them without it
 
 
-async def test_no_more_of_a_context_is_told_than_the_model_can_have(
+async def test_an_estimate_of_a_context_stops_at_the_models_length(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with house(folder) as at:

@@ -75,7 +75,7 @@ async def test_what_a_stop_cut_off_an_answer_is_not_in_the_next_context(folder: 
             assert (await at.say(id, "two")).tokens == (await stateless(at, messages)).tokens
 
 
-async def test_damage_that_cost_an_answer_is_told_and_nothing_is_answered_without_it(folder: Path) -> None:
+async def test_damage_that_cost_an_answer_is_reported_and_blocks_further_turns(folder: Path) -> None:
     """Known failure 38: another history would be another answer. The agent goes on from what is whole."""
     async with house(folder) as at:
         await at.agents.create("default", id="ada", messages=SYSTEM)
@@ -481,7 +481,7 @@ async def test_a_page_follows_also_when_the_last_agent_of_the_one_before_is_dele
         assert [i.id for i in at.agents.page("default", after=page.next).agents] == whole[4:]
 
 
-async def test_a_turn_is_told_where_it_leaves_what_is_known(folder: Path) -> None:
+async def test_a_turn_reports_where_it_departs_from_the_cached_context(folder: Path) -> None:
     """Of the same tenant only; the text is in the answer's report and not in the log, and gone with the agent."""
     async with house(folder) as at:
         for tenant, id in (("acme", "ada"), ("acme", "bob"), ("other", "cy"), ("acme", "dan")):
@@ -505,7 +505,7 @@ async def test_a_turn_is_told_where_it_leaves_what_is_known(folder: Path) -> Non
 
 
 @pytest.mark.parametrize(("identity", "reason"), [(b"another", "model changed"), (None, "evicted")])
-async def test_an_agent_whose_kv_is_gone_is_told_why(folder: Path, identity: bytes | None, reason: str) -> None:
+async def test_a_turn_reports_why_its_kv_is_gone(folder: Path, identity: bytes | None, reason: str) -> None:
     """In a worker that has never seen its context: it was another model's, or nothing kept it."""
     async with house(folder, kv_disk=False) as at:
         await at.agents.create("default", id="ada", messages=SYSTEM)
@@ -565,7 +565,7 @@ async def test_the_ledger_of_bytes_goes_on_after_a_restart(folder: Path) -> None
         assert at.agents.figures().read == found.read + 7
 
 
-async def test_a_turn_takes_the_share_of_whoever_asked_for_it(folder: Path) -> None:
+async def test_a_turn_uses_the_fairness_key_of_its_caller(folder: Path) -> None:
     async with house(folder) as at:
         await at.agents.create("default", id="ada")
         first = await at.begin("ada", "hello", share="10.0.0.7", options=SamplingOptions(max_tokens=400))

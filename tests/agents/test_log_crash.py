@@ -164,5 +164,5 @@ def test_corruption_is_never_read_as_data(prove: bool, figure: Figure) -> None:
     figure("token log: corruptions, wrong records read", f"{count:,}, 0 ({found:,} noticed)")
 
 
-def test_what_earlier_releases_wrote_is_read_as_it_was_meant() -> None:
+def test_records_of_earlier_releases_are_read_correctly() -> None:
     token_log.read_format_1()

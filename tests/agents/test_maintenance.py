@@ -147,7 +147,7 @@ async def test_agents_whose_time_is_over_are_erased_later_where_the_disk_refuses
         assert at.ids == []
 
 
-async def test_a_change_whose_caller_went_away_is_in_the_log_as_it_is_here() -> None:
+async def test_a_change_by_a_cancelled_caller_is_logged_as_applied() -> None:
     """Though the disk refused it, which nobody heard."""
     async with desk() as at:
         await at.make("ada")
@@ -164,7 +164,7 @@ async def test_a_change_whose_caller_went_away_is_in_the_log_as_it_is_here() -> 
         assert at.agent("ada").record.pinned
 
 
-async def test_the_stores_hear_of_a_change_whose_caller_went_away(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_stores_get_a_change_by_a_cancelled_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else they would keep what nobody keeps any more."""
     async with desk() as at:
         await at.make("ada")
@@ -179,7 +179,7 @@ async def test_the_stores_hear_of_a_change_whose_caller_went_away(monkeypatch: p
 
 
 @pytest.mark.parametrize("pinned", [True, False])
-async def test_two_changes_that_the_disk_refuses_at_once_leave_what_was(pinned: bool) -> None:
+async def test_two_changes_that_the_disk_refuses_together_change_nothing(pinned: bool) -> None:
     async with desk() as at:
         ada = await at.make("ada")
         await at.book.set_pinned(ada, pinned)

@@ -232,7 +232,7 @@ async def test_an_answer_that_cannot_be_computed_again_stays_damaged(
         assert (await at.say("ada", "more")).done is not None
 
 
-async def test_a_start_leaves_out_a_turn_of_which_only_the_answer_is_left_and_says_so(
+async def test_a_start_drops_a_turn_with_only_its_answer_left_and_logs_it(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with house(folder) as at:

@@ -42,7 +42,7 @@ async def size(at: House, id: str = "ada") -> int:
     return len(await at.agents.context("default", id))
 
 
-async def test_the_stores_hear_what_waits_for_a_call_and_what_was_left(
+async def test_the_stores_get_hints_of_waiting_and_abandoned_contexts(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with house(folder, kv_dir=str(tmp_path / "kv")) as at:

@@ -278,3 +278,14 @@ async def test_an_agent_goes_on_with_the_adapter_of_its_last_turn(tmp_path: Path
         assert again["model"] == "tiny:poems" and cached(again) > 16
         kv = httpx.get(f"{server.url}/v1/agents/{id}", trust_env=False, timeout=30).json()
         assert kv["model"] == "tiny:poems"
+
+
+async def test_combinations_without_end_take_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cairn.frontend import adapters
+
+    monkeypatch.setattr(adapters, "MOST_VIEWS", 3)
+    async with at(tmp_path) as http:
+        first = said(await chat(http, model="tiny:sql"))
+        for number in range(8):
+            await chat(http, model=f"tiny:sql@0.{number}1")
+        assert said(await chat(http, model="tiny:sql")) == first

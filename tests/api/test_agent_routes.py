@@ -265,7 +265,7 @@ async def test_an_agent_is_given_other_metadata(folder: Path) -> None:
             assert (refused.status_code, what in refused.text) == (status, True), refused.text
 
 
-async def test_what_is_wrong_is_named(folder: Path) -> None:
+async def test_invalid_input_is_named_in_the_error(folder: Path) -> None:
     async with home(folder) as (at, _, http):
         await at.agents.create("default", id="ada")
         at.service.strict = True
@@ -711,7 +711,7 @@ async def test_an_agents_time_is_not_over_while_a_request_in_its_name_runs(folde
         assert named() == []
 
 
-async def test_what_an_agent_is_told_first_is_checked_as_its_turns_will_be(folder: Path, tmp_path: Path) -> None:
+async def test_an_agents_first_messages_are_checked_like_its_turns(folder: Path, tmp_path: Path) -> None:
     """Some templates want a user's message, which an agent has not had yet; some write messages so that what tells of
     tools in them is not there as it was."""
     asked = "messages | selectattr('role', 'equalto', 'user') | list"
@@ -762,7 +762,7 @@ async def test_the_kv_of_what_must_not_be_stored_stays_off_the_disk(folder: Path
                 assert (len(chunk_files(tmp_path / "kv")) > before) is stored
 
 
-async def test_a_chat_that_was_changed_is_told_where(folder: Path) -> None:
+async def test_a_changed_chat_reports_where_it_changed(folder: Path) -> None:
     """Edited, re-rendered, or another tenant's: over HTTP, whole and streamed."""
     keys = (TenantKeys(name="acme", keys=(Secret("k1"),)), TenantKeys(name="other", keys=(Secret("k2"),)))
     async with home(folder, tenants=keys) as (at, _, http):

@@ -38,7 +38,7 @@ def test_this_machines_addresses_are_addresses_of_it_and_no_loopback() -> None:
         assert not address.is_loopback and not address.is_link_local
 
 
-def test_without_a_list_of_interfaces_the_way_outside_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_list_of_interfaces_the_outgoing_address_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SystemNetwork, "_interfaces", staticmethod(lambda: []))
     monkeypatch.setattr(SystemNetwork, "_inet6", staticmethod(lambda: []))
     monkeypatch.setattr(SystemNetwork, "_outside", staticmethod(lambda: ["192.168.1.5", "127.0.0.1"]))

@@ -86,7 +86,7 @@ def test_the_names_of_a_model(given: str, names: set[str]) -> None:
 # ----------------------------------------------------------------------------------------------------- unknown fields
 
 
-async def test_unknown_fields_are_told_and_slips_refused_but_to_the_lenient() -> None:
+async def test_unknown_fields_are_reported_and_slips_refused_unless_lenient() -> None:
     body = {"messages": [HI[0] | {"mood": "good"}], "temprature": 1}
     told = [
         "messages[0].mood is not a field of a message and has no effect",

@@ -55,7 +55,7 @@ def test_the_page_shows_the_table() -> None:
     assert shown == tables(), f"run this test with {REWRITE}=1"
 
 
-def test_what_was_tried_is_what_is_installed_to_try() -> None:
+def test_the_tested_client_versions_are_those_installed() -> None:
     """The versions that the page names are those of the extra `clients` and of npm in the Makefile, all of them."""
     root = PAGE.parents[1]
     text = PAGE.read_text().partition("## What was tried")[2].partition("\n## ")[0]

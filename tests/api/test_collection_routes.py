@@ -150,7 +150,7 @@ WRONG: tuple[tuple[str, dict[str, Any], int, str], ...] = (
 )
 
 
-async def test_what_is_wrong_is_named(folder: Path, tmp_path: Path) -> None:
+async def test_invalid_input_is_named_in_the_error(folder: Path, tmp_path: Path) -> None:
     async with shelf(folder, tmp_path) as http:
         await http.post("/v1/collections", json={"id": "c"})
         for path, body, status, said in WRONG:
@@ -158,7 +158,9 @@ async def test_what_is_wrong_is_named(folder: Path, tmp_path: Path) -> None:
             assert answer.status_code == status and said in answer.json()["error"]["message"], answer.text
 
 
-async def test_without_a_model_for_embeddings_the_command_that_adds_one_is_told(folder: Path, tmp_path: Path) -> None:
+async def test_without_an_embedding_model_the_error_names_the_command_that_adds_one(
+    folder: Path, tmp_path: Path
+) -> None:
     """A chat model's vectors put right answers last, and nobody was told why."""
     commands = "'cairn pull sentence-transformers/all-MiniLM-L6-v2', then start the server with it beside"
     async with home(folder, folder.parent / "embedder", agents_dir=str(tmp_path / "agents")) as (house, http):

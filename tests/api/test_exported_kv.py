@@ -86,7 +86,7 @@ async def test_an_agents_kv_goes_along_and_only_new_tokens_are_computed(folder: 
     assert again == said and cache["disk"] == 0
 
 
-async def test_kv_of_another_model_is_ignored_and_said_to_be(folder: Path, tmp_path: Path) -> None:
+async def test_kv_of_another_model_is_ignored_and_reported(folder: Path, tmp_path: Path) -> None:
     other = talking_model(tmp_path / "other")
     save_file({"model.norm.weight": np.full(16, 3.0, dtype=np.float32)}, other / "model.safetensors")
     async with server(folder, tmp_path / "a") as http:
@@ -98,7 +98,7 @@ async def test_kv_of_another_model_is_ignored_and_said_to_be(folder: Path, tmp_p
         assert cache["disk"] == 0
 
 
-async def test_damage_costs_what_it_hits_and_no_wrong_byte_is_taken(folder: Path, tmp_path: Path) -> None:
+async def test_damage_costs_only_the_damaged_chunks(folder: Path, tmp_path: Path) -> None:
     async with server(folder, tmp_path / "a") as http:
         file = await exported(http)
         said, _ = await next_turn(http)

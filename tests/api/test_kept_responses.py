@@ -29,7 +29,7 @@ TOOLS = [
 ]
 
 
-async def test_a_response_is_shown_later_as_it_was_answered(tmp_path: Path) -> None:
+async def test_a_stored_response_equals_the_answer(tmp_path: Path) -> None:
     async with keeping(tmp_path / "agents", make_model(tmp_path / "tiny")) as at, at.http() as http:
         for more in ({}, {"tools": TOOLS, "temperature": None, "top_p": 0.9}, {"text": {"format": {"type": "text"}}}):
             made = (await post(at, kept(**more))).json()
@@ -84,7 +84,7 @@ async def test_responses_and_conversations_are_not_gone_on_with_as_agents(tmp_pa
         assert (await http.delete(f"/v1/agents/{response}")).status_code == 200
 
 
-async def test_tools_that_no_template_shows_are_told_with_a_warning(tmp_path: Path) -> None:
+async def test_tools_that_the_template_ignores_give_a_warning(tmp_path: Path) -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": {"name": "f"}}]}
     async with serving(make_model(tmp_path / "a")) as service, site(service) as at, at.http() as http:
         answer = await http.post("/v1/chat/completions", json=body | {"max_tokens": 1})

@@ -48,7 +48,7 @@ def test_it_names_every_route_that_a_module_says_it_has(described: dict[str, Any
     assert len(named) > 15 and {canonical(path) for path in named} <= set(described["paths"])
 
 
-def test_every_method_that_a_route_has_is_told(app: App, described: dict[str, Any]) -> None:
+def test_every_method_of_a_route_is_described(app: App, described: dict[str, Any]) -> None:
     operations = [(path, method) for path, methods in described["paths"].items() for method in methods]
     assert ("/v1/conversations/{id}", "delete") in operations and ("/v1/agents/{id}/turns", "get") in operations
     names = [one["operationId"] for methods in described["paths"].values() for one in methods.values()]
@@ -56,7 +56,7 @@ def test_every_method_that_a_route_has_is_told(app: App, described: dict[str, An
     assert all(len(one["summary"]) > 5 for methods in described["paths"].values() for one in methods.values())
 
 
-def test_every_post_says_what_it_takes(described: dict[str, Any]) -> None:
+def test_every_post_describes_its_body(described: dict[str, Any]) -> None:
     posts = [methods["post"] for methods in described["paths"].values() if "post" in methods]
     assert len(posts) > 30 and all("requestBody" in one for one in posts)
 

@@ -84,7 +84,7 @@ async def test_a_host_that_is_not_ours_gets_no_page() -> None:
         assert (await http.get("/", headers={**BROWSER, "Host": "evil.example"})).status_code == 403
 
 
-async def test_without_page_and_docs_nothing_of_them_is_there() -> None:
+async def test_without_page_and_docs_their_routes_are_absent() -> None:
     async with site(ScriptedService(), Config(page=False, docs=False)) as web, web.http() as http:
         for path in ("/", "/web/index.html", "/web/style.css", "/docs", "/openapi.json"):
             assert (await http.get(path, headers=BROWSER)).status_code == 404, path

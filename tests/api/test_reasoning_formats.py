@@ -135,7 +135,7 @@ async def playing(path: Path, template: str, pieces: list[str], end: str) -> Asy
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-async def test_what_is_thought_said_and_called_is_told_apart(name: str, tmp_path: Path) -> None:
+async def test_reasoning_content_and_calls_are_separated(name: str, tmp_path: Path) -> None:
     template, pieces, end, (thought, said, called) = SCRIPTS[name]
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "tools": [F]}
     async with playing(tmp_path / "m.gguf", template, pieces, end) as at, at.http() as http:

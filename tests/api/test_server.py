@@ -271,7 +271,7 @@ async def test_a_second_signal_is_immediate(monkeypatch: pytest.MonkeyPatch) -> 
     writer.close()
 
 
-def test_a_busy_port_is_one_sentence_and_exit_code_2() -> None:
+def test_a_busy_port_is_a_short_error_and_exit_code_2() -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         sock.listen()
@@ -285,7 +285,7 @@ def test_a_busy_port_is_one_sentence_and_exit_code_2() -> None:
 
 
 @pytest.mark.parametrize("host", ["nowhere.invalid", "300.1.1.1", "203.0.113.7"])
-def test_an_address_that_is_not_ours_is_one_sentence(host: str) -> None:
+def test_a_foreign_address_is_a_short_error(host: str) -> None:
     with pytest.raises(ConfigError, match=host):
         server.serve(Config(host=host, unsafe_no_auth=True))
 
@@ -313,7 +313,7 @@ def test_kv_and_agents_in_one_folder_are_refused_before_one_is_made(kv: str, age
     assert refused.value.field == "agents_dir" and not (tmp_path / "x").exists()
 
 
-def test_folders_that_are_apart_or_not_used_are_none_of_the_check(tmp_path: Path) -> None:
+def test_separate_or_unused_folders_pass_the_check(tmp_path: Path) -> None:
     env = {"XDG_DATA_HOME": str(tmp_path)}
     inside = f"{tmp_path}/cairn/agents/kv"
     folders.check_folders(Config(kv_dir=inside, kv_disk=False), env)
@@ -356,7 +356,7 @@ def usual(tmp_path: Path, pauses: Pauses, **options: Any) -> Any:
         ({"agents_dir": "/elsewhere"}, "keeps its KV in {cache}/kv; .*: --kv-dir {cache}/kv-2$"),
     ],
 )
-def test_a_second_server_is_refused_and_told_the_two_options(tmp_path: Path, options: Any, words: str) -> None:
+def test_a_second_server_is_refused_with_the_two_options_named(tmp_path: Path, options: Any, words: str) -> None:
     """Without them it would keep nothing."""
     places = {"data": f"{tmp_path}/data/cairn", "cache": f"{tmp_path}/cache/cairn"}
     pauses = Pauses()

@@ -11,8 +11,8 @@ import pytest
 
 from tests.api.process import Served, served
 
-WORDS = " a b c d e f g h k m"
-"""Words of one token each, which any text of them consists of."""
+WORDS = " the and that with from this not are for have"
+"""Words of one token each, so that any text of them is encoded as it was generated."""
 PROMPT = "Say it again:" + WORDS * 4
 
 

@@ -124,7 +124,7 @@ async def test_the_command_line_says_the_same(
         assert shown["removed"] == "1,000 chunks, 8.0 MB" and shown["packed weights"] == "0 files removed here, 0 bytes"
 
 
-def test_packed_weights_that_prune_removed_are_told_without_a_server(
+def test_packed_weights_removed_by_prune_are_reported_without_a_server(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

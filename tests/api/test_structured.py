@@ -302,7 +302,7 @@ def test_every_dialect_names_its_own_field(server: Served, path: str, body: dict
 
 
 @pytest.mark.parametrize(("path", "body", "field"), placed(NOT))
-def test_what_cannot_be_held_to_is_told_where_strict_was_not_asked_for(
+def test_unenforced_constraints_give_a_warning_unless_strict(
     server: Served, path: str, body: dict[str, Any], field: str
 ) -> None:
     limits = {"/v1/responses": {"max_output_tokens": 60}, "/api/chat": {}, "/api/generate": {}}

@@ -169,7 +169,7 @@ async def test_rounds_are_cancelled_by_the_id_of_their_request(folder: Path) -> 
         assert shown["state"] in ("interrupted", "idle") and 1 <= shown["rounds"] < 500
 
 
-async def test_what_is_wrong_is_named(folder: Path) -> None:
+async def test_invalid_input_is_named_in_the_error(folder: Path) -> None:
     async with home(folder) as (_, http):
         await http.post("/v1/teams", json=TEAM)
         for path, body, said in WRONG:

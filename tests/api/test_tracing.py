@@ -207,9 +207,7 @@ def lines() -> Iterator[io.StringIO]:
     logger.propagate, logger.level = before, level
 
 
-async def test_lines_of_json_say_who_what_and_how_long_and_nothing_that_was_said(
-    folder: Path, lines: io.StringIO
-) -> None:
+async def test_json_log_lines_name_tenant_request_and_times_but_no_texts(folder: Path, lines: io.StringIO) -> None:
     keys = (TenantKeys("ada", (Secret("key-of-ada"),)),)
     config = Config(tenants=keys, log_format="json")
     async with serving(folder) as service, site(service, config) as at, at.http() as http:

@@ -91,7 +91,7 @@ async def test_a_run_is_cancelled_by_the_id_of_its_request_and_goes_on_when_it_i
         assert resumed["state"] == "finished" and len(resumed["nodes"]) == 20
 
 
-async def test_what_is_wrong_is_named_before_anything_runs(folder: Path) -> None:
+async def test_invalid_workflows_are_refused_before_anything_runs(folder: Path) -> None:
     async with home(folder) as (_, http):
         for flow, said in (
             ({"nodes": [node("a", needs=["b"]), node("b", needs=["a"])]}, "workflow has a cycle: a -> b -> a"),

@@ -41,7 +41,7 @@ def test_rows_are_measured_in_turns_with_both_types(monkeypatch: pytest.MonkeyPa
     assert turns == first_each_time * 3
 
 
-def test_what_is_told_is_how_much_longer_f16_takes() -> None:
+def test_the_report_says_how_much_longer_f16_takes() -> None:
     import kv_rows
 
     assert kv_rows.told([1.02, 2.2, 1.0], [1.0, 2.0, 1.0]) == "+2.0% | +0.0% to +10.0%"

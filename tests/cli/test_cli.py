@@ -88,8 +88,8 @@ def sentence(done: subprocess.CompletedProcess[str], code: int = 2) -> str:
 def test_help_lists_the_commands_and_no_others():
     """Known failure 50: what the help names exists, and nothing else does."""
     names = {command.name or command.callback.__name__ for command in app.registered_commands}
-    models = {"pull", "models", "list", "ls", "show", "rm", "quantize"}
-    servers = {"status", "ps", "load", "unload", "swap", "reload", "stop", "cancel", "launch"}
+    models = {"pull", "models", "list", "ls", "show", "rm", "quantize", "merge", "tune"}
+    servers = {"status", "ps", "load", "unload", "swap", "reload", "stop", "cancel", "launch", "route"}
     assert names == models | servers | {"serve", "chat", "run", "generate", "embed", "doctor", "bench"} | {
         "config",
         "version",
@@ -177,7 +177,7 @@ def test_config_shows_each_value_and_where_it_came_from(elsewhere):
     assert "hush" not in done.stdout + done.stderr
 
 
-def test_config_shows_how_the_model_is_sampled_and_who_says_so():
+def test_config_shows_the_sampling_defaults_and_their_source():
     done = run("config")
     rows = {line.split("\t")[0]: tuple(line.split("\t")[1:]) for line in done.stdout.splitlines()}
     assert rows["sampling.temperature"] == ("0", "generation_config.json")
@@ -245,7 +245,7 @@ def test_models_that_cannot_be_served_are_one_sentence_and_exit_2(elsewhere, com
         assert words in said, said
 
 
-def test_a_start_that_fails_leaves_the_collection_of_garbage_as_it_was():
+def test_a_failed_start_restores_garbage_collection():
     """Whoever called the command in a process of his own goes on with it."""
     assert gc.isenabled()
     try:
@@ -317,7 +317,7 @@ def test_stdout_is_the_text_and_one_newline(capsys, stream, pieces, written):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), GenerationFailed("no")])
-def test_what_was_said_is_written_when_it_breaks_off(capsys, stream, error):
+def test_a_partial_answer_is_printed_when_it_breaks_off(capsys, stream, error):
     """Known failure 15: an answer that broke off is printed, and still is no success."""
     answering = Pieces("par", "tial", error)
     with pytest.raises(type(error)):
@@ -636,7 +636,7 @@ def test_status_of_a_server(canned):
     assert canned.seen[-2][:2] == ("/v1/models", "Bearer k")
 
 
-def test_status_says_what_is_wrong_and_needs_no_key(canned):
+def test_status_reports_trouble_and_needs_no_key(canned):
     canned.answers["/health/ready"] = (200, '{"status": "ready", "reasons": [], "troubles": ["the disk is full"]}')
     canned.answers["/v1/models"] = (401, '{"error": {"message": "a key is needed", "code": "unauthorized"}}')
     rows = dict(line.split("\t") for line in run("status", "--host", canned.url).stdout.splitlines())
@@ -760,7 +760,7 @@ def test_a_reader_that_leaves_is_no_traceback(slow):
     assert slow.gone.wait(10)
 
 
-def test_a_full_stdout_is_one_sentence(slow):
+def test_a_full_stdout_is_a_short_error(slow):
     with open("/dev/full", "w") as full:
         process = start("generate", "-p", "x", "--stream", "--host", slow.url, stdout=full, stderr=subprocess.PIPE)
         said = process.stderr.read()

@@ -138,7 +138,7 @@ def test_a_turn_that_the_log_lost_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("id", ["", ".", "..", "a/turns", "a?x", "import", "x" * 65, "\u00e4"])
-def test_what_is_no_id_is_never_sent(server: Served, id: str, tmp_path: Path) -> None:
+def test_an_invalid_id_is_never_sent(server: Served, id: str, tmp_path: Path) -> None:
     for arguments in (
         ("rm", id),
         ("show", id),
@@ -157,7 +157,7 @@ def test_what_is_no_id_is_never_sent(server: Served, id: str, tmp_path: Path) ->
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_that_cannot_be_used_is_one_sentence(server: Served, tmp_path: Path) -> None:
+def test_an_unusable_file_is_a_short_error(server: Served, tmp_path: Path) -> None:
     server.post("/v1/agents", {"id": "filed"})
     absent = tmp_path / "no" / "filed.cairn"
     assert run(server, "agents", "import", str(absent)) == (

@@ -177,9 +177,7 @@ def test_options_are_restored_too_and_say_where_agents_go(
     assert code == 0 and "was not changed" in out, err
 
 
-def test_what_is_no_whole_backup_is_refused_and_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_incomplete_backup_is_refused_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     new = tmp_path / "new" / "agents"
     code, _, err = command("backup", str(tmp_path / "copy"), "--agents-dir", str(new))
     assert code == 2 and "there is nothing to copy" in err

@@ -59,7 +59,7 @@ def test_json_has_every_figure(capsys) -> None:
         (("--depth", "5000"), "takes at most 2048"),
     ],
 )
-def test_what_cannot_be_measured_is_one_sentence(arguments: tuple[str, ...], words: str) -> None:
+def test_an_unmeasurable_model_is_a_short_error(arguments: tuple[str, ...], words: str) -> None:
     found = bench(*arguments)
     assert isinstance(found.exception, ConfigError)
     assert words in str(found.exception)

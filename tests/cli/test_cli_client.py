@@ -86,12 +86,12 @@ def test_the_cache_report_is_read_as_servers_write_it(miss: Miss | None) -> None
         *('{"choices": [{"delta": {"tool_calls": [{}]}}]}', '{"usage": 1}', "{'a': 1}", ""),
     ],
 )
-def test_an_event_that_cannot_be_read_is_one_sentence(data: str) -> None:
+def test_an_unreadable_event_is_a_short_error(data: str) -> None:
     with pytest.raises(GenerationFailed, match=r"^the server at http://h sent an event that cannot be read$"):
         list(stream(event("half"), f"data: {data}\n\n".encode(), b"data: [DONE]\n\n"))
 
 
-def test_an_event_that_is_no_utf_8_is_one_sentence() -> None:
+def test_an_event_that_is_not_utf_8_is_a_short_error() -> None:
     with pytest.raises(GenerationFailed, match="cannot be read"):
         list(stream(b'data: {"choices": [{"delta": {"content": "\xff"}}]}\n\n'))
 
@@ -119,7 +119,7 @@ def test_an_error_is_of_the_class_that_its_code_names(status: int, error: object
     assert str(raised.value) == "gone"
 
 
-def test_an_answer_that_breaks_off_is_one_sentence() -> None:
+def test_an_answer_that_breaks_off_is_a_short_error() -> None:
     def half() -> Iterator[bytes]:
         yield b"{"
         raise httpx.ReadError("")
@@ -140,7 +140,7 @@ def test_an_object_without_what_ours_have_is_no_cairn_server() -> None:
         one.get("/health/ready")["reasons"]
 
 
-def test_what_cannot_be_sent_is_one_sentence() -> None:
+def test_an_unsendable_value_is_a_short_error() -> None:
     with client(lambda _: httpx.Response(200, json={})) as one:
         for odd in ("caf\udce9", float("nan")):
             with pytest.raises(InvalidRequest, match="this cannot be sent"):
@@ -149,7 +149,7 @@ def test_what_cannot_be_sent_is_one_sentence() -> None:
 
 @pytest.mark.parametrize("body", [b"<html>", b"", b"\xff", b"[]", b"[" * 100_000])
 @pytest.mark.parametrize("status", [200, 503])
-def test_what_is_no_cairn_server_is_one_sentence(body: bytes, status: int) -> None:
+def test_another_server_is_a_short_error(body: bytes, status: int) -> None:
     with client(lambda _: httpx.Response(status, content=body)) as one:
         for ask in (lambda: one.get("/health/ready"), lambda: one.get("/v1/models"), lambda: one.post("/tokenize", {})):
             with pytest.raises(
@@ -191,7 +191,7 @@ def test_a_deletion_is_done_when_the_server_says_so(body: object) -> None:
 
 
 @pytest.mark.parametrize("host", ["..x", "x" * 70 + ".example"])
-def test_a_name_that_can_be_none_is_one_sentence(host: str) -> None:
+def test_an_impossible_host_name_is_a_short_error(host: str) -> None:
     with pytest.raises(Unavailable, match="no server answers at"):
         Client(host).get("/v1/models")
 

@@ -50,7 +50,7 @@ def test_documents_are_added_searched_asked_and_deleted(server: Served, folder: 
     assert run(server, "collection", "show", "mine")[0] == 1
 
 
-def test_what_cannot_be_added_is_told_and_the_rest_is(server: Served, tmp_path: Path) -> None:
+def test_refused_files_are_reported_and_the_rest_is_added(server: Served, tmp_path: Path) -> None:
     assert run(server, "collection", "create", "some")[0] == 0
     good, bad = tmp_path / "good.pdf", tmp_path / "bad.pdf"
     good.write_bytes(pdf(["Bread"]))

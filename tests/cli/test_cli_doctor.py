@@ -36,7 +36,7 @@ def test_a_pool_of_windows_alone_holds_any_context(tmp_path: Path) -> None:
     assert " of KV pool holds any context, context 64" in _fit(str(folder), small)
 
 
-def test_formats_are_told_with_what_is_missing(tmp_path: Path) -> None:
+def test_document_formats_are_listed_with_missing_packages(tmp_path: Path) -> None:
     _, folder = write_quantized(tmp_path / "awq", awq(32), {"quant_method": "awq", "bits": 4})
     said = _fit(str(folder), msgspec.structs.replace(CONFIG, weights="stored"), rate=1e9)
     assert said.startswith("fits: ") and " of weights (stored); " in said
@@ -51,7 +51,7 @@ def test_formats_are_told_with_what_is_missing(tmp_path: Path) -> None:
     assert said.startswith("no: ") and "the method 'hqq' is not supported for safetensors; supported are fp8" in said
 
 
-def test_experts_on_the_disk_are_told_apart_from_what_memory_holds(tmp_path: Path) -> None:
+def test_experts_on_the_disk_are_listed_apart_from_memory(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m", **MODELS["qwen 3 moe"])
     said = _fit(str(folder), msgspec.structs.replace(CONFIG, experts="mapped"), rate=1e9)
     if "cannot be mapped" not in said:  # by the reference kernels

@@ -81,7 +81,7 @@ def test_more_texts_than_are_under_way_at_once(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("given", [3, [3.5], {"a": 1}, b"x", [["x"]]])
-def test_what_are_no_texts(given: object, llm: LLM) -> None:
+def test_invalid_texts(given: object, llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="texts must be a text"):
         llm.embed(given)  # type: ignore[arg-type]
 

@@ -39,7 +39,7 @@ sys.exit(7)
 
 
 @pytest.mark.parametrize("name", AGENTS)
-def test_every_agent_is_told_the_server_its_model_and_its_context(name: str, tmp_path: Path) -> None:
+def test_every_agent_gets_the_servers_address_model_and_context(name: str, tmp_path: Path) -> None:
     begun = start(AGENTS[name], PLACE, tmp_path, ("--more",))
     told = json.dumps([begun.command, begun.env, {str(path): text for path, text in begun.files.items()}])
     # Copilot is told how much of the context a prompt may take, and how much an answer.
@@ -57,7 +57,7 @@ def test_values_of_the_table() -> None:
     assert filled({"{model}": ["{context}", "{model} {context}", True]}, values) == {"m": [5, "m 5", True]}
 
 
-def test_what_is_no_agent_and_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_agents_and_missing_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     done = run("launch", "vim")
     assert done.returncode == 2 and ", ".join(AGENTS) in done.stderr
@@ -122,7 +122,7 @@ def test_a_server_that_does_not_start_says_why(fake: dict[str, str], tmp_path: P
     assert done.returncode == 2 and "there is no folder /nowhere" in done.stderr
 
 
-def test_a_context_that_the_first_prompt_does_not_fit_is_told_before_anything_starts(
+def test_a_context_too_small_for_the_first_prompt_is_refused_before_a_start(
     fake: dict[str, str], tmp_path: Path
 ) -> None:
     done = launch(fake, "claude", "--port", str(free_port()), "--model", "demo")

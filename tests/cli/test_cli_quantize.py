@@ -72,7 +72,7 @@ def test_a_file_is_replaced_only_by_force_and_only_by_a_whole_one(
     assert path.read_bytes()[:4] == b"GGUF" and len(list(tmp_path.iterdir())) == 2
 
 
-def test_what_cannot_be_written_is_one_sentence(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_an_unwritable_model_is_a_short_error(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
     with pytest.raises(ConfigError, match=r"--type must be one of F32, F16, .*, found Q4_K_M"):
         quantize.write(str(folder), tmp_path / "m.gguf", "Q4_K_M")
     for name in ("m.bin", "m-00001-of-00002.gguf"):

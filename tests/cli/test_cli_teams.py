@@ -69,7 +69,7 @@ def test_a_scenario_is_played_kept_and_played_again(server: Served, tmp_path: Pa
     assert code == 1 and "there is no team two" in err
 
 
-def test_an_expectation_that_is_not_met_is_told(server: Served, tmp_path: Path) -> None:
+def test_a_failed_expectation_is_reported(server: Served, tmp_path: Path) -> None:
     file = tmp_path / "two.yaml"
     file.write_text(SCENARIO.replace("rounds: 2, speakers: [ada, bob]", "rounds: 3"))
     code, out, err = run(server, "team", "run", str(file), "--rm")

@@ -147,7 +147,7 @@ def test_a_stranger_at_the_port_is_left_alone(running, loaded):
     assert loaded == ["demo"] * 3
 
 
-def test_a_server_that_wants_a_key_is_told_of(running, loaded):
+def test_a_server_that_wants_a_key_is_reported(running, loaded):
     running.answers["/v1/models"] = [(401, '{"error": {"message": "a key is needed"}}')]
     done = run("chat")
     assert loaded == ["demo"]
@@ -187,7 +187,7 @@ def test_run_says_where_there_is_no_such_model(loaded, monkeypatch):
 # ------------------------------------------------------------------------------------------------ what is told of it
 
 
-def test_a_cut_answer_is_told_on_stderr_and_a_whole_one_is_not(running):
+def test_a_cut_answer_is_reported_on_stderr_and_a_whole_one_is_not(running):
     host = f"127.0.0.1:{running.port}"
     assert run("generate", "-p", "x", "--host", host).stderr == ""
     cut = sse({"choices": [{"index": 0, "delta": {"content": "Hel"}, "finish_reason": "length"}]}, "[DONE]")
@@ -264,7 +264,7 @@ def test_version_by_each_of_its_names():
     ("words", "hint"),
     [(["create"], "a folder or a .gguf"), (["delete", "m"], "cairn rm MODEL"), (["server"], "cairn serve")],
 )
-def test_words_of_other_programs_are_told_what_they_are_called_here(words, hint):
+def test_commands_of_other_programs_get_the_name_used_here(words, hint):
     assert hint in sentence(run(*words))
 
 

@@ -93,7 +93,7 @@ def test_files_that_hold_no_certificate(canned, tmp_path):  # noqa: F811
         assert words in sentence(run("status", "--host", "https://127.0.0.1:1", "--cacert", str(tmp_path / name)))
 
 
-def test_the_wrong_scheme_is_told(secure, canned, tmp_path):  # noqa: F811
+def test_the_wrong_scheme_is_reported(secure, canned, tmp_path):  # noqa: F811
     (tmp_path / "cairn.toml").unlink()
     said = sentence(run("status", "--host", f"127.0.0.1:{secure.port}"), 1)
     assert "if it speaks https, give --host https://" in said, said
@@ -101,7 +101,7 @@ def test_the_wrong_scheme_is_told(secure, canned, tmp_path):  # noqa: F811
     assert "it seems to speak http" in said or "did not answer" in said
 
 
-def test_an_agent_is_told_which_certificate_to_trust(secure, tmp_path):
+def test_an_agent_gets_the_certificate_to_trust(secure, tmp_path):
     models = {"data": [{"id": "m", "max_model_len": 65536}]}
     secure.answers["/v1/models"] = (200, json.dumps(models))
     shown = run("launch", "claude", "--print").stdout

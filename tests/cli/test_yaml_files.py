@@ -62,7 +62,7 @@ def drawn(rng: random.Random, depth: int = 0) -> Any:
     )
 
 
-def test_what_was_written_is_read_back(tmp_path: Path) -> None:
+def test_written_yaml_is_read_back(tmp_path: Path) -> None:
     for seed in range(300):
         value = drawn(random.Random(seed))
         assert load(tmp_path, yaml.safe_dump(value, allow_unicode=bool(seed % 2))) == value, seed
@@ -175,7 +175,7 @@ def test_the_parser_in_python_reads_the_same(tmp_path: Path, monkeypatch: pytest
         ("a: [!!set {x}]\n", "line 1, column 5: cannot be read as YAML: the tag"),
     ],
 )
-def test_what_cannot_be_read_is_told_with_its_line_and_column(tmp_path: Path, text: str, said: str) -> None:
+def test_unreadable_yaml_is_reported_with_line_and_column(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, text)
     assert str(caught.value).startswith(f"{tmp_path / 'file.yaml'}, {said}")
@@ -226,7 +226,7 @@ def test_a_key_that_is_not_known_is_told_with_its_own_place(tmp_path: Path) -> N
         assert str(caught.value).startswith(f"{path}, {line}: ") and "unknown field" in str(caught.value)
 
 
-def test_what_a_check_refuses_is_told_with_its_line_and_column(tmp_path: Path) -> None:
+def test_a_refused_value_is_reported_with_line_and_column(tmp_path: Path) -> None:
     path = tmp_path / "file.yaml"
     path.write_text(WORKFLOW)
     with pytest.raises(InvalidRequest) as caught, checking(path):

@@ -158,7 +158,7 @@ def test_a_librarys_recipe(client: str, at: Prompter) -> None:
 
 
 @pytest.mark.usefixtures("quiet")
-def test_what_libraries_are_told_by_their_environment(at: Prompter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_libraries_read_the_address_from_their_environment(at: Prompter, monkeypatch: pytest.MonkeyPatch) -> None:
     openai = pytest.importorskip("openai", reason="openai is not installed: make clients")
     anthropic = pytest.importorskip("anthropic", reason="anthropic is not installed: make clients")
     for name, value in variables(RECIPES[LIBRARIES].at(at.url)).items():

@@ -122,7 +122,7 @@ class OtherTokens:
         return list(text.encode())
 
 
-def test_langchain_is_told_of_another_tokenizers_ids(at: Prompter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_langchains_token_ids_of_another_tokenizer_are_refused(at: Prompter, monkeypatch: pytest.MonkeyPatch) -> None:
     chat, openai, tiktoken = needs("langchain_openai", "openai", "tiktoken")
     monkeypatch.setattr(tiktoken, "encoding_for_model", lambda name: OtherTokens())
     vectors = chat.OpenAIEmbeddings(base_url=at.url + "/v1", api_key="none", model="any", max_retries=0)

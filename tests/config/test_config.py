@@ -175,7 +175,7 @@ def test_a_list_of_nothing_is_no_list(elsewhere):
                 assert refused({}, {option.variable: text}).startswith(f"{option.variable} has blanks and commas only")
 
 
-def test_what_containers_say_of_a_service_of_our_name_is_none_of_ours(elsewhere):
+def test_container_variables_of_a_service_named_cairn_are_ignored(elsewhere):
     told = {
         "CAIRN_PORT": "tcp://10.0.0.7:8000",
         "CAIRN_SERVICE_HOST": "10.0.0.7",
@@ -208,7 +208,7 @@ def test_the_file_of_a_user_whose_home_is_not_in_the_environment_holds_too(elsew
     assert resolve().config.port == 1
 
 
-def test_a_file_that_cannot_be_looked_at_is_one_sentence(elsewhere):
+def test_an_inaccessible_file_is_a_short_error(elsewhere):
     assert "File name too long" in refused({}, {"XDG_CONFIG_HOME": "/" + "x" * 300})
 
 
@@ -322,7 +322,7 @@ def test_a_key_is_what_a_header_can_hold(elsewhere):
 
 
 @pytest.mark.parametrize("given", [{"api_key": ["@~nosuchuser/x"]}, {"model": "m", "file": "~nosuchuser/x"}])
-def test_a_home_that_there_is_not_is_told(elsewhere, given):
+def test_a_missing_home_is_reported(elsewhere, given):
     env = {"CAIRN_CONFIG": given["file"]} if "file" in given else {}
     assert "no home folder of that user" in refused({"api_key": given.get("api_key", [])}, env)
 
@@ -502,7 +502,7 @@ def test_a_number_of_guesses_needs_no_quotes_in_a_file(elsewhere):
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:1234", "cuda:-1", "mlx:1", "cpu:1"])
-def test_a_device_that_has_no_such_name_is_refused_with_those_that_there_are(name):
+def test_an_unknown_device_is_refused_with_the_known_ones(name):
     with pytest.raises(
         ConfigError,
         match="but must be auto, cpu, mlx, mlx-cpu, torch-cpu, triton-cpu, cuda, cuda:N, rocm, rocm:N or mps",

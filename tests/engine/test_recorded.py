@@ -284,7 +284,7 @@ def test_a_row_whose_first_slice_failed_has_failed(tmp_path: Path, monkeypatch: 
     assert slices == [32, 8]
 
 
-def test_slow_kernels_are_told_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_kernels_are_reported_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_model(tmp_path)
     assert not load(folder).info.note or KERNELS == ["reference"]
     monkeypatch.setattr(native, "variants", dict)

@@ -54,7 +54,7 @@ def llm():
 
 
 @pytest.mark.parametrize("prompt", [[True], [1.0], ["a", [False, 3]], [[3, True]]])
-def test_what_is_no_token_id_is_refused_before_the_worker_sees_it(llm, prompt):
+def test_an_invalid_token_id_is_refused_before_the_worker_sees_it(llm, prompt):
     with pytest.raises(InvalidRequest, match=r"prompts? (is|must)"):
         llm.generate([prompt] if isinstance(prompt[0], bool | float) else prompt, max_tokens=1)
 
@@ -389,7 +389,7 @@ def test_a_script_may_just_end():
     assert out.split() and not [pid for pid in out.split() if os.path.exists(f"/proc/{pid}")]
 
 
-def test_a_forked_child_ends_and_is_told_that_the_model_is_not_its_own():
+def test_a_forked_child_gets_an_error_and_ends():
     """The model's thread is not there: to wait for it is to wait for ever."""
     process = script(
         """
@@ -422,7 +422,7 @@ def test_a_forked_child_ends_and_is_told_that_the_model_is_not_its_own():
     assert (process.returncode, out, err) == (0, told * 2 + "0\nidle\n0\n9\n", "")
 
 
-def test_a_forked_child_is_told_at_once_though_a_thread_was_reading_the_stream():
+def test_a_forked_child_gets_an_error_at_once_while_a_thread_reads():
     """It has the stream's lock as that thread held it, and no thread that would let go of it."""
     process = script(
         """
@@ -734,7 +734,7 @@ def test_it_may_be_used_in_one_event_loop_after_another():
     asyncio.run(use())
 
 
-def test_what_was_loaded_in_another_event_loop_is_refused():
+def test_a_model_of_another_event_loop_is_refused():
     """Nothing would answer there: the worker's messages are read in the loop that loaded it."""
     llm = AsyncLLM("demo", **SMALL)
 
@@ -751,7 +751,7 @@ def test_what_was_loaded_in_another_event_loop_is_refused():
     asyncio.run(load())
 
 
-def test_what_was_loaded_in_an_event_loop_that_has_ended_is_freed_and_loaded_anew():
+def test_a_model_of_an_ended_event_loop_is_loaded_anew():
     before = workers()
 
     async def load():

@@ -59,7 +59,7 @@ def test_the_same_holds_of_tokens_and_a_tenants_first_may_have_more() -> None:
     assert fill(alone, "b", 330, 80) == 1
 
 
-def test_a_queue_of_one_place_has_one_for_whoever_comes_first() -> None:
+def test_a_queue_of_one_place_takes_one_request() -> None:
     queue = Queue(Config(max_queue=1))
     assert fill(queue, "a", 3) == 1 and fill(queue, "b", 3) == 0
 
@@ -118,7 +118,7 @@ def test_what_waits_is_held_against_the_pool_before_it_waits() -> None:
     empty.check(asked[0], 4, 4, 0.0, 500)  # where nobody waits it is let in: that it fits at all is looked at elsewhere
 
 
-def test_who_would_not_begin_in_time_is_refused_at_once() -> None:
+def test_a_request_that_would_not_begin_in_time_is_refused_at_once() -> None:
     queue = Queue(Config(max_queue=1000))
     wait = Request(id=1, prompt=(7,) * 100, sampling=SamplingParams(max_tokens=1), share="a")
     for _ in range(100):

@@ -171,7 +171,7 @@ async def test_a_model_without_a_template_needs_no_rendering_process(monkeypatch
     await made.close()
 
 
-def test_an_option_that_is_not_utf_8_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_option_that_is_not_utf_8_is_a_short_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A home whose name was made with another encoding is in the names of the folders below it."""
     monkeypatch.setattr(launch, "_process", lambda _: pytest.fail("a worker was started"))
     with pytest.raises(ConfigError, match=r"^'/mod.udce8le/kv' is not UTF-8"):

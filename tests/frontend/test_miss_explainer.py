@@ -82,7 +82,7 @@ def test_another_tenants_context_is_as_if_it_were_not_there(recent: RecentContex
 
 
 @pytest.mark.parametrize("reason", ["evicted", "not stored yet", "not stored", "damaged", "faster to compute"])
-def test_what_the_worker_knows_is_left_as_it_is(recent: RecentContexts, reason: MissReason) -> None:
+def test_the_workers_own_reason_is_kept(recent: RecentContexts, reason: MissReason) -> None:
     miss = Miss(position=64, reason=reason)
     assert recent.explain(miss, MINE, [*KNOWN[:70], 7], PromptOrigin(why="model changed"), spell) is miss
 
@@ -93,7 +93,7 @@ def test_new_tokens_behind_a_known_context_were_never_seen(recent: RecentContext
     assert why(recent, list(range(40)), 0) == Miss(position=0, reason="never seen")
 
 
-def test_what_was_computed_and_is_gone(recent: RecentContexts) -> None:
+def test_evicted_tokens_are_explained(recent: RecentContexts) -> None:
     """A worker that has just begun does not remember; the front does."""
     assert why(recent, [*KNOWN, 1, 2, 3], 0) == Miss(position=0, reason="evicted")
     assert why(recent, [*KNOWN[:130], 1], CHUNK_TOKENS).reason == "evicted"
@@ -104,7 +104,7 @@ def test_what_was_computed_and_is_gone(recent: RecentContexts) -> None:
     assert why(recent, [*KNOWN[: CHUNK_TOKENS + 40], 1, 2, 3], CHUNK_TOKENS, salt=THEIRS).reason == "not stored"
 
 
-def test_what_was_computed_and_is_gone_is_not_said_to_be_other_tokens(recent: RecentContexts) -> None:
+def test_evicted_tokens_are_not_reported_as_different_tokens(recent: RecentContexts) -> None:
     """The first that is missing was known, wherever the two part later."""
     assert why(recent, [*KNOWN[:60], 7, 8], 16).reason == "not stored"
     assert why(recent, [*KNOWN[:60], 7, 8], 48).reason == "different tokens"

@@ -16,7 +16,7 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 
 
 @pytest.mark.parametrize("stop", [(), ("stop",)])
-def test_the_status_of_what_was_resumed_tells_what_was_said_before(tmp_path: Path, stop: tuple[str, ...]) -> None:
+def test_the_status_of_a_resumed_turn_includes_earlier_output(tmp_path: Path, stop: tuple[str, ...]) -> None:
     tokenizer = Tokenizer.load(text_models.write_model(tmp_path, text_models.byte_level(), text_models.QWEN_CONFIG))
     ids = tokenizer.encode("<think>Hm, well</think>Hello 😀 there", special=True)
     for cut in range(len(ids)):

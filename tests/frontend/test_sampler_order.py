@@ -55,7 +55,7 @@ def test_a_list_beats_the_servers_order() -> None:
     assert not made(["penalties", "temperature", "top_k", "top_p", "min_p"], "llama").temperature_last
 
 
-def test_what_is_not_in_the_list_does_not_apply() -> None:
+def test_samplers_not_listed_do_not_apply() -> None:
     params = made(["top_k", "temperature"])
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.6, 40, 1.0, 0.0)
     assert params.repetition_penalty == 1.0 and not params.temperature_last
@@ -91,7 +91,7 @@ def test_what_changes_nothing_may_stand_anywhere() -> None:
         ("tpe", "temperature, top_p, penalties"),
     ],
 )
-def test_another_order_is_refused_with_the_two_that_there_are(samplers: Any, words: str) -> None:
+def test_an_unknown_order_is_refused_with_the_two_known(samplers: Any, words: str) -> None:
     with pytest.raises(Unsupported) as caught:
         made(samplers)
     assert caught.value.field == "samplers" and words in str(caught.value)
@@ -112,7 +112,7 @@ def test_another_order_is_refused_with_the_two_that_there_are(samplers: Any, wor
         (b"k", "a list of names"),
     ],
 )
-def test_what_is_no_sampler_is_named(samplers: Any, words: str) -> None:
+def test_an_unknown_sampler_is_named(samplers: Any, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words) as caught:
         made(samplers)
     assert caught.value.field == "samplers"

@@ -126,7 +126,7 @@ def test_another_order_is_refused(samplers: list[str]) -> None:
         ({"logit_bias": [[1, 1]] * 1025}, "logit_bias"),
     ],
 )
-def test_what_is_wrong_is_named(options: dict[str, Any], field: str) -> None:
+def test_invalid_input_is_named_in_the_error(options: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         made(**options)
     assert caught.value.field == field and field in str(caught.value)

@@ -51,7 +51,9 @@ def test_of_what_is_erased_nothing_is_kept() -> None:
     assert [one.salt for one in marks] == [b"b"]
 
 
-async def test_the_next_worker_is_told_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_next_worker_gets_the_marks_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     service = await Service.start(config(folder, kv_dir=str(tmp_path / "kv")))
     try:
         await service.mark([1, 2, 3] * 40, b"", "waiting")

@@ -313,7 +313,7 @@ async def test_a_stream_that_is_being_read_refuses_a_second_reader(service: Serv
     assert len((await collect(stream, answer)).tokens) == 30
 
 
-async def test_abort_raises_to_the_reader_after_what_was_said(service: Service) -> None:
+async def test_abort_raises_after_the_events_before_it(service: Service) -> None:
     stream = service.generate(request(service, "x", 1900))
     answer = Answer()
     answer.add(await anext(stream))
@@ -390,7 +390,7 @@ async def test_a_text_that_cannot_be_built_fails_that_request_alone(
 # ------------------------------------------------------------------------------------------------- slow consumers
 
 
-async def test_a_consumer_that_lags_gets_what_it_missed_as_one_event(service: Service) -> None:
+async def test_a_lagging_consumer_gets_missed_tokens_as_one_event(service: Service) -> None:
     """Known failure 43: one merged event instead of a growing queue of them, and nothing lost."""
     asked = request(service, "lag", 400)
     stream = service.generate(asked)
@@ -715,7 +715,7 @@ async def test_requests_are_in_the_metrics(service: Service) -> None:
     assert found["cairn:request_generation_tokens_sum", ""] >= 63
 
 
-async def test_reasoning_is_told_apart_in_the_status(service: Service) -> None:
+async def test_reasoning_is_separate_in_the_status(service: Service) -> None:
     output = OutputFormat(reasoning=True, reasoning_open=True)
     stream = service.generate(request(service, "x", 20, output=output))
     await collect(stream)
@@ -838,7 +838,7 @@ async def test_bytes_that_the_vocabulary_lacks_are_no_warning_at_every_start(
             service.tokenizer.encode_raw("\x04", "")
 
 
-async def test_too_little_memory_for_the_pool_is_told_with_the_option(
+async def test_too_little_memory_for_the_pool_is_an_error_with_the_option(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Where the system told of more than it gives: under `ulimit -v`, or beside others that took it meanwhile."""

@@ -321,7 +321,7 @@ def watching(clock: Clock) -> supervisor.Supervisor:
     )
 
 
-async def test_who_owes_only_an_answer_is_watched_and_left_alone_while_its_loop_lives() -> None:
+async def test_a_worker_that_owes_an_answer_is_left_alone_while_its_loop_lives() -> None:
     """Known failure 16: like a step, an answer may take for ever by computing or by waiting for a disk, but not if
     nothing is heard."""
     clock, (worker, theirs) = VirtualClock(), undying()
@@ -959,7 +959,7 @@ async def test_a_signal_without_a_name_is_a_death_like_any_other(folder: Path) -
         assert service.stats().worker_restarts == 1
 
 
-async def test_what_keeps_the_worker_from_being_replaced_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_reason_a_worker_is_not_replaced_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for the task that replaces it: without a word every request would wait for its deadline."""
 
     def none() -> bytes:

@@ -128,7 +128,7 @@ def test_ten_minutes_of_full_load_raise_no_alarm(seed: int) -> None:
     assert load.alarms == [] and load.longest > 20 and load.ended > 50
 
 
-def test_a_scheduler_that_forgets_who_waits_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scheduler_that_forgets_a_waiting_request_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same load, and after five minutes the scheduler finds nothing to do any more."""
     load = Load(0, Patience())
     plan = Scheduler.plan
@@ -184,7 +184,7 @@ def test_each_way_not_to_get_on() -> None:
     assert not fruitless.stalled(patience) and not fruitless.overdue(patience)
 
 
-async def test_a_wedged_worker_is_told_of_and_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_wedged_worker_is_reported_and_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop turns, signs of life come, it uses some CPU, and no request gets further."""
     monkeypatch.setattr(launch, "WORKER", (sys.executable, str(FAULTY), "wedges"))
     patience = Patience(silence=30, notice=0.6, stall=2.2, backoff=(0.0,))

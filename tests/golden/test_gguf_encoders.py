@@ -81,7 +81,7 @@ def test_texts_and_pairs_become_the_same_tokens(tmp_path: Path) -> None:
         ("NomicBert", {"attention__head_count_kv": 1}, "attention.head_count_kv other than 4"),
     ],
 )
-def test_what_is_wrong_is_named(family: str, extra: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_invalid_input_is_named_in_the_error(family: str, extra: dict[str, Any], said: str, tmp_path: Path) -> None:
     write_encoder(tmp_path / "folder", family)
     path = write_encoder_gguf(tmp_path / "folder", tmp_path / "model.gguf", **extra)
     with pytest.raises((ModelError, ModelFileError), match=said):

@@ -47,7 +47,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:1234", "cuda:-1", "cuda:0x1", "mlx:0", "", "cpu:0", "CPU"])
-def test_an_unknown_name_is_refused_with_those_that_there_are(name: str) -> None:
+def test_an_unknown_name_is_refused_with_the_known_ones(name: str) -> None:
     names = "auto, cpu, mlx, mlx-cpu, torch-cpu, triton-cpu, cuda, cuda:N"
     with pytest.raises(NoDevice, match=f"is unknown; use {names}") as caught:
         devices.load(name, "auto", 1)
@@ -78,7 +78,7 @@ def test_a_device_that_cannot_be_used_says_why_and_what_to_do(torch: Any, name: 
 
 
 @pytest.mark.parametrize("missing", ["", "it is missing"])
-def test_a_gpu_is_told_with_its_memory_and_driver(missing: str, planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_reported_with_memory_and_driver(missing: str, planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     planted(torch_with("12.9", count=2))
     monkeypatch.setattr(devices, "_no_triton", lambda: missing)
     told = devices.report("cuda:1")

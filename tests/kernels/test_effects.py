@@ -69,7 +69,7 @@ def test_what_an_updated_argument_held_before_counts(kernel: str) -> None:
         assert not all(equal(first[index], second[index]) for index in changed)
 
 
-def test_an_effect_is_told_by_names() -> None:
+def test_effects_are_declared_by_parameter_names() -> None:
     class Two:
         @effect(writes="out", updates="kv states")
         def first(self, x: int, kv: int, out: int, states: int) -> None: ...

@@ -141,7 +141,7 @@ def test_narrow_keys_and_values(kernels: Any, dtype: str) -> None:
     np.testing.assert_allclose(attended(kernels, LENGTHS, qkv, 20, dtype), meaning(LENGTHS, qkv, 20), atol=5e-3)
 
 
-def test_no_number_reaches_who_does_not_see_it(kernels: Any) -> None:
+def test_no_masked_value_reaches_an_output(kernels: Any) -> None:
     qkv = normal(100, 3 * HEADS * SIZE)
     before = attended(kernels, [100], qkv, 9)
     qkv[50] = np.nan

@@ -104,7 +104,7 @@ def test_dry_takes_more_the_longer_a_repetition_is() -> None:
     assert repeats([1, 1, 1, 1, 1], on) == {1: 4.0}, "of several repetitions the longest"
 
 
-def test_dry_looks_as_far_back_as_it_is_told_and_no_further_than_a_breaker() -> None:
+def test_dry_looks_back_to_its_range_or_a_breaker() -> None:
     on = {"dry_multiplier": 1.0, "dry_base": 2.0, "dry_allowed_length": 2}
     text = [7, 1, 2, 3, 9, 7, 1, 2]
     assert repeats(text, SamplingExtras(**on, dry_breakers=(7,))) == {3: 1.0}

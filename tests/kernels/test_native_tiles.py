@@ -68,9 +68,7 @@ def only_those_who_see_it(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [0, 1, 6, 33])
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
-def test_a_value_without_a_number_reaches_only_those_who_see_it(
-    variant: str, dtype: Any, window: int, bad: float
-) -> None:
+def test_a_nan_reaches_only_rows_that_attend_to_it(variant: str, dtype: Any, window: int, bad: float) -> None:
     """Known failure 36: a tile multiplies what any of its tokens sees; 0 * inf must not reach the others."""
     only_those_who_see_it(variant, dtype, 6, 30, 60, window, bad, {39: 3, 40: 3, 61: 0, 64: 23})
 

@@ -17,7 +17,7 @@ from tests.laws import storage
 Figure = Callable[[str, str], None]
 
 
-def test_what_was_kept_survives_a_crash_at_any_moment(prove: bool, figure: Figure) -> None:
+def test_stored_chunks_survive_a_crash_at_any_moment(prove: bool, figure: Figure) -> None:
     """Known failure 31. Crashes in the middle of writing, evicting, dropping and pinning, and again in the start."""
     states, seed = 0, 1_000
     while states < (50_000 if prove else 1_500):

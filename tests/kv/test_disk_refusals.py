@@ -214,7 +214,7 @@ def test_an_unpin_without_a_folder_reaches_the_pins_that_it_takes_along(tmp_path
 
 
 @pytest.mark.parametrize("identity", [b"model", b"other"])
-def test_what_was_dropped_stays_dropped_where_the_folder_is_opened_anew_with_its_files(
+def test_dropped_chunks_stay_dropped_when_the_folder_is_reopened(
     files: CrashFiles, time: Time, identity: bytes
 ) -> None:
     """The disk refused to let them go, and then it looked as if the folder was another one."""
@@ -322,7 +322,7 @@ def test_a_prune_beside_a_folder_that_goes_away_ends(time: Time) -> None:
     assert store.keep(chunks) == 4
 
 
-def test_who_removed_a_chunk_of_a_folder_that_is_gone_forgets_none_of_the_one_in_its_place() -> None:
+def test_removing_a_chunk_of_a_replaced_folder_forgets_none_of_the_new_one() -> None:
     [one] = chain(1)
     name = Name(one.key, b"", b"tag", 0, 400)
     old, new = (IndexEntry(one.key, b"", name, 4096, 0.0, 0.0) for _ in range(2))
@@ -340,9 +340,7 @@ def test_who_removed_a_chunk_of_a_folder_that_is_gone_forgets_none_of_the_one_in
 # ------------------------------------------------------------------------------------------------------ the wall clock
 
 
-def test_what_was_kept_and_used_while_the_wall_clock_was_wrong_is_young_at_the_next_start(
-    files: CrashFiles, time: Time
-) -> None:
+def test_chunks_used_while_the_wall_clock_was_wrong_are_young_at_the_next_start(files: CrashFiles, time: Time) -> None:
     """A machine that thinks it is 1970, until the network tells."""
     time.wall = -900_000.0
     store = open_store(files, time)
@@ -461,7 +459,7 @@ class Meanwhile(CrashFiles):
         return super().open(path, mode)
 
 
-def test_a_scrub_does_not_call_unreadable_what_was_dropped_meanwhile(time: Time) -> None:
+def test_a_scrub_does_not_report_chunks_dropped_meanwhile(time: Time) -> None:
     files = Meanwhile(now=time.now)
     store = open_store(files, time)
     store.keep(chain(3))

@@ -95,7 +95,7 @@ def test_a_store_that_refuses_everything_is_not_asked_at_every_step(store: Betwe
     assert tiers.stats().dropped <= (160 + 200) // CHUNK
 
 
-def test_a_flush_is_told_of_what_it_waits_for_and_of_what_nobody_was_told() -> None:
+def test_a_flush_reports_losses_of_its_chunks_and_unreported_ones() -> None:
     flushes, told = Flushes(), list[int]()
     flushes.add(5, told.append, counts=True)
     flushes.lose(7)
@@ -131,7 +131,7 @@ def test_what_no_store_took_is_not_of_the_days_bytes(store: Between) -> None:
     assert tiers.stats().deferred == 0 and store.stats().chunks == 10
 
 
-def test_an_end_says_what_was_not_stored(store: Between, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_shutdown_reports_unstored_chunks(store: Between, caplog: pytest.LogCaptureFixture) -> None:
     rig, tiers = rig_on(store)
     run(rig, PROMPT)
     with caplog.at_level(logging.WARNING):
@@ -152,7 +152,7 @@ def stepped(rig: Rig, id: int, count: int) -> list[int]:
     ("length", "heard", "keep"), [(24, 12, 0), (24, 16, 0), (24, 23, 0), (8, 6, 0), (1, 2, 0), (40, 6, 32), (33, 2, 32)]
 )
 @pytest.mark.parametrize("queued", [False, True])
-def test_what_was_computed_ahead_of_a_deleted_context_is_no_loss(
+def test_kv_computed_for_a_deleted_context_is_not_a_loss(
     store: Between, length: int, heard: int, keep: int, queued: bool
 ) -> None:
     """Who deletes has heard less than was computed: a chunk begins within what he deletes and ends beyond it.
@@ -215,7 +215,7 @@ def test_a_long_line_that_leaves_the_pool_costs_no_more_than_the_queue_holds(sto
     assert len(looked) < 400 * 16
 
 
-def test_who_goes_on_over_a_beginning_that_was_deleted_is_stored_from_it_on(store: Between) -> None:
+def test_a_sequence_over_a_deleted_prefix_is_stored_from_there_on(store: Between) -> None:
     """The deletion was another's; without the beginning in the store nothing that extends it could be."""
     rig, tiers = rig_on(store)
     rig.ask(PROMPT[:24], 3)
@@ -226,7 +226,7 @@ def test_who_goes_on_over_a_beginning_that_was_deleted_is_stored_from_it_on(stor
     assert flushed(rig, tiers) == 0 and store.stats().chunks == (24 + 300 - 1) // CHUNK
 
 
-def test_who_begins_over_a_beginning_that_is_about_to_go_is_stored_from_it_on(store: Between) -> None:
+def test_a_sequence_over_a_prefix_being_deleted_is_stored_from_there_on(store: Between) -> None:
     """Also where his last token comes before the store has dropped anything."""
     rig, tiers = rig_on(store)
     rig.ask(PROMPT[:24], 3)
@@ -257,7 +257,7 @@ def test_what_extends_a_chunk_that_goes_is_no_loss_where_the_pool_needs_its_bloc
     assert flushed(rig, rig.tiers) == 0
 
 
-def test_what_was_noted_before_what_it_extends_goes_with_a_deletion_and_is_no_loss(store: Between) -> None:
+def test_a_chunk_noted_before_its_prefix_goes_with_a_deletion_and_is_not_a_loss(store: Between) -> None:
     rig, tiers = rig_on(store)
     long = PROMPT[:40]
     rig.ask(long[:34], 1)

@@ -84,7 +84,7 @@ def test_loads_that_wait_for_each_other_are_not_late(mode: Literal["auto", "alwa
 
 
 @pytest.mark.parametrize("queue", [1, 2])
-def test_a_request_does_not_wait_for_what_was_prefetched_where_to_compute_it_is_faster(queue: int) -> None:
+def test_a_request_does_not_wait_for_a_prefetch_slower_than_computing(queue: int) -> None:
     """Not even where it is read after something else: until a request came nobody had asked which is faster."""
     rng = random.Random(1)
     prompts = [tokens(rng, 400) for _ in range(queue)]
@@ -117,7 +117,7 @@ def test_a_request_does_not_wait_for_what_was_prefetched_where_to_compute_it_is_
     assert sorted(ended) == list(range(queue)) and rig.tiers.stats().abandoned == 1
 
 
-def test_what_was_prefetched_is_waited_for_where_to_load_it_is_faster() -> None:
+def test_a_request_waits_for_a_prefetch_faster_than_computing() -> None:
     """And read to its end, however long that takes, where nobody waits."""
     rng = random.Random(1)
     prompts = [tokens(rng, 400) for _ in range(2)]
@@ -269,7 +269,7 @@ def test_what_is_dear_to_compute_does_not_stay_for_ever() -> None:
             store.keep(chunks[: 6 * turn])
 
 
-def test_what_the_disk_does_not_let_go_is_told_until_it_does() -> None:
+def test_chunks_that_cannot_be_erased_are_reported_until_they_are() -> None:
     """A deletion is not said to be done while files of it are there: a restart would find them."""
     prompt = [(7 * n) % 61 for n in range(160)]
     time, ended = stored.Time(), list[bool]()
@@ -348,7 +348,7 @@ def test_what_stays_long_is_loaded_when_its_turn_comes() -> None:
     assert rig.check(asked, prompt, 3).disk >= 64
 
 
-def test_what_was_loaded_is_held_although_it_stays_long() -> None:
+def test_loaded_chunks_are_held_however_long() -> None:
     """A long prompt came while it was loaded; short ones took its blocks before its turn, and it was computed again."""
     rng = random.Random(7)
     prompt, long = tokens(rng, 360), tokens(rng, 1200)

@@ -206,7 +206,7 @@ def test_what_is_given_up_takes_its_states_along() -> None:
     )
 
 
-def test_a_pin_holds_the_states_that_there_are() -> None:
+def test_a_pin_holds_the_existing_states() -> None:
     store = RamStore(1 << 30)
     rig = Rig({"disk": store}, windows=HYBRID, blocks=200)
     assert rig.tiers is not None

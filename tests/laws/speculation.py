@@ -35,6 +35,7 @@ from cairn.types.request import Grammar, OutputFormat, Request, SamplingExtras, 
 from cairn.types.step import Engine, Row
 from cairn.worker.grammar_matcher import BudgetMatcher, CompiledGrammar, GrammarMatcher, Masks
 from tests.laws.storage_world import Broken, law
+from tests.real_models import smollm2
 from tests.recurrent_models import RECURRENT
 from tests.text.walks import END, byte_vocabulary
 from tests.tiny_models import write_model
@@ -50,6 +51,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "states": RECURRENT["qwen 3.5"],
     "states alone": RECURRENT["mamba 2"],
 }
+REAL = "smollm2"
+"""A real one, without grammars, where it is installed."""
 GRAMMARS = (
     "%llguidance {}\nstart: /(ab|cd|[0-9]x)+/",
     '%llguidance {}\nstart: "[" /[0-9]{1,3}/ ("," /[0-9]{1,3}/)* "]"',
@@ -117,7 +120,8 @@ class Site:
         self.masks = Masks()
         vocabulary = byte_vocabulary()
         self.vocabulary = vocabulary._replace(closes={"": tuple(b"</think>")})
-        self.grammars = [CompiledGrammar(vocabulary, Grammar(text=text)) for text in GRAMMARS]
+        texts = GRAMMARS if engine.info.vocab == VOCAB else ()
+        self.grammars = [CompiledGrammar(vocabulary, Grammar(text=text)) for text in texts]
         self.pages: dict[bytes, bytes] = {}
         """Those of the blocks that were computed without guesses, by key."""
         self.parents: dict[bytes, tuple[bytes, tuple[int, ...]]] = {}
@@ -164,10 +168,11 @@ class Site:
                 min_tokens=chance.choice((0, 0, 4)),
                 extras=extras,
             )
-            grammar = chance.choice(self.grammars).grammar if chance.random() < 0.4 else None
+            held = bool(self.grammars)
+            grammar = chance.choice(self.grammars).grammar if held and chance.random() < 0.4 else None
             if grammar is not None:
                 sampling = msgspec.structs.replace(sampling, stop_token_ids=(END,), min_tokens=0)
-            budget = chance.choice((0, 4, 9)) if chance.random() < 0.2 and grammar is None else None
+            budget = chance.choice((0, 4, 9)) if held and chance.random() < 0.2 and grammar is None else None
             found.append(
                 Request(
                     id=number,
@@ -302,9 +307,9 @@ def take(answer: Answer, output: Output) -> None:
 
 @contextmanager
 def site(name: str) -> Iterator[Site]:
-    """A tiny model whose pool is too small for all of a schedule."""
+    """A tiny model whose pool is too small for all of a schedule, or `REAL`."""
     with tempfile.TemporaryDirectory() as folder:
-        written = write_model(Path(folder), vocab_size=VOCAB, **MODELS[name])
+        written = smollm2() if name == REAL else write_model(Path(folder), vocab_size=VOCAB, **MODELS[name])
         made = Site(opened(written))
         try:
             yield made

@@ -40,7 +40,7 @@ class LeastRecentlyUsed:
         pass
 
 
-def test_what_waits_outlives_what_was_left(prove: bool, figure: Callable[[str, str], None]) -> None:
+def test_waiting_contexts_outlive_abandoned_ones(prove: bool, figure: Callable[[str, str], None]) -> None:
     """At equal bytes fewer tokens are computed again than by what evicts the least recently used."""
     seeds = range(100, 200 if prove else 103)
     memory, disk = ([agent_day.figures(seed, kind) for seed in seeds] for kind in (Memory, Disk))

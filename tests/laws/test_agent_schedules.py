@@ -5,7 +5,7 @@ from collections.abc import Callable
 from tests.laws import agents
 
 
-def test_agents_are_what_they_were_told_and_nothing_of_them_is_left_over(
+def test_agents_match_their_history_and_deletion_leaves_nothing(
     prove: bool, figure: Callable[[str, str], None]
 ) -> None:
     """Known failures 31, 38: whatever is said, forked, rolled back and deleted, and whenever the power goes."""

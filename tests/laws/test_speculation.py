@@ -7,9 +7,10 @@ import pytest
 from tests.laws import speculation
 
 
-@pytest.mark.parametrize("model", speculation.MODELS)
+@pytest.mark.parametrize("model", [*speculation.MODELS, speculation.REAL])
 def test_guesses_change_nothing_on_real_kernels(model: str, prove: bool, figure: Callable[[str, str], None]) -> None:
-    count = 200 if prove else 8
+    real = model == speculation.REAL
+    count = (20 if real else 200) if prove else 1 if real else 8
     total = speculation.run_many(model, 0, count)
     figure(
         f"speculation, {model}",
@@ -17,6 +18,6 @@ def test_guesses_change_nothing_on_real_kernels(model: str, prove: bool, figure:
         f"{total['offered']:,} guesses right, {total['preemptions']:,} preemptions)",
     )
     # What never guesses, or is never wrong, proves nothing.
-    assert total["accepted"] > 10 * count
-    assert total["offered"] > total["accepted"] + 5 * count
-    assert total["tokens"] > 25 * count
+    assert total["accepted"] > 5 * count
+    assert total["offered"] > total["accepted"] + 3 * count
+    assert total["tokens"] > 15 * count

@@ -56,9 +56,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.parametrize("kind", ["pipe", "device", "link to a device", "socket"])
-def test_what_is_no_regular_file_is_refused_at_once(
-    model: Path, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_special_file_is_refused_at_once(model: Path, name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pipe would hang the start, and /dev/zero fill the memory."""
     monkeypatch.chdir((model / name).parent)  # names of sockets are short
     path = Path(Path(name).name)

@@ -66,7 +66,7 @@ def test_files_that_mean_harm_are_refused_within_bounds(
 
 
 @pytest.mark.parametrize("ending", ["never", "memory"])
-def test_the_harness_sees_what_is_not_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
+def test_the_harness_detects_unbounded_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
     """It has teeth: a reader without an end, or without a bound on memory, is ended and named."""
     from tests.models import hostile_files
 

@@ -191,7 +191,7 @@ def test_a_damaged_expert_is_packed_again(
     assert file.read_bytes() == data
 
 
-def test_what_cannot_be_mapped_is_told(model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unmappable_experts_are_reported(model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match="experts cannot be mapped: without keep_packed there is no packed copy"):
         load(model, kernels=KERNELS[0], experts="mapped", keep_packed=False)
     with pytest.raises(ModelError, match="experts cannot be mapped: the reference kernels hold no packed copy"):

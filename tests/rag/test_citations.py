@@ -53,7 +53,7 @@ def read(text: str, size: int, *names: str, sources: int = 3, strict: bool = Fal
         ("[12 and [ 2 ]", "[12 and [2]", {2}, 0),
     ],
 )
-def test_brackets_that_are_no_source_are_not_told(
+def test_brackets_that_are_not_citations_are_ignored(
     text: str, told: str | None, cited: set[int], removed: int, strict: bool
 ) -> None:
     if strict and "\u3010x" in text:

@@ -49,7 +49,7 @@ def test_a_file_that_is_written_meanwhile(tmp_path: Path) -> None:
         made.close()
 
 
-def test_what_is_no_database_is_told(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_database_is_reported(tmp_path: Path) -> None:
     (tmp_path / "made.sqlite").write_bytes(b"nothing of the kind" * 100)
     with pytest.raises(Unavailable, match=r"made\.sqlite cannot be copied"):
         copy_database(tmp_path / "made.sqlite", tmp_path / "copy.sqlite")

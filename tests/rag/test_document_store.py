@@ -142,7 +142,7 @@ def test_vectors_are_held_of_those_that_were_searched_last(shelf: Shelf, monkeyp
     assert list(shelf.store._matrices) == [made[2].key, made[1].key]
 
 
-def test_a_collection_that_is_gone_is_nobody_elses(shelf: Shelf) -> None:
+def test_a_deleted_collections_id_is_not_reused(shelf: Shelf) -> None:
     gone = shelf.store.create("me", "c", 1000, 100, {})
     shelf.add(gone, "a", "mine")
     shelf.store.delete("me", "c")

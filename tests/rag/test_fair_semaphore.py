@@ -12,7 +12,7 @@ from cairn.system.deadline import DEADLINE
 from cairn.types.errors import DeadlineExceeded
 
 
-async def test_who_has_much_to_do_does_not_hold_up_others() -> None:
+async def test_a_busy_tenant_does_not_hold_up_others() -> None:
     turns, order, inside = FairSemaphore(2), list[str](), list[str]()
 
     async def work(tenant: str) -> None:

@@ -96,7 +96,7 @@ class Talker:
         return Answered(text=said)
 
 
-async def test_the_right_chunk_is_found_and_nothing_where_there_is_none(
+async def test_the_right_chunk_is_found_and_none_if_there_is_none(
     tmp_path: Path, prove: bool, figure: Callable[[str, str], None]
 ) -> None:
     service = await Service.start(Config(model=str(minilm()), threads=1, kv_disk=False), in_process=True)

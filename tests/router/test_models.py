@@ -63,7 +63,7 @@ async def test_a_model_is_loaded_when_it_is_asked_for(tmp_path: Path) -> None:
             assert service.name == "alpha"
 
 
-async def test_an_unknown_name_is_told_those_there_are(tmp_path: Path) -> None:
+async def test_an_unknown_name_is_refused_with_the_served_ones(tmp_path: Path) -> None:
     async with several(tmp_path, "alpha beta") as models:
         await until(lambda: models.models[1].spec)
         with pytest.raises(UnknownModel, match="no model 'gpt-4'; this server has: alpha, beta"):
@@ -74,7 +74,7 @@ async def test_an_unknown_name_is_told_those_there_are(tmp_path: Path) -> None:
         assert models.find(None, "embed") is models.models[0]  # which says that it makes none
 
 
-async def test_what_was_not_used_for_longest_makes_room(tmp_path: Path) -> None:
+async def test_the_least_recently_used_model_makes_room(tmp_path: Path) -> None:
     async with several(tmp_path, "alpha beta gamma", max_loaded=2) as models:
         for name in ("beta", "alpha", "gamma"):
             async with models.using(models.find(str(tmp_path / name))) as service:
@@ -109,7 +109,7 @@ async def test_a_pinned_model_and_one_in_use_make_no_room(tmp_path: Path) -> Non
         await until(lambda: "ing" not in states(models))  # whoever asked is gone; the load may go on all the same
 
 
-async def test_a_call_does_not_wait_for_what_it_has_itself(tmp_path: Path) -> None:
+async def test_a_call_does_not_wait_for_its_own_lease(tmp_path: Path) -> None:
     async with several(tmp_path, "alpha beta gamma delta", max_loaded=1, load_timeout=3600) as models:
         await until(lambda: models.models[-1].spec)
 

@@ -9,7 +9,7 @@ from cairn.system.posix import SystemClock
 from cairn.types.request import Request, SamplingParams
 
 
-def test_each_tenant_has_one_then_a_second_and_whoever_was_served_steps_back() -> None:
+def test_tenants_alternate_and_a_served_tenant_moves_to_the_end() -> None:
     rounds: RoundRobin[str] = RoundRobin()
     for item in ("a1", "a2", "a3", "b1", "c1", "b2"):
         rounds.add(item[0], item)
@@ -66,7 +66,7 @@ def test_a_tenant_with_more_weight_has_more_turns_of_a_round() -> None:
     assert list(rounds) == ["b4", "a6"]
 
 
-def test_what_waits_is_told_in_the_order_in_which_it_is_served() -> None:
+def test_waiting_items_are_listed_in_serving_order() -> None:
     """Whatever was served before: the first of the iteration is who is next, and weights change nobody's own order."""
     rounds: RoundRobin[tuple[str, int]] = RoundRobin({"a": 3.0})
     for number in range(6):

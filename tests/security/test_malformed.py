@@ -570,7 +570,7 @@ async def test_odd_json_is_a_typed_4xx(server: Served, figure: Figure, prove: bo
     figure("malformed JSON", f"{count}: {refused} typed 4xx, the rest valid; no 5xx, same processes, canary exact")
 
 
-async def test_odd_hosts_are_none_of_ours(server: Served, figure: Figure, prove: bool) -> None:
+async def test_odd_hosts_are_refused(server: Served, figure: Figure, prove: bool) -> None:
     """A page may call by a name of its own (DNS rebinding); however it is written, it is none of this machine."""
     hosts = sorted({odd_host(random.Random(number)) for number in range(5_000 if prove else 500)})
     served = 0

@@ -66,7 +66,7 @@ def test_a_loose_end_is_seen(pattern: str) -> None:
 
 
 @pytest.mark.parametrize("pattern", [r"a\Z", r"[$]", r"\$", "a"])
-def test_a_tight_one_is_none(pattern: str) -> None:
+def test_a_tight_pattern_passes(pattern: str) -> None:
     assert not ends_loosely(pattern)
 
 

@@ -67,7 +67,7 @@ async def test_a_full_queue_refuses_the_first_and_waits_with_the_rest(folder: Pa
             await vectors(service, texts, Asking(at_once=40))
 
 
-async def test_who_lets_go_leaves_nothing_behind(folder: Path) -> None:
+async def test_a_cancelled_call_leaves_nothing_behind(folder: Path) -> None:
     async with serving(folder) as service:
         task = asyncio.create_task(vectors(service, ["text " * 200] * 50, Asking()))
         await until(lambda: service.stats().running + service.stats().waiting > 0)

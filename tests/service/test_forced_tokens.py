@@ -272,7 +272,7 @@ def test_log_probabilities_are_those_of_every_token() -> None:
     assert scores[0] == scores[1] and [score.token for score in scores[0]] == tokens[0] == tokens[1]
 
 
-def test_what_a_ban_leaves_nothing_of_is_refused_as_before() -> None:
+def test_a_grammar_without_an_allowed_token_ends_with_an_error() -> None:
     """The sampler says so, not the grammar."""
     extras = SamplingExtras(allowed_token_ids=(1, 2, 3))
     request = made(1, sampling={"extras": extras})

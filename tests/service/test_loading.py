@@ -89,7 +89,7 @@ def test_a_screen_that_is_gone_or_knows_no_such_sign_ends_no_load(caplog: pytest
 
 
 @pytest.mark.skipif(KERNELS == ["reference"], reason="only the native kernels pack")
-def test_a_load_tells_what_it_does_and_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_reports_its_phase_and_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(packed_file, "KEPT_FROM", 0)
     monkeypatch.setattr(digests, "REMEMBER_FROM", 0)

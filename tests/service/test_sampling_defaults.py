@@ -59,7 +59,7 @@ def test_a_file_that_names_a_temperature_alone_keeps_the_cuts():
     assert drawn({"temperature": 0.0}, temperature=1.0) == {**OURS, "temperature": 1.0}  # do_sample: false
 
 
-def test_a_penalty_alone_says_nothing_of_the_draw():
+def test_a_penalty_alone_sets_no_sampling_recipe():
     assert drawn({"repetition_penalty": 1.1}) == OURS
     assert sampling_params(spec(repetition_penalty=1.1), prompt_tokens=4).repetition_penalty == 1.1
 

@@ -10,7 +10,7 @@ import pytest
 from cairn.system.disk_threads import DiskThreads, on_disk_thread
 
 
-async def test_it_is_done_elsewhere_and_what_it_raises_is_raised() -> None:
+async def test_disk_work_runs_in_a_thread_and_its_error_is_raised() -> None:
     def fails() -> None:
         raise OSError("no disk")
 
@@ -37,7 +37,7 @@ def test_threads_that_hang_are_few_and_no_other_is_started_while_one_is_idle() -
     assert [job.result(20) for job in hung[:3]] == [True] * 3
 
 
-async def test_who_gives_up_leaves_the_work_to_its_thread() -> None:
+async def test_a_cancelled_caller_leaves_the_work_to_its_thread() -> None:
     begun, goes_on, done = threading.Event(), threading.Event(), threading.Event()
 
     def slow() -> None:

@@ -173,7 +173,7 @@ async def test_a_helper_gets_nothing_and_is_bounded(name: str, tmp_path: Path, m
                 assert int(limit(pid, "Max cpu time")) <= 120
 
 
-def test_what_uses_up_its_time_is_told_so_by_the_system() -> None:
+def test_a_process_over_its_processor_limit_is_ended_by_the_system() -> None:
     """And not killed without a word: the parent tells its caller which limit it was."""
     loop = "from cairn.system.helper_limits import restrict\nrestrict(seconds=1)\nwhile True: pass\n"
     run = subprocess.run([sys.executable, "-c", loop], check=False, timeout=120)

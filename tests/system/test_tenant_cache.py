@@ -31,7 +31,7 @@ def test_the_least_recently_used_goes_first_and_a_tenant_has_a_quarter() -> None
     assert cache.get("b", "3") is None, "no tenant has what another has"
 
 
-def test_what_is_held_stays_and_who_finds_no_room_evicts_nothing() -> None:
+def test_held_entries_stay_and_a_failed_insert_evicts_nothing() -> None:
     held = {50}
     cache = TenantCache[int](400, lambda size: size, lambda size: size in held)
     assert keep(cache, "a", "held", 50) and keep(cache, "a", "free", 30)

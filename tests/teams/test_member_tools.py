@@ -108,7 +108,7 @@ async def played(deaths: Sequence[int] = ()) -> tuple[list[Any], int, list[str]]
         await at.close()
 
 
-async def test_a_round_with_tools_goes_on_after_a_crash_and_tells_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_round_with_tools_resumes_after_a_crash_privately(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, asked, leaked = await played()
     assert not leaked and sum(isinstance(one, ToolCalled) and bool(one.tool) for one in expected) == 4
     for death in random.Random(1).sample(range(asked), 6):
@@ -155,7 +155,7 @@ async def test_calls_are_bounded_and_broken_ones_are_not_made() -> None:
         ([MemberTool(name="a", description="x" * 5000)], "the limit is 4096"),
     ],
 )
-def test_what_is_wrong_with_tools_is_named(tools: list[MemberTool], said: str) -> None:
+def test_invalid_tools_are_named_in_the_error(tools: list[MemberTool], said: str) -> None:
     with pytest.raises(InvalidRequest, match=said) as wrong:
         check_team(armed(*tools))
     assert "members[1].tools" in str(wrong.value)

@@ -144,7 +144,7 @@ async def interrupted(at: Company, deltas: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["broadcast", "round_robin"])
-async def test_a_round_that_was_cut_off_says_what_it_would_have_said(folder: Path, kind: str) -> None:
+async def test_an_interrupted_round_ends_as_an_uninterrupted_one(folder: Path, kind: str) -> None:
     async with company(folder) as at:
         await at.teams.create("default", some(kind=kind))
         await at.rounds(many=2)

@@ -64,7 +64,7 @@ async def test_a_round_goes_on_after_many_crashes() -> None:
     assert (await whole("debate", [1, 2, 3, 5, 8]))[0] == expected
 
 
-async def test_a_step_that_forgets_what_it_was_told_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_step_that_forgets_an_event_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bug: a step that is done again takes notice of all that is there."""
     opened = TeamRound._open
 
@@ -78,7 +78,7 @@ async def test_a_step_that_forgets_what_it_was_told_is_found(monkeypatch: pytest
     assert any(one != expected for one in found)
 
 
-async def test_a_message_in_the_midst_of_a_round_is_heard_by_who_speaks_next_and_once() -> None:
+async def test_a_message_during_a_round_is_heard_once_by_the_next_speaker() -> None:
     voice = ScriptedVoice()
     at = Floor(team("ada", "bob", "cy"), voice)
     await at.begin()

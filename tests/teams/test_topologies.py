@@ -119,7 +119,7 @@ async def test_a_coordinator_gives_the_floor_until_it_gives_it_to_nobody() -> No
         ]
 
 
-async def test_who_has_spoken_names_the_next_and_never_itself() -> None:
+async def test_a_speaker_names_the_next_and_never_itself() -> None:
     def script(member: str, told: str, choices: Sequence[str]) -> str:
         assert member not in choices
         return choices[-2] if choices else f"{member} speaks"

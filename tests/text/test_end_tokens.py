@@ -195,7 +195,7 @@ def test_the_middle_is_filled_in(named: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-def test_a_first_token_stands_before_the_middle_once(wanted: bool, tmp_path: Path) -> None:
+def test_a_first_token_comes_once_before_the_middle(wanted: bool, tmp_path: Path) -> None:
     """Also where the prompt, as text or as ids, begins with it."""
     path, kinds = tmp_path / "m.gguf", dict.fromkeys((BOS, *FIM[0]), CONTROL)
     write_scripted(path, ["x"], kinds=kinds)

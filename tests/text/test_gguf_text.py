@@ -371,7 +371,7 @@ def test_merges_that_nothing_can_use_are_left_out(tmp_path: Path) -> None:
         assert ours.encode(text) == theirs.encode(text)
 
 
-def test_of_a_merge_that_stands_twice_the_first_counts(tmp_path: Path) -> None:
+def test_the_first_of_two_equal_merges_counts(tmp_path: Path) -> None:
     folder = text_models.write_model(tmp_path / "model", published("qwen2"), QWEN_CONFIG)
     merges = [" ".join(pair) for pair in json.loads((folder / "tokenizer.json").read_text())["model"]["merges"]]
     ours = Ours.load(write_tokenizer(folder, tmp_path / "m.gguf", ggml__merges=[*merges, *merges[:200]]))
@@ -380,7 +380,7 @@ def test_of_a_merge_that_stands_twice_the_first_counts(tmp_path: Path) -> None:
         assert ours.encode(text) == theirs.encode(text)
 
 
-def test_named_tokens_that_are_none_are_left_out_and_of_several_the_first_is_named(tmp_path: Path) -> None:
+def test_unknown_named_tokens_are_left_out_and_the_first_of_several_is_named(tmp_path: Path) -> None:
     folder = text_models.write_model(tmp_path / "model", published("qwen2"), QWEN_CONFIG)
     ends = [Ours.load(folder).token_id(text) for text in ("<|im_end|>", "<|endoftext|>")]
     path = write_tokenizer(
@@ -438,7 +438,7 @@ def test_a_token_that_a_model_does_not_have_may_be_named_by_no_token(tmp_path: P
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_tokenizer_is_one_sentence_and_never_a_fallback(name: str, tmp_path: Path) -> None:
+def test_a_broken_tokenizer_is_a_short_error_and_never_a_fallback(name: str, tmp_path: Path) -> None:
     """Known failure 20."""
     extra, sentence = BROKEN[name]
     folder = text_models.write_model(tmp_path / "model", published("qwen2"), QWEN_CONFIG)

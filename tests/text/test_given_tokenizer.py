@@ -75,7 +75,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) 
         LLM(str(model), tokenizer=str(tmp_path / "other.json"), kv_gb=0.05)
 
 
-def test_what_is_no_tokenizer_is_one_sentence(tmp_path: Path) -> None:
+def test_an_invalid_tokenizer_is_a_short_error(tmp_path: Path) -> None:
     model = write_scripted(tmp_path / "m.gguf", PIECES)
     with pytest.raises(ModelFileError, match=r"absent\.json: there is no such file; --tokenizer is"):
         LLM(str(model), tokenizer=str(tmp_path / "absent.json"), kv_gb=0.05)

@@ -50,7 +50,7 @@ def test_a_stop_that_begins_is_held_back_until_it_is_decided() -> None:
     assert scanner.release() == ""
 
 
-def test_what_was_held_comes_out_at_the_end() -> None:
+def test_held_back_text_comes_at_the_end() -> None:
     scanner = StopScanner(["\n\n"])
     assert scanner.push("text\n") == "text"
     assert scanner.release() == "\n"

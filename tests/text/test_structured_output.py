@@ -113,7 +113,7 @@ async def test_a_model_without_a_template_has_grammars(tmp_path: Path) -> None:
         await chat.close()
 
 
-async def test_a_template_without_tools_has_them_told_unless_that_is_forbidden(tmp_path: Path) -> None:
+async def test_a_template_without_tools_gets_instructions_unless_forbidden(tmp_path: Path) -> None:
     plain = await started(tmp_path / "a", PLAIN, tool_instructions=False)
     with pytest.raises(Unsupported, match="--no-tool-instructions"):
         await plain.prompt(ASKED, TOOLS)

@@ -60,7 +60,7 @@ def make(folder: Path, target: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("target", [".venv/.installed", ".venv/.test"])
-def test_too_old_a_python_is_told_and_leaves_nothing(folder: Path, target: str) -> None:
+def test_too_old_a_python_is_reported_and_leaves_nothing(folder: Path, target: str) -> None:
     stub(folder / "python", "3.10")
     out, err = make(folder, target)
     assert "Cairn needs Python 3.11 or newer, this is 3.10: make serve PYTHON=python3.12" in err.splitlines()

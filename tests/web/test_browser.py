@@ -726,7 +726,7 @@ def narrow_room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
 
 
 @pytest.mark.parametrize("way", ["Leave out the oldest turns", "Summarise the oldest turns", "New chat"])
-def test_a_full_context_is_told_and_gone_on_from(browser: Any, narrow_room: Home, way: str) -> None:
+def test_a_full_context_is_reported_and_can_be_continued(browser: Any, narrow_room: Home, way: str) -> None:
     visit = Visit(browser, narrow_room.url, size=(380, 760)).open()
     visit.send("First")
     meter = visit.page.locator(".roommeter")

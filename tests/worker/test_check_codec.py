@@ -147,7 +147,7 @@ async def test_the_command_that_a_refusal_names_is_the_one_that_is_needed(
     assert (await ask(settings)).tokens
 
 
-def test_what_cannot_be_checked_is_one_sentence(model: Path, tmp_path: Path) -> None:
+def test_an_uncheckable_model_is_a_short_error(model: Path, tmp_path: Path) -> None:
     model.chmod(0o700)
     text = tmp_path / "text"
     text.write_text("x" * 2000)

@@ -142,7 +142,7 @@ def test_a_vocabulary_that_cannot_be_read_is_an_error_of_the_request() -> None:
     site.grammars.close()
 
 
-def test_who_was_dropped_does_not_come_back_and_time_goes_on(site: Site) -> None:
+def test_a_dropped_request_does_not_return(site: Site) -> None:
     site.grammars.add(request())
     assert site.grammars.pending
     site.grammars.drop(1)
@@ -309,7 +309,7 @@ def test_what_answers_follow_is_not_given_up_and_the_next_one_waits(site: Site) 
     assert site.grammars.kept_bytes <= 2 * 40 * MIB
 
 
-def test_who_waits_for_room_has_a_time_limit(site: Site) -> None:
+def test_waiting_for_room_has_a_time_limit(site: Site) -> None:
     first = site.matcher(numbered(1), bytes=64 * MIB)
     site.grammars.add(request(numbered(2), id=2, bytes=64 * MIB, timeout=0.05))
     (late,) = site.ready()
@@ -333,7 +333,7 @@ def test_what_answers_add_counts(site: Site, compilations: list[str]) -> None:
     assert len(compilations) == 2 and site.grammars.kept_bytes == MIB, "what has grown so far is compiled anew"
 
 
-def test_what_was_given_up_is_not_compiled(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cancelled_request_is_not_compiled(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     go = threading.Event()
     real = grammar_matcher.compile_grammar

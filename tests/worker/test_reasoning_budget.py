@@ -134,7 +134,7 @@ def test_preemption_changes_nothing() -> None:
         assert tokens[:12] == free[id][:12] and tokens[12:15] == [9, 1, 8]
 
 
-def test_what_was_generated_counts() -> None:
+def test_generated_tokens_count() -> None:
     """A request that goes on elsewhere is where it was, at every token."""
     said = b"<think>abc" + TAG + b"more"
     for cut in range(len(said)):
@@ -146,7 +146,7 @@ def test_what_was_generated_counts() -> None:
         assert forced(here) == forced(there) == (said[cut] if 10 <= cut < 18 else None)
 
 
-def test_who_may_have_a_budget(spec: Any) -> None:
+def test_requests_that_may_have_a_budget(spec: Any) -> None:
     def asked(value: Any, output: OutputFormat) -> int | None:
         options = SamplingOptions(reasoning_budget=value)
         (made,) = requests(spec, [1], options, ids=lambda: 1, output=output)

@@ -269,7 +269,7 @@ async def test_a_worker_that_was_killed_leaves_its_store_to_the_next(folder: Pat
         await service.close()
 
 
-async def test_a_folder_that_is_no_store_is_set_aside_when_told_so(folder: Path, tmp_path: Path) -> None:
+async def test_a_foreign_folder_is_set_aside_if_configured(folder: Path, tmp_path: Path) -> None:
     """Known failure 50: the option does something."""
     own = tmp_path / "kv"
     own.mkdir(mode=0o700)

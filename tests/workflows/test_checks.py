@@ -82,7 +82,7 @@ def node(id: str, prompt: str = "Go on.", **more: Any) -> dict[str, Any]:
         ([{"id": "a", "prompt": "x", "when": {"output": "b", "eval": "1"}}], "eval"),
     ],
 )
-def test_what_is_wrong_is_named(nodes: list[dict[str, Any]], said: str) -> None:
+def test_invalid_input_is_named_in_the_error(nodes: list[dict[str, Any]], said: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         check_workflow(workflow_of({"inputs": {"task": None}, "nodes": nodes}))
     assert said in str(caught.value)

@@ -162,7 +162,7 @@ async def test_a_node_that_fails_fails_the_run_with_the_reason_and_a_resume_trie
         await bench.close()
 
 
-async def test_what_was_skipped_skips_what_needs_it_unless_it_has_another() -> None:
+async def test_skipped_nodes_skip_their_dependants_unless_there_is_another_path() -> None:
     flow = {
         "inputs": {"go": False},
         "nodes": [

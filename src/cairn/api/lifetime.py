@@ -33,6 +33,7 @@ from cairn.router.models import Models
 from cairn.router.served_model import ServedModel
 from cairn.system.interfaces import Network
 from cairn.system.posix import FACTS, SystemClock, SystemFiles, SystemNetwork, SystemRng
+from cairn.system.stages import Stages, process_age
 from cairn.types.errors import CairnError, ConfigError
 from cairn.types.model_spec import Kind
 
@@ -73,6 +74,8 @@ async def _serve(
     admin: socket.socket | None = None,
     again: Callable[[], Config] | None = None,
 ) -> None:
+    stages = Stages(SystemClock(), process_age())
+    stages.end("imports")
     models = Models(config, every, turns=turns_of(config))
     app = build_app(None, config)
     app.state.options.again = again
@@ -85,6 +88,7 @@ async def _serve(
         beside = Listener(AdminSide(app), config, app.router.upload)
         await beside.start(admin)
         app.state.options.watch(beside.renew)
+    stages.end("routes")
     url = address(config.host, sock, tls=config.tls_cert is not None)
     _say(config, f"Cairn listens on [bold]{url}[/bold] and loads {escape(models.first.reference)} ...")
     opening: asyncio.Task[None] | None = None
@@ -92,10 +96,14 @@ async def _serve(
         service = await _until(models.start(first), stop.first)
         if service is None:
             return
+        stages.end("tokenizer and worker")
         opening = await _until(_open_agents(app, models, config), stop.first)  # its disk may hang
         if stop.first.is_set():
             return
         app.state.open(models)
+        stages.end("agents")
+        if config.verbose:
+            log.info("start of the server, in seconds (of the processor): %s", stages.sentence())
         gc.enable()  # a command may have started without
         gc.collect()
         gc.freeze()  # modules and tables stay; a collection that looks through them all holds every stream up for 30 ms

@@ -37,7 +37,7 @@ CLOSE_SECONDS = 2.0
 def endpoint_of(config: Config) -> str | None:
     """Return where spans go; None if traces are off.
 
-    Raises ConfigError for an address that is none, and if the SDK is missing.
+    Raises ConfigError for an invalid address, and if the SDK is missing.
     """
     given = config.otlp_traces_endpoint
     if given is None:

@@ -6,51 +6,19 @@ and an exit code: 2 for a model or an option that cannot be used, 1 for a later 
 
 from __future__ import annotations
 
+import functools
+import importlib
 import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperOption
 
-from cairn.cli import (
-    agents,
-    backup,
-    bench,
-    cache,
-    chat,
-    cluster,
-    collection,
-    doctor,
-    embed,
-    generate,
-    launch,
-    manual,
-    merge,
-    models,
-    quantize,
-    remote,
-    serve,
-    team,
-    tune,
-    workflow,
-)
-from cairn.cli.common import options
 from cairn.cli.common.output import printable
 from cairn.types.errors import CairnError, ConfigError
-
-app = typer.Typer(
-    name="cairn",
-    help="An LLM server for agents: a context that was computed once is never computed again.",
-    epilog="Start with: cairn chat   (or: cairn serve). For completion of commands and options in your shell: "
-    "cairn --install-completion",
-    invoke_without_command=True,
-    context_settings={"help_option_names": ["--help", "-h"]},
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-)
 
 
 def _version(wanted: bool) -> None:
@@ -90,7 +58,34 @@ cairn --help lists all commands; cairn COMMAND --help explains one."""
 """Printed by `cairn` alone; the whole help is longer than a screen."""
 
 
-@app.callback()
+GROUPS = (
+    "serve",
+    "chat",
+    "generate",
+    "embed",
+    "models",
+    "quantize",
+    "merge",
+    "remote",
+    "launch",
+    "agents",
+    "team",
+    "workflow",
+    "collection",
+    "cache",
+    "cluster",
+    "doctor",
+    "backup",
+    "bench",
+    "tune",
+    "options",
+    "manual",
+)
+"""Modules with commands, in the order of the help. `options` is in `common`."""
+_ALONE = ("serve",)
+"""Modules of one command of the same name: others are not imported for it, which would take a third of its start."""
+
+
 def _root(
     context: typer.Context,
     version: Annotated[
@@ -101,33 +96,6 @@ def _root(
         print(START)
 
 
-for _group in (
-    serve,
-    chat,
-    generate,
-    embed,
-    models,
-    quantize,
-    merge,
-    remote,
-    launch,
-    agents,
-    team,
-    workflow,
-    collection,
-    cache,
-    cluster,
-    doctor,
-    backup,
-    bench,
-    tune,
-    options,
-    manual,
-):
-    _group.register(app)
-
-
-@app.command(rich_help_panel="This machine")
 def version() -> None:
     """Print the version."""
     from cairn import __version__
@@ -135,12 +103,47 @@ def version() -> None:
     print(__version__)
 
 
+def _made(groups: Sequence[str]) -> typer.Typer:
+    """Return the command line with the commands of these modules."""
+    made = typer.Typer(
+        name="cairn",
+        help="An LLM server for agents: a context that was computed once is never computed again.",
+        epilog="Start with: cairn chat   (or: cairn serve). For completion of commands and options in your shell: "
+        "cairn --install-completion",
+        invoke_without_command=True,
+        context_settings={"help_option_names": ["--help", "-h"]},
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+    )
+    made.callback()(_root)
+    for name in groups:
+        place = "common.options" if name == "options" else name
+        importlib.import_module(f"cairn.cli.{place}").register(made)
+    made.command(rich_help_panel="This machine")(version)
+    return made
+
+
+@functools.cache
+def _complete() -> typer.Typer:
+    """Return the command line with all commands."""
+    return _made(GROUPS)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "app":
+        return _complete()
+    raise AttributeError(name)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit the process with its exit code."""
     _open_standard_streams()
     try:
-        _check_word(sys.argv[1:] if arguments is None else arguments)
+        words = sys.argv[1:] if arguments is None else arguments
+        _check_word(words)
         _hide_types_of_flags()
+        word = words[0] if words else ""
+        app = _made((word,)) if word in _ALONE else _complete()
         code = app(arguments, standalone_mode=True)
         sys.stdout.flush()
     except CairnError as error:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cairn.cli.common.options import configured
 from cairn.config.resolve import Resolved, resolve
 from cairn.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    import asyncio
 
 _ROUTER = (
     *("host", "port", "api_key", "admin_key", "unsafe_no_auth", "tls_cert", "tls_key", "log_level", "log_format"),
@@ -153,9 +155,13 @@ class _Servers:
 
     async def run(self, over: asyncio.Event) -> None:
         """Keep them running until this is cancelled; then let them finish. Set `over` if none of them can start."""
+        import asyncio
+
         await asyncio.gather(*(self._keep(command, over) for command in self._commands))
 
     async def _keep(self, command: Sequence[str], over: asyncio.Event) -> None:
+        import asyncio
+
         while True:
             process = await asyncio.create_subprocess_exec(*command, start_new_session=True)
             try:

@@ -80,9 +80,9 @@ class TenantTurns(msgspec.Struct, frozen=True):
     """How the scheduler treats tenants that are not like all others, by their names."""
 
     weights: dict[str, float] = {}
-    """How many turns they have against others that wait; 1 where nothing is said."""
+    """Weights of tenants against others that wait; 1 if not named."""
     priorities: dict[str, int] = {}
-    """Their classes; 0 where nothing is said."""
+    """Priority classes of tenants; 0 if not named."""
 
 
 class TenantKeys(msgspec.Struct, frozen=True):
@@ -519,6 +519,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = True
     docs: Annotated[bool, Meta(description="Describe the API at /openapi.json and for people at /docs.")] = True
     metrics_prefix: Annotated[Literal["cairn", "vllm"], Meta(description="Prefix of the metric names.")] = "cairn"
+    verbose: Annotated[
+        bool, Meta(description="Log what the start took, stage by stage, in the server and in each worker.")
+    ] = False
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="How much to log on stderr.")
     ] = "info"
@@ -682,7 +685,7 @@ def _with(limits: TenantLimits, default: TenantLimits) -> TenantLimits:
 
 
 def turns_of(config: Config) -> TenantTurns:
-    """How the scheduler treats those tenants of whom the options say it."""
+    """Return the scheduler's settings of the tenants that the options name."""
     limits = {one.name: one.limits for one in config.tenants}
     return TenantTurns(
         {name: one.weight for name, one in limits.items() if one.weight != 1},

@@ -27,7 +27,7 @@ from cairn.types.step import Row
 STEP_TOKENS = 512
 """Most tokens of a prompt in one step."""
 ROUNDS = 3
-"""Prompts that are timed, after one that is not."""
+"""Timed prompts, after one to warm up."""
 
 _GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 
 from cairn.config.config import Config
 from cairn.engine.machine import cpu_count
 from cairn.engine.memory import pool_blocks
 from cairn.models.files import is_gguf, reading
+from cairn.models.gguf.reader import remembering
 from cairn.models.safetensors.weights import open_weights, weight_files
 from cairn.models.spec.config import identified, identity_of, load_spec
 from cairn.models.spec.judge import with_judge
@@ -47,13 +49,24 @@ def check_files(config: Config, folder: Path) -> None:
 
 
 def load_engine(
-    config: Config, folder: Path, expected: int = 0, blocks: tuple[int, ...] = ()
+    config: Config,
+    folder: Path,
+    expected: int = 0,
+    blocks: tuple[int, ...] = (),
+    end: Callable[[str], None] = lambda stage: None,
 ) -> tuple[ModelSpec, Engine]:
     """Load the model in `folder` into the engine that `config.engine` names, whole, or raise ModelError.
 
     `expected` are bytes of stored KV that may be loaded into its pool soon. `blocks` sets the size of each group's
-    pool, whatever memory is free; empty for as many as `pool_blocks` says.
+    pool, whatever memory is free; empty for as many as `pool_blocks` says. `end` is called at the end of each stage.
     """
+    with remembering():
+        return _load_engine(config, folder, expected, blocks, end)
+
+
+def _load_engine(
+    config: Config, folder: Path, expected: int, blocks: tuple[int, ...], end: Callable[[str], None]
+) -> tuple[ModelSpec, Engine]:
     before = _stamps(folder) if is_gguf(folder) or folder.is_dir() else []
     spec = with_judge(load_spec(folder, identify=False), folder, config.kind)
     check_context(spec, config)
@@ -84,7 +97,9 @@ def load_engine(
     fit = (
         None if encodes else RecordedEngine.fit(spec, folder, config, blocks)
     )  # its identity takes as long as reading all of its files
+    end("headers")
     spec = identified(spec, folder)
+    end("digests")
     changed = ModelError(f"{folder} was changed while it was loaded; start again")
     if _stamps(folder) != before:  # what was read of it would be another model's
         raise changed
@@ -93,6 +108,7 @@ def load_engine(
         if encodes
         else RecordedEngine.load(spec, folder, config, expected, fit=fit)
     )
+    end("weights and programs")
     if identity_of(spec, folder) != spec.identity:  # its KV would be stored, and found, as the other model's
         loaded.close()
         raise changed

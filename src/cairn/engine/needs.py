@@ -1,4 +1,4 @@
-"""What a model would take, told from the headers of its files before anything of it is loaded."""
+"""A model's memory needs, estimated from the headers of its files before anything is loaded."""
 
 from __future__ import annotations
 

@@ -22,12 +22,14 @@ class ModelKeywords(TypedDict, total=False):
     kind: Literal["auto", "rerank"]
     engine: Literal["auto", "cpu", "fake"]
     device: str
-    kernels: Literal["auto", "reference", "portable", "avx2", "avxvnni", "avx512vnni", "avx512"]
+    tp: int
+    kernels: Literal["auto", "reference", "portable", "avx2", "avxvnni", "avx512vnni", "avx512", "metal"]
     weights: Literal["auto", "stored", "f32", "bf16", "int8", "int4"]
     keep_packed: bool
     keep_packed_gb: float | None
     experts: Literal["auto", "memory", "mapped"]
     threads: int | None
+    profile: str | None
     context: int | None
     kv_gb: float | None
     kv_dtype: Literal["auto", "f32", "bf16", "f16", "q8"]

@@ -28,7 +28,7 @@ from cairn.types.step import AdapterFacts
 from cairn.worker import wire
 
 MOST_VIEWS = 1024
-"""Most combinations of adapters and scales that are remembered for their KV."""
+"""Most combinations of adapters and scales that are remembered, those that were used last."""
 MAX_SCALE = 100.0
 """Largest magnitude of a scale."""
 UNLOAD_SECONDS = 30.0
@@ -134,16 +134,14 @@ class ServedAdapters:
         if not adapters:
             return self._service
         view = AdaptedService(self._service, adapters, self._name_of(adapters), self.is_loaded)
-        if (known := self._views.get(view.spec.identity)) is not None:
-            return known
-        if len(self._views) >= MOST_VIEWS:
-            raise Unavailable(
-                f"{self._service.name} was used with {MOST_VIEWS} combinations of adapters and scales, the limit",
-                retry_after=60.0,
-            )
-        self._views[view.spec.identity] = view
-        self.on_view(view)
-        return view
+        identity = view.spec.identity
+        known = self._views.pop(identity, view)
+        self._views[identity] = known
+        while len(self._views) > MOST_VIEWS:  # scales are any numbers, so clients may name combinations without end
+            del self._views[next(iter(self._views))]
+        if known is view:
+            self.on_view(view)
+        return known
 
     def is_loaded(self, adapters: Adapters) -> bool:
         """Return whether all of these adapters take requests."""

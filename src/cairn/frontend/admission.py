@@ -23,7 +23,7 @@ _ANSWER_GUESS = 256.0
 _ANSWER_WEIGHT = 0.05
 """Weight of one answer in the mean length."""
 LONGEST_RETRY = 600.0
-"""Most seconds that a client is told to wait before it retries."""
+"""Largest Retry-After, in seconds."""
 
 
 class QueuePace:

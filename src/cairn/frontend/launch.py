@@ -40,7 +40,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A worker that was told what to load: our end of the socket to it, and its process or thread."""
+    """A worker with its load order sent: our end of the socket to it, and its process or thread."""
 
     sock: socket.socket
     process: subprocess.Popen[bytes] | None

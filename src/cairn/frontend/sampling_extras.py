@@ -16,7 +16,7 @@ MAX_WORD_TOKENS = 64
 MAX_ALLOWED = 4096
 MAX_BREAKERS = 64
 MAX_CHARACTERS = 256
-"""Most characters of a text that stands for tokens: it is encoded where the request is checked."""
+"""Most characters of a text that names tokens: it is encoded when the request is checked."""
 Encode = Callable[[str], Sequence[int]]
 
 

@@ -48,7 +48,7 @@ TOLD = (
     "brackets, such as [1]. If they do not answer the question, say so."
 )
 REMINDED = "Name the sources of your answer by their numbers, such as [1]."
-"""Repeated after the question: small models forget what stands before the sources."""
+"""Repeated after the question: small models forget text before the sources."""
 Heard = Callable[[int, int], object]
 Room = Callable[[str, int], AbstractAsyncContextManager[None]]
 """Reserves bytes of a tenant's quota while they are written; entering it raises if the quota has no room."""

@@ -16,7 +16,7 @@ from cairn.rag.definition import BINARY, MAX_CHUNKS, DocumentKind
 MAX_TITLE = 200
 """Characters kept of a title: every section and chunk below it repeats it."""
 DEEPEST = 9
-"""The deepest heading level that is told apart; deeper ones count as this level."""
+"""The deepest heading level that counts; deeper ones count as this level."""
 
 
 class UnreadableDocument(Exception):

@@ -1,6 +1,6 @@
 """Loading and unloading of a server's models, and eviction of models to free memory for others.
 
-One model is loaded or unloaded at a time: whoever does it holds `ModelLoader.turn`, and every method that changes
+One model is loaded or unloaded at a time: the task that does it holds `ModelLoader.turn`, and every method that changes
 anything needs it held unless it says otherwise.
 """
 
@@ -29,10 +29,10 @@ from cairn.router.services import Services
 from cairn.system.interfaces import Clock
 from cairn.system.posix import SystemClock
 from cairn.types.errors import CairnError, ModelError, Unavailable
-from cairn.worker.stores import GB
 
 log = logging.getLogger(__name__)
 
+GB = 10**9
 FAILED_SECONDS = 10.0
 """Pause after a failed load. Calls in that time get the error, then another load is tried."""
 FLUSH_SECONDS = 10.0

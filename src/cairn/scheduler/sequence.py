@@ -297,9 +297,14 @@ class Sequence:
         if self.scored < self.to_score:
             first = max(self.computed, self.scored)
             first = first if first < end else None
-        request, masks = self.request, list[Pending[bytes] | None]([None])
+        request, mask = self.request, None
+        masks: tuple[Pending[bytes] | None, ...] = ()
         if self.matcher is not None and first is not None and end == len(self.tokens):
-            masks = [*self.matcher.masks(guesses)] if guesses else [self.matcher.mask()]
+            if guesses:
+                mask, *masks_behind = self.matcher.masks(guesses)
+                masks = tuple(masks_behind)
+            else:
+                mask = self.matcher.mask()
         return Row(
             [*self.tokens, *guesses] if guesses else self.tokens,
             self.computed,
@@ -311,9 +316,9 @@ class Sequence:
             request.choice,
             request.want,
             mu=self.mu or 0.0,
-            mask=masks[0],
+            mask=mask,
             draft=len(guesses),
-            masks=tuple(masks[1:]),
+            masks=masks,
             adapters=request.adapters,
         )
 

@@ -1,4 +1,4 @@
-"""What the time of a call went to: noted where it passes, and told to traces and logs.
+"""Spans of a call's time: recorded where it passes, and reported to traces and logs.
 
 A call whose time is wanted has a `Spans`, which everything that is done for it finds in `PRESENT`, also in tasks that
 it starts. Where neither traces nor logs want any there is none, and nothing is noted.
@@ -38,7 +38,7 @@ class Spans:
         """Of each kind, all together."""
 
     def add(self, name: Name, began: float, ended: float, **attributes: str | int | float) -> None:
-        """Note one that is over."""
+        """Record a finished span."""
         self.seconds[name] += max(0.0, ended - began)  # type: ignore[assignment]
         if self._tell is not None:
             self._tell(Span(name=name, began=began, ended=max(began, ended), attributes=attributes))

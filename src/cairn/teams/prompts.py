@@ -76,7 +76,7 @@ def _outcome(vote: Voted) -> str:
 
 
 def in_order(entries: Iterable[JournalEntry], names: Sequence[str]) -> list[JournalEntry]:
-    """Sort entries for reading: members that spoke in parallel stand in member order, whoever finished first."""
+    """Sort entries for reading: members that spoke in parallel are in member order, not by who finished first."""
     opened: dict[tuple[int, int], int] = {}
     found: list[tuple[int, int, JournalEntry]] = []
     for entry in entries:

@@ -1,4 +1,4 @@
-// What is told of a selected context, and of one of its turns.
+// Details of a selected context, and of one of its turns.
 
 import { provenance, textOf } from "/web/answer.js";
 import { h } from "/web/dom.js";

@@ -37,7 +37,7 @@ export function roomMeter() {
   };
 }
 
-/** What to do where the context is full. `go` is told which way. */
+/** What to do where the context is full. `go` gets the chosen way. */
 export function waysOn(go) {
   return h(
     "div",

@@ -1,4 +1,4 @@
-// What the page knows of the server. One stream of changes keeps it true; views are told what has changed.
+// The page's state of the server. One stream of changes keeps it current; views get the changes.
 
 import { ApiError, ask, events, keys } from "/web/api.js";
 

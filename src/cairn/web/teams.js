@@ -331,7 +331,7 @@ class Teams {
           },
         },
         field("Name", id),
-        field("What all of them are told", system),
+        field("Instructions for all members", system),
         field("Members, one a line: name: role", members),
         field(
           "Who speaks when",

@@ -35,6 +35,7 @@ from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.sequence import Matcher
 from cairn.system.interfaces import Clock
 from cairn.system.posix import SystemClock, SystemFiles, log_to_stderr
+from cairn.system.stages import Stages, process_age
 from cairn.types.errors import CairnError, DeviceError, DeviceMemoryError, ModelError
 from cairn.types.outputs import Output
 from cairn.types.request import Request
@@ -417,9 +418,13 @@ def _load_visibly(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine |
 def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
     """Load everything that steps need; on failure send `LoadFailed` and return None."""
     config, clock, files, engine = load.config, SystemClock(), SystemFiles(), None
+    stages = Stages(clock, process_age())
     guesser: DraftModel | None = None
     try:
-        from cairn.engine.device import check_files, load_engine
+        from cairn.engine.device import check_files, import_engine, load_engine
+
+        import_engine(config)
+        stages.end("imports")
 
         if load.wait:
             check_files(config, Path(load.folder))
@@ -430,7 +435,8 @@ def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
             from cairn.worker.draft_model import load_draft_model
 
             guesser = load_draft_model(config, Path(load.draft), Path(config.tokenizer or load.folder))
-        spec, engine = load_engine(config, Path(load.folder), stored_bytes(config, files), load.blocks)
+        expected = stored_bytes(config, files)
+        spec, engine = load_engine(config, Path(load.folder), expected, load.blocks, stages.end)
         adapters = attach_first(engine, load.adapters)
         served_spec = with_tokenizer(spec, config.tokenizer)
         known = keyed(engine.info, config.kv_codec)
@@ -481,6 +487,9 @@ def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
     )
     vocabulary = partial(read_vocabulary, Path(load.folder), config.tokenizer, known.vocab, spec.eos_ids)
     grammars = Grammars(vocabulary, channel.wake, clock)
+    stages.end("stores")
+    if config.verbose:
+        log.info("start of the worker, in seconds (of the processor): %s", stages.sentence())
     ready = wire.ModelReady(served_spec, info, trouble, adapters)
     return LoadedEngine(engine, cache, scheduler, tiers, grammars, clock, ready, guesser)
 

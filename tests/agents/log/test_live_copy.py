@@ -131,7 +131,7 @@ def test_a_log_under_load(log: Log, tmp_path: Path) -> None:
     assert len(erased) > 1
 
 
-def test_a_log_that_never_holds_still_is_told(log: Log, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_that_keeps_changing_is_reported(log: Log, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_copy, "PASSES", 2)
     put(log, 1)
 
@@ -147,7 +147,7 @@ def test_a_log_that_never_holds_still_is_told(log: Log, tmp_path: Path, monkeypa
         copy_log(Restless(0, lambda: None), tmp_path / "log", tmp_path / "copy")
 
 
-def test_damage_is_copied_and_told_and_a_newer_format_refused(log: Log, tmp_path: Path) -> None:
+def test_damage_is_copied_and_reported_and_a_newer_format_refused(log: Log, tmp_path: Path) -> None:
     for key in range(1, 40):
         put(log, key)
     log.close()

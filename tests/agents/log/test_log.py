@@ -198,7 +198,7 @@ def test_a_segment_is_wasteful_when_less_than_half_of_it_counts() -> None:
 # ----------------------------------------------------------------------------------------------------------- log
 
 
-def test_what_was_synced_is_found_in_order_by_the_next_start() -> None:
+def test_synced_records_are_found_in_order_by_the_next_start() -> None:
     files = CrashFiles()
     log = opened(files)
     written = [put(log, RecordKind.TURN, key) for key in (5, 9, 1)]
@@ -380,7 +380,7 @@ def test_the_same_holds_on_a_real_disk(tmp_path: Path) -> None:
     again.close()
 
 
-def test_a_loss_is_told_and_a_write_that_was_cut_off_is_none(tmp_path: Path) -> None:
+def test_a_loss_is_reported_and_a_torn_write_is_not_one(tmp_path: Path) -> None:
     """Told by the log itself and by whoever looks at its folder, also while it is open; zeros as anything else."""
     folder = Folder(SystemFiles(), tmp_path / "log")
 

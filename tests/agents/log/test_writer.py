@@ -43,7 +43,7 @@ def texts(files: CrashFiles) -> list[str]:
     return found
 
 
-async def test_what_was_synced_is_there_with_all_that_was_given_before() -> None:
+async def test_synced_records_are_there_with_all_before_them() -> None:
     files = CrashFiles()
     writer = start(files)
     writer.append(writer.record(RecordKind.TURN, Note("first")))
@@ -70,7 +70,7 @@ async def test_turns_that_end_together_share_a_sync() -> None:
     assert sorted(texts(files)) == sorted(["begin", *map(str, range(50))])
 
 
-async def test_what_was_written_outlives_the_process_without_a_sync() -> None:
+async def test_written_records_outlive_the_process_without_a_sync() -> None:
     files = CrashFiles()
     writer = start(files)
     await writer.sync()
@@ -112,7 +112,7 @@ async def test_the_event_loop_never_waits_for_the_disk() -> None:
     await writer.close()
 
 
-async def test_a_refused_write_is_an_error_for_who_waits_and_heals() -> None:
+async def test_a_refused_write_is_an_error_for_the_waiter_and_is_retried() -> None:
     files = CrashFiles()
     writer = start(files)
     files.fail(Fault(files.calls, errno.EIO, sticky=True))

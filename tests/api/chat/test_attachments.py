@@ -251,7 +251,7 @@ async def test_parts_of_the_other_api_are_texts(role: str, part: Any) -> None:
         assert wrong.status_code == 400
 
 
-async def test_what_ollama_does_not_do_is_told() -> None:
+async def test_unsupported_ollama_features_are_reported() -> None:
     async with site(ScriptedService()) as at:
         for more, field in (
             ({"template": "{{ .Prompt }}"}, "template"),

@@ -90,7 +90,7 @@ async def test_a_custom_call_comes_back_and_is_chosen() -> None:
     assert [wanted.choice.names for wanted in service.wanted] == [("patch",), ("patch",)]
 
 
-async def test_a_grammar_that_no_pattern_has_is_told_with_a_warning() -> None:
+async def test_a_grammar_that_no_pattern_can_express_gives_a_warning() -> None:
     recursive = {"type": "grammar", "grammar": {"syntax": "lark", "definition": 'start: "(" start ")" | "x"'}}
     service = calling(("patch", '{"input": "x"}'))
     async with site(service) as at:

@@ -63,7 +63,7 @@ async def test_progress_goes_from_what_is_cached_to_the_whole(path: str, body: d
         assert {one["type"] for one in told} == {"response.in_progress"}
 
 
-async def test_what_was_not_asked_for_costs_no_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unrequested_progress_sends_no_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker tells of steps of a prompt only where somebody wants to know."""
     told: list[Any] = []
     accept = RequestState.accept

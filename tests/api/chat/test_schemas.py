@@ -195,7 +195,7 @@ def test_unknown_fields_within_a_chat(place: str) -> None:
         checked(placed(place, {"of_another_maker": 1}), Config(strict_fields=True))
 
 
-def test_unknown_fields_are_told_once_and_bounded() -> None:
+def test_unknown_fields_are_reported_once_and_bounded() -> None:
     """Each is compared with all known ones, so a body may not hold thousands of different ones."""
     heard = Heard()
     many = [{"role": "user", "content": "x", "mood": "good", "uuid": str(n)} for n in range(1000)]
@@ -222,12 +222,12 @@ class Heard:
         self.said.append(sentence)
 
 
-def test_an_unknown_field_that_is_nearly_one_is_told_which() -> None:
+def test_a_misspelt_field_is_reported_with_the_likely_name() -> None:
     refused(chat(temprature=1), "temprature", "did you mean temperature?")
     refused(chat(messages=[USER | {"tool_call": []}]), "messages[0].tool_call", "a message; did you mean tool_calls?")
 
 
-def test_unknown_fields_within_are_told_by_name_where_they_are_few() -> None:
+def test_a_few_unknown_inner_fields_are_reported_by_name() -> None:
     tool = {"type": "function", "name": "f", "description": "d", "parameters": {}}
     refused(chat(tools=[tool]), "tools[0].function", "missing")
     with pytest.raises(Unsupported, match=r"tools\[0\]\.type"):
@@ -246,7 +246,7 @@ def test_unknown_fields_within_are_told_by_name_where_they_are_few() -> None:
         ({"messages": [{"role": "assistant", "content": "a", "refusal": "no"}]}, "messages[0].refusal"),
     ],
 )
-def test_what_is_not_built_yet(more: dict[str, Any], field: str) -> None:
+def test_unsupported_fields_are_refused(more: dict[str, Any], field: str) -> None:
     assert isinstance(refused(chat(**more), field), Unsupported)
 
 
@@ -439,7 +439,7 @@ def test_the_wrong_bodies_are_wrong_in_every_list() -> None:
         assert any(wrong in body for body in tried), wrong
 
 
-def test_what_is_told_beside_system_counts_with_it() -> None:
+def test_instructions_beside_system_count_with_it() -> None:
     """Or an agent that was made so could be exported and not imported."""
     body = parse(agent_schemas.CreateBody, {"system": "Be brief.", "messages": [USER] * 2}, Config(max_messages=2))
     assert len(agent_schemas.beginning(body, Config(max_messages=3))) == 3

@@ -47,7 +47,7 @@ async def text_of(at: Site, path: str, body: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize(("what", "path", "body", "delta", "beat"), CASES, ids=[f"{c[1]}: {c[0]}" for c in CASES])
 @pytest.mark.parametrize("wait", [WAIT, 0.8 * BEAT])
-async def test_what_is_not_shown_breaks_no_silence(
+async def test_hidden_output_does_not_break_the_silence(
     what: str, path: str, body: dict[str, Any], delta: Delta, beat: str, wait: float
 ) -> None:
     """Tokens come faster than heartbeats would, and slower ones do not double the time between them."""

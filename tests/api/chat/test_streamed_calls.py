@@ -172,7 +172,7 @@ async def test_a_call_that_is_cut_ends_for_want_of_tokens(pieces: list[str], tmp
                     assert len(found.arguments) < len(WHOLE)
 
 
-async def test_a_broken_call_is_told_as_it_was_written(tmp_path: Path) -> None:
+async def test_a_broken_call_is_sent_as_written(tmp_path: Path) -> None:
     async with saying(tmp_path / "m.gguf", BROKEN) as at:
         for path in PATHS:
             for stream in (True, False):

@@ -152,7 +152,7 @@ def offsets(tokenizer: Any, tokens: Sequence[int]) -> list[int]:
         (b"\xf0\x80a", [0, 1, 2]),
     ],
 )
-def test_a_token_begins_behind_what_was_not_whole(raw: bytes, wanted: list[int], tmp_path: Path) -> None:
+def test_a_token_begins_after_the_incomplete_character(raw: bytes, wanted: list[int], tmp_path: Path) -> None:
     """Bytes that wait in vain for the rest of their character come out with the next token, and stand before it."""
     folder = text_models.write_model(tmp_path, text_models.byte_level(), text_models.QWEN_CONFIG)
     tokenizer = Tokenizer.load(folder)

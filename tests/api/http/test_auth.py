@@ -83,7 +83,7 @@ async def test_only_health_and_the_files_of_the_page_are_open() -> None:
             assert (await call(at, path)).status_code == 200
 
 
-async def test_what_is_no_route_is_told_without_a_key_and_nothing_of_what_there_is() -> None:
+async def test_an_unknown_route_is_a_404_without_a_key_and_lists_no_routes() -> None:
     """A wrong base URL must not look like a wrong key; whether an object exists is told to nobody without one."""
     async with site(ScriptedService(), ONE) as at:
         for path in ("/v1", "/nowhere", "//health/live", "/v1/v1/models", "/v1/cache/nothing", "/v1/requests/1/2"):

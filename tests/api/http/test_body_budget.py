@@ -107,7 +107,7 @@ async def test_a_body_is_held_until_its_answer_has_ended() -> None:
 
 
 @pytest.mark.parametrize("where", ["open", "write"])
-async def test_an_import_that_a_full_disk_refuses_is_told_so(
+async def test_an_import_refused_by_a_full_disk_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     class Full(io.BytesIO):

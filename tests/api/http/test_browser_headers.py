@@ -27,7 +27,7 @@ def safe(answer: httpx.Response) -> bool:
     return answer.headers.get_list("x-content-type-options") == ["nosniff"] and policies == [POLICY]
 
 
-async def test_every_kind_of_answer_is_taken_for_what_it_is(folder: Path, tmp_path: Path) -> None:
+async def test_every_answer_has_its_own_content_type(folder: Path, tmp_path: Path) -> None:
     options = {"agents_dir": str(tmp_path / "agents"), "cors_origins": ("https://page.example",)}
     async with home(folder, **options) as (house, http):
         flow = {"name": "<script>", "nodes": [node("a", "Talk", sampling=SAMPLING)]}

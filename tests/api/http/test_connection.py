@@ -416,7 +416,7 @@ async def test_a_client_that_has_closed_the_connection_is_gone_at_once(stream: b
             await asyncio.sleep(0.001)
 
 
-async def test_half_a_request_and_then_the_end_is_told() -> None:
+async def test_a_request_cut_in_half_is_reported() -> None:
     async with site(ScriptedService()) as at:
         for sent in (
             b"GET /v1/mod",

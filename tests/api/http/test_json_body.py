@@ -57,7 +57,7 @@ def test_numbers_that_are_not_finite_are_refused(number: str) -> None:
         b'{"a":"\n"}',
     ],
 )
-def test_what_is_no_json_object_is_refused(body: bytes) -> None:
+def test_a_body_that_is_not_a_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(InvalidRequest):
         parse_json(body, max_depth=64)
 
@@ -79,7 +79,7 @@ def test_whole_characters_pass() -> None:
         (b'{"a":["\\ud800x",{"b":"\\ude00\\ud83d"}]}', {"a": ["\ufffdx", {"b": "\ufffd\ufffd"}]}),
     ],
 )
-def test_half_a_surrogate_pair_is_replaced_and_told(body: bytes, want: object) -> None:
+def test_half_a_surrogate_pair_is_replaced_and_reported(body: bytes, want: object) -> None:
     heard: list[str] = []
     assert parse_json(body, max_depth=64, warn=heard.append) == want
     assert len(heard) == 1 and "surrogate" in heard[0]

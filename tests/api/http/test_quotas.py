@@ -163,7 +163,7 @@ async def test_documents_count_as_what_they_become(folder: Path, tmp_path: Path)
         assert put["status"] == "failed" and "max_disk_mib" in put["last_error"]["message"]
 
 
-async def test_what_was_kept_before_a_start_counts(folder: Path, tmp_path: Path) -> None:
+async def test_data_stored_before_a_start_counts(folder: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"agents_dir": str(tmp_path / "agents"), **FULL}
     form = {"files": {"file": bytes(9 << 20)}, "data": {"purpose": "user_data"}}
     async with home(folder, **options) as (_, http):

@@ -72,7 +72,7 @@ async def test_a_call_ends_when_its_headers_say(at: tuple[Site, Service, httpx.A
         ("X-Cairn-Deadline", "1000000000", 504),
     ],
 )
-async def test_what_is_no_time_is_refused(
+async def test_an_invalid_deadline_is_refused(
     at: tuple[Site, Service, httpx.AsyncClient], name: str, value: str, status: int
 ) -> None:
     answer = await at[2].post("/v1/chat/completions", json=ASKED, headers={name: value})

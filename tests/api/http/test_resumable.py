@@ -469,7 +469,7 @@ def test_after_the_grace_the_worker_is_free_end_to_end() -> None:
         assert state == "cancelled"
 
 
-async def test_a_tape_that_is_over_holds_nothing_of_what_filled_it() -> None:
+async def test_a_finished_event_log_holds_no_reference_to_its_source() -> None:
     """It is kept for the time of grace, and a request holds its whole prompt."""
 
     class Running:

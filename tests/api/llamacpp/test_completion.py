@@ -93,7 +93,7 @@ async def test_openais_routes_tell_the_time_where_they_are_asked(path: str, aske
     assert timed[-1] == "[DONE]" and timed[-2]["usage"] and "timings" in timed[-3]
 
 
-async def test_a_stop_text_is_told() -> None:
+async def test_a_matched_stop_text_is_reported() -> None:
     scripted = service(Delta(text="a", tokens=(97, 98)))
     async with site(scripted) as at:
         found = (await post(at, "/completion", prompt="one", stop=["b"])).json()

@@ -98,7 +98,7 @@ async def make(http: httpx.AsyncClient, id: str, **headers: str) -> None:
     (await http.post("/v1/agents", json={"id": id}, headers=headers)).raise_for_status()
 
 
-async def test_it_says_what_there_is_and_then_what_changes(folder: Path) -> None:
+async def test_a_stream_begins_with_a_snapshot_and_continues_with_changes(folder: Path) -> None:
     async with home(folder) as (_, _, http):
         await make(http, "a")
         async with listening(http) as stream:
@@ -143,7 +143,7 @@ async def test_a_turn_shows_while_it_runs_and_after_it(folder: Path, monkeypatch
             assert (await stream.until("savings"))["total"]["requests"] == 1
 
 
-async def test_who_comes_back_gets_what_was_missed_and_nothing_twice(folder: Path) -> None:
+async def test_a_reconnecting_client_gets_missed_events_once(folder: Path) -> None:
     async with home(folder) as (_, _, http):
         async with listening(http) as stream:
             await stream.snapshot()
@@ -166,14 +166,14 @@ async def test_who_comes_back_gets_what_was_missed_and_nothing_twice(folder: Pat
 
 
 @pytest.mark.parametrize("seen", ["", "nonsense", "0123456789abcdef-1", "-1", "x-99999999999999999999"])
-async def test_an_id_of_nobody_brings_a_snapshot(folder: Path, seen: str) -> None:
+async def test_an_unknown_event_id_brings_a_snapshot(folder: Path, seen: str) -> None:
     async with home(folder) as (_, _, http):
         await make(http, "a")
         async with listening(http, seen) as stream:
             assert set(await stream.snapshot()) == {"a"}
 
 
-async def test_what_is_no_longer_kept_brings_a_snapshot(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_expired_event_id_brings_a_snapshot(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(changes, "KEPT_EVENTS", 3)
     async with home(folder) as (_, web, http):
         async with listening(http) as stream:
@@ -323,7 +323,7 @@ async def test_days_that_are_too_long_ago_are_forgotten(folder: Path) -> None:
         assert found["days"] == [] and found["total"]["requests"] == 1
 
 
-async def test_no_model_is_kept_loaded_for_who_listens(folder: Path) -> None:
+async def test_a_listening_client_keeps_no_model_loaded(folder: Path) -> None:
     async with home(folder) as (_, web, http), listening(http) as stream:
         await stream.snapshot()
         assert web.app.state.models is not None

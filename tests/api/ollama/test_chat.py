@@ -77,7 +77,7 @@ def service(*steps: Any, reason: FinishReason = FinishReason.STOP) -> ScriptedSe
     return ScriptedService(lambda request: [*(steps or STEPS), done(reason, prompt=2, completion=5)])
 
 
-async def test_a_chat_is_lines_whose_last_one_says_what_it_cost() -> None:
+async def test_the_last_line_of_a_chat_reports_its_cost() -> None:
     async with site(service(reason=FinishReason.TOOL_CALLS)) as at:
         found = lines(await post(at, CHAT, {"model": "any", "messages": HI, "tools": [TOOL], "think": True}))
         whole = (await post(at, CHAT, {"messages": HI, "tools": [TOOL], "stream": False})).json()
@@ -119,7 +119,7 @@ async def test_a_text_is_given_back_with_its_tokens_which_may_come_before_the_ne
         assert wrong.status_code == 400 and "context holds 300" in wrong.json()["error"]
 
 
-async def test_raw_prompts_and_what_stands_between() -> None:
+async def test_raw_prompts_and_infills() -> None:
     scripted = service(Delta(text="Hello", tokens=(72,)))
     scripted.tokenizer.middle = Middle(258, 259, 260)
     async with site(scripted) as at:
@@ -365,7 +365,7 @@ async def test_models_are_removed_but_not_the_one_that_is_served(
         assert unknown.status_code == 404 and "not downloaded" in unknown.json()["error"]
 
 
-async def test_copies_are_names_that_there_are() -> None:
+async def test_copies_must_be_existing_names() -> None:
     async with site(service()) as at:
         for source, destination, status in (
             ("scripted", "scripted", 200),

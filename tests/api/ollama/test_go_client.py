@@ -158,6 +158,6 @@ def test_durations_as_go_writes_them(given: Any, seconds: float) -> None:
 @pytest.mark.parametrize(
     "given", ["", "x", "5 m", "5m x", "1d", "m", "1.2.3", "--1s", "1h" * 9, "9" * 19, True, [], {}]
 )
-def test_what_is_no_duration(given: Any) -> None:
+def test_invalid_durations(given: Any) -> None:
     with pytest.raises(InvalidRequest, match="keep_alive must be"):
         seconds_of(given)

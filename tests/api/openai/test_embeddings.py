@@ -89,7 +89,7 @@ def test_every_form_of_input_gives_the_same_vector(server: Served, folder: Path)
     assert np.frombuffer(base64.b64decode(packed), "<f4").tolist() == found[0][0]["embedding"]
 
 
-def test_ids_of_another_tokenizer_are_refused_where_they_can_be_told(server: Served, folder: Path) -> None:
+def test_token_ids_of_another_tokenizer_are_refused_if_detectable(server: Served, folder: Path) -> None:
     """LangChain sends batches of ids through OpenAI's client, and says nothing of the encoding."""
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode("hello there").ids
     http = httpx.Client(trust_env=False, verify=False, timeout=60)
@@ -135,7 +135,7 @@ def test_every_form_of_llamas_input(given: Any, count: int, server: Served) -> N
         assert found == [{"index": one["index"], "embedding": [one["embedding"]]} for one in data]
 
 
-def test_what_stands_in_an_object_is_its_text(server: Served, folder: Path) -> None:
+def test_the_text_of_an_object_is_embedded(server: Served, folder: Path) -> None:
     plain = post(server, "/v1/embeddings", input="hello there").json()
     for one in (OBJECT, PARTS):
         assert post(server, "/v1/embeddings", input=one).json() == plain

@@ -86,7 +86,7 @@ def tenant(name: str) -> TenantKeys:
     return TenantKeys(name, (Secret(name),))
 
 
-async def test_what_is_not_there_is_one_404(tmp_path: Path) -> None:
+async def test_missing_items_are_one_404(tmp_path: Path) -> None:
     """Of another tenant, deleted, never stored or made up: nobody learns which."""
     config = Config(tenants=(tenant("ada"), tenant("bob")))
     said = set()

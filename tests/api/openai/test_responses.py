@@ -182,7 +182,7 @@ async def test_tools_of_a_namespace_and_of_free_text_are_called_by_their_own_nam
     assert {value["type"] for value in streamed} <= KNOWN
 
 
-async def test_a_tool_of_free_text_is_held_to_its_grammar_or_told_of_it() -> None:
+async def test_a_free_text_tool_follows_its_grammar_or_gives_a_warning() -> None:
     """Lark whose rules do not come back to themselves is a pattern; of any other the client hears that it is not."""
     nested = 'start: "(" start ")" | "x"\n'
 
@@ -209,7 +209,7 @@ async def test_a_tool_of_free_text_is_held_to_its_grammar_or_told_of_it() -> Non
             assert refused.status_code == 400 and refused.json()["error"]["param"] == f"tools[0].format.{field}"
 
 
-async def test_a_warning_of_what_no_header_can_hold_is_still_told() -> None:
+async def test_a_warning_that_no_header_can_hold_is_still_sent() -> None:
     async with site(ScriptedService(lambda request: list(STEPS))) as at:
         answer = await post(at, body(tools=[{"type": "a\r\nx-evil: 1\0"}]))
     assert answer.status_code == 200 and "x-evil" not in answer.headers
@@ -618,7 +618,7 @@ async def test_a_conversation_is_locked_while_a_response_runs_and_passes_over_on
         assert [item["role"] for item in items] == ["user", "assistant"] * 2
 
 
-async def test_a_conversation_whose_last_response_is_erased_is_what_it_was_before(tmp_path: Path) -> None:
+async def test_erasing_the_last_response_restores_the_conversation_before_it(tmp_path: Path) -> None:
     async with keeping(tmp_path / "agents", make_model(tmp_path / "tiny")) as at, at.http() as http:
         items = f"/v1/conversations/{(await post(at, {}, '/v1/conversations')).json()['id']}/items"
         ask = kept(conversation=items.split("/")[3])
@@ -661,7 +661,7 @@ async def test_a_response_and_a_conversation_are_exported_and_imported(tmp_path:
         assert (await post(at, kept(tools=[TOOL], tool_choice=repeated))).status_code == 400
 
 
-async def test_an_agent_that_only_looks_like_a_response_is_none(tmp_path: Path) -> None:
+async def test_an_agent_with_a_responses_id_is_not_a_response(tmp_path: Path) -> None:
     """Nor like a conversation; whoever makes agents names them, and says what their metadata are."""
     looks: list[dict[str, str]] = [
         {"object": "response"},
@@ -731,7 +731,7 @@ async def test_the_openai_client(tmp_path: Path) -> None:
         await client.close()
 
 
-async def test_fields_of_open_responses_are_told_and_sampling_is_taken(tmp_path: Path) -> None:
+async def test_fields_of_open_responses_are_reported_and_sampling_applies(tmp_path: Path) -> None:
     """Five fields that every response has to have; and four that chats have had for long."""
     service = ScriptedService()
     sampling = {"presence_penalty": 0.5, "frequency_penalty": -0.25, "seed": 7, "stop": ["END"]}

@@ -72,7 +72,7 @@ async def test_files_are_kept_as_they_were_uploaded(folder: Path, tmp_path: Path
             )
 
 
-async def test_who_has_a_file_asks_for_the_next_thing_over_the_same_connection(
+async def test_a_connection_is_reused_after_a_file_download(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answer ends with the last byte that was announced: what came before its end was taken for a second request
@@ -197,7 +197,7 @@ async def test_a_batch_is_cancelled(folder: Path, tmp_path: Path, monkeypatch: p
         assert again.status == "completed"
 
 
-async def test_the_deadline_of_a_call_is_not_that_of_what_it_began(
+async def test_background_work_outlives_the_deadline_of_its_call(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known: list[object] = []
@@ -271,7 +271,7 @@ WRONG: tuple[tuple[str, dict[str, Any], str], ...] = (
 )
 
 
-async def test_what_is_wrong_is_named(folder: Path, tmp_path: Path) -> None:
+async def test_invalid_input_is_named_in_the_error(folder: Path, tmp_path: Path) -> None:
     async with client(folder, tmp_path) as ai:
         await ai.post("/collections", body={"id": "mine"}, cast_to=object)
         for path, body, said in WRONG:
@@ -303,7 +303,7 @@ def test_filters_compare_and_join() -> None:
             filter_of(wrong)
 
 
-def test_what_a_server_did_not_finish_is_told_after_its_restart(tmp_path: Path) -> None:
+def test_unfinished_files_are_reported_after_a_restart(tmp_path: Path) -> None:
     store = DocumentStore(tmp_path / "c.sqlite", lambda: 1.0)
     one = store.create("me", "c", 1000, 100, {})
     Attachments(store.database, lambda: 1.0).begin(one, [vector_stores.WantedFile("f")], "")

@@ -115,7 +115,7 @@ def test_what_is_typed_during_an_answer_waits_for_the_next_prompt(canned, asked)
     assert questions(asked[-1]) == ["x", "typed\nahead"]
 
 
-def test_the_terminal_is_left_as_it_was(canned, asked):  # noqa: F811
+def test_the_terminals_mode_is_restored(canned, asked):  # noqa: F811
     with chat(canned) as terminal:
         terminal.type("x\r")
         terminal.expect("tokens in")
@@ -259,7 +259,7 @@ def test_a_full_context_is_no_dead_end_in_a_script(canned, asked):  # noqa: F811
     assert questions(asked[-1]) == ["c"] and done.returncode == 0
 
 
-def test_a_context_that_an_answer_filled_is_told(canned, asked):  # noqa: F811
+def test_a_context_filled_by_an_answer_is_reported(canned, asked):  # noqa: F811
     canned.answers["/v1/models"] = (200, '{"data": [{"id": "m", "max_model_len": 13}]}')
     done = run("chat", "--host", canned.url, given="a\n")
     assert "the context of 13 tokens is full: /drop, /summarise or /clear make room" in done.stderr
@@ -300,7 +300,7 @@ def test_dev_null_and_a_terminal_are_no_text(canned, asked):  # noqa: F811
     assert questions(asked[-1]) == ["hello"]
 
 
-def test_a_pipe_that_does_not_end_is_told_of(canned, asked):  # noqa: F811
+def test_an_open_pipe_is_announced(canned, asked):  # noqa: F811
     ours, theirs = os.pipe()
     command = [sys.executable, "-c", MAIN, "run", "m", "hello", "--host", canned.url]
     with subprocess.Popen(command, stdin=ours, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

@@ -16,6 +16,8 @@ import mlx.core as mx
 from cairn.engine.recorded import RecordedEngine
 from cairn.kernels.mlx import program
 from cairn.kernels.mlx.mlx_kernels import MlxKernels
+from cairn.kernels.mlx.weights import CodedPart
+from tests.quantized_models import mlx, write_quantized
 from tests.tiny_models import MODELS, Driver, load, prompt, write_model
 
 OFTEN = {"llama 2", "gemma 3", "olmoe", "deepseek 3", "qwen 3.5, one head of keys", "nemotron h", "gpt-oss"}
@@ -87,6 +89,28 @@ def test_packed_and_narrow_weights_and_long_contexts(
     folder = write_model(tmp_path, **{**MODELS["llama 2"], "max_position_embeddings": 1024, "hidden_size": 64})
     engine = load(folder, device="mlx-cpu", step_tokens=1000, **options)
     check(engine, monkeypatch, 900, products_keep_bits())
+
+
+@pytest.mark.parametrize(("bits", "group"), [(4, 64), (4, 32), (8, 64)])
+def test_a_folder_of_mlx_community_is_computed_as_it_is_stored(
+    bits: int, group: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its own groups and with its own scales: logits are those of its numbers written out."""
+    plain, packed = write_quantized(
+        tmp_path, mlx(bits, group), {"group_size": group, "bits": bits}, num_hidden_layers=2
+    )
+    found = []
+    for folder, options in ((plain, {"kernels": "reference", "weights": "f32"}), (packed, {"device": "mlx-cpu"})):
+        engine = load(folder, kv_dtype="f32", **{"weights": "stored", **options})
+        driver = Driver(engine, monkeypatch)
+        found.append(driver.logits(prompt(40), [40], driver.tables(40)))
+        if options.get("device"):
+            called = [call for call in engine._body.calls if call.kernel == "project"]
+            parts = [part for call in called for part in call.arguments[1].parts if isinstance(part, CodedPart)]
+            assert {(part.group, part.bits) for part in parts} == {(group, bits)} and len(parts) == 14
+            assert bits == 8 or all(part.scale.dtype == mx.bfloat16 for part in parts)
+        engine.close()
+    assert np.abs(found[0] - found[1]).max() <= BOUND * np.abs(found[0]).max()
 
 
 @pytest.fixture

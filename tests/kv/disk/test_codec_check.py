@@ -56,7 +56,7 @@ def test_a_model_is_read_as_it_reads_a_prompt(name: str, dtype: str, tmp_path: P
         engine.close()
 
 
-def test_kv_that_8_bits_cannot_hold_is_one_sentence() -> None:
+def test_kv_that_8_bits_cannot_hold_is_a_short_error() -> None:
     engine = codecs.TinyEngine(1, 128, 64)
     codec = Q8(engine.info.block_bytes, codecs.WIDTH)
     engine._model.embed[0, 7] = np.inf
@@ -111,7 +111,7 @@ def test_a_check_that_was_killed_does_not_keep_the_next_one_from_being_remembere
     assert not [path for path in files.files(FOLDER) if path.name.startswith("tmp-")]
 
 
-def test_a_memory_that_is_damaged_is_none() -> None:
+def test_a_damaged_memory_file_is_ignored() -> None:
     """Every bit, every length; and the memory of another model under this one's name."""
     files = store()
     remember(files, FOLDER, b"model", FOUND)

@@ -43,7 +43,7 @@ def stored_before(files: CrashFiles, time: Time, chunks: list[Chunk], **how: Any
     store.close()
 
 
-def test_what_was_stored_before_models_had_folders_is_found_with_its_pins() -> None:
+def test_kv_stored_before_model_folders_is_found_with_its_pins() -> None:
     time = Time()
     files, mine, theirs = CrashFiles(now=time.now), chain(3), chain(2, salt=b"other")
     stored_before(files, time, theirs, identity=b"another", model="another")
@@ -144,7 +144,7 @@ def test_stores_that_are_in_use_together_keep_to_the_budget() -> None:
     assert found(first, one) == 10 and found(second, two) == 6
 
 
-def test_what_is_unused_ages_whoever_stored_it_but_not_in_a_long_rest() -> None:
+def test_unused_kv_of_any_model_ages_but_not_during_a_long_rest() -> None:
     time, ttl, third = Time(), 10 * DAY, places(FOLDER, b"third" * 4)[0]
     files, old, recent = CrashFiles(now=time.now), chain(2, salt=b"old"), chain(2, salt=b"recent")
     stored_before(files, time, old)
@@ -214,7 +214,7 @@ def test_a_context_of_a_model_that_is_not_served_is_erased_beside_another_but_fo
         assert other.erase_of_model(b"never served" * 3, b"salt", ids, 0)
 
 
-def test_a_store_in_use_is_erased_from_by_who_has_it() -> None:
+def test_a_store_in_use_is_erased_by_its_owner() -> None:
     time = Time()
     files, (ids, chunks) = CrashFiles(now=time.now), context(2)
     store = opened(files, time, places(FOLDER, THIRD)[0], identity=b"engine", layout=LAYOUT)

@@ -38,7 +38,7 @@ def files(time: Time) -> CrashFiles:
 # ------------------------------------------------------------------------------------------------- keep, find, fetch
 
 
-def test_what_was_kept_is_found_after_a_restart(files: CrashFiles, time: Time) -> None:
+def test_stored_chunks_are_found_after_a_restart(files: CrashFiles, time: Time) -> None:
     """Known failure 31, half of it: what a store holds is what its files say, there is no index to lose."""
     store = open_store(files, time)
     chunks = chain(5)
@@ -88,7 +88,7 @@ def test_a_longer_or_shorter_file_is_damaged_in_a_buffer_too(files: CrashFiles, 
     assert store.stats().damaged == 2
 
 
-def test_the_disk_is_told_what_is_read_next(files: CrashFiles, time: Time) -> None:
+def test_the_disk_gets_a_hint_of_the_next_reads(files: CrashFiles, time: Time) -> None:
     """Two chunks ahead, as far as contexts do not part, and only for a reader who brings a buffer."""
     store = open_store(files, time)
     chunks = chain(5)
@@ -113,7 +113,7 @@ def test_a_hole_ends_the_run(files: CrashFiles, time: Time) -> None:
     assert store.match_prefix([]) == 0
 
 
-def test_a_chunk_without_what_it_extends_is_refused(files: CrashFiles, time: Time) -> None:
+def test_a_chunk_without_its_prefix_is_refused(files: CrashFiles, time: Time) -> None:
     """Known failure 32: the store itself never has a hole."""
     store = open_store(files, time)
     a, b, c, d = chain(4)
@@ -277,7 +277,7 @@ def test_dear_chunks_outlast_cheap_ones(files: CrashFiles, time: Time) -> None:
     assert held(files, deep) == 100
 
 
-def test_what_is_pinned_stays_with_what_it_extends(files: CrashFiles, time: Time) -> None:
+def test_pinned_chunks_stay_with_their_prefix(files: CrashFiles, time: Time) -> None:
     store = open_store(files, time, budget=9 * 4096)
     chunks = chain(4)
     store.keep(chunks)
@@ -736,7 +736,7 @@ class LateFiles(CrashFiles):
         return super().free(path) - sum(size for shown, size in self._removed if self.now() < shown)
 
 
-def test_a_disk_that_shows_late_what_was_removed_costs_only_what_others_need(time: Time) -> None:
+def test_a_disk_that_frees_space_late_evicts_only_what_is_needed(time: Time) -> None:
     """The store gave way until it was empty, and said that the disk was full."""
     files = LateFiles(time, 200 * 4096)
     store = open_store(files, time, budget=1 << 30, reserve=40 * 4096)
@@ -761,7 +761,7 @@ def test_a_disk_that_shows_late_what_was_removed_costs_only_what_others_need(tim
     assert store.stats().chunks == 44, "what has shown is not counted twice"
 
 
-def test_what_was_given_and_has_shown_is_not_counted_twice(time: Time) -> None:
+def test_freed_space_that_has_shown_is_not_counted_twice(time: Time) -> None:
     """All that the store has is less than what others need: the disk is full, and that is said."""
     files = CrashFiles(now=time.now, capacity=200 * 4096)
     store = open_store(files, time, budget=1 << 30, reserve=40 * 4096)
@@ -773,7 +773,7 @@ def test_what_was_given_and_has_shown_is_not_counted_twice(time: Time) -> None:
     assert re.search(NO_ROOM, store.stats().trouble)
 
 
-def test_a_disk_that_never_shows_what_was_removed_is_given_a_little_each_minute(time: Time) -> None:
+def test_a_disk_that_never_shows_freed_space_gets_a_little_each_minute(time: Time) -> None:
     """Snapshots hold it."""
     files = LateFiles(time, 200 * 4096)
     files.late = 1e9
@@ -809,7 +809,7 @@ def test_a_disk_that_fails_at_the_start_is_opened_later(files: CrashFiles, time:
     assert open_store(files, time).stats().pinned == 1
 
 
-def test_what_was_given_a_name_and_never_indexed_lingers_too(files: CrashFiles, time: Time) -> None:
+def test_a_renamed_chunk_that_was_never_indexed_lingers_too(files: CrashFiles, time: Time) -> None:
     store = open_store(files, time)
     chunks = chain(1)
     files.fail(Fault(files.calls, only=frozenset({"sync_folder", "remove"}), sticky=True))
@@ -827,7 +827,7 @@ def back(files: CrashFiles, chunks: list[Chunk]) -> bool:
     return any(held(files.crash(files.rng), chunks) for _ in range(40))
 
 
-def test_what_was_dropped_lingers_until_a_power_cut_does_not_bring_it_back(files: CrashFiles, time: Time) -> None:
+def test_dropped_chunks_linger_until_no_power_cut_can_restore_them(files: CrashFiles, time: Time) -> None:
     store = open_store(files, time)
     chunks = chain(3)
     store.keep(chunks)
@@ -839,9 +839,7 @@ def test_what_was_dropped_lingers_until_a_power_cut_does_not_bring_it_back(files
     assert not store.lingers(keys(chunks)) and not back(files, chunks)
 
 
-def test_what_was_removed_late_stays_gone_although_another_file_cannot_be_removed(
-    files: CrashFiles, time: Time
-) -> None:
+def test_a_late_removal_holds_although_another_file_cannot_be_removed(files: CrashFiles, time: Time) -> None:
     store = open_store(files, time)
     chunks, litter = chain(3), chain(1, salt=b"litter")
     store.keep(chunks)
@@ -1131,7 +1129,7 @@ def test_many_chunks_are_indexed_by_names_and_sizes_alone(
     figure("disk store: 2,000 chunks indexed, CPU time", f"{seconds:.2f} s")
 
 
-def test_a_small_disk_of_which_all_is_free_says_what_is_left_to_others(time: Time) -> None:
+def test_a_small_free_disk_reports_the_room_left_to_others(time: Time) -> None:
     """It is not full: it has less than the store leaves to others."""
     store = open_store(CrashFiles(now=time.now, capacity=64 * 4096), time, budget=1 << 30, reserve=256 << 20)
     assert store.keep(chain(1)) == 0

@@ -81,7 +81,7 @@ def test_the_longest_unused_goes_first_and_its_key_with_it() -> None:
     assert pool.take(2) == [c, b]
 
 
-def test_what_was_evicted_can_be_published_again() -> None:
+def test_evicted_blocks_can_be_published_again() -> None:
     pool = BlockPool(1)
     pool.release(published(pool, [b"k"]))
     (block,) = pool.take(1)

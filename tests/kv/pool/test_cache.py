@@ -117,7 +117,7 @@ def test_a_block_that_is_not_full_is_copied_and_never_named_by_two_tables() -> N
     assert kv.pools[0].holders(source) == 0 and kv.pools[0].published(source) is not None
 
 
-def test_what_was_not_computed_of_a_block_is_not_found() -> None:
+def test_uncomputed_tokens_of_a_block_are_not_found() -> None:
     """Of what an engine failed at nothing is known."""
     kv = cache((20, 0))
     kv.close(compute(kv, TOKENS[:7]), TOKENS[:7], 6)
@@ -388,7 +388,7 @@ def test_a_waiter_goes_its_own_way_where_the_prompts_part_or_the_other_begins_an
     assert kv.open(third, one) == 32
 
 
-def test_a_waiter_is_woken_by_what_it_waits_for_and_by_nothing_else() -> None:
+def test_a_waiter_is_woken_only_by_its_block() -> None:
     """It waits for the last block that the other brings of its own, and is looked at once."""
     kv = cache((40, 0))
     first, second, third = (kv.context(b"") for _ in range(3))
@@ -409,7 +409,7 @@ def test_a_waiter_is_woken_by_what_it_waits_for_and_by_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("end", ["closed", "lapsed"])
-def test_who_waits_is_woken_where_the_other_brings_no_more(end: str) -> None:
+def test_a_waiter_is_woken_when_the_other_sequence_stops(end: str) -> None:
     """Known failure 7."""
     kv = cache((40, 0))
     first, second = kv.context(b""), kv.context(b"")
@@ -423,7 +423,7 @@ def test_who_waits_is_woken_where_the_other_brings_no_more(end: str) -> None:
     assert kv.open(second, tokens) == 4
 
 
-def test_what_is_not_cached_is_known_until_it_is() -> None:
+def test_uncached_prefixes_are_remembered_until_published() -> None:
     kv = cache((40, 0))
     context, other = kv.context(b""), kv.context(b"")
     compute(kv, TOKENS[:8])
@@ -448,7 +448,7 @@ def test_what_a_window_lacks_may_come_with_the_end_of_a_load() -> None:
 
 
 @pytest.mark.parametrize("change", ["none", "free", "held", "published"])
-def test_who_finds_no_room_is_woken_when_there_may_be_some(change: str) -> None:
+def test_a_waiter_for_room_is_woken_when_room_may_be_free(change: str) -> None:
     kv = cache((10, 0))
     compute(kv, TOKENS[:8])
     first = compute(kv, [1, *TOKENS[:11]])

@@ -51,7 +51,7 @@ def test_what_is_superseded_goes_before_what_is_older(kind: Kind) -> None:
 
 
 @STORES
-def test_what_waits_outlives_what_was_used_later_but_not_for_ever(kind: Kind) -> None:
+def test_waiting_contexts_outlive_later_use_but_not_for_ever(kind: Kind) -> None:
     store, time, (first, second, third) = filled(kind)
     store.mark(keys(first), "waiting")
     assert store.keep(chain(2, salt=b"new")) == 2
@@ -63,7 +63,7 @@ def test_what_waits_outlives_what_was_used_later_but_not_for_ever(kind: Kind) ->
 
 
 @STORES
-def test_a_chunk_that_is_used_again_stands_as_others_do(kind: Kind) -> None:
+def test_a_chunk_used_again_loses_its_hint(kind: Kind) -> None:
     store, time, (first, second, third) = filled(kind)
     store.mark(keys(third), "superseded")
     time.sleep(60)
@@ -74,7 +74,7 @@ def test_a_chunk_that_is_used_again_stands_as_others_do(kind: Kind) -> None:
 
 
 @STORES
-def test_what_is_stored_after_it_was_said_stands_so_too(kind: Kind) -> None:
+def test_a_hint_applies_to_chunks_stored_after_it(kind: Kind) -> None:
     store, time, (first, second, third) = filled(kind)
     late = chain(1, salt=b"late")
     store.mark(keys(late), "superseded")

@@ -144,7 +144,7 @@ def test_what_nobody_is_known_to_go_on_with_is_stored_last_and_goes_first() -> N
     assert [small.has(chunk.key) for chunk in store._chunks.values()] == [True] * 4 + [False] * 2
 
 
-def test_who_comes_back_is_no_longer_the_first_to_go() -> None:
+def test_a_returning_context_is_no_longer_evicted_first() -> None:
     store = disk()
     rig = Rig({"disk": store}, blocks=200)
     for _ in range(2):
@@ -251,7 +251,7 @@ def test_a_long_context_is_stored_before_others_and_a_short_one_when_it_comes_ag
     assert store.stats().chunks == 6 + 16
 
 
-def test_what_must_not_be_stored_is_not_however_often_it_comes_and_counts_for_nobody_else() -> None:
+def test_unstored_prompts_are_never_written_nor_counted_as_seen() -> None:
     store = disk()
     rig = Rig({"disk": store}, blocks=200)
     for _ in range(3):
@@ -358,7 +358,7 @@ def test_the_loop_stores_once_it_has_rested_and_not_before_the_next_turn_may_com
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_noted_chunks_of_which_the_start_is_dropped_are_forgotten_and_no_loss(late: bool) -> None:
+def test_noted_chunks_with_a_dropped_prefix_are_forgotten_without_loss(late: bool) -> None:
     """An agent that is deleted while its turn runs."""
     store = disk()
     rig = Rig({"disk": store})
@@ -440,7 +440,7 @@ def test_the_end_copies_as_the_writer_makes_room() -> None:
     assert store.stats().chunks == 7
 
 
-def test_a_flush_says_what_was_given_up() -> None:
+def test_a_flush_reports_given_up_chunks() -> None:
     refusing = Between(disk())
     refusing.keep = lambda chunks: 0
     rig = Rig({"disk": refusing})
@@ -723,7 +723,7 @@ def life(files: CrashFiles, **how: Any) -> Rig:
 
 
 @pytest.mark.parametrize("how", ["killed", "ended"])
-def test_what_was_seen_before_a_restart_is_not_said_to_be_new(how: str) -> None:
+def test_tokens_seen_before_a_restart_are_not_reported_as_new(how: str) -> None:
     """Whether a store had it or not. Of what must not be stored nothing is written down."""
     files, private = CrashFiles(), [(13 * n + 2) % 57 for n in range(50)]
     rig = life(files, limits=WriteLimits(day_bytes=3 * (PAGES + 1024)))
@@ -770,7 +770,7 @@ def test_the_days_bytes_count_over_restarts(how: str) -> None:
         rig.tiers.close(0)
 
 
-def test_what_was_damaged_is_said_to_be_so() -> None:
+def test_damaged_chunks_are_reported() -> None:
     files = CrashFiles()
     life(files).ask(PROMPT)
     after = files.kill()
@@ -833,7 +833,7 @@ def test_a_context_can_be_brought_up_before_it_is_needed() -> None:
     ("windows", "lengths"),
     [*(((0,), lengths) for lengths in ([100] * 10, [64, 100, 100, 48], [100, 64, 30], [100, 8])), ((0, 5), [100] * 10)],
 )
-def test_who_asks_for_what_is_brought_up_already_waits_for_that(windows: tuple[int, ...], lengths: list[int]) -> None:
+def test_a_second_request_waits_for_a_running_load(windows: tuple[int, ...], lengths: list[int]) -> None:
     """Ten who asked for one context had it read ten times."""
     store = disk()
     Rig({"disk": store}, windows=windows).ask(PROMPT)
@@ -851,7 +851,7 @@ def test_who_asks_for_what_is_brought_up_already_waits_for_that(windows: tuple[i
     assert rig.tiers.where(PROMPT, b"").pool == 96
 
 
-def test_who_waits_for_what_is_brought_up_hears_that_it_was_given_up() -> None:
+def test_a_waiter_hears_of_a_load_that_was_given_up() -> None:
     """And nothing is tried again for each of them: a request may have waited for it."""
     store = disk()
     Rig({"disk": store}).ask(PROMPT)
@@ -864,7 +864,7 @@ def test_who_waits_for_what_is_brought_up_hears_that_it_was_given_up() -> None:
     assert answers == [0, 1, 2] and not rig.tiers.loading
 
 
-def test_who_asks_for_a_sweep_that_runs_shares_it() -> None:
+def test_a_second_sweep_shares_the_running_one() -> None:
     """Each scrub is a thread that reads the whole store; one who asked fifty times got fifty."""
     info = Rig(None).engine.info
     store = stored.open_store(CrashFiles(), stored.Time(), identity=info.identity, codec=Raw(info.block_bytes))

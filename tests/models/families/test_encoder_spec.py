@@ -88,7 +88,7 @@ def test_old_names_of_norms_and_places_that_are_listed(folder: Path) -> None:
         ("config_sentence_transformers.json", {"default_prompt_name": "x"}, "default_prompt_name must be one of"),
     ],
 )
-def test_what_is_wrong_is_named(name: str, fields: dict[str, Any], said: str, folder: Path) -> None:
+def test_invalid_input_is_named_in_the_error(name: str, fields: dict[str, Any], said: str, folder: Path) -> None:
     change(folder / name, **fields)
     with pytest.raises(ModelError, match=said.replace("[", r"\[")) as caught:
         load_spec(folder)

@@ -67,7 +67,7 @@ def test_layers_fall_into_groups(tmp_path: Path) -> None:
     assert [group.kind for group in spec.groups] == ["full"] and spec.recurrence is None and spec.output_gate
 
 
-def test_every_layer_has_what_it_is(tmp_path: Path) -> None:
+def test_every_layer_has_its_own_tensors(tmp_path: Path) -> None:
     names = set(expected_tensors(load_spec(write_config(tmp_path, **NEMOTRON))))
     layer = "model.layers.{}."
     for number, own in enumerate(["mixer.decay", "mlp.gate.weight", "self_attn.q_proj.weight", "mlp.gate.weight"]):

@@ -169,7 +169,7 @@ FILES: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_broken_file_is_one_sentence_with_its_place(name: str, tmp_path: Path) -> None:
+def test_a_broken_file_is_a_short_error_with_its_place(name: str, tmp_path: Path) -> None:
     """Known failure 30."""
     data, sentence = FILES[name]
     path = tmp_path / "m.gguf"
@@ -342,7 +342,7 @@ def test_a_factor_on_attention_is_refused_where_it_would_be_ignored(name: str, t
 
 
 @pytest.mark.parametrize("name", ["yarn_beta_fast", "yarn_beta_slow"])
-def test_turns_of_yarn_are_none_or_in_range(name: str, tmp_path: Path) -> None:
+def test_yarn_parameters_are_absent_or_in_range(name: str, tmp_path: Path) -> None:
     """What is nearly 0 and not 0 has no logarithm as a wave."""
     folder = write_model(tmp_path / "model", "LlamaForCausalLM")
     key = f"llama.rope.scaling.{name}"
@@ -393,7 +393,7 @@ HARMLESS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-def test_what_says_nothing_of_the_numbers_is_no_reason_to_refuse_a_file(name: str, tmp_path: Path) -> None:
+def test_descriptive_metadata_never_refuses_a_file(name: str, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", "LlamaForCausalLM")
     plain = load_spec(write_gguf(folder, tmp_path / "m.gguf"))
     spec = load_spec(write_gguf(folder, tmp_path / "m.gguf", extra=HARMLESS[name]))

@@ -38,7 +38,7 @@ def test_an_address_is_the_name_that_it_means(given, meant):
 
 
 @pytest.mark.parametrize("name", ["demo", "org/name", "org/name:Q4_K_M", "folder/hf.co", "./m.gguf", "/a/b", "", "a:b"])
-def test_a_name_stays_as_it_is(name):
+def test_a_name_is_unchanged(name):
     assert plain(name, {}) == name
 
 
@@ -57,7 +57,7 @@ def test_a_name_stays_as_it_is(name):
         ("file://other/m.gguf", "the machine other"),
     ],
 )
-def test_what_is_no_model_is_refused(given, why):
+def test_an_address_of_no_model_is_refused(given, why):
     with pytest.raises(ModelError, match=why):
         plain(given, {})
 

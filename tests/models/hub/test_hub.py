@@ -221,7 +221,7 @@ def test_the_cache_has_the_layout_of_the_hubs_own_tools(remote, env):
     assert hub.cache_folder({"XDG_CACHE_HOME": "/y"}) == Path("/y/huggingface/hub")
 
 
-def test_what_stands_behind_a_transformer_comes_with_it(remote, env):
+def test_modules_after_a_transformer_are_pulled_with_it(remote, env):
     wanted = ("modules.json", "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors")
     other = ("2_Dense/pytorch_model.bin", "onnx/model.safetensors", "1_Pooling/code.py")
     remote.files |= {name: b"{}" + name.encode() for name in (*wanted, *other)}
@@ -364,7 +364,7 @@ def test_offline_works_from_the_cache(remote, env):
         hub.pull("org/m", env=env | {"HF_HUB_OFFLINE": "1"})
 
 
-def test_no_network_is_one_sentence(remote, env):
+def test_no_network_is_a_short_error(remote, env):
     remote.close()
     with pytest.raises(ModelError, match=r"cannot download org/m from http://127.0.0.1:\d+: "):
         hub.pull("org/m", env=env)
@@ -378,7 +378,7 @@ def test_no_network_is_one_sentence(remote, env):
         ("SSL_CERT_FILE", "/there/is/none.pem"),
     ],
 )
-def test_what_the_environment_names_and_cannot_be_used_is_one_sentence(remote, env, monkeypatch, name, value):
+def test_an_unusable_environment_variable_is_a_short_error(remote, env, monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     with pytest.raises(ModelError, match="the proxy or the certificates that the environment names cannot be used"):
         hub.pull("org/m", env=env)
@@ -390,7 +390,7 @@ def test_a_name_that_is_not_found_asks_whether_this_machine_is_online(env):
 
 
 @pytest.mark.parametrize("address", ["http://host:abc", "http://..x"])
-def test_an_endpoint_that_is_no_address_is_one_sentence(env, address):
+def test_an_invalid_endpoint_is_a_short_error(env, address):
     with pytest.raises(ModelError, match="cannot download org/m from"):
         hub.pull("org/m", env=env | {"HF_ENDPOINT": address})
 
@@ -420,7 +420,7 @@ def test_a_damaged_file_stays_until_there_is_a_better_one(remote, env):
         (500, "", "answered 500 for org/m"),
     ],
 )
-def test_what_the_hub_refuses_is_one_sentence(remote, env, status, code, words):
+def test_a_refusal_by_the_hub_is_a_short_error(remote, env, status, code, words):
     remote.status = (status, code)
     with pytest.raises(ModelError, match=words):
         hub.pull("org/m", env=env)
@@ -469,7 +469,7 @@ AFTER = {"retry-after": "Sun, 06 Nov 1994 08:50:37 GMT"}
         ([429, 429, (429, {"retry-after": "soon"})], [5, 10, 20]),
     ],
 )
-def test_a_hub_that_asks_to_wait_is_waited_for_and_told_of(remote, env, place, answers, slept):
+def test_a_hub_that_asks_to_wait_is_waited_for_and_reported(remote, env, place, answers, slept):
     """At the listing as at a file; the seconds it names, or some where it names none."""
     getattr(remote, place).extend(answers)
     waiting = Waiting()
@@ -537,7 +537,7 @@ def test_a_token_opens_a_gated_model_and_stays_at_home(remote, env):
     hub.pull("org/m", env=env)
 
 
-def test_a_token_that_opens_nothing_may_be_what_is_wrong(remote, env):
+def test_an_error_with_a_token_says_that_the_token_may_be_wrong(remote, env):
     """The hub answers an old token with 401 even where none is needed."""
     places = f"HF_TOKEN, or {env['HF_HOME']}/token"
     with_token = env | {"HF_TOKEN": "old"}
@@ -562,7 +562,7 @@ def test_a_full_disk_is_found_before_the_download(remote, env, monkeypatch):
     assert "model-1-of-2.safetensors" not in remote.served
 
 
-def test_a_disk_that_fills_on_the_way_is_one_sentence(remote, env, monkeypatch):
+def test_a_disk_that_fills_during_a_pull_is_a_short_error(remote, env, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
@@ -595,14 +595,14 @@ def test_an_index_cannot_name_other_places(remote, env, name):
         hub.pull("org/m", env=env)
 
 
-def test_a_listing_that_is_none_is_one_sentence(remote, env):
+def test_an_invalid_listing_is_a_short_error(remote, env):
     for commit in ("../..", "main"):
         remote.commit = commit
         with pytest.raises(ModelError, match="does not answer as a model hub does"):
             hub.pull("org/m", env=env)
 
 
-def test_a_listing_that_is_nested_without_end_is_one_sentence(remote, env, monkeypatch):
+def test_an_endlessly_nested_listing_is_a_short_error(remote, env, monkeypatch):
     monkeypatch.setattr(json, "dumps", lambda _: "[" * 200_000)
     with pytest.raises(ModelError, match="does not answer as a model hub does"):
         hub.pull("org/m", env=env)
@@ -734,7 +734,7 @@ def test_a_copy_that_does_not_fit_leaves_no_half(remote, env, monkeypatch):
 
 
 @pytest.mark.parametrize("model", ["x" * 300, "org/" + "x" * 250, "org/" + "x" * 250 + ":Q4_K_M", "secret"])
-def test_a_place_that_cannot_be_looked_at_is_one_sentence(env, monkeypatch, model):
+def test_an_inaccessible_place_is_a_short_error(env, monkeypatch, model):
     hub.cache_folder(env).mkdir(parents=True)
     is_dir = Path.is_dir
 
@@ -760,7 +760,7 @@ def test_a_snapshot_that_cannot_be_read_hides_no_model(remote, env, name):
 
 
 @pytest.mark.parametrize("kind", ["folder", "link", "file", "cache"])
-def test_a_name_that_is_not_utf_8_is_one_sentence(remote, env, tmp_path, kind):
+def test_a_name_that_is_not_utf_8_is_a_short_error(remote, env, tmp_path, kind):
     """Names go to the worker, to callers and into metrics as UTF-8."""
     latin = Path(os.fsdecode(os.fsencode(tmp_path) + b"/mod\xe8le"))
     latin.mkdir()
@@ -786,7 +786,7 @@ def test_an_incomplete_snapshot_names_the_missing_file(remote, env):
     assert hub.downloaded(env) == []
 
 
-def test_a_model_of_another_kind_in_the_cache_is_none_of_ours(remote, env):
+def test_a_model_of_another_kind_in_the_cache_is_not_listed(remote, env):
     folder = hub.pull("org/m", env=env)
     other = folder.parent.parent.parent / "models--org--image"
     (other / "snapshots" / "abc" / "unet").mkdir(parents=True)

@@ -72,7 +72,7 @@ def test_an_id_that_the_hub_does_not_know_says_how_to_search(remote, env, status
         hub.pull("org/Qwen9-1B", env=env)
 
 
-def test_a_name_that_is_none_says_which_was_meant(env: dict[str, str], tmp_path: Path) -> None:  # noqa: F811
+def test_an_unknown_name_suggests_a_close_one(env: dict[str, str], tmp_path: Path) -> None:  # noqa: F811
     for ask in (hub.pull, hub.locate):
         with pytest.raises(ModelError, match=r"cairn models --names.*did you mean llama3\.2\?$") as caught:
             ask("lama3.2", env=env)

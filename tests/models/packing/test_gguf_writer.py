@@ -110,7 +110,7 @@ def test_rows_that_no_block_divides_are_written_in_bfloat16(tmp_path: Path) -> N
     check_written(load_spec(folder), load_spec(tmp_path / "m.gguf"))
 
 
-def test_what_cannot_be_written_is_one_sentence(tmp_path: Path, monkeypatch: Any) -> None:
+def test_an_unwritable_model_is_a_short_error(tmp_path: Path, monkeypatch: Any) -> None:
     folder, path = write_model(tmp_path / "m", **SIZES), tmp_path / "m.gguf"
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = 1e6

@@ -155,7 +155,7 @@ def test_a_model_that_was_moved_or_copied_is_not_packed_again(
     assert len(list(cache.iterdir())) == 1
 
 
-def test_beyond_the_budget_what_was_used_longest_ago_goes(
+def test_beyond_the_budget_the_least_recently_used_goes(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models = [write_model(tmp_path / str(seed), **MODELS["llama with biases, tied"], seed=seed) for seed in range(3)]

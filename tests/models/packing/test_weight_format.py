@@ -162,7 +162,7 @@ def test_packed_tensors_are_rounded_again_only_to_fewer_bits(tmp_path: Path) -> 
     assert isinstance(wide, np.ndarray) and wide.dtype == ml_dtypes.bfloat16
 
 
-def test_kinds_that_have_to_be_rounded_are_told_before_anything_is_read(tmp_path: Path) -> None:
+def test_rounded_formats_are_reported_before_anything_is_read(tmp_path: Path) -> None:
     """In every form, and no other: each form is then read, and what lost something is what was told."""
     eight, four = "rounded to 8 bits with an error below 1 %", "rounded to 4 bits with an error of about 8 %"
     two = packed_model(tmp_path / "2", lambda name, array: Type.Q2_K if "down" in name else Type.Q4_K)
@@ -183,7 +183,7 @@ def test_kinds_that_have_to_be_rounded_are_told_before_anything_is_read(tmp_path
             assert len([found[name] for name in found]) and bool(found.errors) == ("rounded" in found.note())
 
 
-def test_what_rounding_cost_is_one_sentence() -> None:
+def test_the_rounding_error_is_reported_in_one_sentence() -> None:
     assert error_line({}, 5) is None
     line = error_line({"a.weight": 0.01, "b.weight": 0.03}, 5)
     assert line == "2 of 5 tensors were rounded: relative error 2.00% in the mean, 3.00% at most (b.weight)"

@@ -86,7 +86,7 @@ def test_iq_types_are_held_as_small_as_their_file(name: str) -> None:
     ("name", "places", "most"),
     [("Q2_K", (80, 82), 0.0044), ("IQ1_M", (), 0.0034)],
 )
-def test_groups_of_16_are_rounded_to_8_bits_and_the_error_is_told(
+def test_groups_of_16_are_rounded_to_8_bits_and_the_error_is_returned(
     name: str, places: tuple[int, ...], most: float
 ) -> None:
     """`most` is what docs/quantisation.md says that it costs at most, with any scale as likely as any other."""

@@ -53,7 +53,7 @@ def group(**weights: Any) -> dict[str, Any]:
         (PACKED | group(type="int", num_bits=2), "weights of the type 'int' with 2 bits"),
     ],
 )
-def test_what_is_not_read_is_refused_by_name(config: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+def test_unsupported_quantisation_is_refused_by_name(config: dict[str, Any], sentence: str, tmp_path: Path) -> None:
     """From the config alone: there are no weights here."""
     folder = write_config(tmp_path, architecture="LlamaForCausalLM", quantization_config=config)
     with pytest.raises(ModelError, match=sentence) as caught:
@@ -200,7 +200,7 @@ def test_parts_may_lie_in_two_files_and_biases_of_zeros_and_scales_of_activation
         np.testing.assert_array_equal(split[name], whole[name])
 
 
-def test_groups_that_are_said_to_be_none_are_in_order(tmp_path: Path) -> None:
+def test_a_group_index_of_minus_one_keeps_the_order(tmp_path: Path) -> None:
     """compressed-tensors writes -1 for every input whose group was never put in another order."""
     _, folder = write_quantized(tmp_path, compressed(4, 32), PACKED | group(type="int", num_bits=4))
     whole = open_weights(folder, load_spec(folder))
@@ -214,7 +214,7 @@ def test_groups_that_are_said_to_be_none_are_in_order(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found[name], whole[name])
 
 
-def test_bytes_are_told_by_the_formats_of_the_file(tmp_path: Path) -> None:
+def test_bytes_are_counted_by_the_files_formats(tmp_path: Path) -> None:
     """Nothing is made of the codes for that."""
     _, folder = write_quantized(tmp_path, awq(32), {"quant_method": "awq", "bits": 4})
     found = bytes_by_format(folder, load_spec(folder))

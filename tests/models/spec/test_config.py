@@ -142,7 +142,7 @@ def test_eos_is_what_all_files_say_together(tmp_path: Path) -> None:
     assert load_spec(folder).eos_ids == ()
 
 
-def test_a_first_token_that_the_model_does_not_have_is_none(tmp_path: Path) -> None:
+def test_a_first_token_outside_the_vocabulary_is_dropped(tmp_path: Path) -> None:
     assert load_spec(write_config(tmp_path, bos_token_id=1 << 20)).bos_id is None
     assert load_spec(write_config(tmp_path, bos_token_id=-1)).bos_id is None
 
@@ -252,7 +252,7 @@ def test_a_wrong_field_is_named(fields: dict[str, Any], words: list[str], tmp_pa
         ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config"),
     ],
 )
-def test_what_is_not_built_is_refused_by_name(fields: dict[str, Any], word: str, tmp_path: Path) -> None:
+def test_unsupported_features_are_refused_by_name(fields: dict[str, Any], word: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError) as caught:
         load_spec(write_config(tmp_path, **fields))
     assert word in str(caught.value) and caught.value.exit_code == 2
@@ -287,9 +287,7 @@ def test_a_missing_or_broken_config(tmp_path: Path) -> None:
         ('{"do_sample": "yes"}', "do_sample must be true or false"),
     ],
 )
-def test_a_generation_config_that_cannot_be_read_is_told_and_passed_over(
-    text: str, sentence: str, tmp_path: Path
-) -> None:
+def test_an_unreadable_generation_config_is_reported_and_ignored(text: str, sentence: str, tmp_path: Path) -> None:
     folder = write_model(tmp_path, eos_token_id=7)
     put(folder, "generation_config.json", {"temperature": 0.5, "eos_token_id": 3})
     engine = load(folder)

@@ -79,14 +79,18 @@ def test_drafts_of_one_step_count_for_those_after_it() -> None:
 
 def test_states_that_are_computed_again_make_drafts_dearer() -> None:
     """What is accepted before a wrong guess has to be computed twice, which a doubtful draft does not win back."""
-    cost = {tokens: 0.01 * (1 + 0.19 * (tokens - 1)) for tokens in range(1, 9)}
+
+    class Known(StepCost):
+        def of(self, tokens: int) -> float:
+            return 1 + 0.19 * (tokens - 1)
+
     widths = []
     for states in (False, True):
         policy = MeasuredPolicy(states=states)
-        measured(policy, cost)
+        policy._cost = Known()
         drafter = repeating(policy)
         assert isinstance(drafter, SuffixDrafter)
-        drafter._hits = [0.6] * 6
+        drafter._hits, drafter._repeats = [0.5] * 6, 1.0
         widths.append(policy.width(drafter, 1))
     assert widths == [2, 1]
 
@@ -170,6 +174,16 @@ def test_costs_settle_at_what_was_measured(speed: float) -> None:
     assert cost.of(8) / cost.of(1) == pytest.approx(1.9, rel=0.05)
     assert cost.of(4) < cost.of(6) < cost.of(8), "sizes between are between"
     assert cost.of(12) > cost.of(8)
+
+
+def test_a_size_is_known_soon_after_it_is_first_measured() -> None:
+    """Within a few steps, not only after many: until then drafts would be too wide or too narrow."""
+    cost = StepCost()
+    for _ in range(100):
+        cost.record(1, 0.01)
+    for _ in range(4):
+        cost.record(8, 0.037)
+    assert cost.of(8) / cost.of(1) == pytest.approx(3.7, rel=0.15)
 
 
 def test_a_slower_machine_leaves_the_curve_alone() -> None:

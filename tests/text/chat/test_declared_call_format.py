@@ -162,6 +162,6 @@ OPEN = {"open": "<call>", "close": "</call>", "content": "json"}
         declaring(open_pattern="<f=(?P<other>a)>", close="</f>", content="json", transform=NAMED),
     ],
 )  # fmt: skip
-def test_what_is_not_understood_is_no_declaration(template: Any) -> None:
+def test_an_unknown_declaration_is_ignored(template: Any) -> None:
     """Whatever stands in the file: nothing raises, and no pattern of it is ever run."""
     assert declared_form(template) is None

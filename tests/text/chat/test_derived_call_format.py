@@ -59,7 +59,7 @@ def test_the_table_has_a_template_for_every_form() -> None:
 
 
 @pytest.mark.parametrize("name", FURTHER)
-async def test_a_form_of_nobody_is_told_and_held_to(name: str) -> None:
+async def test_an_unknown_call_format_is_derived_and_enforced(name: str) -> None:
     """It reads what the template writes, travels as a text, and reads whatever its own grammar allows."""
     form = await derived(FURTHER[name])
     assert form is not None
@@ -82,7 +82,7 @@ async def test_a_form_of_nobody_is_told_and_held_to(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NOT_TOLD)
-async def test_what_cannot_be_told_is_no_form(name: str) -> None:
+async def test_an_ambiguous_rendering_gives_no_format(name: str) -> None:
     assert await derived(NOT_TOLD[name]) is None
 
 
@@ -101,7 +101,7 @@ async def test_brackets_that_nobody_can_nest_show_no_form() -> None:
     assert await derived(section) is None
 
 
-async def test_a_form_that_reads_one_of_its_calls_as_another_is_none() -> None:
+async def test_a_format_that_misreads_its_own_call_is_rejected() -> None:
     found = await written(template(TABLE["glm"]))
     assert reads(BY_NAME["glm"], found)
     for check, text in found.items():

@@ -447,7 +447,7 @@ async def test_a_model_without_a_template_points_to_completions(start: Start) ->
     chat.remember("default", [1], [2], {"role": "assistant", "content": "x"})
 
 
-async def test_tools_need_a_template_that_teaches_them_where_they_may_not_be_told(start: Start) -> None:
+async def test_tools_need_a_template_that_teaches_them_without_tool_instructions(start: Start) -> None:
     llama = text_models.byte_level("llama3"), text_models.LLAMA3_CONFIG, text_models.LLAMA3_TEMPLATE
     chat = await start(*llama, tool_instructions=False)
     with pytest.raises(Unsupported) as caught:
@@ -620,7 +620,7 @@ async def test_names_of_fields_stay_as_they_are_in_any_vocabulary(start: Start) 
     assert '{"name": "get_weather", "arguments": {' in decoded(chat, (await chat.prompt(TOOL_CONVERSATION)).tokens)
 
 
-async def test_what_is_said_beside_a_call_stands_before_it(start: Start) -> None:
+async def test_text_beside_a_call_comes_before_it(start: Start) -> None:
     """As in Llama 3.1, whose template writes either."""
     either = (
         EACH + "{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}({{ m.tool_calls[0].function.arguments }})"
@@ -700,9 +700,7 @@ async def test_templates_get_what_other_servers_give(tmp_path: Path) -> None:
         ("{% if not tools %}none. {% endif %}", "none. "),
     ],
 )
-async def test_tools_that_there_are_not_are_none_or_undefined_as_the_template_needs(
-    start: Start, template: str, text: str
-) -> None:
+async def test_absent_tools_are_none_or_undefined_as_the_template_needs(start: Start, template: str, text: str) -> None:
     chat = await start(template=template + "{{ messages[0].content }}")
     assert decoded(chat, (await chat.prompt([{"role": "user", "content": "x"}])).tokens) == text + "x"
 

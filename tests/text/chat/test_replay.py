@@ -58,11 +58,11 @@ def test_tool_calls_count_as_parsed_json() -> None:
         {"role": "assistant", "content": ["x"]},
     ],
 )
-def test_what_cannot_be_told_apart_is_never_replayed(message: dict[str, Any]) -> None:
+def test_ambiguous_answers_are_never_replayed(message: dict[str, Any]) -> None:
     assert answer_of(message) is None
 
 
-def test_a_call_that_was_cut_is_told_by_its_text() -> None:
+def test_a_cut_call_is_recognised_by_its_text() -> None:
     """Known failure 24: it is none that is whole, and none that was cut elsewhere."""
     cut = [answer_of(said("", tool_calls=[call(text)])) for text in ('{"cut', '{"cut', '"{\\"cut"', '{"cu', "{'cut")]
     assert None not in cut and cut[0] == cut[1] and len({one for one in cut if one}) == 4

@@ -182,7 +182,7 @@ def test_a_truncated_call_comes_back_as_the_content_that_it_was(qwen: Tokenizer)
         assert visible_ids(qwen, tokens, message, BOTH) == ids[:cut]
 
 
-def test_what_the_template_opened_for_the_turn_is_told_from_the_rest(qwen: Tokenizer) -> None:
+def test_text_opened_by_the_template_is_separated_from_the_answer(qwen: Tokenizer) -> None:
     head = qwen.encode_rendered("<|im_start|>assistant\n")
     for text in ("<think>\n", "<think>", "<think>\n\n</think>\n\n", "<think></think>"):
         ids = qwen.encode_rendered(text)

@@ -121,7 +121,7 @@ async def test_a_bomb_costs_itself_alone(
     assert int(status.partition("VmHWM:")[2].split()[0]) < 200 << 10
 
 
-async def test_what_was_given_up_is_compiled_no_further(helper: GrammarHelper) -> None:
+async def test_a_cancelled_compilation_stops(helper: GrammarHelper) -> None:
     await helper.compile(regex("a"), "x", "a")
     for moment in (0.0, 0.001, 0.01, 0.1, 0.4):
         task = asyncio.create_task(helper.compile(schema(HEAVY), "x", "a"))
@@ -149,7 +149,9 @@ async def test_a_tenants_turn_comes_after_one_grammar_of_each_other(helper: Gram
     await asyncio.gather(*slow, return_exceptions=True)
 
 
-async def test_who_keeps_it_busy_is_told_so_and_nobody_else(table: TokenTable, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_the_tenant_that_keeps_it_busy_is_refused(
+    table: TokenTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(compile_parent, "PATIENCE", 0.05)
     helper = GrammarHelper(lambda _: table)
     try:
@@ -197,7 +199,7 @@ async def test_closing_ends_what_is_being_compiled(table: TokenTable) -> None:
         await helper.compile(regex("a"), "x", "a")
 
 
-async def test_what_a_client_is_told_and_what_is_known_is_not_tried_again(tmp_path: Path) -> None:
+async def test_errors_name_the_fault_and_known_verdicts_are_cached(tmp_path: Path) -> None:
     text_models.write_model(tmp_path / "m", text_models.byte_level(), text_models.QWEN_CONFIG)
     chat = await Chat.start(tmp_path / "m", Config())
     heavy = Structure(kind="json", text=json.dumps(HEAVY), field="guided_json")

@@ -84,7 +84,7 @@ def test_a_grammar_without_recursion_is_a_pattern(grammar: str, good: list[str],
         ("start: r0\n" + "".join(f"r{n}: r{n + 1}\n" for n in range(400)) + 'r400: "x"\n', "nested too deeply"),
     ],
 )
-def test_any_other_is_said_to_be_none(grammar: str, why: str) -> None:
+def test_a_grammar_without_a_pattern_is_refused(grammar: str, why: str) -> None:
     with pytest.raises(NotRegular, match=re.escape(why)):
         pattern_of(grammar)
 

@@ -78,7 +78,7 @@ def test_what_says_nothing_passes(more: dict[str, Any]) -> None:
         {"type": "array", "items": {"type": "integer"}, "unevaluatedItems": True},
     ],
 )
-def test_what_says_nothing_of_lists_passes(schema: dict[str, Any]) -> None:
+def test_array_keywords_without_effect_are_accepted(schema: dict[str, Any]) -> None:
     takes(schema, [[], [1]], [["a"]])
 
 
@@ -220,7 +220,7 @@ def test_whole_numbers_beyond_2_53_that_are_listed_are_exact(schema: Any, good: 
             assert all(int(one) in (BIG, BIG) for one in re.findall(r"\d{19}", said)), said
 
 
-def test_a_number_beyond_2_53_in_a_place_that_is_not_written_is_told() -> None:
+def test_a_number_beyond_2_53_outside_the_grammar_is_reported() -> None:
     with pytest.raises(GrammarError, match="beyond 2\\^53 cannot be enforced beside"):
         held({"properties": {"a": {"const": BIG}}, "patternProperties": {"^x": {}}, "type": "object"})
 
@@ -347,7 +347,7 @@ CANNOT: list[tuple[Any, str, Any]] = [
 
 
 @pytest.mark.parametrize(("schema", "word", "wrong"), CANNOT, ids=[word for _, word, _ in CANNOT])
-def test_what_cannot_be_held_to_is_an_error_if_strict_and_told_if_not(schema: Any, word: str, wrong: Any) -> None:
+def test_unenforceable_keywords_are_an_error_if_strict_and_a_warning_if_not(schema: Any, word: str, wrong: Any) -> None:
     with pytest.raises(GrammarError, match=re.escape(word)):
         held(schema)
     found = held(schema, strict=False)
@@ -380,7 +380,7 @@ def test_a_schema_that_is_wrong_is_an_error_for_everybody(schema: Any, word: str
         held(schema, strict=strict)
 
 
-def test_what_is_told_has_an_end() -> None:
+def test_warnings_are_bounded() -> None:
     many = {"properties": {f"p{n}": {"type": "array", "uniqueItems": True} for n in range(100)}}
     assert len(held(many, strict=False).warnings) == 8
     deep: Any = {}
@@ -409,7 +409,7 @@ def test_what_is_told_has_an_end() -> None:
     ],
 )
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_keyword_of_another_kind_is_told_with_its_place(part: Any, said: str, strict: bool) -> None:
+def test_a_keyword_of_another_type_is_reported_with_its_place(part: Any, said: str, strict: bool) -> None:
     big = {"const": BIG}
     with pytest.raises(GrammarError, match=f"^at properties.x, {said}"):
         held({"type": "object", "properties": {"x": part, "y": big}}, strict=strict)

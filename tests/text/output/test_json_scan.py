@@ -42,7 +42,7 @@ def test_every_json_value_is_read_to_its_end_however_it_is_cut(value: object, se
 
 @settings(max_examples=300, deadline=None)
 @given(st.text(alphabet="{}[]\",:\\ntrue0-.e1 uTN\x01'", max_size=20), st.integers())
-def test_reads_all_that_is_json_as_it_is_and_gives_nothing_else(text: str, seed: int) -> None:
+def test_valid_json_is_read_unchanged(text: str, seed: int) -> None:
     try:
         json.loads(text)
         valid = True
@@ -79,7 +79,7 @@ def test_what_has_one_meaning_is_mended(text: str, strict: str) -> None:
 
 
 @pytest.mark.parametrize("text", [r'"C:\Users\name\temp"', r'{"a": "\d\bx"}', r'"\u12g\nb"', r'["\ta\c"]'])
-def test_a_text_of_which_one_escape_is_none_and_another_may_be_none_has_no_one_meaning(text: str) -> None:
+def test_a_text_with_an_invalid_and_a_doubtful_escape_is_ambiguous(text: str) -> None:
     for sizes in (None, *[random.Random(n) for n in range(5)]):
         scanner, _ = scan(text, sizes)
         assert scanner.failed, text
@@ -105,7 +105,7 @@ def test_braces_that_lack_are_counted_and_added(text: str, lacking: int) -> None
             assert json.loads(scanner.text) == json.loads(text.rstrip("< ").replace("None", "null") + "}" * lacking)
 
 
-def test_members_of_the_outermost_object_are_told() -> None:
+def test_members_of_the_outermost_object_are_reported() -> None:
     scanner, _ = scan('{"a\\n" : {"b": [1, {"c": 2}]} , "d":"e","f": -1.0}', random.Random(1))
     assert scanner.members == [("a\n", '{"b": [1, {"c": 2}]}'), ("d", '"e"'), ("f", "-1.0")]
     assert scan('{"a": 1, "b', None)[0].key == "a"

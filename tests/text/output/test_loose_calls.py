@@ -301,7 +301,7 @@ def test_blanks_where_they_may_stand(blanks: str) -> None:
     assert read("lfm2", said) == (said, "", [])
 
 
-def test_what_was_kept_of_a_long_text_that_is_no_call_is_read_again() -> None:
+def test_buffered_text_that_is_not_a_call_is_read_again() -> None:
     mark = "<|tool_call_start|>[now()]<|tool_call_end|>"
     text = f"write(path='{'x' * 5_000}{mark}{'y' * 5_000}') is it"
     assert read("lfm2", text) == (text.replace(mark, ""), "", [("now", {})])

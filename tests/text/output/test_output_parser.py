@@ -137,7 +137,7 @@ def test_each_character_goes_to_one_place_however_the_text_is_cut(
         assert len(got[2]) == complete
 
 
-def test_what_was_cut_before_its_arguments_is_content_all_of_it() -> None:
+def test_a_call_cut_before_its_arguments_is_all_content() -> None:
     """Known failures 15, 24."""
     for by_model in (True, False):
         for size in range(len("<tool_call>") + 1, CALL.index('{"x"') + 1):

@@ -67,7 +67,7 @@ def test_a_value_of_pythons(said: str, meant: Any) -> None:
 @pytest.mark.parametrize(
     "said", ["nan", "1+2j", "{'a'}", "007", "Oslo", "'open", "[1", "1 2", "f(1)", "", "[" * 70 + "]" * 70, "1" * 401]
 )
-def test_what_is_no_value_of_pythons(said: str) -> None:
+def test_invalid_python_values(said: str) -> None:
     assert literal(said) is None
 
 

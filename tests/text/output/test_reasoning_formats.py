@@ -57,7 +57,7 @@ def test_a_template_shows_its_marks(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MARKS)
-def test_what_stands_between_them_is_reasoning(name: str) -> None:
+def test_text_between_the_marks_is_reasoning(name: str) -> None:
     opened, closed = MARKS[name]
     assert read(name, f"{opened}Hm.\n{closed}\n\nYes.") == ("Yes.", "Hm.", 0)
     assert read(name, f"\n{opened}\nHm.{closed}Yes.") == ("Yes.", "Hm.", 0)

@@ -30,7 +30,7 @@ def test_a_loop_is_found_once_it_is_long_enough(period: int) -> None:
     assert looped_at(lead + piece * (2 * wanted // period + 1)) == len(lead) + wanted
 
 
-def test_what_is_no_loop() -> None:
+def test_texts_without_a_loop() -> None:
     assert looped_at(list(range(MAX_PERIOD + 1)) * 40) is None, "the piece is longer than what is looked for"
     assert looped_at([1, 2, 3] * (MIN_REPEATED // 3)) is None, "a little too short"
     rows = [token for number in range(200) for token in (1, 2, 3, 4, 100 + number)]

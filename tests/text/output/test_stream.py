@@ -255,9 +255,7 @@ def test_a_stop_that_is_the_end_token_changes_nothing(text: str, tokenizer: Toke
         (f"{ONE}<|im_end|>", "}<|im_end|>", ""),
     ],
 )
-def test_what_is_held_back_stands_before_a_control_token(
-    text: str, stop: str, shown: str, tokenizer: Tokenizer
-) -> None:
+def test_held_back_text_comes_before_a_control_token(text: str, stop: str, shown: str, tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, request(output=BARE, stop=(stop,)))
     deltas, reason = run(stream, tokenizer.encode(text, special=True))
     assert text_of(deltas) == shown

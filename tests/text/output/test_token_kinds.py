@@ -158,7 +158,7 @@ def test_log_probabilities_are_those_of_the_kinds(tokenizer: Tokenizer) -> None:
         assert all(len(delta.kinds) == len(delta.logprobs) for delta in deltas)
 
 
-def test_nothing_is_told_where_nobody_asks(tokenizer: Tokenizer) -> None:
+def test_nothing_is_counted_unless_requested(tokenizer: Tokenizer) -> None:
     for output in (OutputFormat(), OutputFormat(tools=True)):
         stream = TextStream(tokenizer, Request(id=1, prompt=(1,), sampling=SamplingParams(max_tokens=9), output=output))
         assert kinds_of(run(stream, tokenizer.encode("Hello there"))) == b""

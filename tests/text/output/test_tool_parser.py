@@ -85,7 +85,7 @@ def test_a_call_is_read_however_it_is_cut(text: str, name: str, arguments: str |
 
 
 @pytest.mark.parametrize("text", BAD)
-def test_what_is_no_call_is_given_back_unchanged(text: str) -> None:
+def test_text_that_is_not_a_call_is_returned_unchanged(text: str) -> None:
     """Known failure 24."""
     rng = random.Random(3)
     for pieces in (None, *[rng] * 10):

@@ -20,7 +20,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_who_waits_is_refused_for_the_time_that_others_of_its_tenant_used_and_no_other() -> None:
+async def test_a_waiter_is_refused_only_for_time_its_own_tenant_used() -> None:
     turns = SharedTurns(1.0)
     await turns.take("a")
     waiting = [asyncio.create_task(turns.take("a")) for _ in range(4)]
@@ -67,7 +67,7 @@ async def test_a_tenant_waits_for_one_job_of_another_however_many_wait() -> None
     assert all(isinstance(error, Overloaded) and error.retry_after for error in errors if error)
 
 
-async def test_who_is_refused_is_told_how_much_of_its_own_waits() -> None:
+async def test_a_refusal_counts_the_tenants_own_queue() -> None:
     turns = SharedTurns(1.0)
     for _ in range(100):
         await turns.take("a")

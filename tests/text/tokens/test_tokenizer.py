@@ -285,7 +285,7 @@ def test_a_text_whose_ends_a_template_writes_cannot_spell_a_control_token(
                     assert ids == made.encode(control)
 
 
-def test_what_only_stands_within_a_token_can_be_left_as_it_is() -> None:
+def test_text_within_a_token_can_be_left_unbroken() -> None:
     controls = Controls({"<|im_end|>": 1, "<s>": 2})
     assert controls.break_up("s", MARK) == f"s{MARK}"
     assert controls.break_up(" im_end ", MARK) == f" im_en{MARK}d "
@@ -418,7 +418,7 @@ def test_the_longest_control_token_counts_and_the_leftmost_wins() -> None:
 
 
 @pytest.mark.parametrize("listed", [{"1": "<x>"}, {"1": None}, {"1": ["<x>"]}, {"9" * 5000: {"content": "<x>"}}])
-def test_tokens_of_the_config_that_are_none_are_one_sentence(tmp_path: Path, listed: dict[str, Any]) -> None:
+def test_invalid_tokens_of_the_config_are_a_short_error(tmp_path: Path, listed: dict[str, Any]) -> None:
     config = {**text_models.QWEN_CONFIG, "added_tokens_decoder": listed}
     with pytest.raises(ModelFileError, match=r"tokenizer_config\.json: .* added_tokens_decoder"):
         Tokenizer.load(text_models.write_model(tmp_path, text_models.byte_level(), config))

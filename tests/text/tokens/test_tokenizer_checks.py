@@ -51,7 +51,7 @@ def many(kind: str, *parts: Any) -> dict[str, Any]:
         (charsmap(b"a", b"x" * 40), 40),
     ],
 )
-def test_growth_is_told_by_the_file(step: Any, most: float) -> None:
+def test_growth_is_estimated_from_the_file(step: Any, most: float) -> None:
     assert growth(step) == most
 
 

@@ -95,7 +95,7 @@ async def leave_out(call: HTTPCall | None, kind: type[Body], body: dict[str, Any
     _join(body, items, images)
     if call is not None:
         more = f", and {len(found) - 1} more" if len(found) > 1 else ""
-        call.warn(f"{found[0].where} is left out{more}: this model reads text, and is told {texts[0]} in its place")
+        call.warn(f"{found[0].where} is left out{more}: this model reads only text and gets {texts[0]} in its place")
 
 
 def digest(given: Any) -> str:

@@ -60,7 +60,7 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[FieldRow, ...]]] = {
             FieldRow("min_keep n_discard n_indent n_probs", _FORM, (0,)),
             FieldRow("t_max_predict_ms", "an answer ends with the time of the server's request_timeout", (0, -1)),
             FieldRow("parse_tool_calls", "calls are read where tools are offered", (True,)),
-            FieldRow("reasoning_format", "reasoning is told apart from content", ("auto", "deepseek")),
+            FieldRow("reasoning_format", "reasoning is separated from content", ("auto", "deepseek")),
             FieldRow("reasoning_control post_sampling_probs return_tokens backend_sampling", _FORM, (False,)),
             FieldRow("response_fields", _FORM, ([],)),
         ),
@@ -75,7 +75,7 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[FieldRow, ...]]] = {
             FieldRow("detokenize", _FORM, (True,)),
             FieldRow("return_token_ids return_tokens_as_token_ids", _FORM, (False,)),
             FieldRow(
-                "include_reasoning separate_reasoning stream_reasoning", "reasoning is told apart and sent", (True,)
+                "include_reasoning separate_reasoning stream_reasoning", "reasoning is separated and sent", (True,)
             ),
             FieldRow("logits_processors documents", "not built", ([],)),
             FieldRow("chat_template", "the template is the model's, or the server's --chat-template", ()),
@@ -229,7 +229,7 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[FieldRow, ...]]] = {
         ),
         "Anthropic, OpenRouter, LiteLLM": (
             FieldRow("cache_control", _CACHED),
-            FieldRow("defer_loading eager_input_streaming", "all tools are told at once"),
+            FieldRow("defer_loading eager_input_streaming", "the model gets all tools at once"),
             FieldRow("is_error reasoning_details thinking_blocks", "of an answer; a tool has none"),
             FieldRow("metadata extra", _IDS),
         ),

@@ -26,7 +26,7 @@ class FreeTextTool(NamedTuple):
 def function_of(name: str, description: str | None, form: Any, where: str) -> FreeTextTool:
     """Return the function that a custom tool becomes.
 
-    Raises InvalidRequest for a `form` that is none; `where` is its place in the body.
+    Raises InvalidRequest for an unknown `form`; `where` is its place in the body.
     """
     grammar, pattern, why_not = _grammar(form, where)
     text = {"type": "string", "description": "the whole input, as it is"}

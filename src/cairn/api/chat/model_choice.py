@@ -32,8 +32,8 @@ REQUESTS = ("/v1/requests/{id}", "/v1/responses/{id}")
 """Routes of a request or a stored response."""
 OLLAMA = "/api/"
 """The prefix of Ollama's routes. Its model names ignore case."""
-WITHOUT_LORA = (OLLAMA, "/v1/messages")
-"""Prefixes of routes whose bodies have no field `lora`."""
+WITH_LORA = ("/v1/chat/completions", "/v1/completions", "/completion", "/infill")
+"""Routes whose bodies have the field `lora`, beside agents' turns."""
 DURATION = re.compile(r"([-+]?)((?:[0-9.]{1,36}(?:ns|us|\u00b5s|\u03bcs|ms|s|m|h)){1,8}|[0-9.]{1,18})")
 """A duration as Go writes one, such as 1h30m0s, or a number of seconds."""
 PART = re.compile(r"([0-9.]+)([a-z\u00b5\u03bc]*)")
@@ -129,7 +129,7 @@ class ModelRouter:
             name = self._models.canonical(name)
         model = self._models.find(name, how)
         keep = seconds_of(named.keep_alive) if of_ollama and named.keep_alive is not None else None
-        return ModelChoice(model, name, keep, None if call.path.startswith(WITHOUT_LORA) else named.lora)
+        return ModelChoice(model, name, keep, named.lora if call.path in WITH_LORA else None)
 
     def _of_agent(self, call: HTTPCall, id: str, named: _Named) -> ModelChoice:
         """Return the model that a turn names, else the one that answered the agent's last turn."""
@@ -149,7 +149,7 @@ class ModelRouter:
         """Return the model that the body names, else the one that the team or run was made with."""
         if (name := _text(named.model)) is None and self._attribution.agents is not None:
             name = self._attribution.agents.journals.model_of(room, call.tenant, id)
-        return ModelChoice(self._models.find(name), name, lora=named.lora)
+        return ModelChoice(self._models.find(name), name)
 
     def _about(self, call: HTTPCall) -> Service | None:
         """Return the service that a request or an agent's context belongs to, if it is loaded."""

@@ -53,7 +53,7 @@ async def page_by_id(
 
 
 def parameters(call: HTTPCall, known: Sequence[str]) -> dict[str, str]:
-    """Return the URL's parameters by name. Raises InvalidRequest for one that is not `known`."""
+    """Return the URL's parameters by name. Raises InvalidRequest for a name not in `known`."""
     found = {}
     for name, value in query(call):
         if name not in known:

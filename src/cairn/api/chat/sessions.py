@@ -92,7 +92,7 @@ class AgentAttribution:
         """Attach the request to the agent named in its headers; None if nothing is recorded.
 
         `store`: whether the answer may be kept. Raises InvalidRequest for a header that is no agent's id; other session
-        names that are no id are ignored. If no account can be opened now, the request is served without one.
+        names that are not valid ids are ignored. If no account can be opened now, the request is served without one.
         """
         header = call.header(HEADER)
         named = header.decode("latin-1") if header is not None else None
@@ -163,7 +163,7 @@ class Attribution:
 
 
 def session_names(call: HTTPCall, metadata: Mapping[str, str], prompt_cache_key: str | None) -> list[str]:
-    """Return the names a request gives its session, most explicit first. Names that are no agent's id are left out."""
+    """Return the names a request gives its session, most explicit first, without those that are not valid agent ids."""
     headers = [call.header(name) for name in SESSIONS]
     given = [metadata.get("agent"), prompt_cache_key]
     given += [value.decode("latin-1") for value in headers if value is not None]

@@ -372,7 +372,7 @@ def _cairn(done: Done) -> bytes:
 
 
 def _readable(token: int, vocabulary: TokenBytes) -> str:
-    """Return the token's own text. Bytes that are no whole character become U+FFFD; `bytes` has them as they are."""
+    """Return the token's own text. Bytes of an incomplete character become U+FFFD; `bytes` has them as they are."""
     return vocabulary.token_bytes(token).decode("utf-8", "replace")
 
 

@@ -1,6 +1,6 @@
 """Access control: one layer before every route, closed by default.
 
-Without configured keys everything is open to whoever can reach the address, which is this machine unless
+Without configured keys everything is open to any caller that can reach the address, which is this machine unless
 `unsafe_no_auth` was given. With keys, only the health routes are open. The Host header is checked always, so that
 a web page cannot reach a local server through a name it controls (DNS rebinding). Names that nobody can register and
 literal addresses of this machine or of a private network cannot be rebound, so they pass.

@@ -278,7 +278,8 @@ Place = Literal[
 class Body(BaseModel):
     """Strict: no field but these, no number written as text."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    # Built at its first use: the bodies of all routes would take an eighth of a start.
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
     place: ClassVar[Place] = "other"
     within: ClassVar[dict[str, type[Body]]] = {}
     """The fields that hold such bodies, one or a list of them."""

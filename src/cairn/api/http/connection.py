@@ -178,7 +178,7 @@ class Guard(HttpToolsProtocol):
         self._feed(data)
         if self._deaf or self.phase is not began:
             return
-        # In a body, bytes that are no content stand between chunks or in trailers.
+        # In a body, bytes that carry no content are chunk headers or trailers.
         if began is Phase.HEAD or (began is Phase.BODY and not self._moved):
             self._head_bytes += len(data)
             if self._head_bytes > self._max_head:

@@ -19,7 +19,7 @@ from cairn.types.errors import InvalidRequest, TooLarge, Unavailable
 
 MAX_FIELDS = 64
 MAX_FIELD_BYTES = 64 << 10
-"""Bytes of all fields that are no file, their names and headers too."""
+"""Most bytes of all fields other than files, with their names and headers."""
 MEDIA = b"multipart/form-data"
 
 

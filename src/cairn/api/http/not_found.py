@@ -1,4 +1,4 @@
-"""Answers to paths that are no route: a hint, in the shape that the callers read.
+"""Answers to unknown paths: a hint, in the shape that the callers read.
 
 Nothing here looks at what the server holds: a path is judged by its form alone, before a key is asked for.
 """
@@ -52,7 +52,7 @@ _ELSEWHERE: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         ),
         (r"/slots/.*", "there is nothing to save, restore or erase of a slot: KV is kept without being asked"),
         (r"/generate(?:_stream)?|/invocations", "POST {base}/completions completes a text"),
-        (r"/ping", "whether the server is alive is told at /health/live"),
+        (r"/ping", "ask /health/live whether the server is alive"),
         (r"/(?:v1)?", "Cairn listens here; OpenAI's API begins at {base}"),
     )
 )

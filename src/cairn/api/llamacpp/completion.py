@@ -68,7 +68,7 @@ class Llama:
         await self._run(call, service, body, prompts)
 
     async def infill(self, call: HTTPCall, service: Service) -> None:
-        """Generate what stands between `input_prefix` and `input_suffix` and begins with `prompt`."""
+        """Fill in the text between `input_prefix` and `input_suffix`; it begins with `prompt`."""
         given = plain(await read_json(call, self._config))
         body = parse(InfillBody, given, self._config, call)
         check_model(body.model, service)

@@ -5,7 +5,7 @@
     agents      agents that are new or different, and the ids of those that are gone
     requests    the tenant's requests that wait or run
     savings     what was not computed again: the tenant's total and its line of today
-    server      figures of all tenants together, for whoever has the admin key
+    server      figures of all tenants together, for callers with the admin key
 
 Events are numbered. A reader that comes back with Last-Event-ID gets those that it missed, or a snapshot where they
 are no longer kept; so does one that reads too slowly. Agents look as at /v1/agents.
@@ -163,7 +163,7 @@ class ChangeFeed:
         return first - 1 <= number <= self.last
 
     def read(self, after: int, admin: bool) -> bytes:
-        """Return the events that follow one that is kept."""
+        """Return the events after a stored event."""
         if after == self.last:
             return b""
         return b"".join([one.data for one in self._events if one.number > after and (admin or not one.admin)])

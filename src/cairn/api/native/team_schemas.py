@@ -208,7 +208,7 @@ class PostBody(Body):
     to: Several[str] | None = None
     """The members that a whisper is for; empty: all."""
     sender: str = USER
-    """The member in whose name it is said, or `user`."""
+    """The member that speaks, or `user`."""
 
 
 class ToolResultBody(Body):

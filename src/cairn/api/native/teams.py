@@ -142,7 +142,7 @@ class TeamRoutes:
         )
 
     def _done(self, call: HTTPCall, before: int) -> dict[str, Any]:
-        """Return the team after its rounds, and what was said in them."""
+        """Return the team after its rounds, and their entries."""
         teams, id = self._teams(), call.path_part(PATH)
         team, entries = teams.entries(call.tenant, id)
         said = [one for one in listed(team, entries) if one["round"] > before]

@@ -16,7 +16,7 @@ from cairn.agents.running_turn import RunningTurn
 from cairn.agents.types import TurnInfo
 from cairn.api.chat.answers import ChatAnswer
 from cairn.api.chat.exchange import Adapter, Batches, ChoiceStream, Exchange, Silence, spelled
-from cairn.api.chat.generation import check_length, check_model, names_of, with_prediction
+from cairn.api.chat.generation import check_length, check_lora, check_model, names_of, with_prediction
 from cairn.api.chat.message_schemas import contents, plain_messages
 from cairn.api.chat.parse import parse, read
 from cairn.api.chat.sessions import HEADER
@@ -74,6 +74,7 @@ class TurnRoutes:
         body = await read(TurnBody, call, self._config)
         check_own(agents.get(call.tenant, id))
         check_turn(body, self._config)
+        check_lora(body, service)
         header = call.header(HEADER)
         check_account(body, None if header is None else header.decode("latin-1"), id)
         check_model(body.model, service)

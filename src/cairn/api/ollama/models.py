@@ -122,7 +122,7 @@ class OllamaModels:
         await call.json({"models": shown})
 
     async def show(self, call: HTTPCall, service: Service) -> None:
-        """Return a model. Its context length is the served one: clients fill what they are told."""
+        """Return a model. Its context length is the served one: clients fill all of it."""
         body = parse(NameBody, await read_plain(call, self._config), self._config, call)
         name = self._state.registry.canonical(body.model)
         if not self._is_served(name) and (self._state.registry.several or service.strict):
@@ -406,7 +406,7 @@ def _info(spec: ModelSpec, name: str, context: int, facts: _Facts) -> dict[str, 
 
 
 def _capabilities(model: ServedModel) -> list[str]:
-    """Return what a model can do, as far as that is known of one that is not loaded."""
+    """Return a model's capabilities, as far as known before it is loaded."""
     if model.loaded is None:
         return {"chat": ["completion"], "embed": ["embedding"]}.get(model.kind, [])
     service = model.loaded.service

@@ -246,7 +246,7 @@ def _left(info: EngineInfo, low: int, high: int, state: int) -> int:
 def _tables(info: EngineInfo, low: int, high: int, state: int) -> tuple[list[int], ...]:
     """Return the block tables of a row: blocks in order, a window going round in its pool, a state in two blocks.
 
-    Rows that are no longer than a chunk begin and end in one block, or in two of which one is `state`.
+    Rows of at most one chunk begin and end in one block, or in two of which one is `state`.
     """
     tables = []
     for group, pool in zip(info.groups, info.blocks, strict=True):

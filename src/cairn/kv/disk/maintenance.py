@@ -139,7 +139,7 @@ class OtherEngines:
         """Know nothing yet. `tag` and `identity`: of the store's own engine."""
         self._state, self._tag, self._identity = state, tag, identity
         self._identities: dict[bytes, bytes] = {}
-        """The identity that each tag stands for, as far as it was needed."""
+        """Tag -> identity, as far as needed."""
         self._owed: dict[frozenset[bytes], Keys] = {}
         """Drops that the disk did not allow, by the keys that they name of this engine."""
 
@@ -178,11 +178,11 @@ class OtherEngines:
                 self._owed[mine] = keys
 
     def owe(self, keys: Sequence[bytes]) -> bool:
-        """Return whether a drop that names any of these keys of this engine is still owed."""
+        """Return whether a drop of any of these keys of this engine is still pending."""
         with self._state.mutex:
             return any(not mine.isdisjoint(keys) for mine in self._owed)
 
     def owed(self) -> list[Keys]:
-        """Return the drops that are still owed."""
+        """Return the pending drops."""
         with self._state.mutex:
             return list(self._owed.values())

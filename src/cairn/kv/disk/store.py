@@ -42,7 +42,7 @@ ONCE_SECONDS = 10 * 86400.0
 """Seconds by which the last use of a chunk written `once` is backdated: it is evicted before all that was used since,
 and its time to live is that much shorter."""
 AHEAD = 2
-"""How many chunks ahead the disk is told what will be read: it reads while a chunk is checked."""
+"""How many chunks ahead reads are announced to the disk: it reads while a chunk is checked."""
 _HEADERS = 1 << 20
 """Upper bound on the bytes of a chunk's file that are not pages: headers and tokens."""
 _PRUNE_EVERY = 600.0

@@ -152,8 +152,11 @@ def _written(
         with os.fdopen(handle, "wb", 0) as file:
             _hold(file.fileno())
             writing = how(kernels, weights, file)
-            built = decoder.build(as_kernels(writing), spec, as_weights(weights))
-            writing.finish(key)
+            try:
+                built = decoder.build(as_kernels(writing), spec, as_weights(weights))
+                writing.finish(key)
+            finally:
+                writing.close()
         if writing.whole and _unchanged(spec, place):
             with contextlib.suppress(OSError):
                 os.replace(temporary, path)

@@ -12,6 +12,7 @@ import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -102,25 +103,41 @@ class PackingKernels(ABC):
 class WritingKernels(PackingKernels):
     """Packs each matrix and appends its memory to a file."""
 
+    ahead = 2
+    """Matrices that may wait to be written, while the next one is packed."""
+
     def __init__(self, kernels: NativeKernels, weights: HeldWeights, file: Any) -> None:
         super().__init__(kernels, weights)
         self.whole = True
         """Whether everything was written."""
         self._file = file
         self._matrices: list[KeptMatrix] = []
+        self._writer = ThreadPoolExecutor(1, "cairn-packed")
+        self._waiting: list[Future[None]] = []
         self._write(MAGIC + bytes(START - len(MAGIC)))
 
     def matrix(self, names: Sequence[str], biases: Sequence[str | None]) -> Any:
         parts = [self._weights[name] for name in names]
         made = self._kernels.matrix(parts, self._biases(biases))
         shapes = tuple((one.shape[0], one.shape[1], form_of(one)) for one in parts)
+        self._waiting.append(self._writer.submit(self._append, made, shapes))
+        while len(self._waiting) > self.ahead:
+            self._waiting.pop(0).result()
+        return made
+
+    def _append(self, made: Any, shapes: tuple[tuple[int, int, str], ...]) -> None:
         memory = made.memory()
         self._matrices.append(KeptMatrix(shapes, memory.nbytes, xxhash.xxh3_64_intdigest(memory)))
         self._write(memory)
-        return made
+
+    def close(self) -> None:
+        """Wait until everything is written, or given up."""
+        self._writer.shutdown(wait=True)
 
     def finish(self, key: str) -> None:
         """Append the description."""
+        while self._waiting:
+            self._waiting.pop(0).result()
         text = msgspec.json.encode(FileDescription(key, self._weights.errors, self._matrices))
         self._write(text + hashlib.sha256(text).digest() + len(text).to_bytes(4, "little"))
 
@@ -135,6 +152,8 @@ class WritingKernels(PackingKernels):
 
 class DiscardingKernels(WritingKernels):
     """Packs each matrix, appends its memory to a file and discards it."""
+
+    ahead = 0
 
     def vector(self, name: str) -> Any:
         return None

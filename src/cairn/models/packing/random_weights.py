@@ -97,7 +97,7 @@ class _Storage:
 
 _SIX = _Storage(block=6)
 _ODD = _Storage(bits=8, scale="float16")
-"""Used instead of super-blocks for rows that are no multiple of 256, where llama.cpp writes Q5_0 or Q8_0."""
+"""Used instead of super-blocks for rows whose length is not a multiple of 256, where llama.cpp writes Q5_0 or Q8_0."""
 _STORAGES = {
     "f32": _Storage("float32"),
     "bf16": _Storage("bfloat16"),

@@ -74,6 +74,8 @@ class DraftModel:
         run, kv, start = list(guesses.tokens), guesses.kv, guesses.computed
         piece = min(PIECE, self._engine.info.max_tokens)
         if len(run) - start > piece:
+            if not self._cache.grow(kv, start + piece):  # of a window's blocks only those that it needs
+                return []
             self._step(guesses, run, start, start + piece)
             guesses.computed += piece
             self._cache.publish(kv, guesses.tokens, guesses.computed)

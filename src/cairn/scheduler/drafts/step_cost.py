@@ -10,6 +10,8 @@ _SLOPE: Final = 0.2
 """Part of a step of one token that each further one is assumed to cost before any was measured."""
 _SPEED_WEIGHT: Final = 0.3
 _SHAPE_WEIGHT: Final = 0.05
+_FIRST_WEIGHT: Final = 0.7
+"""Weight of a size's first measurement, against what was expected from its neighbours."""
 _MOST_CHANGE: Final = 2.0
 """Factor by which one measurement may differ from what was expected; more counts as this."""
 _FRESH_STEPS: Final = 1000
@@ -44,8 +46,11 @@ class StepCost:
         if not self._speed:
             self._speed = seconds / expected
         surprise = max(1 / _MOST_CHANGE, min(_MOST_CHANGE, seconds / (self._speed * expected)))
-        self._speed *= surprise**_SPEED_WEIGHT
-        self._cost[tokens] = expected * surprise**_SHAPE_WEIGHT
+        if self._fresh(tokens):
+            self._speed *= surprise**_SPEED_WEIGHT
+            self._cost[tokens] = expected * surprise**_SHAPE_WEIGHT
+        else:  # the cost was a guess, and the speed is known from other sizes
+            self._cost[tokens] = expected * surprise**_FIRST_WEIGHT
         self._measured[tokens] = self._steps
         self._top = max(self._top, tokens)
 

@@ -72,7 +72,7 @@ class GrowingText:
         return bool(found.group())
 
     def _until(self, *stops: str) -> str | None:
-        """Return what stands before the first of some texts, which is near; None where none is."""
+        """Return the text before the first of some nearby texts; None if there is none."""
         area = self._text[self._next : self._next + MAX_NAME]
         places = [at for stop in stops if (at := area.find(stop)) >= 0]
         if not places:
