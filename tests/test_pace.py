@@ -88,3 +88,15 @@ def test_one_row_of_many_that_were_measured_takes_less_time() -> None:
     pace.record(40, 50, 0.15)
     assert pace.tokens(40) == 50
     assert pace.tokens(1) == 147
+
+
+def test_guesses_take_time_as_prompt_tokens_do_and_decoding_keeps_its_own() -> None:
+    pace = PrefillPace(1.0, 4)
+    pace.record(2, 0, 0.1)
+    pace.record(2, 50, 0.1 + 50 * 0.01)
+    assert pace.tokens(2) - pace.tokens(2, 7) == 7
+    assert pace.tokens(2, 10_000) == 4, "a prompt always advances"
+    pace.record(2, 40, 0.1 + 50 * 0.01, extra=10)
+    assert pace.token_seconds == pytest.approx(0.01)
+    pace.record(2, 0, 0.1 + 7 * 0.01, extra=7)
+    assert pace.tokens(2) == pytest.approx((0.6 - 0.1) // 0.01, abs=1), "what guesses took is not the rows' own"

@@ -292,7 +292,7 @@ def opened(folder: Path) -> RecordedEngine:
     """The engine of a tiny model with few blocks."""
     config = Config(step_tokens=64, max_running=8, threads=1)
     spec = load_spec(folder)
-    return RecordedEngine.load(spec, folder, config, blocks=(12,) * len(spec.groups))
+    return RecordedEngine.load(spec, folder, config, blocks=(10,) * len(spec.groups))
 
 
 def take(answer: Answer, output: Output) -> None:
