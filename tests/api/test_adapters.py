@@ -289,3 +289,19 @@ async def test_combinations_without_end_take_no_room(tmp_path: Path, monkeypatch
         for number in range(8):
             await chat(http, model=f"tiny:sql@0.{number}1")
         assert said(await chat(http, model="tiny:sql")) == first
+
+
+async def test_an_adapted_model_is_found_by_its_identity_from_the_start(tmp_path: Path) -> None:
+    """An agent of an earlier run has its KV pinned, and erased, before anybody names the adapter again."""
+    from cairn.frontend.adapters import AdaptedService, ServedAdapters
+
+    settings = config(make_model(tmp_path / "tiny"), adapters=fake_adapters(tmp_path, "sql"), kv_disk=False)
+    service = await Service.start(settings, in_process=True)
+    try:
+        view = ServedAdapters(service).named("tiny:sql")
+        assert isinstance(view, AdaptedService) and view.spec.identity != service.spec.identity
+        found = ServedAdapters(service).of(view.spec.identity)
+        assert isinstance(found, AdaptedService) and found.applied == view.applied
+        assert found.salt(b"a") not in (b"a", found.salt(b"b"))
+    finally:
+        await service.close()
