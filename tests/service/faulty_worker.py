@@ -126,21 +126,21 @@ def main() -> int:
     if mode in ("tight", "small"):
         load = device.load_engine
 
-        def fewer(config: Config, folder: Path, expected: int = 0, blocks: tuple[int, ...] = ()) -> Any:
+        def fewer(config: Config, folder: Path, expected: int, blocks: tuple[int, ...], *more: Any) -> Any:
             if blocks:
                 raise ModelError("it needs 2 GB of memory, 1 GB are free")
-            return load(config, folder, expected, (40,) if mode == "small" else ())
+            return load(config, folder, expected, (40,) if mode == "small" else (), *more)
 
         device.load_engine = fewer
 
     if mode == "device_fails":
         loads = device.load_engine
 
-        def noted(config: Config, folder: Path, expected: int = 0, blocks: tuple[int, ...] = ()) -> Any:
+        def noted(config: Config, folder: Path, expected: int, blocks: tuple[int, ...], *more: Any) -> Any:
             DEVICE.extend([config.device] if config.device != "cpu" else [])
             if DEVICE and os.path.exists(os.environ.get("GONE", "/nowhere")):
                 raise NoDevice("device cuda:0 cannot be used: torch finds no GPU")
-            return loads(config, folder, expected, blocks)
+            return loads(config, folder, expected, blocks, *more)
 
         device.load_engine = noted
 
