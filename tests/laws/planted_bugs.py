@@ -272,7 +272,7 @@ BUGS = (
     Bug("requests survive an engine that raised", SCHEDULER, "Scheduler.commit", "results = [RowResult(error=error)] * len(plan.rows)", "return outputs"),
     Bug("what a failed row computed is published", SCHEDULER, "Scheduler._advance", "return self._fail(sequence, now, FinishReason.ERROR, result.error)", "self._cache.publish(sequence.kv, sequence.tokens, row.end)\nreturn self._fail(sequence, now, FinishReason.ERROR, result.error)"),
     Bug("a finished request is kept", SCHEDULER, "Scheduler._end", "del self._sequences[sequence.request.id]", "pass"),
-    Bug("blocks are published before the step has run", SCHEDULER, "Scheduler.plan", "rows = [sequence.row(end, drafts.get(sequence, ())) for sequence, end in work.items()]", "rows = [sequence.row(end, drafts.get(sequence, ())) for sequence, end in work.items()]\nfor sequence, end in work.items():\n    self._cache.publish(sequence.kv, sequence.tokens, end)"),
+    Bug("blocks are published before the step has run", SCHEDULER, "Scheduler.plan", "rows = [sequence.row(end) for sequence, end in work.items()] if not drafts else self._rows(work, drafts)", "rows = [sequence.row(end) for sequence, end in work.items()]\nfor sequence, end in work.items():\n    self._cache.publish(sequence.kv, sequence.tokens, end)"),
     Bug("scored prompts use cached tokens", SCHEDULER, "Scheduler._open", "sequence.scored >= sequence.to_score", "True"),
     Bug("prompt logprobs are sent again after preemption", SCHEDULER, "Scheduler._advance", "sequence.scored += len(result.prompt_logprobs)", "pass"),
     Bug("a cache report with every token", SCHEDULER, "Scheduler._advance", "sequence.first_token is None", "True"),

@@ -157,18 +157,12 @@ class Scheduler:
             raise RuntimeError("the last plan was not committed")
         now = self._clock.now()
         ended, started = self._expire(now), list[int]()
-        prompts, preemptions = list[Sequence](), self._preemptions
+        preemptions = self._preemptions
         self._cache.recheck(running=bool(self._running))
         work: dict[Sequence, int] = {}
-        again = 0
-        for sequence in tuple(self._running):
-            if sequence.missing > 1 and not self._computes_again(sequence, again):
-                prompts.append(sequence)
-            elif self._fit(sequence, end := sequence.computed + 1 + sequence.again):
-                work[sequence] = end
-                again += sequence.again
-        drafts = self._guess(work, again)
-        extra = again + sum(map(len, drafts.values()))
+        prompts, again = self._decode(work)
+        drafts = self._guess(work, again) if self._speculation is not None else {}
+        extra = again + sum(map(len, drafts.values())) if drafts else again
         budget = StepBudget(self._step_tokens - len(work) - extra, self._pace.tokens(len(work), extra))
         for sequence in prompts:
             if not budget.kept or budget.short(sequence.missing):
@@ -186,7 +180,7 @@ class Scheduler:
         copies = self._cache.copies()
         if not work and not ended:
             return None
-        rows = [sequence.row(end, drafts.get(sequence, ())) for sequence, end in work.items()]
+        rows = [sequence.row(end) for sequence, end in work.items()] if not drafts else self._rows(work, drafts)
         counts = sizes(rows, work, prompts=budget.taken > 0)
         self._planned.append(Plan(rows, list(work), ended, started, copies, *counts, extra))
         return self._planned[-1]
@@ -210,6 +204,27 @@ class Scheduler:
         rows = [sequence.row_ahead(number) for sequence, number in going.items()]
         self._planned.append(Plan(rows, list(going), [], [], [], 0, len(rows)))
         return self._planned[-1]
+
+    def _decode(self, work: dict[Sequence, int]) -> tuple[list[Sequence], int]:
+        """Add the rows of the sequences that want their next token.
+
+        Return the others that run, which compute prompts, and how many tokens the rows compute again.
+        """
+        prompts, again = list[Sequence](), 0
+        for sequence in tuple(self._running):
+            end = sequence.computed + 1
+            if sequence.missing > 1:
+                if not self._computes_again(sequence, again):
+                    prompts.append(sequence)
+                    continue
+                again += sequence.again
+                end += sequence.again
+            if self._fit(sequence, end):
+                work[sequence] = end
+        return prompts, again
+
+    def _rows(self, work: Mapping[Sequence, int], drafts: Mapping[Sequence, list[int]]) -> list[Row]:
+        return [sequence.row(end, drafts.get(sequence, ())) for sequence, end in work.items()]
 
     def _computes_again(self, sequence: Sequence, others: int) -> bool:
         """Tell whether all that a running sequence lacks is its last token and those that it computes again.
@@ -411,15 +426,15 @@ class Scheduler:
         self, sequence: Sequence, row: Row, result: RowResult, now: float, in_time: Callable[[], bool]
     ) -> Output | None:
         """Apply one row's result: publish its computed blocks to the cache and append the sampled token."""
-        if row.pending is not None and result.error == NO_TOKEN:
-            return None  # the step before failed, and its rows were then run one by one: this one is computed again
         if result.error:
+            if row.pending is not None and result.error == NO_TOKEN:
+                return None  # the step before failed, and its rows were run one by one: this one is computed again
             return self._fail(sequence, now, FinishReason.ERROR, result.error)
         if row.draft:
             return self._advance_draft(sequence, row, result, now, in_time)
-        sequence.again = 0
         end = sequence.computed = row.end
         if end - row.start > 1 or end % self._cache.info.block_tokens in self._cache.turns:
+            sequence.again = 0
             self._cache.publish(sequence.kv, sequence.tokens, end)
         if result.prompt_logprobs:
             sequence.scored += len(result.prompt_logprobs)

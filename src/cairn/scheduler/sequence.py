@@ -298,17 +298,14 @@ class Sequence:
             first = max(self.computed, self.scored)
             first = first if first < end else None
         request, mask = self.request, None
-        masks: tuple[Pending[bytes] | None, ...] = ()
+        if guesses:
+            return self._row_with(guesses)
         if self.matcher is not None and first is not None and end == len(self.tokens):
-            if guesses:
-                mask, *masks_behind = self.matcher.masks(guesses)
-                masks = tuple(masks_behind)
-            else:
-                mask = self.matcher.mask()
+            mask = self.matcher.mask()
         return Row(
-            [*self.tokens, *guesses] if guesses else self.tokens,
+            self.tokens,
             self.computed,
-            end + len(guesses),
+            end,
             self.kv.table.groups,
             first,
             self.prompt_len,
@@ -317,8 +314,24 @@ class Sequence:
             request.want,
             mu=self.mu or 0.0,
             mask=mask,
-            draft=len(guesses),
-            masks=masks,
+            adapters=request.adapters,
+        )
+
+    def _row_with(self, guesses: TokenIds) -> Row:
+        end, count, request = len(self.tokens), len(guesses), self.request
+        mask, *masks = (None,) if self.matcher is None else self.matcher.masks(guesses)
+        return Row(
+            [*self.tokens, *guesses],
+            self.computed,
+            end + count,
+            self.kv.table.groups,
+            end - 1,
+            self.prompt_len,
+            request.sampling,
+            request.choice,
+            mask=mask,
+            draft=count,
+            masks=tuple(masks),
             adapters=request.adapters,
         )
 

@@ -211,7 +211,7 @@ class Cache:
 
         `open` and `grow_for_guesses` order them.
         """
-        return self._parts.copies() + self._spares.copies()
+        return self._parts.copies() + self._spares.copies() if self._states else self._parts.copies()
 
     def prepare(self, seq_kv: SequenceKV, tokens: Sequence[int], hit: int, stop: int, spare: int) -> bool:
         """Hold the first `hit` blocks and claim those up to `stop`, which are to be loaded.
