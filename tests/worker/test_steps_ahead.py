@@ -94,8 +94,9 @@ def test_answers_are_right_and_steps_are_submitted_ahead() -> None:
     front, cache = Front(requests), Cache(engine.info)
     scheduler = Scheduler(cache, Limits(step_tokens=64), clock)
     loaded: Any = SimpleNamespace(
-        engine=engine, scheduler=scheduler, cache=cache, tiers=None, clock=clock, guesser=None,
+        engine=engine, scheduler=scheduler, cache=cache, tiers=None,
         grammars=SimpleNamespace(pending=False, drop=lambda id: None),
+        clock=clock, guesser=None,
     )  # fmt: skip
     channel: Any = front
     pulse: Any = SimpleNamespace(busy=True)
