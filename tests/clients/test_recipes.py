@@ -54,6 +54,7 @@ LED = {
     ),
     "opencode": Led("opencode", ("run", ASKED), ".config/opencode/opencode.json"),
     "qwen-code": Led("qwen", ("-p", ASKED)),
+    "GitHub Copilot CLI": Led("copilot", ("-p", ASKED, "--allow-all-tools")),
     "aider": Led("aider"),
     "pi": Led("pi", (), ".pi/agent/models.json"),
 }

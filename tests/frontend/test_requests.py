@@ -89,6 +89,7 @@ def test_nothing_that_is_asked_for_is_dropped():
         "repetition_stop",  # test_repetition.py
         "progress",  # of a request, not of its sampling
         "samplers",  # test_sampler_order.py
+        "prediction",  # tests/api/test_speculation.py
         "reasoning_budget",  # test_reasoning_budget.py
         *BEYOND,  # test_sampling_extras.py
     }

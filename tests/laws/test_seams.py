@@ -15,6 +15,7 @@ HEART = [
     "scheduler/fairness.py",
     "scheduler/sequence.py",
     "scheduler/queue.py",
+    "scheduler/speculation.py",
 ]
 HEART += [
     "kv/pool/blocks.py",
@@ -24,6 +25,7 @@ HEART += [
     "kv/pool/waiters.py",
 ]
 HEART += ["kv/pool/partial_blocks.py", "kv/pool/seen_blocks.py", "kv/pool/snapshots.py"]
+HEART += ["kv/pool/spare_states.py", "scheduler/drafts/drafter.py"]
 OUTSIDE = {"asyncio", "datetime", "io", "os", "pathlib", "random", "secrets", "socket", "subprocess", "sys"}
 OUTSIDE |= {"tempfile", "threading", "time", "uuid", "numpy", "torch"}
 ALLOWED = {
@@ -44,6 +46,7 @@ ALLOWED |= {
     "kv.pool.seen_blocks",
     "kv.pool.sequence_kv",
     "kv.pool.snapshots",
+    "kv.pool.spare_states",
     "kv.tiers.store",
     "kv.pool.waiters",
     "scheduler.plan",
@@ -51,6 +54,8 @@ ALLOWED |= {
     "scheduler.sequence",
     "scheduler.encoder_queue",
     "scheduler.queue",
+    "scheduler.drafts.drafter",
+    "scheduler.speculation",
 }
 
 

@@ -21,9 +21,9 @@ from cairn.types.model_spec import ModelSpec
 
 _MLP = r"mlp\.(?:experts\.\d+\.|shared_expert\.)?"
 _BY_OUTPUTS = re.compile(
-    rf"\.(?:self_attn\.(?:[qkv]_proj\.(?:weight|bias)|sinks)|{_MLP}(?:gate|up)_proj\.(?:weight|bias))$"
+    rf"\.(?:self_attn\.(?:[qkv]_proj\.(?:weight|bias)|sinks)|{_MLP}(?:gate|up)_proj\.(?:weight|bias))\Z"
 )
-_BY_INPUTS = re.compile(rf"\.(?:self_attn\.o_proj|{_MLP}down_proj)\.(weight|bias)$")
+_BY_INPUTS = re.compile(rf"\.(?:self_attn\.o_proj|{_MLP}down_proj)\.(weight|bias)\Z")
 
 
 def check_parallel(spec: ModelSpec, ranks: int) -> None:

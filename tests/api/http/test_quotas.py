@@ -201,6 +201,7 @@ KEEP_NOTHING = frozenset(
         "/embed",
         "/embedding",
         "/infill",
+        "/lora-adapters",
         "/tokenize",
         "/v1/admin/drain",
         "/v1/admin/models/load",
@@ -241,6 +242,8 @@ KEEP_NOTHING = frozenset(
         "/v1/workflows/check",
         "/v1/workflows/runs/x/interrupt",
         "/v2/rerank",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
     )
 )
 """Routes whose POST keeps nothing of a tenant's, but for a mark, or what stands in the place of what was there."""

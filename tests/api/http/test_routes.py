@@ -56,7 +56,8 @@ def test_routes_of_the_servers_owner_need_the_admin_key() -> None:
     admin = {route.path for route in table if route.access == "admin"}
     assert admin >= {route.path for route in table if route.path.startswith(("/v1/admin/", "/v1/cache"))}
     others = {path for path in admin if not path.startswith(("/v1/admin/", "/v1/cache"))}
-    assert others == {"/metrics", "/v1/models/load", "/v1/models/unload", "/api/pull", "/api/delete"}
+    adapters = {"/lora-adapters", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+    assert others == {"/metrics", "/v1/models/load", "/v1/models/unload", "/api/pull", "/api/delete", *adapters}
 
 
 def test_the_methods_of_a_path_need_the_same_key() -> None:

@@ -384,7 +384,7 @@ def test_what_never_ends_is_read_in_linear_time(name: str, piece: str, before: s
         times.append(time.process_time() - began)
         said = "".join(one[1] for one in pieces if not isinstance(one, ToolCallDelta))
         assert any(isinstance(one, ToolCallDelta) for one in pieces) or len(said) >= len(text) - len(before) - size
-    assert times[1] < 12 * times[0] + 0.1
+    assert times[1] < 12 * times[0] + 0.5
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ POST /v1/unload_lora_adapter   {"lora_name", "model"}
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from cairn.api.admin.models import check_name, check_owner
 from cairn.api.chat.parse import parse
@@ -31,6 +31,8 @@ class ScaleBody(Body):
 
 class ScalesBody(Body):
     """POST /lora-adapters, whose body may be the list alone."""
+
+    within: ClassVar = {"adapters": ScaleBody}
 
     adapters: Several[ScaleBody]
 
@@ -61,7 +63,7 @@ class AdapterAdmin:
     def routes(self) -> list[Route]:
         """Return the table of these routes."""
         return [
-            Route("GET", "/lora-adapters", self.list),
+            Route("GET", "/lora-adapters", self.list, access="admin"),
             Route("POST", "/lora-adapters", self.scale, ScalesBody, access="admin"),
             Route("POST", "/v1/load_lora_adapter", self.load, LoadAdapterBody, access="admin"),
             Route("POST", "/v1/unload_lora_adapter", self.unload, UnloadAdapterBody, access="admin"),

@@ -27,13 +27,13 @@ _SIZES: dict[str, dict[str, Any]] = {
         **{"layers": 28, "hidden": 1024, "heads": 16, "kv_heads": 8, "head_dim": 128, "ffn": 3072, "vocab": 151_936},
         "context": 40_960,
     },
-    "qwen3-8b": {
-        **{"layers": 36, "hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "ffn": 12_288, "vocab": 151_936},
-        "context": 40_960,
-    },
     "llama-3.2-1b": {
         **{"layers": 16, "hidden": 2048, "heads": 32, "kv_heads": 8, "head_dim": 64, "ffn": 8192, "vocab": 128_256},
         **{"context": 131_072, "architecture": "LlamaForCausalLM", "qk_norm": False, "rope_theta": 5e5},
+    },
+    "qwen3-8b": {
+        **{"layers": 36, "hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "ffn": 12_288, "vocab": 151_936},
+        "context": 40_960,
     },
     "gemma3-270m": {
         **{"layers": 18, "hidden": 640, "heads": 4, "kv_heads": 1, "head_dim": 256, "ffn": 2048, "vocab": 262_144},
