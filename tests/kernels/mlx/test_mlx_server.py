@@ -40,8 +40,9 @@ def options(folder: Path, **more: Any) -> dict[str, Any]:
     return {"model": "demo", "engine": "cpu", "device": "mlx-cpu", "context": 1024, "kv_load": "always", **kept, **more}
 
 
-def test_an_agent_goes_on_after_kill_9(tmp_path: Path) -> None:
-    """Three servers load a model one after the other, which takes some seconds."""
+def test_an_agent_goes_on_after_kill_9(tmp_path: Path, prove: bool) -> None:
+    if not prove:
+        pytest.skip("three servers load a model one after the other: only with --prove")
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     with served(**options(killed)) as server:
         server.post("/v1/agents", {"id": "ada"})
