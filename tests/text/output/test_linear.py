@@ -92,9 +92,9 @@ def test_eight_times_the_text_takes_about_eight_times_as_long(name: str) -> None
     """In one piece, as what was said comes back after a restart. It took 20 to 30 times as long."""
     kind, text = LONG[name]
     close = "y=1)]<|tool_call_end|>" if name == "arguments" else ""
+    # A quadratic reader takes 64 times as long each time; a busy machine makes one measurement of three slow.
     small = min(seconds(form(kind), text[: len(text) // 8] + close, 1 << 30) for _ in range(3))
-    large = min(seconds(form(kind), text, 1 << 30) for _ in range(3))
-    assert large < 14 * small
+    assert any(seconds(form(kind), text, 1 << 30) < 20 * small for _ in range(3))
 
 
 MARK = '<|"|>'
