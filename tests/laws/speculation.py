@@ -252,9 +252,7 @@ class Site:
         for request in self.requests(chance):
             try:
                 right[request.id] = self.alone(request)
-            except (
-                Broken
-            ) as error:  # its stops and its least length allow no token, with guesses or without
+            except Broken as error:  # its stops and its least length allow no token, with guesses or without
                 law("left no token" in str(error), str(error))
                 continue
             requests.append(request)
