@@ -58,7 +58,6 @@ def shard_spec(spec: ModelSpec, ranks: int) -> ModelSpec:
         kv_heads=spec.kv_heads // ranks,
         ffn=spec.ffn // ranks,
         experts=experts,
-        attention_scale=spec.attention_scale,
         identity=hashlib.sha256(spec.identity + f"tp {ranks}".encode()).digest(),
     )
 

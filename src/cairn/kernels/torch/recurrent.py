@@ -84,7 +84,7 @@ def delta(
     share = torch.sigmoid(gates[:, first : first + heads])
     step = torch.nn.functional.softplus(gates[:, first + heads : first + 2 * heads] + time_bias)
     value = x[:, 2 * width :].reshape(len(x), heads, -1)
-    vectors = _spread(key, heads, tiled), _spread(query, heads, tiled), value
+    vectors = spread(key, heads, tiled), spread(query, heads, tiled), value
     _scan(*vectors, torch.exp(decay * step), share, True, places, out)
 
 
@@ -106,7 +106,7 @@ def mamba2(
     step = torch.nn.functional.softplus(gates[:, first : first + heads] + time_bias).clamp(*limits)
     value = x[:, :inner].reshape(len(x), heads, -1)
     key, query = (
-        _spread(part.reshape(len(x), groups, -1), heads, False)
+        spread(part.reshape(len(x), groups, -1), heads, False)
         for part in (x[:, inner : inner + width], x[:, inner + width :])
     )
     _scan(key, query, value, torch.exp(decay * step), step, False, places, out)
@@ -118,7 +118,7 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + _UNIT)
 
 
-def _spread(x: Tensor, heads: int, tiled: bool) -> Tensor:
+def spread(x: Tensor, heads: int, tiled: bool) -> Tensor:
     """Repeat x[M, key heads, K] to [M, heads, K]: tiled, or each key head for neighbouring heads."""
     fan = heads // x.shape[1]
     return x.repeat(1, fan, 1) if tiled else x.repeat_interleave(fan, dim=1)

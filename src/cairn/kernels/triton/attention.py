@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cairn.kernels.triton.rounding import blocks, narrow, power_of_two, product, tanh
+from cairn.kernels.triton.rounding import narrow, power_of_two, product, tanh
 from cairn.types.model_spec import BLOCK_TOKENS
 
 Tensor = Any
@@ -226,7 +226,7 @@ def attend(
     fan = power_of_two(heads // kv_heads)
     lines = max(LINES, fan)
     tokens = lines // fan
-    tiles, splits = blocks(most, tokens), blocks(tables.shape[1] * BLOCK_TOKENS, SPLIT)
+    tiles, splits = triton.cdiv(most, tokens), triton.cdiv(tables.shape[1] * BLOCK_TOKENS, SPLIT)
     parallel = most == 1 and splits > 1 and not both
     partial = torch.empty((count * heads * splits, size) if parallel else (1,), device=query.device)
     peaks = torch.empty((count * heads * splits, 2) if parallel else (1,), device=query.device)

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from cairn.kernels.base import GROUP
 from cairn.kernels.torch.weights import PackedCodes, TorchMatrix, pack
-from cairn.kernels.triton.rounding import blocks, narrow, product
+from cairn.kernels.triton.rounding import narrow, product
 
 Tensor = Any
 
@@ -167,7 +167,7 @@ class TritonMatrix(TorchMatrix):
 
 def _dense_product(x: Tensor, part: Tensor, bias: Tensor | None, out: Tensor, *, add: bool) -> int:
     outputs, inner = part.shape
-    _dense[(blocks(outputs, OUTPUTS), blocks(len(x), ROWS))](
+    _dense[(triton.cdiv(outputs, OUTPUTS), triton.cdiv(len(x), ROWS))](
         x, x.stride(0), part, part if bias is None else bias, out, out.stride(0), len(x), outputs, inner,
         bias is not None, add, ROWS=ROWS, OUTPUTS=OUTPUTS, INNER=INNER,
     )  # fmt: skip
@@ -182,7 +182,7 @@ def _packed_product(
     block = part.block_scale
     # With a minimum, codes count from it; without one, codes of 4 bits from 8 and of 6 bits from 32.
     below = 0 if part.minimum is not None else {4: 8, 6: 32}.get(part.bits, 0)
-    _packed[(blocks(outputs, PACKED_OUTPUTS), blocks(len(codes), ROWS))](
+    _packed[(triton.cdiv(outputs, PACKED_OUTPUTS), triton.cdiv(len(codes), ROWS))](
         codes, shares, part.codes, part.scale, part.scale if part.minimum is None else part.minimum,
         part.scale if block is None else block, part.scale if part.block_minimum is None else part.block_minimum,
         part.scale if bias is None else bias, out, out.stride(0), len(codes), outputs, inner,

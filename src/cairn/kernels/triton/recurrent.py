@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cairn.kernels.triton.rounding import blocks, power_of_two, sigmoid, softplus
+from cairn.kernels.triton.rounding import power_of_two, sigmoid, softplus
 from cairn.types.model_spec import BLOCK_TOKENS
 
 Tensor = Any
@@ -113,7 +113,7 @@ def convolve(
     if not len(rows) or not len(x):
         return
     old = old_states(states, layer, rows, tables)[:, : (reach - 1) * channels].contiguous()
-    grid = len(rows), blocks(channels, CHANNELS)
+    grid = len(rows), triton.cdiv(channels, CHANNELS)
     places = states.stride(0), layer * states.stride(1)
     _convolve[grid](
         x, x.stride(0), first, weight, weight if bias is None else bias, states, *places, rows, tables,
@@ -190,7 +190,7 @@ def scan(
     numbers = heads * inner * size
     old = old_states(states, layer, rows, tables)[:, states.shape[2] - numbers :].contiguous()
     at = layer * states.stride(1) + states.shape[2] - numbers
-    _scan[(len(rows), heads, blocks(size, COLUMNS))](
+    _scan[(len(rows), heads, triton.cdiv(size, COLUMNS))](
         key.contiguous(), query.contiguous(), value.contiguous(), decay.contiguous(), share.contiguous(), old, numbers,
         states, states.stride(0), at, rows, tables, tables.stride(0), out, out.stride(0), heads, inner, size,
         CORRECTED=corrected, KEYS=power_of_two(inner), COLUMNS=COLUMNS, BLOCK_TOKENS=BLOCK_TOKENS,

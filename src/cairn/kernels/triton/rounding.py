@@ -1,4 +1,4 @@
-"""What all Triton kernels share: rounding to 16 bits, launches, and the fixed sizes of tiles."""
+"""Functions that all Triton kernels share: rounding to 16 bits, products and activations without overflow."""
 
 from __future__ import annotations
 
@@ -53,8 +53,3 @@ def softplus(x):
 def power_of_two(size: int, least: int = 1) -> int:
     """Return the smallest power of two that is at least `size` and `least`."""
     return max(least, int(triton.next_power_of_2(size)))
-
-
-def blocks(size: int, block: int) -> int:
-    """Return how many blocks cover `size`."""
-    return -(-size // block)

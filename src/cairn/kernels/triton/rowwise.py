@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cairn.kernels.triton.rounding import blocks, power_of_two, sigmoid, tanh
+from cairn.kernels.triton.rounding import power_of_two, sigmoid, tanh
 
 Tensor = Any
 
@@ -36,7 +36,7 @@ def activated(x, kind: tl.constexpr):
 
 @triton.jit
 def _norm(
-    x, x_stride, weight, out, out_stride, groups, width, eps,
+    x, x_stride, weight, out, out_stride, width, eps,
     HAS_WEIGHT: tl.constexpr, SHARED: tl.constexpr, ADD: tl.constexpr, LAYER: tl.constexpr,
     bias, HAS_BIAS: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
@@ -90,7 +90,7 @@ def norm(
     shared = weight is None or len(weight) == width
     own = x if weight is None else weight
     _norm[(len(x), x.shape[1] // width)](
-        x, x.stride(0), own, out, out.stride(0), x.shape[1] // width, width, eps,
+        x, x.stride(0), own, out, out.stride(0), width, eps,
         weight is not None, shared, add, layer, x if bias is None else bias, bias is not None,
         PIECE=min(PIECE, power_of_two(width)),
     )  # fmt: skip
@@ -122,7 +122,7 @@ def gate(gates: Tensor, up: Tensor | None, activation: str, out: Tensor) -> Tens
     if len(out):
         width = out.shape[1]
         piece = min(PIECE, power_of_two(width))
-        _gate[(len(out), blocks(width, piece))](
+        _gate[(len(out), triton.cdiv(width, piece))](
             gates, gates.stride(0), gates if up is None else up, 0 if up is None else up.stride(0), out, out.stride(0),
             width, activation, up is not None, PIECE=piece,
         )  # fmt: skip
@@ -130,7 +130,7 @@ def gate(gates: Tensor, up: Tensor | None, activation: str, out: Tensor) -> Tens
 
 
 @triton.jit
-def _statistics(x, x_stride, width, eps, mean_out, square_out, PIECE: tl.constexpr):
+def _statistics(x, x_stride, width, mean_out, square_out, PIECE: tl.constexpr):
     """Write the mean and the mean square of one row."""
     row = tl.program_id(0).to(tl.int64)
     places = tl.arange(0, PIECE)
@@ -148,7 +148,7 @@ def statistics(x: Tensor) -> tuple[Tensor, Tensor]:
     found = torch.empty((2, len(x), 1), device=x.device)
     if len(x):
         _statistics[(len(x),)](
-            x, x.stride(0), x.shape[1], 0.0, found[0], found[1], PIECE=min(PIECE, power_of_two(x.shape[1]))
+            x, x.stride(0), x.shape[1], found[0], found[1], PIECE=min(PIECE, power_of_two(x.shape[1]))
         )
     return found[0], found[1]
 

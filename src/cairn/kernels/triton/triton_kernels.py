@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from cairn.kernels.base import Packed
 from cairn.kernels.program import Interpreted, KernelCall
+from cairn.kernels.torch.recurrent import spread
 from cairn.kernels.torch.torch_kernels import TorchKernels
 from cairn.kernels.torch.weights import TorchMatrix
 from cairn.kernels.triton import attention, experts, recurrent, rowwise
@@ -222,7 +223,7 @@ class TritonKernels(TorchKernels):
         key = recurrent.unit(x[:, width : 2 * width], key_heads)
         value = x[:, 2 * width :].reshape(len(x), heads, -1)
         shares = recurrent.gates(gates, first, decay, time_bias)
-        vectors = _spread(key, heads, tiled), _spread(query, heads, tiled), value
+        vectors = spread(key, heads, tiled), spread(query, heads, tiled), value
         recurrent.scan(*vectors, *shares, True, states, layer, rows, tables, out)
 
     def mamba2(
@@ -247,7 +248,7 @@ class TritonKernels(TorchKernels):
         width = (x.shape[1] - inner) // 2
         value = x[:, :inner].reshape(len(x), heads, -1)
         parts = x[:, inner : inner + width], x[:, inner + width :]
-        key, query = (_spread(part.reshape(len(x), groups, -1), heads, False) for part in parts)
+        key, query = (spread(part.reshape(len(x), groups, -1), heads, False) for part in parts)
         shares = recurrent.gates(gates, first, decay, time_bias, (low, high))
         recurrent.scan(key, query, value, *shares, False, states, layer, rows, tables, out)
         out += (skip[:, None] * value).reshape(out.shape)
@@ -274,9 +275,3 @@ class TritonKernels(TorchKernels):
 
     def program(self, calls: Sequence[KernelCall]) -> Interpreted:
         return CapturedProgram(self, calls) if self.device.type == "cuda" else super().program(calls)
-
-
-def _spread(x: Tensor, heads: int, tiled: bool) -> Tensor:
-    """Repeat x[M, key heads, K] to [M, heads, K]: tiled, or each key head for neighbouring heads."""
-    fan = heads // x.shape[1]
-    return x.repeat(1, fan, 1) if tiled else x.repeat_interleave(fan, dim=1)

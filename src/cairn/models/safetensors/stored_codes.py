@@ -124,7 +124,7 @@ class StoredMatrix(ABC):
 
     def packed(self, rows: Rows) -> Quantized:
         """Return some outputs as kernel codes, without loss; only if there is an `outline`."""
-        raise NotImplementedError
+        raise ValueError("this form has no outline, so its outputs cannot be kernel codes")
 
 
 class Float8(StoredMatrix):
