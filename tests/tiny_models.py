@@ -6,7 +6,7 @@ No torch here: the weights come from numpy, so that tests of the engine run with
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -338,6 +338,43 @@ MODELS: dict[str, dict[str, Any]] = {
             "rope_theta": 1e4,
         },
     },
+    "starcoder 2": {
+        "architecture": "Starcoder2ForCausalLM",
+        **{"hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5, "tie_word_embeddings": True, "rope_theta": 1e5},
+    },
+    "starcoder 2 with a window, without biases": {
+        "architecture": "Starcoder2ForCausalLM",
+        **{"hidden_act": "gelu_pytorch_tanh", "sliding_window": 24, "use_bias": False},
+    },
+    "phi 2": {"architecture": "PhiForCausalLM", "hidden_act": "gelu_new", "partial_rotary_factor": 0.4},
+    "phi with norms of queries and keys": {
+        "architecture": "PhiForCausalLM",
+        **{"hidden_act": "gelu_new", "qk_layernorm": True, "layer_norm_eps": 1e-4, "tie_word_embeddings": True},
+    },
+    "stablelm": {"architecture": "StableLmForCausalLM", "use_qkv_bias": True, "partial_rotary_factor": 0.5},
+    "stablelm, parallel, norms of heads": {
+        "architecture": "StableLmForCausalLM",
+        **{"use_parallel_residual": True, "qk_layernorm": True, "partial_rotary_factor": 0.4},
+    },
+    "gpt neox": {"architecture": "GPTNeoXForCausalLM", "hidden_act": "gelu", "rotary_pct": 0.4},
+    "gpt neox, one after the other": {
+        "architecture": "GPTNeoXForCausalLM",
+        **{"hidden_act": "gelu_fast", "use_parallel_residual": False, "attention_bias": False, "rotary_pct": 0.5},
+        **{"rotary_emb_base": 500, "tie_word_embeddings": True},
+    },
+    "command-r": {
+        "architecture": "CohereForCausalLM",
+        **{"logit_scale": 0.6, "use_qk_norm": True, "tie_word_embeddings": True},
+    },
+    "command-r, biases": {
+        "architecture": "CohereForCausalLM",
+        **{"logit_scale": 1.2, "attention_bias": True, "rope_theta": 8e4},
+    },
+    "command-r 7b": {
+        "architecture": "Cohere2ForCausalLM",
+        **{"logit_scale": 0.7, "num_hidden_layers": 4, "sliding_window": 20, "sliding_window_pattern": 2},
+        "tie_word_embeddings": True,
+    },
     **RECURRENT,
 }
 """Every family, and every odd shape that its arithmetic could get wrong."""
@@ -374,6 +411,8 @@ def write_config(folder: Path, architecture: str = "Qwen3ForCausalLM", **fields:
         "Glm4MoeLite": "glm4_moe_lite",
         "Mistral4": "mistral4",
         "Llama4": "llama4_text",
+        **{"Starcoder2": "starcoder2", "Phi": "phi", "StableLm": "stablelm", "GPTNeoX": "gpt_neox"},
+        **{"Cohere": "cohere", "Cohere2": "cohere2"},
     }
     config = {**PLAIN, "architectures": [architecture], "model_type": kinds[architecture.removesuffix("ForCausalLM")]}
     if architecture.startswith("Gemma"):
@@ -402,6 +441,8 @@ def random_tensors(folder: Path, seed: int = 0, dtype: Any = np.float32) -> dict
             values = 0.3 * values
         elif name.endswith(("layer_scalar", "mlp.gate.scale", "per_expert_scale", "correct_output_scale")):
             values = 0.9 + 0.2 * values
+        elif name.endswith("norm.bias"):
+            values = 0.3 * values
         elif "norm" in name:
             values = (0 if gemma and ".mixer." not in name else 1) + 0.3 * values
         elif name.endswith(".decay"):
@@ -442,6 +483,16 @@ NAMES = {
         ".input_layernorm.": ".attention_layernorm.",
         ".post_attention_layernorm.": ".feedforward_layernorm.",
     },
+    "Starcoder2ForCausalLM": {".mlp.up_proj.": ".mlp.c_fc.", ".mlp.down_proj.": ".mlp.c_proj."},
+    "PhiForCausalLM": {
+        **{".mlp.up_proj.": ".mlp.fc1.", ".mlp.down_proj.": ".mlp.fc2.", ".o_proj.": ".dense."},
+        **{".q_norm.": ".q_layernorm.", ".k_norm.": ".k_layernorm.", "model.norm.": "model.final_layernorm."},
+    },
+    "GPTNeoXForCausalLM": {
+        **{".mlp.up_proj.": ".mlp.dense_h_to_4h.", ".mlp.down_proj.": ".mlp.dense_4h_to_h."},
+        **{"model.embed_tokens.": "gpt_neox.embed_in.", "model.norm.": "gpt_neox.final_layer_norm."},
+        **{"model.layers.": "gpt_neox.layers.", ".self_attn.o_proj.": ".attention.dense."},
+    },
     "HunYuanDenseV1ForCausalLM": {".q_norm.": ".query_layernorm.", ".k_norm.": ".key_layernorm."},
     **{
         f"{name}ForCausalLM": {".shared_expert.": ".shared_experts."}
@@ -461,18 +512,7 @@ def stored(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndar
         tensors |= {f"{one}.{name}": np.array(value, np.float32) for one in layers for name, value in constants.items()}
     if spec.latent is not None:
         tensors = joined_latents(spec, tensors)
-    if spec.architecture == "Glm4ForCausalLM":
-        tensors = glm_heads(spec, fused_rows(tensors, "mlp.gate_up_proj", ("gate", "up")))
-    if spec.architecture == "Phi3ForCausalLM":
-        tensors = fused_rows(
-            fused_rows(tensors, "self_attn.qkv_proj", ("q", "k", "v")), "mlp.gate_up_proj", ("gate", "up")
-        )
-    if spec.architecture == "GptOssForCausalLM":
-        tensors = fused_experts(spec, tensors)
-    if spec.architecture == "Mistral4ForCausalLM":
-        tensors = stacked_experts(spec, tensors)
-    if spec.architecture == "Llama4ForCausalLM":
-        tensors = llama_experts(spec, tensors)
+    tensors = LAYOUTS.get(spec.architecture, lambda _, given: given)(spec, tensors)
     if spec.architecture == "Gemma4ForCausalLM" and spec.experts is not None:
         tensors = stacked_experts(spec, tensors, "experts")
         tensors = {
@@ -505,6 +545,37 @@ def glm_heads(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.n
             first = first.reshape(-1, spec.turned, *array.shape[1:])
             array = np.concatenate([first, heads[:, spec.turned :]], axis=1).reshape(array.shape)
         found[name] = np.ascontiguousarray(array)
+    return found
+
+
+def neox_heads(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Each head's query, key and value together, in one matrix."""
+    found = {name: array for name, array in tensors.items() if ".self_attn." not in name}
+    for name in tensors:
+        if ".q_proj." in name:
+            parts = [tensors[name.replace(".q_proj.", f".{one}_proj.")] for one in "qkv"]
+            heads = np.stack([one.reshape(spec.heads, spec.head_dim, *one.shape[1:]) for one in parts], axis=1)
+            own = name.replace(".self_attn.q_proj.", ".attention.query_key_value.")
+            found[own] = np.ascontiguousarray(heads.reshape(-1, *parts[0].shape[1:]))
+    return found
+
+
+def cohere_heads(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Queries and keys whose pairs are neighbours; the norms of all heads in one tensor [heads, D]."""
+    found: dict[str, np.ndarray] = {}
+    for name, array in tensors.items():
+        turned = any(f".{part}_{kind}." in name for part in "qk" for kind in ("proj", "norm"))
+        own = permute(array, spec.head_dim) if turned else array
+        found[name] = own.reshape(-1, spec.head_dim) if "k_norm." in name or "q_norm." in name else own
+    return found
+
+
+def stable_heads(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The norm of each head in a tensor of its own."""
+    found = {name: array for name, array in tensors.items() if "q_norm." not in name and "k_norm." not in name}
+    for name in tensors.keys() - found.keys():
+        for head, one in enumerate(tensors[name].reshape(-1, spec.head_dim)):
+            found[name.replace("_norm.", f"_layernorm.norms.{head}.")] = one
     return found
 
 
@@ -573,6 +644,29 @@ def fused_experts(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, 
         found[f"{prefix}down_proj_bias"] = every("down_proj.bias")
     return found
 
+
+def glm_layout(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """GLM-4's heads, and its gates and what they let through as one matrix."""
+    return glm_heads(spec, fused_rows(tensors, "mlp.gate_up_proj", ("gate", "up")))
+
+
+def phi_layout(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Phi-3's fused matrices."""
+    fused = fused_rows(tensors, "self_attn.qkv_proj", ("q", "k", "v"))
+    return fused_rows(fused, "mlp.gate_up_proj", ("gate", "up"))
+
+
+LAYOUTS: dict[str, Callable[[ModelSpec, dict[str, np.ndarray]], dict[str, np.ndarray]]] = {
+    "Glm4ForCausalLM": glm_layout,
+    "Phi3ForCausalLM": phi_layout,
+    "GPTNeoXForCausalLM": neox_heads,
+    "StableLmForCausalLM": stable_heads,
+    **dict.fromkeys(("CohereForCausalLM", "Cohere2ForCausalLM"), cohere_heads),
+    "GptOssForCausalLM": fused_experts,
+    "Mistral4ForCausalLM": stacked_experts,
+    "Llama4ForCausalLM": llama_experts,
+}
+"""How a family's own files lay out what is laid out otherwise here."""
 
 BFLOAT16 = ml_dtypes.bfloat16
 

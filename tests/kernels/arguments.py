@@ -196,6 +196,8 @@ def _plain(rng: np.random.Generator) -> Iterator[Call]:
     yield Call("scale_queries", (f(m, 2, 8), positions, 0.1, 64.0, 1))
     for weight in (None, Vector(f(8))):
         yield Call("norm_heads", (f(m, 40), 1, 3, 8, weight, 1e-6))
+        yield Call("layer_norm_heads", (f(m, 40), 1, 3, 8, Vector(f(8)), weight, 1e-6))
+    yield Call("layer_norm_heads", (f(m, 40), 1, 3, 8, Vector(f(24)), None, 1e-6))
     yield Call("turn_heads", (f(m, 24), f(m, 2, 3), f(m, 3, 8)))
     yield Call("gate_heads", (f(m, 32), f(m, 64 + 16), 8))
     yield Call("add_gated", (f(m, h), f(m, 1), f(m, h)))
@@ -242,7 +244,10 @@ def _matrices(rng: np.random.Generator) -> Iterator[Call]:
     yield Call("gated_project", (x, norm, 1e-6, up, "silu", down, f(m, inner)))
     yield Call("gated_mlp", (x, norm, 1e-6, up, "silu", down))
     wanted = np.array([0, 3, 6, 3], np.int32)
+    head = Weights([matrix(90, inner)], [f(90)])
     yield Call("logits", (x, wanted, norm, 1e-6, Weights([matrix(90, inner)]), f(4, 90)))
+    for bias in (None, Vector(f(inner))):
+        yield Call("layer_logits", (x, wanted, norm, bias, 1e-6, head, f(4, 90)))
 
 
 def _attention(rng: np.random.Generator) -> Iterator[Call]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cairn.kernels.choose import load_kernels
-from cairn.kernels.reference import rms_norm
+from cairn.kernels.reference import layer_norm, rms_norm
 from tests.tiny_models import KERNELS
 
 
@@ -24,6 +24,51 @@ def test_heads_are_normed_where_they_lie(kind: str, size: int, weighted: bool) -
     kernels.close()
     np.testing.assert_allclose(x, want.reshape(x.shape), rtol=1e-5, atol=1e-6)
     assert (x.reshape(19, 7, size)[:, [0, 1, 5, 6]] == want[:, [0, 1, 5, 6]]).all()
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("size", [2, 16, 37, 256])
+@pytest.mark.parametrize("kind", KERNELS)
+def test_layer_norms_of_heads(kind: str, size: int, apart: bool, biased: bool) -> None:
+    rng = np.random.default_rng(size)
+    x = rng.standard_normal((19, 7 * size), dtype=np.float32) + np.float32(3)
+    weight = rng.standard_normal(size * (3 if apart else 1), dtype=np.float32)
+    bias = rng.standard_normal(size, dtype=np.float32) if biased else None
+    want = x.astype(np.float64).reshape(19, 7, size)
+    moved = want[:, 2:5] - want[:, 2:5].mean(axis=-1, keepdims=True)
+    want[:, 2:5] = moved / np.sqrt(np.square(moved).mean(axis=-1, keepdims=True) + 1e-5) * weight.reshape(-1, size)
+    want[:, 2:5] += 0 if bias is None else bias
+    kernels = load_kernels(kind, 2)
+    alone = x[3:4].copy()
+    kernels.layer_norm_heads(x, 2, 3, size, weight, bias, 1e-5)
+    kernels.layer_norm_heads(alone, 2, 3, size, weight, bias, 1e-5)
+    kernels.close()
+    np.testing.assert_allclose(x, want.reshape(x.shape), rtol=1e-5, atol=1e-5)
+    assert (x.reshape(19, 7, size)[:, [0, 1, 5, 6]] == want[:, [0, 1, 5, 6]]).all()
+    np.testing.assert_array_equal(alone[0], x[3])
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("width", [48, 70, 512])
+@pytest.mark.parametrize("kind", KERNELS)
+def test_logits_of_a_layer_norm(kind: str, width: int, biased: bool) -> None:
+    """As its parts, with the bias of the head; and the same bits whatever else is wanted."""
+    rng = np.random.default_rng(width)
+    hidden = rng.standard_normal((9, width), dtype=np.float32) - np.float32(2)
+    weight, bias = rng.standard_normal((2, width), dtype=np.float32)
+    head = rng.standard_normal((33, width), dtype=np.float32), rng.standard_normal(33, dtype=np.float32)
+    wanted, own = np.array([7, 0, 7, 3], np.int32), bias if biased else None
+    kernels = load_kernels(kind, 2)
+    matrix = kernels.matrix([head[0]], [head[1]])
+    found, alone = np.zeros((4, 33), np.float32), np.zeros((1, 33), np.float32)
+    kernels.layer_logits(hidden, wanted, weight, own, 1e-5, matrix, found)
+    kernels.layer_logits(hidden, wanted[3:], weight, own, 1e-5, matrix, alone)
+    kernels.close()
+    want = layer_norm(hidden.astype(np.float64), weight, own, 1e-5)[wanted] @ head[0].T + head[1]  # type: ignore[arg-type]
+    np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(alone[0], found[3])
+    np.testing.assert_array_equal(found[0], found[2])
 
 
 @pytest.mark.parametrize("turned", [2, 10, 16])

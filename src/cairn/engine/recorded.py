@@ -49,6 +49,7 @@ from cairn.models.families.value_range import fits_half, reach
 from cairn.models.files import is_gguf
 from cairn.models.forward import decoder
 from cairn.models.forward.buffers import allocate
+from cairn.models.forward.norms import run_norm
 from cairn.models.forward.projection import Pooled, ProjectionStep, open_projection, record_projection
 from cairn.models.forward.row_table import RowTable, open_table
 from cairn.models.packing import packed_file
@@ -347,7 +348,7 @@ class RecordedEngine:
         project = record_projection(self._kernels, rows, steps)
 
         def record(k: Any, states: Slot) -> Slot:
-            k.norm(states, built.norm, built.eps, states)
+            run_norm(k, built.norm, built.eps, states, states)
             return project(k, states)
 
         return record

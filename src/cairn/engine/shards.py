@@ -34,6 +34,7 @@ def check_parallel(spec: ModelSpec, ranks: int) -> None:
         "layers that differ": spec.uneven is not None,
         "an encoder, or attention in both directions": spec.whole,
         "a norm over all heads together": spec.qk_norm_whole,
+        "a norm for each head": spec.qk_norm_apart,
     }
     for kind, there in kinds.items():
         if there:

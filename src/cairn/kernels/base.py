@@ -448,6 +448,13 @@ class Kernels(Storage, Protocol):
         """out[R, V] = rms_norm(hidden[wanted[R]]) @ head."""
         ...
 
+    @effect(writes="out")
+    def layer_logits(
+        self, hidden: Array, wanted: Array, norm: Array, bias: Array | None, eps: float, head: Matrix, out: Array
+    ) -> None:
+        """out[R, V] = layer_norm(hidden[wanted[R]]) @ head, with the norm's weight and bias[H]."""
+        ...
+
     @effect(updates="logits")
     def softcap(self, logits: Array, cap: float) -> None:
         """logits[R, V] = cap tanh(logits / cap)."""
@@ -466,6 +473,16 @@ class Kernels(Storage, Protocol):
     @effect(updates="x")
     def norm_heads(self, x: Array, first: int, heads: int, size: int, weight: Array | None, eps: float) -> None:
         """Norm `heads` heads of `size` numbers in x[M, W] in place, from head `first` on. No weight: 1."""
+        ...
+
+    @effect(updates="x")
+    def layer_norm_heads(
+        self, x: Array, first: int, heads: int, size: int, weight: Array, bias: Array | None, eps: float
+    ) -> None:
+        """Norm `heads` heads of `size` numbers in x[M, W] in place, from head `first` on, as `layer_norm` does.
+
+        weight[size] for every head, or weight[heads size]; bias[size].
+        """
         ...
 
     @effect(writes="query")

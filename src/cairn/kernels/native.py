@@ -34,7 +34,7 @@ VERSION = "native-7"
 """Version of the order of operations, of the KV layout and of packed matrices. Change it here and in `csrc/module.cpp`
 with every change that can move a bit."""
 
-INTERFACE = 10
+INTERFACE = 11
 """Version of the module's interface. Change it in both places with changes of signatures that move no bit."""
 
 _MODULE = "cairn.kernels._native"
@@ -363,6 +363,9 @@ class NativeKernels(HostStorage):
     def logits(self, hidden: Any, wanted: Any, norm: Any, eps: float, head: Any, out: Any) -> None:
         self._run("logits", (hidden, wanted, norm, eps, head, out), logits=len(wanted))
 
+    def layer_logits(self, hidden: Any, wanted: Any, norm: Any, bias: Any, eps: float, head: Any, out: Any) -> None:
+        self._run("layer_logits", (hidden, wanted, norm, bias, eps, head, out), logits=len(wanted))
+
     def softcap(self, logits: Any, cap: float) -> None:
         self._run("softcap", (logits, cap), logits=len(logits))
 
@@ -374,6 +377,9 @@ class NativeKernels(HostStorage):
 
     def norm_heads(self, x: Any, first: int, heads: int, size: int, weight: Any, eps: float) -> None:
         self._run("norm_heads", (x, first, heads, size, weight, eps), tokens=len(x))
+
+    def layer_norm_heads(self, x: Any, first: int, heads: int, size: int, weight: Any, bias: Any, eps: float) -> None:
+        self._run("layer_norm_heads", (x, first, heads, size, weight, bias, eps), tokens=len(x))
 
     def turn_heads(self, x: Any, angles: Any, query: Any) -> None:
         self._run("turn_heads", (x, angles, query), tokens=len(x))

@@ -313,6 +313,11 @@ class ReferenceKernels(HostStorage):
     def logits(self, hidden: Floats, wanted: Ints, norm: Floats, eps: float, head: Segments, out: Floats) -> None:
         out[:] = self._project(rms_norm(hidden[wanted], norm, eps), head)
 
+    def layer_logits(
+        self, hidden: Floats, wanted: Ints, norm: Floats, bias: Floats | None, eps: float, head: Segments, out: Floats
+    ) -> None:
+        out[:] = self._project(layer_norm(hidden[wanted], norm, bias, eps), head)
+
     def softcap(self, logits: Floats, cap: float) -> None:
         softcap(logits, cap)
 
@@ -327,6 +332,13 @@ class ReferenceKernels(HostStorage):
         part = x[:, first * size : (first + heads) * size]
         whole = np.ones(size, np.float32) if weight is None else weight
         part[:] = rms_norm(np.ascontiguousarray(part).reshape(len(x), heads, size), whole, eps).reshape(part.shape)
+
+    def layer_norm_heads(
+        self, x: Floats, first: int, heads: int, size: int, weight: Floats, bias: Floats | None, eps: float
+    ) -> None:
+        part = x[:, first * size : (first + heads) * size]
+        split = np.ascontiguousarray(part).reshape(len(x), heads, size)
+        part[:] = layer_norm(split, weight.reshape(-1, size), bias, eps).reshape(part.shape)
 
     def turn_heads(self, x: Floats, angles: Floats, query: Floats) -> None:
         _rotate(x.reshape(query.shape), angles, query)

@@ -19,6 +19,7 @@ MAX_VOCAB = 1 << 22
 MAX_HEAD_DIM = 1 << 10
 """Largest head size served: the kernels' limit, and a bound on what a model file may claim."""
 Kind = Literal["chat", "embed", "rerank"]
+Parallel = Literal["", "one norm", "two norms"]
 
 
 class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
@@ -386,6 +387,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     both."""
     mlp_gated: bool = True
     """Whether the MLP is gated: act(g) * u instead of act(g)."""
+    layer_norms: bool = False
+    """Whether norms subtract the mean (LayerNorm)."""
+    norm_bias: bool = False
+    """Whether these norms have a bias; those of queries and keys only if all heads share one."""
+    qk_norm_apart: bool = False
+    """Whether each head has a norm of its own, with `qk_norm`."""
+    parallel: Parallel = ""
+    """Whether attention and MLP read the same hidden state, through one norm or two; "": one after the other."""
+    head_bias: bool = False
+    """Whether the output matrix has a bias."""
     output_gate: bool = False
     """Whether the query projection also gives a gate for each head, which multiplies attention's output."""
 

@@ -20,6 +20,19 @@ void Program::norm_heads(float* x, Index wide, Index from, Index heads, Norm nor
     });
 }
 
+void Program::layer_norm_heads(float* x, Index wide, Index from, Index heads, Norm norm, bool apart, const float* bias) {
+    calls_.push_back([=, this](const Sizes& sizes) {
+        each(sizes.tokens, heads * norm.size, [=, this](Index token, int) {
+            float* row = x + token * wide + from;
+            for (Index head = 0; head < heads; head++) {
+                const float* weight = norm.weight + (apart ? head * norm.size : 0);
+                float* at = row + head * norm.size;
+                kernels_.layer_norm(at, weight, bias, norm.size, norm.eps, at);
+            }
+        });
+    });
+}
+
 void Program::turn_heads(const float* x, Index heads, Index size, const float* angles, Index turned, float* out) {
     calls_.push_back([=, this](const Sizes& sizes) {
         each(sizes.tokens, heads * size, [=, this](Index token, int) {

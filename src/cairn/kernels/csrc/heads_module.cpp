@@ -20,6 +20,17 @@ void norm_heads(Program& program, const Floats& x, int first, int heads, int siz
                        {weight ? weight->data() : nullptr, size, static_cast<float>(eps)});
 }
 
+void layer_norm_heads(Program& program, const Floats& x, int first, int heads, int size, const ConstFloats& weight,
+                      const std::optional<ConstFloats>& bias, double eps) {
+    const auto wide = static_cast<Index>(x.shape(1)), numbers = static_cast<Index>(weight.size());
+    check(x.ndim() == 2 && first >= 0 && heads > 0 && size > 0 && Index{first + heads} * size <= wide,
+          "the heads lie in their rows");
+    check(numbers == size || numbers == Index{heads} * size, "a norm has the size of a head or of all heads");
+    check(!bias || static_cast<int>(bias->size()) == size, "a norm's bias has the size of a head");
+    program.layer_norm_heads(x.data(), wide, Index{first} * size, heads, {weight.data(), size, static_cast<float>(eps)},
+                             numbers != size, bias ? bias->data() : nullptr);
+}
+
 void turn_heads(Program& program, const ConstFloats& x, const ConstFloats& angles, const Floats& query) {
     check(query.ndim() == 3 && x.ndim() == 2 && x.shape(1) == query.shape(1) * query.shape(2), "x is [M, Q D]");
     const auto turned = static_cast<Index>(angles.shape(2)) * 2, size = static_cast<Index>(query.shape(2));
@@ -53,6 +64,8 @@ void bind_heads(nb::class_<Program>& program) {
     const auto array = nb::arg().noconvert();
     program
         .def("norm_heads", &norm_heads, array, nb::arg(), nb::arg(), nb::arg(), nb::arg().noconvert().none(), nb::arg())
+        .def("layer_norm_heads", &layer_norm_heads, array, nb::arg(), nb::arg(), nb::arg(), array,
+             nb::arg().noconvert().none(), nb::arg())
         .def("turn_heads", &turn_heads, array, array, array)
         .def("xielu", &xielu, array, array, array, array)
         .def("scale_by", &scale_by, array, array)

@@ -43,7 +43,7 @@ namespace {
 constexpr const char* VERSION = "native-7";
 
 // Of what Python calls: what `native.INTERFACE` says.
-constexpr int INTERFACE = 10;
+constexpr int INTERFACE = 11;
 
 bool runs(const std::string& name) {
 #if defined(__x86_64__)

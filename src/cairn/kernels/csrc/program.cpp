@@ -355,6 +355,20 @@ void Program::logits(const float* hidden, const std::int32_t* wanted, Norm norm,
     });
 }
 
+void Program::layer_logits(const float* hidden, const std::int32_t* wanted, Norm norm, const float* bias,
+                           MatrixView head, float* out, Index most) {
+    need(most * norm.size);
+    const Inputs rounded = inputs(head, most);
+    calls_.push_back([=, this](const Sizes& sizes) {
+        float* normed = scratch();
+        each(sizes.logits, norm.size, [=, this](Index row, int) {
+            const float* from = hidden + wanted[row] * norm.size;
+            kernels_.layer_norm(from, norm.weight, bias, norm.size, norm.eps, normed + row * norm.size);
+        });
+        product({head, rows(normed, norm.size, norm.size, sizes.logits, rounded, Made{}), out, head.out, false});
+    });
+}
+
 void Program::scale_logits(float* logits, Index size, float factor) {
     calls_.push_back([=](const Sizes& sizes) {
         for (Index i = 0; i < sizes.logits * size; i++) logits[i] *= factor;

@@ -92,6 +92,9 @@ class Program {
     void gated_mlp(const float* hidden, Norm norm, MatrixView gate_up, Activation activation, MatrixView down, float* out,
                    bool added, Index most);
     void logits(const float* hidden, const std::int32_t* wanted, Norm norm, MatrixView head, float* out, Index most);
+    // A null bias is none.
+    void layer_logits(const float* hidden, const std::int32_t* wanted, Norm norm, const float* bias, MatrixView head,
+                      float* out, Index most);
 
     void softcap(float* logits, Index size, float cap);
     void scale_logits(float* logits, Index size, float factor);
@@ -105,6 +108,8 @@ class Program {
                           Index most);
     // Heads of rows of `wide` numbers, from number `from` on, in place. A null weight is 1.
     void norm_heads(float* x, Index wide, Index from, Index heads, Norm norm);
+    // `apart`: the weight has numbers of each head, otherwise of one. A null bias is none.
+    void layer_norm_heads(float* x, Index wide, Index from, Index heads, Norm norm, bool apart, const float* bias);
     void turn_heads(const float* x, Index heads, Index size, const float* angles, Index turned, float* out);
     // `out` may be `x`.
     void xielu(const float* x, Index size, const float* positive, const float* negative, float* out);

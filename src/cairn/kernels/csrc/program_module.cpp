@@ -198,6 +198,14 @@ void logits(Program& program, const ConstFloats& hidden, const Ints& wanted, con
                    static_cast<Index>(out.shape(0)));
 }
 
+void layer_logits(Program& program, const ConstFloats& hidden, const Ints& wanted, const ConstFloats& norm,
+                  const std::optional<ConstFloats>& bias, double eps, const Matrix& head, const Floats& out) {
+    fits(hidden, head, out);
+    check(!bias || bias->size() == norm.size(), "a norm's bias has its weight's size");
+    program.layer_logits(hidden.data(), wanted.data(), norm_of(hidden, norm, eps), bias ? bias->data() : nullptr,
+                         head.view(), out.data(), static_cast<Index>(out.shape(0)));
+}
+
 void scale_logits(Program& program, const Floats& logits, double factor) {
     check(logits.ndim() == 2, "logits are [R, V]");
     program.scale_logits(logits.data(), static_cast<Index>(logits.shape(1)), static_cast<float>(factor));
@@ -300,6 +308,7 @@ void bind_program(nb::module_& module, const Variant& (*find)(const std::string&
         .def("gated_project", &gated_project, array, array, nb::arg(), nb::arg(), nb::arg(), nb::arg(), array)
         .def("gated_mlp", &gated_mlp, array, array, nb::arg(), nb::arg(), nb::arg(), nb::arg())
         .def("logits", &logits, array, array, array, nb::arg(), nb::arg(), array)
+        .def("layer_logits", &layer_logits, array, array, array, maybe, nb::arg(), nb::arg(), array)
         .def("softcap", &softcap, array, nb::arg())
         .def("scale_logits", &scale_logits, array, nb::arg())
         .def("scale_queries", &scale_queries, array, array, nb::arg(), nb::arg(), nb::arg("ahead") = 0)

@@ -132,6 +132,17 @@ def norm_heads(x: Array, first: int, heads: int, size: int, weight: Array | None
     return mx.concatenate((x[:, :begin], normed.reshape(len(x), -1), x[:, end:]), axis=1)
 
 
+def layer_norm_heads(
+    x: Array, first: int, heads: int, size: int, weight: Array, bias: Array | None, eps: float
+) -> Array:
+    """`Kernels.layer_norm_heads`."""
+    begin, end = first * size, (first + heads) * size
+    normed = mx.fast.layer_norm(x[:, begin:end].reshape(len(x), heads, size), None, None, eps)
+    normed = normed * weight.reshape(-1, size)
+    normed = normed if bias is None else normed + bias
+    return mx.concatenate((x[:, :begin], normed.reshape(len(x), -1), x[:, end:]), axis=1)
+
+
 def _store(kv: Pool, layer: int, slots: Array, numbers: Sequence[Array]) -> None:
     """Write keys and values [M, K, D], or latents [M, 1, D], to their slots."""
     block, offset = slots // BLOCK_TOKENS, slots % BLOCK_TOKENS

@@ -171,6 +171,13 @@ def logits(hidden: Array, wanted: Array, weight: Array, eps: float, head: MlxMat
     return head.product(mx.fast.rms_norm(mx.take(hidden, wanted, axis=0), weight, eps))
 
 
+def layer_logits(
+    hidden: Array, wanted: Array, weight: Array, bias: Array | None, eps: float, head: MlxMatrix, out: Blank
+) -> Array:
+    """`Kernels.layer_logits`."""
+    return head.product(mx.fast.layer_norm(mx.take(hidden, wanted, axis=0), weight, bias, eps))
+
+
 def route(
     scores: Array,
     bias: Array | None,

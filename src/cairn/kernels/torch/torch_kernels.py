@@ -117,6 +117,13 @@ class TorchKernels(TorchStorage):
         part = x[:, first * size : (first + heads) * size]
         part.copy_(rms_norm(part.reshape(len(x), heads, size), weight, eps).reshape(part.shape))
 
+    def layer_norm_heads(
+        self, x: Tensor, first: int, heads: int, size: int, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> None:
+        part = x[:, first * size : (first + heads) * size]
+        normed = F.layer_norm(part.reshape(len(x), heads, size), (size,), None, None, eps) * weight.reshape(-1, size)
+        part.copy_((normed if bias is None else normed + bias).reshape(part.shape))
+
     def turn_heads(self, x: Tensor, angles: Tensor, query: Tensor) -> None:
         query.copy_(_rotated(x.reshape(query.shape), angles))
 
@@ -429,6 +436,20 @@ class TorchKernels(TorchStorage):
 
     def logits(self, hidden: Tensor, wanted: Tensor, norm: Tensor, eps: float, head: TorchMatrix, out: Tensor) -> None:
         head.product(self.normed(hidden[wanted.long()], norm, eps), out)
+
+    def layer_logits(
+        self,
+        hidden: Tensor,
+        wanted: Tensor,
+        norm: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        head: TorchMatrix,
+        out: Tensor,
+    ) -> None:
+        normed = hidden[wanted.long()]
+        self.layer_norm(normed, norm, bias, eps, normed)
+        head.product(normed, out)
 
     def sampler(self, vocab: int) -> TorchSampler:
         return TorchSampler()

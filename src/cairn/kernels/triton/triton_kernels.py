@@ -63,6 +63,12 @@ class TritonKernels(TorchKernels):
         part = x[:, first * size : (first + heads) * size]
         norm(part, weight, eps, part, size=size)
 
+    def layer_norm_heads(
+        self, x: Tensor, first: int, heads: int, size: int, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> None:
+        part = x[:, first * size : (first + heads) * size]
+        norm(part, weight, eps, part, size=size, layer=True, bias=bias)
+
     def gated_norm(
         self, x: Tensor, gates: Tensor, first: int, weight: Tensor, size: int, eps: float, gate_first: bool, out: Tensor
     ) -> None:

@@ -212,6 +212,23 @@ ROWS: Mapping[str, ConfigKeys] = {
     "Qwen3NextForCausalLM": ConfigKeys(
         _DELTA | _EXPERTS | _BY_STEP | {"shared_expert_intermediate_size"}, only={"hidden_act": _SWISH}
     ),
+    "Starcoder2ForCausalLM": ConfigKeys(frozenset({"hidden_act", "norm_epsilon", "sliding_window", "use_bias"})),
+    "PhiForCausalLM": ConfigKeys(frozenset({"hidden_act", "layer_norm_eps", "qk_layernorm", "partial_rotary_factor"})),
+    "StableLmForCausalLM": ConfigKeys(
+        frozenset({"hidden_act", "layer_norm_eps", "qk_layernorm", "use_qkv_bias", "use_parallel_residual"})
+        | {"partial_rotary_factor"},
+        frozenset({"head_dim"}),
+    ),
+    "GPTNeoXForCausalLM": ConfigKeys(
+        frozenset({"attention_bias", "hidden_act", "layer_norm_eps", "use_parallel_residual", "partial_rotary_factor"}),
+        frozenset({"head_dim", "num_key_value_heads", "is_decoder"}),
+        aliases={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
+    ),
+    "CohereForCausalLM": ConfigKeys(_BIASED | {"layer_norm_eps", "logit_scale", "use_qk_norm"}),
+    "Cohere2ForCausalLM": ConfigKeys(
+        _BIASED | {"layer_norm_eps", "layer_types", "logit_scale", "sliding_window", "sliding_window_pattern"},
+        frozenset({"head_dim"}),
+    ),
     "Lfm2ForCausalLM": ConfigKeys(
         _LFM | {"block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of", "full_attn_idxs"},
         only={"hidden_act": _SWISH},
@@ -286,7 +303,8 @@ def understood(config: Fields, architecture: str, row: ConfigKeys) -> Fields:
     Raise `ModelError` naming an unsupported field that changes numbers, `ModelFileError` if two names of a field have
     different values.
     """
-    values = dict(config.values)
+    # Fields that the class of this family does not read, although it is read for others.
+    values = {name: value for name, value in config.values.items() if name not in row.harmless & COMMON}
     for other, name in row.aliases.items():
         if values.get(other) is None:
             continue

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from cairn.models.files import MODULES, Fields
 from cairn.models.quantization.quantized_config import scheme_of
 from cairn.types.errors import ModelError
+from cairn.types.model_spec import Parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,18 @@ class Family:
     """Field that states whether layers have rotary positions: only if it is "rope"."""
     sections: bool = False
     """Whether positions may have sections for images, which do not affect text."""
+    norms: Literal["rms", "layer", "layer, bias"] = "rms"
+    """Whether norms subtract the mean (LayerNorm), and have a bias."""
+    eps: str = ""
+    """Field of the norms' epsilon; "": `norm_eps`, `layer_norm_epsilon` or `rms_norm_eps`."""
+    qk_norm_apart: bool = False
+    """Whether each head has a norm of its own, with `qk_norm`."""
+    parallel: Parallel = ""
+    """As `ModelSpec.parallel`, if the field `parallel_if` is true or there is none."""
+    parallel_if: str = ""
+    head_bias: bool = False
+    logit_scale: bool = False
+    """Whether `logit_scale` multiplies the logits."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of fields that a config may omit."""
 
@@ -221,6 +234,17 @@ _LLAMA_4 = Family(
     plain_norm="use_qk_norm",
     mixture="llama4",
     defaults={"use_qk_norm": True, "rope_theta": 5e5, "rms_norm_eps": 1e-5, "intermediate_size_mlp": 16384},
+)
+
+_LAYER_NORMS: dict[str, Any] = {"norms": "layer, bias", "eps": "layer_norm_eps"}
+_COHERE = Family(
+    norms="layer",
+    eps="layer_norm_eps",
+    parallel="one norm",
+    qkv_bias="attention_bias",
+    out_bias="attention_bias",
+    logit_scale=True,
+    defaults={"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True},
 )
 
 FAMILIES = {
@@ -393,6 +417,65 @@ FAMILIES = {
             **{"num_attention_heads": 1, "intermediate_size": 1, "max_position_embeddings": 1 << 17, "head_dim": 64},
             **{"num_heads": 128, "layer_norm_epsilon": 1e-5, "hidden_size": 4096},
         },
+    ),
+    "Starcoder2ForCausalLM": Family(
+        norms="layer, bias",
+        eps="norm_epsilon",
+        qkv_bias="use_bias",
+        out_bias="use_bias",
+        mlp_bias="use_bias",
+        kv_heads=2,
+        window="all",
+        mlp_gated=False,
+        defaults=_ALWAYS_FULL
+        | {"use_bias": True, "norm_epsilon": 1e-5, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+    ),
+    "PhiForCausalLM": Family(
+        **_LAYER_NORMS,
+        parallel="one norm",
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        head_bias=True,
+        qk_norm="qk_layernorm",
+        rotary=True,
+        mlp_gated=False,
+        defaults={"layer_norm_eps": 1e-5, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5},
+    ),
+    "StableLmForCausalLM": Family(
+        **_LAYER_NORMS,
+        parallel="one norm",
+        parallel_if="use_parallel_residual",
+        qkv_bias="use_qkv_bias",
+        qk_norm="qk_layernorm",
+        qk_norm_apart=True,
+        kv_heads=32,
+        rotary=True,
+        defaults={"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25, "use_parallel_residual": False},
+    ),
+    "GPTNeoXForCausalLM": Family(
+        **_LAYER_NORMS,
+        parallel="two norms",
+        parallel_if="use_parallel_residual",
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        mlp_bias=True,
+        rotary=True,
+        mlp_gated=False,
+        defaults={
+            **{"layer_norm_eps": 1e-5, "hidden_act": "gelu", "rotary_pct": 0.25, "use_parallel_residual": True},
+            **{"attention_bias": True, "max_position_embeddings": 2048},
+        },
+    ),
+    "CohereForCausalLM": replace(
+        _COHERE, qk_norm="use_qk_norm", qk_norm_apart=True, defaults=_COHERE.defaults | {"rope_theta": 5e5}
+    ),
+    "Cohere2ForCausalLM": replace(
+        _COHERE,
+        window="by type",
+        period=4,
+        unturned="by window",
+        defaults=_COHERE.defaults | {"sliding_window": 4096},
     ),
     "Gemma2ForCausalLM": _GEMMA_2,
     "Gemma3ForCausalLM": _GEMMA_3,

@@ -58,7 +58,7 @@ def _by_keys(facts: Recurrence, sizes: tuple[int, ...]) -> list[NDArray[np.intp]
 
 Tensor = tuple[str, NDArray[Any]]
 
-_LAYER = re.compile(r"(?:model|backbone)\.layers\.(\d{1,5})\.(.+)")
+_LAYER = re.compile(r"(?:model|backbone|gpt_neox)\.layers\.(\d{1,5})\.(.+)")
 _MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _OSS = re.compile(r"mlp\.experts\.(gate_up_proj|down_proj)(_bias|_blocks|_scales)?")
 _OSS_ENDS = {None: "weight", "_bias": "bias", "_blocks": "weight.blocks", "_scales": "weight.scales"}
@@ -249,7 +249,14 @@ _BACKBONE = {
     **{f"{before}.embeddings.weight": "model.embed_tokens.weight" for before in ("model", "backbone")},
     **{f"{before}.norm_f.weight": "model.norm.weight" for before in ("model", "backbone")},
 }
+_NEOX = {
+    "gpt_neox.embed_in.weight": "model.embed_tokens.weight",
+    "embed_out.weight": "lm_head.weight",
+    **{f"gpt_neox.final_layer_norm.{end}": f"model.norm.{end}" for end in ("weight", "bias")},
+}
 _OTHERS = {
+    "PhiForCausalLM": {f"model.final_layernorm.{end}": f"model.norm.{end}" for end in ("weight", "bias")},
+    "GPTNeoXForCausalLM": _NEOX,
     "Lfm2ForCausalLM": _LFM_NORM,
     "Lfm2MoeForCausalLM": _LFM_NORM,
     "NemotronHForCausalLM": _BACKBONE,
@@ -309,6 +316,49 @@ def _phi(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
         at += rows
 
 
+def _renamed(modules: dict[str, str]) -> Callable[[str, NDArray[Any], ModelSpec], Iterator[Tensor]]:
+    """Return a rule that renames modules of a layer."""
+
+    def rule(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
+        module, dot, end = rest.rpartition(".")
+        yield modules.get(module, module) + dot + end, array
+
+    return rule
+
+
+def _stable(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
+    """Rename the norms of single heads."""
+    yield re.sub(r"self_attn\.([qk])_layernorm\.norms\.", r"self_attn.\1_norm.", rest), array
+
+
+_NEOX_MODULES = {
+    "attention.dense": "self_attn.o_proj",
+    "mlp.dense_h_to_4h": "mlp.up_proj",
+    "mlp.dense_4h_to_h": "mlp.down_proj",
+}
+
+
+def _neox(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
+    """Split the matrix that has each head's query, key and value together."""
+    module, dot, end = rest.rpartition(".")
+    if module != "attention.query_key_value" or len(array) != 3 * spec.heads * spec.head_dim:
+        yield _NEOX_MODULES.get(module, module) + dot + end, array
+        return
+    heads = array.reshape(spec.heads, 3, spec.head_dim, *array.shape[1:])
+    for number, part in enumerate("qkv"):
+        yield f"self_attn.{part}_proj.{end}", heads[:, number].reshape(-1, *array.shape[1:])
+
+
+def _cohere(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
+    """Reorder heads, whose rotary pairs are neighbours; norms of heads are stored as [heads, D]."""
+    if re.fullmatch(r"self_attn\.[qk]_proj\.(weight|bias)", rest) and len(array) % spec.head_dim == 0:
+        yield rest, unpermute(array, spec.head_dim)
+    elif re.fullmatch(r"self_attn\.[qk]_norm\.weight", rest) and array.ndim == 2 and array.shape[1] == spec.head_dim:
+        yield rest, unpermute(array.reshape(-1), spec.head_dim)
+    else:
+        yield rest, array
+
+
 _GLM_NORMS = {
     "post_self_attn_layernorm.weight": "post_attention_layernorm.weight",
     "post_attention_layernorm.weight": "pre_feedforward_layernorm.weight",
@@ -332,6 +382,16 @@ _RULES: dict[str, Callable[[str, NDArray[Any], ModelSpec], Iterator[Tensor]]] = 
     "HunYuanDenseV1ForCausalLM": _hunyuan,
     "ApertusForCausalLM": _apertus,
     "Phi3ForCausalLM": _phi,
+    "PhiForCausalLM": _renamed(
+        {
+            **{"self_attn.dense": "self_attn.o_proj", "mlp.fc1": "mlp.up_proj", "mlp.fc2": "mlp.down_proj"},
+            **{f"self_attn.{one}_layernorm": f"self_attn.{one}_norm" for one in "qk"},
+        }
+    ),
+    "Starcoder2ForCausalLM": _renamed({"mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"}),
+    "StableLmForCausalLM": _stable,
+    "GPTNeoXForCausalLM": _neox,
+    **dict.fromkeys(("CohereForCausalLM", "Cohere2ForCausalLM"), _cohere),
     **dict.fromkeys(
         ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "Mistral4ForCausalLM"), _deepseek
     ),

@@ -1,8 +1,8 @@
 """Upper bound of the keys and values that a model can produce, for any prompt.
 
-A normed vector of H numbers has length sqrt(H), apart from its weights. So its product with a row w is at most sqrt(H)
-times the length of w times those weights (Cauchy-Schwarz). Rotary positions preserve the length of each pair. A KV type
-that holds the bound therefore never overflows.
+A normed vector of H numbers has at most the length sqrt(H), apart from its weights. So its product with a row w is at
+most sqrt(H) times the length of w times those weights (Cauchy-Schwarz), and a norm's bias adds its own product with w.
+Rotary positions preserve the length of each pair. A KV type that holds the bound therefore never overflows.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ def _layer(spec: ModelSpec, weights: Mapping[str, NDArray[Any]], layer: int, tur
         weight = np.abs(_wide(weights[f"{prefix}self_attn.k_norm.weight"]))
         return math.sqrt(len(weight)) * float(np.max([1.0, turned * np.maximum(*np.split(weight, 2)).max()]))
     norm = _wide(weights[f"{prefix}input_layernorm.weight"])
+    bias = _wide(weights[f"{prefix}input_layernorm.bias"]) if spec.norm_bias else None
     if spec.latent is not None:
         return _latent(spec, spec.latent, weights, prefix, norm, turned)
     if spec.qk_norm:
-        size = spec.head_dim * (spec.kv_heads if spec.qk_norm_whole else 1)
-        keys = np.float32(math.sqrt(size)) * np.abs(_wide(weights[f"{prefix}self_attn.k_norm.weight"]))
+        keys = _normed_keys(spec, weights, f"{prefix}self_attn.k_norm")
         pairs = np.maximum(*np.split(keys.reshape(-1, spec.head_dim), 2, axis=1))
     else:
-        keys = _products(spec, weights, f"{prefix}self_attn.k_proj", norm)
+        keys = _products(spec, weights, f"{prefix}self_attn.k_proj", norm, bias)
         squares = np.square(keys, dtype=np.float64).reshape(-1, spec.head_dim)
         pairs = np.sqrt(np.add(*np.split(squares, 2, axis=1)))
     if spec.turned != spec.head_dim:  # other pairs; a pair is at most sqrt(2) times its larger number
         pairs = np.float32(math.sqrt(2)) * keys
     if spec.plain_norm:  # a norm without a weight may lengthen a key
         pairs = np.maximum(pairs, np.float32(math.sqrt(spec.head_dim)))
-    values = _products(spec, weights, f"{prefix}self_attn.v_proj", norm)
+    values = _products(spec, weights, f"{prefix}self_attn.v_proj", norm, bias)
     return float(np.max([values.max(), turned * pairs.max()]))
 
 
@@ -82,10 +82,23 @@ def _latent(
     return float(np.max([kept.max(), turned * math.sqrt(2) * found.max()]))
 
 
-def _products(spec: ModelSpec, weights: Mapping[str, NDArray[Any]], name: str, norm: Floats) -> Floats:
-    """Return the bound of each output of a projection of a normed vector."""
-    rows = _wide(weights[f"{name}.weight"]) * norm
+def _normed_keys(spec: ModelSpec, weights: Mapping[str, NDArray[Any]], name: str) -> Floats:
+    """Return the bound of each number of normed keys: of one head, or of all of them."""
+    size = spec.head_dim * (spec.kv_heads if spec.qk_norm_whole else 1)
+    weight = _wide(weights[f"{name}.weight"])
+    found: Floats = np.float32(math.sqrt(size)) * np.abs(weight)
+    return found + np.abs(_wide(weights[f"{name}.bias"])) if f"{name}.bias" in weights else found
+
+
+def _products(
+    spec: ModelSpec, weights: Mapping[str, NDArray[Any]], name: str, norm: Floats, bias: Floats | None
+) -> Floats:
+    """Return the bound of each output of a projection of a normed vector; `bias` is the norm's."""
+    plain = _wide(weights[f"{name}.weight"])
+    rows = plain * norm
     found: Floats = np.float32(math.sqrt(spec.hidden)) * np.sqrt(np.einsum("oi,oi->o", rows, rows))
+    if bias is not None:
+        found = found + np.abs(plain @ bias)
     return found + np.abs(_wide(weights[f"{name}.bias"])) if spec.qkv_bias else found
 
 

@@ -2,7 +2,7 @@
 
     tokens -> embed -> scale -> layers:
         norm -> project to q, k, v -> rope and KV write -> attention -> gate -> project -> norm -> add
-        norm -> project to gates -> gate -> project -> norm -> add
+        norm -> project to gates -> gate -> project -> norm -> add  (of the hidden state before attention, if parallel)
     hidden[wanted] -> norm and head -> softcap -> logits
 
 Families differ only by data: which weights exist (a norm without a weight is skipped), which cache group a layer
@@ -49,6 +49,15 @@ from cairn.models.forward.gemma4 import (
 )
 from cairn.models.forward.latent import LatentAttention, build_latent, run_latent
 from cairn.models.forward.moe import Beside, Mixture, build_beside, build_mixture, run_beside, run_mixture
+from cairn.models.forward.norms import (
+    HeadNorm,
+    Norm,
+    build_head_norms,
+    build_norm,
+    run_head_norm,
+    run_logits,
+    run_norm,
+)
 from cairn.models.forward.recorder import Recorder
 from cairn.models.forward.recurrent import Recurrent, build_recurrent, run_recurrent
 from cairn.types.model_spec import ModelSpec
@@ -80,6 +89,9 @@ class Attention:
     """With an output gate, each query head is followed by its gate."""
     q_norm: Array | None
     k_norm: Array | None
+    """Root-mean-square norms of queries and keys."""
+    head_norms: tuple[HeadNorm, ...]
+    """Layer norms of them."""
     out: Matrix
     sinks: Array | None
 
@@ -91,16 +103,17 @@ class Layer:
     group: int
     index: int
     """Its index among the layers of its group."""
-    attention_norm: Array | None
+    attention_norm: Norm | None
     attention: Attention | LatentAttention | GroupAttention | Recurrent | None
     """None if the layer is only an MLP."""
-    attention_post_norm: Array | None
-    mlp_norm: Array | None
+    attention_post_norm: Norm | None
+    mlp_norm: Norm | None
+    """None if the MLP reads the input of attention, or a state that is not normed."""
     mlp: Mlp | Mixture | None
     """None if the layer is only a mixer."""
     beside: Beside | None
     """Experts beside the MLP."""
-    mlp_post_norm: Array | None
+    mlp_post_norm: Norm | None
     input: LayerInput | None
     """Its per-layer input, if the model has them."""
     scalar: Array | None
@@ -127,7 +140,9 @@ class Decoder:
     ropes: tuple[Rope, ...]
     """One for each group; groups with the same positions share one."""
     layers: tuple[Layer, ...]
-    norm: Array
+    parallel: bool
+    """Whether attention and MLP read the same hidden state."""
+    norm: Norm
     head: Matrix
     eps: float
     scale: float
@@ -158,7 +173,8 @@ def build(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any]) -> Deco
     The head, the largest matrix, is packed first, while the least memory is in use. A tied embedding is the head
     itself.
     """
-    head = kernels.matrix([weights["model.embed_tokens.weight" if spec.tied else "lm_head.weight"]], [None])
+    name = "model.embed_tokens.weight" if spec.tied else "lm_head.weight"
+    head = kernels.matrix([weights[name]], [weights["lm_head.bias"] if spec.head_bias else None])
     ropes = [spec.rope(group) for group in range(len(spec.groups))]
     turns = [(rope, spec.turned_in(group)) for group, rope in enumerate(ropes)]
     named: list[NamedMatrix] = []
@@ -168,7 +184,8 @@ def build(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any]) -> Deco
         embedding_scale=spec.embedding_scale,
         ropes=tuple(made[turn] for turn in turns),
         layers=tuple(_layer(kernels, spec, weights, layer, named) for layer in range(spec.layers)),
-        norm=kernels.vector(weights["model.norm.weight"]),
+        parallel=bool(spec.parallel),
+        norm=build_norm(kernels, spec, weights, "model.norm"),
         head=head,
         eps=spec.norm_eps,
         scale=1 / math.sqrt(spec.head_dim) if spec.attention_scale is None else spec.attention_scale,
@@ -203,9 +220,9 @@ def _layer(
         named.append(NamedMatrix(made, tuple(f"{prefix}{name}" for name in names)))
         return made
 
-    def norm(name: str, wanted: bool = True) -> Array | None:
+    def norm(name: str, wanted: bool = True) -> Norm | None:
         there = wanted and f"{prefix}{name}.weight" in weights
-        return kernels.vector(weights[f"{prefix}{name}.weight"]) if there else None
+        return build_norm(kernels, spec, weights, f"{prefix}{name}") if there else None
 
     def vector(name: str) -> Array:
         return kernels.vector(weights[f"{prefix}{name}"])
@@ -235,8 +252,9 @@ def _layer(
             turned=layer not in spec.unturned,
             plain_norm=spec.plain_norm and layer not in spec.unturned,
             qkv=matrix("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            q_norm=norm("self_attn.q_norm"),
-            k_norm=norm("self_attn.k_norm"),
+            q_norm=norm("self_attn.q_norm", not spec.layer_norms),
+            k_norm=norm("self_attn.k_norm", not spec.layer_norms),
+            head_norms=build_head_norms(kernels, spec, weights, prefix),
             out=matrix("self_attn.o_proj"),
             sinks=vector("self_attn.sinks") if spec.sinks else None,
         )
@@ -274,6 +292,9 @@ def body(k: Kernels, decoder: Decoder, kv: Sequence[Array], b: Buffers) -> None:
         _body_of_streams(k, decoder, decoder.streams, kv, b)
         return
     for layer in decoder.layers:
+        if decoder.parallel:
+            _run_parallel(k, decoder, layer, kv, b)
+            continue
         if layer.attention is not None:
             _mix(k, decoder, layer, layer.attention, kv, b)
         if layer.mlp is not None:
@@ -282,6 +303,18 @@ def body(k: Kernels, decoder: Decoder, kv: Sequence[Array], b: Buffers) -> None:
             run_input(k, layer.input, decoder.activation, decoder.eps, b.hidden, b.uneven, b.normed, b.projected)
         if layer.scalar is not None:
             k.scale_by(b.hidden, layer.scalar)
+
+
+def _run_parallel(k: Kernels, decoder: Decoder, layer: Layer, kv: Sequence[Array], b: Buffers) -> None:
+    """Run a layer whose attention and MLP read the same hidden state: attention is added first, then the MLP."""
+    own, mlp = layer.attention, layer.mlp
+    assert isinstance(own, Attention) and isinstance(mlp, Mlp) and layer.attention_norm is not None
+    _attend(k, decoder, layer, own, kv, _normed(k, decoder, layer.attention_norm, b), b)
+    if layer.mlp_norm is not None:  # before the hidden state changes
+        run_norm(k, layer.mlp_norm, decoder.eps, b.hidden, b.normed)
+    k.add(b.projected, b.hidden)
+    _run_mlp(k, decoder, layer, mlp, b.normed, b)
+    k.add(b.projected, b.hidden)
 
 
 def _body_of_streams(k: Kernels, decoder: Decoder, own: StreamEnds, kv: Sequence[Array], b: Buffers) -> None:
@@ -335,7 +368,16 @@ def _transform(k: Kernels, decoder: Decoder, layer: Layer, own: Mlp | Mixture, b
     x = _normed(k, decoder, layer.mlp_norm, b)
     if isinstance(own, Mixture):
         run_mixture(k, own, decoder.activation, x, b.mixture, b.projected)
-    elif decoder.mlp_gated:
+    else:
+        _run_mlp(k, decoder, layer, own, x, b)
+    if layer.beside is not None:
+        run_beside(k, layer.beside, decoder.activation, decoder.eps, b.hidden, b.mixture, b.normed, b.projected)
+    _add(k, decoder, layer.mlp_post_norm, b)
+
+
+def _run_mlp(k: Kernels, decoder: Decoder, layer: Layer, own: Mlp, x: Any, b: Buffers) -> None:
+    """Run a dense MLP over x, into `b.projected`."""
+    if decoder.mlp_gated:
         gates, gated = (b.uneven.gates, b.uneven.gated) if own.wide else (b.gates, b.gated)
         k.project(x, own.gate_up, gates)
         if layer.streams is not None and layer.streams.sparsity is not None:
@@ -349,9 +391,6 @@ def _transform(k: Kernels, decoder: Decoder, layer: Layer, own: Mlp | Mixture, b
         else:
             k.activate(b.gated, decoder.activation, b.gated)
         k.project(b.gated, own.down, b.projected)
-    if layer.beside is not None:
-        run_beside(k, layer.beside, decoder.activation, decoder.eps, b.hidden, b.mixture, b.normed, b.projected)
-    _add(k, decoder, layer.mlp_post_norm, b)
 
 
 def _attend(
@@ -362,6 +401,8 @@ def _attend(
     k.project(x, own.qkv, b.qkv)
     if own.plain_norm:  # may precede the rotation, which preserves length
         k.norm_heads(b.qkv, 0, *decoder.heads, None, decoder.eps)
+    for one in own.head_norms:
+        run_head_norm(k, one, decoder.eps, b.qkv)
     angles = b.angles[g] if own.turned else None
     norms = (own.q_norm, own.k_norm, decoder.eps)
     k.rope_write(b.qkv, angles, *norms, kv[g], layer.index, b.slots[g], b.query, decoder.late_norms)
@@ -377,18 +418,18 @@ def _attend(
     k.project(b.attended, own.out, b.projected)
 
 
-def _normed(k: Kernels, decoder: Decoder, norm: Array | None, b: Buffers) -> Any:
+def _normed(k: Kernels, decoder: Decoder, norm: Norm | None, b: Buffers) -> Any:
     """Return the input of a half of a layer: the hidden state, normed if there is a weight."""
     if norm is None:
         return b.hidden
-    k.norm(b.hidden, norm, decoder.eps, b.normed)
+    run_norm(k, norm, decoder.eps, b.hidden, b.normed)
     return b.normed
 
 
-def _add(k: Kernels, decoder: Decoder, norm: Array | None, b: Buffers) -> None:
+def _add(k: Kernels, decoder: Decoder, norm: Norm | None, b: Buffers) -> None:
     """Add the output of a half of a layer to the hidden state, normed if there is a weight."""
     if norm is not None:
-        k.norm(b.projected, norm, decoder.eps, b.normed)
+        run_norm(k, norm, decoder.eps, b.projected, b.normed)
     output = b.projected if norm is None else b.normed
     if decoder.residual_scale != 1:
         k.scale(output, decoder.residual_scale)
@@ -397,7 +438,7 @@ def _add(k: Kernels, decoder: Decoder, norm: Array | None, b: Buffers) -> None:
 
 def head(k: Kernels, decoder: Decoder, b: Buffers) -> None:
     """Compute the logits of the wanted tokens, after `body`."""
-    k.logits(b.hidden, b.wanted, decoder.norm, decoder.eps, decoder.head, b.logits)
+    run_logits(k, decoder.norm, decoder.eps, decoder.head, b.hidden, b.wanted, b.logits)
     if decoder.logit_scale != 1:
         k.scale_logits(b.logits, decoder.logit_scale)
     if decoder.logit_softcap:
@@ -407,7 +448,7 @@ def head(k: Kernels, decoder: Decoder, b: Buffers) -> None:
 def states(k: Kernels, decoder: Decoder, kv: Sequence[Array], b: Buffers) -> None:
     """Run `body`, then apply the model's last norm to every token's hidden state."""
     body(k, decoder, kv, b)
-    k.norm(b.hidden, decoder.norm, decoder.eps, b.hidden)
+    run_norm(k, decoder.norm, decoder.eps, b.hidden, b.hidden)
 
 
 def record(kernels: Kernels, decoder: Decoder, kv: Sequence[Array], buffers: Buffers) -> tuple[Program, Program]:

@@ -20,16 +20,9 @@ from typing import Any
 from cairn.kernels.base import Array, Kernels, Matrix, Rope
 from cairn.kernels.program import Program, Size, Slot
 from cairn.models.families.encoder_spec import mlp_names, qkv_names
+from cairn.models.forward.norms import LayerNorm
 from cairn.models.forward.recorder import Recorder
 from cairn.types.model_spec import BLOCK_TOKENS, EncoderSpec, ModelSpec, RotaryPositions
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """A layer norm's weight and bias."""
-
-    weight: Array
-    bias: Array | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +32,10 @@ class EncoderLayer:
     window: int
     angles: int
     """Index of its buffer of rotary angles."""
-    attention_norm: Norm | None
+    attention_norm: LayerNorm | None
     qkv: Matrix
     out: Matrix
-    mlp_norm: Norm
+    mlp_norm: LayerNorm
     up: Matrix
     down: Matrix
 
@@ -52,7 +45,7 @@ class Head:
     """Weights that make scores of a pooled state."""
 
     dense: Matrix
-    norm: Norm | None
+    norm: LayerNorm | None
     out: Matrix
 
 
@@ -63,11 +56,11 @@ class Encoder:
     embedding: Array
     positions: Array | None
     types: Array | None
-    embed_norm: Norm
+    embed_norm: LayerNorm
     ropes: tuple[Rope, ...]
     """Of layers without and with a window; empty for learned positions."""
     layers: tuple[EncoderLayer, ...]
-    norm: Norm | None
+    norm: LayerNorm | None
     head: Head | None
     eps: float
     scale: float
@@ -125,11 +118,11 @@ def build(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any]) -> Enco
     def matrix(*names: str) -> Matrix:
         return kernels.matrix([weights[f"{name}.weight"] for name in names], [weights.get(f"{n}.bias") for n in names])
 
-    def norm(name: str) -> Norm | None:
+    def norm(name: str) -> LayerNorm | None:
         if f"{name}.weight" not in weights:
             return None
         bias = kernels.vector(weights[f"{name}.bias"]) if f"{name}.bias" in weights else None
-        return Norm(kernels.vector(weights[f"{name}.weight"]), bias)
+        return LayerNorm(kernels.vector(weights[f"{name}.weight"]), bias)
 
     def table(name: str) -> Array | None:
         return kernels.table(weights[name]) if name in weights else None
@@ -256,11 +249,11 @@ def _embed(k: Kernels, model: Encoder, b: EncoderBuffers) -> None:
     _norm(k, model, model.embed_norm, b.hidden, b.hidden)
 
 
-def _norm(k: Kernels, model: Encoder, norm: Norm, x: Array, out: Array) -> None:
+def _norm(k: Kernels, model: Encoder, norm: LayerNorm, x: Array, out: Array) -> None:
     k.layer_norm(x, norm.weight, norm.bias, model.eps, out)
 
 
-def _before(k: Kernels, model: Encoder, norm: Norm | None, b: EncoderBuffers) -> Array:
+def _before(k: Kernels, model: Encoder, norm: LayerNorm | None, b: EncoderBuffers) -> Array:
     """Return the input of a half of a layer, normed if norms come first."""
     if not model.norm_first or norm is None:
         return b.hidden
@@ -268,7 +261,7 @@ def _before(k: Kernels, model: Encoder, norm: Norm | None, b: EncoderBuffers) ->
     return b.beside
 
 
-def _behind(k: Kernels, model: Encoder, norm: Norm | None, b: EncoderBuffers) -> None:
+def _behind(k: Kernels, model: Encoder, norm: LayerNorm | None, b: EncoderBuffers) -> None:
     if not model.norm_first and norm is not None:
         _norm(k, model, norm, b.hidden, b.hidden)
 

@@ -60,11 +60,12 @@ _WHOLE: dict[str, np.dtype[Any]] = {
         "U32": np.dtype("<u4"),
         "I8": np.dtype("i1"),
         "U8": np.dtype("u1"),
+        "BOOL": np.dtype("?"),
     },
     **{"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu)},
 }
-"""Types of position buffers in old checkpoints, and of the parts of quantised modules; plain weights never have
-them."""
+"""Types of position and mask buffers in old checkpoints, and of the parts of quantised modules. Plain weights never
+have them."""
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own bound."""
@@ -73,7 +74,7 @@ MAX_TENSORS = 1 << 16
 MAX_BRACES = 1 << 17
 """Most braces in a header, one for each tensor; the rest is for quoted text in __metadata__."""
 
-_HARMLESS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|.*\.self_attn\.(bias|masked_bias)")
+_HARMLESS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|.*\.(self_attn|attention)\.(bias|masked_bias)")
 """Buffers of old checkpoints that follow from the config."""
 
 _PART = re.compile(r"(?:model\.language_model\.|language_model\.model\.|language_model\.(?=lm_head\.))(.*)")
@@ -104,6 +105,10 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         shapes["judge.weight"] = (2, spec.hidden)
     if not spec.tied:
         shapes["lm_head.weight"] = (spec.vocab, spec.hidden)
+    if spec.head_bias:
+        shapes["lm_head.bias"] = (spec.vocab,)
+    if spec.norm_bias:
+        shapes["model.norm.bias"] = (spec.hidden,)
     attention = {
         "self_attn.q_proj": (2 * query if spec.output_gate else query, spec.hidden, spec.qkv_bias),
         "self_attn.k_proj": (kv, spec.hidden, spec.qkv_bias),
@@ -132,7 +137,7 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
             ({"self_attn.sinks": (spec.heads,)}, spec.sinks and attends),
             ({f"{XIELU}.alpha_p": (1,), f"{XIELU}.alpha_n": (1,)}, spec.activation == "xielu"),
             (_with_biases(plain), True),
-            ({f"{name}.weight": (size,) for name, size in norms.items() if attends or name not in heads}, True),
+            ({name: (size,) for name, size in norms.items() if attends or name not in heads}, True),
         ]
         shapes |= {prefix + name: shape for part, there in own if there for name, shape in part.items()}
     return shapes
@@ -149,23 +154,27 @@ def _with_biases(matrices: Mapping[str, tuple[int, int, bool]]) -> dict[str, tup
 
 
 def _norms(spec: ModelSpec) -> dict[str, int]:
-    """Return name and size of a layer's norms."""
-    query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    """Return name and size of the weights and biases of a layer's norms."""
     # A layer that is only a mixer or only an MLP has one norm.
-    norms = {"post_attention_layernorm": spec.hidden} if spec.mlp_layers is None else {}
+    named = ["post_attention_layernorm"] if spec.mlp_layers is None and spec.parallel != "one norm" else []
     if spec.pre_norms:
-        norms["input_layernorm"] = spec.hidden
+        named.append("input_layernorm")
     if spec.post_norms:
-        norms["post_feedforward_layernorm"] = spec.hidden
+        named.append("post_feedforward_layernorm")
     if spec.pre_norms and spec.post_norms:
-        norms["pre_feedforward_layernorm"] = spec.hidden
-    if spec.qk_norm:
-        whole = spec.qk_norm_whole
-        norms |= {
-            "self_attn.q_norm": query if whole else spec.head_dim,
-            "self_attn.k_norm": kv if whole else spec.head_dim,
-        }
-    return norms
+        named.append("pre_feedforward_layernorm")
+    heads = _head_norms(spec) if spec.qk_norm else {}
+    norms = dict.fromkeys(named, spec.hidden) | heads
+    biased = named if spec.qk_norm_apart else [*named, *heads]
+    found = {f"{name}.weight": size for name, size in norms.items()}
+    return found | {f"{name}.bias": norms[name] for name in biased if spec.norm_bias}
+
+
+def _head_norms(spec: ModelSpec) -> dict[str, int]:
+    """Return name and size of a layer's norms of queries and keys."""
+    whole = spec.qk_norm_whole or spec.qk_norm_apart
+    heads = {"self_attn.q_norm": spec.heads, "self_attn.k_norm": spec.kv_heads}
+    return {name: spec.head_dim * (count if whole else 1) for name, count in heads.items()}
 
 
 def parameters(spec: ModelSpec) -> int:
@@ -217,6 +226,7 @@ def open_weights(folder: Path, spec: ModelSpec) -> Mapping[str, NDArray[Any]]:
     family = None if spec.encoder is not None else FAMILIES[spec.architecture]
     found: dict[str, NDArray[Any]] = {}
     halves: dict[str, NDArray[Any]] = {}
+    of_heads: dict[str, dict[int, NDArray[Any]]] = {}
     coded: dict[str, Coded] = {}
     scheme = stored_scheme(folder, spec)
     stored = _stored(files, homes)
@@ -232,9 +242,12 @@ def open_weights(folder: Path, spec: ModelSpec) -> Mapping[str, NDArray[Any]]:
                 found[name] = 1 + part.astype(np.float32) if family and _moved(family, name) else part
             elif name.endswith(PARTS) and name.rpartition(".")[0] in expected and name not in halves:
                 halves[name] = part
+            elif spec.qk_norm_apart and part.ndim == 1 and (place := _head_norm(name, expected)):
+                of_heads.setdefault(place[0], {})[place[1]] = part
             elif not (_HARMLESS.fullmatch(name) or (spec.tied and name == "lm_head.weight") or not name):
                 raise _unknown(path, name, spec, scheme)
     coded |= join_mxfp4(folder, found, halves, expected)
+    found |= _join_heads(folder, of_heads, expected)
     whole: Mapping[str, Any] = CodedWeights(found, coded) if coded else found
     missing = next((name for name in expected if name not in whole), None)
     if missing is not None:
@@ -242,6 +255,31 @@ def open_weights(folder: Path, spec: ModelSpec) -> Mapping[str, NDArray[Any]]:
         home = WEIGHTS if homes is None else named.get(missing, INDEX)
         raise ModelFileError(f"{folder / home}: the tensor {missing} of shape {list(expected[missing])} is missing")
     return whole
+
+
+_HEAD_NORM = re.compile(r"(.+\.self_attn\.[qk]_norm)\.(\d{1,4})\.weight")
+"""The norm of one head, in files that store them one by one."""
+
+
+def _head_norm(name: str, expected: Mapping[str, tuple[int, ...]]) -> tuple[str, int] | None:
+    """Return the tensor of ours that a norm of one head belongs to, and the head's number; None for other names."""
+    match = _HEAD_NORM.fullmatch(name)
+    whole = f"{match[1]}.weight" if match else ""
+    return (whole, int(match[2])) if match and whole in expected else None
+
+
+def _join_heads(
+    folder: Path, parts: Mapping[str, Mapping[int, NDArray[Any]]], expected: Mapping[str, tuple[int, ...]]
+) -> dict[str, NDArray[Any]]:
+    """Return the norms of all heads of a layer as one; raise `ModelFileError` if one is missing or misshapen."""
+    found = {}
+    for name, heads in parts.items():
+        if len(heads) != max(heads) + 1 or len({array.dtype for array in heads.values()}) > 1:
+            raise ModelFileError(f"{folder}: {name} needs a vector of one type for each head, numbered from 0")
+        joined = np.concatenate([heads[head] for head in range(len(heads))])
+        _check(folder, name, joined, expected[name])
+        found[name] = joined
+    return found
 
 
 def _unknown(path: Path, name: str, spec: ModelSpec, scheme: Scheme | None) -> ModelFileError:
@@ -294,7 +332,7 @@ def has_own_head(folder: Path, spec: ModelSpec) -> bool:
     found: dict[str, NDArray[Any]] = {}
     for path in weight_files(folder):
         for stored, array in _tensors(path):
-            if stored.endswith(("lm_head.weight", "embed_tokens.weight", "embeddings.weight")):
+            if stored.endswith(_TABLES):
                 found |= {name: part for name, part in _parts(spec, stored, array) if name in wanted}
     if found.keys() != wanted:
         return False
@@ -306,6 +344,11 @@ def has_own_head(folder: Path, spec: ModelSpec) -> bool:
     )
 
 
+_TABLES = (
+    *("lm_head.weight", "embed_out.weight"),
+    *("embed_tokens.weight", "embeddings.weight", "embed_in.weight"),
+)
+"""Ends of the stored names of heads and embeddings."""
 _ROWS = 1 << 10
 """Rows of two tables that are compared at once."""
 

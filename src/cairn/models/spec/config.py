@@ -64,9 +64,12 @@ from cairn.types.model_spec import (
     RotaryPositions,
 )
 
-ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
+ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh", "gelu"]] = {
     "silu": "silu",
     "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 """`hidden_act` in configs -> the kernels' name."""
@@ -146,13 +149,16 @@ def _load(folder: Path) -> ModelSpec:
         ffn=_ffn(config, family, experts),
         vocab=vocab,
         context=context,
-        norm_eps=config.number(_eps(config), 0.0, 1.0, 1e-6),
+        norm_eps=config.number(family.eps or _eps(config), 0.0, 1.0, 1e-6),
+        layer_norms=family.norms != "rms",
+        norm_bias=family.norms == "layer, bias",
         rope_theta=theta * power_of(stretched(config, family), head_dim / max(1, head_dim - 2)),
         rope_scaling=rope,
         long_rope=long_rope(config, family),
         activation=_activation(config, family),
         qk_norm=_bias(config, family.qk_norm),
         qk_norm_whole=family.qk_norm_whole,
+        qk_norm_apart=family.qk_norm_apart and _bias(config, family.qk_norm),
         late_norms=family.late_norms,
         pre_norms=family.pre_norms,
         sinks=family.sinks,
@@ -175,6 +181,8 @@ def _load(folder: Path) -> ModelSpec:
         recurrence=kept,
         mlp_layers=alone,
         mlp_gated=family.mlp_gated,
+        parallel=family.parallel if not family.parallel_if or config.flag(family.parallel_if, False) else "",
+        head_bias=family.head_bias,
         output_gate=family.output_gate,
         eos_ids=end_ids(config, folder, vocab),
         bos_id=next(iter(config.ids("bos_token_id", vocab, absent=True)), None),
@@ -255,7 +263,9 @@ def _bias(config: Fields, rule: bool | str) -> bool:
     return config.flag(rule, False) if isinstance(rule, str) else rule
 
 
-def _activation(config: Fields, family: Family) -> Literal["silu", "gelu_tanh", "clamped_silu", "relu2", "xielu"]:
+def _activation(
+    config: Fields, family: Family
+) -> Literal["silu", "gelu_tanh", "gelu", "clamped_silu", "relu2", "xielu"]:
     if family.activation is not None:
         if family.activation == "xielu" and config.text("hidden_act", "xielu") != "xielu":
             raise ModelError(f"{config.path}: hidden_act other than xielu is not supported")
@@ -273,6 +283,8 @@ def _multiplied(config: Fields, family: Family, hidden: int, head_dim: int) -> d
     """Return the multipliers and post norms that differ from the plain decoder, as spec fields."""
     if family.gemma:
         return _gemma(config, family, hidden, head_dim)
+    if family.logit_scale:
+        return {"logit_scale": config.number("logit_scale", 1e-6, 1e6, 1.0)}
     if not family.multipliers:
         return {"post_norms": family.post_norms}
     return {
@@ -375,6 +387,7 @@ _LATER: dict[str, Any] = {
     **{"both": False, "long_rope": None, "latent": None, "late_norms": False, "uneven": None},
     **{"recurrence": None, "output_gate": False, "mlp_layers": None, "mlp_gated": True},
     **{"unturned_scaling": None, "plain_norm": False},
+    **{"layer_norms": False, "norm_bias": False, "qk_norm_apart": False, "parallel": "", "head_bias": False},
 }
 """Facts added to specs later -> their neutral value."""
 
