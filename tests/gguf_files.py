@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from cairn.models.safetensors.weights import open_weights
 from cairn.models.spec.config import load_spec
 from cairn.text.tokens.gguf import BYTE, CONTROL, UNKNOWN, UNUSED, USER
-from tests import gguf_recurrent, gguf_uneven
+from tests import gguf_layer_norms, gguf_recurrent, gguf_uneven
 
 NAMES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2"}
 NAMES |= {"Qwen3ForCausalLM": "qwen3", "Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3"}
@@ -34,6 +34,7 @@ INTERLEAVED = ("llama4", "llama", "granite", "granitehybrid", "smollm3", "mistra
 NAMES |= {"Qwen3_5ForCausalLM": "qwen35", "Qwen3_5MoeForCausalLM": "qwen35moe", "Qwen3NextForCausalLM": "qwen3next"}
 NAMES |= {"Lfm2ForCausalLM": "lfm2", "Lfm2MoeForCausalLM": "lfm2moe", "GraniteMoeHybridForCausalLM": "granitehybrid"}
 NAMES |= {"NemotronHForCausalLM": "nemotron_h", "Mamba2ForCausalLM": "mamba2"}
+NAMES |= gguf_layer_norms.NAMES
 PLAIN = 1
 
 Choose = Callable[[str, np.ndarray], Type]
@@ -152,6 +153,7 @@ def metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         found["rope.freq_base_swa"] = config["rope_local_base_freq"]
         found["attention.sliding_window_pattern"] = config["sliding_window_pattern"]
     found |= others(config, arch)
+    found = gguf_layer_norms.keys(config, arch, found)
     return {f"{arch}.{key}": value for key, value in found.items()}
 
 
@@ -243,7 +245,7 @@ def hub_tensors(folder: Path, config: Mapping[str, Any]) -> dict[str, np.ndarray
     names = gguf.get_tensor_name_map(kinds[arch], config["num_hidden_layers"])
     found, spec = {}, load_spec(folder)
     every = tensors_of(folder, config, own=spec.recurrence is not None or arch in gguf_uneven.OWN)
-    every = gguf_uneven.together(every, arch)
+    every = gguf_layer_norms.laid_out(config, arch, gguf_uneven.together(every, arch))
     for name, array in every.items():
         if (other := gguf_uneven.named(name)) is not None:
             found[other] = array

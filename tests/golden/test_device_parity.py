@@ -26,6 +26,7 @@ LENGTH = 70
 OFTEN = {
     *("llama 2", "gemma 3", "gemma 4 e", "glm 4.7 flash", "qwen 3 with window layers", "olmoe", "nemotron h"),
     *("qwen 3.5, one head of keys", "lfm 2, biases", "deepseek 3", "phi 4", "llama 4"),
+    *("phi 2", "stablelm, parallel, norms of heads"),
 }
 """Families that are tried each time; the others by `make prove`."""
 

@@ -36,7 +36,7 @@ for _name in ("olmo 3", "gpt-oss"):  # whose files do not say which layers have 
 FAMILIES["exaone 4"] = FAMILIES["exaone 4"] | {"rope_scaling": None}  # whose factors are rounded in a file
 FAMILIES["exaone 4, all layers alike"] = MODELS["exaone 4 without a window"]
 FAMILIES["glm 4.7 flash"] = FAMILIES["glm 4.7 flash"] | {"mlp_layer_types": ["dense", "sparse", "sparse"]}
-for _name in ("mixtral", "olmo 3", "gpt-oss", "smollm 3"):  # whose usual positions a config need not say
+for _name in ("mixtral", "olmo 3", "gpt-oss", "smollm 3", "command-r"):  # whose usual positions a config need not say
     FAMILIES[_name] = FAMILIES[_name] | {"rope_theta": 5e5}
 FAMILIES["smollm 3"] = FAMILIES["smollm 3"] | {"no_rope_layer_interval": 4}
 del FAMILIES["lfm 2, biases"]
@@ -46,6 +46,14 @@ FAMILIES["qwen 3 next"] = FAMILIES["qwen 3 next"] | {"mlp_only_layers": []}
 FAMILIES["granite 4 hybrid, dense"] = FAMILIES["granite 4 hybrid, dense"] | {
     **{"mamba_proj_bias": False, "time_step_limit": None, "intermediate_size": 56}
 }
+for _name in ("phi with norms of queries and keys", "command-r, biases"):  # which the converter does not write
+    del FAMILIES[_name]
+FAMILIES["starcoder 2, without biases"] = FAMILIES["starcoder 2"] | {"use_bias": False, "tie_word_embeddings": False}
+FAMILIES["phi 2"] = FAMILIES["phi 2"] | {"num_key_value_heads": 4}
+FAMILIES["gpt neox, one after the other"] = FAMILIES["gpt neox, one after the other"] | {
+    **{"hidden_act": "gelu", "rotary_emb_base": 10_000}
+}
+FAMILIES["command-r 7b"] = FAMILIES["command-r 7b"] | {"sliding_window_pattern": 4}
 for _name in ("gemma 2", "gemma 3"):  # whose files do not say how scores are scaled
     FAMILIES[_name] = FAMILIES[_name] | {"query_pre_attn_scalar": FAMILIES[_name]["head_dim"]}
 

@@ -100,6 +100,7 @@ def published(pre: str) -> str:
     patterns = {
         "qwen2": QWEN2,
         "deepseek-r1-qwen": QWEN2,
+        "stablelm2": QWEN2,
         "tekken": TEKKEN,
         "llama-bpe": LLAMA3,
         "llama3": LLAMA3,
@@ -112,11 +113,11 @@ def published(pre: str) -> str:
         every = patterns[pre] if isinstance(patterns[pre], tuple) else (patterns[pre],)
         splits = [pre_tokenizers.Split(Regex(one), "isolated") for one in every]
         made.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_only])
-    elif pre in ("smollm", "starcoder", "refact"):
+    elif pre in ("smollm", "starcoder", "refact", "command-r"):
         made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
     else:
         made.pre_tokenizer = gpt2
-    if pre in ("qwen2", "qwen35", "deepseek-r1-qwen", "modern-bert"):
+    if pre in ("qwen2", "qwen35", "deepseek-r1-qwen", "modern-bert", "olmo", "stablelm2", "command-r"):
         made.normalizer = normalizers.NFC()
     made.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

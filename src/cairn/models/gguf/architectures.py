@@ -11,7 +11,7 @@ from cairn.models.families.moe_spec import MAX_EXPERTS, checked
 from cairn.models.files import Fields
 from cairn.models.gguf.recurrent import CONV, DELTA, MAMBA2, Rule, mlp_layers
 from cairn.types.errors import ModelError
-from cairn.types.model_spec import Experts
+from cairn.types.model_spec import Experts, Parallel
 
 EXPERT_KEYS = frozenset(
     (
@@ -95,7 +95,7 @@ class Architecture:
     """Every `unturned`-th layer has no rotary positions; 0: all have. "by window": layers without a window, if others
     have one."""
     sinks: bool = False
-    activation: Literal["silu", "gelu_tanh", "clamped_silu", "relu2", "xielu"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "gelu", "clamped_silu", "relu2", "xielu"] = "silu"
     mixture: RouterDefaults | None = None
     mixture_name: str = ""
     """transformers' name of the variant with experts, if it differs."""
@@ -138,6 +138,15 @@ class Architecture:
     """As `ModelSpec.unturned_scaling`."""
     plain_norm_but: int = 0
     """Queries and keys are normed without a weight, except in the variant with this many experts; 0: never."""
+    layer_norms: bool = False
+    """Whether norms subtract the mean (LayerNorm); their biases are there if the file has them."""
+    qk_norm_apart: bool = False
+    """Whether each head has a norm of its own, if there are norms of queries and keys."""
+    parallel: Parallel = ""
+    """As `ModelSpec.parallel`, of files whose `use_parallel_residual` is not false; "one norm" is for files without a
+    norm before the MLP."""
+    logit_scale: bool = False
+    """Whether `logit_scale` multiplies the logits."""
     constants: tuple[str, ...] = ()
     """Metadata keys (without architecture prefix) that hold what is a tensor of each layer here."""
     ignored: tuple[str, ...] = ()
@@ -199,6 +208,18 @@ _GEMMA_4 = Architecture(
     uneven="gemma4",
     mixture=RouterDefaults(normed=True, beside=True),
     mixture_name="Gemma4ForCausalLM",
+)
+
+_QKV = {"attn_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")}
+_COMMAND_R = Architecture(
+    "CohereForCausalLM",
+    qk_norm=None,
+    qk_norm_apart=True,
+    interleaved=True,
+    layer_norms=True,
+    parallel="one norm",
+    logit_scale=True,
+    keys=("attention.layer_norm_epsilon", "logit_scale"),
 )
 
 ARCHITECTURES = {
@@ -301,10 +322,7 @@ ARCHITECTURES = {
         "Phi3ForCausalLM",
         rotary=True,
         long_rope=True,
-        fused={
-            "attn_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            "ffn_up": ("mlp.gate_proj", "mlp.up_proj"),
-        },
+        fused=_QKV | {"ffn_up": ("mlp.gate_proj", "mlp.up_proj")},
     ),
     "glm4moe": Architecture(
         "Glm4MoeForCausalLM",
@@ -343,6 +361,53 @@ ARCHITECTURES = {
         keys=("attention.temperature_scale", "rope.scaling.yarn_log_multiplier"),
     ),
     "seed_oss": Architecture("SeedOssForCausalLM", names=_MLP_NORM),
+    "starcoder2": Architecture(
+        "Starcoder2ForCausalLM",
+        layer_norms=True,
+        mlp_gated=False,
+        activation="gelu_tanh",
+        keys=("attention.layer_norm_epsilon",),
+    ),
+    "phi2": Architecture(
+        "PhiForCausalLM",
+        layer_norms=True,
+        parallel="one norm",
+        rotary=True,
+        mlp_gated=False,
+        activation="gelu_tanh",
+        fused=_QKV,
+        keys=("attention.layer_norm_epsilon",),
+    ),
+    "stablelm": Architecture(
+        "StableLmForCausalLM",
+        layer_norms=True,
+        qk_norm=None,
+        qk_norm_apart=True,
+        parallel="one norm",
+        rotary=True,
+        keys=("attention.layer_norm_epsilon", "use_parallel_residual"),
+    ),
+    "gptneox": Architecture(
+        "GPTNeoXForCausalLM",
+        layer_norms=True,
+        parallel="two norms",
+        rotary=True,
+        mlp_gated=False,
+        activation="gelu",
+        fused=_QKV,
+        keys=("attention.layer_norm_epsilon", "use_parallel_residual"),
+    ),
+    "command-r": _COMMAND_R,
+    "cohere2": replace(
+        _COMMAND_R,
+        name="Cohere2ForCausalLM",
+        qk_norm=False,
+        qk_norm_apart=False,
+        rotary=True,
+        window_period=4,
+        unturned="by window",
+        keys=(*_COMMAND_R.keys, "attention.sliding_window_pattern"),
+    ),
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen3": Architecture("Qwen3ForCausalLM", qk_norm=True),
     "gemma2": Architecture(

@@ -170,11 +170,11 @@ def gguf_spec(gguf: Gguf) -> ModelSpec:
         ffn=keys.integer("feed_forward_length", 1, 1 << 22, mixture.ffn if mixture else None),
         vocab=vocab,
         context=context,
-        norm_eps=keys.number("attention.layer_norm_rms_epsilon", 0.0, 1.0),
+        norm_eps=keys.number(f"attention.layer_norm_{'' if family.layer_norms else 'rms_'}epsilon", 0.0, 1.0),
         rope_theta=keys.number("rope.freq_base", 1.0, 1e15, 1e6 if family.local_rope else 10000.0),
         **{"rope_scaling": rope, "rotary": None if turned == head_dim else turned, **long},
         **_multiplied(keys, family, hidden, heads, head_dim, layers),
-        qk_norm="blk.0.attn_q_norm.weight" in gguf.tensors if family.qk_norm is None else family.qk_norm,
+        **_normed(keys, family, gguf),
         query_scaling=_query_scaling(keys, family),
         unturned_scaling=family.unturned_scaling,
         plain_norm=bool(family.plain_norm_but) and (mixture is None or mixture.count != family.plain_norm_but),
@@ -184,7 +184,7 @@ def gguf_spec(gguf: Gguf) -> ModelSpec:
         unturned=_unturned(keys, family, layers),
         sinks=family.sinks,
         experts=mixture,
-        qkv_bias=any(f"blk.{layer}.attn_q.bias" in gguf.tensors for layer in range(layers)),
+        qkv_bias=any(f"blk.{layer}.attn_{one}.bias" in gguf.tensors for layer in range(layers) for one in ("q", "qkv")),
         out_bias=any(f"blk.{layer}.attn_output.bias" in gguf.tensors for layer in range(layers)),
         mlp_bias=any(f"blk.{layer}.ffn_down.bias" in gguf.tensors for layer in range(layers)),
         tied="output.weight" not in gguf.tensors,
@@ -211,6 +211,22 @@ def gguf_spec(gguf: Gguf) -> ModelSpec:
         if keys.integer(name, 0, 1 << 20, expected) != expected:
             raise ModelError(f"{keys.path}: {keys.prefix}{name} other than the head size {expected} is not supported")
     return spec
+
+
+def _normed(keys: Fields, family: Architecture, gguf: Gguf) -> dict[str, Any]:
+    """Return the spec fields about kinds of norms, and about what they come before."""
+    normed = "blk.0.attn_q_norm.weight" in gguf.tensors if family.qk_norm is None else bool(family.qk_norm)
+    one_after_the_other = not keys.flag("use_parallel_residual", True) or (
+        family.parallel == "one norm" and "blk.0.ffn_norm.weight" in gguf.tensors
+    )
+    return {
+        "qk_norm": normed,
+        "qk_norm_apart": normed and family.qk_norm_apart,
+        "layer_norms": family.layer_norms,
+        "norm_bias": family.layer_norms and "output_norm.bias" in gguf.tensors,
+        "parallel": "" if one_after_the_other else family.parallel,
+        "head_bias": "output.bias" in gguf.tensors,
+    }
 
 
 def _head_length(family: Architecture) -> str:
@@ -375,6 +391,8 @@ def _multiplied(
     if family.gemma:
         return _gemma(keys, family, hidden, heads, head_dim, layers)
     found: dict[str, Any] = {"activation": family.activation, "post_norms": family.post_norms}
+    if family.logit_scale:
+        found["logit_scale"] = keys.number("logit_scale", 1e-6, 1e6, 1.0)
     if family.multipliers:
         found |= {
             "embedding_scale": keys.number_or_zero("embedding_scale", 1e-6, 1e6, 1.0) or 1.0,

@@ -82,7 +82,7 @@ _NAME = re.compile(r"(?:blk\.(\d{1,5})\.)?([\w.]+?)(?:\.(weight|bias))?")
 _HARMLESS = re.compile("|".join((*map(re.escape, (FACTORS, SHORT, LONG)), r"blk\.\d+\.attn_rot_embd\.weight")))
 """Rotary constants; the spec holds those that matter."""
 _LAYER_OF = re.compile(r"blk\.(\d{1,5})\.")
-_TURNED = re.compile(r".*\.self_attn\.(q|k)_proj\.(weight|bias)")
+_TURNED = re.compile(r".*\.self_attn\.[qk]_(proj\.(weight|bias)|norm\.weight)")
 
 
 def hub_name(name: str, others: Mapping[str, str] | None = None) -> str | None:
@@ -213,7 +213,8 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
 
     @staticmethod
     def _fits(tensor: Tensor, shape: tuple[int, ...]) -> None:
-        if tensor.shape != shape and (1, *tensor.shape) != shape:
+        of_heads = tensor.name.endswith("_norm.weight") and shape == (math.prod(tensor.shape),)
+        if tensor.shape != shape and (1, *tensor.shape) != shape and not of_heads:
             raise ModelFileError(
                 f"{tensor.path}: the tensor {tensor.name} has the shape {list(tensor.shape)}, "
                 f"expected {list(shape)} from the metadata"

@@ -225,8 +225,9 @@ def _write(
     ]
 
 
-_EXACT = re.compile(r"ffn_gate_inp|\.ssm_(conv1d|a|d|norm|alpha|beta|ba)\b|\.shortconv\.conv\b")
-"""Tensors that are never rounded: rounding would change the choice of experts, or accumulate in recurrent states."""
+_EXACT = re.compile(r"ffn_gate_inp|_norm\b|\.ssm_(conv1d|a|d|norm|alpha|beta|ba)\b|\.shortconv\.conv\b")
+"""Tensors that are never rounded: rounding would change the choice of experts, or accumulate in recurrent states.
+Norms of single heads are matrices in a file."""
 
 
 def _chosen(one: _Source, kind: str, tied: bool) -> BlockFormat:

@@ -135,7 +135,7 @@ _DEEPSEEK3 = _split(r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
 _DIGITS = [{"type": "Digits", "individual_digits": True}, _byte_level(regex=True)]
 
 SPLITS: dict[str, list[dict[str, Any]]] = {
-    "gpt-2": [_byte_level(regex=True)],
+    **{name: [_byte_level(regex=True)] for name in ("gpt-2", "phi-2", "olmo")},
     "exaone4": [_byte_level(regex=True)],
     "modern-bert": [_byte_level(regex=True)],
     "llama-bpe": _LLAMA3,
@@ -154,9 +154,11 @@ SPLITS: dict[str, list[dict[str, Any]]] = {
     "hunyuan-dense": _DEEPSEEK3,
     "refact": _DIGITS,
     "qwen2": _QWEN2,
+    "stablelm2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "smollm": _DIGITS,
     "starcoder": _DIGITS,
+    "command-r": _DIGITS,
     "tekken": _split(_TEKKEN),
 }
 """`tokenizer.ggml.pre` -> pre-tokenizers."""
@@ -164,7 +166,7 @@ _BEGINNING = frozenset(("llama-bpe", "llama-v3", "llama3", "pixtral", "lfm2", "t
 """Splits of models that start a text with BOS unless the file says otherwise."""
 WHOLE_WORDS = _BEGINNING | {"glm4"}
 """Splits of models that keep a word that is a token, without applying merges."""
-COMPOSED = frozenset(("qwen2", "qwen35", "deepseek-r1-qwen", "modern-bert"))
+COMPOSED = frozenset(("qwen2", "qwen35", "deepseek-r1-qwen", "modern-bert", "olmo", "stablelm2", "command-r"))
 """Splits of models that normalise text to NFC."""
 
 NAMES = {
