@@ -25,7 +25,7 @@ def parallel(folder: Path, ranks: int, **options: object) -> ParallelEngine:
     return ParallelEngine.load(load_spec(folder), folder, config)
 
 
-@pytest.mark.parametrize("name", ["llama 2", "gpt-oss", "mixtral", "gemma 3"])
+@pytest.mark.parametrize("name", ["llama 2", "gpt-oss", "mixtral", "gemma 3", "phi 2", "gpt neox"])
 def test_two_ranks_are_near_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, tokens = write_model(tmp_path, **MODELS[name]), prompt(LENGTH)
     one = Driver(load(folder, kernels="reference", kv_dtype="f32"), monkeypatch)
@@ -60,7 +60,11 @@ def test_a_rank_that_dies_ends_the_step(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_what_cannot_be_cut_is_refused_by_name(tmp_path: Path) -> None:
-    for name, why in (("qwen 3.5", "recurrent layers"), ("deepseek 3", "latents"), ("llama 2", "no multiple of it")):
+    refused = {
+        **{"qwen 3.5": "recurrent layers", "deepseek 3": "latents", "llama 2": "no multiple of it"},
+        "stablelm, parallel, norms of heads": "a norm for each head",
+    }
+    for name, why in refused.items():
         spec = load_spec(write_model(tmp_path / name, **MODELS[name]))
         with pytest.raises(ModelError, match=why):
             check_parallel(spec, 3)

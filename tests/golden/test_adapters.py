@@ -39,6 +39,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen 3 next",
         {"target_modules": ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "v_proj"]},
     ),
+    "two-layer MLPs": ("starcoder 2", {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "c_fc", "c_proj"]}),
+    "attention and MLP in parallel": ("phi 2", {"target_modules": ["q_proj", "v_proj", "dense", "fc1", "fc2"]}),
+    "a matrix for each head's query, key and value": (
+        "gpt neox",
+        {"target_modules": ["query_key_value", "attention.dense", "dense_h_to_4h", "dense_4h_to_h"]},
+    ),
+    "normed heads": ("stablelm, parallel, norms of heads", {"target_modules": DENSE}),
+    "rotary pairs that are neighbours": ("command-r", {"target_modules": DENSE}),
     "latent attention": ("deepseek 3", {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]}),
 }
 

@@ -23,7 +23,7 @@ def written(tmp_path: Path, name: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["deepseek 3", "gemma 4 e"])
+@pytest.mark.parametrize("name", ["deepseek 3", "gemma 4 e", "gpt neox"])
 def test_an_answer_from_the_pool_and_from_the_disk_is_the_cold_one(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,7 @@ SHAPES = {
     "qwen 3 moe": "experts",
     "gpt-oss": "experts, windows and sinks",
     "llama 4": "pieces of the context, and experts",
+    "gpt neox": "layer norms, and attention beside the MLP",
 }
 """Model -> what is special about it."""
 
