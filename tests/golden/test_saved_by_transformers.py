@@ -81,6 +81,9 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "the least step of Nemotron": ("nemotron h", {"time_step_min": 0.5, "time_step_limit": [0.01, 0.2]}),
+    "layers without a window, which have no positions": ("command-r 7b", {"layer_types": ["full_attention"] * 4}),
+    "heads of keys that GPT-NeoX does not have": ("gpt neox", {"num_key_value_heads": 1, "attention_bias": False}),
+    "StarCoder 2's biases taken away": ("starcoder 2", {"use_bias": False, "hidden_act": "gelu"}),
     "a bias that Nemotron's attention does not have": ("nemotron h", {"attention_bias": True}),
 }
 

@@ -216,18 +216,16 @@ ROWS: Mapping[str, ConfigKeys] = {
     "PhiForCausalLM": ConfigKeys(frozenset({"hidden_act", "layer_norm_eps", "qk_layernorm", "partial_rotary_factor"})),
     "StableLmForCausalLM": ConfigKeys(
         frozenset({"hidden_act", "layer_norm_eps", "qk_layernorm", "use_qkv_bias", "use_parallel_residual"})
-        | {"partial_rotary_factor"},
-        frozenset({"head_dim"}),
+        | {"partial_rotary_factor"}
     ),
     "GPTNeoXForCausalLM": ConfigKeys(
         frozenset({"attention_bias", "hidden_act", "layer_norm_eps", "use_parallel_residual", "partial_rotary_factor"}),
-        frozenset({"head_dim", "num_key_value_heads", "is_decoder"}),
+        frozenset({"num_key_value_heads", "is_decoder"}),
         aliases={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
     ),
     "CohereForCausalLM": ConfigKeys(_BIASED | {"layer_norm_eps", "logit_scale", "use_qk_norm"}),
     "Cohere2ForCausalLM": ConfigKeys(
-        _BIASED | {"layer_norm_eps", "layer_types", "logit_scale", "sliding_window", "sliding_window_pattern"},
-        frozenset({"head_dim"}),
+        _BIASED | {"layer_norm_eps", "layer_types", "logit_scale", "sliding_window", "sliding_window_pattern"}
     ),
     "Lfm2ForCausalLM": ConfigKeys(
         _LFM | {"block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of", "full_attn_idxs"},

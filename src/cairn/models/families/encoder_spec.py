@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from cairn.models.families.activation_spec import ACTIVATIONS as NAMED
 from cairn.models.families.config_keys import ENCODER_ROWS, understood
 from cairn.models.families.embedding_files import check_width, embedding_of
 from cairn.models.families.families import ENCODERS, named_architecture
@@ -34,14 +35,7 @@ JUDGES = "ForSequenceClassification"
 """Suffix of architectures that judge texts or pairs of texts."""
 MAX_LABELS = 1 << 10
 
-ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh", "gelu"]] = {
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "silu": "silu",
-    "swish": "silu",
-    "swiglu": "silu",
-}
+ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh", "gelu"]] = {**NAMED, "swiglu": "silu"}
 
 _BERT = {
     r"embeddings\.word_embeddings": "embed_tokens",

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from cairn.kernels.elementary import log_of
-from cairn.models.families.families import Family
+from cairn.models.families.family import Family
 from cairn.models.files import Fields
 from cairn.types.errors import ModelError
 from cairn.types.model_spec import MAX_HEAD_DIM, CacheGroup, Latent, ModelSpec, RopeScaling

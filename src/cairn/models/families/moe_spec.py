@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from cairn.models.families.families import Family
+from cairn.models.families.family import Family
 from cairn.models.files import Fields
 from cairn.types.errors import ModelError
 from cairn.types.model_spec import Experts, ModelSpec

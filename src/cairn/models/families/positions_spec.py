@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from cairn.kernels.elementary import log_of
-from cairn.models.families.families import Family
+from cairn.models.families.family import Family
 from cairn.models.files import Fields
 from cairn.types.errors import ModelError, ModelFileError
 from cairn.types.model_spec import MAX_CONTEXT, MAX_HEAD_DIM, RopeScaling, RotaryPositions

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from cairn.models.families.families import Family
+from cairn.models.families.family import Family
 from cairn.models.families.moe_spec import layer_kinds
 from cairn.models.files import Fields
 from cairn.types.errors import ModelError

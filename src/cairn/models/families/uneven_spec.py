@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from cairn.models.families.families import Family
+from cairn.models.families.family import Family
 from cairn.models.families.moe_spec import mixture_tensors
 from cairn.models.files import Fields
 from cairn.types.errors import ModelError

@@ -91,9 +91,9 @@ class Architecture:
     """Whether norms stand before (`pre_norms`) and after (`post_norms`) attention and MLP."""
     multipliers: bool = False
     """Whether the file may scale embeddings, scores, residual branches and logits."""
-    unturned: int | Literal["by window"] = 0
+    unturned: int | Literal["by window", "without window"] = 0
     """Every `unturned`-th layer has no rotary positions; 0: all have. "by window": layers without a window, if others
-    have one."""
+    have one; "without window": these layers in any case."""
     sinks: bool = False
     activation: Literal["silu", "gelu_tanh", "gelu", "clamped_silu", "relu2", "xielu"] = "silu"
     mixture: RouterDefaults | None = None
@@ -405,7 +405,7 @@ ARCHITECTURES = {
         qk_norm_apart=False,
         rotary=True,
         window_period=4,
-        unturned="by window",
+        unturned="without window",
         keys=(*_COMMAND_R.keys, "attention.sliding_window_pattern"),
     ),
     "qwen2": Architecture("Qwen2ForCausalLM"),

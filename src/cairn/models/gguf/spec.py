@@ -240,9 +240,10 @@ def _unturned(keys: Fields, family: Architecture, layers: int) -> tuple[int, ...
     """Return the layers without rotary positions."""
     if family.recurrence == "mamba2" and not keys.flag("rope.scaling.finetuned", True):
         return tuple(range(layers))
-    if family.unturned == "by window":
+    if isinstance(family.unturned, str):
         windows = keys.integer("attention.sliding_window", 0, MAX_CONTEXT, 0) > 0
-        limited = _limited(keys, family, layers) if windows else range(layers)
+        all_alike: range | tuple[()] = range(layers) if family.unturned == "by window" else ()
+        limited = _limited(keys, family, layers) if windows else all_alike
         return tuple(layer for layer in range(layers) if layer not in limited)
     return tuple(layer for layer in range(layers) if family.unturned and not (layer + 1) % family.unturned)
 
@@ -430,7 +431,7 @@ def _groups(
         return cache_groups(layers, limited, min(family.pieces, context), context, pieces=True)
     if family.window_period and window:
         own = RotaryPositions(theta=keys.number("rope.freq_base", 1.0, 1e15, 10000.0))
-        alike = scaling.kind == "none" or family.unturned == "by window"
+        alike = scaling.kind == "none" or bool(family.unturned)
         return cache_groups(layers, _limited(keys, family, layers), window, context, None if alike else own)
     if not family.period:
         return cache_groups(layers, range(layers) if window else (), window, context)

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from cairn.models.families.encoder_spec import encoder_tensors
 from cairn.models.families.encoder_spec import own_name as encoder_name
-from cairn.models.families.families import AHEAD, FAMILIES, Family
+from cairn.models.families.families import AHEAD, FAMILIES
+from cairn.models.families.family import Family
 from cairn.models.families.latent_spec import latent_tensors
 from cairn.models.families.moe_spec import mixture_tensors
 from cairn.models.families.recurrent_spec import MIXER, recurrent_tensors
@@ -42,6 +43,7 @@ from cairn.models.gguf.reader import read_gguf
 from cairn.models.gguf.weights import GgufWeights
 from cairn.models.quantization.quantized_config import Scheme, scheme_of
 from cairn.models.safetensors.coded_weights import Coded, CodedWeights
+from cairn.models.safetensors.head_norms import head_norm, join_heads
 from cairn.models.safetensors.quantized_files import ENDS, Stored, modules
 from cairn.models.safetensors.stored_codes import PARTS, SelectedRows, StoredMatrix, join_mxfp4, selected_rows
 from cairn.types.errors import ModelFileError
@@ -242,12 +244,12 @@ def open_weights(folder: Path, spec: ModelSpec) -> Mapping[str, NDArray[Any]]:
                 found[name] = 1 + part.astype(np.float32) if family and _moved(family, name) else part
             elif name.endswith(PARTS) and name.rpartition(".")[0] in expected and name not in halves:
                 halves[name] = part
-            elif spec.qk_norm_apart and part.ndim == 1 and (place := _head_norm(name, expected)):
+            elif spec.qk_norm_apart and part.ndim == 1 and (place := head_norm(name, expected)):
                 of_heads.setdefault(place[0], {})[place[1]] = part
             elif not (_HARMLESS.fullmatch(name) or (spec.tied and name == "lm_head.weight") or not name):
                 raise _unknown(path, name, spec, scheme)
     coded |= join_mxfp4(folder, found, halves, expected)
-    found |= _join_heads(folder, of_heads, expected)
+    found |= join_heads(folder, of_heads, expected)
     whole: Mapping[str, Any] = CodedWeights(found, coded) if coded else found
     missing = next((name for name in expected if name not in whole), None)
     if missing is not None:
@@ -255,31 +257,6 @@ def open_weights(folder: Path, spec: ModelSpec) -> Mapping[str, NDArray[Any]]:
         home = WEIGHTS if homes is None else named.get(missing, INDEX)
         raise ModelFileError(f"{folder / home}: the tensor {missing} of shape {list(expected[missing])} is missing")
     return whole
-
-
-_HEAD_NORM = re.compile(r"(.+\.self_attn\.[qk]_norm)\.(\d{1,4})\.weight")
-"""The norm of one head, in files that store them one by one."""
-
-
-def _head_norm(name: str, expected: Mapping[str, tuple[int, ...]]) -> tuple[str, int] | None:
-    """Return the tensor of ours that a norm of one head belongs to, and the head's number; None for other names."""
-    match = _HEAD_NORM.fullmatch(name)
-    whole = f"{match[1]}.weight" if match else ""
-    return (whole, int(match[2])) if match and whole in expected else None
-
-
-def _join_heads(
-    folder: Path, parts: Mapping[str, Mapping[int, NDArray[Any]]], expected: Mapping[str, tuple[int, ...]]
-) -> dict[str, NDArray[Any]]:
-    """Return the norms of all heads of a layer as one; raise `ModelFileError` if one is missing or misshapen."""
-    found = {}
-    for name, heads in parts.items():
-        if len(heads) != max(heads) + 1 or len({array.dtype for array in heads.values()}) > 1:
-            raise ModelFileError(f"{folder}: {name} needs a vector of one type for each head, numbered from 0")
-        joined = np.concatenate([heads[head] for head in range(len(heads))])
-        _check(folder, name, joined, expected[name])
-        found[name] = joined
-    return found
 
 
 def _unknown(path: Path, name: str, spec: ModelSpec, scheme: Scheme | None) -> ModelFileError:

@@ -11,16 +11,18 @@ import hashlib
 import math
 from collections import Counter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from cairn.config.paths import expanded
 from cairn.kernels.elementary import power_of
+from cairn.models.families.activation_spec import activation
 from cairn.models.families.config_keys import decoder_row, understood
 from cairn.models.families.embedding_files import check_width, embedding_of, judge_of
 from cairn.models.families.encoder_spec import encoder_spec, is_encoder
-from cairn.models.families.families import Family, family_of, sees_both, text_config
+from cairn.models.families.families import family_of, sees_both, text_config
+from cairn.models.families.family import Family
 from cairn.models.families.latent_spec import latent_fields
 from cairn.models.families.moe_spec import layer_count, mixture
 from cairn.models.families.positions_spec import (
@@ -63,17 +65,6 @@ from cairn.types.model_spec import (
     RopeScaling,
     RotaryPositions,
 )
-
-ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh", "gelu"]] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
-"""`hidden_act` in configs -> the kernels' name."""
-
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
@@ -155,7 +146,7 @@ def _load(folder: Path) -> ModelSpec:
         rope_theta=theta * power_of(stretched(config, family), head_dim / max(1, head_dim - 2)),
         rope_scaling=rope,
         long_rope=long_rope(config, family),
-        activation=_activation(config, family),
+        activation=activation(config, family),
         qk_norm=_bias(config, family.qk_norm),
         qk_norm_whole=family.qk_norm_whole,
         qk_norm_apart=family.qk_norm_apart and _bias(config, family.qk_norm),
@@ -253,30 +244,15 @@ def _unturned(config: Fields, family: Family, layers: int) -> tuple[int, ...]:
         if named not in ("nope", "rope"):
             raise config.error(family.positions, "rope or nope")
         return tuple(range(layers)) if named == "nope" else ()
-    if family.unturned == "by window":
-        limited = _window_layers(config, family, layers) if _by_layer(config, family) else range(layers)
+    if isinstance(family.unturned, str):
+        all_alike: range | tuple[()] = range(layers) if family.unturned == "by window" else ()
+        limited = _window_layers(config, family, layers) if _by_layer(config, family) else all_alike
         return tuple(layer for layer in range(layers) if layer not in limited)
     return unturned(config, layers) if family.unturned else ()
 
 
 def _bias(config: Fields, rule: bool | str) -> bool:
     return config.flag(rule, False) if isinstance(rule, str) else rule
-
-
-def _activation(
-    config: Fields, family: Family
-) -> Literal["silu", "gelu_tanh", "gelu", "clamped_silu", "relu2", "xielu"]:
-    if family.activation is not None:
-        if family.activation == "xielu" and config.text("hidden_act", "xielu") != "xielu":
-            raise ModelError(f"{config.path}: hidden_act other than xielu is not supported")
-        return family.activation
-    key = "hidden_activation" if config.has("hidden_activation") else "hidden_act"
-    name = config.text(key, "silu")
-    if name not in ACTIVATIONS:
-        raise ModelError(
-            f"{config.path}: {key} {name[:80]!r} is not supported; supported are {', '.join(sorted(ACTIVATIONS))}"
-        )
-    return ACTIVATIONS[name]
 
 
 def _multiplied(config: Fields, family: Family, hidden: int, head_dim: int) -> dict[str, Any]:
