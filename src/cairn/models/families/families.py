@@ -141,6 +141,7 @@ _LLAMA_4 = Family(
     defaults={"use_qk_norm": True, "rope_theta": 5e5, "rms_norm_eps": 1e-5, "intermediate_size_mlp": 16384},
 )
 
+_COHERE_DEFAULTS: dict[str, Any] = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True}
 _LAYER_NORMS: dict[str, Any] = {"norms": "layer, bias", "eps": "layer_norm_eps"}
 _COHERE = Family(
     norms="layer",
@@ -149,7 +150,7 @@ _COHERE = Family(
     qkv_bias="attention_bias",
     out_bias="attention_bias",
     logit_scale=True,
-    defaults={"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True},
+    defaults=_COHERE_DEFAULTS,
 )
 
 FAMILIES = {
@@ -373,14 +374,14 @@ FAMILIES = {
         },
     ),
     "CohereForCausalLM": replace(
-        _COHERE, qk_norm="use_qk_norm", qk_norm_apart=True, defaults=_COHERE.defaults | {"rope_theta": 5e5}
+        _COHERE, qk_norm="use_qk_norm", qk_norm_apart=True, defaults=_COHERE_DEFAULTS | {"rope_theta": 5e5}
     ),
     "Cohere2ForCausalLM": replace(
         _COHERE,
         window="by type",
         period=4,
         unturned="without window",
-        defaults=_COHERE.defaults | {"sliding_window": 4096},
+        defaults=_COHERE_DEFAULTS | {"sliding_window": 4096},
     ),
     "Gemma2ForCausalLM": _GEMMA_2,
     "Gemma3ForCausalLM": _GEMMA_3,
