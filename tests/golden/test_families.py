@@ -13,9 +13,10 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from cairn.engine.step_inputs import FilledStep, StepInputs
-from cairn.kernels import paged
+from cairn.kernels import paged, reference
 from cairn.kernels.choose import load_kernels
 from cairn.kernels.reference import ReferenceKernels
+from cairn.models.forward import decoder
 from cairn.models.spec.config import load_spec
 from tests.tiny_models import BFLOAT16, KERNELS, MODELS, Driver, load, prompt, write_config, write_model
 
@@ -235,6 +236,61 @@ def loose_window(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("plant", [late_positions, shifted_table, loose_mask, loose_window])
 def test_an_off_by_one_is_caught(plant: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_model(tmp_path, **MODELS["mistral"])
+    check(folder, monkeypatch)
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        check(folder, monkeypatch)
+
+
+def without_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layer norms do not subtract the mean."""
+
+    def planted(x: Any, weight: Any, bias: Any, eps: float) -> Any:
+        return reference.rms_norm(x, weight, eps) + (0 if bias is None else bias)
+
+    monkeypatch.setattr(reference, "layer_norm", planted)
+
+
+def without_last_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last norm's bias is dropped."""
+    real = ReferenceKernels.layer_logits
+    monkeypatch.setattr(
+        ReferenceKernels, "layer_logits", lambda own, x, at, norm, bias, *rest: real(own, x, at, norm, None, *rest)
+    )
+
+
+def one_norm_for_all_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = ReferenceKernels.layer_norm_heads
+
+    def planted(own: Any, x: Any, first: int, heads: int, size: int, weight: Any, *rest: Any) -> None:
+        real(own, x, first, heads, size, weight[:size], *rest)
+
+    monkeypatch.setattr(ReferenceKernels, "layer_norm_heads", planted)
+
+
+def one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The MLP reads the hidden state after attention was added to it."""
+
+    def planted(k: Any, model: Any, layer: Any, kv: Any, b: Any) -> None:
+        decoder._mix(k, model, layer, layer.attention, kv, b)
+        decoder._transform(k, model, layer, layer.mlp, b)
+
+    monkeypatch.setattr(decoder, "_run_parallel", planted)
+
+
+@pytest.mark.parametrize(
+    ("name", "plant"),
+    [
+        ("phi 2", without_mean),
+        ("starcoder 2", without_last_bias),
+        ("stablelm, parallel, norms of heads", one_norm_for_all_heads),
+        ("gpt neox", one_after_the_other),
+    ],
+)
+def test_a_mistake_of_layer_norms_is_caught(
+    name: str, plant: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_model(tmp_path, **MODELS[name])
     check(folder, monkeypatch)
     plant(monkeypatch)
     with pytest.raises(AssertionError):

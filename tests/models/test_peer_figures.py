@@ -63,6 +63,14 @@ _OTHERS: dict[str, dict[str, Any]] = {
     "mistral 4": {},
     "llama 4": {"no_rope_layer_interval": 4, "attention_chunk_size": 8192, "floor_scale": 8192},
     "apertus": {},
+    "starcoder 2": {},
+    "phi 2": {"num_key_value_heads": 4, "intermediate_size": 192},
+    "stablelm": {},
+    "stablelm, parallel, norms of heads": {"partial_rotary_factor": 0.5},
+    "gpt neox": {},
+    "gpt neox, one after the other": {"attention_bias": True, "rotary_emb_base": 10_000, "tie_word_embeddings": False},
+    "command-r": {"use_qk_norm": False} | _USUAL,
+    "command-r 7b": {"sliding_window_pattern": 4},
     "gemma 2": {"query_pre_attn_scalar": 16},
     "gemma 3": {"query_pre_attn_scalar": 20},
     "gemma 4": {},
@@ -93,7 +101,7 @@ def prompts() -> list[list[int]]:
 _LOOSE = {"gemma 4 e": 5e-3, "gemma 4 moe": 5e-3, "gemma 3n": 0.1}
 """Where a number that llama.cpp rounds to 16 bits on its way falls on the other side now and then, and many layers
 follow. What would be a mistake is more than 1."""
-REFERENCE = tuple(name for name in MODELS if name.startswith("gemma"))
+REFERENCE = tuple(name for name in MODELS if name.startswith(("gemma", "starcoder", "phi 2", "gpt neox")))
 """Models of which the reference alone is compared, which can be made to round as llama.cpp does."""
 
 
@@ -110,7 +118,8 @@ def as_llama_cpp_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
         width = gates.shape[1] // 2
         sparse(kernels, gates, factor * (width / (width - 1)) ** 0.5)
 
-    monkeypatch.setitem(reference.ACTIVATIONS, "gelu_tanh", rounded)
+    for name in ("gelu_tanh", "gelu"):  # which are one in llama.cpp
+        monkeypatch.setitem(reference.ACTIVATIONS, name, rounded)
     monkeypatch.setattr(reference.ReferenceKernels, "sparsify", sampled)
 
 
@@ -120,7 +129,7 @@ def test_log_probabilities_are_llama_cpps(
     name: str, kernels: str, prove: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if (kernels == "reference") != (name in REFERENCE) and not (prove and name not in REFERENCE):
-        pytest.skip("the reference of these is compared by `make prove`, and of Gemma it alone")
+        pytest.skip("the reference of these is compared by `make prove`, and of models with GELU it alone")
     if name in REFERENCE:
         as_llama_cpp_rounds(monkeypatch)
     want = np.load(figures_of(name), allow_pickle=False)

@@ -87,4 +87,10 @@ def _layer(k: Kernels) -> list[tuple[str, NDArray[Any]]]:
     gates, gated = empty(_TOKENS, 4 * _HIDDEN), empty(_TOKENS, 2 * _HIDDEN)
     run("project", gates, k.project, hidden, k.matrix([floats(4 * _HIDDEN, _HIDDEN) / 8], [None]), gates)
     run("gate", gated, k.gate, gates, "silu", gated)
+    heads, weight, bias = k.vector(floats(_HEADS * _SIZE)), k.vector(floats(_HIDDEN)), k.vector(floats(_HIDDEN))
+    run("layer_norm", normed, k.layer_norm, hidden, weight, bias, 1e-5, normed)
+    run("layer_norm_heads", qkv, k.layer_norm_heads, qkv, 0, _HEADS, _SIZE, heads, None, 1e-5)
+    last, head = empty(2, 32), k.matrix([floats(32, _HIDDEN) / 8], [floats(32)])
+    wanted = given(np.array([_TOKENS - 1, 3], np.int32))
+    run("layer_logits", last, k.layer_logits, hidden, wanted, weight, bias, 1e-5, head, last)
     return found
