@@ -63,7 +63,7 @@ _OTHERS: dict[str, dict[str, Any]] = {
     "mistral 4": {},
     "llama 4": {"no_rope_layer_interval": 4, "attention_chunk_size": 8192, "floor_scale": 8192},
     "apertus": {},
-    "starcoder 2": {},
+    "starcoder 2": {"tie_word_embeddings": False},
     "phi 2": {"num_key_value_heads": 4, "intermediate_size": 192},
     "stablelm": {},
     "stablelm, parallel, norms of heads": {"partial_rotary_factor": 0.5},
