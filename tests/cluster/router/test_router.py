@@ -271,6 +271,8 @@ async def test_what_one_replica_alone_has_is_looked_for_on_all() -> None:
     async with routed(mine, mine, mine) as (app, _):
         for n in range(6):
             assert (await ask(app, "GET", f"/v1/responses/resp_{n}")).json() == {"by": "s2"}
+            assert (await ask(app, "POST", f"/v1/workflows/runs/{n}/resume", {})).json() == {"by": "s2"}
+            assert (await ask(app, "DELETE", f"/v1/teams/{n}")).json() == {"by": "s2"}
         assert (await ask(app, "GET", "/v1/nothing")).status in (200, 404)
 
 

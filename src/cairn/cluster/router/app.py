@@ -25,6 +25,7 @@ import msgspec
 
 from cairn.cluster.router.follow import EVENT_END, Delivered, split
 from cairn.cluster.router.keys import Asked
+from cairn.cluster.router.lists import LISTS, ListRefused, merged_list
 from cairn.cluster.router.replicas import DRAIN_SECONDS, Replica, Replicas, Restart
 from cairn.cluster.router.upstream import DROPPED, UpstreamConnection, UpstreamLost, request_bytes
 from cairn.system.interfaces import Rng
@@ -103,6 +104,9 @@ class RouterApp:
         self.counts.requests += 1
         try:
             body = await _body(receive)
+            if scope["method"] == "GET" and path in LISTS:
+                await self._list(scope, path, send)
+                return
             await Passing(self, scope, receive, send, body).run()
         except (ClientLeft, asyncio.CancelledError):  # cancelled: the router ends, and has waited long enough
             return
@@ -122,6 +126,21 @@ class RouterApp:
             if replica is not None and replica.up:
                 return replica
         return None
+
+    async def _list(self, scope: Message, path: str, send: Send) -> None:
+        """Answer with a list over all replicas."""
+        up = [one for one in self.replicas.all if one.up]
+        try:
+            if not up:
+                raise UpstreamLost("no server is up; ask again shortly", sent=False)
+            found = await merged_list(up, path, scope["query_string"], scope["headers"])
+        except ListRefused as error:
+            await _respond(send, error.answer.status, error.answer.body)
+        except UpstreamLost as error:
+            self.counts.refused += 1
+            await _fail(send, 503, "unavailable", str(error), b"2")
+        else:
+            await _respond(send, 200, msgspec.json.encode(found))
 
     # ------------------------------------------------------------------------------------------------- its own paths
 
