@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from cairn.models.files import INDEX, WEIGHTS
 from cairn.models.packing.random_weights import shape_spec
@@ -89,6 +89,20 @@ def test_known_harmless_tensors_are_ignored(tmp_path: Path) -> None:
     tensors = random_tensors(tied)
     save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].copy()}, tied / WEIGHTS)
     assert set(open_folder(tied)) == set(tensors)
+
+
+def test_old_spellings_of_gpt_neox_are_read(tmp_path: Path) -> None:
+    """Masks and frequencies beside the weights, and a head of another name."""
+    folder = write_model(tmp_path, **MODELS["gpt neox"])
+    path = folder / WEIGHTS
+    tensors = load_file(path)
+    layer = "gpt_neox.layers.0.attention."
+    old = {"embed_out.weight": tensors.pop("lm_head.weight"), f"{layer}masked_bias": np.float32(-1e9).reshape(())}
+    masks = {f"{layer}bias": np.ones((1, 1, 4, 4), np.bool_), f"{layer}rotary_emb.inv_freq": np.ones(2, np.float32)}
+    save_file(tensors | old | masks, path)
+    found = open_folder(folder)
+    assert set(found) == set(expected_tensors(load_spec(folder)))
+    np.testing.assert_array_equal(found["lm_head.weight"], old["embed_out.weight"])
 
 
 @pytest.mark.parametrize(
