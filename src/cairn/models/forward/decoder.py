@@ -54,7 +54,7 @@ from cairn.models.forward.norms import (
     Norm,
     build_head_norms,
     build_norm,
-    run_head_norm,
+    run_head_norms,
     run_logits,
     run_norm,
 )
@@ -307,13 +307,12 @@ def body(k: Kernels, decoder: Decoder, kv: Sequence[Array], b: Buffers) -> None:
 
 def _run_parallel(k: Kernels, decoder: Decoder, layer: Layer, kv: Sequence[Array], b: Buffers) -> None:
     """Run a layer whose attention and MLP read the same hidden state: attention is added first, then the MLP."""
-    own, mlp = layer.attention, layer.mlp
-    assert isinstance(own, Attention) and isinstance(mlp, Mlp) and layer.attention_norm is not None
-    _attend(k, decoder, layer, own, kv, _normed(k, decoder, layer.attention_norm, b), b)
+    assert isinstance(layer.attention, Attention) and isinstance(layer.mlp, Mlp) and layer.attention_norm is not None
+    _attend(k, decoder, layer, layer.attention, kv, _normed(k, decoder, layer.attention_norm, b), b)
     if layer.mlp_norm is not None:  # before the hidden state changes
         run_norm(k, layer.mlp_norm, decoder.eps, b.hidden, b.normed)
     k.add(b.projected, b.hidden)
-    _run_mlp(k, decoder, layer, mlp, b.normed, b)
+    _run_mlp(k, decoder, layer, layer.mlp, b.normed, b)
     k.add(b.projected, b.hidden)
 
 
@@ -401,8 +400,7 @@ def _attend(
     k.project(x, own.qkv, b.qkv)
     if own.plain_norm:  # may precede the rotation, which preserves length
         k.norm_heads(b.qkv, 0, *decoder.heads, None, decoder.eps)
-    for one in own.head_norms:
-        run_head_norm(k, one, decoder.eps, b.qkv)
+    run_head_norms(k, own.head_norms, decoder.eps, b.qkv)
     angles = b.angles[g] if own.turned else None
     norms = (own.q_norm, own.k_norm, decoder.eps)
     k.rope_write(b.qkv, angles, *norms, kv[g], layer.index, b.slots[g], b.query, decoder.late_norms)

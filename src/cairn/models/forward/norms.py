@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,9 +61,10 @@ def run_norm(k: Kernels, norm: Norm, eps: float, x: Any, out: Any) -> None:
         k.norm(x, norm, eps, out)
 
 
-def run_head_norm(k: Kernels, own: HeadNorm, eps: float, qkv: Any) -> None:
+def run_head_norms(k: Kernels, norms: Sequence[HeadNorm], eps: float, qkv: Any) -> None:
     """Norm heads of qkv[M, (Q + 2K) D] in place."""
-    k.layer_norm_heads(qkv, own.first, own.heads, own.size, own.norm.weight, own.norm.bias, eps)
+    for own in norms:
+        k.layer_norm_heads(qkv, own.first, own.heads, own.size, own.norm.weight, own.norm.bias, eps)
 
 
 def run_logits(k: Kernels, norm: Norm, eps: float, head: Matrix, hidden: Any, wanted: Any, logits: Any) -> None:
