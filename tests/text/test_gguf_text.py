@@ -418,7 +418,10 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         {"ggml__model": "rwkv"},
         r"m\.gguf: the tokenizer 'rwkv' is not supported; supported are bert, gemma4, gpt2, ",
     ),
-    "split": ({"ggml__pre": "klingon"}, r"split 'klingon' is not supported; supported are dbrx, deepseek-r1-qwen, "),
+    "split": (
+        {"ggml__pre": "klingon"},
+        r"split 'klingon' is not supported; supported are command-r, dbrx, deepseek-r1-qwen, ",
+    ),
     "no split": ({"ggml__pre": None}, r"does not say how text is split \(tokenizer\.ggml\.pre\)"),
     "no tokens": ({"ggml__tokens": None}, r"m\.gguf: tokenizer\.ggml\.tokens must be a list of texts"),
     "numbers": ({"ggml__tokens": [1, 2]}, r"tokenizer\.ggml\.tokens must be a list of texts"),

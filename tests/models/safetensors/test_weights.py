@@ -97,7 +97,7 @@ def test_old_spellings_of_gpt_neox_are_read(tmp_path: Path) -> None:
     path = folder / WEIGHTS
     tensors = load_file(path)
     layer = "gpt_neox.layers.0.attention."
-    old = {"embed_out.weight": tensors.pop("lm_head.weight"), f"{layer}masked_bias": np.float32(-1e9).reshape(())}
+    old = {"embed_out.weight": tensors.pop("lm_head.weight"), f"{layer}masked_bias": np.array(-1e9, np.float32)}
     masks = {f"{layer}bias": np.ones((1, 1, 4, 4), np.bool_), f"{layer}rotary_emb.inv_freq": np.ones(2, np.float32)}
     save_file(tensors | old | masks, path)
     found = open_folder(folder)
