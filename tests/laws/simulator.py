@@ -599,6 +599,7 @@ class World:
         output = self.scheduler.drop(id, reason)
         law(output is not None and output.id == id and output.finish is reason, "drop did not end the request")
         law(output is not None and not output.tokens and output.timing is not None, "drop sent tokens or no timing")
+        self.ended.append((self.live[id].request.salt, [*self.live[id].request.prompt, *self.live[id].got]))
         del self.live[id]
         self.leave_ring()
         law(self.scheduler.drop(id, reason) is None, "a request was dropped twice")
@@ -1005,8 +1006,7 @@ class World:
                 self.check_report(client, output)
             if output.finish is not None:
                 self.check_end(client, output, broken, planned_at)
-                if not output.error and client.reports:
-                    self.ended.append((client.request.salt, [*client.request.prompt, *client.got][:-1]))
+                self.ended.append((client.request.salt, [*client.request.prompt, *client.got]))
                 del self.live[output.id]
                 self.finished += 1
             else:

@@ -254,6 +254,7 @@ class Storage:
         """The end of a worker that is asked to: all that the pools have of contexts that ended is stored."""
         world, behind = self.world, self.tiers.write_behind
         for sequence in tuple(world.scheduler._sequences.values()):
+            world.ended.append((sequence.request.salt, list(sequence.tokens)))
             world.scheduler.drop(sequence.request.id, FinishReason.CANCELLED)
         for _ in range(2000):
             behind.finish(0.0)
