@@ -337,10 +337,16 @@ class World:
             self.windows, self.size = states.choice(STATES), states.choice((1, 1, 2, 3))
             self.spacing = CHUNK_BLOCKS * states.choice((1, 2, 1000))
             self.context = states.randint(24, 96)
+        self.scarce = random.Random(seed + (1 << 48)) if seed % 27 == 16 else None
+        """Draws a pool that is too small, over a store that keeps all, for requests that nobody is known to go on with:
+        what leaves the pool is given up, and comes back from the store."""
+        if self.scarce is not None:
+            self.windows, self.spacing = (0,), SPACING
         self.talkative = not self.calm and chance.random() < 0.5
         """Short prompts, long answers, small pools: preemption."""
         full = 400 if self.calm else chance.choice((chance.randint(3, 8), chance.randint(8, 24), 60))
         full = chance.randint(6, 14) if self.talkative else full
+        full = full if self.scarce is None else self.scarce.randint(4, 12)
         self.groups = fake_spec(windows=self.windows).groups
         spans = [window_blocks(group, self.size) for group in self.groups]
         self.blocks = tuple(
@@ -421,11 +427,13 @@ class World:
         self.storage: Storage | None = None
         self.start_worker(self.limits)
         if self.tiered:
-            self.storage = Storage(self, random.Random(seed + (1 << 40)), sure=seed % 9 == 4)
+            self.storage = Storage(self, random.Random(seed + (1 << 40)), sure=seed % 9 == 4 or self.scarce is not None)
             self.deaths = chance.choice((0, 2, 5, 8))
         if not self.calm:
             self.engine.raising = chance.choice((0.0, 0.0, 0.02, 0.1))
             self.engine.failing = chance.choice((0.0, 0.0, 0.02))
+        if self.scarce is not None:
+            self.engine.raising = self.scarce.choice((0.0, 0.1))
         self.bases = bases = [
             [chance.randrange(VOCAB) for _ in range(self.context)] for _ in range(chance.randint(1, 3))
         ]
@@ -490,7 +498,7 @@ class World:
             share=self.crowd.choice(self.tenants),
             timeout=None if self.calm or chance.random() < 0.8 else chance.uniform(0.5, 20),
             priority=chance.choice((0, 0, 0, -1, 1, 3)) * self.crowd.choice((1, 1, 30)),
-            durable=self.tiered and chance.random() < 0.7,
+            durable=self.tiered and chance.random() < (0.7 if self.scarce is None else 0.2),
         )
 
     def oracle(self, request: Request) -> list[int]:
@@ -607,7 +615,7 @@ class World:
     def die(self) -> None:
         """The worker dies; every request goes on in the next one from the tokens that were sent."""
         clients = sorted(self.live.values(), key=lambda client: client.order)
-        if self.storage is not None and self.storage.chance.random() < 0.5:
+        if self.storage is not None and (self.storage.chance.random() < 0.5 or self.scarce is not None):
             self.storage.end()
         self.live.clear()
         self.ended.clear()
