@@ -387,6 +387,7 @@ BUGS = (
     Bug("a chunk is noted whose blocks are gone", WRITE_BEHIND, "WriteBehind._add", "self._chunks.find(noted) is None", "False"),
     Bug("a tail waits beside what takes its place", WAITING_CHUNKS, "WaitingChunks.superseded", "[key for key in noted.tails if key in self.users.get(key, ())]", "[]"),
     Bug("what a chunk has before a block that leaves is forgotten", WRITE_BEHIND, "WriteBehind._shorten", "self._wait(tail)", "pass"),
+    Bug("what is given up of a preempted sequence is not noted again", WRITE_BEHIND, "WriteBehind.ended", "progress.noted = [0] * len(progress.noted)", "pass"),
     Bug("what was computed before a step that failed is not stored", SCHEDULER, "Scheduler._fail", "sequence.computed -= sequence.computed % self._cache.info.block_tokens", "sequence.computed = 0"),
     Bug("an end forgets tails", WRITE_BEHIND, "WriteBehind._note_all", "self._take_tails(0)", "pass"),
     Bug("what nobody is known to go on with is never stored", WAITING_CHUNKS, "WaitingChunks.next", "self.noted or self.spare", "self.noted"),

@@ -1069,6 +1069,7 @@ class World:
             law(sequence.state is State.WAITING and sequence.computed == 0, "a waiting sequence with progress")
             law(sequence.kv.progress.loading or not any(sequence.kv.table.groups), "a waiting sequence holds blocks")
             self.woken(sequence)
+        self.loaded_once()
         for sequence in self.scheduler._running:
             law(sequence.state is State.RUNNING, "a running sequence in another state")
             law(sequence.tokens[: sequence.prompt_len] == list(sequence.request.prompt), "the prompt changed")
@@ -1115,6 +1116,12 @@ class World:
             set(waiters._short).union(*waiters._watched.values()) <= waiting,
             "somebody is to be woken who waits for nothing",
         )
+
+    def loaded_once(self) -> None:
+        """No token counts as loaded twice."""
+        for sequence in self.scheduler._sequences.values():
+            apart = itertools.pairwise(sequence.kv.progress.brought)
+            law(all(one.end <= two.begin for one, two in apart), "what was loaded counts twice")
 
     def woken(self, sequence: Sequence) -> None:
         """What a waiting sequence goes by is so still: whatever could change it has woken the sequence."""

@@ -38,20 +38,11 @@ def test_every_stream_is_the_one_right_answer(prove: bool, figure: Callable[[str
 
 
 ONCE_BROKEN = {
-    "a chunk about to leave the pool took all it extends along into an empty write queue, however much that was": (
-        3061,
-        9838,
-        15103,
-    ),
-    "a chunk whose parent was evicted from the store, and noted again, was queued before it": (16069, 16639, 17068),
-    "an evicted block took what its unwanted tail or chunk had before it along, and an end did not store that": (
-        6106,
-        7879,
-        8221,
-        13207,
-        19885,
-    ),
-    "a failed step kept an end from storing the blocks of the steps before it": (19498,),
+    "a chunk about to leave the pool took all it extends along into an empty queue": (3061, 9838, 15103),
+    "a chunk whose parent left the store was queued before it": (16069, 16639, 17068),
+    "what came before a block that left the pool was forgotten": (6106, 7879, 8221, 13207, 19885),
+    "what was computed before a step that failed was forgotten": (19498,),
+    "what was given up of a preempted sequence was not noted again": (9925, 12571, 25234),
 }
 
 

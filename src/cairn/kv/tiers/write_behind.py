@@ -294,7 +294,8 @@ class WriteBehind:
 
         `computed`: positions with KV; `boundary`: of the last snapshot at the end of a chunk, 0 if there is none.
         """
-        if not seq_kv.progress.stored:
+        progress = seq_kv.progress
+        if not progress.stored:
             return
         last = computed // self._cache.info.block_tokens
         for number in self._chunks.order:
@@ -302,6 +303,9 @@ class WriteBehind:
                 self._note(seq_kv, number, boundary // BOUNDARY - 1, tokens)
             if last % CHUNK_BLOCKS:
                 self._note_tail(seq_kv, number, last, tokens)
+        # A sequence that was preempted goes on, and meanwhile the pool may give up what was decided.
+        progress.own = list(map(max, progress.own, progress.noted))
+        progress.noted = [0] * len(progress.noted)
 
     def unwanted(self, key: bytes) -> None:
         """Do not write a state that is being evicted, unless another noted one extends it."""
@@ -477,7 +481,7 @@ class WriteBehind:
         key = seq_kv.chains[number].key(last, tokens)
         if self._chunks.is_state(number) and not self._chunks.is_settled(seq_kv, number, last + 1, tokens):
             return
-        again = key in self._touched
+        again = key in self._touched and index >= seq_kv.progress.own[number]
         self._touched.add(key)
         if key in self._outstanding:
             if again or seq_kv.progress.durable:
