@@ -616,7 +616,8 @@ def hunt(bug: Bug, first: int) -> tuple[int, str] | None:
     logging.disable(logging.CRITICAL)
     laws = LAWS.get(bug.file, SCHEDULERS)
     simulator = importlib.import_module(laws)
-    for seed in dict.fromkeys((min(first, SCHEDULES[laws] - 1), *range(SCHEDULES[laws]))):
+    seeds = (*range(SCHEDULES[laws]), *getattr(simulator, "AGAIN", ()))
+    for seed in dict.fromkeys((first if first in seeds else SCHEDULES[laws] - 1, *seeds)):
         if (found := broken(simulator.run, seed)) is not None:
             return seed, found
     return None

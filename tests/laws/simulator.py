@@ -44,6 +44,16 @@ WINDOWS = ((0,), (0,), (0,), (0, 5), (0, 8), (0, 3), (7, 0, 4), (6,))
 STATES = ((0, STATE), (STATE, 0), (STATE,), (0, 5, STATE), (STATE, 0, STATE))
 """Groups with recurrent states, of which every fourth schedule has some."""
 
+ONCE_BROKEN = {
+    "a chunk about to leave the pool took all it extends along into an empty queue": (3061, 9838, 15103),
+    "a chunk whose parent left the store was queued before it": (16069, 16639, 17068),
+    "what came before a block that left the pool was forgotten": (6106, 7879, 8221, 13207, 19885),
+    "what was computed before a step that failed was forgotten": (19498,),
+    "what was given up of a preempted sequence was not noted again": (9925, 12571, 25234),
+}
+"""Schedules that found something once, by what it was."""
+AGAIN = tuple(seed for seeds in ONCE_BROKEN.values() for seed in seeds)
+
 
 class VirtualClock:
     """A clock that moves when the schedule says so."""

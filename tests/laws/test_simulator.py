@@ -37,16 +37,7 @@ def test_every_stream_is_the_one_right_answer(prove: bool, figure: Callable[[str
     assert tokens > 8 * count
 
 
-ONCE_BROKEN = {
-    "a chunk about to leave the pool took all it extends along into an empty queue": (3061, 9838, 15103),
-    "a chunk whose parent left the store was queued before it": (16069, 16639, 17068),
-    "what came before a block that left the pool was forgotten": (6106, 7879, 8221, 13207, 19885),
-    "what was computed before a step that failed was forgotten": (19498,),
-    "what was given up of a preempted sequence was not noted again": (9925, 12571, 25234),
-}
-
-
-@pytest.mark.parametrize("seed", [seed for seeds in ONCE_BROKEN.values() for seed in seeds])
+@pytest.mark.parametrize("seed", simulator.AGAIN)
 def test_a_schedule_that_once_broke_a_law_keeps_it(seed: int) -> None:
     simulator.run(seed)
 
