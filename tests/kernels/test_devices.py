@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from cairn.config.config import Config
 from cairn.engine.device import load_engine
+from cairn.engine.recorded import RecordedEngine
 from cairn.kernels import devices, self_test
 from cairn.kernels.reference import ReferenceKernels
+from cairn.models.spec.config import load_spec
 from cairn.types.errors import ModelError, NoDevice
+from cairn.types.model_spec import BLOCK_TOKENS
 from tests.tiny_models import write_model
 
 
@@ -166,6 +171,34 @@ def test_a_device_that_fails_its_self_test_is_not_loaded(monkeypatch: pytest.Mon
 def test_a_model_that_fits_the_machine_and_not_the_device_is_refused_with_the_figures(
     planted: Any, tmp_path: Path
 ) -> None:
-    planted(torch_with("12.9", count=1, memory=300_000))
-    with pytest.raises(ModelError, match=r"needs .* GB of memory .* are free"):
+    planted(torch_with("12.9", count=1, memory=100_000))
+    refused = r"needs .* GB of memory .* 0\.00 GB are free on cuda:0; use --device cpu, a smaller model, or fewer bits"
+    with pytest.raises(ModelError, match=refused) as caught:
         load_engine(Config(device="cuda:0", kv_gb=0.01, threads=1), write_model(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("wanted", [None, 16384])
+def test_a_context_that_fits_the_machine_and_not_the_device_is_told_with_the_figures(
+    wanted: int | None, planted: Any, tmp_path: Path
+) -> None:
+    """It is served as far as the device's memory goes; a prompt that is longer is refused with what the pool holds."""
+    folder = write_model(tmp_path, max_position_embeddings=16384)
+    planted(torch_with("12.9", count=1, memory=20_000_000))
+    spec, config = load_spec(folder), Config(device="cuda:0", context=wanted, max_running=1, step_tokens=64)
+    fit = RecordedEngine.fit(spec, folder, config)
+    assert fit.blocks[0] * BLOCK_TOKENS < 16384
+    told = [note for note in fit.notes if "context" in note]
+    figures = (
+        rf"context is 16384, but the KV pool of 0\.00 GB holds {fit.blocks[0] * BLOCK_TOKENS} tokens; the whole "
+        r"context needs 0\.\d\d GB, and 0\.02 GB were free on cuda:0 for weights and KV; use --kv-gb for a larger"
+    )
+    assert [bool(re.search(figures, note)) for note in told] == ([True] if wanted else [])
+    large = msgspec.structs.replace(config, kv_gb=0.2)
+    with pytest.raises(ModelError, match=r"0\.02 GB are free on cuda:0; use --kv-gb for a smaller pool"):
+        RecordedEngine.fit(spec, folder, large)
+    planted(torch_with("12.9", count=1, memory=1_000_000))
+    with pytest.raises(
+        ModelError, match=r"buffers\), 0\.00 GB are free on cuda:0; use a shorter --context, or smaller"
+    ):
+        RecordedEngine.fit(spec, folder, config)

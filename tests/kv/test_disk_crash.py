@@ -40,6 +40,16 @@ def test_a_fault_at_every_call_costs_chunks_never_bytes_or_the_store(prove: bool
     figure("disk store: runs with a fault, store back afterwards", f"{struck:,}")
 
 
+def test_the_oldest_goes_first_also_after_many_uses_and_restarts(prove: bool) -> None:
+    for seed in range(40 if prove else 2):
+        storage.long_use(seed)
+
+
+def test_what_a_store_says_to_be_gone_after_a_failed_sync_no_crash_brings_back(prove: bool) -> None:
+    for seed in range(1_000 if prove else 60):
+        storage.failed_erasure(seed)
+
+
 def killed(files: CrashFiles, work: Callable[[], object], change: str, count: int) -> CrashFiles:
     """What is there for the next process after so many changes of a kind; the folders were not synced."""
     seen, after = list[str](), list[CrashFiles]()

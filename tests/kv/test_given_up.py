@@ -273,3 +273,46 @@ def test_a_chunk_noted_before_its_prefix_goes_with_a_deletion_and_is_not_a_loss(
     tiers.evict(long[:16], b"", 0, True, lambda: None)
     rig.scheduler.drop(id, FinishReason.CANCELLED)
     assert flushed(rig, tiers) == 0
+
+
+def end(tiers: Tiers) -> None:
+    """Let a worker end that is asked to."""
+    tiers.write_behind.finish(0.0)
+    while tiers.writer.work():
+        tiers.write_behind.finish(0.0)
+
+
+@pytest.mark.parametrize("length", [12, 13, 16, 29])
+@pytest.mark.parametrize("taken", [1, 2, 3])
+@pytest.mark.parametrize("durable", [True, False])
+def test_what_the_pool_keeps_of_a_chunk_it_needed_a_part_of_is_stored_at_the_end(
+    store: Between, length: int, taken: int, durable: bool
+) -> None:
+    """Of a one-shot prompt, or beside a full queue: the blocks that leave are given up, and none before them."""
+    rig, tiers = rig_on(store, queue_bytes=PAGES)
+    tiers.write_behind.bytes += PAGES  # a full queue
+    context, prompt = rig.cache.context(b"", durable=durable, once=not durable), PROMPT[:length]
+    assert rig.cache.open(context, prompt) == 0
+    rig.cache.publish(context, prompt, length)
+    rig.cache.close(context, prompt, length // 4 * 4)
+    pool = rig.cache.pools[0]
+    pool.take(pool.free + taken)
+    tiers.write_behind.bytes -= PAGES
+    end(tiers)
+    left = length // 4 * 4 - 4 * taken
+    assert rig.cache.found(context, prompt) == tiers.where(prompt, b"").disk == left
+    assert tiers.stats().dropped == (durable and length == 16)
+
+
+def test_a_request_that_fails_keeps_what_its_steps_before_computed(store: Between) -> None:
+    rig, tiers = rig_on(store)
+    rig.add(PROMPT[:70], 40)
+    for _ in range(8):
+        rig.step()
+    plan = rig.scheduler.plan()
+    assert plan is not None
+    (output,) = rig.scheduler.commit(plan, RuntimeError("injected"))
+    assert output.finish is FinishReason.ERROR
+    whole = [*PROMPT[:70], *rig.engine.oracle(PROMPT[:70], SamplingParams(max_tokens=40), 40)]
+    end(tiers)
+    assert rig.cache.found(rig.cache.context(b""), whole) == tiers.where(whole, b"").disk == 76

@@ -213,7 +213,7 @@ BUGS = (
     Bug("the nearest block is not the one that agrees most", BLOCKS, "BlockPool.nearest", "after[max(0, at - 1):at + 1]", "after[at:at + 1]"),
     Bug("all groups reuse as much of a block as the first", PARTIAL_BLOCKS, "PartialBlocks.find", "rest = rest[:count]", "rest = rest if number else rest[:count]"),
     Bug("a part has a token that was not computed", PARTIAL_BLOCKS, "PartialBlocks.publish", "tuple(tokens[computed - more:computed])", "tuple(tokens[computed - more:computed + 1])"),
-    Bug("what a failed row left of a block is kept", SCHEDULER, "Scheduler._fail", "sequence.computed = 0", "sequence.computed = min(len(sequence.tokens), sequence.computed + 1)"),
+    Bug("what a failed row left of a block is kept", SCHEDULER, "Scheduler._fail", "sequence.computed -= sequence.computed % self._cache.info.block_tokens", "sequence.computed = min(len(sequence.tokens), sequence.computed + 1)"),
     Bug("a part outlives the block that begins with it", BLOCKS, "BlockPool._insert", "self.forget(after[at - 1])", "pass"),
     Bug("a block of which a part was copied stays held", PARTIAL_BLOCKS, "PartialBlocks.copy", "pool.release((part.blocks[number],))", "pass"),
     Bug("an evicted block is still found by its first tokens", BLOCKS, "BlockPool._unpublish", "published.parent", "False"),
@@ -386,6 +386,9 @@ BUGS = (
     Bug("a copied chunk waits in the pool, too", WRITE_BEHIND, "WriteBehind._copy", "self.waiting.unnote(chunk.key)", "pass"),
     Bug("a chunk is noted whose blocks are gone", WRITE_BEHIND, "WriteBehind._add", "self._chunks.find(noted) is None", "False"),
     Bug("a tail waits beside what takes its place", WAITING_CHUNKS, "WaitingChunks.superseded", "[key for key in noted.tails if key in self.users.get(key, ())]", "[]"),
+    Bug("what a chunk has before a block that leaves is forgotten", WRITE_BEHIND, "WriteBehind._shorten", "self._wait(tail)", "pass"),
+    Bug("what is given up of a preempted sequence is not noted again", WRITE_BEHIND, "WriteBehind.ended", "progress.noted = [0] * len(progress.noted)", "pass"),
+    Bug("what was computed before a step that failed is not stored", SCHEDULER, "Scheduler._fail", "sequence.computed -= sequence.computed % self._cache.info.block_tokens", "sequence.computed = 0"),
     Bug("an end forgets tails", WRITE_BEHIND, "WriteBehind._note_all", "self._take_tails(0)", "pass"),
     Bug("what nobody is known to go on with is never stored", WAITING_CHUNKS, "WaitingChunks.next", "self.noted or self.spare", "self.noted"),
     Bug("tails of idle contexts are not stored", WRITE_BEHIND, "WriteBehind.turn", "self._take_tails(self._limits.idle_seconds)", "pass"),
@@ -613,7 +616,8 @@ def hunt(bug: Bug, first: int) -> tuple[int, str] | None:
     logging.disable(logging.CRITICAL)
     laws = LAWS.get(bug.file, SCHEDULERS)
     simulator = importlib.import_module(laws)
-    for seed in dict.fromkeys((min(first, SCHEDULES[laws] - 1), *range(SCHEDULES[laws]))):
+    seeds = (*range(SCHEDULES[laws]), *getattr(simulator, "AGAIN", ()))
+    for seed in dict.fromkeys((first if first in seeds else SCHEDULES[laws] - 1, *seeds)):
         if (found := broken(simulator.run, seed)) is not None:
             return seed, found
     return None

@@ -44,6 +44,16 @@ WINDOWS = ((0,), (0,), (0,), (0, 5), (0, 8), (0, 3), (7, 0, 4), (6,))
 STATES = ((0, STATE), (STATE, 0), (STATE,), (0, 5, STATE), (STATE, 0, STATE))
 """Groups with recurrent states, of which every fourth schedule has some."""
 
+ONCE_BROKEN = {
+    "a chunk about to leave the pool took all it extends along into an empty queue": (3061, 9838, 15103),
+    "a chunk whose parent left the store was queued before it": (16069, 16639, 17068),
+    "what came before a block that left the pool was forgotten": (6106, 7879, 8221, 13207, 19885),
+    "what was computed before a step that failed was forgotten": (19498,),
+    "what was given up of a preempted sequence was not noted again": (9925, 12571, 25234),
+}
+"""Schedules that found something once, by what it was."""
+AGAIN = tuple(seed for seeds in ONCE_BROKEN.values() for seed in seeds)
+
 
 class VirtualClock:
     """A clock that moves when the schedule says so."""
@@ -337,10 +347,16 @@ class World:
             self.windows, self.size = states.choice(STATES), states.choice((1, 1, 2, 3))
             self.spacing = CHUNK_BLOCKS * states.choice((1, 2, 1000))
             self.context = states.randint(24, 96)
+        self.scarce = random.Random(seed + (1 << 48)) if seed % 27 == 16 else None
+        """Draws a pool that is too small, over a store that keeps all, for requests that nobody is known to go on with:
+        what leaves the pool is given up, and comes back from the store."""
+        if self.scarce is not None:
+            self.windows, self.spacing = (0,), SPACING
         self.talkative = not self.calm and chance.random() < 0.5
         """Short prompts, long answers, small pools: preemption."""
         full = 400 if self.calm else chance.choice((chance.randint(3, 8), chance.randint(8, 24), 60))
         full = chance.randint(6, 14) if self.talkative else full
+        full = full if self.scarce is None else self.scarce.randint(4, 12)
         self.groups = fake_spec(windows=self.windows).groups
         spans = [window_blocks(group, self.size) for group in self.groups]
         self.blocks = tuple(
@@ -421,11 +437,13 @@ class World:
         self.storage: Storage | None = None
         self.start_worker(self.limits)
         if self.tiered:
-            self.storage = Storage(self, random.Random(seed + (1 << 40)), sure=seed % 9 == 4)
+            self.storage = Storage(self, random.Random(seed + (1 << 40)), sure=seed % 9 == 4 or self.scarce is not None)
             self.deaths = chance.choice((0, 2, 5, 8))
         if not self.calm:
             self.engine.raising = chance.choice((0.0, 0.0, 0.02, 0.1))
             self.engine.failing = chance.choice((0.0, 0.0, 0.02))
+        if self.scarce is not None:
+            self.engine.raising = self.scarce.choice((0.0, 0.1))
         self.bases = bases = [
             [chance.randrange(VOCAB) for _ in range(self.context)] for _ in range(chance.randint(1, 3))
         ]
@@ -490,7 +508,7 @@ class World:
             share=self.crowd.choice(self.tenants),
             timeout=None if self.calm or chance.random() < 0.8 else chance.uniform(0.5, 20),
             priority=chance.choice((0, 0, 0, -1, 1, 3)) * self.crowd.choice((1, 1, 30)),
-            durable=self.tiered and chance.random() < 0.7,
+            durable=self.tiered and chance.random() < (0.7 if self.scarce is None else 0.2),
         )
 
     def oracle(self, request: Request) -> list[int]:
@@ -599,6 +617,7 @@ class World:
         output = self.scheduler.drop(id, reason)
         law(output is not None and output.id == id and output.finish is reason, "drop did not end the request")
         law(output is not None and not output.tokens and output.timing is not None, "drop sent tokens or no timing")
+        self.ended.append((self.live[id].request.salt, [*self.live[id].request.prompt, *self.live[id].got]))
         del self.live[id]
         self.leave_ring()
         law(self.scheduler.drop(id, reason) is None, "a request was dropped twice")
@@ -606,7 +625,7 @@ class World:
     def die(self) -> None:
         """The worker dies; every request goes on in the next one from the tokens that were sent."""
         clients = sorted(self.live.values(), key=lambda client: client.order)
-        if self.storage is not None and self.storage.chance.random() < 0.5:
+        if self.storage is not None and (self.storage.chance.random() < 0.5 or self.scarce is not None):
             self.storage.end()
         self.live.clear()
         self.ended.clear()
@@ -1005,8 +1024,7 @@ class World:
                 self.check_report(client, output)
             if output.finish is not None:
                 self.check_end(client, output, broken, planned_at)
-                if not output.error and client.reports:
-                    self.ended.append((client.request.salt, [*client.request.prompt, *client.got][:-1]))
+                self.ended.append((client.request.salt, [*client.request.prompt, *client.got]))
                 del self.live[output.id]
                 self.finished += 1
             else:
@@ -1061,6 +1079,7 @@ class World:
             law(sequence.state is State.WAITING and sequence.computed == 0, "a waiting sequence with progress")
             law(sequence.kv.progress.loading or not any(sequence.kv.table.groups), "a waiting sequence holds blocks")
             self.woken(sequence)
+        self.loaded_once()
         for sequence in self.scheduler._running:
             law(sequence.state is State.RUNNING, "a running sequence in another state")
             law(sequence.tokens[: sequence.prompt_len] == list(sequence.request.prompt), "the prompt changed")
@@ -1107,6 +1126,12 @@ class World:
             set(waiters._short).union(*waiters._watched.values()) <= waiting,
             "somebody is to be woken who waits for nothing",
         )
+
+    def loaded_once(self) -> None:
+        """No token counts as loaded twice."""
+        for sequence in self.scheduler._sequences.values():
+            apart = itertools.pairwise(sequence.kv.progress.brought)
+            law(all(one.end <= two.begin for one, two in apart), "what was loaded counts twice")
 
     def woken(self, sequence: Sequence) -> None:
         """What a waiting sequence goes by is so still: whatever could change it has woken the sequence."""

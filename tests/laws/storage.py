@@ -400,6 +400,12 @@ def crash_everywhere(seed: int, states: int, steps: int = STEPS) -> int:
     return seen
 
 
+def long_use(seed: int, steps: int = 300) -> None:
+    """A long workload on a sound disk: what is evicted first shows only after many uses and restarts."""
+    time = Time()
+    Work(CrashFiles(seed=seed, now=time.now), time, seed).run(steps)
+
+
 def fault_at(seed: int, fault: Fault, steps: int = STEPS) -> bool:
     """A workload with one planned fault; whether it struck. Afterwards the disk works again, and so must the store."""
     time = Time()
@@ -429,6 +435,29 @@ def fault_at(seed: int, fault: Fault, steps: int = STEPS) -> bool:
     law(work.store.keep(more) == 3, "a store keeps again when the disk works again")
     work.store.close()
     return struck
+
+
+def failed_erasure(seed: int) -> None:
+    """A drop whose folder cannot be synced. What the store says to be gone once the disk works no crash brings back."""
+    time = Time()
+    files, rng = CrashFiles(seed=seed, now=time.now), random.Random(seed)
+    work = Work(files, time, seed)
+    work.run(rng.randrange(4, STEPS))
+    roots = [key for key in chunk_files(files) if not work.told[key].parent]
+    if not roots:
+        return
+    family = sorted(work.family(rng.choice(roots)))
+    work.sound, work.kept, work.erased = False, work.kept - set(family), work.erased | set(family)
+    files.fail(Fault(files.calls, rng.choice(ERRORS), only=frozenset({"sync_folder"})))
+    work.store.drop(family)
+    files.heal()
+    for _ in range(2):
+        time.sleep(61)
+        work.store.tend()
+    law(not work.store.lingers(family), "a store that works again does not erase what it owes")
+    for _ in range(4):
+        work.check_after(files.crash(rng), work.must(), tight=False)
+    work.store.close()
 
 
 def damage(work: Work, rng: random.Random) -> None:
@@ -532,9 +561,11 @@ def run(seed: int) -> None:
     kind, rng = seed % 5, random.Random(seed)
     if kind == 0:
         crash_everywhere(seed, states=1, steps=20)
+        long_use(seed)
     elif kind in (1, 3):
         for _ in range(2):
             fault_at(seed, fault_of(seed, rng))
+        failed_erasure(seed)
     elif kind == 2:
         damage_at_random(seed)
     else:

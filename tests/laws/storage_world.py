@@ -254,6 +254,7 @@ class Storage:
         """The end of a worker that is asked to: all that the pools have of contexts that ended is stored."""
         world, behind = self.world, self.tiers.write_behind
         for sequence in tuple(world.scheduler._sequences.values()):
+            world.ended.append((sequence.request.salt, list(sequence.tokens)))
             world.scheduler.drop(sequence.request.id, FinishReason.CANCELLED)
         for _ in range(2000):
             behind.finish(0.0)
@@ -274,7 +275,7 @@ class Storage:
     def at_rest(self) -> None:
         """Everything asked is answered, nothing is outstanding, and every stored chunk holds what its key says."""
         world = self.world
-        if self.chance.random() < 0.5:
+        if self.chance.random() < 0.5 or world.scarce is not None:
             self.end()
         for _ in range(2000):
             busy = [self.work(), self.tiers.turn(True), self.tiers.loading, self.tiers.write_behind.chunks > 0]

@@ -15,7 +15,7 @@ from cairn.config.config import Config
 from cairn.engine import device, memory
 from cairn.engine.fake import FakeEngine
 from cairn.scheduler.scheduler import Scheduler
-from cairn.types.errors import DeviceError, ModelError, NoDevice
+from cairn.types.errors import DeviceError, DeviceMemoryError, ModelError, NoDevice
 from cairn.types.step import Row
 from cairn.worker import worker
 
@@ -88,10 +88,25 @@ def wedges(rows: Sequence[Row]) -> None:
 
 
 def device_fails(rows: Sequence[Row]) -> None:
-    """Every step takes 5 ms, and with a token more than `FAIL_AT` says the device fails, but for the CPU."""
+    """Every step takes 5 ms, and with a token more than `FAIL_AT` says the device fails, but for the CPU.
+
+    `FAULTS` may name a folder with one file for each failure; there are no more than `FAULTS_MOST`.
+    """
     paced(rows)
     if DEVICE and any(len(row.tokens) >= row.prompt_len + int(os.environ["FAIL_AT"]) for row in rows):
+        if "FAULTS" in os.environ:
+            faults = Path(os.environ["FAULTS"])
+            if len(list(faults.iterdir())) >= int(os.environ["FAULTS_MOST"]):
+                return
+            (faults / str(os.getpid())).touch()
         raise DeviceError("the device failed: an illegal address")
+
+
+def device_short(rows: Sequence[Row]) -> None:
+    """Every step takes 5 ms, and one with such a request needs more memory than the device has."""
+    paced(rows)
+    if any(row.tokens[0] == KILLER for row in rows):
+        raise DeviceMemoryError("the device has no memory left: 9.00 GiB were wanted")
 
 
 DEVICE: list[str] = []
@@ -113,6 +128,7 @@ MODES: dict[str, Callable[[Sequence[Row]], None]] = {
         small,
         wedges,
         device_fails,
+        device_short,
     )
 }
 

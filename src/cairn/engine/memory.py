@@ -351,12 +351,40 @@ def check_memory(
     if weights.held + max(pool + buffers, weights.passing) > free:
         loading = f", {_gb(weights.passing)} while loading" if weights.passing > pool + buffers else ""
         mapped = f", {_gb(weights.mapped)} of experts mapped" if weights.mapped else ""
-        hint = "; use --kv-gb for a smaller pool" if weights.held + max(buffers, weights.passing) < free else ""
         raise ModelError(
             f"{spec.name}: needs {_gb(weights.held + max(pool + buffers, weights.passing))} of memory "
             f"({_gb(weights.held)} weights{mapped}{loading}, {_gb(pool)} KV pool, {_gb(buffers)} buffers), "
-            f"{_gb(free)} are free{hint}"
+            f"{_gb(free)} are free{_where(config)}; {_remedy(config, weights, buffers, free)}"
         )
+
+
+def context_note(spec: ModelSpec, config: Config, blocks: Sequence[int], free: int) -> str:
+    """Return a sentence if the pool has no room for the context that was asked for; empty otherwise."""
+    full = [count for count, group in zip(blocks, spec.groups, strict=False) if group.kind == "full"]
+    holds = min(full, default=0) * BLOCK_TOKENS
+    if config.context is None or not full or holds >= config.context:
+        return ""
+    needs = _bytes(spec, config, [_blocks_for(group, config.context, config) for group in spec.groups])
+    return (
+        f"{spec.name}: context is {config.context}, but the KV pool of {_gb(_bytes(spec, config, blocks))} holds "
+        f"{holds} tokens; the whole context needs {_gb(needs)}, and {_gb(free)} were free{_where(config)} for weights "
+        "and KV; use --kv-gb for a larger pool, or a shorter --context"
+    )
+
+
+def _where(config: Config) -> str:
+    """Return on which device memory is counted, in words; empty for the machine's."""
+    return "" if free_memory(config.device) is None else f" on {config.device}"
+
+
+def _remedy(config: Config, weights: WeightMemory, buffers: int, free: int) -> str:
+    """Return what to do about a model that does not fit, by what is too large."""
+    if weights.held + max(buffers, weights.passing) < free:
+        return "use --kv-gb for a smaller pool"
+    if weights.held + weights.passing < free:
+        return "use a shorter --context, or smaller --step-tokens and --max-running"
+    elsewhere = "--device cpu, " if _where(config) else ""
+    return f"use {elsewhere}a smaller model, or fewer bits (--weights int4)"
 
 
 def beside_weights(spec: ModelSpec, config: Config, blocks: Sequence[int]) -> tuple[int, int]:

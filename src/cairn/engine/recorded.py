@@ -27,6 +27,7 @@ from cairn.engine.memory import (
     WeightMemory,
     block_bytes,
     check_memory,
+    context_note,
     device_memory,
     kernels_of,
     kv_dtype,
@@ -189,6 +190,8 @@ class RecordedEngine:
             )
         blocks = blocks or pool_blocks(spec, config, free, taken)
         check_memory(spec, config, blocks, free, taken)
+        if line := context_note(spec, config, blocks, free):
+            notes.append(line)
         return FittedModel(weights, taken, blocks, config, tuple(notes))
 
     @classmethod

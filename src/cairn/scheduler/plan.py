@@ -245,10 +245,10 @@ class Plan:
     def one_by_one(self, engine: Engine, error: DeviceMemoryError) -> list[RowResult] | Exception:
         """Run each row alone after a step ran out of memory, so that only rows too large on their own fail.
 
-        Models with recurrent states get the error instead: the failed step may have changed states in place.
+        All rows fail of models with recurrent states: the failed step may have changed states in place.
         """
         if len(self.rows) < 2 or any(group.kind == "state" for group in engine.info.groups):
-            return error
+            return [RowResult(error=str(error))] * len(self.rows)
         results = list[RowResult]()
         for row in self.rows:
             try:

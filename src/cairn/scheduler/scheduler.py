@@ -508,7 +508,8 @@ class Scheduler:
 
     def _fail(self, sequence: Sequence, now: float, reason: FinishReason, error: str = "") -> Output:
         if error:
-            sequence.computed = 0  # KV that a failed step left behind is undefined
+            # What a failed step left behind is undefined; the full blocks of earlier steps are published, and kept.
+            sequence.computed -= sequence.computed % self._cache.info.block_tokens
         return Output(id=sequence.request.id, finish=reason, error=error, timing=self._end(sequence, State.FAILED, now))
 
     def _end(self, sequence: Sequence, state: State, now: float) -> Timing:

@@ -115,6 +115,7 @@ class StoreProgress:
         "looked",
         "noted",
         "once",
+        "own",
         "stored",
     )
 
@@ -127,6 +128,9 @@ class StoreProgress:
         """Whether it may go to stores at all."""
         self.noted = [0] * groups
         """Leading chunks of each group for which it was decided whether to store them."""
+        self.own = [0] * groups
+        """Leading chunks of each group that were decided before the sequence was closed last: to see them again does
+        not mean that another sequence has them."""
         self.breaks, self.looked = -1, -math.inf
         """The count of broken chains, and the time, when all chunks were last decided anew from the first on."""
         self.loading = False

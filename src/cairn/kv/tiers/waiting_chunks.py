@@ -66,6 +66,25 @@ class PoolChunks:
         tails = tuple(chain.key(one, tokens) for one in ends)
         return NotedChunk(chunk, keys[-1:] if state else keys, keys[0], tails, self._clock.now(), spare)
 
+    def before(self, noted: NotedChunk, block: bytes) -> NotedChunk | None:
+        """Return what a chunk has before one of its blocks, as a tail; None if that is its first block or a state."""
+        count, chunk = noted.blocks.index(block), noted.chunk
+        if not count:
+            return None
+        shorter = dataclasses.replace(
+            chunk,
+            key=noted.blocks[count - 1],
+            tokens=chunk.tokens[: count * self._size],
+            heads=chunk.heads[: count - 1],
+        )
+        return dataclasses.replace(
+            noted,
+            chunk=shorter,
+            blocks=noted.blocks[:count],
+            tails=noted.tails[: count - 1],
+            at=self._clock.now(),
+        )
+
     def _parent(self, seq_kv: SequenceKV, number: int, last: int, tokens: Sequence[int]) -> tuple[int, bytes]:
         """Return where the parent of the chunk that ends with block `last` ends, in blocks, and its key.
 

@@ -294,7 +294,8 @@ class WriteBehind:
 
         `computed`: positions with KV; `boundary`: of the last snapshot at the end of a chunk, 0 if there is none.
         """
-        if not seq_kv.progress.stored:
+        progress = seq_kv.progress
+        if not progress.stored:
             return
         last = computed // self._cache.info.block_tokens
         for number in self._chunks.order:
@@ -302,6 +303,9 @@ class WriteBehind:
                 self._note(seq_kv, number, boundary // BOUNDARY - 1, tokens)
             if last % CHUNK_BLOCKS:
                 self._note_tail(seq_kv, number, last, tokens)
+        # A sequence that was preempted goes on, and meanwhile the pool may give up what was decided.
+        progress.own = list(map(max, progress.own, progress.noted))
+        progress.noted = [0] * len(progress.noted)
 
     def unwanted(self, key: bytes) -> None:
         """Do not write a state that is being evicted, unless another noted one extends it."""
@@ -430,11 +434,13 @@ class WriteBehind:
         for key in tuple(self.waiting.users.get(block, ())):
             if (tail := self.waiting.tails.get(key)) is not None:
                 self.waiting.remove(self.waiting.tails, key)
-                unwanted = tail.spare or self._chunks.is_state(tail.chunk.group) or not self._fits(tail)
-                if not unwanted:
+                if tail.spare or self._chunks.is_state(tail.chunk.group) or not self._fits(tail):
+                    self._shorten(tail, block)
+                else:
                     self._start(tail)
-            elif key in self.waiting.spare:
+            elif (spare := self.waiting.spare.get(key)) is not None:
                 self.forget((key,))
+                self._shorten(spare, block)
             if (noted := self.waiting.noted.get(key)) is None:
                 continue
             room = (self._limits.queue_bytes - self.bytes) // self._sizes[noted.chunk.group]
@@ -443,7 +449,13 @@ class WriteBehind:
                 for one in reversed(line):
                     self._copy(one)
             else:
-                self._give_up(line[0])
+                self._give_up(noted)
+                self._shorten(noted, block)
+
+    def _shorten(self, noted: NotedChunk, block: bytes) -> None:
+        """Let what a chunk that was given up has before the block that leaves wait as a tail: the pool still has it."""
+        if (tail := self._chunks.before(noted, block)) is not None:
+            self._wait(tail)
 
     def _settle(self) -> None:
         """Process the chunks that the writer has finished."""
@@ -469,7 +481,7 @@ class WriteBehind:
         key = seq_kv.chains[number].key(last, tokens)
         if self._chunks.is_state(number) and not self._chunks.is_settled(seq_kv, number, last + 1, tokens):
             return
-        again = key in self._touched
+        again = key in self._touched and index >= seq_kv.progress.own[number]
         self._touched.add(key)
         if key in self._outstanding:
             if again or seq_kv.progress.durable:
@@ -494,7 +506,10 @@ class WriteBehind:
             last = self._chunks.last_state(seq_kv, number, begin, last, tokens)
             if last == begin:
                 return
-        tail = self._chunks.describe(seq_kv, number, last - 1, tokens, spare=not seq_kv.progress.durable)
+        self._wait(self._chunks.describe(seq_kv, number, last - 1, tokens, spare=not seq_kv.progress.durable))
+
+    def _wait(self, tail: NotedChunk) -> None:
+        """Let a tail wait, unless it is outstanding, to be dropped, or a part of what waits already."""
         key = tail.chunk.key
         if key in self._outstanding or key in self._going or tail.chunk.parent in self._going:
             return

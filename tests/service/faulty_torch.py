@@ -1,0 +1,71 @@
+"""A worker whose torch goes wrong in a chosen way, but for the CPU's own kernels: `faulty_torch.py MODE FD`.
+
+`FAULTS` names a folder with one file for each step that has failed, and `FAULTS_MOST` is how many may.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cairn.engine.recorded import RecordedEngine
+from cairn.kernels.torch import torch_kernels
+from cairn.worker import worker
+
+ANSWERED = 12
+"""Tokens of its answer after which a request's step fails."""
+LONG = 600
+"""Tokens of a prompt that needs too much memory."""
+
+NORM, COMPUTE = torch_kernels.rms_norm, RecordedEngine._compute
+armed: list[Exception] = []
+"""What the next norm raises, in the middle of its step."""
+
+
+def norm(x: Any, weight: Any, eps: float) -> Any:
+    """Raise what is planned, as torch does for a kernel that fails."""
+    if armed:
+        raise armed.pop()
+    return NORM(x, weight, eps)
+
+
+def wrong(x: Any, weight: Any, eps: float) -> Any:
+    """Compute numbers that are off by a tenth."""
+    return NORM(x, weight, eps) * 1.1
+
+
+def fails(step: Any) -> None:
+    """The device fails in a step of an answer that has so many tokens."""
+    faults = Path(os.environ["FAULTS"])
+    due = any(len(row.tokens) >= row.prompt_len + ANSWERED for row in step.rows)
+    if due and len(list(faults.iterdir())) < int(os.environ["FAULTS_MOST"]):
+        (faults / str(os.getpid())).touch()
+        armed.append(RuntimeError("CUDA error: an illegal memory access was encountered\nmore lines"))
+
+
+def short(step: Any) -> None:
+    """A step with part of a long prompt needs more memory than there is."""
+    if any(row.prompt_len >= LONG for row in step.rows):
+        armed.append(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.\nmore lines"))
+
+
+def main() -> int:
+    mode = sys.argv.pop(1)
+    torch_kernels.rms_norm = wrong if mode == "wrong" else norm  # type: ignore[assignment]
+    planned = {"fails": fails, "short": short}.get(mode)
+
+    def compute(self: RecordedEngine, step: Any) -> Any:
+        if planned is not None and self.info.device != "cpu":
+            planned(step)
+        return COMPUTE(self, step)
+
+    RecordedEngine._compute = compute  # type: ignore[method-assign]
+    return worker.main()
+
+
+if __name__ == "__main__":
+    os._exit(main())
