@@ -191,7 +191,7 @@ def trace() -> dict[str, set[str]]:
         command += ["--agents-dir", str(folder / "agents"), "--kv-dir", str(folder / "kv")]
         server = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=folder)
         try:
-            return _requests(f"http://127.0.0.1:{port}", mark, out)
+            return _requests(server, f"http://127.0.0.1:{port}", mark, out)
         finally:
             server.send_signal(signal.SIGTERM)
             server.wait(60)
@@ -203,13 +203,13 @@ def _traced_python(folder: Path, mark: Path, out: Path) -> str:
     python = str(folder / "venv" / "bin" / "python")
     ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
     site = Path(subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True).stdout.strip())
-    here = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
+    packages = [one for one in sys.path if one.endswith("site-packages")]
     (site / "house_trace.py").write_text(TRACE.format(mark=str(mark), out=str(out), source=str(SOURCE)))
-    (site / "house_trace.pth").write_text(f"{ROOT / 'src'}\n{here}\nimport house_trace\n")
+    (site / "house_trace.pth").write_text("\n".join([str(ROOT / "src"), *packages, "import house_trace", ""]))
     return python
 
 
-def _requests(base: str, mark: Path, out: Path) -> dict[str, set[str]]:
+def _requests(server: subprocess.Popen[bytes], base: str, mark: Path, out: Path) -> dict[str, set[str]]:
     """Send each request once unseen and once seen, and collect what the processes noted."""
 
     def post(path: str, body: object) -> None:
@@ -224,7 +224,7 @@ def _requests(base: str, mark: Path, out: Path) -> dict[str, set[str]]:
             urllib.request.urlopen(base + "/health/ready", timeout=5).read()
             break
         except (urllib.error.URLError, OSError):
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or server.poll() is not None:
                 raise
             time.sleep(0.2)
     post("/v1/agents", {"id": "house", "system": "Be brief."})

@@ -31,7 +31,7 @@ from cairn.agents.log.writer import Writer
 from cairn.agents.maintenance import Maintenance
 from cairn.agents.overview import Overview
 from cairn.agents.pending_writes import PendingWrites
-from cairn.agents.portable import take_in, with_kv
+from cairn.agents.portable import import_kv, with_kv
 from cairn.agents.replay_records import ReplayRecords, newest
 from cairn.agents.running_turn import RunningTurn
 from cairn.agents.shared_agents import UNSHARED, SharedAgents
@@ -51,7 +51,7 @@ from cairn.text.chat.prompt import Sampled
 from cairn.text.grammar.grammar import ANYTHING, Wanted
 from cairn.types.errors import ConfigError, Conflict, InvalidRequest, NotFound, Unavailable
 from cairn.types.outputs import Done, FinishReason
-from cairn.types.stats import Placed, TakenIn
+from cairn.types.stats import ImportedKv, Placed
 
 KEPT_SECONDS = 0.25
 """How long the end of an answer waits until its sampled tokens are written."""
@@ -182,17 +182,17 @@ class Agents:
         return [one for one in (self.writer.trouble, self.writer.loss, shared) if one]
 
     async def _ensure(self, tenant: str, id: str) -> None:
-        """Read an agent from the shared store, if there is one and it was not read before. Raise as `bring` does."""
+        """Read an agent from the shared store, if the server has one, unless it was read before. Raise as `refresh`."""
         if self._agents.shared is not None and is_id(id) and not id.startswith(UNSHARED):
             await self._agents.shared.ensure(tenant, id)
 
-    async def bring(self, tenant: str, id: str) -> None:
-        """Bring an agent up to what the shared store has of it, if there is one. An id that cannot be is passed over.
+    async def refresh(self, tenant: str, id: str) -> None:
+        """Update an agent from the shared store, if the server has one. Ids that no shared agent has are ignored.
 
-        Raise Unavailable if the store does not answer, Damaged if what it has cannot be used.
+        Raise Unavailable if the store does not answer, Damaged if its records cannot be used.
         """
         if self._agents.shared is not None and is_id(id) and not id.startswith(UNSHARED):
-            await self._agents.shared.bring(tenant, id)
+            await self._agents.shared.refresh(tenant, id)
 
     # ---------------------------------------------------------------------------------------------------- to look at
 
@@ -483,12 +483,12 @@ class Agents:
         pieces = portable.export(agent, self._agents.registry, self._archive, self._agents.rng)
         return with_kv(pieces, self.kv, agent, kv_bytes) if kv_bytes else pieces
 
-    async def take_in(self, tenant: str, id: str, file: BinaryIO, size: int, folder: Path) -> tuple[TakenIn, str]:
+    async def import_kv(self, tenant: str, id: str, file: BinaryIO, size: int, folder: Path) -> tuple[ImportedKv, str]:
         """Store the KV in the first `size` bytes of the file that an agent was just made from.
 
         Return what was stored, and why not all of it.
         """
-        return await take_in(self.kv, self._find(tenant, id), file, size, folder)
+        return await import_kv(self.kv, self._find(tenant, id), file, size, folder)
 
     async def import_agent(
         self,

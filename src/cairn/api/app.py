@@ -168,7 +168,7 @@ class App:
             raise Unavailable("the server is shutting down", retry_after=max(1.0, state.config.shutdown_grace))
         DEADLINE.set(deadline_of(call, state.clock))  # of this call's task, and of those that it starts
         with state.rates.counted(call, admin=route.access == "admin"):
-            await state.attribution.bring(call)
+            await state.attribution.refresh(call)
             async with (
                 state.quotas.arriving(call, keeps=route.keeps, upload=route.upload),
                 ModelRouter(registry, state.attribution).chosen(call, route.model) as service,

@@ -1,8 +1,7 @@
 """Every option, declared once: type, default, bounds and help.
 
 Flags (`--kv-gb`), environment variables (`CAIRN_KV_GB`) and keys of cairn.toml (`kv_gb`) are generated from `Config` by
-`cairn.config.option`; `cairn.config.resolve` finds their values. Everything is resolved before anything is built and
-never written after.
+`cairn.config.option`; `cairn.config.resolve` finds their values. A configuration is never changed once it is made.
 """
 
 from __future__ import annotations
@@ -16,23 +15,23 @@ import msgspec
 from msgspec import Meta
 
 PREFIX = "CAIRN_"
-"""Every environment variable with this prefix is an option, or an error."""
+"""Prefix of the environment variables that set options. One that names no option is an error."""
 
 
 DEVICE = re.compile(r"(cuda|rocm):\d{1,3}|auto|cpu|torch-cpu|triton-cpu|cuda|rocm|mps|mlx|mlx-cpu")
 DEVICES = "auto, cpu, mlx, mlx-cpu, torch-cpu, triton-cpu, cuda, cuda:N, rocm, rocm:N or mps"
-"""Names of devices, for a program and for a person."""
+"""Values of `device`: a pattern to check them, and a list for messages."""
 
 SPECULATE = re.compile(r"auto|off|[1-9]|1[0-5]")
 SPECULATIONS = "auto, off or a number from 1 to 15"
-"""What `speculate` may be, for a program and for a person."""
+"""Values of `speculate`: a pattern to check them, and a list for messages."""
 
 KEY = "printable ASCII characters without spaces, at least one"
-"""What a key consists of: others cannot be sent in a header."""
+"""Rule for API keys, for messages: other characters cannot be sent in a header."""
 
 
 def is_key(text: str) -> bool:
-    """Whether a text can be a key."""
+    """Return whether a text can be an API key: see `KEY`."""
     return bool(text) and all("!" <= char <= "~" for char in text)
 
 
@@ -45,7 +44,7 @@ class Secret:
         self._value = value
 
     def reveal(self) -> str:
-        """Return the secret, to compare or send and never to print."""
+        """Return the secret's text, to compare or send it; never print it."""
         return self._value
 
     def __repr__(self) -> str:
@@ -61,7 +60,7 @@ class Secret:
 
 
 class TenantLimits(msgspec.Struct, frozen=True):
-    """What one tenant may ask for; None: what the server's options say."""
+    """Limits of one tenant; None means the server's option of the same name."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -71,22 +70,22 @@ class TenantLimits(msgspec.Struct, frozen=True):
     max_agents: int | None = None
     max_disk_mib: int | None = None
     weight: float = 1.0
-    """Its turns in the scheduler, against those of others that wait."""
+    """Weight in the scheduler's round robin between tenants."""
     priority: int = 0
-    """Its class: those of a lower number come before others, as requests of one tenant do."""
+    """Priority class in the scheduler; lower numbers are served first."""
 
 
 class TenantTurns(msgspec.Struct, frozen=True):
-    """How the scheduler treats tenants that are not like all others, by their names."""
+    """The scheduler's settings of tenants that differ from the default, by tenant name."""
 
     weights: dict[str, float] = {}
-    """Weights of tenants against others that wait; 1 if not named."""
+    """Weight in the round robin between tenants; 1 for others."""
     priorities: dict[str, int] = {}
-    """Priority classes of tenants; 0 if not named."""
+    """Priority class, lower numbers first; 0 for others."""
 
 
 class TenantKeys(msgspec.Struct, frozen=True):
-    """A tenant named in the configuration, and the API keys that are its own."""
+    """A tenant named in the configuration, with its API keys and limits."""
 
     name: str
     keys: tuple[Secret, ...]
@@ -97,20 +96,20 @@ class TenantKeys(msgspec.Struct, frozen=True):
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the models of a server: a table of [[models]] in cairn.toml, or a MODEL of the command line."""
+    """One model of a server: a table of [[models]] in cairn.toml, or a MODEL of the command line."""
 
     model: str
     name: str | None = None
-    """What clients call it; None: its own name."""
+    """Name for clients; None: the one in the model's files."""
     aliases: tuple[str, ...] = ()
     kv_share: float | None = None
-    """Its part of `kv_disk_gb`; None: as much as others that say nothing."""
+    """Part of `kv_disk_gb`, 0 to 1; None: an equal part of what other models leave."""
     pin: bool = False
-    """It is loaded at the start, and makes room for no other."""
+    """Whether it is loaded at the start and never evicted for another model."""
     ttl: float | None = None
     """Seconds without requests after which it is unloaded; None: the server's `model_ttl`."""
     load: bool = True
-    """It is loaded at the start, where there is room."""
+    """Whether it is loaded at the start if there is memory."""
     options: dict[str, Any] = {}
     """Fields of `Config` that differ from the server's."""
 
@@ -668,7 +667,7 @@ LIMITS = (
     "max_agents",
     "max_disk_mib",
 )
-"""The limits of a tenant that the server's options give where it has none of its own."""
+"""The fields of `TenantLimits` that default to the server's option of the same name."""
 
 
 def limits_of(config: Config) -> Callable[[str], TenantLimits]:

@@ -41,7 +41,7 @@ from cairn.types.errors import Cancelled, Conflict, DeadlineExceeded, InvalidReq
 from cairn.types.model_spec import ModelSpec
 from cairn.types.outputs import FinishReason
 from cairn.types.request import Grammar, OutputFormat, Request
-from cairn.types.stats import KvStats, Placed, Swept, TakenIn
+from cairn.types.stats import ImportedKv, KvStats, Placed, Swept
 from cairn.types.step import AdapterFacts
 from cairn.worker import wire
 
@@ -465,9 +465,9 @@ class Service:
         asked = self._supervisor.ask("paths", tokens=tuple(tokens), salt=salt)
         return [Path(path) for path in self._answered(await asked).paths]
 
-    async def take_in(self, path: Path, tokens: Sequence[int], salt: bytes = b"") -> TakenIn:
+    async def import_kv(self, path: Path, tokens: Sequence[int], salt: bytes = b"") -> ImportedKv:
         """Store a file's KV of this context (`kv.disk.portable_kv`), after every check."""
-        asked = self._supervisor.ask("take_in", path=str(path), tokens=tuple(tokens), salt=salt)
+        asked = self._supervisor.ask("import_kv", path=str(path), tokens=tuple(tokens), salt=salt)
         return self._answered(await asked).taken
 
     async def erase_of_model(self, model: bytes, tokens: Sequence[int], salt: bytes = b"", *, keep: int = 0) -> None:

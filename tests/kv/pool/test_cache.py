@@ -418,7 +418,7 @@ def test_a_waiter_is_woken_when_the_other_sequence_stops(end: str) -> None:
     assert waits(kv, second, tokens)
     kv.publish(first, tokens, 4)
     assert second.claim.match
-    (kv.close if end == "closed" else kv.lapse)(first, tokens)
+    (kv.close if end == "closed" else kv.release_claims)(first, tokens)
     assert not second.claim.match and kv.match(second, tokens) == (4, 13, None)
     assert kv.open(second, tokens) == 4
 

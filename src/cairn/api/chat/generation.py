@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from cairn.api.chat.exchange import Adapter, ChoiceStream, Exchange, generating, spelled
+from cairn.api.chat.exchange import Adapter, ChoiceStream, Exchange, generating, rename_fields
 from cairn.api.chat.free_text_tools import warning
 from cairn.api.chat.message_schemas import ChatMessage, contents, plain_messages, plain_tools
 from cairn.api.chat.schemas import ChatBody, ChatGeneration, Generation, Templated
@@ -140,7 +140,7 @@ async def chat_exchange(
     `names` map the fields of a chat and of a request to the dialect's. `before` are tokens in front of the prompt.
     `allow_empty` permits an answer of no tokens, to have only the prompt computed.
     """
-    with spelled(names):
+    with rename_fields(names):
         prompt = await chat_prompt(call, service, config, body)
         store = is_stored(body.store, config)
         options = await with_prediction(call, service, body, body.chat_options())
@@ -195,7 +195,7 @@ async def text_exchange(
     check_lora(body, service)
     draw, store, output = ids(call, service), is_stored(body.store, config), OutputFormat(continues=True)
     asked: list[Request] = []
-    with spelled(names):
+    with rename_fields(names):
         held = await service.chat.grammar(body.wanted().structure, output, share=call.share)
         for prompt in prompts:
             asked += service.make_requests(

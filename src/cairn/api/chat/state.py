@@ -29,7 +29,7 @@ class ServerState:
     """
 
     def __init__(self, config: Config, rng: Rng, agents_folder: Path) -> None:
-        """`agents_folder` is the token log's."""
+        """Make the state of a server without models. `agents_folder`: the folder of the token log."""
         self.config = config
         """The options as they are now."""
         self.rng, self.clock = rng, SystemClock()
@@ -69,7 +69,7 @@ class ServerState:
             agents.bound(limits_of(config), salts(config))
 
     async def _bytes_of(self, tenant: str) -> int:
-        """Return how many bytes of a tenant are on the disk."""
+        """Return the bytes that a tenant's agents, collections and files take on the disk."""
         agents = self.attribution.agents
         kept = 0 if agents is None else await agents.bytes_of(tenant)
         return kept + await self.library.bytes_of(tenant)

@@ -15,7 +15,7 @@ import msgspec
 from cairn.agents.running_turn import RunningTurn
 from cairn.agents.types import TurnInfo
 from cairn.api.chat.answers import ChatAnswer
-from cairn.api.chat.exchange import Adapter, Batches, ChoiceStream, Exchange, Silence, spelled
+from cairn.api.chat.exchange import Adapter, Batches, ChoiceStream, Exchange, Silence, rename_fields
 from cairn.api.chat.generation import check_length, check_lora, check_model, names_of, with_prediction
 from cairn.api.chat.message_schemas import contents, plain_messages
 from cairn.api.chat.parse import parse, read
@@ -80,7 +80,7 @@ class TurnRoutes:
         check_model(body.model, service)
         service.check_generates()
         await check_length(call, service, contents(body.messages), "messages")
-        with spelled(names_of(body.max_tokens)):
+        with rename_fields(names_of(body.max_tokens)):
             options = await with_prediction(call, service, body, body.chat_options())
             running = await agents.turn(
                 call.tenant,
@@ -133,7 +133,7 @@ def once_of(call: HTTPCall) -> str:
 
 
 class TurnAnswer(ChatAnswer):
-    """How the answer of a turn looks: as a chat completion's, and in one piece it names the turn."""
+    """Adapter of turns: a chat completion that, sent whole, also names the agent and the turn."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class TurnAnswer(ChatAnswer):
 
 
 def _pace_of(body: TurnBody | ResumeBody, choices: Sequence[ChoiceStream], running: RunningTurn) -> AnswerTimes:
-    """Return the timings of a turn; none of a resumed one, part of which is long past."""
+    """Return the timings of a turn; off for a resumed one, whose first part was generated earlier."""
     if isinstance(body, ResumeBody):
         return AnswerTimes(choices, timings=False, progress=False)
     return AnswerTimes(
