@@ -11,6 +11,7 @@ from typing import Any
 
 from cairn.agents.agents import Agents
 from cairn.agents.running_turn import RunningTurn
+from cairn.agents.turns import TurnParams
 from cairn.config.config import Config
 from cairn.frontend.requests import SamplingOptions
 from cairn.frontend.service import Service
@@ -119,9 +120,9 @@ class House:
         return await hear(await self.begin(id, text, tenant, **more))
 
     async def begin(self, id: str, text: str, tenant: str = "default", **more: Any) -> RunningTurn:
-        options = more.pop("options", GREEDY)
-        messages = [{"role": "user", "content": text}]
-        return await self.agents.turn(tenant, id, messages, options, request=self.service.next_id(), **more)
+        of_turn = {name: more.pop(name) for name in ("fork_on_conflict", "once") if name in more}
+        params = TurnParams(**{"request": self.service.next_id(), "options": GREEDY, **more})
+        return await self.agents.turn(tenant, id, [{"role": "user", "content": text}], params, **of_turn)
 
 
 @contextlib.asynccontextmanager

@@ -224,7 +224,9 @@ async def test_requests_in_the_name_of_a_pinned_agent_are_pinned_beside_its_cont
         await at.agents.create("default", id="bob")
         done = (await at.say("bob", "bob: " + LONG)).done
         assert done is not None
-        at.agents.account("default", at.agents.named("default", "ada"), await at.agents.context("default", "bob"), done)
+        at.agents.chats.account(
+            "default", at.agents.chats.named("default", "ada"), await at.agents.context("default", "bob"), done
+        )
         await at.agents.kv.settled()
         await at.service.flush()
         mine, tied = (await where(at, "ada"))[1], (await where(at, "bob"))[1]
@@ -407,7 +409,7 @@ async def test_a_pin_waits_for_the_worker_and_leaves_alone_what_another_model_pi
         monkeypatch.setattr(at.service, "pin", pin)
         ids = await at.agents.context("default", "ada")
         for _ in range(2):  # the second takes the place of the first
-            at.agents.kv.pin_later(at.agents.named("default", "ada"))
+            at.agents.kv.pin_later(at.agents.chats.named("default", "ada"))
         await at.agents.kv.settled()
         assert [tuple(one) for one in calls] == [ids, ids] and not at.agents.kv._pinning
         at.service.spec = msgspec.structs.replace(at.service.spec, identity=b"another model's")
@@ -427,9 +429,9 @@ async def test_what_requests_in_an_agents_name_left_goes_with_it(folder: Path, t
         assert (await at.service.where(tied, b"default")).disk == 288
         sampled = Sampled(b"b" * 32, AnswerIdentity(b"v" * 32, "because"), [1, 2, 3], 1)
         for name in ("ada", None):
-            owner = at.agents.named("default", name) if name else None
-            at.agents.keep("default", sampled._replace(before=str(name).encode() * 10), owner)
-            at.agents.account("default", owner, tied, done)
+            owner = at.agents.chats.named("default", name) if name else None
+            at.agents.chats.keep("default", sampled._replace(before=str(name).encode() * 10), owner)
+            at.agents.chats.account("default", owner, tied, done)
         await at.agents.writer.sync()
         await at.agents.delete("default", "ada")
         assert (await at.service.where(tied, b"default")).disk == 192, "what bob shares stays"
@@ -484,7 +486,7 @@ async def test_a_deleted_agent_leaves_what_requests_in_the_names_of_others_share
             if id != "eve":
                 await at.agents.create("default", id=id, pinned=id == "bob")
             await collect(at.service.generate(request(at.service, tuple(ids), 2, salt=b"default", durable=True)))
-            at.agents.account("default", at.agents.named("default", id), ids, done)
+            at.agents.chats.account("default", at.agents.chats.named("default", id), ids, done)
         await at.agents.kv.settled()
         await at.service.flush()
 

@@ -24,12 +24,14 @@ SYSTEM = [{"role": "system", "content": "You remember."}]
 
 async def stateless(at: House, messages: list[dict[str, Any]], options: SamplingOptions = GREEDY) -> Heard:
     """The answer to a client that resends its conversation."""
-    from cairn.frontend.requests import requests
+    from cairn.frontend.requests import RequestParams, requests
     from cairn.types.outputs import Delta
 
     service = at.service
     prompt = await service.chat.prompt(messages)
-    (request,) = requests(service.spec, prompt.tokens, options, ids=service.next_id, output=prompt.output)
+    (request,) = requests(
+        service.spec, prompt.tokens, options, RequestParams(output=prompt.output), ids=service.next_id
+    )
     heard = Heard()
     async for event in service.generate(request):
         if isinstance(event, Delta):

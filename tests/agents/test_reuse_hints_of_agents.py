@@ -112,6 +112,6 @@ async def test_an_ordinary_request_that_ends_in_a_call_waits_too(
         for reason in (FinishReason.STOP, FinishReason.TOOL_CALLS):
             done = (await at.say("ada", "more", options=GREEDY)).done
             assert isinstance(done, Done)
-            at.agents.account("default", None, ids, Done(reason=reason, usage=done.usage, cache=done.cache))
+            at.agents.chats.account("default", None, ids, Done(reason=reason, usage=done.usage, cache=done.cache))
         await at.agents.kv.settled()
         assert told == [("waiting", 200, 0)]

@@ -16,7 +16,7 @@ from cairn.models.families.end_tokens import Middle
 from cairn.system.metrics import Metrics
 from cairn.text.chat.prompt import Prompt
 from cairn.text.grammar.compiler import HeldAnswer
-from cairn.text.render.fair_time import LongTexts
+from cairn.text.render.fair_semaphore import LongTexts
 from cairn.types.errors import CairnError, Cancelled
 from cairn.types.model_spec import CacheGroup, ModelSpec
 from cairn.types.outputs import Delta, Done, Event, FinishReason, Usage

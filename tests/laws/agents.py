@@ -224,16 +224,16 @@ class Work:
         begins = await self.at.agents.context(tenant, id)
         first = FIRST if self.rng.random() < 0.7 else begins[:128]
         for one in (id, *others[-1:]):
-            told, text, named = self.agents[one], self.text(), self.at.agents.named(tenant, one)
+            told, text, named = self.agents[one], self.text(), self.at.agents.chats.named(tenant, one)
             sampled = Sampled(text.encode(), AnswerIdentity(b"v" * 32, "because"), [1, 2, 3], 0)
-            self.at.agents.keep(tenant, sampled, named)
+            self.at.agents.chats.keep(tenant, sampled, named)
             told.tied.append(text)
             ids = [*first, *self.at.service.tokenizer.encode(text)]
             asked = request(self.at.service, tuple(ids), 2, salt=told.salt, durable=True)
             answer = await collect(self.at.service.generate(asked))
             assert answer.done is not None
             told.contexts.append([*ids, *answer.tokens])
-            self.at.agents.account(tenant, named, told.contexts[-1], answer.done)
+            self.at.agents.chats.account(tenant, named, told.contexts[-1], answer.done)
         await self.at.agents.writer.sync()
         await self.at.service.flush()
         law(self.on_disk(self.texts[-1]), "what was sampled for a request is not in the log")

@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 from cairn.config.config import Config, ModelOptions
 from cairn.engine import device
 from cairn.frontend import launch as launch_module
+from cairn.frontend.requests import RequestParams
 from cairn.frontend.service import Service
 from cairn.router import fit as fitting
 from cairn.router import loader as model_loader
@@ -317,7 +318,7 @@ async def test_a_model_that_returns_knows_what_it_sampled(tmp_path: Path) -> Non
             async with models.using(alpha) as service:
                 chat = [{"role": "user", "content": f"question {number}"}]
                 asked = await service.chat.prompt(chat, tenant="ada")
-                (one,) = service.make_requests(asked.tokens, GREEDY, output=asked.output)
+                (one,) = service.make_requests(asked.tokens, GREEDY, RequestParams(output=asked.output))
                 said = await collect(service.generate(one))
                 chat += [{"role": "assistant", "content": said.text}, {"role": "user", "content": "go on"}]
                 anew = await ids(chat)

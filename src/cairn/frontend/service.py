@@ -21,7 +21,7 @@ from cairn.frontend.launch import First, launch_first
 from cairn.frontend.miss_explainer import PromptOrigin
 from cairn.frontend.request_state import PLAIN, InFlight, RequestState, RequestStatus
 from cairn.frontend.request_table import RequestTable, Used
-from cairn.frontend.requests import SamplingOptions, requests, with_options
+from cairn.frontend.requests import NO_PARAMS, RequestParams, SamplingOptions, requests, with_options
 from cairn.frontend.sent_marks import Mark, SentMarks
 from cairn.frontend.stream import RequestStream
 from cairn.frontend.supervisor import Supervisor
@@ -40,7 +40,7 @@ from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.errors import Cancelled, Conflict, DeadlineExceeded, InvalidRequest, Unavailable, trace
 from cairn.types.model_spec import ModelSpec
 from cairn.types.outputs import FinishReason
-from cairn.types.request import Grammar, OutputFormat, Request
+from cairn.types.request import Request
 from cairn.types.stats import ImportedKv, KvStats, Placed, Swept
 from cairn.types.step import AdapterFacts
 from cairn.worker import wire
@@ -257,16 +257,10 @@ class Service:
         self,
         prompt: Sequence[int],
         options: SamplingOptions,
+        params: RequestParams = NO_PARAMS,
         *,
         ids: Callable[[], int] | None = None,
         max_choices: int = 1,
-        output: OutputFormat | None = None,
-        grammar: Grammar | None = None,
-        salt: bytes = b"",
-        share: str = "",
-        durable: bool = False,
-        stored: bool = True,
-        allow_empty: bool = False,
     ) -> tuple[Request, ...]:
         """Make the requests of a prompt, one per choice, within the limits of the model and the configuration.
 
@@ -276,19 +270,13 @@ class Service:
             self.spec,
             prompt,
             options,
+            params,
             ids=ids or self.next_id,
             context=self.info.context,
             max_choices=max_choices,
-            output=output,
-            salt=salt,
-            share=share,
             timeout=self._config.request_timeout,
-            allow_empty=allow_empty,
-            durable=durable,
-            stored=stored,
             controls=self.controls,
             sampler_order=self._config.sampler_order,
-            grammar=grammar,
             encode=self.tokenizer.encode,
         )
 

@@ -11,9 +11,9 @@ import msgspec
 
 from cairn.rag.definition import MAX_BYTES, DocumentKind
 from cairn.rag.extraction import MEMORY, SECONDS, Extracted
-from cairn.rag.fair_semaphore import FairSemaphore
 from cairn.rag.reading import Section
 from cairn.system.helper_process import helper_command, helper_environment
+from cairn.text.render.fair_semaphore import FairSemaphore
 from cairn.types.errors import InvalidRequest, Unavailable
 
 AT_ONCE = 2
@@ -45,7 +45,7 @@ class Extractor:
     """Reads documents in helper processes: a few at once, at most one of each tenant."""
 
     def __init__(self) -> None:
-        self._slots = FairSemaphore(AT_ONCE)
+        self._slots = FairSemaphore(AT_ONCE, each=1, what="the reader of documents")
 
     async def read(self, tenant: str, kind: DocumentKind, file: BinaryIO, field: str) -> list[Section]:
         """Return the sections of a document, read from `file`'s current position.

@@ -242,7 +242,7 @@ class Exchange:
                         if data and silence is not None:
                             silence.broken()
                         if self.over and self.attribution is not None:
-                            await self.attribution.kept()
+                            await self.attribution.written()
                         if say and self.over:
                             data += self.adapter.end()
                         if data and say:

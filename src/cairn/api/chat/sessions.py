@@ -116,12 +116,12 @@ class AgentAttribution:
             with contextlib.suppress(Unavailable, Damaged):  # an answer does not wait for its account
                 await agents.refresh(tenant, name)
             with contextlib.suppress(NotFound):
-                return agents.named(tenant, name)
+                return agents.chats.named(tenant, name)
         if names and new:
             with contextlib.suppress(Conflict, Overloaded, QuotaExceeded, Unavailable):  # Conflict: another was first
                 await agents.create(tenant, id=names[0], ttl=ACCOUNT_TTL)
             with contextlib.suppress(NotFound):
-                return agents.named(tenant, names[0])
+                return agents.chats.named(tenant, names[0])
         return None
 
 
@@ -130,7 +130,7 @@ class Attribution:
 
     def __init__(self, agents: Agents, tenant: str, agent: Agent | None, store: bool, identity: bytes = b"") -> None:
         """Record requests for an agent; `identity` is that of the model that answers."""
-        self._agents, self._tenant, self._agent, self._store = agents, tenant, agent, store
+        self._chats, self._tenant, self._agent, self._store = agents.chats, tenant, agent, store
         self._identity = identity
 
     @property
@@ -141,25 +141,24 @@ class Attribution:
     @contextlib.contextmanager
     def using(self) -> Iterator[None]:
         """Mark the agent as in use while its choices are computed."""
-        with self._agents.using(self._agent) if self._agent is not None else contextlib.nullcontext():
+        with self._chats.using(self._agent) if self._agent is not None else contextlib.nullcontext():
             yield
 
     def cut(self, request: Request, tokens: Sequence[int]) -> None:
         """Record a choice that was cut off after these tokens."""
         if self._agent is not None:
-            self._agents.add_request_context(self._agent, [*request.prompt, *tokens], self._identity)
+            self._chats.cut(self._agent, [*request.prompt, *tokens], self._identity)
 
     def done(self, request: Request, tokens: list[int], done: Done, sampled: Sampled | None) -> None:
         """Record a choice that has ended. `sampled`: its ids for exact replay; None if they are not certain."""
-        if sampled is not None and self._store:
-            self._agents.keep(self._tenant, sampled, self._agent, self._identity)
         if request.choice:  # the prompt is on the first choice's account
             done = msgspec.structs.replace(done, cache=CacheReport(), timing=Timing())
-        self._agents.account(self._tenant, self._agent, [*request.prompt, *tokens], done, self._identity)
+        kept = sampled if self._store else None
+        self._chats.remember(self._tenant, self._agent, [*request.prompt, *tokens], done, kept, self._identity)
 
-    async def kept(self) -> None:
+    async def written(self) -> None:
         """Wait briefly until the records of `done` would survive a kill of the server."""
-        await self._agents.kept()
+        await self._chats.written()
 
 
 def session_names(call: HTTPCall, metadata: Mapping[str, str], prompt_cache_key: str | None) -> list[str]:

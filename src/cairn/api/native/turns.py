@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from cairn.agents.running_turn import RunningTurn
+from cairn.agents.turns import TurnParams
 from cairn.agents.types import TurnInfo
 from cairn.api.chat.answers import ChatAnswer
 from cairn.api.chat.exchange import Adapter, Batches, ChoiceStream, Exchange, Silence, rename_fields
@@ -86,13 +87,15 @@ class TurnRoutes:
                 call.tenant,
                 id,
                 plain_messages(body.messages),
-                options,
-                request=call.number,
-                share=call.share,
+                TurnParams(
+                    request=call.number,
+                    share=call.share,
+                    options=options,
+                    template_args=body.template_args(service.chat.mentions),
+                    wanted=body.wanted(),
+                    service=service,
+                ),
                 fork_on_conflict=bool(body.fork_on_conflict),
-                template_args=body.template_args(service.chat.mentions),
-                wanted=body.wanted(),
-                service=service,
                 once=once_of(call),
             )
         await self._answer(call, service, running, body, body.include_usage)

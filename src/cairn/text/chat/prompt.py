@@ -56,7 +56,7 @@ from cairn.text.grammar.vocabulary import TokenTable, token_table
 from cairn.text.output.call_formats import BY_NAME, CallFormat, format_of, name_of
 from cairn.text.output.reasoning_formats import HARMONY, thinks, thoughts_of
 from cairn.text.output.tool_parser import FUNCTION, offered_tools
-from cairn.text.render.fair_time import LongTexts
+from cairn.text.render.fair_semaphore import LongTexts
 from cairn.text.render.parent import Renderer, launch
 from cairn.text.render.render_wire import Job, Setup
 from cairn.text.tokens.json_texts import length, texts_in
