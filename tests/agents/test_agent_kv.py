@@ -51,7 +51,7 @@ async def test_kv_that_nobody_used_for_kv_ttl_goes_and_pinned_kv_stays(
 ) -> None:
     """From the option to the files."""
     clock, store = Clock(), tmp_path / "kv"
-    monkeypatch.setattr("cairn.worker.worker.SystemClock", lambda: clock)
+    monkeypatch.setattr("cairn.worker.loading.SystemClock", lambda: clock)
 
     def chunks() -> int:
         return sum(parse_name(path.name) is not None for path in store.rglob("*"))

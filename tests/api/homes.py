@@ -11,7 +11,8 @@ import httpx
 
 from cairn.api.app import App
 from cairn.api.http.auth import salts
-from cairn.config.config import Config, ModelOptions
+from cairn.config.config import Config
+from cairn.config.values import ModelOptions
 from cairn.frontend.service import Service
 from cairn.router.models import Models
 from cairn.router.served_model import ServedModel

@@ -23,7 +23,8 @@ from cairn.agents.request_contexts import MOST_CONTEXTS
 from cairn.agents.turn_tree import Agent
 from cairn.api.chat.sessions import ACCOUNT_TTL
 from cairn.api.http.auth import salts
-from cairn.config.config import Config, Secret, TenantKeys
+from cairn.config.config import Config
+from cairn.config.values import Secret, TenantKeys
 from cairn.engine.fake import FakeEngine
 from cairn.frontend.requests import SamplingOptions
 from cairn.frontend.service import Service

@@ -14,7 +14,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from cairn.api.http.auth import salts
-from cairn.config.config import Config, Secret, TenantKeys
+from cairn.config.config import Config
+from cairn.config.values import Secret, TenantKeys
 from cairn.kv.disk.portable_kv import MAGIC
 from cairn.kv.disk.store import DiskStore
 from tests.agents.house import house, talking_model

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from cairn.cli import main
-from cairn.config.config import Config, Secret
+from cairn.config.config import Config
+from cairn.config.values import Secret
 from cairn.frontend.service import Service
 from cairn.types.errors import Unavailable
 from cairn.types.stats import KvStats, Swept, TierStats

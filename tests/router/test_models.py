@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from cairn.config.config import Config, ModelOptions
+from cairn.config.config import Config
+from cairn.config.values import ModelOptions
 from cairn.engine import device
 from cairn.frontend import launch as launch_module
 from cairn.frontend.requests import RequestParams

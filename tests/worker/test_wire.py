@@ -10,7 +10,8 @@ import time
 import msgspec
 import pytest
 
-from cairn.config.config import Config, Secret
+from cairn.config.config import Config
+from cairn.config.values import Secret
 from cairn.types.errors import CairnError, GenerationFailed, ModelFileError, Overloaded, by_code
 from cairn.types.outputs import FinishReason, Output, Timing, TokenLogprob
 from cairn.types.request import Request, SamplingParams

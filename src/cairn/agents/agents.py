@@ -40,7 +40,8 @@ from cairn.agents.turn_tree import Agent
 from cairn.agents.turns import TurnParams, Turns
 from cairn.agents.types import AgentInfo, AgentPage, TurnInfo
 from cairn.cluster.shared import SharedStore, open_shared
-from cairn.config.config import Config, TenantLimits, limits_of
+from cairn.config.config import Config, limits_of
+from cairn.config.values import TenantLimits
 from cairn.frontend.service import Service
 from cairn.frontend.stream import RequestStream
 from cairn.router.services import Services

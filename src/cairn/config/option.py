@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from cairn.config.config import PREFIX, AdapterOptions, Config, ModelOptions, Secret, TenantKeys
+from cairn.config.config import PREFIX, Config
+from cairn.config.values import AdapterOptions, ModelOptions, Secret, TenantKeys
 
 PANELS = (
     ("Model and engine", "model"),

@@ -13,24 +13,10 @@ from typing import Any
 
 import msgspec
 
-from cairn.config.config import (
-    DEVICE,
-    DEVICES,
-    KEY,
-    LIMITS,
-    PREFIX,
-    SPECULATE,
-    SPECULATIONS,
-    AdapterOptions,
-    Config,
-    ModelOptions,
-    Secret,
-    TenantKeys,
-    TenantLimits,
-    is_key,
-)
+from cairn.config.config import DEVICE, DEVICES, PREFIX, SPECULATE, SPECULATIONS, Config
 from cairn.config.option import OTHER_NAMES, Option, closest, local_options, options, right_name
 from cairn.config.paths import expanded, home
+from cairn.config.values import KEY, LIMITS, AdapterOptions, ModelOptions, Secret, TenantKeys, TenantLimits, is_key
 from cairn.types.errors import ConfigError
 
 FILE_VARIABLE = "CAIRN_CONFIG"

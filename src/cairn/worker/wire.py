@@ -14,7 +14,8 @@ from typing import Generic, Literal, TypeVar
 
 import msgspec
 
-from cairn.config.config import Config, TenantTurns
+from cairn.config.config import Config
+from cairn.config.values import TenantTurns
 from cairn.kv.tiers.store import Standing
 from cairn.types.errors import CairnError
 from cairn.types.model_spec import ModelSpec

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from cairn.api.anthropic.schemas import MessagesBody, chat_of
 from cairn.api.chat.parse import parse
 from cairn.api.http.call import BodyBudget, HTTPCall
-from cairn.config.config import Config, Secret
+from cairn.config.config import Config
+from cairn.config.values import Secret
 from cairn.types.errors import CairnError, ContextTooLong, GenerationFailed, Overloaded
 from cairn.types.outputs import Delta, Done, FinishReason, TokenKind, ToolCallDelta, Usage
 from cairn.types.request import OutputFormat

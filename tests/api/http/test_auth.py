@@ -14,7 +14,8 @@ from cairn.api.app import App, build_app
 from cairn.api.http.auth import Access, Origins, _same_address, check_exposure, has_tenants
 from cairn.api.http.call import BodyBudget, HTTPCall
 from cairn.api.server import serve
-from cairn.config.config import Config, Secret, TenantKeys
+from cairn.config.config import Config
+from cairn.config.values import Secret, TenantKeys
 from cairn.types.errors import ConfigError
 from tests.api.scripted import ScriptedService
 from tests.api.sockets import Site, site

@@ -15,7 +15,8 @@ import pytest
 
 from cairn.api.http.call import BodyBudget
 from cairn.api.native.agents import MAX_IMPORTS
-from cairn.config.config import Config, Secret, TenantKeys
+from cairn.config.config import Config
+from cairn.config.values import Secret, TenantKeys
 from cairn.types.errors import Overloaded, Unavailable
 from cairn.types.outputs import Delta
 from tests.agents.house import talking_model

@@ -13,7 +13,8 @@ import pytest
 
 from cairn.api.app import build_app
 from cairn.api.http import limits
-from cairn.config.config import Config, Secret, TenantKeys, TenantLimits, limits_of
+from cairn.config.config import Config, limits_of
+from cairn.config.values import Secret, TenantKeys, TenantLimits
 from tests.agents.house import talking_model
 from tests.api.homes import home
 from tests.api.sockets import Site

@@ -19,7 +19,8 @@ import pytest
 from cairn.api.http.call import HTTPCall
 from cairn.api.http.event_log import PAGE, EventLog, EventLogs
 from cairn.api.http.sse import HEARTBEAT, error_event
-from cairn.config.config import Config, Secret
+from cairn.config.config import Config
+from cairn.config.values import Secret
 from cairn.frontend.request_state import Waker
 from cairn.types.errors import NotFound, Overloaded
 from cairn.types.outputs import Delta

@@ -15,7 +15,8 @@ import pytest
 
 from cairn.api.http.auth import salts
 from cairn.api.native import live_events as changes
-from cairn.config.config import Config, Secret, TenantKeys
+from cairn.config.config import Config
+from cairn.config.values import Secret, TenantKeys
 from cairn.engine.fake import FakeEngine
 from tests.agents.house import House, house, talking_model
 from tests.api.sockets import Site, site

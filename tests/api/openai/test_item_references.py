@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from cairn.api.openai.item_references import MAX_SOURCES
-from cairn.config.config import Config, Secret, TenantKeys
+from cairn.config.config import Config
+from cairn.config.values import Secret, TenantKeys
 from tests.api.openai.test_responses import TOOL, keeping, kept, post
 from tests.api.scripted import ScriptedService
 from tests.api.sockets import Site, site

@@ -18,7 +18,7 @@ from cairn.kv.disk.codec import Raw
 from cairn.kv.disk.index import DiskIndex, IndexEntry
 from cairn.kv.ram import RamStore
 from cairn.kv.tiers.store import OVERHEAD, Chunk
-from cairn.kv.tiers.write_behind import StoreWriter
+from cairn.kv.tiers.store_writer import StoreWriter
 from cairn.system.posix import SystemFiles
 from cairn.types.errors import ConfigError, Conflict
 from tests.files import CrashFile, CrashFiles, Fault

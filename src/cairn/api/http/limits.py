@@ -19,7 +19,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 from cairn.api.http.auth import payer_of
 from cairn.api.http.call import HTTPCall
-from cairn.config.config import LIMITS, Config, TenantLimits, limits_of
+from cairn.config.config import Config, limits_of
+from cairn.config.values import LIMITS, TenantLimits
 from cairn.system.interfaces import Clock
 from cairn.types.errors import DeadlineExceeded, InvalidRequest, QuotaExceeded, RateLimited
 

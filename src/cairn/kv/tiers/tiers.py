@@ -23,7 +23,8 @@ from cairn.kv.tiers.chunk_lookup import ChunkLookup
 from cairn.kv.tiers.reader import Arrival, ContextLoad, LoadMode, LoadPolicy, StoreReader, Want
 from cairn.kv.tiers.store import Chunk, DurableStore, Standing, Store, chunk_sizes
 from cairn.kv.tiers.store_memory import StoreMemory
-from cairn.kv.tiers.write_behind import StoreWriter, WriteBehind, WriteLimits
+from cairn.kv.tiers.store_writer import StoreWriter
+from cairn.kv.tiers.write_behind import WriteBehind, WriteLimits
 from cairn.system.interfaces import Clock
 from cairn.types.errors import trace
 from cairn.types.model_spec import CHUNK_BLOCKS

@@ -609,7 +609,7 @@ def _reader_name(form: CallFormat | None) -> str:
 
 
 def _json(value: Any) -> bytes:
-    """JSON with integers of any size, which msgpack does not hold."""
+    """Encode as JSON: msgpack cannot hold integers of any size. Raise InvalidRequest for what is not JSON."""
     try:
         return json.dumps(value, ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
