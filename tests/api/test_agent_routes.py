@@ -21,7 +21,7 @@ from cairn.agents.pending_writes import PendingWrites
 from cairn.agents.portable import MEDIA_TYPE
 from cairn.agents.request_contexts import MOST_CONTEXTS
 from cairn.agents.turn_tree import Agent
-from cairn.api.chat.sessions import ACCOUNT_TTL
+from cairn.api.chat.attribution import ACCOUNT_TTL
 from cairn.api.http.auth import salts
 from cairn.config.config import Config
 from cairn.config.values import Secret, TenantKeys

@@ -25,6 +25,7 @@ from cairn.api.admin.requests import Admin, Props, StoredRoutes
 from cairn.api.anthropic.messages import Anthropic
 from cairn.api.chat.model_choice import ModelRouter
 from cairn.api.chat.state import ServerState
+from cairn.api.data_folders import agents_folder, named
 from cairn.api.http.auth import has_tenants, preflight
 from cairn.api.http.call import BodyBudget, Disconnected, HTTPCall, Receive, Scope, Send, shown, unforeseen
 from cairn.api.http.limits import deadline_of
@@ -33,7 +34,6 @@ from cairn.api.http.routes import Route, Router
 from cairn.api.llamacpp.completion import Llama
 from cairn.api.native.agents import AgentRoutes
 from cairn.api.native.collections import CollectionRoutes
-from cairn.api.native.folders import agents_folder, named
 from cairn.api.native.live_events import ChangeFeeds, SavingsRoutes
 from cairn.api.native.teams import TeamRoutes
 from cairn.api.native.workflows import WorkflowRoutes

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from cairn.api.chat.sessions import Attribution
+from cairn.api.chat.attribution import Attribution
 from cairn.api.http.call import Headers, HTTPCall, Watch, internal
 from cairn.api.http.event_log import CallTable, EventLogs, Follower, is_resumable
 from cairn.api.http.sse import EVENT_STREAM

@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 
+from cairn.api.chat.attribution import AgentAttribution, Attribution
 from cairn.api.chat.exchange import Adapter, ChoiceStream, Exchange, generating, rename_fields
 from cairn.api.chat.free_text_tools import warning
 from cairn.api.chat.message_schemas import ChatMessage, contents, plain_messages, plain_tools
 from cairn.api.chat.schemas import ChatBody, ChatGeneration, Generation, Templated
-from cairn.api.chat.sessions import AgentAttribution, Attribution
 from cairn.api.chat.timings import AnswerTimes
 from cairn.api.http.body import has_more
 from cairn.api.http.call import HTTPCall, shown

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from cairn.api.chat.attribution import AgentAttribution
+from cairn.api.chat.documents import Library
 from cairn.api.chat.exchange import Exchanges
-from cairn.api.chat.library import Library
-from cairn.api.chat.sessions import AgentAttribution
 from cairn.api.http.auth import Access, salts
 from cairn.api.http.event_log import CallTable, EventLogs
 from cairn.api.http.limits import Quotas, RateLimits

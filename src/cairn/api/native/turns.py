@@ -16,11 +16,11 @@ from cairn.agents.running_turn import RunningTurn
 from cairn.agents.turns import TurnParams
 from cairn.agents.types import TurnInfo
 from cairn.api.chat.answers import ChatAnswer
+from cairn.api.chat.attribution import HEADER
 from cairn.api.chat.exchange import Adapter, Batches, ChoiceStream, Exchange, Silence, rename_fields
 from cairn.api.chat.generation import check_length, check_lora, check_model, names_of, with_prediction
 from cairn.api.chat.message_schemas import contents, plain_messages
 from cairn.api.chat.parse import parse, read
-from cairn.api.chat.sessions import HEADER
 from cairn.api.chat.state import ServerState
 from cairn.api.chat.timings import AnswerTimes
 from cairn.api.chat.wire import cache_object

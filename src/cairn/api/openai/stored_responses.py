@@ -21,11 +21,11 @@ from cairn.agents.agents import Agents
 from cairn.agents.running_turn import RunningTurn
 from cairn.agents.turns import TurnParams
 from cairn.agents.types import AgentInfo, TurnInfo
+from cairn.api.chat.attribution import AgentAttribution
 from cairn.api.chat.exchange import ChoiceStream
 from cairn.api.chat.generation import check_chat, check_length, check_model, shown_tools, warn_of_tools
 from cairn.api.chat.message_schemas import contents, plain_messages
 from cairn.api.chat.schemas import ChatBody
-from cairn.api.chat.sessions import AgentAttribution
 from cairn.api.chat.wire import cache_object
 from cairn.api.http.call import HTTPCall
 from cairn.api.native.agent_schemas import MAX_OWN_METADATA

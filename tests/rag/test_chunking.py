@@ -8,8 +8,7 @@ from itertools import islice
 
 import pytest
 
-from cairn.rag import reading
-from cairn.rag.reading import MAX_TITLE, Outline, Section, UnreadableDocument, chunks, sections
+from cairn.rag.chunking import MAX_TITLE, Outline, Section, UnreadableDocument, chunks, sections
 
 MARKDOWN = """Before.
 
@@ -85,7 +84,7 @@ def test_what_headings_repeat_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
         levels.head(level, f"{level} " + "x" * 1000)
     levels.add("text")
     assert MAX_TITLE == 200 and [len(one) for one in levels.sections[0].heading.split(" > ")] == [200] * 9
-    monkeypatch.setattr(reading, "MAX_CHUNKS", 3)
+    monkeypatch.setattr(chunking, "MAX_CHUNKS", 3)
     assert len(sections("# a\ntext\n" * 3, "md")) == 3
     with pytest.raises(UnreadableDocument, match="more than 3 sections"):
         sections("# a\ntext\n" * 4, "md")
