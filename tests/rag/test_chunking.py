@@ -8,6 +8,7 @@ from itertools import islice
 
 import pytest
 
+from cairn.rag import chunking
 from cairn.rag.chunking import MAX_TITLE, Outline, Section, UnreadableDocument, chunks, sections
 
 MARKDOWN = """Before.
