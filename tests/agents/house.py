@@ -30,7 +30,7 @@ GREEDY = SamplingOptions(temperature=0, max_tokens=12, ignore_eos=True)
 
 
 def talking_model(folder: Path) -> Path:
-    """The service tests' model with a real family's chat template: reasoning, tools, everything."""
+    """Return the service tests' model with a real family's chat template: reasoning, tools, everything."""
     make_model(folder)
     details = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(details | {"chat_template": QWEN_TEMPLATE}))
@@ -48,7 +48,7 @@ class Draw:
 
 
 class Clock(SystemClock):
-    """The machine's clock, on which so many seconds more have passed."""
+    """The machine's clock, on which `passed` more seconds have gone by."""
 
     ahead = 0.0
 
@@ -60,7 +60,7 @@ class Clock(SystemClock):
 
 
 class Heard:
-    """What a turn said."""
+    """The events of a turn, collected."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -70,7 +70,7 @@ class Heard:
 
 
 async def hear(turn: RunningTurn, *, stop_after: int = 0) -> Heard:
-    """Read a turn to its end, or until it has said so many tokens."""
+    """Read a turn to its end, or until it has generated `stop_after` tokens, if that is set."""
     heard = Heard()
     try:
         async with contextlib.aclosing(turn.batches()) as found:
@@ -89,12 +89,12 @@ async def hear(turn: RunningTurn, *, stop_after: int = 0) -> Heard:
 
 
 async def file_of(house: House, tenant: str, id: str) -> bytes:
-    """An agent as one file."""
+    """Export an agent as one file."""
     return b"".join([piece async for piece in house.agents.export(tenant, id)])
 
 
 class House:
-    """A service and the agents on a file system of a test; `again` opens them as after a crash."""
+    """A service and its agents on a test's file system; `again` reopens them as after a crash."""
 
     def __init__(self, service: Service, files: CrashFiles, config: Config, salts: Mapping[str, bytes]) -> None:
         self.service, self.files, self.clock, self.config, self.salts = service, files, Clock(), config, salts
@@ -106,7 +106,7 @@ class House:
         self.agents = await Agents.open(self.service, self.files, FOLDER, self.clock, draw, self.config, self.salts)
 
     async def again(self, seed: int = 1, *, clean: bool = False) -> None:
-        """A restart: after an orderly end, or after a loss of power at this moment."""
+        """Restart: after an orderly end, or after a power cut at this moment."""
         if clean:
             await self.agents.close()
             await self.open()

@@ -44,7 +44,7 @@ SPEC = ModelSpec(
 
 
 class Bytes:
-    """Token n is byte n; 256 and more are control tokens."""
+    """A tokenizer in which token n is byte n, and 256 and more are control tokens."""
 
     special_tokens: ClassVar[dict[str, str]] = {"bos_token": "<257>"}
     middle: Middle | None = None
@@ -150,7 +150,7 @@ class ScriptedStream:
 
 
 class ScriptedService:
-    """`script(request) -> steps` decides what each request says."""
+    """A service whose answers `script(request) -> steps` decides."""
 
     def __init__(
         self,
@@ -216,7 +216,7 @@ class ScriptedService:
         self.remembered.append((tenant, tuple(prompt), tuple(generated), message))
 
     def check_generates(self) -> None:
-        """It answers."""
+        """Accept every request: this model generates text."""
 
     def generate(self, request: Request, told: Any = None) -> ScriptedStream:
         stream = ScriptedStream(request, self.script(request))

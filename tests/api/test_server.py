@@ -48,7 +48,7 @@ SCRIPTED = json.dumps(CHAT | {"model": "scripted"}).encode()
 
 
 class SlowService(ScriptedService):
-    """Loads when told to, and drains as the real one does: waits, then ends what still runs with an error."""
+    """A service that loads when told to; `drain` waits, then ends what still runs with an error."""
 
     def __init__(self, script: Any = None) -> None:
         super().__init__(script)

@@ -18,7 +18,7 @@ from tests.api.process import free_port
 
 @pytest.fixture
 def s3() -> Iterator[str]:
-    """The address of an S3 bucket of moto's server."""
+    """The address of a bucket on moto's S3 server."""
     if importlib.util.find_spec("obstore") is None or importlib.util.find_spec("moto") is None:
         pytest.skip(
             "obstore or moto[server] is not installed: object stores are not tried (pip install .[cluster-test])"

@@ -63,7 +63,7 @@ async def service(folder: Path) -> AsyncIterator[Service]:
 
 @pytest.fixture
 def slow_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step takes 3 ms, as if something were computed."""
+    """Let every step take 3 ms, as if something were computed."""
     prefill = FakeEngine.prefill
 
     def slow(self: FakeEngine, rows: Any) -> Any:
