@@ -329,7 +329,7 @@ async def test_nothing_is_forked_off_an_agent_before_it_is_durable(
         assert [agent.id for agent in at.agents.page("default").agents] == ["ada"]
 
 
-async def test_what_is_owed_stays_owed_while_the_disk_refuses_it(folder: Path) -> None:
+async def test_pending_records_stay_pending_while_the_disk_refuses_them(folder: Path) -> None:
     """However often it is tried: an end, a pin that did not happen, and the tenants' totals."""
     async with house(folder) as at:
         await at.agents.create("default", id="ada")

@@ -118,7 +118,7 @@ async def test_a_fork_takes_along_the_kv_of_what_it_has_left_of_an_agent_that_is
         assert (left.pool, left.disk) == (0, 0)
 
 
-async def test_an_agent_whose_time_is_over_takes_its_kv_along_though_nobody_named_it_since_the_start(
+async def test_an_expired_agent_takes_its_kv_along_though_nobody_named_it_since_the_start(
     folder: Path, tmp_path: Path
 ) -> None:
     """No call told whose KV it is: the tenant's salt is known from its name."""

@@ -74,7 +74,7 @@ async def test_the_stores_get_hints_of_waiting_and_abandoned_contexts(
         assert sorted(told[4:])[0] == ("idle", left, 0), "somebody has come back"
 
 
-async def test_a_branch_that_was_left_makes_room_for_what_goes_on(folder: Path, tmp_path: Path) -> None:
+async def test_an_abandoned_branch_is_evicted_before_the_current_one(folder: Path, tmp_path: Path) -> None:
     """Through the front, the worker and its store: what was used last goes first."""
     async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
         for id in ("old", "ada"):

@@ -185,7 +185,7 @@ async def recovered(house: House) -> None:
     raise AssertionError("the store was not tried again")
 
 
-async def test_a_restart_reads_what_others_did_meanwhile(rooms: Rooms) -> None:
+async def test_a_restart_reads_what_other_servers_wrote_meanwhile(rooms: Rooms) -> None:
     await rooms.one.agents.create("default", id="ada")
     said = [await rooms.say(rooms.one, "one")]
     await rooms.one.again(3)
@@ -239,7 +239,7 @@ async def test_an_agent_that_was_there_before_the_store_is_shared_with_its_next_
     assert [text for _, _, text in await rooms.turns(rooms.two)] == [first, second]
 
 
-async def test_no_turn_is_built_on_one_whose_end_was_refused(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_turn_follows_a_turn_whose_end_was_refused(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that does not wait for the end of the answer, and a store that fails just then."""
     await rooms.one.agents.create("default", id="ada")
     first = await rooms.say(rooms.one, "one")

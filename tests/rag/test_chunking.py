@@ -43,7 +43,7 @@ def test_markdown_is_read_by_its_headings() -> None:
     ]
 
 
-def test_html_is_read_without_what_is_not_shown() -> None:
+def test_html_is_read_without_hidden_parts() -> None:
     assert sections(HTML, "html") == [
         Section("Cairns & paths", "A heap of stones.\n\nThey mark paths."),
         Section("Cairns & paths > Old", "One\n\nTwo"),

@@ -76,7 +76,7 @@ WRONG: tuple[tuple[DocumentKind, bytes, str], ...] = (
 
 
 @pytest.mark.parametrize(("kind", "data", "said"), WRONG, ids=[said for _, _, said in WRONG])
-def test_what_cannot_be_read_is_said(kind: DocumentKind, data: bytes, said: str) -> None:
+def test_what_cannot_be_read_is_reported(kind: DocumentKind, data: bytes, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         read(kind, data)
 

@@ -199,7 +199,7 @@ async def test_the_process_that_measures_says_the_same(tmp_path: Path) -> None:
         await fitting.measure(config, alpha, 1 << 30)
 
 
-async def test_what_cannot_be_loaded_is_said_and_tried_again_later(tmp_path: Path) -> None:
+async def test_what_cannot_be_loaded_is_reported_and_tried_again_later(tmp_path: Path) -> None:
     async with several(tmp_path, "alpha beta") as models:
         beta = models.models[1]
         await until(lambda: beta.spec)

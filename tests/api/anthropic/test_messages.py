@@ -207,7 +207,7 @@ async def test_a_message_of_no_tokens_warms_the_cache(tmp_path: Path) -> None:
         assert usage["cache_read_input_tokens"] > 200 and usage["cache_creation_input_tokens"] == 0
 
 
-async def test_a_message_says_what_parts_it_from_the_one_before(tmp_path: Path) -> None:
+async def test_a_message_reports_what_differs_from_the_one_before(tmp_path: Path) -> None:
     types = pytest.importorskip("anthropic.types")
     known = {
         one.model_fields["type"].annotation for one in get_args(get_args(types.cache_miss_reason.CacheMissReason)[0])

@@ -136,7 +136,7 @@ async def test_uploads_at_once_do_not_pass_a_quota_together(folder: Path, tmp_pa
         assert refused(await http.post("/v1/files", files={"file": b"x"}, data=again["data"]), "max_disk_mib")
 
 
-async def test_documents_count_as_what_they_become(folder: Path, tmp_path: Path) -> None:
+async def test_documents_count_by_the_size_that_is_stored(folder: Path, tmp_path: Path) -> None:
     """A small file that holds a long text takes no more than there is room for, whichever way it comes."""
     async with home(folder, folder.parent / "embedder", agents_dir=str(tmp_path / "agents"), max_disk_mib=1) as (
         _,

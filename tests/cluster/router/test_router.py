@@ -214,7 +214,7 @@ async def test_a_replica_that_drains_gets_nothing_new_and_one_that_is_down_neith
         assert (await ask(app, "GET", "/health/ready")).status == 200
 
 
-async def test_without_a_replica_the_client_is_told_at_once() -> None:
+async def test_without_a_replica_the_client_gets_an_error_at_once() -> None:
     async with routed(named) as (app, stubs):
         stubs[0].ready = 503
         await app.replicas.check(app.replicas.all[0])
