@@ -309,7 +309,7 @@ class StoredRoutes:
         ]
 
     async def stats(self, call: HTTPCall, service: Service) -> None:
-        """Return the KV stores below the pool, at most about a second old; null for one that is absent.
+        """Return the figures of the KV stores below the pool, at most about a second old; null for an absent store.
 
         Of several models each has its own in `models`.
         """

@@ -49,7 +49,7 @@ class Reload:
         self._watchers: list[Callable[[Config], None]] = []
 
     def watch(self, watcher: Callable[[Config], None]) -> None:
-        """Call this with the options whenever they are others."""
+        """Call `watcher` with the new options after every change."""
         self._watchers.append(watcher)
 
     def __call__(self, models: Models | None) -> Reloaded:
