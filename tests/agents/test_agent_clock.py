@@ -24,7 +24,7 @@ async def begun(at: Desk) -> None:
 
 
 async def weeks(at: Desk, until: float) -> None:
-    """Time passes; the agent is in use."""
+    """Let time pass while the agent is in use."""
     while at.clock.passed < until:
         at.clock.passed = min(until, at.clock.passed + DAY / 2)
         at.agent("ada").used = at.book.pending.now()

@@ -245,7 +245,7 @@ async def test_nothing_of_an_agent_is_written_after_its_erasure(folder: Path, wh
 
 
 def kept(files: CrashFiles) -> list[Record]:
-    """What the log holds."""
+    """Return what the log holds."""
     log = Log.open(files, FOLDER, Draw())
     assert log is not None
     log.close()
@@ -389,7 +389,7 @@ async def test_a_rollback_that_the_disk_refuses_undoes_nothing_that_began_meanwh
 
 
 async def open_on(at: House, files: CrashFiles) -> Agents:
-    """Other agents on another disk, for a look."""
+    """Open other agents on another disk, to look at them."""
     kept, at.files, old = at.files, files, at.agents
     try:
         await at.open()
@@ -449,7 +449,7 @@ async def test_a_folder_that_another_holds_or_that_is_not_ours_is_refused(
 
 
 def killed_once(server: Served, rng: random.Random) -> list[dict[str, Any]]:
-    """Kill the server during a turn; the turns that were acknowledged before, one at least."""
+    """Kill the server during a turn; return the turns acknowledged before, at least one."""
 
     def talk() -> None:
         for _ in range(50):

@@ -32,7 +32,7 @@ LONG = "A context that is long enough to fill some chunks of sixty-four tokens e
 
 
 async def grown(at: House, *ids: str) -> None:
-    """Agents with a turn each, whose KV is on disk."""
+    """Make agents with a turn each, whose KV is on disk."""
     for id in ids:
         await at.agents.create("default", id=id)
         await at.say(id, f"{id}: {LONG}")
@@ -41,7 +41,7 @@ async def grown(at: House, *ids: str) -> None:
 
 
 async def where(at: House, id: str) -> tuple[int, int]:
-    """Leading tokens in the pool and on disk."""
+    """Return the leading tokens in the pool and on disk."""
     placed = await at.agents.where("default", id)
     return placed.pool, placed.disk
 
@@ -505,7 +505,7 @@ async def test_a_deleted_agent_leaves_what_requests_in_the_names_of_others_share
 
 
 def without_worker(at: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From here on no worker answers."""
+    """Let no worker answer from here on."""
 
     async def gone(what: str, **fields: object) -> None:
         raise Unavailable("the worker is being replaced", retry_after=1.0)

@@ -54,7 +54,7 @@ def finish(log: Log, key: int, number: int) -> tuple[Record, EndRecord]:
 
 
 def grow(log: Log, registry: AgentRegistry, agent: Agent, turns: int) -> None:
-    """Turns of 4 KB of text and 900 tokens each, as they are said."""
+    """Add turns of 4 KB of text and 900 tokens each."""
     for _ in range(turns):
         number = agent.head.number + 1
         record, began = begin(log, agent.key, number, agent.head.key)

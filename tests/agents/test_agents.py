@@ -23,7 +23,7 @@ SYSTEM = [{"role": "system", "content": "You remember."}]
 
 
 async def stateless(at: House, messages: list[dict[str, Any]], options: SamplingOptions = GREEDY) -> Heard:
-    """The answer to a client that resends its conversation."""
+    """Return the answer to a client that resends its conversation."""
     from cairn.frontend.requests import RequestParams, requests
     from cairn.types.outputs import Delta
 
@@ -202,7 +202,7 @@ async def test_a_turn_that_was_whole_when_the_server_was_killed_is_only_conclude
 
 
 def without_ends(files: CrashFiles, only: int = 0) -> CrashFiles:
-    """The same log where every end is only a piece, or only the first so many."""
+    """Return the same log with every end replaced by a piece, or only the first so many."""
     old = Log.open(files, FOLDER, Draw())
     assert old is not None
     made = CrashFiles()

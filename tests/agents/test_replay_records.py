@@ -21,7 +21,7 @@ SAMPLED = Sampled(b"b" * 32, AnswerIdentity(b"v" * 32, "because"), [1, 2, 3], 1)
 
 
 async def chat(at: House, messages: list[dict[str, Any]], tenant: str = "default") -> tuple[list[int], list[int]]:
-    """A stateless request; its prompt and answer. The answer goes into `messages`."""
+    """Send a stateless request and append its answer to `messages`; return its prompt and answer."""
     service = at.service
     prompt = await service.chat.prompt(messages, tenant=tenant)
     (request,) = requests(service.spec, prompt.tokens, GREEDY, RequestParams(output=prompt.output), ids=service.next_id)
@@ -40,7 +40,7 @@ async def chat(at: House, messages: list[dict[str, Any]], tenant: str = "default
 
 
 async def kept(at: House, messages: list[dict[str, Any]], tokens: list[int]) -> bool:
-    """Whether the answer is put back as it was sampled, no character of it cut."""
+    """Return whether the answer is put back exactly as it was sampled."""
     prompt = await at.service.chat.prompt(messages[:1])
     sampled = at.service.chat.sampled(prompt.tokens, tokens, messages[1])
     return sampled is not None and list(sampled.ids) == tokens

@@ -14,7 +14,7 @@ from tests.agents.test_agent_kv import LONG
 
 
 def listening(at: House, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
-    """Standing, length and shared tokens of every context that the stores are told of."""
+    """Record standing, length and shared tokens of every context that the stores hear of."""
     told, mark = list[tuple[str, int, int]](), Service.mark
 
     async def noted(self: Service, tokens: Any, salt: bytes, standing: Any, *, keep: int = 0) -> None:
@@ -26,7 +26,7 @@ def listening(at: House, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int
 
 
 def calling(monkeypatch: pytest.MonkeyPatch, calls: bool) -> None:
-    """Whether answers end in a call."""
+    """Let answers end in a call."""
     from cairn.text.output import stream
 
     finish = stream.TextStream.finish

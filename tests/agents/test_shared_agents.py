@@ -31,7 +31,7 @@ class Rooms:
         self.blobs, self.one, self.two = blobs, one, two
 
     async def say(self, house: House, text: str, id: str = "ada", **more: object) -> str:
-        """A turn as a request to that server makes it."""
+        """Run a turn as a request to that server does."""
         await house.agents.refresh("default", id)
         heard = await house.say(id, text, **more)
         assert heard.error is None, heard.error

@@ -57,7 +57,7 @@ async def at(folder: Path, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def said(answer: Any) -> str:
-    """All text of an answer, whatever the dialect: everything but ids, times and the model's name."""
+    """Return all text of an answer in any dialect: everything but ids, times and the model's name."""
     if isinstance(answer, dict):
         kept = ("choices", "message", "content", "text", "output", "response", "thinking", "reasoning_content")
         return "|".join(said(one) for name, one in sorted(answer.items()) if name in kept)

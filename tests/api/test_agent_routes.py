@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.asynccontextmanager
 async def home(folder: Path, **options: Any) -> AsyncIterator[tuple[House, Site, httpx.AsyncClient]]:
-    """Agents, their server and a client of it."""
+    """Yield agents, their server and a client of it."""
     config = Config(**options)
     async with house(folder, salts(config)) as at, site(at.service, config) as web, web.http() as http:
         web.app.state.attribution.agents = at.agents
@@ -58,7 +58,7 @@ def chunk_files(store: Path) -> list[Path]:
 
 
 def held_back(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Steps of the engine take 20 ms until this is set."""
+    """Let the engine's steps take 20 ms until this is set."""
     quick, prefill = threading.Event(), FakeEngine.prefill
 
     def slow(self: FakeEngine, rows: Any) -> Any:

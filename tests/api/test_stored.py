@@ -21,7 +21,7 @@ PATHS = ("/v1/cache/flush", "/v1/cache/scrub", "/v1/cache/prune")
 
 
 class Stored(ScriptedService):
-    """With stores that a test describes."""
+    """A service with fixed figures of its stores."""
 
     given_up = False
 

@@ -156,7 +156,7 @@ def test_the_examples_are_drawn(tmp_path: Path) -> None:
 
 
 def run_alone(*arguments: str) -> str:
-    """Without a server."""
+    """Run a command without a server."""
     code, out, err = run(type("Nowhere", (), {"url": "http://127.0.0.1:9"})(), *arguments)
     assert code == 0, err
     return out

@@ -42,7 +42,7 @@ async def post(at: Site, value: Any, path: str = "/v1/messages", **headers: str)
 
 
 def events(text: str) -> list[tuple[str, Any]]:
-    """(event, data) of a stream."""
+    """Return (event, data) of each event of a stream."""
     found = []
     for block in text.split("\n\n")[:-1]:
         first, _, data = block.partition("\n")

@@ -102,7 +102,7 @@ async def post(at: Site, path: str, body: Any) -> httpx.Response:
 
 
 def said(service: ScriptedService) -> str:
-    """All that the template was given."""
+    """Return all texts that the template was given."""
     return json.dumps(service.prompts[-1][0])
 
 

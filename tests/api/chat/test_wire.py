@@ -125,7 +125,7 @@ def test_tokens_that_read_alike_do_not_hide_each_other() -> None:
 
 
 class Twins(Bytes):
-    """Odd tokens read as the even ones before them."""
+    """A tokenizer whose odd tokens read like the even ones before them."""
 
     def token_bytes(self, id: int) -> bytes:
         return super().token_bytes(id & ~1)

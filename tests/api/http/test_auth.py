@@ -36,7 +36,7 @@ async def preflight(at: Site, origin: str, **headers: str) -> Any:
 
 
 def every_route(app: App) -> list[tuple[str, str]]:
-    """Each path and method that the application knows, from its own table."""
+    """Return each path and method that the application knows, from its own table."""
     ids = {"{id:resp_}": "resp_0", "{id:conv_}": "conv_0", "{id:*}": "x"}
     routes = [route for route in app.router.routes if route.access != "open" and not route.always]
     return [(one.method, re.sub(r"{[^}]*}", lambda id: ids.get(id[0], "0" * 16), one.path)) for one in routes]
@@ -132,7 +132,7 @@ async def test_one_key_is_the_default_tenant_and_several_never_share() -> None:
 
 
 async def seen(config: Config, key: str) -> tuple[bytes, str]:
-    """Salt and name that a call with this key gets."""
+    """Return the salt and name that a call with this key gets."""
     service = ScriptedService()
     async with site(service, config) as at:
         assert (await call(at, "/v1/chat/completions", "POST", CHAT, authorization=f"Bearer {key}")).status_code == 200

@@ -47,7 +47,7 @@ def chat(size: int) -> bytes:
 
 
 async def half_sent(at: Site, key: str, size: int) -> None:
-    """A chat whose last byte never comes."""
+    """Send a chat whose last byte never comes."""
     _, writer = await at.raw()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {key}\r\n"
     head += f"content-type: application/json\r\ncontent-length: {size + 1}\r\n\r\n"

@@ -106,7 +106,7 @@ class Sent:
         await self.writer.drain()
 
     async def end(self) -> bytes:
-        """Send the rest; the answer."""
+        """Send the rest and return the answer."""
         with contextlib.suppress(ConnectionError):
             self.writer.write(self.rest)
             await self.writer.drain()
@@ -273,7 +273,7 @@ async def test_tokens_in_and_out_have_limits_of_their_own(folder: Path) -> None:
 
 
 class Still:
-    """A clock of a test: no bucket fills again."""
+    """A clock that stands still: no bucket fills again."""
 
     def now(self) -> float:
         return 1000.0

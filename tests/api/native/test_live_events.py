@@ -67,7 +67,7 @@ class Listener:
         raise EOFError
 
     async def until(self, name: str) -> Any:
-        """The data of the next event of this name."""
+        """Return the data of the next event of this name."""
         async with asyncio.timeout(10):
             while True:
                 _, found, data = await self.next()
@@ -75,7 +75,7 @@ class Listener:
                     return data
 
     async def snapshot(self) -> dict[str, Any]:
-        """The agents of a whole snapshot, by id."""
+        """Return the agents of a whole snapshot, by id."""
         found: dict[str, Any] = {}
         while True:
             data = await self.until("snapshot")
