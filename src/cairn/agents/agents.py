@@ -39,6 +39,7 @@ from cairn.agents.shared_agents import UNSHARED, SharedAgents
 from cairn.agents.turn_tree import Agent
 from cairn.agents.turns import TurnParams, Turns
 from cairn.agents.types import AgentInfo, AgentPage, TurnInfo
+from cairn.cluster.beats import UsageExchange
 from cairn.cluster.shared import SharedStore, open_shared
 from cairn.config.config import Config, limits_of
 from cairn.config.values import TenantLimits
@@ -183,6 +184,11 @@ class Agents:
         """Read an agent from the shared store, if the server has one, unless it was read before. Raise as `refresh`."""
         if self._agents.shared is not None and is_id(id) and not id.startswith(UNSHARED):
             await self._agents.shared.ensure(tenant, id)
+
+    def exchange_usage(self, usage: UsageExchange) -> None:
+        """Share the tenants' use of this server with the servers of the same store, and count theirs here."""
+        if self._agents.shared is not None:
+            self._agents.shared.beats.usage = usage
 
     async def refresh(self, tenant: str, id: str) -> None:
         """Update an agent from the shared store, if the server has one. Ids that no shared agent has are ignored.
