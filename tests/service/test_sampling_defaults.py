@@ -135,7 +135,7 @@ PLAIN, THINKING = (
 
 def of_mode(own: dict[str, float], output: OutputFormat | None) -> dict[str, float]:
     carded = msgspec.structs.replace(spec(**own), makers=MODES)
-    request = requests(carded, [1, 2], params=RequestParams(output=output), ids=lambda: 1)[0]
+    request = requests(carded, [1, 2], params=RequestParams(output=output or OutputFormat()), ids=lambda: 1)[0]
     return {name: getattr(request.sampling, name) for name in OURS}
 
 
