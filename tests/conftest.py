@@ -109,7 +109,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def prove(pytestconfig: pytest.Config) -> bool:
-    """Whether to run the full figures instead of a fortieth to a tenth."""
+    """Return whether to run the full figures instead of a fortieth to a tenth of them."""
     return bool(pytestconfig.option.prove)
 
 

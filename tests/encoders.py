@@ -55,7 +55,7 @@ JUDGES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def write_encoder(folder: Path, family: str, task: str = "Model", pooling: str = "mean", **fields: Any) -> Any:
-    """A random model in a folder; returns transformers' own in float32."""
+    """Write a random model to a folder; return transformers' own in float32."""
     torch.manual_seed(7)
     ids = {name: None for name in ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")}
     config = getattr(transformers, f"{family}Config")(**{**SIZES, "pad_token_id": 0, **ids, **fields})
@@ -72,7 +72,7 @@ def write_encoder(folder: Path, family: str, task: str = "Model", pooling: str =
 
 
 def write_modules(folder: Path, pooling: str = "mean", dense: Sequence[torch.nn.Module] = ()) -> None:
-    """The files by which a folder says that it makes embeddings; `dense`: of each module a matrix, maybe with tanh."""
+    """Write the files that make a folder an embedding model. `dense`: a matrix for each module, maybe with tanh."""
     modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
     for number, (linear, *after) in enumerate(dense, 2):
         modules.append((f"{number}_Dense", "Dense"))
@@ -94,7 +94,7 @@ def write_modules(folder: Path, pooling: str = "mean", dense: Sequence[torch.nn.
 
 
 def write_tokenizer(folder: Path) -> Path:
-    """A WordPiece tokenizer of letters, with BERT's template for texts and pairs."""
+    """Write a WordPiece tokenizer of letters, with BERT's template for texts and pairs."""
     letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters), ".", "["]
     tokenizer = Tokenizer(models.WordPiece({piece: at for at, piece in enumerate(pieces)}, unk_token="[UNK]"))
@@ -112,7 +112,7 @@ def write_tokenizer(folder: Path) -> Path:
 
 
 def write_reranker(folder: Path) -> Path:
-    """A tiny decoder like Qwen3-Reranker, whose tokenizer has "yes" and "no"."""
+    """Write a tiny decoder like Qwen3-Reranker, whose tokenizer has "yes" and "no"."""
     data = json.loads((demo_folder() / "tokenizer.json").read_text("utf-8"))
     data |= {"normalizer": {"type": "NFC"}, "pre_tokenizer": {"type": "Sequence", "pretokenizers": SPLITS["qwen2"]}}
     for token in ("yes", "no"):
@@ -125,12 +125,12 @@ def write_reranker(folder: Path) -> Path:
 
 
 def load_encoder(folder: Path, **options: Any) -> EncoderEngine:
-    """The engine of a folder."""
+    """Return the engine of a folder."""
     config = Config(**{"step_tokens": 512, "max_running": 16, "threads": 1, **options})
     return EncoderEngine.load(load_spec(folder), folder, config)
 
 
 def text_row(tokens: list[int], second: int = 0) -> Row:
-    """The row of a whole text."""
+    """Return the row of a whole text."""
     count = len(tokens)
     return Row(tokens, 0, count, (), count - 1, count, NOTHING, 0, want="hidden", second=second)

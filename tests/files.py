@@ -45,12 +45,12 @@ CHANGES = {
 
 
 class Crash(BaseException):
-    """The machine stops here. Not an `Exception`: nothing may handle it and go on."""
+    """The machine stops here. Not an `Exception`, so that no code handles it and goes on."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What fails. `error` is an errno: `ENOSPC` and `EDQUOT` hit only what needs room, `EROFS` only changes."""
+    """A planned failure. `error` is an errno: `ENOSPC` and `EDQUOT` hit calls that need room, `EROFS` changes."""
 
     at: int
     error: int = errno.EIO
@@ -72,7 +72,7 @@ class Fault:
 
 @dataclass(eq=False)
 class _Node:
-    """One file: what is durable, the writes since, and what a reader sees."""
+    """One file: its durable content, the writes since, and what a reader sees."""
 
     durable: bytes = b""
     live: bytearray = field(default_factory=bytearray)
@@ -83,7 +83,7 @@ class _Node:
     """A sync failed: what a reader sees is not what the disk has."""
 
     def sync(self, failed: random.Random | None) -> None:
-        """Make the pending writes durable, or some of them, for the last time that anybody asks."""
+        """Make the pending writes durable, all or some of them."""
         if failed is not None:
             self.durable, self.parted = self.settle(failed), True
         elif self.parted:
@@ -100,7 +100,7 @@ class _Node:
         self.pending = []
 
     def settle(self, rng: random.Random) -> bytes:
-        """What may be on the disk after a crash."""
+        """Return a content that the disk may have after a crash."""
         if not self.pending or rng.random() < 0.15:
             return self.durable
         content = bytearray(self.durable)
@@ -141,10 +141,10 @@ _Name = tuple[Path, "_Node | None"]
 
 
 class CrashFiles:
-    """The whole file system. Paths are absolute; `/` is there."""
+    """The whole file system, in memory. Paths are absolute; `/` exists."""
 
     def __init__(self, *, seed: int = 0, capacity: int = ENDLESS, now: Callable[[], float] = lambda: 0.0) -> None:
-        """`capacity`: bytes the disk has. `now`: seconds since 1970."""
+        """Make an empty disk of `capacity` bytes. `now`: seconds since 1970."""
         self.rng = random.Random(seed)
         self.capacity = capacity
         self.now = now
@@ -171,7 +171,7 @@ class CrashFiles:
     # ---------------------------------------------------------------------------------------------- crash and faults
 
     def crash(self, rng: random.Random) -> CrashFiles:
-        """The disk after a power cut now. This one goes on as if nothing had happened."""
+        """Return the disk as after a power cut now. This one goes on as if nothing had happened."""
         with self._mutex:
             after = CrashFiles(seed=rng.getrandbits(32), capacity=self.capacity, now=self.now)
             names = dict(self._durable)
@@ -202,7 +202,7 @@ class CrashFiles:
             return after
 
     def crash_while(self, rng: random.Random, most: int, action: Callable[[], object]) -> CrashFiles:
-        """Crash at one of the next `most` changes while something is done, or after it."""
+        """Crash at one of the next `most` changes while `action` runs, or after it."""
         left = rng.randrange(most)
         after: CrashFiles | None = None
 
@@ -224,7 +224,7 @@ class CrashFiles:
         return self.crash(rng)
 
     def kill(self) -> CrashFiles:
-        """What the next process finds when this one is killed: everything, with the locks gone. This one is dead."""
+        """Return the disk that the next process finds after a kill: all content, no locks. This one is dead."""
         with self._mutex:
             after = CrashFiles(seed=self.rng.getrandbits(32), capacity=self.capacity, now=self.now)
             after._names, after._durable = dict(self._names), dict(self._durable)
@@ -238,13 +238,13 @@ class CrashFiles:
         self.fault = fault
 
     def heal(self) -> None:
-        """No fault any more."""
+        """Remove all faults."""
         self.fault = None
 
     # ------------------------------------------------------------------------------------------------- for harnesses
 
     def files(self, folder: Path | None = None) -> dict[Path, bytes]:
-        """Every file under the folder as a reader sees it."""
+        """Return every file below a folder as a reader sees it."""
         start = f"{folder}/"
         with self._mutex:
             return {
@@ -254,13 +254,13 @@ class CrashFiles:
             }
 
     def put(self, path: Path, data: bytes) -> None:
-        """A file with this content, whole and durable, in the place of what is there: damage, or a stranger's file."""
+        """Write a whole, durable file over what is there: for damage, or a stranger's file."""
         with self._mutex:
             self._names[path] = self._durable[path] = _Node(data, bytearray(data), [], self.now())
             self._pending = [change for change in self._pending if all(name != path for name, _ in change)]
 
     def damage(self, path: Path, at: int) -> None:
-        """A bit of that byte is turned, for those too who have the file open; once more, and it is as it was."""
+        """Flip one bit of a byte, also for those who have the file open; a second call flips it back."""
         with self._mutex:
             node = self._names[path]
             node.live[at] ^= 1
@@ -268,7 +268,7 @@ class CrashFiles:
                 node.durable = node.durable[:at] + bytes([node.durable[at] ^ 1]) + node.durable[at + 1 :]
 
     def vanish(self, path: Path) -> None:
-        """The file is gone, and nobody was told."""
+        """Remove a file without telling anybody."""
         with self._mutex:
             self._names.pop(path, None)
             self._durable.pop(path, None)
@@ -280,11 +280,11 @@ class CrashFiles:
             self._folders[path] = mode
 
     def disown(self, path: Path) -> None:
-        """The file or folder belongs to somebody else now."""
+        """Give the file or folder to another user."""
         self._strangers.add(path)
 
     def used(self) -> int:
-        """Bytes taken on the disk; counted only where it has an end."""
+        """Bytes taken on the disk; counted only if it has a capacity."""
         if self.capacity >= ENDLESS:
             return 0
         with self._mutex:
@@ -427,7 +427,7 @@ class CrashFiles:
             self.after_change(kind)
 
     def _strike(self, kind: str, path: Path) -> Fault | None:
-        """Count the call; the fault that hits it."""
+        """Count a call; return the fault that hits it, if any."""
         if self.dead:
             raise Crash
         number, self.calls = self.calls, self.calls + 1
@@ -467,7 +467,7 @@ class CrashFiles:
                 self._durable[path] = node
 
     def _move_folder(self, source: Path, target: Path) -> None:
-        """At once and durable: harnesses have no use for half of it."""
+        """Move a folder durably at once: no test needs half a move."""
         if target in self._names or any(path.is_relative_to(target) for path in self._folders):
             raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(target))
         self._parent(target)
@@ -483,7 +483,7 @@ class CrashFiles:
 
 
 class _Call:
-    """One call of the seam: counted, alone, and failing where a fault hits it."""
+    """One call of the file system: counted, exclusive, and failing if a fault hits it."""
 
     def __init__(self, files: CrashFiles, kind: str, path: Path) -> None:
         self._files, self._kind, self._path = files, kind, path
@@ -599,7 +599,7 @@ def _blocks(size: int) -> int:
 
 
 def corrupted(data: bytes, rng: random.Random) -> bytes:
-    """The bytes with one kind of damage."""
+    """Return the bytes with one kind of damage."""
     kind, at = rng.randrange(6), rng.randrange(len(data))
     if kind <= 1:
         return data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]

@@ -70,6 +70,26 @@ def test_every_block_is_in_a_language_that_is_tested() -> None:
     assert {one.page for one in blocks("js")} <= {"clients.md"}
 
 
+def test_blocks_without_a_language_hold_no_commands() -> None:
+    """A command in one would run in no test."""
+    found = []
+    for page in PAGES:
+        fences = re.findall(r"^```(\w*)[^\n]*\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+        found += [(page.name, text) for language, text in fences if not language]
+    assert len(found) >= 3
+    assert not [one for one in found if re.search(r"^\s*(\$ )?(cairn|curl|pip|make|python) ", one[1], re.M)]
+
+
+def test_measurements_that_take_hours_name_scripts_and_options_that_there_are() -> None:
+    """The commands of docs/performance.md compile llama.cpp and run for hours, so only their words are checked."""
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^\.venv/bin/python (benchmarks/\w+\.py)(.*)$", page, re.M)
+    assert len(lines) >= 5
+    for script, words in lines:
+        source = (ROOT / script).read_text(encoding="utf-8")
+        assert not [one for one in re.findall(r"--[a-z][a-z-]*", words) if f'"{one}"' not in source], script
+
+
 @pytest.fixture(scope="module")
 def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random model for vectors."""

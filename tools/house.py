@@ -1,8 +1,9 @@
-"""Print how large and how plain the code is: python tools/house.py [--trace]
+"""Print how large and how plain the code is, beside the targets: python tools/house.py [--trace]
 
 Counts the package's files and lines, its import circles, the docstrings that begin with a verb and the words a sentence
-of the docs. `--trace` also starts a server with the bundled model, sends one chat and one agent's turn, and counts the
-files that each enters, in all processes together. `--list circles|openings|files` prints what stands behind a figure.
+of the docs. Where a target does not hold, the table is followed by the reason and by what was tried. `--trace` also
+starts a server with the bundled model, sends one chat and one agent's turn, and counts the files that each enters, in
+all processes together. `--list circles|openings|files` prints what stands behind a figure.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import math
 import os
 import re
 import signal
@@ -28,6 +30,20 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "cairn"
 PLACES = ("chat", "turn")
+MOST = {"chat": 85, "turn": 98}
+"""Target for the files that a request enters, by kind."""
+GROWTH = (
+    "the targets were set for a server on one CPU, which had 394 files and 77,000 lines. Kernels of torch, Triton and "
+    "MLX, ranks, clusters, adapters, guessed tokens and quantization came since, with their tests. Files were joined "
+    "where the result stays about one subject and within some 500 lines."
+)
+"""Why the package is larger than was planned."""
+ENTERED = (
+    "the targets came with the plan to join files, and the block pool, write-behind and the front stayed one file a "
+    "subject instead. Guessed tokens, adapters and the shared store added 12 files to each path. A chat enters the "
+    "token log's files because its answer is kept for exact replay."
+)
+"""Why a request enters more files than was planned."""
 NO_VERBS = frozenset(
     re.findall(
         r"\w+",
@@ -191,7 +207,7 @@ def trace() -> dict[str, set[str]]:
         command += ["--agents-dir", str(folder / "agents"), "--kv-dir", str(folder / "kv")]
         server = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=folder)
         try:
-            return _requests(f"http://127.0.0.1:{port}", mark, out)
+            return _requests(server, f"http://127.0.0.1:{port}", mark, out)
         finally:
             server.send_signal(signal.SIGTERM)
             server.wait(60)
@@ -203,13 +219,13 @@ def _traced_python(folder: Path, mark: Path, out: Path) -> str:
     python = str(folder / "venv" / "bin" / "python")
     ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
     site = Path(subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True).stdout.strip())
-    here = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
+    packages = [one for one in sys.path if one.endswith("site-packages")]
     (site / "house_trace.py").write_text(TRACE.format(mark=str(mark), out=str(out), source=str(SOURCE)))
-    (site / "house_trace.pth").write_text(f"{ROOT / 'src'}\n{here}\nimport house_trace\n")
+    (site / "house_trace.pth").write_text("\n".join([str(ROOT / "src"), *packages, "import house_trace", ""]))
     return python
 
 
-def _requests(base: str, mark: Path, out: Path) -> dict[str, set[str]]:
+def _requests(server: subprocess.Popen[bytes], base: str, mark: Path, out: Path) -> dict[str, set[str]]:
     """Send each request once unseen and once seen, and collect what the processes noted."""
 
     def post(path: str, body: object) -> None:
@@ -224,7 +240,7 @@ def _requests(base: str, mark: Path, out: Path) -> dict[str, set[str]]:
             urllib.request.urlopen(base + "/health/ready", timeout=5).read()
             break
         except (urllib.error.URLError, OSError):
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or server.poll() is not None:
                 raise
             time.sleep(0.2)
     post("/v1/agents", {"id": "house", "system": "Be brief."})
@@ -245,6 +261,48 @@ def _requests(base: str, mark: Path, out: Path) -> dict[str, set[str]]:
     return found
 
 
+def table(
+    known: Mapping[str, Path],
+    rings: list[list[str]],
+    folder_rings: list[list[str]],
+    words: list[tuple[str, str, str]],
+    entered: Mapping[str, set[str]],
+) -> Iterator[str]:
+    """Yield the lines of the table, then the reason for each target that does not hold."""
+    plain = [path for path in known.values() if path.name != "__init__.py"]
+    lines = sum(len(path.read_text().splitlines()) for path in known.values())
+    tests = sum(len(path.read_text().splitlines()) for path in (ROOT / "tests").rglob("*.py"))
+    largest, count = Counter(path.parent.relative_to(SOURCE) for path in plain).most_common(1)[0]
+    long = sum(len(path.read_text().splitlines()) > 500 for path in plain)
+    said = sentences()
+    verbs = sum(is_verb(one[2]) for one in words) / len(words)
+    mean, above = sum(said) / len(said), sum(one > 30 for one in said) / len(said)
+    rows: list[tuple[str, float, str, float, str]] = [
+        ("Python files in src/cairn, without `__init__`", len(plain), f"{len(plain)}", 330, GROWTH),
+        ("files in the largest folder", count, f"{count} ({largest})", 24, ""),
+        ("files above 500 lines", long, f"{long}", math.inf, ""),
+        ("lines of src", lines, f"{lines:,}", 73_000, GROWTH),
+        ("lines of tests", tests, f"{tests:,}", 68_000, GROWTH),
+        ("import circles of modules", len(rings), f"{len(rings)}", 0, ""),
+        ("import circles of folders", len(folder_rings), f"{len(folder_rings)}", 0, ""),
+        ("function docstrings that do not begin with a verb", 1 - verbs, f"{1 - verbs:.0%} of {len(words):,}", 0.1, ""),
+        ("words a sentence in the docs", mean, f"{mean:.1f}", 19, ""),
+        ("sentences above 30 words", above, f"{above:.0%}", 0.1, ""),
+    ]
+    for name in entered:
+        rows.append((f"files that a {name} enters", len(entered[name]), f"{len(entered[name])}", MOST[name], ENTERED))
+    yield "| what | figure | target, at most |\n|---|---|---|"
+    for what, _, figure, target, _ in rows:
+        most = "few" if target == math.inf else f"{target:.0%}" if 0 < target < 1 else f"{target:,}"
+        yield f"| {what} | {figure} | {most} |"
+    missed: dict[str, list[str]] = {}
+    for what, value, _, target, why in rows:
+        if value > target:
+            missed.setdefault(why, []).append(what)
+    for why, names in missed.items():
+        yield f"\n{'; '.join(names)}: {why or 'no reason is known.'}"
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -252,7 +310,6 @@ def main() -> None:
     parser.add_argument("--list", choices=("circles", "openings", "files"), help="print what stands behind a figure")
     chosen = parser.parse_args()
     known = modules()
-    plain = {name: path for name, path in known.items() if path.name != "__init__.py"}
     graph = imports(known)
     rings = circles(graph)
     folder_rings = circles(folders(graph, known))
@@ -268,24 +325,8 @@ def main() -> None:
         )
     if chosen.list:
         return
-    lines = sum(len(path.read_text().splitlines()) for path in known.values())
-    tests = sum(len(path.read_text().splitlines()) for path in (ROOT / "tests").rglob("*.py"))
-    sizes = Counter(path.parent.relative_to(SOURCE) for path in plain.values())
-    largest, count = sizes.most_common(1)[0]
-    long = sum(len(path.read_text().splitlines()) > 500 for path in plain.values())
-    said = sentences()
-    verbs = sum(is_verb(one[2]) for one in words)
-    print("| what | figure |\n|---|---|")
-    print(f"| Python files in src/cairn, without `__init__` | {len(plain)} |")
-    print(f"| files in the largest folder | {count} ({largest}) |")
-    print(f"| files above 500 lines | {long} |")
-    print(f"| lines of src / tests | {lines:,} / {tests:,} |")
-    print(f"| import circles of modules / of folders | {len(rings)} / {len(folder_rings)} |")
-    print(f"| function docstrings that begin with a verb | {verbs / len(words):.0%} of {len(words):,} |")
-    above = sum(one > 30 for one in said) / len(said)
-    print(f"| words a sentence in the docs | {sum(said) / len(said):.1f}, {above:.0%} above 30 |")
-    for name in entered:
-        print(f"| files that a {name} enters, all processes | {len(entered[name])} |")
+    for line in table(known, rings, folder_rings, words, entered):
+        print(line)
 
 
 if __name__ == "__main__":

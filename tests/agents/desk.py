@@ -31,7 +31,7 @@ FOLDER = Path("/agents")
 
 
 class Time:
-    """Time stands still but for `passed` seconds; the wall clock was set by `step` besides."""
+    """A clock that moves only by `passed` seconds; `step` sets the wall clock besides."""
 
     def __init__(self) -> None:
         self.passed = 0.0
@@ -74,7 +74,7 @@ class NoKv:
 
 
 class Desk:
-    """`again` opens the log as a restart does: after an orderly end, or after a loss of power at this moment."""
+    """Agents without a model; `again` reopens their log as after an orderly end, or a power cut."""
 
     def __init__(self) -> None:
         self.clock, self.files = Time(), CrashFiles()
@@ -135,7 +135,7 @@ class Desk:
         return self.turns._run(cast("Any", None), agent, turn, request, None, ())
 
     async def say(self, id: str) -> None:
-        """A turn from its beginning to its end."""
+        """Run a turn from its beginning to its end."""
         running = await self.begin(id)
         end = EndRecord(state="finished", ids=b"", ended=self.book.pending.now())
         running.turn.end(end)
@@ -144,7 +144,7 @@ class Desk:
         running.turn.release()
 
     async def keep(self) -> None:
-        """An answer for exact replay."""
+        """Record an answer for exact replay."""
         sampled, now = Sampled(b"b" * 32, AnswerIdentity(b"v" * 32, "because"), [1, 2, 3], 1), self.book.pending.now()
         record = self.writer.record(RecordKind.REPLAY, self.replays.payload("me", sampled, b"model", now))
         self.replays.add(record, now)

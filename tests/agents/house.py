@@ -11,6 +11,7 @@ from typing import Any
 
 from cairn.agents.agents import Agents
 from cairn.agents.running_turn import RunningTurn
+from cairn.agents.turns import TurnParams
 from cairn.config.config import Config
 from cairn.frontend.requests import SamplingOptions
 from cairn.frontend.service import Service
@@ -29,7 +30,7 @@ GREEDY = SamplingOptions(temperature=0, max_tokens=12, ignore_eos=True)
 
 
 def talking_model(folder: Path) -> Path:
-    """The service tests' model with a real family's chat template: reasoning, tools, everything."""
+    """Return the service tests' model with a real family's chat template: reasoning, tools, everything."""
     make_model(folder)
     details = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(details | {"chat_template": QWEN_TEMPLATE}))
@@ -47,7 +48,7 @@ class Draw:
 
 
 class Clock(SystemClock):
-    """The machine's clock, on which so many seconds more have passed."""
+    """The machine's clock, on which `passed` more seconds have gone by."""
 
     ahead = 0.0
 
@@ -59,7 +60,7 @@ class Clock(SystemClock):
 
 
 class Heard:
-    """What a turn said."""
+    """The events of a turn, collected."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -69,7 +70,7 @@ class Heard:
 
 
 async def hear(turn: RunningTurn, *, stop_after: int = 0) -> Heard:
-    """Read a turn to its end, or until it has said so many tokens."""
+    """Read a turn to its end, or until it has generated `stop_after` tokens, if that is set."""
     heard = Heard()
     try:
         async with contextlib.aclosing(turn.batches()) as found:
@@ -88,12 +89,12 @@ async def hear(turn: RunningTurn, *, stop_after: int = 0) -> Heard:
 
 
 async def file_of(house: House, tenant: str, id: str) -> bytes:
-    """An agent as one file."""
+    """Export an agent as one file."""
     return b"".join([piece async for piece in house.agents.export(tenant, id)])
 
 
 class House:
-    """A service and the agents on a file system of a test; `again` opens them as after a crash."""
+    """A service and its agents on a test's file system; `again` reopens them as after a crash."""
 
     def __init__(self, service: Service, files: CrashFiles, config: Config, salts: Mapping[str, bytes]) -> None:
         self.service, self.files, self.clock, self.config, self.salts = service, files, Clock(), config, salts
@@ -105,7 +106,7 @@ class House:
         self.agents = await Agents.open(self.service, self.files, FOLDER, self.clock, draw, self.config, self.salts)
 
     async def again(self, seed: int = 1, *, clean: bool = False) -> None:
-        """A restart: after an orderly end, or after a loss of power at this moment."""
+        """Restart: after an orderly end, or after a power cut at this moment."""
         if clean:
             await self.agents.close()
             await self.open()
@@ -119,9 +120,9 @@ class House:
         return await hear(await self.begin(id, text, tenant, **more))
 
     async def begin(self, id: str, text: str, tenant: str = "default", **more: Any) -> RunningTurn:
-        options = more.pop("options", GREEDY)
-        messages = [{"role": "user", "content": text}]
-        return await self.agents.turn(tenant, id, messages, options, request=self.service.next_id(), **more)
+        of_turn = {name: more.pop(name) for name in ("fork_on_conflict", "once") if name in more}
+        params = TurnParams(**{"request": self.service.next_id(), "options": GREEDY, **more})
+        return await self.agents.turn(tenant, id, [{"role": "user", "content": text}], params, **of_turn)
 
 
 @contextlib.asynccontextmanager

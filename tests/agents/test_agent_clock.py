@@ -24,7 +24,7 @@ async def begun(at: Desk) -> None:
 
 
 async def weeks(at: Desk, until: float) -> None:
-    """Time passes; the agent is in use."""
+    """Let time pass while the agent is in use."""
     while at.clock.passed < until:
         at.clock.passed = min(until, at.clock.passed + DAY / 2)
         at.agent("ada").used = at.book.pending.now()
@@ -107,7 +107,7 @@ async def test_what_has_a_time_that_is_still_to_come_is_as_old_as_the_start() ->
         assert at.numbers("ada") == [1] and not at.on_disk(b"because")
 
 
-async def test_an_agent_whose_time_is_over_is_gone_at_once_and_its_id_can_be_had() -> None:
+async def test_an_expired_agent_is_gone_at_once_and_its_id_is_free() -> None:
     """Not only when somebody looks for such agents next."""
     async with desk() as at:
         await at.make("ada", ttl=1)

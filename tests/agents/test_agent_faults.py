@@ -23,6 +23,7 @@ from cairn.agents.log.log import Log
 from cairn.agents.log.records import EndRecord, Savings, SavingsRecord, TokensRecord
 from cairn.agents.log.segment import Record
 from cairn.agents.savings import LINES
+from cairn.agents.turns import TurnParams
 from cairn.agents.types import TurnInfo
 from cairn.frontend.service import Service
 from cairn.text.chat.messages import MessageBuilder
@@ -149,7 +150,7 @@ async def test_what_no_record_can_hold_is_refused_before_anything_is_written(fol
                 await at.agents.create("default", id="bob", messages=[message])
             assert caught.value.field == "messages"
             with pytest.raises(InvalidRequest) as caught:
-                await at.agents.turn("default", "ada", [message], request=at.service.next_id())
+                await at.agents.turn("default", "ada", [message], TurnParams(request=at.service.next_id()))
             assert caught.value.field == "messages"
         assert [info.id for info in at.agents.page("default").agents] == ["ada"]
         assert (await at.agents.turns("default", "ada")) == () and not at.agents._find("default", "ada").busy
@@ -244,7 +245,7 @@ async def test_nothing_of_an_agent_is_written_after_its_erasure(folder: Path, wh
 
 
 def kept(files: CrashFiles) -> list[Record]:
-    """What the log holds."""
+    """Return what the log holds."""
     log = Log.open(files, FOLDER, Draw())
     assert log is not None
     log.close()
@@ -328,7 +329,7 @@ async def test_nothing_is_forked_off_an_agent_before_it_is_durable(
         assert [agent.id for agent in at.agents.page("default").agents] == ["ada"]
 
 
-async def test_what_is_owed_stays_owed_while_the_disk_refuses_it(folder: Path) -> None:
+async def test_pending_records_stay_pending_while_the_disk_refuses_them(folder: Path) -> None:
     """However often it is tried: an end, a pin that did not happen, and the tenants' totals."""
     async with house(folder) as at:
         await at.agents.create("default", id="ada")
@@ -388,7 +389,7 @@ async def test_a_rollback_that_the_disk_refuses_undoes_nothing_that_began_meanwh
 
 
 async def open_on(at: House, files: CrashFiles) -> Agents:
-    """Other agents on another disk, for a look."""
+    """Open other agents on another disk, to look at them."""
     kept, at.files, old = at.files, files, at.agents
     try:
         await at.open()
@@ -448,7 +449,7 @@ async def test_a_folder_that_another_holds_or_that_is_not_ours_is_refused(
 
 
 def killed_once(server: Served, rng: random.Random) -> list[dict[str, Any]]:
-    """Kill the server during a turn; the turns that were acknowledged before, one at least."""
+    """Kill the server during a turn; return the turns acknowledged before, at least one."""
 
     def talk() -> None:
         for _ in range(50):
@@ -617,7 +618,7 @@ async def test_what_the_disk_refused_although_nobody_waited_is_written_when_it_w
         done = await collect(at.service.generate(request(at.service, tuple(range(5, 105)), 2, salt=b"default")))
         at.clock.ahead = 50
         at.files.fail(Fault(at.files.calls, errno.EIO, sticky=True))
-        at.agents.account("default", at.agents.named("default", "ada"), range(5, 105), done.done)
+        at.agents.chats.account("default", at.agents.chats.named("default", "ada"), range(5, 105), done.done)
         with pytest.raises(Unavailable):
             await at.agents.writer.sync(
                 at.agents.writer.record(RecordKind.SAVINGS, SavingsRecord(savings=Savings()), LINES)
@@ -660,15 +661,15 @@ async def test_a_request_in_the_name_of_an_agent_that_is_deleted_meanwhile_leave
     """Nor is it on the account of another agent that has the name by then."""
     async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
         await at.agents.create("default", id="ada")
-        owner = at.agents.named("default", "ada")
+        owner = at.agents.chats.named("default", "ada")
         ids = tuple(range(5, 205))
         done = await collect(at.service.generate(request(at.service, ids, 2, salt=b"default", durable=True)))
         await at.service.flush()
         assert (await at.service.where(ids, b"default")).disk > 0
         await at.agents.delete("default", "ada")
         await at.agents.create("default", id="ada")
-        at.agents.keep("default", Sampled(b"b" * 32, AnswerIdentity(b"v" * 32, "because"), [1, 2, 3], 1), owner)
-        at.agents.account("default", owner, ids, done.done)
+        at.agents.chats.keep("default", Sampled(b"b" * 32, AnswerIdentity(b"v" * 32, "because"), [1, 2, 3], 1), owner)
+        at.agents.chats.account("default", owner, ids, done.done)
         await at.agents.kv.settled()
         await at.agents.writer.sync()
         assert b"because" not in b"".join(at.files.files().values())

@@ -32,7 +32,7 @@ LONG = "A context that is long enough to fill some chunks of sixty-four tokens e
 
 
 async def grown(at: House, *ids: str) -> None:
-    """Agents with a turn each, whose KV is on disk."""
+    """Make agents with a turn each, whose KV is on disk."""
     for id in ids:
         await at.agents.create("default", id=id)
         await at.say(id, f"{id}: {LONG}")
@@ -41,7 +41,7 @@ async def grown(at: House, *ids: str) -> None:
 
 
 async def where(at: House, id: str) -> tuple[int, int]:
-    """Leading tokens in the pool and on disk."""
+    """Return the leading tokens in the pool and on disk."""
     placed = await at.agents.where("default", id)
     return placed.pool, placed.disk
 
@@ -51,7 +51,7 @@ async def test_kv_that_nobody_used_for_kv_ttl_goes_and_pinned_kv_stays(
 ) -> None:
     """From the option to the files."""
     clock, store = Clock(), tmp_path / "kv"
-    monkeypatch.setattr("cairn.worker.worker.SystemClock", lambda: clock)
+    monkeypatch.setattr("cairn.worker.loading.SystemClock", lambda: clock)
 
     def chunks() -> int:
         return sum(parse_name(path.name) is not None for path in store.rglob("*"))
@@ -118,7 +118,7 @@ async def test_a_fork_takes_along_the_kv_of_what_it_has_left_of_an_agent_that_is
         assert (left.pool, left.disk) == (0, 0)
 
 
-async def test_an_agent_whose_time_is_over_takes_its_kv_along_though_nobody_named_it_since_the_start(
+async def test_an_expired_agent_takes_its_kv_along_though_nobody_named_it_since_the_start(
     folder: Path, tmp_path: Path
 ) -> None:
     """No call told whose KV it is: the tenant's salt is known from its name."""
@@ -224,7 +224,9 @@ async def test_requests_in_the_name_of_a_pinned_agent_are_pinned_beside_its_cont
         await at.agents.create("default", id="bob")
         done = (await at.say("bob", "bob: " + LONG)).done
         assert done is not None
-        at.agents.account("default", at.agents.named("default", "ada"), await at.agents.context("default", "bob"), done)
+        at.agents.chats.account(
+            "default", at.agents.chats.named("default", "ada"), await at.agents.context("default", "bob"), done
+        )
         await at.agents.kv.settled()
         await at.service.flush()
         mine, tied = (await where(at, "ada"))[1], (await where(at, "bob"))[1]
@@ -407,7 +409,7 @@ async def test_a_pin_waits_for_the_worker_and_leaves_alone_what_another_model_pi
         monkeypatch.setattr(at.service, "pin", pin)
         ids = await at.agents.context("default", "ada")
         for _ in range(2):  # the second takes the place of the first
-            at.agents.kv.pin_later(at.agents.named("default", "ada"))
+            at.agents.kv.pin_later(at.agents.chats.named("default", "ada"))
         await at.agents.kv.settled()
         assert [tuple(one) for one in calls] == [ids, ids] and not at.agents.kv._pinning
         at.service.spec = msgspec.structs.replace(at.service.spec, identity=b"another model's")
@@ -427,9 +429,9 @@ async def test_what_requests_in_an_agents_name_left_goes_with_it(folder: Path, t
         assert (await at.service.where(tied, b"default")).disk == 288
         sampled = Sampled(b"b" * 32, AnswerIdentity(b"v" * 32, "because"), [1, 2, 3], 1)
         for name in ("ada", None):
-            owner = at.agents.named("default", name) if name else None
-            at.agents.keep("default", sampled._replace(before=str(name).encode() * 10), owner)
-            at.agents.account("default", owner, tied, done)
+            owner = at.agents.chats.named("default", name) if name else None
+            at.agents.chats.keep("default", sampled._replace(before=str(name).encode() * 10), owner)
+            at.agents.chats.account("default", owner, tied, done)
         await at.agents.writer.sync()
         await at.agents.delete("default", "ada")
         assert (await at.service.where(tied, b"default")).disk == 192, "what bob shares stays"
@@ -484,7 +486,7 @@ async def test_a_deleted_agent_leaves_what_requests_in_the_names_of_others_share
             if id != "eve":
                 await at.agents.create("default", id=id, pinned=id == "bob")
             await collect(at.service.generate(request(at.service, tuple(ids), 2, salt=b"default", durable=True)))
-            at.agents.account("default", at.agents.named("default", id), ids, done)
+            at.agents.chats.account("default", at.agents.chats.named("default", id), ids, done)
         await at.agents.kv.settled()
         await at.service.flush()
 
@@ -503,7 +505,7 @@ async def test_a_deleted_agent_leaves_what_requests_in_the_names_of_others_share
 
 
 def without_worker(at: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From here on no worker answers."""
+    """Let no worker answer from here on."""
 
     async def gone(what: str, **fields: object) -> None:
         raise Unavailable("the worker is being replaced", retry_after=1.0)

@@ -54,7 +54,7 @@ def finish(log: Log, key: int, number: int) -> tuple[Record, EndRecord]:
 
 
 def grow(log: Log, registry: AgentRegistry, agent: Agent, turns: int) -> None:
-    """Turns of 4 KB of text and 900 tokens each, as they are said."""
+    """Add turns of 4 KB of text and 900 tokens each."""
     for _ in range(turns):
         number = agent.head.number + 1
         record, began = begin(log, agent.key, number, agent.head.key)
@@ -141,7 +141,7 @@ def test_what_a_walk_over_turns_that_begin_anew_puts_aside_is_packed() -> None:
     assert held < 8 * turns * size
 
 
-async def test_a_turn_that_said_its_last_word_is_only_in_the_log(folder: Path) -> None:
+async def test_a_finished_turn_is_only_in_the_log(folder: Path) -> None:
     async with house(folder) as at:
         await at.agents.create("default", id="ada", messages=[{"role": "system", "content": "Be brief."}])
         for text in ("one", "two"):
@@ -154,9 +154,7 @@ async def test_a_turn_that_said_its_last_word_is_only_in_the_log(folder: Path) -
         assert heard.done is not None and heard.done.usage.prompt_tokens > agent.head.parent.size  # type: ignore[union-attr]
 
 
-async def test_an_end_that_was_owed_leaves_memory_when_it_is_written(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_pending_end_leaves_memory_when_it_is_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with house(folder) as at:
         await at.agents.create("default", id="ada")
         turn, agent = await at.begin("ada", "one"), at.agents._find("default", "ada")

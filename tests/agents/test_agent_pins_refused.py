@@ -20,7 +20,7 @@ LONG = "A context that is long enough to fill some chunks of sixty-four tokens e
 
 
 class Broken:
-    """Nothing is made or removed in the folder while it is `bad`."""
+    """A file system in whose folder nothing is made or removed while it is `bad`."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.bad = folder, False
@@ -50,7 +50,7 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Broken:
 
 
 async def pins(disk: Broken, count: int) -> None:
-    """Wait until there are so many files of pins."""
+    """Wait until there are so many pin files."""
     end = time.monotonic() + 60
     while len(list(disk.folder.glob("models/*/pins/*"))) != count:
         assert time.monotonic() < end

@@ -36,7 +36,7 @@ WEEK = 7 * 86_400.0
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The keys of all turns that a walk looks at."""
+    """Return the keys of all turns that a walk looks at."""
     found: list[int] = []
     path = Turn.path
 
@@ -50,7 +50,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def agent_of(registry: AgentRegistry, id: str, key: int, root: Turn | None = None, base: Turn | None = None) -> Agent:
-    """An agent without turns of its own; its turns' keys follow its own."""
+    """Return an agent without turns of its own; its turns' keys follow its own."""
     root = root or Turn(key + 1, TurnRecord(agent=0, number=0), None)
     base = base or root
     record = AgentRecord(id=id, tenant="t", created=NOW, used=NOW, root=root.key, base=base.key, head=base.key)
@@ -183,7 +183,7 @@ def file_of(values: list[tuple[RecordKind, int, Any]]) -> bytes:
 
 
 def broom(depth: int, leaves: int, identity: bytes) -> bytes:
-    """A file of an agent with a long branch, and many at the end of it. Each turn adds its number."""
+    """Return the file of an agent with a long branch, and many at the end of it; each turn adds its number."""
     agent = AgentRecord(id="ada", tenant="", created=NOW, used=NOW, root=2, base=2, head=2 + depth)
     values: list[tuple[RecordKind, int, Any]] = [
         (RecordKind.AGENT, 1, agent),
@@ -208,7 +208,7 @@ def broom(depth: int, leaves: int, identity: bytes) -> bytes:
 
 
 class Counting:
-    """SHA-256 that counts the bytes it is given."""
+    """SHA-256 that counts the bytes it hashes."""
 
     real: Callable[..., Any] = hashlib.sha256
     seen = 0
@@ -271,7 +271,7 @@ async def test_turns_that_begin_anew_are_each_looked_at_a_few_times(
 
 
 class Asked:
-    """What a service is asked about contexts, and keys that the log is asked for."""
+    """The contexts that a service is asked about, and the keys that the log is asked for."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, service: Any) -> None:
         self.evicted: list[list[int]] = []
@@ -342,7 +342,7 @@ async def test_an_estimate_of_a_context_stops_at_the_models_length(
 
 
 def grove(rng: random.Random) -> list[Turn]:
-    """A tree of turns of two models, most of which extend the context before them."""
+    """Return a tree of turns of two models, most of which extend the context before them."""
     turns = [Turn(1, TurnRecord(agent=0, number=0), None)]
     for number in range(1, rng.randrange(2, 25)):
         parent = rng.choice([turns[-1], rng.choice(turns)])

@@ -23,13 +23,15 @@ SYSTEM = [{"role": "system", "content": "You remember."}]
 
 
 async def stateless(at: House, messages: list[dict[str, Any]], options: SamplingOptions = GREEDY) -> Heard:
-    """The answer to a client that resends its conversation."""
-    from cairn.frontend.requests import requests
+    """Return the answer to a client that resends its conversation."""
+    from cairn.frontend.requests import RequestParams, requests
     from cairn.types.outputs import Delta
 
     service = at.service
     prompt = await service.chat.prompt(messages)
-    (request,) = requests(service.spec, prompt.tokens, options, ids=service.next_id, output=prompt.output)
+    (request,) = requests(
+        service.spec, prompt.tokens, options, RequestParams(output=prompt.output), ids=service.next_id
+    )
     heard = Heard()
     async for event in service.generate(request):
         if isinstance(event, Delta):
@@ -200,7 +202,7 @@ async def test_a_turn_that_was_whole_when_the_server_was_killed_is_only_conclude
 
 
 def without_ends(files: CrashFiles, only: int = 0) -> CrashFiles:
-    """The same log where every end is only a piece, or only the first so many."""
+    """Return the same log with every end replaced by a piece, or only the first so many."""
     old = Log.open(files, FOLDER, Draw())
     assert old is not None
     made = CrashFiles()

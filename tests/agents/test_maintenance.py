@@ -99,7 +99,7 @@ async def test_upkeep_of_many_agents_gives_way(monkeypatch: pytest.MonkeyPatch) 
         assert max(work.noted.values()) <= MANY / 2 and max(work.pruned.values()) <= MANY / 2
 
 
-async def test_agents_whose_time_is_over_are_erased_together(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_expired_agents_are_erased_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many they are, the log is written anew once for all of them."""
     written: list[int] = []
     synced: list[int] = []
@@ -131,7 +131,7 @@ async def test_agents_whose_time_is_over_are_erased_together(monkeypatch: pytest
     assert max(synced) < 12, "a few, of which some are of a compaction beside it"
 
 
-async def test_agents_whose_time_is_over_are_erased_later_where_the_disk_refuses_it() -> None:
+async def test_expired_agents_are_erased_later_if_the_disk_refuses() -> None:
     async with desk() as at:
         for n in range(3):
             await at.make(f"a{n}", ttl=10.0)

@@ -34,7 +34,7 @@ SYSTEM = [{"role": "system", "content": "You remember."}]
 
 
 async def exported(folder: Path) -> tuple[bytes, bytes, int]:
-    """A file of an agent with an abandoned branch, the model's identity and vocabulary."""
+    """Return the file of an agent with an abandoned branch, the model's identity and its vocabulary."""
     async with house(folder) as at:
         await at.agents.create("default", id="ada", messages=SYSTEM, metadata={"a": "b"})
         for text in ("one", "two", "three"):
@@ -125,7 +125,7 @@ async def test_no_damage_is_taken_for_an_agent(folder: Path, prove: bool, figure
 
 
 def forged(data: bytes, change: Callable[[list[Record]], list[Record]]) -> bytes:
-    """The file with other records, all checksums right."""
+    """Return the file with other records, all checksums right."""
     header = decode_header(data)
     assert header is not None
     made = SegmentHeader(0, Draw().bits64())

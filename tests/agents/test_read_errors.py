@@ -34,7 +34,7 @@ SEEDED = SamplingOptions(temperature=0.9, max_tokens=12, ignore_eos=True, seed=1
 
 
 async def spoken(at: House) -> None:
-    """An agent with three turns, and another one beside it."""
+    """Make an agent with three turns, and another one beside it."""
     for id in ("ada", "bob"):
         await at.agents.create("default", id=id, messages=SYSTEM)
         for text in TEXTS:
@@ -43,7 +43,7 @@ async def spoken(at: House) -> None:
 
 
 def hurt(at: House, what: bytes) -> tuple[Path, int]:
-    """Damage the record that says so; where."""
+    """Damage the record that contains a text; return where it is."""
     (path,) = [path for path, data in at.files.files(FOLDER).items() if what in data]
     data = at.files.files()[path]
     assert data.count(what) == 1
@@ -52,7 +52,7 @@ def hurt(at: House, what: bytes) -> tuple[Path, int]:
 
 
 async def answer_of(at: House, id: str, number: int) -> tuple[bytes, dict[str, Any]]:
-    """The tokens of an answer as the log has them, and its message."""
+    """Return the tokens of an answer as the log has them, and its message."""
     agent = at.agents._find("default", id)
     turn = agent.turn(number)
     assert turn is not None
@@ -62,7 +62,7 @@ async def answer_of(at: House, id: str, number: int) -> tuple[bytes, dict[str, A
 
 
 async def crash_at(at: House, turn: RunningTurn, tokens: int) -> list[int]:
-    """The machine stops once so many tokens of a turn are on the disk; what was said till then."""
+    """Stop the machine once so many tokens of a turn are on the disk; return the tokens so far."""
     said: list[int] = []
     async with contextlib.aclosing(turn.batches()) as found:
         while len(said) < tokens:
@@ -75,12 +75,12 @@ async def crash_at(at: House, turn: RunningTurn, tokens: int) -> list[int]:
 
 
 async def refuse(*records: Record) -> None:
-    """A log that takes nothing."""
+    """Let the log refuse everything."""
     raise Unavailable("the disk is full")
 
 
 async def told(what: Awaitable[object]) -> str:
-    """The sentence that a damaged turn is told with."""
+    """Return the message that a damaged turn is reported with."""
     with pytest.raises(Damaged) as caught:
         await what
     assert (caught.value.status, caught.value.code) == (409, "damaged")

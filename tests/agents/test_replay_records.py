@@ -11,7 +11,7 @@ from cairn.agents import replay_records as replays_module
 from cairn.agents.log.index import RecordKind
 from cairn.agents.log.segment import Record
 from cairn.agents.replay_records import KEEP_SECONDS, ReplayRecords
-from cairn.frontend.requests import requests
+from cairn.frontend.requests import RequestParams, requests
 from cairn.text.chat.prompt import Sampled
 from cairn.text.chat.replay import AnswerIdentity
 from cairn.types.outputs import Delta
@@ -21,10 +21,10 @@ SAMPLED = Sampled(b"b" * 32, AnswerIdentity(b"v" * 32, "because"), [1, 2, 3], 1)
 
 
 async def chat(at: House, messages: list[dict[str, Any]], tenant: str = "default") -> tuple[list[int], list[int]]:
-    """A stateless request; its prompt and answer. The answer goes into `messages`."""
+    """Send a stateless request and append its answer to `messages`; return its prompt and answer."""
     service = at.service
     prompt = await service.chat.prompt(messages, tenant=tenant)
-    (request,) = requests(service.spec, prompt.tokens, GREEDY, ids=service.next_id, output=prompt.output)
+    (request,) = requests(service.spec, prompt.tokens, GREEDY, RequestParams(output=prompt.output), ids=service.next_id)
     tokens: list[int] = []
     text = ""
     async for event in service.generate(request):
@@ -34,13 +34,13 @@ async def chat(at: House, messages: list[dict[str, Any]], tenant: str = "default
     message = {"role": "assistant", "content": text}
     sampled = service.chat.remember(tenant, prompt.tokens, tokens, message)
     if sampled is not None:
-        at.agents.keep(tenant, sampled)
+        at.agents.chats.keep(tenant, sampled)
     messages.append(message)
     return list(prompt.tokens), tokens
 
 
 async def kept(at: House, messages: list[dict[str, Any]], tokens: list[int]) -> bool:
-    """Whether the answer is put back as it was sampled, no character of it cut."""
+    """Return whether the answer is put back exactly as it was sampled."""
     prompt = await at.service.chat.prompt(messages[:1])
     sampled = at.service.chat.sampled(prompt.tokens, tokens, messages[1])
     return sampled is not None and list(sampled.ids) == tokens
@@ -80,9 +80,9 @@ async def test_nothing_is_logged_where_that_is_not_wanted(folder: Path) -> None:
 
 async def test_what_is_a_week_old_is_erased(folder: Path) -> None:
     async with house(folder) as at:
-        at.agents.keep("default", SAMPLED)
+        at.agents.chats.keep("default", SAMPLED)
         at.clock.ahead = KEEP_SECONDS - 60
-        at.agents.keep("default", SAMPLED._replace(before=b"c" * 32))
+        at.agents.chats.keep("default", SAMPLED._replace(before=b"c" * 32))
         await at.agents.tend()
         at.clock.ahead = KEEP_SECONDS + 3700
         await at.agents.tend()

@@ -14,7 +14,7 @@ from tests.agents.test_agent_kv import LONG
 
 
 def listening(at: House, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
-    """Standing, length and shared tokens of every context that the stores are told of."""
+    """Record standing, length and shared tokens of every context that the stores hear of."""
     told, mark = list[tuple[str, int, int]](), Service.mark
 
     async def noted(self: Service, tokens: Any, salt: bytes, standing: Any, *, keep: int = 0) -> None:
@@ -26,7 +26,7 @@ def listening(at: House, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int
 
 
 def calling(monkeypatch: pytest.MonkeyPatch, calls: bool) -> None:
-    """Whether answers end in a call."""
+    """Let answers end in a call."""
     from cairn.text.output import stream
 
     finish = stream.TextStream.finish
@@ -74,7 +74,7 @@ async def test_the_stores_get_hints_of_waiting_and_abandoned_contexts(
         assert sorted(told[4:])[0] == ("idle", left, 0), "somebody has come back"
 
 
-async def test_a_branch_that_was_left_makes_room_for_what_goes_on(folder: Path, tmp_path: Path) -> None:
+async def test_an_abandoned_branch_is_evicted_before_the_current_one(folder: Path, tmp_path: Path) -> None:
     """Through the front, the worker and its store: what was used last goes first."""
     async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
         for id in ("old", "ada"):
@@ -112,6 +112,6 @@ async def test_an_ordinary_request_that_ends_in_a_call_waits_too(
         for reason in (FinishReason.STOP, FinishReason.TOOL_CALLS):
             done = (await at.say("ada", "more", options=GREEDY)).done
             assert isinstance(done, Done)
-            at.agents.account("default", None, ids, Done(reason=reason, usage=done.usage, cache=done.cache))
+            at.agents.chats.account("default", None, ids, Done(reason=reason, usage=done.usage, cache=done.cache))
         await at.agents.kv.settled()
         assert told == [("waiting", 200, 0)]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from cairn.agents.agents import Agents
+from cairn.agents.turns import TurnParams
 from cairn.config.config import Config
 from cairn.router.models import Models
 from cairn.system.posix import SystemClock, SystemFiles, SystemRng
@@ -40,10 +41,11 @@ async def say(models: Models, agents: Agents, id: str, model: str | None = None,
     given = [{"role": "user", "content": text}]
     number = models.services.first.next_id()
     if model is None:
-        turn = await agents.turn("default", id, given, GREEDY, request=number)
+        turn = await agents.turn("default", id, given, TurnParams(request=number, options=GREEDY))
     else:
         async with models.using(models.find(model)) as service:
-            turn = await agents.turn("default", id, given, GREEDY, request=number, service=service)
+            params = TurnParams(request=number, options=GREEDY, service=service)
+            turn = await agents.turn("default", id, given, params)
             assert (await hear(turn)).done
             return
     assert (await hear(turn)).done

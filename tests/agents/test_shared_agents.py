@@ -31,14 +31,14 @@ class Rooms:
         self.blobs, self.one, self.two = blobs, one, two
 
     async def say(self, house: House, text: str, id: str = "ada", **more: object) -> str:
-        """A turn as a request to that server makes it."""
-        await house.agents.bring("default", id)
+        """Run a turn as a request to that server does."""
+        await house.agents.refresh("default", id)
         heard = await house.say(id, text, **more)
         assert heard.error is None, heard.error
         return heard.text
 
     async def turns(self, house: House, id: str = "ada") -> list[tuple[int, str, str]]:
-        await house.agents.bring("default", id)
+        await house.agents.refresh("default", id)
         found = await house.agents.turns("default", id)
         return [(turn.number, turn.state, (turn.answer or {}).get("content") or "") for turn in found]
 
@@ -87,20 +87,20 @@ async def test_forks_rollbacks_pins_and_metadata_go_along(rooms: Rooms) -> None:
     await one.agents.create("default", id="ada", metadata={"title": "old"})
     for number in range(3):
         await rooms.say(one, f"question {number}")
-    await rooms.two.agents.bring("default", "ada")
+    await rooms.two.agents.refresh("default", "ada")
     await two.agents.rollback("default", "ada", turn=1)
     await two.agents.describe("default", "ada", {"title": "new"})
     await two.agents.pin("default", "ada", True)
-    await one.agents.bring("default", "ada")
+    await one.agents.refresh("default", "ada")
     info = one.agents.get("default", "ada")
     assert (info.head, info.metadata, info.pinned) == (1, {"title": "new"}, True)
     await one.agents.fork("default", "ada", new_id="eve")
-    await two.agents.bring("default", "eve")
+    await two.agents.refresh("default", "eve")
     fork = two.agents.get("default", "eve")
     assert (fork.head, fork.origin, fork.origin_turn, fork.pinned) == (1, "ada", 1, False)
     assert await rooms.say(two, "and now?", "eve") == await rooms.say(one, "and now?")
     await two.agents.delete("default", "ada")
-    await one.agents.bring("default", "ada")
+    await one.agents.refresh("default", "ada")
     with pytest.raises(NotFound):
         one.agents.get("default", "ada")
     assert len(await rooms.turns(one, "eve")) == 2, "the fork has its own copy"
@@ -111,18 +111,18 @@ async def test_an_id_is_taken_on_all_servers_and_free_again_after_a_deletion(roo
     with pytest.raises(Conflict, match="already"):
         await rooms.two.agents.create("default", id="ada")
     await rooms.two.agents.create("other", id="ada")
-    await rooms.two.agents.bring("default", "ada")
+    await rooms.two.agents.refresh("default", "ada")
     await rooms.two.agents.delete("default", "ada")
-    await rooms.one.agents.bring("default", "ada")
+    await rooms.one.agents.refresh("default", "ada")
     await rooms.one.agents.create("default", id="ada", metadata={"n": "2"})
-    await rooms.two.agents.bring("default", "ada")
+    await rooms.two.agents.refresh("default", "ada")
     assert rooms.two.agents.get("default", "ada").metadata == {"n": "2"}
 
 
 async def test_what_runs_on_a_server_that_is_alive_is_not_taken_over(rooms: Rooms) -> None:
     await rooms.one.agents.create("default", id="ada")
     turn = await rooms.one.begin("ada", "a question")
-    await rooms.two.agents.bring("default", "ada")
+    await rooms.two.agents.refresh("default", "ada")
     with pytest.raises((Conflict, Unavailable), match="running on another server"):
         await rooms.two.agents.resume("default", "ada", request=1)
     with pytest.raises(Conflict):
@@ -140,7 +140,7 @@ async def test_a_server_that_was_taken_for_dead_cannot_acknowledge(
     shared = rooms.two.agents._agents.shared
     assert shared is not None
     monkeypatch.setattr(shared.beats, "alive", lambda holder: holder == shared.holder)
-    await rooms.two.agents.bring("default", "ada")
+    await rooms.two.agents.refresh("default", "ada")
     taken = await hear(await rooms.two.agents.resume("default", "ada", request=rooms.two.service.next_id()))
     assert taken.error is None and taken.done is not None
     late = await hear(turn)
@@ -165,11 +165,11 @@ async def test_without_the_store_no_turn_is_acknowledged_and_with_it_again(rooms
     rooms.blobs.dead = False
     await recovered(rooms.one)
     for _ in range(200):  # its end is written as soon as the store takes it
-        await rooms.two.agents.bring("default", "ada")
+        await rooms.two.agents.refresh("default", "ada")
         if rooms.blobs and (await rooms.turns(rooms.two))[-1][1] == "interrupted":
             break
         await asyncio.sleep(0.05)
-    await rooms.two.agents.bring("default", "ada")
+    await rooms.two.agents.refresh("default", "ada")
     again = await hear(await rooms.two.agents.resume("default", "ada", request=rooms.two.service.next_id()))
     assert again.error is None and again.text.startswith(heard.text)
     assert [text for _, _, text in await rooms.turns(rooms.one)] == [first, again.text]
@@ -179,13 +179,13 @@ async def recovered(house: House) -> None:
     """Wait until the breaker has tried the store again."""
     for _ in range(400):
         with contextlib.suppress(Unavailable):
-            await house.agents.bring("default", "ada")
+            await house.agents.refresh("default", "ada")
             return
         await asyncio.sleep(0.05)
     raise AssertionError("the store was not tried again")
 
 
-async def test_a_restart_reads_what_others_did_meanwhile(rooms: Rooms) -> None:
+async def test_a_restart_reads_what_other_servers_wrote_meanwhile(rooms: Rooms) -> None:
     await rooms.one.agents.create("default", id="ada")
     said = [await rooms.say(rooms.one, "one")]
     await rooms.one.again(3)
@@ -205,7 +205,7 @@ async def test_a_store_that_lost_an_acknowledged_turn_is_noticed_by_who_wrote_it
         del rooms.blobs.objects[name]
     await rooms.one.again(5)
     with pytest.raises(Damaged, match="lost turn 3"):
-        await rooms.one.agents.bring("default", "ada")
+        await rooms.one.agents.refresh("default", "ada")
     assert len(await rooms.one.agents.turns("default", "ada")) == 3, "its own copy stays"
 
 
@@ -215,7 +215,7 @@ async def test_a_changed_record_is_refused_by_who_reads_it(rooms: Rooms) -> None
     name = max(name for name in rooms.blobs.objects if name.startswith("agents/"))
     rooms.blobs.objects[name] = rooms.blobs.objects[name][:-1] + b"x"
     with pytest.raises(Damaged, match="was changed"):
-        await rooms.two.agents.bring("default", "ada")
+        await rooms.two.agents.refresh("default", "ada")
 
 
 async def test_a_turn_with_the_same_key_is_answered_once_more(rooms: Rooms) -> None:
@@ -239,7 +239,7 @@ async def test_an_agent_that_was_there_before_the_store_is_shared_with_its_next_
     assert [text for _, _, text in await rooms.turns(rooms.two)] == [first, second]
 
 
-async def test_no_turn_is_built_on_one_whose_end_was_refused(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_turn_follows_a_turn_whose_end_was_refused(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that does not wait for the end of the answer, and a store that fails just then."""
     await rooms.one.agents.create("default", id="ada")
     first = await rooms.say(rooms.one, "one")

@@ -11,7 +11,8 @@ import httpx
 
 from cairn.api.app import App
 from cairn.api.http.auth import salts
-from cairn.config.config import Config, ModelOptions
+from cairn.config.config import Config
+from cairn.config.values import ModelOptions
 from cairn.frontend.service import Service
 from cairn.router.models import Models
 from cairn.router.served_model import ServedModel
@@ -27,7 +28,7 @@ NAMES = ("any", "m")
 async def home(
     folder: Path, embedder: Path | None = None, **options: Any
 ) -> AsyncIterator[tuple[House, httpx.AsyncClient]]:
-    """`embedder`: of a model for embeddings, without which there are no collections."""
+    """Yield a server with agents in a folder. `embedder`: for collections, which need a model for embeddings."""
     config = Config(**options)
     async with house(folder, salts(config)) as at, site(at.service, config) as web, web.http() as http:
         web.app.state.attribution.agents = at.agents
@@ -38,7 +39,7 @@ async def home(
 
 @contextlib.asynccontextmanager
 async def embedding(app: App, service: Service, folder: Path) -> AsyncIterator[None]:
-    """A model for embeddings beside the only one of an application, which goes on to answer to any name of `NAMES`."""
+    """Add a model for embeddings to an application; the other model still answers to every name."""
     made = await Service.start(tiny.config(folder), in_process=True)
     try:
         listed = (ModelOptions(model="chats"), ModelOptions(model="embeds", name="embeds"))
@@ -53,7 +54,7 @@ async def embedding(app: App, service: Service, folder: Path) -> AsyncIterator[N
 
 
 def plain(text: str) -> list[dict[str, Any]]:
-    """The events of a stream; the ids of resumable ones are passed over."""
+    """Return the events of a stream; comments and the ids of resumable ones are left out."""
     lines = [line for line in text.split("\n") if not line.startswith("id: ")]
     found = events("\n".join(lines))
     assert found.pop() == "[DONE]"

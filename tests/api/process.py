@@ -96,7 +96,7 @@ class Served:
         return self.process.pid
 
     def wait_ready(self, timeout: float = 60.0) -> None:
-        """Until /health/ready says 200."""
+        """Wait until /health/ready answers 200."""
         end = time.monotonic() + timeout
         while time.monotonic() < end:
             if self.process.poll() is not None:
@@ -107,7 +107,7 @@ class Served:
         raise AssertionError("the server did not become ready")
 
     def wait_live(self, timeout: float = 30.0) -> None:
-        """Until the port answers."""
+        """Wait until the port answers."""
         end = time.monotonic() + timeout
         while time.monotonic() < end:
             with contextlib.suppress(OSError), urllib.request.urlopen(self.url + "/health/live", timeout=5):
@@ -116,7 +116,7 @@ class Served:
         raise AssertionError("the server did not listen")
 
     def post(self, path: str, body: Any, timeout: float = 60.0) -> Any:
-        """The parsed answer of a POST that succeeds."""
+        """Send a POST that must succeed; return the parsed answer."""
         request = urllib.request.Request(
             self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
@@ -124,7 +124,7 @@ class Served:
             return json.load(response)
 
     def family(self) -> set[int]:
-        """The server's own and all its descendants' process ids."""
+        """Return the process ids of the server and all its descendants."""
         found, todo = set(), [self.pid]
         while todo:
             pid = todo.pop()
@@ -135,7 +135,7 @@ class Served:
         return found
 
     def rss(self) -> int:
-        """Resident bytes of the front process."""
+        """Return the resident bytes of the front process."""
         pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
@@ -143,22 +143,22 @@ class Served:
         self.process.send_signal(number)
 
     def signal_all(self, number: int) -> None:
-        """To every process at once, as a terminal does on Ctrl-C."""
+        """Send a signal to every process at once, as a terminal does for Ctrl-C."""
         os.killpg(self.pid, number)
 
     def wait(self, timeout: float = 60.0) -> int:
-        """The exit code."""
+        """Wait for the end; return the exit code."""
         code = self.process.wait(timeout)
         self.stderr()
         return code
 
     def stderr(self) -> str:
-        """What it wrote, once it and all its processes have ended."""
+        """Return what was written to stderr, once all processes have ended."""
         self._reader.join()
         return self.errors.decode()
 
     def end(self) -> None:
-        """Kill it if it still runs."""
+        """Kill the server if it still runs."""
         family = self.family()
         if self.process.poll() is None:
             self.process.kill()
@@ -171,7 +171,7 @@ class Served:
 
 @contextlib.contextmanager
 def served(**options: Any) -> Iterator[Served]:
-    """A server that is ready; killed at the end if the test has not ended it."""
+    """Yield a ready server; kill it at the end if the test has not ended it."""
     server = Served(**options)
     try:
         server.wait_ready()
@@ -181,7 +181,7 @@ def served(**options: Any) -> Iterator[Served]:
 
 
 def alive(pids: set[int]) -> set[int]:
-    """Those of the processes that still exist (a zombie does not count)."""
+    """Return those of the processes that still exist; zombies do not count."""
     found = set()
     for pid in pids:
         with contextlib.suppress(OSError, IndexError):

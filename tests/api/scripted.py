@@ -16,7 +16,7 @@ from cairn.models.families.end_tokens import Middle
 from cairn.system.metrics import Metrics
 from cairn.text.chat.prompt import Prompt
 from cairn.text.grammar.compiler import HeldAnswer
-from cairn.text.render.fair_time import LongTexts
+from cairn.text.render.fair_semaphore import LongTexts
 from cairn.types.errors import CairnError, Cancelled
 from cairn.types.model_spec import CacheGroup, ModelSpec
 from cairn.types.outputs import Delta, Done, Event, FinishReason, Usage
@@ -44,7 +44,7 @@ SPEC = ModelSpec(
 
 
 class Bytes:
-    """Token n is byte n; 256 and more are control tokens."""
+    """A tokenizer in which token n is byte n, and 256 and more are control tokens."""
 
     special_tokens: ClassVar[dict[str, str]] = {"bos_token": "<257>"}
     middle: Middle | None = None
@@ -150,7 +150,7 @@ class ScriptedStream:
 
 
 class ScriptedService:
-    """`script(request) -> steps` decides what each request says."""
+    """A service whose answers `script(request) -> steps` decides."""
 
     def __init__(
         self,
@@ -216,7 +216,7 @@ class ScriptedService:
         self.remembered.append((tenant, tuple(prompt), tuple(generated), message))
 
     def check_generates(self) -> None:
-        """It answers."""
+        """Accept every request: this model generates text."""
 
     def generate(self, request: Request, told: Any = None) -> ScriptedStream:
         stream = ScriptedStream(request, self.script(request))

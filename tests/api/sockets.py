@@ -69,7 +69,7 @@ def request_bytes(method: str, path: str, body: bytes = b"", *headers: str) -> b
 
 
 async def answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers and body of one answer with a Content-Length."""
+    """Read one answer with a Content-Length; return its status, headers and body."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
     headers = {}
     for line in head[1:]:
@@ -80,7 +80,7 @@ async def answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], byt
 
 
 def events(body: bytes | str) -> list[Any]:
-    """The data of a stream's events in order, parsed; `[DONE]` stays a text."""
+    """Return the data of a stream's events in order, parsed; `[DONE]` stays a text."""
     text = body.decode() if isinstance(body, bytes) else body
     found = []
     for block in text.split("\n\n"):

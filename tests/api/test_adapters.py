@@ -14,7 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from cairn.config.config import AdapterOptions, Config
+from cairn.config.config import Config
+from cairn.config.values import AdapterOptions
 from cairn.frontend.service import Service
 from tests.adapter_files import random_peft
 from tests.api.process import served
@@ -56,7 +57,7 @@ async def at(folder: Path, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def said(answer: Any) -> str:
-    """All text of an answer, whatever the dialect: everything but ids, times and the model's name."""
+    """Return all text of an answer in any dialect: everything but ids, times and the model's name."""
     if isinstance(answer, dict):
         kept = ("choices", "message", "content", "text", "output", "response", "thinking", "reasoning_content")
         return "|".join(said(one) for name, one in sorted(answer.items()) if name in kept)
@@ -241,7 +242,7 @@ async def test_an_adapter_that_cannot_be_loaded_ends_the_start(tmp_path: Path) -
 
 
 def test_options_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
-    from cairn.config.config import ModelOptions
+    from cairn.config.values import ModelOptions
     from cairn.router.served_model import served_models
     from cairn.types.errors import ConfigError
 

@@ -21,9 +21,10 @@ from cairn.agents.pending_writes import PendingWrites
 from cairn.agents.portable import MEDIA_TYPE
 from cairn.agents.request_contexts import MOST_CONTEXTS
 from cairn.agents.turn_tree import Agent
-from cairn.api.chat.sessions import ACCOUNT_TTL
+from cairn.api.chat.attribution import ACCOUNT_TTL
 from cairn.api.http.auth import salts
-from cairn.config.config import Config, Secret, TenantKeys
+from cairn.config.config import Config
+from cairn.config.values import Secret, TenantKeys
 from cairn.engine.fake import FakeEngine
 from cairn.frontend.requests import SamplingOptions
 from cairn.frontend.service import Service
@@ -45,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.asynccontextmanager
 async def home(folder: Path, **options: Any) -> AsyncIterator[tuple[House, Site, httpx.AsyncClient]]:
-    """Agents, their server and a client of it."""
+    """Yield agents, their server and a client of it."""
     config = Config(**options)
     async with house(folder, salts(config)) as at, site(at.service, config) as web, web.http() as http:
         web.app.state.attribution.agents = at.agents
@@ -57,7 +58,7 @@ def chunk_files(store: Path) -> list[Path]:
 
 
 def held_back(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Steps of the engine take 20 ms until this is set."""
+    """Let the engine's steps take 20 ms until this is set."""
     quick, prefill = threading.Event(), FakeEngine.prefill
 
     def slow(self: FakeEngine, rows: Any) -> Any:
@@ -582,7 +583,7 @@ async def test_requests_that_were_refused_take_no_place_from_those_that_were_com
             for more in ({}, {"stream": True}):
                 body = chat | {"messages": [{"role": "user", "content": f"{n}: " + "hi " * 40}]} | more
                 assert (await http.post("/v1/chat/completions", json=body, headers=named)).status_code == 400
-        left = at.agents.kv._request_contexts.take(at.agents.named("default", "ada"))
+        left = at.agents.kv._request_contexts.take(at.agents.chats.named("default", "ada"))
         assert len(left) == 1
 
 
@@ -599,7 +600,7 @@ async def test_a_request_that_ended_early_belongs_to_its_agent_all_the_same(fold
                     break
                 if more:
                     await http.post(f"/v1/requests/{answer.headers['x-request-id']}/cancel")
-            agent, kv = at.agents.named("default", "ada"), at.agents.kv
+            agent, kv = at.agents.chats.named("default", "ada"), at.agents.kv
             async with asyncio.timeout(10):
                 while not (left := kv._request_contexts.take(agent)):
                     await asyncio.sleep(0.01)
@@ -620,7 +621,7 @@ async def test_all_that_was_computed_for_a_client_that_does_not_read_goes_with_t
     ):
         web.app.state.attribution.agents = at.agents
         await http.post("/v1/agents", json={"id": "ada"})
-        agent, kv = at.agents.named("default", "ada"), at.agents.kv
+        agent, kv = at.agents.chats.named("default", "ada"), at.agents.kv
         with socket.socket() as slow:
             slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             slow.connect(("127.0.0.1", web.port))
@@ -650,7 +651,7 @@ async def test_the_text_of_a_deleted_agent_is_shown_to_nobody_though_a_request_i
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Code: SWORDFISH"}], "max_tokens": 1000}
     async with home(folder) as (at, _, http):
         await http.post("/v1/agents", json={"id": "ada"})
-        agent = at.agents.named("default", "ada")
+        agent = at.agents.chats.named("default", "ada")
         more = {"stream": True, "ignore_eos": True}
         headers = {"X-Cairn-Agent": "ada"}
         async with http.stream("POST", "/v1/chat/completions", json=body | more, headers=headers) as answer:

@@ -117,16 +117,16 @@ WRONG_FILES: tuple[tuple[Any, dict[str, str], int, str], ...] = (
 
 
 async def test_a_document_has_so_many_bytes(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cairn.api.chat.library.MAX_BYTES", 100_000)
+    monkeypatch.setattr("cairn.api.chat.documents.MAX_BYTES", 100_000)
     async with shelf(folder, tmp_path) as http:
         await http.post("/v1/collections", json={"id": "c"})
         path = "/v1/collections/c/documents"
         answer = await http.post(path, files={"file": ("a.txt", b"x " * 60_000)})
         assert answer.status_code == 413 and "100000 bytes, the limit of a document" in answer.text
-        monkeypatch.setattr("cairn.api.chat.library.MAX_UPLOADS", 0)
+        monkeypatch.setattr("cairn.api.chat.documents.MAX_UPLOADS", 0)
         answer = await http.post(path, files={"file": ("a.txt", b"x")})
         assert answer.status_code == 429 and "uploads of yours are under way, the limit" in answer.text
-        monkeypatch.setattr("cairn.api.chat.library.MAX_UPLOADS", 1)
+        monkeypatch.setattr("cairn.api.chat.documents.MAX_UPLOADS", 1)
         broken = b"--b\r\nContent-Disposition: form-data; name=file; filename=a.txt\r\n\r\nx"
         kind = {"content-type": "multipart/form-data; boundary=b"}
         answer = await http.post(path, content=broken, headers=kind)

@@ -14,7 +14,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from cairn.api.http.auth import salts
-from cairn.config.config import Config, Secret, TenantKeys
+from cairn.config.config import Config
+from cairn.config.values import Secret, TenantKeys
 from cairn.kv.disk.portable_kv import MAGIC
 from cairn.kv.disk.store import DiskStore
 from tests.agents.house import house, talking_model
@@ -40,7 +41,7 @@ def ask(text: str) -> dict[str, Any]:
 
 
 async def exported(http: httpx.AsyncClient, query: str = "?kv=true") -> bytes:
-    """An agent with two turns, as a file."""
+    """Return an agent with two turns as a file."""
     await http.post("/v1/agents", json={"id": "ada", "system": LONG})
     for text in ("one " * 40, "two " * 40):
         assert (await http.post("/v1/agents/ada/turns", json=ask(text))).status_code == 200
@@ -57,7 +58,7 @@ async def imported(http: httpx.AsyncClient, file: bytes, query: str = "?kv=true"
 
 
 async def next_turn(http: httpx.AsyncClient, **headers: str) -> tuple[Any, dict[str, Any]]:
-    """What the agent says next, and where the KV of its context came from."""
+    """Return what the agent says next, and where the KV of its context came from."""
     answer = await http.post("/v1/agents/ada/turns", json=ask("three"), headers=headers)
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"], answer.json()["usage"]["cairn"]

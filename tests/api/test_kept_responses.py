@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 from openai.types.responses import response as types
 
-from cairn.api.chat.cache_diagnosis import Parting, response_diagnostics
+from cairn.api.chat.cache_diagnosis import Divergence, response_diagnostics
 from cairn.api.openai.responses_schemas import ResponseBody
 from cairn.engine.fake import FakeEngine
 from tests.api.openai.test_responses import keeping, kept, post
@@ -100,8 +100,8 @@ async def test_tools_that_the_template_ignores_give_a_warning(tmp_path: Path) ->
 def test_the_reasons_of_a_miss_are_those_that_the_client_library_knows() -> None:
     known = set(get_args(types.PromptCacheDiagnosticsCacheMiss.model_fields["reason"].annotation))
     assert {*ResponseBody().parts, "input_changed"} <= known
-    found = [response_diagnostics(None, 9, 0), response_diagnostics(Parting(40, 50, None), 50, 0)]
-    found += [response_diagnostics(Parting(40, 50, None), 50, 40), response_diagnostics(Parting(5, 9, ""), 9, 0)]
+    found = [response_diagnostics(None, 9, 0), response_diagnostics(Divergence(40, 50, None), 50, 0)]
+    found += [response_diagnostics(Divergence(40, 50, None), 50, 40), response_diagnostics(Divergence(5, 9, ""), 9, 0)]
     kinds = [
         types.PromptCacheDiagnosticsComparisonResponseNotFound,
         types.PromptCacheDiagnosticsUnavailable,

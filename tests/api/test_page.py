@@ -9,7 +9,8 @@ import pytest
 
 from cairn.api.app import build_app
 from cairn.api.page import FOLDER, KINDS
-from cairn.config.config import Config, Secret
+from cairn.config.config import Config
+from cairn.config.values import Secret
 from tests.api.scripted import ScriptedService
 from tests.api.sockets import site
 

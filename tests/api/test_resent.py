@@ -49,7 +49,7 @@ class Home:
         self.server = Served(**self._options)
 
     def restart(self) -> None:
-        """Stop it as a user does, and start it again."""
+        """Stop the server as a user does, and start it again."""
         self.server.post("/v1/cache/flush", {})
         self.server.signal()
         assert self.server.wait() == 0
@@ -75,7 +75,7 @@ def body(messages: Messages, **more: Any) -> dict[str, Any]:
 
 
 def with_openai(server: Served, messages: Messages, **more: Any) -> dict[str, Any]:
-    """The answer as plain JSON."""
+    """Return the answer as plain JSON."""
     http = httpx.Client(trust_env=False, verify=False, timeout=60)
     with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, http_client=http) as api:
         answer = api.chat.completions.create(**body(messages, **more))
@@ -106,7 +106,7 @@ def said(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def wording(answer: dict[str, Any]) -> tuple[Any, list[Any]]:
-    """All that is in it but the ids of its calls."""
+    """Return the content of an answer without the ids of its calls."""
     return said(answer).get("content"), [call["function"] for call in said(answer).get("tool_calls") or ()]
 
 

@@ -23,9 +23,8 @@ import httpx
 import pytest
 
 from cairn.agents.log.log import Log
-from cairn.api import lifetime, server
+from cairn.api import data_folders, lifetime, server
 from cairn.api.app import build_app
-from cairn.api.native import folders
 from cairn.cli import main
 from cairn.config.config import Config
 from cairn.config.paths import with_folder
@@ -49,7 +48,7 @@ SCRIPTED = json.dumps(CHAT | {"model": "scripted"}).encode()
 
 
 class SlowService(ScriptedService):
-    """Loads when told to, and drains as the real one does: waits, then ends what still runs with an error."""
+    """A service that loads when told to; `drain` waits, then ends what still runs with an error."""
 
     def __init__(self, script: Any = None) -> None:
         super().__init__(script)
@@ -316,11 +315,11 @@ def test_kv_and_agents_in_one_folder_are_refused_before_one_is_made(kv: str, age
 def test_separate_or_unused_folders_pass_the_check(tmp_path: Path) -> None:
     env = {"XDG_DATA_HOME": str(tmp_path)}
     inside = f"{tmp_path}/cairn/agents/kv"
-    folders.check_folders(Config(kv_dir=inside, kv_disk=False), env)
-    folders.check_folders(Config(), env)
-    folders.check_folders(Config(kv_dir=f"{tmp_path}/cairn/kv"), env)
+    data_folders.check_folders(Config(kv_dir=inside, kv_disk=False), env)
+    data_folders.check_folders(Config(), env)
+    data_folders.check_folders(Config(kv_dir=f"{tmp_path}/cairn/kv"), env)
     with pytest.raises(ConfigError, match="must be two folders"):
-        folders.check_folders(Config(kv_dir=inside), env)
+        data_folders.check_folders(Config(kv_dir=inside), env)
 
 
 class Pauses:
@@ -344,7 +343,7 @@ def usual(tmp_path: Path, pauses: Pauses, **options: Any) -> Any:
     """The user's own folders held, with the options of a server as the command line gives them."""
     env = {"XDG_DATA_HOME": str(tmp_path / "data"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     config = with_folder(Config(**options), env)
-    return folders.usual_held(config, env, SystemFiles(), pauses, pauses, 5.0)
+    return data_folders.usual_held(config, env, SystemFiles(), pauses, pauses, 5.0)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from cairn.cli import main
-from cairn.config.config import Config, Secret
+from cairn.config.config import Config
+from cairn.config.values import Secret
 from cairn.frontend.service import Service
 from cairn.types.errors import Unavailable
 from cairn.types.stats import KvStats, Swept, TierStats
@@ -20,7 +21,7 @@ PATHS = ("/v1/cache/flush", "/v1/cache/scrub", "/v1/cache/prune")
 
 
 class Stored(ScriptedService):
-    """With stores that a test describes."""
+    """A service with fixed figures of its stores."""
 
     given_up = False
 

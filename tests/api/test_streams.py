@@ -57,7 +57,7 @@ def body_of(prompt: list[int], **more: Any) -> dict[str, Any]:
 
 
 async def stream(port: int, body: dict[str, Any]) -> tuple[list[Any], float]:
-    """The events of one streamed completion, and seconds until its first byte."""
+    """Return the events of one streamed completion, and the seconds until its first byte."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         began = time.monotonic()
@@ -76,7 +76,7 @@ async def stream(port: int, body: dict[str, Any]) -> tuple[list[Any], float]:
 
 
 def texts(found: list[Any], choices: int = 1, tokens: int = TOKENS) -> list[str]:
-    """The text of each choice of a stream that is well-formed from the first event to the last."""
+    """Return each choice's text of a stream, checked to be well-formed from the first event to the last."""
     assert found[-1] == "[DONE]"
     *chunks, usage, _ = found
     said = [""] * choices

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cairn.config.config import Secret, TenantKeys
+from cairn.config.values import Secret, TenantKeys
 from tests.agents.house import talking_model
 from tests.api.homes import home, plain
 from tests.api.process import served

@@ -17,7 +17,8 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from cairn.api.tracing import Tracing, endpoint_of
-from cairn.config.config import Config, Secret, TenantKeys
+from cairn.config.config import Config
+from cairn.config.values import Secret, TenantKeys
 from cairn.frontend import service as service_module
 from cairn.system.posix import JsonLines
 from cairn.system.spans import PRESENT, Spans

@@ -125,7 +125,7 @@ def test_sides_change_over_within_a_day_and_between_days(script: Any, monkeypatc
     assert (found["answers"]["a"]["equal"], found["answers"]["b"]["equal"], found["answers"]["b"]["days"]) == (2, 0, 4)
 
 
-def test_a_day_is_one_of_its_seed_and_has_its_sizes(script: Any) -> None:
+def test_a_day_follows_from_its_seed_and_has_its_sizes(script: Any) -> None:
     day = script.drawn(7, 8, 10, 5000, 300, 1800)
     assert (
         day == script.drawn(7, 8, 10, 5000, 300, 1800) and day.digest == script.drawn(7, 8, 10, 5000, 300, 1800).digest

@@ -51,14 +51,14 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 def process(*arguments: str, **more) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own."""
+    """Run the command in a process of its own."""
     command = [sys.executable, "-c", MAIN, *arguments]
     more.setdefault("stdin", subprocess.DEVNULL)  # a pipe that is never closed would be read
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **more)
 
 
 def run(*arguments: str, env: dict[str, str] | None = None, given: str = "") -> subprocess.CompletedProcess[str]:
-    """The command in this process, which is much faster; `env` is added to the environment."""
+    """Run the command in this process, which is much faster; `env` is added to the environment."""
     out, err = io.StringIO(), io.StringIO()
     stdin = io.TextIOWrapper(io.BytesIO(given.encode()))
     with (
@@ -75,7 +75,7 @@ def run(*arguments: str, env: dict[str, str] | None = None, given: str = "") -> 
 
 
 def sentence(done: subprocess.CompletedProcess[str], code: int = 2) -> str:
-    """The one line on stderr of a command that failed with `code` and said nothing on stdout."""
+    """Return the one line on stderr of a command that failed with `code` and printed nothing."""
     assert (done.returncode, done.stdout) == (code, ""), done.stderr
     done.stderr = "".join(line for line in done.stderr.splitlines(True) if not line.startswith("Cairn listens on "))
     assert done.stderr.startswith("cairn: ") and done.stderr.count("\n") == 1, done.stderr
@@ -330,7 +330,7 @@ def test_a_partial_answer_is_printed_when_it_breaks_off(capsys, stream, error):
 
 
 class Scripted:
-    """A model that answers with what it was given, and keeps what it was asked."""
+    """A model that answers with given pieces and records what it was asked."""
 
     def __init__(self, *answers: Pieces | Exception) -> None:
         self.answers = list(answers)
@@ -474,7 +474,7 @@ def test_a_model_cannot_steer_the_terminal(monkeypatch, capsys):
 
 
 class Canned(http.server.BaseHTTPRequestHandler):
-    """A server that answers each path with what a test put there, and notes what it was asked."""
+    """A server that answers each path with what a test put there, and records what it was asked."""
 
     answers: dict[str, tuple[int, str]]
     seen: list[tuple[str, str, object]]
@@ -799,7 +799,7 @@ class Terminal:
         self.seen = ""
 
     def expect(self, words: str) -> str:
-        """What was shown up to the words, once they are there."""
+        """Return the output up to these words, once they are there."""
         end = time.monotonic() + 60
         while words not in self.seen:
             ready, _, _ = select.select([self.master], [], [], max(0.0, end - time.monotonic()))
@@ -812,7 +812,7 @@ class Terminal:
         return found
 
     def rest(self) -> str:
-        """What is shown until the program ends."""
+        """Return the output until the program ends."""
         with contextlib.suppress(OSError):  # the end, as a terminal tells it
             while data := os.read(self.master, 65536):
                 self.seen += data.decode(errors="replace")
@@ -880,7 +880,7 @@ with open(os.path.join(os.path.dirname(__file__), "started"), "a") as file:
 
 
 def serving(process: subprocess.Popen[str]) -> str:
-    """The address at which a server that was started says it serves."""
+    """Return the address at which a started server says it serves."""
     for line in process.stderr:
         if " serves " in line:
             return line.partition("http://")[2].partition("/v1")[0]

@@ -86,7 +86,7 @@ class House:
 
 
 def talk(house: House, monkeypatch: pytest.MonkeyPatch, *lines: str) -> str:
-    """What is said on stderr of a conversation; a line "up" brings the server back."""
+    """Return the stderr of a conversation; a line "up" brings the server back."""
     given = iter(lines)
 
     def line(_: str = "") -> str:

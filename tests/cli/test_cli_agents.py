@@ -34,7 +34,7 @@ def server() -> Iterator[Served]:
 
 
 def run(server: Served, *arguments: str, given: str = "") -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a command."""
+    """Return exit code, stdout and stderr of a command."""
     out, err = io.StringIO(), io.StringIO()
     with (
         pytest.MonkeyPatch.context() as patch,

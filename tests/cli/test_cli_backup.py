@@ -37,7 +37,7 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 class Load:
-    """Clients that work all the time: turns, agents made and deleted, documents put in and taken out."""
+    """Clients that work all the time: turns, agents made and deleted, documents added and removed."""
 
     def __init__(self, server: Served) -> None:
         self.server = server
@@ -102,7 +102,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture
 def kept(tmp_path: Path, models: list[str]) -> Iterator[tuple[Path, Served]]:
-    """A server, and the folder of its agents."""
+    """Yield a server, and the folder of its agents."""
     with served(models=models, agents_dir=str(tmp_path / "kept" / "agents")) as server:
         server.post("/v1/collections", {"id": "docs"})
         yield tmp_path / "kept" / "agents", server

@@ -250,7 +250,7 @@ def test_a_private_authority_is_trusted_where_the_environment_names_it(
 
 
 class Late(http.server.BaseHTTPRequestHandler):
-    """Answers everything after a while, as a server that first reads a disk full of KV."""
+    """A server that answers everything after a while, as one that first reads a disk full of KV."""
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["content-length"]))

@@ -73,7 +73,7 @@ def free_port() -> int:
 
 @pytest.fixture
 def fake(tmp_path: Path) -> dict[str, str]:
-    """The environment of a machine that has an agent, which is none."""
+    """Return the environment of a machine on which a fake agent is installed."""
     program = tmp_path / "bin" / "claude"
     program.parent.mkdir()
     program.write_text(AGENT.replace("/usr/bin/env python3", sys.executable))

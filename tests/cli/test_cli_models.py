@@ -53,7 +53,7 @@ def test_serve_pulls_nothing_that_is_here(monkeypatch: pytest.MonkeyPatch, capsy
     assert capsys.readouterr().err == ""
 
 
-def test_what_does_not_fit_is_said_before_anything_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_reported_before_anything_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     from cairn.cli.models import check_fits
     from cairn.engine import machine
     from cairn.types.errors import ModelError
@@ -100,7 +100,7 @@ def test_short_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["smollm2"][0] == "smollm2:latest" and "minilm" in rows and len(rows) > 30
 
 
-def test_bytes_that_a_vocabulary_lacks_are_said_where_the_model_comes(
+def test_bytes_that_a_vocabulary_lacks_are_reported_where_the_model_comes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "m"

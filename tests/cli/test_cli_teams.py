@@ -156,7 +156,7 @@ def test_the_examples_are_drawn(tmp_path: Path) -> None:
 
 
 def run_alone(*arguments: str) -> str:
-    """Without a server."""
+    """Run a command without a server."""
     code, out, err = run(type("Nowhere", (), {"url": "http://127.0.0.1:9"})(), *arguments)
     assert code == 0, err
     return out
@@ -167,7 +167,7 @@ def test_what_a_model_says_cannot_steer_the_terminal() -> None:
     assert line == "ada: \N{REPLACEMENT CHARACTER}[2Jgone next"
 
 
-def test_the_live_view_shows_who_speaks_and_what_was_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_live_view_shows_speakers_and_statements(capsys: pytest.CaptureFixture[str]) -> None:
     with team_view_of_a_terminal(0.0) as show:
         show({"type": "round.started", "round": 1})
         show({"type": "turn.started", "member": "ada"})

@@ -115,7 +115,7 @@ def test_chat_loads_a_model_where_no_server_runs(loaded, monkeypatch):
 
 
 @pytest.mark.parametrize("more", [["--local"], ["--kv-gb", "1"], ["--threads", "1"]])
-def test_chat_loads_a_model_where_it_is_told_to(running, loaded, more):
+def test_chat_loads_a_model_with_local_options(running, loaded, more):
     done = run("chat", *more)
     assert (done.returncode, loaded, running.asked) == (0, ["demo"], [])
     assert "demo is ready" in done.stderr
@@ -288,7 +288,7 @@ def test_a_flag_is_not_shown_as_if_it_took_a_value():
         assert "<bool>" not in shown and "--help" in shown
 
 
-def test_a_model_that_cannot_be_served_is_told_of_once():
+def test_a_model_that_cannot_be_served_is_reported_once():
     done = run("serve", "/nowhere", "--port", "0")
     assert done.returncode == 2 and done.stderr.count("there is no folder /nowhere") == 1
 

@@ -15,7 +15,7 @@ READY = '{"status": "ready", "reasons": [], "troubles": []}'
 
 
 def certificate(folder: Path, name: str, alternative: str = "DNS:cairn.example") -> tuple[Path, Path]:
-    """A certificate of its own making, and its key."""
+    """Make a self-signed certificate and its key."""
     cert, key = folder / f"{name}.pem", folder / f"{name}.key"
     made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
     subject = ["-subj", f"/CN={name}", "-addext", f"subjectAltName={alternative}"]

@@ -213,7 +213,7 @@ def test_a_field_is_found_in_its_file(tmp_path: Path, field: str, place: str) ->
     assert place_of(tmp_path / "file.yaml", field) == place
 
 
-def test_a_key_that_is_not_known_is_told_with_its_own_place(tmp_path: Path) -> None:
+def test_an_unknown_key_is_reported_with_its_place(tmp_path: Path) -> None:
     path = tmp_path / "file.yaml"
     for text, read in (
         ("team: {}\nrounds: 1\nagents: []\n", lambda given: scenario_of(given, path)),

@@ -62,7 +62,7 @@ FACTS = {"city": "Oslo", "degrees": 7}
 
 
 def calling(name: str, arguments: dict[str, Any]) -> list[str]:
-    """An answer that calls a tool."""
+    """Return an answer that calls a tool."""
     call = json.dumps({"name": name, "arguments": arguments})
     return ["<tool_call>", f"\n{call}\n", "</tool_call>"]
 
@@ -91,7 +91,7 @@ def write_part(
 
 
 def learn() -> Tokenizer:
-    """A tokenizer of English."""
+    """Train a tokenizer of English."""
     learnt = Tokenizer(models.BPE())
     learnt.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
@@ -102,12 +102,12 @@ def learn() -> Tokenizer:
 
 
 def cut(learnt: Tokenizer, text: str) -> list[bytes]:
-    """A text in the tokens in which it would be read."""
+    """Split a text into the tokens in which it would be read."""
     return [bytes(_BYTES[char] for char in token) for token in learnt.encode(text).tokens]
 
 
 class Prompter:
-    """Passes requests on to a server, whichever process that is, and notes what came back."""
+    """A proxy in front of a server, whichever process that is, which records the answers."""
 
     def __init__(self, start: Callable[[], Served], kill_before: int = -1) -> None:
         """The server is killed, and another started, before the answer of this number, of those that generate."""
@@ -206,7 +206,7 @@ class Prompter:
 
 
 def usage_of(text: str) -> tuple[int, int]:
-    """What an answer in any dialect says of its prompt and its cache."""
+    """Return the usage of an answer in any dialect: prompt tokens and cached ones."""
 
     def largest(name: str) -> int:
         return max((int(found) for found in re.findall(rf'"{name}":\s*(\d+)', text)), default=0)
@@ -227,7 +227,7 @@ def stage(
     natural: bool = False,
     **options: Any,
 ) -> Iterator[Prompter]:
-    """A server whose model says `answers`, behind a prompter."""
+    """Yield a server whose model gives these answers, behind a `Prompter`."""
     path = write_part(tmp_path / "part.gguf", answers, alone, natural=natural)
     settings = {"engine": "cpu", "kv_gb": 1.0, "served_name": "part", "agents_dir": str(tmp_path / "agents")}
     settings |= {"kv_dir": str(tmp_path / "kv"), "request_timeout": 60.0}
@@ -239,12 +239,12 @@ def stage(
 
 
 def found(program: str) -> str | None:
-    """Where a program of an agent is: on the path, or where npm put those of this project."""
+    """Return the path of an agent's program, on PATH or among this project's npm packages."""
     return shutil.which(program) or shutil.which(program, path=str(NODE / ".bin"))
 
 
 def run_script(script: str, *arguments: str) -> str:
-    """What a module of node.js prints, with the packages of this project."""
+    """Return what a node.js module prints, with this project's packages."""
     node = shutil.which("node")
     assert node is not None
     file = NODE / f".cairn-test-{os.getpid()}.mjs"
@@ -258,7 +258,7 @@ def run_script(script: str, *arguments: str) -> str:
 
 
 def environment(program: str, home: Path, **more: str) -> dict[str, str]:
-    """What an agent is started with: a home of its own, and nothing of who runs the tests."""
+    """Return an agent's environment: a home of its own, and nothing of whoever runs the tests."""
     kept = {key: os.environ[key] for key in ("PATH", "LANG", "TERM") if key in os.environ}
     kept["PATH"] = f"{Path(program).parent}:{kept.get('PATH', '')}"
     return kept | {"HOME": str(home), "NO_COLOR": "1", "CI": "1"} | more

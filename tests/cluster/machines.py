@@ -58,7 +58,7 @@ class Cluster:
         self.wait_up(len(self.ports))
 
     def wait_up(self, count: int, seconds: float = 90.0) -> None:
-        """Until the router knows so many servers to be up."""
+        """Wait until the router knows so many servers to be up."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             with contextlib.suppress(OSError):
@@ -115,7 +115,7 @@ class Cluster:
         return self.ports.index(int(headers["x-cairn-replica"].rpartition(":")[2]))
 
     def close(self) -> None:
-        """End everything."""
+        """End all processes."""
         self.kill_router()
         for number in range(len(self.servers)):
             self.kill(number)

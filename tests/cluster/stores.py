@@ -11,7 +11,7 @@ from cairn.cluster.keys import ClusterKeys
 
 
 class Draws:
-    """`Rng` that counts."""
+    """An `Rng` that counts up."""
 
     def __init__(self, first: int = 1) -> None:
         self._numbers = itertools.count(first)

@@ -128,7 +128,7 @@ async def test_a_sound_record_out_of_its_chain_is_refused() -> None:
         assert one.tail == tail, "nothing is known that was not before"
 
 
-async def test_a_store_that_fails_is_said_and_changes_nothing() -> None:
+async def test_a_store_that_fails_is_reported_and_changes_nothing() -> None:
     blobs = MemoryBlobs()
     one = await written(blobs)
     blobs.dead, before = True, one.tail

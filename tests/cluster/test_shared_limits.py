@@ -10,7 +10,8 @@ import pytest
 
 from cairn.api.http.limits import RateLimits
 from cairn.cluster.beats import BEAT_SECONDS, LEASE_SECONDS, Beats
-from cairn.config.config import Config, Secret, TenantKeys, TenantLimits
+from cairn.config.config import Config
+from cairn.config.values import Secret, TenantKeys, TenantLimits
 from cairn.types.errors import RateLimited
 from tests.cluster.stores import Awaited, MemoryBlobs, keys
 

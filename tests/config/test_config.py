@@ -6,18 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from cairn.config.config import (
-    AdapterOptions,
-    Config,
-    ModelOptions,
-    Secret,
-    TenantKeys,
-    TenantLimits,
-    TenantTurns,
-    turns_of,
-)
+from cairn.config.config import Config, turns_of
 from cairn.config.option import closest, options
 from cairn.config.resolve import resolve
+from cairn.config.values import AdapterOptions, ModelOptions, Secret, TenantKeys, TenantLimits, TenantTurns
 from cairn.types.errors import ConfigError
 
 

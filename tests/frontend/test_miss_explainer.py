@@ -189,7 +189,7 @@ def test_the_table_is_bounded() -> None:
     assert why(recent, [0, 9], 0).reason == "never seen" and why(recent, [1000, 9], 0, salt=b"0").differs is not None
 
 
-def test_a_context_that_goes_on_is_one_context() -> None:
+def test_a_context_that_is_continued_counts_once() -> None:
     recent = RecentContexts()
     for size in range(2, 2 + 3 * CONTEXTS):
         recent.note(MINE, range(size), size)

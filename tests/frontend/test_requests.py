@@ -3,7 +3,7 @@ import math
 import msgspec
 import pytest
 
-from cairn.frontend.requests import SamplingOptions, requests, sampling_params
+from cairn.frontend.requests import RequestParams, SamplingOptions, requests, sampling_params
 from cairn.frontend.sampling_extras import BEYOND
 from cairn.types.errors import ContextTooLong, InvalidRequest
 from cairn.types.model_spec import CacheGroup, ModelSpec
@@ -94,13 +94,18 @@ def test_nothing_that_is_asked_for_is_dropped():
         *BEYOND,  # test_sampling_extras.py
     }
     (first, second) = requests(
-        SPEC, [1], SamplingOptions(stop=["a", "b"], n=2, priority=3), ids=counter(), timeout=9.0, salt=b"s"
+        SPEC,
+        [1],
+        SamplingOptions(stop=["a", "b"], n=2, priority=3),
+        RequestParams(salt=b"s"),
+        ids=counter(),
+        timeout=9.0,
     )
     assert (first.stop, first.priority, first.timeout, first.salt) == (("a", "b"), -3, 9.0, b"s")  # 3 comes later
     assert (first.id, first.choice, second.id, second.choice) == (100, 0, 101, 1)
     for tools in (True, False):
         plan = SamplingOptions(parallel_tool_calls=False)
-        (one,) = requests(SPEC, [1], plan, ids=counter(), output=OutputFormat(tools=tools))
+        (one,) = requests(SPEC, [1], plan, RequestParams(output=OutputFormat(tools=tools)), ids=counter())
         assert one.output == OutputFormat(tools=tools, one_call=tools)
     assert first.sampling == second.sampling
 
@@ -204,7 +209,7 @@ def test_prompts_hold_ids_of_the_vocabulary():
     for wrong in (-1, 100):
         with pytest.raises(InvalidRequest, match=f"token id {wrong}; ids go from 0 to 99"):
             requests(SPEC, [0, wrong, 99], ids=counter())
-    (request,) = requests(SPEC, [0, 99], ids=counter(), output=OutputFormat(tools=True))
+    (request,) = requests(SPEC, [0, 99], params=RequestParams(output=OutputFormat(tools=True)), ids=counter())
     assert request.prompt == (0, 99) and request.output.tools
 
 

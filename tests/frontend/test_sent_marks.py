@@ -37,7 +37,7 @@ def test_the_marks_that_count_are_kept_in_order_and_within_a_bound() -> None:
     assert told(marks) == [(100, "superseded", 64), (100, "superseded", 10), (150, "waiting", 0)]
 
 
-def test_of_what_is_erased_nothing_is_kept() -> None:
+def test_erased_content_is_not_kept() -> None:
     first = [1] * 100
     marks = SentMarks()
     for one in (mark([*first, 5]), mark([*first[:70], 6]), mark([*first, 5], salt=b"b")):

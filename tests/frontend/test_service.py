@@ -63,7 +63,7 @@ async def service(folder: Path) -> AsyncIterator[Service]:
 
 @pytest.fixture
 def slow_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step takes 3 ms, as if something were computed."""
+    """Let every step take 3 ms, as if something were computed."""
     prefill = FakeEngine.prefill
 
     def slow(self: FakeEngine, rows: Any) -> Any:
@@ -778,7 +778,7 @@ async def test_a_start_that_is_given_up_leaves_nothing_behind(folder: Path, tmp_
 
 
 @pytest.mark.usefixtures("slow_engine")
-async def test_tokens_that_are_generated_are_those_that_requests_are_told(service: Service) -> None:
+async def test_generated_tokens_are_counted_as_requests_report_them(service: Service) -> None:
     """A worker goes on for some steps until it hears that a request has ended: nobody got those tokens."""
     whole = await collect(service.generate(request(service, "whole", 40)))
     await collect(service.generate(request(service, "whole", 400, stop=(whole.text[20:23],))))

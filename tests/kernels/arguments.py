@@ -73,7 +73,7 @@ class Call:
     """numpy arrays, constants, and what a kernel set packs itself: `Weights`, `Vector`, `Table`, `Turns`."""
 
     def given(self, kernels: Kernels) -> list[Any]:
-        """The arguments as this kernel set's own; arrays are copied into it."""
+        """Return the arguments in this kernel set's own form; arrays are copied into it."""
 
         def given(one: Any) -> Any:
             if isinstance(one, np.ndarray):
@@ -96,7 +96,7 @@ class Call:
 
 
 def quantized(rng: np.random.Generator, out: int, inner: int, kind: str) -> Quantized:
-    """Random weights of one packed form."""
+    """Return random weights of one packed form."""
     groups = (out, inner // 32)
 
     def scales(shape: tuple[int, int], low: float = 0.01) -> np.ndarray:
@@ -162,7 +162,7 @@ def floats(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 def calls(seed: int = 0) -> Iterator[Call]:
-    """At least one call of every kernel, several of those with many ways."""
+    """Yield at least one call of every kernel, several of those with many modes."""
     for make in (_plain, _matrices, _attention, _recurrent, _latent, _experts, _streams):
         yield from make(np.random.default_rng(seed))
 

@@ -43,7 +43,7 @@ def test_every_operation_has_an_effect_and_arguments_to_try_it() -> None:
 
 
 @pytest.mark.parametrize("kernel", sorted(EFFECTS))
-def test_a_kernel_changes_what_it_says_and_reads_nothing_that_it_overwrites(kernel: str) -> None:
+def test_a_kernel_changes_what_it_declares_and_reads_nothing_that_it_overwrites(kernel: str) -> None:
     own = EFFECTS[kernel]
     for call in (call for call in calls() if call.kernel == kernel):
         before, after = results(call, 1)

@@ -18,7 +18,7 @@ SIZE = 400
 
 
 class Time:
-    """A clock that a test moves. The wall shows the same until somebody sets it."""
+    """A clock that a test moves. Its wall clock agrees until somebody sets it."""
 
     def __init__(self) -> None:
         self.seconds = 1_000_000.0
@@ -35,7 +35,7 @@ class Time:
 
 
 def chain(count: int, *, salt: bytes = b"", size: int = SIZE, after: Chunk | None = None) -> list[Chunk]:
-    """Chunks that extend each other."""
+    """Return chunks that extend each other."""
     chunks: list[Chunk] = []
     parent, depth = (after.key, after.depth + 64) if after else (b"", 0)
     for number in range(count):
@@ -52,23 +52,23 @@ def keys(chunks: list[Chunk]) -> list[bytes]:
 
 
 def open_store(files: FileSystem, time: Time, *, folder: Path = FOLDER, size: int = SIZE, **how: Any) -> DiskStore:
-    """A store that never waits for real."""
+    """Open a store that never really waits."""
     how = {"identity": b"model", "model": "model", "codec": Raw([size // 4]), "sleep": time.sleep, "reserve": 0, **how}
     return DiskStore(files, folder, clock=time, **how)
 
 
 def on_disk(files: CrashFiles) -> int:
-    """Bytes that the files of the store take."""
+    """Return the bytes that the store's files take."""
     return sum(-(-len(data) // 4096) * 4096 for data in files.files(FOLDER).values())
 
 
 def chunk_path(files: CrashFiles, chunk: Chunk) -> Path:
-    """Where it lies."""
+    """Return the path of a chunk's file."""
     [path] = [path for path in files.files(FOLDER) if path.name.startswith(chunk.key.hex())]
     return path
 
 
 def held(files: CrashFiles, chunks: list[Chunk]) -> int:
-    """How many of them have a file; asking the store would count as a use."""
+    """Return how many of these chunks have a file; asking the store would count as a use."""
     names = {path.name.partition(".")[0] for path in files.files(FOLDER)}
     return sum(chunk.key.hex() in names for chunk in chunks)

@@ -57,7 +57,7 @@ def keeper(folder: Path, start: int, budget: int) -> Callable[[int], None]:
 
 
 def reap(pid: int, pipe: int) -> list[int]:
-    """Kill it; what it said."""
+    """Kill the process; return what it reported."""
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     with os.fdopen(pipe, "rb") as file:

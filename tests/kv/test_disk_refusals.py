@@ -36,7 +36,7 @@ def files(time: Time) -> CrashFiles:
 # --------------------------------------------------------------------------------------------------------------- pins
 
 
-def test_a_pin_that_the_disk_refuses_is_said_until_it_is_durable(files: CrashFiles, time: Time) -> None:
+def test_a_pin_that_the_disk_refuses_is_reported_until_it_is_durable(files: CrashFiles, time: Time) -> None:
     store = open_store(files, time)
     store.keep(chain(3))
     store.pin("agent", keys(chain(3)))
@@ -66,7 +66,7 @@ def test_an_unpin_that_finds_no_pin_needs_no_disk(files: CrashFiles, time: Time)
     assert store.unsaved("else")
 
 
-def test_an_unpin_before_the_disk_works_is_said_until_it_is_durable(files: CrashFiles, time: Time) -> None:
+def test_an_unpin_before_the_disk_works_is_reported_until_it_is_durable(files: CrashFiles, time: Time) -> None:
     first = open_store(files, time, identity=b"first")
     first.keep(chain(3))
     first.pin("agent", keys(chain(3)))

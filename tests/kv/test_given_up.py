@@ -40,7 +40,7 @@ def store() -> Between:
 
 
 def flushed(rig: Rig, tiers: Tiers) -> int:
-    """What a flush is told."""
+    """Return the count that a flush reports."""
     answers = list[int]()
     tiers.flush(answers.append)
     rig.settle()

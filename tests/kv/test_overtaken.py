@@ -33,7 +33,7 @@ def known(*prompts: list[int], **how: int) -> Store:
 
 
 def slowly(rig: Rig, slow: Between, seconds: float) -> None:
-    """From now on each chunk takes so long."""
+    """Let each chunk take so long from now on."""
     real = slow.inner.fetch
 
     def fetch(key: bytes, tokens: Sequence[int], buffer: memoryview | None = None) -> Chunk | None:

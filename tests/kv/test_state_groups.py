@@ -231,7 +231,7 @@ def test_what_the_stores_have_is_counted_up_to_a_state() -> None:
     assert rig.tiers.where(prompt, b"").disk == 0
 
 
-def test_a_store_that_lost_a_state_gives_what_an_earlier_one_allows() -> None:
+def test_a_store_that_lost_a_state_gives_up_to_an_earlier_one() -> None:
     store = RamStore(1 << 30)
     prompt = tokens(105)
     first = Rig({"disk": store}, windows=HYBRID, blocks=200)

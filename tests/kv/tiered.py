@@ -25,7 +25,7 @@ SIZE = 4
 
 
 class Between:
-    """A store whose calls can be listened to and answered otherwise. `fetch` and `keep` may be replaced."""
+    """A store whose calls can be observed and answered differently. `fetch` and `keep` may be replaced."""
 
     def __init__(self, inner: Store) -> None:
         self.inner = inner
@@ -66,7 +66,7 @@ class Between:
 
 
 class Rig:
-    """One worker's life. Threads do not run: `settle` does their work."""
+    """One worker's life, without threads: `settle` does their work."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Rig:
         return self._ids
 
     def step(self) -> bool:
-        """One turn of the loop without the threads' work; whether a step was planned."""
+        """Run one turn of the loop without the threads' work; return whether a step was planned."""
         plan = self.scheduler.plan()
         if plan is not None:
             results = plan.run(self.engine)
@@ -116,12 +116,12 @@ class Rig:
         return plan is not None
 
     def threads(self) -> bool:
-        """What the threads would do now; whether there was anything."""
+        """Do what the threads would do now; return whether there was anything."""
         assert self.tiers is not None
         return any([self.tiers.reader.work(), self.tiers.writer.work()])
 
     def settle(self) -> None:
-        """Step until there is nothing to do any more, anywhere."""
+        """Step until there is nothing left to do anywhere."""
         for _ in range(5000):
             busy = self.step()
             if self.tiers is not None:
@@ -133,7 +133,7 @@ class Rig:
     def ask(
         self, prompt: Sequence[int], count: int = 3, *, salt: bytes = b"", durable: bool = True, stored: bool = True
     ) -> CacheReport:
-        """Run one request to its end, check its answer, and say where its KV came from."""
+        """Run one request to its end, check its answer, and return where its KV came from."""
         id = self.add(prompt, count, salt=salt, durable=durable, stored=stored)
         self.settle()
         return self.check(id, prompt, count)

@@ -45,7 +45,7 @@ class Tier(Protocol):
 
 
 class Memory:
-    """`RamStore`."""
+    """A tier with a `RamStore`."""
 
     def __init__(self, chunks: int) -> None:
         self.store = RamStore(chunks * CHUNK_BYTES)
@@ -63,7 +63,7 @@ class Memory:
 
 
 class Disk:
-    """The index of a `DiskStore`, and as much of the rest as decides what it holds."""
+    """A tier with the index of a `DiskStore`, and of the rest what decides its contents."""
 
     def __init__(self, chunks: int) -> None:
         self.index, self.most = DiskIndex(), chunks
@@ -111,7 +111,7 @@ class Worker:
 
 @dataclass
 class Event:
-    """A turn with a context, and how it stands afterwards; or a context whose end is superseded."""
+    """A turn with a context and its standing afterwards, or a context whose end is superseded."""
 
     at: float
     keys: list[bytes]
@@ -121,7 +121,7 @@ class Event:
 
 
 def day(seed: int) -> Iterator[Event]:
-    """What happens, in order."""
+    """Return the events of a day, in order."""
     rng = random.Random(seed)
     workers = []
     for number in range(AGENTS):
@@ -161,7 +161,7 @@ def _grown(keys: list[bytes], count: int, salt: str) -> list[bytes]:
 
 
 def computed_again(events: Sequence[Event], tier: Tier, *, told: bool) -> int:
-    """Tokens that were computed although they had been before."""
+    """Return how many tokens were computed that had been computed before."""
     known = set[bytes]()
     again = 0
     for event in events:
@@ -179,7 +179,7 @@ def computed_again(events: Sequence[Event], tier: Tier, *, told: bool) -> int:
 
 @dataclass(frozen=True)
 class Figures:
-    """Tokens computed again, in stores of two sizes together."""
+    """Tokens computed again, summed over stores of two sizes."""
 
     untold: int
     told: int
@@ -187,7 +187,7 @@ class Figures:
 
 
 def figures(seed: int, kind: Callable[[int], Tier]) -> Figures:
-    """One day over stores that hold a fifth, and two fifths, of all its chunks."""
+    """Play one day over stores that hold a fifth, and two fifths, of all its chunks."""
     events = list(day(seed))
     chunks = len({key for event in events for key in event.keys})
     sizes = (chunks // 5, 2 * chunks // 5)
@@ -196,7 +196,7 @@ def figures(seed: int, kind: Callable[[int], Tier]) -> Figures:
 
 
 def run(seed: int) -> None:
-    """One day, and the law."""
+    """Play one day and check the law."""
     for kind in (Memory, Disk):
         found = figures(seed, kind)
         law(found.told < found.untold, f"{kind.__name__}: {found}")

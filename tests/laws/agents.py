@@ -56,7 +56,7 @@ class Fact:
 
 @dataclass
 class Told:
-    """What one agent was told and has said."""
+    """What the client of one agent has sent and received."""
 
     tenant: str
     turns: dict[int, Fact] = field(default_factory=dict)
@@ -72,11 +72,11 @@ class Told:
 
     @property
     def salt(self) -> bytes:
-        """Of its tenant."""
+        """Return the salt of its tenant."""
         return TENANTS[self.tenant]
 
     def path(self, number: int) -> list[int]:
-        """The turns up to this one."""
+        """Return the turns up to this one."""
         found = []
         while number:
             found.append(number)
@@ -126,7 +126,7 @@ class Work:
             await self.again(clean=rng.random() < 0.2)
 
     async def again(self, *, clean: bool) -> None:
-        """A restart, which forgets the contexts of ordinary requests."""
+        """Restart, which forgets the contexts of ordinary requests."""
         await self.at.again(self.rng.getrandbits(32), clean=clean)
         for told in self.agents.values():
             told.contexts.clear()
@@ -134,7 +134,7 @@ class Work:
     # --------------------------------------------------------------------------------------------------------- steps
 
     def text(self) -> str:
-        """Something that nobody ever said."""
+        """Return a text that was never used before."""
         self.texts.append(f"<<{len(self.texts)}>>")
         return self.texts[-1] + FILL
 
@@ -147,7 +147,7 @@ class Work:
         await self.make(tenant, self.rng.choice(([], [SYSTEM])))
 
     async def make(self, tenant: str, messages: Sequence[dict[str, str]]) -> str:
-        """An agent with a turn."""
+        """Create an agent with a turn."""
         id = self.name()
         await self.at.agents.create(tenant, id=id, messages=messages)
         self.agents[id] = Told(tenant)
@@ -155,7 +155,7 @@ class Work:
         return id
 
     async def say(self, id: str) -> None:
-        """A turn, and its KV on the disk."""
+        """Run a turn, and store its KV on the disk."""
         text, told = self.text(), self.agents[id]
         heard = await self.at.say(id, text, told.tenant, options=OPTIONS)
         law(heard.done is not None and heard.error is None, f"a turn fails: {heard.error}")
@@ -163,14 +163,14 @@ class Work:
         await self.at.service.flush()
 
     def note(self, id: str, number: int, fact: Fact) -> None:
-        """A turn that was said."""
+        """Record a turn that has ended."""
         told = self.agents[id]
         law(number not in told.turns or number in told.spare, f"turn {number} of {id} is there twice")
         told.spare.discard(number)
         told.turns[number], told.head = fact, number
 
     async def cut(self, id: str) -> None:
-        """The power goes while an answer is given out; the rest of it comes after that."""
+        """Cut the power while an answer is generated; resume it afterwards."""
         text, told, said = self.text(), self.agents[id], ""
         running = await self.at.begin(id, text, told.tenant, options=OPTIONS)
         async with contextlib.aclosing(running.batches()) as found:
@@ -218,28 +218,28 @@ class Work:
         await self.at.agents.pin(told.tenant, id, told.pinned)
 
     async def tied(self, id: str) -> None:
-        """Ordinary requests in the names of two agents; what they sampled is in the log, and their KV on the disk."""
+        """Make ordinary requests in the names of two agents; log what they sampled and store their KV."""
         tenant = self.agents[id].tenant
         others = [one for one, told in self.agents.items() if told.tenant == tenant and one != id]
         begins = await self.at.agents.context(tenant, id)
         first = FIRST if self.rng.random() < 0.7 else begins[:128]
         for one in (id, *others[-1:]):
-            told, text, named = self.agents[one], self.text(), self.at.agents.named(tenant, one)
+            told, text, named = self.agents[one], self.text(), self.at.agents.chats.named(tenant, one)
             sampled = Sampled(text.encode(), AnswerIdentity(b"v" * 32, "because"), [1, 2, 3], 0)
-            self.at.agents.keep(tenant, sampled, named)
+            self.at.agents.chats.keep(tenant, sampled, named)
             told.tied.append(text)
             ids = [*first, *self.at.service.tokenizer.encode(text)]
             asked = request(self.at.service, tuple(ids), 2, salt=told.salt, durable=True)
             answer = await collect(self.at.service.generate(asked))
             assert answer.done is not None
             told.contexts.append([*ids, *answer.tokens])
-            self.at.agents.account(tenant, named, told.contexts[-1], answer.done)
+            self.at.agents.chats.account(tenant, named, told.contexts[-1], answer.done)
         await self.at.agents.writer.sync()
         await self.at.service.flush()
         law(self.on_disk(self.texts[-1]), "what was sampled for a request is not in the log")
 
     async def refused(self, id: str) -> None:
-        """The disk takes nothing: nothing has happened, also after a restart."""
+        """Let the disk refuse everything: nothing has changed, also after a restart."""
         files, agents, tenant = self.at.files, self.at.agents, self.agents[id].tenant
         files.fail(Fault(files.calls, self.rng.choice((errno.EIO, errno.ENOSPC, errno.EROFS)), sticky=True))
         what = self.rng.choice(("say", "fork", "rollback"))
@@ -255,14 +255,14 @@ class Work:
         await agents.tend()
 
     async def week(self, id: str) -> None:
-        """What was abandoned is collected, but what a fork has of it."""
+        """Let upkeep collect abandoned branches, except what a fork shares."""
         if self.rng.random() < 0.6:
             await self.fork(id)
             await self.rollback(id)
         await self.collected()
 
     async def collected(self) -> None:
-        """A week goes by."""
+        """Let a week go by."""
         self.at.clock.ahead += WEEK
         await self.at.agents.tend()
         held = {told.turns[number].text for told in self.agents.values() for number in told.path(told.base)}
@@ -272,7 +272,7 @@ class Work:
             told.turns, told.tied, told.spare = kept, [], kept.keys() - path
 
     async def unknown(self, id: str) -> None:
-        """One tenant is not configured for a time: what is collected and deleted of its agents takes no KV along."""
+        """Leave a tenant unconfigured for a time: what is deleted of its agents takes no KV along."""
         _, gone = [await self.make(tenant, [SYSTEM]) for tenant in ("default", "acme")]
         self.at.salts = {"default": TENANTS["default"]}
         await self.again(clean=True)
@@ -312,7 +312,7 @@ class Work:
             law(now.get(name, size) >= whole, "the KV of another agent goes with the one that is deleted")
 
     async def delete_running(self, id: str) -> None:
-        """While it answers."""
+        """Delete an agent while it answers."""
         tenant, options = self.agents[id].tenant, SamplingOptions(max_tokens=300, ignore_eos=True)
         running = await self.at.begin(id, self.text(), tenant, options=options)
         reading = asyncio.create_task(hear(running))
@@ -326,7 +326,7 @@ class Work:
         del self.agents[id]
 
     async def contexts(self, id: str) -> list[list[int]]:
-        """Of the ends of all branches that the agent made."""
+        """Return the contexts at the ends of all branches that the agent made."""
         agent = self.at.agents._find(self.agents[id].tenant, id)
         return [list(await self.at.agents.kv.ids(turn)) for turn in {agent.head, *agent.leaves()}]
 
@@ -369,19 +369,19 @@ class Work:
 
 
 async def schedule(seed: int) -> None:
-    """One house, its agents and what becomes of them."""
+    """Run one house through a random schedule."""
     with tempfile.TemporaryDirectory() as place:
         async with house(talking_model(Path(place) / "model"), TENANTS, kv_dir=str(Path(place) / "kv")) as at:
             await Work(at, seed).run()
 
 
 def run(seed: int) -> None:
-    """One schedule. Raises `Broken` where a law breaks."""
+    """Run one schedule. Raise `Broken` if a law breaks."""
     asyncio.run(schedule(seed))
 
 
 def run_many(first: int, count: int) -> int:
-    """Schedules of seeds that follow each other; how many there were."""
+    """Run schedules of consecutive seeds; return how many."""
     for seed in range(first, first + count):
         run(seed)
     return count

@@ -565,7 +565,7 @@ class _Planted(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
 
 
 def plant(bug: Bug) -> None:
-    """Put a bug into this process: into the function's code, or where it is in none into modules imported anew."""
+    """Put a bug into this process: into a function's code, or by importing modules anew with it."""
     target: object = importlib.import_module(bug.module)
     names: list[str] = []
     for name in bug.where.split(".") if bug.where else ():
@@ -606,12 +606,12 @@ def _line(function: FunctionType) -> int:
 
 @functools.cache
 def recorded() -> dict[str, int | None]:
-    """By bug, the schedule that found it when all were hunted; None where none did."""
+    """Return by bug the schedule that found it in the last full hunt; None if none did."""
     return dict(json.loads(RECORD.read_text()))
 
 
 def hunt(bug: Bug, first: int) -> tuple[int, str] | None:
-    """In a process of its own: the seed that finds the bug, and what it says; None if none does."""
+    """Look for a bug in a process of its own; return the seed that finds it and the message, or None."""
     plant(bug)
     logging.disable(logging.CRITICAL)
     laws = LAWS.get(bug.file, SCHEDULERS)
@@ -624,7 +624,7 @@ def hunt(bug: Bug, first: int) -> tuple[int, str] | None:
 
 
 def broken(run: Callable[[int], object], seed: int) -> str | None:
-    """What breaks in one schedule; None if nothing does."""
+    """Return what breaks in one schedule; None if nothing does."""
 
     def stuck(number: int, frame: FrameType | None) -> None:
         raise TimeoutError("the schedule hangs")
@@ -641,7 +641,7 @@ def broken(run: Callable[[int], object], seed: int) -> str | None:
 
 
 def apart(what: str, work: Callable[[], tuple[int, str] | None]) -> tuple[int, str] | None:
-    """What `work` gives in a forked child, so that no bug outlives its turn."""
+    """Return the result of `work` in a forked child, so that no bug outlives its turn."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -668,7 +668,7 @@ def apart(what: str, work: Callable[[], tuple[int, str] | None]) -> tuple[int, s
 
 @functools.cache
 def control(laws: str, seed: int) -> str | None:
-    """What breaks in a schedule that has no bug in it, in a child of this process, which never had one."""
+    """Return what breaks in a schedule without a bug, in a child of this process."""
 
     def work() -> tuple[int, str] | None:
         logging.disable(logging.CRITICAL)

@@ -58,7 +58,7 @@ CANARY = TELLING | {"max_tokens": 24}
 
 
 class Wrong(Exception):
-    """The server said something that it must not."""
+    """The server sent something that it must not."""
 
 
 def models(folder: Path) -> dict[str, str]:
@@ -130,7 +130,7 @@ class Soak:
         return answer.json()
 
     async def stream(self, body: dict[str, Any], most: int = 1 << 30) -> int:
-        """Read so many pieces of a streamed chat, then let go; how many there were."""
+        """Read so many pieces of a streamed chat, then disconnect; return how many there were."""
         at, seen, ended = self.now, 0, False
         async with self.http.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as answer:
             if answer.status_code in (429, 503):
@@ -167,7 +167,7 @@ class Soak:
             await self.post("chat, whole", "/v1/chat/completions", body)
 
     async def agent(self) -> None:
-        """An agent's life: made, some turns, perhaps a fork, deleted."""
+        """Run an agent's life: create it, some turns, perhaps a fork, delete it."""
         id = f"soak-{self.chance.getrandbits(40):x}"
         if await self.post("agent made", "/v1/agents", {"id": id}) is None:
             return
@@ -187,7 +187,7 @@ class Soak:
             await self.delete(one)
 
     async def delete(self, agent: str) -> None:
-        """Delete it, however busy the server is: agents that stay are no leak of the server's."""
+        """Delete an agent however busy the server is: agents that stay are no leak of the server's."""
         for _ in range(30):
             answer = await self.http.delete(f"/v1/agents/{agent}")
             if answer.status_code == 200:
@@ -215,7 +215,7 @@ class Soak:
     # ------------------------------------------------------------------------------------------------ what is changed
 
     async def swap(self) -> None:
-        """Put the other form of the bundled model behind `chat`."""
+        """Replace the model behind `chat` by the bundled model's other form."""
         async with self.changing:
             answer = await self.http.get("/v1/admin/models")
             (chat,) = (one for one in answer.json()["data"] if one["id"] == "chat")
@@ -273,7 +273,7 @@ class Soak:
         await asyncio.sleep(SAMPLE_SECONDS)
 
     async def tell(self) -> None:
-        """Say how far it is, to whoever looks at a run of half an hour."""
+        """Print the progress, for those who watch a run of half an hour."""
         use, answers = self.samples[-1].front, sum(map(len, self.done.values()))
         print(
             f"{self.now / 60:5.1f} min: {answers:,} answers, {self.counts['swaps']} swaps, "
@@ -317,7 +317,7 @@ class Soak:
         return self.rows()
 
     def rows(self) -> list[Row]:
-        """What there was to see."""
+        """Return the rows of the table."""
         rows = [Row("time", f"{self.now / 60:.1f} minutes, {sum(map(len, self.done.values())):,} answers")]
         rows += [Row(what, f"{count:,}") for what, count in sorted(self.counts.items())]
         rows += [Row(what, "0", "there was none") for what in COUNTED if not self.counts[what]]
@@ -332,7 +332,7 @@ class Soak:
 
 
 def soak(minutes: float, folder: Path, seed: int, plant: str = "") -> tuple[list[Row], list[str]]:
-    """A run: its table, and what went wrong. `plant`: see `serve`."""
+    """Run the soak test; return its table and what went wrong. `plant`: see `serve`."""
     places = models(folder)
     only = swap_rows(folder / "only", ONLY_SWAPS if minutes * 60 >= JUDGED else 1)
     server = serve(folder, {name: place for name, place in places.items() if name != "swap"}, plant)
@@ -350,7 +350,7 @@ def soak(minutes: float, folder: Path, seed: int, plant: str = "") -> tuple[list
 
 
 def table(rows: list[Row]) -> str:
-    """Markdown, with what is wrong beside it."""
+    """Return the table in Markdown, with faults beside their rows."""
     width = max(len(row.what) for row in rows)
     lines = [f"On {os.cpu_count()} cores of {cpu_name()}:", "", f"| {'soak':<{width}} | result |", "|---|---|"]
     lines += [f"| {row.what:<{width}} | {row.value} |" + (f"  <-- {row.fault}" if row.fault else "") for row in rows]

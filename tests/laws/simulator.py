@@ -69,7 +69,7 @@ class VirtualClock:
 
 
 class Machine:
-    """How long steps take on a machine that others use too: as fast as before for a while, then slower or faster."""
+    """Step times of a machine that others use too: steady for a while, then slower or faster."""
 
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
@@ -90,7 +90,7 @@ class Machine:
 
 
 class Recorded(PrefillPace):
-    """What the scheduler was told that a step has time for."""
+    """A pace that records how many tokens the scheduler was told there is time for."""
 
     last = float("inf")
 
@@ -178,7 +178,7 @@ class Rule:
         return random.Random(f"{self.key} {len(said)} {said[-1:]}")
 
     def allowed(self, said: list[int]) -> list[int] | None:
-        """The tokens that may come after so much of the answer; None for all."""
+        """Return the tokens that may come after so much of the answer; None for all."""
         chance = self.draw(said)
         kind = chance.random()
         if kind < 0.2:
@@ -265,7 +265,7 @@ class FaultyEngine:
 
 @dataclass
 class Flight:
-    """A step that the engine was given, and what came of it once it has run."""
+    """A step given to the engine, and its results once it has run."""
 
     plan: Plan
     planned_at: float
@@ -460,7 +460,7 @@ class World:
         return self.clock.now() + self.chance.uniform(0, self.chance.choice(spread))
 
     def request(self, bases: list[list[int]], number: int) -> Request:
-        """A request that often shares a prefix with others."""
+        """Return a new request, which often shares a prefix with others."""
         chance = self.chance
         longest = self.context + 2 if chance.random() < 0.05 else max(1, min(self.context, self.longest) - 1)
         base = chance.choice(bases)
@@ -512,7 +512,7 @@ class World:
         )
 
     def oracle(self, request: Request) -> list[int]:
-        """The whole answer, of which it may have got a part already."""
+        """Return the whole answer, of which the client may have received a part."""
         prompt, sampling, choice = request.prompt, request.sampling, request.choice
         key = (prompt, sampling, choice, request.grammar)
         if key not in self.truth:
@@ -527,7 +527,7 @@ class World:
         return self.truth[key]
 
     def start_worker(self, limits: Limits) -> None:
-        """A scheduler, a cache and a pool full of garbage, as after a start or a death."""
+        """Make a scheduler, a cache and a pool full of garbage, as after a start or a death."""
         spec = fake_spec(VOCAB, self.context, self.windows)
         inner = FakeEngine(spec, blocks=self.blocks, block_tokens=self.size)
         faults = (self.engine.raising, self.engine.failing) if hasattr(self, "engine") else (0.0, 0.0)
@@ -612,7 +612,7 @@ class World:
         return found[len(request.prompt) - 1 :]
 
     def drop(self, id: int) -> None:
-        """A cancel, a disconnect or a stop string seen by the front."""
+        """End a request from the front: a cancel, a disconnect or a stop string."""
         reason = self.chance.choice((FinishReason.CANCELLED, FinishReason.STOP))
         output = self.scheduler.drop(id, reason)
         law(output is not None and output.id == id and output.finish is reason, "drop did not end the request")
@@ -623,7 +623,7 @@ class World:
         law(self.scheduler.drop(id, reason) is None, "a request was dropped twice")
 
     def die(self) -> None:
-        """The worker dies; every request goes on in the next one from the tokens that were sent."""
+        """Let the worker die; every request goes on in the next one after the tokens that were sent."""
         clients = sorted(self.live.values(), key=lambda client: client.order)
         if self.storage is not None and (self.storage.chance.random() < 0.5 or self.scarce is not None):
             self.storage.end()
@@ -762,14 +762,14 @@ class World:
         return [client for client in waits if client.deadline > now and not (new and client.turn)]
 
     def leave_ring(self) -> None:
-        """Tenants of whom nothing waits any more that never ran have no turn to come."""
+        """Remove tenants from the round robin that have no waiting request which never ran."""
         left = {client.share for client in self.waiting(new=True)}
         self.ring = [share for share in self.ring if share in left]
         self.passes = {share: passes for share, passes in self.passes.items() if share in left}
         self.had = {share: had for share, had in self.had.items() if share in left}
 
     def turns_of(self, share: str) -> int:
-        """How many turns a tenant has in a round."""
+        """Return how many turns a tenant has in a round."""
         weights = self.limits.weights
         return round(weights.get(share, 1) / min(1, *weights.values())) if weights else 1
 
@@ -793,7 +793,7 @@ class World:
         return line
 
     def class_of(self, share: str) -> int:
-        """The class of a tenant: lower is sooner."""
+        """Return a tenant's class; lower is sooner."""
         return self.limits.priorities.get(share, 0)
 
     def stands(self, number: int, own: dict[str, list[Client]]) -> int:
@@ -870,7 +870,7 @@ class World:
         self.victims(before)
 
     def victims(self, before: dict[int, State]) -> None:
-        """Whoever was preempted stood behind everybody who still runs."""
+        """Check that preempted sequences started later than all that still run."""
         sequences = self.scheduler._sequences
         was = {id: sequences[id].state for id, state in before.items() if state is State.RUNNING and id in sequences}
         gone = [self.live[id].turn for id, state in was.items() if state is State.WAITING]
@@ -939,11 +939,11 @@ class World:
         return all(pool.available >= count + running for pool, count in zip(self.cache.pools, wanted, strict=True))
 
     def need(self, client: Client) -> int:
-        """Blocks that all of a request takes."""
+        """Return the blocks that the whole request needs."""
         return -(-len(self.scheduler._sequences[client.request.id].tokens) // self.size)
 
     def missing(self, sequence: Sequence) -> int:
-        """Tokens of a waiting request's prompt that the pools do not have."""
+        """Return how many tokens of a waiting request's prompt the pools lack."""
         reuse = sequence.scored >= sequence.to_score
         return sequence.target - (self.cache.found(sequence.kv, sequence.tokens, False) if reuse else 0)
 
@@ -1172,17 +1172,17 @@ class World:
         law(all(not pool.holders(block) for block in parts), "a part is held")
 
     def first_key(self, key: bytes) -> bytes:
-        """The key of the first block of a chain."""
+        """Return the key of a chain's first block."""
         while not self.first(key):
             key = self.parents[key][0]
         return key
 
     def first(self, key: bytes) -> bool:
-        """Whether a key is that of a first block: its parent is a root."""
+        """Return whether a key is that of a first block: its parent is a root."""
         return self.parents[key][0] not in self.parents
 
     def window_blocks(self) -> None:
-        """A window group keeps at most one window, and everything that is still read."""
+        """Check that a window group keeps at most one window, and everything that is still read."""
         for sequence in self.scheduler._running:
             for group, table in zip(self.groups, sequence.kv.table.groups, strict=True):
                 first = first_read(group, sequence.computed, self.size)
@@ -1193,7 +1193,7 @@ class World:
                 law(all(b == NO_BLOCK for b in table[:passed]), "a block that the window has passed is held")
 
     def at_rest(self) -> None:
-        """Nothing is left of any request, and every block that a key finds holds what the key says."""
+        """Check that nothing is left of any request, and that every published block holds what its key says."""
         law(not self.live and self.scheduler.idle, "requests are left")
         law(self.policy is None or not self.policy.open_now, "drafters are left")
         if self.storage is not None:
@@ -1239,7 +1239,7 @@ class World:
 
 
 def common(one: tuple[int, ...], other: list[int]) -> int:
-    """How many first tokens are the same."""
+    """Return the length of the common prefix."""
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
@@ -1264,7 +1264,7 @@ def run(seed: int) -> World:
 
 
 def run_many(first: int, count: int) -> Counter[str]:
-    """Run schedules `first`, `first + 1`, ...; returns what they did in total."""
+    """Run schedules `first`, `first + 1`, ...; return what they did in total."""
     total: Counter[str] = Counter()
     for seed in range(first, first + count):
         world = run(seed)

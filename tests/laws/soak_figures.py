@@ -32,7 +32,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Use(NamedTuple):
-    """What a process takes."""
+    """What a process uses."""
 
     rss: int
     fds: int
@@ -40,7 +40,7 @@ class Use(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A server at one time."""
+    """The state of a server at one time."""
 
     at: float
     front: Use
@@ -61,14 +61,14 @@ class Row(NamedTuple):
 
 
 def use_of(pid: int) -> Use:
-    """What a process takes now. OSError where it is gone."""
+    """Return what a process uses now. Raise OSError if it is gone."""
     place = Path(f"/proc/{pid}")
     rss = int((place / "statm").read_text().split()[1]) * PAGE
     return Use(rss, len(os.listdir(place / "fd")), len(os.listdir(place / "task")))
 
 
 def sampled(at: float, front: int, workers: Sequence[int]) -> Sample:
-    """A server at this time; workers that are gone meanwhile are left out."""
+    """Return the server's state now; workers that end meanwhile are left out."""
     found = {}
     for pid in workers:
         with contextlib.suppress(OSError):
@@ -77,7 +77,7 @@ def sampled(at: float, front: int, workers: Sequence[int]) -> Sample:
 
 
 def percentiles(seconds: Sequence[float]) -> str:
-    """p50, p95 and p99 in milliseconds."""
+    """Return p50, p95 and p99 in milliseconds."""
     if not seconds:
         return "none"
     found = np.percentile(np.array(seconds), (50, 95, 99)) * 1000
@@ -113,7 +113,7 @@ def count_row(what: str, times: Sequence[float], values: Sequence[int]) -> Row:
 
 
 def _born(samples: Sequence[Sample]) -> dict[int, float]:
-    """When each worker was seen first."""
+    """Return when each worker was seen first."""
     born: dict[int, float] = {}
     for one in samples:
         for pid in one.workers:
@@ -130,7 +130,7 @@ def _settled(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def use_rows(samples: Sequence[Sample]) -> list[Row]:
-    """Memory, descriptors and threads after the warm-up."""
+    """Return rows on memory, descriptors and threads after the warm-up."""
     end = samples[-1].at if samples else 0.0
     warm = [one for one in samples if one.at >= WARM * end]
     times = [one.at for one in warm]

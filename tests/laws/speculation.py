@@ -104,7 +104,7 @@ class Guessing:
 
 
 class Answer(msgspec.Struct):
-    """What a request has got."""
+    """What a request has received."""
 
     tokens: list[int]
     logprobs: list[Any]
@@ -132,7 +132,7 @@ class Site:
         self.engine.close()
 
     def matcher(self, request: Request) -> Matcher | None:
-        """What `Grammars` makes for a request."""
+        """Return the matcher that `Grammars` makes for a request."""
         found: Matcher | None = None
         if request.grammar is not None:
             number = [one.grammar for one in self.grammars].index(request.grammar)
@@ -187,7 +187,7 @@ class Site:
         return found
 
     def alone(self, request: Request) -> Answer:
-        """The answer from nothing, without guesses; its KV is kept in `pages`."""
+        """Return the answer computed from nothing and without guesses; its KV is kept in `pages`."""
         cache = Cache(self.engine.info)
         scheduler = Scheduler(cache, Limits(step_tokens=64), SystemClock())
         answers = {request.id: Answer([], [], [])}
@@ -240,7 +240,7 @@ class Site:
         return bytes(page)
 
     def root(self, group: CacheGroup) -> bytes:
-        """The key before a group's first block."""
+        """Return the key before a group's first block."""
         return prefix.root(self.engine.info.identity, b"", group, self.engine.info.block_tokens)
 
     def schedule(self, seed: int) -> Counter[str]:
@@ -295,7 +295,7 @@ class Site:
 
 
 def opened(folder: Path) -> RecordedEngine:
-    """The engine of a tiny model with few blocks."""
+    """Load a tiny model into an engine with few blocks."""
     config = Config(step_tokens=64, max_running=8, threads=1)
     spec = load_spec(folder)
     return RecordedEngine.load(spec, folder, config, blocks=(10,) * len(spec.groups))

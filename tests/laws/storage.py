@@ -35,13 +35,13 @@ TTL = 100_000.0
 
 
 def start(files: CrashFiles, time: Time, budget: int = BUDGET) -> DiskStore:
-    """A store as after a start of the server."""
+    """Open a store as at a start of the server."""
     codec = Raw([size if group == STATE else size // 4 for group, size in enumerate(SIZES)], (STATE,))
     return open_store(files, time, codec=codec, budget=budget, ttl=TTL)
 
 
 def chunk_files(files: CrashFiles) -> dict[bytes, Path]:
-    """The chunks that have files, by key."""
+    """Return the chunks that have files, by key."""
     found = {}
     for path in files.files(FOLDER):
         parts = path.name.split(".")
@@ -51,7 +51,7 @@ def chunk_files(files: CrashFiles) -> dict[bytes, Path]:
 
 
 class Work:
-    """A store in use, and what it was told."""
+    """A store in use, and what it was given."""
 
     def __init__(self, files: CrashFiles, time: Time, seed: int) -> None:
         self.files, self.time, self.rng = files, time, random.Random(seed)
@@ -82,7 +82,7 @@ class Work:
             self.check()
 
     def step(self) -> None:
-        """One random call."""
+        """Make one random call."""
         self.time.sleep(self.rng.choice((0.5, 70.0)))
         calls: list[tuple[int, Callable[[], None]]] = [
             (12, self.keep),
@@ -153,7 +153,7 @@ class Work:
         return [after, *chunks] if after else chunks
 
     def tail(self, chunk: Chunk, count: int) -> Chunk:
-        """So many blocks of a chunk."""
+        """Return a chunk's first blocks as a tail."""
         keys = blocks_of(chunk)
         tokens, pages = chunk.tokens[: 16 * count], chunk.pages[: len(chunk.pages) // 4 * count]
         heads = tuple(key[:HEAD_BYTES] for key in keys[: count - 1])
@@ -363,7 +363,7 @@ class Work:
 
 
 def blocks_of(chunk: Chunk) -> list[bytes]:
-    """Keys of the blocks of a whole chunk."""
+    """Return the keys of a whole chunk's blocks."""
     return [*(hashlib.sha256(chunk.key + bytes([number])).digest() for number in range(3)), chunk.key]
 
 
@@ -461,7 +461,7 @@ def failed_erasure(seed: int) -> None:
 
 
 def damage(work: Work, rng: random.Random) -> None:
-    """Bend one file, or put one in another's place, or under another name."""
+    """Damage one file, or put one in another's place or under another name."""
     files = work.files
     paths = sorted(path for path, data in files.files(FOLDER).items() if data and path.parent != FOLDER)
     if not paths:
@@ -482,7 +482,7 @@ def damage(work: Work, rng: random.Random) -> None:
 
 
 def damage_at_random(seed: int, steps: int = STEPS) -> None:
-    """A workload whose files are bent while it runs."""
+    """Run a workload whose files are damaged meanwhile."""
     time = Time()
     files, rng = CrashFiles(seed=seed, now=time.now), random.Random(seed)
     work = Work(files, time, seed)

@@ -13,10 +13,10 @@ import pytest
 
 from cairn.rag import document_store
 from cairn.rag.attachments import Attachments, WantedFile
+from cairn.rag.chunking import Piece
 from cairn.rag.definition import Collection, NewDocument, Search
 from cairn.rag.document_store import SLACK, DocumentStore, bytes_of
 from cairn.rag.filters import filter_of
-from cairn.rag.reading import Piece
 from cairn.types.errors import Conflict, NotFound, Overloaded
 
 MODEL = ("m", b"1", 3)

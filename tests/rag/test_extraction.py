@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from cairn.rag import extraction, extractor
+from cairn.rag import extract_parent, extract_process
+from cairn.rag.chunking import Section
 from cairn.rag.definition import DocumentKind
-from cairn.rag.extractor import Extractor
-from cairn.rag.reading import Section
+from cairn.rag.extract_parent import Extractor
 from cairn.types.errors import InvalidRequest, Unavailable
 from tests.rag.document_files import STYLES, docx, paragraph, pdf
 
 
 def read(kind: DocumentKind, data: bytes) -> list[Section]:
     """In this process."""
-    found = extraction.extract(kind, io.BytesIO(data))
+    found = extract_process.extract(kind, io.BytesIO(data))
     if found.error:
         raise ValueError(found.error)
     return found.sections
@@ -44,7 +44,7 @@ BODY = (
     + TABLE
     + paragraph("Paths", "Own")
     + "<w:p><w:r><w:t>They</w:t><w:tab/><w:t>mark</w:t><w:br/><w:t>paths</w:t></w:r></w:p>"
-    + f'<x:AlternateContent xmlns:x="{extraction._FALLBACK.split()[0]}"><x:Choice>{paragraph("once")}</x:Choice>'
+    + f'<x:AlternateContent xmlns:x="{extract_process._FALLBACK.split()[0]}"><x:Choice>{paragraph("once")}</x:Choice>'
     + f"<x:Fallback>{paragraph('twice')}</x:Fallback></x:AlternateContent>"
 )
 
@@ -76,20 +76,20 @@ WRONG: tuple[tuple[DocumentKind, bytes, str], ...] = (
 
 
 @pytest.mark.parametrize(("kind", "data", "said"), WRONG, ids=[said for _, _, said in WRONG])
-def test_what_cannot_be_read_is_said(kind: DocumentKind, data: bytes, said: str) -> None:
+def test_what_cannot_be_read_is_reported(kind: DocumentKind, data: bytes, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         read(kind, data)
 
 
 def test_a_pdf_has_so_many_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extraction, "MAX_PAGES", 2)
+    monkeypatch.setattr(extract_process, "MAX_PAGES", 2)
     assert len(read("pdf", pdf(["a", "b"]))) == 2
     with pytest.raises(ValueError, match="3 pages; the limit is 2"):
         read("pdf", pdf(["a", "b", "c"]))
 
 
 def test_a_zip_is_not_unpacked_beyond_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extraction, "MAX_UNPACKED", 1 << 20)
+    monkeypatch.setattr(extract_process, "MAX_UNPACKED", 1 << 20)
     bomb = docx(paragraph("a" * (2 << 20)))
     assert len(bomb) < 10_000
     with pytest.raises(ValueError, match="more than 1048576 bytes unpacked"):
@@ -112,7 +112,7 @@ async def test_what_takes_too_much_costs_its_process_alone(tmp_path: Path, monke
     with pytest.raises(InvalidRequest, match="file: "):
         await read_apart("pdf", bomb, tmp_path)
     assert time.monotonic() - began < 60
-    monkeypatch.setattr(extractor, "STALLED", 0.3)
+    monkeypatch.setattr(extract_parent, "STALLED", 0.3)
     pipe, other = os.pipe()  # a file that never ends
     with os.fdopen(pipe, "rb") as file, pytest.raises(Exception, match="was not read in"):
         await Extractor().read("me", "txt", file, "file")
@@ -123,12 +123,12 @@ async def test_time_is_bounded_by_the_system(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "loop.py").write_text(
         "import resource, os\nresource.setrlimit(resource.RLIMIT_CPU, (1, 2))\nwhile True: pass\n"
     )
-    real = extractor.asyncio.create_subprocess_exec  # type: ignore[attr-defined]
+    real = extract_parent.asyncio.create_subprocess_exec  # type: ignore[attr-defined]
 
     async def loops(*command: str, **more: object) -> object:
         return await real(command[0], str(tmp_path / "loop.py"), **more)
 
-    monkeypatch.setattr(extractor.asyncio, "create_subprocess_exec", loops)  # type: ignore[attr-defined]
+    monkeypatch.setattr(extract_parent.asyncio, "create_subprocess_exec", loops)  # type: ignore[attr-defined]
     with pytest.raises(InvalidRequest, match="takes more than 120 s"):
         await read_apart("pdf", b"x", tmp_path)
 
@@ -137,7 +137,7 @@ async def test_time_is_bounded_by_the_system(tmp_path: Path, monkeypatch: pytest
 async def test_a_process_that_is_refused_for_a_moment_is_asked_for_again(
     why: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, refused = extractor.asyncio.create_subprocess_exec, list[int]()  # type: ignore[attr-defined]
+    real, refused = extract_parent.asyncio.create_subprocess_exec, list[int]()  # type: ignore[attr-defined]
 
     async def refuses(*command: str, **more: object) -> object:
         refused.append(1)
@@ -145,8 +145,8 @@ async def test_a_process_that_is_refused_for_a_moment_is_asked_for_again(
             raise why
         return await real(*command, **more)
 
-    monkeypatch.setattr(extractor.asyncio, "create_subprocess_exec", refuses)  # type: ignore[attr-defined]
-    monkeypatch.setattr(extractor, "PAUSES", (0.01, 0.01))
+    monkeypatch.setattr(extract_parent.asyncio, "create_subprocess_exec", refuses)  # type: ignore[attr-defined]
+    monkeypatch.setattr(extract_parent, "PAUSES", (0.01, 0.01))
     times = 2
     assert await read_apart("txt", b"A fact.", tmp_path) == [Section("", "A fact.")]
     times = 9
@@ -161,7 +161,7 @@ def test_a_disk_that_refuses_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> 
             raise OSError(errno.ENOSPC, "No space left on device")
 
     file = Full()
-    monkeypatch.setattr(extractor.tempfile, "TemporaryFile", lambda: file)  # type: ignore[attr-defined]
+    monkeypatch.setattr(extract_parent.tempfile, "TemporaryFile", lambda: file)  # type: ignore[attr-defined]
     with pytest.raises(Unavailable, match="cannot be kept: No space left"):
-        extractor.aside(b"x")
+        extract_parent.aside(b"x")
     assert file.closed

@@ -16,9 +16,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from cairn.config.config import Config, ModelOptions
+from cairn.config.config import Config
+from cairn.config.values import ModelOptions
 from cairn.engine import device
 from cairn.frontend import launch as launch_module
+from cairn.frontend.requests import RequestParams
 from cairn.frontend.service import Service
 from cairn.router import fit as fitting
 from cairn.router import loader as model_loader
@@ -197,7 +199,7 @@ async def test_the_process_that_measures_says_the_same(tmp_path: Path) -> None:
         await fitting.measure(config, alpha, 1 << 30)
 
 
-async def test_what_cannot_be_loaded_is_said_and_tried_again_later(tmp_path: Path) -> None:
+async def test_what_cannot_be_loaded_is_reported_and_tried_again_later(tmp_path: Path) -> None:
     async with several(tmp_path, "alpha beta") as models:
         beta = models.models[1]
         await until(lambda: beta.spec)
@@ -317,7 +319,7 @@ async def test_a_model_that_returns_knows_what_it_sampled(tmp_path: Path) -> Non
             async with models.using(alpha) as service:
                 chat = [{"role": "user", "content": f"question {number}"}]
                 asked = await service.chat.prompt(chat, tenant="ada")
-                (one,) = service.make_requests(asked.tokens, GREEDY, output=asked.output)
+                (one,) = service.make_requests(asked.tokens, GREEDY, RequestParams(output=asked.output))
                 said = await collect(service.generate(one))
                 chat += [{"role": "assistant", "content": said.text}, {"role": "user", "content": "go on"}]
                 anew = await ids(chat)

@@ -77,7 +77,7 @@ def peak(server: Served) -> int:
 
 def working(server: Served) -> set[int]:
     """Return the front and its worker, without the helpers: those start when needed and may be replaced."""
-    helpers = (b"cairn.text.render", b"cairn.text.grammar", b"cairn.rag.extraction")
+    helpers = (b"cairn.text.render", b"cairn.text.grammar", b"cairn.rag.extract_process")
     commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in server.family()}
     return {pid for pid, command in commands.items() if not any(name in command for name in helpers)}
 

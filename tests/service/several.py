@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from cairn.config.config import Config, ModelOptions
+from cairn.config.config import Config
+from cairn.config.values import ModelOptions
 from cairn.router.models import Models
 from tests.service.tiny import make_model
 

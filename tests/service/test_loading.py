@@ -13,8 +13,8 @@ import pytest
 from cairn.models.hub import digests
 from cairn.models.hub.digests import tell, watched
 from cairn.models.packing import packed_file
-from cairn.worker import worker
-from cairn.worker.worker import LoadProgress
+from cairn.worker import loading
+from cairn.worker.loading import LoadProgress
 from tests.tiny_models import KERNELS, MODELS, load, write_model
 
 
@@ -126,8 +126,8 @@ def test_a_worker_of_a_server_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
         tell("packing the weights", 1, 2)
         raise MemoryError
 
-    monkeypatch.setattr(worker, "LoadProgress", Seen)
-    monkeypatch.setattr(worker, "_load", failing)
+    monkeypatch.setattr(loading, "LoadProgress", Seen)
+    monkeypatch.setattr(loading, "load", failing)
     with pytest.raises(MemoryError):
-        worker._load_visibly(None, SimpleNamespace(config=SimpleNamespace(model="org/m")))  # type: ignore[arg-type]
+        loading.load_visibly(None, SimpleNamespace(config=SimpleNamespace(model="org/m")))  # type: ignore[arg-type]
     assert seen == ["org/m", ("packing the weights", 1, 2), "end"]

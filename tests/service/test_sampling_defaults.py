@@ -6,6 +6,7 @@ import pytest
 from cairn.config.config import Config
 from cairn.frontend.requests import (
     NEUTRAL,
+    RequestParams,
     SamplingOptions,
     described,
     requests,
@@ -134,7 +135,7 @@ PLAIN, THINKING = (
 
 def of_mode(own: dict[str, float], output: OutputFormat | None) -> dict[str, float]:
     carded = msgspec.structs.replace(spec(**own), makers=MODES)
-    request = requests(carded, [1, 2], ids=lambda: 1, output=output)[0]
+    request = requests(carded, [1, 2], params=RequestParams(output=output or OutputFormat()), ids=lambda: 1)[0]
     return {name: getattr(request.sampling, name) for name in OURS}
 
 

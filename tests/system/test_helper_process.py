@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from cairn.config.config import Config
-from cairn.rag import extractor
+from cairn.rag import extract_parent
 from cairn.system.helper_limits import OPEN_FILES
 from cairn.system.helper_process import KEPT_VARIABLES
 from cairn.text.chat.prompt import Chat
@@ -80,7 +80,7 @@ async def extraction(folder: Path) -> AsyncIterator[int]:
     """The process that reads a document, which waits for the end of a pipe."""
     pipe, other = os.pipe()
     with os.fdopen(pipe, "rb") as file:
-        process = await extractor._started("txt", file)
+        process = await extract_parent._started("txt", file)
         try:
             await settled(process.pid)
             yield process.pid

@@ -124,7 +124,7 @@ async def test_every_scenario_is_played_on_the_fake_engine(folder: Path, name: s
     assert events[-1]["type"] in ("round.done", "points")
 
 
-def test_the_scenario_of_the_docs_is_one(tmp_path: Path) -> None:
+def test_the_scenario_in_the_docs_is_valid(tmp_path: Path) -> None:
     page = (EXAMPLES.parent / "docs" / "teams.md").read_text()
     file = tmp_path / "docs.yaml"
     file.write_text(page.partition("```yaml\n")[2].partition("```")[0])

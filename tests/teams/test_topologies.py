@@ -83,7 +83,7 @@ async def test_turn_by_turn_keeps_its_order() -> None:
             assert [line.partition(":")[0] for line in shape(at.events)[1:-1]] == list(order)
 
 
-async def test_a_broadcast_is_one_batch_in_which_nobody_hears_the_others() -> None:
+async def test_a_broadcast_is_one_batch_in_which_no_member_hears_the_others() -> None:
     async with floor(team("ada", "bob", "cy", topology=Topology(kind="broadcast"))) as at:
         await at.post("What now?")
         await at.play()

@@ -37,7 +37,7 @@ def stub(path: Path, version: str, *, without: str = "", noise: str = "") -> Pat
     return path
 
 
-def test_the_first_installation_says_what_takes_long(folder: Path) -> None:
+def test_the_first_installation_reports_what_takes_long(folder: Path) -> None:
     told = subprocess.run(["make", "-n", "install"], cwd=folder, capture_output=True, text=True, timeout=60, check=True)
     assert "The first time this takes one to two minutes, half of it the compiler" in told.stdout
 

@@ -40,7 +40,7 @@ def test_a_pool_that_is_too_small_is_refused_by_its_own_name() -> None:
         LLM("demo", kv_gb=0.1, draft_model="demo", draft_kv_gb=0.000001)
 
 
-def test_one_that_is_not_here_is_told_before_anything_is_loaded() -> None:
+def test_a_missing_draft_model_is_reported_before_anything_is_loaded() -> None:
     with pytest.raises(ModelError, match="nowhere"):
         LLM("demo", kv_gb=0.1, draft_model="./nowhere")
 

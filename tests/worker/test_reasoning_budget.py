@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cairn.frontend.requests import SamplingOptions, requests
+from cairn.frontend.requests import RequestParams, SamplingOptions, requests
 from cairn.scheduler.sequence import Matcher
 from cairn.system.posix import SystemClock
 from cairn.text.grammar.grammar import Shape, Structure
@@ -149,7 +149,7 @@ def test_generated_tokens_count() -> None:
 def test_requests_that_may_have_a_budget(spec: Any) -> None:
     def asked(value: Any, output: OutputFormat) -> int | None:
         options = SamplingOptions(reasoning_budget=value)
-        (made,) = requests(spec, [1], options, ids=lambda: 1, output=output)
+        (made,) = requests(spec, [1], options, RequestParams(output=output), ids=lambda: 1)
         return made.reasoning_budget
 
     assert asked(7, THINKS) == 7 and asked(0, THINKS) == 0

@@ -153,7 +153,7 @@ async def test_a_folder_that_cannot_be_used_is_logged_once_and_so_is_that_it_wor
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """From the start, before there was any request."""
-    caplog.set_level(logging.INFO, "cairn.frontend.service")
+    caplog.set_level(logging.INFO, "cairn.frontend")
     (tmp_path / "in the way").write_text("")
     async with serving(folder, kv_dir=str(tmp_path / "in the way" / "kv")) as service:
 

@@ -10,7 +10,8 @@ import time
 import msgspec
 import pytest
 
-from cairn.config.config import Config, Secret
+from cairn.config.config import Config
+from cairn.config.values import Secret
 from cairn.types.errors import CairnError, GenerationFailed, ModelFileError, Overloaded, by_code
 from cairn.types.outputs import FinishReason, Output, Timing, TokenLogprob
 from cairn.types.request import Request, SamplingParams
@@ -150,7 +151,7 @@ def test_receive_waits_no_longer_than_asked_and_tells_when_the_front_is_gone() -
     channel.close()
 
 
-def test_a_channel_wakes_up_when_it_is_told_to() -> None:
+def test_a_channel_can_be_woken_up() -> None:
     """Known failure 5: a store that has something for the loop is heard at once, also before anybody listens."""
     front, worker = socket.socketpair()
     channel = wire.Channel(worker)

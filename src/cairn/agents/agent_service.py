@@ -27,7 +27,7 @@ from cairn.agents.pending_writes import PendingWrites
 from cairn.agents.replay_records import ReplayRecords
 from cairn.agents.shared_agents import UNSHARED, SharedAgents
 from cairn.agents.turn_tree import NOBODY, Agent, Turn
-from cairn.config.config import TenantLimits
+from cairn.config.values import TenantLimits
 from cairn.system.interfaces import Rng
 from cairn.types.errors import Conflict, InvalidRequest, NotFound, Overloaded, QuotaExceeded, Unavailable
 from cairn.types.model_spec import ModelSpec

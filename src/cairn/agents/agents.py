@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,6 +20,7 @@ from cairn.agents import portable
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.agent_service import AgentService, conflict, create_agent, import_agent, is_id
 from cairn.agents.archive import Archive, Unreadable
+from cairn.agents.chat_records import ChatRecords
 from cairn.agents.content import Content
 from cairn.agents.journals import Journals
 from cairn.agents.kv import AgentKv
@@ -31,31 +32,26 @@ from cairn.agents.log.writer import Writer
 from cairn.agents.maintenance import Maintenance
 from cairn.agents.overview import Overview
 from cairn.agents.pending_writes import PendingWrites
-from cairn.agents.portable import take_in, with_kv
+from cairn.agents.portable import import_kv, with_kv
 from cairn.agents.replay_records import ReplayRecords, newest
 from cairn.agents.running_turn import RunningTurn
 from cairn.agents.shared_agents import UNSHARED, SharedAgents
 from cairn.agents.turn_tree import Agent
-from cairn.agents.turns import Gate, Turns
+from cairn.agents.turns import TurnParams, Turns
 from cairn.agents.types import AgentInfo, AgentPage, TurnInfo
 from cairn.cluster.beats import UsageExchange
 from cairn.cluster.shared import SharedStore, open_shared
-from cairn.config.config import Config, TenantLimits, limits_of
-from cairn.frontend.requests import PLAIN, SamplingOptions
+from cairn.config.config import Config, limits_of
+from cairn.config.values import TenantLimits
 from cairn.frontend.service import Service
 from cairn.frontend.stream import RequestStream
 from cairn.router.services import Services
 from cairn.system.disk_threads import on_disk_thread
 from cairn.system.interfaces import Clock, FileSystem, Rng
 from cairn.system.metrics import AgentFigures
-from cairn.text.chat.prompt import Sampled
-from cairn.text.grammar.grammar import ANYTHING, Wanted
 from cairn.types.errors import ConfigError, Conflict, InvalidRequest, NotFound, Unavailable
-from cairn.types.outputs import Done, FinishReason
-from cairn.types.stats import Placed, TakenIn
+from cairn.types.stats import ImportedKv, Placed
 
-KEPT_SECONDS = 0.25
-"""How long the end of an answer waits until its sampled tokens are written."""
 LOCK_SECONDS = 5.0
 """How long a start waits for another process to release the folder."""
 
@@ -102,6 +98,8 @@ class Agents:
             if shared is not None
             else None
         )
+        self.chats = ChatRecords(services, self._agents, self._replays, log=config.log)
+        """Records of ordinary requests, which belong to no turn."""
         self._turns = Turns(services, self._agents, self._archive, clock)
         self._maintenance = Maintenance(self._agents, self._replays, orphans)
         self._find = self._agents.find
@@ -183,22 +181,22 @@ class Agents:
         return [one for one in (self.writer.trouble, self.writer.loss, shared) if one]
 
     async def _ensure(self, tenant: str, id: str) -> None:
-        """Read an agent from the shared store, if there is one and it was not read before. Raise as `bring` does."""
+        """Read an agent from the shared store, if the server has one, unless it was read before. Raise as `refresh`."""
         if self._agents.shared is not None and is_id(id) and not id.startswith(UNSHARED):
             await self._agents.shared.ensure(tenant, id)
 
     def exchange_usage(self, usage: UsageExchange) -> None:
-        """Tell the servers that share the store what tenants use here, and count what they tell."""
+        """Share the tenants' use of this server with the servers of the same store, and count theirs here."""
         if self._agents.shared is not None:
             self._agents.shared.beats.usage = usage
 
-    async def bring(self, tenant: str, id: str) -> None:
-        """Bring an agent up to what the shared store has of it, if there is one. An id that cannot be is passed over.
+    async def refresh(self, tenant: str, id: str) -> None:
+        """Update an agent from the shared store, if the server has one. Ids that no shared agent has are ignored.
 
-        Raise Unavailable if the store does not answer, Damaged if what it has cannot be used.
+        Raise Unavailable if the store does not answer, Damaged if its records cannot be used.
         """
         if self._agents.shared is not None and is_id(id) and not id.startswith(UNSHARED):
-            await self._agents.shared.bring(tenant, id)
+            await self._agents.shared.refresh(tenant, id)
 
     # ---------------------------------------------------------------------------------------------------- to look at
 
@@ -340,76 +338,6 @@ class Agents:
         with self._agents.reading(tenant, id) as agent:
             return await self.kv.evict(agent, disk=disk)
 
-    # ---------------------------------------------------------------------------------- requests in an agent's name
-
-    def named(self, tenant: str, id: str) -> Agent:
-        """Return the agent in whose name a request is made, for `keep` and `account`.
-
-        It counts as used now, and for as long as the request is computed in `using`. It may be deleted before these are
-        called.
-        """
-        agent = self._find(tenant, id)
-        agent.used = self._pending.now()
-        return agent
-
-    @contextlib.contextmanager
-    def using(self, agent: Agent) -> Iterator[None]:
-        """Suspend the agent's time to live while an ordinary request in its name is computed."""
-        agent.open_requests += 1
-        try:
-            yield
-        finally:
-            agent.open_requests -= 1
-            agent.used = self._pending.now()
-
-    # `identity`: of the model that answers; the default is the first model's.
-
-    def keep(self, tenant: str, sampled: Sampled, agent: Agent | None = None, identity: bytes = b"") -> None:
-        """Record in the log what was sampled for an ordinary request, if recording is enabled."""
-        if not self._config.log or (agent is not None and agent not in self._agents.registry):
-            return
-        now, key = self._pending.now(), agent.key if agent is not None else 0
-        model = identity or self.services.first.spec.identity
-        record = self.writer.record(RecordKind.REPLAY, self._replays.payload(tenant, sampled, model, now, key))
-        with contextlib.suppress(Unavailable):  # the log is closed
-            self.writer.append(record)
-            self._replays.add(record, now, key)
-
-    async def kept(self) -> None:
-        """Wait until what `keep` recorded would survive this process, for up to KEPT_SECONDS.
-
-        A client that has an answer sends it back with its next request. If its sampled tokens were not known then, the
-        text could be tokenized differently, and the next answer could change.
-        """
-        await self.writer.written(KEPT_SECONDS)
-
-    def add_request_context(self, agent: Agent, ids: Sequence[int], identity: bytes = b"") -> None:
-        """Record the context of a finished ordinary request in the agent's name: its KV is deleted with the agent."""
-        model = identity or self.services.first.spec.identity
-        if agent in self._agents.registry:
-            self.kv.add_request_context(agent, ids, model)
-        else:
-            self.kv.drop_later(agent, ids, model)
-
-    def account(self, tenant: str, agent: Agent | None, ids: Sequence[int], done: Done, identity: bytes = b"") -> None:
-        """Count an ordinary request for its tenant and its agent.
-
-        `ids`: tokens of prompt and answer. Their KV is pinned if the agent is, and evicted if it is deleted.
-        """
-        if done.reason is FinishReason.TOOL_CALLS:
-            salt = self._agents.registry.salt(tenant)
-            self.kv.request_ended_in_call(salt, ids, identity or self.services.first.spec.identity)
-        if agent is not None:
-            self.add_request_context(agent, ids, identity)
-        if agent is None or agent not in self._agents.registry:
-            self._agents.registry.savings.count(tenant, done, self._pending.now())
-            return
-        agent.used = self._pending.now()
-        with contextlib.suppress(Unavailable):
-            self.writer.append(*self._pending.count(agent, done), self._pending.note(agent))
-        if agent.record.pinned:
-            self.kv.pin_later(agent, ids, identity or self.services.first.spec.identity)
-
     # ------------------------------------------------------------------------------------------------------ to change
 
     async def create(
@@ -489,12 +417,12 @@ class Agents:
         pieces = portable.export(agent, self._agents.registry, self._archive, self._agents.rng)
         return with_kv(pieces, self.kv, agent, kv_bytes) if kv_bytes else pieces
 
-    async def take_in(self, tenant: str, id: str, file: BinaryIO, size: int, folder: Path) -> tuple[TakenIn, str]:
+    async def import_kv(self, tenant: str, id: str, file: BinaryIO, size: int, folder: Path) -> tuple[ImportedKv, str]:
         """Store the KV in the first `size` bytes of the file that an agent was just made from.
 
         Return what was stored, and why not all of it.
         """
-        return await take_in(self.kv, self._find(tenant, id), file, size, folder)
+        return await import_kv(self.kv, self._find(tenant, id), file, size, folder)
 
     async def import_agent(
         self,
@@ -527,63 +455,33 @@ class Agents:
         tenant: str,
         id: str,
         messages: Sequence[dict[str, Any]],
-        options: SamplingOptions = PLAIN,
+        params: TurnParams,
         *,
-        request: int,
-        share: str = "",
         fork_on_conflict: bool = False,
-        template_args: Mapping[str, Any] | None = None,
-        wanted: Wanted = ANYTHING,
-        service: Service | None = None,
-        gate: Gate | None = None,
         once: str = "",
     ) -> RunningTurn:
         """Begin a turn with new messages only; the caller reads its `batches`.
 
-        `service`: the model that is to answer, on a server with several. `gate` is awaited once the prompt is complete.
         `once`: a key of the client; if the turn at the head has it, that turn is answered once more.
         Raise Conflict while another turn runs or the last was interrupted; with `fork_on_conflict` the turn goes to a
         new agent instead. Raise ContextTooLong with the figures, and Overloaded and Unavailable as for any request.
         """
         await self._ensure(tenant, id)
         with self._agents.reading(tenant, id) as agent:
+            answering = params.service or self._service_of(agent)
             return await self._turns.start(
-                service or self._service_of(agent),
-                agent,
-                messages,
-                options,
-                request,
-                template_args,
-                share=share,
-                fork_on_conflict=fork_on_conflict,
-                wanted=wanted,
-                gate=gate,
-                once=once,
+                answering, agent, messages, params, fork_on_conflict=fork_on_conflict, once=once
             )
 
     async def aside(
-        self,
-        tenant: str,
-        id: str,
-        messages: Sequence[dict[str, Any]],
-        options: SamplingOptions = PLAIN,
-        *,
-        request: int,
-        share: str = "",
-        template_args: Mapping[str, Any] | None = None,
-        wanted: Wanted = ANYTHING,
-        service: Service | None = None,
-        gate: Gate | None = None,
+        self, tenant: str, id: str, messages: Sequence[dict[str, Any]], params: TurnParams
     ) -> RequestStream:
         """Answer a question that the agent will not remember: its context is extended for this request alone.
 
         Nothing of it goes to the disk. Raise Conflict while a turn runs or the last was interrupted.
         """
         with self._agents.reading(tenant, id) as agent:
-            answering = service or self._service_of(agent)
-            return await self._turns.aside(
-                answering, agent, messages, options, request, template_args, share=share, wanted=wanted, gate=gate
-            )
+            return await self._turns.aside(params.service or self._service_of(agent), agent, messages, params)
 
     async def resume(self, tenant: str, id: str, *, request: int, share: str = "") -> RunningTurn:
         """Continue the interrupted turn at the head: first what was answered before, then the rest.

@@ -27,7 +27,7 @@ from cairn.kv.tiers.store import Standing
 from cairn.router.services import Services
 from cairn.types.errors import Conflict, Unavailable
 from cairn.types.model_spec import CHUNK_TOKENS
-from cairn.types.stats import KvStats, Placed, TakenIn
+from cairn.types.stats import ImportedKv, KvStats, Placed
 
 
 class Context(NamedTuple):
@@ -217,9 +217,9 @@ class AgentKv:
             return await service.kv_paths(ids, agent.salt)
         return []
 
-    async def take_in(self, agent: Agent, path: Path) -> TakenIn:
+    async def import_kv(self, agent: Agent, path: Path) -> ImportedKv:
         """Store the KV in a file that belongs to the agent's context."""
-        return await self._at_head(agent).take_in(path, await self.ids(agent.head), agent.salt)
+        return await self._at_head(agent).import_kv(path, await self.ids(agent.head), agent.salt)
 
     async def prefetch(self, agent: Agent) -> Placed:
         """Load the KV of the context into the pool; return where it is then."""

@@ -68,12 +68,12 @@ class Maintenance:
         await self._erase()  # all at once: each erasure rewrites segments
 
     async def _is_over(self, agent: Agent, now: float) -> bool:
-        """Return whether an expired agent is to be deleted: on no other server that shares it was it used since."""
+        """Return whether to delete an expired agent: not if another server that shares it has used it since."""
         shared = self._agents.sharing(agent)
         if shared is None:
             return True
         try:
-            await shared.bring(agent.tenant, agent.id)
+            await shared.refresh(agent.tenant, agent.id)
             if agent not in self._agents.registry or not agent.expired(now):
                 return False
             await shared.gone(agent)

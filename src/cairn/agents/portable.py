@@ -45,7 +45,7 @@ from cairn.system.interfaces import Rng
 from cairn.text.chat.messages import plain_message
 from cairn.types.errors import InvalidRequest, Unavailable
 from cairn.types.request import OutputFormat
-from cairn.types.stats import TakenIn
+from cairn.types.stats import ImportedKv
 
 COPY_BYTES = 1 << 20
 
@@ -127,17 +127,17 @@ def kv_file(file: BinaryIO, size: int, folder: Path) -> Iterator[Path]:
         raise Unavailable(f"the KV cannot be kept in {folder}: {error.strerror or error}") from error
 
 
-async def take_in(kv: AgentKv, agent: Agent, file: BinaryIO, size: int, folder: Path) -> tuple[TakenIn, str]:
+async def import_kv(kv: AgentKv, agent: Agent, file: BinaryIO, size: int, folder: Path) -> tuple[ImportedKv, str]:
     """Store the KV in a file for the agent that was just made from it.
 
     Return what was stored, and why not all of it.
     """
     if not kv.answers(agent):
-        return TakenIn(), "the KV is of a model that is not loaded here"
+        return ImportedKv(), "the KV is of a model that is not loaded here"
     entered = kv_file(file, size, folder)
     path = await asyncio.to_thread(entered.__enter__)
     try:
-        taken = await kv.take_in(agent, path)
+        taken = await kv.import_kv(agent, path)
     finally:
         await asyncio.to_thread(entered.__exit__, None, None, None)
     why = ""

@@ -1,8 +1,8 @@
-"""Agents that several servers share. The shared store has the truth; each server's own log is a copy.
+"""Agents that several servers share. An agent's chain in the shared store is authoritative; each server has a copy.
 
-Before anything is done with an agent, `bring` reads what other servers wrote to its chain. A turn's beginning is in the
-chain before any of its answer is sent, and its end before the last event: a server that lost the agent meanwhile cannot
-acknowledge it. What failed to be written is told again by `bring`, which the next request calls.
+Before an agent is used, `refresh` applies what other servers wrote to its chain. A turn's beginning is in the chain
+before any of its answer is sent, and its end before the last event: a server that has lost the agent meanwhile cannot
+acknowledge the turn. After a failed write nobody knows whether it is in the chain; the next `refresh` reads it again.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from cairn.types.errors import Conflict, Damaged, Unavailable, trace
 log = logging.getLogger(__name__)
 
 MOST_CHAINS = 10_000
-"""Chains whose ends are remembered; of another one all records are read again."""
+"""Most chains whose position is kept in memory; any other is read from its beginning."""
 UNSHARED = ("resp_", "conv_")
-"""Beginnings of ids of agents that keep a stored response or conversation: these stay with their server."""
+"""Prefixes of ids of agents that keep a stored response or conversation: these are not shared."""
 RETRY_SECONDS = 1.0
 """Pause between attempts to write the end of a turn that nobody waits for."""
 
@@ -59,7 +59,7 @@ class _Followed:
     def __init__(self, chain: AgentChain) -> None:
         self.chain, self.lock = chain, asyncio.Lock()
         self.known = False
-        """Whether the server's own agent is what the chain says up to its tail."""
+        """Whether the server's own copy of the agent agrees with the chain up to `chain.tail`."""
 
 
 class SharedAgents:
@@ -76,18 +76,18 @@ class SharedAgents:
         archive: Archive,
         kv: AgentKv,
     ) -> None:
-        """Follow chains, and begin to give signs of life."""
+        """Start the server's heartbeats in the shared store; no chain is read yet."""
         self._store, self._registry, self._writer, self._pending = store, registry, writer, pending
         self._archive, self._kv = archive, kv
         self.holder = f"{rng.bits64():016x}"
-        """Name of this server among those that share the store; new with each start."""
+        """Random id of this server process among those that share the store."""
         self.beats = Beats(store.blobs.soon, store.keys, clock, self.holder)
         self.beats.start()
         self._followed: OrderedDict[tuple[str, str], _Followed] = OrderedDict()
         self._ending: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
-        """Write the ends that are owed, once, and stop."""
+        """Wait briefly for pending ends of turns to be written, then stop."""
         if self._ending:
             await asyncio.wait(self._ending, timeout=2 * RETRY_SECONDS)
         for task in self._ending:
@@ -97,7 +97,7 @@ class SharedAgents:
 
     @property
     def trouble(self) -> str:
-        """Why the store does not work now; empty if it does."""
+        """Why the store does not work now, as a sentence; empty if it works."""
         trouble = self._store.blobs.trouble
         return f"the shared store does not work, so agents cannot go on: {trouble}" if trouble else ""
 
@@ -115,21 +115,21 @@ class SharedAgents:
 
     # ------------------------------------------------------------------------------------------------------- reading
 
-    async def bring(self, tenant: str, id: str) -> None:
-        """Bring the server's own agent up to what the shared store has of it.
+    async def refresh(self, tenant: str, id: str) -> None:
+        """Update the server's own copy of an agent from its chain.
 
-        Raise Unavailable if the store does not answer, Damaged if what it has cannot be used.
+        Raise Unavailable if the store does not answer, Damaged if the chain cannot be used.
         """
         followed = self._follow(tenant, id)
         async with followed.lock:
-            await self._bring(followed, tenant, id)
+            await self._refresh(followed, tenant, id)
 
     async def ensure(self, tenant: str, id: str) -> None:
-        """Do as `bring` does, unless the server's own agent was read before and nothing has made that doubtful."""
+        """Call `refresh`, unless the chain was read before and no failure has made the copy doubtful."""
         if not self._follow(tenant, id).known:
-            await self.bring(tenant, id)
+            await self.refresh(tenant, id)
 
-    async def _bring(self, followed: _Followed, tenant: str, id: str) -> None:
+    async def _refresh(self, followed: _Followed, tenant: str, id: str) -> None:
         agent = self._registry.find(tenant, id)
         if agent is not None and agent.busy and followed.known:
             return
@@ -147,7 +147,7 @@ class SharedAgents:
             followed.known = True
 
     async def _rebuild(self, records: Sequence[ChainRecord], tenant: str, id: str) -> None:
-        """Make the server's own agent what a whole chain says."""
+        """Replace the server's own copy by the agent that a whole chain describes, if they differ."""
         replayed = Replayed()
         for record in records:
             _replay(replayed, record)
@@ -174,7 +174,7 @@ class SharedAgents:
             self._kv.pin_later(made)
 
     async def _apply(self, agent: Agent, records: Sequence[ChainRecord]) -> None:
-        """Add to the server's own agent what others wrote."""
+        """Apply records that other servers wrote to the server's own copy."""
         written: list[Record] = []
         before = agent.head
         for record in records:
@@ -202,11 +202,11 @@ class SharedAgents:
             self._kv.pin_later(agent)
 
     # ------------------------------------------------------------------------------------------------------- writing
-    # These raise Unavailable if the store does not answer, or another server has the agent. Then the caller undoes its
-    # change, and the next `bring` tells what became of it.
+    # These raise Unavailable if the store does not answer or another server has the agent. The caller then undoes its
+    # change; the next `refresh` reads whether it is in the chain after all.
 
     async def made(self, agent: Agent) -> None:
-        """Write a new agent with all that it has. Raise Conflict if there is one of its id."""
+        """Write a new agent with all its turns. Raise Conflict if the id is taken."""
         followed = self._follow(agent.tenant, agent.id)
         turns = list({turn.key: turn for turn in (agent.root, *reversed([*agent.base.path()]), *agent.own)}.values())
         contents = await self._archive.contents(turns)
@@ -251,7 +251,7 @@ class SharedAgents:
             try:
                 await followed.chain.end(turn.number, msgspec.msgpack.encode(SharedEnd(turn.number, end)))
             except BaseException as error:
-                # In memory the turn has ended; the next `bring` tells whether it has in the chain.
+                # In memory the turn has ended; the next `refresh` tells whether it has in the chain.
                 turn.state, followed.known = "interrupted", False
                 if not isinstance(error, Moved):
                     self._settle_later(agent, turn, _interrupted(end.ended), followed.chain.tail.since)
@@ -296,7 +296,7 @@ class SharedAgents:
             await self._append(followed, "changed", msgspec.msgpack.encode(SharedAgent(numbered(agent))), running)
 
     async def gone(self, agent: Agent) -> None:
-        """Write that the agent is deleted, and remove all its other records."""
+        """Record that the agent is deleted, and remove its other records."""
         followed = self._follow(agent.tenant, agent.id)
         async with followed.lock:
             try:
@@ -308,9 +308,9 @@ class SharedAgents:
             await followed.chain.forget()
 
     async def _hold(self, followed: _Followed, agent: Agent) -> None:
-        """Make sure that this server may write; see `AgentChain.hold`.
+        """Acquire the right to write to the chain; see `AgentChain.hold`.
 
-        Raise Moved if its own agent may not be what the chain says: the end of a turn may just have been refused.
+        Raise Moved if the server's own copy is doubtful, as after a refused end of a turn.
         """
         if not followed.known:
             raise Moved(f"agent {agent.id} is being read again; send the request again", retry_after=1.0)
@@ -346,7 +346,7 @@ class SharedAgents:
 
 
 def _interrupted(at: float) -> EndRecord:
-    """Return the end of a turn that was cut off before any of its answer was kept."""
+    """Return the record of a turn that ended before any of its answer was stored."""
     return EndRecord(state="interrupted", ids=b"", ended=at)
 
 

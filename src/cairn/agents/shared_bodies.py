@@ -1,4 +1,4 @@
-"""What the records of an agent's chain hold. Turns are named by their numbers: keys belong to one server's log."""
+"""Bodies of the records in an agent's chain. They name turns by number, since keys belong to one server's log."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from cairn.agents.turn_tree import Agent, Turn
 
 
 class SharedTurn(msgspec.Struct, frozen=True):
-    """A turn. Its `parent` is a number, its `agent` 0."""
+    """A turn. `began.parent` is the parent's number, `began.agent` 0."""
 
     began: TurnRecord
     ended: EndRecord | None = None
     own: bool = True
-    """Whether the agent made it, and not one that it was forked from."""
+    """Whether the agent itself made it, not an agent that it was forked from."""
 
 
 class SharedAgent(msgspec.Struct, frozen=True):
-    """The body of `made` and `changed`: the agent, whose turns are numbers; of `made` also all its turns."""
+    """The body of `made` and `changed`: the agent's record with numbers of turns, and in `made` all its turns."""
 
     record: AgentRecord
     turns: tuple[SharedTurn, ...] = ()
@@ -37,7 +37,7 @@ class SharedEnd(msgspec.Struct, frozen=True):
 
 
 def numbered(agent: Agent) -> AgentRecord:
-    """Return the agent's record as it is now, with numbers in place of keys."""
+    """Return the agent's current record with turns' numbers in place of their keys."""
     numbers = {turn.key: turn.number for turn in agent.turns()}
     left = {numbers[key]: when for key, when in agent.record.left.items() if key in numbers}
     return msgspec.structs.replace(
@@ -52,12 +52,12 @@ def numbered(agent: Agent) -> AgentRecord:
 
 
 def shared_turn(turn: Turn, began: TurnRecord, ended: EndRecord | None, *, own: bool) -> SharedTurn:
-    """Return a turn as other servers read it."""
+    """Return a turn in the form that is shared."""
     return SharedTurn(msgspec.structs.replace(began, agent=0, parent=turn.parent_number), ended, own)
 
 
 def shared_agent(agent: Agent, turns: Sequence[Turn], contents: Sequence[Content]) -> SharedAgent:
-    """Return an agent with all its turns, the beginning first."""
+    """Return an agent with `turns`, the beginning first, in the form that is shared."""
     own = {turn.key for turn in agent.own}
     found = tuple(
         shared_turn(turn, content.began, content.ended, own=turn.key in own)
@@ -67,28 +67,28 @@ def shared_agent(agent: Agent, turns: Sequence[Turn], contents: Sequence[Content
 
 
 class Replayed:
-    """An agent as its chain tells it."""
+    """The agent that the records of a chain describe, applied one after another."""
 
     def __init__(self) -> None:
         self.record: AgentRecord | None = None
-        """None if there is no agent, or not any more."""
+        """The agent's record; None before `made` and after `gone`."""
         self.turns: dict[int, SharedTurn] = {}
 
     def made(self, body: SharedAgent) -> None:
-        """Begin anew with this agent."""
+        """Start over with a new agent."""
         self.record = body.record
         self.turns = {one.began.number: one for one in body.turns}
 
     def gone(self) -> None:
-        """Note that the agent was deleted."""
+        """Remove the agent: it was deleted."""
         self.record, self.turns = None, {}
 
     def changed(self, record: AgentRecord) -> None:
-        """Take over what was changed."""
+        """Replace the agent's record."""
         self.record = record
 
     def began(self, turn: SharedTurn) -> None:
-        """Add a turn, which is the head from now on."""
+        """Add a turn and make it the head."""
         self.turns[turn.began.number] = turn
         if self.record is not None:
             self.record = msgspec.structs.replace(self.record, head=turn.began.number, under=turn.began.parent)
@@ -99,7 +99,7 @@ class Replayed:
             self.turns[body.number] = msgspec.structs.replace(turn, ended=body.ended)
 
     def same(self, agent: Agent) -> bool:
-        """Return whether a server's own agent is this one, with the same turns and the same head."""
+        """Return whether a server's own copy has the same turns, head and settings."""
         record = self.record
         if record is None or record.created != agent.record.created or record.head != agent.head.number:
             return False
@@ -113,9 +113,9 @@ class Replayed:
         return here == there and settings == (agent.record.pinned, agent.record.ttl, agent.record.metadata)
 
     def lost(self, agent: Agent) -> int:
-        """Return the number of a finished turn that a server has of the same agent, and the chain has not; 0 if none.
+        """Return the number of a finished turn of the server's own copy that the chain lacks; 0 if there is none.
 
-        Such a turn was acknowledged: the store has lost it.
+        Such a turn was acknowledged to a client, so the store has lost it.
         """
         if self.record is None or self.record.created != agent.record.created:
             return 0
@@ -127,13 +127,13 @@ class Replayed:
 
 
 Recorder = Callable[[RecordKind, msgspec.Struct, int], Record]
-"""Makes a record of the log from its kind, its value and its key."""
+"""Makes a record of the server's log from a kind, a value and a key."""
 
 
 def plant(
     replayed: Replayed, key: Callable[[], int], record_of: Recorder, tenant: str, id: str
 ) -> tuple[Agent, list[Record]]:
-    """Return the agent of a chain with keys of this log, and the records that it needs."""
+    """Return a chain's agent with new keys of this server's log, and the records to write there."""
     shared = replayed.record
     assert shared is not None
     own, other = key(), key()
@@ -166,7 +166,7 @@ def plant(
 def plant_turn(
     shared: SharedTurn, key: int, agent: int, parent: Turn | None, record_of: Recorder
 ) -> tuple[Turn, list[Record]]:
-    """Return a turn with keys of this log, and its records."""
+    """Return a shared turn with the key `key` of this server's log, and the records to write there."""
     above = parent.key if parent is not None else 0
     began = msgspec.structs.replace(shared.began, agent=agent if shared.began.number else 0, parent=above)
     turn = Turn(key, began, parent)
@@ -178,7 +178,7 @@ def plant_turn(
 
 
 def keyed(shared: AgentRecord, agent: Agent) -> AgentRecord:
-    """Return a changed record with keys of this log. The head is left to the caller."""
+    """Return a shared record with the keys of this server's log. The head stays as it is in `agent`."""
     keys = {turn.number: turn.key for turn in agent.turns()}
     old = agent.record
     return msgspec.structs.replace(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -19,7 +20,7 @@ from cairn.agents.log.segment import Record
 from cairn.agents.running_turn import RepeatedTurn, RunningTurn, said_before
 from cairn.agents.turn_tree import Agent, Turn
 from cairn.frontend.miss_explainer import PromptOrigin, describe_prompt
-from cairn.frontend.requests import SamplingOptions
+from cairn.frontend.requests import PLAIN, RequestParams, SamplingOptions
 from cairn.frontend.service import Service
 from cairn.frontend.stream import RequestStream
 from cairn.router.services import Services
@@ -33,6 +34,24 @@ from cairn.types.stats import CacheReport
 
 Gate = Callable[[], Awaitable[None]]
 """Awaited between a prompt and its answer, so that several turns begin in one step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnParams:
+    """The settings of one turn, or of one question that the agent does not remember."""
+
+    request: int
+    """Id of its request."""
+    share: str = ""
+    """Fairness key of its request."""
+    options: SamplingOptions = PLAIN
+    template_args: Mapping[str, Any] | None = None
+    wanted: Wanted = ANYTHING
+    """Constraints on the answer."""
+    service: Service | None = None
+    """The model that answers, on a server with several; None: the agent's own."""
+    gate: Gate | None = None
+    """Awaited once the prompt is complete."""
 
 
 class Turns:
@@ -58,22 +77,16 @@ class Turns:
         service: Service,
         agent: Agent,
         messages: Sequence[dict[str, Any]],
-        options: SamplingOptions,
-        number: int,
-        template_args: Mapping[str, Any] | None,
+        params: TurnParams,
         *,
-        share: str,
         fork_on_conflict: bool,
-        wanted: Wanted = ANYTHING,
-        gate: Gate | None = None,
-        once: str = "",
+        once: str,
     ) -> RunningTurn:
-        """Begin a turn with new messages, answered by `service`; or go on with one that has the key `once`.
+        """Begin a turn with new messages, answered by `service`; or repeat the head if it has the key `once`.
 
-        `number`: id of its request. `share`: fairness key of the request. `gate` is awaited once the prompt is
-        complete. Raise Conflict if the head is not free.
+        Raise Conflict if the head is not free.
         """
-        if once and (again := await self.again(agent, messages, once, number, share)) is not None:
+        if once and (again := await self.again(agent, messages, once, params.request, params.share)) is not None:
             return again
         forked = False
         if agent.busy or agent.head.state != "finished":
@@ -83,9 +96,7 @@ class Turns:
             agent, forked = await self._agents.fork(agent, whole, None), True
         agent.starting = True
         try:
-            return await self._begin(
-                service, agent, messages, options, number, template_args, share, wanted, gate, once
-            )
+            return await self._begin(service, agent, messages, params, once)
         except BaseException:
             if forked:
                 with contextlib.suppress(Unavailable):
@@ -95,23 +106,10 @@ class Turns:
             agent.starting = False
 
     async def _begin(
-        self,
-        service: Service,
-        agent: Agent,
-        messages: Sequence[dict[str, Any]],
-        options: SamplingOptions,
-        number: int,
-        template_args: Mapping[str, Any] | None,
-        share: str,
-        wanted: Wanted,
-        gate: Gate | None,
-        once: str,
+        self, service: Service, agent: Agent, messages: Sequence[dict[str, Any]], params: TurnParams, once: str
     ) -> RunningTurn:
         check(messages, "messages")
-        prompt, prefix, origin = await self._prompt(service, agent, messages, template_args, share, wanted)
-        request = self._request(service, agent, prompt, options, number, share)
-        if gate is not None:
-            await gate()
+        request, prompt, prefix, origin = await self._request(service, agent, messages, params)
         began = msgspec.structs.replace(self._record(service, agent, messages, prefix, request), once=once)
         # A request that cannot be served is refused here, before anything is written. The answer is computed while the
         # message is synced, and none of it is sent before.
@@ -129,50 +127,33 @@ class Turns:
         return running
 
     async def aside(
-        self,
-        service: Service,
-        agent: Agent,
-        messages: Sequence[dict[str, Any]],
-        options: SamplingOptions,
-        number: int,
-        template_args: Mapping[str, Any] | None,
-        *,
-        share: str,
-        wanted: Wanted,
-        gate: Gate | None = None,
+        self, service: Service, agent: Agent, messages: Sequence[dict[str, Any]], params: TurnParams
     ) -> RequestStream:
         """Answer messages after the agent's context, which stays as it is. Raise Conflict if the head is not free."""
         if agent.busy or agent.head.state != "finished":
             raise conflict(agent)
-        prompt, _, origin = await self._prompt(service, agent, messages, template_args, share, wanted)
-        request = self._request(service, agent, prompt, options, number, share)
-        if gate is not None:
-            await gate()
+        request, _, _, origin = await self._request(service, agent, messages, params)
         return service.generate(msgspec.structs.replace(request, durable=False, stored=False), origin)
 
-    def _request(
-        self, service: Service, agent: Agent, prompt: Prompt, options: SamplingOptions, number: int, share: str
-    ) -> Request:
+    async def _request(
+        self, service: Service, agent: Agent, messages: Sequence[dict[str, Any]], params: TurnParams
+    ) -> tuple[Request, Prompt, int, PromptOrigin]:
+        """Return the request for the messages once the gate lets it pass, and what `_prompt` returns."""
+        prompt, prefix, origin = await self._prompt(service, agent, messages, params)
         (request,) = service.make_requests(
             prompt.tokens,
-            options,
-            ids=lambda: number,
-            output=prompt.output,
-            grammar=prompt.grammar,
-            salt=agent.salt,
-            share=share,
-            durable=True,
+            params.options,
+            RequestParams(
+                output=prompt.output, grammar=prompt.grammar, salt=agent.salt, share=params.share, durable=True
+            ),
+            ids=lambda: params.request,
         )
-        return request
+        if params.gate is not None:
+            await params.gate()
+        return request, prompt, prefix, origin
 
     async def _prompt(
-        self,
-        service: Service,
-        agent: Agent,
-        messages: Sequence[dict[str, Any]],
-        template_args: Mapping[str, Any] | None,
-        share: str,
-        wanted: Wanted,
+        self, service: Service, agent: Agent, messages: Sequence[dict[str, Any]], params: TurnParams
     ) -> tuple[Prompt, int, PromptOrigin]:
         """Return the next turn's prompt, how many of its ids are the head's context, and its origin.
 
@@ -181,7 +162,8 @@ class Turns:
         chat, head = service.chat, agent.head
         branch = await self._archive.branch(head)
         history, tools = branch.messages(), list(branch.beginning.tools) or None
-        wanted = _with_strict(wanted, branch.beginning.strict)
+        share, template_args = params.share, params.template_args
+        wanted = _with_strict(params.wanted, branch.beginning.strict)
         whole = [*history, *messages]
         changed = bool(head.number) and head.identity != service.spec.identity
         origin = describe_prompt(whole, why="model changed" if changed else None)

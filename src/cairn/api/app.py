@@ -25,6 +25,7 @@ from cairn.api.admin.requests import Admin, Props, StoredRoutes
 from cairn.api.anthropic.messages import Anthropic
 from cairn.api.chat.model_choice import ModelRouter
 from cairn.api.chat.state import ServerState
+from cairn.api.data_folders import agents_folder, named
 from cairn.api.http.auth import has_tenants, preflight
 from cairn.api.http.call import BodyBudget, Disconnected, HTTPCall, Receive, Scope, Send, shown, unforeseen
 from cairn.api.http.limits import deadline_of
@@ -33,7 +34,6 @@ from cairn.api.http.routes import Route, Router
 from cairn.api.llamacpp.completion import Llama
 from cairn.api.native.agents import AgentRoutes
 from cairn.api.native.collections import CollectionRoutes
-from cairn.api.native.folders import agents_folder, named
 from cairn.api.native.live_events import ChangeFeeds, SavingsRoutes
 from cairn.api.native.teams import TeamRoutes
 from cairn.api.native.workflows import WorkflowRoutes
@@ -168,7 +168,7 @@ class App:
             raise Unavailable("the server is shutting down", retry_after=max(1.0, state.config.shutdown_grace))
         DEADLINE.set(deadline_of(call, state.clock))  # of this call's task, and of those that it starts
         with state.rates.counted(call, admin=route.access == "admin"):
-            await state.attribution.bring(call)
+            await state.attribution.refresh(call)
             async with (
                 state.quotas.arriving(call, keeps=route.keeps, upload=route.upload),
                 ModelRouter(registry, state.attribution).chosen(call, route.model) as service,

@@ -20,9 +20,9 @@ from rich.text import Text
 
 from cairn.agents.agents import Agents
 from cairn.api.app import AdminSide, App, build_app
+from cairn.api.data_folders import agents_folder
 from cairn.api.http.auth import has_keys, is_local, salts
 from cairn.api.http.listener import Listener
-from cairn.api.native.folders import agents_folder
 from cairn.config.config import Config, turns_of
 from cairn.frontend.launch import ENDING, KILL_SECONDS, First
 from cairn.frontend.requests import described

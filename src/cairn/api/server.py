@@ -17,8 +17,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
+from cairn.api.data_folders import check_folders, usual_held
 from cairn.api.http.auth import Origins, check_exposure, check_tls
-from cairn.api.native.folders import check_folders, usual_held
 from cairn.api.tracing import endpoint_of
 from cairn.config.config import Config
 from cairn.frontend.launch import ENDING

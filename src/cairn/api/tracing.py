@@ -69,7 +69,7 @@ class CallTrace:
 
     @property
     def id(self) -> str:
-        """The trace's, as W3C writes it."""
+        """Id of the trace in W3C's form: 32 hexadecimal digits."""
         return f"{self._span.get_span_context().trace_id:032x}"
 
     def _tell(self, part: Span) -> None:

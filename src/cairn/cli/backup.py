@@ -90,7 +90,7 @@ def register(app: typer.Typer) -> None:
 def make_backup(resolved: Resolved, folder: Path) -> Manifest:
     """Copy the configured server's data to a folder. ConfigError if the folder is not empty or there is no data."""
     from cairn import __version__
-    from cairn.api.native.folders import agents_folder
+    from cairn.api.data_folders import agents_folder
     from cairn.system.posix import SystemFiles
 
     files = SystemFiles()
@@ -144,7 +144,7 @@ def _copy(files: FileSystem, resolved: Resolved, agents: Path, collections: Path
 
 def restore_backup(resolved: Resolved, folder: Path) -> list[str]:
     """Restore a backup to the configured folders, and return lines that name them. ConfigError changes nothing."""
-    from cairn.api.native.folders import agents_folder
+    from cairn.api.data_folders import agents_folder
     from cairn.system.posix import SystemFiles
 
     files = SystemFiles()

@@ -180,7 +180,7 @@ def _speed(weights: WeightMemory, rate: float) -> str:
 
 def folders(resolved: Resolved, env: Mapping[str, str]) -> Rows:
     """Return the folders that a server with these options uses, each with its size."""
-    from cairn.api.native.folders import agents_folder
+    from cairn.api.data_folders import agents_folder
     from cairn.config.paths import expanded, with_folder
     from cairn.models.hub import hub
     from cairn.models.hub.addresses import registry_folder
@@ -216,7 +216,7 @@ def _sized(folder: Path) -> str:
 def _log(config: Config) -> str:
     """Return the state of the agents' token log: sound, or what of it the disk has lost."""
     from cairn.agents.log.recovery import Folder, look
-    from cairn.api.native.folders import agents_folder
+    from cairn.api.data_folders import agents_folder
     from cairn.system.posix import SystemFiles
 
     place = agents_folder(config, os.environ)

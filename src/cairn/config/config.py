@@ -1,134 +1,31 @@
 """Every option, declared once: type, default, bounds and help.
 
 Flags (`--kv-gb`), environment variables (`CAIRN_KV_GB`) and keys of cairn.toml (`kv_gb`) are generated from `Config` by
-`cairn.config.option`; `cairn.config.resolve` finds their values. Everything is resolved before anything is built and
-never written after.
+`cairn.config.option`; `cairn.config.resolve` finds their values. A configuration is never changed once it is made.
 """
 
 from __future__ import annotations
 
-import hmac
 import re
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
+from cairn.config.values import LIMITS, AdapterOptions, ModelOptions, Secret, TenantKeys, TenantLimits, TenantTurns
+
 PREFIX = "CAIRN_"
-"""Every environment variable with this prefix is an option, or an error."""
+"""Prefix of the environment variables that set options. One that names no option is an error."""
 
 
 DEVICE = re.compile(r"(cuda|rocm):\d{1,3}|auto|cpu|torch-cpu|triton-cpu|cuda|rocm|mps|mlx|mlx-cpu")
 DEVICES = "auto, cpu, mlx, mlx-cpu, torch-cpu, triton-cpu, cuda, cuda:N, rocm, rocm:N or mps"
-"""Names of devices, for a program and for a person."""
+"""Values of `device`: a pattern to check them, and a list for messages."""
 
 SPECULATE = re.compile(r"auto|off|[1-9]|1[0-5]")
 SPECULATIONS = "auto, off or a number from 1 to 15"
-"""What `speculate` may be, for a program and for a person."""
-
-KEY = "printable ASCII characters without spaces, at least one"
-"""What a key consists of: others cannot be sent in a header."""
-
-
-def is_key(text: str) -> bool:
-    """Whether a text can be a key."""
-    return bool(text) and all("!" <= char <= "~" for char in text)
-
-
-class Secret:
-    """A string that does not print itself."""
-
-    __slots__ = ("_value",)
-
-    def __init__(self, value: str) -> None:
-        self._value = value
-
-    def reveal(self) -> str:
-        """Return the secret, to compare or send and never to print."""
-        return self._value
-
-    def __repr__(self) -> str:
-        return "***"
-
-    __str__ = __repr__
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Secret) and hmac.compare_digest(self._value.encode(), other._value.encode())
-
-    def __hash__(self) -> int:
-        return hash(self._value)
-
-
-class TenantLimits(msgspec.Struct, frozen=True):
-    """What one tenant may ask for; None: what the server's options say."""
-
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    input_tokens_per_minute: int | None = None
-    output_tokens_per_minute: int | None = None
-    max_concurrent: int | None = None
-    max_agents: int | None = None
-    max_disk_mib: int | None = None
-    weight: float = 1.0
-    """Its turns in the scheduler, against those of others that wait."""
-    priority: int = 0
-    """Its class: those of a lower number come before others, as requests of one tenant do."""
-
-
-class TenantTurns(msgspec.Struct, frozen=True):
-    """How the scheduler treats tenants that are not like all others, by their names."""
-
-    weights: dict[str, float] = {}
-    """Weights of tenants against others that wait; 1 if not named."""
-    priorities: dict[str, int] = {}
-    """Priority classes of tenants; 0 if not named."""
-
-
-class TenantKeys(msgspec.Struct, frozen=True):
-    """A tenant named in the configuration, and the API keys that are its own."""
-
-    name: str
-    keys: tuple[Secret, ...]
-    limits: TenantLimits = TenantLimits()
-
-    def __str__(self) -> str:
-        return f"{self.name} ({len(self.keys)} key{'s' if len(self.keys) != 1 else ''})"
-
-
-class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the models of a server: a table of [[models]] in cairn.toml, or a MODEL of the command line."""
-
-    model: str
-    name: str | None = None
-    """What clients call it; None: its own name."""
-    aliases: tuple[str, ...] = ()
-    kv_share: float | None = None
-    """Its part of `kv_disk_gb`; None: as much as others that say nothing."""
-    pin: bool = False
-    """It is loaded at the start, and makes room for no other."""
-    ttl: float | None = None
-    """Seconds without requests after which it is unloaded; None: the server's `model_ttl`."""
-    load: bool = True
-    """It is loaded at the start, where there is room."""
-    options: dict[str, Any] = {}
-    """Fields of `Config` that differ from the server's."""
-
-    def __str__(self) -> str:
-        return self.name or self.model
-
-
-class AdapterOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """A LoRA adapter that is loaded with its model: a table of [[adapters]], or NAME=PATH."""
-
-    name: str
-    path: str
-    """A PEFT folder or a .gguf file."""
-    model: str | None = None
-    """Name of the model that it belongs to; None: the server's only one."""
-
-    def __str__(self) -> str:
-        return f"{self.name}={self.path}"
+"""Values of `speculate`: a pattern to check them, and a list for messages."""
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -657,18 +554,6 @@ def draft_options(config: Config) -> Config:
         max_running=1,
         step_tokens=min(config.step_tokens, 256),
     )
-
-
-LIMITS = (
-    "requests_per_minute",
-    "tokens_per_minute",
-    "input_tokens_per_minute",
-    "output_tokens_per_minute",
-    "max_concurrent",
-    "max_agents",
-    "max_disk_mib",
-)
-"""The limits of a tenant that the server's options give where it has none of its own."""
 
 
 def limits_of(config: Config) -> Callable[[str], TenantLimits]:

@@ -1,4 +1,4 @@
-"""The fields of `Config` as flags, variables and files see them."""
+"""The fields of `Config` as options: their flags, variables, types, bounds and help."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from cairn.config.config import PREFIX, AdapterOptions, Config, ModelOptions, Secret, TenantKeys
+from cairn.config.config import PREFIX, Config
+from cairn.config.values import AdapterOptions, ModelOptions, Secret, TenantKeys
 
 PANELS = (
     ("Model and engine", "model"),
@@ -23,23 +24,23 @@ PANELS = (
     ("Limits on what one tenant may ask for", "requests_per_minute"),
     ("Limits on what a client may send", "lenient"),
 )
-"""Groups of options in the help: each begins at the named field of `Config`."""
+"""Groups of options in the help: (title, the field of `Config` that begins the group)."""
 
 _LOCAL_PANELS = ("Model and engine", "Scheduling", "Stored KV", "Text")
 _SERVED_ONLY = ("served_name", "alias", "adapters", "strict_model", "store_kv")
 
 SLIP = 0.84
-"""How much of two words must agree for one to be a slip of the other: one letter of six."""
+"""Least similarity (difflib's ratio) of a misspelt word and the word that was meant: one letter of six may differ."""
 
 Kind = Literal["int", "float", "str", "bool", "choice", "secret", "tenant", "model", "adapter"]
 
 
 _FLAGS = {"adapters": "--adapter"}
-"""Flags that are not named like their field."""
+"""Flags whose name is not that of their field."""
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):
-    """One field of `Config` as flags, variables and files see it."""
+    """One field of `Config` as an option."""
 
     name: str
     kind: Kind
@@ -47,7 +48,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     default: Any
     choices: tuple[str, ...] = ()
     above: float | None = None
-    """The value must be greater."""
+    """Exclusive lower bound."""
     least: float | None = None
     most: float | None = None
     help: str
@@ -55,17 +56,17 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def flag(self) -> str:
-        """The option as it is written on the command line."""
+        """The option's flag, such as --kv-gb."""
         return _FLAGS.get(self.name) or "--" + self.name.replace("_", "-")
 
     @property
     def variable(self) -> str:
-        """The variable as it is written in the environment."""
+        """The option's environment variable, such as CAIRN_KV_GB."""
         return PREFIX + self.name.upper()
 
     @property
     def limits(self) -> str:
-        """The bounds as words, or an empty string."""
+        """The bounds in words; empty without any."""
         low = f"more than {self.above:g}" if self.above is not None else ""
         low = f"at least {self.least:.15g}" if self.least is not None else low
         high = f"at most {self.most:.15g}" if self.most is not None else ""
@@ -74,7 +75,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 
 @cache
 def options() -> tuple[Option, ...]:
-    """Every option in the order of `Config`."""
+    """Return all options, in the order of `Config`."""
     starts = {field: panel for panel, field in PANELS}
     panel = PANELS[0][0]
     found = []
@@ -87,7 +88,7 @@ def options() -> tuple[Option, ...]:
 
 
 def local_options() -> tuple[str, ...]:
-    """Names of what matters without a server: to `cairn chat`, `cairn generate` and `LLM`."""
+    """Return the names of the options that apply without a server: to `cairn chat`, `cairn generate` and `LLM`."""
     return tuple(one.name for one in options() if one.panel in _LOCAL_PANELS and one.name not in _SERVED_ONLY)
 
 

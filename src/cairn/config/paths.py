@@ -1,4 +1,4 @@
-"""Paths as a person writes them."""
+"""Paths in options: expansion of `~`, and the user's own folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options' values: a flag, else a CAIRN_* variable, else a key of cairn.toml, else the default; each checked."""
+"""Resolution of options: a flag, else a CAIRN_* variable, else a key of cairn.toml, else the default; all checked."""
 
 from __future__ import annotations
 
@@ -13,50 +13,36 @@ from typing import Any
 
 import msgspec
 
-from cairn.config.config import (
-    DEVICE,
-    DEVICES,
-    KEY,
-    LIMITS,
-    PREFIX,
-    SPECULATE,
-    SPECULATIONS,
-    AdapterOptions,
-    Config,
-    ModelOptions,
-    Secret,
-    TenantKeys,
-    TenantLimits,
-    is_key,
-)
+from cairn.config.config import DEVICE, DEVICES, PREFIX, SPECULATE, SPECULATIONS, Config
 from cairn.config.option import OTHER_NAMES, Option, closest, local_options, options, right_name
 from cairn.config.paths import expanded, home
+from cairn.config.values import KEY, LIMITS, AdapterOptions, ModelOptions, Secret, TenantKeys, TenantLimits, is_key
 from cairn.types.errors import ConfigError
 
 FILE_VARIABLE = "CAIRN_CONFIG"
-"""Names the file of options, as `--config` does."""
+"""Variable with the path of the configuration file, like `--config`."""
 
 
 _LINKED = re.compile(
     r"CAIRN_(([A-Z0-9_]+_)?(SERVICE_(HOST|PORT)|PORT_\d+_|PORT=(tcp|udp|sctp)://)|NAME=/|ENV_).*", re.DOTALL
 )
-"""What Kubernetes and Docker set in every container beside a service that is called `cairn` or `cairn-...`: addresses,
-and of a linked container its name and its environment; no options."""
+"""Variables that are no options: Kubernetes and Docker set them in every container beside a service called `cairn` or
+`cairn-...`, with its addresses, and for a linked container its name and environment."""
 
 
 class Resolved(msgspec.Struct, frozen=True):
-    """The options, and where each came from: a flag, a variable, a file's key, or the default."""
+    """The options, with the source of each: a flag, a variable, a file's key, or the default."""
 
     config: Config
     again: Callable[[], Resolved]
-    """Reads them once more: files may say something else now."""
+    """Resolves the options again from the same sources; files may have changed."""
     sources: dict[str, str]
-    """Where a value comes from, by field name; a field that is missing here has its default."""
+    """Source of each value by field name; other fields have their default."""
     file: Path | None = None
-    """The file of options that was read."""
+    """The configuration file that was read."""
 
     def source(self, name: str) -> str:
-        """Where the value of a field came from, in words."""
+        """Return the source of a field's value in words."""
         return self.sources.get(name, "default")
 
 
@@ -80,9 +66,9 @@ def resolve(
 def _resolve(
     flags: Mapping[str, object], env: Mapping[str, str], file: Path | None, keywords: bool, held: Path | None
 ) -> Resolved:
-    """Resolve options as `resolve` does, with where each came from.
+    """Resolve options as `resolve` does.
 
-    `held` is the file they were read from before. Raise ConfigError if it is now missing or empty: an editor may be
+    `held`: the file that they were read from before. Raise ConfigError if it is missing or empty now: an editor may be
     writing it, and its keys and limits must not be dropped.
     """
     path, table = _read(env, file)
@@ -110,12 +96,12 @@ def _resolve(
 
 
 class _Given(msgspec.Struct, frozen=True):
-    """A value as it was written, before it is checked."""
+    """An unchecked value of an option, and its source."""
 
     value: object
     source: str
     text: bool
-    """Numbers may be written as text: true of flags and variables, not of a file, which has types."""
+    """Whether numbers may be given as text: for flags and variables, but not for a file, whose values have types."""
 
 
 def _from_flags(flags: Mapping[str, object], keywords: bool) -> dict[str, _Given]:
@@ -178,7 +164,7 @@ def _read(env: Mapping[str, str], file: Path | None) -> tuple[Path | None, dict[
 
 
 def _places(env: Mapping[str, str]) -> list[Path]:
-    """Where a file is looked for that nobody named."""
+    """Return the paths at which a configuration file is looked for if none is named."""
     folder = env.get("XDG_CONFIG_HOME") or (f"{env['HOME']}/.config" if env.get("HOME") else "")
     if not folder and env is os.environ:  # as of a service that is started without HOME
         with contextlib.suppress(ConfigError):
@@ -187,7 +173,7 @@ def _places(env: Mapping[str, str]) -> list[Path]:
 
 
 def usual_file(env: Mapping[str, str]) -> Path:
-    """Return where the user's own file of options is looked for. Raises ConfigError where there is no home folder."""
+    """Return the path of the user's own configuration file. Raise ConfigError if the user has no home folder."""
     places = _places(env)
     if len(places) < 2:
         raise ConfigError("this user has no home folder; set HOME, or name the file with --config")
@@ -202,7 +188,7 @@ def _there(place: Path) -> bool:
 
 
 _PATTERNS = {"device": (DEVICE, DEVICES), "speculate": (SPECULATE, SPECULATIONS)}
-"""What some texts must look like, for a program and for a person."""
+"""Pattern and description of the values of options that are texts of a certain form."""
 
 
 def _value(option: Option, given: _Given) -> Any:
@@ -265,11 +251,11 @@ def _secret(option: Option, given: _Given, key: object) -> Secret:
 
 
 TENANT_NAME = re.compile(r"(?!key-)[a-z0-9][a-z0-9_.-]{0,62}")
-"""What a tenant may be called; the names of keys without a tenant begin with `key-`."""
+"""Valid names of tenants. `key-` is reserved for the tenants of keys without a name."""
 
 
 def _tenants(option: Option, given: _Given, written: object) -> tuple[TenantKeys, ...]:
-    """NAME=KEY texts, or a file's tables. What a message quotes is never a key."""
+    """Parse tenants: NAME=KEY texts, or a file's tables. Error messages never quote a key."""
     found: dict[str, list[Secret]] = {}
     for name, value in _named(given, written):
         if not TENANT_NAME.fullmatch(name):
@@ -290,7 +276,7 @@ def _tenants(option: Option, given: _Given, written: object) -> tuple[TenantKeys
 
 
 def _limits(given: _Given, written: object) -> dict[str, TenantLimits]:
-    """Return tenants' limits from the tables of a file."""
+    """Return the limits in a file's tables of tenants, by tenant name."""
     known = {option.name: option for option in options()}
     found = {}
     for name, table in written.items() if isinstance(written, dict) else ():
@@ -321,13 +307,13 @@ OF_A_MODEL = (
     "kv_gb", "kv_dtype", "max_running", "step_tokens", "kv_disk", "kv_codec", "kv_load", "reasoning_history",
     "tool_instructions", "chat_template",
 )  # fmt: skip
-"""The options that a table of [[models]] may give otherwise than the server's."""
+"""The options that a table of [[models]] may set for its model alone."""
 _OWN = ("model", "name", "aliases", "kv_share", "pin", "ttl", "load")
 MOST_MODELS = 64
 
 
 def _models(given: _Given, written: object) -> tuple[ModelOptions, ...]:
-    """Places of models, or a file's tables. ConfigError for two models of one name."""
+    """Parse models: paths or hub ids, or a file's tables. Raise ConfigError if two models have one name."""
     items = written if isinstance(written, list | tuple) else [written]
     if len(items) > MOST_MODELS:
         raise ConfigError(f"{given.source} has {len(items)} models; the limit is {MOST_MODELS}", field="models")
@@ -381,7 +367,7 @@ MOST_ADAPTERS = 64
 
 
 def _adapters(given: _Given, written: object) -> tuple[AdapterOptions, ...]:
-    """NAME=PATH texts, or a file's tables. Raise ConfigError for two adapters of one name and model."""
+    """Parse adapters: NAME=PATH texts, or a file's tables. Raise ConfigError if two of one model have one name."""
     items = written if isinstance(written, list | tuple) else [written]
     found = [_adapter(given, number, item) for number, item in enumerate(items, 1)]
     names = [(one.model, one.name) for one in found]
@@ -415,7 +401,7 @@ def _adapter(given: _Given, number: int, item: object) -> AdapterOptions:
 
 
 def _named(given: _Given, written: object) -> list[tuple[str, Any]]:
-    """Each tenant's name beside what is given for its keys, not yet checked."""
+    """Return each tenant's name with its unchecked keys: a text, a list, or @FILE."""
     if not given.text and isinstance(written, dict):
         pairs = []
         for name, table in written.items():
@@ -473,7 +459,7 @@ def _is_file(value: object) -> bool:
 
 
 def _lines(given: _Given, value: object) -> list[str]:
-    """Return the keys of a file named as @FILE: one a line, empty lines skipped."""
+    """Return the keys in a file written as @FILE: one per line, empty lines skipped."""
     path = expanded(str(value)[1:])
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]

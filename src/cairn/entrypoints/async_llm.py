@@ -32,7 +32,7 @@ from cairn.entrypoints.keywords import (
     unknown_keyword,
 )
 from cairn.entrypoints.progress import BatchProgress
-from cairn.frontend.requests import SamplingOptions
+from cairn.frontend.requests import RequestParams, SamplingOptions
 from cairn.frontend.structured_output import wanted_of
 from cairn.text.grammar.grammar import Wanted
 from cairn.types.errors import ConfigError, InvalidRequest, Overloaded, Unavailable
@@ -281,9 +281,8 @@ class AsyncLLM:
         )
         _log_warnings(prompt.warnings)
         answered = any(message.get("role") == "assistant" for message in conversation)
-        request = self._request(
-            prompt.tokens, call.asked, output=prompt.output, grammar=prompt.grammar, durable=answered
-        )
+        params = RequestParams(output=prompt.output, grammar=prompt.grammar, durable=answered)
+        request = self._request(prompt.tokens, call.asked, params)
 
         def remember(answer: Answer) -> None:
             service.chat.remember("default", prompt.tokens, answer.tokens, answer.message)
@@ -360,7 +359,7 @@ class AsyncLLM:
         tokens = await self._tokens(prompt, call.suffix, call.parse_special)
         held = await self.service.chat.grammar(call.wanted.structure, output)
         _log_warnings(held.warnings)
-        request = self._request(tokens, call.asked, output=output, grammar=held.grammar)
+        request = self._request(tokens, call.asked, RequestParams(output=output, grammar=held.grammar))
         return AsyncStream(self.service, request, lambda _: None, form=call.reader)
 
     async def _together(
@@ -491,8 +490,8 @@ class AsyncLLM:
         encode = partial(tokenizer.encode_raw, prompt, suffix, special=special)
         return encode() if len(prompt) + len(suffix) <= INLINE else await asyncio.to_thread(encode)
 
-    def _request(self, tokens: Sequence[int], asked: SamplingOptions, **more: Any) -> Request:
-        (request,) = self.service.make_requests(tokens, asked, **more)
+    def _request(self, tokens: Sequence[int], asked: SamplingOptions, params: RequestParams) -> Request:
+        (request,) = self.service.make_requests(tokens, asked, params)
         return request
 
 

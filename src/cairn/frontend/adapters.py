@@ -23,7 +23,7 @@ from cairn.kv.tiers.store import Standing
 from cairn.types.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from cairn.types.model_spec import ModelSpec
 from cairn.types.request import MAX_APPLIED, Adapters, Request, adapted_salt
-from cairn.types.stats import Placed, TakenIn
+from cairn.types.stats import ImportedKv, Placed
 from cairn.types.step import AdapterFacts
 from cairn.worker import wire
 
@@ -221,7 +221,7 @@ class AdaptedService(Service):
     base: Service
     applied: Adapters
     there: Callable[[Adapters], bool]
-    """Tells whether all of its adapters take requests."""
+    """Returns whether all of these adapters take requests."""
 
     def __init__(self, base: Service, adapters: Adapters, name: str, there: Callable[[Adapters], bool]) -> None:
         # Not Service's: attributes that are not set here are the base's.
@@ -285,9 +285,9 @@ class AdaptedService(Service):
         """See `Service.kv_paths`."""
         return await self.base.kv_paths(tokens, self.salt(salt))
 
-    async def take_in(self, path: Path, tokens: Sequence[int], salt: bytes = b"") -> TakenIn:
-        """See `Service.take_in`."""
-        return await self.base.take_in(path, tokens, self.salt(salt))
+    async def import_kv(self, path: Path, tokens: Sequence[int], salt: bytes = b"") -> ImportedKv:
+        """See `Service.import_kv`."""
+        return await self.base.import_kv(path, tokens, self.salt(salt))
 
     async def where(self, tokens: Sequence[int], salt: bytes = b"") -> Placed:
         """See `Service.where`."""

@@ -20,8 +20,9 @@ from typing import NoReturn
 import msgspec
 import xxhash
 
-from cairn.config.config import Config, TenantTurns
+from cairn.config.config import Config
 from cairn.config.paths import expanded
+from cairn.config.values import TenantTurns
 from cairn.models.hub.hub import locate
 from cairn.system.posix import without_secrets
 from cairn.types.errors import ConfigError, NoWorker

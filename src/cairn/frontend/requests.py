@@ -281,65 +281,67 @@ def sampling_params(
     )
 
 
+class RequestParams(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of a prompt's requests beside sampling, by whoever makes them."""
+
+    output: OutputFormat = OutputFormat()
+    """How the answer is parsed."""
+    grammar: Grammar | None = None
+    """A grammar that compiles, for `Request.grammar`."""
+    salt: bytes = b""
+    share: str = ""
+    """Fairness key of the requests."""
+    durable: bool = False
+    """Whether the context belongs to an agent, a session or a conversation: see `Request.durable`."""
+    stored: bool = True
+    """Whether its KV may be kept beyond the pool."""
+    allow_empty: bool = False
+    """Whether `max_tokens` may be 0, to have the prompt computed or scored and nothing generated."""
+
+
+NO_PARAMS = RequestParams()
+
+
 def requests(
     spec: ModelSpec,
     prompt: Sequence[int],
     options: SamplingOptions = PLAIN,
+    params: RequestParams = NO_PARAMS,
     *,
     ids: Callable[[], int],
     context: int | None = None,
     max_choices: int = 8,
-    output: OutputFormat | None = None,
-    salt: bytes = b"",
-    share: str = "",
     timeout: float | None = None,
-    allow_empty: bool = False,
-    durable: bool = False,
-    stored: bool = True,
     rng: Rng | None = None,
     controls: Mapping[str, int] | None = None,
     sampler_order: SamplerOrder = "default",
-    grammar: Grammar | None = None,
     encode: Encode | None = None,
 ) -> tuple[Request, ...]:
     """Return one `Request` per choice (`options.n`, default 1) for a prompt of token ids.
 
     `ids` returns each one's id. `controls`: text -> id of the model's control tokens; a stop text that is one is a stop
-    token too. `grammar`: `Request.grammar`, which compiles. `encode`: text -> ids of the model's tokens, for options
-    that name texts.
+    token too. `encode`: text -> ids of the model's tokens, for options that name texts.
 
     Raise InvalidRequest for an empty prompt, a token id outside the vocabulary or an option out of range, and
     ContextTooLong if the prompt leaves no room in the context.
     """
-    tokens = tuple(prompt)
-    if not tokens:
-        raise InvalidRequest("the prompt is empty; it must hold at least one token", field="prompt")
-    if not {int}.issuperset(map(type, tokens)):
-        raise InvalidRequest("the prompt must hold token ids, which are whole numbers", field="prompt")
-    low, high = min(tokens), max(tokens)
-    if low < 0 or high >= spec.vocab:
-        wrong = low if low < 0 else high
-        raise InvalidRequest(f"prompt holds token id {wrong}; ids go from 0 to {spec.vocab - 1}", field="prompt")
-    if grammar is not None and options.ignore_eos:
+    tokens, output = _prompt(prompt, spec), params.output
+    if params.grammar is not None and options.ignore_eos:
         raise InvalidRequest("ignore_eos must be false with structured output, which ends itself", field="ignore_eos")
     choices = 1 if options.n is None else _count("n", options.n, 1, max_choices)
-    output = output or OutputFormat()
     sampling = sampling_params(
         spec,
         options,
         thinking=output.reasoning and not output.reasoning_closed,
         prompt_tokens=len(tokens),
         context=context,
-        allow_empty=allow_empty,
+        allow_empty=params.allow_empty,
         rng=rng,
         sampler_order=sampler_order,
         encode=encode,
     )
     stop = _stop(options.stop)
-    named = [controls[text] for text in stop if text in controls] if controls else []
-    if named:
-        ends = dict.fromkeys((*sampling.stop_token_ids, *(token for token in named if token < spec.vocab)))
-        sampling = msgspec.structs.replace(sampling, stop_token_ids=tuple(ends))
+    sampling = _with_control_stops(sampling, stop, controls, spec.vocab)
     budget = _reasoning_budget(options.reasoning_budget, output)
     if output.tools and not options.parallel_tool_calls:
         output = msgspec.structs.replace(output, one_call=True)
@@ -357,20 +359,45 @@ def requests(
             stop=stop,
             repetition_stop=options.repetition_stop,
             output=output,
-            grammar=grammar,
+            grammar=params.grammar,
             reasoning_budget=budget,
-            salt=salt,
-            share=share,
+            salt=params.salt,
+            share=params.share,
             timeout=timeout,
             first_token_timeout=first_token,
             priority=-priority,
-            durable=durable,
-            stored=stored,
+            durable=params.durable,
+            stored=params.stored,
             progress=options.progress,
             prediction=prediction,
         )
         for choice in range(choices)
     )
+
+
+def _prompt(prompt: Sequence[int], spec: ModelSpec) -> tuple[int, ...]:
+    """Return the prompt's token ids. Raise InvalidRequest if there is none, or one that is not in the vocabulary."""
+    tokens = tuple(prompt)
+    if not tokens:
+        raise InvalidRequest("the prompt is empty; it must hold at least one token", field="prompt")
+    if not {int}.issuperset(map(type, tokens)):
+        raise InvalidRequest("the prompt must hold token ids, which are whole numbers", field="prompt")
+    low, high = min(tokens), max(tokens)
+    if low < 0 or high >= spec.vocab:
+        wrong = low if low < 0 else high
+        raise InvalidRequest(f"prompt holds token id {wrong}; ids go from 0 to {spec.vocab - 1}", field="prompt")
+    return tokens
+
+
+def _with_control_stops(
+    sampling: SamplingParams, stop: Sequence[str], controls: Mapping[str, int] | None, vocab: int
+) -> SamplingParams:
+    """Return the parameters with a stop token for each stop text that is a control token."""
+    named = [controls[text] for text in stop if text in controls] if controls else []
+    if not named:
+        return sampling
+    ends = dict.fromkeys((*sampling.stop_token_ids, *(token for token in named if token < vocab)))
+    return msgspec.structs.replace(sampling, stop_token_ids=tuple(ends))
 
 
 def _prediction(

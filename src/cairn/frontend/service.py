@@ -21,12 +21,11 @@ from cairn.frontend.launch import First, launch_first
 from cairn.frontend.miss_explainer import PromptOrigin
 from cairn.frontend.request_state import PLAIN, InFlight, RequestState, RequestStatus
 from cairn.frontend.request_table import RequestTable, Used
-from cairn.frontend.requests import SamplingOptions, requests, with_options
-from cairn.frontend.sent_marks import Mark, SentMarks
+from cairn.frontend.requests import NO_PARAMS, RequestParams, SamplingOptions, requests, with_options
+from cairn.frontend.stored_kv import StoredKv
 from cairn.frontend.stream import RequestStream
 from cairn.frontend.supervisor import Supervisor
 from cairn.frontend.worker_connection import Patience
-from cairn.kv.tiers.store import Standing
 from cairn.models.hub.hub import locate
 from cairn.models.spec.config import check_fits
 from cairn.system.deadline import left
@@ -40,8 +39,8 @@ from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.errors import Cancelled, Conflict, DeadlineExceeded, InvalidRequest, Unavailable, trace
 from cairn.types.model_spec import ModelSpec
 from cairn.types.outputs import FinishReason
-from cairn.types.request import Grammar, OutputFormat, Request
-from cairn.types.stats import KvStats, Placed, Swept, TakenIn
+from cairn.types.request import Request
+from cairn.types.stats import KvStats
 from cairn.types.step import AdapterFacts
 from cairn.worker import wire
 
@@ -90,7 +89,7 @@ class ServiceStats(msgspec.Struct, frozen=True, kw_only=True):
     worker_restarts: int
 
 
-class Service:
+class Service(StoredKv):
     """One model being served. Make it with `await Service.start(config)`; end it with `await close()`."""
 
     spec: ModelSpec
@@ -99,7 +98,6 @@ class Service:
     """The capabilities of the loaded engine."""
     tokenizer: Tokenizer
     chat: Chat
-    metrics: Metrics
     name: str
     """The model's name for clients."""
     names: frozenset[str]
@@ -132,9 +130,7 @@ class Service:
         self.recent = self._traffic.recent
         self._stats = wire.Stats()
         self._trouble = ""
-        self._logged: dict[str, str] = {}
-        """The trouble of each store that was logged last."""
-        self._marks = SentMarks()
+        StoredKv.__init__(self, self._supervisor)
         self._telling: asyncio.Task[None] | None = None
         """Sends the marks of the last worker to a new one."""
         self.hour = LastHour()
@@ -257,16 +253,10 @@ class Service:
         self,
         prompt: Sequence[int],
         options: SamplingOptions,
+        params: RequestParams = NO_PARAMS,
         *,
         ids: Callable[[], int] | None = None,
         max_choices: int = 1,
-        output: OutputFormat | None = None,
-        grammar: Grammar | None = None,
-        salt: bytes = b"",
-        share: str = "",
-        durable: bool = False,
-        stored: bool = True,
-        allow_empty: bool = False,
     ) -> tuple[Request, ...]:
         """Make the requests of a prompt, one per choice, within the limits of the model and the configuration.
 
@@ -276,19 +266,13 @@ class Service:
             self.spec,
             prompt,
             options,
+            params,
             ids=ids or self.next_id,
             context=self.info.context,
             max_choices=max_choices,
-            output=output,
-            salt=salt,
-            share=share,
             timeout=self._config.request_timeout,
-            allow_empty=allow_empty,
-            durable=durable,
-            stored=stored,
             controls=self.controls,
             sampler_order=self._config.sampler_order,
-            grammar=grammar,
             encode=self.tokenizer.encode,
         )
 
@@ -416,88 +400,6 @@ class Service:
             if hasattr(self, "chat"):
                 await self.chat.close()
 
-    # ------------------------------------------------------------------------------------- KV beyond the requests
-    # All of these raise Unavailable while the worker is being replaced.
-
-    async def flush(self) -> None:
-        """Wait until all KV computed until now that should be stored is durable.
-
-        Raise Unavailable if some was given up.
-        """
-        self._answered(await self._supervisor.ask("flush"))
-
-    async def pin(self, owner: str, tokens: Sequence[int], salt: bytes = b"") -> None:
-        """Keep the chunks of this context in every store from eviction, also those that are written later.
-
-        They replace what `owner` pinned before. Durable on return.
-        """
-        self._answered(await self._supervisor.ask("pin", owner=owner, tokens=tuple(tokens), salt=salt))
-
-    async def unpin(self, owner: str) -> None:
-        """Release what `owner` pinned."""
-        self._answered(await self._supervisor.ask("pin", owner=owner))
-
-    async def mark(self, tokens: Sequence[int], salt: bytes, standing: Standing, *, keep: int = 0) -> None:
-        """Set the standing (`kv.tiers.store.Standing`) of this context beyond its first `keep` tokens.
-
-        It shapes how soon the stores evict it. The next worker gets the mark too.
-        """
-        self._marks.add(Mark(tokens, salt, standing, keep))
-        asked = self._supervisor.ask("mark", tokens=tuple(tokens), salt=salt, keep=keep, standing=standing)
-        self._answered(await asked)
-
-    async def prefetch(self, tokens: Sequence[int], salt: bytes = b"") -> Placed:
-        """Load what the stores have of this context into the pool; return where the context is then."""
-        return self._answered(await self._supervisor.ask("prefetch", tokens=tuple(tokens), salt=salt)).placed
-
-    async def evict(self, tokens: Sequence[int], salt: bytes = b"", *, keep: int = 0, disk: bool = False) -> Placed:
-        """Evict the KV of this context from the pool and RAM, and with `disk` everywhere; return where it is then.
-
-        Its first `keep` tokens stay, because others need them; so do blocks that a running request holds.
-        """
-        if disk:
-            self._marks.forget(tokens, salt, keep)
-        asked = self._supervisor.ask("evict", tokens=tuple(tokens), salt=salt, keep=keep, disk=disk)
-        return self._answered(await asked).placed
-
-    async def kv_paths(self, tokens: Sequence[int], salt: bytes = b"") -> list[Path]:
-        """Return the files that the disk has of this context: each may be gone by the time it is read."""
-        asked = self._supervisor.ask("paths", tokens=tuple(tokens), salt=salt)
-        return [Path(path) for path in self._answered(await asked).paths]
-
-    async def take_in(self, path: Path, tokens: Sequence[int], salt: bytes = b"") -> TakenIn:
-        """Store a file's KV of this context (`kv.disk.portable_kv`), after every check."""
-        asked = self._supervisor.ask("take_in", path=str(path), tokens=tuple(tokens), salt=salt)
-        return self._answered(await asked).taken
-
-    async def erase_of_model(self, model: bytes, tokens: Sequence[int], salt: bytes = b"", *, keep: int = 0) -> None:
-        """Erase KV that another, unloaded model stored of a context beyond its first `keep` tokens.
-
-        Raise Unavailable if that is impossible now.
-        """
-        asked = self._supervisor.ask("evict", tokens=tuple(tokens), salt=salt, keep=keep, model=model)
-        self._answered(await asked)
-
-    async def where(self, tokens: Sequence[int], salt: bytes = b"") -> Placed:
-        """Return how many leading tokens of this context each tier has."""
-        return self._answered(await self._supervisor.ask("where", tokens=tuple(tokens), salt=salt)).placed
-
-    async def scrub(self) -> Swept:
-        """Read and verify every stored chunk, and remove the damaged ones."""
-        return self._answered(await self._supervisor.ask("scrub")).swept
-
-    async def prune(self) -> Swept:
-        """Remove chunks that nobody has used for longer than the stores' time to live."""
-        return self._answered(await self._supervisor.ask("prune")).swept
-
-    def _answered(self, answer: wire.KVAnswer) -> wire.KVAnswer:
-        if answer.kv is not None:
-            self.metrics.kv = answer.kv
-            self._log_troubles(answer.kv)
-        if answer.trouble:
-            raise Unavailable(answer.trouble, retry_after=self._supervisor.pause)
-        return answer
-
     # ------------------------------------------------------------------------------------------------ adapters
 
     async def attach(self, path: Path) -> AdapterFacts:
@@ -566,12 +468,6 @@ class Service:
         self.metrics.worker_failures = lambda: self._supervisor.failures
         self.metrics.worker_still = lambda: self._supervisor.still
 
-    async def _mark_again(self) -> None:
-        """Send the marks that the last worker had to a new one."""
-        with contextlib.suppress(Unavailable):  # it is gone again; the next one will get the marks
-            for tokens, salt, standing, keep in self._marks:
-                await self._supervisor.ask("mark", tokens=tuple(tokens), salt=salt, keep=keep, standing=standing)
-
     def _with_ends(self, spec: ModelSpec) -> ModelSpec:
         """Return the spec with all tokens that end an answer, also those of the tokenizer and the chat template."""
         more = sorted(self.tokenizer.end_ids) if hasattr(self, "tokenizer") else ()
@@ -589,17 +485,6 @@ class Service:
         self._traffic.step(step, before)
         if step.stats.kv is not None:
             self._log_troubles(step.stats.kv)
-
-    def _log_troubles(self, kv: KvStats) -> None:
-        """Log once that a store fails, and once that it works again. A store that is missing changes nothing."""
-        for name, tier in (("in memory", kv.ram), ("on the disk", kv.disk), ("that replicas share", kv.shared)):
-            if tier is None or tier.trouble == self._logged.get(name, ""):
-                continue
-            self._logged[name] = tier.trouble
-            if tier.trouble:
-                log.warning("%s", tier.trouble)
-            else:
-                log.info("the KV store %s works again", name)
 
     # ------------------------------------------------------------------------------------------------------ the end
 

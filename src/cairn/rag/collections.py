@@ -14,6 +14,7 @@ import msgspec
 from cairn.frontend.embeddings import Asking, finished, scores, vectors
 from cairn.frontend.requests import SamplingOptions
 from cairn.frontend.service import Service
+from cairn.rag.chunking import Section, UnreadableDocument, chunks, sections
 from cairn.rag.citations import CitationFilter
 from cairn.rag.definition import (
     BINARY,
@@ -26,8 +27,7 @@ from cairn.rag.definition import (
     StoredDocument,
 )
 from cairn.rag.document_store import DocumentStore, bytes_of
-from cairn.rag.extractor import Extractor, aside
-from cairn.rag.reading import Section, UnreadableDocument, chunks, sections
+from cairn.rag.extract_parent import Extractor, aside
 from cairn.text.grammar.grammar import ANYTHING
 from cairn.types.errors import Conflict, InvalidRequest, TooLarge
 from cairn.types.outputs import Delta

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from cairn.rag.chunking import Piece
 from cairn.rag.copy_database import WAIT_SECONDS
 from cairn.rag.definition import (
     MAX_CHUNKS,
@@ -30,7 +31,6 @@ from cairn.rag.definition import (
     SearchHit,
     StoredDocument,
 )
-from cairn.rag.reading import Piece
 from cairn.types.errors import Conflict, NotFound, Overloaded, Unavailable
 
 if TYPE_CHECKING:

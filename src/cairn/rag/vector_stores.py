@@ -12,10 +12,10 @@ from contextlib import AbstractAsyncContextManager
 from cairn.rag.attachments import Attachment, Attachments, WantedFile
 from cairn.rag.collections import Collections, Embedder, Room, endless
 from cairn.rag.definition import Attribute, Collection, NewDocument, kind_of
-from cairn.rag.fair_semaphore import FairSemaphore
 from cairn.rag.file_store import FileStore, StoredFile
 from cairn.system.deadline import DEADLINE
 from cairn.system.spans import PRESENT
+from cairn.text.render.fair_semaphore import FairSemaphore
 from cairn.types.errors import CairnError, NotFound, trace
 
 log = logging.getLogger("cairn.api")
@@ -38,7 +38,7 @@ class VectorStores:
         self.files, self.attachments = files, attachments
         self._tasks: dict[tuple[int, str], asyncio.Task[None]] = {}
         """Running tasks, by collection key and file id."""
-        self._slots = FairSemaphore(AT_ONCE)
+        self._slots = FairSemaphore(AT_ONCE, each=1, what="the reader of documents")
 
     async def attach(
         self, tenant: str, id: str, wanted: Sequence[WantedFile], embedders: Embedders, batch: str = ""

@@ -15,7 +15,8 @@ from typing import Any
 
 import msgspec
 
-from cairn.config.config import Config, TenantTurns
+from cairn.config.config import Config
+from cairn.config.values import TenantTurns
 from cairn.engine.machine import memory_available
 from cairn.frontend.adapters import ServedAdapters
 from cairn.frontend.launch import First, launch_first

@@ -16,7 +16,8 @@ import math
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
-from cairn.config.config import Config, ModelOptions, TenantTurns
+from cairn.config.config import Config
+from cairn.config.values import ModelOptions, TenantTurns
 from cairn.engine.machine import memory_available, memory_pressed
 from cairn.frontend.launch import First
 from cairn.frontend.service import SHUTTING_DOWN, Service

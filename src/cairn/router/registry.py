@@ -8,7 +8,8 @@ from contextvars import ContextVar
 
 import msgspec
 
-from cairn.config.config import Config, ModelOptions
+from cairn.config.config import Config
+from cairn.config.values import ModelOptions
 from cairn.router.served_model import LoadedModel, ServedModel, check_names, first_of
 from cairn.types.errors import InvalidRequest, UnknownModel
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from cairn.config.config import Config, ModelOptions, turns_of
+from cairn.config.config import Config, turns_of
 from cairn.config.paths import expanded
+from cairn.config.values import ModelOptions
 from cairn.frontend.launch import First, launch_first
 from cairn.models.files import is_gguf, stem
 from cairn.models.hub import hub

@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from cairn.config.config import Config, ModelOptions
+from cairn.config.config import Config
+from cairn.config.values import ModelOptions
 from cairn.frontend.service import Service
 from cairn.router.fit import Fit
 from cairn.router.loader import ModelLoader, shown_gb, to_end

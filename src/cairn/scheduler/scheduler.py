@@ -81,7 +81,7 @@ class Scheduler:
     """All requests of one engine. Not thread-safe; only `add`, `drop`, `plan`, `follow`, `commit` change anything."""
 
     def __init__(self, cache: Cache, limits: Limits, clock: Clock, drafts: DraftPolicy | None = None) -> None:
-        """`drafts`: which sequences speculate, and how far; None: none do."""
+        """Make an empty scheduler. `drafts`: the policy of speculation; None turns it off."""
         self._cache = cache
         self._speculation = None if drafts is None else Speculation(drafts, cache.info.vocab)
         self._clock = clock
@@ -332,7 +332,7 @@ class Scheduler:
         for sequence in self._running:
             sequence.stalled += sequence not in work
             if sequence.stalled == PATIENCE:
-                self._cache.lapse(sequence.kv, sequence.tokens)
+                self._cache.release_claims(sequence.kv, sequence.tokens)
 
     def _admit(
         self, work: dict[Sequence, int], budget: StepBudget, now: float, ended: list[Output], started: list[int]

@@ -1,14 +1,14 @@
-"""Until when the call that is being answered wants its answer: all that is done for it looks here."""
+"""The deadline of the current call, for everything that is done to answer it."""
 
 from __future__ import annotations
 
 from contextvars import ContextVar
 
 DEADLINE: ContextVar[float | None] = ContextVar("cairn_deadline", default=None)
-"""The monotonic clock's time; None where the call says nothing. Tasks that a call starts have its own."""
+"""Monotonic time by which the current call wants its answer; None if it sets no limit. Its tasks inherit it."""
 
 
 def left(now: float, most: float) -> float:
-    """Seconds until then, at most so many; 0 where it is past."""
+    """Return the seconds until the call's deadline, at least 0 and at most `most`; `most` without a deadline."""
     deadline = DEADLINE.get()
     return most if deadline is None else max(0.0, min(most, deadline - now))

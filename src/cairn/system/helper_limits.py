@@ -1,4 +1,4 @@
-"""The limits that a helper process sets on itself before it reads what a stranger wrote.
+"""The limits that a helper process sets on itself before it reads untrusted input.
 
 A helper imports this, so it imports little.
 """
@@ -11,16 +11,16 @@ import resource
 import sys
 
 OPEN_FILES = 64
-"""Descriptors that a helper may have open."""
+"""Most open file descriptors of a helper."""
 
 
 def restrict(memory: int | None = None, seconds: int | None = None) -> None:
-    """Set limits for good: no core file (it would hold the text of requests), no file written, few descriptors.
+    """Set limits that cannot be raised again: no core file, no written file, few descriptors.
 
-    `memory`: bytes of address space; `seconds`: of processor time, after which the system ends the process.
+    `memory`: bytes of address space; `seconds`: processor time, after which the system ends the process.
     """
     for kind, most in (
-        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CORE, 0),  # a core file would hold the text of requests
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_NOFILE, OPEN_FILES),
         (resource.RLIMIT_AS, memory),
@@ -34,21 +34,21 @@ def restrict(memory: int | None = None, seconds: int | None = None) -> None:
 
 
 def bound_memory(limit: int) -> None:
-    """Set the address space that the process may have, in bytes, until the next call."""
+    """Limit the process's address space in bytes. A later call may raise the limit again."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
 def memory_in_use() -> int | None:
-    """Return the process's address space in bytes; None where the system does not tell."""
+    """Return the process's address space in bytes; None if the system does not report it."""
     pages = _statm()
     return None if pages is None else pages[0] * os.sysconf("SC_PAGE_SIZE")
 
 
 def held_memory() -> int:
-    """Return the bytes of memory that are the process's own, after what is free was given back.
+    """Return the process's private memory in bytes, after returning free memory to the system.
 
-    Where the system does not tell: the most that they ever were.
+    If the system does not report it, return the peak of resident memory instead.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -61,17 +61,17 @@ def held_memory() -> int:
 
 
 def cpu_seconds() -> float:
-    """Return the processor time of this process.
+    """Return the processor time of this process in seconds.
 
-    `time.process_time` stands still between two ticks of the system while a timer of processor time runs (Linux), and
-    so long a job may take.
+    Not `time.process_time`: on Linux it only advances with the system's tick while a timer of processor time runs, and
+    a job may be shorter than a tick.
     """
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
 def _statm() -> list[int] | None:
-    """Return the pages of the address space, those in memory, and those of them that are shared with files."""
+    """Return the numbers of /proc/self/statm: pages of the address space, resident pages, shared pages, and more."""
     try:
         with open("/proc/self/statm") as file:
             return [int(word) for word in file.read().split()]

@@ -1,7 +1,7 @@
-"""Time, chance and files, injectable. Scheduler, KV and agents reach the outside world through these and nothing else.
+"""Interfaces to time, chance, the network and files: everything outside the process is reached through these alone.
 
-Each seam has a real implementation in `posix` and a simulated one in the tests, so that time, chance and failure can
-be replayed from a seed.
+Each has a real implementation in `posix` and a simulated one in the tests, so that time, chance and failure can be
+replayed from a seed.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from typing import Literal, NamedTuple, Protocol
 
 
 class Clock(Protocol):
-    """Time."""
+    """Source of time."""
 
     def now(self) -> float:
-        """Seconds on a clock that never goes back."""
+        """Return seconds on a clock that never goes back."""
         ...
 
     def time_ns(self) -> int:
-        """Nanoseconds since 1970; may jump."""
+        """Return nanoseconds since 1970, by a clock that may be set."""
         ...
 
 
 class Rng(Protocol):
-    """Chance."""
+    """Source of random numbers."""
 
     def bits64(self) -> int:
         """Return an unpredictable integer in [0, 2**63)."""
@@ -31,7 +31,7 @@ class Rng(Protocol):
 
 
 class Network(Protocol):
-    """What other machines see of this one."""
+    """The machine as others see it."""
 
     def addresses(self) -> list[str]:
         """Return the IP addresses that others reach this machine at, IPv4 first; empty if none is known."""
@@ -39,31 +39,31 @@ class Network(Protocol):
 
 
 LOCK_FILE = ".lock"
-"""What `FileSystem.lock` leaves in a folder."""
+"""Name of the file that `FileSystem.lock` makes in a folder."""
 
 
 class FolderEntry(NamedTuple):
-    """What a folder lists."""
+    """An entry of a folder's list."""
 
     name: str
     size: int
-    """Bytes; 0 for a folder."""
+    """Length in bytes; 0 for a folder."""
     folder: bool
     modified: float
     """Seconds since 1970."""
     disk: int = 0
-    """Bytes it takes on the disk, in whole blocks; 0 for a folder."""
+    """Bytes that it takes on the disk, in whole blocks; 0 for a folder."""
 
 
 class File(Protocol):
     """An open file. Every call raises `OSError` as the system does; a short write is an error, never silent."""
 
     def read(self, offset: int, size: int) -> bytes:
-        """`size` bytes from `offset`; fewer only where the file ends."""
+        """Return `size` bytes from `offset`, fewer only at the end of the file."""
         ...
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
-        """Fill `buffer` with bytes from `offset`; how many: fewer than it takes only where the file ends."""
+        """Fill `buffer` with bytes from `offset`; return how many, fewer than it holds only at the end of the file."""
         ...
 
     def append(self, data: bytes | bytearray | memoryview) -> None:
@@ -75,19 +75,19 @@ class File(Protocol):
         ...
 
     def size(self) -> int:
-        """Bytes in the file."""
+        """Return the file's length in bytes."""
         ...
 
     def disk(self) -> int:
-        """Bytes that the file takes on the disk; settled once it is synced."""
+        """Return the bytes that the file takes on the disk. Until a sync the number may still change."""
         ...
 
     def sync(self) -> None:
-        """Return when all that was written is durable. After an error nothing unsynced may be relied on, ever."""
+        """Return when all that was written is durable. After an error, never rely on anything that was not synced."""
         ...
 
     def close(self) -> None:
-        """Close it; nothing is synced by that."""
+        """Close the file without syncing it."""
         ...
 
 
@@ -95,22 +95,22 @@ class Lock(Protocol):
     """A folder held by this process."""
 
     def held(self) -> bool:
-        """Whether the folder's path still leads to what is held. False once it was removed, moved or replaced."""
+        """Return whether the path still leads to the locked folder: False once it was removed, moved or replaced."""
         ...
 
     def release(self) -> None:
-        """Let others have it. The end of the process does the same."""
+        """Release the folder. The end of the process does the same."""
         ...
 
 
 class FileSystem(Protocol):
-    """Files. What is written is durable after `File.sync`; a name made, replaced or removed after `sync_folder`.
+    """Files and folders. `File.sync` makes contents durable, `sync_folder` names made, replaced or removed.
 
-    A path that is a symbolic link is never followed in its last part: opening it is an error.
+    The last part of a path is never followed if it is a symbolic link: opening it is an error.
     """
 
     def open(self, path: Path, mode: Literal["read", "append", "create"]) -> File:
-        """Open for reading, for appending to a file that exists, or a new file with mode 0600 that must not exist."""
+        """Open a file to read, or to append; `create` makes a new one with mode 0600 and raises if it exists."""
         ...
 
     def announce(self, path: Path) -> None:
@@ -118,11 +118,11 @@ class FileSystem(Protocol):
         ...
 
     def replace(self, source: Path, target: Path) -> None:
-        """Give the file or folder the name `target`, in the place of a file that has it, at once and whole."""
+        """Rename a file or folder to `target` atomically, replacing a file of that name."""
         ...
 
     def link(self, source: Path, target: Path) -> None:
-        """Give the file the name `target` too, at once and whole. Raise FileExistsError if something has it."""
+        """Give a file a second name atomically. Raise FileExistsError if `target` exists."""
         ...
 
     def remove(self, path: Path) -> None:
@@ -130,19 +130,19 @@ class FileSystem(Protocol):
         ...
 
     def make_folder(self, path: Path) -> None:
-        """Make a folder with mode 0700, with its parents, unless it is there. What it made is durable on return."""
+        """Make a folder and its missing parents with mode 0700. What was made is durable on return."""
         ...
 
     def list(self, path: Path) -> list[FolderEntry]:
-        """Return the folder's entries in no order. Raise FileNotFoundError if it does not exist."""
+        """Return the folder's entries, unordered. Raise FileNotFoundError if it does not exist."""
         ...
 
     def mode(self, path: Path) -> int:
-        """Permission bits."""
+        """Return the permission bits."""
         ...
 
     def owned(self, path: Path) -> bool:
-        """Whether the file or folder belongs to the user that this process runs as."""
+        """Return whether the file or folder belongs to the user that this process runs as."""
         ...
 
     def touch(self, path: Path, modified: float) -> None:
@@ -154,9 +154,9 @@ class FileSystem(Protocol):
         ...
 
     def free(self, path: Path) -> int:
-        """Bytes that this user may still write to the disk that holds the folder."""
+        """Return the bytes that this user may still write to the folder's disk."""
         ...
 
     def lock(self, path: Path) -> Lock | None:
-        """Hold the folder for this process alone, or None where it is held. Ends with the process; leaves a file."""
+        """Lock the folder for this process; None if another holds it. The file `LOCK_FILE` stays in the folder."""
         ...

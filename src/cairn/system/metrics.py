@@ -1,4 +1,4 @@
-"""What `/metrics` says: vLLM's names under `cairn:` or `vllm:`, one label (the model), every one of them recorded.
+"""The metrics of `/metrics`: vLLM's names under `cairn:` or `vllm:`, with the model as the only label.
 
 Names and meanings follow vLLM's metrics page (docs.vllm.ai, usage/metrics), so that its dashboards work unchanged.
 Nothing here grows with traffic: no label holds a path, a request or a client.
@@ -52,27 +52,28 @@ _FEW_TOKENS = tuple(float(1 << power) for power in range(15))
 
 
 class AgentFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Agents now, and the ledger of what caching saved; both survive restarts."""
+    """Numbers of agents and turns, and the totals of what caching saved; both survive restarts."""
 
     agents: int = 0
     turns: Mapping[str, int] = {}
-    """How many turns there are by state; what is not named is 0."""
+    """Number of turns by state; a missing state counts 0."""
     log_bytes: int = 0
     log_dropped: int = 0
-    """Records that were not written, because the disk was too slow or refused them."""
+    """Log records that were dropped because the disk was too slow or refused them."""
     requests: int = 0
     computed: int = 0
-    """How many prompt tokens were computed."""
+    """Prompt tokens that were computed."""
     saved: int = 0
     """Prompt tokens that were not computed again."""
     seconds_avoided: float = 0.0
     read: int = 0
-    """Bytes of KV from the disk; `written`, to it."""
+    """Bytes of KV read from the disk."""
     written: int = 0
+    """Bytes of KV written to the disk."""
 
 
 class Tally:
-    """A histogram that one thread writes. Bounds are upper bounds, inclusive, as Prometheus counts them."""
+    """A histogram that one thread writes. `bounds` are inclusive upper bounds, as Prometheus defines them."""
 
     __slots__ = ("_counts", "bounds", "sum")
 
@@ -88,11 +89,11 @@ class Tally:
 
     @property
     def count(self) -> int:
-        """How many observations there were so far."""
+        """Number of observations so far."""
         return sum(self._counts)
 
     def buckets(self) -> list[tuple[str, float]]:
-        """(upper bound, observations up to it), ending with +Inf."""
+        """Return (upper bound, number of observations up to it) pairs, the last for +Inf."""
         pairs, total = [], 0
         for bound, count in zip((*map(str, self.bounds), "+Inf"), self._counts, strict=True):
             total += count
@@ -124,11 +125,11 @@ class Metrics:
         self.prompt_tokens_loaded = {"ram": 0, "disk": 0, "shared": 0}
         self.misses: dict[str, int] = dict.fromkeys(get_args(MissReason), 0)
         self.kv = KvStats()
-        """The stores below the pool of the present worker."""
+        """Statistics of the present worker's stores below the pool."""
         self.agents: Callable[[], AgentFigures] = AgentFigures
-        """Asked for each scrape."""
+        """Returns the figures of agents; called for each scrape."""
         self._ended = [0.0] * len(self._kv_counts())
-        """What those of earlier workers had counted."""
+        """Totals of earlier workers, in the order of `_kv_counts`."""
         self.finished = dict.fromkeys(FinishReason, 0)
         self.first_token = Tally(_SECONDS)
         self.inter_token = Tally(_SHORT_SECONDS)
@@ -146,7 +147,7 @@ class Metrics:
         self._registry.register(self)
 
     def worker_replaced(self) -> None:
-        """Reset what the ended worker held; its counters are added to those of the next."""
+        """Reset the ended worker's gauges; add its counters to the totals of earlier workers."""
         self.running = self.waiting = 0
         self.kv_usage = 0.0
         self._ended = [old + new for old, (_, _, new) in zip(self._ended, self._kv_counts(), strict=True)]
@@ -162,7 +163,7 @@ class Metrics:
 
     @property
     def mean_seconds(self) -> float:
-        """How long a request took on the whole, at least a second."""
+        """Mean seconds from a request's arrival to its end, at least 1."""
         return max(1.0, self.end_to_end.sum / max(1, self.end_to_end.count))
 
     def record_end(
@@ -183,7 +184,7 @@ class Metrics:
             self.time_per_token.observe((total - first) / (generated - 1))
 
     def render(self) -> bytes:
-        """All of it in Prometheus' text format, with content type `CONTENT_TYPE`."""
+        """Return all metrics in Prometheus' text format, whose content type is `CONTENT_TYPE`."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
@@ -193,7 +194,7 @@ class Metrics:
         yield from self._histograms()
 
     def of_model(self) -> Iterator[Metric]:
-        """Yield the same metrics without those of the whole server."""
+        """Yield the model's metrics, without the server's own about agents."""
         yield from self._plain()
         yield from self._histograms()
 
@@ -310,7 +311,7 @@ class Metrics:
             yield name, text, now + ended
 
     def _kv_counts(self) -> list[tuple[str, str, float]]:
-        """Counters of the present worker's stores."""
+        """Return (name, help, total) of the counters of the present worker's stores."""
         kv, disk, shared = self.kv, self.kv.disk or TierStats(), self.kv.shared or TierStats()
         return [
             ("kv_loaded_tokens", "Tokens whose KV was brought up into the pool.", kv.loaded),
@@ -345,7 +346,7 @@ class Metrics:
 
 
 class ServerMetrics:
-    """The instruments of all models of a server as one text: each family once, with the samples of every model."""
+    """The metrics of all models of a server in one text: each name once, with the samples of every model."""
 
     def __init__(
         self,
@@ -362,7 +363,7 @@ class ServerMetrics:
         self._registry.register(self)
 
     def render(self) -> bytes:
-        """All of it in Prometheus' text format, with content type `CONTENT_TYPE`."""
+        """Return all metrics in Prometheus' text format, whose content type is `CONTENT_TYPE`."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:

@@ -1,4 +1,4 @@
-"""The outside world itself: this machine's clocks, chance and files."""
+"""The real implementations of `interfaces`: this machine's clocks, random numbers, network and files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def without_secrets() -> dict[str, str]:
 
 
 def log_to_stderr(level: str, form: Literal["text", "json"] = "text") -> None:
-    """Log to standard error from this level on, Cairn's own loggers only: libraries might log clients' data."""
+    """Log to standard error from `level` on, for Cairn's own loggers only: libraries might log clients' data."""
     handler = _Patient(sys.stderr)
     plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(JsonLines() if form == "json" else plain)
@@ -38,14 +38,14 @@ def log_to_stderr(level: str, form: Literal["text", "json"] = "text") -> None:
 
 
 FACTS = "facts"
-"""The attribute of a record (`extra`) whose items are fields of its own in a JSON line."""
+"""Key of a log call's `extra` whose dict becomes further fields of a JSON line."""
 
 
 class JsonLines(logging.Formatter):
-    """Each record as a JSON object on a line of its own: time, level, logger, message, and the `facts` that it has."""
+    """Formats each record as a JSON object on one line: time, level, logger, message, and its `FACTS`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line."""
+        """Return a record's line."""
         at = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
         line: dict[str, object] = {
             "time": f"{at:%Y-%m-%dT%H:%M:%S}.{at.microsecond // 1000:03d}Z",
@@ -63,13 +63,13 @@ class _Patient(logging.StreamHandler[TextIO]):
     """Drops records up to INFO while the stream cannot take more: writing to a full pipe would block this process."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write, or not."""
+        """Write a record, or drop it if it is not important and writing would block."""
         if record.levelno > logging.INFO or _takes(self.stream):
             super().emit(record)
 
 
 def _takes(stream: TextIO) -> bool:
-    """Whether a line can be written without waiting."""
+    """Return whether a line can be written without blocking."""
     try:
         handle = stream.fileno()
     except (OSError, ValueError):  # in memory, or closed
@@ -83,11 +83,11 @@ class SystemClock:
     """The machine's clocks."""
 
     def now(self) -> float:
-        """Monotonic seconds."""
+        """Return seconds of the monotonic clock."""
         return time.monotonic()
 
     def time_ns(self) -> int:
-        """Wall clock."""
+        """Return nanoseconds of the wall clock."""
         return time.time_ns()
 
 
@@ -95,7 +95,7 @@ class SystemRng:
     """The operating system's generator."""
 
     def bits64(self) -> int:
-        """Bits from `secrets`."""
+        """Return random bits from `secrets`."""
         return secrets.randbits(63)
 
 
@@ -108,7 +108,7 @@ class SystemNetwork:
     """Addresses of the machine's interfaces; if none is found, the source address of packets to the internet."""
 
     def addresses(self) -> list[str]:
-        """`Network.addresses`."""
+        """Return the machine's addresses, without loopback and link-local ones."""
         import ipaddress  # for a server alone
 
         found = [*self._interfaces(), *self._inet6()] or self._outside()
@@ -135,7 +135,7 @@ class SystemNetwork:
 
     @staticmethod
     def _outside() -> list[str]:
-        """Return the source address of a packet to the internet; none is sent."""
+        """Return the source address that a packet to the internet would have. Nothing is sent."""
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
             try:
                 sock.connect(("192.0.2.1", 9))
@@ -145,10 +145,10 @@ class SystemNetwork:
 
 
 class SystemFiles:
-    """`FileSystem` over the machine's own. POSIX only."""
+    """The machine's file system, on POSIX."""
 
     def open(self, path: Path, mode: Literal["read", "append", "create"]) -> SystemFile:
-        """Never through a symbolic link, never inherited by a child process."""
+        """Open a regular file. Symbolic links are not followed, and child processes do not inherit the descriptor."""
         flags = {"read": os.O_RDONLY, "append": os.O_RDWR | os.O_APPEND}.get(mode)
         if flags is None:
             flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL
@@ -159,7 +159,7 @@ class SystemFiles:
         return SystemFile(handle)
 
     def announce(self, path: Path) -> None:
-        """`posix_fadvise`, where there is one."""
+        """Start reading a file into the system's cache by `posix_fadvise`, if the system has it."""
         advise = getattr(os, "posix_fadvise", None)
         if advise is not None:
             with contextlib.suppress(OSError):
@@ -170,19 +170,19 @@ class SystemFiles:
                     file.close()
 
     def replace(self, source: Path, target: Path) -> None:
-        """`rename`."""
+        """Rename by `rename(2)`, which is atomic."""
         os.replace(source, target)
 
     def link(self, source: Path, target: Path) -> None:
-        """`link`, of the file itself and never of what a symbolic link leads to."""
+        """Link by `link(2)`; a symbolic link is linked itself, not its target."""
         os.link(source, target, follow_symlinks=False)
 
     def remove(self, path: Path) -> None:
-        """`unlink`."""
+        """Remove by `unlink(2)`."""
         os.unlink(path)
 
     def make_folder(self, path: Path) -> None:
-        """Each folder that is made is synced into its parent."""
+        """Make a folder and its missing parents; sync the parent of each."""
         if path.is_dir():  # maybe just made by a process that was killed before it synced the parent
             with contextlib.suppress(PermissionError):  # this user may enter the parent but not read it
                 self.sync_folder(path.parent)
@@ -194,7 +194,7 @@ class SystemFiles:
         self.sync_folder(path.parent)
 
     def list(self, path: Path) -> list[FolderEntry]:
-        """Links are listed as what they are, files of their own size. What vanishes meanwhile is left out."""
+        """List a folder. Symbolic links count as files of their own; entries that vanish meanwhile are left out."""
         entries = []
         with os.scandir(path) as found:
             for one in found:
@@ -212,15 +212,15 @@ class SystemFiles:
         return stat.S_IMODE(os.lstat(path).st_mode)
 
     def owned(self, path: Path) -> bool:
-        """Whether the effective user owns it."""
+        """Return whether the effective user owns the file or folder."""
         return os.lstat(path).st_uid == os.geteuid()
 
     def touch(self, path: Path, modified: float) -> None:
-        """`utimensat`."""
+        """Set the times of access and modification by `utimensat(2)`."""
         os.utime(path, (modified, modified), follow_symlinks=False)
 
     def sync_folder(self, path: Path) -> None:
-        """`fsync` of the folder."""
+        """Sync a folder by `fsync(2)`, which makes its names durable."""
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             _sync(handle)
@@ -228,12 +228,15 @@ class SystemFiles:
             os.close(handle)
 
     def free(self, path: Path) -> int:
-        """Return the bytes that `statvfs` reports as free for an ordinary user."""
+        """Return the bytes that `statvfs(2)` reports as free for an ordinary user."""
         facts = os.statvfs(path)
         return facts.f_bavail * facts.f_frsize
 
     def lock(self, path: Path) -> SystemLock | None:
-        """`flock` on a file in the folder. Never removed: two processes could then each lock a file of their own."""
+        """Lock a file in the folder by `flock(2)`; None if another process has it.
+
+        The file is never removed: two processes could otherwise each lock one of their own.
+        """
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         handle = os.open(path / LOCK_FILE, flags, 0o600)
         try:
@@ -248,7 +251,7 @@ class SystemFiles:
 
 
 class SystemFile:
-    """`File` over a descriptor."""
+    """An open file, by its descriptor."""
 
     __slots__ = ("_failed", "_handle")
 
@@ -262,7 +265,7 @@ class SystemFile:
         return self._handle
 
     def read(self, offset: int, size: int) -> bytes:
-        """`pread` until all is there or the file ends."""
+        """Read by `pread(2)` until `size` bytes are there or the file ends."""
         data = os.pread(self._handle, size, offset)
         if len(data) in (0, size):
             return data
@@ -273,14 +276,14 @@ class SystemFile:
         return b"".join(parts)
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
-        """`preadv` until it is full or the file ends."""
+        """Read by `preadv(2)` until `buffer` is full or the file ends; return the number of bytes."""
         got = 0
         while got < len(buffer) and (more := os.preadv(self._handle, [buffer[got:]], offset + got)):
             got += more
         return got
 
     def append(self, data: bytes | bytearray | memoryview) -> None:
-        """`write` until all is there."""
+        """Write by `write(2)` until all of `data` is there."""
         rest = memoryview(data).cast("B")
         while rest:
             done = os.write(self._handle, rest)
@@ -289,7 +292,7 @@ class SystemFile:
             rest = rest[done:]
 
     def truncate(self, size: int) -> None:
-        """`ftruncate`."""
+        """Cut the file by `ftruncate(2)`."""
         os.ftruncate(self._handle, size)
 
     def size(self) -> int:
@@ -297,11 +300,11 @@ class SystemFile:
         return os.fstat(self._handle).st_size
 
     def disk(self) -> int:
-        """Its blocks."""
+        """Return the bytes of the file's blocks."""
         return os.fstat(self._handle).st_blocks * 512
 
     def sync(self) -> None:
-        """`fsync`. Once it failed it fails for ever: the kernel forgets what it could not write."""
+        """Sync by `fsync(2)`. After a failure every further call fails: the kernel forgets what it could not write."""
         if self._failed is not None:
             raise OSError(self._failed.errno, "an earlier sync failed")
         try:
@@ -318,7 +321,7 @@ class SystemFile:
 
 
 class SystemLock:
-    """A `flock`, held while its descriptor is open."""
+    """A lock by `flock(2)`, held while its descriptor is open."""
 
     __slots__ = ("_handle", "_path")
 
@@ -326,7 +329,7 @@ class SystemLock:
         self._handle, self._path = handle, path
 
     def held(self) -> bool:
-        """Whether the path still names the open file; True if the disk fails to answer."""
+        """Return whether the path still names the open file; True if the disk fails to answer."""
         try:
             there = os.lstat(self._path)
         except (FileNotFoundError, NotADirectoryError):
@@ -353,7 +356,7 @@ _NO_FULL_SYNC = (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY)
 
 
 def _sync(handle: int) -> None:
-    """`fsync` as far as the drive: macOS needs its own call for that."""
+    """Sync a file as far as the drive: macOS needs a call of its own for that."""
     full = getattr(fcntl, "F_FULLFSYNC", None)
     if full is not None:
         try:

@@ -1,7 +1,7 @@
-"""Spans of a call's time: recorded where it passes, and reported to traces and logs.
+"""Spans of a call's time: recorded where the time is spent, and reported to traces and logs.
 
-A call whose time is wanted has a `Spans`, which everything that is done for it finds in `PRESENT`, also in tasks that
-it starts. Where neither traces nor logs want any there is none, and nothing is noted.
+A call that is measured has a `Spans` in `PRESENT`, which its tasks inherit. Without traces and logs that want spans
+there is none, and nothing is recorded.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ Name = Literal["queue", "load", "prefill", "decode"]
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True):
-    """One part of a call's time. Times are the clock's, in seconds."""
+    """One part of a call's time. `began` and `ended` are seconds of the monotonic clock."""
 
     name: Name
     began: float
     ended: float
     attributes: dict[str, str | int | float]
-    """Figures and names; never what was asked or answered."""
+    """Figures and names; never texts of prompts or answers."""
 
 
 class Spans:
-    """The parts of one call's time. Those of choices that are computed at once add up to more than it took."""
+    """The parts of one call's time. Parts of choices computed in parallel add up to more than the call took."""
 
     __slots__ = ("_tell", "seconds")
 
     def __init__(self, tell: Callable[[Span], None] | None = None) -> None:
-        """`tell` gets each part once it is over; some may come when the call has been answered."""
+        """Collect spans. `tell` is called with each finished one, some of them after the call was answered."""
         self._tell = tell
         self.seconds: Counter[Name] = Counter()
-        """Of each kind, all together."""
+        """Total seconds by kind of span."""
 
     def add(self, name: Name, began: float, ended: float, **attributes: str | int | float) -> None:
         """Record a finished span."""
@@ -45,4 +45,4 @@ class Spans:
 
 
 PRESENT: ContextVar[Spans | None] = ContextVar("cairn_spans", default=None)
-"""The one of the call that is being answered."""
+"""The spans of the current call; None if it is not measured."""

@@ -1,4 +1,4 @@
-"""What a process's start takes, stage by stage: `--verbose` prints it."""
+"""Durations of the stages of a process's start, for `--verbose`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cairn.system.interfaces import Clock
 
 
 def process_age() -> float:
-    """Return the seconds since this process began; 0 where the system does not say."""
+    """Return the seconds since this process began; 0 if the system does not report it."""
     try:
         with open("/proc/self/stat") as file:
             ticks = int(file.read().rpartition(")")[2].split()[19])
@@ -22,19 +22,19 @@ class Stages:
     """The stages of one process's start, in the order in which they end."""
 
     def __init__(self, clock: Clock, age: float = 0.0) -> None:
-        """Begin the first stage. `age`: seconds for which it has run already."""
+        """Begin the first stage, which has run for `age` seconds already."""
         self._clock = clock
         self._at, self._cpu = clock.now() - age, 0.0
         self._ended: list[tuple[str, float, float]] = []
 
     def end(self, name: str) -> None:
-        """End a stage, and begin the next. The first has all processor time of the process so far."""
+        """End a stage and begin the next. The first includes all processor time of the process so far."""
         now, cpu = self._clock.now(), time.process_time()
         self._ended.append((name, now - self._at, cpu - self._cpu))
         self._at, self._cpu = now, cpu
 
     def sentence(self) -> str:
-        """Return seconds of each stage, and its seconds of processor time in brackets."""
+        """Return the seconds of each stage, with its processor time in brackets, as one line."""
         total = sum(cpu for _, _, cpu in self._ended)
         parts = [f"{name} {wall:.2f} ({cpu:.2f})" for name, wall, cpu in self._ended]
         return f"{', '.join(parts)}; {total:.2f} s of processor time in all"

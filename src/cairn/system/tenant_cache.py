@@ -1,4 +1,4 @@
-"""A cache that counts bytes: so many in all, and a part of them a tenant. The least recently used go first."""
+"""An LRU cache bounded in bytes, in total and for each tenant."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from typing import Generic, TypeVar
 V = TypeVar("V")
 
 PARTS = 4
-"""A tenant may have one of so many parts of all bytes."""
+"""Divisor of the total limit: a tenant may use a fourth of it."""
 
 
 class TenantCache(Generic[V]):
-    """Values of tenants by key. No tenant sees another's, nor has it evicted while there is room for all."""
+    """Values by tenant and key. A tenant never sees another's values, and evicts them only if the total is full."""
 
     def __init__(self, most: int, size: Callable[[V], int], held: Callable[[V], bool] = lambda _: False) -> None:
-        """`most`: bytes in all; `size`: how many a value takes now; `held`: whether it must not be evicted."""
+        """Make an empty cache of `most` bytes. `size` returns a value's bytes now, `held` whether it is in use."""
         self._most, self._size, self._held = most, size, held
         self._values: OrderedDict[tuple[str, Hashable], V] = OrderedDict()
-        """The least recently used first."""
+        """Values by (tenant, key), the least recently used first."""
 
     def __len__(self) -> int:
         """Return the number of values."""
         return len(self._values)
 
     def get(self, tenant: str, key: Hashable) -> V | None:
-        """Return a tenant's value, which is the most recently used one then."""
+        """Return a tenant's value and mark it as most recently used; None if it is not cached."""
         value = self._values.get((tenant, key))
         if value is not None:
             self._values.move_to_end((tenant, key))
         return value
 
     def remove(self, tenant: str, key: Hashable) -> None:
-        """Forget a value, if it is there."""
+        """Remove a value if it is cached."""
         self._values.pop((tenant, key), None)
 
     def bytes(self, tenant: str | None = None) -> int:
-        """Return what the values of all, or of one tenant, take now."""
+        """Return the bytes of one tenant's values, or of all."""
         return sum(self._size(value) for _, value in self._of(tenant))
 
     def make_room(self, tenant: str, size: int) -> bool:
@@ -59,7 +59,7 @@ class TenantCache(Generic[V]):
         return True
 
     def put(self, tenant: str, key: Hashable, value: V) -> None:
-        """Keep a value, for which there is room."""
+        """Add a value. Call `make_room` first: this evicts nothing."""
         self._values[tenant, key] = value
         self._values.move_to_end((tenant, key))
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from cairn.agents.agents import Agents
 from cairn.agents.running_turn import RunningTurn
-from cairn.agents.turns import Gate
+from cairn.agents.turns import Gate, TurnParams
 from cairn.agents.types import TurnInfo
 from cairn.frontend.requests import SamplingOptions
 from cairn.frontend.service import Service
@@ -112,18 +112,8 @@ class AgentVoice:
         await self._stand_at(caller.tenant, agent, before)
 
         async def begin() -> RunningTurn:
-            return await self._agents.turn(
-                caller.tenant,
-                agent,
-                messages,
-                options,
-                request=self._service(caller).next_id(),
-                share=caller.share,
-                template_args=self._args(caller, options),
-                wanted=wanted,
-                service=caller.service,
-                gate=gate,
-            )
+            params = self._params(caller, options, wanted, gate)
+            return await self._agents.turn(caller.tenant, agent, messages, params)
 
         return await self._hear(await _patiently(begin), heard)
 
@@ -141,18 +131,8 @@ class AgentVoice:
         await self._stand_at(caller.tenant, agent, before)
 
         async def begin() -> Spoken:
-            stream = await self._agents.aside(
-                caller.tenant,
-                agent,
-                messages,
-                options,
-                request=self._service(caller).next_id(),
-                share=caller.share,
-                template_args=self._args(caller, options),
-                wanted=wanted,
-                service=caller.service,
-                gate=gate,
-            )
+            params = self._params(caller, options, wanted, gate)
+            stream = await self._agents.aside(caller.tenant, agent, messages, params)
             said, done = MessageBuilder(), None
             async with contextlib.aclosing(stream):
                 async for event in stream:
@@ -167,10 +147,19 @@ class AgentVoice:
     def _service(self, caller: Caller) -> Service:
         return caller.service or self._agents.services.first
 
-    def _args(self, caller: Caller, options: SamplingOptions) -> Mapping[str, Any] | None:
-        """Return template arguments that turn reasoning off if the budget is 0 and the template allows it."""
-        without = options.reasoning_budget == 0 and self._service(caller).chat.mentions("enable_thinking")
-        return {"enable_thinking": False} if without else None
+    def _params(self, caller: Caller, options: SamplingOptions, wanted: Wanted, gate: Gate) -> TurnParams:
+        """Return the settings of a turn; with a budget of 0 reasoning is off, if the template has a switch for it."""
+        service = self._service(caller)
+        without = options.reasoning_budget == 0 and service.chat.mentions("enable_thinking")
+        return TurnParams(
+            request=service.next_id(),
+            share=caller.share,
+            options=options,
+            template_args={"enable_thinking": False} if without else None,
+            wanted=wanted,
+            service=caller.service,
+            gate=gate,
+        )
 
     async def _head(self, tenant: str, agent: str, before: int) -> TurnInfo | None:
         """Return the turn at the agent's head if it follows turn `before`."""

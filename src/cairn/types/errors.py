@@ -231,7 +231,7 @@ _UNKNOWN = re.compile(r"Object contains unknown field `(.{1,200})`", re.DOTALL)
 
 
 def parted(error: Exception) -> tuple[str, str, str | None]:
-    """Return what a msgspec.ValidationError says, where, and its field: for an unknown one its name after `where`."""
+    """Split a msgspec.ValidationError into its message, the path of the object, and the path of the field, if any."""
     said, _, where = str(error).rpartition(" - at ")  # names chosen by clients may contain " - at "
     said, where = (said, where) if said else (where, "")
     where = where.strip("`").removeprefix("$").lstrip(".")[:200]

@@ -102,7 +102,7 @@ class Swept(msgspec.Struct, frozen=True, kw_only=True):
     """Chunks that could not be read; they are kept and tried again next time."""
 
 
-class TakenIn(msgspec.Struct, frozen=True, kw_only=True):
+class ImportedKv(msgspec.Struct, frozen=True, kw_only=True):
     """Result of importing KV from a file."""
 
     chunks: int = 0

@@ -1,4 +1,4 @@
-// One turn as it is shown: what was asked, what was answered, and where the prompt came from.
+// The view of one turn: its messages, its answer, and the sources of its prompt's tokens.
 
 import { button, framed, h, put } from "/web/dom.js";
 import { count, seconds } from "/web/format.js";
@@ -26,7 +26,7 @@ const REASONS = {
   "faster to compute": "to compute it was faster than to load it",
 };
 
-/** Where the tokens of a prompt came from, in a line that opens for the reasons. */
+/** Return a line with the sources of a prompt's tokens, which opens to show the reasons of misses. */
 export function provenance(cairn) {
   const total = SOURCES.reduce((sum, [name]) => sum + (cairn?.[name] ?? 0), 0);
   if (!total) return null;
@@ -63,7 +63,7 @@ export function provenance(cairn) {
   return box;
 }
 
-/** A message that came in. */
+/** Return the view of a message that the client sent. */
 export function asked(message, actions = []) {
   const text = textOf(message);
   if (message.role === "user") {
@@ -89,13 +89,13 @@ export function textOf(message) {
   return content ?? "";
 }
 
-/** A call that the model made. */
+/** Return the view of a tool call. */
 function called(call) {
   let shown = call.arguments;
   try {
     shown = JSON.stringify(JSON.parse(call.arguments), null, 2);
   } catch {
-    /* as it is: it may not be whole yet */
+    /* shown unchanged: it may be incomplete */
   }
   return h(
     "figure",
@@ -105,7 +105,7 @@ function called(call) {
   );
 }
 
-/** An answer that is shown while it grows, and as it is in the end. */
+/** The view of an answer, while it is generated and afterwards. */
 export class Answer {
   constructor() {
     this.text = "";
@@ -141,7 +141,7 @@ export class Answer {
     this.ondrawn?.();
   }
 
-  /** A piece of a stream. */
+  /** Add a piece of the stream. */
   add(delta) {
     this.text += delta.content ?? "";
     this.reasoning += delta.reasoning_content ?? "";
@@ -154,7 +154,7 @@ export class Answer {
     this.draw();
   }
 
-  /** The whole message, as the server keeps it. */
+  /** Show the complete message that the server stores. */
   set(message) {
     this.text = textOf(message ?? {});
     this.reasoning = message?.reasoning_content ?? "";
@@ -167,7 +167,7 @@ export class Answer {
     this.calls = [];
   }
 
-  /** How far the prompt is. `part` is 0 to 1, or undefined where that cannot be told. */
+  /** Show the prompt's progress. `part` is 0 to 1, or undefined if unknown. */
   progress(text, part) {
     const bar =
       part === undefined
@@ -180,7 +180,7 @@ export class Answer {
     put(this.status, ...children);
   }
 
-  /** What is known once it is over. */
+  /** Show what is known at the end: usage, times and the finish reason. */
   finish({ cairn, timings, tokens, reason, detail, tail = [] }) {
     const facts = [];
     if (tokens) facts.push(`${count(tokens)} tokens`);

@@ -1,4 +1,4 @@
-// The way to the server: requests with the key, and streams of events.
+// Requests to the server, with the API key, and streams of events.
 
 export const keys = {
   get user() {
@@ -20,7 +20,7 @@ function keep(name, value) {
   else sessionStorage.removeItem(name);
 }
 
-/** What the server refuses, in its own words. */
+/** An error that the server answered with; the message is the server's. */
 export class ApiError extends Error {
   constructor(status, body) {
     const told = body?.error;
@@ -30,7 +30,7 @@ export class ApiError extends Error {
   }
 }
 
-/** A request; the response, if it is a good one. `admin`: with the admin key in the place of the other. */
+/** Send a request; return the response or throw ApiError. `admin`: use the admin key instead of the tenant's. */
 export async function ask(method, path, body, { admin, headers, signal, raw } = {}) {
   const key = admin ? keys.admin || keys.user : keys.user;
   const sent = { ...headers };
@@ -47,10 +47,10 @@ export const post = async (path, body = {}, more) => (await ask("POST", path, bo
 export const request = async (method, path, body, more) => (await ask(method, path, body, more)).json();
 export const remove = async (path, more) => (await ask("DELETE", path, undefined, more)).json();
 
-/** The path of an agent, or of what is below it. */
+/** Return the path of an agent, or of a route below it. */
 export const agentPath = (id, rest = "") => `/v1/agents/${encodeURIComponent(id)}${rest && "/" + rest}`;
 
-/** The events of a response: {id, event, data}. Comments are passed over; `heard` is called for whatever comes. */
+/** Yield the events of a response, {id, event, data}, without comments; call `heard` for every piece that arrives. */
 export async function* events(response, heard = () => {}) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

@@ -1,4 +1,4 @@
-// The start of the page: which view is shown, the keys, light and dark, and how the connection is.
+// The page's start: routing between views, keys, light and dark colours, and the state of the connection.
 
 import { keys } from "/web/api.js";
 import { chatView } from "/web/chat.js";
@@ -22,7 +22,7 @@ function route() {
   try {
     given = decodeURIComponent(id ?? "");
   } catch {
-    /* nobody's id */
+    /* no valid id */
   }
   shown = VIEWS[known](given);
   put(main, shown.node);

@@ -1,10 +1,10 @@
-// Columns, with the numbers as a table for who does not see them.
+// Column charts, with their numbers as a table for screen readers.
 
 import { h, svg } from "/web/dom.js";
 
 const HEIGHT = 120;
 
-/** `items`: {label, parts: [[name, value, class]]}. `say` makes a text of a value. */
+/** Return a chart. `items`: {label, parts: [[name, value, class]]}; `say` formats a value. */
 export function columns(items, say, title) {
   const sums = items.map((one) => one.parts.reduce((sum, [, value]) => sum + value, 0));
   const most = Math.max(...sums, 1e-9);

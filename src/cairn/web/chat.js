@@ -1,11 +1,11 @@
-// The chat: an agent's turns, and one more. What is said here is kept by the server as said.
+// The chat view: an agent's turns, and the form for the next one. The server stores every message.
 
 import { agentPath, ApiError, ask, get, post } from "/web/api.js";
 import { Answer, action, asked, textOf } from "/web/answer.js";
 import { closesList, complain, dialog, field, framed, h, put, say, button } from "/web/dom.js";
 import { ChatList, chatMenu, titled } from "/web/chats.js";
-import { Hearing } from "/web/hearing.js";
-import { carriedOver, contextOf, roomMeter, waysOn } from "/web/room.js";
+import { AnswerStream } from "/web/answer_stream.js";
+import { carriedOver, contextOf, roomMeter, waysOn } from "/web/full_context.js";
 import { connect, on, store, took } from "/web/store.js";
 import { titleOf } from "/web/titles.js";
 import { samplingFields, samplingOptions } from "/web/sampling.js";
@@ -15,7 +15,7 @@ const FULL = "context_length_exceeded";
 const SPEEDS = "cairn.speeds"; // of this browser: how fast its answers were, which only their streams told
 const KEPT = 500;
 
-/** The view. `id` is the agent's, or empty for a new one. */
+/** Return the view. `id`: the agent's; empty for a new chat. */
 export function chatView(id) {
   return new Chat(id).start();
 }
@@ -189,7 +189,7 @@ class Chat {
     );
   }
 
-  /** How full the context is. */
+  /** Update the meter of the context. */
   room() {
     this.menu.hidden = !this.id;
     this.meter.show((this.agent ?? this.told)?.tokens ?? 0, contextOf(this.model.value));
@@ -199,7 +199,7 @@ class Chat {
     return store.agents.get(this.id);
   }
 
-  /** Show the agent as it is now; one look at a time, and one more if somebody asked meanwhile. */
+  /** Read the agent and show it. One read at a time; a call meanwhile causes one more. */
   async load(before) {
     if (this.loading) {
       this.stale = true;
@@ -242,7 +242,7 @@ class Chat {
     }
   }
 
-  /** The stream says that the agent is different: somebody else may have gone on with it. */
+  /** Handle a change of the agent reported by the server: another client may have continued it. */
   changed() {
     const agent = this.agent;
     if (!this.id || this.busy || !agent || this.loading || !this.told) return;
@@ -327,7 +327,7 @@ class Chat {
     if (state === "finished" && last && answer.calls.length) answer.actions.append(this.callAnswers(answer.calls));
   }
 
-  /** Fields for the results of what the model called. */
+  /** Show fields for the results of the model's tool calls. */
   callAnswers(calls) {
     const fields = calls.map((call) => [call, h("textarea", { rows: 2 })]);
     return h(
@@ -363,7 +363,7 @@ class Chat {
     }
   }
 
-  /** The agent, made if there is none yet. */
+  /** Return the agent; create it if this chat is new. */
   async open(messages) {
     if (this.id) return;
     const body = { metadata: { title: titled(textOf(messages[0])) } };
@@ -384,7 +384,7 @@ class Chat {
     this.list();
   }
 
-  /** One more turn; whether it was let in. */
+  /** Send a turn; return whether the server accepted it. */
   async turn(messages) {
     if (this.busy) return false;
     const answer = new Answer();
@@ -423,7 +423,7 @@ class Chat {
   }
 
   begin(answer) {
-    this.busy = new Hearing(answer);
+    this.busy = new AnswerStream(answer);
     answer.ondrawn = () => this.bottom(false);
     this.send.hidden = true;
     this.stop.hidden = false;
@@ -479,7 +479,7 @@ class Chat {
     }
   }
 
-  /** Follow a turn that runs already: after a reload, or one that somebody else began. */
+  /** Follow a turn that is running: after a reload, or one that another client began. */
   async rejoin(turn) {
     if (this.busy) return;
     const answer = new Answer();
@@ -583,7 +583,7 @@ class Chat {
     await this.turn(messages);
   }
 
-  /** Show another version: its latest turn becomes the head. */
+  /** Switch to another version: its latest turn becomes the head. */
   async switch(turn) {
     let leaf = turn;
     for (;;) {
@@ -611,7 +611,7 @@ class Chat {
 
   // ---------------------------------------------------------------------------------------------- a full context
 
-  /** Offer the ways on; what was written last is not lost. */
+  /** Offer ways to continue when the context is full; keep the message that was not sent. */
   full(text) {
     put(
       this.ways,
@@ -646,7 +646,7 @@ class Chat {
   }
 }
 
-/** A message that a chat began with. */
+/** Return the view of a message that the chat began with. */
 function opened(message) {
   if (message.role !== "assistant") return asked(message);
   const answer = new Answer();
@@ -654,7 +654,7 @@ function opened(message) {
   return answer.node;
 }
 
-/** What was written for the chat that is shown next. */
+/** The unsent message for the next chat that is shown. */
 const kept = { text: "" };
 
 function speeds() {

@@ -1,5 +1,5 @@
-// The list of one's own chats: found by their titles at once and by all their text a moment later; renamed, exported,
-// deleted. What teams, programs and clients' sessions have is under Contexts.
+// The list of the user's chats: search by title at once and by full text a moment later; rename, export, delete.
+// Agents of teams, programs and clients' sessions are under Contexts instead.
 
 import { agentPath, ask, get, remove, request } from "/web/api.js";
 import { textOf } from "/web/answer.js";
@@ -15,10 +15,10 @@ const TITLE = 60;
 
 const texts = new Map(); // agent -> {head, text}: what was read of it
 
-/** Whether an agent is a chat of a person: those have a title. */
+/** Return whether an agent is a chat of this page: those have a title. */
 export const isChat = (agent) => Boolean(agent.metadata?.title);
 
-/** A text as a title. */
+/** Shorten a text to a title. */
 export const titled = (text) => text.trim().replace(/\s+/g, " ").slice(0, TITLE);
 
 export class ChatList {
@@ -81,7 +81,7 @@ export class ChatList {
     );
   }
 
-  /** Read the text of chats that were not read since they changed, while somebody searches. */
+  /** Read the texts of chats that changed since they were last read, while a search is open. */
   async read() {
     if (this.reading || !this.wanted) return;
     this.reading = true;
@@ -97,7 +97,7 @@ export class ChatList {
           texts.set(agent.id, { head: agent.head, text: said.join("\n").toLowerCase() });
           this.draw();
         } catch {
-          /* it went meanwhile, or will be read with the next search */
+          /* deleted meanwhile, or read with the next search */
         }
       }
     };
@@ -107,7 +107,7 @@ export class ChatList {
   }
 }
 
-/** What can be done with a chat, behind a button. */
+/** Return the menu of a chat. */
 export function chatMenu(current) {
   const menu = h(
     "details",

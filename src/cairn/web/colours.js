@@ -1,11 +1,11 @@
-// What a node of the tree is coloured by. A colour always comes with a word, so nobody needs to see it.
+// Colours of the tree's nodes. Each colour comes with a word, so that nobody depends on seeing it.
 
 import { ago, short } from "/web/format.js";
 import { savedTokens } from "/web/tree.js";
 
 const NAMES = { pool: "pool", ram: "memory", disk: "disk", shared: "shared", none: "nowhere", unknown: "?" };
 
-/** The highest tier that has at least half of the tokens from `start` to `end` of a context. */
+/** Return the highest tier with at least half of a context's tokens from `start` to `end`. */
 export function tier(kv, start, end) {
   if (!kv) return "unknown";
   if (end <= start) return "none";
@@ -15,7 +15,7 @@ export function tier(kv, start, end) {
   return "none";
 }
 
-/** The place of a number among steps, as a class. */
+/** Return the CSS class of the step that a number falls into. */
 const heat = (value, steps) => `heat-${steps.filter((one) => value >= one).length}`;
 
 export const MODES = {
@@ -26,7 +26,7 @@ export const MODES = {
   pinned: "Pinned",
 };
 
-/** {className, word} of a row. `kv`: where the agent's context lies, if that is known. */
+/** Return {className, word} of a row. `kv`: tokens of the agent's context by tier, if known. */
 export function colour(mode, row, kv, now) {
   const { agent, turn } = row;
   const tokens = turn ? turn.prompt_tokens + turn.completion_tokens : agent.tokens;

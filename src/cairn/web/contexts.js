@@ -1,4 +1,4 @@
-// The tree of all contexts: what each agent remembers, and where that lies.
+// The view of all contexts as a tree: agents, their turns, and where their KV is.
 
 import { agentPath, ask, get, post, remove } from "/web/api.js";
 import { textOf } from "/web/answer.js";
@@ -239,7 +239,7 @@ class Contexts {
     }
   }
 
-  /** Ask where the KV of the agents in sight lies, a few at a time. */
+  /** Read where the KV of the visible agents is, a few requests at a time. */
   ask(first, last) {
     this.sight = [first, last];
     this.askNext();
@@ -270,7 +270,7 @@ class Contexts {
       const found = await get(agentPath(agent.id));
       this.know(agent, found.kv);
     } catch {
-      /* it is shown as unknown */
+      /* shown as unknown */
     } finally {
       this.asking--;
       this.list.draw();
@@ -362,7 +362,7 @@ class Contexts {
     }
   }
 
-  /** What can be done with a row: [name, key, f, more]. */
+  /** Return the actions of a row: [name, key, f, more]. */
   actions(row) {
     const { agent, turn } = row;
     const doing = (name, f) => async () => {

@@ -5,7 +5,7 @@ import { h } from "/web/dom.js";
 import { ago, count, seconds } from "/web/format.js";
 import { savedTokens } from "/web/tree.js";
 
-/** An agent: where its KV lies, as far as that is known, and its figures. */
+/** Return the details of an agent: its figures, and where its KV is if that is known. */
 export function facts(agent, kv) {
   const lines = [
     ["Id", agent.id],
@@ -50,7 +50,7 @@ export function facts(agent, kv) {
   ];
 }
 
-/** A turn: where its prompt came from, and what was said. */
+/** Return the details of a turn: the sources of its prompt, its messages and its answer. */
 export function turnFacts(turn) {
   return [
     provenance(turn.cairn),

@@ -1,4 +1,4 @@
-// The API's description for people, made of /openapi.json.
+// The API's documentation for people, built from /openapi.json.
 
 import { ask, keys } from "/web/api.js";
 import { field, h, put } from "/web/dom.js";
@@ -78,7 +78,7 @@ function fields(document, schema, depth = 0) {
 const resolve = (document, schema) =>
   schema.$ref ? document.components.schemas[schema.$ref.split("/").pop()] : schema;
 
-/** The object that a field holds, or a list of. */
+/** Return the schema of the object that a field holds, directly or in a list. */
 function objectIn(document, schema) {
   const found = resolve(document, schema);
   if (found.properties) return found;

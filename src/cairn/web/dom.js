@@ -1,4 +1,4 @@
-// Elements without HTML: every text becomes a text node, so nothing that is shown can be a tag or a script.
+// DOM elements without HTML: texts become text nodes, so that no shown text can act as a tag or a script.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -14,28 +14,28 @@ function fill(node, props, children) {
   return node;
 }
 
-/** An element: `h("p", {class: "x", onclick: f}, "text", other)`. */
+/** Make an element: `h("p", {class: "x", onclick: f}, "text", other)`. */
 export const h = (tag, props, ...children) => fill(document.createElement(tag), props, children);
 
-/** The same for a picture. */
+/** Make an SVG element, as `h` does. */
 export const svg = (tag, props, ...children) => fill(document.createElementNS(SVG, tag), props, children);
 
-/** Put these in the place of all that a node holds. */
+/** Replace all children of a node. */
 export const put = (node, ...children) => node.replaceChildren(...children.flat(Infinity).filter((one) => one));
 
-/** A button. */
+/** Make a button. */
 export const button = (text, onclick, props) => h("button", { type: "button", onclick, ...props }, text);
 
-/** A field with its label. */
+/** Make a form field with its label. */
 export const field = (label, input, hint) =>
   h("label", { class: "field" }, h("span", null, label), input, hint && h("small", null, hint));
 
-/** Say something to who hears the page. */
+/** Announce a text to screen readers. */
 export function say(text) {
   document.getElementById("said").textContent = text;
 }
 
-/** Call `f` once before the next frame, however often this is called; a page that is not shown has no frames. */
+/** Return a function that calls `f` once before the next frame, however often it is called. Hidden pages have no frames. */
 export function framed(f) {
   let due = false;
   return () => {
@@ -52,7 +52,7 @@ export function framed(f) {
   };
 }
 
-/** Ask in a dialog; `make(close)` gives what it holds. Escape closes it, and what had the focus gets it again. */
+/** Open a dialog with the content of `make(close)`. Escape closes it; the focus then returns to where it was. */
 export function dialog(title, make) {
   const node = h("dialog", { "aria-label": title, onclose: () => node.remove() });
   node.append(h("h2", null, title), ...[make(() => node.close())].flat());
@@ -61,7 +61,7 @@ export function dialog(title, make) {
   return node;
 }
 
-/** Whether they are sure. */
+/** Ask for confirmation; resolve to true or false. */
 export function sure(title, text, yes) {
   return new Promise((resolve) => {
     let answer = false;
@@ -85,12 +85,12 @@ export function sure(title, text, yes) {
   });
 }
 
-/** Close the list of a narrow page once something in it was chosen, the one that is shown included. */
+/** Close the side list of a narrow page when an item is chosen, even the one already shown. */
 export function closesList(event) {
   if (event.target.closest(".side a")) event.currentTarget.classList.remove("open");
 }
 
-/** Say what went wrong: in the dialog that is open, for all else is behind it, or for a while at the edge. */
+/** Show an error: in the open dialog if there is one, else for a while at the page's edge. */
 export function complain(error) {
   const text = error?.message ?? String(error);
   const open = [...document.querySelectorAll("dialog[open]")].at(-1);

@@ -4,10 +4,10 @@ const whole = new Intl.NumberFormat("en");
 
 export const count = (n) => whole.format(Math.round(n ?? 0));
 
-/** "1 turn", "2 turns" */
+/** Format a count: "1 turn", "2 turns". */
 export const several = (n, name) => `${count(n)} ${name}${n === 1 ? "" : "s"}`;
 
-/** 1,234 as 1.2k: for narrow columns. */
+/** Abbreviate a number for narrow columns: 1,234 is 1.2k. */
 export function short(n) {
   for (const [size, name] of [
     [1e9, "G"],
@@ -39,7 +39,7 @@ export function seconds(s) {
   return `${Math.floor(s / 86400)} days`;
 }
 
-/** How long ago a time in seconds since 1970 is. */
+/** Format how long ago a time was, given in seconds since 1970. */
 export function ago(at, now = Date.now() / 1000) {
   const passed = Math.max(0, now - at);
   if (passed < 5) return "now";

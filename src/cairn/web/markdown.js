@@ -1,7 +1,7 @@
-// Markdown as DOM nodes. Nothing of a text ever becomes HTML: what is not known here stays text.
+// Markdown rendered as DOM nodes. No part of a text ever becomes HTML: unknown syntax stays text.
 //
-// Known: paragraphs, headings, lists and tasks, quotes, code in fences and lines, tables, rules, emphasis, links to http, https
-// and mailto. Pictures are shown as links, for the page asks no other host for anything.
+// Supported: paragraphs, headings, lists and tasks, quotes, code blocks and spans, tables, rules, emphasis, links to http, https
+// and mailto. Images are shown as links, because the page requests nothing from other hosts.
 
 import { button, h } from "/web/dom.js";
 
@@ -9,7 +9,7 @@ const LONGEST = 60000; // characters of a block that are shown unasked
 const DEEPEST = 8;
 const SCHEMES = new Set(["http:", "https:", "mailto:"]);
 
-/** The blocks of a text: {kind, text, ...}, each with `start`, where it begins. */
+/** Return a text's blocks, {kind, text, ...}, each with the offset `start`. */
 export function blocks(text) {
   const found = [];
   let at = 0;
@@ -124,7 +124,7 @@ function item(line) {
   return { indent: found[1].length, ordered: found[3] !== undefined, number: Number(found[3] ?? 1), text: found[4] };
 }
 
-/** How a column is aligned by the mark under its head. */
+/** Return a column's alignment from the marks below its heading. */
 function side(mark) {
   if (/^:-+:$/.test(mark)) return "center";
   return /^-+:$/.test(mark) ? "right" : "left";
@@ -135,7 +135,7 @@ function cells(line) {
   return parts.slice(0, 40).map((one) => one.trim());
 }
 
-/** Where a link may lead, or null. */
+/** Return a link's URL if it is allowed, else null. */
 export function safe(address) {
   try {
     const url = new URL(address);
@@ -145,7 +145,7 @@ export function safe(address) {
   }
 }
 
-/** The nodes of a line's text. */
+/** Return the nodes of inline text. */
 export function inline(text, depth = 0) {
   const found = [];
   const none = new Set(); // marks that no other closes: looked for once
@@ -217,7 +217,7 @@ export function inline(text, depth = 0) {
       .split(/\s/)[0];
     const label = inline(text.slice(start, middle), DEEPEST - 1);
     const url = safe(address);
-    // A link that leads nowhere good is shown as what it is.
+    // A link that is not allowed is shown as its source text.
     take(url ? anchor(url, label.length ? label : [address]) : h("span", null, label, ` (${address})`), end + 1);
     return true;
   }
@@ -225,7 +225,7 @@ export function inline(text, depth = 0) {
 
 const anchor = (url, label) => h("a", { href: url, rel: "noopener noreferrer nofollow", target: "_blank" }, label);
 
-/** Put a text on the clipboard; over plain HTTP from another machine browsers have only the old way. */
+/** Copy a text to the clipboard; over plain HTTP from another machine only execCommand works. */
 async function copied(text) {
   if (navigator.clipboard)
     return navigator.clipboard.writeText(text).then(
@@ -240,7 +240,7 @@ async function copied(text) {
   return done;
 }
 
-/** Copy a text, and show for a moment that it is done. */
+/** Copy a text and confirm it for a moment on the button. */
 export function copier(text) {
   const node = button(
     "Copy",
@@ -255,7 +255,7 @@ export function copier(text) {
   return node;
 }
 
-/** A text, and where it is very long its beginning with a button for the rest. */
+/** Return a text's node; of a very long text the beginning, with a button for the rest. */
 function bounded(text, make) {
   if (text.length <= LONGEST) return make(text);
   const box = h("div", null, make(text.slice(0, LONGEST)));
@@ -268,7 +268,7 @@ function bounded(text, make) {
   return box;
 }
 
-/** The node of a block. */
+/** Return the node of a block. */
 export function block(one, depth = 0) {
   switch (one.kind) {
     case "code":
@@ -324,7 +324,7 @@ export function block(one, depth = 0) {
   }
 }
 
-/** An item; one that begins with [ ] or [x] is a task, whose box shows and does nothing. */
+/** Return a list item; [ ] or [x] at its beginning becomes a disabled checkbox. */
 function listItem(text, depth) {
   const task = /^\[([ xX])\]\s+/.exec(text);
   if (!task) return h("li", null, tight(text, depth));
@@ -342,10 +342,10 @@ function tight(text, depth) {
   return found.map((one) => block(one, depth + 1));
 }
 
-/** The nodes of a text. */
+/** Return the nodes of a Markdown text. */
 export const nodes = (text, depth = 0) => blocks(text).map((one) => block(one, depth));
 
-/** A text that grows: blocks that are over are made once. */
+/** The view of a growing text: complete blocks are rendered once. */
 export class Growing {
   constructor(node) {
     this.node = node;

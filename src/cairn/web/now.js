@@ -1,4 +1,4 @@
-// What goes on now: requests, the pool and what lies below it, the last hour, workers and models.
+// The view of present activity: requests, the pool and its stores, the last hour, workers and models.
 
 import { get, post } from "/web/api.js";
 import { columns } from "/web/chart.js";
@@ -103,7 +103,7 @@ export function table(heads, lines) {
 
 // ------------------------------------------------------------------------------------------------------- the models
 
-/** Models as the server names them. What can be loaded says a state. */
+/** Return the table of models. The server reports a state for those that can be loaded. */
 export async function fetchModels() {
   store.models = (await get("/v1/models")).data;
   tell("models");

@@ -1,4 +1,4 @@
-// The sampling options of the chat. What is empty is the server's to choose; what is set stays with this browser.
+// The chat's sampling options. Empty fields use the server's defaults; values are stored in this browser.
 
 import { get } from "/web/api.js";
 import { field, h } from "/web/dom.js";
@@ -69,5 +69,5 @@ export function samplingFields() {
   return h("fieldset", { class: "sampling" }, h("legend", null, "Sampling"), inputs, field("Reasoning", effort));
 }
 
-/** What the next turn says. */
+/** Return the options for the next turn. */
 export const samplingOptions = kept;

@@ -1,4 +1,4 @@
-// What was not computed again: all together, by day and by agent.
+// The view of savings: tokens that were not computed again, in total, by day and by agent.
 
 import { get } from "/web/api.js";
 import { columns } from "/web/chart.js";

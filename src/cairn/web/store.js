@@ -1,4 +1,4 @@
-// The page's state of the server. One stream of changes keeps it current; views get the changes.
+// The page's copy of the server's state. One stream of events keeps it current; views subscribe to changes.
 
 import { ApiError, ask, events, keys } from "/web/api.js";
 
@@ -7,19 +7,19 @@ const listeners = new Map();
 export const store = {
   /** Agents by id. */
   agents: new Map(),
-  /** Grows with each change of them. */
+  /** Counts changes of `agents`. */
   version: 0,
   requests: { total: 0, requests: [] },
   savings: null,
   server: null,
   hello: null,
-  /** connecting, live, loading, lost or key */
+  /** State of the connection: connecting, live, loading, lost or key. */
   link: "connecting",
   why: "",
   models: [],
 };
 
-/** Call `f` when something of this name changes; the function that ends that. */
+/** Call `f` when the state of this name changes; return a function that unsubscribes. */
 export function on(name, f) {
   if (!listeners.has(name)) listeners.set(name, new Set());
   listeners.get(name).add(f);
@@ -30,7 +30,7 @@ export function tell(name) {
   for (const f of listeners.get(name) ?? []) f();
 }
 
-/** Take what an answer says of an agent before the stream says it. */
+/** Apply an agent's state from a response before the stream reports it. */
 export function took(agent) {
   store.agents.set(agent.id, agent);
   store.version++;
@@ -119,7 +119,7 @@ async function follow() {
   }
 }
 
-/** Follow what changes until another generation does. */
+/** Read the stream of changes until a newer generation takes over. */
 async function run(mine) {
   while (mine === generation) {
     try {
@@ -149,7 +149,7 @@ function start() {
   run(generation);
 }
 
-/** Follow what changes, anew: with other keys, say. */
+/** Restart the stream of changes, for example with other keys. */
 export function connect() {
   stop();
   seen = "";
@@ -158,7 +158,7 @@ export function connect() {
   start();
 }
 
-// A page that is not looked at costs nothing: the connection is given up, and what was missed comes with the next.
+// A hidden page costs nothing: its connection is closed, and missed events arrive with the next one.
 let away = false;
 document.addEventListener("visibilitychange", () => {
   clearTimeout(hiddenTimer);

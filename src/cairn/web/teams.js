@@ -1,4 +1,4 @@
-// Teams and workflows: a round as it runs, votes, and the graph of a run with the state of each node.
+// The view of teams and workflows: running rounds, votes, and a run's graph with the state of each node.
 
 import { ask, events, get, post, remove } from "/web/api.js";
 import { button, closesList, complain, dialog, field, framed, h, put, say, sure } from "/web/dom.js";
@@ -13,7 +13,7 @@ const PAUSE = 1500; // milliseconds between two looks at what somebody else lets
 const teamPath = (id, rest = "") => `/v1/teams/${encodeURIComponent(id)}${rest}`;
 const runPath = (id, rest = "") => `/v1/workflows/runs/${encodeURIComponent(id)}${rest}`;
 
-/** The view. `given` is "team/ID", "run/ID" or empty. */
+/** Return the view. `given`: "team/ID", "run/ID" or empty. */
 export function teamsView(given) {
   const view = new Teams(given);
   return { node: view.node, end: () => view.end() };
@@ -46,7 +46,7 @@ class Teams {
           "Agents that work together, and graphs of nodes with contracts. Select one, or make a team.",
         ),
       );
-    // What others let run shows in requests that begin and end: then it is looked at again.
+    // Work that other clients start shows as requests that begin and end: then read it again.
     this.ends = [on("requests", () => this.soon()), on("link", () => store.link === "live" && this.look())];
     this.draw = framed(() => this.shown?.());
     this.look();
@@ -244,7 +244,7 @@ class Teams {
     question.focus();
   }
 
-  /** Let something run, and show what it tells. */
+  /** Start work on the server and show its events. */
   async run(path, body) {
     if (this.busy) return;
     this.busy = true;
@@ -430,7 +430,7 @@ class Teams {
   }
 }
 
-/** One thing that happened, as the transcript has it. */
+/** Return the transcript's view of one event. */
 function entryNode(entry) {
   switch (entry.type) {
     case "round.started":

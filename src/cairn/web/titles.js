@@ -1,2 +1,2 @@
-/** What an agent is called: the title that a chat gave it, or its id. */
+/** Return an agent's title, or its id if it has none. */
 export const titleOf = (agent) => agent.metadata?.title || agent.id;

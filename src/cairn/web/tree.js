@@ -1,4 +1,4 @@
-// The rows of the tree of contexts: agents, their turns and the agents that were forked off them. No DOM.
+// The rows of the tree of contexts: agents, their turns and forks. No DOM.
 
 import { titleOf } from "/web/titles.js";
 
@@ -13,15 +13,15 @@ const ORDERS = {
 export const savedTokens = (agent) =>
   agent.savings.pool + agent.savings.ram + agent.savings.disk + agent.savings.shared;
 
-/** Whether an agent fits what is searched for. */
+/** Return whether an agent matches the search. */
 export function fits(agent, wanted) {
   if (agent.id.toLowerCase().includes(wanted) || agent.origin.toLowerCase().includes(wanted)) return true;
   return Object.values(agent.metadata).some((value) => value.toLowerCase().includes(wanted));
 }
 
 /**
- * All rows, in order. `open` has the ids of agents whose turns and forks are shown, `turns` the turns that are loaded.
- * A row: {key, kind, depth, at, of, agent, turn, open}; `at` of `of` siblings.
+ * Return all rows in order. `open`: ids of agents whose turns and forks are shown; `turns`: turns loaded so far.
+ * A row is {key, kind, depth, at, of, agent, turn, open}: the `at`th of `of` siblings.
  */
 export function rows(agents, { open, turns, wanted = "", order = "created" }) {
   const found = [];
@@ -81,7 +81,7 @@ export function rows(agents, { open, turns, wanted = "", order = "created" }) {
   return found;
 }
 
-/** Whether an agent would hang below itself: its origin was deleted, and another has its name now. */
+/** Return whether an agent would be its own descendant: its origin was deleted and its name reused. */
 function looped(agents, agent) {
   const seen = new Set([agent.id]);
   for (let one = agents.get(agent.origin); one; one = agents.get(one.origin)) {
@@ -92,7 +92,7 @@ function looped(agents, agent) {
   return false;
 }
 
-/** Turns in the order of the tree: the current path straight down, what was left indented where it was left. */
+/** Return turns in tree order: the current path unindented, abandoned branches indented where they leave it. */
 export function branches(turns) {
   const below = new Map();
   const numbered = new Map(turns.map((one) => [one.number, one]));

@@ -1,11 +1,11 @@
-// A list of which only the rows in sight are in the document: any number of rows costs the same.
+// A list that keeps only visible rows in the document, so that its cost does not grow with its length.
 
 import { framed, h } from "/web/dom.js";
 
 const SPARE = 8;
 
 export class VirtualList {
-  /** `make(row, index)` gives the element of a row, `height` pixels high. */
+  /** Make a list. `make(row, index)` returns a row's element, `height` pixels high. */
   constructor(box, height, make) {
     this.box = box;
     this.height = height;
@@ -44,7 +44,7 @@ export class VirtualList {
     this.ondrawn?.(first, last);
   }
 
-  /** Bring a row into sight. */
+  /** Scroll to a row. */
   reveal(at) {
     const { box, height } = this;
     const top = at * height;

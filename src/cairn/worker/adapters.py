@@ -1,4 +1,4 @@
-"""Attaching and detaching of adapters while the worker steps: files are read on a thread, beside the steps."""
+"""Attaching and detaching of adapters while the worker runs steps: a thread reads the files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class AdapterLoads:
-    """Answers the front's questions about adapters."""
+    """Carries out the front's orders to attach and detach adapters."""
 
     def __init__(self, channel: wire.Channel, engine: Engine) -> None:
         self._channel, self._engine = channel, engine
@@ -24,7 +24,7 @@ class AdapterLoads:
 
     @property
     def owed(self) -> int:
-        """Number of questions without an answer yet."""
+        """Number of orders that were not answered yet."""
         return len(self._reading)
 
     def take(self, ask: wire.KVQuery) -> None:
@@ -60,10 +60,10 @@ class AdapterLoads:
 
 
 def attach_first(engine: Engine, places: tuple[wire.AdapterPlace, ...]) -> tuple[AdapterFacts | None, ...]:
-    """Attach the adapters that a worker loads with its model, and return what they are.
+    """Attach the adapters that a worker loads with its model; return a description of each.
 
-    Raise ModelError for one that was never attached before. One that an earlier worker had is None if it cannot be read
-    again or is another one now.
+    Raise ModelError for a new adapter that cannot be read. One that an earlier worker had is None if it cannot be read
+    again or its file has changed.
     """
     found: list[AdapterFacts | None] = []
     for place in places:

@@ -174,15 +174,15 @@ class GrammarMatcher:
 
     @property
     def over(self) -> bool:
-        """`Matcher.over`."""
+        """Implement `Matcher.over`."""
         return bool(self._follower.is_stopped()) and not self._follower.is_error()
 
     def mask(self) -> Pending[bytes]:
-        """`Matcher.mask`."""
+        """Implement `Matcher.mask`."""
         return self._next or self._masks.ask(self)
 
     def accepts(self, draft: Sequence[int]) -> int:
-        """`Matcher.accepts`. Nothing if masks are slow: those behind wrong guesses would be for nothing."""
+        """Implement `Matcher.accepts`. Nothing if masks are slow: those behind wrong guesses would be for nothing."""
         if self._slow:
             return 0
         apart = (*self._ends, *self._others)
@@ -194,12 +194,12 @@ class GrammarMatcher:
         return found
 
     def masks(self, draft: Sequence[int]) -> tuple[Pending[bytes], ...]:
-        """`Matcher.masks`."""
+        """Implement `Matcher.masks`."""
         first = self._masks.ask(self, draft)
         return (first, *(PendingMask(first.masks, first.number, place + 1) for place in range(len(draft))))
 
     def consume(self, token: int) -> None:
-        """`Matcher.consume`. After a token that the grammar does not allow, the next mask is empty."""
+        """Implement `Matcher.consume`. After a token that the grammar does not allow, the next mask is empty."""
         self._run = self._run[1:] if self._run[:1] == [token] else []
         if token not in self._ends:
             self._next = None
@@ -208,7 +208,7 @@ class GrammarMatcher:
             self._follower.consume_token(token)
 
     def forced(self) -> int | None:
-        """`Matcher.forced`. Each of llguidance's fast-forward tokens counts only if the mask allows no other.
+        """Implement `Matcher.forced`. Each of llguidance's fast-forward tokens counts only if the mask allows no other.
 
         Those tokens are the forced text, tokenised as a whole, so the mask might allow other ways to begin it.
         """
@@ -221,13 +221,13 @@ class GrammarMatcher:
         return token if only else None
 
     def likely(self) -> Sequence[int]:
-        """`Matcher.likely`."""
+        """Implement `Matcher.likely`."""
         if not self._slow:
             self._run = self._run or self._follower.compute_ff_tokens()
         return self._run
 
     def compute(self, draft: Sequence[int] = ()) -> list[bytes]:
-        """`MaskSource.compute`."""
+        """Implement `MaskSource.compute`."""
         masks = [self._next.wait() if self._next is not None else self._compute()]
         if draft and masks[0]:
             masks += self._compute_behind(draft)
@@ -318,11 +318,11 @@ class BudgetMatcher:
 
     @property
     def over(self) -> bool:
-        """`Matcher.over`."""
+        """Implement `Matcher.over`."""
         return self._inner is not None and self._inner.over
 
     def mask(self) -> Pending[bytes] | None:
-        """`Matcher.mask`."""
+        """Implement `Matcher.mask`."""
         if self._state != "closing":
             return None if self._inner is None else self._inner.mask()
         mask = bytearray(-(-self._vocabulary.tokenizer.vocab_size // 32) * 4)
@@ -331,7 +331,7 @@ class BudgetMatcher:
         return Ready(bytes(mask))
 
     def accepts(self, draft: Sequence[int]) -> int:
-        """`Matcher.accepts`."""
+        """Implement `Matcher.accepts`."""
         twin = self._twin()
         for count, token in enumerate(draft):
             if twin._state == "closing" and token != twin._forced[0]:
@@ -341,7 +341,7 @@ class BudgetMatcher:
         return len(draft) if self._inner is None else self._inner.accepts(draft)
 
     def masks(self, draft: Sequence[int]) -> tuple[Pending[bytes] | None, ...]:
-        """`Matcher.masks`."""
+        """Implement `Matcher.masks`."""
         twin = self._twin()
         own = [twin.mask()]
         for token in draft:
@@ -351,26 +351,26 @@ class BudgetMatcher:
         return tuple(one or other for one, other in zip(own, inner, strict=True))
 
     def _twin(self) -> BudgetMatcher:
-        """Return one that goes on from here without a grammar."""
+        """Return a copy in the same state, without the grammar's matcher."""
         twin = copy.copy(self)
         twin._inner, twin._decoder = None, codecs.getincrementaldecoder("utf-8")("replace")
         twin._decoder.setstate(self._decoder.getstate())
         return twin
 
     def forced(self) -> int | None:
-        """`Matcher.forced`."""
+        """Implement `Matcher.forced`."""
         if self._state == "closing":
             return self._forced[0]
         return None if self._inner is None else self._inner.forced()
 
     def likely(self) -> Sequence[int]:
-        """`Matcher.likely`."""
+        """Implement `Matcher.likely`."""
         if self._state == "closing":
             return self._forced
         return () if self._inner is None else self._inner.likely()
 
     def consume(self, token: int) -> None:
-        """`Matcher.consume`."""
+        """Implement `Matcher.consume`."""
         if self._inner is not None:
             self._inner.consume(token)
         if self._state == "over":

@@ -8,7 +8,7 @@ from pathlib import Path
 from cairn.kv.pool.cache import Cache
 from cairn.kv.tiers.store import DurableStore
 from cairn.kv.tiers.tiers import Tiers
-from cairn.types.stats import Placed, Swept, TakenIn
+from cairn.types.stats import ImportedKv, Placed, Swept
 from cairn.worker import wire
 
 NOTHING = Swept()
@@ -38,8 +38,8 @@ class KVQueries:
         elif ask.what == "paths":
             paths = self._tiers.paths(ask.tokens, ask.salt)
             self._send(wire.KVAnswer(ask.id, paths=tuple(map(str, paths))))
-        elif ask.what == "take_in":
-            self._tiers.take_in(Path(ask.path), ask.tokens, ask.salt, partial(self._say_taken, ask))
+        elif ask.what == "import_kv":
+            self._tiers.import_kv(Path(ask.path), ask.tokens, ask.salt, partial(self._say_taken, ask))
         elif ask.what == "mark":
             self._tiers.mark(ask.tokens, ask.salt, ask.keep, ask.standing)
             self._send(wire.KVAnswer(ask.id))
@@ -81,7 +81,7 @@ class KVQueries:
     def _say_erased(self, ask: wire.KVQuery, gone: bool) -> None:
         self._say(ask, trouble="" if gone else "the KV of a model that is not loaded could not be erased from the disk")
 
-    def _say_taken(self, ask: wire.KVQuery, taken: TakenIn) -> None:
+    def _say_taken(self, ask: wire.KVQuery, taken: ImportedKv) -> None:
         self._send(wire.KVAnswer(ask.id, taken=taken))
 
     def _say_swept(self, ask: wire.KVQuery, swept: Swept | None) -> None:

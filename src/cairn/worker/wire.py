@@ -14,13 +14,14 @@ from typing import Generic, Literal, TypeVar
 
 import msgspec
 
-from cairn.config.config import Config, TenantTurns
+from cairn.config.config import Config
+from cairn.config.values import TenantTurns
 from cairn.kv.tiers.store import Standing
 from cairn.types.errors import CairnError
 from cairn.types.model_spec import ModelSpec
 from cairn.types.outputs import FinishReason, Output
 from cairn.types.request import Request
-from cairn.types.stats import KvStats, Placed, Swept, TakenIn
+from cairn.types.stats import ImportedKv, KvStats, Placed, Swept
 from cairn.types.step import AdapterFacts
 
 MAX_FRAME = 64 << 20
@@ -86,7 +87,7 @@ class Drop(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
 
 
 What = Literal[
-    "flush", "pin", "mark", "prefetch", "evict", "where", "paths", "take_in", "scrub", "prune", "attach", "detach"
+    "flush", "pin", "mark", "prefetch", "evict", "where", "paths", "import_kv", "scrub", "prune", "attach", "detach"
 ]
 """Operations on stored KV and on adapters; the methods of `Service` with these names define them."""
 
@@ -228,7 +229,7 @@ class KVAnswer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     kv: KvStats | None = None
     """The stores' statistics after an operation that concerns all of them."""
     paths: tuple[str, ...] = ()
-    taken: TakenIn = TakenIn()
+    taken: ImportedKv = ImportedKv()
     adapter: AdapterFacts | None = None
     """The adapter that was attached."""
     refused: str = ""

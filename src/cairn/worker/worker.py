@@ -18,34 +18,18 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import TextIO
 
-from cairn.kv.pool.cache import Cache
-from cairn.kv.tiers.tiers import Tiers
-from cairn.models.hub.digests import watched
-from cairn.models.spec.config import with_tokenizer
-from cairn.scheduler.drafts.draft_model import DraftModel
-from cairn.scheduler.drafts.policy import chosen_policy
-from cairn.scheduler.encoder_queue import TextQueue
-from cairn.scheduler.plan import Limits, Planner, SubmittedStep
-from cairn.scheduler.scheduler import Scheduler
+from cairn.scheduler.plan import SubmittedStep
 from cairn.scheduler.sequence import Matcher
-from cairn.system.interfaces import Clock
-from cairn.system.posix import SystemClock, SystemFiles, log_to_stderr
-from cairn.system.stages import Stages, process_age
-from cairn.types.errors import CairnError, DeviceError, DeviceMemoryError, ModelError
+from cairn.system.posix import log_to_stderr
+from cairn.types.errors import CairnError, DeviceError, DeviceMemoryError
 from cairn.types.outputs import Output
 from cairn.types.request import Request
 from cairn.types.stats import KvStats
-from cairn.types.step import Engine
 from cairn.worker import wire
-from cairn.worker.adapters import AdapterLoads, attach_first
-from cairn.worker.grammars import Grammars, read_vocabulary
+from cairn.worker.adapters import AdapterLoads
 from cairn.worker.kv_queries import KVQueries
-from cairn.worker.stores import check_pool, keyed, open_stores, stored_bytes, write_limits
+from cairn.worker.loading import LoadedEngine, load, load_visibly
 
 log = logging.getLogger("cairn.worker.worker")  # not __name__: the process runs this module as __main__
 
@@ -59,61 +43,9 @@ LOOK_SECONDS = 0.05
 REST_SECONDS = 0.2
 """Idle seconds before KV is stored: the next turn of a conversation often follows at once."""
 _NEWS_SECONDS = 0.5
-NO_MEMORY = (
-    "not enough memory for the model and its KV: lower --kv-gb, or raise the memory limit of this process (ulimit -v)"
-)
 _PULSE_SECONDS = 5.0
 _STORE_SECONDS = 4.0
 """Most seconds that pending writes may delay the exit."""
-QUIET_SECONDS = 1.0
-"""Shorter loads print nothing on a terminal."""
-LINE_SECONDS = 5.0
-"""Seconds between two log lines."""
-_DRAW_SECONDS = 0.2
-_CLEAR = "\r\x1b[K"
-_WIDTH = 30
-
-
-class LoadProgress:
-    """A `digests.Watch` that shows a load's progress: a progress bar on a terminal, otherwise lines in the log.
-
-    It hides no cursor and draws on no thread of its own, because a worker may be killed at any moment.
-    """
-
-    def __init__(self, model: str, out: TextIO, clock: Clock) -> None:
-        self._model, self._out, self._clock = model, out, clock
-        self._terminal = out.isatty()
-        self._began = clock.now()
-        self._next = self._began + (QUIET_SECONDS if self._terminal else LINE_SECONDS)
-        self._drawn = False
-
-    def __call__(self, doing: str, done: int, total: int) -> None:
-        """Show the progress if an update is due."""
-        now = self._clock.now()
-        if now < self._next or not log.isEnabledFor(logging.INFO):
-            return
-        share = min(1.0, done / max(1, total))
-        seconds = now - self._began
-        if self._terminal:
-            self._next = now + _DRAW_SECONDS
-            bar = "━" * round(share * _WIDTH)
-            self._write(f"{_CLEAR}Loading: {doing} {bar:<{_WIDTH}} {share:4.0%} {seconds:4.0f} s")
-            self._drawn = True
-        else:
-            self._next = now + LINE_SECONDS
-            log.info("loading %s for %.0f s: %s, %.0f %%", self._model, seconds, doing, 100 * share)
-
-    def end(self) -> None:
-        """Clear the progress bar."""
-        if self._drawn:
-            self._write(_CLEAR)
-
-    def _write(self, text: str) -> None:
-        try:
-            self._out.write(text)
-            self._out.flush()
-        except (OSError, UnicodeError):
-            self._next = float("inf")  # closed, or unable to encode the bar: draw no more
 
 
 class Pulse:
@@ -360,9 +292,9 @@ def serve(sock: socket.socket, *, process: bool = False) -> None:
             raise wire.WireError("the first frame must be LoadModel, and nothing may follow before its answer")
         if process:
             log_to_stderr(first.config.log_level, first.config.log_format)
-            loaded = _load_visibly(channel, first)
+            loaded = load_visibly(channel, first)
         else:
-            loaded = _load(channel, first)
+            loaded = load(channel, first)
         if loaded is None:
             return
         channel.send(loaded.ready)
@@ -389,109 +321,6 @@ def serve(sock: socket.socket, *, process: bool = False) -> None:
         channel.hang_up()
         pulse.join()
         channel.close()
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedEngine:
-    """A loaded model with its scheduler, stores and grammars."""
-
-    engine: Engine
-    cache: Cache
-    scheduler: Planner
-    tiers: Tiers | None
-    grammars: Grammars
-    clock: Clock
-    ready: wire.ModelReady
-    guesser: DraftModel | None = None
-
-
-def _load_visibly(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
-    """Load as `_load` does, showing progress if it takes long."""
-    shown = LoadProgress(load.config.model, sys.stderr, SystemClock())
-    try:
-        with watched(shown):
-            return _load(channel, load)
-    finally:
-        shown.end()
-
-
-def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
-    """Load everything that steps need; on failure send `LoadFailed` and return None."""
-    config, clock, files, engine = load.config, SystemClock(), SystemFiles(), None
-    stages = Stages(clock, process_age())
-    guesser: DraftModel | None = None
-    try:
-        from cairn.engine.device import check_files, import_engine, load_engine
-
-        import_engine(config)
-        stages.end("imports")
-
-        if load.wait:
-            check_files(config, Path(load.folder))
-            channel.send(wire.FilesChecked())
-            if channel.receive(None) != [wire.StartLoading()]:
-                raise wire.WireError("after FilesChecked only StartLoading may follow")
-        if load.draft:  # before the model, whose pool takes a part of the memory that is free then
-            from cairn.worker.draft_model import load_draft_model
-
-            guesser = load_draft_model(config, Path(load.draft), Path(config.tokenizer or load.folder))
-        expected = stored_bytes(config, files)
-        spec, engine = load_engine(config, Path(load.folder), expected, load.blocks, stages.end)
-        adapters = attach_first(engine, load.adapters)
-        served_spec = with_tokenizer(spec, config.tokenizer)
-        known = keyed(engine.info, config.kv_codec)
-        generates = engine.info.generates
-        check_pool(config, engine.info, files, os.environ)
-        part = load.kv_part
-        stores, trouble = open_stores(config, spec, known, clock, files, os.environ, part) if generates else ({}, "")
-    except EOFError:  # the front is gone, or no longer wants this model
-        raise
-    except Exception as error:
-        for one in (engine, guesser):
-            if one is not None:
-                one.close()
-        if isinstance(error, CairnError):
-            channel.send(wire.LoadFailed(error.code, str(error)))
-        elif isinstance(error, MemoryError):
-            channel.send(wire.LoadFailed(ModelError.code, NO_MEMORY))
-        else:
-            traceback.print_exc(file=sys.stderr)
-            channel.send(wire.LoadFailed(CairnError.code, f"the model could not be loaded: {error!r}"))
-        return None
-    cache = Cache(known)
-    tiers = None
-    if stores:
-        limited = write_limits(config)
-        tiers = Tiers(cache, engine, clock, stores, load=config.kv_load, limits=limited, wake=channel.wake)
-        tiers.start()
-    limits = Limits(
-        max_running=config.max_running,
-        step_tokens=config.step_tokens,
-        step_seconds=config.step_seconds,
-        weights=load.turns.weights,
-        priorities=load.turns.priorities,
-    )
-    states = any(group.kind == "state" for group in known.groups)
-    drafts = chosen_policy(config.speculate, states=states, model=guesser)
-    scheduler: Planner = Scheduler(cache, limits, clock, drafts) if generates else TextQueue(known, limits, clock)
-    info = wire.Info(
-        context=known.context,
-        pool_tokens=cache.longest,
-        vocab=known.vocab,
-        max_rows=known.max_rows,
-        blocks=known.blocks,
-        identity=known.identity,
-        note=known.note,
-        device=known.device,
-        device_text=known.device_text,
-    )
-    vocabulary = partial(read_vocabulary, Path(load.folder), config.tokenizer, known.vocab, spec.eos_ids)
-    grammars = Grammars(vocabulary, channel.wake, clock)
-    stages.end("stores")
-    if config.verbose:
-        log.info("start of the worker, in seconds (of the processor): %s", stages.sentence())
-    ready = wire.ModelReady(served_spec, info, trouble, adapters)
-    return LoadedEngine(engine, cache, scheduler, tiers, grammars, clock, ready, guesser)
 
 
 def main() -> int:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from cairn.frontend.miss_explainer import describe_prompt
-from cairn.frontend.requests import SamplingOptions
+from cairn.frontend.requests import RequestParams, SamplingOptions
 from cairn.frontend.service import Service
 from cairn.text.chat.messages import MessageBuilder
 from cairn.text.grammar.grammar import Wanted
@@ -103,10 +103,7 @@ class ServiceAnswerer:
         (request,) = service.make_requests(
             prompt.tokens,
             options,
-            output=prompt.output,
-            grammar=prompt.grammar,
-            salt=asker.salt,
-            share=asker.share,
+            RequestParams(output=prompt.output, grammar=prompt.grammar, salt=asker.salt, share=asker.share),
         )
         said, done = MessageBuilder(), None
         async with contextlib.aclosing(service.generate(request, describe_prompt(messages))) as stream:

@@ -56,7 +56,7 @@ def put(log: Log, key: int, *, size: int = 400) -> None:
 
 
 def keys(copy: Path) -> set[int]:
-    """The turns that a start finds in a copy."""
+    """Return the keys of the turns that a start finds in a copy."""
     log = opened(copy)
     found = {record.key for record in log.recovered}
     assert not log.loss

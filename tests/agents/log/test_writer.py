@@ -35,7 +35,7 @@ def start(files: CrashFiles) -> Writer:
 
 
 def texts(files: CrashFiles) -> list[str]:
-    """What the next start finds."""
+    """Return what the next start finds."""
     log = Log.open(files, FOLDER, SystemRng())
     assert log is not None
     found = [msgspec.msgpack.decode(record.payload, type=Note).text for record in log.recovered]

@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def trouble(http: httpx.AsyncClient) -> str:
-    """What every health route says while the server refuses something: 200, and the only trouble."""
+    """Return the only trouble that every health route reports, with 200, while something is refused."""
     said: list[Any] = []
     for path in ("/health", "/v1/health", "/health/ready"):
         answer = await http.get(path)

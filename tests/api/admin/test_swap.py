@@ -40,7 +40,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture
 def swaps(server: Served, tmp_path: Path) -> Iterator[Swaps]:
-    """The bundled model is served, before and after."""
+    """Yield swaps of the bundled model, which is served again at the end."""
     found = Swaps(server, other_demo(tmp_path / "other"))
     yield found
     if shown(found)["model"] != "demo":
@@ -49,14 +49,14 @@ def swaps(server: Served, tmp_path: Path) -> Iterator[Swaps]:
 
 
 def said(swaps: Swaps) -> str:
-    """What the model says to a question to which the other form says something else."""
+    """Return the model's answer to a question that its other form answers differently."""
     answer = swaps.http.post("/v1/chat/completions", json=TELLING)
     assert answer.status_code == 200, answer.text
     return str(answer.json()["choices"][0]["message"]["content"])
 
 
 def shown(swaps: Swaps) -> dict[str, Any]:
-    """The model as its owner sees it."""
+    """Return the model as its owner sees it."""
     found: dict[str, Any] = swaps.http.get("/v1/admin/models").json()["data"][0]
     return found
 

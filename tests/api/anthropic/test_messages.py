@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from cairn.api.anthropic.schemas import MessagesBody, chat_of
 from cairn.api.chat.parse import parse
 from cairn.api.http.call import BodyBudget, HTTPCall
-from cairn.config.config import Config, Secret
+from cairn.config.config import Config
+from cairn.config.values import Secret
 from cairn.types.errors import CairnError, ContextTooLong, GenerationFailed, Overloaded
 from cairn.types.outputs import Delta, Done, FinishReason, TokenKind, ToolCallDelta, Usage
 from cairn.types.request import OutputFormat
@@ -41,7 +42,7 @@ async def post(at: Site, value: Any, path: str = "/v1/messages", **headers: str)
 
 
 def events(text: str) -> list[tuple[str, Any]]:
-    """(event, data) of a stream."""
+    """Return (event, data) of each event of a stream."""
     found = []
     for block in text.split("\n\n")[:-1]:
         first, _, data = block.partition("\n")
@@ -206,7 +207,7 @@ async def test_a_message_of_no_tokens_warms_the_cache(tmp_path: Path) -> None:
         assert usage["cache_read_input_tokens"] > 200 and usage["cache_creation_input_tokens"] == 0
 
 
-async def test_a_message_says_what_parts_it_from_the_one_before(tmp_path: Path) -> None:
+async def test_a_message_reports_what_differs_from_the_one_before(tmp_path: Path) -> None:
     types = pytest.importorskip("anthropic.types")
     known = {
         one.model_fields["type"].annotation for one in get_args(get_args(types.cache_miss_reason.CacheMissReason)[0])

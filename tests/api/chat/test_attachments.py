@@ -102,7 +102,7 @@ async def post(at: Site, path: str, body: Any) -> httpx.Response:
 
 
 def said(service: ScriptedService) -> str:
-    """All that the template was given."""
+    """Return all texts that the template was given."""
     return json.dumps(service.prompts[-1][0])
 
 
@@ -166,7 +166,7 @@ def test_the_text_depends_on_the_bytes_alone() -> None:
     assert attachments.digest("nothing of base64!") != SHORT
 
 
-async def test_a_turn_after_an_image_computes_none_of_it_again(tmp_path: Path) -> None:
+async def test_a_turn_after_an_image_computes_nothing_again(tmp_path: Path) -> None:
     """The same image in two dialects, and with another line of base64: the tokens are the same, so KV is found."""
     ask, more = "Look at this picture. " * 8, {"role": "user", "content": "and now?"}
     first = [{"role": "user", "content": [{"type": "text", "text": ask}, IMAGE_URL]}, SAY, more]

@@ -16,7 +16,7 @@ ENDED = Done(reason=FinishReason.STOP, usage=Usage(prompt_tokens=1, completion_t
 
 
 class Plain:
-    """An adapter that says what it is asked to say."""
+    """An adapter with plain words in place of events."""
 
     def begin(self) -> bytes:
         return b"begin "
@@ -35,18 +35,18 @@ class Plain:
 
 
 class Slow:
-    """What keeps the answer on a disk that takes its time."""
+    """An attribution that keeps answers on a slow disk."""
 
     def __init__(self) -> None:
-        self.asked, self.written = asyncio.Event(), asyncio.Event()
+        self.asked, self.stored = asyncio.Event(), asyncio.Event()
 
     @contextlib.contextmanager
     def using(self) -> Iterator[None]:
         yield
 
-    async def kept(self) -> None:
+    async def written(self) -> None:
         self.asked.set()
-        await self.written.wait()
+        await self.stored.wait()
 
 
 async def test_no_client_hears_of_an_end_whose_tokens_a_killed_server_would_not_know() -> None:
@@ -73,6 +73,6 @@ async def test_no_client_hears_of_an_end_whose_tokens_a_killed_server_would_not_
         assert kept, "it is given to the disk first"
         await asyncio.sleep(0)
         assert not reading.done()
-        disk.written.set()
+        disk.stored.set()
         await reading
         assert b"".join(said) == (b"begin hi finish end" if stream else b"")

@@ -39,7 +39,7 @@ ORDER = ["First this.", "call_0", "Then that.", "call_1", "call_2", "At last."]
 
 
 def service(*, together: bool) -> ScriptedService:
-    """`together`: all of it is there when its reader looks."""
+    """Return a scripted service. `together`: all events are there when the reader looks."""
     steps: list[Any] = (
         [joined([*SAID, done(FinishReason.TOOL_CALLS)])] if together else [*SAID, done(FinishReason.TOOL_CALLS)]
     )
@@ -58,7 +58,7 @@ def data(text: str) -> list[dict[str, Any]]:
 
 
 def in_order(found: list[tuple[str, str]]) -> list[str]:
-    """Pieces of texts put together; a call by its id, once."""
+    """Join pieces of texts; a call becomes its id, once."""
     order: list[str] = []
     texts = False
     for kind, value in found:

@@ -210,7 +210,7 @@ def test_unknown_fields_are_reported_once_and_bounded() -> None:
 
 
 class Heard:
-    """Stands for a call that is told of things."""
+    """A stand-in for a call that collects warnings."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -380,7 +380,7 @@ WRONG = [None] * 2000
 
 
 def fine(schema: dict[str, Any], known: dict[str, Any]) -> Any:
-    """A short value of a JSON schema."""
+    """Return a short valid value of a JSON schema."""
     if "$ref" in schema:
         return fine(known[schema["$ref"].rpartition("/")[2]], known)
     for several in ("anyOf", "oneOf"):

@@ -73,7 +73,7 @@ def asked(path: str, tokens: int = 99) -> dict[str, Any]:
 
 
 class Heard:
-    """What a client makes of the answer to one request."""
+    """What a client assembles from the answer to one request."""
 
     def __init__(self) -> None:
         self.text = self.name = self.reason = ""

@@ -62,7 +62,7 @@ LINES = "a\u2028b\u2029c\u0085d\u00e9e\x0bf\x0cg\x1ch"
         ("/completion", {"prompt": "hi"}),
     ],
 )
-async def test_a_line_is_one_whatever_its_reader_takes_for_an_end(path: str, body: dict[str, Any]) -> None:
+async def test_a_line_stays_one_line_for_every_reader(path: str, body: dict[str, Any]) -> None:
     """httpx's `iter_lines`, and clients that read lines by `splitlines`, cut JSON in the middle of a text."""
     service = ScriptedService(lambda request: [Delta(text=LINES, tokens=(1,)), done()])
     async with site(service) as at, at.http() as http:
@@ -125,7 +125,7 @@ def test_tokens_that_read_alike_do_not_hide_each_other() -> None:
 
 
 class Twins(Bytes):
-    """Odd tokens read as the even ones before them."""
+    """A tokenizer whose odd tokens read like the even ones before them."""
 
     def token_bytes(self, id: int) -> bytes:
         return super().token_bytes(id & ~1)

@@ -14,7 +14,8 @@ from cairn.api.app import App, build_app
 from cairn.api.http.auth import Access, Origins, _same_address, check_exposure, has_tenants
 from cairn.api.http.call import BodyBudget, HTTPCall
 from cairn.api.server import serve
-from cairn.config.config import Config, Secret, TenantKeys
+from cairn.config.config import Config
+from cairn.config.values import Secret, TenantKeys
 from cairn.types.errors import ConfigError
 from tests.api.scripted import ScriptedService
 from tests.api.sockets import Site, site
@@ -35,7 +36,7 @@ async def preflight(at: Site, origin: str, **headers: str) -> Any:
 
 
 def every_route(app: App) -> list[tuple[str, str]]:
-    """Each path and method that the application knows, from its own table."""
+    """Return each path and method that the application knows, from its own table."""
     ids = {"{id:resp_}": "resp_0", "{id:conv_}": "conv_0", "{id:*}": "x"}
     routes = [route for route in app.router.routes if route.access != "open" and not route.always]
     return [(one.method, re.sub(r"{[^}]*}", lambda id: ids.get(id[0], "0" * 16), one.path)) for one in routes]
@@ -131,7 +132,7 @@ async def test_one_key_is_the_default_tenant_and_several_never_share() -> None:
 
 
 async def seen(config: Config, key: str) -> tuple[bytes, str]:
-    """Salt and name that a call with this key gets."""
+    """Return the salt and name that a call with this key gets."""
     service = ScriptedService()
     async with site(service, config) as at:
         assert (await call(at, "/v1/chat/completions", "POST", CHAT, authorization=f"Bearer {key}")).status_code == 200

@@ -15,7 +15,8 @@ import pytest
 
 from cairn.api.http.call import BodyBudget
 from cairn.api.native.agents import MAX_IMPORTS
-from cairn.config.config import Config, Secret, TenantKeys
+from cairn.config.config import Config
+from cairn.config.values import Secret, TenantKeys
 from cairn.types.errors import Overloaded, Unavailable
 from cairn.types.outputs import Delta
 from tests.agents.house import talking_model
@@ -46,7 +47,7 @@ def chat(size: int) -> bytes:
 
 
 async def half_sent(at: Site, key: str, size: int) -> None:
-    """A chat whose last byte never comes."""
+    """Send a chat whose last byte never comes."""
     _, writer = await at.raw()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {key}\r\n"
     head += f"content-type: application/json\r\ncontent-length: {size + 1}\r\n\r\n"

@@ -18,7 +18,7 @@ CHAT = json.dumps({"model": "scripted", "messages": [{"role": "user", "content":
 
 
 def head(size: int) -> bytes:
-    """A request head of exactly this many bytes."""
+    """Return a request head of exactly this many bytes."""
     start = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\nX-Pad: "
     return start + b"x" * (size - len(start) - 4) + b"\r\n\r\n"
 
@@ -36,7 +36,7 @@ async def send(at: Site, *pieces: bytes, pause: float = 0.0) -> tuple[int, dict[
 
 
 def in_shape(status: int, headers: dict[str, str], body: Any) -> str:
-    """The error's code, after checking that it is an error as the API makes them."""
+    """Return the error's code, after checking that the error has the API's shape."""
     assert status >= 400 and headers["content-type"] == "application/json" and headers["x-request-id"]
     assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
     assert body["error"]["message"]
@@ -76,7 +76,7 @@ async def test_endless_headers_do_not_fill_memory() -> None:
 
 
 def chunked(body: bytes) -> bytes:
-    """A request up to the last chunk, each byte in a chunk of its own."""
+    """Return a request up to the last chunk, each byte in a chunk of its own."""
     kind, coding = "Content-Type: application/json", "Transfer-Encoding: chunked"
     pieces = b"".join(b"1;x=%s\r\n%c\r\n" % (b"y" * 30, byte) for byte in body)
     return request_bytes("POST", "/v1/chat/completions", b"", kind, coding) + pieces + b"0\r\n"
@@ -353,7 +353,7 @@ async def test_head_and_errors_have_request_ids() -> None:
 
 
 async def old(at: Site, data: bytes) -> tuple[bytes, bytes]:
-    """Head and body of the answer to a client that speaks HTTP/1.0."""
+    """Return head and body of the answer to a client that speaks HTTP/1.0."""
     reader, writer = await at.raw()
     writer.write(data.replace(b"HTTP/1.1", b"HTTP/1.0"))
     head, _, body = (await asyncio.wait_for(reader.read(), 5)).partition(b"\r\n\r\n")

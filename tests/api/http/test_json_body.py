@@ -9,7 +9,7 @@ from cairn.types.errors import InvalidRequest
 
 
 def nested(depth: int) -> bytes:
-    """An object of exactly this depth."""
+    """Return an object of exactly this depth."""
     return b'{"a":' + b"[" * (depth - 1) + b"]" * (depth - 1) + b"}"
 
 

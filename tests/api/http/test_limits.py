@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from cairn.api.http.auth import tls_context
-from cairn.config.config import Config, Secret, TenantKeys, TenantLimits
+from cairn.config.config import Config
+from cairn.config.values import Secret, TenantKeys, TenantLimits
 from cairn.types.errors import ConfigError
 from tests.api.homes import home
 from tests.api.sockets import site

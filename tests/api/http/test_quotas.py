@@ -13,7 +13,8 @@ import pytest
 
 from cairn.api.app import build_app
 from cairn.api.http import limits
-from cairn.config.config import Config, Secret, TenantKeys, TenantLimits, limits_of
+from cairn.config.config import Config, limits_of
+from cairn.config.values import Secret, TenantKeys, TenantLimits
 from tests.agents.house import talking_model
 from tests.api.homes import home
 from tests.api.sockets import Site
@@ -105,7 +106,7 @@ class Sent:
         await self.writer.drain()
 
     async def end(self) -> bytes:
-        """Send the rest; the answer."""
+        """Send the rest and return the answer."""
         with contextlib.suppress(ConnectionError):
             self.writer.write(self.rest)
             await self.writer.drain()
@@ -135,7 +136,7 @@ async def test_uploads_at_once_do_not_pass_a_quota_together(folder: Path, tmp_pa
         assert refused(await http.post("/v1/files", files={"file": b"x"}, data=again["data"]), "max_disk_mib")
 
 
-async def test_documents_count_as_what_they_become(folder: Path, tmp_path: Path) -> None:
+async def test_documents_count_by_the_size_that_is_stored(folder: Path, tmp_path: Path) -> None:
     """A small file that holds a long text takes no more than there is room for, whichever way it comes."""
     async with home(folder, folder.parent / "embedder", agents_dir=str(tmp_path / "agents"), max_disk_mib=1) as (
         _,
@@ -272,7 +273,7 @@ async def test_tokens_in_and_out_have_limits_of_their_own(folder: Path) -> None:
 
 
 class Still:
-    """A clock of a test: no bucket fills again."""
+    """A clock that stands still: no bucket fills again."""
 
     def now(self) -> float:
         return 1000.0

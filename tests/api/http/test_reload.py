@@ -16,8 +16,9 @@ import pytest
 
 from cairn.api.lifetime import _reload
 from cairn.cli.connection.client import connect
-from cairn.config.config import Config, ModelOptions, Secret, TenantKeys, TenantLimits
+from cairn.config.config import Config
 from cairn.config.resolve import Resolved, resolve
+from cairn.config.values import ModelOptions, Secret, TenantKeys, TenantLimits
 from cairn.types.errors import ConfigError, InvalidRequest
 from tests.api.homes import home
 from tests.api.process import free_port, served

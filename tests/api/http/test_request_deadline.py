@@ -24,7 +24,7 @@ ASKED = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1500,
 
 @pytest.fixture
 async def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Site, Service, httpx.AsyncClient]]:
-    """A server whose steps take 5 ms, so that such an answer takes seconds."""
+    """Yield a server whose steps take 5 ms, so that a long answer takes seconds."""
     prefill = FakeEngine.prefill
 
     def slowly(self: FakeEngine, rows: Any) -> Any:

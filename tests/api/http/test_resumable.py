@@ -19,7 +19,8 @@ import pytest
 from cairn.api.http.call import HTTPCall
 from cairn.api.http.event_log import PAGE, EventLog, EventLogs
 from cairn.api.http.sse import HEARTBEAT, error_event
-from cairn.config.config import Config, Secret
+from cairn.config.config import Config
+from cairn.config.values import Secret
 from cairn.frontend.request_state import Waker
 from cairn.types.errors import NotFound, Overloaded
 from cairn.types.outputs import Delta
@@ -39,7 +40,7 @@ def chat(**more: Any) -> dict[str, Any]:
 
 
 def numbered(text: str) -> list[tuple[int, Any]]:
-    """(id, data) of each event."""
+    """Return (id, data) of each event."""
     found = []
     for block in text.split("\n\n"):
         if not block or block.startswith(":"):
@@ -56,7 +57,7 @@ def said(found: list[tuple[int, Any]]) -> str:
 
 
 async def read(lines: AsyncIterator[str], events: int) -> list[tuple[int, Any]]:
-    """The next events of a stream."""
+    """Return the next events of a stream."""
     text = ""
     while text.count("\n\n") < events:
         line = await anext(lines)
@@ -129,7 +130,7 @@ async def test_two_readers_at_once() -> None:
 
 
 class Graces:
-    """The times of grace that began: each ends when the test says so, and not by the clock."""
+    """The grace times that began: each ends when the test says so, not by the clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun: list[asyncio.TimerHandle] = []
@@ -149,7 +150,7 @@ class Graces:
         return [one for one in self.begun if not one.cancelled()]
 
     async def pass_by(self) -> None:
-        """Wait for the one that runs, and end it."""
+        """Wait for the running grace time, and end it."""
         await until(lambda: self.running)
         (handle,) = self.running
         handle._run()
@@ -313,7 +314,7 @@ def event(number: int, size: int = 60) -> bytes:
 
 
 def rest(log: EventLog, after: int) -> list[bytes]:
-    """Everything that follows, checked to be numbered without a gap."""
+    """Return everything that follows, checked to be numbered without a gap."""
     found = []
     while True:
         data, to = log.read(after)
@@ -346,7 +347,7 @@ def test_a_tape_reads_from_any_event_on() -> None:
 
 
 class Line:
-    """What a log needs of a call."""
+    """The part of a call that a log needs."""
 
     def __init__(self, number: int) -> None:
         self.number = number

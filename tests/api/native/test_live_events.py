@@ -15,7 +15,8 @@ import pytest
 
 from cairn.api.http.auth import salts
 from cairn.api.native import live_events as changes
-from cairn.config.config import Config, Secret, TenantKeys
+from cairn.config.config import Config
+from cairn.config.values import Secret, TenantKeys
 from cairn.engine.fake import FakeEngine
 from tests.agents.house import House, house, talking_model
 from tests.api.sockets import Site, site
@@ -66,7 +67,7 @@ class Listener:
         raise EOFError
 
     async def until(self, name: str) -> Any:
-        """The data of the next event of this name."""
+        """Return the data of the next event of this name."""
         async with asyncio.timeout(10):
             while True:
                 _, found, data = await self.next()
@@ -74,7 +75,7 @@ class Listener:
                     return data
 
     async def snapshot(self) -> dict[str, Any]:
-        """The agents of a whole snapshot, by id."""
+        """Return the agents of a whole snapshot, by id."""
         found: dict[str, Any] = {}
         while True:
             data = await self.until("snapshot")

@@ -16,7 +16,8 @@ from cairn.api.chat.parse import parse
 from cairn.api.chat.schemas import ChatBody
 from cairn.api.ollama import models as ollama_models
 from cairn.api.ollama.schemas import OllamaChatBody, Options, chat_of
-from cairn.config.config import Config, Secret
+from cairn.config.config import Config
+from cairn.config.values import Secret
 from cairn.models.families.end_tokens import Middle
 from cairn.models.hub.snapshots import Progress
 from cairn.types.errors import CairnError, GenerationFailed, ModelError

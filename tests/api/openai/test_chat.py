@@ -14,7 +14,8 @@ import msgspec
 import openai
 import pytest
 
-from cairn.config.config import Config, Secret
+from cairn.config.config import Config
+from cairn.config.values import Secret
 from cairn.models.families.end_tokens import Middle
 from cairn.text.output.stream import TextStream
 from cairn.text.tokens.tokenizer import Tokenizer

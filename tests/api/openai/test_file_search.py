@@ -30,7 +30,7 @@ def the_only(app: App) -> Service:
 
 
 async def store_of(ai: AsyncOpenAI) -> tuple[str, str]:
-    """A vector store and its file."""
+    """Make a vector store with a file."""
     store = await ai.vector_stores.create(name="docs")
     file = await ai.vector_stores.files.upload_and_poll(
         vector_store_id=store.id, file=("cairns.md", CAIRNS), attributes={"year": 1999}

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from cairn.api.openai.item_references import MAX_SOURCES
-from cairn.config.config import Config, Secret, TenantKeys
+from cairn.config.config import Config
+from cairn.config.values import Secret, TenantKeys
 from tests.api.openai.test_responses import TOOL, keeping, kept, post
 from tests.api.scripted import ScriptedService
 from tests.api.sockets import Site, site
@@ -32,7 +33,7 @@ def reference(id: str, *, typed: bool = True) -> dict[str, Any]:
 
 
 async def prompt_of(at: Site, input: Any) -> int:
-    """How many tokens the prompt of an input has."""
+    """Return the length in tokens of an input's prompt."""
     counted = await post(at, {"input": input, "tools": [TOOL]}, "/v1/responses/input_tokens")
     assert counted.status_code == 200, counted.text
     return int(counted.json()["input_tokens"])

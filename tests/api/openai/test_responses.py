@@ -436,7 +436,7 @@ async def test_a_response_goes_on_from_another_and_is_found_in_the_cache(tmp_pat
         assert three.status_code == 200, "what followed it stays"
 
 
-async def test_a_response_says_what_parts_it_from_another(tmp_path: Path) -> None:
+async def test_a_response_reports_what_differs_from_another(tmp_path: Path) -> None:
     rules = "An agent's rules are long. " * 4
     async with keeping(tmp_path / "agents", make_model(tmp_path / "tiny")) as at:
         one = (await post(at, kept(instructions=rules))).json()

@@ -14,7 +14,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from cairn.api.http import limits
-from cairn.config.config import Secret, TenantKeys, TenantLimits
+from cairn.config.values import Secret, TenantKeys, TenantLimits
 from cairn.rag import vector_stores
 from cairn.rag.attachments import Attachments
 from cairn.rag.definition import NewDocument

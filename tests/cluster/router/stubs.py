@@ -92,7 +92,7 @@ async def routed(*answers: Answer) -> AsyncIterator[tuple[RouterApp, list[Stub]]
 
 
 class Got:
-    """What a client of the router got."""
+    """What a client of the router received."""
 
     def __init__(self) -> None:
         self.status, self.body, self.headers = 0, b"", dict[bytes, bytes]()

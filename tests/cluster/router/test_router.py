@@ -255,7 +255,7 @@ async def test_a_router_that_did_not_start_its_replicas_restarts_none() -> None:
         assert (await ask(app, "POST", "/router/restart", {})).status == 409
 
 
-async def test_without_a_replica_the_client_is_told_at_once() -> None:
+async def test_without_a_replica_the_client_gets_an_error_at_once() -> None:
     async with routed(named) as (app, stubs):
         stubs[0].ready = 503
         await app.replicas.check(app.replicas.all[0])

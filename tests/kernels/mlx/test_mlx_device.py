@@ -41,7 +41,7 @@ def test_unified_memory_keeps_a_reserve(memory: int, recommended: int, taken: in
     assert device.free_unified(info, taken * GIB) == left * GIB
 
 
-def test_an_apple_gpu_is_told_with_its_memory_and_its_limit_is_wired(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_apple_gpu_is_reported_with_its_memory_and_its_limit_is_wired(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it would be on a Mac; nothing here runs on one."""
     info = {"memory_size": 32 * GIB, "max_recommended_working_set_size": 22 * GIB, "device_name": "Example M9"}
     wired: list[int] = []
@@ -62,7 +62,7 @@ def test_without_an_apple_gpu_mlx_is_the_cpu_and_says_so() -> None:
     assert devices.free_memory("mlx") is None and not devices.report("mlx-cpu").trouble
 
 
-def test_an_mlx_that_cannot_be_loaded_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_mlx_that_cannot_be_loaded_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(name: str) -> None:
         raise ImportError("libmlx.so: cannot open shared object file\nmore")
 
@@ -79,7 +79,7 @@ def held(built: Any) -> int:
 
 @pytest.mark.parametrize("form", ["stored", "f32", "bf16", "int8", "int4"])
 @pytest.mark.parametrize("name", ["llama 2", "olmoe", "deepseek 3"])
-def test_weights_take_what_is_told_before_they_are_loaded(
+def test_weights_take_the_memory_that_was_estimated(
     name: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_model(tmp_path, **{**MODELS[name], "hidden_size": 64, "intermediate_size": 128})

@@ -66,7 +66,9 @@ class PoolStep:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_16_writes_into_256_mib_copy_none_of_it(compiled: bool, prove: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_16_writes_into_a_pool_of_256_mib_copy_nothing(
+    compiled: bool, prove: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each is read before the next; one copy of the pool would take 256 MiB, and ten times as long."""
     if compiled and not prove:
         pytest.skip("only with --prove: on a CPU it calls a C++ compiler")

@@ -18,7 +18,7 @@ from cairn.kv.disk.codec import Raw
 from cairn.kv.disk.index import DiskIndex, IndexEntry
 from cairn.kv.ram import RamStore
 from cairn.kv.tiers.store import OVERHEAD, Chunk
-from cairn.kv.tiers.write_behind import StoreWriter
+from cairn.kv.tiers.store_writer import StoreWriter
 from cairn.system.posix import SystemFiles
 from cairn.types.errors import ConfigError, Conflict
 from tests.files import CrashFile, CrashFiles, Fault
@@ -396,7 +396,7 @@ def test_what_is_pinned_is_counted_without_a_look_at_all_of_it(files: CrashFiles
     assert store.stats().pinned == 0
 
 
-def test_more_pinned_than_the_budget_is_said_until_some_is_unpinned(files: CrashFiles, time: Time) -> None:
+def test_more_pinned_than_the_budget_is_reported_until_some_is_unpinned(files: CrashFiles, time: Time) -> None:
     """Also of what is not there yet, and after a restart."""
     budget = 10 * 4096
     store = open_store(files, time, budget=budget)
@@ -606,7 +606,7 @@ def test_damaged_pins_pin_nothing(files: CrashFiles, time: Time) -> None:
 # ------------------------------------------------------------------------------------------------ the disk's failures
 
 
-def test_a_disk_that_fails_is_said_and_tried_again(files: CrashFiles, time: Time) -> None:
+def test_a_disk_that_fails_is_reported_and_tried_again(files: CrashFiles, time: Time) -> None:
     store = open_store(files, time)
     a, b = chain(2)
     store.keep([a])
@@ -661,7 +661,7 @@ NO_ROOM = (
 )
 
 
-def test_a_full_disk_is_said_and_the_store_lives_on_its_own_bytes(time: Time) -> None:
+def test_a_full_disk_is_reported_and_the_store_lives_on_its_own_bytes(time: Time) -> None:
     files = CrashFiles(now=time.now, capacity=40 * 4096)
     store = open_store(files, time, budget=1 << 30, reserve=8 * 4096)
     for number in range(16):

@@ -15,7 +15,7 @@ TOKENS = list(range(50, 90))
 
 
 def cache(*pools: tuple[int, int], identity: bytes = b"model") -> Cache:
-    """One group a (blocks, window); window 0 is full attention."""
+    """Make a cache with one group per (blocks, window); window 0 is full attention."""
     groups = tuple(
         CacheGroup(kind="window" if window else "full", layers=(layer,), window=window)
         for layer, (_, window) in enumerate(pools)
@@ -59,7 +59,7 @@ def covered(kv: Cache, tokens: list[int], salt: bytes = b"") -> int:
 
 
 def waits(kv: Cache, context: SequenceKV, tokens: list[int]) -> bool:
-    """Whether a new look at a context says that a block of it is on its way."""
+    """Return whether a new match of a sequence says that a block of it is on its way."""
     return isinstance(kv.match(context, tokens).blocked_on, bytes)
 
 
@@ -418,7 +418,7 @@ def test_a_waiter_is_woken_when_the_other_sequence_stops(end: str) -> None:
     assert waits(kv, second, tokens)
     kv.publish(first, tokens, 4)
     assert second.claim.match
-    (kv.close if end == "closed" else kv.lapse)(first, tokens)
+    (kv.close if end == "closed" else kv.release_claims)(first, tokens)
     assert not second.claim.match and kv.match(second, tokens) == (4, 13, None)
     assert kv.open(second, tokens) == 4
 

@@ -28,12 +28,12 @@ Kind = Callable[[Time], Store]
 
 
 def held(store: Store, *chains: list[Chunk]) -> list[int]:
-    """How many leading chunks of each are there."""
+    """Return how many leading chunks of each context are there."""
     return [store.match_prefix(keys(chunks)) for chunks in chains]
 
 
 def filled(kind: Kind) -> tuple[Store, Time, list[list[Chunk]]]:
-    """Three contexts of two chunks, the last used last."""
+    """Store three contexts of two chunks, the last used last."""
     time = Time()
     store, chains = kind(time), [chain(2, salt=salt) for salt in (b"a", b"b", b"c")]
     for chunks in chains:

@@ -38,7 +38,7 @@ FULL = CacheGroup(kind="full", layers=(0,))
 
 
 def disk() -> RamStore:
-    """A store that stands for a disk: it outlives the workers of a test."""
+    """Return a store that stands for a disk: it outlives the workers of a test."""
     return RamStore(1 << 30)
 
 
@@ -674,7 +674,7 @@ OTHER = [(11 * n + 1) % 59 for n in range(155)]
 
 
 def why(rig: Rig, prompt: Sequence[int] = PROMPT, *, stored: bool = True) -> str | None:
-    """Why the first token that is computed of a prompt has to be."""
+    """Return the reason why the first computed token of a prompt has to be computed."""
     miss = rig.ask(prompt, stored=stored).miss
     return None if miss is None else miss.reason
 
@@ -716,7 +716,7 @@ def test_what_is_on_its_way_to_the_disk_is_not_stored_yet_and_what_is_too_late_f
 
 
 def life(files: CrashFiles, **how: Any) -> Rig:
-    """A worker over the store on a disk."""
+    """Make a worker over the store on a disk."""
     info = Rig(None).engine.info
     store = stored.open_store(files, stored.Time(), identity=info.identity, codec=Raw(info.block_bytes))
     return Rig({"disk": store}, **how)
@@ -748,7 +748,7 @@ def test_tokens_seen_before_a_restart_are_not_reported_as_new(how: str) -> None:
 
 
 def chunks_in(files: CrashFiles) -> int:
-    """How many chunks there are on a disk."""
+    """Return how many chunks there are on a disk."""
     return sum(path.name.count(".") >= 4 for path in files.files(stored.FOLDER))
 
 

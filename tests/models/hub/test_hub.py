@@ -322,7 +322,7 @@ def test_pull_again_verifies_and_repairs(remote, env):
     assert (folder / name).read_bytes() == remote.files[name]
 
 
-def test_a_new_commit_keeps_what_did_not_change(remote, env):
+def test_a_new_commit_keeps_unchanged_files(remote, env):
     old = hub.pull("org/m", env=env)
     served = remote.served["model-1-of-2.safetensors"]
     remote.commit = "b" * 40

@@ -20,7 +20,7 @@ from cairn.text.chat.templates import NAMED, load_templates
 from cairn.text.output.json_scan import MAX_DEPTH
 from cairn.text.output.stream import TextStream
 from cairn.text.output.tool_parser import offered_tools
-from cairn.text.render.fair_time import LongTexts
+from cairn.text.render.fair_semaphore import LongTexts
 from cairn.text.tokens import json_texts, length
 from cairn.text.tokens.tokenizer import INLINE
 from cairn.types.errors import ConfigError, ContextTooLong, InvalidRequest, ModelFileError, Overloaded, Unsupported

@@ -160,7 +160,7 @@ async def test_only_the_tenant_that_keeps_it_busy_is_refused(
         *found, other = await asyncio.gather(*asked, helper.compile(regex("b"), "x", "b"), return_exceptions=True)
     finally:
         await helper.close()
-    assert any(isinstance(one, Overloaded) and "what compiles grammars is busy" in str(one) for one in found)
+    assert any(isinstance(one, Overloaded) and "the compiler of grammars is busy" in str(one) for one in found)
     assert isinstance(other, GrammarVerdict) and not other.ended
 
 

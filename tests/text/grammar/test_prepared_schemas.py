@@ -306,7 +306,7 @@ def test_a_pattern_beside_a_known_format_holds_too() -> None:
         (r"^\(?=\)$", ["()", "=)"][:0], ["x"]),
     ],
 )  # fmt: skip
-def test_look_ahead_that_can_be_said_otherwise(pattern: str, good: list[str], bad: list[str]) -> None:
+def test_look_ahead_is_rewritten_where_possible(pattern: str, good: list[str], bad: list[str]) -> None:
     takes({"type": "string", "pattern": pattern}, good, bad)
     for one in good + bad:
         assert bool(re.search(pattern, one)) == (one in good), "the pattern means the same here"

@@ -309,7 +309,7 @@ class StoredRoutes:
         ]
 
     async def stats(self, call: HTTPCall, service: Service) -> None:
-        """Return the KV stores below the pool, at most about a second old; null for one that is absent.
+        """Return the figures of the KV stores below the pool, at most about a second old; null for an absent store.
 
         Of several models each has its own in `models`.
         """
@@ -336,7 +336,7 @@ class StoredRoutes:
         await call.json(_swept("prune", [await one.prune() for one in self._every(service)]))
 
     def _every(self, service: Service) -> list[Service]:
-        """Return the models that keep KV; if there is none, the one whose call will report that."""
+        """Return the services that keep KV; without any the default one, whose call then raises the error."""
         return [one for one in self._state.registry.services if one.spec.kind == "chat"] or [service]
 
     async def _nothing(self, call: HTTPCall) -> None:

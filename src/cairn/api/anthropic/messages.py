@@ -14,7 +14,7 @@ from typing import Any
 
 from cairn.api.anthropic.schemas import NAMES, MessagesBody, chat_of
 from cairn.api.chat.cache_diagnosis import RecentPrompts, message_diagnostics
-from cairn.api.chat.exchange import ChoiceStream, spelled
+from cairn.api.chat.exchange import ChoiceStream, rename_fields
 from cairn.api.chat.generation import chat_exchange, chat_prompt
 from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import ChatBody
@@ -77,18 +77,18 @@ class Anthropic:
     async def count_tokens(self, call: HTTPCall, service: Service) -> None:
         """Count the tokens of a chat."""
         _, chat = await self._read(call, service)
-        with spelled(NAMES):
+        with rename_fields(NAMES):
             prompt = await chat_prompt(call, service, self._config, chat)
         await call.json({"input_tokens": len(prompt.tokens)})
 
     async def _read(self, call: HTTPCall, service: Service) -> tuple[MessagesBody, ChatBody]:
         body = await read(MessagesBody, call, self._config)
-        with spelled(NAMES):
+        with rename_fields(NAMES):
             return body, parse(ChatBody, chat_of(body, call, service.chat.mentions), self._config)
 
 
 class MessageAnswer:
-    """How a message looks: blocks of thinking, text and calls, one after another."""
+    """Adapter of messages: blocks of thinking, text and calls, one after another."""
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ from cairn.types.outputs import Delta, Done, TokenKind, TokenLogprob, ToolCallDe
 
 
 class ChatAnswer:
-    """How chat completions look."""
+    """Adapter of chat completions."""
 
     prefix = "chatcmpl-"
     kind = "chat.completion"
@@ -59,7 +59,7 @@ class ChatAnswer:
         self._input: dict[int, WholeCalls] = {}
         """Calls of custom tools by choice. Their input is sent once it is complete."""
         self._writing: dict[int, bool] = {}
-        """By choice: whether the call that is being written is one of them."""
+        """Whether the open call is a custom tool's, by choice."""
         self._service = service
         self._choices = choices
         self._head = head(call, service, self.prefix, self.kind)
@@ -78,7 +78,7 @@ class ChatAnswer:
         if self._hides and (delta.reasoning or delta.logprobs):
             shown = tuple(logprobs_of(TokenKind.CONTENT, delta.kinds, delta.logprobs))
             delta = msgspec.structs.replace(delta, reasoning="", logprobs=shown, kinds=b"")
-        before = _heard(self._pace, index, delta, self._chunks.nothing)
+        before = _progress_chunks(self._pace, index, delta, self._chunks.nothing)
         if self._free and (delta.tool_calls or index in self._input):
             return before + _timed(self._pace, index, self._with_free_calls(index, delta))
         return before + _timed(self._pace, index, self._chunks.delta(index, delta))
@@ -201,7 +201,7 @@ class TextAnswer:
         assert chunks is not None
         if not (delta.tokens or delta.text or delta.logprobs or delta.progress):
             return b""
-        before = _heard(self._pace, index, delta, lambda index: chunks.text(index, ""))
+        before = _progress_chunks(self._pace, index, delta, lambda index: chunks.text(index, ""))
         if delta.progress and not (delta.tokens or delta.text):
             return before
         before += self._echo(index)
@@ -290,7 +290,7 @@ def timings_of(pace: AnswerTimes, choices: Sequence[ChoiceStream]) -> dict[str, 
     return {"timings": pace.whole(0, done)} if pace.timings and done is not None else {}
 
 
-def _heard(pace: AnswerTimes, index: int, delta: Delta, nothing: Callable[[int], bytes]) -> bytes:
+def _progress_chunks(pace: AnswerTimes, index: int, delta: Delta, nothing: Callable[[int], bytes]) -> bytes:
     """Return the chunks that report prompt progress before a delta."""
     return b"".join(with_fields(nothing(index), told) for told in pace.heard(index, delta))
 

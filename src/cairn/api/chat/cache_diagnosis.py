@@ -1,8 +1,7 @@
-"""Why a prompt's prefix was not found in the cache, in the words of the APIs that clients use.
+"""Diagnosis of cache misses for clients: where a prompt differs from that of an earlier answer that they name.
 
-A client names an earlier answer and learns which part of its new request differs. Prompts of recent requests are
-compared as token ids, so a change that changes no token does not count. They are kept in memory: after a restart
-nothing is known of earlier ones.
+Recent prompts are compared as token ids, so a change that changes no token does not count. They are kept in memory
+only: after a restart none is known.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ OPENING = 16
 """Tokens at the end of a prompt with which a template may open the answer, and which its continuation lacks."""
 
 
-class Parting(NamedTuple):
-    """The point at which a prompt leaves an earlier one."""
+class Divergence(NamedTuple):
+    """The place at which a prompt diverges from an earlier one."""
 
     common: int
-    """Tokens at both beginnings."""
+    """Length of the common prefix in tokens."""
     before: int
-    """Tokens of the earlier prompt."""
+    """Length of the earlier prompt in tokens."""
     part: str | None
     """The named part of the request that differs; "" if none of them does, None if the earlier prompt was only
     continued."""
@@ -38,7 +37,7 @@ class _Asked(NamedTuple):
 
 
 class RecentPrompts:
-    """The prompts of recent answers, by tenant and the answer's id. The oldest make room."""
+    """The prompts of recent answers, by tenant and the answer's id. The oldest are dropped first."""
 
     def __init__(self) -> None:
         self._asked: OrderedDict[tuple[str, str], _Asked] = OrderedDict()
@@ -55,8 +54,8 @@ class RecentPrompts:
             _, old = self._asked.popitem(last=False)
             self._tokens -= len(old.prompt) + OPENING
 
-    def compare(self, tenant: str, id: str, parts: Mapping[str, Any], prompt: Sequence[int]) -> Parting | None:
-        """Return where a prompt leaves that of an earlier answer; None if that answer is unknown."""
+    def compare(self, tenant: str, id: str, parts: Mapping[str, Any], prompt: Sequence[int]) -> Divergence | None:
+        """Return where a prompt diverges from that of an earlier answer; None if that answer is unknown."""
         before = self._asked.get((tenant, id))
         if before is None:
             return None
@@ -65,33 +64,33 @@ class RecentPrompts:
         if common < len(before.prompt) - OPENING:
             changed = (name for name, value in parts.items() if before.parts.get(name) != _digest(value))
             part = next(changed, "")
-        return Parting(common, len(before.prompt), part)
+        return Divergence(common, len(before.prompt), part)
 
 
-def message_diagnostics(parting: Parting | None) -> dict[str, Any] | None:
+def message_diagnostics(divergence: Divergence | None) -> dict[str, Any] | None:
     """Return Anthropic's `diagnostics`; None if nothing diverged."""
-    if parting is None:
+    if divergence is None:
         return {"cache_miss_reason": {"type": "previous_message_not_found"}}
-    if parting.part is None:
+    if divergence.part is None:
         return None
-    kind = f"{parting.part or 'messages'}_changed"
-    return {"cache_miss_reason": {"type": kind, "cache_missed_input_tokens": parting.before - parting.common}}
+    kind = f"{divergence.part or 'messages'}_changed"
+    return {"cache_miss_reason": {"type": kind, "cache_missed_input_tokens": divergence.before - divergence.common}}
 
 
-def response_diagnostics(parting: Parting | None, prompt: int, cached: int) -> dict[str, Any]:
+def response_diagnostics(divergence: Divergence | None, prompt: int, cached: int) -> dict[str, Any]:
     """Return OpenAI's `prompt_cache_diagnostics`.
 
     It is `unavailable` if nothing changed but the cache no longer had the prompt.
     """
-    if parting is None:
+    if divergence is None:
         return {"type": "comparison_response_not_found"}
-    if parting.part is None:
-        return {"type": "cache_hit" if cached >= parting.common - OPENING else "unavailable"}
+    if divergence.part is None:
+        return {"type": "cache_hit" if cached >= divergence.common - OPENING else "unavailable"}
     return {
         "type": "cache_miss",
-        "reason": parting.part or "input_changed",
-        "cache_missed_tokens": prompt - parting.common,
-        "comparison_reusable_tokens": parting.common,
+        "reason": divergence.part or "input_changed",
+        "cache_missed_tokens": prompt - divergence.common,
+        "comparison_reusable_tokens": divergence.common,
     }
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from cairn.api.chat.sessions import Attribution
+from cairn.api.chat.attribution import Attribution
 from cairn.api.http.call import Headers, HTTPCall, Watch, internal
 from cairn.api.http.event_log import CallTable, EventLogs, Follower, is_resumable
 from cairn.api.http.sse import EVENT_STREAM
@@ -35,10 +35,10 @@ from cairn.types.outputs import Delta, Done, Event, FinishReason, TokenKind, Tok
 from cairn.types.request import Request
 
 Batches = AsyncGenerator[Sequence[tuple[int, Event]], None]
-"""(choice, event) as they come: first an empty batch, once the requests were let in."""
+"""Batches of (choice, event) pairs. The first is empty: it says that the requests were admitted."""
 Source = Callable[["Silence | None"], Batches]
-"""The source of an answer. With a `Silence` it also yields empty batches, at the latest when the silence should be
-broken."""
+"""Starts an answer and returns its batches. With a `Silence` it yields an empty batch, at the latest, when a heartbeat
+is due."""
 UNREAD = (
     "the answer has something that begins like a tool call but cannot be read as one: it is returned as the model "
     "wrote it, in the content or as the arguments of the call"
@@ -46,10 +46,10 @@ UNREAD = (
 
 
 class Silence:
-    """The time a stream has sent nothing.
+    """The time for which a stream has sent nothing.
 
-    Tokens that are generated and not shown (hidden reasoning, a call that is held back) break no silence, and clients
-    end streams that are silent for minutes.
+    Clients end streams that are silent for minutes. Tokens that are not sent, such as hidden reasoning or a call that
+    is held back, do not count.
     """
 
     __slots__ = ("_loop", "_since", "most")
@@ -62,11 +62,11 @@ class Silence:
 
     @property
     def left(self) -> float:
-        """Seconds until it has lasted too long."""
+        """Seconds until a heartbeat is due."""
         return max(0.0, self._since + self.most - self._loop.time())
 
     def broken(self) -> None:
-        """Note that something is sent."""
+        """Record that something is sent."""
         self._since = self._loop.time()
 
 
@@ -128,19 +128,19 @@ class ChoiceStream:
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.kinds = bytearray()
-        """The part of the answer that each token of `logprobs` belongs to."""
+        """A `TokenKind` for each entry of `logprobs`."""
         self.prompt_logprobs: list[TokenLogprob] = []
         self.done: Done | None = None
         self.stream: RequestStream | None = None
-        """Its stream, once it is started."""
+        """The request's stream, once it is started."""
         self.reasoning_tokens = 0
-        """How many of the tokens are of reasoning, its tags among them."""
+        """Number of reasoning tokens, tags included."""
         self.ending = False
-        """The pieces that are being taken are its last ones."""
+        """Whether the current batch holds its end."""
 
     @property
     def computed(self) -> Sequence[int]:
-        """Its tokens, including those that a slow client has not taken yet."""
+        """All tokens generated so far, including those that a slow client has not read yet."""
         return self.tokens if self.stream is None else self.stream.tokens
 
     @property
@@ -151,7 +151,7 @@ class ChoiceStream:
 
     @property
     def detail(self) -> dict[str, str]:
-        """`finish_detail` of a choice, where there is more to say than its finish_reason does."""
+        """The field `finish_detail`, if the end has one: more than its finish_reason says."""
         return {"finish_detail": self.done.detail} if self.done is not None and self.done.detail else {}
 
     def scores(self, kind: TokenKind) -> Sequence[TokenLogprob]:
@@ -169,7 +169,7 @@ class ChoiceStream:
         return min(found)[1] if found else None
 
     def add(self, delta: Delta, *, keep_logprobs: bool) -> None:
-        """Take a piece. Log-probabilities are large: a stream sends them at once and does not keep them."""
+        """Add a piece. Log-probabilities are large, so a stream sends them at once and does not keep them."""
         if keep_logprobs:
             self.logprobs += delta.logprobs
             self.kinds += delta.kinds
@@ -179,7 +179,7 @@ class ChoiceStream:
         self.prompt_logprobs += delta.prompt_logprobs
 
     def end(self, done: Done) -> str:
-        """Note the end; its finish_reason. An end that is no success raises instead of looking like one."""
+        """Record the end and return its finish_reason. Raise if the choice did not end well."""
         match done.reason:
             case FinishReason.CANCELLED:
                 raise Cancelled("the request was cancelled")
@@ -193,26 +193,26 @@ class ChoiceStream:
 
 @dataclass(slots=True)
 class Exchange:
-    """One call's. It knows nothing of the connection, which may be gone long before it ends."""
+    """The generation and formatting of one call's answer. It may outlive the call's connection."""
 
     choices: Sequence[ChoiceStream]
     adapter: Adapter
     source: Source
     cancel: Callable[[], object]
-    """Ends it from outside."""
+    """Cancels the requests."""
     keep: Callable[[ChoiceStream], None]
-    """Called with each choice that has ended well, to store it."""
+    """Stores a choice; called with each that has ended well."""
     attribution: Attribution | None = None
     names: Mapping[str, str] = field(default_factory=dict)
-    """The route's names of request fields, if they differ."""
+    """The dialect's names of request fields, by our own names, if they differ."""
     numbered: bool = False
-    """Heartbeats are events like others, which an event log keeps."""
+    """Whether heartbeats are numbered events, which an event log keeps."""
     media: Headers = field(default_factory=lambda: EVENT_STREAM)
-    """The headers of a stream. Only server-sent events can be kept on an event log."""
+    """Headers of a stream. Only server-sent events can be kept in an event log."""
     outlives: bool = False
-    """It goes on when its connection closes, for the time of grace, whether anybody asked for that or not."""
+    """Whether it goes on for the grace time after its connection closed, even if the client did not ask for that."""
     unattended: bool = False
-    """It goes on to its end, read or not."""
+    """Whether it goes on to its end without a reader."""
     warnings: Sequence[str] = ()
     """Constraints on the answer that are not enforced: sentences that begin with the name of a field."""
     warn: Callable[[str], None] = lambda sentence: None
@@ -221,14 +221,14 @@ class Exchange:
     async def chunks(
         self, heartbeat: float | None = None, *, stream: bool, log: bool = False
     ) -> AsyncGenerator[bytes, None]:
-        """Yield the answer as it comes.
+        """Yield the answer's bytes as they are generated.
 
-        The first piece is empty: from then on a failure is part of the answer. `stream`: the client reads events;
-        otherwise it gets the whole answer at the end. `log`: yield events in any case.
+        The first piece is empty and says that the requests were admitted: later failures are part of the answer.
+        `stream`: the client reads events, else the whole answer at the end. `log`: yield events in any case.
         """
         say = stream or log
         silence = None if heartbeat is None else Silence(heartbeat)
-        with spelled(self.names), self._attributed():
+        with rename_fields(self.names), self._attributed():
             async with contextlib.aclosing(self.source(silence)) as found:
                 await anext(found)
                 yield b""
@@ -242,7 +242,7 @@ class Exchange:
                         if data and silence is not None:
                             silence.broken()
                         if self.over and self.attribution is not None:
-                            await self.attribution.kept()
+                            await self.attribution.written()
                         if say and self.over:
                             data += self.adapter.end()
                         if data and say:
@@ -254,7 +254,7 @@ class Exchange:
                     raise
 
     def _say(self, batch: Sequence[tuple[int, Event]], say: bool, *, keep_logprobs: bool) -> bytes:
-        """Take one batch of deltas; return its events if they are wanted."""
+        """Apply a batch to its choices; return its events, empty unless `say`."""
         data = b""
         for index, event in batch:
             self.choices[index].ending |= isinstance(event, Done)
@@ -282,7 +282,7 @@ class Exchange:
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """Tokens of the prompts, each counted once, and of all answers, however they ended."""
+        """Tokens of all prompts, each counted once, and of all answers, whichever way they ended."""
         prompts = sum(len(choice.request.prompt) for choice in self.choices if choice.request.choice == 0)
         return prompts, sum(len(choice.computed) for choice in self.choices)
 
@@ -290,7 +290,7 @@ class Exchange:
     def _attributed(self) -> Iterator[None]:
         """Mark the agent as in use while choices are generated.
 
-        The KV of every choice that was begun belongs to that agent, however the choice ends.
+        Choices that are cut off are recorded too: their KV belongs to the agent.
         """
         computed = True
         try:
@@ -407,7 +407,7 @@ async def _closing(chunks: AsyncGenerator[bytes, None], over: Callable[[], None]
 
 
 def generating(service: Service, choices: Sequence[ChoiceStream], told: PromptOrigin) -> Source:
-    """Return the source of ordinary requests. Each choice gets its stream once it is started."""
+    """Return the source of an answer by `service`. Each choice gets its stream once its request is started."""
     of = {choice.request.id: choice for choice in choices}
 
     def start(request: Request) -> RequestStream:
@@ -422,23 +422,20 @@ def generating(service: Service, choices: Sequence[ChoiceStream], told: PromptOr
 
 
 @contextlib.contextmanager
-def spelled(names: Mapping[str, str]) -> Iterator[None]:
-    """Rename the field of an InvalidRequest to what the client sent: `names` maps our names to the route's.
-
-    A nested field takes the longest of them that it begins with.
-    """
+def rename_fields(names: Mapping[str, str]) -> Iterator[None]:
+    """Rename the field of an InvalidRequest raised inside: `names` maps our names to the dialect's."""
     try:
         yield
     except InvalidRequest as error:
-        name = spelled_name(error.field or "", names)
+        name = renamed_field(error.field or "", names)
         if name is None:
             raise
         text = str(error) if error.field == "prompt" else str(error).replace(str(error.field), name)
         raise error.named(text, name) from None
 
 
-def spelled_name(field: str, names: Mapping[str, str]) -> str | None:
-    """Return the route's name of a field, by the longest of `names` that it begins with; None if it has no other."""
+def renamed_field(field: str, names: Mapping[str, str]) -> str | None:
+    """Return a field's name in the dialect, by the longest prefix in `names`; None if it has no other name there."""
     known, rest = field, ""
     while known not in names and "." in known:
         known, _, inner = known.rpartition(".")
@@ -447,7 +444,7 @@ def spelled_name(field: str, names: Mapping[str, str]) -> str | None:
 
 
 def _tell(call: HTTPCall, exchange: Exchange) -> None:
-    """Warn of constraints that the answer is not held to, by the names that the client knows."""
+    """Warn of constraints that are not enforced, with the client's names of the fields."""
     for sentence in exchange.warnings:
         field, sign, said = sentence.partition(":")
-        call.warn(f"{spelled_name(field, exchange.names) or field}{sign}{said}")
+        call.warn(f"{renamed_field(field, exchange.names) or field}{sign}{said}")

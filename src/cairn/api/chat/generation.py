@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 
-from cairn.api.chat.exchange import Adapter, ChoiceStream, Exchange, generating, spelled
+from cairn.api.chat.attribution import AgentAttribution, Attribution
+from cairn.api.chat.exchange import Adapter, ChoiceStream, Exchange, generating, rename_fields
 from cairn.api.chat.free_text_tools import warning
 from cairn.api.chat.message_schemas import ChatMessage, contents, plain_messages, plain_tools
 from cairn.api.chat.schemas import ChatBody, ChatGeneration, Generation, Templated
-from cairn.api.chat.sessions import AgentAttribution, Attribution
 from cairn.api.chat.timings import AnswerTimes
 from cairn.api.http.body import has_more
 from cairn.api.http.call import HTTPCall, shown
@@ -24,7 +24,7 @@ from cairn.config.config import Config
 from cairn.frontend.adapters import AdaptedService
 from cairn.frontend.admission import check_together
 from cairn.frontend.miss_explainer import PromptOrigin, describe_prompt
-from cairn.frontend.requests import SamplingOptions
+from cairn.frontend.requests import RequestParams, SamplingOptions
 from cairn.frontend.service import Service
 from cairn.text.chat.prompt import RESERVED, Prompt
 from cairn.text.tokens import length
@@ -140,22 +140,24 @@ async def chat_exchange(
     `names` map the fields of a chat and of a request to the dialect's. `before` are tokens in front of the prompt.
     `allow_empty` permits an answer of no tokens, to have only the prompt computed.
     """
-    with spelled(names):
+    with rename_fields(names):
         prompt = await chat_prompt(call, service, config, body)
         store = is_stored(body.store, config)
         options = await with_prediction(call, service, body, body.chat_options())
         made = service.make_requests(
             [*before, *prompt.tokens],
             options,
+            RequestParams(
+                output=prompt.output,
+                grammar=prompt.grammar,
+                salt=call.salt,
+                share=call.share,
+                durable=any(message.role == "assistant" for message in body.messages),
+                stored=store,
+                allow_empty=allow_empty,
+            ),
             ids=ids(call, service),
             max_choices=config.max_choices,
-            output=prompt.output,
-            grammar=prompt.grammar,
-            salt=call.salt,
-            share=call.share,
-            durable=any(message.role == "assistant" for message in body.messages),
-            stored=store,
-            allow_empty=allow_empty,
         )
         check_together(made, config, service.info.max_rows)
     tied = await attribution.tie(call, body, store=store)
@@ -195,21 +197,18 @@ async def text_exchange(
     check_lora(body, service)
     draw, store, output = ids(call, service), is_stored(body.store, config), OutputFormat(continues=True)
     asked: list[Request] = []
-    with spelled(names):
+    with rename_fields(names):
         held = await service.chat.grammar(body.wanted().structure, output, share=call.share)
+        params = RequestParams(
+            output=output,
+            grammar=held.grammar,
+            salt=call.salt,
+            share=call.share,
+            allow_empty=allow_empty,
+            stored=store,
+        )
         for prompt in prompts:
-            asked += service.make_requests(
-                prompt,
-                options,
-                ids=draw,
-                max_choices=config.max_choices,
-                salt=call.salt,
-                share=call.share,
-                output=output,
-                grammar=held.grammar,
-                allow_empty=allow_empty,
-                stored=store,
-            )
+            asked += service.make_requests(prompt, options, params, ids=draw, max_choices=config.max_choices)
         check_together(asked, config, service.info.max_rows)
     tied = await attribution.tie(call, body, store=store)
     asked = _durable(asked, tied)
@@ -317,7 +316,7 @@ def check_model(name: str | None, service: Service, *, strict: bool = False) -> 
 def check_sampling(service: Service, sampling: Mapping[str, Any], where: str) -> None:
     """Raise InvalidRequest for options that no answer of a model can be asked for with; it names the field."""
     try:
-        service.make_requests([0], SamplingOptions(**sampling), output=OutputFormat(reasoning=True))
+        service.make_requests([0], SamplingOptions(**sampling), RequestParams(output=OutputFormat(reasoning=True)))
     except InvalidRequest as error:
         raise error.named(f"{where}: {error}", f"{where}.{error.field}") from None
 

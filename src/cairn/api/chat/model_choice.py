@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from cairn.api.chat.sessions import AgentAttribution
+from cairn.api.chat.attribution import AgentAttribution
 from cairn.api.http.call import HTTPCall, query, shown
 from cairn.api.http.event_log import parse_id
 from cairn.frontend.service import Service

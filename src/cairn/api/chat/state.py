@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from cairn.api.chat.attribution import AgentAttribution
+from cairn.api.chat.documents import Library
 from cairn.api.chat.exchange import Exchanges
-from cairn.api.chat.library import Library
-from cairn.api.chat.sessions import AgentAttribution
 from cairn.api.http.auth import Access, salts
 from cairn.api.http.event_log import CallTable, EventLogs
 from cairn.api.http.limits import Quotas, RateLimits
@@ -29,7 +29,7 @@ class ServerState:
     """
 
     def __init__(self, config: Config, rng: Rng, agents_folder: Path) -> None:
-        """`agents_folder` is the token log's."""
+        """Make the state of a server without models. `agents_folder`: the folder of the token log."""
         self.config = config
         """The options as they are now."""
         self.rng, self.clock = rng, SystemClock()
@@ -69,7 +69,7 @@ class ServerState:
             agents.bound(limits_of(config), salts(config))
 
     async def _bytes_of(self, tenant: str) -> int:
-        """Return how many bytes of a tenant are on the disk."""
+        """Return the bytes that a tenant's agents, collections and files take on the disk."""
         agents = self.attribution.agents
         kept = 0 if agents is None else await agents.bytes_of(tenant)
         return kept + await self.library.bytes_of(tenant)

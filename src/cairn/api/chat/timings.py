@@ -1,4 +1,4 @@
-"""How fast an answer comes, for clients that ask for it, in llama-server's names.
+"""Timings of an answer in llama-server's form, for clients that ask for them.
 
 Shapes: github.com/ggml-org/llama.cpp, tools/server/README.md (`timings`, `prompt_progress`).
 """
@@ -30,20 +30,17 @@ class AnswerTimes:
         progress: bool | None,
         cache: Callable[[ChoiceStream], CacheReport | None] = cache_of,
     ) -> None:
-        """Measure an answer.
-
-        `timings`: each piece and the end report how long they took; `progress`: the prompt does too.
-        """
+        """Begin to measure. `timings`: report times with each piece and at the end; `progress`: also of the prompt."""
         self.timings, self.progress = bool(timings), bool(progress)
         self._choices, self._cache = choices, cache
         self._began = time.monotonic()
         self._first: dict[int, float] = {}
         """The time of each choice's first token."""
         self._told: dict[int, int] = {}
-        """The prompt progress of each choice that was reported last."""
+        """Prompt tokens in the last report of each choice."""
 
     def heard(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        """Note a delta of a choice; return the prompt progress to report before it, if that is wanted.
+        """Record a delta of a choice; return the reports of prompt progress to send before it.
 
         The first report has the cached tokens, the last the whole prompt, each in `prompt_progress` and `timings`.
         """

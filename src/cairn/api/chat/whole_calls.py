@@ -1,4 +1,4 @@
-"""Calls of a stream that are sent once complete, for dialects without pieces of calls."""
+"""Assembly of streamed tool calls, for dialects that send each call whole."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from cairn.types.outputs import Delta, ToolCallDelta
 
 
 class WholeCalls:
-    """Puts the pieces of one choice's calls together."""
+    """Joins the pieces of one choice's calls."""
 
     def __init__(self) -> None:
         self._pieces: list[ToolCallDelta] = []
-        """Those of the call that is being written."""
+        """Pieces of the incomplete call."""
 
     def push(self, delta: Delta) -> tuple[list[ToolCallDelta], list[ToolCallDelta]]:
-        """Take a delta; the calls that were whole before its text, and those that are whole within it."""
+        """Add a delta; return the calls that it completes: those to send before its text, and those after it."""
         before = self.finish() if delta.reasoning or delta.text else []
         within: list[ToolCallDelta] = []
         for call in delta.tool_calls:
@@ -22,7 +22,7 @@ class WholeCalls:
         return before, within
 
     def finish(self) -> list[ToolCallDelta]:
-        """Return the call that was being written: it is complete, since something else follows or nothing does."""
+        """Return the incomplete call as complete, in a list; call this when another part or the end follows."""
         pieces, self._pieces = self._pieces, []
         if not pieces:
             return []

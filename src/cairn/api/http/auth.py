@@ -16,8 +16,9 @@ import ssl
 from dataclasses import dataclass
 
 from cairn.api.http.call import AUTHORITY, Headers, HTTPCall, shown
-from cairn.config.config import Config, Secret
+from cairn.config.config import Config
 from cairn.config.paths import expanded
+from cairn.config.values import Secret
 from cairn.types.errors import ConfigError, Forbidden, InvalidRequest, Unauthorized
 
 

@@ -23,7 +23,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from cairn.api.http.auth import payer_of
 from cairn.api.http.call import HTTPCall
 from cairn.cluster.beats import TenantUsage
-from cairn.config.config import LIMITS, Config, TenantLimits, limits_of
+from cairn.config.config import Config, limits_of
+from cairn.config.values import LIMITS, TenantLimits
 from cairn.system.interfaces import Clock
 from cairn.types.errors import DeadlineExceeded, InvalidRequest, QuotaExceeded, RateLimited
 

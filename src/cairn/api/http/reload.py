@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 
 from cairn.api.http.auth import Access, check_exposure, check_tls, has_keys
-from cairn.config.config import LIMITS, Config, TenantLimits
+from cairn.config.config import Config
+from cairn.config.values import LIMITS, TenantLimits
 from cairn.router.models import Models
 from cairn.types.errors import ConfigError, InvalidRequest
 
@@ -48,7 +49,7 @@ class Reload:
         self._watchers: list[Callable[[Config], None]] = []
 
     def watch(self, watcher: Callable[[Config], None]) -> None:
-        """Call this with the options whenever they are others."""
+        """Call `watcher` with the new options after every change."""
         self._watchers.append(watcher)
 
     def __call__(self, models: Models | None) -> Reloaded:

@@ -49,7 +49,7 @@ from cairn.api.native.turns import TurnRoutes
 from cairn.frontend.service import Service
 from cairn.text.grammar.grammar import ToolChoice, Wanted
 from cairn.types.errors import Damaged, InvalidRequest, Overloaded, Unavailable, Unsupported, UnsupportedMedia
-from cairn.types.stats import TakenIn
+from cairn.types.stats import ImportedKv
 
 MAX_IMPORTS = 4
 """How many imports of one tenant may run at once: each has a file on the disk, of at most max_import_mib."""
@@ -270,19 +270,19 @@ class AgentRoutes:
                     del data
                 answer = agent_object(info, service)
                 if wanted or size:
-                    answer["kv"] = await self._take_in(agents, call.tenant, info.id, file, size if wanted else 0)
+                    answer["kv"] = await self._import_kv(agents, call.tenant, info.id, file, size if wanted else 0)
         finally:
             self._importing[call.tenant] -= 1
         await call.json(answer, 201)
 
-    async def _take_in(self, agents: Agents, tenant: str, id: str, file: BinaryIO, size: int) -> dict[str, Any]:
+    async def _import_kv(self, agents: Agents, tenant: str, id: str, file: BinaryIO, size: int) -> dict[str, Any]:
         """Import the KV of an agent's file and report what was taken. The agent exists whatever comes of it."""
         if not size:
             return {"chunks": 0, "bytes": 0, "why": "no KV was taken: the file has none, or kv=true was not said"}
         try:
-            taken, why = await agents.take_in(tenant, id, file, size, self._folder)
+            taken, why = await agents.import_kv(tenant, id, file, size, self._folder)
         except Unavailable as error:
-            taken, why = TakenIn(), str(error)
+            taken, why = ImportedKv(), str(error)
         return {"chunks": taken.chunks, "bytes": taken.bytes, "why": why}
 
     # -------------------------------------------------------------------------------------------------------- within

@@ -41,7 +41,7 @@ from cairn.api.native.work_events import Emit, answer
 from cairn.frontend.service import Service
 from cairn.rag.collections import SourcedAnswer
 from cairn.rag.definition import NewDocument, SearchHit, check_name
-from cairn.rag.extractor import aside
+from cairn.rag.extract_parent import aside
 from cairn.types.errors import InvalidRequest
 from cairn.workflows.answerer import Asker
 

@@ -28,7 +28,7 @@ from cairn.agents.agents import Agents
 from cairn.agents.log.records import Savings
 from cairn.agents.overview import Overview
 from cairn.agents.savings import DAY_SECONDS
-from cairn.api.chat.sessions import AgentAttribution
+from cairn.api.chat.attribution import AgentAttribution
 from cairn.api.chat.state import ServerState
 from cairn.api.http.call import HTTPCall, Watch, encode
 from cairn.api.http.routes import Route

@@ -13,13 +13,14 @@ from typing import Any
 import msgspec
 
 from cairn.agents.running_turn import RunningTurn
+from cairn.agents.turns import TurnParams
 from cairn.agents.types import TurnInfo
 from cairn.api.chat.answers import ChatAnswer
-from cairn.api.chat.exchange import Adapter, Batches, ChoiceStream, Exchange, Silence, spelled
+from cairn.api.chat.attribution import HEADER
+from cairn.api.chat.exchange import Adapter, Batches, ChoiceStream, Exchange, Silence, rename_fields
 from cairn.api.chat.generation import check_length, check_lora, check_model, names_of, with_prediction
 from cairn.api.chat.message_schemas import contents, plain_messages
 from cairn.api.chat.parse import parse, read
-from cairn.api.chat.sessions import HEADER
 from cairn.api.chat.state import ServerState
 from cairn.api.chat.timings import AnswerTimes
 from cairn.api.chat.wire import cache_object
@@ -80,19 +81,21 @@ class TurnRoutes:
         check_model(body.model, service)
         service.check_generates()
         await check_length(call, service, contents(body.messages), "messages")
-        with spelled(names_of(body.max_tokens)):
+        with rename_fields(names_of(body.max_tokens)):
             options = await with_prediction(call, service, body, body.chat_options())
             running = await agents.turn(
                 call.tenant,
                 id,
                 plain_messages(body.messages),
-                options,
-                request=call.number,
-                share=call.share,
+                TurnParams(
+                    request=call.number,
+                    share=call.share,
+                    options=options,
+                    template_args=body.template_args(service.chat.mentions),
+                    wanted=body.wanted(),
+                    service=service,
+                ),
                 fork_on_conflict=bool(body.fork_on_conflict),
-                template_args=body.template_args(service.chat.mentions),
-                wanted=body.wanted(),
-                service=service,
                 once=once_of(call),
             )
         await self._answer(call, service, running, body, body.include_usage)
@@ -133,7 +136,7 @@ def once_of(call: HTTPCall) -> str:
 
 
 class TurnAnswer(ChatAnswer):
-    """How the answer of a turn looks: as a chat completion's, and in one piece it names the turn."""
+    """Adapter of turns: a chat completion that, sent whole, also names the agent and the turn."""
 
     def __init__(
         self,
@@ -153,7 +156,7 @@ class TurnAnswer(ChatAnswer):
 
 
 def _pace_of(body: TurnBody | ResumeBody, choices: Sequence[ChoiceStream], running: RunningTurn) -> AnswerTimes:
-    """Return the timings of a turn; none of a resumed one, part of which is long past."""
+    """Return the timings of a turn; off for a resumed one, whose first part was generated earlier."""
     if isinstance(body, ResumeBody):
         return AnswerTimes(choices, timings=False, progress=False)
     return AnswerTimes(

@@ -25,7 +25,7 @@ Work = Callable[[Emit], Awaitable[Any]]
 
 
 class EventedWork:
-    """One piece of work. It begins when its events are read."""
+    """Work that reports events. It starts when its events are first read."""
 
     def __init__(self, work: Work, over: Callable[[], object] | None = None) -> None:
         """Report the events of `work`; `over` is called at its end."""
@@ -33,15 +33,15 @@ class EventedWork:
         self._queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         self._task: asyncio.Task[Any] | None = None
         self.interrupted = False
-        """It was ended before its end, and may go on another time."""
+        """Whether it was cancelled before its end; it can then be resumed by a later request."""
 
     def cancel(self) -> None:
-        """End it."""
+        """Cancel the work."""
         if self._task is not None:
             self._task.cancel()
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the events of the work until it is over. Raises what it failed with."""
+        """Yield the work's events until its end. Raise the error that ended it."""
         self._task = task = asyncio.create_task(self._run())
         try:
             while (event := await self._queue.get()) is not None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from cairn.api.chat.exchange import Adapter, ChoiceStream, Exchange, spelled
+from cairn.api.chat.exchange import Adapter, ChoiceStream, Exchange, rename_fields
 from cairn.api.chat.generation import chat_exchange, check_model, text_exchange
 from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import ChatBody, Generation
@@ -71,7 +71,7 @@ class Ollama:
         if not body.messages:
             await call.json(_loaded(call, service, {"message": {"role": "assistant", "content": ""}}))
             return
-        with spelled(NAMES):
+        with rename_fields(NAMES):
             chat = chat_of(body, service.chat.mentions, thinks=service.chat.thinks)
             asked = parse(ChatBody, chat, self._config, call)
         await self._run(call, body, await self._chat(call, service, asked, Talk(call, service, body), NAMES))
@@ -86,7 +86,7 @@ class Ollama:
         if body.raw or body.suffix or not service.chat.template:
             await self._run(call, body, await self._complete(call, service, body))
             return
-        with spelled(TEXT_NAMES):
+        with rename_fields(TEXT_NAMES):
             chat = prompt_chat(body, service.chat.mentions, thinks=service.chat.thinks)
             asked = parse(ChatBody, chat, self._config, call)
         before = self._before(body, service)
@@ -113,7 +113,7 @@ class Ollama:
 
     async def _complete(self, call: HTTPCall, service: Service, body: OllamaGenerateBody) -> Exchange:
         """Return the exchange of a prompt without a template around it."""
-        with spelled(TEXT_NAMES):
+        with rename_fields(TEXT_NAMES):
             given = raw_text(body, service.chat.mentions, thinks=service.chat.thinks)
             asked = parse(Generation, given, self._config, call)
         check_suffix(body.suffix, service)
@@ -230,7 +230,7 @@ class LineFormat(ABC):
 
 
 class Talk(LineFormat):
-    """How an answer to /api/chat looks."""
+    """Adapter of /api/chat: a piece is a message."""
 
     def piece(self, text: str, thought: str, calls: Sequence[ToolCallDelta] = ()) -> dict[str, Any]:
         """Return a piece of a message."""
@@ -249,7 +249,7 @@ class Talk(LineFormat):
 
 
 class Text(LineFormat):
-    """How an answer to /api/generate looks."""
+    """Adapter of /api/generate: a piece is a text."""
 
     def piece(self, text: str, thought: str, calls: Sequence[ToolCallDelta] = ()) -> dict[str, Any]:
         """Return a piece of a text."""

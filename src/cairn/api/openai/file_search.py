@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from cairn.api.chat.library import Library
+from cairn.api.chat.documents import Library
 from cairn.api.chat.parse import parse
 from cairn.api.http.body import Body, Count, Several
 from cairn.api.http.call import HTTPCall

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import msgspec
 
-from cairn.api.chat.cache_diagnosis import Parting, response_diagnostics
+from cairn.api.chat.cache_diagnosis import Divergence, response_diagnostics
 from cairn.api.chat.exchange import ChoiceStream
 from cairn.api.chat.free_text_tools import free_text
 from cairn.api.chat.timings import AnswerTimes, cache_of
@@ -116,7 +116,7 @@ class ResponseAnswer:
         self._choice: ChoiceStream | None = None
         self._progress, self._pace = progress, AnswerTimes((), timings=False, progress=False)
         self._compared = False
-        self._parting: Parting | None = None
+        self._divergence: Divergence | None = None
         self._sequence = 0
         self._open: _ItemInProgress | None = None
         self._output: list[dict[str, Any]] = []
@@ -139,9 +139,9 @@ class ResponseAnswer:
         self._pace = AnswerTimes(choices, timings=False, progress=self._progress, cache=cache)
         return self
 
-    def compare(self, parting: Parting | None) -> None:
+    def compare(self, divergence: Divergence | None) -> None:
         """Add where the prompt leaves that of another response."""
-        self._compared, self._parting = True, parting
+        self._compared, self._divergence = True, divergence
 
     def begin(self) -> bytes:
         """Return the events of a response that was created and is in progress."""
@@ -206,7 +206,7 @@ class ResponseAnswer:
         found["usage"]["cairn"] = cache_object(done.cache)
         if self._compared:
             prompt, cached = done.usage.prompt_tokens, done.usage.cached_tokens
-            found["prompt_cache_diagnostics"] = response_diagnostics(self._parting, prompt, cached)
+            found["prompt_cache_diagnostics"] = response_diagnostics(self._divergence, prompt, cached)
         return found | {"temperature": choice.request.sampling.temperature, "top_p": choice.request.sampling.top_p}
 
     def items(self, said: MessageBuilder, logprobs: Sequence[TokenLogprob] = (), *, cut: bool) -> list[dict[str, Any]]:

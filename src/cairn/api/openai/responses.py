@@ -16,7 +16,7 @@ from typing import Any
 
 from cairn.agents.running_turn import RunningTurn
 from cairn.api.chat.cache_diagnosis import RecentPrompts
-from cairn.api.chat.exchange import ChoiceStream, Exchange, spelled
+from cairn.api.chat.exchange import ChoiceStream, Exchange, rename_fields
 from cairn.api.chat.generation import chat_exchange, chat_prompt
 from cairn.api.chat.paging import page_of_items, parameters
 from cairn.api.chat.parse import parse, read
@@ -166,7 +166,7 @@ class Responses:
             progress=bool(body.return_progress and body.stream),
         )
         try:
-            with spelled(NAMES):
+            with rename_fields(NAMES):
                 exchange = await self._exchange(call, service, body, tools, answer, head, kept=kept)
                 if exchange.unattended and not body.stream:
                     self._exchanges.begin(call, exchange)
@@ -280,14 +280,14 @@ class Responses:
         tools = Tools(body.tools, call)
         if tools.searches:
             call.warn("tools: files are not searched to count tokens, so passages of a search are not counted")
-        with spelled(NAMES):
+        with rename_fields(NAMES):
             prompt = await chat_prompt(call, service, self._config, await self._chat(call, body, tools))
         await call.json({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
 
     async def compact(self, call: HTTPCall, service: Service) -> None:
         """Return a shorter conversation that says the same."""
         body = await self._read(call, service)
-        with spelled(NAMES):
+        with rename_fields(NAMES):
             chat = await self._history(call, body, Tools(body.tools, call))
             wanted = parse(ChatBody, compacting(chat), self._config)
             said = chat["messages"][len(instructed(body.instructions)) :]

@@ -19,12 +19,13 @@ import msgspec
 
 from cairn.agents.agents import Agents
 from cairn.agents.running_turn import RunningTurn
+from cairn.agents.turns import TurnParams
 from cairn.agents.types import AgentInfo, TurnInfo
+from cairn.api.chat.attribution import AgentAttribution
 from cairn.api.chat.exchange import ChoiceStream
 from cairn.api.chat.generation import check_chat, check_length, check_model, shown_tools, warn_of_tools
 from cairn.api.chat.message_schemas import contents, plain_messages
 from cairn.api.chat.schemas import ChatBody
-from cairn.api.chat.sessions import AgentAttribution
 from cairn.api.chat.wire import cache_object
 from cairn.api.http.call import HTTPCall
 from cairn.api.native.agent_schemas import MAX_OWN_METADATA
@@ -114,17 +115,15 @@ class StoredResponses:
             metadata["searched"] = msgspec.json.encode(searched).decode()
         await self._open(agents, call.tenant, id, previous, root, metadata, first, tools)
         try:
-            return await agents.turn(
-                call.tenant,
-                id,
-                new,
-                chat.chat_options(),
+            params = TurnParams(
                 request=call.number,
                 share=call.share,
+                options=chat.chat_options(),
                 template_args=chat.template_args(service.chat.mentions),
                 wanted=chat.wanted(),
                 service=service,
             )
+            return await agents.turn(call.tenant, id, new, params)
         except BaseException:
             await agents.delete(call.tenant, id)
             raise
@@ -139,7 +138,7 @@ class StoredResponses:
         def keep(choice: ChoiceStream) -> None:
             sampled = service.chat.sampled(choice.request.prompt, choice.tokens, choice.said.message())
             if sampled is not None:
-                agents.keep(tenant, sampled, agent, service.spec.identity)
+                agents.chats.keep(tenant, sampled, agent, service.spec.identity)
 
         return keep
 

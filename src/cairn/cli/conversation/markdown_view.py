@@ -156,7 +156,7 @@ class _LastLines:
     """The last lines of a growing block that fit the screen; scrolled lines cannot be redrawn."""
 
     def __init__(self, text: str, below: bool) -> None:
-        """`below`: other blocks are above it, so an empty line is between them."""
+        """Show `text`; `below`: other blocks are above it, so an empty line comes first."""
         self._text, self._below = text, below
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

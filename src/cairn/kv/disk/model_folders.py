@@ -94,7 +94,7 @@ class ModelFolders:
 
     # ---------------------------------------------------------------------------------------------- what is taken in
 
-    def take_in(self, tag: bytes, model: str) -> None:
+    def adopt(self, tag: bytes, model: str) -> None:
         """Move this model's chunks from elsewhere in the home into its store, which the caller holds.
 
         `tag`: of its engine. `model`: its name for people; chunks of the same name from other kernels or codecs move

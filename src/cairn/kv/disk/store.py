@@ -32,7 +32,7 @@ from cairn.kv.pool.prefix import Layout
 from cairn.kv.tiers.store import HEAD_BYTES, Chunk, Scrubbed, Standing
 from cairn.system.interfaces import Clock, FileSystem, Lock
 from cairn.types.errors import ConfigError, Conflict
-from cairn.types.stats import TakenIn, TierStats
+from cairn.types.stats import ImportedKv, TierStats
 
 TTL = 30 * 86400.0
 """Seconds that an unused chunk is kept."""
@@ -296,13 +296,13 @@ class DiskStore:
             found = [self._state.index.get(self._tag + key) for key in keys]
         return [self._state.folder.path(entry.name) for entry in found if entry is not None]
 
-    def take_in(self, path: Path, keyed: Callable[[int, int, Sequence[int], memoryview], Chunk | None]) -> TakenIn:
+    def import_kv(self, path: Path, keyed: Callable[[int, int, Sequence[int], memoryview], Chunk | None]) -> ImportedKv:
         """See `DurableStore`. The file's format is that of `portable_kv`."""
         chunks = size = ignored = refused = 0
         try:
             file = self._files.open(path, "read")
         except OSError:
-            return TakenIn()
+            return ImportedKv()
         try:
             for at, length in portable_kv.frames(file):
                 if not length:
@@ -321,7 +321,7 @@ class DiskStore:
             refused += 1
         finally:
             file.close()
-        return TakenIn(chunks=chunks, bytes=size, ignored=ignored, refused=refused)
+        return ImportedKv(chunks=chunks, bytes=size, ignored=ignored, refused=refused)
 
     @property
     def _largest(self) -> int:
@@ -419,7 +419,7 @@ class DiskStore:
         lock = open_folder(self._files, state.folder.folder, state.clock, fresh=fresh, patience=patience, sleep=sleep)
         try:
             if folders is not None:
-                folders.take_in(self._tag, self._model)
+                folders.adopt(self._tag, self._model)
             if self._layout is not None:
                 write_layout(state.folder, self._layout)
             found = state.folder.scan()

@@ -154,7 +154,7 @@ class Cache:
             if seq_kv is not None and not self._is_blocked(seq_kv, running):
                 self._waiters.wake(seq_kv)
 
-    def lapse(self, seq_kv: SequenceKV, tokens: Sequence[int]) -> None:
+    def release_claims(self, seq_kv: SequenceKV, tokens: Sequence[int]) -> None:
         """Release all claims of a sequence that makes no progress, so that others may compute its blocks."""
         self._unclaim(seq_kv, tokens, seq_kv.claim.blocks.stop)
 
@@ -262,7 +262,10 @@ class Cache:
         return True
 
     def grow_for_guesses(self, seq_kv: SequenceKV, computed: int, guesses: int) -> bool:
-        """`grow` for a row of one token and guesses behind `computed` positions; `settle_guesses` ends it."""
+        """Grow, as `grow` does, for a row of one token and guesses after `computed` positions; then `settle_guesses`.
+
+        With recurrent states, a copy of each state before the row is kept for the case that a guess is wrong.
+        """
         if not self.grow(seq_kv, computed + 1 + guesses):
             return False
         if self._states and not self._spares.keep(seq_kv, computed):
@@ -271,10 +274,10 @@ class Cache:
         return True
 
     def settle_guesses(self, seq_kv: SequenceKV, start: int, right: int, end: int) -> int:
-        """Return how many positions are computed after a row from `start` to `end`.
+        """Return how many positions are computed after a row from `start` to `end` whose guesses were checked.
 
-        Its guesses before position `right` were right. If others were not, the states are lost that follow those, and
-        are again those after `start` positions.
+        Guesses before position `right` were right. If a later one was wrong, recurrent states are restored to those
+        after `start` positions, so that nothing of the row counts as computed.
         """
         if self._states and right < end:
             self._spares.restore(seq_kv, start)
@@ -283,7 +286,7 @@ class Cache:
         return right
 
     def shrink(self, seq_kv: SequenceKV, end: int) -> None:
-        """Give back the blocks behind those of the first `end` positions: guesses were written there."""
+        """Release the blocks after those of the first `end` positions, which were taken for guesses."""
         blocks = -(-end // self._block_tokens)
         if seq_kv.table.capacity <= blocks * self._block_tokens:
             return

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from cairn.types.model_spec import CHUNK_BLOCKS, CacheGroup
-from cairn.types.stats import TakenIn, TierStats
+from cairn.types.stats import ImportedKv, TierStats
 
 Standing = Literal["superseded", "once", "idle", "waiting"]
 
@@ -260,7 +260,7 @@ class DurableStore(Store, Protocol):
         """Return the files of those chunks that are here, in this order."""
         ...
 
-    def take_in(self, path: Path, keyed: Callable[[int, int, Sequence[int], memoryview], Chunk | None]) -> TakenIn:
+    def import_kv(self, path: Path, keyed: Callable[[int, int, Sequence[int], memoryview], Chunk | None]) -> ImportedKv:
         """Import the KV of a file, after every check of its chunks.
 
         `keyed` makes the chunk of a group, a depth, tokens and pages; None to refuse it.

@@ -9,7 +9,7 @@ from functools import partial
 from cairn.kv.pool.seen_blocks import SeenBlocks
 from cairn.kv.tiers.day_budget import DayBudget, Written
 from cairn.kv.tiers.store import StoreNotes
-from cairn.kv.tiers.write_behind import StoreWriter
+from cairn.kv.tiers.store_writer import StoreWriter
 from cairn.system.interfaces import Clock
 
 SAVE_SECONDS = 1.0

@@ -23,11 +23,12 @@ from cairn.kv.tiers.chunk_lookup import ChunkLookup
 from cairn.kv.tiers.reader import Arrival, ContextLoad, LoadMode, LoadPolicy, StoreReader, Want
 from cairn.kv.tiers.store import Chunk, DurableStore, Standing, Store, chunk_sizes
 from cairn.kv.tiers.store_memory import StoreMemory
-from cairn.kv.tiers.write_behind import StoreWriter, WriteBehind, WriteLimits
+from cairn.kv.tiers.store_writer import StoreWriter
+from cairn.kv.tiers.write_behind import WriteBehind, WriteLimits
 from cairn.system.interfaces import Clock
 from cairn.types.errors import trace
 from cairn.types.model_spec import CHUNK_BLOCKS
-from cairn.types.stats import KvStats, MissReason, Placed, Swept, TakenIn
+from cairn.types.stats import ImportedKv, KvStats, MissReason, Placed, Swept
 from cairn.types.step import NO_BLOCK, Engine
 
 log = logging.getLogger(__name__)
@@ -367,11 +368,11 @@ class Tiers:
         keys = self._lookup.all_keys(self._cache.context(salt), tokens)
         return [] if self._durable is None else self._durable.paths(keys)
 
-    def take_in(self, path: Path, tokens: Sequence[int], salt: bytes, done: Callable[[TakenIn], None]) -> None:
+    def import_kv(self, path: Path, tokens: Sequence[int], salt: bytes, done: Callable[[ImportedKv], None]) -> None:
         """Store a file's KV of a context on the disk, on a thread of its own, since there may be much."""
         store, seq_kv, budget = self._durable, self._cache.context(salt), self.write_behind.budget
         if store is None:
-            return done(TakenIn())
+            return done(ImportedKv())
 
         def keyed(group: int, depth: int, part: Sequence[int], pages: memoryview) -> Chunk | None:
             chunk = self._lookup.chunk(seq_kv, tokens, group, depth, part, pages)
@@ -381,9 +382,9 @@ class Tiers:
             return chunk
 
         def work() -> None:
-            taken = TakenIn()
+            taken = ImportedKv()
             try:
-                taken = store.take_in(path, keyed)
+                taken = store.import_kv(path, keyed)
             except Exception as error:  # a bug of ours; the caller must get an answer all the same
                 log.error("KV could not be taken in: %s", trace(error))
             self._answers.append(lambda: done(taken))

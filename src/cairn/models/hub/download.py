@@ -23,7 +23,7 @@ from urllib.parse import quote, urlsplit
 
 import httpx
 
-from cairn.config.config import is_key
+from cairn.config.values import is_key
 from cairn.models.hub.addresses import search_page
 from cairn.system.interfaces import Clock
 from cairn.types.errors import ModelError, ModelFileError

@@ -1,8 +1,7 @@
-"""Drafts of a small model: it reads what a sequence has and generates what it would say next, greedily.
+"""Drafts by a small model, which continues a sequence greedily.
 
-The small model is an engine of its own with its own pool, in the worker of the large one. It reads a new sequence in
-pieces, one each time that it is asked, so that nobody waits long for it. What it computed of guesses that were accepted
-stays; what it computed of others is overwritten.
+The small model is an engine with a pool of its own, in the worker of the large one. It reads a new sequence in pieces,
+one for each call, so that no step waits long for it. KV of accepted guesses stays; that of others is overwritten.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ class DraftModel:
         return run[len(guesses.tokens) :]
 
     def _step(self, guesses: ModelGuesses, run: list[int], start: int, end: int) -> int | None:
-        """Compute positions of a sequence with guesses; return the token after the last of all."""
+        """Compute positions [start, end) of a sequence and its guesses; return the token that follows, if any."""
         first = end - 1 if end == len(run) else None
         row = Row(run, start, end, guesses.kv.table.groups, first, guesses.prompt_len, _GREEDY, 0)
         (result,) = (self._engine.decode if end - start == 1 else self._engine.prefill)([row]).wait()
@@ -114,7 +113,7 @@ class DraftModel:
 
 
 class ModelGuesses:
-    """The guesses of the small model for one sequence, and what it has computed of it."""
+    """The small model's guesses for one sequence, and its progress in that sequence."""
 
     def __init__(self, model: DraftModel, kv: SequenceKV, tokens: Sequence[int], computed: int) -> None:
         self._model = model
@@ -150,7 +149,7 @@ class ModelGuesses:
         self.tokens += tokens
 
     def propose(self, width: int) -> Sequence[int]:
-        """Return what the small model would say next."""
+        """Return the small model's next tokens, greedily sampled."""
         self._guesses = self._model.read(self, width)
         return self._guesses
 
@@ -159,7 +158,7 @@ class GuessedTwice:
     """A `Drafter`: the sequence's own tokens where they repeat, the small model everywhere else."""
 
     def __init__(self, own: SuffixDrafter, model: ModelGuesses, seconds: Callable[[], float]) -> None:
-        """`seconds`: those of a guess of the small model."""
+        """Combine both. `seconds` returns how long the small model takes for a guess."""
         self.own, self.model, self._seconds = own, model, seconds
         self._asks_model = False
 
@@ -174,7 +173,7 @@ class GuessedTwice:
         return self._seconds() if self._asks_model else 0.0
 
     def chances(self, width: int) -> list[float]:
-        """Return the chances of whichever guesses are likelier."""
+        """Return the chances of the guesses that are likelier, the sequence's own or the small model's."""
         own, other = self.own.chances(width), self.model.chances(width)
         self._asks_model = bool(other) and (not own or own[0] < other[0])
         return other if self._asks_model else own
@@ -189,5 +188,5 @@ class GuessedTwice:
         self.own.expect(tokens)
 
     def propose(self, width: int) -> Sequence[int]:
-        """Return the guesses whose `chances` were told last."""
+        """Return the guesses whose `chances` were returned last."""
         return self.model.propose(width) if self._asks_model else self.own.propose(width)

@@ -1,7 +1,7 @@
-"""The protocol between the scheduler and the drafters.
+"""The protocols between the scheduler and drafters.
 
-The scheduler checks every guess: a step samples the next token after each of them, and the answer has only what was
-sampled. So a drafter may guess anything; a bad one costs time and never changes an answer.
+The scheduler checks every guess: a step samples the next token after each of them, and only sampled tokens enter the
+answer. So a wrong guess costs time and never changes an answer.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ class Drafter(Protocol):
 
     @property
     def bytes(self) -> int:
-        """Memory that it holds, about."""
+        """Approximate memory that it holds."""
         ...
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Take tokens that the sequence has now: those of its answer, as they are accepted. Never guesses."""
+        """Add tokens that the answer has now. Called with accepted tokens alone, never with guesses."""
         ...
 
     def expect(self, tokens: Sequence[int]) -> None:
-        """Take tokens that are likely to come next because the answer's form asks for their text; none: any may."""
+        """Set the tokens that the answer's grammar makes likely to come next; empty if it makes none likely."""
         ...
 
     def propose(self, width: int) -> Sequence[int]:
-        """Return at most `width` guesses of the next tokens, in order; none where it is unsure. Changes nothing.
+        """Return at most `width` guesses of the next tokens, in order; empty if it has none. Changes nothing.
 
-        Guesses outside of the vocabulary are ignored, and all behind them.
+        A guess outside of the vocabulary is ignored, with all that follow it.
         """
         ...
 
@@ -40,14 +40,14 @@ class DraftPolicy(Protocol):
     """Decides for one scheduler which sequences speculate, and how far. Only the scheduler's thread calls it."""
 
     def open(self, request: Request, prompt: Sequence[int]) -> Drafter | None:
-        """Return a drafter for a request that runs for the first time; None: it never speculates.
+        """Return a drafter for a request that runs for the first time; None if it is never to speculate.
 
-        `prompt`: all of its tokens so far, those that it generated on another worker included. The drafter knows them.
+        `prompt`: all tokens of the request so far, including those generated on another worker.
         """
         ...
 
     def close(self, drafter: Drafter) -> None:
-        """Forget a drafter whose request ended in any way."""
+        """Release a drafter whose request has ended, however it ended."""
         ...
 
     def width(self, drafter: Drafter, rows: int) -> int:
@@ -55,9 +55,9 @@ class DraftPolicy(Protocol):
         ...
 
     def record(self, drafter: Drafter, offered: int, accepted: int) -> None:
-        """Take the result of a draft: `accepted` of its `offered` guesses were right."""
+        """Record the result of a draft: `accepted` of its `offered` guesses were right."""
         ...
 
     def step_took(self, rows: int, tokens: int, seconds: float) -> None:
-        """Take the time of a step without prompts: `tokens` of `rows` sequences, guesses included."""
+        """Record the time of a step without prompts: `tokens` of `rows` sequences, guesses included."""
         ...

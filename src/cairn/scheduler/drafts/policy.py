@@ -1,4 +1,4 @@
-"""Decides which sequences speculate and how far: by the engine's measured costs and by what guesses came true."""
+"""The policy of which sequences speculate, and how far: by the engine's measured costs and by how guesses fared."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST_DELAY: Final = 1.5
 
 
 class Weighed(Drafter, Protocol):
-    """A drafter that says how good its guesses are and what they cost."""
+    """A drafter that estimates the chances and the cost of its guesses."""
 
     @property
     def guess_seconds(self) -> float:
@@ -69,7 +69,7 @@ class MeasuredPolicy:
         return sum(self._reserved.values())
 
     def open(self, request: Request, prompt: Sequence[int]) -> Drafter | None:
-        """`DraftPolicy.open`. None for short answers, mirostat, hidden states, and if all memory is used."""
+        """Implement `DraftPolicy.open`. None for short answers, mirostat, hidden states, and if memory is used up."""
         sampling = request.sampling
         if request.want == "hidden" or sampling.max_tokens < FEWEST_TOKENS:
             return None
@@ -95,13 +95,13 @@ class MeasuredPolicy:
         return found
 
     def close(self, drafter: Drafter) -> None:
-        """`DraftPolicy.close`."""
+        """Implement `DraftPolicy.close`."""
         self._left += self._reserved.pop(id(drafter), 0)
         if self._model is not None and isinstance(drafter, GuessedTwice):
             self._model.end(drafter.model)
 
     def width(self, drafter: Drafter, rows: int) -> int:
-        """`DraftPolicy.width`: the width with the most expected tokens for the step's time; 0 if none is better."""
+        """Implement `DraftPolicy.width`: maximise the expected tokens a second; 0 if no draft improves them."""
         assert isinstance(drafter, SuffixDrafter | GuessedTwice)
         weighed: Weighed = drafter
         chances = weighed.chances(WIDEST)
@@ -128,19 +128,19 @@ class MeasuredPolicy:
         return width
 
     def record(self, drafter: Drafter, offered: int, accepted: int) -> None:
-        """`DraftPolicy.record`. A suffix drafter follows its guesses itself."""
+        """Implement `DraftPolicy.record`."""
         self.offered += offered
         self.accepted += accepted
         self._guesses, self._expected = 0, 0.0
 
     def step_took(self, rows: int, tokens: int, seconds: float) -> None:
-        """`DraftPolicy.step_took`."""
+        """Implement `DraftPolicy.step_took`."""
         self._cost.record(tokens, seconds)
         self._guesses, self._expected = 0, 0.0
 
 
 def chosen_policy(speculate: str, *, states: bool, model: DraftModel | None = None) -> DraftPolicy | None:
-    """Return the policy that the option `speculate` asks for; None where it is off. The rest as for the policy."""
+    """Return the policy for the option `speculate`; None if it is off. `states`, `model`: as in `MeasuredPolicy`."""
     if speculate == "off":
         return None
     return MeasuredPolicy(0 if speculate == "auto" else int(speculate), states=states, model=model)

@@ -56,7 +56,7 @@ from cairn.text.grammar.vocabulary import TokenTable, token_table
 from cairn.text.output.call_formats import BY_NAME, CallFormat, format_of, name_of
 from cairn.text.output.reasoning_formats import HARMONY, thinks, thoughts_of
 from cairn.text.output.tool_parser import FUNCTION, offered_tools
-from cairn.text.render.fair_time import LongTexts
+from cairn.text.render.fair_semaphore import LongTexts
 from cairn.text.render.parent import Renderer, launch
 from cairn.text.render.render_wire import Job, Setup
 from cairn.text.tokens.json_texts import length, texts_in
@@ -609,7 +609,7 @@ def _reader_name(form: CallFormat | None) -> str:
 
 
 def _json(value: Any) -> bytes:
-    """JSON with integers of any size, which msgpack does not hold."""
+    """Encode as JSON: msgpack cannot hold integers of any size. Raise InvalidRequest for what is not JSON."""
     try:
         return json.dumps(value, ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError) as error:

@@ -16,7 +16,7 @@ from cairn.system.frames import frame
 from cairn.system.helper_process import HelperProcess
 from cairn.text.grammar.compile_wire import SECONDS, Compile, GrammarVerdict, Tokens, Vocab
 from cairn.text.grammar.vocabulary import TokenTable
-from cairn.text.render.fair_time import SharedTurns
+from cairn.text.render.fair_semaphore import FairSemaphore
 from cairn.types.errors import CairnError, InvalidRequest, Unavailable
 
 START_TIMEOUT = 120.0
@@ -50,7 +50,7 @@ class GrammarHelper:
     def __init__(self, table: Callable[[Vocab], TokenTable]) -> None:
         """Take `table`, which reads the tokens of a vocabulary; it is called in a thread."""
         self._table = table
-        self._turns = SharedTurns(PATIENCE * SECONDS, what="what compiles grammars")
+        self._slots = FairSemaphore(most=PATIENCE * SECONDS, what="the compiler of grammars")
         self._helper: HelperProcess | None = None
         self._frames: dict[Vocab, bytes] = {}
         """Vocabulary -> its frame."""
@@ -77,11 +77,11 @@ class GrammarHelper:
             raise InvalidRequest(f"{field} is too long: {error}", field=field) from error
         try:
             async with asyncio.timeout(STALLED):
-                await self._turns.take(share)
+                await self._slots.take(share)
         except TimeoutError:
             raise _stuck() from None
         work = asyncio.ensure_future(self._answered(turn))
-        work.add_done_callback(lambda done: self._turns.give(share, _spent(done)))
+        work.add_done_callback(lambda done: self._slots.give(share, _spent(done)))
         self._keep(work)
         try:
             return await asyncio.shield(work)
@@ -94,9 +94,9 @@ class GrammarHelper:
         self._closed = True
         if self._helper is not None:
             self._helper.stop()
-        await self._turns.take(OURS, patient=True)
+        await self._slots.take(OURS, patient=True)
         self._end()
-        self._turns.give(OURS, 0.0)
+        self._slots.give(OURS, 0.0)
         while self._background:
             await asyncio.wait(self._background)
 

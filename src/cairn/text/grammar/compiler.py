@@ -14,7 +14,7 @@ from cairn.text.grammar.grammar import GrammarError, Shape, Structure, ToolChoic
 from cairn.text.grammar.vocabulary import TokenTable
 from cairn.text.output.call_formats import CallFormat
 from cairn.text.output.output_parser import further_markers
-from cairn.text.render.fair_time import LongTexts
+from cairn.text.render.fair_semaphore import LongTexts
 from cairn.text.tokens.json_texts import length
 from cairn.text.tokens.tokenizer import INLINE
 from cairn.types.errors import InvalidRequest

@@ -10,7 +10,7 @@ import msgspec
 
 from cairn.system.frames import frame
 from cairn.system.helper_process import HelperProcess
-from cairn.text.render.fair_time import SharedTurns
+from cairn.text.render.fair_semaphore import FairSemaphore
 from cairn.text.render.render_wire import Job, Rendered, Setup
 from cairn.types.errors import CairnError, InvalidRequest, ModelFileError, Unavailable
 
@@ -39,7 +39,7 @@ class Renderer:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self._turns = SharedTurns(PATIENCE * setup.timeout)
+        self._slots = FairSemaphore(most=PATIENCE * setup.timeout)
         self._process: HelperProcess | None = None
         self._background: set[asyncio.Future[Any]] = set()
         self._closed = False
@@ -51,11 +51,11 @@ class Renderer:
 
     async def start(self, process: HelperProcess | None = None) -> None:
         """Start the process, or take over a launched one. Raises ModelFileError if a template does not compile."""
-        await self._turns.take(OURS, patient=True)
+        await self._slots.take(OURS, patient=True)
         try:
             await self._spawn(process)
         finally:
-            self._turns.give(OURS, 0.0)
+            self._slots.give(OURS, 0.0)
 
     async def render(self, job: Job, share: str = OURS) -> list[str]:
         """Return one text per conversation; `share` is the tenant whose time is used.
@@ -69,7 +69,7 @@ class Renderer:
             raise InvalidRequest(f"messages is too long: {error}", field="messages") from error
         try:
             async with asyncio.timeout(STALLED):  # unlike `wait_for`, no task for each request
-                await self._turns.take(share)
+                await self._slots.take(share)
         except TimeoutError:
             raise _stuck() from None
         spent = self._setup.timeout
@@ -77,7 +77,7 @@ class Renderer:
             answer = await self._answer(data)
             spent = answer.seconds
         finally:
-            self._turns.give(share, spent)
+            self._slots.give(share, spent)
             self._warm()
         if answer.error:
             raise InvalidRequest(answer.error, field="messages")
@@ -91,9 +91,9 @@ class Renderer:
     async def close(self) -> None:
         """Stop the process and wait until it is gone."""
         self._closed = True
-        await self._turns.take(OURS, patient=True)
+        await self._slots.take(OURS, patient=True)
         self._end()
-        self._turns.give(OURS, 0.0)
+        self._slots.give(OURS, 0.0)
         while self._background:
             await asyncio.wait(self._background)
 
@@ -177,12 +177,12 @@ class Renderer:
             self._keep(asyncio.ensure_future(self._restart()))
 
     async def _restart(self) -> None:
-        await self._turns.take(OURS, patient=True)
+        await self._slots.take(OURS, patient=True)
         try:
             if self._process is None and not self._closed:
                 await self._spawn()
         finally:
-            self._turns.give(OURS, 0.0)
+            self._slots.give(OURS, 0.0)
 
     def _keep(self, work: asyncio.Future[Any]) -> None:
         self._background.add(work)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from cairn.text.render.fair_time import LongTexts
+from cairn.text.render.fair_semaphore import LongTexts
 from cairn.types.errors import ContextTooLong
 
 USUAL_CHARACTERS = 8

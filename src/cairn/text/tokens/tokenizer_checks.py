@@ -169,7 +169,7 @@ def no_panic(error: Callable[[str], CairnError]) -> Iterator[None]:
 
 
 def main() -> None:
-    """Try the parts of a tokenizer.json from stdin; print the number of each pattern tried, and `ok` at the end."""
+    """Try the parts of a tokenizer.json from stdin; print each pattern's number, then `all`, and `ok` at the end."""
     from tokenizers import Regex, Tokenizer, pre_tokenizers
 
     restrict(memory=MEMORY, seconds=CPU_SECONDS)

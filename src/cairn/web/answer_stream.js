@@ -1,4 +1,4 @@
-// The answer of a turn as it comes: read to its end, over connections that break.
+// Reading the streamed answer of a turn to its end, reconnecting when a connection breaks.
 
 import { ApiError, ask, events } from "/web/api.js";
 import { h } from "/web/dom.js";
@@ -6,8 +6,8 @@ import { count } from "/web/format.js";
 
 let speed = 0; // tokens of a prompt a second, as of the last answer
 
-/** One answer that is being read. */
-export class Hearing {
+/** A streamed answer. */
+export class AnswerStream {
   constructor(answer) {
     this.answer = answer;
     this.control = new AbortController();
@@ -19,7 +19,7 @@ export class Hearing {
     this.timer = 0;
   }
 
-  /** Read an answer to its end. A connection that breaks is made again, and the rest read. */
+  /** Read the answer to its end; after a broken connection, reconnect and read the rest. */
   async hear(response) {
     const { answer } = this;
     this.request ||= response.headers.get("x-request-id") ?? "";
@@ -54,7 +54,7 @@ export class Hearing {
     }
   }
 
-  /** Whether the answer came to its end. */
+  /** Read one connection's events; return whether the answer has ended. */
   async read(response) {
     const { answer } = this;
     let usage = null;
@@ -101,7 +101,7 @@ export class Hearing {
     return false;
   }
 
-  /** So much of the prompt is read. How fast that goes is known from what was read before. */
+  /** Show the prompt's progress, with the time left estimated from the progress so far. */
   prefill({ total, cache, processed, time_ms }) {
     const { answer } = this;
     const told = performance.now();
@@ -123,7 +123,7 @@ export class Hearing {
     this.timer = 0;
   }
 
-  /** It is over. */
+  /** Record the end. */
   end() {
     this.stopTimer();
     const timings = this.facts?.timings;

@@ -8,11 +8,12 @@ import time
 import msgspec
 import pytest
 
+from cairn.system.deadline import DEADLINE
 from cairn.system.helper_limits import cpu_seconds
-from cairn.text.render.fair_time import AT_ONCE, LongTexts, SharedTurns
+from cairn.text.render.fair_semaphore import AT_ONCE, FairSemaphore, LongTexts
 from cairn.text.render.parent import Renderer
 from cairn.text.render.render_wire import Job, Setup
-from cairn.types.errors import Overloaded
+from cairn.types.errors import DeadlineExceeded, Overloaded
 
 
 async def settle() -> None:
@@ -21,43 +22,43 @@ async def settle() -> None:
 
 
 async def test_a_waiter_is_refused_only_for_time_its_own_tenant_used() -> None:
-    turns = SharedTurns(1.0)
-    await turns.take("a")
-    waiting = [asyncio.create_task(turns.take("a")) for _ in range(4)]
-    closing = asyncio.create_task(turns.take("a", patient=True))
+    slots = FairSemaphore(most=1.0)
+    await slots.take("a")
+    waiting = [asyncio.create_task(slots.take("a")) for _ in range(4)]
+    closing = asyncio.create_task(slots.take("a", patient=True))
     await settle()
     waiting[1].cancel()
     await settle()
-    turns.give("a", 0.6)
+    slots.give("a", 0.6)
     await waiting[0]
-    turns.give("a", 0.6)  # more than 1 s in all
+    slots.give("a", 0.6)  # more than 1 s in all
     await asyncio.wait_for(closing, 20)  # no one who waits without patience is before it
     assert [type(task.exception()) for task in waiting[2:]] == [Overloaded, Overloaded]
-    turns.give("a", 5.0)
-    await turns.take("a")  # nobody is before it
-    late = asyncio.create_task(turns.take("a"))
+    slots.give("a", 5.0)
+    await slots.take("a")  # nobody is before it
+    late = asyncio.create_task(slots.take("a"))
     await settle()
-    turns.give("a", 0.9)
+    slots.give("a", 0.9)
     late.cancel()  # as the turn comes
     with pytest.raises(asyncio.CancelledError):
         await late
-    await turns.take("a")
+    await slots.take("a")
 
 
 async def test_a_tenant_waits_for_one_job_of_another_however_many_wait() -> None:
-    turns, order = SharedTurns(1.0), list[str]()
+    slots, order = FairSemaphore(most=1.0), list[str]()
 
     async def job(share: str) -> None:
-        await turns.take(share)
+        await slots.take(share)
         order.append(share)
 
-    await turns.take("a")
+    await slots.take("a")
     tasks = [asyncio.create_task(job(share)) for share in "aaaaaaabb"]
     await settle()
-    turns.give("a", 0.6)
+    slots.give("a", 0.6)
     await settle()
     for _ in range(20):  # whoever has the turn takes 0.6 s of it
-        turns.give(order[-1], 0.6)
+        slots.give(order[-1], 0.6)
         await settle()
         if all(task.done() for task in tasks):
             break
@@ -68,14 +69,14 @@ async def test_a_tenant_waits_for_one_job_of_another_however_many_wait() -> None
 
 
 async def test_a_refusal_counts_the_tenants_own_queue() -> None:
-    turns = SharedTurns(1.0)
+    slots = FairSemaphore(most=1.0)
     for _ in range(100):
-        await turns.take("a")
-        turns.give("a", 3.0)
-    await turns.take("a")
-    waiting = [asyncio.create_task(turns.take("a")) for _ in range(5)]
+        await slots.take("a")
+        slots.give("a", 3.0)
+    await slots.take("a")
+    waiting = [asyncio.create_task(slots.take("a")) for _ in range(5)]
     await settle()
-    turns.give("a", 3.0)
+    slots.give("a", 3.0)
     errors = await asyncio.gather(*waiting, return_exceptions=True)
     times = [error.retry_after for error in errors if isinstance(error, Overloaded)]
     assert [round(seconds or 0) for seconds in times] == [15, 12, 9, 6, 3]
@@ -127,7 +128,7 @@ async def test_a_tenant_that_keeps_the_template_busy_makes_no_others_chat_a_429(
     renderer = Renderer(Setup(templates={"slow": slow}, variables={}, timeout=20.0))
     payload = {"messages": [[{"role": "user", "content": "x"}]], "variables": {"tools": None, "documents": None}}
     job = Job(template="slow", payload=msgspec.json.encode(payload), marks="", now=0.0)
-    renderer._turns = SharedTurns(1e-4)
+    renderer._slots = FairSemaphore(most=1e-4)
     await renderer.start()
     try:
         busy = [asyncio.create_task(renderer.render(job, "a")) for _ in range(9)]
@@ -137,3 +138,39 @@ async def test_a_tenant_that_keeps_the_template_busy_makes_no_others_chat_a_429(
         assert sum(isinstance(one, Overloaded) for one in found) >= 7
     finally:
         await renderer.close()
+
+
+async def test_a_tenant_holds_at_most_its_own_number_of_slots_and_others_get_the_rest() -> None:
+    slots, order, inside = FairSemaphore(2, each=1), list[str](), list[str]()
+
+    async def work(tenant: str) -> None:
+        async with slots.slot(tenant):
+            inside.append(tenant)
+            assert len(inside) <= 2 and inside.count(tenant) == 1
+            order.append(tenant)
+            await asyncio.sleep(0)
+            inside.remove(tenant)
+
+    await asyncio.gather(*(work("much") for _ in range(50)), work("one"), work("two"), work("three"))
+    assert len(order) == 53 and set(order[:6]) == {"much", "one", "two", "three"}
+    assert slots._free == 2 and not slots._held
+
+
+async def test_a_call_waits_for_a_slot_until_its_deadline() -> None:
+    slots = FairSemaphore(1, each=1, what="the reader")
+
+    async def late(tenant: str) -> None:
+        DEADLINE.set(time.monotonic() + 0.05)
+        with pytest.raises(DeadlineExceeded, match="waited for the reader"):
+            async with slots.slot(tenant):
+                pass
+
+    async with slots.slot("me"):
+        await asyncio.wait_for(asyncio.gather(late("me"), late("you")), 30)
+        waiting = asyncio.create_task(slots.slot("me").__aenter__())
+        await settle()
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        assert not [*slots._waiting.tagged()]
+    async with asyncio.timeout(30), slots.slot("you"):
+        assert slots._held == {"you": 1}

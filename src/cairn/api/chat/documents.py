@@ -1,4 +1,4 @@
-"""The part that all routes over documents share: collections, and the models that embed and judge."""
+"""Access to documents for all routes: the server's collections, uploads, and the models that embed and rerank."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
+from cairn.api.chat.attribution import AgentAttribution
 from cairn.api.chat.generation import check_model
-from cairn.api.chat.sessions import AgentAttribution
 from cairn.api.http.call import HTTPCall
 from cairn.api.http.limits import Quotas
 from cairn.api.http.multipart import Upload, upload

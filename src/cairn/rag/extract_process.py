@@ -1,8 +1,8 @@
-"""Helper process that reads one document from standard input; run as `python -m cairn.rag.extraction KIND`.
+"""Helper process that reads one document from standard input; run as `python -m cairn.rag.extract_process KIND`.
 
 It writes one frame to standard output (`Extracted`, as msgpack) and ends. A hostile file - an endless loop, a bomb, a
-parser's fault - costs this process alone: the system limits its memory and processor time, the parent (`extractor.py`)
-kills it after a deadline, and it cannot write files.
+parser's fault - costs this process alone: the system limits its memory and processor time, the parent
+(`extract_parent.py`) kills it after a deadline, and it cannot write files.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from xml.parsers.expat import ExpatError, ParserCreate
 
 import msgspec
 
+from cairn.rag.chunking import Outline, Section, UnreadableDocument, sections
 from cairn.rag.definition import MAX_BYTES, MAX_PAGES, MAX_UNPACKED, DocumentKind
-from cairn.rag.reading import Outline, Section, UnreadableDocument, sections
 from cairn.system.helper_limits import restrict
 
 _W = "http://schemas.openxmlformats.org/wordprocessingml/2006/main "

@@ -1,4 +1,4 @@
-// How much room a chat's context has left, and the ways on once it has none.
+// The meter of a chat's context, and the ways to continue once the context is full.
 
 import { post } from "/web/api.js";
 import { textOf } from "/web/answer.js";
@@ -9,13 +9,13 @@ import { store } from "/web/store.js";
 const SUMMARY = 300; // tokens of a summary at most
 const FEW = 0.9; // from here on the meter warns
 
-/** Tokens that a model's context has; 0 where that is not known. */
+/** Return a model's context length in tokens; 0 if unknown. */
 export function contextOf(model) {
   const one = store.models.find((other) => other.id === model) ?? store.models[0];
   return one?.max_model_len ?? 0;
 }
 
-/** The meter in a chat's head. */
+/** Return the meter for a chat's header. */
 export function roomMeter() {
   const node = h("span", { class: "roommeter", role: "img", hidden: true });
   return {
@@ -37,7 +37,7 @@ export function roomMeter() {
   };
 }
 
-/** What to do where the context is full. `go` gets the chosen way. */
+/** Return the choices for a full context; `go` is called with the chosen one. */
 export function waysOn(go) {
   return h(
     "div",
@@ -54,7 +54,7 @@ export function waysOn(go) {
   );
 }
 
-/** The messages of turns, as a new chat begins with them. */
+/** Return the messages of turns, for the beginning of a new chat. */
 function messagesOf(turns) {
   return turns.flatMap((turn) => [...turn.messages, turn.answer ?? []].flat()).map((one) => ({
     role: one.role,
@@ -64,7 +64,7 @@ function messagesOf(turns) {
   }));
 }
 
-/** The end of a text that has at most so many tokens. */
+/** Return the end of a text with at most `most` tokens, as the server counts them. */
 async function newest(text, most, model) {
   for (let tries = 0; tries < 8 && text; tries++) {
     const tokens = await tokensOf({ content: text }, model);
@@ -74,7 +74,7 @@ async function newest(text, most, model) {
   return text;
 }
 
-/** Messages in groups, each from a user's message to the next. */
+/** Group messages, each group from one user's message to the next. */
 function exchanges(messages) {
   const found = [];
   for (const one of messages) {
@@ -84,7 +84,7 @@ function exchanges(messages) {
   return found;
 }
 
-/** What a new chat begins with: what all were told, and the newest that takes half of the room, behind a summary if wanted. */
+/** Return the beginning of a new chat: system messages, a summary if wanted, and the newest messages that fill half of the context. */
 export async function carriedOver(first, turns, way, model) {
   const system = first.filter((one) => one.role === "system" || one.role === "developer");
   const all = exchanges([...first.filter((one) => !system.includes(one)), ...messagesOf(turns)]);

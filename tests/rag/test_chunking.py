@@ -8,8 +8,8 @@ from itertools import islice
 
 import pytest
 
-from cairn.rag import reading
-from cairn.rag.reading import MAX_TITLE, Outline, Section, UnreadableDocument, chunks, sections
+from cairn.rag import chunking
+from cairn.rag.chunking import MAX_TITLE, Outline, Section, UnreadableDocument, chunks, sections
 
 MARKDOWN = """Before.
 
@@ -43,7 +43,7 @@ def test_markdown_is_read_by_its_headings() -> None:
     ]
 
 
-def test_html_is_read_without_what_is_not_shown() -> None:
+def test_html_is_read_without_hidden_parts() -> None:
     assert sections(HTML, "html") == [
         Section("Cairns & paths", "A heap of stones.\n\nThey mark paths."),
         Section("Cairns & paths > Old", "One\n\nTwo"),
@@ -85,7 +85,7 @@ def test_what_headings_repeat_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
         levels.head(level, f"{level} " + "x" * 1000)
     levels.add("text")
     assert MAX_TITLE == 200 and [len(one) for one in levels.sections[0].heading.split(" > ")] == [200] * 9
-    monkeypatch.setattr(reading, "MAX_CHUNKS", 3)
+    monkeypatch.setattr(chunking, "MAX_CHUNKS", 3)
     assert len(sections("# a\ntext\n" * 3, "md")) == 3
     with pytest.raises(UnreadableDocument, match="more than 3 sections"):
         sections("# a\ntext\n" * 4, "md")

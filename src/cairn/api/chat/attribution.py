@@ -1,4 +1,4 @@
-"""Agents of ordinary requests: the agent that a request belongs to, and what is kept of it.
+"""Attribution of ordinary requests to agents: which agent a request belongs to, and what is recorded for it.
 
 Clients name their sessions in many ways, so one rule holds for every dialect: the header `X-Cairn-Agent` names the
 agent, else the first known name among `metadata.agent`, `prompt_cache_key`, the headers of SESSIONS, and a session in
@@ -67,15 +67,15 @@ class AgentAttribution:
         """Whether turns are refused now."""
         return self.failing if self.agents is None else self.agents.refuses
 
-    async def bring(self, call: HTTPCall) -> None:
-        """Bring the agent in the path, if there is one, up to what the shared store has of it, if there is one.
+    async def refresh(self, call: HTTPCall) -> None:
+        """Update the agent named in the path from the shared store, if the server has one.
 
-        A call that only reads is answered from this server's own copy where the store fails.
+        If the store fails, calls that only read are answered from this server's own copy.
         """
         if self.agents is None or not call.route.startswith(AGENT_ROUTE):
             return
         try:
-            await self.agents.bring(call.tenant, call.path_part(AGENTS))
+            await self.agents.refresh(call.tenant, call.path_part(AGENTS))
         except (Unavailable, Damaged):
             if call.scope["method"] in ("POST", "PATCH"):
                 raise
@@ -114,52 +114,51 @@ class AgentAttribution:
         """Return the agent of the first known name; if none is known, a `new` one or None."""
         for name in names:
             with contextlib.suppress(Unavailable, Damaged):  # an answer does not wait for its account
-                await agents.bring(tenant, name)
+                await agents.refresh(tenant, name)
             with contextlib.suppress(NotFound):
-                return agents.named(tenant, name)
+                return agents.chats.named(tenant, name)
         if names and new:
             with contextlib.suppress(Conflict, Overloaded, QuotaExceeded, Unavailable):  # Conflict: another was first
                 await agents.create(tenant, id=names[0], ttl=ACCOUNT_TTL)
             with contextlib.suppress(NotFound):
-                return agents.named(tenant, names[0])
+                return agents.chats.named(tenant, names[0])
         return None
 
 
 class Attribution:
-    """One request's. The agent is the one of its beginning: another may have its name by the end."""
+    """Records one request for its agent: the one that had the name when the request began."""
 
     def __init__(self, agents: Agents, tenant: str, agent: Agent | None, store: bool, identity: bytes = b"") -> None:
         """Record requests for an agent; `identity` is that of the model that answers."""
-        self._agents, self._tenant, self._agent, self._store = agents, tenant, agent, store
+        self._chats, self._tenant, self._agent, self._store = agents.chats, tenant, agent, store
         self._identity = identity
 
     @property
     def named(self) -> bool:
-        """Whether it names an agent or a session, so that its context is likely to go on."""
+        """Whether the request has an agent, so that its context is likely to be continued."""
         return self._agent is not None
 
     @contextlib.contextmanager
     def using(self) -> Iterator[None]:
         """Mark the agent as in use while its choices are computed."""
-        with self._agents.using(self._agent) if self._agent is not None else contextlib.nullcontext():
+        with self._chats.using(self._agent) if self._agent is not None else contextlib.nullcontext():
             yield
 
     def cut(self, request: Request, tokens: Sequence[int]) -> None:
         """Record a choice that was cut off after these tokens."""
         if self._agent is not None:
-            self._agents.add_request_context(self._agent, [*request.prompt, *tokens], self._identity)
+            self._chats.cut(self._agent, [*request.prompt, *tokens], self._identity)
 
     def done(self, request: Request, tokens: list[int], done: Done, sampled: Sampled | None) -> None:
-        """Record a choice that has ended. `sampled` is what exact replay needs; None if that is unknown."""
-        if sampled is not None and self._store:
-            self._agents.keep(self._tenant, sampled, self._agent, self._identity)
+        """Record a choice that has ended. `sampled`: its ids for exact replay; None if they are not certain."""
         if request.choice:  # the prompt is on the first choice's account
             done = msgspec.structs.replace(done, cache=CacheReport(), timing=Timing())
-        self._agents.account(self._tenant, self._agent, [*request.prompt, *tokens], done, self._identity)
+        kept = sampled if self._store else None
+        self._chats.remember(self._tenant, self._agent, [*request.prompt, *tokens], done, kept, self._identity)
 
-    async def kept(self) -> None:
-        """Wait, a moment at most, until the records of `done` would survive a kill of the server."""
-        await self._agents.kept()
+    async def written(self) -> None:
+        """Wait briefly until the records of `done` would survive a kill of the server."""
+        await self._chats.written()
 
 
 def session_names(call: HTTPCall, metadata: Mapping[str, str], prompt_cache_key: str | None) -> list[str]:

@@ -1,4 +1,4 @@
-"""Parent side of `cairn.rag.extraction`: one helper process a document, killed when it overruns."""
+"""Parent side of `cairn.rag.extract_process`: one helper process a document, killed when it overruns."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import BinaryIO, cast
 
 import msgspec
 
+from cairn.rag.chunking import Section
 from cairn.rag.definition import MAX_BYTES, DocumentKind
-from cairn.rag.extraction import MEMORY, SECONDS, Extracted
-from cairn.rag.fair_semaphore import FairSemaphore
-from cairn.rag.reading import Section
+from cairn.rag.extract_process import MEMORY, SECONDS, Extracted
 from cairn.system.helper_process import helper_command, helper_environment
+from cairn.text.render.fair_semaphore import FairSemaphore
 from cairn.types.errors import InvalidRequest, Unavailable
 
 AT_ONCE = 2
@@ -45,7 +45,7 @@ class Extractor:
     """Reads documents in helper processes: a few at once, at most one of each tenant."""
 
     def __init__(self) -> None:
-        self._slots = FairSemaphore(AT_ONCE)
+        self._slots = FairSemaphore(AT_ONCE, each=1, what="the reader of documents")
 
     async def read(self, tenant: str, kind: DocumentKind, file: BinaryIO, field: str) -> list[Section]:
         """Return the sections of a document, read from `file`'s current position.
@@ -73,7 +73,7 @@ async def _started(kind: DocumentKind, file: BinaryIO) -> asyncio.subprocess.Pro
     for pause in (*PAUSES, None):
         try:
             return await asyncio.create_subprocess_exec(
-                *helper_command("cairn.rag.extraction", kind),
+                *helper_command("cairn.rag.extract_process", kind),
                 stdin=file,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,
