@@ -192,7 +192,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             ge=1,
             le=64,
             description="Ranks that share each layer (tensor parallel), each a process with a part of the weights and "
-            "of the KV; with cuda:N and rocm:N, neighbouring GPUs from N on. Needs the extra gpu.",
+            "of the KV; with cuda:N and rocm:N, neighbouring GPUs from N on. Needs the extra gpu, also on the CPU.",
         ),
     ] = 1
     kernels: Annotated[
