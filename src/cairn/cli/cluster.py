@@ -8,11 +8,12 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cairn.cli.common.options import configured
+from cairn.cluster.router.ways import APART, ROUTING
 from cairn.config.resolve import Resolved, resolve
 from cairn.types.errors import ConfigError
 
@@ -23,6 +24,12 @@ _ROUTER = (
     *("host", "port", "api_key", "admin_key", "unsafe_no_auth", "tls_cert", "tls_key", "log_level", "log_format"),
     *("shutdown_grace", "max_connections", "max_body_mib"),
 )
+_CHOICES = {"routing": ROUTING, "apart": APART}
+_Routing = Annotated[str, typer.Option(metavar="|".join(ROUTING), help="How requests are shared out among servers.")]
+_Apart = Annotated[
+    str,
+    typer.Option(metavar="|".join(APART), help="When servers of role prefill compute prompts; auto: where it pays."),
+]
 AGAIN_SECONDS = 1.0
 """Pause before a server that ended is started again."""
 DAY = 86400
@@ -40,11 +47,13 @@ def register(app: typer.Typer) -> None:
         replica: Annotated[
             list[str], typer.Option(metavar="URL", help="A server, such as http://10.0.0.5:8000; repeat for all.")
         ],
+        routing: _Routing = "names",
+        apart: _Apart = "auto",
     ) -> None:
         """Pass requests on to servers that share a store; agents and sessions stay with a server while it is up."""
         from cairn.api.router_server import serve_router
 
-        serve_router(resolved.config, replica)
+        serve_router(resolved.config, replica, routing=_one_of("routing", routing), apart=_one_of("apart", apart))
 
     @cluster.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
     def up(
@@ -62,6 +71,11 @@ def register(app: typer.Typer) -> None:
         ] = None,
         host: Annotated[str | None, typer.Option(help="Address of the router.")] = None,
         port: Annotated[int | None, typer.Option(help="Port of the router; the servers have those after it.")] = None,
+        prefill: Annotated[
+            int, typer.Option(min=0, max=63, help="How many of them compute long prompts for the others.")
+        ] = 0,
+        routing: _Routing = "names",
+        apart: _Apart = "auto",
     ) -> None:
         """Start servers, a router and their shared store on this machine, and keep them running.
 
@@ -70,6 +84,9 @@ def register(app: typer.Typer) -> None:
         from cairn.api.router_server import serve_router
         from cairn.cli.models import fetched
 
+        if prefill >= replicas:
+            raise ConfigError(f"prefill is {prefill}: of {replicas} servers at least one answers", field="prefill")
+        how, when = _one_of("routing", routing), _one_of("apart", apart)
         fetched(model)
         config = resolve({"host": host, "port": port}).config
         home = (folder or _home()).expanduser().absolute()
@@ -84,9 +101,10 @@ def register(app: typer.Typer) -> None:
         for number, own in enumerate(ports, 1):
             mine = ["--agents-dir", str(home / f"agents-{number}"), "--kv-dir", str(home / f"kv-{number}")]
             serve = [sys.executable, "-m", "cairn", "serve", model, "--host", "127.0.0.1", "--port", str(own)]
-            commands.append([*serve, *shared, *mine, *context.args])
+            role = [] if not prefill else ["--role", "prefill" if number <= prefill else "decode"]
+            commands.append([*serve, *shared, *mine, *role, *context.args])
         servers = _Servers(commands)
-        serve_router(config, [f"http://127.0.0.1:{own}" for own in ports], servers.run)
+        serve_router(config, [f"http://127.0.0.1:{own}" for own in ports], servers.run, routing=how, apart=when)
 
     @cluster.command()
     def key(
@@ -109,6 +127,13 @@ def register(app: typer.Typer) -> None:
         Of an object store a rule of the bucket does this: for names that begin with kv/ and feed/.
         """
         print(f"{_prune(resolved.config.shared_store, days):,} files removed")
+
+
+def _one_of(name: str, value: str) -> Any:
+    """Return the value of an option, or raise ConfigError with what it may be."""
+    if value not in _CHOICES[name]:
+        raise ConfigError(f"{name} must be one of {', '.join(_CHOICES[name])}, not {value[:60]!r}", field=name)
+    return value
 
 
 def _home() -> Path:

@@ -436,6 +436,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "servers; 'cairn cluster key FILE' makes one."
         ),
     ] = None
+    role: Annotated[
+        Literal["both", "prefill", "decode"],
+        Meta(
+            description="What a router gives this server of a cluster: 'prefill' computes long prompts for others, "
+            "which load their KV from shared_store, and 'decode' answers; needs shared_store."
+        ),
+    ] = "both"
     # several models
     models: Annotated[
         tuple[ModelOptions, ...],

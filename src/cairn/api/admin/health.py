@@ -29,6 +29,7 @@ class ServerHealth:
         draining: bool,
         more: Sequence[str] = (),
         folders: Sequence[str] = (),
+        role: str = "both",
         *,
         refuses: bool = False,
     ) -> None:
@@ -38,6 +39,9 @@ class ServerHealth:
         requests are refused for those troubles.
         """
         self.loading = models is None
+        self.role = role
+        self.speeds = model_health.speeds(models) if models is not None else (None, None)
+        """Prompt tokens a second that are computed, and that are loaded; None before they were measured."""
         reasons = [LOADING] if models is None else model_health.unready(models)
         if draining and SHUTTING_DOWN not in reasons:
             reasons = [*reasons, SHUTTING_DOWN]
@@ -66,6 +70,7 @@ def routes(*, page: bool) -> list[Route]:
         "/health/live": live,
         "/health/ready": ready,
         "/health/startup": startup,
+        "/health/role": role,
         "/livez": live,
         "/readyz": ready,
     }
@@ -115,6 +120,12 @@ async def ready(call: HTTPCall, state: ServerHealth) -> None:
     """Return 200, or 503 with the reasons. `troubles` fail no requests."""
     body = {"status": "not ready" if state.reasons else "ready", "reasons": state.reasons, "troubles": state.troubles}
     await (_unavailable(call, body) if state.reasons else call.json(body))
+
+
+async def role(call: HTTPCall, state: ServerHealth) -> None:
+    """Return what this server does in a cluster, and how fast it computes prompts and loads their KV."""
+    computes, loads = state.speeds
+    await call.json({"role": state.role, "computes": computes, "loads": loads})
 
 
 async def startup(call: HTTPCall, state: ServerHealth) -> None:

@@ -24,8 +24,10 @@ import msgspec
 
 from cairn.cluster.router.follow import EVENT_END, Delivered, split
 from cairn.cluster.router.keys import Asked
+from cairn.cluster.router.prefill import PrefillGate
 from cairn.cluster.router.replicas import Replica, Replicas
 from cairn.cluster.router.upstream import DROPPED, UpstreamConnection, UpstreamLost, request_bytes
+from cairn.cluster.router.ways import Apart
 from cairn.system.interfaces import Rng
 
 log = logging.getLogger(__name__)
@@ -58,7 +60,7 @@ class Counts:
     def __init__(self) -> None:
         self.requests = self.retries = self.followed = self.lost = self.refused = 0
 
-    def text(self, replicas: Replicas) -> bytes:
+    def text(self, replicas: Replicas, gate: PrefillGate) -> bytes:
         """Return them in Prometheus' format."""
         lines = []
         for name, help, value in (
@@ -67,6 +69,8 @@ class Counts:
             ("streams_followed", "Streams that another replica went on with.", self.followed),
             ("streams_lost", "Streams whose replica died and that no other could go on with.", self.lost),
             ("refused", "Requests for which no replica was up.", self.refused),
+            ("prompts_apart", "Prompts that a prefill replica computed.", gate.apart),
+            ("prompts_apart_failed", "Prompts that a prefill replica was asked for in vain.", gate.failed),
         ):
             full = f"cairn_router_{name}_total"
             lines += [f"# HELP {full} {help}", f"# TYPE {full} counter", f"{full} {value}"]
@@ -81,8 +85,12 @@ class Counts:
 class RouterApp:
     """The application."""
 
-    def __init__(self, replicas: Replicas, rng: Rng, admin_key: str = "") -> None:
-        """Route to `replicas`. `admin_key` is wanted for /router and /metrics; empty: they answer this machine."""
+    def __init__(self, replicas: Replicas, rng: Rng, admin_key: str = "", apart: Apart = "auto") -> None:
+        """Route to `replicas`. `admin_key` is wanted for /router and /metrics; empty: they answer this machine.
+
+        `apart`: when prompts are computed by prefill replicas.
+        """
+        self.gate = PrefillGate(replicas, apart)
         self.replicas, self.counts = replicas, Counts()
         self._rng, self._admin_key = rng, admin_key.encode()
         self._where: OrderedDict[bytes, Replica] = OrderedDict()
@@ -131,7 +139,7 @@ class RouterApp:
             await _fail(send, 401, "invalid_api_key", "this route needs the admin key, in the header X-Cairn-Admin-Key")
             return
         if path == "/metrics":
-            await _respond(send, 200, self.counts.text(self.replicas), b"text/plain; version=0.0.4")
+            await _respond(send, 200, self.counts.text(self.replicas, self.gate), b"text/plain; version=0.0.4")
         elif path == "/router/replicas" and scope["method"] == "GET":
             found = {"object": "list", "data": [one.described() for one in self.replicas.all]}
             await _respond(send, 200, msgspec.json.encode(found))
@@ -178,6 +186,9 @@ class Passing:
             self._headers.append((ONCE, f"router-{app._rng.bits64():016x}{app._rng.bits64():016x}".encode()))
         self._first = app.answered(self._asked)
         self._receive = receive
+        self._path: str = scope["path"]
+        self._apart = self._method == "POST"
+        """Whether a prefill replica may still be asked for the prompt."""
         self._tried: list[Replica] = []
         self._end = time.monotonic() + PATIENCE
         self._sent_again = False
@@ -218,6 +229,9 @@ class Passing:
         replica.requests += 1
         connection = None
         try:
+            if self._apart:
+                self._apart = False
+                await self._app.gate.before(replica, self._asked.key, self._path, self._headers, self._body)
             connection = await self._exchange(replica)
             if await self._goes_on(replica, connection):
                 return False

@@ -15,7 +15,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from cairn.cluster.router.upstream import UpstreamLost, UpstreamPool, request_bytes
+import msgspec
+
+from cairn.cluster.router.upstream import UpstreamConnection, UpstreamLost, UpstreamPool, request_bytes
+from cairn.cluster.router.ways import Routing
 from cairn.types.errors import ConfigError
 
 CHECK_SECONDS = 1.0
@@ -27,6 +30,14 @@ CROWDED = 1.5
 SLACK = 4
 DEATH_SECONDS = 15.0
 """How long after a replica went away a turn that is said to run elsewhere may be its last."""
+
+
+class _Role(msgspec.Struct):
+    """What a replica says of itself."""
+
+    role: str = "both"
+    computes: float | None = None
+    loads: float | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +54,11 @@ class Replica:
     requests: int = 0
     failures: int = 0
     """Exchanges that it did not complete."""
+    role: str = "both"
+    computes: float | None = None
+    """Prompt tokens a second that it computes; None before it said so."""
+    loads: float | None = None
+    """Prompt tokens a second whose KV it loads."""
     silent: int = 0
     """Checks in a row that were not answered in time."""
     last_check: str = field(default="not asked yet")
@@ -56,6 +72,7 @@ class Replica:
         """Return what is said of it to those who ask."""
         return {
             "url": self.url,
+            "role": self.role,
             "up": self.up,
             "draining": self.draining,
             "running": self.busy,
@@ -80,11 +97,14 @@ def replica_of(url: str) -> Replica:
 class Replicas:
     """All replicas of one router. Runs on the event loop."""
 
-    def __init__(self, urls: Sequence[str]) -> None:
-        """Take the addresses. Raise ConfigError as `replica_of` does, and for one that is named twice."""
+    def __init__(self, urls: Sequence[str], routing: Routing = "names") -> None:
+        """Take the addresses, and how requests are shared out.
+
+        Raise ConfigError as `replica_of` does, and for one that is named twice."""
         self.all = [replica_of(url) for url in urls]
         if len({one.url for one in self.all}) != len(self.all):
             raise ConfigError("a replica is named twice", field="replica")
+        self._routing, self._turn = routing, 0
         self._task: asyncio.Task[None] | None = None
         self._died = float("-inf")
 
@@ -116,6 +136,8 @@ class Replicas:
                     pass
             replica.up, replica.silent = connection.status == 200, 0
             replica.last_check = "ready" if replica.up else f"answers {connection.status}"
+            if replica.up:
+                await self._learn(replica, connection)
         except (UpstreamLost, TimeoutError) as error:
             replica.silent += 1
             if replica.up and (isinstance(error, UpstreamLost) or replica.silent >= SILENT_CHECKS):
@@ -127,6 +149,18 @@ class Replicas:
         finally:
             if connection is not None:
                 replica.pool.give(connection)
+
+    async def _learn(self, replica: Replica, connection: UpstreamConnection) -> None:
+        """Ask a replica for its role and speeds; a server that says nothing of them does both."""
+        if not connection.usable:
+            return
+        await connection.send(request_bytes("GET", b"/health/role", replica.host, (), b""))
+        parts = []
+        while piece := await connection.read():
+            parts.append(piece)
+        with contextlib.suppress(msgspec.MsgspecError):
+            said = msgspec.json.decode(b"".join(parts), type=_Role)
+            replica.role, replica.computes, replica.loads = said.role, said.computes, said.loads
 
     def failed(self, replica: Replica) -> None:
         """Note that a replica went away: it gets no more requests until it is ready again."""
@@ -147,9 +181,13 @@ class Replicas:
         """
         up = [one for one in self.all if one.up and one not in tried] or [one for one in self.all if one.up]
         able = [one for one in up if not one.draining] or up
+        able = [one for one in able if one.role != "prefill"] or able
         if not able:
             return None
-        if not key:
+        if self._routing == "round-robin":
+            self._turn += 1
+            return able[self._turn % len(able)]
+        if not key or self._routing == "least-load":
             return min(able, key=lambda one: one.busy)
         ranked = sorted(able, key=lambda one: hashlib.blake2b(key, key=one.seed[:64], digest_size=8).digest())
         limit = CROWDED * sum(one.busy for one in able) / len(able) + SLACK
