@@ -45,15 +45,18 @@ def register(app: typer.Typer) -> None:
     def route(
         resolved: Resolved,
         replica: Annotated[
-            list[str], typer.Option(metavar="URL", help="A server, such as http://10.0.0.5:8000; repeat for all.")
-        ],
+            list[str] | None,
+            typer.Option(
+                metavar="URL", help="A server, such as http://10.0.0.5:8000; repeat for all. More can be added."
+            ),
+        ] = None,
         routing: _Routing = "names",
         apart: _Apart = "auto",
     ) -> None:
         """Pass requests on to servers that share a store; agents and sessions stay with a server while it is up."""
         from cairn.api.router_server import serve_router
 
-        serve_router(resolved.config, replica, routing=_one_of("routing", routing), apart=_one_of("apart", apart))
+        serve_router(resolved.config, replica or (), routing=_one_of("routing", routing), apart=_one_of("apart", apart))
 
     @cluster.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
     def up(
@@ -105,6 +108,44 @@ def register(app: typer.Typer) -> None:
             commands.append([*serve, *shared, *mine, *role, *context.args])
         servers = _Servers(commands)
         serve_router(config, [f"http://127.0.0.1:{own}" for own in ports], servers.run, routing=how, apart=when)
+
+    @cluster.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+    def ray(
+        context: typer.Context,
+        model: Annotated[str, typer.Argument(metavar="MODEL", help="The model that all servers serve.")],
+        router: Annotated[str, typer.Option(metavar="URL", help="The router, which knows the servers then.")],
+        replicas: Annotated[int, typer.Option(min=1, max=10_000, help="Number of servers at the beginning.")] = 1,
+        least: Annotated[int, typer.Option(min=1, max=10_000, help="Fewest servers.")] = 1,
+        most: Annotated[
+            int | None, typer.Option(min=1, max=10_000, help="Most servers; default: as many as at the beginning.")
+        ] = None,
+        high: Annotated[float, typer.Option(min=0, help="Seconds of queue above which one more is started.")] = 2.0,
+        cpus: Annotated[float, typer.Option(min=0, help="CPUs of a server, for Ray.")] = 1.0,
+        gpus: Annotated[float, typer.Option(min=0, help="GPUs of a server, for Ray.")] = 0.0,
+        folder: Annotated[
+            Path | None, typer.Option(metavar="FOLDER", help="Where servers keep their own files, on each machine.")
+        ] = None,
+        host: Annotated[str | None, typer.Option(help="Address of servers; default: their machine's own.")] = None,
+        admin_key: Annotated[str | None, typer.Option(envvar="CAIRN_ADMIN_KEY", help="The router's admin key.")] = None,
+    ) -> None:
+        """Run servers on a cluster of Ray, which places them, starts dead ones again and changes their number.
+
+        Further options go to every server, --shared-store and --cluster-key-file among them. Needs the extra ray.
+        """
+        from cairn.cluster.ray_serve import RayPlan, Scaling, keep_scaled, parsed
+
+        plan = RayPlan(
+            router=router.rstrip("/"),
+            options=parsed([model, *context.args]),
+            host=host or "",
+            folder="" if folder is None else str(folder.expanduser().absolute()),
+            admin_key=admin_key or "",
+            cpus=cpus,
+            gpus=gpus,
+        )
+        keep_scaled(
+            plan, Scaling(least=min(least, replicas), most=max(most or replicas, replicas), high=high), replicas
+        )
 
     @cluster.command()
     def key(

@@ -61,6 +61,11 @@ def speeds(models: Models) -> tuple[float | None, float | None]:
     return min(computed, default=None), min(loaded, default=None)
 
 
+def queue_seconds(models: Models) -> float:
+    """Return the seconds until all requests that wait now have begun, of the model whose queue takes longest."""
+    return max((loaded.service.queue_seconds() for _, loaded in models.loaded()), default=0.0)
+
+
 def metrics(models: Models) -> Iterator[tuple[str, str, str, list[tuple[str, float]]]]:
     """Yield the metrics of the models: type, name, help text, and a value for each model that was ever loaded."""
     ever = [model for model in models.models if model.loads or model.failures]

@@ -60,7 +60,7 @@ async def test_a_long_prompt_goes_to_the_prefill_replica_first_and_both_share() 
         prefill, decode = stubs
         with_roles(app, stubs, "prefill", "decode")
         app.gate._apart = "always"
-        got = await ask(app, "POST", "/v1/chat/completions", LONG, {"x-api-key": "k"})
+        got = await ask(app, "POST", "/v1/chat/completions", LONG, [(b"x-api-key", b"k")])
         assert got.json()["by"] == "s1"
         assert [path for path, _, _ in prefill.asked] == ["/v1/chat/completions", "/v1/cache/share"]
         assert [path for path, _, _ in decode.asked] == ["/v1/cache/share", "/v1/chat/completions"]

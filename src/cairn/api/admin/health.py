@@ -52,6 +52,8 @@ class ServerHealth:
         """Why new requests would not be served well now."""
         self.troubles = troubles
         """Troubles that do not make the server refuse new requests."""
+        self.queue = model_health.queue_seconds(models) if models is not None else 0.0
+        """Seconds until all requests that wait now have begun."""
         self.devices = model_health.devices(models) if models is not None else []
         """Names of the devices that compute the loaded models."""
         self.stalled = models is not None and model_health.stalled(models)
@@ -123,9 +125,9 @@ async def ready(call: HTTPCall, state: ServerHealth) -> None:
 
 
 async def role(call: HTTPCall, state: ServerHealth) -> None:
-    """Return what this server does in a cluster, and how fast it computes prompts and loads their KV."""
+    """Return what this server does in a cluster, how fast it computes prompts and loads their KV, and its queue."""
     computes, loads = state.speeds
-    await call.json({"role": state.role, "computes": computes, "loads": loads})
+    await call.json({"role": state.role, "computes": computes, "loads": loads, "queue_seconds": state.queue})
 
 
 async def startup(call: HTTPCall, state: ServerHealth) -> None:

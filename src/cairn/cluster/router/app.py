@@ -6,6 +6,7 @@ A stream whose replica died in mid-answer goes on from another one, where that g
 Keys pass through: replicas check them.
 
     GET  /router/replicas        POST /router/drain?replica=URL      POST /router/undrain?replica=URL
+                                 POST /router/add?replica=URL        POST /router/remove?replica=URL
     GET  /health/live            GET  /health/ready                  GET  /metrics
 """
 
@@ -29,6 +30,7 @@ from cairn.cluster.router.replicas import Replica, Replicas
 from cairn.cluster.router.upstream import DROPPED, UpstreamConnection, UpstreamLost, request_bytes
 from cairn.cluster.router.ways import Apart
 from cairn.system.interfaces import Rng
+from cairn.types.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -143,20 +145,32 @@ class RouterApp:
         elif path == "/router/replicas" and scope["method"] == "GET":
             found = {"object": "list", "data": [one.described() for one in self.replicas.all]}
             await _respond(send, 200, msgspec.json.encode(found))
-        elif path in ("/router/drain", "/router/undrain") and scope["method"] == "POST":
+        elif path == "/router/add" and scope["method"] == "POST":
+            await self._add(scope, send)
+        elif path in ("/router/drain", "/router/undrain", "/router/remove") and scope["method"] == "POST":
             await self._drain(scope, path, send)
         else:
             await _fail(send, 404, "not_found", f"{path[:100]} is no route of the router")
 
+    async def _add(self, scope: Message, send: Send) -> None:
+        try:
+            replica = self.replicas.add(_url(scope))
+        except ConfigError as error:
+            await _fail(send, 400, "invalid_value", str(error))
+            return
+        await self.replicas.check(replica)
+        await _respond(send, 200, msgspec.json.encode(replica.described()))
+
     async def _drain(self, scope: Message, path: str, send: Send) -> None:
-        url = parse_qs(scope["query_string"].decode("latin-1")).get("replica", [""])[0]
-        replica = self.replicas.find(url)
+        replica = self.replicas.find(_url(scope))
         if replica is None:
-            known = ", ".join(one.url for one in self.replicas.all)
+            known = ", ".join(one.url for one in self.replicas.all) or "those that were added; there is none"
             await _fail(send, 404, "not_found", f"replica must be one of {known}")
             return
         if path == "/router/undrain":
             replica.draining, over = False, True
+        elif path == "/router/remove":
+            over = await self.replicas.remove(replica, DRAIN_SECONDS)
         else:
             over = await self.replicas.drain(replica, DRAIN_SECONDS)
         await _respond(send, 200, msgspec.json.encode(replica.described() | {"drained": over and replica.draining}))
@@ -408,6 +422,10 @@ class Passing:
             if news:
                 await self._send({"type": "http.response.body", "body": news, "more_body": True})
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _url(scope: Message) -> str:
+    return parse_qs(scope["query_string"].decode("latin-1")).get("replica", [""])[0]
 
 
 async def _whole(connection: UpstreamConnection) -> bytes:

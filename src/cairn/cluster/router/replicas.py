@@ -28,6 +28,7 @@ SILENT_CHECKS = 2
 CROWDED = 1.5
 """How many times the mean of requests in hand a replica may have, beside SLACK, before it is passed over."""
 SLACK = 4
+FORGET_SECONDS = 600.0
 DEATH_SECONDS = 15.0
 """How long after a replica went away a turn that is said to run elsewhere may be its last."""
 
@@ -38,6 +39,7 @@ class _Role(msgspec.Struct):
     role: str = "both"
     computes: float | None = None
     loads: float | None = None
+    queue_seconds: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +61,8 @@ class Replica:
     """Prompt tokens a second that it computes; None before it said so."""
     loads: float | None = None
     """Prompt tokens a second whose KV it loads."""
+    queue: float = 0.0
+    """Seconds until all that wait for it have begun."""
     silent: int = 0
     """Checks in a row that were not answered in time."""
     last_check: str = field(default="not asked yet")
@@ -76,6 +80,7 @@ class Replica:
             "up": self.up,
             "draining": self.draining,
             "running": self.busy,
+            "queue_seconds": self.queue,
             "requests": self.requests,
             "failures": self.failures,
             "state": self.last_check,
@@ -105,6 +110,8 @@ class Replicas:
         if len({one.url for one in self.all}) != len(self.all):
             raise ConfigError("a replica is named twice", field="replica")
         self._routing, self._turn = routing, 0
+        self._added: dict[Replica, float] = {}
+        """Replicas that were added later, and when they were last up: one that is down for long is forgotten."""
         self._task: asyncio.Task[None] | None = None
         self._died = float("-inf")
 
@@ -122,7 +129,8 @@ class Replicas:
 
     async def _run(self) -> None:
         while True:
-            await asyncio.gather(*(self.check(one) for one in self.all))
+            await asyncio.gather(*(self.check(one) for one in tuple(self.all)))
+            self._forget(time.monotonic())
             await asyncio.sleep(CHECK_SECONDS)
 
     async def check(self, replica: Replica) -> None:
@@ -161,6 +169,7 @@ class Replicas:
         with contextlib.suppress(msgspec.MsgspecError):
             said = msgspec.json.decode(b"".join(parts), type=_Role)
             replica.role, replica.computes, replica.loads = said.role, said.computes, said.loads
+            replica.queue = said.queue_seconds
 
     def failed(self, replica: Replica) -> None:
         """Note that a replica went away: it gets no more requests until it is ready again."""
@@ -196,6 +205,34 @@ class Replicas:
     def find(self, url: str) -> Replica | None:
         """Return the replica of this address."""
         return next((one for one in self.all if one.url == url.rstrip("/")), None)
+
+    def add(self, url: str) -> Replica:
+        """Add a replica, or return it if it is known. Raise ConfigError as `replica_of` does."""
+        made = replica_of(url)
+        known = self.find(made.url)
+        if known is not None:
+            known.draining = False
+            return known
+        self.all.append(made)
+        self._added[made] = time.monotonic()
+        return made
+
+    async def remove(self, replica: Replica, seconds: float) -> bool:
+        """Drain a replica and forget it; return whether all its requests had ended."""
+        over = await self.drain(replica, seconds)
+        if replica in self.all:
+            self.all.remove(replica)
+            self._added.pop(replica, None)
+            replica.pool.close()
+        return over
+
+    def _forget(self, now: float) -> None:
+        for replica, seen in tuple(self._added.items()):
+            if replica.up:
+                self._added[replica] = now
+            elif now - seen > FORGET_SECONDS:
+                self.all.remove(replica)
+                del self._added[replica]
 
     async def drain(self, replica: Replica, seconds: float) -> bool:
         """Give a replica no new requests, and wait for those that it has; return whether all have ended."""
