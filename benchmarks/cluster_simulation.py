@@ -326,7 +326,7 @@ class Simulation:
 
     def _bring(self, prompt: Ints, had: Ints, stored: Ints, rate: float | Floats) -> tuple[Floats, Ints, Ints]:
         """Return seconds until the first token, and tokens computed and loaded. The store is read where it pays."""
-        more = np.maximum(0, np.minimum(stored, prompt - 1) // CHUNK * CHUNK - had)
+        more = np.maximum(0, np.minimum(stored, prompt - 1) // BLOCK * BLOCK - had)
         seconds = self.fleet.latency + more * self.fleet.token_bytes / rate
         loaded = np.where(seconds < more / self.fleet.prefill, more, 0)
         computed = prompt - had - loaded
@@ -340,7 +340,7 @@ class Simulation:
         home = agents.region[who]
         region = self._serving(home, who, now)
         chosen = servers.choose(self.rule.choose, who, region, now)
-        had = np.minimum(agents.had(who, chosen, servers), prompt - 1) // BLOCK * BLOCK
+        had = np.minimum(agents.had(who, chosen, servers), prompt - 1)
         stored = np.zeros(len(who), np.int64)
         if self.rule.store:
             there = now - agents.ended[who] > fleet.lag

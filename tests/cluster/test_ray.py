@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,6 +33,7 @@ plan = RayPlan(**json.loads(sys.argv[1]))
 for line in sys.stdin:
     deploy(plan, int(line))
     print(time.monotonic() - began, flush=True)
+ray.serve.shutdown()
 ray.shutdown()
 """
 
@@ -144,6 +146,7 @@ def test_no_stream_is_lost_while_servers_come_go_and_die(
         time.sleep(1)
         streams.stop()
         assert not streams.bad and streams.good >= 10, streams.bad
+        pids = [process_at(int(one["url"].rpartition(":")[2])) for one in settled(2)]
         figure("streams while Ray had 2, 3 and 2 servers and one was killed: whole, lost", f"{streams.good}, 0")
         figure("Ray: seconds to its start, to another server after kill -9", f"{float(began):.0f}, {healed:.0f}")
         figure("Ray: processes, resident GiB", beside(driver.pid))
@@ -152,8 +155,14 @@ def test_no_stream_is_lost_while_servers_come_go_and_die(
             streams.stop()
         driver.stdin.close()
         driver.wait(180)
+        driver.stdout.close()
+        shutil.rmtree(short, ignore_errors=True)
         made.close()
         alone.end()
+    end = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < end, "Ray has ended, and servers have not"
+        time.sleep(0.2)
 
 
 def process_at(port: int) -> int:
@@ -161,7 +170,7 @@ def process_at(port: int) -> int:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             words = (entry / "cmdline").read_bytes().split(b"\0")
-            if b"serve" in words and str(port).encode() in words:
+            if b"serve" in words and b"-c" not in words and str(port).encode() in words:
                 return int(entry.name)
     raise AssertionError(f"no server at {port}")
 

@@ -10,7 +10,6 @@ import contextlib
 import json
 import logging
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -33,6 +32,14 @@ START_SECONDS = 600.0
 """Longest time that a server may take to load its model."""
 STOP_SECONDS = 60.0
 LOOK_SECONDS = 2.0
+_WATCHED = """
+import signal, subprocess, sys, threading
+
+server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
+threading.Thread(target=lambda: (sys.stdin.buffer.read(), server.send_signal(signal.SIGTERM)), daemon=True).start()
+sys.exit(server.wait())
+"""
+"""Runs a server until its own standard input ends, as it does when Ray's process is killed."""
 
 
 class RayPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +97,7 @@ class CairnReplica:
         own = ["--host", host, "--port", self.url.rpartition(":")[2]]
         own += ["--agents-dir", str(self._home / "agents"), "--kv-dir", str(self._home / "kv")]
         command = [sys.executable, "-m", "cairn", "serve", *self._plan.options, *own]
-        self._process = subprocess.Popen(command, start_new_session=True)
+        self._process = subprocess.Popen([sys.executable, "-c", _WATCHED, *command], stdin=subprocess.PIPE)
         self._wait_ready()
         self._tell("add")
 
@@ -109,13 +116,18 @@ class CairnReplica:
         """Let the router send it nothing more, wait for its requests, and end it."""
         with contextlib.suppress(OSError):
             self._tell("remove")
-        self._process.send_signal(signal.SIGTERM)
+        self._end()
+        shutil.rmtree(self._home, ignore_errors=True)
+
+    def _end(self) -> None:
+        """Close the pipe that the server lives by, and wait for its end."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
         try:
             self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        shutil.rmtree(self._home, ignore_errors=True)
 
     def _wait_ready(self) -> None:
         end = time.monotonic() + START_SECONDS
@@ -125,7 +137,7 @@ class CairnReplica:
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health/ready", timeout=5):
                 return
             time.sleep(0.2)
-        self._process.kill()
+        self._end()
         raise RuntimeError(f"the server at {self.url} was not ready after {START_SECONDS:.0f} s")
 
     def _tell(self, what: str) -> None:

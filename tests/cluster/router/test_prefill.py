@@ -13,7 +13,12 @@ from cairn.cluster.router.prefill import PrefillGate, _for_one_token
 from cairn.cluster.router.replicas import Replica, Replicas
 from tests.cluster.router.stubs import Stub, as_json, ask, named, routed
 
-LONG = {"messages": [{"role": "user", "content": "word " * 2000}], "stream": False, "max_tokens": 90}
+LONG = {
+    "prompt_cache_key": "one",
+    "messages": [{"role": "user", "content": "word " * 2000}],
+    "stream": False,
+    "max_tokens": 90,
+}
 
 
 def with_roles(app: RouterApp, stubs: list[Stub], *roles: str) -> list[Replica]:
@@ -48,7 +53,13 @@ def test_the_gate_weighs_moving_against_computing() -> None:
 def test_a_request_for_one_token_has_the_same_prompt() -> None:
     body = LONG | {"stream": True, "n": 4, "logprobs": True, "tools": [{"type": "function"}], "stream_options": {}}
     found = json.loads(_for_one_token("/v1/chat/completions", json.dumps(body).encode()) or b"")
-    assert found == {"messages": LONG["messages"], "tools": body["tools"], "stream": False, "max_tokens": 1}
+    assert found == {
+        "prompt_cache_key": "one",
+        "messages": LONG["messages"],
+        "tools": body["tools"],
+        "stream": False,
+        "max_tokens": 1,
+    }
     newer = json.dumps({"messages": [], "max_completion_tokens": 7}).encode()
     assert json.loads(_for_one_token("/v1/chat/completions", newer) or b"")["max_completion_tokens"] == 1
     assert json.loads(_for_one_token("/v1/responses", b"{}") or b"") == {"max_output_tokens": 1, "stream": False}
@@ -67,7 +78,7 @@ async def test_a_long_prompt_goes_to_the_prefill_replica_first_and_both_share() 
         assert json.loads(prefill.asked[0][2])["max_tokens"] == 1 and json.loads(decode.asked[1][2]) == LONG
         assert all(headers[b"x-api-key"] == b"k" for _, headers, _ in (*prefill.asked, *decode.asked))
         more = LONG | {"messages": [*LONG["messages"], {"role": "user", "content": "and now?"}]}  # type: ignore[misc]
-        await ask(app, "POST", "/v1/chat/completions", more)
+        await ask(app, "POST", "/v1/chat/completions", more, [(b"x-api-key", b"k")])
         assert app.gate.apart == 1 and len(prefill.asked) == 2, "of what goes on with it, little is new"
         await ask(app, "POST", "/v1/agents/a/turns", LONG)
         await ask(app, "POST", "/v1/embeddings", {"input": "word " * 2000})
