@@ -17,12 +17,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
+
+from tests.api.process import free_port
 
 from cluster_simulation import ANSWER, QUESTION, Fleet, Load, Rule, Simulation
 from router import Caller
-
-from tests.api.process import free_port
 
 SCALE, CONTEXT, TURNS = 90, 1900, 43
 SESSIONS = 12
@@ -109,7 +108,9 @@ def run(turns: list[tuple[int, int, int]], way: str, *, store: bool) -> tuple[in
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "cairn", "cluster", "up", "demo", "--replicas", "3", "--port", str(port)]
         process = subprocess.Popen(
-            [*command, "--folder", folder, *options, "--log-level", "error"], env={**os.environ, "OMP_NUM_THREADS": "1"}
+            [*command, "--folder", folder, *options, "--log-level", "error"],
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         try:
             asyncio.run(up(port, 3))
