@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from cluster_simulation import RULES, Fleet, Found, Load, Servers, Simulation, limits, mixed, picture, table
 
-FLEET = replace(Fleet(), replicas=8, regions=2, lifetime=20_000.0, outage=(0.5, 120.0))
+FLEET = replace(Fleet(), replicas=8, regions=2, lifetime=20_000.0, outage=(0.5, 120.0), load_across=4e9)
 LOAD = replace(Load(), agents=400, seconds=900.0)
 
 
