@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cairn.cli.common.options import configured
+from cairn.cli.common.options import Host, configured, server
 from cairn.cluster.router.ways import APART, ROUTING
 from cairn.config.resolve import Resolved, resolve
-from cairn.types.errors import ConfigError
+from cairn.types.errors import CairnError, ConfigError
 
 if TYPE_CHECKING:
     import asyncio
@@ -39,6 +39,7 @@ def register(app: typer.Typer) -> None:
     """Add `cairn route` and the commands of `cairn cluster`."""
     cluster = typer.Typer(help="Run several servers that share their agents and KV.", no_args_is_help=True)
     app.add_typer(cluster, name="cluster", rich_help_panel="Running servers")
+    _add_ray(cluster)
 
     @app.command(rich_help_panel="Running servers")
     @configured(_ROUTER, model=False)
@@ -107,7 +108,45 @@ def register(app: typer.Typer) -> None:
             role = [] if not prefill else ["--role", "prefill" if number <= prefill else "decode"]
             commands.append([*serve, *shared, *mine, *role, *context.args])
         servers = _Servers(commands)
-        serve_router(config, [f"http://127.0.0.1:{own}" for own in ports], servers.run, routing=how, apart=when)
+        serve_router(
+            config, [f"http://127.0.0.1:{own}" for own in ports], servers.run, servers.restart, routing=how, apart=when
+        )
+
+    @cluster.command()
+    @configured(("api_key", "admin_key"), model=False)
+    def restart(resolved: Resolved, host: Host = None) -> None:
+        """Restart the servers of `cairn cluster up`, one after another; running requests finish first."""
+        with server(resolved, host) as client:
+            for done in client.events("/router/restart", {}, admin=True):
+                if not done["ready"]:
+                    raise CairnError(f"{done['replica']} is not ready again; the servers after it run as before")
+                print(f"{done['replica']}: restarted")
+
+    @cluster.command()
+    def key(
+        file: Annotated[Path, typer.Argument(metavar="FILE", help="The key file of a cluster.")],
+        rotate: Annotated[bool, typer.Option("--rotate", help="Add a new key to it, which seals from now on.")] = False,
+    ) -> None:
+        """Make a key file, or add a key to one. Every server needs the same file before any of them starts with it."""
+        if file.exists() != rotate:
+            raise ConfigError(f"{file} {'exists; add a key with --rotate' if not rotate else 'does not exist'}")
+        _write_key(file, file.read_text() if rotate else "")
+        print(file)
+
+    @cluster.command()
+    @configured(("shared_store",), model=False)
+    def prune(
+        resolved: Resolved, days: Annotated[int, typer.Option(min=1, help="Age in days, of KV and announcements.")] = 30
+    ) -> None:
+        """Remove KV from a shared folder that is older than so many days. Agents stay.
+
+        Of an object store a rule of the bucket does this: for names that begin with kv/ and feed/.
+        """
+        print(f"{_prune(resolved.config.shared_store, days):,} files removed")
+
+
+def _add_ray(cluster: typer.Typer) -> None:
+    """Add `cairn cluster ray`."""
 
     @cluster.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
     def ray(
@@ -146,28 +185,6 @@ def register(app: typer.Typer) -> None:
         keep_scaled(
             plan, Scaling(least=min(least, replicas), most=max(most or replicas, replicas), high=high), replicas
         )
-
-    @cluster.command()
-    def key(
-        file: Annotated[Path, typer.Argument(metavar="FILE", help="The key file of a cluster.")],
-        rotate: Annotated[bool, typer.Option("--rotate", help="Add a new key to it, which seals from now on.")] = False,
-    ) -> None:
-        """Make a key file, or add a key to one. Every server needs the same file before any of them starts with it."""
-        if file.exists() != rotate:
-            raise ConfigError(f"{file} {'exists; add a key with --rotate' if not rotate else 'does not exist'}")
-        _write_key(file, file.read_text() if rotate else "")
-        print(file)
-
-    @cluster.command()
-    @configured(("shared_store",), model=False)
-    def prune(
-        resolved: Resolved, days: Annotated[int, typer.Option(min=1, help="Age in days, of KV and announcements.")] = 30
-    ) -> None:
-        """Remove KV from a shared folder that is older than so many days. Agents stay.
-
-        Of an object store a rule of the bucket does this: for names that begin with kv/ and feed/.
-        """
-        print(f"{_prune(resolved.config.shared_store, days):,} files removed")
 
 
 def _one_of(name: str, value: str) -> Any:
@@ -218,18 +235,28 @@ class _Servers:
 
     def __init__(self, commands: Sequence[Sequence[str]]) -> None:
         self._commands = commands
+        self._running: dict[int, asyncio.subprocess.Process] = {}
+
+    async def restart(self, number: int) -> None:
+        """Let a server finish and end; it is started again."""
+        process = self._running.get(number)
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+            await process.wait()
 
     async def run(self, over: asyncio.Event) -> None:
         """Keep them running until this is cancelled; then let them finish. Set `over` if none of them can start."""
         import asyncio
 
-        await asyncio.gather(*(self._keep(command, over) for command in self._commands))
+        await asyncio.gather(*(self._keep(number, command, over) for number, command in enumerate(self._commands)))
 
-    async def _keep(self, command: Sequence[str], over: asyncio.Event) -> None:
+    async def _keep(self, number: int, command: Sequence[str], over: asyncio.Event) -> None:
         import asyncio
 
         while True:
             process = await asyncio.create_subprocess_exec(*command, start_new_session=True)
+            self._running[number] = process
             try:
                 code = await process.wait()
             except asyncio.CancelledError:
