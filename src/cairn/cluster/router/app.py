@@ -18,12 +18,23 @@ import hmac
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from typing import Any
-from urllib.parse import parse_qs
+from collections.abc import Sequence
 
 import msgspec
 
+from cairn.cluster.router.calls import (
+    ClientLeft,
+    Message,
+    Receive,
+    Send,
+    fail,
+    read_body,
+    read_whole,
+    replica_url,
+    respond,
+    until_gone,
+)
+from cairn.cluster.router.counts import Counts
 from cairn.cluster.router.follow import EVENT_END, Delivered, split
 from cairn.cluster.router.keys import Asked
 from cairn.cluster.router.lists import LISTS, ListRefused, merged_list
@@ -36,10 +47,6 @@ from cairn.types.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-
 PATIENCE = 20.0
 """Seconds in which another replica is looked for, or a turn's last server is waited for."""
 PAUSE = 0.2
@@ -51,38 +58,6 @@ ONCE = b"idempotency-key"
 EVENTS = b"text/event-stream"
 LOST = b'data: {"error":{"message":"the server that answered went away, and no other gives the same answer; send the \
 request again","type":"server_error","param":null,"code":"unavailable"}}\n\n'
-
-
-class ClientLeft(Exception):
-    """The client closed its connection."""
-
-
-class Counts:
-    """What the router counts, for /metrics."""
-
-    def __init__(self) -> None:
-        self.requests = self.retries = self.followed = self.lost = self.refused = 0
-
-    def text(self, replicas: Replicas, gate: PrefillGate) -> bytes:
-        """Return them in Prometheus' format."""
-        lines = []
-        for name, help, value in (
-            ("requests", "Requests taken.", self.requests),
-            ("retries", "Times that a request was sent to another replica.", self.retries),
-            ("streams_followed", "Streams that another replica went on with.", self.followed),
-            ("streams_lost", "Streams whose replica died and that no other could go on with.", self.lost),
-            ("refused", "Requests for which no replica was up.", self.refused),
-            ("prompts_apart", "Prompts that a prefill replica computed.", gate.apart),
-            ("prompts_apart_failed", "Prompts that a prefill replica was asked for in vain.", gate.failed),
-        ):
-            full = f"cairn_router_{name}_total"
-            lines += [f"# HELP {full} {help}", f"# TYPE {full} counter", f"{full} {value}"]
-        for name, help in (("up", "1 where the replica is ready."), ("running", "Requests in hand.")):
-            lines += [f"# HELP cairn_router_replica_{name} {help}", f"# TYPE cairn_router_replica_{name} gauge"]
-            for one in replicas.all:
-                value = int(one.up) if name == "up" else one.busy
-                lines.append(f'cairn_router_replica_{name}{{replica="{one.url}"}} {value}')
-        return ("\n".join(lines) + "\n").encode()
 
 
 class RouterApp:
@@ -118,7 +93,7 @@ class RouterApp:
             return
         self.counts.requests += 1
         try:
-            body = await _body(receive)
+            body = await read_body(receive)
             if scope["method"] == "GET" and path in LISTS:
                 await self._list(scope, path, send)
                 return
@@ -150,12 +125,12 @@ class RouterApp:
                 raise UpstreamLost("no server is up; ask again shortly", sent=False)
             found = await merged_list(up, path, scope["query_string"], scope["headers"])
         except ListRefused as error:
-            await _respond(send, error.answer.status, error.answer.body)
+            await respond(send, error.answer.status, error.answer.body)
         except UpstreamLost as error:
             self.counts.refused += 1
-            await _fail(send, 503, "unavailable", str(error), b"2")
+            await fail(send, 503, "unavailable", str(error), b"2")
         else:
-            await _respond(send, 200, msgspec.json.encode(found))
+            await respond(send, 200, msgspec.json.encode(found))
 
     # ------------------------------------------------------------------------------------------------- its own paths
 
@@ -163,16 +138,16 @@ class RouterApp:
         if path.startswith("/health/"):
             ready = path == "/health/live" or any(one.up for one in self.replicas.all)
             body = msgspec.json.encode({"status": "ready" if ready else "no replica is up"})
-            await _respond(send, 200 if ready else 503, body)
+            await respond(send, 200 if ready else 503, body)
             return
         if not self._allowed(scope):
-            await _fail(send, 401, "invalid_api_key", "this route needs the admin key, in the header X-Cairn-Admin-Key")
+            await fail(send, 401, "invalid_api_key", "this route needs the admin key, in the header X-Cairn-Admin-Key")
             return
         if path == "/metrics":
-            await _respond(send, 200, self.counts.text(self.replicas, self.gate), b"text/plain; version=0.0.4")
+            await respond(send, 200, self.counts.text(self.replicas, self.gate), b"text/plain; version=0.0.4")
         elif path == "/router/replicas" and scope["method"] == "GET":
             found = {"object": "list", "data": [one.described() for one in self.replicas.all]}
-            await _respond(send, 200, msgspec.json.encode(found))
+            await respond(send, 200, msgspec.json.encode(found))
         elif path == "/router/add" and scope["method"] == "POST":
             await self._add(scope, send)
         elif path in ("/router/drain", "/router/undrain", "/router/remove") and scope["method"] == "POST":
@@ -180,22 +155,22 @@ class RouterApp:
         elif path == "/router/restart" and scope["method"] == "POST":
             await self._restart_all(send)
         else:
-            await _fail(send, 404, "not_found", f"{path[:100]} is no route of the router")
+            await fail(send, 404, "not_found", f"{path[:100]} is no route of the router")
 
     async def _add(self, scope: Message, send: Send) -> None:
         try:
-            replica = self.replicas.add(_url(scope))
+            replica = self.replicas.add(replica_url(scope))
         except ConfigError as error:
-            await _fail(send, 400, "invalid_value", str(error))
+            await fail(send, 400, "invalid_value", str(error))
             return
         await self.replicas.check(replica)
-        await _respond(send, 200, msgspec.json.encode(replica.described()))
+        await respond(send, 200, msgspec.json.encode(replica.described()))
 
     async def _drain(self, scope: Message, path: str, send: Send) -> None:
-        replica = self.replicas.find(_url(scope))
+        replica = self.replicas.find(replica_url(scope))
         if replica is None:
             known = ", ".join(one.url for one in self.replicas.all) or "those that were added; there is none"
-            await _fail(send, 404, "not_found", f"replica must be one of {known}")
+            await fail(send, 404, "not_found", f"replica must be one of {known}")
             return
         if path == "/router/undrain":
             replica.draining, over = False, True
@@ -203,15 +178,15 @@ class RouterApp:
             over = await self.replicas.remove(replica, DRAIN_SECONDS)
         else:
             over = await self.replicas.drain(replica, DRAIN_SECONDS)
-        await _respond(send, 200, msgspec.json.encode(replica.described() | {"drained": over and replica.draining}))
+        await respond(send, 200, msgspec.json.encode(replica.described() | {"drained": over and replica.draining}))
 
     async def _restart_all(self, send: Send) -> None:
         """Restart the replicas one after another; answer with an event for each."""
         if self._restart is None:
-            await _fail(send, 409, "conflict", "this router did not start its replicas; drain and restart each of them")
+            await fail(send, 409, "conflict", "this router did not start its replicas; drain and restart each of them")
             return
         if self._restarting.locked():
-            await _fail(send, 409, "conflict", "the replicas are being restarted already")
+            await fail(send, 409, "conflict", "the replicas are being restarted already")
             return
         async with self._restarting:
             headers = [(b"content-type", EVENTS)]
@@ -258,7 +233,7 @@ class Passing:
     async def run(self) -> None:
         """Answer the client. Raise ClientLeft."""
         work = asyncio.ensure_future(self._answer())
-        gone = asyncio.ensure_future(_gone(self._receive))
+        gone = asyncio.ensure_future(until_gone(self._receive))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
@@ -277,7 +252,7 @@ class Passing:
                     await asyncio.sleep(PAUSE)
                     continue
                 self._counts.refused += 1
-                await _fail(self._send, 503, "unavailable", "no server is up; ask again shortly", b"2")
+                await fail(self._send, 503, "unavailable", "no server is up; ask again shortly", b"2")
                 return
             if await self._try(replica):
                 return
@@ -341,7 +316,7 @@ class Passing:
         if status == 409 and self._asked.is_turn and now < self._end:
             if not (self._sent_again or self._replicas.death_is_near):
                 return False
-            body = await _whole(connection)
+            body = await read_whole(connection)
             if b'"turn_running"' in body:
                 await asyncio.sleep(PAUSE)
                 return True
@@ -354,7 +329,7 @@ class Passing:
         self._tried.append(replica)
         self._sent_again |= error.sent
         if error.sent and not self._asked.repeatable:
-            await _fail(
+            await fail(
                 self._send,
                 503,
                 "unavailable",
@@ -373,7 +348,7 @@ class Passing:
             return
         size = int(headers.get(b"content-length", b"-1"))
         if 0 <= size <= WHOLE_BYTES:
-            body = b"" if self._method == "HEAD" else await _whole(connection)
+            body = b"" if self._method == "HEAD" else await read_whole(connection)
             await self._respond(replica, connection, body)
             return
         await self._start(replica, connection)
@@ -446,7 +421,7 @@ class Passing:
                     return True
                 if connection.status not in (409, 429, 503):
                     return False
-                await _whole(connection)
+                await read_whole(connection)
                 await asyncio.sleep(PAUSE)
             except UpstreamLost:
                 self._replicas.failed(replica)
@@ -468,45 +443,3 @@ class Passing:
             if news:
                 await self._send({"type": "http.response.body", "body": news, "more_body": True})
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def _url(scope: Message) -> str:
-    return parse_qs(scope["query_string"].decode("latin-1")).get("replica", [""])[0]
-
-
-async def _whole(connection: UpstreamConnection) -> bytes:
-    parts = []
-    while data := await connection.read():
-        parts.append(data)
-    return b"".join(parts)
-
-
-async def _body(receive: Receive) -> bytes:
-    """Return the request's body. The listener bounds its size. Raise ClientLeft."""
-    parts = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientLeft
-        parts.append(message.get("body", b""))
-        if not message.get("more_body"):
-            return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _respond(send: Send, status: int, body: bytes, kind: bytes = b"application/json", after: bytes = b"") -> None:
-    headers = [(b"content-type", kind), (b"content-length", b"%d" % len(body))]
-    if after:
-        headers.append((b"retry-after", after))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body, "more_body": False})
-
-
-async def _fail(send: Send, status: int, code: str, message: str, after: bytes = b"") -> None:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    error = {"message": message, "type": kind, "param": None, "code": code}
-    await _respond(send, status, msgspec.json.encode({"error": error}), after=after)
