@@ -10,7 +10,7 @@ from tests.kv.stored import Time
 
 def after_two_failures(config: Config) -> tuple[list[str], Config]:
     fallback = DeviceFallback(Time())
-    load = wire.LoadModel(config=config)
+    load = wire.LoadModel(config=config, folder="somewhere")
     fallback.load(load)
     said = [fallback.failed("rank 1 is gone") for _ in range(2)]
     return said, fallback.load(load).config

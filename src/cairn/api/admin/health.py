@@ -38,10 +38,8 @@ class ServerHealth:
         `more`: troubles beside the models' own. `folders` are not named to clients; the log names them. `refuses`: some
         requests are refused for those troubles.
         """
-        self.loading = models is None
+        self.models, self.loading = models, models is None
         self.role = role
-        self.speeds = model_health.speeds(models) if models is not None else (None, None)
-        """Prompt tokens a second that are computed, and that are loaded; None before they were measured."""
         reasons = [LOADING] if models is None else model_health.unready(models)
         if draining and SHUTTING_DOWN not in reasons:
             reasons = [*reasons, SHUTTING_DOWN]
@@ -52,8 +50,6 @@ class ServerHealth:
         """Why new requests would not be served well now."""
         self.troubles = troubles
         """Troubles that do not make the server refuse new requests."""
-        self.queue = model_health.queue_seconds(models) if models is not None else 0.0
-        """Seconds until all requests that wait now have begun."""
         self.devices = model_health.devices(models) if models is not None else []
         """Names of the devices that compute the loaded models."""
         self.stalled = models is not None and model_health.stalled(models)
@@ -126,8 +122,10 @@ async def ready(call: HTTPCall, state: ServerHealth) -> None:
 
 async def role(call: HTTPCall, state: ServerHealth) -> None:
     """Return what this server does in a cluster, how fast it computes prompts and loads their KV, and its queue."""
-    computes, loads = state.speeds
-    await call.json({"role": state.role, "computes": computes, "loads": loads, "queue_seconds": state.queue})
+    computes, loads, queue = None, None, 0.0
+    if state.models is not None:
+        (computes, loads), queue = model_health.speeds(state.models), model_health.queue_seconds(state.models)
+    await call.json({"role": state.role, "computes": computes, "loads": loads, "queue_seconds": queue})
 
 
 async def startup(call: HTTPCall, state: ServerHealth) -> None:
