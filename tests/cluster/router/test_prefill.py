@@ -52,7 +52,7 @@ def test_the_gate_weighs_moving_against_computing() -> None:
 
 def test_a_request_for_one_token_has_the_same_prompt() -> None:
     body = LONG | {"stream": True, "n": 4, "logprobs": True, "tools": [{"type": "function"}], "stream_options": {}}
-    found = json.loads(_for_one_token("/v1/chat/completions", json.dumps(body).encode()) or b"")
+    found = json.loads(_for_one_token(json.dumps(body).encode()) or b"")
     assert found == {
         "prompt_cache_key": "one",
         "messages": LONG["messages"],
@@ -61,9 +61,9 @@ def test_a_request_for_one_token_has_the_same_prompt() -> None:
         "max_tokens": 1,
     }
     newer = json.dumps({"messages": [], "max_completion_tokens": 7}).encode()
-    assert json.loads(_for_one_token("/v1/chat/completions", newer) or b"")["max_completion_tokens"] == 1
-    assert json.loads(_for_one_token("/v1/responses", b"{}") or b"") == {"max_output_tokens": 1, "stream": False}
-    assert _for_one_token("/v1/chat/completions", b"[1]") is _for_one_token("/v1/chat/completions", b"{") is None
+    assert json.loads(_for_one_token(newer) or b"")["max_completion_tokens"] == 1
+    assert _for_one_token(b'{"store": false}') is None, "its KV may not go into a store"
+    assert _for_one_token(b"[1]") is _for_one_token(b"{") is None
 
 
 async def test_a_long_prompt_goes_to_the_prefill_replica_first_and_both_share() -> None:

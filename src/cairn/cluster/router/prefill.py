@@ -24,10 +24,8 @@ from cairn.cluster.router.ways import Apart
 
 log = logging.getLogger(__name__)
 
-PROMPTS = frozenset(
-    ("/v1/chat/completions", "/chat/completions", "/v1/completions", "/completions", "/v1/messages", "/v1/responses")
-)
-"""Paths whose prompt another replica may compute first."""
+PROMPTS = frozenset(("/v1/chat/completions", "/chat/completions", "/v1/completions", "/completions", "/v1/messages"))
+"""Paths whose prompt another replica may compute first: those that keep nothing that a client asks for later."""
 TOKEN_BYTES = 4
 """Bytes of a body that count as a token; the router has no tokenizer."""
 LEAST_TOKENS = 256
@@ -35,8 +33,7 @@ LEAST_TOKENS = 256
 GRACE_SECONDS = 10.0
 """Longest time beyond the expected one that a prefill replica may take."""
 MOST_SEEN = 10_000
-_ONE = {"/v1/responses": ("max_output_tokens",)}
-_DROPPED = ("stream_options", "n", "best_of", "logprobs", "top_logprobs", "prompt_logprobs", "store", "background")
+_DROPPED = ("stream_options", "n", "best_of", "logprobs", "top_logprobs", "prompt_logprobs")
 
 
 class PrefillGate:
@@ -75,7 +72,7 @@ class PrefillGate:
         if not others:
             return
         prefill = min(others, key=lambda one: one.busy)
-        if not self.worth(tokens, prefill, decode) or (asked := _for_one_token(path, body)) is None:
+        if not self.worth(tokens, prefill, decode) or (asked := _for_one_token(body)) is None:
             return
         limit = GRACE_SECONDS + (2 * tokens / prefill.computes if prefill.computes else 0.0)
         try:
@@ -118,18 +115,15 @@ class PrefillGate:
             replica.pool.give(connection)
 
 
-def _for_one_token(path: str, body: bytes) -> bytes | None:
-    """Return a request for the same prompt and one token; None for a body that is no object."""
+def _for_one_token(body: bytes) -> bytes | None:
+    """Return a request for the same prompt and one token; None for a body that is no object, or wants nothing kept."""
     try:
         found: Any = msgspec.json.decode(body)
     except (msgspec.MsgspecError, RecursionError, ValueError):
         return None
-    if not isinstance(found, dict):
+    if not isinstance(found, dict) or found.get("store") is False:  # whose KV goes into no store
         return None
     for name in _DROPPED:
         found.pop(name, None)
-    if "max_completion_tokens" in found:
-        found["max_completion_tokens"] = 1
-    else:
-        found |= dict.fromkeys(_ONE.get(path, ("max_tokens",)), 1)
-    return msgspec.json.encode(found | {"stream": False})
+    most = "max_completion_tokens" if "max_completion_tokens" in found else "max_tokens"
+    return msgspec.json.encode(found | {most: 1, "stream": False})
