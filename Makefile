@@ -161,7 +161,8 @@ prove: .venv/.bench  ## the full figures of docs/reliability.md, at most an hour
 	if [ -d .venv/older ]; then PYTHONPATH=.venv/older OMP_NUM_THREADS=1 .venv/clients/bin/python -m pytest \
 	  tests/clients -k "llama_index or instructor"; fi
 
-# Two hundred kills, and a real object store beside the folder: `pip install .[cluster-test]` into .venv first.
+# Two hundred kills, object stores beside the folder, and Ray: `pip install .[cluster-test,ray]` into .venv first. What is
+# not installed is skipped.
 prove-cluster: .venv/.test  ## the full figures of several servers
 	CAIRN_KILLS=200 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --prove --numprocesses 0 tests/cluster tests/agents/test_shared_agents.py
 

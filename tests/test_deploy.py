@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -89,6 +90,55 @@ def test_the_files_of_several_servers_name_options_and_commands_that_there_are()
         assert {one for one in service["environment"] if one != "<<"} <= VARIABLES
         assert service["command"][0] in commands()
         assert {word for word in service["command"] if word.startswith("--")} <= FLAGS | {"--replica"}
+
+
+def test_the_manifests_for_kubernetes_fit_together() -> None:
+    text = (DEPLOY / "kubernetes.yaml").read_text()
+    found = list(yaml.safe_load_all(text))
+    assert all(one["apiVersion"] and one["kind"] and one["metadata"]["name"] for one in found)
+    by = {(one["kind"], one["metadata"]["name"]): one for one in found}
+    assert len(by) == len(found) == 6
+    servers, router = by["StatefulSet", "cairn"]["spec"], by["Deployment", "cairn-router"]["spec"]
+    labels = []
+    for own in (servers, router):
+        assert own["selector"]["matchLabels"] == own["template"]["metadata"]["labels"]
+        labels.append(own["selector"]["matchLabels"])
+        pod = own["template"]["spec"]
+        (container,) = pod["containers"]
+        volumes = {one["name"] for one in pod.get("volumes", ())}
+        volumes |= {one["metadata"]["name"] for one in own.get("volumeClaimTemplates", ())}
+        every = [container, *pod.get("initContainers", ())]
+        mounts = [mount["name"] for one in every for mount in one.get("volumeMounts", ())]
+        assert set(mounts) == volumes and all(one["image"] for one in every)
+        check_container(container)
+        assert pod["terminationGracePeriodSeconds"] > 60 and pod["securityContext"]["runAsUser"] == 999
+    assert "--uid 999 " in (DEPLOY / "Containerfile").read_text()
+    config = by["ConfigMap", "cairn-store"]
+    assert all(isinstance(value, str) for value in config["data"].values())
+    assert {name for name in config["data"] if name.startswith("CAIRN_")} <= VARIABLES
+    names = [f"http://cairn-{at}.{servers['serviceName']}:8000" for at in range(servers["replicas"])]
+    args = router["template"]["spec"]["containers"][0]["args"]
+    assert args == ["route", *(f"--replica={name}" for name in names)]
+    for name, target in (("cairn-servers", labels[0]), ("cairn", labels[1])):
+        service = by["Service", name]["spec"]
+        assert service["selector"] == target and service["ports"][0]["targetPort"] == "http"
+    assert servers["serviceName"] == "cairn-servers" and by["Service", "cairn-servers"]["spec"]["clusterIP"] == "None"
+    assert by["PodDisruptionBudget", "cairn"]["spec"]["selector"]["matchLabels"] == labels[0]
+
+
+def check_container(container: dict[str, Any]) -> None:
+    """Its options, variables, ports and probes are there, and its memory is bounded."""
+    own = [one["name"] for one in container["env"]]
+    assert {name for name in own if name.startswith("CAIRN_")} <= VARIABLES
+    assert all("value" in one or one["valueFrom"] for one in container["env"])
+    command, *flags = container["args"]
+    assert command in commands()
+    assert {word.partition("=")[0] for word in flags if word.startswith("--")} <= FLAGS | {"--replica"}
+    assert container["ports"] == [{"name": "http", "containerPort": Config().port}]
+    probes = [probe["httpGet"] for name, probe in container.items() if name.endswith("Probe")]
+    find = build_app(None, Config()).router.find
+    assert len(probes) >= 2 and all(one["port"] == "http" and find(canonical(one["path"])) for one in probes)
+    assert container["resources"]["limits"]["memory"] and container["resources"]["requests"]["cpu"]
 
 
 def commands() -> set[str]:

@@ -21,7 +21,7 @@ from cairn.types.errors import CairnError, Cancelled
 from cairn.types.model_spec import CacheGroup, ModelSpec
 from cairn.types.outputs import Delta, Done, Event, FinishReason, Usage
 from cairn.types.request import OutputFormat, Request
-from cairn.types.stats import CacheReport
+from cairn.types.stats import CacheReport, KvStats
 
 SPEC = ModelSpec(
     name="scripted",
@@ -194,6 +194,12 @@ class ScriptedService:
         self._ids = itertools.count(1)
 
     make_requests = Service.make_requests
+
+    def queue_seconds(self) -> float:
+        return 0.5
+
+    def kv(self) -> KvStats:
+        return self.metrics.kv
 
     def next_id(self) -> int:
         return next(self._ids)

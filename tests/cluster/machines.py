@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,18 @@ from tests.api.process import Served, free_port
 class Cluster:
     """Servers with folders and ports of their own, which are started again where they were."""
 
-    def __init__(self, folder: Path, count: int, *, router: bool = True, **options: Any) -> None:
-        self._folder = folder
+    def __init__(
+        self,
+        folder: Path,
+        count: int,
+        *,
+        router: bool = True,
+        roles: Sequence[str] = (),
+        routed: Sequence[str] = (),
+        **options: Any,
+    ) -> None:
+        """`roles`: of the servers; `routed`: options of the router; `options`: of all servers."""
+        self._folder, self._roles, self._routed = folder, roles, routed
         self.key = folder / "cluster.key"
         with os.fdopen(os.open(self.key, os.O_CREAT | os.O_WRONLY, 0o600), "w") as out:
             out.write(new_key_file(SystemRng()))
@@ -44,6 +54,7 @@ class Cluster:
             agents_dir=str(self._folder / f"agents-{number}"),
             kv_dir=str(self._folder / f"kv-{number}"),
             cluster_key_file=str(self.key),
+            **({"role": self._roles[number]} if self._roles else {}),
             **{"shared_store": str(self._folder / "store"), **self._options},
         )
 
@@ -51,7 +62,7 @@ class Cluster:
         """Start the router and wait until it knows all servers to be up."""
         replicas = [word for port in self.ports for word in ("--replica", f"http://127.0.0.1:{port}")]
         self.router = subprocess.Popen(
-            [sys.executable, "-m", "cairn", "route", "--port", str(self.port), *replicas],
+            [sys.executable, "-m", "cairn", "route", "--port", str(self.port), *replicas, *self._routed],
             stderr=subprocess.DEVNULL,
             env={name: value for name, value in os.environ.items() if not name.startswith("CAIRN_")},
         )

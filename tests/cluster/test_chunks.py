@@ -44,6 +44,23 @@ def test_what_one_server_stores_another_reads() -> None:
     assert two.stats().read > 0 and one.stats().written > 0
 
 
+def test_two_that_share_know_of_each_other_at_once() -> None:
+    """Not after `LOOK_SECONDS`: the clock stands still, so nobody looks by itself a second time."""
+    blobs, clock, chunks = MemoryBlobs(), Time(), chain(3)
+    one, two = replica(blobs, clock, 1), replica(blobs, clock, 2)
+    for each in (one, two):
+        each.start()
+        assert each.settle(60)
+    assert one.keep(chunks) == 3
+    assert one.settle(60) and len([name for name in blobs.objects if name.startswith("kv/")]) == 3
+    assert not two.has(chunks[0].key)
+    assert two.settle(60) and two.match_prefix([chunk.key for chunk in chunks]) == 3
+    blobs.dead = True
+    assert one.keep(chain(5)[3:]) == 2 and not one.settle(0.3), "a store that does not answer is not waited for"
+    one.close()
+    two.close()
+
+
 def test_the_names_and_contents_of_objects_show_no_token() -> None:
     blobs, clock, chunks = MemoryBlobs(), Time(), chain(2)
     one = replica(blobs, clock, 1)

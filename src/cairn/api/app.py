@@ -179,7 +179,9 @@ class App:
         state = self.state
         lost = state.library.troubles()
         troubles, refuses = [*state.attribution.troubles(), *lost], state.attribution.refuses or bool(lost)
-        return health.ServerHealth(state.models, state.draining, troubles, self._folders, refuses=refuses)
+        return health.ServerHealth(
+            state.models, state.draining, troubles, self._folders, state.config.role, refuses=refuses
+        )
 
     def _is_here(self, call: HTTPCall, methods: Mapping[str, Route]) -> bool:
         """Return whether a route answers on the call's listener: admin routes have one of their own, if any."""

@@ -15,6 +15,7 @@ from cairn.api.lifetime import FLUSH_SECONDS, Signals, address
 from cairn.api.server import bind, raise_file_limit, return_freed_memory
 from cairn.cluster.router.app import RouterApp
 from cairn.cluster.router.replicas import Replicas, Restart
+from cairn.cluster.router.ways import Apart, Routing
 from cairn.config.config import Config
 from cairn.system.posix import SystemRng, log_to_stderr
 
@@ -25,7 +26,13 @@ Beside = Callable[[asyncio.Event], Awaitable[None]]
 
 
 def serve_router(
-    config: Config, replicas: Sequence[str], beside: Beside | None = None, restart: Restart | None = None
+    config: Config,
+    replicas: Sequence[str],
+    beside: Beside | None = None,
+    restart: Restart | None = None,
+    *,
+    routing: Routing = "names",
+    apart: Apart = "auto",
 ) -> None:
     """Serve until SIGTERM or SIGINT. Raise ConfigError for addresses, keys or certificates that cannot be used.
 
@@ -36,15 +43,15 @@ def serve_router(
     log_to_stderr(config.log_level, config.log_format)
     raise_file_limit(config.max_connections)
     return_freed_memory()
-    known = Replicas(replicas)
+    known = Replicas(replicas, routing)
     with bind(config.host, config.port) as sock, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(config, sock, known, beside, restart))
+        admin_key = "" if config.admin_key is None else config.admin_key.reveal()
+        app = RouterApp(known, SystemRng(), admin_key, restart, apart)
+        runner.run(_serve(config, sock, app, beside))
 
 
-async def _serve(
-    config: Config, sock: socket.socket, replicas: Replicas, beside: Beside | None, restart: Restart | None
-) -> None:
-    app = RouterApp(replicas, SystemRng(), "" if config.admin_key is None else config.admin_key.reveal(), restart)
+async def _serve(config: Config, sock: socket.socket, app: RouterApp, beside: Beside | None) -> None:
+    replicas = app.replicas
     stop, over = Signals(), asyncio.Event()
     listener = Listener(app, config, lambda path: "")
     replicas.start()

@@ -8,11 +8,12 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cairn.cli.common.options import Host, configured, server
+from cairn.cluster.router.ways import APART, ROUTING
 from cairn.config.resolve import Resolved, resolve
 from cairn.types.errors import CairnError, ConfigError
 
@@ -23,6 +24,12 @@ _ROUTER = (
     *("host", "port", "api_key", "admin_key", "unsafe_no_auth", "tls_cert", "tls_key", "log_level", "log_format"),
     *("shutdown_grace", "max_connections", "max_body_mib"),
 )
+_CHOICES = {"routing": ROUTING, "apart": APART}
+_Routing = Annotated[str, typer.Option(metavar="|".join(ROUTING), help="How requests are shared out among servers.")]
+_Apart = Annotated[
+    str,
+    typer.Option(metavar="|".join(APART), help="When servers of role prefill compute prompts; auto: where it pays."),
+]
 AGAIN_SECONDS = 1.0
 """Pause before a server that ended is started again."""
 DAY = 86400
@@ -32,19 +39,25 @@ def register(app: typer.Typer) -> None:
     """Add `cairn route` and the commands of `cairn cluster`."""
     cluster = typer.Typer(help="Run several servers that share their agents and KV.", no_args_is_help=True)
     app.add_typer(cluster, name="cluster", rich_help_panel="Running servers")
+    _add_ray(cluster)
 
     @app.command(rich_help_panel="Running servers")
     @configured(_ROUTER, model=False)
     def route(
         resolved: Resolved,
         replica: Annotated[
-            list[str], typer.Option(metavar="URL", help="A server, such as http://10.0.0.5:8000; repeat for all.")
-        ],
+            list[str] | None,
+            typer.Option(
+                metavar="URL", help="A server, such as http://10.0.0.5:8000; repeat for all. More can be added."
+            ),
+        ] = None,
+        routing: _Routing = "names",
+        apart: _Apart = "auto",
     ) -> None:
         """Pass requests on to servers that share a store; agents and sessions stay with a server while it is up."""
         from cairn.api.router_server import serve_router
 
-        serve_router(resolved.config, replica)
+        serve_router(resolved.config, replica or (), routing=_one_of("routing", routing), apart=_one_of("apart", apart))
 
     @cluster.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
     def up(
@@ -62,6 +75,11 @@ def register(app: typer.Typer) -> None:
         ] = None,
         host: Annotated[str | None, typer.Option(help="Address of the router.")] = None,
         port: Annotated[int | None, typer.Option(help="Port of the router; the servers have those after it.")] = None,
+        prefill: Annotated[
+            int, typer.Option(min=0, max=63, help="How many of them compute long prompts for the others.")
+        ] = 0,
+        routing: _Routing = "names",
+        apart: _Apart = "auto",
     ) -> None:
         """Start servers, a router and their shared store on this machine, and keep them running.
 
@@ -70,6 +88,9 @@ def register(app: typer.Typer) -> None:
         from cairn.api.router_server import serve_router
         from cairn.cli.models import fetched
 
+        if prefill >= replicas:
+            raise ConfigError(f"prefill is {prefill}: of {replicas} servers at least one answers", field="prefill")
+        how, when = _one_of("routing", routing), _one_of("apart", apart)
         fetched(model)
         config = resolve({"host": host, "port": port}).config
         home = (folder or _home()).expanduser().absolute()
@@ -84,9 +105,12 @@ def register(app: typer.Typer) -> None:
         for number, own in enumerate(ports, 1):
             mine = ["--agents-dir", str(home / f"agents-{number}"), "--kv-dir", str(home / f"kv-{number}")]
             serve = [sys.executable, "-m", "cairn", "serve", model, "--host", "127.0.0.1", "--port", str(own)]
-            commands.append([*serve, *shared, *mine, *context.args])
+            role = [] if not prefill else ["--role", "prefill" if number <= prefill else "decode"]
+            commands.append([*serve, *shared, *mine, *role, *context.args])
         servers = _Servers(commands)
-        serve_router(config, [f"http://127.0.0.1:{own}" for own in ports], servers.run, servers.restart)
+        serve_router(
+            config, [f"http://127.0.0.1:{own}" for own in ports], servers.run, servers.restart, routing=how, apart=when
+        )
 
     @cluster.command()
     @configured(("api_key", "admin_key"), model=False)
@@ -119,6 +143,55 @@ def register(app: typer.Typer) -> None:
         Of an object store a rule of the bucket does this: for names that begin with kv/ and feed/.
         """
         print(f"{_prune(resolved.config.shared_store, days):,} files removed")
+
+
+def _add_ray(cluster: typer.Typer) -> None:
+    """Add `cairn cluster ray`."""
+
+    @cluster.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+    def ray(
+        context: typer.Context,
+        model: Annotated[str, typer.Argument(metavar="MODEL", help="The model that all servers serve.")],
+        router: Annotated[str, typer.Option(metavar="URL", help="The router, which knows the servers then.")],
+        replicas: Annotated[int, typer.Option(min=1, max=10_000, help="Number of servers at the beginning.")] = 1,
+        least: Annotated[int, typer.Option(min=1, max=10_000, help="Fewest servers.")] = 1,
+        most: Annotated[
+            int | None, typer.Option(min=1, max=10_000, help="Most servers; default: as many as at the beginning.")
+        ] = None,
+        high: Annotated[float, typer.Option(min=0, help="Seconds of queue above which one more is started.")] = 2.0,
+        cpus: Annotated[float, typer.Option(min=0, help="CPUs of a server, for Ray.")] = 1.0,
+        gpus: Annotated[float, typer.Option(min=0, help="GPUs of a server, for Ray.")] = 0.0,
+        folder: Annotated[
+            Path | None, typer.Option(metavar="FOLDER", help="Where servers keep their own files, on each machine.")
+        ] = None,
+        host: Annotated[str | None, typer.Option(help="Address of servers; default: their machine's own.")] = None,
+        admin_key: Annotated[str | None, typer.Option(envvar="CAIRN_ADMIN_KEY", help="The router's admin key.")] = None,
+    ) -> None:
+        """Run servers on a cluster of Ray, which places them, starts dead ones again and changes their number.
+
+        Further options go to every server, --shared-store and --cluster-key-file among them. Needs the extra ray.
+        """
+        from cairn.cluster.ray_serve import RayPlan, Scaling, keep_scaled, parsed
+
+        plan = RayPlan(
+            router=router.rstrip("/"),
+            options=parsed([model, *context.args]),
+            host=host or "",
+            folder="" if folder is None else str(folder.expanduser().absolute()),
+            admin_key=admin_key or "",
+            cpus=cpus,
+            gpus=gpus,
+        )
+        keep_scaled(
+            plan, Scaling(least=min(least, replicas), most=max(most or replicas, replicas), high=high), replicas
+        )
+
+
+def _one_of(name: str, value: str) -> Any:
+    """Return the value of an option, or raise ConfigError with what it may be."""
+    if value not in _CHOICES[name]:
+        raise ConfigError(f"{name} must be one of {', '.join(_CHOICES[name])}, not {value[:60]!r}", field=name)
+    return value
 
 
 def _home() -> Path:

@@ -88,6 +88,8 @@ class SharedChunks:
         self._trouble = ""
         self._closing = False
         self._looked = -math.inf
+        self._asked = self._settled = 0
+        """Calls of `settle`, and those that are answered."""
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -209,11 +211,19 @@ class SharedChunks:
     def mark(self, keys: Sequence[bytes], standing: Standing) -> None:
         """Do nothing: this store evicts nothing."""
 
+    def settle(self, seconds: float) -> bool:
+        """Wait until what was kept is in the store and what others announced is known; return False after `seconds`."""
+        with self._changed:
+            self._asked += 1
+            mine = self._asked
+            self._changed.notify_all()
+            return self._changed.wait_for(lambda: self._settled >= mine or self._closing, seconds)
+
     def close(self) -> None:
         """Write what is queued for up to CLOSE_SECONDS, then stop."""
         with self._changed:
             self._closing = True
-            self._changed.notify()
+            self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(CLOSE_SECONDS)
 
@@ -257,7 +267,7 @@ class SharedChunks:
     def _run(self) -> None:
         while True:
             with self._changed:
-                if not self._waiting and not self._dropped and not self._closing:
+                if not self._waiting and not self._dropped and not self._closing and self._settled == self._asked:
                     self._changed.wait(LOOK_SECONDS)
                 if self._closing and (not self._waiting or self._trouble):
                     return
@@ -272,11 +282,17 @@ class SharedChunks:
 
     def work(self) -> bool:
         """Write a batch, remove what was dropped, and look at the feeds if it is time; return False if that failed."""
+        with self._lock:
+            asked = self._asked
         try:
             self._remove()  # first: what was dropped may have been computed again meanwhile
             self._write()
-            if self._clock.now() - self._looked >= LOOK_SECONDS:
+            if asked > self._settled or self._clock.now() - self._looked >= LOOK_SECONDS:
                 self.look()
+            with self._changed:
+                if not self._waiting:
+                    self._settled = asked
+                    self._changed.notify_all()
         except OSError as error:
             self._failed(error)
             return False

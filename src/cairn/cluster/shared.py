@@ -32,6 +32,8 @@ def open_shared(config: Config, clock: Clock, files: FileSystem, rng: Rng) -> Sh
     Raise ConfigError for an address or a key file that cannot be used. A store that does not answer is no error here.
     """
     if config.shared_store is None:
+        if config.role != "both":
+            raise ConfigError(f"role {config.role} needs shared_store, through which KV goes", field="role")
         return None
     if config.cluster_key_file is None:
         raise ConfigError(f"shared_store needs cluster_key_file; {HINT}", field="cluster_key_file")

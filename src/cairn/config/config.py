@@ -89,7 +89,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             ge=1,
             le=64,
             description="Ranks that share each layer (tensor parallel), each a process with a part of the weights and "
-            "of the KV; with cuda:N and rocm:N, neighbouring GPUs from N on. Needs the extra gpu.",
+            "of the KV; with cuda:N and rocm:N, neighbouring GPUs from N on. Needs the extra gpu, also on the CPU.",
         ),
     ] = 1
     kernels: Annotated[
@@ -333,6 +333,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "servers; 'cairn cluster key FILE' makes one."
         ),
     ] = None
+    role: Annotated[
+        Literal["both", "prefill", "decode"],
+        Meta(
+            description="What a router gives this server of a cluster: 'prefill' computes long prompts for others, "
+            "which load their KV from shared_store, and 'decode' answers; needs shared_store."
+        ),
+    ] = "both"
     # several models
     models: Annotated[
         tuple[ModelOptions, ...],

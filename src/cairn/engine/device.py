@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
@@ -86,6 +87,11 @@ def _load_engine(
         )
         return spec, engine
     if config.tp > 1:
+        if importlib.util.find_spec("torch") is None:
+            raise ModelError(
+                f"tp is {config.tp}, but ranks meet through torch, which is not installed: "
+                "pip install 'cairn-llm[gpu]', or leave tp out"
+            )
         from cairn.engine.parallel import ParallelEngine
 
         spec = identified(spec, folder)

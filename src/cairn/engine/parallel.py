@@ -1,7 +1,8 @@
 """The engine of several ranks: rank 0 here, which plans and samples; the others in processes of their own.
 
-All ranks take the same steps in the same order. A page has the parts of all ranks, one after another. If a rank dies,
-the step fails with a `DeviceError`, so the worker ends, and the supervisor starts all of them anew.
+All ranks take the same steps in the same order. A page has the parts of all ranks, one after another, and once what
+some have alike: heads of keys that ranks share, and latents, which are whole on each. If a rank dies, the step fails
+with a `DeviceError`, so the worker ends, and the supervisor starts all of them anew.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from cairn.config.config import Config
+from cairn.engine.machine import cpu_count
 from cairn.engine.memory import check_memory, device_memory, pool_blocks
 from cairn.engine.rank import load_shard
 from cairn.engine.rank_group import RankGroup
@@ -35,12 +37,13 @@ from cairn.engine.rank_protocol import (
     send,
 )
 from cairn.engine.recorded import RecordedEngine
-from cairn.engine.shards import check_parallel, shard_spec
+from cairn.engine.shards import check_parallel, kv_parts, shard_spec
 from cairn.kernels import devices
 from cairn.types.errors import DeviceError, ModelError
 from cairn.types.model_spec import ModelSpec
 from cairn.types.step import AdapterData, AdapterFacts, EngineCall, Ready, Row, RowResult
 
+_GPUS = ("cuda", "rocm")
 CLOSE_SECONDS = 5.0
 """How long a rank may take to end."""
 
@@ -95,12 +98,15 @@ class RankProcess:
 class ParallelEngine:
     """A `types.step.Engine` over several ranks."""
 
-    def __init__(self, own: RecordedEngine, group: RankGroup, others: Sequence[RankProcess]) -> None:
+    def __init__(self, own: RecordedEngine, group: RankGroup, others: Sequence[RankProcess], parts: int) -> None:
+        """`parts`: of a page."""
         self._own, self._group, self._others = own, group, list(others)
         self._sizes = own.info.block_bytes
+        self._parts = parts
+        self._steps = 0
         self.info = dataclasses.replace(
             own.info,
-            block_bytes=tuple(size * group.ranks for size in self._sizes),
+            block_bytes=tuple(size * parts for size in self._sizes),
             device_text=f"{own.info.device_text}, {group.ranks} ranks",
             overlaps=False,
         )
@@ -108,12 +114,15 @@ class ParallelEngine:
     @classmethod
     def load(cls, spec: ModelSpec, folder: Path, config: Config, blocks: tuple[int, ...] = ()) -> ParallelEngine:
         """Start all ranks and load each one's part, or raise `ModelError`."""
-        if devices.resolved(config.device) == devices.CPU:
-            raise ModelError(f"tp is {config.tp}, but ranks compute with torch: use --device cuda, rocm or torch-cpu")
-        ranks = config.tp
+        ranks, device = config.tp, devices.resolved(config.device)
+        if device.startswith(devices.MLX) or device == "mps":
+            raise ModelError(f"tp is {ranks}, but {device} has no ranks: use --device cpu, cuda or rocm")
         check_parallel(spec, ranks)
         part = shard_spec(spec, ranks)
-        free = device_memory(config) // (ranks if config.device.endswith("-cpu") else 1)
+        shared = not device.startswith(_GPUS)
+        free = device_memory(config) // (ranks if shared else 1)
+        if shared and not config.threads:
+            config = msgspec.structs.replace(config, threads=max(1, cpu_count() // ranks))
         blocks = blocks or pool_blocks(part, config, free)
         check_memory(part, config, blocks, free)
         others = [RankProcess(number) for number in range(1, ranks)]
@@ -134,13 +143,14 @@ class ParallelEngine:
         finally:
             meeting.unlink(missing_ok=True)
             meeting.parent.rmdir()
-        return cls(own, group, others)
+        return cls(own, group, others, kv_parts(spec, ranks))
 
     def prefill(self, rows: Sequence[Row]) -> EngineCall[list[RowResult]]:
         """Compute one step on all ranks."""
         if not rows:
             return Ready([])
-        self._tell(Compute([part_of(row) for row in rows]))
+        self._tell(Compute(self._steps, [part_of(row) for row in rows]))
+        self._steps += 1
         return self._own.prefill(rows)
 
     def decode(self, rows: Sequence[Row]) -> EngineCall[list[RowResult]]:
@@ -153,22 +163,21 @@ class ParallelEngine:
 
     def read_blocks(self, group: int, ids: Sequence[int]) -> EngineCall[list[memoryview]]:
         """Return pages with the parts of all ranks."""
-        self._tell(ReadPages(group, list(ids)))
-        parts = [self._own.read_blocks(group, ids).wait(), *(other.pages() for other in self._others)]
+        owners = [self._others[part * self._group.ranks // self._parts - 1] for part in range(1, self._parts)]
+        for other in owners:
+            other.send(ReadPages(group, list(ids)))
+        parts = [self._own.read_blocks(group, ids).wait(), *(other.pages() for other in owners)]
         return Ready([memoryview(b"".join(page)) for page in zip(*parts, strict=True)])
 
     def write_blocks(self, group: int, ids: Sequence[int], pages: Sequence[memoryview]) -> EngineCall[None]:
         """Hand each rank its part of the pages; a page of another size is a `ValueError` and writes nothing."""
-        size = self._sizes[group]
-        if any(memoryview(page).nbytes != size * self._group.ranks for page in pages):
-            raise ValueError(f"a page of group {group} has {size * self._group.ranks} bytes")
-        parts = [
-            [memoryview(page).cast("B")[rank * size : (rank + 1) * size] for page in pages]
-            for rank in range(self._group.ranks)
-        ]
-        for other in self._others:
-            other.send(WritePages(group, list(ids), [bytes(page) for page in parts[other.number]]))
-        return self._own.write_blocks(group, ids, parts[0])
+        size, count = self._sizes[group], self._parts
+        if any(memoryview(page).nbytes != size * count for page in pages):
+            raise ValueError(f"a page of group {group} has {size * count} bytes")
+        for rank, other in enumerate(self._others, 1):
+            number = rank * count // self._group.ranks
+            other.send(WritePages(group, list(ids), [bytes(_part(page, size, number)) for page in pages]))
+        return self._own.write_blocks(group, ids, [_part(page, size, 0) for page in pages])
 
     def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> EngineCall[None]:
         """Copy blocks on all ranks."""
@@ -199,9 +208,14 @@ class ParallelEngine:
             other.send(message)
 
 
+def _part(page: memoryview, size: int, number: int) -> memoryview:
+    """Return a part of a page, in bytes."""
+    return memoryview(page).cast("B")[number * size : (number + 1) * size]
+
+
 def _of_rank(config: Config, number: int) -> Config:
     """Return the configuration of another rank: of several GPUs, the one with its number."""
     kind, _, index = config.device.partition(":")
-    if kind not in ("cuda", "rocm"):
+    if kind not in _GPUS:
         return config
     return msgspec.structs.replace(config, device=f"{kind}:{int(index or 0) + number}")

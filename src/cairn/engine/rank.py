@@ -8,14 +8,14 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
 from cairn.config.config import Config
-from cairn.engine.rank_group import RankGroup, ShardPacker
+from cairn.engine.rank_group import RankGroup, ShardKernels
 from cairn.engine.rank_protocol import (
     Compute,
     CopyBlocks,
@@ -29,13 +29,13 @@ from cairn.engine.rank_protocol import (
     send,
 )
 from cairn.engine.recorded import RecordedEngine
-from cairn.engine.shards import ShardedWeights, shard_spec
-from cairn.models.forward import decoder
+from cairn.engine.shards import ShardedWeights, kv_parts, shard_spec
+from cairn.kernels.base import Kernels
 from cairn.models.packing.weight_format import HeldWeights, form_of
 from cairn.models.safetensors.weights import open_weights
 from cairn.models.spec.config import load_spec
 from cairn.models.spec.judge import with_judge
-from cairn.types.errors import CairnError
+from cairn.types.errors import CairnError, DeviceError
 from cairn.types.model_spec import ModelSpec
 
 
@@ -44,14 +44,13 @@ def load_shard(
 ) -> RecordedEngine:
     """Return one rank's engine over its part of the model."""
     held = HeldWeights(open_weights(folder, spec), form_of(spec, config.weights))
-    weights = ShardedWeights(held, group.rank, group.ranks)
-    build = partial(_build, group=group)
-    return RecordedEngine(shard_spec(spec, group.ranks), weights, config, blocks, held.form, build=build)
+    part = shard_spec(spec, group.ranks)
+    weights = ShardedWeights(held, group.rank, group.ranks, part.heads, kv_parts(spec, group.ranks))
 
+    def summed(kernels: Kernels) -> Kernels:
+        return cast(Kernels, ShardKernels(kernels, weights, group))
 
-def _build(kernels: object, spec: ModelSpec, weights: ShardedWeights, *, group: RankGroup) -> decoder.Decoder:
-    packer: object = ShardPacker(kernels, weights, group)  # type: ignore[arg-type]
-    return decoder.build(packer, spec, weights)  # type: ignore[arg-type]
+    return RecordedEngine(part, weights, config, blocks, held.form, through=summed)
 
 
 def serve(connection: Connection) -> None:
@@ -68,9 +67,13 @@ def serve(connection: Connection) -> None:
         send(connection, Loaded(str(error)))
         return
     send(connection, Loaded())
+    done = 0
     while True:
         command = receive_command(connection)
         if isinstance(command, Compute):
+            if command.number != done:
+                raise DeviceError(f"rank {group.rank} was given step {command.number} after {done} steps")
+            done += 1
             engine.prefill([row_of(part) for part in command.rows]).wait()
         elif isinstance(command, ReadPages):
             pages = engine.read_blocks(command.group, command.ids).wait()
@@ -83,7 +86,7 @@ def serve(connection: Connection) -> None:
 
 def main() -> None:
     """Serve the connection whose descriptor is the only argument."""
-    with contextlib.suppress(EOFError, OSError):
+    with contextlib.suppress(EOFError, OSError, DeviceError):
         serve(Connection(int(sys.argv[1])))
     os._exit(0)  # a collective that waits for a dead rank would keep the process
 

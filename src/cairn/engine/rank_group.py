@@ -1,4 +1,4 @@
-"""The group of ranks, and matrices whose products are summed over it.
+"""The group of ranks, and programs whose products are summed over it.
 
 Parts of a sum are gathered and added in the order of the ranks. A ring that reduces adds in an order that depends on
 where a number lies, so a token's bits would depend on its place in the step.
@@ -7,18 +7,19 @@ where a number lies, so a token's bits would depend on its place in the step.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import distributed
 
 from cairn.engine.shards import ShardedWeights
-from cairn.kernels.base import Kernels, Matrix
+from cairn.kernels.base import EFFECTS, Kernels, Matrix
+from cairn.kernels.program import KernelCall, Program, Size, Slot, slots
 from cairn.types.errors import DeviceError
-
-Tensor = Any
 
 SECONDS = 300.0
 """Longest wait for another rank: a rank that loads, or one that hangs."""
@@ -42,15 +43,21 @@ class RankGroup:
         except (RuntimeError, ValueError) as error:
             raise DeviceError(f"rank {rank} of {ranks} found no other ranks: {str(error).splitlines()[0]}") from error
 
-    def total(self, part: Tensor) -> Tensor:
-        """Return the sum of all ranks' parts, the same bits on each."""
-        part = part.contiguous()
-        parts = [torch.empty_like(part) for _ in range(self.ranks)]
-        distributed.all_gather(parts, part)
-        found = parts[0]
+    def add_up(self, part: Any) -> None:
+        """Replace an array of parts of sums by their totals over all ranks, the same bits on each.
+
+        Raises `DeviceError` if another rank is gone.
+        """
+        own = torch.from_numpy(part) if isinstance(part, np.ndarray) else part
+        given = own.contiguous()
+        parts = [torch.empty_like(given) for _ in range(self.ranks)]
+        try:
+            distributed.all_gather(parts, given)
+        except RuntimeError as error:
+            raise DeviceError(f"another rank is gone: {str(error).splitlines()[0]}") from error
+        own.copy_(parts[0])
         for one in parts[1:]:
-            found = found + one
-        return found
+            own += one
 
     def close(self) -> None:
         """Leave the group."""
@@ -58,31 +65,79 @@ class RankGroup:
             distributed.destroy_process_group()
 
 
-class SummedMatrix:
-    """A rank's part of a matrix cut by inputs; products are summed over the ranks."""
+class SummedProgram:
+    """A program in pieces; behind each piece but the last, parts of sums are added up over the ranks."""
 
-    def __init__(self, own: Any, group: RankGroup) -> None:
-        self._own, self._group = own, group
-        self.inner: int = own.inner
+    def __init__(self, kernels: Kernels, group: RankGroup, pieces: Sequence[tuple[Program, Slot | None]]) -> None:
+        """`pieces`: each with the buffer of the parts that it leaves, None for the last."""
+        self._kernels, self._group, self._pieces = kernels, group, list(pieces)
 
-    def product(self, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
-        """Return the whole matrix's product; write it to `out`, or add it, if there is one."""
-        whole = self._group.total(self._own.product(x))
-        if out is None:
-            return whole
-        return out.add_(whole) if add else out.copy_(whole)
+    @property
+    def calls(self) -> tuple[KernelCall, ...]:
+        """The calls of all pieces in order."""
+        return tuple(call for piece, _ in self._pieces for call in piece.calls)
+
+    def replay(self, sizes: Mapping[Size, int]) -> None:
+        """Run the pieces and the sums behind them."""
+        for piece, parts in self._pieces:
+            piece.replay(sizes)
+            if parts is not None:
+                self._group.add_up(self._kernels.first(parts.array, sizes[parts.size]))
 
 
-class ShardPacker:
-    """The kernels as `decoder.build` needs them, for one rank's weights."""
+class ShardKernels:
+    """A device's kernels as one rank uses them: products with matrices cut by inputs are summed over the ranks.
+
+    Sums stand between programs and not within kernels, so every kernel set can have ranks, and a layer of experts has
+    one sum however many of them its tokens chose.
+    """
 
     def __init__(self, kernels: Kernels, weights: ShardedWeights, group: RankGroup) -> None:
         self._kernels, self._weights, self._group = kernels, weights, group
+        self._partial: dict[int, Matrix] = {}
+        """Matrices cut by inputs, by their identity."""
 
     def matrix(self, weights: Sequence[Any], biases: Sequence[Any]) -> Matrix:
-        """Pack matrices; those cut by inputs sum their products over the ranks."""
+        """Pack matrices, and remember those that are cut by inputs."""
         made = self._kernels.matrix(weights, biases)
-        return SummedMatrix(made, self._group) if self._weights.take_partial(list(weights)) else made
+        if self._weights.take_partial(list(weights)):
+            self._partial[id(made)] = made
+        return made
+
+    def program(self, calls: Sequence[KernelCall]) -> Program:
+        """Record calls as a program that adds up parts of sums as soon as they are computed."""
+        pieces: list[tuple[list[KernelCall], Slot | None]] = [([], None)]
+        for call in calls:
+            pieces[-1][0].append(call)
+            if self._leaves_parts(call):
+                (written,) = EFFECTS[call.kernel].writes
+                pieces[-1] = (pieces[-1][0], call.arguments[written])
+                pieces.append(([], None))
+        if len(pieces) == 1:
+            return self._kernels.program(calls)
+        kept = _kept([piece for piece, _ in pieces])
+        found = [(self._kernels.program([_replaced(call, kept) for call in piece]), end) for piece, end in pieces]
+        return SummedProgram(self._kernels, self._group, found)
+
+    def _leaves_parts(self, call: KernelCall) -> bool:
+        matrices = [one for given in call.arguments for one in (given if isinstance(given, tuple) else (given,))]
+        return any(id(one) in self._partial for one in matrices)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernels, name)
+
+
+def _kept(pieces: Sequence[Sequence[KernelCall]]) -> dict[int, Slot]:
+    """Return, for each slot that only the program reads but more than one piece uses, one that every piece keeps."""
+    found: dict[int, Slot] = {}
+    users: dict[int, set[int]] = {}
+    for number, piece in enumerate(pieces):
+        for slot in slots(piece):
+            users.setdefault(id(slot), set()).add(number)
+            if slot.passing and len(users[id(slot)]) > 1:
+                found[id(slot)] = replace(slot, passing=False)
+    return found
+
+
+def _replaced(call: KernelCall, by: Mapping[int, Slot]) -> KernelCall:
+    return KernelCall(call.kernel, tuple(by.get(id(one), one) for one in call.arguments))

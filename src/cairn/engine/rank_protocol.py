@@ -36,6 +36,8 @@ class RowPart(msgspec.Struct, frozen=True, array_like=True):
 class Compute(msgspec.Struct, frozen=True, tag="compute"):
     """Compute a step."""
 
+    number: int
+    """How many steps were computed before: a rank that counts otherwise ends."""
     rows: list[RowPart]
 
 

@@ -106,11 +106,13 @@ class RecordedEngine:
         build: Callable[[Kernels, ModelSpec, Any], decoder.Decoder] = decoder.build,
         steps: tuple[ProjectionStep, ...] = (),
         rows: RowTable | None = None,
+        through: Callable[[Kernels], Kernels] = lambda kernels: kernels,
     ) -> None:
         """`weights` as they are to be held, in the `form` of `models.held`; `blocks` in the pool of each group.
 
         `expected`: bytes of stored KV that may be brought up soon, whose memory is taken now. `steps`: what a hidden
         state that is wanted goes through. `rows`: the table that a model's layers get inputs of, if they do.
+        `through`: the kernels that weights are packed with and programs recorded with, made of the device's own.
         """
         if (rows is None) != (spec.uneven is None or not spec.uneven.inputs):
             raise ValueError("a table of layers' inputs belongs to a model that has them")
@@ -126,11 +128,12 @@ class RecordedEngine:
             self._kernels.allocate((count, len(group.layers), *kv_page(spec, number, dtype)), _number(group, dtype))
             for number, (count, group) in enumerate(zip(blocks, spec.groups, strict=True))
         ]
+        packing = through(self._kernels)
         with self._kernels.touching(self._kv, expected):
-            built = build(self._kernels, spec, weights)
+            built = build(packing, spec, weights)
         self._body: Program
         self._head: Program
-        self._body, self._head = decoder.record(self._kernels, built, self._kv, self._buffers)
+        self._body, self._head = decoder.record(packing, built, self._kv, self._buffers)
         self._adapters = AdapterBank(self._kernels, spec, built, self._kv, self._buffers)
         self._sampler: Sampler = self._kernels.sampler(spec.vocab)
         self._pooled = Pooled(self._kernels, max_rows, spec.hidden, self._record_pooled(built, steps, max_rows))

@@ -1,7 +1,8 @@
 """A rank's part of a model: its spec, and its slices of the weights.
 
 Queries, keys, values, gates and ups are cut by outputs (heads, columns of the MLP); the matrices that follow them are
-cut by inputs, so that each rank has a part of every sum. All else is whole on every rank.
+cut by inputs, so that each rank has a part of every sum. Of latents (MLA) each rank has its heads' matrices. All else
+is whole on every rank, the latents' own projections and their cache too.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from cairn.types.model_spec import ModelSpec
 
 _MLP = r"mlp\.(?:experts\.\d+\.|shared_expert\.)?"
 _BY_OUTPUTS = re.compile(
-    rf"\.(?:self_attn\.(?:[qkv]_proj\.(?:weight|bias)|sinks)|{_MLP}(?:gate|up)_proj\.(?:weight|bias))\Z"
+    rf"\.(?:self_attn\.(?:(?:[qkv]|q_b)_proj\.(?:weight|bias)|sinks)|{_MLP}(?:gate|up)_proj\.(?:weight|bias))\Z"
 )
+_OF_KV = re.compile(r"\.self_attn\.[kv]_proj\.")
+_OF_HEAD = re.compile(r"(.*\.self_attn\.[kv]_b_proj\.)(\d+)(\.weight)")
 _BY_INPUTS = re.compile(rf"\.(?:self_attn\.o_proj|{_MLP}down_proj)\.(weight|bias)\Z")
 
 
@@ -30,7 +33,6 @@ def check_parallel(spec: ModelSpec, ranks: int) -> None:
     """Raise `ModelError` for a model that cannot be cut into so many parts."""
     kinds = {
         "recurrent layers": spec.recurrence is not None,
-        "latents (MLA)": spec.latent is not None,
         "layers that differ": spec.uneven is not None,
         "an encoder, or attention in both directions": spec.whole,
         "a norm over all heads together": spec.qk_norm_whole,
@@ -38,14 +40,27 @@ def check_parallel(spec: ModelSpec, ranks: int) -> None:
     }
     for kind, there in kinds.items():
         if there:
-            raise ModelError(f"{spec.name}: tp is {ranks}, but models with {kind} run on one rank; leave tp out")
+            raise ModelError(
+                f"{spec.name}: tp is {ranks}, but {spec.architecture}, as all models with {kind}, runs on one rank; "
+                "leave tp out"
+            )
     experts = spec.experts
-    widths = {"heads": spec.heads, "heads of keys": spec.kv_heads, "columns of the MLP": spec.ffn}
+    widths = {"heads": spec.heads, "columns of the MLP": spec.ffn}
+    if spec.latent is None and ranks % spec.kv_heads:  # else ranks share a head of keys
+        widths["heads of keys"] = spec.kv_heads
     if experts is not None:
         widths |= {"columns of an expert": experts.ffn, "columns of the shared expert": experts.shared}
     for name, width in widths.items():
         if width % ranks:
             raise ModelError(f"{spec.name}: tp is {ranks}, but the model has {width} {name}, no multiple of it")
+
+
+def kv_parts(spec: ModelSpec, ranks: int) -> int:
+    """Return the number of parts that keys and values are cut into: fewer than ranks where some have the same heads.
+
+    A latent is one part, whole on every rank.
+    """
+    return 1 if spec.latent is not None else min(ranks, spec.kv_heads)
 
 
 def shard_spec(spec: ModelSpec, ranks: int) -> ModelSpec:
@@ -56,7 +71,7 @@ def shard_spec(spec: ModelSpec, ranks: int) -> ModelSpec:
     return msgspec.structs.replace(
         spec,
         heads=spec.heads // ranks,
-        kv_heads=spec.kv_heads // ranks,
+        kv_heads=spec.kv_heads // kv_parts(spec, ranks),
         ffn=spec.ffn // ranks,
         experts=experts,
         identity=hashlib.sha256(spec.identity + f"tp {ranks}".encode()).digest(),
@@ -66,15 +81,22 @@ def shard_spec(spec: ModelSpec, ranks: int) -> ModelSpec:
 class ShardedWeights(Mapping[str, Any]):
     """One rank's slices of a model's weights. As those of `HeldWeights`, tensors are made anew each time."""
 
-    def __init__(self, whole: Mapping[str, Any], rank: int, ranks: int) -> None:
-        self._whole, self._rank, self._ranks = whole, rank, ranks
+    def __init__(self, whole: Mapping[str, Any], rank: int, ranks: int, heads: int = 0, kv_parts: int = 0) -> None:
+        """`heads`: heads of one rank, whose matrices are told apart by number where there are latents.
+
+        `kv_parts`: parts of keys and values, by default as many as ranks.
+        """
+        self._whole, self._rank, self._ranks, self._heads = whole, rank, ranks, heads
+        self._kv_parts = kv_parts or ranks
         self._partial: dict[int, Any] = {}
         """Matrices cut by inputs that were asked for since the last `take_partial`."""
 
     def __getitem__(self, name: str) -> NDArray[Any] | Packed:
+        if (of_head := _OF_HEAD.fullmatch(name)) is not None:
+            name = f"{of_head[1]}{int(of_head[2]) + self._rank * self._heads}{of_head[3]}"
         tensor: NDArray[Any] | Packed = self._whole[name]
         if _BY_OUTPUTS.search(name):
-            return self._rows(tensor)
+            return self._rows(tensor, self._kv_parts if _OF_KV.search(name) else self._ranks)
         found = _BY_INPUTS.search(name)
         if found is None:
             return tensor
@@ -99,12 +121,12 @@ class ShardedWeights(Mapping[str, Any]):
         self._partial.clear()
         return partial
 
-    def _span(self, size: int) -> slice:
-        part = size // self._ranks
-        return slice(self._rank * part, (self._rank + 1) * part)
+    def _span(self, size: int, parts: int) -> slice:
+        part, number = size // parts, self._rank * parts // self._ranks
+        return slice(number * part, (number + 1) * part)
 
-    def _rows(self, tensor: NDArray[Any] | Packed) -> NDArray[Any] | Packed:
-        span = self._span(len(tensor))
+    def _rows(self, tensor: NDArray[Any] | Packed, parts: int) -> NDArray[Any] | Packed:
+        span = self._span(len(tensor), parts)
         if isinstance(tensor, np.ndarray):
             return tensor[span]
         return tensor.rows(lambda array: np.ascontiguousarray(array[span]))
@@ -112,11 +134,13 @@ class ShardedWeights(Mapping[str, Any]):
     def _columns(self, name: str, tensor: NDArray[Any] | Packed) -> NDArray[Any] | Quantized:
         inner = tensor.shape[1]
         if isinstance(tensor, np.ndarray):
-            return np.ascontiguousarray(tensor[:, self._span(inner)])
+            return np.ascontiguousarray(tensor[:, self._span(inner, self._ranks)])
         if isinstance(tensor, Quantized):
             shares = [inner // array.shape[1] for array in tensor.arrays]
             if not any((inner // self._ranks) % share for share in shares):
-                return tensor.rows(lambda array: np.ascontiguousarray(array[:, self._span(array.shape[1])]))
+                return tensor.rows(
+                    lambda array: np.ascontiguousarray(array[:, self._span(array.shape[1], self._ranks)])
+                )
         raise ModelError(
             f"{name}: its codes cannot be cut into {self._ranks} parts; use --weights bf16, or leave tp out"
         )

@@ -147,6 +147,10 @@ class Queue:
         self._begun = [0, 0]
         self._pace.note(now, left, self._blocked, tokens)
 
+    def seconds(self) -> float:
+        """Return the seconds until all that wait now have begun; 0 if nothing waits or nothing is known."""
+        return self._pace.ahead(self.requests, self.tokens)
+
     def check(self, request: Request, running: int, rows: int, now: float, pool: int = 0) -> None:
         """Raise Overloaded if there is no place for a request, or none in time for its deadline.
 

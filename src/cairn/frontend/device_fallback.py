@@ -32,6 +32,8 @@ class DeviceFallback:
 
         Returns a sentence for the answers that have begun if the CPU computes the rest of them from now on.
         """
+        if self._device in (CPU, "auto"):  # of several ranks one died, and there is nothing to go on with but ranks
+            return ""
         now, moved = self._clock.now(), ""
         if now - self._failed_at < TOGETHER and not self.sentence:
             self.sentence = (
@@ -48,7 +50,7 @@ class DeviceFallback:
         self._device = load.config.device
         if not self.sentence:
             return load
-        return msgspec.structs.replace(load, config=msgspec.structs.replace(load.config, device=CPU), blocks=())
+        return msgspec.structs.replace(load, config=msgspec.structs.replace(load.config, device=CPU, tp=1), blocks=())
 
     def explain(self, ready: wire.ModelReady) -> wire.ModelReady:
         """Return the message of a worker that has loaded, with the sentence among its troubles."""

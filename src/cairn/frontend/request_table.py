@@ -157,6 +157,7 @@ class RequestTable:
         metrics = self.metrics
         if new.kv is not None:
             metrics.kv = new.kv
+        metrics.token_seconds = new.token_seconds
         metrics.running, metrics.waiting, metrics.kv_usage = new.running, new.waiting, new.kv_usage
         metrics.prefix_queries += new.prefix_queries - old.prefix_queries
         metrics.prefix_hits += new.prefix_hits - old.prefix_hits

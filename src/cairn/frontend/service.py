@@ -375,6 +375,10 @@ class Service(StoredKv):
         """Return the figures of the stores below the pool, at most about a second old."""
         return self.metrics.kv
 
+    def queue_seconds(self) -> float:
+        """Return the seconds until all requests that wait now have begun."""
+        return self._traffic.queue.seconds()
+
     async def drain(self, grace: float, why: str = SHUTTING_DOWN) -> None:
         """Take no more requests, wait up to `grace` seconds for running ones, and end the rest with Unavailable.
 

@@ -36,6 +36,13 @@ class StoredKv:
         """
         self._answered(await self._supervisor.ask("flush"))
 
+    async def share(self) -> None:
+        """Wait until all KV computed until now is in the shared store, and what other servers put there is known.
+
+        Without a shared store there is nothing to wait for, and one that does not answer is waited for two seconds.
+        """
+        self._answered(await self._supervisor.ask("share"))
+
     async def pin(self, owner: str, tokens: Sequence[int], salt: bytes = b"") -> None:
         """Keep the chunks of this context in every store from eviction, also those that are written later.
 

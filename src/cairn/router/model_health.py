@@ -53,6 +53,19 @@ def devices(models: Models) -> list[str]:
     return list(dict.fromkeys(loaded.service.info.device for _, loaded in models.loaded()))
 
 
+def speeds(models: Models) -> tuple[float | None, float | None]:
+    """Return the prompt tokens a second that the slowest model computes, and that it loads; None if not measured."""
+    services = [loaded.service for _, loaded in models.loaded()]
+    computed = [1 / seconds for one in services if (seconds := one.metrics.token_seconds) > 0]
+    loaded = [kv.loaded / kv.load_seconds for one in services if (kv := one.kv()).load_seconds > 0 and kv.loaded]
+    return min(computed, default=None), min(loaded, default=None)
+
+
+def queue_seconds(models: Models) -> float:
+    """Return the seconds until all requests that wait now have begun, of the model whose queue takes longest."""
+    return max((loaded.service.queue_seconds() for _, loaded in models.loaded()), default=0.0)
+
+
 def metrics(models: Models) -> Iterator[tuple[str, str, str, list[tuple[str, float]]]]:
     """Yield the metrics of the models: type, name, help text, and a value for each model that was ever loaded."""
     ever = [model for model in models.models if model.loads or model.failures]

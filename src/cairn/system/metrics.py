@@ -112,6 +112,8 @@ class Metrics:
         self.kv_usage = 0.0
         self.prefix_queries = 0
         self.prefix_hits = 0
+        self.token_seconds = 0.0
+        """Seconds that the worker lately took for a token of a prompt; 0 before the first."""
         self.prompt_tokens = 0
         self.prompt_tokens_cached = 0
         self.generation_tokens = 0

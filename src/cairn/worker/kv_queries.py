@@ -31,8 +31,8 @@ class KVQueries:
             self._cache.forget(self._cache.context(ask.salt), ask.tokens, ask.keep)
         if self._tiers is None or ask.what == "where":
             self._say_where(ask)
-        elif ask.what == "flush":
-            self._tiers.flush(lambda dropped: self._say(ask, trouble=_given_up(dropped)))
+        elif ask.what in ("flush", "share"):
+            self._store(ask, self._tiers)
         elif ask.what == "pin":
             self._tiers.pin(ask.owner, ask.tokens, ask.salt, lambda: self._say_pinned(ask))
         elif ask.what == "paths":
@@ -53,6 +53,12 @@ class KVQueries:
             job = _scrub if ask.what == "scrub" else _prune
             if not self._tiers.sweep(job, lambda swept: self._say_swept(ask, swept)):
                 self._send(wire.KVAnswer(ask.id))
+
+    def _store(self, ask: wire.KVQuery, tiers: Tiers) -> None:
+        if ask.what == "share":
+            tiers.share(lambda: self._say(ask))
+        else:
+            tiers.flush(lambda dropped: self._say(ask, trouble=_given_up(dropped)))
 
     def _say_where(self, ask: wire.KVQuery) -> None:
         if self._tiers is not None:

@@ -87,7 +87,19 @@ class Drop(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
 
 
 What = Literal[
-    "flush", "pin", "mark", "prefetch", "evict", "where", "paths", "import_kv", "scrub", "prune", "attach", "detach"
+    "flush",
+    "share",
+    "pin",
+    "mark",
+    "prefetch",
+    "evict",
+    "where",
+    "paths",
+    "import_kv",
+    "scrub",
+    "prune",
+    "attach",
+    "detach",
 ]
 """Operations on stored KV and on adapters; the methods of `Service` with these names define them."""
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from cairn.config.config import Config
 from cairn.types.outputs import Delta
+from cairn.types.stats import KvStats
 from tests.api.scripted import ScriptedService
 from tests.api.sockets import answer, request_bytes, site
 
@@ -227,6 +228,18 @@ async def test_health_for_people_who_know_llama_server() -> None:
         assert full.status_code == 503 and full.json()["status"] == "degraded" and full.headers["retry-after"]
         assert full.json()["error"]["message"] == "requests hold 95% of the KV pool"
         assert (await http.get("/health/startup")).json() == {"status": "started"}
+
+
+async def test_a_router_learns_the_role_the_speeds_and_the_queue() -> None:
+    async with site(None, Config(role="decode")) as at, at.http() as http:
+        unknown = {"role": "decode", "computes": None, "loads": None, "queue_seconds": 0.0}
+        assert (await http.get("/health/role")).json() == unknown, "while it loads"
+        service = at.app.service = ScriptedService()  # type: ignore[assignment]
+        assert (await http.get("/health/role")).json() == unknown | {"queue_seconds": 0.5}
+        service.metrics.token_seconds = 0.002
+        service.metrics.kv = KvStats(loaded=3000, load_seconds=1.5)
+        found = (await http.get("/health/role")).json()
+        assert (found["computes"], found["loads"]) == (500.0, 2000.0)
 
 
 async def test_props() -> None:

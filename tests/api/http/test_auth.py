@@ -76,7 +76,7 @@ async def test_every_route_needs_a_key(headers: dict[str, str]) -> None:
 
 
 async def test_only_health_and_the_files_of_the_page_are_open() -> None:
-    probes = {"/health/live", "/health/ready", "/health/startup", "/livez", "/readyz"}
+    probes = {"/health/live", "/health/ready", "/health/startup", "/health/role", "/livez", "/readyz"}
     async with site(ScriptedService(), ONE) as at:
         free = {route.path for route in at.app.router.routes if route.access == "open"}
         assert {"/", "/docs", "/v1/health", "/health"} | probes == {path for path in free if path[:5] != "/web/"}

@@ -31,10 +31,10 @@ async def as_json(writer: asyncio.StreamWriter, body: Any, status: int = 200) ->
 
 
 class Stub:
-    """One replica. `answer` gets everything but /health/ready."""
+    """One replica. `answer` gets everything but /health/ready and /health/role."""
 
     def __init__(self, name: str, answer: Answer) -> None:
-        self.name, self.answer, self.ready = name, answer, 200
+        self.name, self.answer, self.ready, self.role = name, answer, 200, "both"
         self.asked: list[tuple[str, dict[bytes, bytes], bytes]] = []
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -61,6 +61,9 @@ class Stub:
                 body = await reader.readexactly(int(headers.get(b"content-length", b"0")))
                 if path == "/health/ready":
                     await as_json(writer, {}, self.ready)
+                    continue
+                if path == "/health/role":
+                    await as_json(writer, {"role": self.role})
                     continue
                 self.asked.append((path, headers, body))
                 await self.answer(self, path, headers, body, writer)

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from cairn.cluster.router.replicas import Replicas
+from cairn.cluster.router.replicas import FORGET_SECONDS, Replicas
 from cairn.types.errors import ConfigError
 from tests.cluster.router.stubs import Got, Stub, as_json, ask, head, named, piece, routed
 
@@ -196,6 +196,35 @@ async def test_tool_calls_are_followed_too() -> None:
         calls = [c for one in bodies for c in one["choices"][0]["delta"].get("tool_calls", ())]
         assert "".join(c["function"].get("arguments", "") for c in calls) == '{"a": 1}'
         assert sum("name" in c["function"] for c in calls) == 1
+
+
+async def test_replicas_are_added_and_removed_while_the_router_runs() -> None:
+    async with routed(named) as (app, _):
+        new = Stub("new", named)
+        url = await new.start()
+        try:
+            got = await ask(app, "POST", f"/router/add?replica={url}")
+            assert got.status == 200 and got.json()["up"] and len(app.replicas.all) == 2
+            assert (await ask(app, "POST", f"/router/add?replica={url}/")).status == 200
+            assert len(app.replicas.all) == 2, "it is known"
+            assert {(await ask(app, "GET", f"/v1/agents/a{n}")).json()["by"] for n in range(20)} == {"s0", "new"}
+            assert (await ask(app, "POST", f"/router/remove?replica={url}")).json()["drained"]
+            assert {(await ask(app, "GET", f"/v1/agents/a{n}")).json()["by"] for n in range(20)} == {"s0"}
+            assert (await ask(app, "POST", f"/router/remove?replica={url}")).status == 404
+            wrong = await ask(app, "POST", "/router/add?replica=ftp://x")
+            assert wrong.status == 400 and "no replica's address" in wrong.json()["error"]["message"]
+            await ask(app, "POST", f"/router/add?replica={url}")
+            await new.die()
+            added = app.replicas.all[1]
+            app.replicas.failed(added)
+            seen = app.replicas._added[added]
+            app.replicas._forget(seen + FORGET_SECONDS - 1)
+            assert len(app.replicas.all) == 2
+            app.replicas.all[0].up = False
+            app.replicas._forget(seen + FORGET_SECONDS + 1)
+            assert [one.url for one in app.replicas.all] != [url] and len(app.replicas.all) == 1, "the first one stays"
+        finally:
+            await new.die()
 
 
 async def test_a_replica_that_drains_gets_nothing_new_and_one_that_is_down_neither() -> None:

@@ -29,6 +29,7 @@ class ServerHealth:
         draining: bool,
         more: Sequence[str] = (),
         folders: Sequence[str] = (),
+        role: str = "both",
         *,
         refuses: bool = False,
     ) -> None:
@@ -37,7 +38,8 @@ class ServerHealth:
         `more`: troubles beside the models' own. `folders` are not named to clients; the log names them. `refuses`: some
         requests are refused for those troubles.
         """
-        self.loading = models is None
+        self.models, self.loading = models, models is None
+        self.role = role
         reasons = [LOADING] if models is None else model_health.unready(models)
         if draining and SHUTTING_DOWN not in reasons:
             reasons = [*reasons, SHUTTING_DOWN]
@@ -66,6 +68,7 @@ def routes(*, page: bool) -> list[Route]:
         "/health/live": live,
         "/health/ready": ready,
         "/health/startup": startup,
+        "/health/role": role,
         "/livez": live,
         "/readyz": ready,
     }
@@ -115,6 +118,14 @@ async def ready(call: HTTPCall, state: ServerHealth) -> None:
     """Return 200, or 503 with the reasons. `troubles` fail no requests."""
     body = {"status": "not ready" if state.reasons else "ready", "reasons": state.reasons, "troubles": state.troubles}
     await (_unavailable(call, body) if state.reasons else call.json(body))
+
+
+async def role(call: HTTPCall, state: ServerHealth) -> None:
+    """Return what this server does in a cluster, how fast it computes prompts and loads their KV, and its queue."""
+    computes, loads, queue = None, None, 0.0
+    if state.models is not None:
+        (computes, loads), queue = model_health.speeds(state.models), model_health.queue_seconds(state.models)
+    await call.json({"role": state.role, "computes": computes, "loads": loads, "queue_seconds": queue})
 
 
 async def startup(call: HTTPCall, state: ServerHealth) -> None:

@@ -293,7 +293,7 @@ class Props:
 class StoredRoutes:
     """Stored KV: its figures, and orders to the stores, which take no body or an empty object.
 
-    These are admin routes: they concern all tenants at once, and all loaded models.
+    All but `share` are admin routes: they concern all tenants at once, and all loaded models.
     """
 
     def __init__(self, state: ServerState) -> None:
@@ -304,6 +304,7 @@ class StoredRoutes:
         return [
             Route("GET", "/v1/cache", self.stats, access="admin"),
             Route("POST", "/v1/cache/flush", self.flush, NoBody, access="admin"),
+            Route("POST", "/v1/cache/share", self.share, NoBody),
             Route("POST", "/v1/cache/scrub", self.scrub, NoBody, access="admin"),
             Route("POST", "/v1/cache/prune", self.prune, NoBody, access="admin"),
         ]
@@ -324,6 +325,16 @@ class StoredRoutes:
         for one in self._every(service):
             await one.flush()
         await self.stats(call, service)
+
+    async def share(self, call: HTTPCall, service: Service) -> None:
+        """Put all KV into the shared store and learn what others put there: what a router asks of two servers.
+
+        Any key may ask, as any may cause KV to be stored. Answered after two seconds at most, done or not.
+        """
+        await self._nothing(call)
+        for one in self._every(service):
+            await one.share()
+        await call.json({"object": "cache.shared"})
 
     async def scrub(self, call: HTTPCall, service: Service) -> None:
         """Read and check every stored chunk. Damaged ones are removed."""

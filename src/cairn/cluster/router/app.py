@@ -6,6 +6,7 @@ A stream whose replica died in mid-answer goes on from another one, where that g
 Keys pass through: replicas check them.
 
     GET  /router/replicas        POST /router/drain?replica=URL      POST /router/undrain?replica=URL
+                                 POST /router/add?replica=URL        POST /router/remove?replica=URL
     POST /router/restart         GET  /health/live                   GET  /health/ready
     GET  /metrics
 """
@@ -17,24 +18,34 @@ import hmac
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from typing import Any
-from urllib.parse import parse_qs
+from collections.abc import Sequence
 
 import msgspec
 
+from cairn.cluster.router.calls import (
+    ClientLeft,
+    Message,
+    Receive,
+    Send,
+    fail,
+    read_body,
+    read_whole,
+    replica_url,
+    respond,
+    until_gone,
+)
+from cairn.cluster.router.counts import Counts
 from cairn.cluster.router.follow import EVENT_END, Delivered, split
 from cairn.cluster.router.keys import Asked
 from cairn.cluster.router.lists import LISTS, ListRefused, merged_list
+from cairn.cluster.router.prefill import PrefillGate
 from cairn.cluster.router.replicas import DRAIN_SECONDS, Replica, Replicas, Restart
 from cairn.cluster.router.upstream import DROPPED, UpstreamConnection, UpstreamLost, request_bytes
+from cairn.cluster.router.ways import Apart
 from cairn.system.interfaces import Rng
+from cairn.types.errors import ConfigError
 
 log = logging.getLogger(__name__)
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 PATIENCE = 20.0
 """Seconds in which another replica is looked for, or a turn's last server is waited for."""
@@ -49,44 +60,23 @@ LOST = b'data: {"error":{"message":"the server that answered went away, and no o
 request again","type":"server_error","param":null,"code":"unavailable"}}\n\n'
 
 
-class ClientLeft(Exception):
-    """The client closed its connection."""
-
-
-class Counts:
-    """What the router counts, for /metrics."""
-
-    def __init__(self) -> None:
-        self.requests = self.retries = self.followed = self.lost = self.refused = 0
-
-    def text(self, replicas: Replicas) -> bytes:
-        """Return them in Prometheus' format."""
-        lines = []
-        for name, help, value in (
-            ("requests", "Requests taken.", self.requests),
-            ("retries", "Times that a request was sent to another replica.", self.retries),
-            ("streams_followed", "Streams that another replica went on with.", self.followed),
-            ("streams_lost", "Streams whose replica died and that no other could go on with.", self.lost),
-            ("refused", "Requests for which no replica was up.", self.refused),
-        ):
-            full = f"cairn_router_{name}_total"
-            lines += [f"# HELP {full} {help}", f"# TYPE {full} counter", f"{full} {value}"]
-        for name, help in (("up", "1 where the replica is ready."), ("running", "Requests in hand.")):
-            lines += [f"# HELP cairn_router_replica_{name} {help}", f"# TYPE cairn_router_replica_{name} gauge"]
-            for one in replicas.all:
-                value = int(one.up) if name == "up" else one.busy
-                lines.append(f'cairn_router_replica_{name}{{replica="{one.url}"}} {value}')
-        return ("\n".join(lines) + "\n").encode()
-
-
 class RouterApp:
     """The application."""
 
-    def __init__(self, replicas: Replicas, rng: Rng, admin_key: str = "", restart: Restart | None = None) -> None:
+    def __init__(
+        self,
+        replicas: Replicas,
+        rng: Rng,
+        admin_key: str = "",
+        restart: Restart | None = None,
+        apart: Apart = "auto",
+    ) -> None:
         """Route to `replicas`. `admin_key` is wanted for /router and /metrics; empty: they answer this machine.
 
-        `restart` ends a replica that is started again; None where the router does not keep the replicas.
+        `restart` ends a replica that is started again; None where the router does not keep the replicas. `apart`: when
+        prompts are computed by prefill replicas.
         """
+        self.gate = PrefillGate(replicas, apart)
         self.replicas, self.counts = replicas, Counts()
         self._restart, self._restarting = restart, asyncio.Lock()
         self._rng, self._admin_key = rng, admin_key.encode()
@@ -103,7 +93,7 @@ class RouterApp:
             return
         self.counts.requests += 1
         try:
-            body = await _body(receive)
+            body = await read_body(receive)
             if scope["method"] == "GET" and path in LISTS:
                 await self._list(scope, path, send)
                 return
@@ -135,12 +125,12 @@ class RouterApp:
                 raise UpstreamLost("no server is up; ask again shortly", sent=False)
             found = await merged_list(up, path, scope["query_string"], scope["headers"])
         except ListRefused as error:
-            await _respond(send, error.answer.status, error.answer.body)
+            await respond(send, error.answer.status, error.answer.body)
         except UpstreamLost as error:
             self.counts.refused += 1
-            await _fail(send, 503, "unavailable", str(error), b"2")
+            await fail(send, 503, "unavailable", str(error), b"2")
         else:
-            await _respond(send, 200, msgspec.json.encode(found))
+            await respond(send, 200, msgspec.json.encode(found))
 
     # ------------------------------------------------------------------------------------------------- its own paths
 
@@ -148,43 +138,55 @@ class RouterApp:
         if path.startswith("/health/"):
             ready = path == "/health/live" or any(one.up for one in self.replicas.all)
             body = msgspec.json.encode({"status": "ready" if ready else "no replica is up"})
-            await _respond(send, 200 if ready else 503, body)
+            await respond(send, 200 if ready else 503, body)
             return
         if not self._allowed(scope):
-            await _fail(send, 401, "invalid_api_key", "this route needs the admin key, in the header X-Cairn-Admin-Key")
+            await fail(send, 401, "invalid_api_key", "this route needs the admin key, in the header X-Cairn-Admin-Key")
             return
         if path == "/metrics":
-            await _respond(send, 200, self.counts.text(self.replicas), b"text/plain; version=0.0.4")
+            await respond(send, 200, self.counts.text(self.replicas, self.gate), b"text/plain; version=0.0.4")
         elif path == "/router/replicas" and scope["method"] == "GET":
             found = {"object": "list", "data": [one.described() for one in self.replicas.all]}
-            await _respond(send, 200, msgspec.json.encode(found))
-        elif path in ("/router/drain", "/router/undrain") and scope["method"] == "POST":
+            await respond(send, 200, msgspec.json.encode(found))
+        elif path == "/router/add" and scope["method"] == "POST":
+            await self._add(scope, send)
+        elif path in ("/router/drain", "/router/undrain", "/router/remove") and scope["method"] == "POST":
             await self._drain(scope, path, send)
         elif path == "/router/restart" and scope["method"] == "POST":
             await self._restart_all(send)
         else:
-            await _fail(send, 404, "not_found", f"{path[:100]} is no route of the router")
+            await fail(send, 404, "not_found", f"{path[:100]} is no route of the router")
+
+    async def _add(self, scope: Message, send: Send) -> None:
+        try:
+            replica = self.replicas.add(replica_url(scope))
+        except ConfigError as error:
+            await fail(send, 400, "invalid_value", str(error))
+            return
+        await self.replicas.check(replica)
+        await respond(send, 200, msgspec.json.encode(replica.described()))
 
     async def _drain(self, scope: Message, path: str, send: Send) -> None:
-        url = parse_qs(scope["query_string"].decode("latin-1")).get("replica", [""])[0]
-        replica = self.replicas.find(url)
+        replica = self.replicas.find(replica_url(scope))
         if replica is None:
-            known = ", ".join(one.url for one in self.replicas.all)
-            await _fail(send, 404, "not_found", f"replica must be one of {known}")
+            known = ", ".join(one.url for one in self.replicas.all) or "those that were added; there is none"
+            await fail(send, 404, "not_found", f"replica must be one of {known}")
             return
         if path == "/router/undrain":
             replica.draining, over = False, True
+        elif path == "/router/remove":
+            over = await self.replicas.remove(replica, DRAIN_SECONDS)
         else:
             over = await self.replicas.drain(replica, DRAIN_SECONDS)
-        await _respond(send, 200, msgspec.json.encode(replica.described() | {"drained": over and replica.draining}))
+        await respond(send, 200, msgspec.json.encode(replica.described() | {"drained": over and replica.draining}))
 
     async def _restart_all(self, send: Send) -> None:
         """Restart the replicas one after another; answer with an event for each."""
         if self._restart is None:
-            await _fail(send, 409, "conflict", "this router did not start its replicas; drain and restart each of them")
+            await fail(send, 409, "conflict", "this router did not start its replicas; drain and restart each of them")
             return
         if self._restarting.locked():
-            await _fail(send, 409, "conflict", "the replicas are being restarted already")
+            await fail(send, 409, "conflict", "the replicas are being restarted already")
             return
         async with self._restarting:
             headers = [(b"content-type", EVENTS)]
@@ -219,6 +221,9 @@ class Passing:
             self._headers.append((ONCE, f"router-{app._rng.bits64():016x}{app._rng.bits64():016x}".encode()))
         self._first = app.answered(self._asked)
         self._receive = receive
+        self._path: str = scope["path"]
+        self._apart = self._method == "POST"
+        """Whether a prefill replica may still be asked for the prompt."""
         self._tried: list[Replica] = []
         self._end = time.monotonic() + PATIENCE
         self._sent_again = False
@@ -228,7 +233,7 @@ class Passing:
     async def run(self) -> None:
         """Answer the client. Raise ClientLeft."""
         work = asyncio.ensure_future(self._answer())
-        gone = asyncio.ensure_future(_gone(self._receive))
+        gone = asyncio.ensure_future(until_gone(self._receive))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
@@ -247,7 +252,7 @@ class Passing:
                     await asyncio.sleep(PAUSE)
                     continue
                 self._counts.refused += 1
-                await _fail(self._send, 503, "unavailable", "no server is up; ask again shortly", b"2")
+                await fail(self._send, 503, "unavailable", "no server is up; ask again shortly", b"2")
                 return
             if await self._try(replica):
                 return
@@ -259,6 +264,9 @@ class Passing:
         replica.requests += 1
         connection = None
         try:
+            if self._apart:
+                self._apart = False
+                await self._app.gate.before(replica, self._asked.key, self._path, self._headers, self._body)
             connection = await self._exchange(replica)
             if await self._goes_on(replica, connection):
                 return False
@@ -308,7 +316,7 @@ class Passing:
         if status == 409 and self._asked.is_turn and now < self._end:
             if not (self._sent_again or self._replicas.death_is_near):
                 return False
-            body = await _whole(connection)
+            body = await read_whole(connection)
             if b'"turn_running"' in body:
                 await asyncio.sleep(PAUSE)
                 return True
@@ -321,7 +329,7 @@ class Passing:
         self._tried.append(replica)
         self._sent_again |= error.sent
         if error.sent and not self._asked.repeatable:
-            await _fail(
+            await fail(
                 self._send,
                 503,
                 "unavailable",
@@ -340,7 +348,7 @@ class Passing:
             return
         size = int(headers.get(b"content-length", b"-1"))
         if 0 <= size <= WHOLE_BYTES:
-            body = b"" if self._method == "HEAD" else await _whole(connection)
+            body = b"" if self._method == "HEAD" else await read_whole(connection)
             await self._respond(replica, connection, body)
             return
         await self._start(replica, connection)
@@ -413,7 +421,7 @@ class Passing:
                     return True
                 if connection.status not in (409, 429, 503):
                     return False
-                await _whole(connection)
+                await read_whole(connection)
                 await asyncio.sleep(PAUSE)
             except UpstreamLost:
                 self._replicas.failed(replica)
@@ -435,41 +443,3 @@ class Passing:
             if news:
                 await self._send({"type": "http.response.body", "body": news, "more_body": True})
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _whole(connection: UpstreamConnection) -> bytes:
-    parts = []
-    while data := await connection.read():
-        parts.append(data)
-    return b"".join(parts)
-
-
-async def _body(receive: Receive) -> bytes:
-    """Return the request's body. The listener bounds its size. Raise ClientLeft."""
-    parts = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientLeft
-        parts.append(message.get("body", b""))
-        if not message.get("more_body"):
-            return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _respond(send: Send, status: int, body: bytes, kind: bytes = b"application/json", after: bytes = b"") -> None:
-    headers = [(b"content-type", kind), (b"content-length", b"%d" % len(body))]
-    if after:
-        headers.append((b"retry-after", after))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body, "more_body": False})
-
-
-async def _fail(send: Send, status: int, code: str, message: str, after: bytes = b"") -> None:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    error = {"message": message, "type": kind, "param": None, "code": code}
-    await _respond(send, status, msgspec.json.encode({"error": error}), after=after)

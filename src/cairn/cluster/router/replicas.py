@@ -15,7 +15,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequ
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from cairn.cluster.router.upstream import UpstreamLost, UpstreamPool, request_bytes
+import msgspec
+
+from cairn.cluster.router.upstream import UpstreamConnection, UpstreamLost, UpstreamPool, request_bytes
+from cairn.cluster.router.ways import Routing
 from cairn.types.errors import ConfigError
 
 CHECK_SECONDS = 1.0
@@ -25,6 +28,7 @@ SILENT_CHECKS = 2
 CROWDED = 1.5
 """How many times the mean of requests in hand a replica may have, beside SLACK, before it is passed over."""
 SLACK = 4
+FORGET_SECONDS = 600.0
 DEATH_SECONDS = 15.0
 """How long after a replica went away a turn that is said to run elsewhere may be its last."""
 DRAIN_SECONDS = 30.0
@@ -33,6 +37,15 @@ START_SECONDS = 300.0
 
 Restart = Callable[[int], Awaitable[None]]
 """Ends the replica of this number, which is then started again by whoever keeps it."""
+
+
+class _Role(msgspec.Struct):
+    """What a replica says of itself."""
+
+    role: str = "both"
+    computes: float | None = None
+    loads: float | None = None
+    queue_seconds: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +62,13 @@ class Replica:
     requests: int = 0
     failures: int = 0
     """Exchanges that it did not complete."""
+    role: str = "both"
+    computes: float | None = None
+    """Prompt tokens a second that it computes; None before it said so."""
+    loads: float | None = None
+    """Prompt tokens a second whose KV it loads."""
+    queue: float = 0.0
+    """Seconds until all that wait for it have begun."""
     silent: int = 0
     """Checks in a row that were not answered in time."""
     last_check: str = field(default="not asked yet")
@@ -62,9 +82,11 @@ class Replica:
         """Return what is said of it to those who ask."""
         return {
             "url": self.url,
+            "role": self.role,
             "up": self.up,
             "draining": self.draining,
             "running": self.busy,
+            "queue_seconds": self.queue,
             "requests": self.requests,
             "failures": self.failures,
             "state": self.last_check,
@@ -86,11 +108,16 @@ def replica_of(url: str) -> Replica:
 class Replicas:
     """All replicas of one router. Runs on the event loop."""
 
-    def __init__(self, urls: Sequence[str]) -> None:
-        """Take the addresses. Raise ConfigError as `replica_of` does, and for one that is named twice."""
+    def __init__(self, urls: Sequence[str], routing: Routing = "names") -> None:
+        """Take the addresses, and how requests are shared out.
+
+        Raise ConfigError as `replica_of` does, and for one that is named twice."""
         self.all = [replica_of(url) for url in urls]
         if len({one.url for one in self.all}) != len(self.all):
             raise ConfigError("a replica is named twice", field="replica")
+        self._routing, self._turn = routing, 0
+        self._added: dict[Replica, float] = {}
+        """Replicas that were added later, and when they were last up: one that is down for long is forgotten."""
         self._task: asyncio.Task[None] | None = None
         self._died = float("-inf")
 
@@ -108,7 +135,8 @@ class Replicas:
 
     async def _run(self) -> None:
         while True:
-            await asyncio.gather(*(self.check(one) for one in self.all))
+            await asyncio.gather(*(self.check(one) for one in tuple(self.all)))
+            self._forget(time.monotonic())
             await asyncio.sleep(CHECK_SECONDS)
 
     async def check(self, replica: Replica) -> None:
@@ -122,6 +150,8 @@ class Replicas:
                     pass
             replica.up, replica.silent = connection.status == 200, 0
             replica.last_check = "ready" if replica.up else f"answers {connection.status}"
+            if replica.up:
+                await self._learn(replica, connection)
         except (UpstreamLost, TimeoutError) as error:
             replica.silent += 1
             if replica.up and (isinstance(error, UpstreamLost) or replica.silent >= SILENT_CHECKS):
@@ -133,6 +163,19 @@ class Replicas:
         finally:
             if connection is not None:
                 replica.pool.give(connection)
+
+    async def _learn(self, replica: Replica, connection: UpstreamConnection) -> None:
+        """Ask a replica for its role and speeds; a server that says nothing of them does both."""
+        if not connection.usable:
+            return
+        await connection.send(request_bytes("GET", b"/health/role", replica.host, (), b""))
+        parts = []
+        while piece := await connection.read():
+            parts.append(piece)
+        with contextlib.suppress(msgspec.MsgspecError):
+            said = msgspec.json.decode(b"".join(parts), type=_Role)
+            replica.role, replica.computes, replica.loads = said.role, said.computes, said.loads
+            replica.queue = said.queue_seconds
 
     def failed(self, replica: Replica) -> None:
         """Note that a replica went away: it gets no more requests until it is ready again."""
@@ -153,9 +196,13 @@ class Replicas:
         """
         up = [one for one in self.all if one.up and one not in tried] or [one for one in self.all if one.up]
         able = [one for one in up if not one.draining] or up
+        able = [one for one in able if one.role != "prefill"] or able
         if not able:
             return None
-        if not key:
+        if self._routing == "round-robin":
+            self._turn += 1
+            return able[self._turn % len(able)]
+        if not key or self._routing == "least-load":
             return min(able, key=lambda one: one.busy)
         ranked = sorted(able, key=lambda one: hashlib.blake2b(key, key=one.seed[:64], digest_size=8).digest())
         limit = CROWDED * sum(one.busy for one in able) / len(able) + SLACK
@@ -164,6 +211,34 @@ class Replicas:
     def find(self, url: str) -> Replica | None:
         """Return the replica of this address."""
         return next((one for one in self.all if one.url == url.rstrip("/")), None)
+
+    def add(self, url: str) -> Replica:
+        """Add a replica, or return it if it is known. Raise ConfigError as `replica_of` does."""
+        made = replica_of(url)
+        known = self.find(made.url)
+        if known is not None:
+            known.draining = False
+            return known
+        self.all.append(made)
+        self._added[made] = time.monotonic()
+        return made
+
+    async def remove(self, replica: Replica, seconds: float) -> bool:
+        """Drain a replica and forget it; return whether all its requests had ended."""
+        over = await self.drain(replica, seconds)
+        if replica in self.all:
+            self.all.remove(replica)
+            self._added.pop(replica, None)
+            replica.pool.close()
+        return over
+
+    def _forget(self, now: float) -> None:
+        for replica, seen in tuple(self._added.items()):
+            if replica.up:
+                self._added[replica] = now
+            elif now - seen > FORGET_SECONDS:
+                self.all.remove(replica)
+                del self._added[replica]
 
     async def drain(self, replica: Replica, seconds: float) -> bool:
         """Give a replica no new requests, and wait for those that it has; return whether all have ended."""
@@ -180,7 +255,7 @@ class Replicas:
         A replica gets no requests while it finishes those that it has, for DRAIN_SECONDS at most. After one that is not
         ready in START_SECONDS the others are left as they are.
         """
-        for number, replica in enumerate(self.all):
+        for number, replica in enumerate([one for one in self.all if one not in self._added]):
             try:
                 await self.drain(replica, DRAIN_SECONDS)
                 await end(number)

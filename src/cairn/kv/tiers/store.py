@@ -25,7 +25,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from cairn.types.model_spec import CHUNK_BLOCKS, CacheGroup
 from cairn.types.stats import ImportedKv, TierStats
@@ -219,6 +219,15 @@ class StoreNotes(Protocol):
 
     def remember_seen(self, records: bytes, *, anew: bool) -> None:
         """Append records of seen blocks to those that are stored; `anew`: replace them."""
+        ...
+
+
+@runtime_checkable
+class SettlingStore(Store, Protocol):
+    """A tier whose chunks are on their way for a while, and to which others add theirs."""
+
+    def settle(self, seconds: float) -> bool:
+        """Wait until chunks that were kept are there and others' are known; return False after `seconds`."""
         ...
 
 

@@ -21,7 +21,7 @@ from cairn.kv.pool.cache import Cache, lead
 from cairn.kv.pool.sequence_kv import SequenceKV, TierName
 from cairn.kv.tiers.chunk_lookup import ChunkLookup
 from cairn.kv.tiers.reader import Arrival, ContextLoad, LoadMode, LoadPolicy, StoreReader, Want
-from cairn.kv.tiers.store import Chunk, DurableStore, Standing, Store, chunk_sizes
+from cairn.kv.tiers.store import Chunk, DurableStore, SettlingStore, Standing, Store, chunk_sizes
 from cairn.kv.tiers.store_memory import StoreMemory
 from cairn.kv.tiers.store_writer import StoreWriter
 from cairn.kv.tiers.write_behind import WriteBehind, WriteLimits
@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 TURN_BYTES = 32 << 20
 """Approximate bytes put into the pool between two steps for one load."""
 
+SETTLE_SECONDS = 2.0
+"""Longest wait for the shared store, in which nothing else is written."""
 Done = Callable[[], None]
 Sweep = Callable[[DurableStore], Swept]
 
@@ -272,6 +274,18 @@ class Tiers:
     def flush(self, done: Callable[[int], None]) -> None:
         """Call `done` with the number of chunks that were given up, once all others noted until now are stored."""
         self.write_behind.flush(done)
+
+    def share(self, done: Done) -> None:
+        """Call `done` once all noted until now is in the shared store, and what others put there is known.
+
+        A store that does not answer is waited for `SETTLE_SECONDS`. Without one `done` is called at once.
+        """
+        shared = self._stores.get("shared")
+        if not isinstance(shared, SettlingStore):
+            done()
+            return
+        stores, settle = (shared,), lambda store: shared.settle(SETTLE_SECONDS)
+        self.write_behind.flush(lambda lost: self.do(settle, stores, done), counts=False)
 
     def pin(self, owner: str, tokens: Sequence[int], salt: bytes, done: Done) -> None:
         """Pin a context's chunks in every store, in place of what the owner pinned before.

@@ -1,0 +1,511 @@
+"""A million agents on a thousand servers, simulated: what routing computes, moves, costs, and what breaks first.
+
+    python benchmarks/cluster_simulation.py [--agents N] [--replicas N] [--svg FILE] [--real]
+
+Agents come in the shape of published traces of coding agents: a median of 43 turns, 3,300 new tokens and 444 tokens of
+answer a turn, so that above 96 % of a prompt's tokens were in the one before. Time goes in slots. In each, the turns
+that are due choose a server by a rule of routing; a server works off its turns in order. Servers fail, and for a while
+one region is away. `--real` runs three real servers by `cairn cluster up` and compares them with what is foretold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+TURNS, ANSWER, QUESTION = 43, 444, 3300
+BLOCK, CHUNK = 16, 64
+VISITS = 4
+"""Servers whose KV of an agent is remembered: one that it visited before these has mostly evicted it."""
+RANKS = 6
+"""Servers that a name is tried on before its first one is taken after all."""
+CROWDED, SLACK = 1.5, 4
+"""As in `cairn.cluster.router.replicas`."""
+SILENCE = 3.0
+"""Seconds after which a turn's server counts as dead."""
+PUT, GET = 5e-6, 0.4e-6
+"""Dollars a request of an object store: to write or list, to read."""
+ACROSS = 0.02
+"""Dollars a GB between regions."""
+GROUP_LIMIT = 5500
+"""Reads a second that an object store gives of one prefix."""
+ROUTER_REQUEST, ROUTER_EVENT = 0.3e-3, 20e-6
+"""Seconds of CPU in the router, as `benchmarks/router.py` measured them."""
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """The servers, and what one of them can do: about an 8B model in 16 bits on one large GPU."""
+
+    replicas: int = 1000
+    regions: int = 4
+    prefill: float = 20_000.0
+    """Prompt tokens a second."""
+    decode: float = 3_000.0
+    """Tokens a second of all answers together."""
+    stream: float = 60.0
+    """Tokens a second of one answer."""
+    token_bytes: int = 131_072
+    """KV of a token."""
+    load: float = 5e9
+    """Bytes a second from the region's store."""
+    load_across: float = 1e9
+    """From another region's."""
+    latency: float = 0.05
+    """Seconds before the first bytes."""
+    pool: float = 16e6
+    """Tokens of KV that a server keeps, in memory and on its disk."""
+    lag: float = 2.0
+    """Seconds until KV is in the store."""
+    lifetime: float = 100 * 3600.0
+    """Mean seconds between two failures of a server."""
+    repair: float = 180.0
+    outage: tuple[float, float] = (0.6, 600.0)
+    """When the first region goes away, as a share of the time, and for how many seconds."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What agents ask."""
+
+    agents: int = 1_000_000
+    seconds: float = 19_600.0
+    """Time in which they come. Each stays as long as its turns take."""
+    turns: int = TURNS
+    question: float = QUESTION
+    answer: float = ANSWER
+    think: float = 30.0
+    """Seconds between an answer and the next turn, at the mean."""
+    context: int = 1_000_000
+    """An agent whose context is longer than this ends."""
+    slot: float = 1.0
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A way to choose servers."""
+
+    title: str
+    choose: str
+    store: bool
+    """Whether servers share a store."""
+
+
+RULES = (
+    Rule("round robin, no store", "turns", False),
+    Rule("round robin, shared store", "turns", True),
+    Rule("least load, shared store", "load", True),
+    Rule("rendezvous alone", "names", False),
+    Rule("Cairn: names, load and store", "cairn", True),
+)
+
+
+@dataclass
+class Found:
+    """What a run counted."""
+
+    turns: int = 0
+    offered: int = 0
+    prompt: float = 0.0
+    computed: float = 0.0
+    loaded: float = 0.0
+    """Tokens of KV from the store."""
+    stored: float = 0.0
+    across: float = 0.0
+    """Tokens of KV from another region."""
+    puts: float = 0.0
+    gets: float = 0.0
+    waits: list[Floats] = field(default_factory=list)
+    failovers: list[Floats] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def first(self, share: float) -> float:
+        """Seconds to the first token that a share of the turns did not exceed."""
+        return float(np.quantile(np.concatenate(self.waits), share)) if self.waits else 0.0
+
+    def failover(self, share: float) -> float:
+        """The same of turns whose server died: until the answer goes on."""
+        return float(np.quantile(np.concatenate(self.failovers), share)) if self.failovers else 0.0
+
+    def dollars(self, fleet: Fleet) -> float:
+        """Dollars of requests to the store and of bytes between regions, for a million turns."""
+        whole = self.puts * PUT + self.gets * GET + self.across * fleet.token_bytes / 1e9 * ACROSS
+        return 1e6 * whole / max(1, self.turns)
+
+
+def mixed(names: Ints, salt: Ints | int) -> Ints:
+    """Return hashes of names (splitmix64), not negative."""
+    x = names.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.asarray(salt, np.uint64) * np.uint64(
+        0xD1B54A32D192ED03
+    )
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return (x >> np.uint64(1)).astype(np.int64)
+
+
+class Servers:
+    """The servers' state, and the rules by which turns choose among them."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+        self.each = fleet.replicas // fleet.regions
+        count = self.each * fleet.regions
+        self.backlog = np.zeros(count)
+        """Seconds of work in hand."""
+        self.busy = np.zeros(count, np.int64)
+        self.up_at = np.zeros(count)
+        """Time from which it is up."""
+        self.written = np.zeros(count)
+        """Tokens of KV that it ever kept: what was written `pool` tokens ago is evicted."""
+        self._turn = np.zeros(fleet.regions, np.int64)
+
+    def choose(self, rule: str, agents: Ints, regions: Ints, now: float) -> Ints:
+        """Return a server of each agent's region."""
+        up = self.up_at <= now
+        if rule in ("names", "cairn"):
+            return self._by_name(agents, regions, up, crowded=rule == "cairn")
+        found = np.empty(len(agents), np.int64)
+        for region in np.unique(regions):
+            here = np.flatnonzero(regions == region)
+            able = np.flatnonzero(up[region * self.each : (region + 1) * self.each]) + region * self.each
+            if rule == "turns":
+                found[here] = able[(self._turn[region] + np.arange(len(here))) % len(able)]
+                self._turn[region] += len(here)
+            else:
+                found[here] = self._least(able, len(here))
+        return found
+
+    def _least(self, able: Ints, count: int) -> Ints:
+        """Deal turns to the servers that have the fewest, one after another."""
+        busy = self.busy[able].astype(float)
+        order = np.argsort(busy, kind="stable")
+        have = busy[order]
+        filled = have * np.arange(1, len(have) + 1) - np.cumsum(have)  # turns that bring all before it to its level
+        level = int(np.searchsorted(filled, count, side="right"))
+        return able[order[np.arange(count) % max(1, level)]]
+
+    def _by_name(self, agents: Ints, regions: Ints, up: NDArray[np.bool_], *, crowded: bool) -> Ints:
+        ranked = np.stack([mixed(agents, rank) % self.each for rank in range(RANKS)], axis=1)
+        ranked += regions[:, None] * self.each
+        able = up[ranked]
+        if crowded:
+            means = self.busy.reshape(-1, self.each).mean(axis=1)
+            room = self.busy[ranked] < (CROWDED * means + SLACK)[regions][:, None]
+            free = able & room
+            able = np.where(free.any(axis=1)[:, None], free, able)
+        return ranked[np.arange(len(agents)), able.argmax(axis=1)]
+
+    def fail(self, server: int, until: float) -> None:
+        """End a server: what it kept is gone."""
+        self.up_at[server] = until
+        self.backlog[server] = self.busy[server] = 0
+        self.written[server] += 2 * self.fleet.pool
+
+
+class Agents:
+    """What is known of each agent."""
+
+    def __init__(self, load: Load, fleet: Fleet, rng: np.random.Generator) -> None:
+        count = load.agents
+        self.left = np.maximum(1, np.rint(rng.lognormal(0, 0.5, count) * load.turns)).astype(np.int64)
+        self.context = np.zeros(count, np.int64)
+        self.stored = np.zeros(count, np.int64)
+        """Tokens in the store, of the turn before the last one."""
+        self.ended = np.full(count, -np.inf)
+        """Time at which the last answer ended."""
+        self.region = rng.integers(0, fleet.regions, count)
+        self.server = np.full((count, VISITS), -1, np.int64)
+        self.kept = np.zeros((count, VISITS), np.int64)
+        """Tokens of KV that each of the visited servers had of it."""
+        self.stamp = np.zeros((count, VISITS))
+        """`Servers.written` at that visit."""
+        self.visits = np.zeros(count, np.int64)
+
+    def had(self, who: Ints, chosen: Ints, servers: Servers) -> Ints:
+        """Return the tokens of KV that the chosen servers have."""
+        match = self.server[who] == chosen[:, None]
+        fresh = servers.written[chosen][:, None] - self.stamp[who] <= servers.fleet.pool
+        return np.where(match & fresh, self.kept[who], 0).max(axis=1)
+
+    def visit(self, who: Ints, chosen: Ints, kept: Ints, servers: Servers) -> None:
+        """Note what the chosen servers have now."""
+        match = self.server[who] == chosen[:, None]
+        place = np.where(match.any(axis=1), match.argmax(axis=1), self.visits[who] % VISITS)
+        self.visits[who] += ~match.any(axis=1)
+        self.server[who, place], self.kept[who, place] = chosen, kept
+        self.stamp[who, place] = servers.written[chosen]
+
+
+class Calendar:
+    """Agents by the slot in which their next turn is due."""
+
+    def __init__(self, slot: float) -> None:
+        self._slot = slot
+        self._due: dict[int, list[Ints]] = {}
+
+    def add(self, who: Ints, at: Floats) -> None:
+        """Enter agents."""
+        places = (at / self._slot).astype(np.int64)
+        order = np.argsort(places, kind="stable")
+        cuts = np.flatnonzero(np.diff(places[order])) + 1
+        for part in np.split(order, cuts):
+            if len(part):
+                self._due.setdefault(int(places[part[0]]), []).append(who[part])
+
+    def take(self, place: int) -> Ints:
+        """Return the agents of a slot."""
+        found = self._due.pop(place, [])
+        return np.concatenate(found) if found else np.empty(0, np.int64)
+
+
+class Simulation:
+    """One run of one rule."""
+
+    def __init__(self, fleet: Fleet, load: Load, rule: Rule, seed: int = 0) -> None:
+        self.fleet, self.load, self.rule = fleet, load, rule
+        self.rng = np.random.default_rng(seed)
+        self.agents, self.servers = Agents(load, fleet, self.rng), Servers(fleet)
+        self.calendar, self.found = Calendar(load.slot), Found(seconds=load.seconds)
+        self.ending: dict[int, list[Ints]] = {}
+        self.finish = np.full(load.agents, -np.inf)
+        begin = self.rng.uniform(0, load.seconds, load.agents)
+        self.found.offered = int(self.agents.left.sum())
+        self.calendar.add(np.arange(load.agents), begin)
+
+    def run(self) -> Found:
+        """Run all slots."""
+        slot = self.load.slot
+        for place in range(int(self.load.seconds / slot)):
+            now = place * slot
+            for chosen in self.ending.pop(place, ()):
+                np.subtract.at(self.servers.busy, chosen, 1)
+            np.maximum(self.servers.busy, 0, out=self.servers.busy)
+            self._fail(now)
+            who = self.calendar.take(place)
+            if len(who):
+                self._turns(who, now)
+            self.servers.backlog = np.maximum(0, self.servers.backlog - slot)
+        return self.found
+
+    def _fail(self, now: float) -> None:
+        rate = self.servers.each * self.fleet.regions * self.load.slot / self.fleet.lifetime
+        for _ in range(int(self.rng.poisson(rate))):
+            server = int(self.rng.integers(len(self.servers.backlog)))
+            if self.servers.up_at[server] <= now and (self.servers.up_at <= now).sum() > self.fleet.regions:
+                self._take_over(server, now)
+                self.servers.fail(server, now + self.fleet.repair)
+                for parts in self.ending.values():
+                    parts[:] = [part[part != server] for part in parts]
+
+    def _take_over(self, server: int, now: float) -> None:
+        """Let other servers go on with the turns of one that dies: they load or compute the prompts."""
+        last = (self.agents.visits - 1) % VISITS
+        mine = self.agents.server[np.arange(self.load.agents), last] == server
+        cut = np.flatnonzero(mine & (self.finish > now))
+        if not len(cut):
+            return
+        context = self.agents.context[cut]
+        from_store = self.agents.stored[cut] if self.rule.store else np.zeros(len(cut), np.int64)
+        seconds, computed, loaded = self._bring(context, np.zeros(len(cut), np.int64), from_store, self.fleet.load)
+        self.found.computed += computed.sum()
+        self.found.loaded += loaded.sum()
+        self.found.failovers.append(SILENCE + seconds)
+
+    def _bring(self, prompt: Ints, had: Ints, stored: Ints, rate: float | Floats) -> tuple[Floats, Ints, Ints]:
+        """Return seconds until the first token, and tokens computed and loaded. The store is read where it pays."""
+        more = np.maximum(0, np.minimum(stored, prompt - 1) // BLOCK * BLOCK - had)
+        seconds = self.fleet.latency + more * self.fleet.token_bytes / rate
+        loaded = np.where(seconds < more / self.fleet.prefill, more, 0)
+        computed = prompt - had - loaded
+        return np.where(loaded > 0, seconds, 0) + computed / self.fleet.prefill, computed, loaded
+
+    def _turns(self, who: Ints, now: float) -> None:
+        fleet, agents, servers, found = self.fleet, self.agents, self.servers, self.found
+        new = np.maximum(1, np.rint(self.rng.exponential(self.load.question, len(who)))).astype(np.int64)
+        answer = np.maximum(1, np.rint(self.rng.exponential(self.load.answer, len(who)))).astype(np.int64)
+        prompt = agents.context[who] + new
+        home = agents.region[who]
+        region = self._serving(home, who, now)
+        chosen = servers.choose(self.rule.choose, who, region, now)
+        had = np.minimum(agents.had(who, chosen, servers), prompt - 1)
+        stored = np.zeros(len(who), np.int64)
+        if self.rule.store:
+            there = now - agents.ended[who] > fleet.lag
+            stored = np.where(there, agents.context[who], agents.stored[who])
+        rate = np.where(region == home, fleet.load, fleet.load_across)
+        seconds, computed, loaded = self._bring(prompt, had, stored, rate)
+        self._count(prompt, computed, loaded, new + answer, region != home)
+        work = computed / fleet.prefill + answer / fleet.decode
+        wait = self._queue(chosen, work)
+        first = wait + seconds + 1 / fleet.stream
+        found.waits.append(first.astype(np.float32))
+        end = now + first + answer / fleet.stream
+        places = (end / self.load.slot).astype(np.int64)
+        np.add.at(servers.busy, chosen, 1)
+        for place in np.unique(places):
+            self.ending.setdefault(int(place), []).append(chosen[places == place])
+        np.add.at(servers.written, chosen, prompt + answer - had)
+        agents.visit(who, chosen, prompt + answer, servers)
+        agents.stored[who], agents.context[who] = agents.context[who], prompt + answer
+        agents.ended[who] = self.finish[who] = end
+        agents.left[who] -= 1
+        more = (agents.left[who] > 0) & (agents.context[who] < self.load.context)
+        self.calendar.add(who[more], (end + self.rng.exponential(self.load.think, len(who)))[more] + self.load.slot)
+
+    def _serving(self, home: Ints, who: Ints, now: float) -> Ints:
+        """Return the regions that serve agents: their own, or others while it is away."""
+        began, length = self.fleet.outage[0] * self.load.seconds, self.fleet.outage[1]
+        if self.fleet.regions == 1 or not began <= now < began + length:
+            return home
+        return np.where(home == 0, 1 + mixed(who, 99) % (self.fleet.regions - 1), home)
+
+    def _queue(self, chosen: Ints, work: Floats) -> Floats:
+        """Add work to the servers' backlogs; return how long each turn waits for what was there before it."""
+        at = self.rng.uniform(0, self.load.slot, len(work))
+        order = np.lexsort((at, chosen))
+        place, mine = chosen[order], work[order]
+        total = np.cumsum(mine) - mine
+        firsts = np.flatnonzero(np.r_[True, np.diff(place) != 0])
+        before = total - np.repeat(total[firsts], np.diff(np.r_[firsts, len(place)]))
+        wait = np.empty(len(work))
+        wait[order] = np.maximum(0, self.servers.backlog[place] + before - at[order])
+        np.add.at(self.servers.backlog, chosen, work)
+        return wait
+
+    def _count(self, prompt: Ints, computed: Ints, loaded: Ints, fresh: Ints, away: NDArray[np.bool_]) -> None:
+        found = self.found
+        found.turns += len(prompt)
+        found.prompt += prompt.sum()
+        found.computed += computed.sum()
+        found.loaded += loaded.sum()
+        found.across += loaded[away].sum()
+        if self.rule.store:
+            chunks = np.ceil(fresh / CHUNK)
+            found.stored += fresh.sum()
+            found.puts += chunks.sum() + 4 * len(prompt)  # chunks, their announcement, and three records of the turn
+            found.gets += (loaded / CHUNK).sum()
+
+
+# ------------------------------------------------------------------------------------------------------- what breaks
+
+
+def limits(rate: float, replicas: int) -> list[tuple[str, str, str]]:
+    """Return what breaks with more servers: where, at how many, and what then. `rate`: turns a second of one server."""
+    a_turn = ROUTER_REQUEST + ANSWER * ROUTER_EVENT
+    routers = rate * replicas * a_turn
+    beats = int((GROUP_LIMIT / 2) ** 0.5)
+    feed = int((GROUP_LIMIT / rate) ** 0.5)
+    return [
+        (
+            "leases: each server reads the beats of all, twice a second",
+            f"{beats} servers ({GROUP_LIMIT:,} reads a second of one prefix; {replicas:,} would read "
+            f"{2 * replicas**2 / 1e6:.1f} M)",
+            "a store for each group of servers, as far as agents move at once; or beats by gossip",
+        ),
+        (
+            "the index: each server reads what all others announce",
+            f"{feed} servers ({replicas:,} would read {rate * replicas**2 / 1e6:.1f} M a second, and keep "
+            "the 262,144 newest chunks)",
+            "the same groups; or an index by gossip, of which each server keeps the names that it ranks first for",
+        ),
+        (
+            "the router: CPU a turn",
+            f"{1 / a_turn:.0f} turns a second and core, so {1 / (rate * a_turn):.0f} servers; {replicas:,} need "
+            f"{routers:.0f} cores",
+            "routers beside each other behind one address: names rank alike on all, and they share no state",
+        ),
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------ output
+
+
+def table(fleet: Fleet, runs: list[tuple[Rule, Found]]) -> list[str]:
+    """Return the figures in Markdown."""
+    lines = [
+        "| | computed a turn | of prompts, cached | GB moved a turn | first token p50, p99 | failover p50, p99 | "
+        "store requests a turn | dollars a million turns | turns done |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for rule, one in runs:
+        turns = max(1, one.turns)
+        moved = (one.loaded + one.stored) * fleet.token_bytes / 1e9 / turns
+        over = f"{one.failover(0.5):.1f}, {one.failover(0.99):.1f} s" if one.failovers else "none"
+        lines.append(
+            f"| {rule.title} | {one.computed / turns:,.0f} | {1 - one.computed / max(1, one.prompt):.1%} | {moved:.2f} "
+            f"| {one.first(0.5):.2f}, {one.first(0.99):.1f} s | {over} | {(one.puts + one.gets) / turns:.0f} | "
+            f"{one.dollars(fleet):,.0f} | {turns / 1e6:.2f} M |"
+        )
+    return lines
+
+
+def picture(runs: list[tuple[Rule, Found]]) -> str:
+    """Return bars of the tokens computed a turn, and the median time to the first token, as SVG."""
+    most = max(one.computed / max(1, one.turns) for _, one in runs)
+    rows = []
+    for number, (rule, one) in enumerate(runs):
+        top, each = 34 + 34 * number, one.computed / max(1, one.turns)
+        wide, colour = 330 * each / most, "#2a7" if rule.choose == "cairn" else "#89a"
+        rows += [
+            f'<text x="218" y="{top + 15}" text-anchor="end">{rule.title}</text>',
+            f'<rect x="226" y="{top}" width="{wide:.1f}" height="20" fill="{colour}"/>',
+            f'<text x="{232 + wide:.1f}" y="{top + 15}">{each:,.0f}; {one.first(0.5):.1f} s</text>',
+        ]
+    height = 44 + 34 * len(runs)
+    head = '<text x="226" y="20">prompt tokens computed a turn; first token, median</text>'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 700 {height}" font-family="sans-serif" font-size="13">'
+        f'<rect width="700" height="{height}" fill="white"/>{head}{"".join(rows)}</svg>\n'
+    )
+
+
+def simulate(fleet: Fleet, load: Load, tell: Callable[[str], Any] = lambda line: None) -> list[tuple[Rule, Found]]:
+    """Run every rule."""
+    runs = []
+    for rule in RULES:
+        runs.append((rule, Simulation(fleet, load, rule).run()))
+        tell(f"{rule.title}: {runs[-1][1].turns:,} turns")
+    return runs
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--agents", type=int, default=Load.agents)
+    parser.add_argument("--replicas", type=int, default=Fleet.replicas)
+    parser.add_argument("--svg", type=Path)
+    parser.add_argument("--real", action="store_true", help="three real servers instead, beside what is foretold")
+    given = parser.parse_args()
+    if given.real:
+        sys.path.insert(0, str(Path(__file__).parent.parent))
+        from cluster_real import compare
+
+        print(*compare(), sep="\n")
+        return
+    fleet = replace(Fleet(), replicas=given.replicas)
+    load = replace(Load(), agents=given.agents)
+    runs = simulate(fleet, load, lambda line: print(line, file=sys.stderr))
+    print(*table(fleet, runs), sep="\n")
+    best = runs[-1][1]
+    print("\n| what breaks first | at | what then |\n|---|---|---|")
+    for line in limits(best.turns / best.seconds / given.replicas, given.replicas):
+        print(f"| {' | '.join(line)} |")
+    if given.svg:
+        given.svg.write_text(picture(runs))
+
+
+if __name__ == "__main__":
+    main()
