@@ -196,7 +196,7 @@ KEYS: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "architecture": (
         {"general.architecture": "mamba"},
         (),
-        "the architecture 'mamba' is not supported; supported are apertus, bert, cohere2, command-r, deepseek2, exaone4",
+        "the architecture 'mamba' is not supported; supported are apertus, bert, cohere2, command-r, deepseek2",
     ),
     "architectures": (
         {"general.architecture": [1.5, 2.5]},
