@@ -29,7 +29,7 @@ OFTEN = {
     "llama 4",
 }
 """Families that are tried each time; the others by `make prove`."""
-ALONE = {"recurrent layers", "layers that differ", "a norm over all heads together"}
+ALONE = {"recurrent layers", "layers that differ", "a norm over all heads together", "a norm for each head"}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -46,7 +46,7 @@ def test_ranks_give_the_tokens_of_one(
         check_parallel(load_spec(folder), ranks)
     except ModelError as error:
         assert spec.architecture in str(error) and any(kind in str(error) for kind in ALONE), error
-        assert spec.recurrence is not None or spec.uneven is not None or spec.qk_norm_whole
+        assert spec.recurrence is not None or spec.uneven is not None or spec.qk_norm_whole or spec.qk_norm_apart
         return
     if not prove and name not in OFTEN:
         pytest.skip("only with --prove")
