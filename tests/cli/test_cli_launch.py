@@ -141,5 +141,7 @@ def test_how_a_context_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == ""
     check_context(AGENTS["claude"], False, "m", 20_000)
     assert "it may soon be full" in capsys.readouterr().err
+    check_context(AGENTS["claude"], True, "m", 8_192)
+    assert "it will be refused" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="codex's first prompt has about 13,000 tokens"):
         check_context(AGENTS["codex"], False, "m", 12_000)

@@ -250,6 +250,8 @@ _TRY: Mapping[Kind, tuple[str, str]] = {
 """The route to try first, by kind of model, with a body for it."""
 
 
+_QUIET = ("warning", "error")
+"""Log levels at which a server does not say how to use it."""
 _OPEN = "Everyone who can reach this address can use it: no API key is set."
 
 
@@ -261,13 +263,16 @@ def _announce(url: str, others: Sequence[str], service: Service, config: Config)
         if everyone:
             log.warning(_OPEN)
         return
+    if config.log_level in _QUIET:
+        if everyone:
+            _say(config, f"[bold red]{_OPEN}[/bold red]")
+        return
     key = ' -H "Authorization: Bearer $CAIRN_API_KEY"' if has_keys(config) else ""
     route, given = _TRY[service.spec.kind]
     if service.name == DEMO:  # which knows Cairn, and little else
         given = given.replace("Why is the sky blue?", "What is Cairn?")
     body = f'{{"model": "{service.name}", {given}}}'
     _say(config, f"Cairn serves [bold]{escape(service.name)}[/bold] at [bold]{url}/v1[/bold]. Ctrl-C ends it.")
-    _say(config, f"It is computed on {escape(service.info.device)} ({escape(service.info.device_text)}).")
     if others:
         _say(config, f"From other machines: {', '.join(f'{other}/v1' for other in others)}")
     if config.page:

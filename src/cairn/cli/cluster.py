@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cairn.cli.common.options import configured
+from cairn.cli.common.output import counted, talk
 from cairn.config.resolve import Resolved, resolve
 from cairn.types.errors import ConfigError
 
 if TYPE_CHECKING:
     import asyncio
+
+    from cairn.cluster.router.replicas import Replicas
 
 _ROUTER = (
     *("host", "port", "api_key", "admin_key", "unsafe_no_auth", "tls_cert", "tls_key", "log_level", "log_format"),
@@ -25,6 +28,8 @@ _ROUTER = (
 )
 AGAIN_SECONDS = 1.0
 """Pause before a server that ended is started again."""
+_LOOK = 0.2
+"""Seconds between two looks at whether all servers are ready."""
 DAY = 86400
 
 
@@ -84,8 +89,8 @@ def register(app: typer.Typer) -> None:
         for number, own in enumerate(ports, 1):
             mine = ["--agents-dir", str(home / f"agents-{number}"), "--kv-dir", str(home / f"kv-{number}")]
             serve = [sys.executable, "-m", "cairn", "serve", model, "--host", "127.0.0.1", "--port", str(own)]
-            commands.append([*serve, *shared, *mine, *context.args])
-        servers = _Servers(commands)
+            commands.append([*serve, *shared, *mine, *_quiet(context.args)])
+        servers = _Servers(model, commands)
         serve_router(config, [f"http://127.0.0.1:{own}" for own in ports], servers.run)
 
     @cluster.command()
@@ -109,6 +114,12 @@ def register(app: typer.Typer) -> None:
         Of an object store a rule of the bucket does this: for names that begin with kv/ and feed/.
         """
         print(f"{_prune(resolved.config.shared_store, days):,} files removed")
+
+
+def _quiet(arguments: Sequence[str]) -> list[str]:
+    """Return the servers' options: unless they say otherwise, only warnings; the router says how to use them all."""
+    said = any(one.partition("=")[0] == "--log-level" for one in arguments)
+    return [*arguments, *(() if said else ("--log-level", "warning"))]
 
 
 def _home() -> Path:
@@ -150,14 +161,24 @@ def _prune(store: str | None, days: int) -> int:
 class _Servers:
     """The servers of `cairn cluster up`, as child processes that are started again if they end."""
 
-    def __init__(self, commands: Sequence[Sequence[str]]) -> None:
-        self._commands = commands
+    def __init__(self, model: str, commands: Sequence[Sequence[str]]) -> None:
+        self._model, self._commands = model, commands
 
-    async def run(self, over: asyncio.Event) -> None:
+    async def run(self, over: asyncio.Event, replicas: Replicas, url: str) -> None:
         """Keep them running until this is cancelled; then let them finish. Set `over` if none of them can start."""
         import asyncio
 
-        await asyncio.gather(*(self._keep(command, over) for command in self._commands))
+        await asyncio.gather(self._say_ready(replicas, url), *(self._keep(command, over) for command in self._commands))
+
+    async def _say_ready(self, replicas: Replicas, url: str) -> None:
+        """Say how to use the cluster, once all servers are ready for the first time."""
+        import asyncio
+
+        while not all(one.up for one in replicas.all):
+            await asyncio.sleep(_LOOK)
+        count = counted(len(replicas.all), "server")
+        lines = f"{count} serve {self._model} at {url}/v1. Ctrl-C ends all.", f"In a browser: {url}/"
+        talk().print(*lines, sep="\n", markup=False, soft_wrap=True)
 
     async def _keep(self, command: Sequence[str], over: asyncio.Event) -> None:
         import asyncio

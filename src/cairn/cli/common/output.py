@@ -45,7 +45,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         return
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for index, title in enumerate(header):
-        shown.add_column(title, overflow="fold", style="" if index else "cyan")
+        # An address that is folded cannot be copied; the terminal's own wrapping leaves it whole.
+        whole = index == len(header) - 1 and any("://" in row[index] for row in rows)
+        shown.add_column(title, overflow="ignore" if whole else "fold", no_wrap=whole, style="" if index else "cyan")
     for row in rows:
         shown.add_row(*map(printable, row))
     Console(highlight=False, markup=False).print(shown)

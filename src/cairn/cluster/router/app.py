@@ -124,8 +124,7 @@ class RouterApp:
     async def _own(self, scope: Message, path: str, send: Send) -> None:
         if path.startswith("/health/"):
             ready = path == "/health/live" or any(one.up for one in self.replicas.all)
-            body = msgspec.json.encode({"status": "ready" if ready else "no replica is up"})
-            await _respond(send, 200 if ready else 503, body)
+            await _respond(send, 200 if ready else 503, msgspec.json.encode(self._health(ready)))
             return
         if not self._allowed(scope):
             await _fail(send, 401, "invalid_api_key", "this route needs the admin key, in the header X-Cairn-Admin-Key")
@@ -139,6 +138,13 @@ class RouterApp:
             await self._drain(scope, path, send)
         else:
             await _fail(send, 404, "not_found", f"{path[:100]} is no route of the router")
+
+    def _health(self, ready: bool) -> dict[str, object]:
+        """Return what /health says, with a server's fields: the replicas that are down are its troubles."""
+        down = [f"{one.url} is down: {one.last_check}" for one in self.replicas.all if not one.up]
+        reasons = [] if ready else ["no replica is up"]
+        status = "ready" if ready else "no replica is up"
+        return {"status": status, "role": "router", "reasons": reasons, "troubles": down if ready else []}
 
     async def _drain(self, scope: Message, path: str, send: Send) -> None:
         url = parse_qs(scope["query_string"].decode("latin-1")).get("replica", [""])[0]
