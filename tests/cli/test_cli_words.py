@@ -157,7 +157,7 @@ def test_a_server_that_wants_a_key_is_reported(running, loaded):
 def test_an_order_of_the_admin_names_the_admins_key(running):
     refused = '{"error": {"message": "this needs the admin key; send it as \'Authorization: Bearer KEY\'"}}'
     running.answers["/v1/admin/models/unload"] = [(401, refused)]
-    assert sentence(run("unload", "m"), 1).endswith("this needs the admin key; give the key with CAIRN_ADMIN_KEY\n")
+    assert sentence(run("unload", "m"), 1).endswith("this needs the admin key; give the key with CAIRN_ADMIN_KEY")
 
 
 def test_a_time_that_no_server_could_read_is_refused(running):
@@ -255,7 +255,7 @@ def test_models_of_a_server_are_changed_by_name(running):
     assert run("load", "m").stdout.splitlines() == [
         "model\tm",
         "state\tloaded",
-        "is\t/models/m",
+        "from\t/models/m",
         "loaded in\t1.2 s",
     ]
     assert "loaded in" not in run("unload", "m", "--grace", "5").stdout
