@@ -27,7 +27,7 @@ TEXT = "A slow first half, but the last hour is the best thing I saw all year."
 def main() -> None:
     """Read a review into a `Review`."""
     with LLM(sys.argv[1] if len(sys.argv) > 1 else "demo") as llm:
-        question = f'Answer in JSON: the mood, the stars from 1 to 5, and whether it is recommended, for this review: "{TEXT}"'
+        question = f'The mood, the stars from 1 to 5, and whether it is recommended, as JSON: "{TEXT}"'
         review: Review = llm.chat(question, response_format=Review, temperature=0, max_tokens=200).parsed
     print(f"mood {review.mood}, {review.stars} stars, {'recommended' if review.recommended else 'not recommended'}")
 
