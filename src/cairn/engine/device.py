@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
@@ -86,6 +87,10 @@ def _load_engine(
         )
         return spec, engine
     if config.tp > 1:
+        if importlib.util.find_spec("torch") is None:
+            from cairn.kernels.devices import NO_TORCH
+
+            raise ModelError(f"tp is {config.tp}, and several ranks need torch: {NO_TORCH}")
         from cairn.engine.parallel import ParallelEngine
 
         spec = identified(spec, folder)
