@@ -78,13 +78,13 @@ def test_panels_over_the_chat_close_and_its_beginning_is_found(browser: Any, hom
     body = {"messages": begun, "metadata": {"title": "Stones"}}
     httpx.post(f"{home.url}/v1/agents", json=body).raise_for_status()
     visit = Visit(browser, home.url).open()
-    settings, effort = visit.page.locator(".settings .panel"), visit.page.get_by_label("Reasoning", exact=True)
+    settings, effort = visit.page.locator(".settings:not(.menu) .panel"), visit.page.locator(".sampling select")
     summary = visit.page.locator(".settings > summary", has_text="Settings")
     for close in (lambda: visit.page.keyboard.press("Escape"), lambda: visit.page.locator(".log").click()):
         summary.click()
         assert effort.bounding_box()["width"] > 100, "as the model does: all of it can be read"
         close()
-        settings.last.wait_for(state="hidden")
+        settings.wait_for(state="hidden")
     visit.page.get_by_label("Search chats").fill("feldspar")
     visit.page.locator(".side").get_by_role("link", name="Stones").wait_for()
     visit.open("#/teams")
