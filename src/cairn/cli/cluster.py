@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cairn.cli.common.options import configured
+from cairn.cli.common.options import Host, configured, server
 from cairn.cli.common.output import counted, talk
 from cairn.config.resolve import Resolved, resolve
-from cairn.types.errors import ConfigError
+from cairn.types.errors import CairnError, ConfigError
 
 if TYPE_CHECKING:
     import asyncio
@@ -91,7 +91,17 @@ def register(app: typer.Typer) -> None:
             serve = [sys.executable, "-m", "cairn", "serve", model, "--host", "127.0.0.1", "--port", str(own)]
             commands.append([*serve, *shared, *mine, *_quiet(context.args)])
         servers = _Servers(model, commands)
-        serve_router(config, [f"http://127.0.0.1:{own}" for own in ports], servers.run)
+        serve_router(config, [f"http://127.0.0.1:{own}" for own in ports], servers.run, servers.restart)
+
+    @cluster.command()
+    @configured(("api_key", "admin_key"), model=False)
+    def restart(resolved: Resolved, host: Host = None) -> None:
+        """Restart the servers of `cairn cluster up`, one after another; running requests finish first."""
+        with server(resolved, host) as client:
+            for done in client.events("/router/restart", {}, admin=True):
+                if not done["ready"]:
+                    raise CairnError(f"{done['replica']} is not ready again; the servers after it run as before")
+                print(f"{done['replica']}: restarted")
 
     @cluster.command()
     def key(
@@ -163,12 +173,22 @@ class _Servers:
 
     def __init__(self, model: str, commands: Sequence[Sequence[str]]) -> None:
         self._model, self._commands = model, commands
+        self._running: dict[int, asyncio.subprocess.Process] = {}
+
+    async def restart(self, number: int) -> None:
+        """Let a server finish and end; it is started again."""
+        process = self._running.get(number)
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+            await process.wait()
 
     async def run(self, over: asyncio.Event, replicas: Replicas, url: str) -> None:
         """Keep them running until this is cancelled; then let them finish. Set `over` if none of them can start."""
         import asyncio
 
-        await asyncio.gather(self._say_ready(replicas, url), *(self._keep(command, over) for command in self._commands))
+        keeping = [self._keep(number, command, over) for number, command in enumerate(self._commands)]
+        await asyncio.gather(self._say_ready(replicas, url), *keeping)
 
     async def _say_ready(self, replicas: Replicas, url: str) -> None:
         """Say how to use the cluster, once all servers are ready for the first time."""
@@ -180,11 +200,12 @@ class _Servers:
         lines = f"{count} serve {self._model} at {url}/v1. Ctrl-C ends all.", f"In a browser: {url}/"
         talk().print(*lines, sep="\n", markup=False, soft_wrap=True)
 
-    async def _keep(self, command: Sequence[str], over: asyncio.Event) -> None:
+    async def _keep(self, number: int, command: Sequence[str], over: asyncio.Event) -> None:
         import asyncio
 
         while True:
             process = await asyncio.create_subprocess_exec(*command, start_new_session=True)
+            self._running[number] = process
             try:
                 code = await process.wait()
             except asyncio.CancelledError:
