@@ -59,8 +59,9 @@ def test_values_of_the_table() -> None:
 
 def test_unknown_agents_and_missing_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    done = run("launch", "vim")
-    assert done.returncode == 2 and ", ".join(AGENTS) in done.stderr
+    for given in ((), ("vim",)):
+        done = run("launch", *given)
+        assert done.returncode == 2 and ", ".join(AGENTS) in done.stderr
     done = run("launch", "claude")
     assert done.returncode == 1 and AGENTS["claude"].install in done.stderr
 
