@@ -63,6 +63,8 @@ def test_the_start_says_where_and_how_the_model_is_sampled(capsys: pytest.Captur
     said = capsys.readouterr().err
     assert "Why is the sky blue?" in said and '"stream": true, "repetition_stop": true' in said and "curl -N" in said
     assert "From other machines" not in said and "In a browser" in said and "http://127.0.0.1:80/\n" in said
+    _announce("https://127.0.0.1:80", [], service, Config(tls_cert="a b.pem", tls_key="k.pem"))
+    assert "curl -N --cacert 'a b.pem' https://127.0.0.1:80/v1/" in capsys.readouterr().err
     _announce("http://127.0.0.1:80", [], service, Config(page=False))
     assert "In a browser" not in capsys.readouterr().err
     _announce("http://127.0.0.1:80", [], service, Config(log_level="warning"))

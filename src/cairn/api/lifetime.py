@@ -7,6 +7,7 @@ import contextlib
 import gc
 import logging
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -269,6 +270,7 @@ def _announce(url: str, others: Sequence[str], service: Service, config: Config)
             _say(config, f"[bold red]{_OPEN}[/bold red]")
         return
     key = ' -H "Authorization: Bearer $CAIRN_API_KEY"' if has_keys(config) else ""
+    trust = f" --cacert {shlex.quote(config.tls_cert)}" if config.tls_cert is not None else ""
     route, given = _TRY[service.spec.kind]
     if service.name == DEMO:  # which knows Cairn, and little else
         given = given.replace("Why is the sky blue?", "What is Cairn?")
@@ -282,7 +284,10 @@ def _announce(url: str, others: Sequence[str], service: Service, config: Config)
         _say(config, f"Sampling where a request says nothing: {described(service.spec)}. Try:")
     else:
         _say(config, "It answers no chats. Try:")
-    _say(config, f"  curl -N {url}/v1/{route} -H 'Content-Type: application/json'{key} -d '{escape(body)}'")
+    _say(
+        config,
+        f"  curl -N{escape(trust)} {url}/v1/{route} -H 'Content-Type: application/json'{key} -d '{escape(body)}'",
+    )
     if everyone:
         _say(config, f"[bold red]{_OPEN}[/bold red]")
 
