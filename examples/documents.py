@@ -1,7 +1,7 @@
 """Ask questions of documents: every citation in the answer names a passage that was found.
 
-cairn pull sentence-transformers/all-MiniLM-L6-v2
-cairn serve smollm2 sentence-transformers/all-MiniLM-L6-v2      # in another terminal
+cairn pull minilm
+cairn serve smollm2 minilm      # in another terminal
 python examples/documents.py [ADDRESS]
 """
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from typing import Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 from cairn import LLM
 
@@ -18,7 +18,7 @@ class Review(BaseModel):
 
     mood: Literal["good", "bad", "mixed"]
     stars: Literal[1, 2, 3, 4, 5]
-    word: str = Field(max_length=20)
+    recommended: bool
 
 
 TEXT = "A slow first half, but the last hour is the best thing I saw all year."
@@ -27,9 +27,9 @@ TEXT = "A slow first half, but the last hour is the best thing I saw all year."
 def main() -> None:
     """Read a review into a `Review`."""
     with LLM(sys.argv[1] if len(sys.argv) > 1 else "demo") as llm:
-        question = f'Answer in JSON: the mood, the stars from 1 to 5, and one word, for this review: "{TEXT}"'
+        question = f'The mood, the stars from 1 to 5, and whether it is recommended, as JSON: "{TEXT}"'
         review: Review = llm.chat(question, response_format=Review, temperature=0, max_tokens=200).parsed
-    print(f"mood {review.mood}, {review.stars} stars, {review.word!r}")
+    print(f"mood {review.mood}, {review.stars} stars, {'recommended' if review.recommended else 'not recommended'}")
 
 
 if __name__ == "__main__":

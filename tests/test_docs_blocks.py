@@ -241,12 +241,10 @@ def test_python(block: Block, server: Served, embedder: Path, folder: Path) -> N
     if block.page == "clients.md":
         pytest.skip("the clients' recipes run in tests/clients")
     text = ADDRESS.sub(f"127.0.0.1:{server.port}", block.text)
-    if "LLM" in text and "import LLM" not in text:
-        text = f"from cairn import LLM\n{text}"
     if "client." in text and "client =" not in text:
         text = f'client = openai.OpenAI(base_url="http://127.0.0.1:{server.port}/v1", api_key="none")\n{text}'
         text = "import openai\n" + text.replace('model="any"', 'model="demo"')  # the server has two
-    text = text.replace('"all-MiniLM-L6-v2"', repr(str(embedder)))
+    text = text.replace('"minilm"', repr(str(embedder)))
     done = subprocess.run(
         [sys.executable, "-c", text],
         cwd=folder,

@@ -20,7 +20,7 @@ ALONE = {
     "chat.py": r"Your name is Ada\.[^(]*\((\d+) tokens in the prompt, (?!\1 )\d+ computed\)",  # not all of them
     "batch.py": r"cat: .+(?:\n\w+: .+){7}\Z",
     "tools.py": r"height\(.*\) -> \{'mountain': .*\}\n.*\w",
-    "structure.py": r"mood (good|bad|mixed), [1-5] stars, '.{0,20}'",
+    "structure.py": r"mood (good|bad|mixed), [1-5] stars, (not )?recommended",
 }
 SERVED = {"agents.py", "documents.py"}
 

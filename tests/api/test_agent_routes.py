@@ -95,6 +95,7 @@ async def test_an_agent_from_creation_to_deletion(folder: Path) -> None:
         said = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks(streamed.text) if c["choices"])
         assert streamed.headers["x-cairn-turn"] == "2" and "cairn" in chunks(streamed.text)[-1]
         turns = (await http.get("/v1/agents/ada/turns")).json()["data"]
+        assert all(one["timing"]["prefill"] > 0 and one["finish_detail"] == "" for one in turns)
         assert [turn["number"] for turn in turns] == [1, 2] and turns[1]["answer"]["content"] == said
         assert turns[1]["cached_tokens"] > 0
         shown = (await http.get("/v1/agents/ada")).json()

@@ -162,7 +162,7 @@ async def test_without_an_embedding_model_the_error_names_the_command_that_adds_
     folder: Path, tmp_path: Path
 ) -> None:
     """A chat model's vectors put right answers last, and nobody was told why."""
-    commands = "'cairn pull sentence-transformers/all-MiniLM-L6-v2', then start the server with it beside"
+    commands = "'cairn pull minilm', then start the server with it beside"
     async with home(folder, folder.parent / "embedder", agents_dir=str(tmp_path / "agents")) as (house, http):
         assert (await http.post("/v1/collections", json={"id": "c"})).status_code == 201
         text = {"name": "a.txt", "text": TEXT}

@@ -24,6 +24,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cairn.cli import app, main
+from cairn.cli.common.output import table
 from cairn.cli.connection.client import Client
 from cairn.cli.conversation.conversation import Conversation
 from cairn.cli.conversation.line_reader import PipeReader
@@ -122,6 +123,42 @@ def test_help_shows_some_twenty_options_in_groups():
     assert "--help-all" in few and "--max-queue" not in few and "--max-queue" in all_of_them
     assert "max_queue\t7\t--max-queue" in run("config", "--max-queue", "7").stdout
     assert "--help-all" not in CliRunner().invoke(app, ["ps", "--help"]).output, "it has few, and shows them all"
+
+
+@pytest.mark.parametrize(
+    ("given", "right"),
+    [("--num-ctx", "called --context"), ("--n_ctx=5", "called --context"), ("--num-predict", "called --max-tokens"),
+     ("--model-path", "the argument MODEL")],
+)  # fmt: skip
+def test_an_option_of_another_program_gets_the_right_name(given, right):
+    assert f"there is no option {given.partition('=')[0]}: it is {right} here" in sentence(
+        run("run", "demo", given, "5")
+    )
+
+
+def test_choices_that_are_wide_stand_in_the_help():
+    """Beside the flag they would be broken anywhere."""
+    shown = CliRunner().invoke(app, ["serve", "--help"], terminal_width=80).output
+    assert "auto|bf16" not in shown and "one of auto, bf16" in " ".join(shown.replace("│", " ").split())
+
+
+def test_an_address_in_a_table_can_be_copied_and_a_page_is_shown(monkeypatch, capsys, tmp_path):
+    """On a terminal."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("TERM", "xterm")
+    url = "https://huggingface.co/" + "a" * 60
+    table(("name", "page"), [("x", url), ("long " * 20, "y")])
+    assert f";{url}\x1b" in capsys.readouterr().out, "each piece of the folded text is a link to all of it"
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.chdir(tmp_path)
+    for command, rest in (("cat > shown", ""), ("exit 1", ".TH")):
+        (tmp_path / "man").write_text(f"#!/bin/sh\n{command}\n")
+        (tmp_path / "man").chmod(0o700)
+        with pytest.raises(SystemExit):
+            main(["man", "run"])
+        assert capsys.readouterr().out.startswith(rest)
+    assert (tmp_path / "shown").read_text().startswith(".TH")
 
 
 def test_manual_pages_have_every_option_and_are_good_roff(elsewhere):
@@ -912,7 +949,7 @@ def test_serve_generate_status_and_cancel_where_torch_cannot_be_imported(elsewhe
         assert sentence(run("cancel", "00000000000000ff", "--host", host), 1).startswith("there is no such request")
         port = host.rpartition(":")[2]
         said = sentence(process("serve", "--port", port))
-        assert said == f"port {port} on 127.0.0.1 is used by another program; choose one with --port"
+        assert said.startswith(f"a Cairn server listens on port {port} already")
     finally:
         server.send_signal(signal.SIGINT)
         server.stderr.read()

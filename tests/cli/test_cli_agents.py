@@ -82,6 +82,12 @@ def test_agents_are_listed_shown_forked_rolled_back_moved_and_deleted(server: Se
     assert [row for row in rows(server, "agents", "show", "eve") if row[0] == "turn"] == turns
     code, _, err = run(server, "agents", "export", "ada", str(file))
     assert code == 1 and "exists already" in err
+    folder = tmp_path / "all"
+    assert len(rows(server, "agents", "export", "--all", str(folder))) == 3
+    (folder / "eve.cairn").unlink()
+    code, out, err = run(server, "agents", "export", "--all", str(folder))
+    assert (code, out) == (1, "") and "so nothing was exported; give another folder" in err
+    assert not (folder / "eve.cairn").exists()
     assert run(server, "agents", "pin", "ada", "--off")[0] == 0
     for id in ("ada", "bob", "eve"):
         assert run(server, "agents", "rm", id)[0] == 0

@@ -14,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,13 @@ def wait_up(port: int, count: int) -> None:
     raise AssertionError("the servers did not come up")
 
 
+def wait_until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end, "it did not come to hold"
+        time.sleep(0.1)
+
+
 def children(pid: int) -> set[int]:
     with contextlib.suppress(OSError):
         found = {int(one) for path in Path(f"/proc/{pid}/task").glob("*/children") for one in path.read_text().split()}
@@ -128,16 +136,20 @@ def restarted_one_after_another(port: int, pid: int) -> None:
 
 
 def test_up_starts_all_restarts_what_ends_and_leaves_nothing(tmp_path: Path, prove: bool) -> None:
-    port = three_ports()
+    port, log_file = three_ports(), tmp_path / "log"
+    log = log_file.open("w")
     command = [sys.executable, "-m", "cairn", "cluster", "up", "demo", "--replicas", "2", "--folder", str(tmp_path)]
     process = subprocess.Popen(
         [*command, "--port", str(port), "--engine", "fake", "--kv-gb", "0.1"],
-        stderr=subprocess.DEVNULL,
+        stderr=log,
         stdout=subprocess.DEVNULL,
         start_new_session=True,
     )
     try:
         wait_up(port, 2)
+        said = f"2 servers serve demo at http://127.0.0.1:{port}/v1. Ctrl-C ends all."
+        wait_until(lambda: said in log_file.read_text())
+        assert "curl" not in log_file.read_text(), "each server's own address is not the one to use"
         family = children(process.pid)
         servers = direct_children(process.pid)
         assert len(servers) == 2
@@ -164,3 +176,4 @@ def test_up_starts_all_restarts_what_ends_and_leaves_nothing(tmp_path: Path, pro
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
+        log.close()

@@ -59,8 +59,9 @@ def test_values_of_the_table() -> None:
 
 def test_unknown_agents_and_missing_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    done = run("launch", "vim")
-    assert done.returncode == 2 and ", ".join(AGENTS) in done.stderr
+    for given in ((), ("vim",)):
+        done = run("launch", *given)
+        assert done.returncode == 2 and ", ".join(AGENTS) in done.stderr
     done = run("launch", "claude")
     assert done.returncode == 1 and AGENTS["claude"].install in done.stderr
 
@@ -141,5 +142,7 @@ def test_how_a_context_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == ""
     check_context(AGENTS["claude"], False, "m", 20_000)
     assert "it may soon be full" in capsys.readouterr().err
+    check_context(AGENTS["claude"], True, "m", 8_192)
+    assert "it will be refused" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="codex's first prompt has about 13,000 tokens"):
         check_context(AGENTS["codex"], False, "m", 12_000)

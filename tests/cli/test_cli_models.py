@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from cairn.api import server
 from cairn.cli import main
+from cairn.cli.models import first_command
 from cairn.config.config import Config
 from cairn.models.hub import hub
 from cairn.models.hub.addresses import KNOWN
@@ -98,6 +100,15 @@ def test_short_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         "https://huggingface.co/Qwen/"
     )
     assert rows["smollm2"][0] == "smollm2:latest" and "minilm" in rows and len(rows) > 30
+
+
+@pytest.mark.parametrize(
+    ("kind", "command"),
+    [("chat", "cairn chat org/m"), ("embed", "cairn embed org/m -t"), ("rerank", "cairn serve org/m")],
+)
+def test_what_was_pulled_is_tried_as_its_kind_is(kind: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cairn.models.spec.config.load_spec", lambda *_, **more: SimpleNamespace(kind=kind))
+    assert first_command(hub.demo_folder(), "org/m").startswith(command)
 
 
 def test_bytes_that_a_vocabulary_lacks_are_reported_where_the_model_comes(

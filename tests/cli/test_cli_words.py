@@ -154,9 +154,42 @@ def test_a_server_that_wants_a_key_is_reported(running, loaded):
     assert "a key is needed; give the key with CAIRN_API_KEY" in done.stderr and "Loading a model here" in done.stderr
 
 
+def test_an_order_of_the_admin_names_the_admins_key(running):
+    refused = '{"error": {"message": "this needs the admin key; send it as \'Authorization: Bearer KEY\'"}}'
+    running.answers["/v1/admin/models/unload"] = [(401, refused)]
+    assert sentence(run("unload", "m"), 1).endswith("this needs the admin key; give the key with CAIRN_ADMIN_KEY")
+
+
+def test_a_time_that_no_server_could_read_is_refused(running):
+    """A server of one model does not look at it."""
+    assert "--keepalive is '10x' but must be a number of seconds" in sentence(
+        run("run", "m", "hi", "--keepalive", "10x")
+    )
+    assert running.asked == []
+    assert run("run", "m", "hi", "--keepalive", "-1").returncode == 1, "/api/generate is not there"
+
+
 def test_local_and_a_server_exclude_each_other(running):
     assert "--host names a server" in sentence(run("chat", "--local", "--host", "h:1"))
     assert "cannot be used with --local" in sentence(run("chat", "--local", "--agent", "ada"))
+
+
+def test_a_second_server_at_the_port_learns_of_the_first(running, elsewhere):  # noqa: F811
+    command = ("serve", "demo", "--engine", "fake", "--port", running.port)
+    assert f"a Cairn server listens on port {running.port} already" in sentence(run(*command))
+    running.answers["/health/ready"] = [(200, "<html>")]
+    assert "is used by another program" in sentence(run(*command))
+
+
+def test_the_servers_behind_a_router_are_shown(running):
+    health = '{"status": "ready", "role": "router", "reasons": [], "troubles": ["http://b:1 is down: gone"]}'
+    one = '{"url": "http://a:1", "draining": false, "state": "ready", "running": 2}'
+    running.answers |= {"/health/ready": [(200, health)], "/router/replicas": [(200, f'{{"data": [{one}]}}')]}
+    running.answers["/metrics"] = [(200, "cairn_router_requests_total 9\n")]
+    rows = dict(line.split("\t") for line in run("status").stdout.splitlines())
+    assert rows["trouble"] == "http://b:1 is down: gone"
+    assert rows["server behind it"] == "http://a:1: ready, 2 running"
+    assert run("ps").stdout.split("\t")[:6] == ["m", "loaded", "-", "64", "-", "-"], "the router does not know"
 
 
 # ------------------------------------------------------------------------------------------------------------ run
@@ -222,7 +255,7 @@ def test_models_of_a_server_are_changed_by_name(running):
     assert run("load", "m").stdout.splitlines() == [
         "model\tm",
         "state\tloaded",
-        "is\t/models/m",
+        "from\t/models/m",
         "loaded in\t1.2 s",
     ]
     assert "loaded in" not in run("unload", "m", "--grace", "5").stdout

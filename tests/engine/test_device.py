@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,13 @@ def test_auto_and_cpu_load_the_cpu_engine(tmp_path: Path) -> None:
         spec, engine = load_engine(Config(engine=name, kv_gb=0.01, threads=1), folder)  # type: ignore[arg-type]
         assert isinstance(engine, RecordedEngine) and spec.name == tmp_path.name
         engine.close()
+
+
+def test_several_ranks_without_torch_name_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "torch" else find(name, *more))
+    with pytest.raises(ModelError, match="ranks meet through torch: torch is not installed; install Cairn with"):
+        load_engine(Config(tp=2, kv_gb=0.01, threads=1), write_model(tmp_path))
 
 
 def test_fake_takes_the_same_spec_and_limits(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_what_cannot_be_cut_is_refused_by_name(tmp_path: Path) -> None:
 def test_ranks_want_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_model(tmp_path, **MODELS["llama 2"])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ModelError, match="ranks meet through torch, which is not installed"):
+    with pytest.raises(ModelError, match="ranks meet through torch: torch is not installed"):
         load_engine(Config(model=str(folder), tp=2), folder)
 
 

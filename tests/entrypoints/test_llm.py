@@ -208,7 +208,7 @@ def test_misspelt_and_wrong_options_are_errors(llm):
         llm.chat(HELLO, temprature=0)
     with pytest.raises(InvalidRequest, match="top_p must be from 0 to 1; it is 2"):
         llm.generate("x", top_p=2)
-    with pytest.raises(InvalidRequest, match="n must be from 1 to 1"):
+    with pytest.raises(InvalidRequest, match="n must be 1; it is 2"):
         llm.generate("x", n=2)
     with pytest.raises(InvalidRequest, match="one prompt, not a list"):
         llm.generate(["x"], stream=True)

@@ -171,7 +171,7 @@ async def test_the_workflow() -> None:
     [
         ("a: [", "cannot be read as YAML"),
         ("a: !!python/object/apply:os.system ['true']", "cannot be read as YAML"),
-        ("name: x\nteam: {}\nrouds: 1", "this is not a scenario: Object contains unknown field `rouds`"),
+        ("name: x\nteam: {}\nrouds: 1", "unknown field `rouds`; did you mean rounds?"),
         ("name: x\nteam: {documents: [{file: nowhere.md}]}", "cannot be read"),
     ],
 )

@@ -322,7 +322,11 @@ def test_models_are_unloaded_and_loaded_while_pages_are_open(browser: Any, tmp_p
         assert chosen.locator("option").all_inner_texts() == ["beta", "another …"]
         assert not page.get_by_label("Its folder, file or name").is_visible()
         chosen.select_option("another …")
-        assert page.get_by_label("Its folder, file or name").is_visible()
+        page.get_by_label("Its folder, file or name").fill("nowhere")
+        page.locator("dialog").get_by_role("button", name="Swap").click()
+        page.locator("dialog [role=alert]:has-text('there is no folder nowhere')").wait_for()
+        assert page.get_by_label("Its folder, file or name").input_value() == "nowhere", "it can be corrected"
+        assert len(visit.errors) == 1 and "Failed to load resource" in visit.errors.pop()
         page.locator("dialog").get_by_role("button", name="Cancel").click()
         page.get_by_role("link", name="Chat", exact=True).click()
         options = page.get_by_label("Model", exact=True).locator("option")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,6 +44,11 @@ def test_a_chat_goes_on_with_its_own_model_and_says_why_an_answer_ended(browser:
     visit.page.reload()
     visit.page.wait_for_selector(".turn .facts:has-text('repeated itself')")
     visit.page.wait_for_function("() => document.querySelector('.talkhead select').value === 'loop'")
+    elsewhere = Visit(browser, home.url).open(visit.page.url.removeprefix(f"{home.url}/"))
+    facts = elsewhere.page.locator(".turn .facts:has-text('repeated itself')")
+    facts.wait_for()
+    assert "tokens/s" in facts.inner_text() and re.search(r"first token after [1-9.]", facts.inner_text())
+    elsewhere.close()
     visit.close()
     assert visit.errors == []
 
@@ -63,6 +69,26 @@ def test_lists_open_and_close_on_a_phone(browser: Any, home: Served) -> None:
     visit.button("Chats").click()
     visit.page.locator(".side").get_by_role("link", name="Hello").click()
     visit.page.locator(".log").wait_for()
+    visit.close()
+    assert visit.errors == []
+
+
+def test_panels_over_the_chat_close_and_its_beginning_is_found(browser: Any, home: Served) -> None:
+    begun = [{"role": "user", "content": "Of quartz."}, {"role": "assistant", "content": "Feldspar."}]
+    body = {"messages": begun, "metadata": {"title": "Stones"}}
+    httpx.post(f"{home.url}/v1/agents", json=body).raise_for_status()
+    visit = Visit(browser, home.url).open()
+    settings, effort = visit.page.locator(".settings:not(.menu) .panel"), visit.page.locator(".sampling select")
+    summary = visit.page.locator(".settings > summary", has_text="Settings")
+    for close in (lambda: visit.page.keyboard.press("Escape"), lambda: visit.page.locator(".log").click()):
+        summary.click()
+        assert effort.bounding_box()["width"] > 100, "as the model does: all of it can be read"
+        close()
+        settings.wait_for(state="hidden")
+    visit.page.get_by_label("Search chats").fill("feldspar")
+    visit.page.locator(".side").get_by_role("link", name="Stones").wait_for()
+    visit.open("#/teams")
+    visit.page.get_by_text("cairn workflow run FILE").wait_for()
     visit.close()
     assert visit.errors == []
 

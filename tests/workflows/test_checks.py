@@ -88,6 +88,11 @@ def test_invalid_input_is_named_in_the_error(nodes: list[dict[str, Any]], said: 
     assert said in str(caught.value)
 
 
+def test_a_misspelt_key_gets_the_right_one() -> None:
+    with pytest.raises(InvalidRequest, match="unknown field `nodez`; did you mean nodes\\?"):
+        workflow_of({"nodez": []})
+
+
 def test_a_merge_names_nodes_with_fields() -> None:
     for names, said in ((["x"], "no such node"), (["a"], "has no fields"), ([], "each once")):
         with pytest.raises(InvalidRequest, match=said):

@@ -21,7 +21,7 @@ from cairn.system.interfaces import Clock
 from cairn.text.chat.messages import MessageBuilder, reasoning_tokens
 from cairn.text.output.stream import TextStream
 from cairn.types.errors import CairnError, Cancelled, GenerationFailed, Unavailable
-from cairn.types.outputs import REPETITION, Delta, Done, Event, FinishReason, Usage
+from cairn.types.outputs import REPETITION, Delta, Done, Event, FinishReason, Timing, Usage
 from cairn.types.request import Request
 from cairn.types.stats import CacheReport
 
@@ -231,6 +231,8 @@ class RunningTurn:
             ids=pack(self._content.tokens),
             message=message,
             reason=done.reason.value if done is not None else "",
+            detail=done.detail if done is not None else "",
+            timing=done.timing if done is not None else Timing(),
             failure=None if good else self._failure,
             reasoning=self._reasoning,
             cache=_logged(done.cache) if done is not None else CacheReport(),

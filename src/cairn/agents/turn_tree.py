@@ -14,6 +14,7 @@ from cairn.agents.content import Content
 from cairn.agents.log.records import AgentRecord, EndRecord, Savings, TokensRecord, TurnRecord
 from cairn.agents.types import AgentInfo, TurnInfo, TurnState
 from cairn.types.model_spec import CHUNK_TOKENS
+from cairn.types.outputs import Timing
 from cairn.types.request import Request
 from cairn.types.stats import CacheReport
 
@@ -107,6 +108,8 @@ class Turn:
             messages=began.messages,
             answer=content.answer,
             finish_reason=ended.reason if ended is not None and self.state == "finished" else "",
+            finish_detail=ended.detail if ended is not None and self.state == "finished" else "",
+            timing=ended.timing if ended is not None else Timing(),
             prompt_tokens=began.prefix + len(began.ids) // 4,
             completion_tokens=len(content.tokens),
             cached_tokens=cache.cached,

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from cairn.agents.log.records import Savings
+from cairn.types.outputs import Timing
 from cairn.types.stats import CacheReport
 
 TurnState = Literal["running", "finished", "interrupted"]
@@ -30,6 +31,10 @@ class TurnInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The assistant's message, incomplete for an interrupted turn; None if there is none."""
     finish_reason: str
     """Why a finished turn ended."""
+    finish_detail: str
+    """More on that; "repetition" where the answer only repeated itself."""
+    timing: Timing
+    """Seconds in each phase; all zero for a turn that did not end well, and in old records."""
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int

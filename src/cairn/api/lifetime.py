@@ -7,6 +7,7 @@ import contextlib
 import gc
 import logging
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -251,6 +252,8 @@ _TRY: Mapping[Kind, tuple[str, str]] = {
 """The route to try first, by kind of model, with a body for it."""
 
 
+_QUIET = ("warning", "error")
+"""Log levels at which a server does not say how to use it."""
 _OPEN = "Everyone who can reach this address can use it: no API key is set."
 
 
@@ -262,13 +265,17 @@ def _announce(url: str, others: Sequence[str], service: Service, config: Config)
         if everyone:
             log.warning(_OPEN)
         return
+    if config.log_level in _QUIET:
+        if everyone:
+            _say(config, f"[bold red]{_OPEN}[/bold red]")
+        return
     key = ' -H "Authorization: Bearer $CAIRN_API_KEY"' if has_keys(config) else ""
+    trust = f" --cacert {shlex.quote(config.tls_cert)}" if config.tls_cert is not None else ""
     route, given = _TRY[service.spec.kind]
     if service.name == DEMO:  # which knows Cairn, and little else
         given = given.replace("Why is the sky blue?", "What is Cairn?")
     body = f'{{"model": "{service.name}", {given}}}'
     _say(config, f"Cairn serves [bold]{escape(service.name)}[/bold] at [bold]{url}/v1[/bold]. Ctrl-C ends it.")
-    _say(config, f"It is computed on {escape(service.info.device)} ({escape(service.info.device_text)}).")
     if others:
         _say(config, f"From other machines: {', '.join(f'{other}/v1' for other in others)}")
     if config.page:
@@ -277,7 +284,10 @@ def _announce(url: str, others: Sequence[str], service: Service, config: Config)
         _say(config, f"Sampling where a request says nothing: {described(service.spec)}. Try:")
     else:
         _say(config, "It answers no chats. Try:")
-    _say(config, f"  curl -N {url}/v1/{route} -H 'Content-Type: application/json'{key} -d '{escape(body)}'")
+    _say(
+        config,
+        f"  curl -N{escape(trust)} {url}/v1/{route} -H 'Content-Type: application/json'{key} -d '{escape(body)}'",
+    )
     if everyone:
         _say(config, f"[bold red]{_OPEN}[/bold red]")
 

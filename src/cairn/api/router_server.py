@@ -21,8 +21,8 @@ from cairn.system.posix import SystemRng, log_to_stderr
 
 log = logging.getLogger(__name__)
 
-Beside = Callable[[asyncio.Event], Awaitable[None]]
-"""Runs beside the router; sets the event to end it, and is cancelled when it ends."""
+Beside = Callable[[asyncio.Event, Replicas, str], Awaitable[None]]
+"""Runs beside the router, with its replicas and its URL; sets the event to end it, and is cancelled when it ends."""
 
 
 def serve_router(
@@ -58,7 +58,7 @@ async def _serve(config: Config, sock: socket.socket, app: RouterApp, beside: Be
     await listener.start(sock)
     url = address(config.host, sock, tls=config.tls_cert is not None)
     log.info("the router listens on %s, for %s", url, ", ".join(one.url for one in replicas.all))
-    running = asyncio.ensure_future(beside(over)) if beside is not None else None
+    running = asyncio.ensure_future(beside(over, replicas, url)) if beside is not None else None
     signalled, ended = asyncio.ensure_future(stop.first.wait()), asyncio.ensure_future(over.wait())
     try:
         await asyncio.wait((signalled, ended), return_when=asyncio.FIRST_COMPLETED)

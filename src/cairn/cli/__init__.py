@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import io
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ import typer
 from typer.core import TyperOption
 
 from cairn.cli.common.output import printable
+from cairn.config.option import OTHER_NAMES, SAMPLING_NAMES
 from cairn.types.errors import CairnError, ConfigError
 
 
@@ -42,6 +44,8 @@ _OTHER_PROGRAMS = {
     "complete": "it is called generate: cairn generate -p TEXT --raw",
 }
 """Commands of other programs -> what to use here."""
+_FLAGS = OTHER_NAMES | SAMPLING_NAMES
+"""Options of other programs, without their hyphens -> the name of the option here."""
 
 
 START = """\
@@ -140,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _open_standard_streams()
     try:
         words = sys.argv[1:] if arguments is None else arguments
-        _check_word(words)
+        _check_words(words)
         _hide_types_of_flags()
         word = words[0] if words else ""
         app = _made((word,)) if word in _ALONE else _complete()
@@ -179,11 +183,17 @@ def _hide_types_of_flags() -> None:
     TyperOption.display_type_rich = display_type_rich  # type: ignore[method-assign, assignment]
 
 
-def _check_word(arguments: Sequence[str]) -> None:
-    """Raise ConfigError for a command of another program; it names the command to use here."""
+def _check_words(arguments: Sequence[str]) -> None:
+    """Raise ConfigError for a command or an option of another program; it names the one to use here."""
     word = arguments[0] if arguments else ""
     if word in _OTHER_PROGRAMS:
         raise ConfigError(f"there is no command {word}: {_OTHER_PROGRAMS[word]}")
+    for argument in itertools.takewhile(lambda one: one != "--", arguments):
+        flag = argument.partition("=")[0]
+        right = _FLAGS.get(flag.removeprefix("--").replace("-", "_")) if flag.startswith("--") else None
+        if right is not None:
+            here = "the argument MODEL" if right == "model" else f"called --{right.replace('_', '-')}"
+            raise ConfigError(f"there is no option {flag}: it is {here} here")
 
 
 def _open_standard_streams() -> None:

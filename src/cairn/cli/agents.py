@@ -14,7 +14,7 @@ import typer
 from cairn.cli.common.agent_path import agent_path
 from cairn.cli.common.options import Host, configured, server
 from cairn.config.resolve import Resolved
-from cairn.types.errors import ConfigError
+from cairn.types.errors import CairnError, ConfigError
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -174,8 +174,11 @@ def _register_files(agents: typer.Typer) -> None:
         if every:
             folder.mkdir(parents=True, exist_ok=True)
         with server(resolved, host) as client:
-            for name in [agent["id"] for agent in _all(client)] if every else [id or ""]:
-                target = file or folder / f"{name}.cairn"
+            targets = {name: file or folder / f"{name}.cairn" for name in (_ids(client) if every else [id or ""])}
+            there = next((one for one in targets.values() if every and one.exists()), None)
+            if there is not None:
+                raise CairnError(f"{there} exists already, so nothing was exported; give another folder")
+            for name, target in targets.items():
                 client.download(agent_path(name, "export") + ("?kv=true" if kv else ""), target)
                 print(target)
 
@@ -199,6 +202,10 @@ def _register_files(agents: typer.Typer) -> None:
         print(made["id"])
         if kv and made["kv"]["why"]:
             print(f"{made['kv']['chunks']} chunks of KV were imported: {made['kv']['why']}", file=sys.stderr)
+
+
+def _ids(client: Client) -> list[str]:
+    return [agent["id"] for agent in _all(client)]
 
 
 def _all(client: Client) -> Iterator[dict[str, Any]]:

@@ -13,7 +13,7 @@ from cairn.cli.common.sampling import AnswerSource, source
 from cairn.cli.models import facts
 from cairn.config.option import local_options, options
 from cairn.config.resolve import Resolved
-from cairn.types.errors import CairnError, ConfigError
+from cairn.types.errors import CairnError, ConfigError, InvalidRequest
 
 if TYPE_CHECKING:
     from cairn.cli.connection.client import Client
@@ -58,6 +58,7 @@ def answers(
     """
     if local and host is not None:
         raise ConfigError("--local loads a model in this process; --host names a server")
+    _check_keepalive(keepalive)
     if host is not None:
         with source(resolved, host) as found:
             client = cast("Client", found)
@@ -78,6 +79,20 @@ def answers(
         with talk().status("loading the model"):
             found = opened.enter_context(source(resolved, None))
         yield Reached(found, model, model, model, context_of(model, resolved.config.context), lambda: facts(model))
+
+
+def _check_keepalive(keepalive: str | None) -> None:
+    """Raise ConfigError for a time that a server cannot read: one of a single model does not look at it."""
+    if keepalive is None:
+        return
+    from cairn.api.chat.model_choice import seconds_of
+
+    try:
+        seconds_of(keepalive)
+    except InvalidRequest:
+        raise ConfigError(
+            f"--keepalive is {keepalive!r} but must be a number of seconds, or a duration such as 10m or 1h30m"
+        ) from None
 
 
 def _reached(client: Client, name: str, keepalive: str | None) -> Reached:

@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cairn.cli.common.options import Host, configured, server
+from cairn.cli.common.output import counted, talk
 from cairn.cluster.router.ways import APART, ROUTING
 from cairn.config.resolve import Resolved, resolve
 from cairn.types.errors import CairnError, ConfigError
 
 if TYPE_CHECKING:
     import asyncio
+
+    from cairn.cluster.router.replicas import Replicas
 
 _ROUTER = (
     *("host", "port", "api_key", "admin_key", "unsafe_no_auth", "tls_cert", "tls_key", "log_level", "log_format"),
@@ -32,6 +35,8 @@ _Apart = Annotated[
 ]
 AGAIN_SECONDS = 1.0
 """Pause before a server that ended is started again."""
+_LOOK = 0.2
+"""Seconds between two looks at whether all servers are ready."""
 DAY = 86400
 
 
@@ -106,8 +111,8 @@ def register(app: typer.Typer) -> None:
             mine = ["--agents-dir", str(home / f"agents-{number}"), "--kv-dir", str(home / f"kv-{number}")]
             serve = [sys.executable, "-m", "cairn", "serve", model, "--host", "127.0.0.1", "--port", str(own)]
             role = [] if not prefill else ["--role", "prefill" if number <= prefill else "decode"]
-            commands.append([*serve, *shared, *mine, *role, *context.args])
-        servers = _Servers(commands)
+            commands.append([*serve, *shared, *mine, *role, *_quiet(context.args)])
+        servers = _Servers(model, commands)
         serve_router(
             config, [f"http://127.0.0.1:{own}" for own in ports], servers.run, servers.restart, routing=how, apart=when
         )
@@ -194,6 +199,12 @@ def _one_of(name: str, value: str) -> Any:
     return value
 
 
+def _quiet(arguments: Sequence[str]) -> list[str]:
+    """Return the servers' options: unless they say otherwise, only warnings; the router says how to use them all."""
+    said = any(one.partition("=")[0] == "--log-level" for one in arguments)
+    return [*arguments, *(() if said else ("--log-level", "warning"))]
+
+
 def _home() -> Path:
     base = os.environ.get("XDG_DATA_HOME")
     return (Path(base) if base else Path.home() / ".local" / "share") / "cairn" / "cluster"
@@ -233,8 +244,8 @@ def _prune(store: str | None, days: int) -> int:
 class _Servers:
     """The servers of `cairn cluster up`, as child processes that are started again if they end."""
 
-    def __init__(self, commands: Sequence[Sequence[str]]) -> None:
-        self._commands = commands
+    def __init__(self, model: str, commands: Sequence[Sequence[str]]) -> None:
+        self._model, self._commands = model, commands
         self._running: dict[int, asyncio.subprocess.Process] = {}
 
     async def restart(self, number: int) -> None:
@@ -245,11 +256,22 @@ class _Servers:
                 process.send_signal(signal.SIGTERM)
             await process.wait()
 
-    async def run(self, over: asyncio.Event) -> None:
+    async def run(self, over: asyncio.Event, replicas: Replicas, url: str) -> None:
         """Keep them running until this is cancelled; then let them finish. Set `over` if none of them can start."""
         import asyncio
 
-        await asyncio.gather(*(self._keep(number, command, over) for number, command in enumerate(self._commands)))
+        keeping = [self._keep(number, command, over) for number, command in enumerate(self._commands)]
+        await asyncio.gather(self._say_ready(replicas, url), *keeping)
+
+    async def _say_ready(self, replicas: Replicas, url: str) -> None:
+        """Say how to use the cluster, once all servers are ready for the first time."""
+        import asyncio
+
+        while not all(one.up for one in replicas.all):
+            await asyncio.sleep(_LOOK)
+        count = counted(len(replicas.all), "server")
+        lines = f"{count} serve {self._model} at {url}/v1. Ctrl-C ends all.", f"In a browser: {url}/"
+        talk().print(*lines, sep="\n", markup=False, soft_wrap=True)
 
     async def _keep(self, number: int, command: Sequence[str], over: asyncio.Event) -> None:
         import asyncio

@@ -62,7 +62,9 @@ def register(app: typer.Typer) -> None:
     @configured(_OPTIONS, model=False)
     def launch(
         resolved: Resolved,
-        agent: Annotated[str, typer.Argument(metavar="AGENT", help=f"One of {', '.join(AGENTS)}.")],
+        agent: Annotated[
+            str | None, typer.Argument(metavar="AGENT", help=f"One of {', '.join(AGENTS)}.", show_default=False)
+        ] = None,
         arguments: Annotated[list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", show_default=False)] = None,
         model: Annotated[
             str | None, typer.Option("--model", metavar="MODEL", help="The model to serve if no server runs.")
@@ -79,9 +81,10 @@ def register(app: typer.Typer) -> None:
 
         If no server runs, one is started and ends with the agent. The agent's own configuration is not changed.
         """
-        known = AGENTS.get(agent)
-        if known is None:
-            raise ConfigError(f"{agent} cannot be launched; choose one of {', '.join(AGENTS)}", field="agent")
+        known = AGENTS.get(agent or "")
+        if agent is None or known is None:
+            wrong = "no agent is named" if agent is None else f"{agent} cannot be launched"
+            raise ConfigError(f"{wrong}; choose one of {', '.join(AGENTS)}", field="agent")
         if show:
             _print(start(known, _found(resolved, host), folder(agent), arguments or ()))
             return
@@ -109,11 +112,12 @@ def check_context(agent: AgentProgram, anyway: bool, model: str, context: int) -
     size = f"{least:,}" if least == most else f"{least:,} to {most:,}"
     sizes = f"{agent.title}'s first prompt has about {size} tokens, and the context of {model} is {context:,} tokens"
     if context >= least or anyway:
-        talk().print(f"{sizes}: it may soon be full.", style="dim", markup=False, soft_wrap=True)
+        result = "it may soon be full" if context >= least else "it will be refused"
+        talk().print(f"{sizes}: {result}.", style="dim", markup=False, soft_wrap=True)
         return
     raise ConfigError(
-        f"{sizes}: it would be refused. Serve a model with a longer context: cairn serve MODEL --context {wanted}, or "
-        "name one with --model. --anyway starts the agent regardless",
+        f"{sizes}: it would be refused. Serve a model with a longer context: cairn serve MODEL --context {wanted}. "
+        "--anyway starts the agent regardless",
         field="context",
     )
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -31,7 +34,7 @@ def register(app: typer.Typer) -> None:
             typer.Option(metavar="DIR", help="Write all pages to this folder, such as ~/.local/share/man/man1."),
         ] = None,
     ) -> None:
-        """Print a manual page for `man -l -`, or write all of them to a folder."""
+        """Show a manual page, or write all of them to a folder. A pipe gets the page's source, for `man -l -`."""
         pages = manual_pages(app)
         if write is not None:
             _write(pages, write)
@@ -40,7 +43,16 @@ def register(app: typer.Typer) -> None:
         name = f"cairn-{command.replace(' ', '-')}" if command else "cairn"
         if name not in pages:
             raise ConfigError(f"there is no command {command}; cairn --help lists them")
-        print(pages[name], end="")
+        if not (sys.stdout.isatty() and _shown(pages[name])):
+            print(pages[name], end="")
+
+
+def _shown(page: str) -> bool:
+    """Show a page with the program `man`; return whether it could."""
+    program = shutil.which("man")
+    if program is None:
+        return False
+    return subprocess.run([program, "-l", "-"], input=page, text=True, encoding="utf-8").returncode == 0
 
 
 def manual_pages(app: typer.Typer) -> dict[str, str]:

@@ -175,8 +175,20 @@ def pulled(model: str, anyway: bool = False) -> Path:
 
         folder = hub.pull(model, progress=show, say=say, allow=allow)
     _warn_of_lacking(folder, say)
-    say(f"{model} is complete and verified. Try: cairn chat {model}")
+    say(f"{model} is complete and verified. Try: {first_command(folder, model)}")
     return folder
+
+
+def first_command(folder: Path, model: str) -> str:
+    """Return a command to try a model with, by its kind."""
+    from cairn.models.spec.config import load_spec
+
+    try:
+        kind = load_spec(folder, identify=False).kind
+    except CairnError:  # what loads it says why
+        kind = "chat"
+    commands = {"embed": f"cairn embed {model} -t 'What is Cairn?'", "rerank": f"cairn serve {model}"}
+    return commands.get(kind, f"cairn chat {model}")
 
 
 def check_fits(model: str, size: int, anyway: bool, say: Callable[[str], None], *, noted: bool = False) -> None:

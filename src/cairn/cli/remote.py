@@ -139,7 +139,7 @@ def _change(resolved: Resolved, host: str | None, what: str, body: dict[str, Any
     with server(resolved, host) as client:
         found = client.post(f"/v1/admin/models/{what}", fields, admin=True, patient=True)
         seconds = f"{found['load_seconds']:.1f} s" if what != "unload" else ""
-        rows = [("model", str(found["id"])), ("state", str(found["state"])), ("is", str(found["model"]))]
+        rows = [("model", str(found["id"])), ("state", str(found["state"])), ("from", str(found["model"]))]
         rows += [("loaded in", seconds)] if seconds else []
     _print(rows)
 
@@ -162,6 +162,8 @@ def _server(client: Client) -> Rows:
     if health["status"] != "ready":
         return rows
     rows += [("trouble", one) for one in health.get("troubles", ())]
+    if health.get("role") == "router":
+        return rows + _replicas(client)
     try:
         for model in client.get("/v1/models")["data"]:
             state = "" if model.get("state", "loaded") == "loaded" else f", {model['state']}"
@@ -178,6 +180,21 @@ def _server(client: Client) -> Rows:
     return rows
 
 
+def _replicas(client: Client) -> Rows:
+    """Return the servers behind a router as rows; they need the admin key where the router has one."""
+    try:
+        found = client.get("/router/replicas", admin=True)["data"]
+    except CairnError as error:
+        return [("servers", f"not shown: {error}")]
+    return [
+        (
+            "server behind it",
+            f"{one['url']}: {'draining' if one['draining'] else one['state']}, {one['running']} running",
+        )
+        for one in found
+    ]
+
+
 def _models(client: Client) -> list[tuple[str, ...]]:
     """Return a row per model with its load; "-" for figures that only the admin key shows."""
     from cairn.cli.common.output import amount
@@ -186,12 +203,14 @@ def _models(client: Client) -> list[tuple[str, ...]]:
     try:
         samples = _samples(client.text("/metrics", admin=True))
     except CairnError:
-        samples = None
+        samples = []
     rows = []
     for one in models:
         of = f'model_name="{one["id"]}"' if len(models) > 1 else ""
         load = tuple(
-            "-" if samples is None else f"{sum(v for n, labels, v in samples if n == name and of in labels):.0f}"
+            "-"
+            if not any(n == name for n, _, _ in samples)
+            else f"{sum(v for n, labels, v in samples if n == name and of in labels):.0f}"
             for name in ("num_requests_running", "num_requests_waiting")
         )
         memory = amount(one["memory_bytes"]) if one.get("memory_bytes") else "-"

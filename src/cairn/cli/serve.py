@@ -9,6 +9,7 @@ import typer
 
 from cairn.cli.common.options import ALL, configured
 from cairn.config.resolve import Resolved
+from cairn.types.errors import ConfigError
 
 
 def register(app: typer.Typer) -> None:
@@ -34,6 +35,25 @@ def register(app: typer.Typer) -> None:
             serve_http(
                 with_folder(resolved.config, os.environ), lambda: with_folder(resolved.again().config, os.environ)
             )
+        except ConfigError as error:
+            raise _with_listener(error, resolved) from None
         finally:
             if collecting:  # a start that failed has not enabled it
                 gc.enable()
+
+
+def _with_listener(error: ConfigError, resolved: Resolved) -> ConfigError:
+    """Return the error of a start, or one that names the Cairn server that has the port."""
+    if error.field != "port":
+        return error
+    from cairn.cli.answer_source import state_of
+    from cairn.cli.connection.client import address
+
+    config = resolved.config
+    if not state_of(address(config), config.tls_cert):
+        return error
+    return ConfigError(
+        f"a Cairn server listens on port {config.port} already: cairn chat talks with it, cairn ps lists its models; "
+        "for another one give --port and --agents-dir",
+        field="port",
+    )

@@ -165,6 +165,17 @@ OTHER_NAMES = {
     "served_model_name": "served_name",
 }
 """What other engines and libraries call an option -> its name here."""
+SAMPLING_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "num_predict": "max_tokens",
+    "n_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "stop_sequences": "stop",
+    "stop_strings": "stop",
+}
+"""What they call a sampling option -> its name here."""
 _OF_GPUS = frozenset({"n_gpu_layers", "num_gpu", "gpu_memory_utilization", "tensor_parallel_size"})
 
 

@@ -88,10 +88,9 @@ def _load_engine(
         return spec, engine
     if config.tp > 1:
         if importlib.util.find_spec("torch") is None:
-            raise ModelError(
-                f"tp is {config.tp}, but ranks meet through torch, which is not installed: "
-                "pip install 'cairn-llm[gpu]', or leave tp out"
-            )
+            from cairn.kernels.devices import NO_TORCH
+
+            raise ModelError(f"tp is {config.tp}, but ranks meet through torch: {NO_TORCH}")
         from cairn.engine.parallel import ParallelEngine
 
         spec = identified(spec, folder)

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_args, get_origin, get_type_hints
 
-from cairn.config.option import OTHER_NAMES, closest, options
+from cairn.config.option import OTHER_NAMES, SAMPLING_NAMES, closest, options
 
 T = TypeVar("T")
 
@@ -115,15 +115,7 @@ class SamplingKeywords(TypedDict, total=False):
     ]
 
 
-_CALLS = {
-    "max_new_tokens": "max_tokens",
-    "max_completion_tokens": "max_tokens",
-    "max_length": "max_tokens",
-    "num_predict": "max_tokens",
-    "n_predict": "max_tokens",
-    "repeat_penalty": "repetition_penalty",
-    "stop_sequences": "stop",
-    "stop_strings": "stop",
+_CALLS = SAMPLING_NAMES | {
     "typ_p": "typical_p",
     "format": "response_format",
     "functions": "tools",

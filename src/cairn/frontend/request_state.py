@@ -142,6 +142,7 @@ class RequestState:
         "moved",
         "mu",
         "origin",
+        "prefill",
         "prompt_logprobs",
         "read_at",
         "reason",
@@ -180,6 +181,8 @@ class RequestState:
         self.cache: CacheReport | None = None
         self.arrived = arrived
         self.started_at: float | None = None
+        self.prefill: float | None = None
+        """Seconds from its start in the worker to its first token, which this side hears of with the same message."""
         self.first_at: float | None = None
         self.last_at = arrived
         self.read_at = arrived
@@ -213,6 +216,7 @@ class RequestState:
         """Record an output of the worker. The service handles its end."""
         if output.cache is not None and self.cache is None:
             self.cache = output.cache
+            self.prefill = None if output.timing is None else output.timing.prefill
         if output.prompt_logprobs:
             news = output.prompt_logprobs[self.skip :]
             self.skip = max(0, self.skip - len(output.prompt_logprobs))

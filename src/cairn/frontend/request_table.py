@@ -353,8 +353,10 @@ def _broken(error: Exception) -> CairnError:
 
 def _timing(flight: RequestState, now: float) -> Timing:
     """Return the three spans that the worker reports, as this side saw them."""
-    started = now if flight.started_at is None else flight.started_at
     first = now if flight.first_at is None else flight.first_at
+    started = now if flight.started_at is None else flight.started_at
+    if flight.prefill is not None:
+        started = max(flight.arrived, first - flight.prefill)
     return Timing(queue=started - flight.arrived, prefill=max(0.0, first - started), decode=now - first)
 
 

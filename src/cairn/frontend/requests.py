@@ -477,7 +477,8 @@ def _count(name: str, value: object, low: float, high: float, limit: str = "") -
         raise InvalidRequest(f"{name} must be a whole number", field=name)
     if not low <= value <= high:
         named = f" ({limit})" if limit else ""
-        raise InvalidRequest(f"{name} must be from {low} to {high}{named}; it is {_shown(value)}", field=name)
+        allowed = f"{low}" if low == high else f"from {low} to {high}"
+        raise InvalidRequest(f"{name} must be {allowed}{named}; it is {_shown(value)}", field=name)
     return value
 
 

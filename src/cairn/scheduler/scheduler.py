@@ -443,9 +443,9 @@ class Scheduler:
         if result.token is None:
             return self._fail(sequence, now, FinishReason.ERROR, "the engine gave neither a token nor an error")
         finish, tokens = sequence.take(result.token, result.mu, in_time)
-        cache = None
+        cache = timing = None
         if sequence.first_token is None:
-            sequence.first_token, cache = now, sequence.report
+            sequence.first_token, cache, timing = now, sequence.report, sequence.timing(now)
         return Output(
             id=sequence.request.id,
             tokens=tokens,
@@ -454,7 +454,7 @@ class Scheduler:
             mu=sequence.mu,
             finish=finish,
             cache=cache,
-            timing=None if finish is None else self._end(sequence, State.FINISHED, now),
+            timing=timing if finish is None else self._end(sequence, State.FINISHED, now),
         )
 
     def _advance_draft(

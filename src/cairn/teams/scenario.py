@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from cairn.config.option import closest
 from cairn.teams.definition import MAX_ROUNDS, USER, Rule, Team, check_text
 from cairn.teams.entries import Poll, check_poll
 from cairn.types.errors import CairnError, ConfigError, InvalidRequest, parted
@@ -149,8 +150,9 @@ def scenario_of(given: Any, file: Path) -> Scenario:
         scenario = msgspec.convert(given, type=Scenario)
     except msgspec.ValidationError as error:
         said, where, field = parted(error)
-        place = f" in {where}" if where else ""
-        raise ConfigError(f"{file}: this is not a scenario: {said[:300]}{place}", field=field) from None
+        near = closest(field or "", Scenario.__struct_fields__) if "unknown field" in said else ""
+        near = f" in {where}" if where else near
+        raise ConfigError(f"{file}: this is not a scenario: {said[:300]}{near}", field=field) from None
     _check(scenario, file)
     documents = scenario.team.get("documents")
     if not isinstance(documents, list):

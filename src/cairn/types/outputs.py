@@ -83,7 +83,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     cache: CacheReport | None = None
     """Set on the first output after the prompt was computed."""
     timing: Timing | None = None
-    """Set with `finish`."""
+    """Set with the first token, and with `finish`."""
     progress: PromptProgress | None = None
     """Set while the prompt is computed, if the request asked for progress."""
     vector: bytes = b""

@@ -181,11 +181,11 @@ export class Answer {
   }
 
   /** Show what is known at the end: usage, times and the finish reason. */
-  finish({ cairn, timings, tokens, reason, detail, tail = [] }) {
+  finish({ cairn, timing, tokens, reason, detail, tail = [] }) {
     const facts = [];
     if (tokens) facts.push(`${count(tokens)} tokens`);
-    if (timings?.predicted_per_second) facts.push(`${timings.predicted_per_second.toFixed(1)} tokens/s`);
-    if (timings?.prompt_ms !== undefined) facts.push(`first token after ${seconds(timings.prompt_ms / 1000)}`);
+    if (tokens && timing?.decode) facts.push(`${(tokens / timing.decode).toFixed(1)} tokens/s`);
+    if (timing?.prefill) facts.push(`first token after ${seconds(timing.queue + timing.prefill)}`);
     if (detail === "repetition") facts.push("ended, since it repeated itself");
     else if (reason === "length") facts.push("cut at the token limit");
     put(

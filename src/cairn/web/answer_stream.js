@@ -57,16 +57,13 @@ export class AnswerStream {
   /** Read one connection's events; return whether the answer has ended. */
   async read(response) {
     const { answer } = this;
-    let usage = null;
     let timings = null;
-    let reason = "";
-    let detail = "";
     let shown = 0;
     for await (const { id, data } of events(response)) {
       if (id) this.seen = id;
       this.begun = true;
       if (data === "[DONE]") {
-        this.facts = { cairn: usage?.cairn, timings, tokens: usage?.completion_tokens, reason, detail };
+        this.facts = { timings };
         return true;
       }
       const chunk = JSON.parse(data);
@@ -75,12 +72,9 @@ export class AnswerStream {
         throw new ApiError(chunk.error.code === "cancelled" ? 499 : 500, chunk);
       }
       if (chunk.prompt_progress) this.prefill(chunk.prompt_progress);
-      usage = chunk.usage ?? usage;
       timings = chunk.timings ?? timings;
       const choice = chunk.choices?.[0];
       if (!choice) continue;
-      reason = choice.finish_reason ?? reason;
-      detail = choice.finish_detail ?? detail;
       const delta = choice.delta;
       if (delta?.content || delta?.reasoning_content || delta?.tool_calls) {
         if (!shown) this.stopTimer();

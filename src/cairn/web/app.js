@@ -112,6 +112,23 @@ function theme(change) {
   document.getElementById("theme").title = THEMES[at] || "as the system";
 }
 
+// ------------------------------------------------------------------------------------------------- what opens over all
+
+/** Close the settings and the menu of a chat, but those that hold `inside`. */
+function closePanels(inside) {
+  for (const open of document.querySelectorAll("details.settings[open]")) {
+    if (!inside || !open.contains(inside)) open.open = false;
+  }
+}
+
+document.addEventListener("pointerdown", (event) => closePanels(event.target));
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
+  const open = document.querySelector("details.settings[open]");
+  closePanels();
+  open?.querySelector("summary").focus();
+});
+
 on("link", showLink);
 window.addEventListener("hashchange", route);
 document.getElementById("keys").addEventListener("click", () => askForKeys());

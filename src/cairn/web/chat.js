@@ -12,8 +12,6 @@ import { samplingFields, samplingOptions } from "/web/sampling.js";
 
 const FETCHED = 60;
 const FULL = "context_length_exceeded";
-const SPEEDS = "cairn.speeds"; // of this browser: how fast its answers were, which only their streams told
-const KEPT = 500;
 
 /** Return the view. `id`: the agent's; empty for a new chat. */
 export function chatView(id) {
@@ -26,7 +24,6 @@ class Chat {
     this.turns = [];
     this.first = 0; // turns before this number are not loaded
     this.busy = null; // the answer that is being read
-    this.facts = speeds(); // request -> what only its stream told: how fast it was
     this.ends = [];
     this.build();
   }
@@ -295,8 +292,8 @@ class Chat {
     const users = turn.messages.filter((one) => one.role === "user");
     const answer = new Answer();
     answer.set(turn.answer);
-    const told = this.facts.get(turn.request);
-    this.over(answer, turn, { cairn: turn.cairn, tokens: turn.completion_tokens, reason: turn.finish_reason, ...told });
+    const { cairn, completion_tokens: tokens, finish_reason: reason, finish_detail: detail, timing } = turn;
+    this.over(answer, turn, { cairn, tokens, reason, detail, timing });
     return h(
       "div",
       { class: "turn", "data-turn": turn.number },
@@ -448,17 +445,12 @@ class Chat {
 
   async done() {
     this.busy.end();
-    const { facts, request, begun } = this.busy;
+    const { facts, begun } = this.busy;
     this.busy = null;
     this.send.hidden = false;
     this.stop.hidden = true;
     this.log.removeAttribute("aria-busy");
     if (this.ended) return;
-    if (facts) {
-      const { predicted_per_second, prompt_ms } = facts.timings ?? {};
-      this.facts.set(request, { timings: { predicted_per_second, prompt_ms }, ...(facts.detail ? { detail: facts.detail } : {}) });
-      keepSpeeds(this.facts);
-    }
     if (begun) await this.load();
     if (facts) say("The answer is complete.");
     this.input.focus();
@@ -656,15 +648,3 @@ function opened(message) {
 
 /** The unsent message for the next chat that is shown. */
 const kept = { text: "" };
-
-function speeds() {
-  try {
-    return new Map(JSON.parse(localStorage.getItem(SPEEDS) ?? "[]"));
-  } catch {
-    return new Map();
-  }
-}
-
-function keepSpeeds(facts) {
-  localStorage.setItem(SPEEDS, JSON.stringify([...facts].slice(-KEPT)));
-}

@@ -92,8 +92,12 @@ export class ChatList {
       for (let agent = todo.shift(); agent && this.wanted; agent = todo.shift()) {
         try {
           const from = Math.max(0, agent.head - 100);
-          const page = await get(agentPath(agent.id, `turns?limit=100&after=${from}`));
-          const said = page.data.flatMap((turn) => [...turn.messages, turn.answer ?? {}]).map(textOf);
+          const [whole, page] = await Promise.all([
+            get(agentPath(agent.id)),
+            get(agentPath(agent.id, `turns?limit=100&after=${from}`)),
+          ]);
+          const turns = page.data.flatMap((turn) => [...turn.messages, turn.answer ?? {}]);
+          const said = [...(whole.messages ?? []), ...turns].map(textOf); // a chat may begin with what another had
           texts.set(agent.id, { head: agent.head, text: said.join("\n").toLowerCase() });
           this.draw();
         } catch {

@@ -125,14 +125,17 @@ function modelTable() {
 
 function modelActions(one) {
   const order = async (what, body) => {
+    let fine = true;
     try {
       const done = post(`/v1/admin/models/${what}`, { model: one.id, ...body }, { admin: true });
       setTimeout(() => fetchModels().catch(() => {}), 300); // it takes its time: the state says so
       await done;
     } catch (error) {
+      fine = false;
       complain(error);
     }
     await fetchModels().catch(() => {});
+    return fine;
   };
   const act = (text, f) => button(text, f, { class: "small", "aria-label": `${text} ${one.id}` });
   if (one.state === "loaded") return [act("Unload", () => order("unload")), " ", act("Swap", () => swap(one, order))];
@@ -154,16 +157,20 @@ function swap(one, order) {
     h("option", { value: "" }, "another …"),
   );
   typed.hidden = others.length > 0;
+  const go = h("button", { type: "submit", class: "primary" }, "Swap");
   dialog("Swap", (close) =>
     h(
       "form",
       {
-        onsubmit: (event) => {
+        onsubmit: async (event) => {
           event.preventDefault();
           const chosen = list.value || to.value.trim();
           if (!chosen) return;
-          close();
-          order("swap", { to: chosen });
+          go.disabled = true;
+          go.textContent = "Loading …";
+          if (await order("swap", { to: chosen })) close(); // what is refused can be corrected here
+          go.disabled = false;
+          go.textContent = "Swap";
         },
       },
       h("p", null, `Another model answers in the name of ${one.id}, once it is loaded.`),
@@ -173,7 +180,7 @@ function swap(one, order) {
         "div",
         { class: "row end" },
         button("Cancel", close),
-        h("button", { type: "submit", class: "primary" }, "Swap"),
+        go,
       ),
     ),
   );

@@ -54,7 +54,7 @@ export function samplingFields() {
         localStorage.setItem(NAME, JSON.stringify(now));
       },
     },
-    ["", "none", "low", "medium", "high"].map((one) => h("option", { value: one }, one || "as the model does")),
+    ["", "none", "low", "medium", "high"].map((one) => h("option", { value: one }, one || "default")),
   );
   effort.value = values.reasoning_effort ?? "";
   get("/props")

@@ -72,7 +72,7 @@ class Teams {
     try {
       const [teams, runs] = await Promise.all([get("/v1/teams?limit=100"), get("/v1/workflows/runs?limit=100")]);
       if (this.ended) return;
-      const list = (kind, items, name) =>
+      const list = (kind, items, name, none = "None yet.") =>
         items.length
           ? h(
               "ul",
@@ -93,13 +93,16 @@ class Teams {
                 ),
               ),
             )
-          : h("p", { class: "soft" }, "None yet.");
+          : h("p", { class: "soft" }, none);
       put(
         this.names,
         h("h2", null, "Teams"),
         list("team", teams.data, (one) => one.id),
         h("h2", null, "Runs"),
-        list("run", runs.data, (one) => one.name || one.id),
+        list("run", runs.data, (one) => one.name || one.id, [
+          "None yet. One is started in a terminal: ",
+          h("code", null, "cairn workflow run FILE"),
+        ]),
       );
       if (this.id && !this.busy) await (this.kind === "team" ? this.showTeam() : this.showRun());
     } catch (error) {

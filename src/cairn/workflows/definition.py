@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from cairn.config.option import closest
 from cairn.types.errors import InvalidRequest, parted
 
 MAX_NODES = 256
@@ -144,4 +145,5 @@ def workflow_of(given: Any) -> Workflow:
         return msgspec.convert(given, type=Workflow)
     except msgspec.ValidationError as error:
         said, where, field = parted(error)
-        raise InvalidRequest(f"workflow{'.' + where if where else ''}: {said[:300]}", field=field) from None
+        near = "" if where or "unknown field" not in said else closest(field or "", Workflow.__struct_fields__)
+        raise InvalidRequest(f"workflow{'.' + where if where else ''}: {said[:300]}{near}", field=field) from None

@@ -18,8 +18,9 @@ from cairn.cli.conversation.line_reader import MAX_HISTORY, _shorten
 from cairn.cli.conversation.markdown_view import MarkdownView, WrappedView
 from cairn.cli.conversation.quoted_lines import question_of, unfinished, unquoted
 from cairn.cli.conversation.saved_chats import SavedChat, SavedChats
+from cairn.cli.conversation.settings import Settings
 from cairn.entrypoints.answer import Answer
-from cairn.types.errors import CairnError, ContextTooLong, NotFound
+from cairn.types.errors import CairnError, ConfigError, ContextTooLong, NotFound
 from cairn.types.outputs import FinishReason, Usage
 
 
@@ -41,6 +42,16 @@ def test_lines_that_belong_together(typed: str, goes_on: bool, question: str | N
     assert unfinished(typed) == goes_on
     if question is not None:
         assert question_of(typed) == question
+
+
+def test_a_setting_goes_back_to_what_it_was() -> None:
+    settings = Settings({"temperature": 0.5})
+    for name in ("temperature", "num_predict", "stop"):
+        assert settings.change(f"{name} 2").endswith(": 2)")
+        settings.change(f"{name} default")
+    assert settings.sampling == {"temperature": 0.5}, "of the command line"
+    with pytest.raises(ConfigError, match="/set stop default takes it back"):
+        settings.change("stop")
 
 
 def test_arguments_and_commands() -> None:

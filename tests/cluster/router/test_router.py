@@ -240,7 +240,14 @@ async def test_a_replica_that_drains_gets_nothing_new_and_one_that_is_down_neith
         found = (await ask(app, "GET", "/router/replicas")).json()["data"]
         assert [one["up"] for one in found] == [True, False]
         assert b'replica_up{replica="' in (await ask(app, "GET", "/metrics")).body
-        assert (await ask(app, "GET", "/health/ready")).status == 200
+        health = await ask(app, "GET", "/health/ready")
+        assert health.status == 200
+        assert health.json() == {
+            "status": "ready",
+            "role": "router",
+            "reasons": [],
+            "troubles": [f"{app.replicas.all[1].url} is down: answers 503"],
+        }
 
 
 async def test_replicas_are_restarted_one_after_another() -> None:
@@ -290,7 +297,8 @@ async def test_without_a_replica_the_client_gets_an_error_at_once() -> None:
         await app.replicas.check(app.replicas.all[0])
         got = await ask(app, "POST", "/v1/chat/completions", {})
         assert got.status == 503 and got.headers[b"retry-after"] == b"2"
-        assert (await ask(app, "GET", "/health/ready")).status == 503
+        health = await ask(app, "GET", "/health/ready")
+        assert (health.status, health.json()["reasons"]) == (503, ["no replica is up"])
 
 
 async def test_what_one_replica_alone_has_is_looked_for_on_all() -> None:

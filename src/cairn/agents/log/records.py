@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from cairn.types.errors import InvalidRequest
+from cairn.types.outputs import Timing
 from cairn.types.request import OutputFormat, SamplingParams
 from cairn.types.stats import CacheReport
 
@@ -117,6 +118,9 @@ class EndRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How many of the tokens are reasoning, tags included."""
     cache: CacheReport = CacheReport()
     ended: float = 0.0
+    detail: str = ""
+    """More on the reason, as in `Done`."""
+    timing: Timing = Timing()
 
 
 class ReplayRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -29,7 +29,7 @@ from cairn.workflows.answerer import ServiceAnswerer
 MAX_UPLOADS = 8
 """Most forms of one tenant that are received or read at once: each has a file on the disk."""
 RETRY = 2.0
-EXAMPLE = "sentence-transformers/all-MiniLM-L6-v2"
+EXAMPLE = "minilm"
 ADD = (
     f"add one: 'cairn pull {EXAMPLE}', then start the server with it beside the models that it has: 'cairn serve MODEL "
     f"{EXAMPLE}'"

@@ -38,6 +38,8 @@ COMMON = frozenset(
 """The options that `--help` shows; `--help-all` shows all."""
 _OF_SERVERS = frozenset(("max_running", "kv_dir", "kv_disk_gb", "chat_template"))
 """The options of COMMON that only the help of `cairn serve` shows."""
+WIDEST = 24
+"""Characters of the widest list of choices that stands beside its flag."""
 FEW = 12
 """The most generated flags of a command whose `--help` shows all of them."""
 
@@ -144,7 +146,9 @@ def _hidden(parameter: inspect.Parameter) -> inspect.Parameter:
 def _parameter(option: Option) -> inspect.Parameter:
     kind: Any = bool if option.kind == "bool" else list[str] if option.many else str
     names = f"{option.flag}/--no-{option.flag[2:]}" if option.kind == "bool" else option.flag
-    metavar = "|".join(option.choices) or _METAVARS[option.kind]
+    # A list of choices that is wider than this would be broken anywhere, and leave no room for the help beside it.
+    listed = "|".join(option.choices)
+    metavar = ("NAME" if len(listed) > WIDEST else listed) or _METAVARS[option.kind]
     info = typer.Option(
         names, help=_help(option), rich_help_panel=option.panel, metavar=metavar or None, show_default=False
     )
@@ -152,7 +156,8 @@ def _parameter(option: Option) -> inspect.Parameter:
 
 
 def _help(option: Option) -> str:
-    notes = [note for note in (option.limits, _default(option)) if note]
+    choices = f"one of {', '.join(option.choices)}" if len("|".join(option.choices)) > WIDEST else ""
+    notes = [note for note in (choices, option.limits, _default(option)) if note]
     text = option.help.replace("[", r"\[")
     return f"{text} [dim]({'; '.join(notes)})[/dim]" if notes else text
 

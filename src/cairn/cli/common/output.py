@@ -6,7 +6,9 @@ import sys
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.style import Style
 from rich.table import Table
+from rich.text import Text
 
 _ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", "\r": r"\r", "\t": r"\t"})
 
@@ -47,8 +49,14 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for index, title in enumerate(header):
         shown.add_column(title, overflow="fold", style="" if index else "cyan")
     for row in rows:
-        shown.add_row(*map(printable, row))
+        shown.add_row(*map(_cell, row))
     Console(highlight=False, markup=False).print(shown)
+
+
+def _cell(value: str) -> Text:
+    """Return a value of a table; an address is a link, which stays whole where it is folded."""
+    text = printable(value)
+    return Text(text, style=Style(link=text) if text.startswith("https://") else "")
 
 
 def sections(parts: Sequence[tuple[str, Sequence[tuple[str, str]]]]) -> None:

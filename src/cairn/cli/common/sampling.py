@@ -18,7 +18,7 @@ from cairn.types.outputs import Delta
 if TYPE_CHECKING:
     from cairn.entrypoints.answer import Answer
 
-_PANEL = "Sampling (default: what the model's makers recommend, else what cairn config shows)"
+_PANEL = "Sampling (default: the model's own; cairn config shows it)"
 FLAGS: dict[str, tuple[Any, str, str]] = {
     "max_tokens": (int, "N", "Most tokens of an answer; default: what is left of the context."),
     "temperature": (float, "X", "0 always takes the likeliest token; higher is more varied."),

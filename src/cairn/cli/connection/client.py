@@ -267,7 +267,7 @@ class Client:
         if not response.is_success and response.status_code != fine:
             with closing(response), self._reading():
                 response.read()
-            raise _error(response)
+            raise _error(response, admin)
         return response
 
     @contextmanager
@@ -280,6 +280,8 @@ class Client:
 
 def _tls_hint(url: str, error: httpx.HTTPError) -> str:
     """Return what to do about http against https, or a certificate that is not trusted; "" for other errors."""
+    if "IP address mismatch" in str(error) or "Hostname mismatch" in str(error):
+        return "; give --host a name that is in its certificate, or skip the check with --insecure"
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
         return "; trust its certificate, or its authority's, with --cacert FILE; or skip the check with --insecure"
     if url.startswith("https:") and "WRONG_VERSION_NUMBER" in str(error):
@@ -296,8 +298,11 @@ def _refused(error: BaseException | None) -> bool:
     return error is not None
 
 
-def _error(response: httpx.Response) -> CairnError:
-    """Return the server's error as the class that its code names, or an error with the status."""
+def _error(response: httpx.Response, admin: bool = False) -> CairnError:
+    """Return the server's error as the class that its code names, or an error with the status.
+
+    `admin`: the request was sent with the admin key, or would have been.
+    """
     code, field = "", None
     try:
         error = response.json()["error"]
@@ -305,5 +310,6 @@ def _error(response: httpx.Response) -> CairnError:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         message = f"the server answered {response.status_code} {response.reason_phrase}"
     if response.status_code == 401:
-        message += "; give the key with CAIRN_API_KEY or --api-key @FILE"
+        message = message.partition("; send it as")[0]  # which is for those who write requests
+        message += f"; give the key with {'CAIRN_ADMIN_KEY' if admin else 'CAIRN_API_KEY or --api-key @FILE'}"
     return by_code(code, message, field)

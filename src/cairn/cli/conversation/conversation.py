@@ -429,9 +429,11 @@ def summary(answer: Answer, seconds: float, stopped: bool) -> str:
         parts.append("stopped because it repeated itself" if repeats else "cut at the token limit")
     usage = answer.usage
     if usage is not None:
-        parts.append(f"{usage.completion_tokens} tokens in {seconds:.1f} s")
+        parts.append(f"{counted(usage.completion_tokens, 'token')} in {seconds:.1f} s")
         read = f", {answer.cache.disk} read from disk" if answer.cache is not None and answer.cache.disk else ""
-        parts.append(f"prompt {usage.prompt_tokens} tokens, {usage.cached_tokens} of them already computed{read}")
+        parts.append(
+            f"prompt {counted(usage.prompt_tokens, 'token')}, {usage.cached_tokens} of them already computed{read}"
+        )
     return f"({'; '.join(parts)})" if parts else ""
 
 

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cairn.cli.common.sampling import FLAGS
-from cairn.config.option import closest
+from cairn.config.option import SAMPLING_NAMES, closest
 from cairn.types.errors import ConfigError, InvalidRequest
 from cairn.types.request import SAMPLING_RANGES
 
-_OTHER_NAMES: Mapping[str, str] = {
-    "num_predict": "max_tokens",
-    "n_predict": "max_tokens",
-    "repeat_penalty": "repetition_penalty",
-}
 _OF_THE_SERVER = {
     "num_ctx": "the context is set where the model is loaded: --context N",
     "num_gpu": "the device is set where the model is loaded: --device NAME",
@@ -26,6 +21,7 @@ _OF_THE_SERVER = {
 HELP = """\
 /set system TEXT              the system prompt
 /set NAME VALUE               sampling: {names}
+/set NAME default             what applied before it was set
 /set format json | FILE       answers in JSON, or in JSON that fits the schema in a file; /set noformat ends that
 /set verbose, /set quiet      more figures after each answer, or none
 /set markdown, nomarkdown     whether to render answers
@@ -43,8 +39,11 @@ class Settings:
     markdown: bool = True
     history: bool = True
     words: dict[str, Callable[[Settings], None]] = field(default_factory=dict)
+    _before: dict[str, Any] = field(default_factory=dict)
+    """The sampling that the command was started with."""
 
     def __post_init__(self) -> None:
+        self._before = dict(self.sampling)
         self.words = {
             "verbose": lambda one: one._show(verbose=True),
             "quiet": lambda one: one._show(quiet=True),
@@ -74,14 +73,18 @@ class Settings:
         if name == "format":
             self.sampling["response_format"] = response_format(value)
             return f"(answers are {value or 'json'})"
-        name = _OTHER_NAMES.get(name, name)
+        name = SAMPLING_NAMES.get(name, name)
         if name in _OF_THE_SERVER:
             raise ConfigError(f"{name} cannot be set in a conversation: {_OF_THE_SERVER[name]}")
         if name not in FLAGS:
             known = [*FLAGS, *self.words, "system", "format"]
             raise ConfigError(f"there is no setting {name}; /set alone lists all{closest(name, known)}")
         if not value:
-            raise ConfigError(f"/set {name} needs a value: {FLAGS[name][2]}")
+            raise ConfigError(f"/set {name} needs a value: {FLAGS[name][2]} /set {name} default takes it back.")
+        if value == "default":
+            self.sampling.pop(name, None)
+            self.sampling |= {name: self._before[name]} if name in self._before else {}
+            return f"({name}: {self.sampling.get(name, 'default')})"
         self.sampling[name] = _value(name, value)
         return f"({name}: {value})"
 

@@ -137,8 +137,7 @@ class RouterApp:
     async def _own(self, scope: Message, path: str, send: Send) -> None:
         if path.startswith("/health/"):
             ready = path == "/health/live" or any(one.up for one in self.replicas.all)
-            body = msgspec.json.encode({"status": "ready" if ready else "no replica is up"})
-            await respond(send, 200 if ready else 503, body)
+            await respond(send, 200 if ready else 503, msgspec.json.encode(self._health(ready)))
             return
         if not self._allowed(scope):
             await fail(send, 401, "invalid_api_key", "this route needs the admin key, in the header X-Cairn-Admin-Key")
@@ -165,6 +164,13 @@ class RouterApp:
             return
         await self.replicas.check(replica)
         await respond(send, 200, msgspec.json.encode(replica.described()))
+
+    def _health(self, ready: bool) -> dict[str, object]:
+        """Return what /health says, with a server's fields: the replicas that are down are its troubles."""
+        down = [f"{one.url} is down: {one.last_check}" for one in self.replicas.all if not one.up]
+        reasons = [] if ready else ["no replica is up"]
+        status = "ready" if ready else "no replica is up"
+        return {"status": status, "role": "router", "reasons": reasons, "troubles": down if ready else []}
 
     async def _drain(self, scope: Message, path: str, send: Send) -> None:
         replica = self.replicas.find(replica_url(scope))

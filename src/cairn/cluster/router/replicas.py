@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ import msgspec
 from cairn.cluster.router.upstream import UpstreamConnection, UpstreamLost, UpstreamPool, request_bytes
 from cairn.cluster.router.ways import Routing
 from cairn.types.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 CHECK_SECONDS = 1.0
 CHECK_TIMEOUT = 5.0
@@ -148,6 +151,8 @@ class Replicas:
                 await connection.send(request_bytes("GET", b"/health/ready", replica.host, (), b""))
                 while await connection.read():
                     pass
+            if connection.status == 200 and not replica.up:
+                log.info("%s is ready", replica.url)
             replica.up, replica.silent = connection.status == 200, 0
             replica.last_check = "ready" if replica.up else f"answers {connection.status}"
             if replica.up:
@@ -179,6 +184,8 @@ class Replicas:
 
     def failed(self, replica: Replica) -> None:
         """Note that a replica went away: it gets no more requests until it is ready again."""
+        if replica.up:
+            log.warning("%s went away; it gets no requests until it is ready again", replica.url)
         replica.up = False
         replica.failures += 1
         replica.pool.close()

@@ -29,6 +29,7 @@ TORCH, TRITON, MLX = ON_DEVICES = ("torch", "triton", "mlx")
 INTERPRETED = "triton-cpu"
 METAL = "metal"
 """Value of the option `kernels` for Cairn's own kernels on an Apple GPU."""
+NO_TORCH = "torch is not installed; install Cairn with the extra gpu (pip install 'cairn-llm[gpu]')"
 KEEPS_ANSWERS = frozenset({CPU})
 """Devices on which a request gets the same bits alone, in any batch, in chunks and from the cache."""
 
@@ -210,7 +211,7 @@ def _mlx_report(name: str) -> DeviceReport:
 def _no_torch() -> str:
     """Return why torch cannot be used; "" if it can."""
     if importlib.util.find_spec("torch") is None:
-        return "torch is not installed; install Cairn with the extra gpu (pip install 'cairn-llm[gpu]')"
+        return NO_TORCH
     return ""
 
 
