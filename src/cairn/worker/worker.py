@@ -26,7 +26,7 @@ from typing import TextIO
 from cairn.kv.pool.cache import Cache
 from cairn.kv.tiers.tiers import Tiers
 from cairn.models.hub.digests import watched
-from cairn.models.spec.config import with_tokenizer
+from cairn.models.spec.tokenizer_files import with_tokenizer
 from cairn.scheduler.drafts.draft_model import DraftModel
 from cairn.scheduler.drafts.policy import chosen_policy
 from cairn.scheduler.encoder_queue import TextQueue
