@@ -1,9 +1,12 @@
 #include "matrix.h"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <memory>
 #include <stdexcept>
+#include <system_error>
+#include <thread>
 
 namespace cairn {
 namespace {
@@ -171,6 +174,39 @@ void put(const Segment& part, std::byte* panels, Index to_row, const Source& fro
         put_groups(part, panel, lane, from, row);
 }
 
+// Rows of a part that come from one source, from row `first` of the part on.
+struct Run {
+    const Source* source;
+    Index first;
+};
+
+// Packs rows `from` to `to` of a part.
+void put_rows(const Segment& part, std::byte* panels, const std::vector<Run>& runs, Index from, Index to) {
+    for (const Run& run : runs) {
+        const Index end = std::min(to, run.first + run.source->out);
+        for (Index row = std::max(from, run.first); row < end && run.source->data; row++)
+            put(part, panels, row, *run.source, row - run.first);
+    }
+}
+
+// Packs all rows, of many on all cores: each takes whole panels, which nobody else writes to.
+void put_runs(const Segment& part, std::byte* panels, const std::vector<Run>& runs) {
+    constexpr Index LEAST = Index{1} << 20, MOST = 16;  // numbers that are worth a thread, and threads
+    const Index cores = static_cast<Index>(std::thread::hardware_concurrency());
+    const Index count = std::max(Index{1}, std::min({cores, MOST, part.panel_count(), part.out * part.inner / LEAST}));
+    const auto first = [&](Index share) { return std::min(part.out, part.panel_count() * share / count * LANES); };
+    std::vector<std::thread> others;
+    Index begun = 1;
+    try {
+        for (; begun < count; begun++)
+            others.emplace_back([&, begun] { put_rows(part, panels, runs, first(begun), first(begun + 1)); });
+    } catch (const std::system_error&) {  // no more threads are to be had
+    }
+    put_rows(part, panels, runs, 0, first(1));
+    put_rows(part, panels, runs, first(begun), part.out);
+    for (std::thread& one : others) one.join();
+}
+
 // By form; each is set once and then stays.
 std::array<std::unique_ptr<Codebook>, static_cast<int>(Form::iq3_s) + 1> codebooks;
 
@@ -234,9 +270,9 @@ Matrix::Matrix(const std::vector<Source>& sources, const std::vector<float>& bia
     auto source = sources.begin();
     for (Segment& part : parts_) {
         part.panels = (mapped_ ? mapped_ : panels_.get()) + at;
-        for (Index row = 0; row < part.out; ++source)
-            for (Index i = 0; i < source->out; i++, row++)
-                if (source->data && !mapped_) put(part, panels_.get() + at, row, *source, i);
+        std::vector<Run> runs;
+        for (Index row = 0; row < part.out; row += source->out, ++source) runs.push_back({&*source, row});
+        if (!mapped_) put_runs(part, panels_.get() + at, runs);
         at += size(part);
     }
     if (!bias.empty()) add_bias(bias);
