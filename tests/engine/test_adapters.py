@@ -149,7 +149,7 @@ def test_on_a_gguf_file_an_adapter_is_what_it_is_on_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kernels: str
 ) -> None:
     """Of plain numbers to the bit, though a file orders rows its own way; of 8 bits but for rounding."""
-    base = write_model(tmp_path / "base", **MODELS[name] | WIDE)
+    base = write_model(tmp_path / "base", **MODELS[name] | WIDE | {"head_dim": 16})
     place, tokens = write_peft(tmp_path / "adapter", pairs(base, seed=5), lora_alpha=6), prompt(40)
     found = {}
     for kind in (None, GgufType.F32, GgufType.Q8_0):
