@@ -88,7 +88,8 @@ class BlockFormat:
         if self.plain == "bfloat16":
             import ml_dtypes  # only here: whoever reads a file's header alone does without
 
-            return np.dtype(ml_dtypes.bfloat16)
+            brain: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+            return brain
         return np.dtype(self.plain) if self.plain else None
 
     @property
