@@ -272,7 +272,7 @@ Matrix::Matrix(const std::vector<Source>& sources, const std::vector<float>& bia
         part.panels = (mapped_ ? mapped_ : panels_.get()) + at;
         std::vector<Run> runs;
         for (Index row = 0; row < part.out; row += source->out, ++source) runs.push_back({&*source, row});
-        if (!mapped_) put_runs(part, panels_.get() + at, runs);
+        if (!mapped_ && sources[0].data) put_runs(part, panels_.get() + at, runs);
         at += size(part);
     }
     if (!bias.empty()) add_bias(bias);
