@@ -25,7 +25,7 @@ AGAIN := echo "Failed beside other tests; run again alone:" && cat .pytest_cache
 # Of MLX a Mac has Metal, and Linux the CPU: 26 MB, from glibc 2.35 on.
 MLX := $(if $(filter Darwin,$(shell uname)),mlx,mlx[cpu])
 
-.PHONY: serve install wheel models clients test check gpu-gate quick prove prove-cluster bench soak sanitize \
+.PHONY: serve install wheel models clients test check gpu-gate quick prove prove-cluster prove-neon bench soak sanitize \
   simulate clean
 
 # What is configured comes first (cairn.toml, CAIRN_MODEL), then a real model, where the registry can be reached.
@@ -154,6 +154,7 @@ quick: .venv/.test  ## lint, types, and units of the folders that differ from ma
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quick --numprocesses 2 --dist worksteal || [ $$? = 5 ]  # 5: nothing to run
 
 prove: .venv/.bench  ## the full figures of docs/reliability.md, at most an hour
+	@$(PIP) cmake ninja
 	@$(MAKE) --no-print-directory clients || echo "Other makers' clients cannot be had here: their tests are skipped." >&2
 	$(PYTEST) --prove
 	if [ -x .venv/clients/bin/python ]; then OMP_NUM_THREADS=1 .venv/clients/bin/python -m pytest --prove \
@@ -165,6 +166,11 @@ prove: .venv/.bench  ## the full figures of docs/reliability.md, at most an hour
 # not installed is skipped.
 prove-cluster: .venv/.test  ## the full figures of several servers
 	CAIRN_KILLS=200 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --prove --numprocesses 0 tests/cluster tests/agents/test_shared_agents.py
+
+# g++ for ARM and qemu are of the system (Debian: g++-aarch64-linux-gnu qemu-user-static); without them this is skipped.
+prove-neon: .venv/.test  ## the kernels for ARM beside those for x86, bit by bit: at most three minutes
+	$(PIP) cmake ninja
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest --prove --numprocesses 0 -rs tests/kernels/test_neon.py
 
 bench: .venv/.test  ## speed; prints tables
 	$(BIN)/python benchmarks/server_overhead.py --profile

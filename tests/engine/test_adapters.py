@@ -14,6 +14,8 @@ from cairn.models.safetensors.weights import open_tensors
 from cairn.types.errors import ModelError
 from cairn.types.step import NO_ADAPTER, Row
 from tests.adapter_files import pairs, random_peft, write_peft
+from tests.gguf_files import Type as GgufType
+from tests.gguf_files import write_gguf
 from tests.tiny_models import KERNELS, MODELS, Driver, load, prompt, write_config, write_model
 
 
@@ -139,3 +141,22 @@ def test_what_cannot_be_adapted_is_named(tmp_path: Path, name: str) -> None:
     given = pairs(base, REFUSED[name][0]["targets"])
     with pytest.raises(ModelError, match=REFUSED[name][1]):
         load(base).read_adapter(write_peft(tmp_path / "adapter", given))
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("name", ["llama with biases, tied", "qwen 3, head size of its own"])
+def test_on_a_gguf_file_an_adapter_is_what_it_is_on_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kernels: str
+) -> None:
+    """Of plain numbers to the bit, though a file orders rows its own way; of 8 bits but for rounding."""
+    base = write_model(tmp_path / "base", **MODELS[name] | WIDE | {"head_dim": 16})
+    place, tokens = write_peft(tmp_path / "adapter", pairs(base, seed=5), lora_alpha=6), prompt(40)
+    found = {}
+    for kind in (None, GgufType.F32, GgufType.Q8_0):
+        model = base if kind is None else write_gguf(base, tmp_path / f"{kind.name}.gguf", kind=kind)
+        engine = load(model, kernels=kernels)
+        driver = Driver(engine, monkeypatch)
+        found[kind] = scores(driver, tokens), scores(driver, tokens, attach(engine, place))
+    (plain, side), (rounded, both) = found[None], found[GgufType.Q8_0]
+    assert found[GgufType.F32][1].tobytes() == side.tobytes()
+    assert np.abs((both - rounded) - (side - plain)).mean() < 0.1 * np.abs(side - plain).mean()

@@ -75,6 +75,16 @@ def test_what_pays_is_kept_and_noise_is_not(tuner: Callable[..., Measured]) -> N
     assert "threads 8" not in made.seen and "kernels avx512" not in made.seen, "that is what it was"
 
 
+def test_what_is_as_before_under_another_name_is_no_change(
+    tuner: Callable[..., Measured], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """f16 looks better for a moment, then bf16 does, which is what `auto` means."""
+    named = {"auto": "bfloat16", "bf16": "bfloat16", "f16": "float16"}
+    monkeypatch.setattr(tune, "kv_dtype", lambda spec, config: named[config.kv_dtype])
+    made = tuner(lambda config: {"auto": 100.0, "f16": 105.0, "bf16": 120.0}[config.kv_dtype])
+    assert made.run()[0] == TunedOptions()
+
+
 def test_what_is_set_stays(tuner: Callable[..., Measured]) -> None:
     options, _, after = tuner(speed, fixed=("threads",)).run()
     assert options == TunedOptions(kernels="avx2") and after.score == pytest.approx(110)

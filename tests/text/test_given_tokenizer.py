@@ -10,7 +10,8 @@ import pytest
 from tokenizers import Tokenizer as Library
 
 from cairn import LLM
-from cairn.models.spec.config import load_spec, with_tokenizer
+from cairn.models.spec.config import load_spec
+from cairn.models.spec.tokenizer_files import with_tokenizer
 from cairn.text.chat.templates import load_text
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.errors import ModelError, ModelFileError

@@ -93,7 +93,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ),
     ] = 1
     kernels: Annotated[
-        Literal["auto", "reference", "portable", "avx2", "avxvnni", "avx512vnni", "avx512", "metal"],
+        Literal[
+            "auto", "reference", "portable", "avx2", "avxvnni", "avx512vnni", "avx512", "neon", "neoni8mm", "metal"
+        ],
         Meta(
             description="What the CPU computes with; 'auto': the fastest that runs here, 'reference' is numpy. 'metal' "
             "is for device mlx: a kernel of Cairn's own for recurrent layers, which was never run on an Apple GPU."

@@ -74,14 +74,15 @@ class Tuner:
             speed = self._measure(tried, f"{name} {value}")
             if speed.score > found.score * (1 + PAYS):
                 best, found = tried, speed
+        # What came back to what it means anyway, by noise in between, is no change.
         changed = {
             name: getattr(best, name)
             for name in TunedOptions.__struct_fields__
-            if getattr(best, name) != getattr(self._config, name)
+            if self._effective(best, name) != self._effective(self._config, name)
         }
         if not changed:
             return TunedOptions(), found, found
-        before, after = self._compare(best)
+        before, after = self._compare(msgspec.structs.replace(self._config, **changed))
         if after.score < before.score * (1 + PAYS):
             self._tell("beside each other they are equally fast: nothing is changed")
             return TunedOptions(), before, before

@@ -23,7 +23,9 @@ class ModelKeywords(TypedDict, total=False):
     engine: Literal["auto", "cpu", "fake"]
     device: str
     tp: int
-    kernels: Literal["auto", "reference", "portable", "avx2", "avxvnni", "avx512vnni", "avx512", "metal"]
+    kernels: Literal[
+        "auto", "reference", "portable", "avx2", "avxvnni", "avx512vnni", "avx512", "neon", "neoni8mm", "metal"
+    ]
     weights: Literal["auto", "stored", "f32", "bf16", "int8", "int4"]
     keep_packed: bool
     keep_packed_gb: float | None

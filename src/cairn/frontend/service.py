@@ -27,7 +27,7 @@ from cairn.frontend.stream import RequestStream
 from cairn.frontend.supervisor import Supervisor
 from cairn.frontend.worker_connection import Patience
 from cairn.models.hub.hub import locate
-from cairn.models.spec.config import check_fits
+from cairn.models.spec.tokenizer_files import check_fits
 from cairn.system.deadline import left
 from cairn.system.interfaces import Clock
 from cairn.system.metrics import Metrics

@@ -18,7 +18,7 @@ from cairn.kv.pool.sequence_kv import TierName
 from cairn.kv.tiers.store import Store
 from cairn.kv.tiers.tiers import Tiers
 from cairn.models.hub.digests import watched
-from cairn.models.spec.config import with_tokenizer
+from cairn.models.spec.tokenizer_files import with_tokenizer
 from cairn.scheduler.drafts.draft_model import DraftModel
 from cairn.scheduler.drafts.policy import chosen_policy
 from cairn.scheduler.encoder_queue import TextQueue

@@ -31,8 +31,6 @@ from cairn.models.hub import hub
 from cairn.models.hub.addresses import known
 from cairn.models.hub.removal import plan, remove
 from cairn.models.hub.snapshots import Progress
-from cairn.models.safetensors.weights import parameters
-from cairn.models.spec.config import bytes_by_format
 from cairn.router.served_model import ServedModel
 from cairn.types.errors import (
     CairnError,
@@ -333,6 +331,10 @@ def _is_name(model: str) -> None:
 
 
 def _facts(model: str, spec: ModelSpec) -> _Facts:
+    # These import numpy, which a server's front can do without until then.
+    from cairn.models.safetensors.weights import parameters
+    from cairn.models.spec.config import bytes_by_format
+
     place = hub.locate(model)
     sizes = bytes_by_format(place, spec)
     count = parameters(spec)

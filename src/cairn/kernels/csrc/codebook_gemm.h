@@ -24,7 +24,7 @@ inline void add_two_halves(Vec (&acc)[R], const std::byte* in, const Codes<8>& c
     constexpr int U = LEFT < HALVES ? LEFT : HALVES;
     const auto* scale = reinterpret_cast<const float*>(in + R * GROUP) + FIRST;
     const auto* start = reinterpret_cast<const std::int32_t*>(scale) + 4 * R;
-    const auto* x = reinterpret_cast<const std::int8_t*>(in) + FIRST * 4;
+    const auto* x = reinterpret_cast<const std::int8_t*>(in) + FIRST * BESIDE;
     IntVec first[U], second[U];
 #pragma GCC unroll 4
     for (int u = 0; u < U; u++)

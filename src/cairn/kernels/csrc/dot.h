@@ -9,10 +9,17 @@ namespace cairn::CAIRN_VARIANT {
 // `add<R, H>(x, sum)` adds to sum[R] the products with R of a tile's H rows, x in the order of Activations: of 4 to 6 bits
 // as they are stored, from 0 on, and of bytes as they are stored, code + 128, or where SIGNED_BYTES of the codes
 // themselves; bytes with a TABLE are stored as places in it. `add<R, H, FROM, TO>` does so for k = 4 FROM to 4 TO alone.
-#if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
+#if (defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)) || defined(__ARM_FEATURE_DOTPROD)
 constexpr bool SIGNED_BYTES = true;
 #else
 constexpr bool SIGNED_BYTES = false;
+#endif
+
+// Codes of a row that stand beside each other in a tile: as many as an instruction multiplies with those of one output.
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr Index BESIDE = 8;
+#else
+constexpr Index BESIDE = 4;
 #endif
 
 #if defined(__AVX512VNNI__)
@@ -217,6 +224,110 @@ struct Codes {
         }
     }
 #endif
+};
+
+#elif defined(__ARM_FEATURE_DOTPROD)
+
+// Weights are at most 8 bits with their sign, as the codes of a row are: `sdot` takes both.
+template <int BITS, Form TABLE = Form::int8>
+struct Codes {
+    const std::uint8_t* at;
+
+    explicit Codes(const std::byte* from) : at(reinterpret_cast<const std::uint8_t*>(from)) {}
+
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    // Matrices of 2 by 8: two rows with two outputs. Eight outputs are finished before the next, so that registers hold
+    // the sums of eight rows.
+    template <int R, int H, int FROM = 0, int TO = 8>
+    void add(const std::int8_t* x, IntVec (&sum)[R]) const {
+        static_assert(FROM % 2 == 0 && TO % 2 == 0);
+#pragma GCC unroll 2
+        for (int half = 0; half < PARTS; half += 2) {
+            int32x4_t squares[R / 2 + 1][4] = {};
+#pragma GCC unroll 4
+            for (int q = FROM; q < TO; q += 2) {
+                int8x16_t two[4];
+#pragma GCC unroll 2
+                for (int i = 0; i < 2; i++) {
+                    const int32x4_t first = vreinterpretq_s32_s8(codes(q, half + i)),
+                                    second = vreinterpretq_s32_s8(codes(q + 1, half + i));
+                    two[2 * i] = vreinterpretq_s8_s32(vzip1q_s32(first, second));
+                    two[2 * i + 1] = vreinterpretq_s8_s32(vzip2q_s32(first, second));
+                }
+                const std::int8_t* eights = x + q * 4 * H;
+#pragma GCC unroll 4
+                for (int pair = 0; pair < R / 2; pair++) {
+                    const int8x16_t rows = vld1q_s8(eights + pair * 16);
+#pragma GCC unroll 4
+                    for (int i = 0; i < 4; i++) squares[pair][i] = vmmlaq_s32(squares[pair][i], rows, two[i]);
+                }
+                if constexpr (R % 2) {
+                    const int8x8_t one = vld1_s8(eights + (R - 1) * 8);
+                    const int8x16_t rows = vcombine_s8(one, one);
+#pragma GCC unroll 4
+                    for (int i = 0; i < 4; i++) squares[R / 2][i] = vmmlaq_s32(squares[R / 2][i], rows, two[i]);
+                }
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+                for (int i = 0; i < 2; i++) {
+                    const int64x2_t low = vreinterpretq_s64_s32(squares[r / 2][2 * i]),
+                                    high = vreinterpretq_s64_s32(squares[r / 2][2 * i + 1]);
+                    sum[r].part[half + i] +=
+                        (IntPart)vreinterpretq_s32_s64(r % 2 ? vzip2q_s64(low, high) : vzip1q_s64(low, high));
+                }
+        }
+    }
+#else
+    template <int R, int H, int FROM = 0, int TO = 8>
+    void add(const std::int8_t* x, IntVec (&sum)[R]) const {
+#pragma GCC unroll 8
+        for (int q = FROM; q < TO; q++) {
+            int8x16_t weight[PARTS];
+#pragma GCC unroll 4
+            for (int i = 0; i < PARTS; i++) weight[i] = codes(q, i);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+                const auto* four = reinterpret_cast<const std::int32_t*>(x + (q * H + r) * 4);
+                const int8x16_t all = vreinterpretq_s8_s32(vld1q_dup_s32(four));
+#pragma GCC unroll 4
+                for (int i = 0; i < PARTS; i++)
+                    sum[r].part[i] = (IntPart)vdotq_s32((int32x4_t)sum[r].part[i], weight[i], all);
+            }
+        }
+    }
+#endif
+
+  private:
+    uint8x16_t line(Index offset, int part) const { return vld1q_u8(at + offset + part * 16); }
+
+    // Codes of k = 4 q + j, of outputs 4 part to 4 part + 3.
+    int8x16_t codes(int q, int part) const {
+        constexpr bool PLACES = values_of(TABLE) != nullptr;
+        uint8x16_t found;
+        if constexpr (BITS == 8 && !PLACES) {
+            found = line(q * 64, part);
+        } else if constexpr (BITS == 6) {
+            found = six_bits(q / 4 * 192, q % 4, part);
+        } else {
+            const uint8x16_t both = line(q / 2 * 64, part);
+            found = q % 2 ? vshrq_n_u8(both, 4) : vandq_u8(both, vdupq_n_u8(15));
+            if constexpr (PLACES) found = vqtbl1q_u8(vld1q_u8(values_of(TABLE)), found);
+            if constexpr (BITS == 5) {
+                const uint8x16_t bit = vshlq_u8(line(256, part), vdupq_n_s8(static_cast<std::int8_t>(4 - q)));
+                found = vorrq_u8(found, vandq_u8(bit, vdupq_n_u8(16)));
+            }
+        }
+        if constexpr (BITS == 8) found = veorq_u8(found, vdupq_n_u8(128));
+        return vreinterpretq_s8_u8(found);
+    }
+    uint8x16_t six_bits(Index from, int q, int part) const {
+        if (q < 3) return vandq_u8(line(from + q * 64, part), vdupq_n_u8(63));
+        const uint8x16_t low = vshrq_n_u8(line(from, part), 6), middle = vshrq_n_u8(line(from + 64, part), 6),
+                         high = vshrq_n_u8(line(from + 128, part), 6);
+        return vorrq_u8(low, vorrq_u8(vshlq_n_u8(middle, 2), vshlq_n_u8(high, 4)));
+    }
 };
 
 #else

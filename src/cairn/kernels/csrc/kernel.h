@@ -204,7 +204,7 @@ struct Tiles {
 };
 
 // A group of a tile of R activation rows that are rounded to codes of 8 bits, in the order in which it is multiplied:
-//   int8 [8][R][4]: k = 4 q + j
+//   int8 [8][R][4]: k = 4 q + j; or [4][R][8], see BESIDE in dot.h
 //   float [R] scales
 //   int32 [R]: -8 * sum of the row's codes, which takes 8 from each weight
 //   int32 [R]: -128 * sum

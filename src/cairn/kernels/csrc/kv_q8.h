@@ -35,6 +35,9 @@ inline void add_pairs(IntPart& acc, IntPart pairs, const std::int16_t* x) {
     acc = (IntPart)_mm256_add_epi32((__m256i)acc, _mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi32(both)));
 #elif defined(__SSE2__)
     acc = (IntPart)_mm_add_epi32((__m128i)acc, _mm_madd_epi16((__m128i)pairs, _mm_set1_epi32(both)));
+#elif defined(__aarch64__)
+    acc = (IntPart)vmlaq_n_s32((int32x4_t)acc, vandq_s32((int32x4_t)pairs, vdupq_n_s32(0xffff)), x[0]);
+    acc = (IntPart)vmlaq_n_s32((int32x4_t)acc, vshrq_n_s32((int32x4_t)pairs, 16), x[1]);
 #else
     // Sums may pass 32 bits on the way to one that does not.
     typedef std::uint32_t Wrapping __attribute__((vector_size(WIDTH * 4)));

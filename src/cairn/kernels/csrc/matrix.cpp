@@ -1,9 +1,12 @@
 #include "matrix.h"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <memory>
 #include <stdexcept>
+#include <system_error>
+#include <thread>
 
 namespace cairn {
 namespace {
@@ -15,9 +18,19 @@ void put_row(std::byte* panel, Index lane, const void* row, Index inner) {
     for (Index k = 0; k < inner; k++) to[(k / PAIR * LANES + lane) * PAIR + k % PAIR] = from[k];
 }
 
+// Four codes in one number, since bytes one by one take several times as long to pack.
+std::uint32_t four(const std::uint8_t* code) {
+    std::uint32_t found;
+    std::memcpy(&found, code, 4);
+    return found;
+}
+constexpr std::uint32_t each_byte(std::uint32_t byte) { return byte * 0x01010101u; }
+
+void put_four(std::byte* line, Index lane, std::uint32_t codes) { std::memcpy(line + lane * 4, &codes, 4); }
+
 void put_nibbles(std::byte* to, Index lane, const std::uint8_t* code) {
-    for (Index k = 0; k < GROUP; k++)
-        to[k / 8 * 64 + lane * 4 + k % 4] |= static_cast<std::byte>((code[k] & 15) << (k % 8 < 4 ? 0 : 4));
+    constexpr std::uint32_t LOW = each_byte(15);
+    for (Index k = 0; k < GROUP; k += 8) put_four(to + k * 8, lane, (four(code + k) & LOW) | (four(code + k + 4) & LOW) << 4);
 }
 
 // Where each value of a form's table stands in it, by the byte that is stored of int8.
@@ -38,8 +51,7 @@ void put_places(std::byte* to, Index lane, const std::uint8_t* code, const std::
 }
 
 void put_bytes(std::byte* to, Index lane, const std::uint8_t* code) {
-    for (Index k = 0; k < GROUP; k++)
-        to[k / 4 * 64 + lane * 4 + k % 4] = static_cast<std::byte>(code[k] ^ 0x80);
+    for (Index k = 0; k < GROUP; k += 4) put_four(to + k * 16, lane, four(code + k) ^ each_byte(0x80));
 }
 
 // One output of a quantised part; see Segment for the order.
@@ -77,17 +89,21 @@ void put_whole(std::byte* to, Index i, unsigned number, Index count = 256) {
         to[part * share + i - 3 * share] |= static_cast<std::byte>((number >> (2 * part) & 3) << 6);
 }
 
-void put_block_code(std::byte* group, Index bits, Index lane, Index k, unsigned code) {
-    const Index at = lane * 4 + k % 4, q = k / 4;
-    const auto mix = [&](Index offset, unsigned with) { group[offset + at] |= static_cast<std::byte>(with); };
+// The codes of a group of super-blocks, of 4 to 6 bits.
+void put_block_codes(std::byte* group, Index bits, Index lane, const std::uint8_t* code) {
     if (bits == 6) {
-        const Index half = q / 4 * 192;
-        if (q % 4 < 3) return mix(half + q % 4 * 64, code & 63);
-        for (Index line = 0; line < 3; line++) mix(half + line * 64, (code >> (2 * line) & 3) << 6);
+        constexpr std::uint32_t LOW = each_byte(63), TWO = each_byte(3);
+        for (Index half = 0; half < 2; half++, code += GROUP / 2)
+            for (Index line = 0; line < 3; line++)
+                put_four(group + half * 192 + line * 64, lane,
+                         (four(code + 4 * line) & LOW) | (four(code + 12) >> (2 * line) & TWO) << 6);
         return;
     }
-    mix(q / 2 * 64, (code & 15) << (q % 2 * 4));
-    if (bits == 5) mix(256, (code >> 4 & 1) << q);
+    put_nibbles(group, lane, code);
+    if (bits != 5) return;
+    std::uint32_t fifths = 0;
+    for (Index q = 0; q < GROUP / 4; q++) fifths |= (four(code + 4 * q) >> 4 & each_byte(1)) << q;
+    put_four(group + 256, lane, fifths);
 }
 
 // One output of a part in super-blocks; see Segment for the order.
@@ -108,8 +124,8 @@ void put_blocks(const Segment& part, std::byte* panel, Index lane, const Source&
             else
                 put_whole(unit, n * LANES + lane, *scale), put_whole(unit, 128 + n * LANES + lane, *minimum++);
         }
-        for (Index k = 0; k < SUPER; k++, code++)
-            put_block_code(unit + part.whole_bytes() + k / GROUP * part.code_bytes(), part.bits(), lane, k % GROUP, *code);
+        for (Index n = 0; n < SUPER / GROUP; n++, code += GROUP)
+            put_block_codes(unit + part.whole_bytes() + n * part.code_bytes(), part.bits(), lane, code);
     }
 }
 
@@ -156,6 +172,39 @@ void put(const Segment& part, std::byte* panels, Index to_row, const Source& fro
         put_blocks(part, panel, lane, from, row);
     else
         put_groups(part, panel, lane, from, row);
+}
+
+// Rows of a part that come from one source, from row `first` of the part on.
+struct Run {
+    const Source* source;
+    Index first;
+};
+
+// Packs rows `from` to `to` of a part.
+void put_rows(const Segment& part, std::byte* panels, const std::vector<Run>& runs, Index from, Index to) {
+    for (const Run& run : runs) {
+        const Index end = std::min(to, run.first + run.source->out);
+        for (Index row = std::max(from, run.first); row < end && run.source->data; row++)
+            put(part, panels, row, *run.source, row - run.first);
+    }
+}
+
+// Packs all rows, of many on all cores: each takes whole panels, which nobody else writes to.
+void put_runs(const Segment& part, std::byte* panels, const std::vector<Run>& runs) {
+    constexpr Index LEAST = Index{1} << 20, MOST = 16;  // numbers that are worth a thread, and threads
+    const Index cores = static_cast<Index>(std::thread::hardware_concurrency());
+    const Index count = std::max(Index{1}, std::min({cores, MOST, part.panel_count(), part.out * part.inner / LEAST}));
+    const auto first = [&](Index share) { return std::min(part.out, part.panel_count() * share / count * LANES); };
+    std::vector<std::thread> others;
+    Index begun = 1;
+    try {
+        for (; begun < count; begun++)
+            others.emplace_back([&, begun] { put_rows(part, panels, runs, first(begun), first(begun + 1)); });
+    } catch (const std::system_error&) {  // no more threads are to be had
+    }
+    put_rows(part, panels, runs, 0, first(1));
+    put_rows(part, panels, runs, first(begun), part.out);
+    for (std::thread& one : others) one.join();
 }
 
 // By form; each is set once and then stays.
@@ -221,9 +270,9 @@ Matrix::Matrix(const std::vector<Source>& sources, const std::vector<float>& bia
     auto source = sources.begin();
     for (Segment& part : parts_) {
         part.panels = (mapped_ ? mapped_ : panels_.get()) + at;
-        for (Index row = 0; row < part.out; ++source)
-            for (Index i = 0; i < source->out; i++, row++)
-                if (source->data && !mapped_) put(part, panels_.get() + at, row, *source, i);
+        std::vector<Run> runs;
+        for (Index row = 0; row < part.out; row += source->out, ++source) runs.push_back({&*source, row});
+        if (!mapped_ && sources[0].data) put_runs(part, panels_.get() + at, runs);
         at += size(part);
     }
     if (!bias.empty()) add_bias(bias);

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "arm_cpu.h"
 #include "arrays.h"
 #include "elementary.h"
 #include "matrix_module.h"
@@ -36,6 +37,12 @@ extern const Variant variant;
 namespace avx512 {
 extern const Variant variant;
 }
+namespace neon {
+extern const Variant variant;
+}
+namespace neoni8mm {
+extern const Variant variant;
+}
 
 namespace {
 
@@ -57,6 +64,9 @@ bool runs(const std::string& name) {
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                __builtin_cpu_supports("avx512vnni");
     if (name == "avx512") return runs("avx512vnni") && __builtin_cpu_supports("avx512bf16");
+#elif defined(__aarch64__)
+    if (name == "neon") return arm_has(ArmFeature::dot_products);
+    if (name == "neoni8mm") return runs("neon") && arm_has(ArmFeature::byte_matrices);
 #endif
     return name == "portable";
 }
@@ -78,6 +88,12 @@ const std::vector<const Variant*>& compiled() {
 #endif
 #if defined(CAIRN_HAS_AVX2)
         found.push_back(&avx2::variant);
+#endif
+#if defined(CAIRN_HAS_NEONI8MM)
+        found.push_back(&neoni8mm::variant);
+#endif
+#if defined(CAIRN_HAS_NEON)
+        found.push_back(&neon::variant);
 #endif
         found.push_back(&portable::variant);
         return found;

@@ -14,8 +14,9 @@ inline void put_group(const float* x, std::byte* to, Index lane, Index height) {
     std::int8_t codes[GROUP];
     const std::int32_t first = sum(round_codes(low, factor, codes));
     const std::int32_t second = sum(round_codes(high, factor, codes + LANES)), all = first + second;
-    std::byte* at = to + 4 * lane;
-    for (Index q = 0; q < GROUP / 4; q++, at += 4 * height) __builtin_memcpy(at, codes + 4 * q, 4);
+    std::byte* at = to + BESIDE * lane;
+    for (Index k = 0; k < GROUP; k += BESIDE, at += BESIDE * height) __builtin_memcpy(at, codes + k, BESIDE);
+    at -= (BESIDE - 4) * lane;
     const std::int32_t start4 = -8 * all, start8 = -128 * all, start6[2] = {-32 * first, -32 * second};
     const float total = scale * static_cast<float>(all);
     __builtin_memcpy(at, &scale, 4);

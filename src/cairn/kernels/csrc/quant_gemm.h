@@ -8,7 +8,7 @@
 namespace cairn::CAIRN_VARIANT {
 
 // Rows of a tile: they share one reading of a panel. Integer sums of at most 8 of them are held at once.
-constexpr int GROUP_ROWS = WIDTH == 16 ? 16 : WIDTH == 8 || REGISTERS == 32 ? 4 : 2;
+constexpr int GROUP_ROWS = WIDTH == 16 ? 16 : BESIDE == 8 ? 8 : WIDTH == 8 || REGISTERS == 32 ? 4 : 2;
 constexpr int at_once(int rows) { return rows <= 8 ? rows : rows <= 12 ? (rows + 1) / 2 : (rows + 2) / 3; }
 
 // With a TABLE, codes of 8 bits are stored as places in it.
@@ -51,7 +51,7 @@ inline void add_group(Vec (&acc)[R], const std::byte* in, const Weights& group) 
 #pragma GCC unroll 8
     for (int u = 0; u < U; u++)
         for (int i = 0; i < PARTS; i++) sum[u].part[i] = IntPart{} + (Form::STARTS ? start[u] : 0);
-    group.codes.template add<U, R>(reinterpret_cast<const std::int8_t*>(in) + FIRST * 4, sum);
+    group.codes.template add<U, R>(reinterpret_cast<const std::int8_t*>(in) + FIRST * BESIDE, sum);
 #pragma GCC unroll 8
     for (int u = 0; u < U; u++) {
         Vec& to = acc[FIRST + u];

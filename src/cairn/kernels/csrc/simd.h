@@ -173,6 +173,8 @@ inline Vec load_half(const std::uint16_t* p) {
 #elif defined(__AVX2__)
     const auto at = reinterpret_cast<const __m128i*>(p);
     return Vec{{(Part)_mm256_cvtph_ps(_mm_loadu_si128(at)), (Part)_mm256_cvtph_ps(_mm_loadu_si128(at + 1))}};
+#elif defined(__aarch64__)
+    return each([&](int i) { return (Part)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + i * WIDTH))); });
 #else
     float buffer[LANES];
     for (Index i = 0; i < LANES; i++) buffer[i] = half_to_float(p[i]);
@@ -219,6 +221,10 @@ inline void store_half(std::uint16_t* p, const Vec& x) {
     const auto at = reinterpret_cast<__m128i*>(p);
     _mm_storeu_si128(at, _mm256_cvtps_ph(x.part[0], _MM_FROUND_TO_NEAREST_INT));
     _mm_storeu_si128(at + 1, _mm256_cvtps_ph(x.part[1], _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__aarch64__)
+#pragma GCC unroll 4
+    for (int i = 0; i < PARTS; i++)
+        vst1_u16(p + i * WIDTH, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)x.part[i])));
 #else
     float lane[LANES];
     store(lane, x);
@@ -262,6 +268,20 @@ inline float largest(const Vec& x) {
     const __m128 four = _mm_max_ps(_mm256_extractf128_ps(eight, 1), _mm256_castps256_ps128(eight));
     const __m128 two = _mm_max_ps(_mm_movehl_ps(four, four), four);
     return _mm_cvtss_f32(_mm_max_ss(_mm_movehdup_ps(two), two));
+}
+#elif defined(__aarch64__)
+// The halves of four lanes are the lower two and the upper two.
+template <class F>
+inline float fold_parts(const Vec& x, F&& pair) {
+    const Part four = pair(pair(x.part[0], x.part[2]), pair(x.part[1], x.part[3]));
+    const Part two = pair(four, (Part)vextq_f32((float32x4_t)four, (float32x4_t)four, 2));
+    return pair(two, (Part)vdupq_laneq_f32((float32x4_t)two, 1))[0];
+}
+inline float sum(const Vec& x) {
+    return fold_parts(x, [](const Part& a, const Part& b) { return a + b; });
+}
+inline float largest(const Vec& x) {
+    return fold_parts(x, [](const Part& a, const Part& b) { return b > a ? b : a; });
 }
 #else
 inline float sum(const Vec& x) {
@@ -329,6 +349,18 @@ inline IntVec load_bytes(const Byte* p) {
         return IntVec{{(IntPart)_mm256_cvtepi8_epi32(eight(0)), (IntPart)_mm256_cvtepi8_epi32(eight(1))}};
     else
         return IntVec{{(IntPart)_mm256_cvtepu8_epi32(eight(0)), (IntPart)_mm256_cvtepu8_epi32(eight(1))}};
+#elif defined(__aarch64__)
+    if constexpr (std::is_signed_v<Byte>) {
+        const int8x16_t bytes = vld1q_s8(reinterpret_cast<const std::int8_t*>(p));
+        const int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_high_s8(bytes);
+        return IntVec{{(IntPart)vmovl_s16(vget_low_s16(low)), (IntPart)vmovl_high_s16(low),
+                       (IntPart)vmovl_s16(vget_low_s16(high)), (IntPart)vmovl_high_s16(high)}};
+    } else {
+        const uint8x16_t bytes = vld1q_u8(reinterpret_cast<const std::uint8_t*>(p));
+        const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_high_u8(bytes);
+        return IntVec{{(IntPart)vmovl_u16(vget_low_u16(low)), (IntPart)vmovl_high_u16(low),
+                       (IntPart)vmovl_u16(vget_low_u16(high)), (IntPart)vmovl_high_u16(high)}};
+    }
 #else
     IntVec out = {};
     for (int i = 0; i < PARTS; i++)

@@ -8,7 +8,7 @@
 namespace cairn::CAIRN_VARIANT {
 
 // Rows of a tile whose integer sums of both halves are held at once.
-constexpr int HALVES = 3;
+constexpr int HALVES = BESIDE == 8 ? 4 : 3;
 
 template <int BITS_>
 struct InBlocks {
@@ -54,7 +54,7 @@ inline void add_halves(Vec (&acc)[R], const std::byte* in, const Codes<6>& codes
     constexpr int U = LEFT < HALVES ? LEFT : HALVES;
     const auto* scale = reinterpret_cast<const float*>(in + R * GROUP) + FIRST;
     const auto* start = reinterpret_cast<const std::int32_t*>(scale) + 4 * R;
-    const auto* x = reinterpret_cast<const std::int8_t*>(in) + FIRST * 4;
+    const auto* x = reinterpret_cast<const std::int8_t*>(in) + FIRST * BESIDE;
     IntVec first[U], second[U];
 #pragma GCC unroll 4
     for (int u = 0; u < U; u++)

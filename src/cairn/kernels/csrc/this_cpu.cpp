@@ -1,7 +1,10 @@
 // Prints which variants of the kernels run on this CPU, the fastest first, as module.cpp orders them; CMake runs it.
 #include <cstdio>
 
+#include "arm_cpu.h"
+
 int main() {
+#if defined(__x86_64__)
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     const bool vnni = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
@@ -15,5 +18,11 @@ int main() {
     if (avx2 && __builtin_cpu_supports("avxvnni")) std::printf("avxvnni;");
 #endif
     if (avx2) std::printf("avx2;");
+#elif defined(__aarch64__)
+    using cairn::ArmFeature;
+    const bool dots = cairn::arm_has(ArmFeature::dot_products);
+    if (dots && cairn::arm_has(ArmFeature::byte_matrices)) std::printf("neoni8mm;");
+    if (dots) std::printf("neon;");
+#endif
     std::printf("portable");
 }

@@ -81,7 +81,7 @@ def open_table(folder: Path, spec: ModelSpec) -> RowTable | None:
     path, begin, shape, dtype = located(folder, spec, INPUTS)
     if dtype not in DTYPES.values():
         raise ModelFileError(f"{path}: the tensor {INPUTS} is stored as {dtype}; supported are {', '.join(DTYPES)}")
-    return RowTable(TableLocation(path, begin, *_two(shape), BlockFormat(str(dtype), 1, dtype.itemsize, dtype)))
+    return RowTable(TableLocation(path, begin, *_two(shape), BlockFormat(str(dtype), 1, dtype.itemsize, str(dtype))))
 
 
 def _two(shape: tuple[int, ...]) -> tuple[int, int]:

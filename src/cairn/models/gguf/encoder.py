@@ -31,8 +31,6 @@ from cairn.types.model_spec import (
     RotaryPositions,
 )
 
-ENCODERS = ("bert", "modern-bert", "nomic-bert")
-"""`general.architecture` of encoders."""
 POOLINGS: dict[int, Pooling] = {1: "mean", 2: "cls", 3: "last"}
 NO_POOLING, RANK = 0, 4
 JUDGE = "cls.output.weight"
@@ -137,12 +135,6 @@ _KEYS = frozenset(
         *("hidden_activation", "classifier.pooling_type"),
     )
 )
-
-
-def is_encoder(gguf: Gguf) -> bool:
-    """Return whether a file holds an encoder."""
-    name = gguf.metadata.get("general.architecture")
-    return isinstance(name, str) and name in ENCODERS
 
 
 def encoder_name(architecture: str, name: str) -> str | None:
@@ -257,15 +249,3 @@ def _keys(gguf: Gguf, named: str) -> Fields:
     if keys.flag("attention.causal", False):
         raise ModelError(f"{gguf.paths[0]}: {named}.attention.causal is true, which is not supported for an encoder")
     return keys
-
-
-def check_tokens(gguf: Gguf) -> tuple[int, int]:
-    """Return the ids that begin and end a text of an encoder; raise `ModelFileError` if the file does not name them."""
-    fields, count = gguf.fields, len(gguf.metadata.get("tokenizer.ggml.tokens") or ())
-    found = []
-    for names in (("cls", "bos"), ("seperator", "eos")):  # the format's spelling
-        ids = [i for name in names for i in fields.ids(f"tokenizer.ggml.{name}_token_id", count)]
-        if not ids:
-            raise ModelFileError(f"{gguf.paths[0]}: does not name the tokens that begin and end a text")
-        found.append(ids[0])
-    return found[0], found[1]

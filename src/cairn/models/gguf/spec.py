@@ -16,19 +16,20 @@ import msgspec
 import numpy as np
 
 from cairn.kernels.elementary import log_of
-from cairn.models.families.end_tokens import ENDS, is_spelt_as_control, known_ends
+from cairn.models.families.end_tokens import ENDS, known_ends
 from cairn.models.families.latent_spec import spec_fields
 from cairn.models.families.recurrent_spec import with_state
 from cairn.models.files import Fields
 from cairn.models.gguf.architectures import ARCHITECTURES, EXPERT_KEYS, Architecture, experts
 from cairn.models.gguf.architectures import layers as layers_of
-from cairn.models.gguf.encoder import ENCODERS, purpose
 from cairn.models.gguf.encoder import KEYS as PURPOSE
+from cairn.models.gguf.encoder import purpose
 from cairn.models.gguf.reader import Gguf, vocab_rows
 from cairn.models.gguf.recurrent import KEYS as RECURRENT
 from cairn.models.gguf.recurrent import by_heads, mlp_layers, only_states, recurrence
 from cairn.models.gguf.uneven import KEYS as UNEVEN
 from cairn.models.gguf.uneven import by_layer, head_length, uneven_spec
+from cairn.models.gguf.vocabulary import CONTROL, ENCODERS, named_ids
 from cairn.models.hub.hub import model_name
 from cairn.types.errors import ModelError, ModelFileError
 from cairn.types.model_spec import (
@@ -114,13 +115,8 @@ SAMPLING = {
 }
 """Sampling option -> its key below `general.sampling.`."""
 
-_UNKNOWN, _CONTROL = 2, 3
-
 _NAMED_ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 """End-of-answer tokens that a file may name: `tokenizer.ggml.NAME_token_id`."""
-
-_UNNAMED = {"unknown": 0, "bos": 1, "eos": 2}
-"""Token -> its default id in a SentencePiece vocabulary, as in llama.cpp."""
 
 
 def architecture(gguf: Gguf) -> Architecture:
@@ -489,22 +485,6 @@ def cache_groups(
     return tuple(groups)
 
 
-def named_ids(gguf: Gguf, name: str, vocab: int, *, absent: bool = False) -> tuple[int, ...]:
-    """Return the ids of a special token such as "bos": from the file, else the default of its kind of vocabulary.
-
-    `absent` as in `Fields.ids`.
-    """
-    key, usual = f"tokenizer.ggml.{name}_token_id", _UNNAMED.get(name)
-    if gguf.fields.has(key) or usual is None or gguf.fields.text("tokenizer.ggml.model", "") != "llama":
-        return gguf.fields.ids(key, vocab, absent=absent)
-    tokens, kinds = gguf.metadata.get("tokenizer.ggml.tokens"), gguf.metadata.get("tokenizer.ggml.token_type")
-    if not isinstance(tokens, list) or usual >= min(len(tokens), vocab):
-        return ()
-    if not isinstance(kinds, np.ndarray):
-        return (usual,) if is_spelt_as_control(tokens[usual]) else ()
-    return (usual,) if usual < len(kinds) and kinds[usual] in (_UNKNOWN, _CONTROL) else ()
-
-
 def _ends(gguf: Gguf, vocab: int) -> tuple[int, ...]:
     """Return the ids that end an answer: named by the file, or known end tokens of the vocabulary."""
     found = [i for name in _NAMED_ENDS for i in named_ids(gguf, name, vocab, absent=name != "eos")]
@@ -514,7 +494,7 @@ def _ends(gguf: Gguf, vocab: int) -> tuple[int, ...]:
         numbered = {text: i for i, text in reversed(list(enumerate(tokens))) if text in ENDS}
         marked: set[int] = set()
         if isinstance(kinds, np.ndarray) and kinds.shape == (len(tokens),):
-            marked = {i for i in numbered.values() if kinds[i] == _CONTROL}
+            marked = {i for i in numbered.values() if kinds[i] == CONTROL}
         found += known_ends(numbered.get, marked.__contains__)
     return tuple(dict.fromkeys(found))
 

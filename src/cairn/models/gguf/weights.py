@@ -20,12 +20,13 @@ from cairn.models.families.moe_spec import CORRECTION, MAX_EXPERTS
 from cairn.models.families.tensor_names import XIELU, unpermute
 from cairn.models.families.uneven_spec import INPUTS, INPUTS_NORM, INPUTS_PROJECTION, MERGES, STREAMS
 from cairn.models.gguf.architectures import PER_LAYER, Architecture, layers
-from cairn.models.gguf.encoder import DENSE, JUDGE, encoder_name, is_encoder
+from cairn.models.gguf.encoder import DENSE, JUDGE, encoder_name
 from cairn.models.gguf.reader import Gguf, Tensor
 from cairn.models.gguf.recurrent import WHOLE, Change, Part, parts
 from cairn.models.gguf.spec import FACTORS, LONG, SHORT, architecture
 from cairn.models.gguf.uneven import NAMES as UNEVEN_NAMES
 from cairn.models.gguf.uneven import WHOLE as UNEVEN_WHOLE
+from cairn.models.gguf.vocabulary import is_encoder
 from cairn.models.quantization.dequant import BlockFormat, dequantize
 from cairn.models.quantization.quantize import unpack
 from cairn.models.quantization.tensor_meta import TensorMeta, codes, row_blocks

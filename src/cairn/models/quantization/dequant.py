@@ -22,7 +22,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -66,8 +65,8 @@ class BlockFormat:
     name: str
     values: int
     bytes: int
-    dtype: np.dtype[Any] | None = None
-    """Type of plain numbers; None for quantised formats."""
+    plain: str = ""
+    """Name of the type of plain numbers; "" for quantised formats."""
     bits: Literal[4, 5, 6, 8] = 8
     """Bits of the codes that `split` returns."""
     split: Callable[[Blocks], Split] | None = None
@@ -82,6 +81,16 @@ class BlockFormat:
     """Key in `codebooks.ROW_FORMATS`, if its blocks are kept as they are."""
     turn: Callable[[Blocks], Floats] | None = None
     """Converts blocks to values, if not by `split`."""
+
+    @property
+    def dtype(self) -> np.dtype[Any] | None:
+        """Type of plain numbers; None for quantised formats."""
+        if self.plain == "bfloat16":
+            import ml_dtypes  # only here: whoever reads a file's header alone does without
+
+            brain: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+            return brain
+        return np.dtype(self.plain) if self.plain else None
 
     @property
     def exact(self) -> bool:
@@ -295,8 +304,8 @@ _WIDE = ("float32", "")
 _WIDE_BOTH = ("float32", "float32")
 
 KINDS: dict[int, BlockFormat] = {
-    0: BlockFormat("F32", 1, 4, np.dtype("<f4")),
-    1: BlockFormat("F16", 1, 2, np.dtype("<f2")),
+    0: BlockFormat("F32", 1, 4, "<f4"),
+    1: BlockFormat("F16", 1, 2, "<f2"),
     2: BlockFormat("Q4_0", 32, 18, bits=4, split=_q4_0),
     3: BlockFormat("Q4_1", 32, 20, bits=4, split=_q4_1, scaled=("float16", "float16")),
     6: BlockFormat("Q5_0", 32, 22, split=_q5_0),
@@ -316,7 +325,7 @@ KINDS: dict[int, BlockFormat] = {
     22: BlockFormat("IQ2_S", 256, 82, turn=_values(codebooks.iq2_s), rows="iq2_s"),
     23: BlockFormat("IQ4_XS", 256, 136, split=_iq4_xs, scaled=("int8", ""), blocks=True, table="iq4"),
     29: BlockFormat("IQ1_M", 256, 56, turn=_values(codebooks.iq1_m)),
-    30: BlockFormat("BF16", 1, 2, np.dtype(ml_dtypes.bfloat16)),
+    30: BlockFormat("BF16", 1, 2, "bfloat16"),
     34: BlockFormat("TQ1_0", 256, 54, bits=4, split=_one_scale(codebooks.tq1_0, 52)),
     35: BlockFormat("TQ2_0", 256, 66, bits=4, split=_one_scale(codebooks.tq2_0, 64)),
     39: BlockFormat("MXFP4", 32, 17, split=_mxfp4, scaled=_WIDE, table="fp4"),

@@ -10,7 +10,9 @@ needed.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -30,6 +32,8 @@ VERSION = "groups-3"
 
 _SLICE = 1 << 16
 """Values rounded at a time, so that they fit a core's cache."""
+_THREADS, _WORTH_THREADS = min(4, os.cpu_count() or 1), 4
+"""Threads that convert a large matrix, as numpy works without the interpreter's lock, and slices that make it large."""
 _LEAST, _MOST = 2.0**-13, 65504.0
 """Scales are float16 if the largest of a matrix lies between these: groups whose scales are then too small for float16
 are some 10,000 times smaller than the largest weights."""
@@ -63,11 +67,23 @@ def unpack(kind: BlockFormat, blocks: Blocks, shape: tuple[int, ...]) -> tuple[P
     )
     step = SLICE // kind.values
     into = [one.reshape(len(blocks), -1) for one in held.arrays]
+    split = kind.split
+
+    def convert(at: int) -> None:
+        with np.errstate(all="ignore"):  # of this thread
+            found = split(np.ascontiguousarray(blocks[at : at + step]))
+        for whole, part in zip(into, (one for one in found if one is not None), strict=True):
+            whole[at : at + step] = part
+
+    slices = range(0, len(blocks), step)
+    if len(slices) < _WORTH_THREADS:
+        for at in slices:
+            convert(at)
+    else:
+        with ThreadPoolExecutor(_THREADS, "cairn-codes") as threads:
+            for _ in threads.map(convert, slices):
+                pass
     with np.errstate(all="ignore"):
-        for at in range(0, len(blocks), step):
-            found = kind.split(np.ascontiguousarray(blocks[at : at + step]))
-            for whole, part in zip(into, (one for one in found if one is not None), strict=True):
-                whole[at : at + step] = part
         if kind.table and scale == "float32" and np.array_equal(half := held.scale.astype(np.float16), held.scale):
             held = replace(held, scale=half)
     return held, 0.0

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from cairn.kernels.base import GROUP
 from cairn.models.files import Fields
 from cairn.types.errors import ModelError
 
@@ -164,6 +163,8 @@ def _mlx_module(fields: Fields) -> tuple[int, int]:
     if (mode := fields.text("mode", "affine")) != "affine":
         raise _no(fields, f"mlx in the mode {mode[:40]!r}")
     bits, group = fields.integer("bits", 1, 32), fields.integer("group_size", 1, 1 << 20)
+    from cairn.kernels.base import GROUP  # imports numpy; a server's front knows families, and computes nothing
+
     if bits not in (4, 8) or group % GROUP:
         raise _no(fields, f"mlx with {bits} bits in groups of {group}")
     return bits, group

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cairn.models.families.families import check_architecture
 from cairn.models.files import MAX_TEMPLATE_BYTES, Fields, is_gguf, read_json, read_optional_json, read_small
-from cairn.models.spec.config import given_file
+from cairn.models.spec.tokenizer_files import given_file
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.errors import ConfigError, ModelFileError
 

@@ -24,9 +24,8 @@ from tokenizers.models import BPE, WordPiece
 from tokenizers.processors import TemplateProcessing
 
 from cairn.models.families.end_tokens import UNMISTAKABLE, Middle, is_spelt_as_control
-from cairn.models.gguf.encoder import check_tokens, is_encoder
 from cairn.models.gguf.reader import Gguf
-from cairn.models.gguf.spec import named_ids
+from cairn.models.gguf.vocabulary import check_tokens, is_encoder, named_ids
 from cairn.text.tokens.detokenizer import BYTE_TOKEN
 from cairn.text.tokens.tokenizer_checks import check_added
 from cairn.types.errors import ModelError, ModelFileError

@@ -29,7 +29,7 @@ from cairn.models.files import (
     read_optional_json,
     read_small,
 )
-from cairn.models.spec.config import companions
+from cairn.models.spec.tokenizer_files import companions
 from cairn.text.tokens.control_tokens import Controls, is_control
 from cairn.text.tokens.detokenizer import Decoding, Detokenizer
 from cairn.text.tokens.post_processor import affixes

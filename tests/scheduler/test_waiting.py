@@ -1,0 +1,91 @@
+"""How long clients wait for their first token, on the real scheduler and a machine whose steps take stated times.
+
+The costs are those of SmolLM2 (135M, Q4_1) on two quiet cores; `slow` times as much stands for one that does other
+work. Clients ask again as soon as they have their answer, as in `benchmarks/percentiles.py`.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from cairn.engine.fake import FakeEngine, fake_spec
+from cairn.kv.pool.cache import Cache
+from cairn.scheduler.plan import Limits
+from cairn.scheduler.scheduler import Scheduler
+from cairn.types.request import Request, SamplingParams
+from cairn.types.step import RowResult
+
+STEP, ROW, TOKEN = 0.004, 0.00075, 0.0004
+"""Seconds of a step, of each decoding row, and of each token of a prompt."""
+LIMIT, ANSWER, VOCAB = 0.25, 48, 60_000
+
+
+@dataclass
+class Clock:
+    at: float = 0.0
+
+    def now(self) -> float:
+        return self.at
+
+
+@dataclass
+class Waits:
+    first: list[float] = field(default_factory=list)
+    between: list[float] = field(default_factory=list)
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+def served(clients: int, slow: float, seconds: float) -> Waits:
+    """Serve so many clients for so many seconds of the machine's own time."""
+    chance, clock, found = random.Random(clients), Clock(), Waits()
+    cache = Cache(FakeEngine(fake_spec(vocab=VOCAB, context=8192), blocks=6000).info)
+    scheduler = Scheduler(cache, Limits(step_seconds=LIMIT), clock)
+    began, last, owner = dict[int, float](), dict[int, float](), dict[int, int]()
+
+    def ask(client: int) -> None:
+        id = len(began)
+        prompt = tuple(chance.randrange(VOCAB) for _ in range(chance.choice((75, 75, 150, 380))))
+        sampling = SamplingParams(max_tokens=ANSWER, temperature=0)
+        scheduler.add(Request(id=id, prompt=prompt, share=str(client), sampling=sampling))
+        began[id], owner[id] = clock.at, client
+
+    for client in range(clients):
+        ask(client)
+    while clock.at < seconds:
+        plan = scheduler.plan()
+        assert plan is not None
+        sizes = [row.end - row.start for row in plan.rows]
+        took = slow * (STEP + ROW * sizes.count(1) + TOKEN * sum(size for size in sizes if size > 1))
+        clock.at += took
+        results = [RowResult(token=7 if row.samples else None) for row in plan.rows]
+        for output in scheduler.commit(plan, results, took):
+            if output.tokens:
+                waits = found.between if output.id in last else found.first
+                waits.append(clock.at - last.get(output.id, began[output.id]))
+                last[output.id] = clock.at
+                found.tokens += len(output.tokens)
+            if output.finish is not None:
+                ask(owner[output.id])
+    found.seconds = clock.at
+    return found
+
+
+@pytest.mark.parametrize(("clients", "most"), [(1, 0.2), (8, 0.5), (32, 2.0)])
+def test_nineteen_of_twenty_first_tokens_come_soon(clients: int, most: float) -> None:
+    found = served(clients, 1.0, 30.0)
+    assert np.percentile(found.first, 95) < most
+    assert max(found.between) < LIMIT
+
+
+def test_on_a_slow_machine_streams_keep_their_limit_and_prompts_get_what_it_leaves() -> None:
+    """All clients together bound the sum of both: an answer takes as long as its turn among so many."""
+    found = served(32, 4.0, 120.0)
+    assert max(found.between) < LIMIT
+    turn = 32 * ANSWER / (found.tokens / found.seconds)
+    assert np.median(found.first) + (ANSWER - 1) * np.median(found.between) == pytest.approx(turn, rel=0.15)
+    assert np.median(found.first) < 0.45 * turn
