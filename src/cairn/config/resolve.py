@@ -14,6 +14,8 @@ from typing import Any
 import msgspec
 
 from cairn.config.config import (
+    CPU_EXPERTS,
+    CPU_LAYERS,
     DEVICE,
     DEVICES,
     KEY,
@@ -201,7 +203,11 @@ def _there(place: Path) -> bool:
         raise ConfigError(f"whether there is a file {place} cannot be told: {error.strerror or error}") from None
 
 
-_PATTERNS = {"device": (DEVICE, DEVICES), "speculate": (SPECULATE, SPECULATIONS)}
+_PATTERNS = {
+    "device": (DEVICE, DEVICES),
+    "speculate": (SPECULATE, SPECULATIONS),
+    "cpu_experts": (CPU_EXPERTS, CPU_LAYERS),
+}
 """What some texts must look like, for a program and for a person."""
 
 
@@ -247,7 +253,7 @@ def _one(option: Option, given: _Given, value: object) -> Any:
 
 
 def _text(option: Option, given: _Given, value: object) -> str:
-    if option.name == "speculate" and type(value) is int:  # a file may have the number without quotes
+    if option.name in ("speculate", "cpu_experts") and type(value) is int:  # a file may have the number without quotes
         value = str(value)
     if not isinstance(value, str) or not value:
         raise _wrong(option, given, value, "a text that is not empty")
@@ -317,9 +323,9 @@ def _limits(given: _Given, written: object) -> dict[str, TenantLimits]:
 
 
 OF_A_MODEL = (
-    "tokenizer", "kind", "engine", "device", "kernels", "weights", "keep_packed", "experts", "threads", "context",
-    "kv_gb", "kv_dtype", "max_running", "step_tokens", "kv_disk", "kv_codec", "kv_load", "reasoning_history",
-    "tool_instructions", "chat_template",
+    "tokenizer", "kind", "engine", "device", "kernels", "weights", "keep_packed", "experts", "cpu_experts",
+    "threads", "context", "kv_gb", "kv_dtype", "max_running", "step_tokens", "kv_disk", "kv_codec", "kv_load",
+    "reasoning_history", "tool_instructions", "chat_template",
 )  # fmt: skip
 """The options that a table of [[models]] may give otherwise than the server's."""
 _OWN = ("model", "name", "aliases", "kv_share", "pin", "ttl", "load")

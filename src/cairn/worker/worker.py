@@ -484,6 +484,7 @@ def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
         note=known.note,
         device=known.device,
         device_text=known.device_text,
+        cpu_experts=known.cpu_experts,
     )
     vocabulary = partial(read_vocabulary, Path(load.folder), config.tokenizer, known.vocab, spec.eos_ids)
     grammars = Grammars(vocabulary, channel.wake, clock)
