@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed: kernels on devices are not tested")
 
+from cairn.cli.doctor import _fit
 from cairn.config.config import Config, draft_options
 from cairn.engine import cpu_experts, memory
 from cairn.engine import needs as needs_of
@@ -16,11 +17,14 @@ from cairn.engine.cpu_experts import divided, sentence, settled
 from cairn.engine.device import check_files, load_engine
 from cairn.engine.memory import WeightMemory, beside_weights, check_memory, pool_blocks, weight_memory
 from cairn.engine.needs import needs
+from cairn.frontend.device_fallback import DeviceFallback
 from cairn.models.packing.weight_format import HeldWeights
 from cairn.models.safetensors.weights import open_weights
 from cairn.models.spec.config import load_spec
+from cairn.system.posix import SystemClock
 from cairn.types.errors import ModelError
 from cairn.types.model_spec import ModelSpec
+from cairn.worker import wire
 from tests.tiny_models import KERNELS, MODELS, write_model
 
 OPTIONS: dict[str, Any] = {
@@ -171,3 +175,27 @@ def test_a_choice_is_made_again_by_its_name(model: Path) -> None:
     assert settled(Config(device="cpu"), WeightMemory(1, 0)) == ""
     assert sentence(Config(kernels="reference"), part).startswith("the CPU computes the experts of 1 layer, 2.00 GB")
     assert draft_options(Config(draft_model="small", cpu_experts="all")).cpu_experts == "auto"
+
+
+def test_doctor_says_whose_experts_the_cpu_computes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config(**OPTIONS)
+    whole, rest = sizes(model, config)
+    for free, said in ((whole, False), (rest, True)):
+        planted(monkeypatch, free)
+        found = _fit(str(model), config)
+        assert found.startswith("fits: ") and ("the CPU computes the experts of 2 layers" in found) == said
+    dense = write_model(model.parent / "dense", **MODELS["llama 2"])
+    told = _fit(str(dense), Config(**OPTIONS, cpu_experts="all"))
+    assert told == "no: dense: cpu_experts is all, but the model has no experts; leave cpu_experts out"
+
+
+def test_the_cpu_that_stands_in_for_a_device_computes_all_of_the_model(model: Path) -> None:
+    """Also where somebody asked for its experts alone: otherwise no worker could ever load it."""
+    fallback = DeviceFallback(SystemClock())
+    load = wire.LoadModel(Config(**OPTIONS, cpu_experts="all"), str(model))
+    assert fallback.load(load).config.cpu_experts == "all"
+    for _ in range(2):
+        fallback.failed("no answer")
+    moved = fallback.load(load).config
+    assert (moved.device, moved.cpu_experts) == ("cpu", "auto")
+    load_engine(moved, model)[1].close()

@@ -53,6 +53,11 @@ def devices(models: Models) -> list[str]:
     return list(dict.fromkeys(loaded.service.info.device for _, loaded in models.loaded()))
 
 
+def cpu_experts(models: Models) -> list[str]:
+    """Return the names of loaded models whose experts, all or some, the CPU computes beside a device."""
+    return [model.name for model, loaded in models.loaded() if loaded.service.info.cpu_experts not in ("", "off")]
+
+
 def metrics(models: Models) -> Iterator[tuple[str, str, str, list[tuple[str, float]]]]:
     """Yield the metrics of the models: type, name, help text, and a value for each model that was ever loaded."""
     ever = [model for model in models.models if model.loads or model.failures]
