@@ -129,7 +129,8 @@ class Bench:
     @property
     def _bits(self) -> float:
         """Bits that a number of the weights takes, on the whole."""
-        return 8 * self.weights.held / parameters(self.spec)
+        apart = self.weights.on_cpu if self.weights.apart else 0
+        return 8 * (self.weights.held + apart) / parameters(self.spec)
 
     def _step(self, rows: list[Row]) -> None:
         self.engine.decode(rows).wait()

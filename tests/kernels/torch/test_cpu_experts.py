@@ -172,13 +172,28 @@ def test_memory_that_is_still_copied_is_not_written(made: Callable[..., Model]) 
 def test_a_step_that_fails_in_between_leaves_nothing_behind(
     made: Callable[..., Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device has no memory left while the CPU computes: the next step has its own rows."""
+    """The device has no memory left while the CPU computes: the next step waits for that, and has its own rows."""
     model = made()
-    wanted = model.run(0, TOKENS)
+    wanted, busy, go = model.run(0, TOKENS), list[int](), threading.Event()
+    compute, fetch, settle = cpu_experts.HostLayer.compute, cpu_experts.HostRows.fetch, CpuExperts._settle
+
+    def slow(self: Any, *given: Any) -> None:
+        busy.append(1)
+        go.wait(60)
+        compute(self, *given)
+        busy.pop()
+
+    def watched(self: Any, *given: Any) -> Any:
+        assert not busy, "rows that the CPU still reads were overwritten"
+        return fetch(self, *given)
+
+    monkeypatch.setattr(cpu_experts.HostRows, "fetch", watched)
     with monkeypatch.context() as patch:
+        patch.setattr(cpu_experts.HostLayer, "compute", slow)
         patch.setattr(TorchKernels, "activate", lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")))
         with pytest.raises(RuntimeError, match="no memory"):
             model.run(3, 9)
+    monkeypatch.setattr(CpuExperts, "_settle", lambda self: (go.set(), settle(self))[1])
     np.testing.assert_array_equal(model.run(0, TOKENS), wanted)
 
 
