@@ -23,7 +23,7 @@ from tests.tiny_models import MODELS, prompt, write_model
 
 BOUND = 2e-4
 LENGTHS = (1, 18)
-OFTEN = "modern bert"
+OFTEN = "qwen 3 reranker"
 """The one that is tried each time; the others by `make gpu-gate`."""
 
 
