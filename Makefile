@@ -110,7 +110,7 @@ test: .venv/.test  ## all tests, at most 12 minutes on two cores
 # Triton's interpreter runs all families; its compilers build every kernel for nine GPUs that are not here.
 gpu-gate: .venv/.test  ## the kernels for GPUs, without a GPU: at most half an hour
 	$(PIP) torch==2.13.0 triton==3.9.0
-	$(PYTEST) --prove tests/kernels/triton tests/golden/test_device_parity.py
+	$(PYTEST) --prove tests/kernels/triton tests/golden/test_device_parity.py tests/golden/test_cpu_experts.py
 	$(BIN)/python tools/triton_gate.py --check
 
 check: .venv/.test  ## format, lint, types, import direction

@@ -174,6 +174,7 @@ class ScriptedService:
             identity=identity,
             device="cpu",
             device_text="the CPU: kernels",
+            cpu_experts="",
         )
         self.tokenizer = Bytes()
         self.controls: dict[str, int] = {}

@@ -49,7 +49,7 @@ def sample(option):
     if option.kind == "choice":
         value = next(choice for choice in option.choices if choice != option.default)
         return value, value
-    if option.name == "speculate":
+    if option.name in ("speculate", "cpu_experts"):
         return "3", "3"
     if option.name == "device":
         return "cuda:3", "cuda:3"
@@ -491,6 +491,19 @@ def test_guesses_are_auto_off_or_a_number_within_bounds(given):
 def test_a_number_of_guesses_needs_no_quotes_in_a_file(elsewhere):
     Path("cairn.toml").write_text("speculate = 7\n")
     assert resolve({}, {}).config.speculate == "7"
+
+
+@pytest.mark.parametrize("given", ["on", "0", "-1", "10000", "3.5", "auto ", "All", "", "some", 0, 10000, 3.0, True])
+def test_cpu_experts_are_auto_all_off_or_a_number_of_layers(given):
+    with pytest.raises(ConfigError, match=r"cpu-experts .* but must be") as caught:
+        resolve({"cpu_experts": given}, {})
+    assert caught.value.field == "cpu_experts"
+
+
+def test_each_model_has_its_own_cpu_experts(elsewhere):
+    Path("cairn.toml").write_text('cpu_experts = "all"\n[[models]]\nmodel = "one"\ncpu_experts = 12\n')
+    config = resolve({}, {}).config
+    assert config.cpu_experts == "all" and dict(config.models[0].options)["cpu_experts"] == "12"
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:1234", "cuda:-1", "mlx:1", "cpu:1"])

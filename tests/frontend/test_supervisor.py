@@ -36,7 +36,8 @@ from cairn.types.outputs import Event, FinishReason
 from cairn.types.request import Request
 from cairn.worker import wire
 from tests.laws.simulator import VirtualClock
-from tests.service.tiny import Answer, collect, config, request, until
+from tests.service.tiny import VOCAB, Answer, collect, config, make_model, request, until
+from tests.tiny_models import MODELS, write_model
 
 FAULTY = Path(__file__).parents[1] / "service" / "faulty_worker.py"
 FRONT = Path(__file__).parents[1] / "service" / "front.py"
@@ -246,6 +247,24 @@ async def test_a_new_request_waits_while_the_worker_is_replaced(folder: Path) ->
         asked = request(service, "during")
         assert list((await collect(service.generate(asked))).tokens) == oracle(service)(asked)
         assert service.unready() == []
+
+
+async def test_a_new_worker_has_its_experts_where_the_first_one_had_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever memory is free then: of other kernels the answers that have begun would go on with other numbers."""
+    pytest.importorskip("torch", reason="torch is not installed: there is no other device")
+    loads: list[wire.LoadModel] = []
+    real = supervisor.launch
+    monkeypatch.setattr(supervisor, "launch", lambda load, *more: loads.append(load) or real(load, *more))
+    folder = write_model(tmp_path / "mixture", **MODELS["qwen 3 moe"] | {"vocab_size": VOCAB})
+    shutil.copy(make_model(tmp_path / "text") / "tokenizer.json", folder)
+    more = {"device": "torch-cpu", "engine": "auto", "kv_gb": 0.01}
+    async with serving(folder, Patience(backoff=(0.0, 0.01)), **more) as service:
+        assert (service.info.device, service.info.cpu_experts) == ("torch-cpu", "off")
+        os.kill(pid_of(service), signal.SIGKILL)
+        await until(lambda: service._supervisor.restarts == 1 and not service.unready())
+    assert [load.config.cpu_experts for load in loads] == ["off"], "the option itself is auto"
 
 
 async def test_a_cancel_while_the_worker_is_replaced_is_not_sent_again(folder: Path) -> None:

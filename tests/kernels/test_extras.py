@@ -15,7 +15,7 @@ from cairn.kernels.native import NativeKernels
 from cairn.kernels.vocabulary import NUMPY, Line
 from cairn.types.request import SamplingExtras, SamplingParams
 from cairn.types.step import Row
-from tests.laws.sampling import line_of, lines_of_logits, random_row
+from tests.laws.sampling import line_of, lines_of_logits, random_extras, random_row
 from tests.tiny_models import KERNELS
 
 
@@ -187,23 +187,6 @@ def test_mirostat_has_the_mean_surprise_that_was_asked_for(form: int) -> None:
             one = msgspec.structs.replace(row(SamplingExtras(mirostat=form)), mu=mu)
             (choice,) = choose(NUMPY, [Line(one)], logits)
             assert choice.token is not None and choice.mu is not None and math.isfinite(choice.mu)
-
-
-def random_extras(rng: np.random.Generator, vocab: int) -> SamplingExtras:
-    def maybe(off: Any, *values: Any) -> Any:
-        return values[rng.integers(len(values))] if rng.random() < 0.3 else off
-
-    return SamplingExtras(
-        typical_p=maybe(1.0, 0.1, 0.5, 0.95),
-        top_n_sigma=maybe(0.0, 0.5, 1.0, 3.0),
-        xtc_probability=maybe(0.0, 0.5, 1.0),
-        dry_multiplier=maybe(0.0, 0.8, 5.0),
-        dry_breakers=tuple(int(one) for one in rng.integers(0, vocab, 2)),
-        dynatemp_range=maybe(0.0, 0.3, 2.0),
-        mirostat=maybe(0, 1, 2),
-        allowed_token_ids=maybe((), tuple(int(one) for one in rng.integers(0, vocab, 9))),
-        bad_words=maybe((), ((int(rng.integers(vocab)),),)),
-    )
 
 
 @pytest.mark.parametrize("variant", [name for name in KERNELS if name != "reference"])

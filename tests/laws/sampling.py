@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from cairn.kernels.vocabulary import NUMPY, ONE, Line, TokenChoice
-from cairn.types.request import SamplingParams
+from cairn.types.request import SamplingExtras, SamplingParams
 from cairn.types.step import Row
 
 CLOSE = 1e-5
@@ -182,3 +182,22 @@ def uniform(seed: int, choice: int, position: int) -> float:
         state = ((state ^ state >> 27) * 0x94D049BB133111EB) & _MASK
         state ^= state >> 31
     return (state >> 11) * 2.0**-53
+
+
+def random_extras(rng: np.random.Generator, vocab: int) -> SamplingExtras:
+    """Random samplers beyond the usual ones, each off in most."""
+
+    def maybe(off: Any, *values: Any) -> Any:
+        return values[rng.integers(len(values))] if rng.random() < 0.3 else off
+
+    return SamplingExtras(
+        typical_p=maybe(1.0, 0.1, 0.5, 0.95),
+        top_n_sigma=maybe(0.0, 0.5, 1.0, 3.0),
+        xtc_probability=maybe(0.0, 0.5, 1.0),
+        dry_multiplier=maybe(0.0, 0.8, 5.0),
+        dry_breakers=tuple(int(one) for one in rng.integers(0, vocab, 2)),
+        dynatemp_range=maybe(0.0, 0.3, 2.0),
+        mirostat=maybe(0, 1, 2),
+        allowed_token_ids=maybe((), tuple(int(one) for one in rng.integers(0, vocab, 9))),
+        bad_words=maybe((), ((int(rng.integers(vocab)),),)),
+    )

@@ -30,6 +30,7 @@ SIZING = (
     "kernels",
     "weights",
     "experts",
+    "cpu_experts",
     "keep_packed",
     "threads",
     "context",
@@ -139,7 +140,8 @@ def _fit(name: str, config: Config, rate: float = 0.0) -> str:
     """Say in a sentence whether a model fits. `rate`: bytes per second read from memory, 0 if not known."""
     from cairn.cli.common.output import amount
     from cairn.engine import memory
-    from cairn.engine.device import check_context
+    from cairn.engine.cpu_experts import divided, sentence
+    from cairn.engine.device import check_options
     from cairn.kv.pool.cache import ANY, longest
     from cairn.models.hub import hub
     from cairn.models.packing.weight_format import HeldWeights, form_of
@@ -149,10 +151,10 @@ def _fit(name: str, config: Config, rate: float = 0.0) -> str:
     try:
         folder = hub.locate(name)
         spec = load_spec(folder, identify=False)
-        check_context(spec, config)
+        check_options(spec, config)
         free = memory.device_memory(config)
         held = HeldWeights(open_weights(folder, spec), form_of(spec, config.weights))
-        weights = memory.placed(spec, config, memory.weight_memory(spec, held, memory.kernels_of(config)), free)
+        weights = memory.placed(spec, config, divided(spec, config, held, free), free)
         blocks = memory.pool_blocks(spec, config, free, weights)
         memory.check_memory(spec, config, blocks, free, weights)
     except CairnError as error:
@@ -163,9 +165,10 @@ def _fit(name: str, config: Config, rate: float = 0.0) -> str:
     tokens = longest(spec.groups, blocks, BLOCK_TOKENS)
     holds = "any context" if tokens == ANY else f"{tokens:,} tokens"
     mapped = f" and {amount(weights.mapped)} of experts on the disk" if weights.mapped else ""
+    beside = f"; {experts}" if (experts := sentence(config, weights)) else ""
     return (
         f"fits: {amount(weights.held)} of weights{mapped} ({held.note()}); {amount(pool)} of KV pool holds {holds}, "
-        f"context {context:,}{_speed(weights, rate)}; {spec.architecture} in {', '.join(held.formats())}"
+        f"context {context:,}{beside}{_speed(weights, rate)}; {spec.architecture} in {', '.join(held.formats())}"
     )
 
 

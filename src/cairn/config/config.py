@@ -27,6 +27,10 @@ SPECULATE = re.compile(r"auto|off|[1-9]|1[0-5]")
 SPECULATIONS = "auto, off or a number from 1 to 15"
 """Values of `speculate`: a pattern to check them, and a list for messages."""
 
+CPU_EXPERTS = re.compile(r"auto|all|off|[1-9]\d{0,3}")
+CPU_LAYERS = "auto, all, off or a number of layers from 1 to 9999"
+"""Values of `cpu_experts`: a pattern to check them, and a list for messages."""
+
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The options of one server or one local run. Sizes and times carry their unit in the name or the help."""
@@ -127,6 +131,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Meta(
             description="Where a model's experts are: in 'memory', or 'mapped' from their packed copy on the disk, of "
             "which the system reads what is used; 'auto': mapped where memory has no room for them."
+        ),
+    ] = "auto"
+    cpu_experts: Annotated[
+        str,
+        Meta(
+            description="Whose experts the CPU computes while a GPU computes all else: 'all', those of the first N "
+            "layers, or 'off'; 'auto': all where the model does not fit the GPU otherwise."
         ),
     ] = "auto"
     threads: Annotated[
@@ -559,6 +570,7 @@ def draft_options(config: Config) -> Config:
         tokenizer=None,
         kind="auto",
         weights="auto",
+        cpu_experts="auto",
         kv_gb=config.draft_kv_gb,
         max_running=1,
         step_tokens=min(config.step_tokens, 256),

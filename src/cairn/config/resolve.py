@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from cairn.config.config import DEVICE, DEVICES, PREFIX, SPECULATE, SPECULATIONS, Config
+from cairn.config.config import CPU_EXPERTS, CPU_LAYERS, DEVICE, DEVICES, PREFIX, SPECULATE, SPECULATIONS, Config
 from cairn.config.option import OTHER_NAMES, Option, closest, local_options, options, right_name
 from cairn.config.paths import expanded, home
 from cairn.config.values import KEY, LIMITS, AdapterOptions, ModelOptions, Secret, TenantKeys, TenantLimits, is_key
@@ -187,7 +187,11 @@ def _there(place: Path) -> bool:
         raise ConfigError(f"whether there is a file {place} cannot be told: {error.strerror or error}") from None
 
 
-_PATTERNS = {"device": (DEVICE, DEVICES), "speculate": (SPECULATE, SPECULATIONS)}
+_PATTERNS = {
+    "device": (DEVICE, DEVICES),
+    "speculate": (SPECULATE, SPECULATIONS),
+    "cpu_experts": (CPU_EXPERTS, CPU_LAYERS),
+}
 """Pattern and description of the values of options that are texts of a certain form."""
 
 
@@ -233,7 +237,7 @@ def _one(option: Option, given: _Given, value: object) -> Any:
 
 
 def _text(option: Option, given: _Given, value: object) -> str:
-    if option.name == "speculate" and type(value) is int:  # a file may have the number without quotes
+    if option.name in ("speculate", "cpu_experts") and type(value) is int:  # a file may have the number without quotes
         value = str(value)
     if not isinstance(value, str) or not value:
         raise _wrong(option, given, value, "a text that is not empty")
@@ -303,9 +307,9 @@ def _limits(given: _Given, written: object) -> dict[str, TenantLimits]:
 
 
 OF_A_MODEL = (
-    "tokenizer", "kind", "engine", "device", "kernels", "weights", "keep_packed", "experts", "threads", "context",
-    "kv_gb", "kv_dtype", "max_running", "step_tokens", "kv_disk", "kv_codec", "kv_load", "reasoning_history",
-    "tool_instructions", "chat_template",
+    "tokenizer", "kind", "engine", "device", "kernels", "weights", "keep_packed", "experts", "cpu_experts",
+    "threads", "context", "kv_gb", "kv_dtype", "max_running", "step_tokens", "kv_disk", "kv_codec", "kv_load",
+    "reasoning_history", "tool_instructions", "chat_template",
 )  # fmt: skip
 """The options that a table of [[models]] may set for its model alone."""
 _OWN = ("model", "name", "aliases", "kv_share", "pin", "ttl", "load")

@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 
 from cairn.config.config import Config
-from cairn.engine.memory import WeightMemory, check_memory, kernels_of, weight_memory
+from cairn.engine.cpu_experts import divided
+from cairn.engine.memory import WeightMemory, check_memory, device_memory
 from cairn.engine.recorded import RecordedEngine
 from cairn.kernels.roofline import Roofline, share
 from cairn.models.safetensors.weights import parameters
@@ -128,7 +129,8 @@ class Bench:
     @property
     def _bits(self) -> float:
         """Bits that a number of the weights takes, on the whole."""
-        return 8 * self.weights.held / parameters(self.spec)
+        apart = self.weights.on_cpu if self.weights.apart else 0
+        return 8 * (self.weights.held + apart) / parameters(self.spec)
 
     def _step(self, rows: list[Row]) -> None:
         self.engine.decode(rows).wait()
@@ -200,9 +202,9 @@ def open_bench(
     sequences = max(load.batch) * _blocks(max(1, depth) + load.decode)
     most = max(sequences, _blocks(depth + load.prompt))
     blocks = tuple(2 * max(load.batch) + 2 if group.kind == "state" else most for group in spec.groups)
-    taken = weight_memory(spec, weights, kernels_of(config))
-    check_memory(spec, config, blocks, weights=taken)
-    engine = RecordedEngine(spec, weights, config, blocks)
+    taken = divided(spec, config, weights)
+    check_memory(spec, config, blocks, device_memory(config), taken)
+    engine = RecordedEngine(spec, weights, config, blocks, memory=taken)
     for group, size in enumerate(engine.info.block_bytes):
         # Memory that was never written reads as one page of zeros, again and again, which costs next to nothing.
         page = memoryview(bytes(size))

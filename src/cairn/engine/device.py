@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cairn.config.config import Config
+from cairn.engine.cpu_experts import asked_layers
 from cairn.engine.machine import cpu_count
 from cairn.engine.memory import pool_blocks
 from cairn.models.files import is_gguf, reading
@@ -20,8 +21,9 @@ from cairn.types.model_spec import ModelSpec
 from cairn.types.step import Engine
 
 
-def check_context(spec: ModelSpec, config: Config) -> None:
-    """Raise `ModelError` for a context that is longer than the model's own."""
+def check_options(spec: ModelSpec, config: Config) -> None:
+    """Raise `ModelError` for a context that is longer than the model's own, or experts that cannot be on the CPU."""
+    asked_layers(spec, config)
     if config.context is not None and config.context > spec.context:
         raise ModelError(f"context is {config.context}, but {spec.name} was made for at most {spec.context} tokens")
 
@@ -43,7 +45,7 @@ def check_files(config: Config, folder: Path) -> None:
     Digests are remembered, so that loading does not compute them again; no memory is kept.
     """
     spec = with_judge(load_spec(folder, identify=False), folder, config.kind)
-    check_context(spec, config)
+    check_options(spec, config)
     if config.engine != "fake":  # which reads no weights
         open_weights(folder, spec)
     identified(spec, folder)
@@ -70,7 +72,7 @@ def _load_engine(
 ) -> tuple[ModelSpec, Engine]:
     before = _stamps(folder) if is_gguf(folder) or folder.is_dir() else []
     spec = with_judge(load_spec(folder, identify=False), folder, config.kind)
-    check_context(spec, config)
+    check_options(spec, config)
     if config.engine == "fake":
         # Imported here so that a server never loads the code of an engine that it does not run.
         from cairn.engine.fake import FakeEngine

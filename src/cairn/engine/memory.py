@@ -113,6 +113,13 @@ class WeightMemory:
     """Bytes that packing takes where no matrix is held afterwards."""
     mapped: int = 0
     """Bytes of experts that stay in a file, and are not among those held."""
+    cpu_layers: tuple[int, ...] = ()
+    """Layers whose routed experts the CPU computes beside a device."""
+    on_cpu: int = 0
+    """Bytes of those experts."""
+    apart: int = 0
+    """Bytes that they take in the machine's memory while they are packed, where the device has memory of its own: then
+    they are not among those held."""
 
     @property
     def per_token(self) -> int:
@@ -130,24 +137,52 @@ def weight_bytes(spec: ModelSpec) -> int:
     return 4 * parameters(spec)
 
 
-def weight_memory(spec: ModelSpec, weights: Mapping[str, Any], kernels: str) -> WeightMemory:
+@dataclass(frozen=True, slots=True)
+class CpuPart:
+    """The routed experts that the CPU computes beside a device."""
+
+    kernels: str
+    """Name of the CPU's kernels."""
+    layers: tuple[int, ...]
+    apart: bool
+    """Whether the device has memory of its own."""
+
+
+def weight_memory(
+    spec: ModelSpec, weights: Mapping[str, Any], kernels: str, cpu: CpuPart | None = None
+) -> WeightMemory:
     """Return the memory that opened weights take in `kernels`, without reading them.
 
-    `kernels` is a result of `kernels_of`, or a name that `config.kernels` has for the CPU's.
+    `kernels` is a result of `kernels_of`, or a name that `config.kernels` has for the CPU's. `cpu`: the experts that
+    other kernels hold.
     """
-    tally: Any = _Tally(kernels if kernels in ON_DEVICES else chosen(kernels))
+    held = _Held()
+    tally: Any = _Tally(kernels if kernels in ON_DEVICES else chosen(kernels), held)
     more = projection_bytes(spec)
     if spec.encoder is not None:
         encoder.build(tally, spec, outlines(weights))
-        return WeightMemory(tally.held + more, tally.peak - tally.held, tally.streamed)
-    built = build(tally, spec, outlines(weights))
+        return WeightMemory(held.bytes + more, held.peak - held.bytes, tally.streamed)
+    beside = _Held() if cpu is not None and cpu.apart else held
+    other: Any = tally if cpu is None else _Tally(chosen(cpu.kernels), beside)
+    layers = () if cpu is None else cpu.layers
+    built = build(tally, spec, outlines(weights), lambda layer: other if layer in layers else tally)
     head: Any = built.head
     mixtures: list[Any] = [layer.mlp for layer in built.layers if isinstance(layer.mlp, Mixture)]
     mixtures += [layer.beside.mixture for layer in built.layers if layer.beside is not None]
     experts = sum(sum((*one.gate_up, *one.down)) for one in mixtures)
     share = spec.experts.chosen / spec.experts.count if spec.experts else 0.0
+    on_cpu = 0 if cpu is None else other.streamed
     return WeightMemory(
-        tally.held + more, tally.peak - tally.held, tally.streamed - head - experts, head, experts, share, tally.largest
+        held=held.bytes + more,
+        passing=held.peak - held.bytes,
+        streamed=tally.streamed + on_cpu - head - experts,
+        head=head,
+        experts=experts,
+        share=share,
+        largest=tally.largest,
+        cpu_layers=layers,
+        on_cpu=on_cpu,
+        apart=beside.peak if beside is not held else 0,
     )
 
 
@@ -157,6 +192,10 @@ def placed(spec: ModelSpec, config: Config, weights: WeightMemory, free: int | N
     Raise ModelError if they are to be mapped and cannot be.
     """
     if config.experts == "memory" or not weights.experts:
+        return weights
+    if weights.cpu_layers:
+        if config.experts == "mapped":
+            raise ModelError(f"{spec.name}: experts that the CPU computes beside a device cannot be mapped")
         return weights
     own = kernels_of(config)
     never = f"the {own} kernels hold" if own in (REFERENCE, *ON_DEVICES) else ""
@@ -179,12 +218,20 @@ def _fits(spec: ModelSpec, config: Config, blocks: tuple[int, ...], free: int, w
     return True
 
 
+@dataclass(slots=True)
+class _Held:
+    """What one memory holds while a model is built, and the most of it."""
+
+    bytes: int = 0
+    peak: int = 0
+
+
 class _Tally:
     """Stands in for the kernels while a model is built from outlines: it counts, and so counts what loading asks."""
 
-    def __init__(self, kernels: str) -> None:
-        self.held = self.peak = self.streamed = self.largest = 0
-        self._kernels = kernels
+    def __init__(self, kernels: str, held: _Held) -> None:
+        self.streamed = self.largest = 0
+        self._held, self._kernels = held, kernels
 
     def vector(self, source: TensorMeta) -> None:
         self._count(4 * math.prod(source.shape), source.made)
@@ -213,8 +260,8 @@ class _Tally:
         self._count(4 * head_dim, 0)
 
     def _count(self, held: int, passing: int) -> None:
-        self.held += held
-        self.peak = max(self.peak, self.held + passing)
+        self._held.bytes += held
+        self._held.peak = max(self._held.peak, self._held.bytes + passing)
         self.largest = max(self.largest, held + passing)
 
 
@@ -347,6 +394,11 @@ def check_memory(
     """
     free = memory_available() if free is None else free
     weights = weights or WeightMemory(weight_bytes(spec), 0)
+    if weights.apart and weights.apart > (beside := memory_available()):
+        raise ModelError(
+            f"{spec.name}: the experts that the CPU computes need {_gb(weights.apart)} of the machine's memory, "
+            f"{_gb(beside)} are free; use --cpu-experts N for those of fewer layers, or a smaller model"
+        )
     pool, buffers = _bytes(spec, config, blocks), _buffers(spec, config)
     if weights.held + max(pool + buffers, weights.passing) > free:
         loading = f", {_gb(weights.passing)} while loading" if weights.passing > pool + buffers else ""

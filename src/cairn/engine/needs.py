@@ -8,6 +8,8 @@ import msgspec
 
 from cairn.config.config import Config, draft_options
 from cairn.engine import memory
+from cairn.engine.cpu_experts import divided
+from cairn.kernels.devices import free_memory
 from cairn.models.hub.hub import locate
 from cairn.models.packing.weight_format import HeldWeights, form_of
 from cairn.models.safetensors.weights import open_weights
@@ -50,14 +52,16 @@ def needs(config: Config, place: Path, free: int, blocks: tuple[int, ...] = ()) 
         taken = memory.WeightMemory(memory.weight_bytes(spec), 0)
     else:
         held = HeldWeights(open_weights(place, spec), form_of(spec, config.weights))
-        taken = memory.placed(spec, config, memory.weight_memory(spec, held, memory.kernels_of(config)), free)
+        own = free_memory(config.device)
+        free = free if own is None else own  # weights and pools are there, whatever the machine has
+        taken = memory.placed(spec, config, divided(spec, config, held, free), free)
     blocks = blocks or memory.pool_blocks(spec, config, free, taken)
     pool, buffers = memory.beside_weights(spec, config, blocks)
     draft = 0
     if config.draft_model is not None and config.speculate != "off":
         draft = needs(draft_options(config), locate(config.draft_model), free).held
     return Needs(
-        weights=taken.held + draft,
+        weights=taken.held + taken.apart + draft,
         pool=pool,
         buffers=buffers,
         loading=taken.passing,

@@ -22,6 +22,7 @@ import numpy as np
 
 from cairn.config.config import Config
 from cairn.engine.adapters import AdapterBank
+from cairn.engine.cpu_experts import divided, sentence, settled
 from cairn.engine.machine import cpu_count
 from cairn.engine.memory import (
     WeightMemory,
@@ -35,7 +36,6 @@ from cairn.engine.memory import (
     placed,
     pool_blocks,
     running_rows,
-    weight_memory,
 )
 from cairn.engine.sampling import LogitsQuestion
 from cairn.engine.step_inputs import FilledStep, InputArrays, StepInputs
@@ -107,12 +107,14 @@ class RecordedEngine:
         steps: tuple[ProjectionStep, ...] = (),
         rows: RowTable | None = None,
         through: Callable[[Kernels], Kernels] = lambda kernels: kernels,
+        memory: WeightMemory | None = None,
     ) -> None:
         """`weights` as they are to be held, in the `form` of `models.held`; `blocks` in the pool of each group.
 
         `expected`: bytes of stored KV that may be brought up soon, whose memory is taken now. `steps`: what a hidden
         state that is wanted goes through. `rows`: the table that a model's layers get inputs of, if they do.
         `through`: the kernels that weights are packed with and programs recorded with, made of the device's own.
+        `memory`: what `divided` says of the weights; None: no experts on the CPU beside a device.
         """
         if (rows is None) != (spec.uneven is None or not spec.uneven.inputs):
             raise ValueError("a table of layers' inputs belongs to a model that has them")
@@ -120,7 +122,8 @@ class RecordedEngine:
         context = min(spec.context, config.context or spec.context)
         spec = spec.served(context)
         max_rows = running_rows(spec, config, blocks)
-        self._kernels = devices.load(config.device, config.kernels, config.threads or cpu_count())
+        layers = () if memory is None else memory.cpu_layers
+        self._kernels = devices.load(config.device, config.kernels, config.threads or cpu_count(), layers)
         self._stream = self._kernels.stream()
         self._buffers = allocate(self._kernels, spec, config.step_tokens, max_rows, context)
         dtype = kv_dtype(spec, config)
@@ -129,6 +132,8 @@ class RecordedEngine:
             for number, (count, group) in enumerate(zip(blocks, spec.groups, strict=True))
         ]
         packing = through(self._kernels)
+        if layers:
+            build = partial(decoder.build, experts=self._kernels.kernels_of)  # type: ignore[attr-defined]
         with self._kernels.touching(self._kv, expected):
             built = build(packing, spec, weights)
         self._body: Program
@@ -163,7 +168,8 @@ class RecordedEngine:
             max_tokens=config.step_tokens,
             identity=identity(spec, self._kernels, form, dtype),
             device=devices.resolved(config.device),
-            device_text=devices.report(config.device, config.kernels).sentence,
+            device_text=_device_text(config, memory),
+            cpu_experts="" if memory is None else settled(config, memory),
             overlaps=self._stream.depth > 0,
         )
 
@@ -185,7 +191,7 @@ class RecordedEngine:
             )
         weights = HeldWeights(source, form_of(spec, config.weights))
         free = device_memory(config)
-        taken = placed(spec, config, weight_memory(spec, weights, kernels_of(config)), free)
+        taken = placed(spec, config, divided(spec, config, weights, free), free)
         if taken.mapped:
             notes.append(
                 f"{spec.name}: {taken.mapped / 1e9:.2f} GB of experts are mapped from the disk, "
@@ -219,7 +225,7 @@ class RecordedEngine:
         build = keep if config.keep_packed else decoder.build
         steps = open_projection(spec, folder, weights.source)
         rows = open_table(folder, spec)
-        engine = cls(spec, weights, config, blocks, weights.form, expected, build, steps, rows)
+        engine = cls(spec, weights, config, blocks, weights.form, expected, build, steps, rows, memory=taken)
         if config.kernels != REFERENCE and kernels_of(config) == REFERENCE:
             notes.append(described(config.kernels))
         if line := error_line(weights.errors, len(weights)):
@@ -388,6 +394,13 @@ def _known(step: FilledStep, sampled: Sequence[int | None]) -> Sequence[Row]:
             known = [*row.tokens[: row.start], 0 if token is None else token]
             rows[number] = msgspec.structs.replace(row, tokens=known, pending=None)
     return rows
+
+
+def _device_text(config: Config, memory: WeightMemory | None) -> str:
+    """Return what computes, for a person: the device, and the CPU if it computes experts."""
+    text = devices.report(config.device, config.kernels).sentence
+    experts = "" if memory is None else sentence(config, memory)
+    return f"{text}; {experts}" if experts else text
 
 
 def _number(group: CacheGroup, dtype: str) -> str:

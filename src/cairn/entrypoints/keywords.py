@@ -30,6 +30,7 @@ class ModelKeywords(TypedDict, total=False):
     keep_packed: bool
     keep_packed_gb: float | None
     experts: Literal["auto", "memory", "mapped"]
+    cpu_experts: str
     threads: int | None
     profile: str | None
     context: int | None

@@ -50,7 +50,8 @@ class DeviceFallback:
         self._device = load.config.device
         if not self.sentence:
             return load
-        return msgspec.structs.replace(load, config=msgspec.structs.replace(load.config, device=CPU, tp=1), blocks=())
+        config = msgspec.structs.replace(load.config, device=CPU, tp=1, cpu_experts="auto")  # it computes them all
+        return msgspec.structs.replace(load, config=config, blocks=())
 
     def explain(self, ready: wire.ModelReady) -> wire.ModelReady:
         """Return the message of a worker that has loaded, with the sentence among its troubles."""

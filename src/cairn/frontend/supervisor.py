@@ -116,6 +116,8 @@ class Supervisor:
         """The identity of the model that the first worker loaded."""
         self._blocks: tuple[int, ...] = ()
         """Sizes of its pools. Later workers get the same, if there is memory: requests were admitted by them."""
+        self._cpu_experts = ""
+        """The value of the option of that name that its first worker settled on."""
         self._longest = 0
         """Tokens of the longest sequence that the last worker can compute."""
         self._failures = 0
@@ -278,6 +280,9 @@ class Supervisor:
                     return
                 adapters = tuple(self.adapters.values())
                 load = msgspec.structs.replace(first.load, blocks=self._blocks, wait=False, adapters=adapters)
+                if self._cpu_experts:  # by the free memory of now others might be chosen, and answers would change
+                    config = msgspec.structs.replace(load.config, cpu_experts=self._cpu_experts)
+                    load = msgspec.structs.replace(load, config=config)
                 load = self._fallback.load(load)
                 worker = launch(load, first.worker.process is None)
                 self.restarts += 1
@@ -348,6 +353,7 @@ class Supervisor:
         if self._loaded is not None and not self._loaded.done():
             self._loaded.set_exception(by_code(message.code, message.message))
         self._blocks = ()  # memory may not suffice for as many, and fewer are better than no worker
+        self._cpu_experts = ""
         link.end(message.message)
 
     def _welcome(self, link: WorkerConnection, ready: wire.ModelReady) -> None:
@@ -357,6 +363,7 @@ class Supervisor:
             link.end("it loaded another model")
             self._give_up(CHANGED)
             return
+        self._cpu_experts = ready.info.cpu_experts
         self._blocks, self._longest = ready.info.blocks, min(ready.info.context, ready.info.pool_tokens)
         for flight in tuple(self.flights.values()):
             if flight.limit > self._longest <= flight.length:

@@ -54,8 +54,9 @@ _XTC = 0x5854430000000000
 
 
 def choose(sampler: Sampler, lines: Sequence[Line], logits: Any) -> list[TokenChoice]:
-    """Sample lines as `Sampler.choose` does: those without extras by the sampler, the others here on the host."""
-    special = [number for number, line in enumerate(lines) if line.row is not None and line.row.sampling.extras]
+    """Sample lines as `Sampler.choose` does: by the sampler, or here on the host where it does not take the extras."""
+    every = [None if line.row is None else line.row.sampling.extras for line in lines]
+    special = [number for number, extras in enumerate(every) if extras is not None and not sampler.takes(extras)]
     if not special:
         return sampler.choose(lines, logits)
     plain = [line._replace(row=None) if number in special else line for number, line in enumerate(lines)]
@@ -76,11 +77,11 @@ def _token(line: Line, logits: Floats) -> tuple[int | None, float | None]:
     row = line.row
     assert row is not None and row.sampling.extras is not None
     params, extras = row.sampling, row.sampling.extras
-    adjust(line, logits)
-    if extras.dry_multiplier:
-        for token, penalty in repeats(line.history, extras).items():
-            logits[token] -= np.float32(penalty)
-    _ban(line.history[row.prompt_len :], extras, logits)
+    adjust_more(line, logits)
+    if extras.allowed_token_ids:
+        closed = np.ones(len(logits), np.bool_)
+        closed[[token for token in extras.allowed_token_ids if token < len(logits)]] = False
+        logits[closed] = -np.inf
     if line.mask:
         logits[forbidden(line.mask, len(logits))] = -np.inf
     best = int(logits.argmax())
@@ -158,22 +159,41 @@ def repeats(tokens: Sequence[int], extras: SamplingExtras) -> dict[int, float]:
     return penalties
 
 
-def _ban(output: Sequence[int], extras: SamplingExtras, logits: Floats) -> None:
-    """Ban tokens that are not allowed, and those that would complete a bad word after the output so far."""
-    vocab = len(logits)
-    if extras.allowed_token_ids:
-        closed = np.ones(vocab, np.bool_)
-        closed[[token for token in extras.allowed_token_ids if token < vocab]] = False
-        logits[closed] = -np.inf
+def adjust_more(line: Line, logits: Floats) -> None:
+    """Apply bias, penalties, DRY and bad words in place to one line [vocab] with extras.
+
+    No other logits change than those of `adjusted`.
+    """
+    adjust(line, logits)
+    penalties, banned = _penalised(line, len(logits))
+    for token, penalty in penalties.items():
+        logits[token] -= np.float32(penalty)
+    logits[banned] = -np.inf
+
+
+def adjusted(line: Line, vocab: int) -> set[int]:
+    """Return the tokens whose logits DRY and bad words change."""
+    penalties, banned = _penalised(line, vocab)
+    return {*penalties, *banned}
+
+
+def _penalised(line: Line, vocab: int) -> tuple[dict[int, float], list[int]]:
+    """Return DRY's penalties, and the tokens that would complete a bad word after the output so far."""
+    row = line.row
+    assert row is not None and row.sampling.extras is not None
+    extras, output = row.sampling.extras, line.history[row.prompt_len :]
+    banned = []
     for word in extras.bad_words:
         before = word[:-1]
         if word[-1] < vocab and (not before or tuple(output[-len(before) :]) == before):
-            logits[word[-1]] = -np.inf
+            banned.append(word[-1])
+    return repeats(line.history, extras) if extras.dry_multiplier else {}, banned
 
 
 def _chances(scaled: Floats) -> NDArray[np.float64]:
-    weights = weigh(scaled - scaled.max()).astype(np.float64)
-    chances: NDArray[np.float64] = weights / weights.sum()
+    weights = weigh(scaled - scaled.max())
+    # The sum is of integers, so its order does not matter.
+    chances: NDArray[np.float64] = weights / float(int(weights.sum()))
     return chances
 
 
@@ -228,10 +248,14 @@ def _typical(kept: Ids, values: Floats, part: float) -> Ids:
 
 def _without_top(kept: Ids, values: Floats, line: Line, extras: SamplingExtras) -> Ids:
     """Apply XTC: with its probability, remove all but the least likely of the ids at or above the threshold."""
-    if not extras.xtc_probability or extras.xtc_threshold > 0.5:
-        return kept
-    chance = bits_of(line, _XTC) * 2.0**-53
-    if chance >= extras.xtc_probability:
+    if not cuts_top(line, extras):
         return kept
     above = int((_chances(values[kept]) >= extras.xtc_threshold).sum())
     return kept[max(0, above - 1) :]
+
+
+def cuts_top(line: Line, extras: SamplingExtras) -> bool:
+    """Tell whether XTC removes tokens of this line: by its probability, if two tokens can be above the threshold."""
+    if not extras.xtc_probability or extras.xtc_threshold > 0.5:
+        return False
+    return bits_of(line, _XTC) * 2.0**-53 < extras.xtc_probability

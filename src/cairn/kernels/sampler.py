@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.kernels.vocabulary import GREEDY_BELOW, Line, TokenChoice, divisor, logits_of, lowest
+from cairn.types.request import SamplingExtras
 
 Floats = NDArray[np.float32]
 
@@ -35,6 +36,10 @@ class NativeSampler:
                 known = logits_of(logits[number], line, choice.top, choice.token)
                 choices[number] = choice._replace(logits=known)
         return choices
+
+    def takes(self, extras: SamplingExtras) -> bool:
+        """Return False: the host applies them."""
+        return False
 
     def line(self, logits: Floats, number: int) -> Floats:
         """`Sampler.line`."""

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.kernels.elementary import log_of
-from cairn.types.request import SamplingParams
+from cairn.types.request import SamplingExtras, SamplingParams
 from cairn.types.step import Row
 
 GREEDY_BELOW = 1e-5
@@ -114,6 +114,10 @@ class Sampler(Protocol):
         """Answer each line of logits [len(lines), vocab], without changing them."""
         ...
 
+    def takes(self, extras: SamplingExtras) -> bool:
+        """Tell whether `choose` applies these samplers; if not, `kernels.extras` does on the host."""
+        ...
+
     def line(self, logits: Any, number: int) -> Floats:
         """Return a copy of one line, for samplers that only exist on the host (`kernels.extras`)."""
         ...
@@ -178,6 +182,10 @@ class NumpySampler:
                 _described(logits[i], line, tokens.get(i)) if finite[i] else TokenChoice(False)
                 for i, line in enumerate(lines)
             ]
+
+    def takes(self, extras: SamplingExtras) -> bool:
+        """Return False: those are `kernels.extras`."""
+        return False
 
     def line(self, logits: Floats, number: int) -> Floats:
         """`Sampler.line`."""

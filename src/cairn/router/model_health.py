@@ -66,6 +66,11 @@ def queue_seconds(models: Models) -> float:
     return max((loaded.service.queue_seconds() for _, loaded in models.loaded()), default=0.0)
 
 
+def cpu_experts(models: Models) -> list[str]:
+    """Return the names of loaded models whose experts, all or some, the CPU computes beside a device."""
+    return [model.name for model, loaded in models.loaded() if loaded.service.info.cpu_experts not in ("", "off")]
+
+
 def metrics(models: Models) -> Iterator[tuple[str, str, str, list[tuple[str, float]]]]:
     """Yield the metrics of the models: type, name, help text, and a value for each model that was ever loaded."""
     ever = [model for model in models.models if model.loads or model.failures]

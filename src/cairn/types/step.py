@@ -179,6 +179,8 @@ class EngineInfo:
     """The device's name, as `--device` takes it."""
     device_text: str = ""
     """What it is and what computes on it, for a person."""
+    cpu_experts: str = ""
+    """The value of the option `cpu_experts` that was settled on; "" where the device is the CPU."""
     note: str = ""
     """How loading changed the model's numbers, if at all: a sentence for the log."""
     kv_dtype: str = "float32"

@@ -214,6 +214,7 @@ def _assemble(channel: wire.Channel, order: wire.LoadModel, opened: _Opened, sta
         note=known.note,
         device=known.device,
         device_text=known.device_text,
+        cpu_experts=known.cpu_experts,
     )
     ends = opened.spec.eos_ids
     vocabulary = partial(read_vocabulary, Path(order.folder), config.tokenizer, known.vocab, ends)

@@ -154,6 +154,8 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the device that computes."""
     device_text: str = ""
     """What it is and what computes on it, for a person."""
+    cpu_experts: str = ""
+    """See `EngineInfo`."""
 
 
 class Stats(msgspec.Struct, frozen=True, array_like=True):

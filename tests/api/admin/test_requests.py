@@ -223,6 +223,8 @@ async def test_health_for_people_who_know_llama_server() -> None:
         service = at.app.service = ScriptedService()  # type: ignore[assignment]
         assert (await http.get("/health")).json() == {"status": "ok", "reasons": [], "troubles": [], "devices": ["cpu"]}
         assert (await http.head("/health")).status_code == 200
+        service.info.cpu_experts = "all"
+        assert (await http.get("/health")).json()["cpu_experts"] == ["scripted"]
         service.reasons = ["requests hold 95% of the KV pool"]
         full = await http.get("/health")
         assert full.status_code == 503 and full.json()["status"] == "degraded" and full.headers["retry-after"]

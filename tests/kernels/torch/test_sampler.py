@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -11,12 +12,15 @@ pytest.importorskip("torch", reason="torch is not installed: sampling on devices
 
 import torch
 
+from cairn.kernels import extras as extras_of
+from cairn.kernels.extras import cuts_top
+from cairn.kernels.torch import sampler as sampler_of
 from cairn.kernels.torch.sampler import TorchSampler, weigh
 from cairn.kernels.vocabulary import NUMPY, Line
 from cairn.kernels.vocabulary import weigh as weigh_on_host
-from cairn.types.request import SamplingParams
+from cairn.types.request import SamplingExtras, SamplingParams
 from cairn.types.step import Row
-from tests.laws.sampling import line_of, lines_of_logits, random_mask, random_row
+from tests.laws.sampling import line_of, lines_of_logits, random_extras, random_mask, random_row
 
 
 def test_a_line_gets_what_the_reference_gives(prove: bool) -> None:
@@ -35,6 +39,45 @@ def test_a_line_gets_what_the_reference_gives(prove: bool) -> None:
         for line, one, other in zip(lines, expected, found, strict=True):
             assert one == other, f"seed {seed}, {line.row and line.row.sampling}"
         assert np.array_equal(given.numpy(), logits, equal_nan=True), "the logits were changed"
+
+
+def with_extras(row: Row, extras: SamplingExtras) -> Row:
+    params = {name: getattr(row.sampling, name) for name in row.sampling.__struct_fields__} | {"extras": extras}
+    parts = [getattr(row, name) for name in row.__struct_fields__[:6]]
+    return Row(*parts, SamplingParams(**params), 0, mu=4.0)
+
+
+def test_a_line_with_extras_gets_what_the_reference_gives(prove: bool) -> None:
+    """Those that the device takes and those that it does not, among lines without any."""
+    sampler, taken, cut = TorchSampler(), 0, 0
+    for seed in range(3_000 if prove else 300):
+        rng = np.random.default_rng(seed)
+        vocab = int(rng.choice([2, 5, 17, 97, 1000]))
+        logits, lines = lines_of_logits(rng, 6, vocab), []
+        for row in (random_row(rng, vocab) for _ in logits):
+            extras = random_extras(rng, vocab)
+            if rng.random() < 0.7:  # what only the host does is rare
+                extras = msgspec.structs.replace(extras, typical_p=1.0, top_n_sigma=0.0, dynatemp_range=0.0, mirostat=0)
+            if extras.any and rng.random() < 0.8:
+                row = with_extras(row, extras)
+                taken += sampler.takes(extras)
+                cut += sampler.takes(extras) and cuts_top(Line(row), extras)
+            lines.append(line_of(row, random_mask(rng, vocab)))
+        given = torch.from_numpy(logits.copy())
+        expected, found = extras_of.choose(NUMPY, lines, logits.copy()), extras_of.choose(sampler, lines, given)
+        for line, one, other in zip(lines, expected, found, strict=True):
+            assert one == other, f"seed {seed}, {line.row and line.row.sampling}"
+        assert np.array_equal(given.numpy(), logits), "the logits were changed"
+    assert taken > 300 and cut > 50
+
+
+def test_the_least_weight_above_a_threshold_is_the_first_that_float64_says() -> None:
+    rng = np.random.default_rng(5)
+    for _ in range(500):
+        total, threshold = int(rng.integers(1, 1 << 60)), float(rng.choice([0.0, 0.1, 0.5, rng.random() / 2]))
+        least = sampler_of._least(total, threshold)
+        assert float(least) / float(total) >= threshold
+        assert least == 0 or float(least - 1) / float(total) < threshold
 
 
 def test_a_weight_has_the_same_bits_without_float64() -> None:
@@ -60,9 +103,14 @@ def test_no_line_of_logits_comes_to_the_host(monkeypatch: pytest.MonkeyPatch) ->
         max_tokens=9, temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.2, logprobs=True,
         top_logprobs=5, logit_bias=((3, 1.0),),
     )  # fmt: skip
+    extras = SamplingExtras(
+        dry_multiplier=0.8, xtc_probability=1.0, xtc_threshold=0.05, allowed_token_ids=tuple(range(0, vocab, 2)),
+        bad_words=((7,), (38, 39, 8)),
+    )  # fmt: skip
     row = Row(tokens, 0, 40, (), 39, 10, params, 0)
     logits = torch.from_numpy(lines_of_logits(np.random.default_rng(2), 6, vocab))
     read.clear()
-    choices = TorchSampler().choose([line_of(row)] * 6, logits)
+    lines = [line_of(row)] * 3 + [line_of(with_extras(row, extras))] * 3
+    choices = extras_of.choose(TorchSampler(), lines, logits)
     assert all(choice.token is not None for choice in choices)
     assert max(read) <= 6 * 41, "more than the named tokens"

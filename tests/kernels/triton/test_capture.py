@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,10 +15,14 @@ pytest.importorskip("triton", reason="triton is not installed: kernels for GPUs 
 
 import torch
 
+from cairn.kernels import devices
 from cairn.kernels.program import KernelCall, Size, Slot
 from cairn.kernels.torch.torch_kernels import TorchKernels
-from cairn.kernels.triton import capture
+from cairn.kernels.triton import capture, triton_kernels
 from cairn.kernels.triton.capture import CapturedProgram
+from cairn.types.step import Row
+from tests.adapter_files import random_peft
+from tests.tiny_models import GREEDY, MODELS, Driver, load, prompt, write_model
 
 
 class Graphs:
@@ -86,3 +92,90 @@ def test_the_graph_used_least_recently_is_dropped(monkeypatch: pytest.MonkeyPatc
     for count in (1, 1, 2, 2, 1, 3, 3, 1, 2):
         made.replay(sizes(count, count))
     assert graphs.captured == 4, "the graph of two rows was captured again"
+
+
+class Baked(Graphs):
+    """Graphs as a GPU would launch them: with the inputs that the host had when they were captured."""
+
+    def __init__(self, kernels: Any) -> None:
+        super().__init__()
+        self._kernels = kernels
+        self.busy = False
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        then = dict(self._kernels._host)
+
+        def launch() -> None:
+            now, self._kernels._host = self._kernels._host, dict(then)
+            self.busy = True
+            try:
+                run()
+            finally:
+                self._kernels._host, self.busy = now, False
+
+        return super().__call__(launch)
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[Baked]:
+    """All programs of the interpreter's kernels as on a GPU; reading anything back in a graph is an error."""
+    graphs: list[Baked] = []
+
+    def make(self: Any, calls: Any) -> CapturedProgram:
+        graphs.append(Baked(self))
+        return CapturedProgram(self, calls, graphs[-1])
+
+    monkeypatch.setattr(triton_kernels.TritonKernels, "program", make)
+    for name in ("tolist", "item", "nonzero"):
+        plain = getattr(torch.Tensor, name)
+
+        def reads(self: Any, *given: Any, plain: Any = plain, name: str = name, **named: Any) -> Any:
+            caller = sys._getframe(1).f_code.co_filename
+            assert "/cairn/" not in caller or not any(one.busy for one in graphs), f"{name} in a graph, by {caller}"
+            return plain(self, *given, **named)
+
+        monkeypatch.setattr(torch.Tensor, name, reads)
+    return graphs
+
+
+@pytest.mark.parametrize("name", ["qwen 3, head size of its own", "gemma 3"])
+def test_whole_models_decode_from_graphs_with_the_same_bits(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, captured: list[Baked], prove: bool
+) -> None:
+    """Layers and head, with a packed table of embeddings; and hidden states, which nothing captures."""
+    if not prove and name == "gemma 3":
+        pytest.skip("only with --prove")
+    folder = write_model(tmp_path, **MODELS[name] | {"hidden_size": 64, "num_hidden_layers": 2})
+    options = {"device": devices.INTERPRETED, "kv_dtype": "f32", "weights": "int8"}
+    tokens = prompt(20)
+    driver = Driver(load(folder, **options), monkeypatch)
+    whole = driver.logits(tokens, [20], driver.tables(20))
+    assert not any(one.captured for one in captured), "a prompt was captured"
+    found = driver.logits(tokens, [16, 1, 1, 1, 1], driver.tables(20))
+    np.testing.assert_array_equal(found, whole)
+    body, head = captured[0], captured[1]
+    assert (body.captured, body.launched) == (head.captured, head.launched) == (1, 3)
+    driver.engine.embed([Row(tokens, 0, 20, driver.tables(20), None, 20, GREEDY, 0, want="hidden")]).wait()
+    driver.engine.close()
+
+
+def test_rows_with_adapters_run_kernel_by_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, captured: list[Baked], prove: bool
+) -> None:
+    """Their matrices are chosen on the host: a graph would add the adapters of the row that it was captured with."""
+    if not prove:
+        pytest.skip("only with --prove")
+    folder = write_model(tmp_path / "model", **MODELS["llama 2"])
+    engine = load(folder, device=devices.INTERPRETED, kv_dtype="f32")
+    places = [random_peft(tmp_path / f"adapter {seed}", folder, seed) for seed in (1, 2)]
+    digests = [engine.attach(engine.read_adapter(one)).digest for one in places]
+    tokens, answers = prompt(6), list[list[int | None]]()
+    for digest in (digests[0], digests[1]):
+        tables, found = tuple([0] for _ in engine.info.groups), list[int | None]()
+        for at in range(6):
+            row = Row(tokens, at, at + 1, tables, at, 6, GREEDY, 0, adapters=((digest, 1.0),))
+            found.append(engine.decode([row]).wait()[0].token)
+        answers.append(found)
+    assert answers[0] != answers[1], "the adapters do something else"
+    assert not any(one.captured for one in captured if one is not captured[1]), "only the head is captured"
+    engine.close()

@@ -52,6 +52,8 @@ class ServerHealth:
         """Troubles that do not make the server refuse new requests."""
         self.devices = model_health.devices(models) if models is not None else []
         """Names of the devices that compute the loaded models."""
+        self.cpu_experts = model_health.cpu_experts(models) if models is not None else []
+        """Names of models whose experts the CPU computes beside them."""
         self.stalled = models is not None and model_health.stalled(models)
         """Whether there is work and nothing of it gets further."""
         unwell = models is not None and models.several and bool(model_health.troubles(models))
@@ -94,19 +96,22 @@ async def health(call: HTTPCall, state: ServerHealth) -> None:
     say why. If only a part is not served, the status is `degraded` with code 200, and `troubles` say why: one of
     several models is not well, or turns are refused because the disk is full.
 
-    `devices` names those that compute the loaded models: the CPU after another one failed twice.
+    `devices` names those that compute the loaded models: the CPU after another one failed twice. `cpu_experts`, where
+    there are any, names the models whose experts the CPU computes beside a device.
 
     `status`, and `error` beside it, are what clients of llama-server read.
     """
+    facts: dict[str, object] = {"troubles": state.troubles, "devices": state.devices}
+    if state.cpu_experts:
+        facts["cpu_experts"] = state.cpu_experts
     if not state.reasons:
         status = "degraded" if state.partly else "ok"
-        await call.json({"status": status, "reasons": [], "troubles": state.troubles, "devices": state.devices})
+        await call.json({"status": status, "reasons": []} | facts)
         return
     message = "Loading model" if state.loading else "; ".join(state.reasons)
     error = {"code": 503, "message": message, "type": "unavailable_error"}
     status = "loading model" if state.loading else "stalled" if state.stalled else "degraded"
-    body = {"status": status, "reasons": state.reasons, "troubles": state.troubles, "devices": state.devices}
-    await _unavailable(call, body | {"error": error})
+    await _unavailable(call, {"status": status, "reasons": state.reasons} | facts | {"error": error})
 
 
 async def live(call: HTTPCall, state: ServerHealth) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -122,8 +122,10 @@ def reports(kernels: str = "auto") -> list[DeviceReport]:
     return listed
 
 
-def load(device: str, kernels: str, threads: int) -> Kernels:
+def load(device: str, kernels: str, threads: int, cpu_layers: Sequence[int] = ()) -> Kernels:
     """Load a device's kernels, on so many CPU threads if they use the CPU.
+
+    `cpu_layers`: layers whose routed experts the CPU computes beside a device of torch, with the CPU's `kernels`.
 
     Raises `NoDevice` if the device cannot be used or fails its self-test against the CPU.
     """
@@ -148,7 +150,18 @@ def load(device: str, kernels: str, threads: int) -> Kernels:
             "update its driver, or use --device cpu",
             field="device",
         )
-    return loaded
+    return _beside_cpu(loaded, kernels, threads, cpu_layers) if cpu_layers else loaded
+
+
+def _beside_cpu(loaded: Any, kernels: str, threads: int, layers: Sequence[int]) -> Any:
+    """Return a device's kernels with the CPU's for the experts of some layers."""
+    from cairn.kernels.torch.cpu_experts import CpuExperts
+
+    try:
+        return CpuExperts(loaded, load_kernels(kernels, threads), layers)
+    except CairnError:
+        loaded.close()
+        raise
 
 
 def _kernels(name: str) -> type[TorchKernels]:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from cairn.kernels.mlx.cells import Cell, Cut, to_numpy
 from cairn.kernels.vocabulary import GREEDY_BELOW, NUMPY, Line, TokenChoice
+from cairn.types.request import SamplingExtras
 
 Array = Any
 Floats = NDArray[np.float32]
@@ -50,6 +51,10 @@ class MlxSampler:
             for number, choice in zip(wanted, NUMPY.choose([lines[one] for one in wanted], copied), strict=True):
                 choices[number] = choice
         return choices
+
+    def takes(self, extras: SamplingExtras) -> bool:
+        """Return False: the host applies them."""
+        return False
 
     def line(self, logits: Cell | Cut, number: int) -> Floats:
         """`Sampler.line`."""

@@ -3,6 +3,9 @@
 Lines of logits stay on the device. To the host go flags, tokens, sums of weights, and the logits of the few tokens that
 penalties, biases and log-probabilities name. Every step is one elementwise operation of float32, or a sum of integers,
 as `kernels.vocabulary` defines them.
+
+Of `kernels.extras` DRY, bad words, allowed tokens and XTC are here. Typical, n-sigma, the dynamic temperature and
+mirostat are sums of float64 in numpy's order: of their lines, one at a time, a copy goes to the host.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cairn.kernels.extras import adjust_more, adjusted, cuts_top
 from cairn.kernels.vocabulary import (
     GREEDY_BELOW,
     LOG2E,
@@ -30,7 +34,7 @@ from cairn.kernels.vocabulary import (
     filters,
     lowest,
 )
-from cairn.types.request import SamplingParams
+from cairn.types.request import SamplingExtras
 
 Tensor = Any
 Floats = NDArray[np.float32]
@@ -70,6 +74,11 @@ class TorchSampler:
             for number, choice in zip(part, described, strict=True):
                 choices[number] = choice
         return choices
+
+    def takes(self, extras: SamplingExtras) -> bool:
+        """`Sampler.takes`."""
+        summed = extras.typical_p < 1 or extras.top_n_sigma > 0 or extras.dynatemp_range or extras.mirostat
+        return not summed
 
     def line(self, logits: Tensor, number: int) -> Floats:
         """`Sampler.line`."""
@@ -141,7 +150,7 @@ def _adjust(lines: Sequence[Line], values: Tensor) -> None:
         if len(ids):
             scratch[ids] = known[at : at + len(ids)]
             with np.errstate(all="ignore"):
-                adjust(line, scratch)
+                (adjust if _extras(line) is None else adjust_more)(line, scratch)
             known[at : at + len(ids)] = scratch[ids]
             at += len(ids)
     values.view(-1)[places] = torch.from_numpy(known).to(values.device)
@@ -159,20 +168,39 @@ def _named(line: Line, vocab: int) -> NDArray[np.int64]:
         ids.update(line.history[row.prompt_len :])
     if line.length - row.prompt_len < params.min_tokens:
         ids.update(token for token in params.stop_token_ids if token < vocab)
+    if params.extras is not None:
+        ids |= adjusted(line, vocab)
     return np.array(sorted(ids), np.int64)
 
 
+def _extras(line: Line) -> SamplingExtras | None:
+    return None if line.row is None else line.row.sampling.extras
+
+
 def _mask(lines: Sequence[Line], values: Tensor) -> None:
-    """Make the tokens impossible that the lines' masks forbid."""
-    masked = [(number, line.mask) for number, line in enumerate(lines) if line.mask]
+    """Make the tokens impossible that the lines' masks forbid, or that are not among those allowed."""
+    every = [(number, _open(line, values.shape[1])) for number, line in enumerate(lines)]
+    masked = [(number, mask) for number, mask in every if mask is not None]
     if not masked:
         return
-    given = np.stack([np.frombuffer(mask, np.uint8) for _, mask in masked])
+    given = np.stack([mask for _, mask in masked])
     packed = torch.from_numpy(given).to(values.device)
     bits = (packed[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=values.device)) & 1
     forbidden = bits.reshape(len(masked), -1)[:, : values.shape[1]] == 0
     at = _places([number for number, _ in masked], values)
     values[at] = values[at].masked_fill(forbidden, -math.inf)
+
+
+def _open(line: Line, vocab: int) -> NDArray[np.uint8] | None:
+    """Return a bit for each token that mask and allowed tokens leave; None if they leave all."""
+    size, extras = -(-vocab // 8), _extras(line)
+    found = np.frombuffer(line.mask, np.uint8, size) if line.mask else None
+    if extras is None or not extras.allowed_token_ids:
+        return found
+    allowed = np.zeros(8 * size, np.bool_)
+    allowed[[token for token in extras.allowed_token_ids if token < vocab]] = True
+    packed = np.packbits(allowed, bitorder="little")
+    return packed if found is None else packed & found
 
 
 def _draw(lines: Sequence[Line], relative: Tensor) -> list[int]:
@@ -181,13 +209,13 @@ def _draw(lines: Sequence[Line], relative: Tensor) -> list[int]:
     vocab = relative.shape[1]
     scaled = relative / _column([float(divisor(one)) for one in params], relative, torch.float32)
     weights, ids = weigh(scaled), None
-    cut = [number for number, one in enumerate(params) if filters(one, vocab)]
+    cut = [number for number, one in enumerate(params) if filters(one, vocab) or one.extras is not None]
     if cut:
         at = _places(cut, relative)
         ids = torch.arange(vocab, device=relative.device).repeat(len(lines), 1)
         late = _column([one.temperature_last for one in params], relative, torch.bool)
         seen = torch.where(late, relative, scaled)[at]
-        weights[at], ids[at] = _filtered([params[number] for number in cut], seen, weights[at], late[at])
+        weights[at], ids[at] = _filtered([lines[number] for number in cut], seen, scaled[at], weights[at], late[at])
     running = weights.cumsum(dim=1)
     totals: list[int] = running[:, -1].tolist()
     goals = [bits_of(line) * total >> 53 for line, total in zip(lines, totals, strict=True)]
@@ -196,13 +224,18 @@ def _draw(lines: Sequence[Line], relative: Tensor) -> list[int]:
     return found
 
 
-def _filtered(params: Sequence[SamplingParams], seen: Tensor, weights: Tensor, late: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the weights of the tokens that top-k, top-p and min-p keep, in the order of the draw, and their ids.
+def _filtered(
+    lines: Sequence[Line], seen: Tensor, scaled: Tensor, weights: Tensor, late: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the weights of the tokens that top-k, top-p, min-p and XTC keep, in the order of the draw, and their ids.
 
-    `seen`: what the filters look at [lines, vocab]; `weights` by id.
+    `seen`: what the filters look at [lines, vocab]; `scaled` what is drawn from, and its `weights`, by id. Lines with
+    extras are always drawn by rank.
     """
     count, vocab = seen.shape
-    ranks = [0 < one.top_k < vocab or one.top_p < 1 for one in params]
+    params = [line.row.sampling for line in lines if line.row is not None]
+    more = [one.extras is not None for one in params]
+    ranks = [own or 0 < one.top_k < vocab or one.top_p < 1 for own, one in zip(more, params, strict=True)]
     if any(ranks):
         by_rank = _column(ranks, seen, torch.bool)
         values, order = seen.sort(dim=1, descending=True, stable=True)
@@ -219,14 +252,49 @@ def _filtered(params: Sequence[SamplingParams], seen: Tensor, weights: Tensor, l
         goals = [math.ceil(one.top_p * total) if one.top_p < 1 else 1 << 62 for one, total in pairs]
         before = (running < _column(goals, seen, torch.int64)).sum(dim=1, keepdim=True)
         keep &= within & (place <= before)
+        weights = _without_top(lines, keep, mass, order, scaled, weights)
     kept = torch.zeros_like(keep).scatter_(1, order, keep)
     by_id = weights.where(kept, 0)
     ids = torch.arange(vocab, device=seen.device).repeat(count, 1)
     if by_rank is None:
         return by_id, ids
     # Ranked after the temperature, tokens are drawn by rank; their order changes where a draw falls.
-    drawn_by_rank = by_rank & ~late
+    drawn_by_rank = by_rank & (~late | _column(more, seen, torch.bool))
     return by_id.gather(1, order).where(drawn_by_rank, by_id), order.where(drawn_by_rank, ids)
+
+
+def _without_top(
+    lines: Sequence[Line], keep: Tensor, mass: Tensor, order: Tensor, scaled: Tensor, weights: Tensor
+) -> Tensor:
+    """Apply XTC to `keep`, by rank as `mass` and `order` are; return the weights by id, where it removed the likeliest.
+
+    A token is above the threshold from some weight on, which the host finds from the mass that is kept.
+    """
+    cutting = [(number, extras) for number, line in enumerate(lines) if (extras := _extras(line)) is not None]
+    cutting = [(number, extras) for number, extras in cutting if cuts_top(lines[number], extras)]
+    if not cutting:
+        return weights
+    at = _places([number for number, _ in cutting], keep)
+    kept = keep[at] & scaled[at].gather(1, order[at]).isfinite()
+    totals: list[int] = mass[at].where(kept, 0).sum(dim=1).tolist()
+    least = [_least(total, extras.xtc_threshold) for total, (_, extras) in zip(totals, cutting, strict=True)]
+    above = (kept & (mass[at] >= _column(least, keep, torch.int64))).sum(dim=1, keepdim=True)
+    kept &= torch.arange(keep.shape[1], device=keep.device)[None] >= above - 1
+    keep[at] = kept
+    left = scaled[at].masked_fill(~torch.zeros_like(kept).scatter_(1, order[at], kept), -math.inf)
+    weights = weights.clone()
+    weights[at] = weigh(left - left.amax(dim=1, keepdim=True))
+    return weights
+
+
+def _least(total: int, threshold: float) -> int:
+    """Return the least weight whose share of the total, in float64, reaches the threshold."""
+    whole, found = float(total), math.ceil(threshold * total)
+    while found > 0 and float(found - 1) / whole >= threshold:
+        found -= 1
+    while float(found) / whole < threshold:
+        found += 1
+    return found
 
 
 def _described(lines: Sequence[Line], logits: Tensor, choices: Sequence[TokenChoice]) -> list[TokenChoice]:

@@ -80,6 +80,9 @@ class TorchMatrix:
 
     def rows(self, which: Tensor) -> Tensor:
         """Return the weights [n, in] of the outputs `which`, in float32."""
+        if len(self.parts) == 1:  # as a table of embeddings has it; nothing then is read back from the device
+            (part,) = self.parts
+            return part.floats(which) if isinstance(part, PackedCodes) else part[which].float()
         found = torch.zeros((len(which), self.inner), device=which.device)
         first = 0
         for part in self.parts:

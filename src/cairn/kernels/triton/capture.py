@@ -12,8 +12,8 @@ from cairn.kernels.program import Interpreted, KernelCall, Size
 
 MOST_GRAPHS = 64
 """Most graphs a program keeps; the one used least recently goes first."""
-ASKS_THE_HOST = frozenset({"experts"})
-"""Kernels that read sizes back from the device, which no graph can hold."""
+ASKS_THE_HOST = frozenset({"experts", "adapt"})
+"""Kernels that read numbers back from the device or go by the step's inputs on the host, which no graph can hold."""
 
 Replay = Callable[[], None]
 
@@ -31,7 +31,7 @@ class CapturedProgram(Interpreted):
     """A `Program` that captures steps of one token a row when their sizes come a second time.
 
     The first step of some sizes runs kernel by kernel, so that all kernels are compiled before a capture. Steps with
-    prompts and programs with kernels in `ASKS_THE_HOST` always do.
+    prompts, programs with kernels in `ASKS_THE_HOST` and those without rows or logits always do.
     """
 
     def __init__(
@@ -45,11 +45,15 @@ class CapturedProgram(Interpreted):
 
     def replay(self, sizes: Mapping[Size, int]) -> None:
         """Launch the graph of these sizes, or run the calls."""
-        if not self._captures or not sizes["tokens"] or sizes["tokens"] != sizes["rows"]:
+        # The layers have rows, the head has logits.
+        rows = sizes.get("rows", sizes.get("logits"))
+        if not self._captures or not sizes["tokens"] or sizes["tokens"] != rows:
             super().replay(sizes)
             return
         # Fewer graphs as contexts grow: attention skips blocks that a row does not have.
-        wide = dict(sizes) | {"blocks": self._rounded(sizes["blocks"])}
+        wide = dict(sizes)
+        if "blocks" in sizes:
+            wide["blocks"] = self._rounded(sizes["blocks"])
         key = tuple(wide[size] for size in sorted(wide))
         graph = self._graphs.get(key)
         if graph is not None:

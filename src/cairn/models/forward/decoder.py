@@ -15,7 +15,7 @@ every buffer is allocated once at its maximum.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,7 +48,7 @@ from cairn.models.forward.gemma4 import (
     run_inputs,
 )
 from cairn.models.forward.latent import LatentAttention, build_latent, run_latent
-from cairn.models.forward.moe import Beside, Mixture, build_beside, build_mixture, run_beside, run_mixture
+from cairn.models.forward.moe import Beside, Mixture, build_beside, build_mixture, is_expert, run_beside, run_mixture
 from cairn.models.forward.norms import (
     HeadNorm,
     Norm,
@@ -167,8 +167,12 @@ class Decoder:
     """The layers' matrices, for adapters."""
 
 
-def build(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any]) -> Decoder:
+def build(
+    kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any], experts: Callable[[int], Kernels] | None = None
+) -> Decoder:
     """Pack checked weights (names and shapes of `weights.expected_tensors`) for the kernels.
+
+    `experts`: returns the kernels that a layer's routed experts are packed for; None: the same as all else.
 
     The head, the largest matrix, is packed first, while the least memory is in use. A tied embedding is the head
     itself.
@@ -183,7 +187,10 @@ def build(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any]) -> Deco
         embedding=head if spec.tied else kernels.table(weights["model.embed_tokens.weight"]),
         embedding_scale=spec.embedding_scale,
         ropes=tuple(made[turn] for turn in turns),
-        layers=tuple(_layer(kernels, spec, weights, layer, named) for layer in range(spec.layers)),
+        layers=tuple(
+            _layer(kernels, kernels if experts is None else experts(layer), spec, weights, layer, named)
+            for layer in range(spec.layers)
+        ),
         parallel=bool(spec.parallel),
         norm=build_norm(kernels, spec, weights, "model.norm"),
         head=head,
@@ -208,15 +215,21 @@ def build(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any]) -> Deco
 
 
 def _layer(
-    kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any], layer: int, named: list[NamedMatrix]
+    kernels: Kernels,
+    experts: Kernels,
+    spec: ModelSpec,
+    weights: Mapping[str, Any],
+    layer: int,
+    named: list[NamedMatrix],
 ) -> Layer:
-    """Pack one layer's weights, and add its matrices to `named`."""
+    """Pack one layer's weights, its routed experts for the kernels `experts`, and add the matrices to `named`."""
     prefix = f"model.layers.{layer}."
     group = spec.group_of(layer)
 
     def matrix(*names: str) -> Matrix:
         found = [weights[f"{prefix}{name}.weight"] for name in names]
-        made = kernels.matrix(found, [weights.get(f"{prefix}{name}.bias") for name in names])
+        own = experts if is_expert(f"{prefix}{names[0]}") else kernels
+        made = own.matrix(found, [weights.get(f"{prefix}{name}.bias") for name in names])
         named.append(NamedMatrix(made, tuple(f"{prefix}{name}" for name in names)))
         return made
 
