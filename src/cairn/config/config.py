@@ -650,6 +650,7 @@ def draft_options(config: Config) -> Config:
         config,
         model=config.draft_model or "",
         draft_model=None,
+        speculate="off",
         tokenizer=None,
         kind="auto",
         weights="auto",

@@ -19,7 +19,7 @@ from cairn.kernels.kv_codes import row_bytes
 from cairn.kernels.storage import HostStorage
 from cairn.models.forward import encoder
 from cairn.models.forward.buffers import buffer_bytes
-from cairn.models.forward.decoder import build
+from cairn.models.forward.decoder import Ends, build
 from cairn.models.forward.moe import Mixture
 from cairn.models.forward.projection import projection_bytes
 from cairn.models.quantization.tensor_meta import TensorMeta, outlines
@@ -140,7 +140,8 @@ def weight_memory(spec: ModelSpec, weights: Mapping[str, Any], kernels: str) -> 
     if spec.encoder is not None:
         encoder.build(tally, spec, outlines(weights))
         return WeightMemory(tally.held + more, tally.peak - tally.held, tally.streamed)
-    built = build(tally, spec, outlines(weights))
+    nothing: Any = 0
+    built = build(tally, spec, outlines(weights), Ends(nothing, nothing) if spec.ahead else None)
     head: Any = built.head
     mixtures: list[Any] = [layer.mlp for layer in built.layers if isinstance(layer.mlp, Mixture)]
     mixtures += [layer.beside.mixture for layer in built.layers if layer.beside is not None]

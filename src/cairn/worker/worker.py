@@ -27,8 +27,10 @@ from cairn.kv.pool.cache import Cache
 from cairn.kv.tiers.tiers import Tiers
 from cairn.models.hub.digests import watched
 from cairn.models.spec.config import with_tokenizer
+from cairn.scheduler.drafts.ahead import AheadHead
 from cairn.scheduler.drafts.draft_model import DraftModel
 from cairn.scheduler.drafts.policy import chosen_policy
+from cairn.scheduler.drafts.twice import GuessingModel
 from cairn.scheduler.encoder_queue import TextQueue
 from cairn.scheduler.plan import Limits, Planner, SubmittedStep
 from cairn.scheduler.scheduler import Scheduler
@@ -421,7 +423,8 @@ def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
     stages = Stages(clock, process_age())
     guesser: DraftModel | None = None
     try:
-        from cairn.engine.device import check_files, import_engine, load_engine
+        from cairn.engine.ahead import guess_note, guesses
+        from cairn.engine.device import check_files, head_of, import_engine, load_engine
 
         import_engine(config)
         stages.end("imports")
@@ -431,12 +434,13 @@ def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
             channel.send(wire.FilesChecked())
             if channel.receive(None) != [wire.StartLoading()]:
                 raise wire.WireError("after FilesChecked only StartLoading may follow")
-        if load.draft:  # before the model, whose pool takes a part of the memory that is free then
+        if load.draft and guesses(config):  # before the model, whose pool takes a part of the memory that is free then
             from cairn.worker.draft_model import load_draft_model
 
             guesser = load_draft_model(config, Path(load.draft), Path(config.tokenizer or load.folder))
         expected = stored_bytes(config, files)
         spec, engine = load_engine(config, Path(load.folder), expected, load.blocks, stages.end)
+        head = head_of(engine)
         adapters = attach_first(engine, load.adapters)
         served_spec = with_tokenizer(spec, config.tokenizer)
         known = keyed(engine.info, config.kv_codec)
@@ -472,7 +476,8 @@ def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
         priorities=load.turns.priorities,
     )
     states = any(group.kind == "state" for group in known.groups)
-    drafts = chosen_policy(config.speculate, states=states, model=guesser)
+    model: GuessingModel | None = guesser if head is None else AheadHead(head)
+    drafts = chosen_policy(config.speculate, states=states, model=model) if guesses(config) else None
     scheduler: Planner = Scheduler(cache, limits, clock, drafts) if generates else TextQueue(known, limits, clock)
     info = wire.Info(
         context=known.context,
@@ -481,7 +486,7 @@ def _load(channel: wire.Channel, load: wire.LoadModel) -> LoadedEngine | None:
         max_rows=known.max_rows,
         blocks=known.blocks,
         identity=known.identity,
-        note=known.note,
+        note="; ".join(one for one in (known.note, guess_note(config)) if one),
         device=known.device,
         device_text=known.device_text,
     )

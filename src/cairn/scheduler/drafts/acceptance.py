@@ -1,0 +1,35 @@
+"""How often the guesses of a model came true in one sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+_RIGHT_AT_FIRST: Final = 0.6
+"""Part of the guesses that count as right before any was checked."""
+WEIGHT: Final = 1 / 12
+_FORGET: Final = 1 / 200
+"""How far the part of right guesses returns to its first value with each token for which nothing was guessed."""
+
+
+class Acceptance:
+    """A moving average of the part of the guesses that were right."""
+
+    def __init__(self) -> None:
+        self._right = _RIGHT_AT_FIRST
+
+    def chances(self, width: int) -> list[float]:
+        """Return for each of the next guesses the chance that it and all before it are right."""
+        return [self._right**count for count in range(1, width + 1)]
+
+    def compare(self, guesses: Sequence[int], tokens: Sequence[int]) -> int:
+        """Take the tokens that came where these guesses were made, if any; return how many leading ones were right."""
+        right = 0
+        for guess, token in zip(guesses, tokens, strict=False):
+            self._right += ((guess == token) - self._right) * WEIGHT
+            if guess != token:
+                break
+            right += 1
+        if not guesses:
+            self._right += (_RIGHT_AT_FIRST - self._right) * min(1.0, _FORGET * len(tokens))
+        return right
