@@ -15,8 +15,12 @@ import msgspec
 import numpy as np
 from safetensors.numpy import save_file
 
+from cairn.models.families.ahead_spec import EMBEDDING_NORM, JOIN, STATE_NORM, ahead_spec
+from cairn.models.files import is_gguf
+from cairn.models.safetensors.weights import open_weights, stored_names
 from cairn.models.spec.config import load_spec
 from cairn.types.model_spec import ModelSpec
+from tests.gguf_files import hub_tensors, named, write_gguf
 from tests.tiny_models import MODELS, random_tensors, stored, write_config
 
 HEADS: dict[str, dict[str, Any]] = {
@@ -88,3 +92,27 @@ def head_tensors(spec: ModelSpec, state: float) -> tuple[np.ndarray, ...]:
     centred = 0.0 if spec.architecture.startswith("Qwen") else 1.0
     ones = np.full(spec.hidden, centred, np.float32)
     return np.concatenate([eye, state * eye], axis=1), ones, ones, ones
+
+
+def write_gguf_with_head(folder: Path, path: Path, *, last_norm: bool = True, **options: Any) -> Path:
+    """The model and head that `write_with_head` wrote, as a GGUF file; `options` of `write_gguf`."""
+    config, spec = json.loads((folder / "config.json").read_text()), load_spec(folder)
+    arch, tensors = named(config), hub_tensors(folder, config)
+    head = open_weights(folder, head_spec(folder))
+    sparse = () if spec.experts is None else spec.experts.layers
+    layer = max(one for one in range(spec.layers) if spec.attends(one) and (not sparse or one in sparse))
+    own, prefix = f"blk.{layer}.", f"blk.{spec.layers}."
+    more = {prefix + one.removeprefix(own): array for one, array in tensors.items() if one.startswith(own)}
+    names = {JOIN: "eh_proj", EMBEDDING_NORM: "enorm", STATE_NORM: "hnorm", "model.norm.weight": "shared_head_norm"}
+    more |= {f"{prefix}nextn.{theirs}.weight": np.asarray(head[ours], np.float32) for ours, theirs in names.items()}
+    if not last_norm:
+        del more[f"{prefix}nextn.shared_head_norm.weight"]
+    extra = {f"{arch}.block_count": spec.layers + 1, f"{arch}.nextn_predict_layers": 1}
+    return write_gguf(folder, path, extra=extra, more=more, **options)
+
+
+def head_spec(folder: Path) -> ModelSpec:
+    """That of the head in a folder or a GGUF file."""
+    found = ahead_spec(load_spec(folder), stored_names(folder), gguf=is_gguf(folder))
+    assert isinstance(found, ModelSpec), found
+    return found

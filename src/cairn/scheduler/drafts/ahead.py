@@ -36,7 +36,8 @@ class AheadHead:
 
     def __init__(self, engine: Engine, now: Callable[[], float] = time.monotonic) -> None:
         """Guess with this engine, whose rows have the states before their tokens."""
-        self._engine, self._now, self._free = engine, now, list(range(engine.info.blocks[0]))
+        self._engine, self._now, self.blocks = engine, now, engine.info.blocks[0]
+        self._free = list(range(self.blocks))
         self.waiting = 0
         """Bytes of the states that it has not read."""
         self.seconds = 0.0
