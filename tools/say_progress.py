@@ -28,9 +28,11 @@ PHASES = (
 
 _STEP = re.compile(r"\s*\[\d+/(\d+)\] (?:Building|Linking)(.*)")
 _VARIANTS = re.compile(r"\s*-- Kernels are compiled for: (\S+)")
-WORK = {"kernels_portable": 12, "kernels_": 40}
-"""Seconds that one core takes for the file of a variant, by what is in its name; for others OTHER."""
-OTHER = 4
+WORK = {"kernels_portable": 6, "kernels_": 24}
+"""Seconds that one core takes for one of a variant's two files, by what is in its name; for others OTHER."""
+OTHER = 2
+FILES = 2
+"""Files of a variant."""
 
 
 class CompilerWork:
@@ -48,8 +50,8 @@ class CompilerWork:
         if match is None:
             return None
         self._done += _work(match[2])
-        files = int(match[1]) - len(self._variants)
-        whole = files * OTHER + sum(_work(f"kernels_{name}") for name in self._variants)
+        files = int(match[1]) - FILES * len(self._variants)
+        whole = files * OTHER + FILES * sum(_work(f"kernels_{name}") for name in self._variants)
         return f"compiling the kernels, {min(99, 100 * self._done // max(whole, 1))} % of the work"
 
 

@@ -9,8 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+import urllib.error
 import urllib.request
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -90,7 +93,41 @@ def children(pid: int) -> set[int]:
     return set()
 
 
-def test_up_starts_all_restarts_what_ends_and_leaves_nothing(tmp_path: Path) -> None:
+def direct_children(pid: int) -> set[int]:
+    return {int(one) for path in Path(f"/proc/{pid}/task").glob("*/children") for one in path.read_text().split()}
+
+
+def restarted_one_after_another(port: int, pid: int) -> None:
+    """Restart all servers while a client asks all the time: each is another process, and no answer is missing."""
+    before, over = direct_children(pid), threading.Event()
+    statuses: Counter[int] = Counter()
+
+    def ask() -> None:
+        body = json.dumps({"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "seed": 1}).encode()
+        asked = urllib.request.Request(f"http://127.0.0.1:{port}/v1/chat/completions", body)
+        asked.add_header("Content-Type", "application/json")
+        while not over.is_set():
+            with contextlib.suppress(urllib.error.HTTPError), urllib.request.urlopen(asked, timeout=90) as answer:
+                statuses[answer.status] += 1
+                continue
+            statuses[0] += 1
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        command = [sys.executable, "-m", "cairn", "cluster", "restart", "--host", f"http://127.0.0.1:{port}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    finally:
+        over.set()
+        asking.join()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"http://127.0.0.1:{port + n}: restarted" for n in (1, 2)]
+    assert not before & direct_children(pid) and len(direct_children(pid)) == 2
+    assert set(statuses) == {200}, statuses
+    assert not any(one["draining"] for one in replicas(port))
+
+
+def test_up_starts_all_restarts_what_ends_and_leaves_nothing(tmp_path: Path, prove: bool) -> None:
     port = three_ports()
     command = [sys.executable, "-m", "cairn", "cluster", "up", "demo", "--replicas", "2", "--folder", str(tmp_path)]
     process = subprocess.Popen(
@@ -102,8 +139,7 @@ def test_up_starts_all_restarts_what_ends_and_leaves_nothing(tmp_path: Path) -> 
     try:
         wait_up(port, 2)
         family = children(process.pid)
-        servers = {int(one) for path in Path(f"/proc/{process.pid}/task").glob("*/children")
-                   for one in path.read_text().split()}  # fmt: skip
+        servers = direct_children(process.pid)
         assert len(servers) == 2
         os.kill(min(servers), signal.SIGKILL)
         end = time.monotonic() + 60
@@ -111,6 +147,9 @@ def test_up_starts_all_restarts_what_ends_and_leaves_nothing(tmp_path: Path) -> 
             time.sleep(0.1)
         wait_up(port, 2)
         family |= children(process.pid)
+        if prove:
+            restarted_one_after_another(port, process.pid)
+            family |= children(process.pid)
         process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 0
         end = time.monotonic() + 60

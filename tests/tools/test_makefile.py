@@ -172,8 +172,8 @@ STEPS = [
     "downloading numpy",
     "getting the build tools",
     "looking at the compiler",
-    "compiling the kernels, 31 % of the work",
-    "compiling the kernels, 34 % of the work",
+    "compiling the kernels, 25 % of the work",
+    "compiling the kernels, 27 % of the work",
     "installing packages",
 ]
 

@@ -38,6 +38,7 @@ from cairn.agents.shared_agents import UNSHARED, SharedAgents
 from cairn.agents.turn_tree import Agent
 from cairn.agents.turns import Gate, Turns
 from cairn.agents.types import AgentInfo, AgentPage, TurnInfo
+from cairn.cluster.beats import UsageExchange
 from cairn.cluster.shared import SharedStore, open_shared
 from cairn.config.config import Config, TenantLimits, limits_of
 from cairn.frontend.requests import PLAIN, SamplingOptions
@@ -185,6 +186,11 @@ class Agents:
         """Read an agent from the shared store, if there is one and it was not read before. Raise as `bring` does."""
         if self._agents.shared is not None and is_id(id) and not id.startswith(UNSHARED):
             await self._agents.shared.ensure(tenant, id)
+
+    def exchange_usage(self, usage: UsageExchange) -> None:
+        """Tell the servers that share the store what tenants use here, and count what they tell."""
+        if self._agents.shared is not None:
+            self._agents.shared.beats.usage = usage
 
     async def bring(self, tenant: str, id: str) -> None:
         """Bring an agent up to what the shared store has of it, if there is one. An id that cannot be is passed over.

@@ -140,6 +140,7 @@ async def _open_agents(app: App, models: Models, config: Config) -> asyncio.Task
         folder = agents_folder(config, os.environ)
         services, clock, draw = models.services, SystemClock(), SystemRng()
         opened = await Agents.open(services.first, SystemFiles(), folder, clock, draw, config, salts(config), services)
+        opened.exchange_usage(app.state.rates)
         app.state.attribution.opened(opened)
 
     async def insist() -> None:

@@ -14,7 +14,7 @@ from cairn.api.http.listener import Listener
 from cairn.api.lifetime import FLUSH_SECONDS, Signals, address
 from cairn.api.server import bind, raise_file_limit, return_freed_memory
 from cairn.cluster.router.app import RouterApp
-from cairn.cluster.router.replicas import Replicas
+from cairn.cluster.router.replicas import Replicas, Restart
 from cairn.config.config import Config
 from cairn.system.posix import SystemRng, log_to_stderr
 
@@ -24,8 +24,13 @@ Beside = Callable[[asyncio.Event], Awaitable[None]]
 """Runs beside the router; sets the event to end it, and is cancelled when it ends."""
 
 
-def serve_router(config: Config, replicas: Sequence[str], beside: Beside | None = None) -> None:
-    """Serve until SIGTERM or SIGINT. Raise ConfigError for addresses, keys or certificates that cannot be used."""
+def serve_router(
+    config: Config, replicas: Sequence[str], beside: Beside | None = None, restart: Restart | None = None
+) -> None:
+    """Serve until SIGTERM or SIGINT. Raise ConfigError for addresses, keys or certificates that cannot be used.
+
+    `restart` ends a replica that `beside` then starts again.
+    """
     check_exposure(config)
     check_tls(config)
     log_to_stderr(config.log_level, config.log_format)
@@ -33,11 +38,13 @@ def serve_router(config: Config, replicas: Sequence[str], beside: Beside | None 
     return_freed_memory()
     known = Replicas(replicas)
     with bind(config.host, config.port) as sock, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(config, sock, known, beside))
+        runner.run(_serve(config, sock, known, beside, restart))
 
 
-async def _serve(config: Config, sock: socket.socket, replicas: Replicas, beside: Beside | None) -> None:
-    app = RouterApp(replicas, SystemRng(), "" if config.admin_key is None else config.admin_key.reveal())
+async def _serve(
+    config: Config, sock: socket.socket, replicas: Replicas, beside: Beside | None, restart: Restart | None
+) -> None:
+    app = RouterApp(replicas, SystemRng(), "" if config.admin_key is None else config.admin_key.reveal(), restart)
     stop, over = Signals(), asyncio.Event()
     listener = Listener(app, config, lambda path: "")
     replicas.start()

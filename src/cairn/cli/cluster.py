@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cairn.cli.common.options import configured
+from cairn.cli.common.options import Host, configured, server
 from cairn.config.resolve import Resolved, resolve
-from cairn.types.errors import ConfigError
+from cairn.types.errors import CairnError, ConfigError
 
 if TYPE_CHECKING:
     import asyncio
@@ -86,7 +86,17 @@ def register(app: typer.Typer) -> None:
             serve = [sys.executable, "-m", "cairn", "serve", model, "--host", "127.0.0.1", "--port", str(own)]
             commands.append([*serve, *shared, *mine, *context.args])
         servers = _Servers(commands)
-        serve_router(config, [f"http://127.0.0.1:{own}" for own in ports], servers.run)
+        serve_router(config, [f"http://127.0.0.1:{own}" for own in ports], servers.run, servers.restart)
+
+    @cluster.command()
+    @configured(("api_key", "admin_key"), model=False)
+    def restart(resolved: Resolved, host: Host = None) -> None:
+        """Restart the servers of `cairn cluster up`, one after another; running requests finish first."""
+        with server(resolved, host) as client:
+            for done in client.events("/router/restart", {}, admin=True):
+                if not done["ready"]:
+                    raise CairnError(f"{done['replica']} is not ready again; the servers after it run as before")
+                print(f"{done['replica']}: restarted")
 
     @cluster.command()
     def key(
@@ -152,18 +162,28 @@ class _Servers:
 
     def __init__(self, commands: Sequence[Sequence[str]]) -> None:
         self._commands = commands
+        self._running: dict[int, asyncio.subprocess.Process] = {}
+
+    async def restart(self, number: int) -> None:
+        """Let a server finish and end; it is started again."""
+        process = self._running.get(number)
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+            await process.wait()
 
     async def run(self, over: asyncio.Event) -> None:
         """Keep them running until this is cancelled; then let them finish. Set `over` if none of them can start."""
         import asyncio
 
-        await asyncio.gather(*(self._keep(command, over) for command in self._commands))
+        await asyncio.gather(*(self._keep(number, command, over) for number, command in enumerate(self._commands)))
 
-    async def _keep(self, command: Sequence[str], over: asyncio.Event) -> None:
+    async def _keep(self, number: int, command: Sequence[str], over: asyncio.Event) -> None:
         import asyncio
 
         while True:
             process = await asyncio.create_subprocess_exec(*command, start_new_session=True)
+            self._running[number] = process
             try:
                 code = await process.wait()
             except asyncio.CancelledError:

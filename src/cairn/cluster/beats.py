@@ -3,12 +3,18 @@
 A replica counts as silent after `LEASE_SECONDS` in which this one looked and saw no change. Time in which this one did
 not look, because it was stopped or the store was away, does not count, and no two clocks are compared. A wrong answer
 costs a turn its end, and no answer its truth: see `chain.py`.
+
+A beat also says what tenants have used on its replica, so that their limits hold over all of them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Mapping
+from typing import Protocol
+
+import msgspec
 
 from cairn.cluster.guard import AsyncBlobs
 from cairn.cluster.keys import ClusterKeys
@@ -23,6 +29,40 @@ FORGET_SECONDS = 3600.0
 """Silence after which a replica's object is removed."""
 
 
+class TenantUsage(msgspec.Struct, frozen=True, array_like=True):
+    """What a payer has used on one replica since it started, and the requests of it that are being answered there."""
+
+    tenant: str
+    requests: int
+    prompt_tokens: int
+    completion_tokens: int
+    running: int
+
+
+class UsageExchange(Protocol):
+    """The limits of a server, which count what tenants use on the others."""
+
+    def own_usage(self) -> Mapping[str, TenantUsage]:
+        """Return what is used here, by payer."""
+        ...
+
+    def count_others(self, holder: str, usage: Mapping[str, TenantUsage]) -> None:
+        """Count what is used at another replica, by payer."""
+        ...
+
+    def forget_other(self, holder: str) -> None:
+        """Count no request as running at a replica that is silent."""
+        ...
+
+
+class _Beat(msgspec.Struct, frozen=True, array_like=True):
+    number: int
+    usage: dict[str, TenantUsage]
+
+
+_DECODER = msgspec.msgpack.Decoder(_Beat)
+
+
 class Beats:
     """The signs of life of all replicas. Runs on the event loop."""
 
@@ -34,6 +74,8 @@ class Beats:
         self._looked: float | None = None
         self._task: asyncio.Task[None] | None = None
         self._closing = False
+        self.usage: UsageExchange | None = None
+        """What is told to the other replicas, and told what they tell."""
 
     def start(self) -> None:
         """Begin to beat and to watch."""
@@ -66,7 +108,8 @@ class Beats:
         """Beat once and look once. Raise OSError if the store fails."""
         self._beat += 1
         name = f"{FOLDER}/{self._holder}"
-        await self._blobs.replace(name, self._keys.seal(name, str(self._beat).encode()))
+        own = {} if self.usage is None else dict(self.usage.own_usage())
+        await self._blobs.replace(name, self._keys.seal(name, msgspec.msgpack.encode(_Beat(self._beat, own))))
         found = {}
         for name in await self._blobs.list(FOLDER):
             data = await self._blobs.read(name)
@@ -80,8 +123,18 @@ class Beats:
             beat, silent = self._heard.get(holder, (b"", 0.0))
             if found.get(holder, b"") not in (b"", beat):
                 self._heard[holder] = found[holder], 0.0
+                self._count(holder, found[holder])
             else:
                 self._heard[holder] = beat, silent + passed
+                if silent < LEASE_SECONDS <= silent + passed and self.usage is not None:
+                    self.usage.forget_other(holder)
         for holder in [one for one, (_, silent) in self._heard.items() if silent > FORGET_SECONDS]:
             del self._heard[holder]
             await self._blobs.delete([f"{FOLDER}/{holder}"])
+
+    def _count(self, holder: str, beat: bytes) -> None:
+        """Count what another replica says that tenants have used there."""
+        if self.usage is None or holder == self._holder:
+            return
+        with contextlib.suppress(msgspec.MsgspecError):  # a replica of another version
+            self.usage.count_others(holder, _DECODER.decode(beat).usage)

@@ -214,6 +214,47 @@ async def test_a_replica_that_drains_gets_nothing_new_and_one_that_is_down_neith
         assert (await ask(app, "GET", "/health/ready")).status == 200
 
 
+async def test_replicas_are_restarted_one_after_another() -> None:
+    async with routed(named, named) as (app, _):
+        ended = []
+
+        async def end(number: int) -> None:
+            assert [one.draining for one in app.replicas.all] == [number == 0, number == 1]
+            ended.append(number)
+            checks.append(asyncio.create_task(again(number)))
+
+        async def again(number: int) -> None:
+            await asyncio.sleep(0.01)
+            assert {(await ask(app, "GET", f"/v1/agents/a{n}")).json()["by"] for n in range(9)} == {f"s{1 - number}"}
+            await app.replicas.check(app.replicas.all[number])
+
+        checks: list[asyncio.Task[None]] = []
+        app._restart = end
+        got = await ask(app, "POST", "/router/restart", {})
+        await asyncio.gather(*checks)
+        lines = [json.loads(line[6:]) for line in got.body.decode().split("\n\n")[:-2]]
+        assert lines == [{"replica": one.url, "ready": True} for one in app.replicas.all] and ended == [0, 1]
+        assert not any(one.draining for one in app.replicas.all)
+
+
+async def test_one_that_does_not_come_back_ends_the_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with routed(named, named) as (app, stubs):
+
+        async def end(number: int) -> None:
+            await stubs[number].die()
+
+        monkeypatch.setattr("cairn.cluster.router.replicas.START_SECONDS", 0.1)
+        app._restart = end
+        got = await ask(app, "POST", "/router/restart", {})
+        assert json.loads(got.body[6:].partition(b"\n")[0]) == {"replica": app.replicas.all[0].url, "ready": False}
+        assert (await ask(app, "GET", "/v1/agents/a")).json()["by"] == "s1"
+
+
+async def test_a_router_that_did_not_start_its_replicas_restarts_none() -> None:
+    async with routed(named) as (app, _):
+        assert (await ask(app, "POST", "/router/restart", {})).status == 409
+
+
 async def test_without_a_replica_the_client_is_told_at_once() -> None:
     async with routed(named) as (app, stubs):
         stubs[0].ready = 503
@@ -230,6 +271,8 @@ async def test_what_one_replica_alone_has_is_looked_for_on_all() -> None:
     async with routed(mine, mine, mine) as (app, _):
         for n in range(6):
             assert (await ask(app, "GET", f"/v1/responses/resp_{n}")).json() == {"by": "s2"}
+            assert (await ask(app, "POST", f"/v1/workflows/runs/{n}/resume", {})).json() == {"by": "s2"}
+            assert (await ask(app, "DELETE", f"/v1/teams/{n}")).json() == {"by": "s2"}
         assert (await ask(app, "GET", "/v1/nothing")).status in (200, 404)
 
 

@@ -5,6 +5,9 @@ that a model computes (an answer, a member's turn, a text that becomes a vector)
 empty is answered whole. Headers: OpenAI's `x-ratelimit-*` (platform.openai.com/docs/guides/rate-limits), and for
 clients of Anthropic `anthropic-ratelimit-*` (docs.anthropic.com/en/api/rate-limits). Without keys a tenant is a client,
 by its address, whatever agent it names.
+
+Servers that share a store count what tenants use on the others, as their last beats say (`cluster/beats.py`), so a
+tenant may pass a limit by what it begins on other servers within about a second.
 """
 
 from __future__ import annotations
@@ -15,10 +18,11 @@ import datetime
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 
 from cairn.api.http.auth import payer_of
 from cairn.api.http.call import HTTPCall
+from cairn.cluster.beats import TenantUsage
 from cairn.config.config import LIMITS, Config, TenantLimits, limits_of
 from cairn.system.interfaces import Clock
 from cairn.types.errors import DeadlineExceeded, InvalidRequest, QuotaExceeded, RateLimited
@@ -260,6 +264,8 @@ MOST_TENANTS = 10_000
 """How many tenants are remembered; of more, those that ask for nothing now are forgotten."""
 BUSY_SECONDS = 1.0
 """Least Retry-After in seconds of a tenant with too many requests at once."""
+TOLD_SECONDS = 600.0
+"""How long after its last request a tenant's usage is told to the other servers."""
 WEIGHT = 0.2
 """How much one request counts in how long a tenant's take."""
 
@@ -295,7 +301,7 @@ class _Bucket:
 class _Tenant:
     """The usage of one tenant."""
 
-    __slots__ = ("began", "buckets", "most", "seconds")
+    __slots__ = ("began", "buckets", "elsewhere", "most", "seconds", "spent", "used_at")
 
     def __init__(self, limits: TenantLimits, now: float) -> None:
         self.buckets: dict[str, _Bucket] = {}
@@ -305,6 +311,16 @@ class _Tenant:
         """When each of the requests that are being answered came, the oldest first."""
         self.seconds = 0.0
         """How long its requests take on the whole; 0 before any has ended."""
+        self.spent = (0, 0, 0)
+        """Requests, tokens of prompts and tokens of answers since the server started."""
+        self.used_at = now
+        self.elsewhere: dict[str, int] = {}
+        """Requests that are being answered on other servers, by the server."""
+
+    @property
+    def running(self) -> int:
+        """How many of its requests are being answered."""
+        return len(self.began) + sum(self.elsewhere.values())
 
     def bound(self, limits: TenantLimits, now: float) -> None:
         """Apply new limits; what was used of a bucket stays used."""
@@ -321,10 +337,33 @@ class _Tenant:
             if limit
         }
 
-    def take(self, now: float, tokens: tuple[int, int]) -> None:
+    def began_here(self, now: float) -> None:
+        """Count a request that begins."""
+        self.take(now, 1)
+        self.began.append(now)
+        self._spend(now, 1, 0, 0)
+
+    def ended_here(self, now: float, tokens: tuple[int, int]) -> None:
         """Count the tokens of a request that has ended: of its prompt, and of its answer."""
-        for what, count in (("tokens", sum(tokens)), ("input_tokens", tokens[0]), ("output_tokens", tokens[1])):
-            if what in self.buckets:
+        self.take(now, 0, tokens)
+        self._spend(now, 0, *tokens)
+
+    def _spend(self, now: float, requests: int, prompt: int, completion: int) -> None:
+        before = self.spent
+        self.spent = before[0] + requests, before[1] + prompt, before[2] + completion
+        self.used_at = now
+
+    def take(self, now: float, requests: int, tokens: tuple[int, int] = (0, 0)) -> None:
+        """Take requests, and tokens of prompts and of answers, from the buckets."""
+        prompt, completion = tokens
+        used = {
+            "requests": requests,
+            "tokens": prompt + completion,
+            "input_tokens": prompt,
+            "output_tokens": completion,
+        }
+        for what, count in used.items():
+            if count and what in self.buckets:
                 self.buckets[what].take(count, now)
 
     def busy_for(self, now: float) -> float:
@@ -345,6 +384,8 @@ class RateLimits:
         self._tenants: dict[str, _Tenant] = {}
         self._names: dict[str, str] = {}
         """The tenant's name of each payer: without keys a payer is a client's address."""
+        self._others: dict[str, dict[str, TenantUsage]] = {}
+        """What other servers have told, by server and payer."""
         self.configure(config)
 
     def configure(self, config: Config) -> None:
@@ -365,12 +406,10 @@ class RateLimits:
             yield
             return
         now = self._clock.now()
-        tenant = self._tenant(call, now)
+        tenant = self._tenant(call.payer, call.tenant, now)
         call.headers += _headers(tenant, now, anthropic=call.path.startswith("/v1/messages"))
         _check(tenant, now)
-        if "requests" in tenant.buckets:
-            tenant.buckets["requests"].take(1, now)
-        tenant.began.append(now)
+        tenant.began_here(now)
         try:
             yield
         finally:
@@ -379,23 +418,67 @@ class RateLimits:
     def used(self, share: str, prompt_tokens: int, completion_tokens: int) -> None:
         """Count the tokens of a request that has ended, by the share it was scheduled under."""
         if (tenant := self._tenants.get(payer_of(share))) is not None:
-            tenant.take(self._clock.now(), (prompt_tokens, completion_tokens))
+            tenant.ended_here(self._clock.now(), (prompt_tokens, completion_tokens))
 
-    def _tenant(self, call: HTTPCall, now: float) -> _Tenant:
-        found = self._tenants.get(call.payer)
+    def own_usage(self) -> dict[str, TenantUsage]:
+        """Return what is used here, by payer; of those alone who asked for something a short time ago."""
+        if self._none:
+            return {}
+        since = self._clock.now() - TOLD_SECONDS
+        return {
+            payer: TenantUsage(self._names[payer], *one.spent, len(one.began))
+            for payer, one in self._tenants.items()
+            if one.began or one.used_at >= since
+        }
+
+    def count_others(self, holder: str, usage: Mapping[str, TenantUsage]) -> None:
+        """Count what is used at another server, by payer.
+
+        What a server had counted before it is first heard of is past, and is not taken from anybody's bucket.
+        """
+        if self._none:
+            return
+        now, known = self._clock.now(), self._others.get(holder)
+        for payer in (known or {}).keys() - usage.keys():
+            if payer in self._tenants:
+                self._tenants[payer].elsewhere.pop(holder, None)
+        for payer, one in usage.items():
+            tenant = self._tenant(payer, one.tenant, now)
+            tenant.elsewhere[holder] = one.running
+            if known is not None:
+                tenant.take(now, *_used_since(known.get(payer), one))
+        # Who is not told now may be told again, with counts that go on from these.
+        self._others[holder] = dict(list(((known or {}) | dict(usage)).items())[-MOST_TENANTS:])
+
+    def forget_other(self, holder: str) -> None:
+        """Count no request as running at a server that is silent."""
+        self._others.pop(holder, None)
+        for tenant in self._tenants.values():
+            tenant.elsewhere.pop(holder, None)
+
+    def _tenant(self, payer: str, name: str, now: float) -> _Tenant:
+        found = self._tenants.get(payer)
         if found is None:
             if len(self._tenants) >= MOST_TENANTS:
-                self._tenants = {name: one for name, one in self._tenants.items() if one.began}
+                self._tenants = {name: one for name, one in self._tenants.items() if one.running}
                 self._names = {name: self._names[name] for name in self._tenants}
-            found = self._tenants[call.payer] = _Tenant(self._of(call.tenant), now)
-            self._names[call.payer] = call.tenant
+            found = self._tenants[payer] = _Tenant(self._of(name), now)
+            self._names[payer] = name
         return found
 
 
+def _used_since(before: TenantUsage | None, now: TenantUsage) -> tuple[int, tuple[int, int]]:
+    """Return the requests and the tokens, of prompts and of answers, between two beats of a server."""
+    if before is None or now.requests < before.requests:  # it had forgotten the tenant, and counts anew
+        return now.requests, (now.prompt_tokens, now.completion_tokens)
+    tokens = max(0, now.prompt_tokens - before.prompt_tokens), max(0, now.completion_tokens - before.completion_tokens)
+    return now.requests - before.requests, tokens
+
+
 def _check(tenant: _Tenant, now: float) -> None:
-    if tenant.most is not None and len(tenant.began) >= tenant.most:
+    if tenant.most is not None and tenant.running >= tenant.most:
         raise RateLimited(
-            f"{len(tenant.began)} requests of yours are being answered, the limit (max_concurrent {tenant.most})",
+            f"{tenant.running} requests of yours are being answered, the limit (max_concurrent {tenant.most})",
             retry_after=tenant.busy_for(now),
         )
     for what, bucket in tenant.buckets.items():

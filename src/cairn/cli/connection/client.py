@@ -157,9 +157,9 @@ class Client:
         """Resume an agent's interrupted turn and stream the whole answer."""
         return self._open(f"/v1/agents/{quote(agent, safe='')}/resume", {"stream": True})
 
-    def events(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    def events(self, path: str, body: Mapping[str, Any], *, admin: bool = False) -> Iterator[dict[str, Any]]:
         """Send JSON by POST and yield the events of the work."""
-        with closing(self._begin("POST", path, body, patient=True)) as response:
+        with closing(self._begin("POST", path, body, admin=admin, patient=True)) as response:
             yield from read_events(response, self.url)
 
     def send_form(self, path: str, source: Path, fields: Mapping[str, str]) -> Iterator[dict[str, Any]]:

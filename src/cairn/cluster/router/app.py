@@ -6,7 +6,8 @@ A stream whose replica died in mid-answer goes on from another one, where that g
 Keys pass through: replicas check them.
 
     GET  /router/replicas        POST /router/drain?replica=URL      POST /router/undrain?replica=URL
-    GET  /health/live            GET  /health/ready                  GET  /metrics
+    POST /router/restart         GET  /health/live                   GET  /health/ready
+    GET  /metrics
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ import msgspec
 
 from cairn.cluster.router.follow import EVENT_END, Delivered, split
 from cairn.cluster.router.keys import Asked
-from cairn.cluster.router.replicas import Replica, Replicas
+from cairn.cluster.router.lists import LISTS, ListRefused, merged_list
+from cairn.cluster.router.replicas import DRAIN_SECONDS, Replica, Replicas, Restart
 from cairn.cluster.router.upstream import DROPPED, UpstreamConnection, UpstreamLost, request_bytes
 from cairn.system.interfaces import Rng
 
@@ -41,7 +43,6 @@ WHOLE_BYTES = 4 << 20
 """Longest answer that is read as a whole before any of it is passed on."""
 MOST_NAMES = 10_000
 """Requests whose replica is remembered, for those that ask for their events."""
-DRAIN_SECONDS = 30.0
 ONCE = b"idempotency-key"
 EVENTS = b"text/event-stream"
 LOST = b'data: {"error":{"message":"the server that answered went away, and no other gives the same answer; send the \
@@ -81,9 +82,13 @@ class Counts:
 class RouterApp:
     """The application."""
 
-    def __init__(self, replicas: Replicas, rng: Rng, admin_key: str = "") -> None:
-        """Route to `replicas`. `admin_key` is wanted for /router and /metrics; empty: they answer this machine."""
+    def __init__(self, replicas: Replicas, rng: Rng, admin_key: str = "", restart: Restart | None = None) -> None:
+        """Route to `replicas`. `admin_key` is wanted for /router and /metrics; empty: they answer this machine.
+
+        `restart` ends a replica that is started again; None where the router does not keep the replicas.
+        """
         self.replicas, self.counts = replicas, Counts()
+        self._restart, self._restarting = restart, asyncio.Lock()
         self._rng, self._admin_key = rng, admin_key.encode()
         self._where: OrderedDict[bytes, Replica] = OrderedDict()
         """Replicas by the ids of requests that they answered."""
@@ -99,6 +104,9 @@ class RouterApp:
         self.counts.requests += 1
         try:
             body = await _body(receive)
+            if scope["method"] == "GET" and path in LISTS:
+                await self._list(scope, path, send)
+                return
             await Passing(self, scope, receive, send, body).run()
         except (ClientLeft, asyncio.CancelledError):  # cancelled: the router ends, and has waited long enough
             return
@@ -119,6 +127,21 @@ class RouterApp:
                 return replica
         return None
 
+    async def _list(self, scope: Message, path: str, send: Send) -> None:
+        """Answer with a list over all replicas."""
+        up = [one for one in self.replicas.all if one.up]
+        try:
+            if not up:
+                raise UpstreamLost("no server is up; ask again shortly", sent=False)
+            found = await merged_list(up, path, scope["query_string"], scope["headers"])
+        except ListRefused as error:
+            await _respond(send, error.answer.status, error.answer.body)
+        except UpstreamLost as error:
+            self.counts.refused += 1
+            await _fail(send, 503, "unavailable", str(error), b"2")
+        else:
+            await _respond(send, 200, msgspec.json.encode(found))
+
     # ------------------------------------------------------------------------------------------------- its own paths
 
     async def _own(self, scope: Message, path: str, send: Send) -> None:
@@ -137,6 +160,8 @@ class RouterApp:
             await _respond(send, 200, msgspec.json.encode(found))
         elif path in ("/router/drain", "/router/undrain") and scope["method"] == "POST":
             await self._drain(scope, path, send)
+        elif path == "/router/restart" and scope["method"] == "POST":
+            await self._restart_all(send)
         else:
             await _fail(send, 404, "not_found", f"{path[:100]} is no route of the router")
 
@@ -152,6 +177,22 @@ class RouterApp:
         else:
             over = await self.replicas.drain(replica, DRAIN_SECONDS)
         await _respond(send, 200, msgspec.json.encode(replica.described() | {"drained": over and replica.draining}))
+
+    async def _restart_all(self, send: Send) -> None:
+        """Restart the replicas one after another; answer with an event for each."""
+        if self._restart is None:
+            await _fail(send, 409, "conflict", "this router did not start its replicas; drain and restart each of them")
+            return
+        if self._restarting.locked():
+            await _fail(send, 409, "conflict", "the replicas are being restarted already")
+            return
+        async with self._restarting:
+            headers = [(b"content-type", EVENTS)]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            async for replica, ready in self.replicas.restart(self._restart):
+                event = b"data: " + msgspec.json.encode({"replica": replica.url, "ready": ready}) + EVENT_END
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b"data: [DONE]" + EVENT_END, "more_body": False})
 
     def _allowed(self, scope: Message) -> bool:
         if not self._admin_key:

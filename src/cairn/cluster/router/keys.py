@@ -12,7 +12,7 @@ import msgspec
 AGENT_PATH = re.compile(r"/v1/agents/([^/]+)")
 TURN_PATH = re.compile(r"/v1/agents/[^/]+/turns")
 NAMED_PATHS = re.compile(
-    r"/(?:v1/)?(?:requests|responses|conversations|teams|workflows|runs|collections|vector_stores|files)/[^/]+"
+    r"/(?:v1/)?(?:requests|responses|conversations|teams|workflows/runs|collections|vector_stores|files)/([^/]+)"
 )
 AGENT_HEADER = b"x-cairn-agent"
 SESSION_HEADERS = (b"x-claude-code-session-id", b"x-session-id", b"session-id")
@@ -125,15 +125,14 @@ class Asked:
     @property
     def belongs_to(self) -> list[bytes]:
         """The ids of requests whose answers it is about, without what is in front of them."""
-        parts = self.path.removeprefix("/v1").split("/")
-        named = [parts[2]] if NAMED_PATHS.match(self.path) else []
+        named = [found[1]] if (found := NAMED_PATHS.match(self.path)) is not None else []
         named += [one for one in (self._body.previous_response_id, self._body.conversation) if isinstance(one, str)]
         return [re.split(r"[-_]", one)[-1].encode("utf-8", "replace") for one in named]
 
     @property
     def elsewhere(self) -> bool:
-        """Whether it is about something that one replica alone may have."""
-        return self.method in ("GET", "HEAD") and NAMED_PATHS.match(self.path) is not None
+        """Whether it is about something that one replica alone may have: the others answer 404, and do nothing."""
+        return NAMED_PATHS.match(self.path) is not None
 
 
 def _decoded(body: bytes) -> _SessionFields:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -27,6 +27,12 @@ CROWDED = 1.5
 SLACK = 4
 DEATH_SECONDS = 15.0
 """How long after a replica went away a turn that is said to run elsewhere may be its last."""
+DRAIN_SECONDS = 30.0
+START_SECONDS = 300.0
+"""How long a replica that is restarted may take until it is ready."""
+
+Restart = Callable[[int], Awaitable[None]]
+"""Ends the replica of this number, which is then started again by whoever keeps it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -167,3 +173,24 @@ class Replicas:
                 while replica.busy:
                     await asyncio.sleep(0.05)
         return not replica.busy
+
+    async def restart(self, end: Restart) -> AsyncIterator[tuple[Replica, bool]]:
+        """Restart all replicas, one after another, and yield each with whether it is ready again.
+
+        A replica gets no requests while it finishes those that it has, for DRAIN_SECONDS at most. After one that is not
+        ready in START_SECONDS the others are left as they are.
+        """
+        for number, replica in enumerate(self.all):
+            try:
+                await self.drain(replica, DRAIN_SECONDS)
+                await end(number)
+                replica.up = False
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(START_SECONDS):
+                        while not replica.up:
+                            await asyncio.sleep(0.05)
+            finally:
+                replica.draining = False
+            yield replica, replica.up
+            if not replica.up:
+                return

@@ -1,11 +1,11 @@
-// One translation unit a variant: the same kernels for the instruction set that the compiler's flags name.
+// The kernels of a variant, for the instruction set that the compiler's flags name; quantised_products.cpp has the rest.
 #include "attention.h"
-#include "codebook_gemm.h"
-#include "superblock_gemm.h"
+#include "codebook.h"
 #include "latent.h"
 #include "prepare.h"
 #include "probe.h"
 #include "product.h"
+#include "quantised_products.h"
 #include "rows.h"
 #include "states.h"
 #include "vocabulary.h"
@@ -27,15 +27,7 @@ void one_part(const Product& job, const Segment& part, Index first, Index last) 
         case Form::f32: return product<F32>(job, part, first, last);
         case Form::f16: return product<F16>(job, part, first, last);
         case Form::bf16: return product<SixteenBits>(job, part, first, last);
-        case Form::int4: return group_product<4>(job, part, first, last);
-        case Form::int8: return group_product<8>(job, part, first, last);
-        case Form::fp4: return group_product<8, Form::fp4>(job, part, first, last);
-        case Form::iq4: return group_product<8, Form::iq4>(job, part, first, last);
-        case Form::q4_k: return block_product<4>(job, part, first, last);
-        case Form::q5_k: return block_product<5>(job, part, first, last);
-        case Form::q6_k: return block_product<6>(job, part, first, last);
-        case Form::iq4_xs: return table_block_product(job, part, first, last);
-        default: return with_rows(part.form, [&](auto form) { row_product<decltype(form)>(job, part, first, last); });
+        default: return quantised_part(job, part, first, last);
     }
 }
 
