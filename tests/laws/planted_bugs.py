@@ -329,7 +329,6 @@ BUGS = (
     Bug("a drafter outlives its request", SCHEDULER, "Scheduler._end", "self._speculation.policy.close(sequence.drafter)", "pass"),
     Bug("states of wrong guesses are the head's", SCHEDULER, "Scheduler._advance_draft", "self._speculation.take_states(sequence, row, result.states, right)", "self._speculation.take_states(sequence, row, result.states, row.end)"),
     Bug("states that are known come twice", AHEAD_HEAD, "AheadGuesses.take_states", "states = states[(self._next - first) * width:]", "pass"),
-    Bug("states that are not at hand are passed over", AHEAD_HEAD, "AheadGuesses.take_states", "not self._width or first > self._next", "not self._width"),
     Bug("the guesses of the head stay in its context", AHEAD_HEAD, "AheadHead._read", "del run[known:]", "pass"),
     Bug("the head goes on behind its own guesses", AHEAD_HEAD, "AheadHead._read", "states = guesses.take(known - start)", "states = guesses.take(known - start)\nguesses.read += width - 1"),
     Bug("the head keeps the blocks of what has ended", AHEAD_HEAD, "AheadGuesses.forget", "self._head.give_back(self.blocks)", "self.blocks.clear()"),

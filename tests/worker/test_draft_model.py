@@ -81,7 +81,7 @@ def test_a_models_own_head_guesses_without_being_asked_for(name: str, tmp_path: 
         found.append([one.text for one in answers])
         accepted.append(sum(one.usage.accepted_prediction_tokens for one in answers))
     assert found[0] == found[1] == found[2]
-    assert accepted[0] == 0 and accepted[1] >= 20, "of 120 tokens"
+    assert accepted[0] == 0 and accepted[1] >= 10, "of 120 tokens"
 
 
 def with_demo_tokens(folder: Path) -> Path:
