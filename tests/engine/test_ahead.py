@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from cairn.config.config import Config
 from cairn.engine import recorded
-from cairn.engine.ahead import guess_note, guesses, parallel_note
+from cairn.engine.ahead import fit_head, guess_note, guesses, parallel_note
 from cairn.engine.needs import needs
 from cairn.engine.recorded import RecordedEngine
 from cairn.models.families.ahead_spec import EMBEDDING_NORM, JOIN, STATE_NORM
@@ -223,6 +224,47 @@ def test_it_is_loaded_only_where_it_may_guess(tmp_path: Path) -> None:
     spec = load_spec(folder)
     assert "ranks (--tp) do not share it" in parallel_note(spec, folder, Config(tp=2))
     assert parallel_note(spec, folder, Config(tp=2, speculate="off")) == ""
+
+
+def test_mlx_sets_it_aside(tmp_path: Path) -> None:
+    folder = write_with_head(tmp_path, "qwen 3.5")
+    found = fit_head(load_spec(folder), folder, Config(device="mlx-cpu", speculate="3"), "f32")
+    assert isinstance(found, str) and "it does not run with MLX" in found
+
+
+def test_torch_computes_it_too(tmp_path: Path) -> None:
+    """Where a number asks for it: the numbers of the CPU's kernels, but for their last bits."""
+    folder, found = write_with_head(tmp_path, "qwen 3.5"), []
+    other_head(folder)
+    for options in ({"kernels": "reference"}, {"device": "torch-cpu", "speculate": "3"}):
+        engine = load(folder, **options)
+        assert engine.ahead is not None, engine.info.note
+        found.append(run(engine.ahead, prompt(40), states(40, 48), [20]))
+        engine.close()
+    np.testing.assert_allclose(scores(found[0]), scores(found[1]), rtol=0, atol=2e-4)
+    engine = load(folder, device="torch-cpu")
+    assert engine.ahead is None, "auto is off there"
+    engine.close()
+
+
+def test_a_model_that_also_sees_has_its_head_beside_its_text_part(tmp_path: Path) -> None:
+    plain, nested = write_with_head(tmp_path / "plain", "qwen 3.5"), tmp_path / "nested"
+    nested.mkdir()
+    outer = {"architectures": ["Qwen3_5ForConditionalGeneration"], "vision_config": {}}
+    outer["text_config"] = json.loads((plain / "config.json").read_text())
+    (nested / "config.json").write_text(json.dumps(outer))
+    own = load_file(plain / "model.safetensors")
+    save_file(
+        {one.replace("model.", "model.language_model.", 1) if one[:6] == "model." else one: own[one] for one in own},
+        nested / "model.safetensors",
+    )
+    found = []
+    for folder in (plain, nested):
+        engine = load(folder)
+        assert engine.ahead is not None, engine.info.note
+        found.append(run(engine.ahead, prompt(40), states(40, 48), []))
+        engine.close()
+    assert found[0] == found[1]
 
 
 def test_its_memory_is_in_the_plan(tmp_path: Path) -> None:

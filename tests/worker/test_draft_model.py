@@ -84,6 +84,24 @@ def test_a_models_own_head_guesses_without_being_asked_for(name: str, tmp_path: 
     assert accepted[0] == 0 and accepted[1] >= 10, "of 120 tokens"
 
 
+def test_on_a_device_that_may_move_bits_only_a_number_turns_guesses_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`auto` guesses nothing there and says so; a number guesses, and says what is given up."""
+    folder = with_demo_tokens(write_with_head(tmp_path / "model", "glm 4.5", vocab_size=DEMO_VOCAB))
+    caplog.set_level("INFO")
+    guessed, told = [], []
+    for speculate in ("auto", "3"):
+        caplog.clear()
+        with LLM(str(folder), kv_gb=0.05, threads=1, device="torch-cpu", speculate=speculate) as llm:
+            usage = llm.generate(PROMPT, temperature=0.0, max_tokens=60).usage
+        guessed.append(usage.accepted_prediction_tokens + usage.rejected_prediction_tokens)
+        told.append(caplog.text)
+    assert guessed[0] == 0 < guessed[1]
+    assert "guessed tokens are off: on torch-cpu" in told[0]
+    assert "guessed tokens are on, and on torch-cpu" in told[1]
+
+
 def with_demo_tokens(folder: Path) -> Path:
     """The folder, with the tokenizer of the bundled model."""
     for name in ("tokenizer.json", "tokenizer_config.json"):

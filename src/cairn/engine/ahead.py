@@ -11,6 +11,7 @@ from cairn.config.config import Config
 from cairn.engine.memory import WeightMemory, beside_weights, kernels_of, weight_memory
 from cairn.kernels.devices import KEEPS_ANSWERS, MLX, resolved
 from cairn.models.families.ahead_spec import ahead_spec
+from cairn.models.families.families import FAMILIES
 from cairn.models.files import is_gguf
 from cairn.models.packing.weight_format import Form, HeldWeights
 from cairn.models.safetensors.weights import open_weights, stored_names
@@ -59,10 +60,18 @@ def guess_note(config: Config) -> str:
 
 def parallel_note(spec: ModelSpec, folder: Path, config: Config) -> str:
     """Return a sentence if the model has a head for further tokens, which several ranks do not share."""
-    found = None if config.speculate == "off" else ahead_spec(spec, stored_names(folder), gguf=is_gguf(folder))
-    if found is None:
+    if config.speculate == "off" or _found(spec, folder) is None:
         return ""
     return f"{spec.name}: its head for further tokens (MTP) is set aside: ranks (--tp) do not share it"
+
+
+def _found(spec: ModelSpec, folder: Path) -> ModelSpec | str | None:
+    """Return what `ahead_spec` does. The files of a family without such heads are not read again."""
+    gguf = is_gguf(folder)
+    family = FAMILIES.get(spec.architecture)
+    if not gguf and (family is None or not family.ahead):
+        return None
+    return ahead_spec(spec, stored_names(folder), gguf=gguf)
 
 
 def fit_head(spec: ModelSpec, folder: Path, config: Config, form: Form) -> FittedHead | str | None:
@@ -73,7 +82,7 @@ def fit_head(spec: ModelSpec, folder: Path, config: Config, form: Form) -> Fitte
     """
     if not guesses(config) or config.draft_model is not None or spec.kind != "chat":
         return None
-    found = ahead_spec(spec, stored_names(folder), gguf=is_gguf(folder))
+    found = _found(spec, folder)
     if found is None or isinstance(found, str):
         return found
     aside = f"{spec.name}: its head for further tokens (MTP) is set aside"
