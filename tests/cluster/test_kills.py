@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 
 pytest.importorskip("cryptography", reason="cryptography is not installed: nothing can be sealed")
 
+from tests.cluster.conftest import BUCKET, ObjectStore
 from tests.cluster.machines import Cluster, cluster, events
 
 LAG = 1.0
@@ -172,6 +175,69 @@ def test_an_agent_goes_on_over_an_object_store(tmp_path: Path, s3: str) -> None:
         assert [text_of(answer) for answer in said] == [text_of(answer) for answer in alone]
         history = made.call("GET", "/v1/agents/ada/turns", port=two)["data"]
         assert [turn["answer"]["content"] for turn in history] == [text_of(answer) for answer in said]
+
+
+def insisted(made: Cluster, path: str, body: dict[str, Any], port: int) -> tuple[Any, int]:
+    """Send a turn with one key until it is answered; return the answer and how often it was refused."""
+    refused, end = 0, time.monotonic() + 120
+    while True:
+        try:
+            return made.call("POST", path, body, port, {"Idempotency-Key": f"turn-{body['seed']}"}), refused
+        except AssertionError as error:
+            assert re.search(": (409|503) ", str(error)) and time.monotonic() < end, error
+            refused += 1
+            time.sleep(0.5)
+
+
+def listed(made: Cluster, path: str, port: int, wanted: list[str]) -> list[str]:
+    """Return the answers that a server knows, once it reads the store again, which it leaves alone a while."""
+    end = time.monotonic() + 30
+    while True:
+        found = [turn["answer"]["content"] for turn in made.call("GET", path, port=port)["data"] if turn["answer"]]
+        if len(found) >= len(wanted) or time.monotonic() > end:
+            return found
+        time.sleep(0.2)
+
+
+def test_kill_9_of_the_object_store(
+    tmp_path: Path, lasting_store: ObjectStore, prove: bool, figure: Callable[[str, str], None]
+) -> None:
+    """A turn that the store cannot take is refused; sent again with its key it runs once, with the same tokens."""
+    if not prove:
+        pytest.skip("make prove-cluster: a store takes 20 s to start again")
+    kills = max(5, int(os.environ.get("CAIRN_KILLS", "0")) // 20)
+    rng, refused = random.Random(5), 0
+    turns = [[question(0)] for _ in range(0, kills, AGENT_KILLS)]
+    for number in range(kills):
+        turns[number // AGENT_KILLS].append(question(1 + number % AGENT_KILLS))
+    expected = undisturbed(tmp_path, turns)
+    (tmp_path / "cluster").mkdir()
+
+    def outage(pause: float) -> None:
+        time.sleep(pause)
+        lasting_store.kill()
+        time.sleep(1)
+        lasting_store.start()
+
+    with cluster(tmp_path / "cluster", 2, router=False, shared_store=BUCKET, shared_lag=LAG) as made:
+        for agent, bodies in enumerate(turns):
+            path = f"/v1/agents/ada{agent}/turns"
+            made.call("POST", "/v1/agents", {"id": f"ada{agent}", "system": SYSTEM}, made.ports[0])
+            said = [text_of(made.call("POST", path, bodies[0], made.ports[0]))]
+            for number, body in enumerate(bodies[1:], 1):
+                failing = threading.Thread(target=outage, args=(rng.uniform(0, 0.3),))
+                failing.start()
+                answer, times = insisted(made, path, body, made.ports[number % 2])
+                failing.join()
+                said.append(text_of(answer))
+                refused += times
+            assert said == expected[agent]
+            for port in made.ports:
+                assert listed(made, path, port, said) == said
+    figure(
+        "kills of the object store (kill -9): the same tokens",
+        f"{kills} of {kills}; {refused} times a turn was refused",
+    )
 
 
 def text_of(answer: dict[str, Any]) -> str:
