@@ -200,6 +200,20 @@ def test_its_time_counts_against_its_guesses() -> None:
         assert bool(site.policy.width(drafter, 1)) == asks
 
 
+def test_a_sequence_starts_with_what_the_head_was_worth_in_others() -> None:
+    site = Site()
+    for _ in range(20):
+        one = guesses_of(site.head, [1] * 9)
+        one._guesses = [3, 4]
+        one.extend([5])
+    fresh = guesses_of(site.head, [1] * 9)
+    fresh.take_states(0, bytes(8 * 8), 8)
+    assert fresh.chances(1)[0] < 0.2
+    for _ in range(100):
+        fresh.extend([5] * 10)
+    assert fresh.chances(1)[0] > 0.5, "it is tried again after a while"
+
+
 def test_a_running_step_is_not_waited_for_to_ask_it() -> None:
     """What it guesses needs that step's states: no step is submitted ahead, and none is asked meanwhile."""
     site = Site()

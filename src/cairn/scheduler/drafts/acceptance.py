@@ -15,8 +15,15 @@ _FORGET: Final = 1 / 200
 class Acceptance:
     """A moving average of the part of the guesses that were right."""
 
-    def __init__(self) -> None:
-        self._right = _RIGHT_AT_FIRST
+    def __init__(self, general: Acceptance | None = None) -> None:
+        """`general`: that of all sequences together, from which this one starts, and which learns of it."""
+        self._general = general
+        self._right = self._first
+        """Of a sequence: where nothing is guessed it goes back to what it began with."""
+
+    @property
+    def _first(self) -> float:
+        return _RIGHT_AT_FIRST if self._general is None else self._general._right
 
     def chances(self, width: int) -> list[float]:
         """Return for each of the next guesses the chance that it and all before it are right."""
@@ -24,6 +31,8 @@ class Acceptance:
 
     def compare(self, guesses: Sequence[int], tokens: Sequence[int]) -> int:
         """Take the tokens that came where these guesses were made, if any; return how many leading ones were right."""
+        if self._general is not None:
+            self._general.compare(guesses, tokens)
         right = 0
         for guess, token in zip(guesses, tokens, strict=False):
             self._right += ((guess == token) - self._right) * WEIGHT
@@ -31,5 +40,5 @@ class Acceptance:
                 break
             right += 1
         if not guesses:
-            self._right += (_RIGHT_AT_FIRST - self._right) * min(1.0, _FORGET * len(tokens))
+            self._right += (self._first - self._right) * min(1.0, _FORGET * len(tokens))
         return right

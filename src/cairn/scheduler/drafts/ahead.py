@@ -38,6 +38,8 @@ class AheadHead:
         """Guess with this engine, whose rows have the states before their tokens."""
         self._engine, self._now, self.blocks = engine, now, engine.info.blocks[0]
         self._free = list(range(self.blocks))
+        self.accepted = Acceptance()
+        """Of all sequences together."""
         self.waiting = 0
         """Bytes of the states that it has not read."""
         self.seconds = 0.0
@@ -146,7 +148,7 @@ class AheadGuesses:
         """Leading tokens of the run that the head has read."""
         self.blocks: list[int] = []
         self._guesses: list[int] = []
-        self._accepted = Acceptance()
+        self._accepted = Acceptance(head.accepted)
 
     @property
     def waiting(self) -> int:
