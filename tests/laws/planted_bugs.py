@@ -155,6 +155,7 @@ RAM = "kv/ram.py"
 STANDING = "kv/tiers/store.py"
 SCHEDULER = "scheduler/scheduler.py"
 SPECULATION = "scheduler/speculation.py"
+AHEAD_HEAD = "scheduler/drafts/ahead.py"
 SPARE_STATES = "kv/pool/spare_states.py"
 SAMPLING_ROWS = "engine/sampling.py"
 PLAN = "scheduler/plan.py"
@@ -326,6 +327,11 @@ BUGS = (
     Bug("a sequence with mirostat has guesses", SEQUENCE, "Sequence.__init__", "request.want == 'token' and self.mu is None", "request.want == 'token'"),
     Bug("a drafter hears of tokens twice", SPECULATION, "Speculation.guess", "sequence.known = len(sequence.tokens)", "pass"),
     Bug("a drafter outlives its request", SCHEDULER, "Scheduler._end", "self._speculation.policy.close(sequence.drafter)", "pass"),
+    Bug("states of wrong guesses are the head's", SCHEDULER, "Scheduler._advance_draft", "self._speculation.take_states(sequence, row, result.states, right)", "self._speculation.take_states(sequence, row, result.states, row.end)"),
+    Bug("states that are known come twice", AHEAD_HEAD, "AheadGuesses.take_states", "states = states[(self._next - first) * width:]", "pass"),
+    Bug("the guesses of the head stay in its context", AHEAD_HEAD, "AheadHead._read", "del run[known:]", "pass"),
+    Bug("the head goes on behind its own guesses", AHEAD_HEAD, "AheadHead._read", "states = guesses.take(known - start)", "states = guesses.take(known - start)\nguesses.read += width - 1"),
+    Bug("the head keeps the blocks of what has ended", AHEAD_HEAD, "AheadGuesses.forget", "self._head.give_back(self.blocks)", "self.blocks.clear()"),
     Bug("a state goes on behind a wrong guess", CACHE, "Cache.settle_guesses", "self._states and right < end", "False"),
     Bug("the state before a draft is not copied", PLAN, "Plan._start", "self.copies", "[one for one in self.copies if engine.info.groups[one[0]].kind != 'state']"),
     Bug("the copy of a state stays held", SPARE_STATES, "SpareStates.drop", "pool.release((spare,))", "pass"),

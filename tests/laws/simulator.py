@@ -27,8 +27,10 @@ from cairn.kv.pool.blocks import BlockPool
 from cairn.kv.pool.cache import Cache, first_read, window_blocks
 from cairn.kv.pool.sequence_kv import Match, SequenceKV
 from cairn.kv.pool.snapshots import SPACING
-from cairn.scheduler.drafts.drafter import Drafter
+from cairn.scheduler.drafts.ahead import AheadHead
+from cairn.scheduler.drafts.drafter import Drafter, States
 from cairn.scheduler.drafts.suffix import SuffixDrafter
+from cairn.scheduler.drafts.twice import GuessedTwice
 from cairn.scheduler.plan import Limits, Plan, PrefillPace
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.sequence import AGE_SECONDS, Sequence, State
@@ -37,9 +39,12 @@ from cairn.types.model_spec import CHUNK_BLOCKS
 from cairn.types.outputs import FinishReason, Output, TokenLogprob
 from cairn.types.request import Grammar, Request, SamplingExtras, SamplingParams
 from cairn.types.step import NO_BLOCK, Ready, Row, RowResult
+from tests.laws.fake_head import FakeHead, WatchedEngine
 from tests.laws.storage_world import Broken, Storage, law
 
 VOCAB = 24
+HEADED = frozenset((50, 53, 57, 62, 63))
+"""Schedules, by their number modulo 64, in which a head for further tokens guesses if sequences speculate."""
 WINDOWS = ((0,), (0,), (0,), (0, 5), (0, 8), (0, 3), (7, 0, 4), (6,))
 STATES = ((0, STATE), (STATE, 0), (STATE,), (0, 5, STATE), (STATE, 0, STATE))
 """Groups with recurrent states, of which every fourth schedule has some."""
@@ -105,6 +110,7 @@ class Guesser:
     def __init__(self, chance: random.Random, tokens: list[int], answer: list[int]) -> None:
         self.chance, self.tokens, self.answer = chance, list(tokens), answer
         self.bytes = 0
+        self.asks_model = False
 
     def extend(self, tokens: Tokens[int]) -> None:
         self.tokens += tokens
@@ -112,6 +118,9 @@ class Guesser:
 
     def expect(self, tokens: Tokens[int]) -> None:
         """Guesses are those of the answer anyway."""
+
+    def take_states(self, first: int, states: States, count: int) -> None:
+        """It needs none."""
 
     def propose(self, width: int) -> list[int]:
         chance, known = self.chance, len(self.tokens)
@@ -127,6 +136,13 @@ class Guessing:
         self.world, self.chance = world, chance
         self.open_now = set[int]()
         self.offered = self.accepted = 0
+        self.head: AheadHead | None = None
+        """Guesses for some sequences, where schedules have it."""
+        if world.headed is not None:
+            assert isinstance(world.engine.inner, WatchedEngine)
+            blocks, most = world.headed.choice((5, 40, 200)), world.headed.choice((3, 64))
+            engine: Any = FakeHead(world.engine.inner, blocks, most)
+            self.head = AheadHead(engine)
 
     def open(self, request: Request, prompt: Tokens[int]) -> Drafter | None:
         law(request.sampling.extras is None or not request.sampling.extras.mirostat, "guesses beside mirostat")
@@ -134,6 +150,11 @@ class Guessing:
         if kind < 0.1:
             return None
         oracle = self.world.oracle(request)
+        if self.head is not None and self.world.headed is not None and self.world.headed.random() < 0.7:
+            guesses = self.head.open(request.salt, prompt)
+            law(guesses is not None, "the head failed")
+            self.open_now.add(id(twice := GuessedTwice(SuffixDrafter(prompt), guesses, self.head)))
+            return twice
         law([*prompt] == [*request.prompt, *oracle][: len(prompt)], "a drafter begins with other tokens")
         drafter: Drafter
         if kind < 0.4:
@@ -149,8 +170,16 @@ class Guessing:
     def close(self, drafter: Drafter) -> None:
         law(id(drafter) in self.open_now, "a drafter was closed twice")
         self.open_now.remove(id(drafter))
+        if isinstance(drafter, GuessedTwice) and self.head is not None:
+            law(not self.head.broken, "the head failed")
+            self.head.end(drafter.guesses)
+
+    def states_from(self, request: Request, length: int) -> int | None:
+        return None if self.head is None else self.head.states_from(length)
 
     def width(self, drafter: Drafter, rows: int) -> int:
+        if isinstance(drafter, GuessedTwice):
+            drafter.chances(7)
         law(0 < rows <= self.world.max_rows, "more sequences decode than there are rows")
         return self.chance.choice((0, 1, 3, 3, 7))
 
@@ -392,6 +421,8 @@ class World:
         speculates = seed % 16 in (2, 5, 9, 14, 15) or self.ruled is not None
         self.guessing = random.Random(seed + (1 << 46)) if speculates else None
         """Draws guesses, where sequences speculate."""
+        self.headed = random.Random(seed + (1 << 48)) if speculates and seed % 64 in HEADED else None
+        """Draws what a head for further tokens guesses, where one does."""
         self.overlaps = random.Random(seed + (1 << 47)) if seed % 16 in (0, 4, 7, 9, 11) else None
         """Draws when a step runs that was planned ahead, where the engine takes such."""
         self.ahead: Flight | None = None
@@ -529,7 +560,8 @@ class World:
     def start_worker(self, limits: Limits) -> None:
         """Make a scheduler, a cache and a pool full of garbage, as after a start or a death."""
         spec = fake_spec(VOCAB, self.context, self.windows)
-        inner = FakeEngine(spec, blocks=self.blocks, block_tokens=self.size)
+        kind = FakeEngine if self.headed is None else WatchedEngine
+        inner = kind(spec, blocks=self.blocks, block_tokens=self.size)
         faults = (self.engine.raising, self.engine.failing) if hasattr(self, "engine") else (0.0, 0.0)
         self.engine = FaultyEngine(inner, self.chance)
         self.engine.raising, self.engine.failing = faults
@@ -1196,6 +1228,8 @@ class World:
         """Check that nothing is left of any request, and that every published block holds what its key says."""
         law(not self.live and self.scheduler.idle, "requests are left")
         law(self.policy is None or not self.policy.open_now, "drafters are left")
+        if self.policy is not None and (head := self.policy.head) is not None:
+            law(not head.waiting and head.free == head.blocks, "the head keeps blocks or states")
         if self.storage is not None:
             self.storage.at_rest()
         law(not self.cache._computing, "somebody still claims to compute a block")

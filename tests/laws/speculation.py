@@ -24,7 +24,9 @@ from cairn.engine.recorded import RecordedEngine
 from cairn.kv.pool import prefix
 from cairn.kv.pool.cache import Cache
 from cairn.models.spec.config import load_spec
-from cairn.scheduler.drafts.drafter import Drafter
+from cairn.scheduler.drafts.ahead import AheadHead
+from cairn.scheduler.drafts.drafter import Drafter, States
+from cairn.scheduler.drafts.policy import MeasuredPolicy
 from cairn.scheduler.plan import Limits
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.sequence import Matcher
@@ -32,8 +34,9 @@ from cairn.system.posix import SystemClock
 from cairn.types.model_spec import CacheGroup
 from cairn.types.outputs import FinishReason, Output
 from cairn.types.request import Grammar, OutputFormat, Request, SamplingExtras, SamplingParams
-from cairn.types.step import Engine, Row
+from cairn.types.step import Row
 from cairn.worker.grammar_matcher import BudgetMatcher, CompiledGrammar, GrammarMatcher, Masks
+from tests.ahead_models import write_with_head
 from tests.laws.storage_world import Broken, law
 from tests.real_models import smollm2
 from tests.recurrent_models import RECURRENT
@@ -51,6 +54,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "states": RECURRENT["qwen 3.5"],
     "states alone": RECURRENT["mamba 2"],
 }
+AHEAD = {"its own head": "glm 4.5", "its own head, states": "qwen 3.5", "its own head, latents": "glm 4.7 flash"}
+"""Models with a head for further tokens, which makes their guesses."""
 REAL = "smollm2"
 """A real one, without grammars, where it is installed."""
 GRAMMARS = (
@@ -64,6 +69,7 @@ class Guesser:
     """A `Drafter` that knows the answer: its guesses are right up to a place that chance decides."""
 
     bytes = 0
+    asks_model = False
 
     def __init__(self, chance: random.Random, tokens: Sequence[int], answer: Sequence[int]) -> None:
         self.chance, self.tokens, self.answer = chance, [*tokens], [*answer]
@@ -73,6 +79,9 @@ class Guesser:
 
     def expect(self, tokens: Sequence[int]) -> None:
         """Guesses are those of the answer anyway."""
+
+    def take_states(self, first: int, states: States, count: int) -> None:
+        """It needs none."""
 
     def propose(self, width: int) -> list[int]:
         known = len(self.tokens)
@@ -90,6 +99,9 @@ class Guessing:
     def open(self, request: Request, prompt: Sequence[int]) -> Drafter:
         return Guesser(self.chance, prompt, [*request.prompt, *self.answers[request.id]])
 
+    def states_from(self, request: Request, length: int) -> int | None:
+        return None
+
     def close(self, drafter: Drafter) -> None:
         """Nothing is kept."""
 
@@ -101,6 +113,37 @@ class Guessing:
 
     def step_took(self, rows: int, tokens: int, seconds: float) -> None:
         self.counts.update(steps=1)
+
+    def ended(self) -> None:
+        """Nothing of it is in use."""
+
+
+class Ahead(MeasuredPolicy):
+    """A policy that asks the model's own head for further tokens, or the sequence's tokens, in drafts of any width."""
+
+    def __init__(self, chance: random.Random, engine: RecordedEngine) -> None:
+        assert engine.ahead is not None
+        self.head = AheadHead(engine.ahead)
+        super().__init__(fixed=1, model=self.head)
+        self.chance = chance
+        self.counts: Counter[str] = Counter()
+
+    def width(self, drafter: Drafter, rows: int) -> int:
+        return self.chance.choice((0, 1, 3, 7)) if super().width(drafter, rows) else 0
+
+    def record(self, drafter: Drafter, offered: int, accepted: int) -> None:
+        self.counts.update(offered=offered, accepted=accepted)
+        if drafter.asks_model:
+            self.counts.update(asked=offered, said=accepted)
+
+    def step_took(self, rows: int, tokens: int, seconds: float) -> None:
+        self.counts.update(steps=1)
+
+    def ended(self) -> None:
+        """Nothing of the head is left in use, and it never failed."""
+        law(not self.head.broken, "the head failed")
+        law(self.head.waiting == 0, "states of the head are left")
+        law(self.head.free == self.head.blocks, "blocks of the head are left")
 
 
 class Answer(msgspec.Struct):
@@ -115,7 +158,7 @@ class Answer(msgspec.Struct):
 class Site:
     """One tiny model, and what its requests get."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: RecordedEngine) -> None:
         self.engine = engine
         self.masks = Masks()
         vocabulary = byte_vocabulary()
@@ -243,6 +286,12 @@ class Site:
         """Return the key before a group's first block."""
         return prefix.root(self.engine.info.identity, b"", group, self.engine.info.block_tokens)
 
+    def policy(self, chance: random.Random, right: dict[int, Answer]) -> Guessing | Ahead:
+        """That of a new worker."""
+        if self.engine.ahead is not None:
+            return Ahead(chance, self.engine)
+        return Guessing(chance, {id: answer.tokens for id, answer in right.items()})
+
     def schedule(self, seed: int) -> Counter[str]:
         """Run one schedule; raise `Broken` where a law breaks. Return what it did."""
         chance = random.Random(seed)
@@ -256,11 +305,11 @@ class Site:
                 law("left no token" in str(error), str(error))
                 continue
             requests.append(request)
-        policy = Guessing(chance, {id: answer.tokens for id, answer in right.items()})
+        policies = [self.policy(chance, right)]
         answers = {request.id: Answer([], [], []) for request in requests}
         deaths, waiting, cache = chance.choice((0, 0, 1, 2)), list(requests), Cache(self.engine.info)
         limits = Limits(step_tokens=chance.choice((40, 64)), max_running=chance.choice((2, 8)))
-        scheduler = Scheduler(cache, limits, SystemClock(), policy)
+        scheduler = Scheduler(cache, limits, SystemClock(), policies[-1])
         preemptions = 0
         while True:
             while waiting and chance.random() < 0.7:
@@ -269,7 +318,8 @@ class Site:
                 deaths -= 1
                 preemptions += scheduler.stats().preemptions
                 cache = Cache(self.engine.info)
-                scheduler = Scheduler(cache, limits, SystemClock(), policy)
+                policies.append(self.policy(chance, right))
+                scheduler = Scheduler(cache, limits, SystemClock(), policies[-1])
                 begun = [one for one in requests if one not in waiting and answers[one.id].finish is None]
                 for request in begun:
                     answers[request.id].scores.clear()
@@ -289,6 +339,10 @@ class Site:
             law(self.pages.get(key, page) == page, "a key finds other KV")
         stats = scheduler.stats()
         law(all(use.held == 0 for use in stats.groups), "blocks are held at the end")
+        policy = policies[-1]
+        policy.ended()
+        for other in policies[:-1]:
+            policy.counts.update(other.counts)
         policy.counts.update(schedules=1, requests=len(requests), preemptions=preemptions + stats.preemptions)
         policy.counts.update(tokens=sum(len(answer.tokens) for answer in answers.values()))
         return policy.counts
@@ -315,7 +369,10 @@ def take(answer: Answer, output: Output) -> None:
 def site(name: str) -> Iterator[Site]:
     """A tiny model whose pool is too small for all of a schedule, or `REAL`."""
     with tempfile.TemporaryDirectory() as folder:
-        written = smollm2() if name == REAL else write_model(Path(folder), vocab_size=VOCAB, **MODELS[name])
+        if name in AHEAD:
+            written = write_with_head(Path(folder), AHEAD[name], vocab_size=VOCAB)
+        else:
+            written = smollm2() if name == REAL else write_model(Path(folder), vocab_size=VOCAB, **MODELS[name])
         made = Site(opened(written))
         try:
             yield made
@@ -348,5 +405,5 @@ def run_many(name: str, first: int, count: int) -> Counter[str]:
 
 if __name__ == "__main__":
     first, count = (int(word) for word in sys.argv[1:3]) if len(sys.argv) > 2 else (0, 20)
-    for name in MODELS:
+    for name in (*MODELS, *AHEAD):
         print(name, dict(run_many(name, first, count)))

@@ -7,7 +7,7 @@ import pytest
 from tests.laws import speculation
 
 
-@pytest.mark.parametrize("model", [*speculation.MODELS, speculation.REAL])
+@pytest.mark.parametrize("model", [*speculation.MODELS, *speculation.AHEAD, speculation.REAL])
 def test_guesses_change_nothing_on_real_kernels(model: str, prove: bool, figure: Callable[[str, str], None]) -> None:
     real = model == speculation.REAL
     count = (20 if real else 200) if prove else 1 if real else 8
@@ -21,3 +21,6 @@ def test_guesses_change_nothing_on_real_kernels(model: str, prove: bool, figure:
     assert total["accepted"] > 5 * count
     assert total["offered"] > total["accepted"] + 3 * count
     assert total["tokens"] > 15 * count
+    if model in speculation.AHEAD:
+        assert total["said"] > 2 * count, "the head is never right"
+        assert total["asked"] > total["said"] + 2 * count

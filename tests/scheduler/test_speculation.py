@@ -19,6 +19,7 @@ class Fixed:
     """A drafter, and its policy, that guesses these tokens once."""
 
     bytes = 0
+    asks_model = False
 
     def __init__(self, guesses: Sequence[int]) -> None:
         self.guesses = list(guesses)
@@ -35,6 +36,12 @@ class Fixed:
         """Guesses are fixed."""
 
     expect = extend
+
+    def states_from(self, request: Request, length: int) -> int | None:
+        return None
+
+    def take_states(self, first: int, states: Any, count: int) -> None:
+        raise AssertionError("states that nobody wants")
 
     def width(self, drafter: Any, rows: int) -> int:
         return 7

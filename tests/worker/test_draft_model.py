@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,11 @@ from cairn.models.hub.hub import demo_folder
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.errors import ModelError
 from cairn.worker.draft_model import token_difference
+from tests.ahead_models import write_with_head
 from tests.real_models import smollm2
+from tests.tiny_models import MODELS, write_model
 
+DEMO_VOCAB: int = json.loads((demo_folder() / "config.json").read_text())["vocab_size"]
 PROMPT = "The quick brown fox jumps over the lazy dog, and then"
 
 
@@ -56,3 +61,49 @@ def test_its_memory_counts(tmp_path: Path) -> None:
     alone, both = needs(plain, place, 1 << 34), needs(pair, place, 1 << 34)
     assert both.held >= alone.held + alone.weights + 0.04e9
     assert needs(Config(kv_gb=0.1, draft_model="demo", speculate="off"), place, 1 << 34).held == alone.held
+
+
+def test_a_model_with_recurrent_states_is_refused(tmp_path: Path) -> None:
+    """Guesses would change what it keeps."""
+    folder = with_demo_tokens(write_model(tmp_path, **MODELS["qwen 3.5"], vocab_size=DEMO_VOCAB))
+    with pytest.raises(ModelError, match=r"draft_model .*: guesses would change its recurrent states; take a model"):
+        LLM("demo", kv_gb=0.1, threads=1, draft_model=str(folder))
+
+
+@pytest.mark.parametrize("name", ["glm 4.5", "qwen 3.5"])
+def test_a_models_own_head_guesses_without_being_asked_for(name: str, tmp_path: Path) -> None:
+    """As published, in fewer steps with the same text; usage counts its guesses. A draft model takes its place."""
+    folder = with_demo_tokens(write_with_head(tmp_path / "model", name, vocab_size=DEMO_VOCAB))
+    found, accepted = [], []
+    for options in ({"speculate": "off"}, {"speculate": "3"}, {"speculate": "3", "draft_model": "demo"}):
+        with LLM(str(folder), kv_gb=0.05, threads=1, **options) as llm:
+            answers = [llm.generate(PROMPT, temperature=temp, seed=3, max_tokens=60) for temp in (0.0, 0.7)]
+        found.append([one.text for one in answers])
+        accepted.append(sum(one.usage.accepted_prediction_tokens for one in answers))
+    assert found[0] == found[1] == found[2]
+    assert accepted[0] == 0 and accepted[1] >= 10, "of 120 tokens"
+
+
+def test_on_a_device_that_may_move_bits_only_a_number_turns_guesses_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`auto` guesses nothing there and says so; a number guesses, and says what is given up."""
+    folder = with_demo_tokens(write_with_head(tmp_path / "model", "glm 4.5", vocab_size=DEMO_VOCAB))
+    caplog.set_level("INFO")
+    guessed, told = [], []
+    for speculate in ("auto", "3"):
+        caplog.clear()
+        with LLM(str(folder), kv_gb=0.05, threads=1, device="torch-cpu", speculate=speculate) as llm:
+            usage = llm.generate(PROMPT, temperature=0.0, max_tokens=60).usage
+        guessed.append(usage.accepted_prediction_tokens + usage.rejected_prediction_tokens)
+        told.append(caplog.text)
+    assert guessed[0] == 0 < guessed[1]
+    assert "guessed tokens are off: on torch-cpu" in told[0]
+    assert "guessed tokens are on, and on torch-cpu" in told[1]
+
+
+def with_demo_tokens(folder: Path) -> Path:
+    """The folder, with the tokenizer of the bundled model."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo_folder() / name, folder / name)
+    return folder

@@ -184,9 +184,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     speculate: Annotated[
         str,
         Meta(
-            description="Tokens that a step may guess from what the sequence repeats, and check: 'auto', as many as "
-            "make answers faster by the times measured here, 'off', or a number from 1 to 15, wherever something "
-            "repeats. Answers are the same in any case."
+            description="Tokens that a step may guess and check, from what the sequence repeats or by the model's own "
+            "head for further tokens: 'auto', as many as make answers faster by the times measured here, 'off', or a "
+            "number from 1 to 15, wherever something guesses. Answers are the same; on GPUs, where a number might "
+            "change them, 'auto' is off."
         ),
     ] = "auto"
     draft_model: Annotated[
@@ -567,6 +568,7 @@ def draft_options(config: Config) -> Config:
         config,
         model=config.draft_model or "",
         draft_model=None,
+        speculate="off",
         tokenizer=None,
         kind="auto",
         weights="auto",

@@ -122,6 +122,15 @@ def _load_engine(
     return spec, loaded
 
 
+def head_of(engine: Engine) -> Engine | None:
+    """Return the engine of a model's head for further tokens, which is closed with the model's; None if none is loaded.
+
+    Only the engine of one device may have one.
+    """
+    found: Engine | None = getattr(engine, "ahead", None)
+    return found
+
+
 def _stamps(folder: Path) -> list[tuple[int, ...]]:
     """Return the facts of the weight files that change when one is written or replaced."""
     with reading(folder):

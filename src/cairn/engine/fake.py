@@ -13,6 +13,8 @@ Arithmetic is modulo 2**64:
     state[p]    = mix(sum over groups of mix(sum over readable q <= p of weight[q] * digest[q]))
                   of a state group only of weight[p] * digest[p]
     logits[p]   = a slice of fixed noise and a few peaks, both chosen by state[p]
+
+Hidden states that a row wants beside its token are these states, 8 bytes each.
 """
 
 from __future__ import annotations
@@ -176,6 +178,10 @@ class FakeEngine:
             found = sample(plain, self._logits(self._states(wanted)), self._sampler)
         sampled = iter(found)
         results = [next(sampled) if row.want == "token" else self._hidden(row) for row in rows]
+        for number, row in enumerate(rows):
+            if row.states_from is not None and not results[number].error:
+                places = [(row, place) for place in range(row.states_from, row.end)]
+                results[number] = msgspec.structs.replace(results[number], states=self._states(places).tobytes())
         for number in missing:
             results[number] = RowResult(error=NO_TOKEN)
         for number, row in enumerate(rows):
@@ -310,6 +316,8 @@ class FakeEngine:
                 raise ValueError(f"a row of {len(row.tokens)} tokens cannot compute [{row.start}, {row.end})")
             if row.logits_from is not None and not row.start <= row.logits_from < row.end:
                 raise ValueError("logits are wanted outside the row")
+            if row.states_from is not None and not row.start <= row.states_from < row.end:
+                raise ValueError("states are wanted outside the row")
             check_guesses(row)
             for number, (group, table) in enumerate(zip(info.groups, row.tables, strict=True)):
                 if group.kind == "state":

@@ -19,7 +19,7 @@ from cairn.kernels.kv_codes import row_bytes
 from cairn.kernels.storage import HostStorage
 from cairn.models.forward import encoder
 from cairn.models.forward.buffers import buffer_bytes
-from cairn.models.forward.decoder import build
+from cairn.models.forward.decoder import Ends, build
 from cairn.models.forward.moe import Mixture
 from cairn.models.forward.projection import projection_bytes
 from cairn.models.quantization.tensor_meta import TensorMeta, outlines
@@ -165,7 +165,9 @@ def weight_memory(
     beside = _Held() if cpu is not None and cpu.apart else held
     other: Any = tally if cpu is None else _Tally(chosen(cpu.kernels), beside)
     layers = () if cpu is None else cpu.layers
-    built = build(tally, spec, outlines(weights), lambda layer: other if layer in layers else tally)
+    nothing: Any = 0
+    ends = Ends(nothing, nothing) if spec.ahead else None
+    built = build(tally, spec, outlines(weights), lambda layer: other if layer in layers else tally, ends)
     head: Any = built.head
     mixtures: list[Any] = [layer.mlp for layer in built.layers if isinstance(layer.mlp, Mixture)]
     mixtures += [layer.beside.mixture for layer in built.layers if layer.beside is not None]

@@ -8,6 +8,7 @@ import msgspec
 
 from cairn.config.config import Config, draft_options
 from cairn.engine import memory
+from cairn.engine.ahead import fit_head
 from cairn.engine.cpu_experts import divided
 from cairn.kernels.devices import free_memory
 from cairn.models.hub.hub import locate
@@ -21,7 +22,7 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of a loaded model, and the pools that they are for."""
 
     weights: int
-    """A draft model is part of them, with its pool."""
+    """A draft model and a head for further tokens are part of them, with their pools."""
     pool: int
     buffers: int
     loading: int = 0
@@ -47,7 +48,7 @@ def needs(config: Config, place: Path, free: int, blocks: tuple[int, ...] = ()) 
 
     Its pool is sized for `free` bytes of memory unless `blocks` gives the size of each group's pool.
     """
-    spec = with_judge(load_spec(place, identify=False), place, config.kind)
+    spec, head = with_judge(load_spec(place, identify=False), place, config.kind), 0
     if config.engine == "fake":  # which holds no weights; they count as if it did
         taken = memory.WeightMemory(memory.weight_bytes(spec), 0)
     else:
@@ -55,13 +56,15 @@ def needs(config: Config, place: Path, free: int, blocks: tuple[int, ...] = ()) 
         own = free_memory(config.device)
         free = free if own is None else own  # weights and pools are there, whatever the machine has
         taken = memory.placed(spec, config, divided(spec, config, held, free), free)
-    blocks = blocks or memory.pool_blocks(spec, config, free, taken)
+        fitted = None if spec.whole or config.tp > 1 or taken.mapped else fit_head(spec, place, config, held.form)
+        head = 0 if fitted is None or isinstance(fitted, str) else fitted.bytes
+    blocks = blocks or memory.pool_blocks(spec, config, free - head, taken)
     pool, buffers = memory.beside_weights(spec, config, blocks)
     draft = 0
     if config.draft_model is not None and config.speculate != "off":
         draft = needs(draft_options(config), locate(config.draft_model), free).held
     return Needs(
-        weights=taken.held + taken.apart + draft,
+        weights=taken.held + taken.apart + draft + head,
         pool=pool,
         buffers=buffers,
         loading=taken.passing,

@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from cairn.config.config import Config
+from cairn.engine.ahead import parallel_note
 from cairn.engine.machine import cpu_count
 from cairn.engine.memory import check_memory, device_memory, pool_blocks
 from cairn.engine.rank import load_shard
@@ -143,7 +144,9 @@ class ParallelEngine:
         finally:
             meeting.unlink(missing_ok=True)
             meeting.parent.rmdir()
-        return cls(own, group, others, kv_parts(spec, ranks))
+        engine = cls(own, group, others, kv_parts(spec, ranks))
+        engine.info = dataclasses.replace(engine.info, note=parallel_note(spec, folder, config))
+        return engine
 
     def prefill(self, rows: Sequence[Row]) -> EngineCall[list[RowResult]]:
         """Compute one step on all ranks."""

@@ -22,10 +22,12 @@ import numpy as np
 
 from cairn.config.config import Config
 from cairn.engine.adapters import AdapterBank
+from cairn.engine.ahead import FittedHead, fit_head
 from cairn.engine.cpu_experts import divided, sentence, settled
 from cairn.engine.machine import cpu_count
 from cairn.engine.memory import (
     WeightMemory,
+    beside_weights,
     block_bytes,
     check_memory,
     context_note,
@@ -54,7 +56,7 @@ from cairn.models.forward.norms import run_norm
 from cairn.models.forward.projection import Pooled, ProjectionStep, open_projection, record_projection
 from cairn.models.forward.row_table import RowTable, open_table
 from cairn.models.packing import packed_file
-from cairn.models.packing.weight_format import HeldWeights, error_line, form_of
+from cairn.models.packing.weight_format import Form, HeldWeights, error_line, form_of
 from cairn.models.quantization import quantize
 from cairn.models.safetensors.weights import open_weights
 from cairn.models.spec.generation_config import generation_fault
@@ -75,6 +77,8 @@ from cairn.types.step import (
 LAYOUT = "blocks-2"
 """Version of the KV layout above."""
 
+_STATES = 64
+"""States that rows want which are normed at once."""
 NOTHING = RowResult()
 """The result of a row whose logits nobody wants."""
 
@@ -90,6 +94,8 @@ class FittedModel(NamedTuple):
     """The configuration as it was given, but for a type of KV that does not hold the model's numbers."""
     notes: tuple[str, ...]
     """Sentences about that for the log."""
+    head: FittedHead | None
+    """Its head for further tokens, if it is to be loaded."""
 
 
 class RecordedEngine:
@@ -108,6 +114,7 @@ class RecordedEngine:
         rows: RowTable | None = None,
         through: Callable[[Kernels], Kernels] = lambda kernels: kernels,
         memory: WeightMemory | None = None,
+        model: RecordedEngine | None = None,
     ) -> None:
         """`weights` as they are to be held, in the `form` of `models.held`; `blocks` in the pool of each group.
 
@@ -115,6 +122,8 @@ class RecordedEngine:
         state that is wanted goes through. `rows`: the table that a model's layers get inputs of, if they do.
         `through`: the kernels that weights are packed with and programs recorded with, made of the device's own.
         `memory`: what `divided` says of the weights; None: no experts on the CPU beside a device.
+        `model`: that of a head for further tokens, whose kernels, embedding and output it shares; it is closed before
+        its model.
         """
         if (rows is None) != (spec.uneven is None or not spec.uneven.inputs):
             raise ValueError("a table of layers' inputs belongs to a model that has them")
@@ -123,8 +132,15 @@ class RecordedEngine:
         spec = spec.served(context)
         max_rows = running_rows(spec, config, blocks)
         layers = () if memory is None else memory.cpu_layers
-        self._kernels = devices.load(config.device, config.kernels, config.threads or cpu_count(), layers)
-        self._stream = self._kernels.stream()
+        self._model = model
+        self.ahead: RecordedEngine | None = None
+        """The engine of its head for further tokens, if that is loaded. Its rows have `Row.before`."""
+        if model is None:
+            self._kernels = devices.load(config.device, config.kernels, config.threads or cpu_count(), layers)
+            self._stream = self._kernels.stream()
+        else:
+            self._kernels, self._stream = model._kernels, model._stream
+            build = partial(decoder.build, ends=model._ends)
         self._buffers = allocate(self._kernels, spec, config.step_tokens, max_rows, context)
         dtype = kv_dtype(spec, config)
         self._kv: list[Any] = [
@@ -136,6 +152,10 @@ class RecordedEngine:
             build = partial(decoder.build, experts=self._kernels.kernels_of)  # type: ignore[attr-defined]
         with self._kernels.touching(self._kv, expected):
             built = build(packing, spec, weights)
+        self._ends: decoder.Ends | None = decoder.Ends(built.embedding, built.head)
+        self._normed: Callable[[], Pooled] | None = partial(self._pool_states, built)
+        self._states: Pooled | None = None
+        """What norms the states that rows want beside their tokens; made for the first of them."""
         self._body: Program
         self._head: Program
         self._body, self._head = decoder.record(packing, built, self._kv, self._buffers)
@@ -197,11 +217,13 @@ class RecordedEngine:
                 f"{spec.name}: {taken.mapped / 1e9:.2f} GB of experts are mapped from the disk, "
                 f"{taken.per_token / 1e9:.2f} GB of which a token goes through"
             )
+        head, told = _beside(spec, folder, config, weights.form, free, taken)
+        free -= 0 if head is None else head.bytes
         blocks = blocks or pool_blocks(spec, config, free, taken)
         check_memory(spec, config, blocks, free, taken)
         if line := context_note(spec, config, blocks, free):
             notes.append(line)
-        return FittedModel(weights, taken, blocks, config, tuple(notes))
+        return FittedModel(weights, taken, blocks, config, (*notes, *told), head)
 
     @classmethod
     def load(
@@ -217,7 +239,7 @@ class RecordedEngine:
 
         `fit`: what `fit` gave, where it was asked before; otherwise `blocks` are as there.
         """
-        weights, taken, blocks, config, told = fit or cls.fit(spec, folder, config, blocks)
+        weights, taken, blocks, config, told, head = fit or cls.fit(spec, folder, config, blocks)
         notes = list(told)
         budget = None if config.keep_packed_gb is None else int(config.keep_packed_gb * 10**9)
         through = packed_file.build_mapped if taken.mapped else packed_file.build
@@ -226,6 +248,9 @@ class RecordedEngine:
         steps = open_projection(spec, folder, weights.source)
         rows = open_table(folder, spec)
         engine = cls(spec, weights, config, blocks, weights.form, expected, build, steps, rows, memory=taken)
+        if head is not None:
+            own = (head.spec, head.weights, head.config, head.blocks, weights.form)
+            engine.ahead = cls(*own, model=engine)
         if config.kernels != REFERENCE and kernels_of(config) == REFERENCE:
             notes.append(described(config.kernels))
         if line := error_line(weights.errors, len(weights)):
@@ -290,8 +315,11 @@ class RecordedEngine:
 
     def close(self) -> None:
         """Give the memory and the threads back; the engine cannot be used afterwards. A second call does nothing."""
-        self._stream.close()
-        self._kernels.close()
+        if self.ahead is not None:
+            self.ahead.close()
+        if self._model is None:
+            self._stream.close()
+            self._kernels.close()
         if self._rows is not None:
             self._rows.close()
         self._kv.clear()
@@ -299,6 +327,9 @@ class RecordedEngine:
         self._body = self._head = Interpreted(self._kernels, ())
         # And so do a sampler of their threads, and what pools states.
         self._sampler = NUMPY
+        self._ends = self._normed = self._model = None
+        if self._states is not None:
+            self._states.close()
         self._pooled.close()
         self._adapters.close()
 
@@ -312,11 +343,15 @@ class RecordedEngine:
             (body or self._body).replay(step.sizes)
             results = [NOTHING] * len(rows)
             self._read_hidden(step, results)
+            states = self._read_states(step)
             self._sample(step, rows, results)
         for number in missing:
             results[number] = RowResult(error=NO_TOKEN)
         for number in step.strange:
             results[number] = RowResult(error=NO_ADAPTER)
+        for number, found in states:
+            if not results[number].error:
+                results[number] = msgspec.structs.replace(results[number], states=found)
         self._sampled = [result.token for result in results]
         return results
 
@@ -330,6 +365,33 @@ class RecordedEngine:
         for number, state in zip(wanted, self._pooled.gather(self._buffers.hidden, places), strict=True):
             finite = bool(np.isfinite(state).all())
             results[number] = RowResult(hidden=state.tobytes()) if finite else RowResult(error=NOT_FINITE)
+
+    def _read_states(self, step: FilledStep) -> list[tuple[int, bytes]]:
+        """Return the numbers of the rows that want the states of their places, and those, after the last norm."""
+        asking = [number for number, row in enumerate(step.rows) if row.states_from is not None]
+        if not asking:
+            return []
+        if self._states is None:
+            assert self._normed is not None
+            self._states = self._normed()
+        found = list[tuple[int, bytes]]()
+        for number in asking:
+            row, first = step.rows[number], step.firsts[number]
+            assert row.states_from is not None
+            places = range(first + row.states_from - row.start, first + row.end - row.start)
+            parts = [places[at : at + _STATES] for at in range(0, len(places), _STATES)]
+            states = [self._states.gather(self._buffers.hidden, part).tobytes() for part in parts]
+            found.append((number, b"".join(states)))
+        return found
+
+    def _pool_states(self, built: decoder.Decoder) -> Pooled:
+        """Return what applies the model's last norm to some of a step's hidden states, which stay as they are."""
+
+        def record(k: Any, states: Slot) -> Slot:
+            k.norm(states, built.norm, built.eps, states)
+            return states
+
+        return Pooled(self._kernels, _STATES, self._buffers.hidden.shape[1], record)
 
     def _sample(self, step: FilledStep, rows: Sequence[Row], results: list[RowResult]) -> None:
         """Run the head over the wanted positions, in slices, and decide what they give."""
@@ -366,6 +428,20 @@ class RecordedEngine:
         return record
 
 
+def _beside(
+    spec: ModelSpec, folder: Path, config: Config, form: Form, free: int, taken: WeightMemory
+) -> tuple[FittedHead | None, list[str]]:
+    """Return the head for further tokens if it fits beside a model, and sentences about it for the log."""
+    head = fit_head(spec, folder, config, form)
+    if head is None or isinstance(head, str):
+        return None, [head] if head else []
+    size = f"{head.bytes / 1e9:.2f} GB"
+    least = taken.held + sum(beside_weights(spec, config, pool_blocks(spec, config, 0, taken)))
+    if taken.mapped or least + head.bytes > free:
+        return None, [f"{spec.name}: its head for further tokens (MTP) is set aside: there is no memory for {size}"]
+    return head, [f"{spec.name}: its head for further tokens (MTP) guesses where that pays; it takes {size}"]
+
+
 def input_arrays(buffers: Any, rows: RowTable | None = None) -> InputArrays:
     """Return the arrays of a decoder's buffers that inputs go to."""
     return InputArrays(
@@ -379,6 +455,7 @@ def input_arrays(buffers: Any, rows: RowTable | None = None) -> InputArrays:
         adapters=buffers.adapters,
         scales=buffers.scales,
         table_rows=None if rows is None else buffers.uneven.rows,
+        before=buffers.join.before if buffers.join.before.shape[1] else None,
     )
 
 

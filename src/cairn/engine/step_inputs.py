@@ -43,6 +43,8 @@ class InputArrays:
     scales: Any
     table_rows: Any = None
     """float32 [M, width]: the rows of a `RowTable` that the step's tokens have, where the model has one."""
+    before: Any = None
+    """float32 [M, H]: the hidden state before each token, where a head for further tokens takes it."""
 
 
 class Mirrors:
@@ -59,6 +61,7 @@ class Mirrors:
         self.adapters: Ints = kernels.mirror(arrays.adapters)
         self.scales = kernels.mirror(arrays.scales)
         self.table_rows = None if arrays.table_rows is None else kernels.mirror(arrays.table_rows)
+        self.before = None if arrays.before is None else kernels.mirror(arrays.before)
         self.lines: list[list[Sequence[int]]] = [[()] * len(one) for one in self.tables]
         """The blocks that each line of each table holds; the rest of a line is `NO_BLOCK`."""
         for table in self.tables:
@@ -159,6 +162,8 @@ class StepInputs:
             self._fill_single(mirrors, spans[2::3])
         else:
             self._fill_runs(mirrors, len(rows), at)
+        if mirrors.before is not None:
+            _fill_before(mirrors.before, rows)
         blocks = (longest + BLOCK_TOKENS - 1) // BLOCK_TOKENS
         adapted = any(row.adapters for row in rows)
         strange = self._fill_adapters(mirrors, rows) if adapted else []
@@ -194,6 +199,8 @@ class StepInputs:
                 pairs += [(arrays.adapters, mirrors.adapters[:rows]), (arrays.scales, mirrors.scales[:rows])]
             if mirrors.table_rows is not None:
                 pairs.append((arrays.table_rows, mirrors.table_rows[:count]))
+            if mirrors.before is not None:
+                pairs.append((arrays.before, mirrors.before[:count]))
             self._kernels.upload(pairs)
         return missing
 
@@ -291,6 +298,8 @@ class StepInputs:
                 raise ValueError(f"a row has {len(row.adapters)} adapters; the limit is {MAX_APPLIED}")
             if row.draft or row.pending is not None:
                 check_guesses(row)
+            if row.states_from is not None and not start <= row.states_from < end:
+                raise ValueError(f"a row wants states from {row.states_from} on, outside of [{start}, {end})")
         if len(rows) > self._max_rows or tokens > self._max_tokens:
             raise ValueError(
                 f"{len(rows)} rows with {tokens} tokens are more than the {self._max_rows} rows and "
@@ -301,6 +310,20 @@ class StepInputs:
 def _put(mirror: Ints, numbers: Sequence[int]) -> None:
     """Write numbers to the beginning of a mirror: numpy would take twice as long."""
     pack_into(f"{len(numbers)}i", mirror.data, 0, *numbers)
+
+
+def _fill_before(mirror: NDArray[np.float32], rows: Sequence[Row]) -> None:
+    """Fill the states before the rows' tokens; raise `ValueError` where a row has fewer or more than tokens."""
+    at, width = 0, mirror.shape[1]
+    for row in rows:
+        states = np.frombuffer(row.before, np.float32)
+        count = row.end - row.start
+        if len(states) != count * width:
+            raise ValueError(
+                f"a row of {count} tokens has {len(states)} numbers of states before them, not {width} each"
+            )
+        mirror[at : at + count] = states.reshape(count, width)
+        at += count
 
 
 def _check_states(rows: Sequence[Row], lines: Sequence[Sequence[int]]) -> None:

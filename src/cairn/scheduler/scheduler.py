@@ -197,7 +197,7 @@ class Scheduler:
         if len(alive) != len(self._running) or not all(_goes_on(plan.sequences[n], plan.rows[n]) for n in alive):
             return None
         going = {plan.sequences[n]: n for n in alive if len(plan.sequences[n].tokens) + 1 < plan.sequences[n].longest}
-        if self._speculation is not None and self._speculation.guess(going, 1):
+        if self._speculation is not None and self._speculation.guess(going, 1, running=True):
             return None
         if not going or not all(self._cache.grow(one.kv, len(one.tokens) + 1) for one in going):
             return None
@@ -410,6 +410,8 @@ class Scheduler:
         self._waiting.start(sequence)
         self._running.append(sequence)
         sequence.turn = sequence.turn or next(self._turns)
+        if self._speculation is not None:
+            self._speculation.start(sequence)
         if sequence.admitted is None:
             reuse = sequence.scored >= sequence.to_score and not whole
             miss = self._cache.miss(sequence.kv, sequence.tokens, sequence.computed) if reuse else None
@@ -432,6 +434,8 @@ class Scheduler:
             return self._fail(sequence, now, FinishReason.ERROR, result.error)
         if row.draft:
             return self._advance_draft(sequence, row, result, now, in_time)
+        if result.states and self._speculation is not None:
+            self._speculation.take_states(sequence, row, result.states, row.end)
         end = sequence.computed = row.end
         if end - row.start > 1 or end % self._cache.info.block_tokens in self._cache.turns:
             sequence.again = 0
@@ -470,6 +474,8 @@ class Scheduler:
             return self._fail(sequence, now, FinishReason.ERROR, "the engine gave neither a token nor an error")
         finish, news, count = sequence.take_all([token for token, _ in results], in_time)
         right = row.end - row.draft + count - 1
+        if result.states:
+            self._speculation.take_states(sequence, row, result.states, right)
         sequence.computed = self._cache.settle_guesses(sequence.kv, row.start, right, row.end)
         sequence.again = right - sequence.computed
         self._cache.publish(sequence.kv, sequence.tokens, sequence.computed)

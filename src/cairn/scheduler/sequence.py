@@ -117,10 +117,12 @@ class Sequence:
         "speculates",
         "stalled",
         "state",
+        "states_from",
         "to_score",
         "tokens",
         "turn",
         "unneeded",
+        "unread",
     )
 
     def __init__(
@@ -174,6 +176,10 @@ class Sequence:
         """Set once it has decoded, if it speculates."""
         self.known = 0
         """Leading tokens that the drafter knows."""
+        self.states_from: int | None = None
+        """First position whose hidden state the drafter wants; None for none."""
+        self.unread: list[tuple[int, bytes, int]] = []
+        """States for the drafter that is opened with the first token: first position, bytes, and of how many."""
         self.again = 0
         """Tokens of its answer that were accepted as guesses and have to be computed again, to have their state."""
         self.scored = 0
@@ -315,6 +321,7 @@ class Sequence:
             mu=self.mu or 0.0,
             mask=mask,
             adapters=request.adapters,
+            states_from=None if self.states_from is None else self._states_within(end),
         )
 
     def _row_with(self, guesses: TokenIds) -> Row:
@@ -333,6 +340,7 @@ class Sequence:
             draft=count,
             masks=tuple(masks),
             adapters=request.adapters,
+            states_from=None if self.states_from is None else self._states_within(end + count),
         )
 
     def row_ahead(self, before: int) -> Row:
@@ -349,7 +357,14 @@ class Sequence:
             request.choice,
             pending=before,
             adapters=request.adapters,
+            states_from=None if self.states_from is None else end,
         )
+
+    def _states_within(self, end: int) -> int | None:
+        """Return the first position of the next row, which ends at `end`, whose hidden state is wanted."""
+        assert self.states_from is not None
+        first = max(self.states_from, self.computed)
+        return first if first < end and self.speculates else None
 
     def start(self, now: float, miss: Miss | None, *, whole: bool = False) -> None:
         """Record the first admission and where the prompt's KV came from.

@@ -18,8 +18,13 @@ class Speculation:
         self.policy = policy
         self._vocab = vocab
 
-    def guess(self, sequences: Mapping[Sequence, int], most: int) -> dict[Sequence, list[int]]:
-        """Return guesses for sequences that decode in one step, at most so many together."""
+    def guess(
+        self, sequences: Mapping[Sequence, int], most: int, *, running: bool = False
+    ) -> dict[Sequence, list[int]]:
+        """Return guesses for sequences that decode in one step, at most so many together.
+
+        `running`: the step before has not ended, so no model is asked; what it would guess counts as one guess.
+        """
         found, rows = dict[Sequence, list[int]](), len(sequences)
         for sequence in sequences:
             # The answer's last token needs no guess behind it.
@@ -34,10 +39,32 @@ class Speculation:
             if sequence.matcher is not None:
                 drafter.expect(sequence.matcher.likely())
             width = min(room, self.policy.width(drafter, rows))
+            if running and width > 0 and drafter.asks_model:
+                return {sequence: []}
             if width > 0 and (guesses := self._guesses(sequence, drafter, width)):
                 found[sequence] = guesses
                 most -= len(guesses)
         return found
+
+    def start(self, sequence: Sequence) -> None:
+        """Ask for the hidden states that the drafter of a sequence wants, which starts to run."""
+        if sequence.speculates:
+            sequence.states_from = self.policy.states_from(sequence.request, len(sequence.tokens))
+
+    def take_states(self, sequence: Sequence, row: Row, states: bytes, end: int) -> None:
+        """Pass a row's hidden states of positions below `end` on to the sequence's drafter.
+
+        Before its first token they are kept: the drafter is opened then.
+        """
+        assert row.states_from is not None
+        count = end - row.states_from
+        if count < 1 or not sequence.speculates:
+            return
+        part = (row.states_from, states[: len(states) // (row.end - row.states_from) * count], count)
+        if sequence.drafter is None:
+            sequence.unread.append(part)
+        else:
+            sequence.drafter.take_states(*part)
 
     def checked(self, sequence: Sequence, row: Row, count: int) -> int:
         """Record a row's guesses, of whose sampled tokens the answer has `count`; return how many were right.
@@ -52,9 +79,13 @@ class Speculation:
 
     def _drafter(self, sequence: Sequence) -> Drafter | None:
         if sequence.drafter is None:
-            sequence.drafter = self.policy.open(sequence.request, sequence.tokens)
+            sequence.drafter = drafter = self.policy.open(sequence.request, sequence.tokens)
             sequence.known = len(sequence.tokens)
-            sequence.speculates = sequence.drafter is not None
+            sequence.speculates = drafter is not None
+            if drafter is not None:
+                for part in sequence.unread:
+                    drafter.take_states(*part)
+            sequence.unread.clear()
         return sequence.drafter
 
     def _guesses(self, sequence: Sequence, drafter: Drafter, width: int) -> list[int]:

@@ -399,6 +399,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the output matrix has a bias."""
     output_gate: bool = False
     """Whether the query projection also gives a gate for each head, which multiplies attention's output."""
+    ahead: int = 0
+    """Set for the head that predicts further tokens (MTP), which has one layer: the number of layers of its model, so
+    that it is layer number `ahead` of the files. The embedding and the output are the model's. 0 for a model."""
 
     @property
     def whole(self) -> bool:

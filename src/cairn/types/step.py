@@ -99,6 +99,12 @@ class Row(msgspec.Struct, frozen=True):
     adapters: Adapters = ()
     """Attached adapters that change this row's numbers, at most `MAX_APPLIED`. A row with an adapter that is not
     attached fails alone."""
+    states_from: int | None = None
+    """First position whose hidden state after the model's last norm is wanted beside all else (`RowResult.states`);
+    None for none. It changes no number of the row."""
+    before: bytes = b""
+    """For the head that predicts further tokens, and for nothing else: the hidden state of the place before each of the
+    row's tokens, float32 [end - start, hidden]."""
 
     @property
     def samples(self) -> bool:
@@ -139,6 +145,8 @@ class RowResult(msgspec.Struct, frozen=True):
     """Mirostat's state after `token`, if the row samples by it."""
     more: tuple[RowResult, ...] = ()
     """For each guess of a row's draft, in order: the token that follows it if it is right, or an error."""
+    states: bytes = b""
+    """The hidden states of positions `states_from` to `end` - 1 as float32, if the row wants them and did not fail."""
 
 
 class Ready(Generic[T_co]):

@@ -25,7 +25,8 @@ def load_draft_model(config: Config, folder: Path, tokenizer: Path) -> DraftMode
         raise ModelError(f"{where}: {str(error).replace('kv_gb', 'draft_kv_gb')}") from None
     if not engine.info.generates or any(group.kind == "state" for group in engine.info.groups):
         engine.close()
-        raise ModelError(f"{where}: it must generate text and keep no recurrent states; take another or none")
+        why = "guesses would change its recurrent states" if engine.info.generates else "it generates no text"
+        raise ModelError(f"{where}: {why}; take a model with attention alone, or none")
     return DraftModel(engine)
 
 

@@ -19,8 +19,10 @@ from cairn.kv.tiers.store import Store
 from cairn.kv.tiers.tiers import Tiers
 from cairn.models.hub.digests import watched
 from cairn.models.spec.tokenizer_files import with_tokenizer
+from cairn.scheduler.drafts.ahead import AheadHead
 from cairn.scheduler.drafts.draft_model import DraftModel
 from cairn.scheduler.drafts.policy import chosen_policy
+from cairn.scheduler.drafts.twice import GuessingModel
 from cairn.scheduler.encoder_queue import TextQueue
 from cairn.scheduler.plan import Limits, Planner
 from cairn.scheduler.scheduler import Scheduler
@@ -149,6 +151,7 @@ def load(channel: wire.Channel, order: wire.LoadModel) -> LoadedEngine | None:
 
 def _open(channel: wire.Channel, order: wire.LoadModel, stages: Stages) -> _Opened:
     """Load the model and open its stores. On failure nothing of the model stays open."""
+    from cairn.engine.ahead import guesses
     from cairn.engine.device import check_files, import_engine, load_engine
 
     config, folder = order.config, Path(order.folder)
@@ -162,7 +165,7 @@ def _open(channel: wire.Channel, order: wire.LoadModel, stages: Stages) -> _Open
             raise wire.WireError("after FilesChecked only StartLoading may follow")
     with contextlib.ExitStack() as on_failure:
         guesser: DraftModel | None = None
-        if order.draft:  # before the model, whose pool takes a part of the memory that is free then
+        if order.draft and guesses(config):  # before the model, whose pool takes a part of the memory that is free then
             from cairn.worker.draft_model import load_draft_model
 
             guesser = load_draft_model(config, Path(order.draft), Path(config.tokenizer or order.folder))
@@ -184,6 +187,9 @@ def _open(channel: wire.Channel, order: wire.LoadModel, stages: Stages) -> _Open
 
 def _assemble(channel: wire.Channel, order: wire.LoadModel, opened: _Opened, stages: Stages) -> LoadedEngine:
     """Build the scheduler, the cache and its tiers around a loaded model."""
+    from cairn.engine.ahead import guess_note, guesses
+    from cairn.engine.device import head_of
+
     config, clock, known = order.config, SystemClock(), opened.info
     cache = Cache(known)
     tiers = None
@@ -201,7 +207,9 @@ def _assemble(channel: wire.Channel, order: wire.LoadModel, opened: _Opened, sta
         priorities=order.turns.priorities,
     )
     states = any(group.kind == "state" for group in known.groups)
-    drafts = chosen_policy(config.speculate, states=states, model=opened.guesser)
+    head = head_of(opened.engine)
+    model: GuessingModel | None = opened.guesser if head is None else AheadHead(head)
+    drafts = chosen_policy(config.speculate, states=states, model=model) if guesses(config) else None
     generates = known.generates
     scheduler: Planner = Scheduler(cache, limits, clock, drafts) if generates else TextQueue(known, limits, clock)
     info = wire.Info(
@@ -211,7 +219,7 @@ def _assemble(channel: wire.Channel, order: wire.LoadModel, opened: _Opened, sta
         max_rows=known.max_rows,
         blocks=known.blocks,
         identity=known.identity,
-        note=known.note,
+        note="; ".join(one for one in (known.note, guess_note(config)) if one),
         device=known.device,
         device_text=known.device_text,
         cpu_experts=known.cpu_experts,

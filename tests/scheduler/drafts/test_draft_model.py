@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from cairn.engine.fake import FakeEngine, fake_spec
-from cairn.scheduler.drafts.draft_model import PIECE, DraftModel, GuessedTwice
+from cairn.scheduler.drafts.draft_model import PIECE, DraftModel
 from cairn.scheduler.drafts.policy import MeasuredPolicy
 from cairn.scheduler.drafts.suffix import SuffixDrafter
+from cairn.scheduler.drafts.twice import GuessedTwice
 from cairn.types.request import Request, SamplingParams
 from tests.scheduler.test_scheduler import VOCAB, Rig
 

@@ -57,7 +57,7 @@ HARMLESS = frozenset(
         # Names, and token ids that the computation does not read.
         *("transformers_version", "architectures", "id2label", "label2id", "problem_type", "num_labels"),
         *("pad_token_id", "eod_token_id", "cls_token_id", "sep_token_id"),
-        # Multi-token-prediction layers, which are ignored.
+        # Multi-token-prediction layers, which only guess.
         *("num_nextn_predict_layers", "num_mtp_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
     )
 )

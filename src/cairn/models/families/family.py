@@ -72,7 +72,7 @@ class Family:
     packed: bool = False
     """Whether its safetensors may hold experts in MXFP4."""
     ahead: bool = False
-    """Whether multi-token-prediction layers may follow the last layer; they are ignored."""
+    """Whether multi-token-prediction layers may follow the last layer: see `ahead_spec`."""
     recurrence: str = ""
     """Rule of `recurrent_spec` that finds the recurrent layers; "": none."""
     alone: bool = False

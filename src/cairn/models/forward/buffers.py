@@ -8,6 +8,7 @@ from typing import Any
 
 from cairn.kernels.base import Kernels
 from cairn.kernels.program import Size, Slot
+from cairn.models.forward.ahead import JoinBuffers, allocate_join, join_numbers
 from cairn.models.forward.gemma3n import StreamBuffers, allocate_streams, stream_numbers
 from cairn.models.forward.gemma4 import UnevenBuffers, allocate_uneven, uneven_numbers
 from cairn.models.forward.latent import LatentBuffers, allocate_latent, latent_numbers
@@ -56,9 +57,10 @@ class Buffers:
     uneven: UnevenBuffers
     recurrent: RecurrentBuffers
     streams: StreamBuffers
+    join: JoinBuffers
 
 
-_OWN = (MixtureBuffers, RecurrentBuffers, LatentBuffers, UnevenBuffers, StreamBuffers)
+_OWN = (MixtureBuffers, RecurrentBuffers, LatentBuffers, UnevenBuffers, StreamBuffers, JoinBuffers)
 """Buffers used by one kind of layer only."""
 _PASSING = frozenset(("normed", "projected", "gates", "gated"))
 """Buffers not read outside the program that writes them, so that fusing kernels may omit them."""
@@ -98,6 +100,7 @@ def allocate(kernels: Kernels, spec: ModelSpec, tokens: int, rows: int, context:
         uneven=allocate_uneven(kernels, spec, tokens),
         recurrent=allocate_recurrent(kernels, spec.recurrence, tokens),
         streams=allocate_streams(kernels, spec, tokens),
+        join=allocate_join(kernels, spec, tokens),
     )
 
 
@@ -108,7 +111,7 @@ def buffer_bytes(spec: ModelSpec, tokens: int, rows: int, context: int, *, logit
     """
     wide = spec.hidden + 3 * spec.heads * spec.head_dim + 2 * spec.kv_heads * spec.head_dim + 4 * spec.ffn
     wide += mixture_numbers(spec.experts, spec.hidden) + recurrent_numbers(spec.recurrence)
-    wide += latent_numbers(spec) + uneven_numbers(spec) + stream_numbers(spec)
+    wide += latent_numbers(spec) + uneven_numbers(spec) + stream_numbers(spec) + join_numbers(spec)
     wide += spec.heads * spec.head_dim if spec.output_gate else 0
     tables = len(spec.groups) * rows * context // BLOCK_TOKENS
     held = 3 * spec.heads * context * min(tokens, 8) if scores else 0

@@ -17,11 +17,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from cairn.kernels.base import Array, Kernels, LowRank, Matrix, Rope
 from cairn.kernels.program import KernelCall, Program
 from cairn.models.families.tensor_names import XIELU
+from cairn.models.forward.ahead import Join, build_join, run_join
 from cairn.models.forward.buffers import Buffers, with_slots
 from cairn.models.forward.gemma3n import (
     StreamBuffers,
@@ -158,6 +159,8 @@ class Decoder:
     late_norms: bool
     inputs: Inputs | None
     streams: StreamEnds | None
+    join: Join | None
+    """Set for the head that predicts further tokens."""
     both: bool
     """Whether attention is bidirectional."""
     mlp_gated: bool
@@ -167,24 +170,37 @@ class Decoder:
     """The layers' matrices, for adapters."""
 
 
+class Ends(NamedTuple):
+    """The packed embedding and output of a model."""
+
+    embedding: Array
+    head: Matrix
+
+
 def build(
-    kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any], experts: Callable[[int], Kernels] | None = None
+    kernels: Kernels,
+    spec: ModelSpec,
+    weights: Mapping[str, Any],
+    experts: Callable[[int], Kernels] | None = None,
+    ends: Ends | None = None,
 ) -> Decoder:
     """Pack checked weights (names and shapes of `weights.expected_tensors`) for the kernels.
 
     `experts`: returns the kernels that a layer's routed experts are packed for; None: the same as all else.
 
     The head, the largest matrix, is packed first, while the least memory is in use. A tied embedding is the head
-    itself.
+    itself. `ends`: those of the model whose head for further tokens this is.
     """
-    name = "model.embed_tokens.weight" if spec.tied else "lm_head.weight"
-    head = kernels.matrix([weights[name]], [weights["lm_head.bias"] if spec.head_bias else None])
+    if ends is None:
+        name = "model.embed_tokens.weight" if spec.tied else "lm_head.weight"
+        head = kernels.matrix([weights[name]], [weights["lm_head.bias"] if spec.head_bias else None])
+        ends = Ends(head if spec.tied else kernels.table(weights["model.embed_tokens.weight"]), head)
     ropes = [spec.rope(group) for group in range(len(spec.groups))]
     turns = [(rope, spec.turned_in(group)) for group, rope in enumerate(ropes)]
     named: list[NamedMatrix] = []
     made = {(rope, size): kernels.rope(size, rope.theta, rope.scaling) for rope, size in dict.fromkeys(turns)}
     return Decoder(
-        embedding=head if spec.tied else kernels.table(weights["model.embed_tokens.weight"]),
+        embedding=ends.embedding,
         embedding_scale=spec.embedding_scale,
         ropes=tuple(made[turn] for turn in turns),
         layers=tuple(
@@ -193,7 +209,7 @@ def build(
         ),
         parallel=bool(spec.parallel),
         norm=build_norm(kernels, spec, weights, "model.norm"),
-        head=head,
+        head=ends.head,
         eps=spec.norm_eps,
         scale=1 / math.sqrt(spec.head_dim) if spec.attention_scale is None else spec.attention_scale,
         softcap=spec.attention_softcap,
@@ -207,6 +223,7 @@ def build(
         late_norms=spec.late_norms,
         inputs=build_inputs(kernels, spec, weights),
         streams=build_ends(kernels, spec, weights),
+        join=build_join(kernels, spec, weights),
         both=spec.both,
         mlp_gated=spec.mlp_gated,
         gated=spec.head_dim if spec.output_gate else 0,
@@ -299,6 +316,8 @@ def body(k: Kernels, decoder: Decoder, kv: Sequence[Array], b: Buffers) -> None:
         id(angles): (rope, angles) for rope, angles in zip(decoder.ropes, b.angles, strict=True)
     }.values():
         k.rope_angles(rope, b.positions, angles)
+    if decoder.join is not None:
+        run_join(k, decoder.join, decoder.eps, b.hidden, b.join, b.normed)
     if decoder.inputs is not None:
         run_inputs(k, decoder.inputs, b.hidden, decoder.eps, b.uneven)
     if decoder.streams is not None:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.kernels.base import Packed
+from cairn.models.families.ahead_spec import one_layer_gguf_name
 from cairn.models.families.moe_spec import CORRECTION, MAX_EXPERTS
 from cairn.models.families.tensor_names import XIELU, unpermute
 from cairn.models.families.uneven_spec import INPUTS, INPUTS_NORM, INPUTS_PROJECTION, MERGES, STREAMS
@@ -162,12 +163,18 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
         own = None if is_encoder(gguf) else architecture(gguf)
         self._interleaved = own is not None and own.interleaved
         behind = layers(gguf.own_fields, own) if own is not None and own.ahead else 0
+        normed = f"blk.{spec.ahead}.nextn.shared_head_norm.weight" in gguf.tensors
         self._found: dict[str, _Part] = {}
         for tensor in gguf.tensors.values():
             names: tuple[str, ...]
             if own is None:
                 one = encoder_name(gguf.metadata["general.architecture"], tensor.name)
                 names = () if one is None else (one,)
+            elif spec.ahead:
+                name, ours = one_layer_gguf_name(tensor.name, spec.ahead, normed=normed)
+                if not name:
+                    continue
+                names = (name,) if ours else hub_names(name, own)
             else:
                 names = hub_names(tensor.name, own)
             changed = list(parts(names[0], spec.recurrence, spec.hidden)) if names and spec.recurrence else []

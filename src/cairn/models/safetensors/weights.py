@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from cairn.models.families.ahead_spec import ahead_tensors, one_layer_name
 from cairn.models.families.encoder_spec import encoder_tensors
 from cairn.models.families.encoder_spec import own_name as encoder_name
 from cairn.models.families.families import AHEAD, FAMILIES
@@ -111,6 +112,8 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         shapes["lm_head.bias"] = (spec.vocab,)
     if spec.norm_bias:
         shapes["model.norm.bias"] = (spec.hidden,)
+    if spec.ahead:
+        shapes = ahead_tensors(spec)
     attention = {
         "self_attn.q_proj": (2 * query if spec.output_gate else query, spec.hidden, spec.qkv_bias),
         "self_attn.k_proj": (kv, spec.hidden, spec.qkv_bias),
@@ -354,6 +357,13 @@ def _check(path: Path, name: str, array: NDArray[Any], shape: tuple[int, ...]) -
         )
 
 
+def stored_names(folder: Path) -> list[str]:
+    """Return the names of all tensors in a folder's files or a GGUF file, as they are stored."""
+    if is_gguf(folder):
+        return list(read_gguf(folder).tensors)
+    return [name for path in weight_files(folder) for name, _ in _tensors(path)]
+
+
 def open_tensors(path: Path) -> dict[str, NDArray[Any]]:
     """Return every tensor of one safetensors file; raise `ModelFileError` for a broken one."""
     return dict(_tensors(path))
@@ -380,6 +390,8 @@ def own_name(name: str, spec: ModelSpec) -> str:
     if spec.encoder is not None:
         return encoder_name(spec, name)
     family = FAMILIES[spec.architecture]
+    if spec.ahead:
+        return one_layer_name(name, spec.ahead)
     if family.ahead and _AHEAD.fullmatch(name):
         return ""
     if family.nested:

@@ -388,6 +388,7 @@ def _facts(spec: ModelSpec) -> dict[str, Any]:
         if found[name] == plain:
             del found[name]
     del found["long"], found["kind"], found["embedding"], found["judge"], found["makers"], found["asked"]
+    del found["ahead"]
     if found.get("experts"):
         for name, plain in _LATER_OF_EXPERTS.items():
             if found["experts"][name] == plain:

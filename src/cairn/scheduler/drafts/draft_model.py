@@ -13,7 +13,7 @@ from typing import Final
 
 from cairn.kv.pool.cache import Cache
 from cairn.kv.pool.sequence_kv import SequenceKV
-from cairn.scheduler.drafts.suffix import SuffixDrafter
+from cairn.scheduler.drafts.acceptance import WEIGHT, Acceptance
 from cairn.types.request import SamplingParams
 from cairn.types.step import Engine, Row
 
@@ -22,11 +22,6 @@ log = logging.getLogger(__name__)
 PIECE: Final = 256
 """Most tokens of a sequence that the small model reads at a time."""
 _GREEDY: Final = SamplingParams(max_tokens=1, temperature=0.0)
-_RIGHT_AT_FIRST: Final = 0.6
-"""Part of the guesses that count as right before any was checked."""
-_WEIGHT: Final = 1 / 12
-_FORGET: Final = 1 / 200
-"""How far the part of right guesses returns to its first value with each token for which nothing was guessed."""
 
 
 class DraftModel:
@@ -89,7 +84,7 @@ class DraftModel:
                 break
             if len(run) - start == 1:
                 seconds = self._now() - began
-                self.seconds += (seconds - self.seconds) * (_WEIGHT if self.seconds else 1.0)
+                self.seconds += (seconds - self.seconds) * (WEIGHT if self.seconds else 1.0)
             start = len(run)
             run.append(token)
         guesses.computed, guesses.reached = len(guesses.tokens), start
@@ -106,6 +101,10 @@ class DraftModel:
     def end(self, guesses: ModelGuesses) -> None:
         """Free a sequence's blocks."""
         self._cache.close(guesses.kv, guesses.tokens, guesses.computed)
+
+    def states_from(self, length: int) -> int | None:
+        """Return None: it needs no states of the large model."""
+        return None
 
     def close(self) -> None:
         """Close the engine."""
@@ -125,68 +124,24 @@ class ModelGuesses:
         self.reached = 0
         """Position up to which it computed its last guesses."""
         self._guesses: list[int] = []
-        self._right = _RIGHT_AT_FIRST
+        self._accepted = Acceptance()
 
     def chances(self, width: int) -> list[float]:
         """Return for each of the next guesses the chance that it and all before it are right."""
-        if self._model.broken:
-            return []
-        return [self._right**count for count in range(1, width + 1)]
+        return [] if self._model.broken else self._accepted.chances(width)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Take the next tokens of the sequence; guesses among them are computed already."""
-        right = 0
-        for guess, token in zip(self._guesses, tokens, strict=False):
-            self._right += ((guess == token) - self._right) * _WEIGHT
-            if guess != token:
-                break
-            right += 1
+        right = self._accepted.compare(self._guesses, tokens)
         if self._guesses:
             self.computed = min(len(self.tokens) + right, self.reached)
-        else:
-            self._right += (_RIGHT_AT_FIRST - self._right) * _FORGET * len(tokens)
         self._guesses = []
         self.tokens += tokens
+
+    def take_states(self, first: int, states: bytes, count: int) -> None:
+        """Do nothing: it has states of its own."""
 
     def propose(self, width: int) -> Sequence[int]:
         """Return the small model's next tokens, greedily sampled."""
         self._guesses = self._model.read(self, width)
         return self._guesses
-
-
-class GuessedTwice:
-    """A `Drafter`: the sequence's own tokens where they repeat, the small model everywhere else."""
-
-    def __init__(self, own: SuffixDrafter, model: ModelGuesses, seconds: Callable[[], float]) -> None:
-        """Combine both. `seconds` returns how long the small model takes for a guess."""
-        self.own, self.model, self._seconds = own, model, seconds
-        self._asks_model = False
-
-    @property
-    def bytes(self) -> int:
-        """Memory of the index; the small model's KV is in its pool."""
-        return self.own.bytes
-
-    @property
-    def guess_seconds(self) -> float:
-        """Seconds that each of the guesses in `chances` takes to make."""
-        return self._seconds() if self._asks_model else 0.0
-
-    def chances(self, width: int) -> list[float]:
-        """Return the chances of the guesses that are likelier, the sequence's own or the small model's."""
-        own, other = self.own.chances(width), self.model.chances(width)
-        self._asks_model = bool(other) and (not own or own[0] < other[0])
-        return other if self._asks_model else own
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Take the next tokens of the sequence."""
-        self.own.extend(tokens)
-        self.model.extend(tokens)
-
-    def expect(self, tokens: Sequence[int]) -> None:
-        """Take tokens that the answer's form makes likely."""
-        self.own.expect(tokens)
-
-    def propose(self, width: int) -> Sequence[int]:
-        """Return the guesses whose `chances` were returned last."""
-        return self.model.propose(width) if self._asks_model else self.own.propose(width)

@@ -11,6 +11,9 @@ from typing import Protocol
 
 from cairn.types.request import Request
 
+States = bytes
+"""Hidden states of consecutive positions."""
+
 
 class Drafter(Protocol):
     """Guesses how one sequence goes on. Only the scheduler's thread calls it."""
@@ -28,6 +31,18 @@ class Drafter(Protocol):
         """Set the tokens that the answer's grammar makes likely to come next; empty if it makes none likely."""
         ...
 
+    @property
+    def asks_model(self) -> bool:
+        """Whether a model makes its next guesses, as `DraftPolicy.width` left it: asking takes a while."""
+        ...
+
+    def take_states(self, first: int, states: States, count: int) -> None:
+        """Take the hidden states of `count` positions from `first` on, if the policy wants them (`states_from`).
+
+        They may be of tokens that it was not told yet, and of positions that it had before.
+        """
+        ...
+
     def propose(self, width: int) -> Sequence[int]:
         """Return at most `width` guesses of the next tokens, in order; empty if it has none. Changes nothing.
 
@@ -43,6 +58,13 @@ class DraftPolicy(Protocol):
         """Return a drafter for a request that runs for the first time; None if it is never to speculate.
 
         `prompt`: all tokens of the request so far, including those generated on another worker.
+        """
+        ...
+
+    def states_from(self, request: Request, length: int) -> int | None:
+        """Return the first position whose hidden state its drafter wants, of a sequence of `length` that starts to run.
+
+        None for none, now and later.
         """
         ...
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from cairn.scheduler.drafts.draft_model import DraftModel, GuessedTwice
 from cairn.scheduler.drafts.drafter import Drafter, DraftPolicy
 from cairn.scheduler.drafts.step_cost import MOST_TOKENS as LARGEST_STEP
 from cairn.scheduler.drafts.step_cost import StepCost
 from cairn.scheduler.drafts.suffix import LEAST_TOKENS, MOST_TOKENS, TOKEN_BYTES, SuffixDrafter
+from cairn.scheduler.drafts.twice import GuessedTwice, GuessingModel
 from cairn.types.request import Request
 
 WIDEST: Final = 7
@@ -46,12 +46,17 @@ class MeasuredPolicy:
     """
 
     def __init__(
-        self, fixed: int = 0, *, states: bool = False, model: DraftModel | None = None, index_bytes: int = INDEX_BYTES
+        self,
+        fixed: int = 0,
+        *,
+        states: bool = False,
+        model: GuessingModel | None = None,
+        index_bytes: int = INDEX_BYTES,
     ) -> None:
         """Make the policy of one scheduler. `fixed`: ask for so many guesses wherever there is a match; 0: measure.
 
         `states`: the model has recurrent states, so what is accepted before a wrong guess is computed a second time.
-        `model`: a small model that guesses where nothing repeats.
+        `model`: what guesses where nothing repeats: a small model, or the head for further tokens.
         """
         self._fixed, self._states, self._model = fixed, states, model
         self._left = index_bytes
@@ -71,9 +76,7 @@ class MeasuredPolicy:
     def open(self, request: Request, prompt: Sequence[int]) -> Drafter | None:
         """Implement `DraftPolicy.open`. None for short answers, mirostat, hidden states, and if memory is used up."""
         sampling = request.sampling
-        if request.want == "hidden" or sampling.max_tokens < FEWEST_TOKENS:
-            return None
-        if sampling.extras is not None and sampling.extras.mirostat:
+        if not _speculates(request):
             return None
         room = LEAST_TOKENS
         while room < MOST_TOKENS and room < len(prompt) + len(request.prediction) + sampling.max_tokens:
@@ -88,17 +91,20 @@ class MeasuredPolicy:
         guesses = None if self._model is None else self._model.open(request.salt, prompt)
         found: Drafter = drafter
         if self._model is not None and guesses is not None:
-            model = self._model
-            found = GuessedTwice(drafter, guesses, lambda: model.seconds)
+            found = GuessedTwice(drafter, guesses, self._model)
         self._reserved[id(found)] = room * TOKEN_BYTES
         self._left -= room * TOKEN_BYTES
         return found
+
+    def states_from(self, request: Request, length: int) -> int | None:
+        """`DraftPolicy.states_from`."""
+        return None if self._model is None or not _speculates(request) else self._model.states_from(length)
 
     def close(self, drafter: Drafter) -> None:
         """Implement `DraftPolicy.close`."""
         self._left += self._reserved.pop(id(drafter), 0)
         if self._model is not None and isinstance(drafter, GuessedTwice):
-            self._model.end(drafter.model)
+            self._model.end(drafter.guesses)
 
     def width(self, drafter: Drafter, rows: int) -> int:
         """Implement `DraftPolicy.width`: maximise the expected tokens a second; 0 if no draft improves them."""
@@ -139,8 +145,15 @@ class MeasuredPolicy:
         self._guesses, self._expected = 0, 0.0
 
 
-def chosen_policy(speculate: str, *, states: bool, model: DraftModel | None = None) -> DraftPolicy | None:
-    """Return the policy for the option `speculate`; None if it is off. `states`, `model`: as in `MeasuredPolicy`."""
+def _speculates(request: Request) -> bool:
+    sampling = request.sampling
+    if request.want == "hidden" or sampling.max_tokens < FEWEST_TOKENS:
+        return False
+    return sampling.extras is None or not sampling.extras.mirostat
+
+
+def chosen_policy(speculate: str, *, states: bool, model: GuessingModel | None = None) -> DraftPolicy | None:
+    """Return the policy that the option `speculate` asks for; None where it is off. The rest as for the policy."""
     if speculate == "off":
         return None
     return MeasuredPolicy(0 if speculate == "auto" else int(speculate), states=states, model=model)

@@ -13,6 +13,8 @@ from typing import Final
 
 import numpy as np
 
+from cairn.scheduler.drafts.drafter import States
+
 MOST_TOKENS: Final = 1 << 18
 """Room of the largest index. Of a longer sequence it holds the latest half to whole of that."""
 LEAST_TOKENS: Final = 1 << 10
@@ -68,6 +70,7 @@ class SuffixDrafter:
         "_shift",
         "_tokens",
     )
+    asks_model = False
 
     def __init__(self, tokens: Sequence[int], prediction: Sequence[int] = (), most: int = MOST_TOKENS) -> None:
         """Index the sequence's tokens so far. `most`: room of the index, a power of two from `LEAST_TOKENS` on.
@@ -157,6 +160,9 @@ class SuffixDrafter:
     def expect(self, tokens: Sequence[int]) -> None:
         """Take tokens that the answer's form makes likely."""
         self._form = tokens
+
+    def take_states(self, first: int, states: States, count: int) -> None:
+        """Do nothing: it goes by tokens alone."""
 
     def propose(self, width: int) -> Sequence[int]:
         """Return the tokens of the form, or those that followed the match.
