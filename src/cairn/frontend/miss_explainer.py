@@ -76,8 +76,9 @@ class RecentContexts:
             else:
                 kept.append(other)
         kept.append(_Context(data, tuple(prompts.items())[-CONTEXTS:]))
-        while len(kept) > CONTEXTS or sum(len(one.ids) for one in kept) > TOKENS * _ID:
-            del kept[0]
+        size = sum(len(one.ids) for one in kept)
+        while len(kept) > CONTEXTS or size > TOKENS * _ID:
+            size -= len(kept.pop(0).ids)
         self._tenants[salt] = kept
         if len(self._tenants) > TENANTS:
             self._tenants.popitem(last=False)
@@ -120,10 +121,12 @@ class RecentContexts:
         the same messages, then the one with most of the prompt's messages in any place, since an edited message is
         followed by unedited ones, then the latest.
         """
-        digests, best, known = b"".join(messages), (0, False, 0), None
+        digests, best, known, wanted = b"".join(messages), (0, False, 0), None, data[:_ID]
         for context in self._tenants.get(salt, ()):
-            if (same := _common(context.ids, data)) < max(best[0], 1):
+            if not context.ids.startswith(wanted):  # so most are passed over
                 continue
+            if (same := _common(context.ids, data, len(wanted) // _ID)) > best[0]:
+                wanted = data[: same * _ID]
             again = any(same < _rendered(length, which, digests) for length, which in context.prompts)
             near = same, again, _shared(context, messages)
             if near >= best:
@@ -175,17 +178,16 @@ def _rendered(length: int, which: bytes, said: bytes) -> int:
     return length - OPENING if follows and not follows[-1] & 1 else length
 
 
-def _common(one: bytes, other: bytes) -> int:
-    """Return the number of leading ids that two contexts have in common."""
-    low, high = 0, min(len(one), len(other)) // _ID
-    left, right = memoryview(one), memoryview(other)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if left[low * _ID : middle * _ID] == right[low * _ID : middle * _ID]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+def _common(one: bytes, other: bytes, known: int) -> int:
+    """Return the number of leading ids that two contexts have in common, of which `known` are known to be equal."""
+    size, low, step = min(len(one), len(other)), known * _ID, _ID
+    while low < size and one[low : low + step] == other[low : low + step]:
+        low, step = low + step, 2 * step
+    left, right = one[low : min(low + step, size)], other[low : min(low + step, size)]
+    differing = int.from_bytes(left, "little") ^ int.from_bytes(right, "little")
+    if not differing:
+        return size // _ID
+    return low // _ID + ((differing & -differing).bit_length() - 1) // (8 * _ID)
 
 
 def _shown(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> str:
