@@ -104,7 +104,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def kept(tmp_path: Path, models: list[str]) -> Iterator[tuple[Path, Served]]:
     """Yield a server, and the folder of its agents."""
     with served(models=models, agents_dir=str(tmp_path / "kept" / "agents")) as server:
-        server.post("/v1/collections", {"id": "docs"})
+        made = False
+        while not made:  # until the second model's files are read, too
+            try:
+                made = bool(server.post("/v1/collections", {"id": "docs"}))
+            except urllib.error.HTTPError as error:
+                assert error.code == 503 and error.headers["retry-after"], error
+                error.close()
+                threading.Event().wait(0.1)
         yield tmp_path / "kept" / "agents", server
 
 

