@@ -17,10 +17,10 @@ from cairn.types.step import Engine, EngineCall, Ready, Row, RowResult
 
 ENOUGH_TOKENS = 128
 """Prompt tokens in a step beyond which an engine is hardly any faster for each token."""
+_AIM = 0.6
+"""Part of the time limit that a step is planned for."""
 _WEIGHT = 0.3
 """Weight of a new measurement in the moving averages."""
-_AIM = 1 - _WEIGHT
-"""Part of the time limit that a step is planned for: as much as estimates that are too low leave within the limit."""
 _SHARE = 0.5
 """Time for prompts, as a part of decode time, if decoding alone already uses up the step's limit."""
 
