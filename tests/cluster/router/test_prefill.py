@@ -107,6 +107,26 @@ async def test_a_prefill_replica_that_fails_costs_time_alone(how: str) -> None:
         assert replicas[0].up is (how == "error") and replicas[1].up
 
 
+async def test_an_idle_connection_that_closes_as_a_prompt_comes_is_no_death() -> None:
+    async def once(
+        stub: Stub, path: str, headers: dict[bytes, bytes], body: bytes, writer: asyncio.StreamWriter
+    ) -> None:
+        """Answer the first request of each connection, and close it at the second."""
+        if writer in used:
+            writer.transport.abort()
+            return
+        used.add(writer)
+        await as_json(writer, {"by": stub.name})
+
+    used: set[asyncio.StreamWriter] = set()
+    async with routed(once, named) as (app, stubs):
+        prefill, _ = with_roles(app, stubs, "prefill", "decode")
+        app.gate._apart = "always"
+        got = await ask(app, "POST", "/v1/chat/completions", LONG)
+        assert got.json()["by"] == "s1" and len(used) == 2, "sharing took another connection than the prompt"
+        assert prefill.up and (app.gate.apart, app.gate.failed) == (1, 0)
+
+
 async def test_a_prefill_replica_answers_where_there_is_no_other() -> None:
     async with routed(named, named) as (app, stubs):
         decode = stubs[1]

@@ -286,27 +286,13 @@ class Passing:
                 replica.pool.give(connection)
 
     async def _exchange(self, replica: Replica) -> UpstreamConnection:
-        """Send the request and return the connection with the head of the answer.
-
-        A connection that was open for long may be closed by the replica at any moment, so a new one is tried first
-        before the replica counts as gone.
-        """
+        """Send the request and return the connection with the head of the answer."""
         data = request_bytes(self._method, self._target, replica.host, self._headers, self._body)
-        for new in (False, True):
-            connection = await replica.pool.take(new=new)
-            try:
-                await connection.send(data, head_only=self._method == "HEAD")
-            except UpstreamLost as error:
-                connection.abort()
-                if new or (error.sent and not self._asked.repeatable):
-                    raise
-                self._sent_again |= error.sent
-            except BaseException:
-                connection.abort()
-                raise
-            else:
-                return connection
-        raise AssertionError("unreachable")
+        connection = await replica.pool.exchange(
+            data, head_only=self._method == "HEAD", repeatable=self._asked.repeatable
+        )
+        self._sent_again |= connection.sent_before
+        return connection
 
     async def _goes_on(self, replica: Replica, connection: UpstreamConnection) -> bool:
         """Return whether an answer is not for the client: another replica, or a later moment, has a better one."""

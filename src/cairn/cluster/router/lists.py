@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlencode
 
 import msgspec
 
+from cairn.cluster.router.calls import read_whole
 from cairn.cluster.router.replicas import Replica
 from cairn.cluster.router.upstream import UpstreamLost, request_bytes
 
@@ -27,11 +28,10 @@ MOST_PAGES = 50
 Headers = Sequence[tuple[bytes, bytes]]
 
 
-class ReplicaAnswer(msgspec.Struct, frozen=True):
+class ReplicaAnswer(NamedTuple):
     """The answer of a replica, read as a whole."""
 
     status: int
-    headers: Headers
     body: bytes
 
 
@@ -45,20 +45,11 @@ class ListRefused(Exception):
 
 async def fetch(replica: Replica, target: bytes, headers: Headers) -> ReplicaAnswer:
     """Get one path of a replica. Raise UpstreamLost."""
-    for new in (False, True):  # an idle connection may have been closed
-        connection = await replica.pool.take(new=new)
-        try:
-            await connection.send(request_bytes("GET", target, replica.host, headers, b""))
-            parts = []
-            while data := await connection.read():
-                parts.append(data)
-            return ReplicaAnswer(connection.status, connection.headers, b"".join(parts))
-        except UpstreamLost:
-            if new:
-                raise
-        finally:
-            replica.pool.give(connection)
-    raise AssertionError("unreachable")
+    connection = await replica.pool.exchange(request_bytes("GET", target, replica.host, headers, b""))
+    try:
+        return ReplicaAnswer(connection.status, await read_whole(connection))
+    finally:
+        replica.pool.give(connection)
 
 
 async def merged_list(replicas: Sequence[Replica], path: str, query: bytes, headers: Headers) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from cairn.cluster.router.calls import read_whole
 from cairn.cluster.router.replicas import Replica, Replicas
 from cairn.cluster.router.upstream import UpstreamLost, request_bytes
 from cairn.cluster.router.ways import Apart
@@ -99,12 +100,11 @@ class PrefillGate:
 
     async def _exchange(self, replica: Replica, path: str, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
         """Send a request and read its answer away; return whether it succeeded. Raise UpstreamLost."""
-        connection = await replica.pool.take()
+        connection = None
         replica.busy += 1
         try:
-            await connection.send(request_bytes("POST", path.encode(), replica.host, headers, body))
-            while await connection.read():
-                pass
+            connection = await replica.pool.exchange(request_bytes("POST", path.encode(), replica.host, headers, body))
+            await read_whole(connection)
             return connection.status == 200
         except UpstreamLost:
             if replica.role != "prefill":  # the answer itself will find out
@@ -112,7 +112,8 @@ class PrefillGate:
             raise
         finally:
             replica.busy -= 1
-            replica.pool.give(connection)
+            if connection is not None:
+                replica.pool.give(connection)
 
 
 def _for_one_token(body: bytes) -> bytes | None:

@@ -41,6 +41,8 @@ class UpstreamConnection(asyncio.Protocol):
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self.reusable = False
+        self.sent_before = False
+        """Whether the replica may have had the request over another connection before."""
 
     # ----------------------------------------------------------------------------------- called by loop and parser
 
@@ -164,6 +166,35 @@ class UpstreamPool:
         except (OSError, TimeoutError) as error:
             raise UpstreamLost(f"the replica cannot be reached: {error}", sent=False) from error
         return connection
+
+    async def exchange(self, data: bytes, *, head_only: bool = False, repeatable: bool = True) -> UpstreamConnection:
+        """Send a request and return its connection, with the head of the answer. Raise UpstreamLost.
+
+        The replica may close an idle connection at any moment, so a new one is tried before the replica counts as gone,
+        unless it may have had the request and that is not `repeatable`. `head_only`: see `UpstreamConnection.send`.
+        """
+        before = False
+        for new in (False, True):
+            try:
+                connection = await self.take(new=new)
+            except UpstreamLost as error:
+                error.sent |= before
+                raise
+            try:
+                await connection.send(data, head_only=head_only)
+            except UpstreamLost as error:
+                connection.abort()
+                error.sent |= before
+                if new or (error.sent and not repeatable):
+                    raise
+                before = error.sent
+            except BaseException:
+                connection.abort()
+                raise
+            else:
+                connection.sent_before = before
+                return connection
+        raise AssertionError("unreachable")
 
     def give(self, connection: UpstreamConnection) -> None:
         """Keep a connection for the next exchange, or close it if its exchange is not over."""
