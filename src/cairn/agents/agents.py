@@ -272,11 +272,8 @@ class Agents:
             return b"", ""
         return agent.head.identity if agent.head.number else b"", agent.record.model
 
-    def service_of(self, tenant: str, id: str) -> Service:
-        """Return the service for a turn that names no model. Raise NotLoaded if it is being loaded."""
-        return self._service_of(self._find(tenant, id))
-
     def _service_of(self, agent: Agent) -> Service:
+        """Return the service for a turn that names no model. Raise NotLoaded if it is being loaded."""
         service = self.services.of(agent.head.identity) if agent.head.number else None
         return service or self.services.named(agent.record.model) or self.services.first
 

@@ -386,11 +386,7 @@ class RecordedEngine:
 
     def _pool_states(self, built: decoder.Decoder) -> Pooled:
         """Return what applies the model's last norm to some of a step's hidden states, which stay as they are."""
-
-        def record(k: Any, states: Slot) -> Slot:
-            k.norm(states, built.norm, built.eps, states)
-            return states
-
+        record = self._record_pooled(built, (), _STATES)
         return Pooled(self._kernels, _STATES, self._buffers.hidden.shape[1], record)
 
     def _sample(self, step: FilledStep, rows: Sequence[Row], results: list[RowResult]) -> None:

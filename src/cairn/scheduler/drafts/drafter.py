@@ -39,7 +39,7 @@ class Drafter(Protocol):
     def take_states(self, first: int, states: States, count: int) -> None:
         """Take the hidden states of `count` positions from `first` on, if the policy wants them (`states_from`).
 
-        They may be of tokens that it was not told yet, and of positions that it had before.
+        They may be of tokens that it did not get yet, and of positions whose states it had before.
         """
         ...
 

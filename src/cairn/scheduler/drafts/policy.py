@@ -97,7 +97,7 @@ class MeasuredPolicy:
         return found
 
     def states_from(self, request: Request, length: int) -> int | None:
-        """`DraftPolicy.states_from`."""
+        """Implement `DraftPolicy.states_from`."""
         return None if self._model is None or not _speculates(request) else self._model.states_from(length)
 
     def close(self, drafter: Drafter) -> None:

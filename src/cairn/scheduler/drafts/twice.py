@@ -61,7 +61,7 @@ class GuessedTwice:
         """`guesses`: those of the model for the sequence."""
         self.own, self.guesses, self._model = own, guesses, model
         self.asks_model = False
-        """Whether the guesses whose `chances` were told last are the model's."""
+        """Whether the guesses whose `chances` were returned last are the model's."""
 
     @property
     def bytes(self) -> int:
@@ -93,5 +93,5 @@ class GuessedTwice:
         self.guesses.take_states(first, states, count)
 
     def propose(self, width: int) -> Sequence[int]:
-        """Return the guesses whose `chances` were told last."""
+        """Return the guesses whose `chances` were returned last."""
         return self.guesses.propose(width) if self.asks_model else self.own.propose(width)
