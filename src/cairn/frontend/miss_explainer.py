@@ -123,7 +123,7 @@ class RecentContexts:
         """
         digests, best, known, wanted = b"".join(messages), (0, False, 0), None, data[:_ID]
         for context in self._tenants.get(salt, ()):
-            if not context.ids.startswith(wanted):  # so most are passed over
+            if not context.ids.startswith(wanted):  # most differ early, and are cheap to rule out
                 continue
             if (same := _common(context.ids, data, len(wanted) // _ID)) > best[0]:
                 wanted = data[: same * _ID]
