@@ -1,12 +1,12 @@
-"""A day of agents over a store that holds a part of what they have computed: how many tokens are computed again.
+"""A simulated day of agents over a store too small for all their contexts: how many tokens are computed twice.
 
-Agents of a few kinds share the beginning of their contexts. Each works through tasks: it calls tools and waits for what
-they give, mostly for seconds, sometimes for half an hour; now and then it runs into a dead end and is rolled back to
-where that began; when a task is done its user comes back after an hour, or never. Nothing here computes or sleeps: a
-context is a chain of keys, and the day is a list of events in the order of their times.
+Agents of a few kinds share the beginning of their contexts. Each works through tasks: it calls tools and waits for the
+results, mostly for seconds, sometimes for half an hour. Now and then it runs into a dead end and is rolled back to
+where that began. When a task is done its user comes back after an hour, or never. Nothing here computes or sleeps: a
+context is a chain of keys, and the day is a list of events ordered by time.
 
-The law: a store that is told how contexts stand has less computed again than the same store that is not, at equal
-bytes. Untold, the one in memory evicts whatever was used longest ago.
+The law: a store that is told the standing of contexts (waiting, idle, superseded) recomputes fewer tokens than the same
+store without that knowledge, at equal bytes. Without it, the in-memory store is a plain LRU.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from tests.laws.storage_world import law
 TOKENS = 64
 PAGES = bytes(1024)
 CHUNK_BYTES = 2048
-"""What a chunk takes in a `RamStore`."""
+"""Bytes of a chunk in a `RamStore`."""
 AGENTS, KINDS, OPENING = 24, 3, 24
 DAY = 10 * 3600.0
 MOST = 500
-"""Chunks in the longest context."""
+"""Length of the longest context, in chunks."""
 
 
 class Tier(Protocol):
-    """A store, as far as a day needs one."""
+    """The part of a store's interface that a day uses."""
 
     def turn(self, keys: Sequence[bytes], now: float) -> int:
-        """A turn with this context: how many chunks were found. All are there afterwards, as far as there is room."""
+        """Run a turn with this context; return how many chunks were found. Stores the rest as far as there is room."""
         ...
 
     def mark(self, keys: Sequence[bytes], standing: Standing) -> None: ...
@@ -63,7 +63,7 @@ class Memory:
 
 
 class Disk:
-    """A tier with the index of a `DiskStore`, and of the rest what decides its contents."""
+    """A tier with the index of a `DiskStore` and the budget that limits it, without files."""
 
     def __init__(self, chunks: int) -> None:
         self.index, self.most = DiskIndex(), chunks
@@ -101,12 +101,12 @@ class Worker:
     """An agent at work."""
 
     at: float
-    """When its next turn begins."""
+    """Start of its next turn, in seconds."""
     number: int
     keys: list[bytes] = field(compare=False)
     waiting: bool = field(default=False, compare=False)
     dead_end: tuple[int, int] | None = field(default=None, compare=False)
-    """Where the branch began that leads nowhere, and how many turns it has left."""
+    """Where the abandoned branch began, and how many turns it still gets."""
 
 
 @dataclass
@@ -161,7 +161,7 @@ def _grown(keys: list[bytes], count: int, salt: str) -> list[bytes]:
 
 
 def computed_again(events: Sequence[Event], tier: Tier, *, told: bool) -> int:
-    """Return how many tokens were computed that had been computed before."""
+    """Return how many tokens were computed although they had been computed before."""
     known = set[bytes]()
     again = 0
     for event in events:
@@ -183,11 +183,11 @@ class Figures:
 
     untold: int
     told: int
-    """By the same store that is told how contexts stand."""
+    """Of the same store, when it is told the standing of contexts."""
 
 
 def figures(seed: int, kind: Callable[[int], Tier]) -> Figures:
-    """Play one day over stores that hold a fifth, and two fifths, of all its chunks."""
+    """Play one day over stores that hold a fifth and two fifths of all its chunks."""
     events = list(day(seed))
     chunks = len({key for event in events for key in event.keys})
     sizes = (chunks // 5, 2 * chunks // 5)

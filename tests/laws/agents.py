@@ -1,10 +1,9 @@
-"""Agents on a disk that crashes and fails: turns, forks, rollbacks and deletions from one seed, and their laws.
+"""Agents on a disk that crashes and fails: random turns, forks, rollbacks and deletions from one seed, and their laws.
 
-The real agents, token log and stores over the fake engine, for two tenants. Beside them a plain model of what every
-agent was told and has said. After every step and every loss of power the agents are what the model says; no text that
-nobody has any more is in a file; the KV of a context that somebody has stays, and that of one that nobody has is gone.
-Many contexts begin alike, those of ordinary requests in the agents' names too, and one tenant may be not configured for
-a time.
+The real agents, token log and stores run over the fake engine, for two tenants, beside a plain model of every agent's
+history. After every step and every power cut: the agents match the model; text that belongs to no agent is in no file;
+KV of a live context is kept, KV of a dead one is gone. Many contexts share a beginning, also those of ordinary requests
+in the agents' names, and one tenant may be unconfigured for a time.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from tests.laws.storage_world import law
 from tests.service.tiny import collect, request
 
 TENANTS = {"default": b"", "acme": b"acme"}
-"""With their salts, as a server with keys has them."""
+"""Salt of each tenant, as on a server with API keys."""
 STEPS = 30
 LONG = 1200
 """Tokens of a context beyond which an agent is rolled back."""
@@ -42,7 +41,7 @@ OPTIONS = SamplingOptions(temperature=0, max_tokens=12, ignore_eos=True)
 FILL = " and so on, until a chunk of sixty-four tokens is more than full."
 SYSTEM = {"role": "system", "content": "What many agents are told before anything else." + FILL}
 FIRST = tuple(range(5, 133))
-"""What many ordinary requests begin with."""
+"""The common beginning of many ordinary requests."""
 
 
 @dataclass
@@ -64,19 +63,19 @@ class Told:
     base: int = 0
     pinned: bool = False
     spare: set[int] = field(default_factory=set)
-    """Abandoned turns that are there only because a fork had them; they go when it goes."""
+    """Abandoned turns that are kept only because a fork has them; they go when it goes."""
     tied: list[str] = field(default_factory=list)
-    """What ordinary requests in its name left."""
+    """Texts of replay records that ordinary requests in its name left."""
     contexts: list[list[int]] = field(default_factory=list)
-    """Of those since the server started."""
+    """Contexts of those requests since the server started."""
 
     @property
     def salt(self) -> bytes:
-        """Return the salt of its tenant."""
+        """The salt of its tenant."""
         return TENANTS[self.tenant]
 
     def path(self, number: int) -> list[int]:
-        """Return the turns up to this one."""
+        """Return the numbers of the turns from the first to this one."""
         found = []
         while number:
             found.append(number)
@@ -91,7 +90,7 @@ class Work:
         self.at, self.rng = at, random.Random(seed)
         self.agents: dict[str, Told] = {}
         self.texts: list[str] = []
-        """All that was ever said to an agent, also to no avail."""
+        """Every text that was ever sent to an agent, also in vain."""
         self.names = 0
 
     async def run(self, steps: int = STEPS) -> None:
@@ -147,7 +146,7 @@ class Work:
         await self.make(tenant, self.rng.choice(([], [SYSTEM])))
 
     async def make(self, tenant: str, messages: Sequence[dict[str, str]]) -> str:
-        """Create an agent with a turn."""
+        """Create an agent and run its first turn."""
         id = self.name()
         await self.at.agents.create(tenant, id=id, messages=messages)
         self.agents[id] = Told(tenant)
@@ -155,7 +154,7 @@ class Work:
         return id
 
     async def say(self, id: str) -> None:
-        """Run a turn, and store its KV on the disk."""
+        """Run a turn and flush its KV to the disk."""
         text, told = self.text(), self.agents[id]
         heard = await self.at.say(id, text, told.tenant, options=OPTIONS)
         law(heard.done is not None and heard.error is None, f"a turn fails: {heard.error}")
@@ -239,7 +238,7 @@ class Work:
         law(self.on_disk(self.texts[-1]), "what was sampled for a request is not in the log")
 
     async def refused(self, id: str) -> None:
-        """Let the disk refuse everything: nothing has changed, also after a restart."""
+        """Let the disk refuse every write; no change may be acknowledged."""
         files, agents, tenant = self.at.files, self.at.agents, self.agents[id].tenant
         files.fail(Fault(files.calls, self.rng.choice((errno.EIO, errno.ENOSPC, errno.EROFS)), sticky=True))
         what = self.rng.choice(("say", "fork", "rollback"))
@@ -255,14 +254,14 @@ class Work:
         await agents.tend()
 
     async def week(self, id: str) -> None:
-        """Let upkeep collect abandoned branches, except what a fork shares."""
+        """Let a week pass, so that upkeep collects abandoned branches that no fork shares."""
         if self.rng.random() < 0.6:
             await self.fork(id)
             await self.rollback(id)
         await self.collected()
 
     async def collected(self) -> None:
-        """Let a week go by."""
+        """Let a week pass, and drop abandoned branches from the model."""
         self.at.clock.ahead += WEEK
         await self.at.agents.tend()
         held = {told.turns[number].text for told in self.agents.values() for number in told.path(told.base)}
@@ -272,7 +271,7 @@ class Work:
             told.turns, told.tied, told.spare = kept, [], kept.keys() - path
 
     async def unknown(self, id: str) -> None:
-        """Leave a tenant unconfigured for a time: what is deleted of its agents takes no KV along."""
+        """Leave a tenant unconfigured for a time: deleting its agents then must take no KV along."""
         _, gone = [await self.make(tenant, [SYSTEM]) for tenant in ("default", "acme")]
         self.at.salts = {"default": TENANTS["default"]}
         await self.again(clean=True)
@@ -302,9 +301,9 @@ class Work:
         await self.kept(before)
 
     async def kept(self, before: dict[tuple[str, int], int]) -> None:
-        """Law: what was on the disk of agents that are there still, is, in whole chunks.
+        """Check that the other agents still have all whole chunks on disk that they had before.
 
-        The first blocks of a chunk that goes on with what the deleted agent was told go with it.
+        The blocks of a chunk's tail go with the deleted agent if that agent's context went on from there.
         """
         now = await self.places()
         for name, size in before.items():
@@ -312,7 +311,7 @@ class Work:
             law(now.get(name, size) >= whole, "the KV of another agent goes with the one that is deleted")
 
     async def delete_running(self, id: str) -> None:
-        """Delete an agent while it answers."""
+        """Delete an agent while it generates an answer."""
         tenant, options = self.agents[id].tenant, SamplingOptions(max_tokens=300, ignore_eos=True)
         running = await self.at.begin(id, self.text(), tenant, options=options)
         reading = asyncio.create_task(hear(running))
@@ -326,12 +325,12 @@ class Work:
         del self.agents[id]
 
     async def contexts(self, id: str) -> list[list[int]]:
-        """Return the contexts at the ends of all branches that the agent made."""
+        """Return the contexts at the ends of all branches of the agent."""
         agent = self.at.agents._find(self.agents[id].tenant, id)
         return [list(await self.at.agents.kv.ids(turn)) for turn in {agent.head, *agent.leaves()}]
 
     async def places(self) -> dict[tuple[str, int], int]:
-        """Leading tokens on the disk, of each agent's context and of those of ordinary requests in its name."""
+        """Count the leading tokens on disk, for each agent's context and those of ordinary requests in its name."""
         found = {}
         for id, told in self.agents.items():
             contexts = [await self.at.agents.context(told.tenant, id), *told.contexts]
@@ -369,7 +368,7 @@ class Work:
 
 
 async def schedule(seed: int) -> None:
-    """Run one house through a random schedule."""
+    """Run a random schedule on a new server."""
     with tempfile.TemporaryDirectory() as place:
         async with house(talking_model(Path(place) / "model"), TENANTS, kv_dir=str(Path(place) / "kv")) as at:
             await Work(at, seed).run()

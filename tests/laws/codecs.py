@@ -1,7 +1,7 @@
-"""The check of a codec against a model of a few lines: one text from one seed, and its laws.
+"""The quality check of a codec (`compare`) against a model of a few lines, on one text from one seed.
 
-What is reported is what an independent reading of the same text finds, with pages rounded by a formula of its own;
-through `raw` the numbers are those of a reading that stores nothing.
+The report must match an independent reading of the same text, whose pages are rounded by a formula of its own. Through
+`raw`, the numbers are those of a reading that stores nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VOCAB, WIDTH, BLOCK, CHUNK, WINDOW = 30, 8, 16, 64, 40
 
 
 class Model:
-    """Two kinds of attention that are plain means: over everything before, and over a window."""
+    """Two attention groups that are plain means: over everything before, and over a window."""
 
     def __init__(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -34,19 +34,19 @@ class Model:
         self.head = 0.2 * rng.standard_normal((VOCAB, WIDTH)).astype(np.float32)
 
     def row(self, group: int, token: int, before: Floats) -> Floats:
-        """The KV of a token after the rows `before` that it sees."""
+        """Return the KV of a token, given the rows `before` that it attends to."""
         seen = before.mean(axis=0) if len(before) else np.zeros(WIDTH, np.float32)
         made: Floats = self.embed[group, token] + np.tanh(self.mix[group] @ (4 * seen))
         return made
 
     def logits(self, seen: Sequence[Floats]) -> Floats:
-        """Of one position, from the rows that it sees in each group, its own last."""
+        """Return the logits of one position from the rows that it attends to in each group, its own last."""
         made: Floats = self.head @ (seen[0][-1] + 3 * seen[0].mean(axis=0) + seen[1][-1] + 3 * seen[1].mean(axis=0))
         return made
 
 
 class TinyEngine:
-    """`Engine` for `Model`, with KV in blocks and a window that goes round in a small pool."""
+    """An `Engine` for `Model`, with KV in blocks and a ring of blocks for the window."""
 
     def __init__(self, seed: int, context: int, max_tokens: int) -> None:
         self._model = Model(seed)
@@ -66,7 +66,7 @@ class TinyEngine:
         )
 
     def prefill(self, rows: Sequence[Row]) -> Ready[list[RowResult]]:
-        """One position after another."""
+        """Compute the positions one after another."""
         (row,) = rows
         law(row.end - row.start <= self.info.max_tokens, "a step is longer than the engine takes")
         return Ready(sample(rows, np.stack([self._position(row, at) for at in range(row.start, row.end)])))
@@ -85,27 +85,24 @@ class TinyEngine:
         return self._model.logits(seen)
 
     def read_blocks(self, group: int, ids: Sequence[int]) -> Ready[list[memoryview]]:
-        """Views."""
         return Ready([memoryview(self._kv[group][one]).cast("B") for one in ids])
 
     def write_blocks(self, group: int, ids: Sequence[int], pages: Sequence[memoryview]) -> Ready[None]:
-        """Copies."""
         for one, page in zip(ids, pages, strict=True):
             self._kv[group][one] = np.frombuffer(page, "<f4").reshape(BLOCK, WIDTH)
         return Ready(None)
 
     def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> Ready[None]:
-        """Copies within a pool."""
         for source, target in pairs:
             self._kv[group][target] = self._kv[group][source]
         return Ready(None)
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there is nothing to free."""
 
 
 def rounded(rows: Floats) -> Floats:
-    """What 8 bits leave of each row."""
+    """Quantize each row to 8 bits and back."""
     back = []
     for row in rows:
         step = np.float32(max(abs(float(number)) for number in row)) / np.float32(127)
@@ -116,8 +113,10 @@ def rounded(rows: Floats) -> Floats:
 def foretold(
     model: Model, tokens: Sequence[int], context: int, *, coded: bool
 ) -> tuple[list[int], float, NDArray[np.float64]]:
-    """The likeliest token at each position, the perplexity, and the logarithms of all probabilities: the same reading
-    without engine, blocks and codec."""
+    """Return the likeliest token at each position, the perplexity and all log-probabilities.
+
+    This is the same reading without engine, blocks and codec.
+    """
     likeliest, lost, logs = [], 0.0, []
     for begin in range(0, len(tokens) - 1, context):
         piece = tokens[begin : begin + context + 1]
@@ -139,7 +138,7 @@ def foretold(
 
 
 def run(seed: int) -> None:
-    """One text. Raises `Broken` where a law breaks."""
+    """Check one text. Raise `Broken` if a law breaks."""
     rng = np.random.default_rng(seed)
     context = int(rng.integers(70, 200))
     tokens = [int(token) for token in rng.integers(0, VOCAB, int(rng.integers(140, 260)))]

@@ -1,8 +1,8 @@
-"""A head for further tokens over the fake engine: it knows of which tokens each state is, and so sees every mistake.
+"""A draft head (MTP) over the fake engine that knows the tokens behind each state, and so detects every mix-up.
 
-Each of its slots holds all tokens of the model's context up to its own. The state before a token has to be that of
-the tokens that the slot before holds, so a state of another place, a stale slot and a block of another sequence
-break a law. What it predicts is what the fake engine would say greedily.
+Each of its slots holds all tokens of the model's context up to its own. The state before a token must be that of the
+tokens in the slot before; a state of another position, a stale slot or a block of another sequence breaks a law. It
+predicts what the fake engine would pick greedily.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Prefix = tuple[int, ...]
 
 
 class WatchedEngine(FakeEngine):
-    """The fake engine, which notes of which tokens each of its states is."""
+    """The fake engine, which records the tokens behind each of its states."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -36,7 +36,7 @@ class WatchedEngine(FakeEngine):
 
 
 class FakeHead:
-    """An `Engine` whose rows have states before their tokens."""
+    """An `Engine` whose rows take the states before their tokens."""
 
     def __init__(self, model: WatchedEngine, blocks: int, max_tokens: int) -> None:
         self.model, self.size = model, 4

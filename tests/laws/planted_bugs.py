@@ -1,19 +1,17 @@
-"""Deliberate bugs, each applied alone, that the simulators must find: the score that says what the laws are worth.
+"""Deliberate bugs, each applied alone, that the simulators must find: a mutation score for the laws.
 
-A bug is one piece of code that is replaced by another. It is addressed by structure: a file, a function in it, and an
-expression or consecutive statements that occur exactly once in that function, whatever the file's format; so a bug
-cannot silently do nothing. A hunt runs in a forked process whose function has the bug's code, until a law breaks or
-2,000 schedules (200 of the disk store and 100 of the token log, each of which opens hundreds of disks, 25 of agents,
-20 texts for the check of codecs, and 3 days of agents) have passed. A bug is found if the same schedule passes without it.
+A bug replaces one piece of code by another. It is addressed by structure: a file, a function in it, and an expression
+or consecutive statements that occur exactly once in that function, whatever the formatting. So a bug cannot silently do
+nothing. A hunt runs in a forked process whose function has the bug's code, until a law breaks or the simulator's number
+of schedules (`SCHEDULES`) has passed. A bug counts as found if the same schedule passes without it.
 
-`make prove` hunts all bugs from the first schedule on. `make test` cannot take so long: it tries the schedule first that
-found a bug when all were hunted (`bug_seeds.json`), and goes on in order only where that finds nothing any more; one
-that none found then counts as not found. Every `SHARE`th bug that was found `SOON` is hunted from the first schedule on
-all the same, lest the record be all that finds bugs.
+`make prove` hunts all bugs from the first schedule on. `make test` has no time for that: it first tries the schedule
+that found the bug in the last full hunt (`bug_seeds.json`), and goes on in order only if that finds nothing. A bug that
+no schedule found then counts as not found. Every `SHARE`th bug that was found `SOON` is hunted from the first schedule
+on all the same, so that the score does not rest on the record alone.
 
-`make test` also hunts only half of each simulator's bugs (`--half`): those of the lower checksums of their names and
-files. So the same source has the same bugs every time, and whoever changes a file draws anew which of its bugs are
-hunted. Without the option all are.
+`make test` also hunts only half of each simulator's bugs (`--half`): those with the lower checksums of their names and
+files. The same source always draws the same bugs, and a changed file draws anew. Without the option all are hunted.
 
     python -m tests.laws.planted_bugs [--prove] [--half] [--record] [name ...]
 """
@@ -67,14 +65,14 @@ SCHEDULES = {
 }
 SHARE, SOON = 16, 30
 STUCK_SECONDS = 30
-"""A single schedule that takes so long hangs; that counts as found."""
+"""A schedule that takes longer hangs, which counts as found."""
 
 
 @dataclass(frozen=True)
 class Bug:
-    """What is wrong, in which file and function, and the code that makes it so.
+    """A bug: its name, the file and function, and the code before and after.
 
-    `where` is a qualified name, of a class for its fields, or empty for the module's own statements.
+    `where` is a qualified name: of a function, of a class for its fields, or empty for the module's own statements.
     """
 
     name: str
@@ -84,7 +82,7 @@ class Bug:
     new: str
 
     def tree(self) -> ast.Module:
-        """The file with the bug in it."""
+        """Return the file's syntax tree with the bug in it."""
         tree = ast.parse((SOURCE / self.file).read_text())
         scope: ast.AST = tree
         for name in self.where.split(".") if self.where else ():
@@ -108,12 +106,12 @@ class Bug:
 
     @property
     def label(self) -> str:
-        """What tracebacks call the file."""
+        """The file's name in tracebacks."""
         return f"{self.file} with a bug: {self.name}"
 
 
 def _parsed(*codes: str) -> list[list[ast.AST]]:
-    """What each of these is: an expression where all of them are one, else statements."""
+    """Parse the codes: as expressions if all of them are, else as lists of statements."""
     parsed = [ast.parse(code).body for code in codes]
     if all(len(body) == 1 and isinstance(body[0], ast.Expr) for body in parsed):
         return [[body[0].value] for body in parsed if isinstance(body[0], ast.Expr)]
@@ -121,12 +119,12 @@ def _parsed(*codes: str) -> list[list[ast.AST]]:
 
 
 def _shape(node: ast.AST) -> str:
-    """What a piece of code is, wherever and however it is written; that a name is stored or loaded is told by where."""
+    """Return a node's structure, without its position and without the difference between load, store and delete."""
     return ast.dump(node).replace("ctx=Store()", "ctx=Load()").replace("ctx=Del()", "ctx=Load()")
 
 
 def _places(scope: ast.AST, wanted: Sequence[ast.AST]) -> Iterator[tuple[ast.AST, str, int | None]]:
-    """Where this code stands in a scope: a node, the name of its field, and the index where that is a list."""
+    """Find each place in `scope` with this code: a node, the name of its field, and the index if that is a list."""
     shapes, first, count = list(map(_shape, wanted)), type(wanted[0]), len(wanted)
     for node in ast.walk(scope):
         for field, value in ast.iter_fields(node):
@@ -551,11 +549,11 @@ LAWS = (
     | dict.fromkeys((AGENT_SERVICE, AGENT_REGISTRY, TURN_TREE, RUNNING, WRITER, AGENT_KV), AGENTS)
     | {CHECK: CODECS, VOCABULARY: SAMPLING, STANDING: AGENT_DAY}
 )
-"""Which simulator has to find the bugs of a file; where none is named, the scheduler's."""
+"""The simulator that has to find the bugs of a file; the scheduler's by default."""
 
 
 class _Planted(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
-    """Imports one module from its source with a bug in it; never from cached bytecode."""
+    """An importer of one module from its source with a bug in it; never from cached bytecode."""
 
     def __init__(self, bug: Bug) -> None:
         self._bug = bug
@@ -571,7 +569,7 @@ class _Planted(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
 
 
 def plant(bug: Bug) -> None:
-    """Put a bug into this process: into a function's code, or by importing modules anew with it."""
+    """Put a bug into this process: swap a function's code, or import the modules anew."""
     target: object = importlib.import_module(bug.module)
     names: list[str] = []
     for name in bug.where.split(".") if bug.where else ():
@@ -612,12 +610,12 @@ def _line(function: FunctionType) -> int:
 
 @functools.cache
 def recorded() -> dict[str, int | None]:
-    """Return by bug the schedule that found it in the last full hunt; None if none did."""
+    """Return the schedule that found each bug in the last full hunt; None if none did."""
     return dict(json.loads(RECORD.read_text()))
 
 
 def hunt(bug: Bug, first: int) -> tuple[int, str] | None:
-    """Look for a bug in a process of its own; return the seed that finds it and the message, or None."""
+    """Look for a bug in this process; return the seed that finds it and the message, or None."""
     plant(bug)
     logging.disable(logging.CRITICAL)
     laws = LAWS.get(bug.file, SCHEDULERS)
@@ -636,7 +634,7 @@ def broken(run: Callable[[int], object], seed: int) -> str | None:
         raise TimeoutError("the schedule hangs")
 
     signal.signal(signal.SIGALRM, stuck)
-    signal.setitimer(signal.ITIMER_REAL, STUCK_SECONDS, 5)  # again and again: somebody may catch the first
+    signal.setitimer(signal.ITIMER_REAL, STUCK_SECONDS, 5)  # repeats: the code under test may swallow the first
     try:
         run(seed)
     except Exception as error:
@@ -674,7 +672,7 @@ def apart(what: str, work: Callable[[], tuple[int, str] | None]) -> tuple[int, s
 
 @functools.cache
 def control(laws: str, seed: int) -> str | None:
-    """Return what breaks in a schedule without a bug, in a child of this process."""
+    """Return what breaks in a schedule without any bug, run in a child of this process."""
 
     def work() -> tuple[int, str] | None:
         logging.disable(logging.CRITICAL)
@@ -686,7 +684,10 @@ def control(laws: str, seed: int) -> str | None:
 
 
 def judge(bug: Bug, *, prove: bool) -> tuple[tuple[int, str] | None, str | None, float]:
-    """What `hunt` gives, what breaks in that schedule without the bug (then it has found nothing), and the seconds."""
+    """Hunt a bug; return the find, what breaks in that schedule without the bug, and the seconds taken.
+
+    If the schedule breaks without the bug as well, the bug counts as not found.
+    """
     began = time.monotonic()
     known = recorded().get(bug.name, 0)
     if known is None and not prove:
@@ -699,7 +700,7 @@ def judge(bug: Bug, *, prove: bool) -> tuple[tuple[int, str] | None, str | None,
 
 
 def half(bugs: Sequence[Bug]) -> list[Bug]:
-    """Half of the bugs that each simulator has to find, drawn by what their files hold now."""
+    """Return half of the bugs that each simulator has to find, drawn by checksums of their files."""
     found = []
     for laws in SIMULATORS:
         own = [bug for bug in bugs if LAWS.get(bug.file, SCHEDULERS) == laws]
@@ -709,7 +710,10 @@ def half(bugs: Sequence[Bug]) -> list[Bug]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print bug -> seed and the score; 1 if fewer than 95 % were found, or if a schedule breaks without a bug."""
+    """Print each bug's seed and the score.
+
+    Return 1 if fewer than 95 % were found, or if a schedule breaks without a bug.
+    """
     parser = argparse.ArgumentParser(prog="python -m tests.laws.planted_bugs")
     parser.add_argument("--prove", action="store_true", help="hunt all bugs from the first schedule on")
     parser.add_argument("--half", action="store_true", help="half of them, as the state of their files draws them")
@@ -718,13 +722,13 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     bugs = [bug for bug in BUGS if not given.names or bug.name in given.names]
     bugs = half(bugs) if given.half else bugs
-    # What may hang comes first: at the end all else would be done, and the whole would wait for that alone.
+    # Bugs that may hang go first; at the end the whole hunt would wait for one of them.
     bugs.sort(key=lambda bug: LAWS.get(bug.file, SCHEDULERS) != AGENTS)
     for name in SIMULATORS:
         importlib.import_module(name)
     started, caught, sound, seeds = time.monotonic(), 0, True, dict[str, int | None]()
     judged = functools.partial(judge, prove=given.prove)
-    with ThreadPoolExecutor(os.cpu_count()) as threads:  # each waits for a process of its own
+    with ThreadPoolExecutor(os.cpu_count()) as threads:  # each thread only waits for a forked process
         for bug, (found, without, seconds) in zip(bugs, threads.map(judged, bugs), strict=True):
             caught += found is not None and without is None
             where = "NOT FOUND" if found is None else f"{found[0]:5}"

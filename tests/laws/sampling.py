@@ -1,8 +1,7 @@
-"""The law of sampling: a slow sampler, written straight from the words, says what tokens may come; and company never
-matters. One schedule is a few lines of logits with random options: `run(seed)`.
+"""The law of sampling: a slow, literal sampler says which tokens may come, and the rest of the batch never matters.
 
-The slow sampler computes in float64, so it cannot know a token whose border the draw hits within 1e-5; it says of an
-interval of the kept mass whether the draw may lie there.
+One schedule is a few rows of logits with random options: `run(seed)`. The slow sampler computes in float64, so it
+cannot decide a token whose border is within 1e-5 of the draw; it then accepts either side.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _MASK = (1 << 64) - 1
 
 
 def lines_of_logits(rng: np.random.Generator, count: int, vocab: int) -> Any:
-    """Logits as models give them, and as they should not: steps with many ties, all equal, huge, a lone peak."""
+    """Return logits as models give them, and as they should not: many ties, all equal, huge, one lone peak."""
     out = np.empty((count, vocab), np.float32)
     for line in out:
         kind = rng.integers(8)
@@ -42,7 +41,7 @@ def lines_of_logits(rng: np.random.Generator, count: int, vocab: int) -> Any:
 
 
 def random_row(rng: np.random.Generator, vocab: int) -> Row:
-    """A row with any mixture of options, at their edges too."""
+    """Return a row with a random mixture of options, also at their limits."""
 
     def maybe(chance: float, off: Any, *values: Any) -> Any:
         return values[rng.integers(len(values))] if rng.random() < chance else off
@@ -78,13 +77,13 @@ def line_of(row: Row, mask: bytes | None = None) -> Line:
 
 
 def random_mask(rng: np.random.Generator, vocab: int) -> bytes | None:
-    """None for half of the rows; else few tokens, some, or all of them."""
+    """Return None for half of the rows, else a bit mask that allows few, half or all tokens."""
     bits = rng.random((vocab + 31) // 32 * 32) < rng.choice([0.02, 0.5, 1.0])
     return np.packbits(bits, bitorder="little").tobytes() if rng.random() < 0.5 else None
 
 
 def run(seed: int) -> None:
-    """Some lines with random options; an AssertionError where a law breaks."""
+    """Sample some rows with random options; raise AssertionError if a law breaks."""
     rng = np.random.default_rng(seed)
     vocab = int(rng.choice([1, 2, 5, 17, 64, 200]))
     logits = lines_of_logits(rng, 6, vocab)
@@ -99,7 +98,7 @@ def run(seed: int) -> None:
 
 
 def check(row: Row, logits: Any, choice: TokenChoice, mask: bytes | None = None) -> None:
-    """Whether one answer may be."""
+    """Check that this choice is allowed by the row's options."""
     params = row.sampling
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
     if params.logprobs:
@@ -129,7 +128,7 @@ def check(row: Row, logits: Any, choice: TokenChoice, mask: bytes | None = None)
 
 
 def adjusted(row: Row, logits: Any) -> Any:
-    """Bias, penalties and bans, in float32 as the contract says."""
+    """Apply bias, penalties and bans, in float32 as the contract says."""
     params, values = row.sampling, logits.astype(np.float32)
     for token, bias in params.logit_bias:
         if token < len(values):
@@ -149,8 +148,10 @@ def adjusted(row: Row, logits: Any) -> Any:
 
 
 def interval(row: Row, relative: Any, scaled: Any, token: int) -> tuple[float | None, float | None, float]:
-    """Where a token lies among the kept mass, and that mass; None where a filter's edge is too close to say. The cuts
-    look at `relative`, the draw at `scaled`."""
+    """Return the interval of a token in the kept mass, and that mass; None if a filter's edge is too close to call.
+
+    The cuts look at `relative`, the draw at `scaled`.
+    """
     params, weights = row.sampling, np.exp(relative)
     ranked = sorted(range(len(relative)), key=lambda i: (-relative[i], i))
     kept = ranked[: params.top_k] if params.top_k else ranked
@@ -174,7 +175,7 @@ def interval(row: Row, relative: Any, scaled: Any, token: int) -> tuple[float | 
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
-    """splitmix64's finaliser over the three, as a number in [0, 1)."""
+    """Hash the three numbers with splitmix64's finaliser; return a number in [0, 1)."""
     state = 0
     for word in (seed, choice, position):
         state = (state + word + 0x9E3779B97F4A7C15) & _MASK
@@ -185,7 +186,7 @@ def uniform(seed: int, choice: int, position: int) -> float:
 
 
 def random_extras(rng: np.random.Generator, vocab: int) -> SamplingExtras:
-    """Random samplers beyond the usual ones, each off in most."""
+    """Return random settings of the extra samplers; most of them are off."""
 
     def maybe(off: Any, *values: Any) -> Any:
         return values[rng.integers(len(values))] if rng.random() < 0.3 else off

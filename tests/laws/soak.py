@@ -1,4 +1,4 @@
-"""The simulator with new seeds until it is stopped, or until a law breaks: `python -m tests.laws.soak [first seed]`."""
+"""Runs the simulator with new seeds until it is stopped or a law breaks: `python -m tests.laws.soak [first seed]`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a long run of a server is judged by: memory, descriptors and threads over time, and how long answers took."""
+"""The measures by which a long run is judged: memory, descriptors and threads over time, and latencies."""
 
 from __future__ import annotations
 
@@ -12,27 +12,26 @@ from typing import NamedTuple
 import numpy as np
 
 WARM = 0.25
-"""The share of a run that warms up: tables fill, pools are touched for the first time."""
+"""The share of a run that warms up: tables fill and pools are touched for the first time."""
 MOST_SLOPE = 5.0
-"""Per cent an hour that memory may grow."""
+"""Highest allowed growth of memory, in per cent an hour."""
 NOISE = 4 << 20
-"""Bytes that memory may differ by at any time: a short run tells less than that."""
+"""Bytes by which memory may vary at any time; a short run cannot tell less than that."""
 JUDGED = 600.0
-"""Seconds of a run from which on slopes are judged: what is shorter fills tables and pools, and shares the machine with
-who knows what."""
+"""Least seconds of a run whose slopes are judged: a shorter one mostly fills tables and pools."""
 FILLING = 32 << 20
-"""Bytes that the tables of the front may take in a shorter run."""
+"""Bytes that the front's tables may take in a shorter run."""
 SETTLED = 20.0
 """Seconds that a worker takes to fill its pool."""
 FEW = 4
-"""Descriptors and threads that may be more at the end: connections and threads of pools come as they are wanted."""
+"""Descriptors and threads that may be added by the end, for connections and pool threads made on demand."""
 ENOUGH = 90
-"""Times that tell whether something gets slower: of fewer, chance decides what is in each third."""
+"""Least number of latencies for a trend: with fewer, chance decides."""
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Use(NamedTuple):
-    """What a process uses."""
+    """Resources of a process."""
 
     rss: int
     fds: int
@@ -48,12 +47,12 @@ class Sample(NamedTuple):
 
     @property
     def rss(self) -> int:
-        """Bytes of all processes."""
+        """Resident bytes of all processes."""
         return self.front.rss + sum(one.rss for one in self.workers.values())
 
 
 class Row(NamedTuple):
-    """A line of the table; `fault` says what is wrong with it."""
+    """A row of the table; `fault` says what is wrong with it, if anything."""
 
     what: str
     value: str
@@ -61,14 +60,14 @@ class Row(NamedTuple):
 
 
 def use_of(pid: int) -> Use:
-    """Return what a process uses now. Raise OSError if it is gone."""
+    """Return what a process uses now. Raise OSError if it has ended."""
     place = Path(f"/proc/{pid}")
     rss = int((place / "statm").read_text().split()[1]) * PAGE
     return Use(rss, len(os.listdir(place / "fd")), len(os.listdir(place / "task")))
 
 
 def sampled(at: float, front: int, workers: Sequence[int]) -> Sample:
-    """Return the server's state now; workers that end meanwhile are left out."""
+    """Sample the server now; workers that end meanwhile are left out."""
     found = {}
     for pid in workers:
         with contextlib.suppress(OSError):
@@ -85,7 +84,7 @@ def percentiles(seconds: Sequence[float]) -> str:
 
 
 def slope(times: Sequence[float], values: Sequence[float]) -> float:
-    """Per second, of the line that fits best; of the medians of pieces, so that single values do not turn it."""
+    """Return the slope per second of the best-fitting line through medians of pieces (robust against single values)."""
     if len(times) < 8:
         return 0.0
     pieces = np.array_split(np.arange(len(times)), min(12, len(times) // 2))
@@ -95,7 +94,7 @@ def slope(times: Sequence[float], values: Sequence[float]) -> float:
 
 
 def memory_row(what: str, times: Sequence[float], values: Sequence[float], noise: float) -> Row:
-    """How memory grew. It is at fault where it grew faster than `MOST_SLOPE`, and by more than `noise`."""
+    """Return how memory grew; a fault if faster than `MOST_SLOPE` and by more than `noise`."""
     if not values:
         return Row(what, "no samples", "nothing was measured")
     middle, each = statistics.median(values), slope(times, values)
@@ -105,7 +104,7 @@ def memory_row(what: str, times: Sequence[float], values: Sequence[float], noise
 
 
 def count_row(what: str, times: Sequence[float], values: Sequence[int]) -> Row:
-    """How many there were in the first and the last third, and how many more that is an hour."""
+    """Return the counts of the first and the last third, and the growth per hour."""
     third = max(1, len(values) // 3)
     first, last = (statistics.median(part) for part in (values[:third], values[-third:])) if values else (0.0, 0.0)
     fault = f"grew from {first:g} to {last:g}" if last > first + FEW else ""
@@ -113,7 +112,7 @@ def count_row(what: str, times: Sequence[float], values: Sequence[int]) -> Row:
 
 
 def _born(samples: Sequence[Sample]) -> dict[int, float]:
-    """Return when each worker was seen first."""
+    """Return when each worker was first seen."""
     born: dict[int, float] = {}
     for one in samples:
         for pid in one.workers:
@@ -122,7 +121,7 @@ def _born(samples: Sequence[Sample]) -> dict[int, float]:
 
 
 def _settled(samples: Sequence[Sample]) -> list[Sample]:
-    """Samples that can be compared: with as many workers as mostly, none of them young, since pools are empty then."""
+    """Return comparable samples: with the usual number of workers, and none so young that its pool is still filling."""
     born = _born(samples)
     old = [one for one in samples if all(one.at - born[pid] >= SETTLED for pid in one.workers)]
     usual = statistics.mode([len(one.workers) for one in old]) if old else 0
@@ -138,7 +137,7 @@ def use_rows(samples: Sequence[Sample]) -> list[Row]:
     rows = [memory_row("memory of the front", times, front, NOISE if end >= JUDGED else FILLING)]
     settled = _settled(warm)
     total = [float(one.rss) for one in settled]
-    # Of a short run pools that fill are all that could be seen.
+    # In a short run the filling pools would be all that shows.
     noise = 0.03 * statistics.median(total) if total and end >= JUDGED else float("inf")
     usual = len(settled[0].workers) if settled else 0
     if total or end >= JUDGED:
@@ -160,7 +159,7 @@ def use_rows(samples: Sequence[Sample]) -> list[Row]:
 
 
 def pace_row(what: str, done: Sequence[tuple[float, float]]) -> Row:
-    """How long they took (start, seconds), and whether they took longer towards the end."""
+    """Return latency percentiles of (start, seconds) pairs, with a fault if they rose towards the end."""
     if not done:
         return Row(what, "none", "none was done")
     end = max(at for at, _ in done)

@@ -1,9 +1,10 @@
-"""Speculation on real kernels: what is answered and kept with guesses is what is without them, bit for bit.
+"""Speculation on real kernels: answers and KV with guesses equal those without, bit for bit.
 
-A schedule is a few requests to one tiny model: greedy and drawn, with penalties, grammars, stops and log-probabilities.
-First each is answered alone, from nothing and without guesses. Then all are answered together with guesses, some right
-and some wrong, from a pool that is too small for all, over what the cache has; once or twice the worker dies in the
-middle. Tokens, log-probabilities and ends must be the same, and so must each block that a key finds.
+A schedule is a few requests to one tiny model: greedy and sampled, with penalties, grammars, stops and
+log-probabilities. First each is answered alone, from nothing and without guesses. Then all are answered together with
+guesses, some right and some wrong, from a pool too small for all, over what the cache has; once or twice the worker
+dies in the middle. Tokens, log-probabilities and finish reasons must be the same, and so must every block that a key
+finds.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from tests.text.walks import END, byte_vocabulary
 from tests.tiny_models import write_model
 
 VOCAB = 257
-"""That of `byte_vocabulary`."""
+"""Vocabulary size of `byte_vocabulary`."""
 MODELS: dict[str, dict[str, Any]] = {
     "full": {"architecture": "Qwen3ForCausalLM"},
     "windows": {
@@ -55,9 +56,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "states alone": RECURRENT["mamba 2"],
 }
 AHEAD = {"its own head": "glm 4.5", "its own head, states": "qwen 3.5", "its own head, latents": "glm 4.7 flash"}
-"""Models with a head for further tokens, which makes their guesses."""
+"""Models whose own head (MTP) makes the guesses."""
 REAL = "smollm2"
-"""A real one, without grammars, where it is installed."""
+"""A real model, without grammars, used if it is installed."""
 GRAMMARS = (
     "%llguidance {}\nstart: /(ab|cd|[0-9]x)+/",
     '%llguidance {}\nstart: "[" /[0-9]{1,3}/ ("," /[0-9]{1,3}/)* "]"',
@@ -66,7 +67,7 @@ GRAMMARS = (
 
 
 class Guesser:
-    """A `Drafter` that knows the answer: its guesses are right up to a place that chance decides."""
+    """A `Drafter` that knows the answer: its guesses are right up to a random position."""
 
     bytes = 0
     asks_model = False
@@ -78,10 +79,10 @@ class Guesser:
         self.tokens += tokens
 
     def expect(self, tokens: Sequence[int]) -> None:
-        """Guesses are those of the answer anyway."""
+        """Do nothing: guesses come from the answer anyway."""
 
     def take_states(self, first: int, states: States, count: int) -> None:
-        """It needs none."""
+        """Do nothing: it needs no states."""
 
     def propose(self, width: int) -> list[int]:
         known = len(self.tokens)
@@ -103,7 +104,7 @@ class Guessing:
         return None
 
     def close(self, drafter: Drafter) -> None:
-        """Nothing is kept."""
+        """Do nothing: a drafter keeps nothing."""
 
     def width(self, drafter: Drafter, rows: int) -> int:
         return self.chance.choice((0, 3, 7, 7))
@@ -115,11 +116,11 @@ class Guessing:
         self.counts.update(steps=1)
 
     def ended(self) -> None:
-        """Nothing of it is in use."""
+        """Do nothing: nothing can be in use."""
 
 
 class Ahead(MeasuredPolicy):
-    """A policy that asks the model's own head for further tokens, or the sequence's tokens, in drafts of any width."""
+    """A policy that asks the model's own head, or looks the tokens up, in drafts of any width."""
 
     def __init__(self, chance: random.Random, engine: RecordedEngine) -> None:
         assert engine.ahead is not None
@@ -140,7 +141,7 @@ class Ahead(MeasuredPolicy):
         self.counts.update(steps=1)
 
     def ended(self) -> None:
-        """Nothing of the head is left in use, and it never failed."""
+        """Check that nothing of the head is in use, and that it never failed."""
         law(not self.head.broken, "the head failed")
         law(self.head.waiting == 0, "states of the head are left")
         law(self.head.free == self.head.blocks, "blocks of the head are left")
@@ -156,7 +157,7 @@ class Answer(msgspec.Struct):
 
 
 class Site:
-    """One tiny model, and what its requests get."""
+    """One tiny model, and the answers to its requests."""
 
     def __init__(self, engine: RecordedEngine) -> None:
         self.engine = engine
@@ -166,9 +167,9 @@ class Site:
         texts = GRAMMARS if engine.info.vocab == VOCAB else ()
         self.grammars = [CompiledGrammar(vocabulary, Grammar(text=text)) for text in texts]
         self.pages: dict[bytes, bytes] = {}
-        """Those of the blocks that were computed without guesses, by key."""
+        """Pages of the blocks that were computed without guesses, by key."""
         self.parents: dict[bytes, tuple[bytes, tuple[int, ...]]] = {}
-        """For each key the one before it, and the tokens of its block."""
+        """For each key, the key before it and the tokens of its block."""
 
     def close(self) -> None:
         self.masks.close()
@@ -230,7 +231,7 @@ class Site:
         return found
 
     def alone(self, request: Request) -> Answer:
-        """Return the answer computed from nothing and without guesses; its KV is kept in `pages`."""
+        """Return the answer computed from nothing and without guesses; keep its KV in `pages`."""
         cache = Cache(self.engine.info)
         scheduler = Scheduler(cache, Limits(step_tokens=64), SystemClock())
         answers = {request.id: Answer([], [], [])}
@@ -256,7 +257,7 @@ class Site:
         return True
 
     def kept(self, cache: Cache) -> Iterator[tuple[bytes, bytes]]:
-        """The keys of the whole blocks that the pools have, and their pages."""
+        """Yield the key and page of every whole block in the pools."""
         for group, pool in enumerate(cache.pools):
             for key, block in pool._index.items():
                 published = pool.published(block)
@@ -265,7 +266,7 @@ class Site:
                     yield key, bytes(page)
 
     def state(self, key: bytes) -> bytes | None:
-        """The state after a key's tokens, computed at once: others may keep it at other places. None: no state's."""
+        """Compute the state after a key's tokens; None if the key is not a state's."""
         tokens: list[int] = []
         while key in self.parents:
             key, part = self.parents[key]
@@ -283,17 +284,17 @@ class Site:
         return bytes(page)
 
     def root(self, group: CacheGroup) -> bytes:
-        """Return the key before a group's first block."""
+        """Return the root key of a group."""
         return prefix.root(self.engine.info.identity, b"", group, self.engine.info.block_tokens)
 
     def policy(self, chance: random.Random, right: dict[int, Answer]) -> Guessing | Ahead:
-        """That of a new worker."""
+        """Return a new worker's draft policy."""
         if self.engine.ahead is not None:
             return Ahead(chance, self.engine)
         return Guessing(chance, {id: answer.tokens for id, answer in right.items()})
 
     def schedule(self, seed: int) -> Counter[str]:
-        """Run one schedule; raise `Broken` where a law breaks. Return what it did."""
+        """Run one schedule; raise `Broken` if a law breaks. Return what it did."""
         chance = random.Random(seed)
         self.pages.clear()
         self.parents.clear()
@@ -301,7 +302,7 @@ class Site:
         for request in self.requests(chance):
             try:
                 right[request.id] = self.alone(request)
-            except Broken as error:  # its stops and its least length allow no token, with guesses or without
+            except Broken as error:  # its stops and min_tokens together allow no token, with or without guesses
                 law("left no token" in str(error), str(error))
                 continue
             requests.append(request)
@@ -367,7 +368,7 @@ def take(answer: Answer, output: Output) -> None:
 
 @contextmanager
 def site(name: str) -> Iterator[Site]:
-    """A tiny model whose pool is too small for all of a schedule, or `REAL`."""
+    """Yield a tiny model (or `REAL`) whose pool is too small for all of a schedule."""
     with tempfile.TemporaryDirectory() as folder:
         if name in AHEAD:
             written = write_with_head(Path(folder), AHEAD[name], vocab_size=VOCAB)
@@ -381,7 +382,7 @@ def site(name: str) -> Iterator[Site]:
 
 
 def run_many(name: str, first: int, count: int) -> Counter[str]:
-    """Run schedules `first`, `first + 1`, ... of one model; return what they did in total."""
+    """Run `count` schedules of one model from seed `first` on; return what they did in total."""
     total: Counter[str] = Counter()
     original: Callable[..., bytes] = prefix.extend
     with site(name) as made:

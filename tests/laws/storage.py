@@ -1,9 +1,9 @@
-"""The disk store against a disk that crashes, forgets, fails and lies: one workload from one seed, and its laws.
+"""The disk store on a disk that crashes, forgets, fails and lies: one workload from one seed, and its laws.
 
-Whatever the disk does, `fetch` gives the chunk that was kept, bit for bit, or nothing. What `keep` reported is there
-after any crash at any moment, unless it was evicted or dropped before; what `drop` erased does not come back; pins
-hold; the bytes on the disk are the ones that are counted and within the budget; and a store that a disk stopped works
-again when the disk does.
+Whatever the disk does, `fetch` returns the chunk that was kept, bit for bit, or nothing. Chunks that `keep` reported
+survive a crash at any moment unless they were evicted or dropped before; dropped chunks do not come back; pins hold;
+the bytes on disk match the count and stay within the budget; and a store that stopped for a disk fault works again when
+the disk does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.kv.stored import FOLDER, Time, chain, on_disk, open_store
 from tests.laws.simulator import law
 
 SIZES = (64, 5000, 5000)
-"""Bytes of a chunk of each group: one block of the disk, and two. The last group's are states, of one page."""
+"""Bytes of a chunk in each group: one disk block, or two. The last group holds states, of one page."""
 STATE = 2
 BUDGET = 22 * BLOCK
 STEPS = 25
@@ -41,7 +41,7 @@ def start(files: CrashFiles, time: Time, budget: int = BUDGET) -> DiskStore:
 
 
 def chunk_files(files: CrashFiles) -> dict[bytes, Path]:
-    """Return the chunks that have files, by key."""
+    """Return the file of each chunk, by key."""
     found = {}
     for path in files.files(FOLDER):
         parts = path.name.split(".")
@@ -51,26 +51,26 @@ def chunk_files(files: CrashFiles) -> dict[bytes, Path]:
 
 
 class Work:
-    """A store in use, and what it was given."""
+    """A store in use, and a model of what it was given."""
 
     def __init__(self, files: CrashFiles, time: Time, seed: int) -> None:
         self.files, self.time, self.rng = files, time, random.Random(seed)
         self.told: dict[bytes, Chunk] = {}
-        """Every chunk that was ever handed over."""
+        """Every chunk that was ever handed to the store."""
         self.whole: dict[bytes, tuple[bytes, int]] = {}
-        """Of each tail the chunk that it is the beginning of, and its blocks."""
+        """For each tail, the chunk that it begins and its number of blocks."""
         self.kept: set[bytes] = set()
-        """What `keep` reported and nobody dropped. Without a file it was evicted."""
+        """Keys that `keep` reported and nobody dropped; one without a file was evicted."""
         self.erased: set[bytes] = set()
-        """What was dropped and not handed over again."""
+        """Keys that were dropped and not handed over again."""
         self.pins: dict[str, frozenset[bytes]] = {}
         self.pinning = ""
-        """Whose pins are being changed."""
+        """Owner whose pins are being changed."""
         self.used: dict[bytes, float] = {}
         self.sound = True
         """Whether the disk has not failed or lied yet."""
         self.lying = False
-        """Whether files are bent behind the store's back."""
+        """Whether files are damaged behind the store's back."""
         self.pins_known = True
         self.store = start(files, time)
 
@@ -131,14 +131,14 @@ class Work:
                 self.keep_part(chunk)
 
     def keep_part(self, chunk: Chunk) -> None:
-        """Hand a part of what is there over, too: it counts as kept, and there is no more than before."""
+        """Hand over a part of a stored chunk: it counts as kept, and nothing new is written."""
         there = chunk_files(self.files)
         if chunk.group != STATE and chunk.key in there and chunk.key not in self.whole:
             law(self.store.keep([self.tail(chunk, 1)]) == 1, "a part of what is there is refused")
             law(chunk_files(self.files) == there, "a part of what is there is written beside it")
 
     def more(self, after: Chunk | None) -> list[Chunk]:
-        """Some chunks of one group after this one, the last of which may be a tail, and perhaps a state."""
+        """Return some chunks of one group after this one; the last may be a tail, perhaps with a state."""
         rng = self.rng
         group = after.group if after else rng.randrange(2)
         chunks = [
@@ -161,13 +161,13 @@ class Work:
         return Chunk(keys[count - 1], chunk.parent, tokens, chunk.depth, pages, chunk.group, heads)
 
     def longer(self, tail: Chunk) -> Chunk:
-        """A longer tail of the same chunk, or the chunk."""
+        """Return a longer tail of the same chunk, or the chunk."""
         key, count = self.whole[tail.key]
         more = self.rng.randrange(count + 1, 5)
         return self.told[key] if more == 4 else self.tail(self.told[key], more)
 
     def replaced(self, key: bytes, there: Collection[bytes]) -> bool:
-        """Whether something is there that begins with this tail."""
+        """Return whether something longer that begins with this tail is stored."""
         whole, count = self.whole.get(key, (b"", 4))
         longer = [one for one, (other, blocks) in self.whole.items() if other == whole and blocks > count]
         return count < 4 and any(one in there for one in (whole, *longer))
@@ -177,23 +177,25 @@ class Work:
         return key in there or self.replaced(key, there)
 
     def hangs(self, chunk: Chunk) -> bool:
-        """Whether it extends a tail that is not there itself."""
+        """Return whether it extends a tail that is not stored itself."""
         return chunk.parent in self.whole and chunk.parent not in chunk_files(self.files)
 
     def crowded(self, after: Chunk | None) -> bool:
-        """Whether too little may be evicted: what pins and this chain do not need is less than a batch takes."""
+        """Return whether too little is evictable: less than a batch takes, beside pins and this chain."""
         protected = self.protected() | {one.key for one in self.path_to(after)} if after else self.protected()
         spare = BUDGET - sum(self.disk(key) for key in protected) - 4 * BLOCK
         return spare < 12 * BLOCK
 
     def check_order(self, gone: set[bytes], fresh: set[bytes], replaced: int) -> None:
-        """What went was older than every leaf of its size that stays. `replaced`: bytes of tails that went after that,
-        since something longer had taken their place."""
+        """Check that evicted chunks were used before every remaining leaf of their size.
+
+        `replaced`: bytes of tails that were removed afterwards because something longer took their place.
+        """
         held = chunk_files(self.files)
         law(not gone or BUDGET - on_disk(self.files) - replaced <= 3 * BLOCK, "more was evicted than had to go")
         parents = {self.told[key].parent for key in held}
         leaves = held.keys() - parents - self.protected() - fresh - {self.told[key].parent for key in fresh}
-        # What a state extended was no leaf as long as that was there, and states go in a turn of their own.
+        # A chunk with a state was no leaf while the state was there, and states have an eviction order of their own.
         states = [self.told[key] for key in gone if self.told[key].group == STATE]
         leaves -= {one.key for state in states for one in self.path_to(state)}
         for one in gone:
@@ -203,7 +205,7 @@ class Work:
                 law(not same or self.last_use(one) <= self.last_use(leaf) + 61, "the oldest leaf goes first")
 
     def last_use(self, key: bytes) -> float:
-        """Of a chunk and all that ever extended it."""
+        """Return the last use of a chunk and of everything that extended it."""
         below = [self.last_use(one.key) for one in self.told.values() if one.parent == key and one.key in self.kept]
         return max([self.used.get(key, 0.0), *below])
 
@@ -238,7 +240,7 @@ class Work:
         return path
 
     def family(self, key: bytes) -> set[bytes]:
-        """A chunk and all that extend it."""
+        """Return a chunk and everything that extends it."""
         found, waiting = set(), [key]
         while waiting:
             one = waiting.pop()
@@ -271,7 +273,7 @@ class Work:
         self.store.tend()
 
     def restart(self) -> None:
-        if self.files.fired:  # what a disk that fails could not erase is forgotten with the process
+        if self.files.fired:  # a failing disk cannot erase what it owes, and the debt is forgotten with the process
             self.erased -= chunk_files(self.files).keys()
             self.erased -= self.erased if self.store.stats().trouble else set()
         self.pins_known = self.pins_known and self.files.fault is None and not self.files.fired
@@ -287,20 +289,20 @@ class Work:
         return -(-SIZES[self.told[key].group] // BLOCK) * BLOCK
 
     def pins_alone(self, files: CrashFiles) -> bool:
-        """Whether it is only the files of pins that have no room, because all chunks are pinned."""
+        """Return whether only pin files exceed the budget, because all chunks are pinned."""
         pins = len([path for path in files.files(FOLDER) if path.parent.name == PINS])
         all_pinned = chunk_files(files).keys() == self.protected(files)
         return all_pinned and 0 < pins <= 2 and on_disk(files) - pins * BLOCK <= BUDGET
 
     def protected(self, files: CrashFiles | None = None) -> set[bytes]:
-        """Chunks that are there and pinned, with what they extend."""
+        """Return the pinned chunks that are stored, with their ancestors."""
         held, found = chunk_files(files or self.files), set[bytes]()
         for key in frozenset[bytes]().union(*self.pins.values()):
             found |= self.above(key, held)
         return found
 
     def check(self) -> None:
-        """After every call, while the disk is sound."""
+        """Check the laws after a call, while the disk is sound."""
         if not self.sound:
             return
         stats, held = self.store.stats(), chunk_files(self.files)
@@ -323,7 +325,10 @@ class Work:
         evicted: int = 0,
         before: Collection[bytes] | None = None,
     ) -> None:
-        """A start on what a crash left; a start `before` it was interrupted that would have evicted so many chunks."""
+        """Check a start on the disk that a crash left.
+
+        `before`: the chunks there before an interrupted start; `evicted`: how many that start would have evicted.
+        """
         before = chunk_files(files) if before is None else before
         store = start(files, self.time)
         held, stats = chunk_files(files), store.stats()
@@ -347,7 +352,7 @@ class Work:
         store.close()
 
     def above(self, key: bytes, held: Collection[bytes]) -> set[bytes]:
-        """A chunk that is there, or what begins with the tail of this key, and all that it extends."""
+        """Return a stored chunk (or the longer one that begins with this tail) and all its ancestors."""
         whole, count = self.whole.get(key, (b"", 4))
         longer = [one for one, (other, blocks) in self.whole.items() if other == whole and blocks > count]
         found = set[bytes]()
@@ -358,7 +363,7 @@ class Work:
         return found
 
     def must(self) -> set[bytes]:
-        """What no crash now may take."""
+        """Return the keys that must survive a crash now."""
         return self.kept & chunk_files(self.files).keys()
 
 
@@ -368,7 +373,7 @@ def blocks_of(chunk: Chunk) -> list[bytes]:
 
 
 def with_heads(chunk: Chunk) -> Chunk:
-    """A chunk that says which blocks it has, as all do but states and those of earlier versions."""
+    """Return the chunk with the heads of its blocks, which all have but states and chunks of earlier versions."""
     heads = tuple(key[:HEAD_BYTES] for key in blocks_of(chunk)[:-1])
     return chunk if chunk.group == STATE else dataclasses.replace(chunk, heads=heads)
 
@@ -377,7 +382,7 @@ def with_heads(chunk: Chunk) -> Chunk:
 
 
 def crash_everywhere(seed: int, states: int, steps: int = STEPS) -> int:
-    """At every change of the disk, open `states` of the disks that a crash could leave; how many were opened."""
+    """At every change of the disk, open `states` of the disks that a crash could leave; return how many were opened."""
     time = Time()
     files, rng, seen = CrashFiles(seed=seed, now=time.now), random.Random(seed), 0
     work = Work(files, time, seed)
@@ -389,7 +394,7 @@ def crash_everywhere(seed: int, states: int, steps: int = STEPS) -> int:
             after, evicted = files.crash(rng), 0
             before = chunk_files(after)
             if rng.random() < 0.3:
-                # What an interrupted start evicts nobody hears of: one on the same disk that is not interrupted says.
+                # Nothing reports what an interrupted start evicts; an uninterrupted one on the same disk does.
                 evicted = start(after.crash(random.Random(0)), time).stats().evicted
                 after = after.crash_while(rng, 6, partial(start, after, time))
             work.check_after(after, must, evicted=evicted, before=before)
@@ -401,13 +406,13 @@ def crash_everywhere(seed: int, states: int, steps: int = STEPS) -> int:
 
 
 def long_use(seed: int, steps: int = 300) -> None:
-    """A long workload on a sound disk: what is evicted first shows only after many uses and restarts."""
+    """Run a long workload on a sound disk: the eviction order shows only after many uses and restarts."""
     time = Time()
     Work(CrashFiles(seed=seed, now=time.now), time, seed).run(steps)
 
 
 def fault_at(seed: int, fault: Fault, steps: int = STEPS) -> bool:
-    """A workload with one planned fault; whether it struck. Afterwards the disk works again, and so must the store."""
+    """Run a workload with one planned fault, then heal the disk; return whether the fault struck."""
     time = Time()
     files = CrashFiles(seed=seed, now=time.now)
     work = Work(files, time, seed)
@@ -438,7 +443,7 @@ def fault_at(seed: int, fault: Fault, steps: int = STEPS) -> bool:
 
 
 def failed_erasure(seed: int) -> None:
-    """A drop whose folder cannot be synced. What the store says to be gone once the disk works no crash brings back."""
+    """Drop a chunk whose folder cannot be synced. A crash must not bring back what the healed store reports as gone."""
     time = Time()
     files, rng = CrashFiles(seed=seed, now=time.now), random.Random(seed)
     work = Work(files, time, seed)
@@ -506,7 +511,7 @@ def damage_at_random(seed: int, steps: int = STEPS) -> None:
 
 
 def full_disk(seed: int) -> int:
-    """A small disk that others fill and clear; how many chunks were refused."""
+    """Use a small disk that others fill and clear; return how many chunks were refused."""
     time = Time()
     files, rng = CrashFiles(seed=seed, now=time.now, capacity=30 * BLOCK), random.Random(seed)
     store = open_store(files, time, size=SIZES[0], reserve=4 * BLOCK, budget=1 << 30)
@@ -540,7 +545,10 @@ def full_disk(seed: int) -> int:
 
 
 def fault_of(seed: int, rng: random.Random) -> Fault:
-    """A fault that strikes: at one call of a kind that the workload has. Kinds that are rare get as many."""
+    """Return a fault that strikes one call of a kind that the workload makes.
+
+    Rare kinds are as likely as common ones.
+    """
     time = Time()
     files = CrashFiles(seed=seed, now=time.now)
     files.log = []
@@ -557,7 +565,7 @@ def fault_of(seed: int, rng: random.Random) -> Fault:
 
 
 def run(seed: int) -> None:
-    """One schedule of each kind, as the planted bugs need them."""
+    """Run one harness, chosen by the seed, as the planted bugs need it."""
     kind, rng = seed % 5, random.Random(seed)
     if kind == 0:
         crash_everywhere(seed, states=1, steps=20)

@@ -1,4 +1,4 @@
-"""The stores of a simulated world: what they may do to a load, and the laws of what lies below the pool."""
+"""The stores of a simulated world: the faults they inject into loads, and the laws of the tiers below the pool."""
 
 from __future__ import annotations
 
@@ -66,18 +66,18 @@ class UnsureStore(RamStore):
 
 @dataclass(eq=False)
 class Flushing:
-    """A flush that was asked for, and what it is to be told."""
+    """A flush that was requested, and the loss count it must report."""
 
     chunks: set[tuple[bytes, int]]
-    """Those outstanding then; one that went and was noted again since is another."""
+    """Chunks (key, serial) outstanding then; one that was lost and noted again has another serial."""
     lost: int
 
 
 class Storage:
-    """What lies below the pools of one world; its disk outlives the workers."""
+    """The tiers below the pools of one world; its disk outlives the workers."""
 
     def __init__(self, world: World, chance: random.Random, *, sure: bool) -> None:
-        """`sure`: what is handed over is kept, and nothing is given up on demand."""
+        """Draw faults and sizes. With `sure`, everything handed over is kept and nothing is evicted on demand."""
         self.world, self.chance, self.sure = world, chance, sure
         chunk = 8 * world.size * CHUNK_BLOCKS + 1024
         self.disk = UnsureStore(chunk * (chance.choice((2, 6, 30, 1000)) + 1000 * sure), chance, self.pass_time)
@@ -88,9 +88,9 @@ class Storage:
         self.disk.slow = chance.choice((0.0, 0.0, 0.05, 0.5))
         self.with_ram = chance.random() < 0.3
         self.hanging = chance.random() < 0.1
-        """The thread that reads hangs in a store for ever."""
+        """Whether the reader thread hangs in a store for ever."""
         self.pace = chance.choice((1.0, 1.0, 0.3, 0.1))
-        """How often the threads get anywhere between two steps."""
+        """How often the threads make progress between two steps."""
         self.load = chance.choice(("always", "always", "always", "auto", "auto", "never"))
         self.page = 8 * world.size * CHUNK_BLOCKS
         queue = self.page * chance.choice((1, 4, 1000))
@@ -100,11 +100,11 @@ class Storage:
         self.asked = self.answered = self.loaded = 0
         self.evicted = False
         self.tails = self.whole = 0
-        """Tails that were stored at rest, and contexts of which an end left nothing behind."""
+        """Tails that were stored at rest, and contexts whose end was stored completely."""
         self.start()
 
     def start(self) -> None:
-        """Tiers for a new worker."""
+        """Create the tiers of a new worker."""
         world = self.world
         if hasattr(self, "tiers"):
             self.loaded += self.tiers.stats().loaded
@@ -118,7 +118,7 @@ class Storage:
         behind._lose = self.lost  # type: ignore[method-assign]
 
     def warm(self) -> None:
-        """Put into the store what earlier workers may have left there."""
+        """Fill the store with what earlier workers may have left."""
         world = self.world
         width = CHUNK_BLOCKS * world.size
         for base in world.bases:
@@ -140,7 +140,7 @@ class Storage:
                         RamStore.keep(self.disk, [chunk])
 
     def parents(self, context: SequenceKV, base: Sequence[int], keys: Sequence[bytes]) -> list[bytes]:
-        """What states extend: the KV of the same tokens, or nothing where there is none."""
+        """Return the chunks that states extend: the KV of the same tokens, or nothing if there is none."""
         number = lead(self.world.groups)
         if self.world.groups[number].kind == "state":
             return [b""] * len(keys)
@@ -151,11 +151,11 @@ class Storage:
         self.world.clock.time += seconds
 
     def calm(self) -> None:
-        """No more faults."""
+        """Stop all faults."""
         self.disk.losing = self.disk.refusing = self.disk.slow = 0.0
 
     def turn(self, idle: bool) -> None:
-        """What happens between two steps."""
+        """Do what happens between two steps."""
         chance = self.chance
         for _ in range(chance.choice((0, 1, 1, 4)) if chance.random() < self.pace else 0):
             self.work()
@@ -168,7 +168,7 @@ class Storage:
         return any([not self.hanging and self.tiers.reader.work(), self.tiers.writer.work()])
 
     def ask(self) -> None:
-        """Something that the front may ask for."""
+        """Make one random request of those that the front makes."""
         world, chance = self.world, self.chance
         if not world.live:
             return
@@ -179,7 +179,7 @@ class Storage:
         if kind == "flush":
             flush = Flushing(set(), self.untold)
             self.tiers.flush(lambda gone: self.flushed(flush, gone))
-            flush.chunks.update(self.tiers.write_behind._outstanding.items())  # what waited as a tail, too
+            flush.chunks.update(self.tiers.write_behind._outstanding.items())  # including chunks that waited as tails
             self.untold = 0
             self.flushing.append(flush)
         elif kind in ("pin", "unpin"):
@@ -197,7 +197,7 @@ class Storage:
         self.answered += 1
 
     def lost(self, serial: int) -> None:
-        """A chunk is given up: who asked for it is to be told, or else who asks next."""
+        """Record the loss of a chunk with every flush that waits for it, or for the next flush to report."""
         told = [flush for flush in self.flushing if serial in {one for _, one in flush.chunks}]
         for flush in told:
             flush.lost += 1
@@ -212,7 +212,7 @@ class Storage:
         law(gone == flush.lost, "a flush does not say what was given up")
 
     def audit(self) -> None:
-        """Laws of the state between two steps."""
+        """Check the laws of the state between two steps."""
         behind = self.tiers.write_behind
         law(behind.bytes == sum(size for size, _ in behind._copied.values()), "the queue's bytes do not add up")
         law(behind.bytes <= max(self.limits.queue_bytes, self.page), "the queue's bound was ignored")
@@ -251,7 +251,7 @@ class Storage:
             law(key == chunk.key, "a chunk under another key")
 
     def end(self) -> None:
-        """The end of a worker that is asked to: all that the pools have of contexts that ended is stored."""
+        """End a worker in order: everything the pools have of ended contexts must be stored."""
         world, behind = self.world, self.tiers.write_behind
         for sequence in tuple(world.scheduler._sequences.values()):
             world.ended.append((sequence.request.salt, list(sequence.tokens)))
@@ -261,19 +261,19 @@ class Storage:
             if not self.tiers.writer.work() and not behind.chunks:
                 break
         behind.left()
-        # What a window has passed, and a small pool gave up, cannot be stored with what follows.
+        # KV that left a window, and what a small pool gave up, cannot be stored with what follows.
         if not self.sure or behind.dropped or any(group.kind == "window" for group in world.groups):
             return
         for salt, tokens in world.ended:
             context = world.cache.context(salt)
             found = world.cache.found(context, tokens)
             if any(group.kind == "state" for group in world.groups):
-                found -= found % (CHUNK_BLOCKS * world.size)  # a longer context's state takes the place of this one's
+                found -= found % (CHUNK_BLOCKS * world.size)  # the state of a longer context replaces this one's
             law(self.tiers.where(tokens, salt).disk >= found, "an end leaves something behind that is not stored")
             self.whole += found > 0
 
     def at_rest(self) -> None:
-        """Everything asked is answered, nothing is outstanding, and every stored chunk holds what its key says."""
+        """Check that nothing is outstanding, and that every stored chunk holds what its key says."""
         world = self.world
         if self.chance.random() < 0.5 or world.scarce is not None:
             self.end()
@@ -298,7 +298,7 @@ class Storage:
         self.loaded += self.tiers.stats().loaded
 
     def check(self, key: bytes, chunk: Chunk) -> None:
-        """Laws of a stored chunk alone."""
+        """Check the laws of one stored chunk."""
         world = self.world
         tokens, width = world.tokens_of(key), CHUNK_BLOCKS * world.size
         state, length = world.groups[chunk.group].kind == "state", (len(tokens) - 1) % width + 1
@@ -312,7 +312,7 @@ class Storage:
         self.tails += length < width and not state
 
     def check_tails(self, store: RamStore) -> None:
-        """Of chunks that begin alike only the longest is there."""
+        """Check that of chunks with a common beginning only the longest is stored."""
         width = CHUNK_BLOCKS * self.world.size
         there: dict[tuple[bytes, tuple[int, ...]], list[tuple[int, ...]]] = {}
         for chunk in store._chunks.values():

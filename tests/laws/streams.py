@@ -1,8 +1,8 @@
 """The stream simulator: from a worker's outputs to what a consumer reads, from one seed.
 
 Random tokens (characters cut anywhere, invalid bytes, stop strings, an end token) travel as the worker packs them,
-through the front's record of a request and its text, to a consumer that reads when it likes. Workers die in between.
-What the consumer has read is at every moment the beginning of the one right answer, and in the end all of it.
+through the front's record of a request and its text, to a consumer that reads at random times. Workers die in between.
+What the consumer has read is always the beginning of the one right answer, and in the end all of it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MERGES = [("a", "b"), ("ab", "a"), ("E", "N"), ("Ġ", "b")]
 
 @cache
 def tokenizer() -> Tokenizer:
-    """Byte-level BPE over all bytes, a few merges and an end token."""
+    """Return byte-level BPE over all bytes, with a few merges and an end token."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [*letters, *(first + second for first, second in MERGES)]
     library = Library(models.BPE({word: index for index, word in enumerate(words)}, MERGES))
@@ -42,12 +42,12 @@ def tokenizer() -> Tokenizer:
 
 
 def plain(tokens: list[int]) -> str:
-    """The text of tokens from their bytes alone."""
+    """Decode tokens from their bytes alone."""
     return b"".join(tokenizer().token_bytes(token) for token in tokens).decode("utf-8", "replace")
 
 
 def cut(text: str, stops: tuple[str, ...]) -> str | None:
-    """The text before the stop string that is complete first, if there is one."""
+    """Return the text before the stop string that completes first, or None."""
     for end in range(1, len(text) + 1):
         starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
         if starts:
@@ -56,7 +56,7 @@ def cut(text: str, stops: tuple[str, ...]) -> str | None:
 
 
 class Answer:
-    """One request's right answer."""
+    """The right answer to one request."""
 
     def __init__(self, chance: random.Random) -> None:
         words = tokenizer()
@@ -93,13 +93,13 @@ class Answer:
 
 
 def certain(tokens: list[int], last: bool) -> str:
-    """The text of tokens, without a character at the end that the next token may still complete."""
+    """Decode tokens, without a trailing character that the next token may still complete."""
     data = b"".join(tokenizer().token_bytes(token) for token in tokens)
     return codecs.getincrementaldecoder("utf-8")("replace").decode(data, final=last)
 
 
 class World:
-    """One stream."""
+    """One stream: a worker's outputs, the front's record and a consumer."""
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
@@ -142,7 +142,7 @@ class World:
         self.at_end()
 
     def outputs(self, scores: tuple[TokenLogprob, ...], tokens: list[int]) -> list[Output]:
-        """What a worker says of these tokens."""
+        """Return a worker's outputs for these tokens."""
         made = []
         while scores and self.chance.random() < 0.7:
             part, scores = scores[:3], scores[3:]
@@ -167,7 +167,7 @@ class World:
         return made
 
     def die(self) -> list[Output]:
-        """The worker dies; the next one goes on from what the front has."""
+        """Let the worker die; the next one goes on from what the front has."""
         again = self.flight.resume(self.time)
         got = self.answer.sent[: len(again.generated)]
         law(list(again.generated) == got, "a worker is told of other tokens than were sent")
@@ -177,7 +177,7 @@ class World:
         return self.outputs(self.answer.scores if again.sampling.prompt_logprobs else (), self.answer.sent[len(got) :])
 
     def deliver(self, output: Output) -> None:
-        """One frame, as the service takes it."""
+        """Deliver one frame as the service does."""
         ids, tokens, others = _columns([output])
         flight = self.flight
         law(len(ids) + len(others) == 1, "an output travels once")
@@ -193,7 +193,7 @@ class World:
             flight.end(others[0].finish, None, others[0].timing)
 
     def read(self) -> None:
-        """The consumer takes what there is; all of it is the beginning of the answer."""
+        """Read what the stream has; all of it must be the beginning of the answer."""
         law(self.flight.idle is False or not self.flight.take(), "an idle stream says something")
         for event in self.flight.take() if self.done is None else []:
             law(self.done is None, "something came after the end")
@@ -214,7 +214,7 @@ class World:
 
     @property
     def scored(self) -> list[TokenLogprob]:
-        """Those of the tokens that came: they come with the text of their tokens, which may be held back."""
+        """Log-probabilities of the tokens read so far; they come with their text, which may be held back."""
         return [TokenLogprob(token, -2.0) for token in self.tokens] if self.request.sampling.logprobs else []
 
     def at_end(self) -> None:
@@ -232,7 +232,7 @@ class World:
 
 
 def run(seed: int) -> World:
-    """Run one stream; raises `Broken` with the seed in the message."""
+    """Run one stream; raise `Broken` with the seed in the message."""
     world = World(seed)
     try:
         world.run()
@@ -242,7 +242,7 @@ def run(seed: int) -> World:
 
 
 def run_many(first: int, count: int) -> int:
-    """Run streams `first`, `first + 1`, ...; returns how many tokens they carried."""
+    """Run `count` streams from seed `first` on; return how many tokens they carried."""
     return sum(len(run(seed).tokens) for seed in range(first, first + count))
 
 

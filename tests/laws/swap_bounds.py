@@ -1,7 +1,7 @@
-"""How long a swap of a server's only model takes, on the real engine, and what becomes of requests sent meanwhile.
+"""How long a swap of a server's only model takes, on the real engine, and what happens to requests sent meanwhile.
 
-Used by the tests of swaps and by the soak. The bounds: idle, the time that the new model takes to load and a second;
-with streams that go on, the grace beside that.
+Used by the tests of swaps and by the soak. The bounds: while idle, the new model's load time and a second; with running
+streams, the grace period besides.
 """
 
 from __future__ import annotations
@@ -24,23 +24,22 @@ from tests.api.process import Served
 from tests.laws.soak_figures import Row
 
 SPARE_SECONDS = 1.0
-"""What a swap may take beside the load of the new model, and the grace while streams go on."""
+"""Seconds that a swap may take beside the new model's load and the grace period."""
 STREAMS, ASKED = 12, 10
-"""Streams that run, and requests that are sent meanwhile."""
+"""Streams that run, and requests that are sent during a swap."""
 LONG = {"messages": [{"role": "user", "content": "Tell me all."}], "max_tokens": 1900, "ignore_eos": True}
 TELLING = {"messages": [{"role": "user", "content": "Write about the sea and the wind."}], "temperature": 0}
 SHORT = {"messages": [{"role": "user", "content": "What is a cairn?"}], "max_tokens": 4, "temperature": 0}
 
 
 def other_demo(place: Path) -> Path:
-    """Write the bundled model with other weights in its last norm, which says something else to `TELLING`. Returns its
-    place."""
+    """Write the bundled model with another last norm, so that it answers `TELLING` differently; return its place."""
     shutil.copytree(locate("demo"), place)
     file = place / "model.safetensors"
     data = bytearray(file.read_bytes())
     header = int.from_bytes(data[:8], "little")
     first, last = json.loads(data[8 : 8 + header])["model.norm.weight"]["data_offsets"]
-    halves = np.frombuffer(data, np.uint16, (last - first) // 2, 8 + header + first)  # of float32: bfloat16
+    halves = np.frombuffer(data, np.uint16, (last - first) // 2, 8 + header + first)  # upper half of float32: bfloat16
     noise = np.random.default_rng(1).uniform(0.7, 1.4, halves.size)
     halves[:] = ((halves.astype(np.uint32) << 16).view(np.float32) * noise).astype(np.float32).view(np.uint32) >> 16
     file.write_bytes(data)
@@ -48,7 +47,7 @@ def other_demo(place: Path) -> Path:
 
 
 def one_model(folder: Path, **options: Any) -> Served:
-    """A server with the bundled model alone, on the real engine."""
+    """Start a server with only the bundled model, on the real engine."""
     small = {"model": "demo", "engine": "cpu", "kv_dir": str(folder / "kv"), "kv_gb": 0.05, "context": 2048}
     return Served(**{**small, "log_level": "warning", **options})
 
@@ -60,12 +59,12 @@ class Swaps:
         self.server, self.places = server, [str(other), "demo"]
         self.http = httpx.Client(base_url=server.url, timeout=180, trust_env=False)
         self.told: list[str] = []
-        """What streams were told that a swap ended."""
+        """Error messages of streams that a swap ended."""
         self.answers: list[httpx.Response] = []
-        """Of the requests that were sent during a swap."""
+        """Answers to the requests sent during a swap."""
 
     def swap(self, to: str | None = None, **body: Any) -> tuple[float, httpx.Response]:
-        """Swap to a place, or to the other model, and return the seconds until the answer, and the answer."""
+        """Swap to a place, or to the other model; return the seconds until the answer, and the answer."""
         if to is None:
             to = self.places[0]
             self.places.reverse()
@@ -74,14 +73,14 @@ class Swaps:
         return time.monotonic() - began, answer
 
     def excess(self, **body: Any) -> float:
-        """Swap to the other model, and return the seconds beyond its load and the grace."""
+        """Swap to the other model; return the seconds beyond its load and the grace period."""
         seconds, answer = self.swap(**body)
         assert answer.status_code == 200, answer.text
         return seconds - float(answer.json()["load_seconds"]) - float(body.get("grace", 0.0))
 
     @contextlib.contextmanager
     def streams(self, count: int = STREAMS) -> Iterator[None]:
-        """Inside, so many streams go on for longer than a swap takes; those that are ended are not begun anew."""
+        """Run so many streams inside the block, longer than a swap takes; ended ones are not restarted."""
         begun, over = threading.Barrier(count + 1), threading.Event()
 
         def follow() -> None:
@@ -110,12 +109,12 @@ class Swaps:
 
     @contextlib.contextmanager
     def asking(self, **headers: str) -> Iterator[None]:
-        """Inside, requests are sent while the model is swapped; their answers are there afterwards."""
+        """Send requests inside the block while the model is swapped; their answers are in `answers` afterwards."""
 
         def ask() -> None:
             with httpx.Client(base_url=self.server.url, timeout=180, trust_env=False) as http:
                 for _ in range(600):
-                    if http.get("/health/ready").status_code == 503:  # from here on the old model takes none
+                    if http.get("/health/ready").status_code == 503:  # from here on the old model takes no requests
                         break
                     time.sleep(0.02)
                 self.answers.append(http.post("/v1/chat/completions", json=SHORT, headers=headers))
@@ -131,7 +130,7 @@ class Swaps:
 
 
 def swap_rows(folder: Path, times: int) -> list[Row]:
-    """Swap so many times while idle and so many times under streams; a row is at fault beyond the bounds."""
+    """Swap so many times while idle and as often under streams; a row beyond the bounds has a fault."""
     folder.mkdir()
     server, other = one_model(folder), other_demo(folder / "other")
     swaps = Swaps(server, other)

@@ -1,4 +1,4 @@
-"""Eviction that knows agents, over simulated days of them."""
+"""Eviction that knows the standing of agents' contexts, over simulated days."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.laws.agent_day import Disk, Memory
 
 
 class LeastRecentlyUsed:
-    """The plain policy: a leaf that was used longest ago goes first, whatever is known of it."""
+    """The plain policy: the least recently used leaf goes first, whatever its standing."""
 
     def __init__(self, chunks: int) -> None:
         self.most = chunks
@@ -41,7 +41,7 @@ class LeastRecentlyUsed:
 
 
 def test_waiting_contexts_outlive_abandoned_ones(prove: bool, figure: Callable[[str, str], None]) -> None:
-    """At equal bytes fewer tokens are computed again than by what evicts the least recently used."""
+    """The baseline at equal bytes is plain LRU."""
     seeds = range(100, 200 if prove else 103)
     memory, disk = ([agent_day.figures(seed, kind) for seed in seeds] for kind in (Memory, Disk))
     plain = sum(one.untold for one in memory)

@@ -42,7 +42,7 @@ sys.exit(planted_bugs.main([planted_bugs.BUGS[0].name]))
 
 @pytest.mark.parametrize("always", [False, True])
 def test_a_bug_is_found_only_by_a_schedule_that_passes_without_it(tmp_path: Path, always: bool) -> None:
-    """A harness that breaks whatever it is run over would else find every bug."""
+    """Otherwise a harness that breaks on everything would find every bug."""
     (tmp_path / "harness.py").write_text(HARNESS.replace("ALWAYS", str(always)))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     command = [sys.executable, "-c", SCORE]
@@ -68,9 +68,10 @@ def test_half_of_the_bugs_are_of_every_kind_and_drawn_by_their_files(
 
 
 def test_the_laws_find_planted_bugs(prove: bool, figure: Callable[[str, str], None]) -> None:
-    """Every kind of bug that the laws are there for, applied in turn, in processes of their own.
+    """Applies each kind of bug that the laws are for, each in a process of its own.
 
-    Half of them are, each first in the schedule that found it once; with `make prove` all are, from the first one on.
+    Half of them are hunted, each starting at the schedule that found it last; with `make prove` all are, from the first
+    schedule on.
     """
     command = [sys.executable, "-m", "tests.laws.planted_bugs", "--prove" if prove else "--half"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

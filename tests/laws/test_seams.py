@@ -1,4 +1,4 @@
-"""The heart of the server meets the outside world through its seams only."""
+"""The heart of the server meets the outside world only through its seams."""
 
 from __future__ import annotations
 
@@ -78,7 +78,10 @@ def test_time_chance_and_files_come_through_the_seams(file: str) -> None:
 
 @pytest.mark.parametrize("file", HEART)
 def test_python_hash_and_global_state_have_no_part_in_it(file: str) -> None:
-    """Known failure 27: `hash()` of strings and bytes differs in every process."""
+    """`hash()` of strings and bytes differs in every process: keys made of it would not survive a restart.
+
+    Known failure 27.
+    """
     tree = ast.parse((SOURCE / file).read_text())
     calls = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
     assert not calls & {"hash", "id", "eval", "exec", "open", "print"}

@@ -1,4 +1,4 @@
-"""A minute of the soak, and that what it looks for would be seen."""
+"""A minute of the soak, and proof that it would see leaks and slowdowns."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def leaking(self, flight):
     enter(self, flight)
 RequestTable.enter = leaking
 """
-"""A MiB, a descriptor and a thread for each request."""
+"""Leaks a MiB, a descriptor and a thread for each request."""
 
 
 def test_a_server_that_leaks_fails(tmp_path: Path, prove: bool) -> None:
@@ -42,8 +42,10 @@ def test_a_server_that_leaks_fails(tmp_path: Path, prove: bool) -> None:
 
 
 def run(seconds: int = 1800, *, leak: float = 0.0, fds: float = 0.0, threads: float = 0.0) -> list[Sample]:
-    """Samples of a server that leaks so many bytes, descriptors and threads a second; its two workers are replaced
-    every five minutes, and fill a pool of 30 MiB in 15 s."""
+    """Return samples of a server that leaks so many bytes, descriptors and threads a second.
+
+    Its two workers are replaced every five minutes, and fill a pool of 30 MiB in 15 s.
+    """
     found = []
     for at in range(seconds):
         age = at % 300
@@ -64,7 +66,7 @@ def run(seconds: int = 1800, *, leak: float = 0.0, fds: float = 0.0, threads: fl
     ],
 )
 def test_what_grows_is_seen(leak: dict[str, float], what: str) -> None:
-    """1 kB a second are 2.4 % an hour of 150 MB, 6 kB are 14 %."""
+    """Of 150 MB, 1 kB/s is 2.4 % an hour and 6 kB/s is 14 %."""
     assert [row.what for row in use_rows(run(**leak)) if row.fault] == ([what] if what else [])
 
 

@@ -17,7 +17,7 @@ def test_guesses_change_nothing_on_real_kernels(model: str, prove: bool, figure:
         f"{count} schedules the same with guesses as without ({total['tokens']:,} tokens, {total['accepted']:,} of "
         f"{total['offered']:,} guesses right, {total['preemptions']:,} preemptions)",
     )
-    # What never guesses, or is never wrong, proves nothing.
+    # Drafts that are never made, or never wrong, prove nothing.
     assert total["accepted"] > 5 * count
     assert total["offered"] > total["accepted"] + 3 * count
     assert total["tokens"] > 15 * count

@@ -1,9 +1,9 @@
-"""The text fuzz: what a model says, and chats that go on for turns, each from one seed.
+"""The text fuzz: random answers of a model, and chats over several turns, each from one seed.
 
-An answer is a script of reasoning, content, tool calls and things that only look like them, spelt in tokens that no
-encoder would choose. What a client must see of it is known from the script alone, for every way of cutting the stream.
-A chat is several such answers, with users who type control tokens and clients that edit; its prompts must begin with
-the very ids of the turn before, unless the client changed something.
+An answer is a script of reasoning, content, tool calls and look-alikes, spelt in tokens that no encoder would choose.
+What a client must see of it follows from the script alone, however the stream is cut. A chat is several such answers,
+with users who type control tokens and clients that edit; its prompts must begin with the very ids of the turn before,
+unless the client changed something.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "
 
 
 def folder(kind: str) -> Path:
-    """A model folder whose tags are plain text, added tokens or special tokens."""
+    """Return a model folder whose tags are plain text, added tokens or special tokens."""
     data = json.loads(text_models.byte_level())
     tags = [one for one in data["added_tokens"] if one["content"].strip("</>") in ("think", "tool_call")]
     if kind == "plain":
@@ -67,19 +67,19 @@ def folder(kind: str) -> Path:
 
 @cache
 def tokenizer(kind: str) -> Tokenizer:
-    """The tokenizer of such a folder."""
+    """Return the tokenizer of such a folder."""
     return Tokenizer.load(folder(kind))
 
 
 def words(chance: random.Random, most: int) -> str:
-    """Text with everything in it that could be taken for something else; it neither begins nor ends with a line."""
+    """Return text full of things that could be mistaken for markup, without newlines at its ends."""
     text = "".join(chance.choice(WORDS) for _ in range(chance.randint(1, most)))
     return text.strip("\n") or "x"
 
 
 @dataclass
 class Script:
-    """What a model says, and what a client must see of it."""
+    """An answer, and what a client must see of it."""
 
     said: str = ""
     content: str = ""
@@ -87,13 +87,13 @@ class Script:
     calls: list[tuple[str, Any]] = field(default_factory=list)
 
     def think(self, chance: random.Random) -> None:
-        """Reasoning; a fake call in it is reasoning too."""
+        """Add reasoning; a fake call in it is reasoning too."""
         text = words(chance, 8) + chance.choice(["", "<tool_call>", FAKES[0]]) + words(chance, 3)
         self.said += f"<think>\n{text}\n</think>\n\n"
         self.reasoning += text
 
     def talk(self, chance: random.Random) -> None:
-        """Content, perhaps with something that is no call."""
+        """Add content, perhaps with something that looks like a call."""
         text = words(chance, 12)
         if chance.random() < 0.3:
             text += chance.choice(FAKES) + " " + words(chance, 4)
@@ -101,13 +101,13 @@ class Script:
         self.content += text
 
     def call(self, chance: random.Random) -> None:
-        """A tool call, its JSON written in some way."""
+        """Add a tool call, its JSON written in a random style."""
         objects = [self._object(chance) for _ in range(chance.choice([1, 1, 1, 2, 3]))]
         text = chance.choice(["", "\n"]).join(objects)
         self.said += f"\n<tool_call>\n{text}\n</tool_call>\n"
 
     def _object(self, chance: random.Random) -> str:
-        """One call without tags, perhaps with keys that are passed over."""
+        """Return one call without tags, perhaps with keys that are skipped."""
         name = chance.choice(["f", "get_weather", "é", "\ud800"])
         arguments = {words(chance, 3): value(chance, 3) for _ in range(chance.randint(0, 3))}
         given = json.dumps(arguments) if chance.random() < 0.1 else arguments
@@ -121,7 +121,7 @@ class Script:
 
 
 def mistyped(chance: random.Random, text: str) -> str:
-    """A JSON object as a model may write it, with one meaning only."""
+    """Return a JSON object as a model may mistype it, with only one possible meaning."""
     end = text.rindex("}")
     return chance.choice(
         [
@@ -134,7 +134,7 @@ def mistyped(chance: random.Random, text: str) -> str:
 
 
 def value(chance: random.Random, depth: int) -> Any:
-    """A JSON value."""
+    """Return a random JSON value."""
     if depth and chance.random() < 0.4:
         if chance.random() < 0.5:
             return [value(chance, depth - 1) for _ in range(chance.randint(0, 3))]
@@ -143,7 +143,7 @@ def value(chance: random.Random, depth: int) -> Any:
 
 
 def script(chance: random.Random) -> Script:
-    """Reasoning, then content, then calls; each may be missing."""
+    """Return a script of reasoning, then content, then calls; each may be missing."""
     made = Script()
     if chance.random() < 0.5:
         made.think(chance)
@@ -157,7 +157,7 @@ def script(chance: random.Random) -> Script:
 
 
 def spell(chance: random.Random, words: Tokenizer, text: str) -> list[int]:
-    """Tokens for a text that no encoder would choose; tags are single tokens or letters."""
+    """Return tokens for a text that no encoder would choose; tags are single tokens or letters."""
     tokens: list[int] = []
     at = 0
     while at < len(text):
@@ -176,7 +176,7 @@ def spell(chance: random.Random, words: Tokenizer, text: str) -> list[int]:
 
 
 def cut(text: str, stops: Sequence[str]) -> str | None:
-    """The text before the stop string that is complete first, if there is one."""
+    """Return the text before the stop string that completes first, or None."""
     for end in range(1, len(text) + 1):
         starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
         if starts:
@@ -185,7 +185,7 @@ def cut(text: str, stops: Sequence[str]) -> str | None:
 
 
 def read(stream: TextStream, tokens: Sequence[int], chance: random.Random, most: int) -> tuple[dict[str, Any], str]:
-    """The message that a client puts together, and why it ended."""
+    """Return the message that a client puts together, and the finish reason."""
     deltas: list[Delta] = []
     at = 0
     while at < len(tokens):
@@ -210,7 +210,7 @@ def read(stream: TextStream, tokens: Sequence[int], chance: random.Random, most:
 
 
 def answer(seed: int) -> int:
-    """One answer, cut in several ways; the number of its tokens."""
+    """Check one answer, cut in several ways; return the number of its tokens."""
     chance = random.Random(seed)
     speech = tokenizer(chance.choice(["plain", "added", "special"]))
     made = script(chance)
@@ -249,12 +249,12 @@ class Chats:
 
     @classmethod
     async def start(cls) -> Chats:
-        """A chat whose templates are rendered in a process, as in a server."""
+        """Start a chat whose templates are rendered in a process, as in a server."""
         path = folder("added")
         return cls(await Chat.start(path, Config()))
 
     async def run(self, seed: int) -> int:
-        """One conversation of several turns; the number of prompts that were continued exactly."""
+        """Run a conversation of several turns; return how many prompts were continued exactly."""
         chance = random.Random(seed)
         words_of = self.chat.tokenizer
         tenant = f"tenant {seed}"
@@ -269,7 +269,7 @@ class Chats:
             edited = bool(said) and chance.random() < 0.2
             if edited:
                 chance.choice(messages[:-1])["content"] += "!"
-                for message in messages:  # what is not put back the template may show in one turn and not in the next
+                for message in messages:  # the template may show such a message differently in the next turn
                     message.pop("reasoning_content", None)
             prompt = await self.chat.prompt(messages, TOOLS, tenant=tenant, template_args=arguments)
             plain = await self.chat.prompt(messages, TOOLS, tenant="a stranger", template_args=arguments)
@@ -305,7 +305,7 @@ class Chats:
         return [token for token in tokens if token in self.chat.tokenizer.control_ids]
 
     async def _controls_of_clean(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> list[int]:
-        """The control tokens of the same chat with nothing in it that looks like one."""
+        """Return the control tokens of the same chat with every look-alike removed."""
         text = json.dumps(messages, ensure_ascii=False)
         for tag in self.chat.tokenizer.controls.ids:
             text = text.replace(tag, "y" * len(tag))

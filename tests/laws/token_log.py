@@ -1,10 +1,10 @@
-"""The token log against a disk that crashes, forgets, garbles and fails: one workload from one seed, and its laws.
+"""The token log on a disk that crashes, forgets, garbles and fails: one workload from one seed, and its laws.
 
 A workload writes, erases, compacts, is killed and opens again. A record counts as acknowledged when `write(sync=True)`
-returned after it, or when a start that gave it out has synced. Whatever happens then, every later start finds every
-acknowledged record that was not erased, nothing else but what was written, and not one byte of what was erased; an
-erasure that a crash cuts has happened whole or not at all; damage costs the records that it hits and no other; and what
-an earlier release wrote is read as it was meant.
+returned after it, or when a start that recovered it has synced. Every later start finds every acknowledged record that
+was not erased, nothing that was never written, and not one byte of what was erased. An erasure that a crash cuts has
+happened completely or not at all; damage costs only the records that it hits; and logs of an earlier release are read
+correctly.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Draw:
 
 @contextlib.contextmanager
 def small_segments() -> Iterator[None]:
-    """Many segments and much to tidy up within few records."""
+    """Make segments small, so that few records give many segments and much to tidy up."""
     kept = log_module.SEGMENT_BYTES, log_module.SMALL_SEGMENTS, index_module.TIDY
     log_module.SEGMENT_BYTES, log_module.SMALL_SEGMENTS, index_module.TIDY = 6000, 2, 4
     try:
@@ -59,11 +59,11 @@ def small_segments() -> Iterator[None]:
 
 
 class Model:
-    """What the log was told, and what it must therefore hold."""
+    """A model of what the log must hold."""
 
     def __init__(self) -> None:
         self.written: dict[int, list[Record]] = {}
-        """By lsn: everything that was ever handed over. What was lost for ever may lend its lsn to another."""
+        """Every record ever handed over, by lsn; the lsn of one lost for ever may be used again."""
         self.accepted: dict[int, Record] = {}
         self.synced: dict[int, Record] = {}
         self.erased: set[int] = set()
@@ -74,10 +74,10 @@ class Model:
     def must(
         self, *, kept: frozenset[int] | set[int] = frozenset(), there: dict[int, Record] | None = None
     ) -> dict[int, Record]:
-        """What no crash may take: acknowledged, not erased, and not replaced.
+        """Return what no crash may lose: acknowledged, not erased, and not replaced.
 
-        `kept`: keys that count as not erased, although their erasure was begun. `there`: what was found, which alone
-        can replace anything; if it is not said, all that was ever written may be there.
+        `kept`: keys that count as not erased, although their erasure was begun. `there`: the recovered records, which
+        alone can replace others; by default, everything ever written.
         """
         going = set().union(*self.erasing) - kept
         known = [r for many in self.written.values() for r in many] if there is None else list(there.values())
@@ -92,7 +92,7 @@ class Model:
         return found
 
     def check(self, log: Log, files: CrashFiles) -> None:
-        """Compare with a log that was just opened."""
+        """Check a log that was just opened."""
         found = {record.lsn: record for record in log.recovered}
         law(len(found) == len(log.recovered), "a record is found twice")
         for lsn, record in self.must(there=found).items():
@@ -110,7 +110,7 @@ class Model:
         self.check_read(log, list(found.values()))
 
     def check_whole(self, found: dict[int, Record]) -> None:
-        """An erasure names all that goes, and then all of it goes."""
+        """Check that an interrupted erasure removed all of its records or none."""
         for keys in self.erasing:
             if keys <= self.erased or not keys.isdisjoint(self.erased):
                 continue
@@ -120,7 +120,7 @@ class Model:
             law(not left or not gone, f"half an erasure: {left} are there, {gone} are gone")
 
     def check_read(self, log: Log, records: list[Record]) -> None:
-        """Those of them that are looked up by kind and key are found where the log says that they lie."""
+        """Check that `read` finds records by kind and key, and nothing that was erased."""
         wanted = {(record.kind, record.key): record for record in records if record.kind in FOUND}
         for record, found in zip(wanted.values(), log.read(list(wanted)), strict=True):
             newer = found is not None and found in self.written[found.lsn] and found.lsn > record.lsn
@@ -135,12 +135,12 @@ class Model:
 
 
 def text(key: int) -> bytes:
-    """What every record with that key says."""
+    """Return the text that every record with that key contains."""
     return b"<secret %d>" % key
 
 
 class Work:
-    """A log in use. What the disk refuses is refused, and the work goes on."""
+    """A log in use. Writes that the disk refuses are skipped, and the work goes on."""
 
     def __init__(self, files: CrashFiles, seed: int) -> None:
         self.files, self.rng, self.model = files, random.Random(seed), Model()
@@ -153,14 +153,14 @@ class Work:
                 self.step()
 
     def open(self) -> Log:
-        """The log, opened if it is not."""
+        """Return the log, opened if it is closed."""
         if self.log is not None:
             return self.log
         log = Log.open(self.files, FOLDER, Draw(self.rng.getrandbits(32)))
         assert log is not None
         self.log = log
         self.model.check(log, self.files)
-        # What is there now is given out as what there is, so it is durable once anything was synced.
+        # What a start recovers may be given out, so it must be durable once anything was synced.
         self.model.accepted = {record.lsn: record for record in log.recovered}
         log.write((), sync=True)
         self.model.synced = dict(self.model.accepted)
@@ -194,7 +194,7 @@ class Work:
         self.model.check_gone(self.files)
 
     def die(self) -> None:
-        """The process is killed: what it wrote is known to the system, and to the disk only what was synced."""
+        """Kill the process: the system keeps its writes, the disk only those that were synced."""
         look, fault = self.files.after_change, self.files.fault
         after = self.files.kill()
         after.after_change, after.fault, after.calls, after.fired = look, fault, self.files.calls, self.files.fired
@@ -207,7 +207,7 @@ class Work:
             kind, lsn = rng.choice(KINDS), log.next_lsn()
             key = lsn if kind == RecordKind.TURN or not self.keys else rng.choice(self.keys)
             records.append(Record(lsn, kind, key, b"%d" % lsn + text(key) * rng.randrange(1, 60)))
-        if rng.random() < 0.2:  # what a disk refused is written later, under the number that it has
+        if rng.random() < 0.2:  # a record that a disk refused is written later, under its old number
             key = rng.choice(self.keys or [records[0].key])
             records += [Record(log.next_lsn(), RecordKind.AGENT, key, text(key) * size) for size in (1, 2)][::-1]
         for record in records:
@@ -253,7 +253,7 @@ def crash_everywhere(seed: int, states: int, steps: int = STEPS) -> int:
 
 
 def fault_at(seed: int, fault: Fault) -> None:
-    """Run one workload with a fault; then the disk works, and so does the log."""
+    """Run one workload with a fault; afterwards the disk and the log must work."""
     files = CrashFiles(seed=seed)
     files.fail(fault)
     work = Work(files, seed)
@@ -261,7 +261,7 @@ def fault_at(seed: int, fault: Fault) -> None:
     work.files.heal()
     rng = random.Random(seed)
     reopen(work.files.crash(rng), work.model)
-    log = work.open()  # it comes back by itself
+    log = work.open()  # the log recovers by itself
     work.write(log)
     log.write((), sync=True)
     law(log.trouble == "", "trouble that is over is said")
@@ -273,7 +273,7 @@ def fault_at(seed: int, fault: Fault) -> None:
 
 
 def folder_of(seed: int) -> tuple[dict[Path, bytes], Work]:
-    """The segments that a workload leaves behind, and the workload."""
+    """Run a workload; return the segments that it leaves behind, and the workload."""
     work = Work(CrashFiles(seed=seed), seed)
     work.run(40)
     if work.log is not None:
@@ -282,7 +282,7 @@ def folder_of(seed: int) -> tuple[dict[Path, bytes], Work]:
 
 
 def spoilt(segments: dict[Path, bytes], rng: random.Random) -> CrashFiles:
-    """A disk with these segments, one of which is damaged, exchanged or doubled."""
+    """Return a disk with these segments, one of which is damaged, swapped or duplicated."""
     contents, path = dict(segments), rng.choice(list(segments))
     if rng.random() < 0.06:
         other = rng.choice(list(contents))
@@ -303,7 +303,7 @@ def disk_of(contents: dict[Path, bytes], seed: int) -> CrashFiles:
 
 
 def damaged_once(segments: dict[Path, bytes], work: Work, rng: random.Random) -> bool:
-    """Open one damaged folder; whether the damage was seen. No damage is read as data."""
+    """Open one damaged folder and check that no damage is read as data; return whether it was noticed."""
     log = Log.open(spoilt(segments, rng), FOLDER, Draw(2))
     assert log is not None
     for record in log.recovered:
@@ -314,8 +314,10 @@ def damaged_once(segments: dict[Path, bytes], work: Work, rng: random.Random) ->
 
 
 def damage_costs_what_it_hits(segments: dict[Path, bytes], work: Work, rng: random.Random) -> None:
-    """One byte turned, one sector zeroed, or both headers gone: what lies elsewhere is found, and what is erased then
-    is in no file, also where nobody can tell any more what a segment held."""
+    """Flip a byte, zero a sector or break both headers: records elsewhere survive, and erased text is in no file.
+
+    The last holds even if nothing can tell any more what a segment held.
+    """
     path = rng.choice(list(segments))
     data, headers = bytearray(segments[path]), rng.random() < 0.2
     at = rng.randrange(len(data))
@@ -345,7 +347,7 @@ def damage_costs_what_it_hits(segments: dict[Path, bytes], work: Work, rng: rand
 
 
 def damage_for_a_moment(seed: int, rng: random.Random) -> None:
-    """A disk that gives out other bytes for a while: what is written anew meanwhile loses nothing."""
+    """Let the disk return wrong bytes for a while: a compaction meanwhile must lose nothing."""
     work = Work(CrashFiles(seed=seed), seed)
     work.run(rng.randrange(20, 40))
     log = work.open()
@@ -385,12 +387,14 @@ Q18iqyIODzn(QNB6fSCIiTNxAd0@^*BQ4PXWVqUjdrv*oF7=;u{ZdgcbfB^((olui|Joq@*BHd@*86>d
 O|K)71H%3r5|0Xy*6mf3w>jRtDj7}@d3a^mA_os+uVG$V#wROX)Z}=*;E<hr+=ZLfQuIB+0Ws+jRlJZCb&fOEWVBX89qT5brbj{91=;<iMobpIJU
 xw3L_5w1F6tb1p
 """
-"""The one segment of a log that the first release wrote, packed and in base85: an agent with a turn that has ended and
-one that was cut, a turn that is being erased, a fork, and what was sampled for a request in the agent's name."""
+"""The only segment of a log of the first release, compressed and in base85.
+
+It holds an agent with a finished and a cut turn, a turn that is being erased, a fork, and a replay record.
+"""
 
 
 def read_format_1() -> None:
-    """What the first release wrote is read as it was meant, with what it did not know at its default."""
+    """Check that a log of the first release is read correctly, with defaults for newer fields."""
     files = disk_of({FOLDER / f"{1:016x}.log": zlib.decompress(base64.b85decode("".join(FORMAT_1.split())))}, 1)
     log = Log.open(files, FOLDER, Draw(4))
     assert log is not None
@@ -426,7 +430,7 @@ def read_format_1() -> None:
 
 
 def run(seed: int) -> None:
-    """One schedule of each kind, as the planted bugs need them."""
+    """Run one harness, chosen by the seed, as the planted bugs need it."""
     with small_segments():
         kind, rng = seed % 3, random.Random(seed)
         if seed == 0:
