@@ -1,4 +1,4 @@
-"""A book with its log on a disk of the test, and no model behind it."""
+"""An agent service with its log on a simulated disk, and no model behind it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FOLDER = Path("/agents")
 
 
 class Time:
-    """A clock that moves only by `passed` seconds; `step` sets the wall clock besides."""
+    """A clock that moves only by `passed` seconds; `step` sets the wall clock alone."""
 
     def __init__(self) -> None:
         self.passed = 0.0
@@ -59,7 +59,7 @@ class Draw:
 
 
 class NoKv:
-    """The KV of agents that have none."""
+    """The KV of agents that store none."""
 
     def pin_later(self, agent: Agent) -> None: ...
 
@@ -74,7 +74,7 @@ class NoKv:
 
 
 class Desk:
-    """Agents without a model; `again` reopens their log as after an orderly end, or a power cut."""
+    """Agents without a model; `again` reopens their log after a clean shutdown or a power cut."""
 
     def __init__(self) -> None:
         self.clock, self.files = Time(), CrashFiles()
@@ -135,7 +135,7 @@ class Desk:
         return self.turns._run(cast("Any", None), agent, turn, request, None, ())
 
     async def say(self, id: str) -> None:
-        """Run a turn from its beginning to its end."""
+        """Run a turn from beginning to end."""
         running = await self.begin(id)
         end = EndRecord(state="finished", ids=b"", ended=self.book.pending.now())
         running.turn.end(end)

@@ -25,12 +25,12 @@ from tests.text.text_models import QWEN_TEMPLATE
 
 FOLDER = Path("/agents")
 SALTS = {"default": b"default", "other": b"other"}
-"""Of the tenants."""
+"""Salt of each tenant."""
 GREEDY = SamplingOptions(temperature=0, max_tokens=12, ignore_eos=True)
 
 
 def talking_model(folder: Path) -> Path:
-    """Return the service tests' model with a real family's chat template: reasoning, tools, everything."""
+    """Write the service tests' model with a real chat template that has reasoning and tools; return its folder."""
     make_model(folder)
     details = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(details | {"chat_template": QWEN_TEMPLATE}))
@@ -48,7 +48,7 @@ class Draw:
 
 
 class Clock(SystemClock):
-    """The machine's clock, on which `passed` more seconds have gone by."""
+    """The system's clock, `ahead` by so many seconds."""
 
     ahead = 0.0
 
@@ -94,7 +94,7 @@ async def file_of(house: House, tenant: str, id: str) -> bytes:
 
 
 class House:
-    """A service and its agents on a test's file system; `again` reopens them as after a crash."""
+    """A service and its agents on a simulated disk; `again` reopens them after a clean shutdown or a crash."""
 
     def __init__(self, service: Service, files: CrashFiles, config: Config, salts: Mapping[str, bytes]) -> None:
         self.service, self.files, self.clock, self.config, self.salts = service, files, Clock(), config, salts
@@ -102,11 +102,11 @@ class House:
 
     async def open(self) -> None:
         draw = Draw(self.files.rng.getrandbits(30))
-        self.service.chat.replays = ReplayTable()  # as in a process that has just begun
+        self.service.chat.replays = ReplayTable()  # replay records as in a new process
         self.agents = await Agents.open(self.service, self.files, FOLDER, self.clock, draw, self.config, self.salts)
 
     async def again(self, seed: int = 1, *, clean: bool = False) -> None:
-        """Restart: after an orderly end, or after a power cut at this moment."""
+        """Restart, after a clean shutdown or after a power cut right now."""
         if clean:
             await self.agents.close()
             await self.open()

@@ -1,4 +1,4 @@
-"""Agents where the wall clock is set, or was wrong."""
+"""Agents on a machine whose wall clock is set, or was wrong."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STEPS = pytest.mark.parametrize("step", [200 * DAY, -200 * DAY])
 
 
 async def begun(at: Desk) -> None:
-    """An agent that is kept for a day, with a turn that it was rolled back over, and a logged answer."""
+    """Create an agent with a time to live of a day, an abandoned turn and a logged answer."""
     await at.make("ada", ttl=DAY)
     await at.say("ada")
     await at.say("ada")
@@ -33,7 +33,7 @@ async def weeks(at: Desk, until: float) -> None:
 
 @STEPS
 async def test_nothing_grows_old_where_the_wall_clock_is_set(step: float) -> None:
-    """Nor at the next start, for the log has the right times then; what is over goes as if nothing had happened."""
+    """This holds after a restart too, since the log then has the right times; what is due still expires."""
     async with desk() as at:
         await begun(at)
         at.clock.step = step
@@ -65,7 +65,7 @@ async def test_what_is_a_week_old_goes_also_where_the_wall_clock_was_set(step: f
 
 @STEPS
 async def test_a_turn_ends_by_the_clock_that_tells_its_agents_age(step: float) -> None:
-    """Also where the wall clock was set and nobody has noticed yet."""
+    """Also if the wall clock was set and nothing has noticed yet."""
     async with desk() as at:
         await at.make("ada", ttl=DAY)
         running = await at.begin("ada")
@@ -89,7 +89,7 @@ async def test_an_orderly_end_right_after_the_wall_clock_was_set_leaves_the_righ
 
 
 async def test_what_has_a_time_that_is_still_to_come_is_as_old_as_the_start() -> None:
-    """The clock was ahead when it was written: nothing is kept until that time has come."""
+    """The clock was ahead when the record was written; it must not be kept until that time comes."""
     async with desk() as at:
         at.clock.step = 200 * DAY
         await at.again()
@@ -108,7 +108,7 @@ async def test_what_has_a_time_that_is_still_to_come_is_as_old_as_the_start() ->
 
 
 async def test_an_expired_agent_is_gone_at_once_and_its_id_is_free() -> None:
-    """Not only when somebody looks for such agents next."""
+    """Expiry does not wait for the next upkeep."""
     async with desk() as at:
         await at.make("ada", ttl=1)
         await at.say("ada")
@@ -125,7 +125,7 @@ async def test_an_expired_agent_is_gone_at_once_and_its_id_is_free() -> None:
         with pytest.raises(NotFound):
             at.agent("ada")
         assert listed() == ["bob"]
-        at.book.find("me", "ada", expired=True).open_requests += 1  # a request in its name runs still
+        at.book.find("me", "ada", expired=True).open_requests += 1  # a request in its name still runs
         assert at.numbers("ada") == [1]
         at.agent("ada").open_requests -= 1
         await at.make("ada")

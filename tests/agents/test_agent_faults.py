@@ -51,7 +51,7 @@ def facts(turn: TurnInfo) -> tuple[Any, ...]:
 
 
 async def test_what_the_disk_refuses_is_a_503_and_nothing_has_changed(folder: Path) -> None:
-    """The server goes on, says so, and comes back by itself."""
+    """The server goes on, reports the trouble, and recovers by itself."""
     async with house(folder) as at:
         await at.agents.create("default", id="ada")
         await at.say("ada", "one")
@@ -73,7 +73,7 @@ async def test_what_the_disk_refuses_is_a_503_and_nothing_has_changed(folder: Pa
             heard = await at.say("ada", "two")
             assert heard.done is not None and at.agents.troubles == []
             before = at.agents.get("default", "ada")
-        # What was refused may be on the disk all the same: it goes when the disk works.
+        # A refused write may be on the disk all the same; it is erased when the disk works.
         await at.agents.tend()
         turns = await at.agents.turns("default", "ada")
         await at.again()
@@ -116,7 +116,7 @@ async def test_an_end_that_the_disk_refuses_is_an_error_and_is_written_later(fol
 async def test_an_answer_that_no_record_can_hold_is_an_error_and_breaks_no_agent(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half a surrogate pair in a call: the turn is interrupted with its tokens, again and again, and can be left."""
+    """The call holds half a surrogate pair. The turn is interrupted with its tokens each time, and can be abandoned."""
     function = {"name": "f\ud83d", "arguments": "{}"}
     half = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": function}]}
     async with house(folder) as at:
@@ -158,7 +158,7 @@ async def test_what_no_record_can_hold_is_refused_before_anything_is_written(fol
 
 @pytest.mark.parametrize("calls", range(7))
 async def test_an_agent_whose_erasure_the_disk_refused_never_comes_back(folder: Path, calls: int) -> None:
-    """Wherever it was refused: what another of that name does then is kept, and the bytes go when the disk works."""
+    """Wherever the refusal strikes: a new agent of that name is kept, and the old bytes go when the disk works."""
     async with house(folder) as at:
         await at.agents.create("default", id="ada")
         await at.say("ada", "a secret")
@@ -198,7 +198,7 @@ async def test_what_could_not_be_erased_is_erased_at_the_end(folder: Path) -> No
 
 
 async def test_deletions_of_one_agent_at_once_are_one(folder: Path) -> None:
-    """The others find no agent, and one that takes its name meanwhile is another."""
+    """The other deletions find no agent, and must not delete a new one of the same name."""
     async with house(folder) as at:
         await at.agents.create("default", id="ada")
         await at.say("ada", "a secret")
@@ -219,7 +219,7 @@ async def test_deletions_of_one_agent_at_once_are_one(folder: Path) -> None:
 
 @pytest.mark.parametrize("when", ["running", "ending", "pinning"])
 async def test_nothing_of_an_agent_is_written_after_its_erasure(folder: Path, when: str) -> None:
-    """Not by a turn that still runs, nor by what the disk refused and is written later."""
+    """Neither by a turn that still runs, nor by a write that the disk refused and that is retried."""
     async with house(folder) as at:
         await at.agents.create("default", id="ada")
         await at.say("ada", "a secret")
@@ -245,7 +245,7 @@ async def test_nothing_of_an_agent_is_written_after_its_erasure(folder: Path, wh
 
 
 def kept(files: CrashFiles) -> list[Record]:
-    """Return what the log holds."""
+    """Return the records that the log holds."""
     log = Log.open(files, FOLDER, Draw())
     assert log is not None
     log.close()
@@ -253,7 +253,7 @@ def kept(files: CrashFiles) -> list[Record]:
 
 
 async def test_answers_and_records_without_an_owner_are_erased(folder: Path) -> None:
-    """An end, a piece or a line of savings whose turn or agent is not in the log."""
+    """An end, a piece or a savings record whose turn or agent is not in the log."""
     async with house(folder) as at:
         await at.agents.create("default", id="ada")
         await at.say("ada", "hello")
@@ -286,7 +286,7 @@ async def test_an_agent_that_ends_while_it_is_deleted_is_only_deleted(folder: Pa
 
 
 async def test_a_turn_on_an_end_that_the_disk_refused_is_durable_only_with_that_end(folder: Path) -> None:
-    """Also when nothing was written between them, and the server is lost right after."""
+    """Also if nothing was written between them, and the server is lost right after."""
     async with house(folder) as at:
         await at.agents.create("default", id="ada")
         running = await at.begin("ada", "one")
@@ -303,7 +303,7 @@ async def test_a_turn_on_an_end_that_the_disk_refused_is_durable_only_with_that_
 async def test_nothing_is_forked_off_an_agent_before_it_is_durable(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk refuses the agent, and would take the fork: it would be acknowledged without its history."""
+    """The disk refuses the agent but would take the fork, which would then be acknowledged without its history."""
     async with house(folder) as at:
         await at.agents.create("default", id="ada")
         await at.say("ada", "one")
@@ -330,7 +330,7 @@ async def test_nothing_is_forked_off_an_agent_before_it_is_durable(
 
 
 async def test_pending_records_stay_pending_while_the_disk_refuses_them(folder: Path) -> None:
-    """However often it is tried: an end, a pin that did not happen, and the tenants' totals."""
+    """However often they are retried: an end, a pin that did not happen, and the tenants' totals."""
     async with house(folder) as at:
         await at.agents.create("default", id="ada")
         running = await at.begin("ada", "one")
@@ -352,7 +352,7 @@ async def test_pending_records_stay_pending_while_the_disk_refuses_them(folder: 
 
 
 async def test_a_rollback_that_the_disk_refuses_undoes_nothing_that_began_meanwhile(folder: Path) -> None:
-    """While it is being written nothing begins; a pin that is refused moves no head."""
+    """While the rollback is being written no turn begins, and a refused pin moves no head."""
     async with house(folder) as at:
         await at.agents.create("default", id="ada")
         await at.say("ada", "one")
@@ -389,7 +389,7 @@ async def test_a_rollback_that_the_disk_refuses_undoes_nothing_that_began_meanwh
 
 
 async def open_on(at: House, files: CrashFiles) -> Agents:
-    """Open other agents on another disk, to look at them."""
+    """Open the agents of another disk, to inspect it."""
     kept, at.files, old = at.files, files, at.agents
     try:
         await at.open()
@@ -401,7 +401,7 @@ async def open_on(at: House, files: CrashFiles) -> Agents:
 async def test_every_acknowledged_turn_survives_a_crash_at_any_moment(
     folder: Path, prove: bool, figure: Figure
 ) -> None:
-    """What a client was told is finished is there, whole, on every disk that a power cut could leave."""
+    """Every finished turn that a client was told of is complete, on every disk that a power cut could leave."""
     async with house(folder) as at:
         rng = random.Random(1)
         acknowledged: list[tuple[Any, ...]] = []
@@ -477,7 +477,7 @@ def killed_once(server: Served, rng: random.Random) -> list[dict[str, Any]]:
 
 
 def test_every_acknowledged_turn_survives_kill_9(tmp_path: Path, prove: bool, figure: Figure) -> None:
-    """The whole server, with all its processes, again and again, on one folder."""
+    """The whole server with all its processes, again and again, on one folder."""
     rng, acknowledged, kills = random.Random(1), [], 200 if prove else 3
     options: dict[str, Any] = {"agents_dir": str(tmp_path / "agents"), "kv_dir": str(tmp_path / "kv")}
     for kill in range(kills):
@@ -513,7 +513,7 @@ def get(server: Served, path: str) -> list[dict[str, Any]]:
 
 
 async def test_the_messages_sync_holds_no_answer_up_but_comes_before_it(folder: Path) -> None:
-    """Nothing of an answer is given out before the message is durable, however slow the disk."""
+    """No part of an answer is sent before its message is durable, however slow the disk."""
     async with house(folder) as at:
         await at.agents.create("default", id="ada")
         at.files.after_change = lambda kind: time.sleep(0.1 if kind == "sync" else 0)
@@ -547,7 +547,7 @@ def test_a_shutdown_interrupts_turns_that_outlast_its_grace(tmp_path: Path) -> N
     try:
         again.wait_ready()
         (turn,) = get(again, "/v1/agents/ada/turns")
-        if b"[DONE]" not in rest:  # the machine was not so fast that the turn had ended before
+        if b"[DONE]" not in rest:  # the turn still ran, however fast the machine
             assert turn["state"] == "interrupted" and 0 < turn["completion_tokens"] < 1900
             whole = again.post("/v1/agents/ada/resume", {})
             assert whole["usage"]["completion_tokens"] == 1900
@@ -561,7 +561,7 @@ def test_a_shutdown_interrupts_turns_that_outlast_its_grace(tmp_path: Path) -> N
 async def test_what_was_noted_while_a_turn_was_refused_costs_no_turn_before_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, settled: bool
 ) -> None:
-    """The note names a head that the log never had."""
+    """The record of a note names a head that the log never had."""
     async with house(folder) as at:
         await at.agents.create("default", id="ada")
         await at.say("ada", "one")
@@ -612,7 +612,7 @@ async def test_interrupted_upkeep_remembers_refused_writes(folder: Path, monkeyp
 
 
 async def test_what_the_disk_refused_although_nobody_waited_is_written_when_it_works_again(folder: Path) -> None:
-    """What ordinary requests saved, and that they used the agent."""
+    """Savings of ordinary requests, and the time of the agent's last use."""
     async with house(folder) as at:
         await at.agents.create("default", id="ada", ttl=60)
         done = await collect(at.service.generate(request(at.service, tuple(range(5, 105)), 2, salt=b"default")))
@@ -658,7 +658,7 @@ async def test_an_agent_that_is_deleted_while_a_branch_is_collected_takes_that_a
 async def test_a_request_in_the_name_of_an_agent_that_is_deleted_meanwhile_leaves_nothing(
     folder: Path, tmp_path: Path
 ) -> None:
-    """Nor is it on the account of another agent that has the name by then."""
+    """It is not counted for a new agent of the same name either."""
     async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
         await at.agents.create("default", id="ada")
         owner = at.agents.chats.named("default", "ada")

@@ -1,4 +1,4 @@
-"""The KV of agents in the tiers: pinned, brought up, given up, and gone with the agent unless others share it."""
+"""The KV of agents in the tiers: pinned, prefetched, evicted, and gone with the agent unless others share it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LONG = "A context that is long enough to fill some chunks of sixty-four tokens e
 
 
 async def grown(at: House, *ids: str) -> None:
-    """Make agents with a turn each, whose KV is on disk."""
+    """Create agents with a turn each, whose KV is on disk."""
     for id in ids:
         await at.agents.create("default", id=id)
         await at.say(id, f"{id}: {LONG}")
@@ -41,7 +41,7 @@ async def grown(at: House, *ids: str) -> None:
 
 
 async def where(at: House, id: str) -> tuple[int, int]:
-    """Return the leading tokens in the pool and on disk."""
+    """Return how many leading tokens are in the pool and on disk."""
     placed = await at.agents.where("default", id)
     return placed.pool, placed.disk
 
@@ -49,7 +49,7 @@ async def where(at: House, id: str) -> tuple[int, int]:
 async def test_kv_that_nobody_used_for_kv_ttl_goes_and_pinned_kv_stays(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the option to the files."""
+    """From the `--kv-ttl` option down to the files."""
     clock, store = Clock(), tmp_path / "kv"
     monkeypatch.setattr("cairn.worker.loading.SystemClock", lambda: clock)
 
@@ -103,7 +103,7 @@ async def test_deleting_an_agent_takes_its_kv_along_but_not_what_others_share(fo
 async def test_a_fork_takes_along_the_kv_of_what_it_has_left_of_an_agent_that_is_gone(
     folder: Path, tmp_path: Path
 ) -> None:
-    """Neither its head nor a branch of its own leads there, only the turn where it was forked off."""
+    """Neither its head nor a branch of its own leads there, only the turn at which it was forked."""
     async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
         await grown(at, "ada")
         await at.say("ada", "more: " + LONG)
@@ -121,7 +121,7 @@ async def test_a_fork_takes_along_the_kv_of_what_it_has_left_of_an_agent_that_is
 async def test_an_expired_agent_takes_its_kv_along_though_nobody_named_it_since_the_start(
     folder: Path, tmp_path: Path
 ) -> None:
-    """No call told whose KV it is: the tenant's salt is known from its name."""
+    """No request brought the tenant's salt since the start: it is derived from the tenant's name."""
     async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
         await at.agents.create("default", id="ada", ttl=60)
         await at.say("ada", LONG)
@@ -157,7 +157,7 @@ async def test_an_agent_that_is_rolled_back_first_thing_after_a_start_stays_pinn
 async def test_agents_without_a_turn_go_without_a_look_at_all_of_their_tenant(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the time of many was over at once, each looked at each."""
+    """When many expired at once, each deletion used to look at every agent of the tenant."""
     looked = 0
     of = AgentRegistry.of
 
@@ -201,7 +201,7 @@ async def test_an_abandoned_branch_takes_along_its_kv_but_not_what_the_agent_sti
 
 @pytest.mark.parametrize("pinned", [True, False])
 async def test_what_is_pinned_stays_when_the_disk_is_full(folder: Path, tmp_path: Path, pinned: bool) -> None:
-    """From its creation on, and also what a later turn adds."""
+    """From its creation on, and with what a later turn adds."""
     async with house(folder, kv_dir=str(tmp_path / "kv"), kv_disk_gb=200e-6) as at:
         await at.agents.create("default", id="ada", pinned=pinned)
         for text in (LONG, "And more."):
@@ -217,7 +217,7 @@ async def test_what_is_pinned_stays_when_the_disk_is_full(folder: Path, tmp_path
 async def test_requests_in_the_name_of_a_pinned_agent_are_pinned_beside_its_context(
     folder: Path, tmp_path: Path
 ) -> None:
-    """The last of them; and both are free again when the agent no longer is pinned."""
+    """Only the latest of them; both are unpinned when the agent is."""
     async with house(folder, kv_dir=str(tmp_path / "kv"), kv_disk_gb=250e-6) as at:
         await at.agents.create("default", id="ada", pinned=True)
         await at.say("ada", LONG)
@@ -304,7 +304,7 @@ async def test_a_pin_whose_context_is_read_slowly_does_not_outlive_its_reason(
 async def test_what_is_pinned_meanwhile_is_not_given_up(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Finding out what others share takes long."""
+    """Finding out what other agents share takes long, so a pin may come in between."""
     async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
         await grown(at, "ada")
         before = await where(at, "ada")
@@ -331,7 +331,7 @@ async def test_what_is_pinned_meanwhile_is_not_given_up(
 async def test_the_kv_of_an_agent_deleted_without_a_worker_goes_when_there_is_one(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It holds the agent's token ids, and nobody asks for it a second time."""
+    """The KV holds the agent's tokens, and nobody asks for its deletion a second time."""
     monkeypatch.setattr(kv, "RETRY_SECONDS", 0.01)
     async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
         await grown(at, "ada")
@@ -408,7 +408,7 @@ async def test_a_pin_waits_for_the_worker_and_leaves_alone_what_another_model_pi
 
         monkeypatch.setattr(at.service, "pin", pin)
         ids = await at.agents.context("default", "ada")
-        for _ in range(2):  # the second takes the place of the first
+        for _ in range(2):  # the second replaces the first
             at.agents.kv.pin_later(at.agents.chats.named("default", "ada"))
         await at.agents.kv.settled()
         assert [tuple(one) for one in calls] == [ids, ids] and not at.agents.kv._pinning
@@ -418,7 +418,7 @@ async def test_a_pin_waits_for_the_worker_and_leaves_alone_what_another_model_pi
 
 
 async def test_what_requests_in_an_agents_name_left_goes_with_it(folder: Path, tmp_path: Path) -> None:
-    """Their KV, and what is kept of their answers; not what other agents share."""
+    """Their KV and replay records go, but not what other agents share."""
     async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
         await grown(at, "ada", "bob")
         tied = [*(await at.agents.context("default", "bob"))[:192], *range(5, 105)]
@@ -445,7 +445,7 @@ async def test_what_requests_in_an_agents_name_left_goes_with_it(folder: Path, t
 async def test_an_agent_of_a_tenant_that_is_no_longer_configured_takes_no_kv_along(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its salt is not known any more, and the default tenant's is the empty one: what is pinned goes, nothing else."""
+    """Its salt is unknown, and the empty one is the default tenant's: only pins go."""
     async with house(folder, {"default": b"", "acme": b"acme"}, kv_dir=str(tmp_path / "kv")) as at:
         await at.agents.create("default", id="ada", pinned=True)
         await at.agents.create("acme", id="ada", ttl=60)
@@ -475,7 +475,7 @@ async def test_an_agent_of_a_tenant_that_is_no_longer_configured_takes_no_kv_alo
 
 
 async def test_a_deleted_agent_leaves_what_requests_in_the_names_of_others_share(folder: Path, tmp_path: Path) -> None:
-    """Both are fed by ordinary requests only; and what the agent's own requests need is not collected."""
+    """Both agents are used by ordinary requests only; what an agent's requests need is not collected."""
     async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
         await at.agents.create("default", id="eve")
         done = (await at.say("eve", LONG)).done
@@ -517,7 +517,7 @@ def without_worker(at: House, monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_the_pins_of_an_agent_deleted_without_a_worker_go_at_the_next_start(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean: bool
 ) -> None:
-    """Nobody can name their owner any more: the log does, until they are gone."""
+    """Nobody can name their owner any more, so the log does until they are gone."""
     async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
         await at.agents.create("default", id="ada", pinned=True)
         await at.say("ada", LONG)
@@ -550,7 +550,7 @@ async def test_the_pins_of_an_agent_deleted_without_a_worker_go_at_the_next_star
 async def test_changes_that_did_not_reach_the_stores_reach_them_at_the_next_start(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pinned: bool, clean: bool
 ) -> None:
-    """An agent that says it is pinned is, and one that says it is not leaves no pin for ever."""
+    """A pinned agent gets its pin, and one that is not pinned leaves no pin behind for ever."""
     async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
         await grown(at, "ada")
         await at.agents.pin("default", "ada", not pinned)
@@ -593,7 +593,7 @@ async def test_changes_that_did_not_reach_the_stores_reach_them_at_the_next_star
 async def test_an_agent_is_unpinned_or_back_where_the_disk_refuses_its_deletion_and_the_power_goes(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: int
 ) -> None:
-    """Without a worker: one that is back is pinned as before."""
+    """Without a worker; an agent that is back is pinned as before."""
     async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
         await at.agents.create("default", id="ada", pinned=True)
         await at.say("ada", LONG)
@@ -616,7 +616,7 @@ async def test_an_agent_is_unpinned_or_back_where_the_disk_refuses_its_deletion_
 async def test_a_deletion_reads_of_other_agents_only_what_no_other_read_before_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many begin as it does."""
+    """However many deletions begin at once."""
     async with house(folder) as at:
         for n in range(6):
             await at.agents.create("default", id=f"a{n}", messages=[{"role": "system", "content": LONG}])
@@ -671,7 +671,7 @@ def named(key: int, tenant: str = "default", *, pinned: bool = False) -> Agent:
 
 
 def test_contexts_of_requests_are_remembered_within_a_bound_over_all_agents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent that was longest without a request gives up first, and of one agent the oldest context."""
+    """The agent whose last request is oldest loses contexts first, and within an agent the oldest context goes."""
     monkeypatch.setattr(request_contexts, "MOST_IDS", 1000)
     kept, one, other = RequestContexts(), named(1), named(2)
     for n in range(3):
@@ -679,8 +679,8 @@ def test_contexts_of_requests_are_remembered_within_a_bound_over_all_agents(monk
     kept.add(other, [7] * 300)
     kept.add(other, [7] * 400)  # it begins with the one before it
     assert kept._size == 1000
-    kept.add(other, [8] * 250)  # two of the first agent's go
-    kept.add(one, [9] * 300)  # the older of the other's goes
+    kept.add(other, [8] * 250)  # two of the first agent's contexts go
+    kept.add(one, [9] * 300)  # the older one of the other agent goes
     assert [[one.ids[0] for one in kept.take(agent)] for agent in (one, other, one)] == [[2, 9], [8], []]
     assert kept._size == 0
 

@@ -1,4 +1,4 @@
-"""What a turn leaves in memory: its place in the tree and in the log's index, and nothing that it said."""
+"""A turn in memory takes its place in the tree and in the log's index, and none of its text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.agents.house import hear, house
 from tests.files import CrashFiles
 
 MOST = 600
-"""Bytes of a turn."""
+"""Bytes that a turn may take."""
 IDENTITY = b"model" * 4
 
 
@@ -86,7 +86,7 @@ def opened(path: Path) -> Log:
 
 
 async def test_a_turn_costs_little_memory_whatever_it_says(tmp_path: Path, figure: Callable[[str, str], None]) -> None:
-    """While turns are said, and after a restart. All that they said is read back from the log."""
+    """Both while turns are added and after a restart; every text is read back from the log."""
     tracemalloc.start()
     try:
         log, registry = opened(tmp_path / "log"), AgentRegistry()
@@ -123,7 +123,7 @@ async def test_a_turn_costs_little_memory_whatever_it_says(tmp_path: Path, figur
 
 
 def test_what_a_walk_over_turns_that_begin_anew_puts_aside_is_packed() -> None:
-    """Turns of models that think: each has the ids of its whole prompt, and none of the context before it."""
+    """Turns of thinking models: each holds the ids of its whole prompt and does not extend the one before."""
     turns, size = 60, 500
     contents = [Content(TurnRecord(agent=0, number=0))]
     for number in range(1, turns + 1):
@@ -173,7 +173,7 @@ async def test_a_pending_end_leaves_memory_when_it_is_written(folder: Path, monk
 
 
 async def test_records_lost_from_the_log_are_reported_as_lost(folder: Path) -> None:
-    """A turn whose record was damaged while the server ran: its text is asked for in vain, and other agents go on."""
+    """The record of a turn is damaged while the server runs: its text is unavailable, and other agents go on."""
     async with house(folder) as at:
         for id in ("ada", "bob"):
             await at.agents.create("default", id=id)

@@ -1,4 +1,4 @@
-"""Agents pinned and unpinned while the disk of the KV store refuses: whoever asked is told, and it is made up for."""
+"""Pins while the disk of the KV store refuses them: the caller gets an error, and the pin is retried."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONG = "A context that is long enough to fill some chunks of sixty-four tokens e
 
 
 class Broken:
-    """A file system in whose folder nothing is made or removed while it is `bad`."""
+    """A file system in whose folder nothing can be created or removed while it is `bad`."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.bad = folder, False
@@ -58,7 +58,7 @@ async def pins(disk: Broken, count: int) -> None:
 
 
 async def test_a_pin_that_the_disk_refuses_is_no_success_and_made_up(folder: Path, disk: Broken) -> None:
-    """It was said to be done, and lost where worker or server ended before the disk was back."""
+    """It used to be reported as done, and was lost if worker or server ended before the disk was back."""
     async with house(folder, kv_dir=str(disk.folder)) as at:
         await at.agents.create("default", id="ada")
         await at.say("ada", LONG)
@@ -76,7 +76,7 @@ async def test_a_pin_that_the_disk_refuses_is_no_success_and_made_up(folder: Pat
 async def test_the_pins_of_an_agent_deleted_while_the_disk_refuses_are_in_the_log(
     folder: Path, disk: Broken, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody can name their owner any more: where the server ends now, the next one gives them up."""
+    """Nobody can name their owner any more; if the server ends now, the next start removes them."""
     async with house(folder, kv_dir=str(disk.folder)) as at:
         await at.agents.create("default", id="ada", pinned=True)
         await at.say("ada", LONG)

@@ -1,4 +1,4 @@
-"""What agents cost as they grow: work counted in turns looked at and bytes hashed, never in seconds."""
+"""The cost of agents as they grow, counted in turns visited and bytes hashed, never in seconds."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WEEK = 7 * 86_400.0
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the keys of all turns that a walk looks at."""
+    """Record the keys of all turns that a walk visits."""
     found: list[int] = []
     path = Turn.path
 
@@ -143,8 +143,10 @@ def test_describing_an_agent_does_not_walk_through_its_turns(steps: list[int]) -
 
 
 def exported(turns: int, identity: bytes = b"", *, anew: bool = False) -> bytes:
-    """A file of an agent whose every turn extends the context of the one before it, or begins `anew`; with `anew` what
-    follows the last does, too."""
+    """Return the file of an agent whose every turn extends the context of the one before it, or begins `anew`.
+
+    With `anew` the turn after the last one begins anew, too.
+    """
     agent = AgentRecord(id="ada", tenant="", created=NOW, used=NOW, root=2, base=2, head=2 + turns)
     values: list[tuple[RecordKind, int, Any]] = [
         (RecordKind.AGENT, 1, agent),
@@ -183,7 +185,7 @@ def file_of(values: list[tuple[RecordKind, int, Any]]) -> bytes:
 
 
 def broom(depth: int, leaves: int, identity: bytes) -> bytes:
-    """Return the file of an agent with a long branch, and many at the end of it; each turn adds its number."""
+    """Return the file of an agent with one long branch and many leaves at its end; each turn adds its number."""
     agent = AgentRecord(id="ada", tenant="", created=NOW, used=NOW, root=2, base=2, head=2 + depth)
     values: list[tuple[RecordKind, int, Any]] = [
         (RecordKind.AGENT, 1, agent),
@@ -208,7 +210,7 @@ def broom(depth: int, leaves: int, identity: bytes) -> bytes:
 
 
 class Counting:
-    """SHA-256 that counts the bytes it hashes."""
+    """A SHA-256 that counts the bytes it hashes."""
 
     real: Callable[..., Any] = hashlib.sha256
     seen = 0
@@ -247,7 +249,7 @@ def test_a_file_of_too_many_turns_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 async def test_turns_that_begin_anew_are_each_looked_at_a_few_times(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the next turn, which cannot extend the last, and by the deletion: the event loop waits for both."""
+    """By the next turn, which cannot extend the last, and by the deletion. Both block the event loop."""
     looked = 0
     slot: Any = Content.__dict__["began"]
 
@@ -271,7 +273,7 @@ async def test_turns_that_begin_anew_are_each_looked_at_a_few_times(
 
 
 class Asked:
-    """The contexts that a service is asked about, and the keys that the log is asked for."""
+    """A service and a log that record the contexts and keys that they are asked for."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, service: Any) -> None:
         self.evicted: list[list[int]] = []
@@ -315,7 +317,7 @@ async def test_branches_that_have_much_in_common_are_read_once(
         await at.agents.kv.settled()
         ends = [] if how == "another model's" else [*range(depth + 1, depth + leaves + 1)]
         assert sorted(asked.evicted) == [[*range(1, depth + 1), end] for end in ends]
-        assert asked.keys <= 4 * (depth + leaves)  # another model's too: its store is asked for them without it
+        assert asked.keys <= 4 * (depth + leaves)  # another model's too: its store is asked without the model
 
 
 async def test_an_estimate_of_a_context_stops_at_the_models_length(
@@ -376,7 +378,7 @@ async def test_contexts_put_together_in_one_walk_are_those_of_each_branch(prove:
 
 
 async def test_the_event_loop_does_not_wait_for_an_import(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor for two of one id, of which one is refused."""
+    """Nor for two imports of one id, one of which is refused."""
     threads: list[bool] = []
     record, plant, both_there = Writer.record, portable.plant, threading.Barrier(2)
 

@@ -1,4 +1,4 @@
-"""Agents: turns over the log, forks and rollbacks, what a restart finds, and who may see what."""
+"""Agents: turns over the log, forks and rollbacks, restarts, and which tenant sees what."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SYSTEM = [{"role": "system", "content": "You remember."}]
 
 
 async def stateless(at: House, messages: list[dict[str, Any]], options: SamplingOptions = GREEDY) -> Heard:
-    """Return the answer to a client that resends its conversation."""
+    """Return the answer that a client gets which resends its conversation."""
     from cairn.frontend.requests import RequestParams, requests
     from cairn.types.outputs import Delta
 
@@ -60,7 +60,7 @@ async def test_turns_extend_one_context_and_only_the_new_message_is_computed(fol
 
 
 async def test_what_a_stop_cut_off_an_answer_is_not_in_the_next_context(folder: Path) -> None:
-    """Neither the end token nor what lies behind a stop string, as for a client that resends what it saw."""
+    """Neither the end token nor text after a stop string, as for a client that resends what it saw."""
     async with house(folder) as at:
         await at.agents.create("default", id="ada")
         whole = await at.say("ada", "one")
@@ -78,7 +78,7 @@ async def test_what_a_stop_cut_off_an_answer_is_not_in_the_next_context(folder: 
 
 
 async def test_damage_that_cost_an_answer_is_reported_and_blocks_further_turns(folder: Path) -> None:
-    """Known failure 38: another history would be another answer. The agent goes on from what is whole."""
+    """Another history would give another answer. The agent goes on from the last whole turn (known failure 38)."""
     async with house(folder) as at:
         await at.agents.create("default", id="ada", messages=SYSTEM)
         for text in ("one", "two"):
@@ -141,7 +141,7 @@ async def test_a_turn_cut_by_a_crash_keeps_its_tokens_and_is_resumed_the_same(fo
     ("other", "why"), [("engine", "other kernels, weights, kv_dtype or kv_codec"), ("spec", "another model")]
 )
 async def test_a_turn_is_resumed_only_by_what_began_it(folder: Path, other: str, why: str) -> None:
-    """The rest would not be what the same answer would have been; without a word of it nobody could tell."""
+    """Otherwise the rest would differ from the uninterrupted answer, and nobody could tell."""
     options = SamplingOptions(temperature=0, max_tokens=1900, ignore_eos=True)
     async with house(folder) as at:
         await at.agents.create("default", id="ada")
@@ -162,7 +162,7 @@ async def test_a_turn_is_resumed_only_by_what_began_it(folder: Path, other: str,
 
 @pytest.mark.parametrize(("bound", "more"), [("context", 100), ("context", 0), ("pool_tokens", 100)])
 async def test_a_turn_goes_on_where_there_is_less_room_as_far_as_that_goes(folder: Path, bound: str, more: int) -> None:
-    """Begun without `max_tokens` it asked for all the context there was, and who resumes it cannot ask for less."""
+    """It began without `max_tokens`, so it asked for the whole context; a resume cannot ask for less."""
     options = SamplingOptions(temperature=0, ignore_eos=True)
     async with house(folder) as at, house(folder) as undisturbed:
         for one in (at, undisturbed):
@@ -184,7 +184,7 @@ async def test_a_turn_goes_on_where_there_is_less_room_as_far_as_that_goes(folde
 
 
 async def test_a_turn_that_was_whole_when_the_server_was_killed_is_only_concluded(folder: Path) -> None:
-    """All tokens were on disk, and the record of the end was not."""
+    """All tokens were on disk, but not the record of the end."""
     async with house(folder) as at:
         await at.agents.create("default", id="ada")
         heard = await at.say("ada", "Hello")
@@ -310,7 +310,7 @@ async def test_a_rollback_leaves_the_abandoned_branch_listed_until_it_is_collect
 
 
 async def test_an_abandoned_branch_that_a_fork_has_keeps_its_numbers(folder: Path) -> None:
-    """A restart would find it again, and two turns of one number."""
+    """Otherwise a restart would find the branch again, and two turns of one number."""
     async with house(folder) as at:
         await at.agents.create("default", id="ada", messages=SYSTEM)
         for text in ("one", "two"):
@@ -335,7 +335,7 @@ async def test_an_abandoned_branch_that_a_fork_has_keeps_its_numbers(folder: Pat
 
 
 async def test_what_follows_a_rollback_stays_for_a_week_however_old_it_is(folder: Path) -> None:
-    """Also after a restart, and in an agent that was taken in."""
+    """Also after a restart, and in an imported agent."""
     async with house(folder) as at:
         await at.agents.create("default", id="ada", messages=SYSTEM)
         for text in ("one", "two"):
@@ -420,7 +420,10 @@ async def test_an_agent_ends_after_its_time_without_use(folder: Path) -> None:
 
 
 async def test_another_tenants_agent_is_not_there(folder: Path) -> None:
-    """Known failure 29: an agent is found by its tenant and id, nothing else."""
+    """An agent is found by tenant and id only; ids derived from content once made strangers share a cache.
+
+    Known failure 29.
+    """
     async with house(folder) as at:
         await at.agents.create("ada", id="same")
         await at.agents.create("bob", id="same")
@@ -484,7 +487,10 @@ async def test_a_page_follows_also_when_the_last_agent_of_the_one_before_is_dele
 
 
 async def test_a_turn_reports_where_it_departs_from_the_cached_context(folder: Path) -> None:
-    """Of the same tenant only; the text is in the answer's report and not in the log, and gone with the agent."""
+    """Compared with contexts of the same tenant only.
+
+    The text is in the report, not in the log, and gone with the agent.
+    """
     async with house(folder) as at:
         for tenant, id in (("acme", "ada"), ("acme", "bob"), ("other", "cy"), ("acme", "dan")):
             await at.agents.create(tenant, id=id, messages=SYSTEM)
@@ -508,7 +514,7 @@ async def test_a_turn_reports_where_it_departs_from_the_cached_context(folder: P
 
 @pytest.mark.parametrize(("identity", "reason"), [(b"another", "model changed"), (None, "evicted")])
 async def test_a_turn_reports_why_its_kv_is_gone(folder: Path, identity: bytes | None, reason: str) -> None:
-    """In a worker that has never seen its context: it was another model's, or nothing kept it."""
+    """In a worker that has never seen its context: either it was another model's, or nothing kept it."""
     async with house(folder, kv_disk=False) as at:
         await at.agents.create("default", id="ada", messages=SYSTEM)
         await at.say("ada", "My name is Ada and this is rather a long first message.")
@@ -551,7 +557,7 @@ async def test_the_metrics_count_agents_their_turns_their_log_and_what_was_saved
 
 
 async def test_the_ledger_of_bytes_goes_on_after_a_restart(folder: Path) -> None:
-    """What a worker counted is counted once, and what earlier processes counted stays."""
+    """Bytes that a worker counted are added once, to the totals of earlier processes."""
     async with house(folder) as at:
         await at.agents.create("default", id="ada", messages=SYSTEM)
         at.service.metrics.worker_replaced()

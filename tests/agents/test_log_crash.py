@@ -1,4 +1,4 @@
-"""The token log against a disk that crashes, forgets, garbles and fails: see `tests/laws/token_log.py`."""
+"""The token log on a disk that crashes, forgets, garbles and fails: see `tests/laws/token_log.py`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def small_segments() -> Iterator[None]:
 
 
 def test_every_acknowledged_record_survives_a_crash_at_any_moment(prove: bool, figure: Figure) -> None:
-    """Known failure 31. Crashes in the middle of writing, compaction and erasure, and again during the next start."""
+    """Crashes in the middle of writing, compaction and erasure, and again during the next start (known failure 31)."""
     states = 0
     for seed in range(10_000):
         states += crash_everywhere(seed, states=3)
@@ -50,7 +50,7 @@ def test_a_fault_at_every_call_loses_nothing_acknowledged(sticky: bool, prove: b
 
 
 def test_a_sync_that_fails_keeps_what_was_accepted_before_it() -> None:
-    """What a segment held unsynced is written again elsewhere, for after the failure nothing of it can be relied on."""
+    """After a failed sync nothing unsynced in the segment can be relied on, so it is written again elsewhere."""
     files = CrashFiles()
     log = reopen(files, Model())
     first = Record(log.next_lsn(), RecordKind.TURN, 1, b"first")
@@ -93,8 +93,10 @@ def test_what_a_start_could_not_make_durable_goes_only_once_what_supersedes_it_i
 
 @pytest.mark.parametrize("refused", ["start", "write"])
 def test_of_two_segments_without_a_seal_the_older_goes_only_once_what_supersedes_it_is_durable(refused: str) -> None:
-    """`refused`: what the disk refused that left the first without one. Then the process was killed, and the power goes
-    while the next one starts."""
+    """`refused`: the call whose failure left the first segment without a seal.
+
+    Then the process was killed, and the power fails during the next start.
+    """
     old, new = b"version 1", b"version 2"
     for seed in range(40):
         files = CrashFiles(seed=seed)
@@ -122,8 +124,10 @@ def test_of_two_segments_without_a_seal_the_older_goes_only_once_what_supersedes
 
 
 def test_what_a_killed_start_wrote_anew_goes_only_once_the_new_file_is_durable() -> None:
-    """The process was killed between the renaming and the sync of the folder: the next one reads the new file, and all
-    of the old one is superseded; the power goes while it starts."""
+    """The process was killed between the rename and the sync of the folder.
+
+    The next start reads the new file, which supersedes all of the old one; the power fails during that start.
+    """
     for seed in range(40):
         files = CrashFiles(seed=seed)
         log = Log.open(files, FOLDER, Draw(1))
@@ -154,7 +158,7 @@ def _cut_power(files: CrashFiles, crashed: list[CrashFiles], rng: random.Random,
 
 
 def test_corruption_is_never_read_as_data(prove: bool, figure: Figure) -> None:
-    """And what it does not hit is found; what is erased after it is in no file, one that cannot be read included."""
+    """Records that damage does not hit are found. Erased text is in no file afterwards, even in an unreadable one."""
     segments, work = token_log.folder_of(5)
     assert len(segments) > 2
     rng, count = random.Random(1), 20_000 if prove else 500

@@ -1,4 +1,4 @@
-"""What upkeep does where there are many agents: counted, not timed."""
+"""The work of upkeep with many agents, counted rather than timed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DONE = Done(reason=FinishReason.STOP, usage=Usage(prompt_tokens=3, completion_to
 
 
 class Work:
-    """What is written of agents, by the turn of the event loop in which that is, and how many agents are looked at."""
+    """Counts of the records written in each turn of the event loop, and of the agents looked at."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.turn = self.looked = 0
@@ -61,7 +61,7 @@ async def many(at: Desk) -> None:
 
 
 async def refuse(at: Desk, agents: list[Agent]) -> None:
-    """The disk takes nothing, of what ordinary requests in these agents' names saved neither."""
+    """Let the disk refuse everything, including the savings of ordinary requests in these agents' names."""
     at.files.fail(Fault(at.files.calls, errno.EIO, sticky=True))
     for agent in agents:
         at.writer.append(*at.book.pending.count(agent, DONE), at.book.pending.note(agent))
@@ -70,7 +70,7 @@ async def refuse(at: Desk, agents: list[Agent]) -> None:
 
 
 async def test_one_refused_record_is_no_work_for_every_agent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long the disk refuses: what is owed is what was lost, and what was owed in vain is not lost again."""
+    """However long the disk refuses: only the lost records are retried, and a failed retry adds none."""
     async with desk() as at:
         await many(at)
         await refuse(at, [at.agent("a7")])
@@ -86,7 +86,7 @@ async def test_one_refused_record_is_no_work_for_every_agent(monkeypatch: pytest
 
 
 async def test_upkeep_of_many_agents_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To what else the event loop has to do."""
+    """It lets other tasks of the event loop run in between."""
     async with desk() as at:
         await many(at)
         await refuse(at, list(at.book.registry))
@@ -100,7 +100,7 @@ async def test_upkeep_of_many_agents_gives_way(monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_expired_agents_are_erased_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many they are, the log is written anew once for all of them."""
+    """However many there are, the log is compacted once for all of them."""
     written: list[int] = []
     synced: list[int] = []
     append, sync = CrashFile.append, CrashFile.sync
@@ -148,7 +148,7 @@ async def test_expired_agents_are_erased_later_if_the_disk_refuses() -> None:
 
 
 async def test_a_change_by_a_cancelled_caller_is_logged_as_applied() -> None:
-    """Though the disk refused it, which nobody heard."""
+    """The disk refused it at first, but nobody was left to hear that."""
     async with desk() as at:
         await at.make("ada")
         at.files.fail(Fault(at.files.calls, errno.EIO, sticky=True))
@@ -165,7 +165,7 @@ async def test_a_change_by_a_cancelled_caller_is_logged_as_applied() -> None:
 
 
 async def test_the_stores_get_a_change_by_a_cancelled_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else they would keep what nobody keeps any more."""
+    """Otherwise the stores would keep pins that no agent has."""
     async with desk() as at:
         await at.make("ada")
         told: list[bool] = []

@@ -1,4 +1,4 @@
-"""What is different of a tenant's agents since somebody last looked."""
+"""The changes among a tenant's agents since the last look."""
 
 from __future__ import annotations
 

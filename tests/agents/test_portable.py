@@ -67,7 +67,7 @@ async def test_an_imported_agent_goes_on_the_same_after_a_restart_too(folder: Pa
 
 
 async def test_what_an_agent_from_elsewhere_says_was_never_seen_here(folder: Path) -> None:
-    """It was not evicted: it has never been here."""
+    """Nothing was evicted; it has never been here."""
     async with house(folder) as here, house(folder) as there:
         await here.agents.create("default", id="ada", messages=SYSTEM)
         for text in ("one " * 40, "two"):
@@ -83,7 +83,7 @@ async def test_what_an_agent_from_elsewhere_says_was_never_seen_here(folder: Pat
 
 
 async def test_under_another_model_an_agent_reads_its_text_again(folder: Path) -> None:
-    """Known failure 28: tokens of another model are never put into a prompt."""
+    """Tokens of another model are never put into a prompt (known failure 28)."""
     async with house(folder) as at:
         await at.agents.create("default", id="ada", messages=SYSTEM)
         await at.say("ada", "one")
@@ -107,7 +107,7 @@ async def test_under_another_model_an_agent_reads_its_text_again(folder: Path) -
 
 
 async def test_no_damage_is_taken_for_an_agent(folder: Path, prove: bool, figure: Callable[..., None]) -> None:
-    """Known failure 30: every flipped bit, cut and swap is refused in a sentence, and nothing else happens."""
+    """Every flipped bit, cut and swap is refused with a sentence, and has no other effect (known failure 30)."""
     data, identity, vocab = await exported(folder)
     assert len(read(data, vocab, identity).turns) == 5
     rng = random.Random(1)
@@ -125,7 +125,7 @@ async def test_no_damage_is_taken_for_an_agent(folder: Path, prove: bool, figure
 
 
 def forged(data: bytes, change: Callable[[list[Record]], list[Record]]) -> bytes:
-    """Return the file with other records, all checksums right."""
+    """Return the file with changed records and correct checksums."""
     header = decode_header(data)
     assert header is not None
     made = SegmentHeader(0, Draw().bits64())
@@ -213,7 +213,7 @@ async def test_a_forged_file_is_refused_where_it_does_not_fit_together(folder: P
         with_turn(1, identity=b"x" * 65),
         with_turn(1, engine=b"", digest=b"x" * 65),
         with_turn(1, messages=({"role": "user", "content": "x", "odd": [[]] * (1 << 21)},)),
-        lambda records: [*records[:2], records[3]._replace(key=records[1].key), *records[2:]],  # a beginning that ends
+        lambda records: [*records[:2], records[3]._replace(key=records[1].key), *records[2:]],  # cut, with an end
         with_savings(requests=2**64 - 1),
         with_savings(seconds_avoided=-1e300),
     ]
@@ -243,7 +243,7 @@ async def test_a_running_agent_is_not_exported(folder: Path) -> None:
 
 
 async def test_nothing_that_was_asked_for_comes_in_with_a_file(folder: Path) -> None:
-    """Sampling parameters are checked where a client says them; a file may hold any, and a turn could be resumed."""
+    """Sampling parameters are checked where clients send them; a file may hold any, and its turn could be resumed."""
     async with house(folder) as at:
         await at.agents.create("default", id="ada")
         await (await at.begin("ada", "one")).close()

@@ -1,4 +1,4 @@
-"""What is told of an agent where the log lost a turn, and of one that is deleted while it is read."""
+"""Errors of an agent whose turn the log lost, and of one that is deleted while it is read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SEEDED = SamplingOptions(temperature=0.9, max_tokens=12, ignore_eos=True, seed=1
 
 
 async def spoken(at: House) -> None:
-    """Make an agent with three turns, and another one beside it."""
+    """Create an agent with three turns, and another one beside it."""
     for id in ("ada", "bob"):
         await at.agents.create("default", id=id, messages=SYSTEM)
         for text in TEXTS:
@@ -62,7 +62,7 @@ async def answer_of(at: House, id: str, number: int) -> tuple[bytes, dict[str, A
 
 
 async def crash_at(at: House, turn: RunningTurn, tokens: int) -> list[int]:
-    """Stop the machine once so many tokens of a turn are on the disk; return the tokens so far."""
+    """Crash once so many tokens of a turn are on the disk; return the tokens so far."""
     said: list[int] = []
     async with contextlib.aclosing(turn.batches()) as found:
         while len(said) < tokens:
@@ -75,12 +75,12 @@ async def crash_at(at: House, turn: RunningTurn, tokens: int) -> list[int]:
 
 
 async def refuse(*records: Record) -> None:
-    """Let the log refuse everything."""
+    """Let the log refuse every write."""
     raise Unavailable("the disk is full")
 
 
 async def told(what: Awaitable[object]) -> str:
-    """Return the message that a damaged turn is reported with."""
+    """Return the message that reports a damaged turn."""
     with pytest.raises(Damaged) as caught:
         await what
     assert (caught.value.status, caught.value.code) == (409, "damaged")
@@ -88,7 +88,7 @@ async def told(what: Awaitable[object]) -> str:
 
 
 async def test_a_damaged_turn_is_named_with_what_can_be_done_and_costs_no_other(folder: Path) -> None:
-    """It is listed as damaged beside the others; a roll back to the turn before it, or a fork there, goes on."""
+    """It is listed as damaged beside the others; a rollback to the turn before it, or a fork there, works."""
     async with house(folder) as at:
         await spoken(at)
         turns, whole = await at.agents.turns("default", "ada"), await file_of(at, "default", "bob")
@@ -169,7 +169,7 @@ async def test_an_answer_that_the_log_lost_is_computed_again_where_nothing_follo
 
 
 async def test_an_answer_computed_again_and_cut_by_a_crash_does_not_follow_pieces_of_the_lost_one(folder: Path) -> None:
-    """The log may still have pieces of the lost answer, written while it came; they count no more."""
+    """The log may still have pieces of the lost answer, written while it was generated; they must not count."""
     async with house(folder) as at:
         await at.agents.create("default", id="ada", messages=SYSTEM)
         whole = await at.say("ada", "one", options=SamplingOptions(temperature=0.9, max_tokens=900, ignore_eos=True))
@@ -184,7 +184,7 @@ async def test_an_answer_computed_again_and_cut_by_a_crash_does_not_follow_piece
 
 
 async def test_what_follows_a_piece_of_an_answer_that_the_log_lost_is_left_out(folder: Path) -> None:
-    """An answer with a hole would be another answer: the turn is resumed from what came before it."""
+    """An answer with a hole would be another answer, so the turn is resumed from the tokens before it."""
     options = SamplingOptions(temperature=0.9, seed=3, max_tokens=1900, ignore_eos=True)
     async with house(folder) as at, house(folder) as undisturbed:
         for one in (at, undisturbed):
@@ -192,7 +192,7 @@ async def test_what_follows_a_piece_of_an_answer_that_the_log_lost_is_left_out(f
         whole = await undisturbed.say("ada", "one", options=options)
         await crash_at(at, await at.begin("ada", "one", options=options), 200)
         log = b"".join(at.files.files(FOLDER).values())
-        # How much a piece holds hangs on how fast they are read; no two tokens that parted stand side by side.
+        # The reader's speed decides the size of pieces. Tokens from both sides of the hole must not meet.
         first = next(n for n in range(1, 200) if pack(whole.tokens[n - 1 : n + 1]) not in log)
         lost = next(n for n in range(max(64, first), 190) if log.count(pack(whole.tokens[n : n + 2])) == 1)
         hurt(at, pack(whole.tokens[lost : lost + 2]))
@@ -212,7 +212,7 @@ async def test_what_follows_a_piece_of_an_answer_that_the_log_lost_is_left_out(f
 async def test_an_answer_that_cannot_be_computed_again_stays_damaged(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another model is served, or the log takes no more: nothing is given up that the disk may give out again."""
+    """Another model is served, or the log is full: nothing is given up that the disk may return later."""
     async with house(folder) as at:
         await spoken(at)
         where = hurt(at, (await answer_of(at, "ada", 3))[0])
@@ -277,7 +277,7 @@ async def test_an_agent_whose_beginning_is_damaged_can_be_looked_at_and_deleted(
 
 @pytest.mark.parametrize("before", [False, True])
 async def test_a_pin_that_is_refused_for_damage_changes_nothing(folder: Path, before: bool) -> None:
-    """Nor do two of them at once; an agent that was pinned before stays so, and can be unpinned."""
+    """Two at once change nothing either; an agent that was pinned before stays pinned, and can be unpinned."""
     async with house(folder) as at:
         await spoken(at)
         await at.agents.pin("default", "ada", before)
@@ -318,7 +318,7 @@ LOOKS: dict[str, Look] = {
 async def test_an_agent_that_is_deleted_while_it_is_read_is_not_found(
     folder: Path, monkeypatch: pytest.MonkeyPatch, look: str
 ) -> None:
-    """And not unavailable, which asks the client to come again."""
+    """An "unavailable" would ask the client to come again."""
     async with house(folder) as at:
         await spoken(at)
         archive, mine = at.agents._archive, at.agents._find("default", "ada")
@@ -335,7 +335,7 @@ async def test_an_agent_that_is_deleted_while_it_is_read_is_not_found(
             task = asyncio.create_task(LOOKS[look](at))  # type: ignore[arg-type]
             await asyncio.wait_for(reading.wait(), 20)
         await at.agents.delete("default", "ada")
-        await at.agents.create("default", id="ada")  # another of that name is another
+        await at.agents.create("default", id="ada")  # a new agent of the same name is a different one
         gone.set()
         with pytest.raises(NotFound, match="there is no agent ada"):
             await task
@@ -365,7 +365,7 @@ async def test_turns_that_are_collected_while_they_are_listed_are_not_damaged(
 
 
 async def test_a_damaged_turn_is_a_conflict_and_a_disk_that_gives_nothing_is_unavailable(folder: Path) -> None:
-    """One lasts, the other is over when the disk works again."""
+    """Damage lasts; the other is over when the disk works again."""
     async with house(folder) as at:
         await spoken(at)
         hurt(at, b"ada: the second message")
@@ -386,8 +386,10 @@ async def test_a_damaged_turn_is_a_conflict_and_a_disk_that_gives_nothing_is_una
 
 
 async def test_what_follows_a_damaged_head_costs_no_turn_before_it(folder: Path) -> None:
-    """A pin names the head. Where the head's record is lost the agent stands at the turn before, and upkeep takes
-    nothing of its history for an abandoned branch."""
+    """A pin names the head. If the head's record is lost, the agent stands at the turn before.
+
+    Upkeep must not take the agent's history for an abandoned branch then.
+    """
     async with house(folder) as at:
         await spoken(at)
         await at.agents.pin("default", "ada", True)
@@ -403,7 +405,7 @@ async def test_what_follows_a_damaged_head_costs_no_turn_before_it(folder: Path)
 
 
 async def test_an_agent_whose_head_is_lost_never_stands_at_anothers_turn(folder: Path) -> None:
-    """Keys of another log say nothing here; those of a file do not come in, and a record's are checked."""
+    """Keys of another log mean nothing here: imports drop them, and a record's keys are checked."""
     async with house(folder) as at:
         await spoken(at)
         theirs = at.agents._find("default", "bob").head
@@ -442,7 +444,7 @@ async def test_a_lost_agents_turns_stay_in_the_log_and_a_deleted_ones_do_not(fol
 
 
 async def test_turns_behind_a_lost_one_are_looked_at_once(folder: Path) -> None:
-    """A start with a long history whose beginning is lost looks a turn up some times, not once for each behind it."""
+    """A start with a long history whose beginning is lost looks that turn up a few times, not once per turn."""
     looked = 0
 
     class Counted(dict[int, TurnRecord]):

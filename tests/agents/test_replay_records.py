@@ -1,4 +1,4 @@
-"""Exact replay after a restart: clients that resend their conversation find the very tokens again."""
+"""Exact replay after a restart: clients that resend their conversation find the very same tokens."""
 
 from __future__ import annotations
 
@@ -48,9 +48,12 @@ async def kept(at: House, messages: list[dict[str, Any]], tokens: list[int]) -> 
 
 @pytest.mark.parametrize("clean", [True, False])
 async def test_a_conversation_begins_with_the_very_ids_after_a_restart(folder: Path, clean: bool) -> None:
-    """Known failure 27: what is found again does not depend on the process that wrote it."""
+    """Keys that depend on the process (as Python's `hash()` does) would find nothing after a restart.
+
+    Known failure 27.
+    """
     async with house(folder) as at:
-        # The fake model's answers are mostly no text that would be encoded to the same ids again.
+        # Most answers of the fake model would not be encoded to the same ids again.
         for n in range(50):
             messages = [{"role": "user", "content": f"one {n}"}]
             prompt, tokens = await chat(at, messages)
@@ -106,14 +109,17 @@ def test_the_oldest_go_when_there_is_too_much(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_oldest_go_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However short they are: each takes memory."""
+    """However short they are, each takes memory."""
     monkeypatch.setattr(replays_module, "KEEP_COUNT", 50)
     assert filled(54).expired(100.0) == []
     assert filled(60).expired(100.0) == list(range(1, 11))
 
 
 def test_another_models_answers_wait_and_damage_is_left_out() -> None:
-    """Known failures 28 and 30: other tokens are never put into a prompt, and a payload that is none stops nothing."""
+    """Tokens of another model never get into a prompt, and a broken payload stops nothing.
+
+    Known failures 28 and 30.
+    """
     import msgspec
 
     kept = ReplayRecords()

@@ -1,4 +1,4 @@
-"""What the stores are told of how agents' contexts stand, and that they heed it."""
+"""Reuse hints that agents give the stores about their contexts, and their effect on eviction."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.agents.test_agent_kv import LONG
 
 
 def listening(at: House, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
-    """Record standing, length and shared tokens of every context that the stores hear of."""
+    """Record standing, length and shared tokens of every hint that the stores get."""
     told, mark = list[tuple[str, int, int]](), Service.mark
 
     async def noted(self: Service, tokens: Any, salt: bytes, standing: Any, *, keep: int = 0) -> None:
@@ -26,7 +26,7 @@ def listening(at: House, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int
 
 
 def calling(monkeypatch: pytest.MonkeyPatch, calls: bool) -> None:
-    """Let answers end in a call."""
+    """Let answers end in a tool call."""
     from cairn.text.output import stream
 
     finish = stream.TextStream.finish
@@ -75,7 +75,7 @@ async def test_the_stores_get_hints_of_waiting_and_abandoned_contexts(
 
 
 async def test_an_abandoned_branch_is_evicted_before_the_current_one(folder: Path, tmp_path: Path) -> None:
-    """Through the front, the worker and its store: what was used last goes first."""
+    """Through the frontend, the worker and its store, although the branch was used last."""
     async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
         for id in ("old", "ada"):
             await at.agents.create("default", id=id)
@@ -88,7 +88,7 @@ async def test_an_abandoned_branch_is_evicted_before_the_current_one(folder: Pat
         kept = [(await at.agents.where("default", id)).disk for id in ("old", "ada")]
         assert min(kept) > 100 and (await at.service.where(dead, b"default")).disk > kept[1] + 100
     disk = sum(path.stat().st_blocks * 512 for path in tmp_path.rglob("kv/models/*/?/*"))
-    # The marks are gone with the process: the rollback is told once more, by going back and forth.
+    # Hints are lost with the process; going back and forth sends the rollback once more.
     async with house(folder, kv_dir=str(tmp_path / "kv"), kv_disk_gb=(disk + 8192) / 1e9) as at:
         for id in ("old", "ada"):
             await at.agents.create("default", id=id)

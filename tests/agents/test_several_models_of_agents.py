@@ -1,4 +1,4 @@
-"""Agents on a server with several models: who answers, whose KV is pinned and evicted, and what a restart knows."""
+"""Agents on a server with several models: who answers, whose KV is pinned and evicted, and what survives a restart."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def test_a_restart_knows_which_model_answers_an_agent(tmp_path: Path) -> N
 
 
 async def test_an_agent_is_erased_although_its_model_is_away_since_a_restart(tmp_path: Path) -> None:
-    """Its pins and its KV, but not what another agent of that model has too."""
+    """Its pins and KV go, but not what another agent of that model shares."""
     async with opened(tmp_path) as (models, agents):
         for id in ("ada", "bob"):
             await agents.create("default", id=id, pinned=True)
@@ -120,7 +120,7 @@ async def test_an_agent_is_erased_although_its_model_is_away_since_a_restart(tmp
 
 
 async def test_agents_are_erased_beside_a_model_that_gets_no_worker_any_more(tmp_path: Path) -> None:
-    """Nothing of them waits for it: neither what the other model has of them, nor what it has itself on the disk."""
+    """The deletion waits for neither the other model nor its store on disk."""
     async with opened(tmp_path, load="alpha beta") as (models, agents):
         await until(lambda: len(list(models.services)) == 2)
         alpha, beta = models.services

@@ -1,4 +1,4 @@
-"""Agents that several servers share go on at any of them, with all that was changed, and nothing that is not known."""
+"""Agents shared by several servers go on at any of them with all changes, and never after an unknown outcome."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ async def test_without_the_store_no_turn_is_acknowledged_and_with_it_again(rooms
 
 
 async def recovered(house: House) -> None:
-    """Wait until the breaker has tried the store again."""
+    """Wait until the circuit breaker has tried the store again."""
     for _ in range(400):
         with contextlib.suppress(Unavailable):
             await house.agents.refresh("default", "ada")
@@ -240,7 +240,7 @@ async def test_an_agent_that_was_there_before_the_store_is_shared_with_its_next_
 
 
 async def test_no_turn_follows_a_turn_whose_end_was_refused(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that does not wait for the end of the answer, and a store that fails just then."""
+    """The client does not wait for the end of the answer, and the store fails just then."""
     await rooms.one.agents.create("default", id="ada")
     first = await rooms.say(rooms.one, "one")
     shared = rooms.one.agents._agents.shared

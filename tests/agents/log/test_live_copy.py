@@ -1,4 +1,4 @@
-"""A copy of a log that is written, compacted and erased meanwhile is what the log was at one moment."""
+"""A copy of a log shows one moment of it, although the log is written, compacted and erased meanwhile."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Draw:
 
 
 class Disturbed(SystemFiles):
-    """Something happens in front of the nth file that is read."""
+    """A file system that calls a function before the nth file is read."""
 
     def __init__(self, turn: int, happen: Callable[[], None]) -> None:
         self.turn, self.happen = turn, happen
@@ -73,7 +73,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Log:
 
 @pytest.mark.parametrize("turn", range(1, 9))
 def test_segments_that_are_written_anew_meanwhile(log: Log, tmp_path: Path, turn: int) -> None:
-    """What a compaction moved is found where it went, and what was erased stays erased."""
+    """Moved records are found in their new place, and erased ones stay erased."""
     for key in range(1, 60):
         put(log, key)
 
@@ -89,7 +89,7 @@ def test_segments_that_are_written_anew_meanwhile(log: Log, tmp_path: Path, turn
 
 
 def test_a_log_under_load(log: Log, tmp_path: Path) -> None:
-    """One thread writes, erases and compacts as fast as it can; each copy has all that was there before it began."""
+    """One thread writes, erases and compacts as fast as it can; each copy has everything written before it began."""
     done, erased, stop = set[int](), set[int](), threading.Event()
 
     def work() -> None:
@@ -117,13 +117,13 @@ def test_a_log_under_load(log: Log, tmp_path: Path) -> None:
                 try:
                     copy_log(SystemFiles(), tmp_path / "log", copy)
                     break
-                except Unavailable:  # a machine that is slow to copy and quick to write
+                except Unavailable:  # a machine that copies slowly and writes quickly
                     for left in copy.iterdir():
                         left.unlink()
             later = set(erased)
             found = keys(copy)
             assert not found & gone
-            # What was erased while the copy was made may be there or not.
+            # what was erased while the copy was made may be there or not
             assert was - found <= later | set(erased)
     finally:
         stop.set()
@@ -138,7 +138,7 @@ def test_a_log_that_keeps_changing_is_reported(log: Log, tmp_path: Path, monkeyp
     class Restless(Disturbed):
         def open(self, path: Path, mode: Literal["read", "append", "create"]) -> File:
             if mode == "read":
-                for key in range(16):  # more than a segment takes
+                for key in range(16):  # more than a segment holds
                     put(log, key + 100)
             return super().open(path, mode)
 

@@ -1,4 +1,4 @@
-"""The token log as its callers see it: what is written is found, what is erased is gone, strangers are refused."""
+"""The token log as its callers see it: written records are found, erased ones are gone, foreign folders are refused."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_header_survives_the_loss_of_its_first_sector() -> None:
 
 
 def test_damage_costs_the_record_it_hits_and_no_other() -> None:
-    """Known failure 30: damage is left out, and so is a torn end."""
+    """A torn end counts as damage too (known failure 30)."""
     header = SegmentHeader(1, 99)
     data = bytearray(encode_header(header))
     places = []
@@ -92,14 +92,14 @@ def test_damage_costs_the_record_it_hits_and_no_other() -> None:
 
 
 def test_a_record_is_valid_only_where_and_in_what_it_was_written() -> None:
-    """A text that holds the bytes of a record, or of another segment's, is no record."""
+    """A text that holds the bytes of a record, or of another segment's record, is no record."""
     header, other = SegmentHeader(1, 99), SegmentHeader(2, 98)
     record = Record(1, RecordKind.TURN, 1, b"payload")
     bytes_of_it = encode_record(header, HEADER_BYTES, record)
     outer = Record(2, RecordKind.TURN, 2, bytes_of_it)
     body = encode_record(header, HEADER_BYTES, outer)
     damaged = bytearray(encode_header(header) + body)
-    damaged[HEADER_BYTES + 20] ^= 1  # the outer record's head, so that the scan looks for the next
+    damaged[HEADER_BYTES + 20] ^= 1  # break the outer record's head, so that the scan looks for the next
     assert scan(header, bytes(damaged)).records == []
     assert scan(other, encode_header(other) + bytes_of_it).records == []
 
@@ -117,7 +117,7 @@ def test_a_payload_beyond_the_limit_is_refused_before_anything_is_written() -> N
 
 
 def counting(*records: Record) -> tuple[Index, list[int]]:
-    """Records put into one segment, and the numbers of those that count after that."""
+    """Return an index of records in one segment, and the numbers of those that still count."""
     segment = Segment(SegmentHeader(1, 1))
     index, offset = Index({1: segment}), HEADER_BYTES
     for record in records:
@@ -155,7 +155,7 @@ def test_a_table_of_places_does_what_a_dict_does() -> None:
 
 
 def test_where_a_superseded_record_lies_is_forgotten_and_it_is_erased_all_the_same() -> None:
-    """A log that grows by one agent's line a turn keeps no entry of each in memory."""
+    """Otherwise a log in which one agent's record is replaced at every turn would keep each version in memory."""
     files = CrashFiles()
     log = opened(files)
     for line in range(10 * TIDY):
@@ -272,8 +272,7 @@ def test_compaction_ends_and_keeps_what_counts(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_record_is_read_where_it_lies_also_while_its_segment_is_written_anew() -> None:
-    """A reader holds up nobody: what was moved between its look at the index and its look at the file is looked for
-    again."""
+    """A reader takes no lock: a record that moves between the look at the index and the read is looked up again."""
     moves = 3
 
     class Moving(CrashFiles):
@@ -299,7 +298,10 @@ def test_a_record_is_read_where_it_lies_also_while_its_segment_is_written_anew()
 
 
 def test_a_segment_that_cannot_be_removed_gives_out_nothing_old() -> None:
-    """Its records lie elsewhere already. What superseded one of them meanwhile still counts when the segment goes."""
+    """Its records have moved already.
+
+    A record that supersedes one of them meanwhile still counts when the segment goes.
+    """
     files = CrashFiles()
     log = opened(files)
     put(log, RecordKind.END, 7, b"interrupted" * 50)
@@ -351,7 +353,7 @@ def test_a_newer_format_is_refused_and_left_alone() -> None:
 
 
 def test_a_segment_without_a_header_is_set_aside_and_goes_with_the_next_erasure() -> None:
-    """What it holds cannot be told, so an erasure must not leave it there."""
+    """Nothing says what it holds, so an erasure must not leave it there."""
     files = CrashFiles()
     log = opened(files)
     kept = put(log, RecordKind.TURN, 1)
@@ -381,14 +383,14 @@ def test_the_same_holds_on_a_real_disk(tmp_path: Path) -> None:
 
 
 def test_a_loss_is_reported_and_a_torn_write_is_not_one(tmp_path: Path) -> None:
-    """Told by the log itself and by whoever looks at its folder, also while it is open; zeros as anything else."""
+    """Both the log itself and a check of its folder report it, also while the log is open; zeroed bytes count too."""
     folder = Folder(SystemFiles(), tmp_path / "log")
 
     def reopened() -> str:
         log = Log.open(SystemFiles(), folder.path, Draw())
         assert log is not None
         try:
-            assert look(folder) == log.loss or "between records" in log.loss  # those bytes are gone when it is open
+            assert look(folder) == log.loss or "between records" in log.loss  # bytes lost while the log is open
             return log.loss
         finally:
             log.close()

@@ -1,4 +1,4 @@
-"""The thread that writes the log: order, one sync for all who wait, honest failures, a clean end."""
+"""The thread that writes the log: order, one sync for all waiters, honest failures, a clean end."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def start(files: CrashFiles) -> Writer:
 
 
 def texts(files: CrashFiles) -> list[str]:
-    """Return what the next start finds."""
+    """Return the texts that the next start finds."""
     log = Log.open(files, FOLDER, SystemRng())
     assert log is not None
     found = [msgspec.msgpack.decode(record.payload, type=Note).text for record in log.recovered]
@@ -61,7 +61,7 @@ async def test_turns_that_end_together_share_a_sync() -> None:
     def count(kind: str) -> None:
         nonlocal syncs
         syncs += kind == "sync"
-        time.sleep(0.01 if kind == "sync" else 0)  # a disk, while the others come to wait
+        time.sleep(0.01 if kind == "sync" else 0)  # let the disk be slow, so that the others come to wait
 
     files.after_change = count
     await asyncio.gather(*(writer.sync(writer.record(RecordKind.TURN, Note(str(n)))) for n in range(50)))
@@ -97,7 +97,7 @@ async def test_nobody_waits_long_for_a_disk_that_hangs() -> None:
 
 
 async def test_the_event_loop_never_waits_for_the_disk() -> None:
-    """Known failure 35: the thread syncs, and nobody else is held up."""
+    """Syncing on the event loop would stall everyone; the thread does it (known failure 35)."""
     files = CrashFiles()
     writer = start(files)
     files.after_change = lambda kind: time.sleep(0.2 if kind == "sync" else 0)
@@ -128,7 +128,7 @@ async def test_a_refused_write_is_an_error_for_the_waiter_and_is_retried() -> No
 
 
 async def test_trouble_ends_with_a_write_and_not_with_nothing_to_write() -> None:
-    """Who writes nothing learns nothing of a full disk; who asks whether it works again writes something."""
+    """A write of nothing would not notice a full disk, so a probe for recovery must write something."""
     files = CrashFiles()
     writer = start(files)
     await writer.sync(writer.record(RecordKind.TURN, Note("before")))
@@ -198,7 +198,10 @@ async def test_a_close_writes_what_waits_and_takes_no_more() -> None:
 
 
 async def test_a_close_on_a_disk_that_hangs_can_be_given_up_and_holds_nobody_up() -> None:
-    """Known failure 3: the end of the program waits for every thread that is no daemon."""
+    """The interpreter waits for non-daemon threads at its exit, so a stuck thread must not stop the shutdown.
+
+    Known failure 3.
+    """
     files, stuck, goes_on = CrashFiles(), threading.Event(), threading.Event()
     writer = start(files)
 
