@@ -1,4 +1,4 @@
-"""Arguments for every kernel, described by numpy alone, so that any kernel set can be called with the same ones."""
+"""Sample arguments for every kernel, described in numpy, so that all kernel sets can be called with the same ones."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Turns:
 
 @dataclass(frozen=True)
 class Adapter:
-    """One adapter's side path: `downs` and `ups`, with the column where each of the latter writes."""
+    """The low-rank matrices of one adapter: `downs`, and `ups` with the first column that each writes."""
 
     slot: int
     downs: Sequence[np.ndarray]
@@ -73,7 +73,7 @@ class Call:
     """numpy arrays, constants, and what a kernel set packs itself: `Weights`, `Vector`, `Table`, `Turns`."""
 
     def given(self, kernels: Kernels) -> list[Any]:
-        """Return the arguments in this kernel set's own form; arrays are copied into it."""
+        """Return the arguments in this kernel set's own form; arrays are copied."""
 
         def given(one: Any) -> Any:
             if isinstance(one, np.ndarray):
@@ -91,7 +91,7 @@ class Call:
         return [given(one) for one in self.arguments]
 
     def arrays(self) -> list[int]:
-        """The places of arrays."""
+        """Return the positions of the arrays."""
         return [place for place, one in enumerate(self.arguments) if isinstance(one, np.ndarray)]
 
 
@@ -122,11 +122,11 @@ def quantized(rng: np.random.Generator, out: int, inner: int, kind: str) -> Quan
 
 
 ROWS = ((0, 1, 40), (1, 4, 0), (5, 3, 14), (8, 18, 15), (26, 1, 0))
-"""First token in the step, tokens, and first position of each row: single tokens, beginnings, block borders."""
+"""First token in the step, token count and first position of each row: single tokens, beginnings, block borders."""
 
 
 class Step:
-    """A step's places: rows, tables, slots, positions and the row of each token."""
+    """The inputs of a step: rows, tables, slots, positions and the row of each token."""
 
     def __init__(self, rng: np.random.Generator, rows: Sequence[tuple[int, int, int]] = ROWS, width: int = 4) -> None:
         self.rows = np.array(rows, np.int32)
@@ -140,7 +140,7 @@ class Step:
         self.slots = (places * BLOCK_TOKENS + self.positions % BLOCK_TOKENS).astype(np.int32)
 
     def holes(self) -> np.ndarray:
-        """The tables without what a window of 20 positions has passed, and without blocks behind the row."""
+        """Return the tables without blocks behind a window of 20 positions, and without blocks past the row's end."""
         tables = self.tables.copy()
         for line, (_, count, start) in zip(tables, self.rows.tolist(), strict=True):
             line[: max(0, start - 19) // BLOCK_TOKENS] = -1
@@ -148,7 +148,7 @@ class Step:
         return tables
 
     def states(self) -> np.ndarray:
-        """Tables of a state group: the states that rows begin with and leave, and one on the way."""
+        """Return the tables of a state group: states that rows start from and leave, and one in between."""
         tables = np.full_like(self.tables, -1)
         for line, ids, (_, count, start) in zip(tables, self.tables, self.rows.tolist(), strict=True):
             for position in (start - 1, start + count - 1, 15):
@@ -162,7 +162,7 @@ def floats(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 def calls(seed: int = 0) -> Iterator[Call]:
-    """Yield at least one call of every kernel, several of those with many modes."""
+    """Yield at least one call of every kernel, and several of kernels with many modes."""
     for make in (_plain, _matrices, _attention, _recurrent, _latent, _experts, _streams):
         yield from make(np.random.default_rng(seed))
 

@@ -1,8 +1,8 @@
-"""The kernel tests with every address and every undefined step of the native code checked (GCC or Clang):
+"""Runs the kernel tests with address and undefined-behaviour sanitizers in the native code (GCC or Clang).
 
     python -m tests.kernels.sanitize [pytest's arguments]
 
-The module is built with the sanitizers into a folder of its own and takes the place of the installed one there.
+The module is built with the sanitizers into a folder of its own, which takes precedence over the installed one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ sys.exit(pytest.main(sys.argv[2:]))
 
 
 def build() -> None:
-    """Configure and compile; fast where nothing changed."""
+    """Configure and compile; fast if nothing changed."""
     configure = ["cmake", "-S", ROOT / "src/cairn/kernels/csrc", "-B", BUILD, "-DCAIRN_SANITIZE=ON"]
     configure += [f"-DCAIRN_OUTPUT={BUILD}", f"-DPython_EXECUTABLE={sys.executable}"]
     subprocess.run(configure, check=True, stdout=subprocess.DEVNULL)
@@ -35,7 +35,7 @@ def build() -> None:
 
 
 def runtime() -> str:
-    """What Python must load before all else: the sanitizer, and the C++ library, in which it looks for exceptions."""
+    """Return the libraries to preload: the sanitizer, and the C++ library, where it looks for exceptions."""
     found = []
     for name in ("libasan.so", "libstdc++.so"):
         ask = [os.environ.get("CXX", "c++"), f"-print-file-name={name}"]
@@ -45,7 +45,7 @@ def runtime() -> str:
 
 def main() -> int:
     build()
-    # Python leaks by design. NaN, infinities and division by zero are IEEE's and not undefined.
+    # Python leaks by design. NaN, infinities and division by zero are defined by IEEE 754.
     environment = {
         **os.environ,
         "LD_PRELOAD": runtime(),

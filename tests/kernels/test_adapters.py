@@ -1,4 +1,4 @@
-"""The side path of adapters: its meaning, and that each row's bits are its own whatever runs beside it."""
+"""Adapters' low-rank products: their definition, and that each row's bits do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def random(*shape: int, seed: int = 0) -> Any:
 
 
 def adapters(count: int = 4) -> list[Adapter]:
-    """Adapters of different ranks; each changes two ranges of columns but the last, which changes one."""
+    """Return adapters of different ranks; each writes two ranges of columns but the last, which writes one."""
     found = []
     for number in range(count):
         rank, own = 3 + 7 * number, 100 * number
@@ -40,7 +40,7 @@ def adapters(count: int = 4) -> list[Adapter]:
 
 
 def run(kernels: Any, rows: list[tuple[int, list[tuple[int, float]]]], x: Any, start: Any) -> Any:
-    """Apply adapters to rows, given as tokens and (slot, scale) pairs, over `x` and `start` from their beginning."""
+    """Apply adapters to the leading rows of `x` and `start`; rows are token counts and (slot, scale) pairs."""
     made: tuple[LowRank, ...] = tuple(one.made(kernels) for one in adapters())
     spans, at = [], 0
     slots, scales = np.full((len(rows), 4), -1, np.int32), np.zeros((len(rows), 4), np.float32)

@@ -1,4 +1,4 @@
-"""Streams of a hidden state, gates that are sparse, and shares of experts: every kind of kernels."""
+"""AltUp streams, sparse gates and shares of experts, on every kernel set."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_one_stream_is_taken_put_and_added(kernels: Any) -> None:
 
 def test_a_stream_becomes_as_long_as_another(kernels: Any) -> None:
     x, like = random(TOKENS, WIDTH), 5 * random(TOKENS, WIDTH, seed=1)
-    x[3] = 1e-5  # which counts as longer than it is
+    x[3] = 1e-5  # which is taken for longer than it is
     found = np.maximum(np.square(x).mean(1, keepdims=True), 1e-5)
     want = x * np.sqrt(np.square(like).mean(1, keepdims=True)) / np.sqrt(found)
     kernels.match_magnitude(like, x)

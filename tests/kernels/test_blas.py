@@ -30,7 +30,7 @@ def random(*shape: int, seed: int = 0) -> Any:
 @pytest.mark.parametrize(("inner", "out"), SHAPES)
 @pytest.mark.parametrize("rows", [TILE, 1])
 def test_projection(inner: int, out: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Right, and the same bits for a row alone, in any place and in any company; also with one row a call."""
+    """A row has the same bits alone, in any place and in any batch, also with one row a call."""
     if rows == 1:
         monkeypatch.setattr(blas, "tile_rows", lambda *shape: 1)
     weight, bias, x = random(out, inner), random(out, seed=1), random(41, inner, seed=2)

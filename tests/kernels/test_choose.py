@@ -1,4 +1,4 @@
-"""Which kernels run: the fastest, the ones asked for, or a sentence that says why not."""
+"""The choice of kernels: the fastest, the requested ones, or an error that says why not."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_auto_is_the_fastest_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_variants_stand_in_order_of_speed_on_this_cpu() -> None:
-    """Intel's products of pairs of bfloat16 are slower than to widen them, so there `avx512` comes second."""
+    """On some Intel CPUs multiplying bfloat16 pairs is slower than widening them, so there `avx512` comes second."""
     found = list(native.variants())
     info = Path("/proc/cpuinfo")
     intel = info.exists() and "GenuineIntel" in info.read_text()
@@ -38,7 +38,7 @@ def test_variants_stand_in_order_of_speed_on_this_cpu() -> None:
 
 
 def test_where_there_is_a_compiler_the_native_kernels_were_compiled() -> None:
-    """An install goes on without them, so nothing else would tell that the sources do not compile."""
+    """An installation works without them, so nothing else would show that the sources do not compile."""
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None or subprocess.run([compiler, "--version"], capture_output=True).returncode:
         pytest.skip(f"{compiler} compiles nothing here")
@@ -83,7 +83,10 @@ def test_the_engine_runs_what_was_asked_for(kind: str, tmp_path: Path) -> None:
 
 
 def test_kernels_of_other_sources_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they compute would be stored as what these sources compute: a pull without a build, or one that failed."""
+    """After a pull without a build.
+
+    Or a failed one) their results would be stored under the identity of these sources.
+    """
     other = SimpleNamespace(VERSION="native-0", variants=lambda: [("portable", True)])
     monkeypatch.setattr(native.importlib, "import_module", lambda name: other)
     with pytest.raises(ModelError, match="the compiled kernels are of another version"):

@@ -1,4 +1,4 @@
-"""Devices by name: what is told of them, and every way in which one cannot be used."""
+"""Devices by name: what is reported of them, and every reason why one cannot be used."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.tiny_models import write_model
 
 
 def torch_with(cuda: str | None, hip: str | None = None, count: int = 0, memory: int | None = 10**9) -> Any:
-    """A torch that was built for GPUs, and sees so many of them."""
+    """Return a stand-in for torch that was built for GPUs and sees so many of them."""
 
     def info(index: int) -> tuple[int, int]:
         if memory is None:
@@ -115,7 +115,7 @@ def test_without_torch_every_device_but_the_cpu_says_how_to_get_it(monkeypatch: 
 
 
 def test_auto_is_the_cpu_while_no_other_device_keeps_answers() -> None:
-    """Known law: nobody is given another answer than the one that the CPU gives again and again."""
+    """Answers must not differ from those that the CPU gives for the same request."""
     assert devices.resolved("auto") == "cpu" and {"cpu"} == devices.KEEPS_ANSWERS
 
 
@@ -132,7 +132,7 @@ def test_a_cpu_install_never_imports_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kernel", ["norm", "rope_write", "attention", "gate"])
 def test_a_kernel_that_computes_wrong_numbers_fails_the_self_test(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class OffByOne(ReferenceKernels):
-        """Adds a hundredth to the first number that one kernel writes."""
+        """A kernel set that adds a hundredth to the first number one kernel writes."""
 
     def wrong(self: Any, *arguments: Any) -> None:
         getattr(ReferenceKernels, kernel)(self, *arguments)
@@ -182,7 +182,7 @@ def test_a_model_that_fits_the_machine_and_not_the_device_is_refused_with_the_fi
 def test_a_context_that_fits_the_machine_and_not_the_device_is_told_with_the_figures(
     wanted: int | None, planted: Any, tmp_path: Path
 ) -> None:
-    """It is served as far as the device's memory goes; a prompt that is longer is refused with what the pool holds."""
+    """The model is served with the context that fits; a longer prompt is refused with the pool's size."""
     folder = write_model(tmp_path, max_position_embeddings=16384)
     planted(torch_with("12.9", count=1, memory=20_000_000))
     spec, config = load_spec(folder), Config(device="cuda:0", context=wanted, max_running=1, step_tokens=64)

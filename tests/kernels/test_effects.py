@@ -1,4 +1,4 @@
-"""What kernels are declared to do to their arguments is what the reference kernels do."""
+"""The declared effects of kernels on their arguments, against the reference kernels."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from cairn.kernels.storage import Storage
 from tests.kernels.arguments import Call, calls
 
 PACKING = {"vector", "table", "matrix", "rope", "numerics", "sampler", "program", "close", "logits_rows"}
-"""Members that compute nothing of a step."""
+"""Members that compute nothing in a step."""
 
 
 def results(call: Call, noise: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """All arrays before and after a call; those that it overwrites hold other numbers for another `noise`."""
+    """Return all arrays before and after a call; overwritten ones start with other numbers for another `noise`."""
     kernels = ReferenceKernels()
     given = call.given(kernels)
     rng = np.random.default_rng(noise)
@@ -57,7 +57,7 @@ def test_a_kernel_changes_what_it_declares_and_reads_nothing_that_it_overwrites(
 
 @pytest.mark.parametrize("kernel", sorted(name for name, one in EFFECTS.items() if one.updates))
 def test_what_an_updated_argument_held_before_counts(kernel: str) -> None:
-    """Or it would be one that is overwritten, and more calls could be fused."""
+    """If it did not, the argument would only be overwritten, and more calls could be fused."""
     call = next(call for call in calls() if call.kernel == kernel)
     for place in EFFECTS[kernel].updates:
         other = [*call.arguments]

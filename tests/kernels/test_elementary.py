@@ -1,4 +1,4 @@
-"""Elementary functions: how near they are, the same bits in numpy and C++, and nothing of the C library's."""
+"""Elementary functions: their accuracy, the same bits in numpy and C++, and no use of the C library's."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ DIGESTS = {
 
 
 def samples() -> Any:
-    """Float32 numbers of every size, many around 0 and 1, and angles from none to those that are near many turns."""
+    """Return float32 numbers of every size, many near 0 and 1, and angles from none to many turns."""
     rng = np.random.default_rng(0)
     anything = rng.integers(0, 1 << 32, 200_000, dtype=np.uint64).astype(np.uint32).view(np.float32)
-    # The nearest to multiples of a quarter turn, of which little is left.
+    # The nearest floats to multiples of a quarter turn lose most digits in the reduction.
     turns = (rng.integers(1, 1 << 40, 100_000) >> rng.integers(0, 40, 100_000)) * (np.longdouble(math.pi) / 2)
     parts = [
         anything[np.isfinite(anything)],
@@ -85,7 +85,7 @@ def inside(name: str) -> Any:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_results_are_within_0_51_units_in_the_last_place(name: str) -> None:
-    """Of the truth, which is the machine's own function in longer numbers."""
+    """The reference is the machine's own function in a wider type."""
     x = inside(name)
     got = FUNCTIONS[name](x)
     with np.errstate(all="ignore"):
@@ -119,14 +119,14 @@ def test_arrays_of_every_shape_and_order(shape: tuple[int, ...]) -> None:
 @pytest.mark.skipif(not native.variants(), reason="the native kernels were not compiled")
 @pytest.mark.parametrize("name", COMPILED)
 def test_numpy_and_the_module_give_the_same_bits(name: str) -> None:
-    """The module is compiled for every machine of its kind at once: no instruction set decides about these bits."""
+    """The module is compiled once for all machines of its kind, so no instruction set may decide about the bits."""
     x = inside(name)
     assert compiled(name, x).tobytes() == FUNCTIONS[name](x).tobytes()
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_bits_are_the_same_on_every_machine(name: str) -> None:
-    """Those of the machine that this was written on. Where they are to be others, the kernels' versions are too."""
+    """Recorded on one machine. Whoever changes these bits must change the kernels' versions too."""
     x = np.arange(0, 1 << 32, 65_521).astype(np.uint32).view(np.float32)
     found = FUNCTIONS[name](x)
     assert hashlib.sha256(found[~np.isnan(found)].tobytes()).hexdigest()[:16] == DIGESTS[name]
@@ -153,7 +153,7 @@ def test_positions_are_turned_by_the_same_bits_with_every_kind_of_kernels() -> N
 
 
 def test_single_numbers_are_rounded_once() -> None:
-    """Within half a unit in the last place of what longer numbers give."""
+    """Within half a unit in the last place of the wider type's result."""
     rng = np.random.default_rng(0)
     for base, exponent in zip(np.exp(rng.uniform(-9, 30, 200)).tolist(), rng.uniform(-2, 2, 200).tolist(), strict=True):
         log = np.log(np.longdouble(base))
@@ -169,12 +169,12 @@ def test_single_numbers_are_rounded_once() -> None:
 
 
 def dynamic(path: Path) -> tuple[set[str], set[str], set[str]]:
-    """(the libraries that a shared object of 64 bits wants, symbols that it lacks, symbols that it has)."""
+    """Return (needed libraries, undefined symbols, defined symbols) of a 64-bit shared object."""
     data = path.read_bytes()
     assert data[:6] == b"\x7fELF\x02\x01", path
     (table,) = struct.unpack_from("<Q", data, 40)
     entry, count = struct.unpack_from("<HH", data, 58)
-    # Type, offset, size and linked section of each section.
+    # type, offset, size and linked section of each section
     sections = [struct.unpack_from("<4xI16xQQI", data, table + i * entry) for i in range(count)]
 
     def text(section: int, at: int) -> str:
@@ -194,7 +194,7 @@ def dynamic(path: Path) -> tuple[set[str], set[str], set[str]]:
 
 
 def mapped(*names: str) -> Path | None:
-    """The library, whose file begins with one of these names, that this process has loaded."""
+    """Return the path of a loaded library whose file name starts with one of these."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     return next((Path(line.split()[-1]) for line in maps if Path(line.split()[-1]).name.startswith(names)), None)
 
@@ -202,7 +202,7 @@ def mapped(*names: str) -> Path | None:
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system has no ELF files")
 @pytest.mark.skipif(not native.variants(), reason="the native kernels were not compiled")
 def test_the_module_takes_nothing_from_libm() -> None:
-    """Not a function of it, so that no bit is another after an upgrade of the system."""
+    """Otherwise a system upgrade could change bits."""
     needed, lacking, _ = dynamic(Path(native._module().__file__))
     assert "memcpy" in lacking and any(name.startswith("libstdc++") for name in needed), "the file was read"
     assert not [name for name in needed if name.startswith("libm.")]
@@ -221,7 +221,7 @@ NAMES = {
     *("sinc", "i0", "geomspace", "logspace", "inv_cdf"),
 }
 ALLOWED = {
-    # What a client is told, or which token is drawn: neither KV nor logits depend on it.
+    # Reported to clients, or used to draw a token; neither KV nor logits depend on it.
     ("engine/sampling.py", "log"),
     ("kernels/extras.py", "log"),
     ("kernels/extras.py", "log2"),
@@ -229,13 +229,13 @@ ALLOWED = {
     ("engine/profile.py", "**"),  # a mean of speeds
     ("kv/disk/codec_check.py", "exp"),
     ("kv/disk/codec_check.py", "log"),
-    # Rounded to float32 at once.
+    # rounded to float32 at once
     ("models/families/uneven_spec.py", "inv_cdf"),
 }
 
 
 def inexact(power: ast.BinOp) -> bool:
-    """Whether a power is one of the C library that it may round: not those of 2, nor whole ones of whole numbers."""
+    """Return whether the C library may round this power: not powers of 2, nor whole powers of whole numbers."""
     if isinstance(power.left, ast.Constant) and power.left.value == 2:
         return False
     broken = any(
@@ -246,7 +246,7 @@ def inexact(power: ast.BinOp) -> bool:
 
 
 def borrowed(tree: ast.AST) -> set[str]:
-    """The functions of numpy, `math` and the C library that a module uses and that machines compute differently."""
+    """Return the functions that a module uses of numpy, `math` and the C library and that differ by machine."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in NAMES:
@@ -260,7 +260,7 @@ def borrowed(tree: ast.AST) -> set[str]:
 
 
 def test_what_computes_and_loads_models_borrows_no_function() -> None:
-    """What numpy and Python give for these is the C library's, or that of the CPU's instructions."""
+    """What numpy and Python return for these depends on the C library or on the CPU's instructions."""
     root = Path(cairn.__file__).parent
     found = {
         (path.relative_to(root).as_posix(), name)

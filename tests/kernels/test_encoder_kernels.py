@@ -1,4 +1,4 @@
-"""Layer norm, activations and attention in both directions, of every kind of kernels, against their plain meaning."""
+"""Layer norm, activations and bidirectional attention on every kernel set, against their plain definition."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_activations(kernels: Any, name: str) -> None:
 
 
 def packed(lengths: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows, tables and slots of texts behind each other, each in blocks of its own, in an order that is not theirs."""
+    """Return rows, tables and slots of concatenated texts, each in blocks of its own in shuffled order."""
     rows, tables, slots, first, block = [], np.full((len(lengths), 160), -1, np.int32), list[int](), 0, 0
     total = sum(-(-length // BLOCK_TOKENS) for length in lengths)
     for number, length in enumerate(lengths):
@@ -77,7 +77,7 @@ def packed(lengths: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def attended(kernels: Any, lengths: list[int], qkv: np.ndarray, window: int, dtype: str = "float32") -> np.ndarray:
-    """Attention of texts whose q, k, v stand behind each other, with garbage in every other place."""
+    """Return the attention of texts with concatenated q, k, v; every unused slot holds garbage."""
     rows, tables, slots = packed(lengths)
     count, blocks = len(qkv), int(tables.max()) + 1
     kv = kernels.allocate((blocks, 1, 2, HEADS, BLOCK_TOKENS, SIZE), dtype)
@@ -107,7 +107,7 @@ def meaning(lengths: list[int], qkv: np.ndarray, window: int) -> np.ndarray:
 
 @functools.cache
 def meaning_of_normal(lengths: tuple[int, ...], window: int) -> np.ndarray:
-    """The same numbers for every kind of kernels, computed once."""
+    """Compute the expected attention once, since it is the same for every kernel set."""
     return meaning(list(lengths), normal(sum(lengths), 3 * HEADS * SIZE), window)
 
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts: routing against plain sorting, products against each token's own sum, and the same answer."""
+"""Mixtures of experts: routing against plain sorting, products against each token's own sum, in any batch."""
 
 from __future__ import annotations
 
@@ -59,7 +59,10 @@ def test_the_largest_parts_are_chosen_and_shared(kernels: Any, kind: str, normed
 
 
 def test_only_the_best_groups_are_chosen_from(kernels: Any) -> None:
-    """Four groups of three; the two best by the sum of their two largest, whatever else is large."""
+    """Four groups of three.
+
+    The two with the largest sum of their best two are used, whatever other scores are large.
+    """
     scores = np.array([[9, -9, -9, 2, 2, 1, 3, 3, -9, 4, -9, 2]], np.float32)
     scores = np.log(1 / (1 + np.exp(-scores)) / (1 - 1 / (1 + np.exp(-scores))))
     chosen, _ = route(kernels, scores, 4, "sigmoid", groups=4, chosen_groups=2)
@@ -99,7 +102,7 @@ FORMS: dict[str, Any] = {
 
 
 def mixture(form: str, hidden: int, width: int, experts: int = EXPERTS) -> tuple[list[Any], list[Any]]:
-    """(gate, up), bias of both; and down, bias, of each expert."""
+    """Return (gate, up) and their bias, and down and its bias, for each expert."""
     make = FORMS[form]
     wide = [
         ([make(width, hidden, 10 * e), make(width, hidden, 10 * e + 1)], random(2 * width, seed=e))
@@ -141,7 +144,7 @@ def test_experts_give_each_token_its_own_sum(kernels: Any, form: str, activation
             gates = (meaning(x[row : row + 1], wide[expert][0]) + wide[expert][1]).astype(np.float32)
             passed = gated(gates, activation)
             want[row] += share * (meaning(passed, [back[expert][0]])[0] + back[expert][1])
-    # Codes of what is gated may be one apart where a rounding is close; bfloat16 pairs round activations.
+    # A rounding near a tie may shift gated codes by one; bfloat16 pairs round activations.
     close = 0.05 if form not in ("f32", "f16") else 1e-4
     np.testing.assert_allclose(got, want, atol=close * np.abs(want).max(), rtol=0)
 
@@ -149,7 +152,7 @@ def test_experts_give_each_token_its_own_sum(kernels: Any, form: str, activation
 @pytest.mark.parametrize("form", FORMS)
 @np.errstate(all="ignore")
 def test_a_token_s_sum_does_not_know_its_batch(kernels: Any, form: str) -> None:
-    """Known failure 36: alone, beside few and beside many, all to one expert or spread, every bit is the same."""
+    """Alone, among few and among many, all to one expert or spread: every bit is the same (known failure 36)."""
     hidden, width = (256, 256) if form in ("q4_k", "q6_k") else (64, 96)
     matrices = built(kernels, *mixture(form, hidden, width))
     x, (chosen, shares) = random(700, hidden, seed=9), choices(700)
@@ -192,7 +195,7 @@ def test_a_gate_decides_how_much_of_a_shared_expert_is_added(kernels: Any) -> No
 
 
 def heads(kernels: Any, qkv: Any, angles: Any, q_norm: Any, k_norm: Any, q_heads: int, size: int) -> tuple[Any, Any]:
-    """q [M, Q, D] as it comes, and k as attention sees it: scores of unit queries with keys."""
+    """Return q [M, Q, D] as produced, and k as attention sees it: scores of unit queries with keys."""
     tokens, kv_heads = len(qkv), (qkv.shape[1] // size - q_heads) // 2
     kv = np.zeros((1, 1, 2, kv_heads, 16, size), np.float32)
     query = np.zeros((tokens, q_heads, size), np.float32)
@@ -225,7 +228,7 @@ def test_heads_are_turned_in_part_and_normed_together(kernels: Any, turned: int,
 
 @pytest.mark.parametrize("window", [0, 33])
 def test_a_sink_takes_its_share(kernels: Any, window: int) -> None:
-    """Also where it is the largest score, and far below; over a span's end, in one token and in many."""
+    """Also when it is the largest score or far below, across a span's end, and for one token or many."""
     q_heads, kv_heads, size, tokens = 4, 2, 24, 80
     sinks = np.array([-30.0, 0.5, 3.0, 40.0], np.float32)
     qkv = random(tokens, (q_heads + 2 * kv_heads) * size)

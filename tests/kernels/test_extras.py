@@ -1,4 +1,4 @@
-"""Samplers beyond the usual ones: what each keeps, by hand, and the same whatever kernels run and whoever is beside."""
+"""Extra samplers: what each keeps, by hand, and that kernel set and batch do not matter."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def row(extras: SamplingExtras, tokens: Any = (0,), prompt: int = 1, seed: int =
 
 
 def drawn(extras: SamplingExtras, chances: Any, draws: int = 300, **more: Any) -> set[int]:
-    """All tokens that come out of many draws from these chances."""
+    """Return all tokens that come out of many draws from these chances."""
     logits = np.log(np.array([chances], np.float32) + np.float32(1e-30))
     rows = [row(extras, seed=seed, **more) for seed in range(draws)]
     return {choice.token for one in rows for choice in choose(NUMPY, [Line(one)], logits) if choice.token is not None}
@@ -58,7 +58,7 @@ def test_what_is_kept(extras: SamplingExtras, kept: set[int]) -> None:
 
 
 def test_n_sigma_is_of_the_logits() -> None:
-    logits = np.array([[0.0, -1.0, -2.0, -3.0]], np.float32)  # a deviation of 1.118
+    logits = np.array([[0.0, -1.0, -2.0, -3.0]], np.float32)  # a standard deviation of 1.118
     for count, kept in ((0.8, {0}), (0.9, {0, 1}), (1.8, {0, 1, 2}), (2.7, {0, 1, 2, 3})):
         rows = [row(SamplingExtras(top_n_sigma=count), seed=seed) for seed in range(200)]
         assert {choose(NUMPY, [Line(one)], logits)[0].token for one in rows} == kept
@@ -74,7 +74,7 @@ def test_the_usual_cuts_apply_beside_them() -> None:
 
 
 def test_with_extras_that_change_nothing_the_same_tokens_come_as_without() -> None:
-    """All of the usual samplers mean here what they mean there, where a cut ranks the tokens."""
+    """The usual samplers must mean the same on the path that extras take, and there a cut ranks the tokens."""
     rng = np.random.default_rng(5)
     for _ in range(200):
         logits = lines_of_logits(rng, 1, 64)
@@ -131,7 +131,7 @@ def test_where_nothing_is_left_there_is_no_token() -> None:
 
 
 def test_a_temperature_within_its_range_is_higher_where_the_model_is_unsure() -> None:
-    """Sure: near temperature - range, so the second token hardly comes; unsure: near temperature + range."""
+    """When sure, it is near temperature - range, so the second token is rare; when unsure, near temperature + range."""
     on = SamplingExtras(dynatemp_range=0.9)
     sure = np.array([[0.0, -3.0, *[-30.0] * 30]], np.float32)
     rows = [row(on, seed=seed) for seed in range(400)]
@@ -168,7 +168,7 @@ def test_mirostat_1_keeps_as_many_as_zipfs_law_says() -> None:
 
 @pytest.mark.parametrize("form", [1, 2])
 def test_mirostat_has_the_mean_surprise_that_was_asked_for(form: int) -> None:
-    """Whatever the distributions are, and with no number that could break it."""
+    """For any distribution, and without a number that could break it."""
     rng = np.random.default_rng(5)
     for tau in (2.0, 4.0):
         extras = SamplingExtras(mirostat=form, mirostat_tau=tau, mirostat_eta=0.2)
@@ -191,7 +191,7 @@ def test_mirostat_has_the_mean_surprise_that_was_asked_for(form: int) -> None:
 
 @pytest.mark.parametrize("variant", [name for name in KERNELS if name != "reference"])
 def test_all_kernels_give_the_same_tokens_alone_and_in_company(variant: str) -> None:
-    """Of lines with extras, without, and under masks, in one step."""
+    """For rows with extras, without, and under masks, in one step."""
     rng = np.random.default_rng(11)
     kernels = NativeKernels(variant, threads=2)
     sampler = kernels.sampler(97)

@@ -1,5 +1,8 @@
-"""Neighbouring calls become one kernel where nothing else reads what they pass on; that the numbers are the same is in
-tests/models/forward/test_decoder.py, which replays fused programs against plain calls."""
+"""Neighbouring calls are fused if nothing else reads what they pass on.
+
+tests/models/forward/test_decoder.py tests that the numbers stay the same, by replaying fused programs against plain
+calls.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Norms, turns and gates of heads that lie in wider rows: every kind of kernels against what they mean."""
+"""Norms, rotations and gates of heads that lie in wider rows, on every kernel set, against their definition."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_layer_norms_of_heads(kind: str, size: int, apart: bool, biased: bool) -
 @pytest.mark.parametrize("width", [48, 70, 512])
 @pytest.mark.parametrize("kind", KERNELS)
 def test_logits_of_a_layer_norm(kind: str, width: int, biased: bool) -> None:
-    """As its parts, with the bias of the head; and the same bits whatever else is wanted."""
+    """Computed from its parts, with the head's bias; other outputs of the call do not change the bits."""
     rng = np.random.default_rng(width)
     hidden = rng.standard_normal((9, width), dtype=np.float32) - np.float32(2)
     weight, bias = rng.standard_normal((2, width), dtype=np.float32)

@@ -1,4 +1,4 @@
-"""Attention over latents: every kind of kernels against plain softmax attention over written-out keys and values."""
+"""Attention over latents on every kernel set, against plain softmax attention over written-out keys and values."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from cairn.types.model_spec import BLOCK_TOKENS
 from tests.tiny_models import KERNELS
 
 SHAPES = [(4, 40, 8, 18, 14), (10, 64, 16, 16, 20), (7, 33, 2, 5, 3), (16, 512, 64, 128, 128)]
-"""Heads, rank, turned, plain, value."""
+"""Heads, rank, rotated size, plain size, value size."""
 CLOSE = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 3e-2, "int8": 8e-2}
 DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "int8": np.int8}
 
 
 class Case:
-    """One layer's numbers for rows of (tokens, start), and what attention over them gives."""
+    """Inputs of one layer for rows of (tokens, start), and the expected attention."""
 
     def __init__(self, shape: tuple[int, ...], rows: list[tuple[int, int]], seed: int = 0) -> None:
         self.heads, self.rank, self.turned, self.plain, self.value = shape
@@ -38,7 +38,7 @@ class Case:
         ]
 
     def turn(self, x: np.ndarray, angles: np.ndarray, neighbours: bool) -> np.ndarray:
-        """The tail of x as complex numbers that are multiplied."""
+        """Rotate the tail of x by multiplying complex numbers."""
         half = self.turned // 2
         pairs = x.reshape(*x.shape[:-1], half, 2) if neighbours else x.reshape(*x.shape[:-1], 2, half).swapaxes(-1, -2)
         factor = (angles[:, 0] + 1j * angles[:, 1]).reshape(len(x), *[1] * (x.ndim - 2), half)
@@ -47,7 +47,7 @@ class Case:
         return (both if neighbours else both.swapaxes(-1, -2)).reshape(x.shape)
 
     def want(self, neighbours: bool, scale: float) -> list[np.ndarray]:
-        """Each row's answer [count, heads * value], in float64 with keys and values written out."""
+        """Return each row's answer [count, heads * value], in float64 with keys and values written out."""
         found = []
         for number, (count, start) in enumerate(self.rows):
             x, q, angles = (one[number].astype(np.float64) for one in (self.x, self.q, self.angles))
@@ -68,7 +68,7 @@ class Case:
         return found
 
     def run(self, kernels: Any, dtype: str, neighbours: bool, scale: float, fill: float = 0.0) -> list[np.ndarray]:
-        """The rows together: what comes before them is written first. `fill`: what the pool holds before."""
+        """Run the rows together, after writing what precedes them. `fill`: what the pool holds at first."""
         blocks = sum(-(-(count + start) // BLOCK_TOKENS) for count, start in self.rows) + 1
         width = row_bytes(self.kept, once=True) if dtype == "int8" else self.kept
         kv = kernels.allocate((blocks, 3, 1, 1, BLOCK_TOKENS, width), dtype)
@@ -80,7 +80,7 @@ class Case:
         tables, at = np.full((len(self.rows), width), -1, np.int32), blocks - 1
         for number, (count, start) in enumerate(self.rows):
             for place in range(-(-(count + start) // BLOCK_TOKENS)):
-                tables[number, place] = at  # downwards: not the natural order
+                tables[number, place] = at  # blocks in descending order, not the natural one
                 at -= 1
         every, slots, lines, first = [], [], [], 0
         for number, (count, start) in enumerate(self.rows):
@@ -130,7 +130,7 @@ def test_it_is_attention_over_written_out_keys_and_values(
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", [kind for kind in KERNELS if kind != "reference"])
 def test_latents_of_8_bits_are_what_the_meaning_says(kind: str, shape: tuple[int, ...]) -> None:
-    """Rounding moves an answer by some hundredths; all kernels round alike."""
+    """Rounding changes an answer by some hundredths; all kernels round alike."""
     case = Case(shape, [(1, 130), (70, 0), (1, 0), (9, 60)] if shape[1] < 500 else [(2, 70), (3, 0)])
     found = []
     for name in (kind, "reference"):
@@ -183,7 +183,7 @@ def test_a_token_that_is_no_number_spoils_none_before_it(kind: str) -> None:
 @pytest.mark.parametrize("form", ["int8", "int4", "bfloat16"])
 @pytest.mark.parametrize("kind", KERNELS)
 def test_heads_with_packed_matrices_are_those_of_products_alone(kind: str, form: str) -> None:
-    """Each head's numbers are what `project` makes of them with the head's own matrix, bit for bit."""
+    """`project` with the head's own matrix gives the same numbers, bit for bit."""
     rng = np.random.default_rng(5)
     heads, plain, turned, rank, count = 3, 64, 8, 40, 21
     every = [packed(rng, form, rank, plain) for _ in range(heads)]
@@ -207,7 +207,7 @@ def test_heads_with_packed_matrices_are_those_of_products_alone(kind: str, form:
 
 
 def packed(rng: np.random.Generator, form: str, out: int, inner: int) -> Any:
-    """A random matrix [out, inner] as weights may be held."""
+    """Return a random matrix [out, inner] in one of the forms in which weights are held."""
     if form == "bfloat16":
         return rng.standard_normal((out, inner)).astype(ml_dtypes.bfloat16)
     scale = np.full((out, inner // 32), 0.01, np.float16)

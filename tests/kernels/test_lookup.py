@@ -1,4 +1,4 @@
-"""Rows of packed matrices, in all kernels."""
+"""Rows of packed matrices, looked up on every kernel set."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from tests.tiny_models import KERNELS
     ],
 )
 def test_a_matrix_is_a_table_of_its_rows(kernels: str, parts: Any) -> None:
-    """An embedding that is also the head is held once; what is looked up are the weights themselves, bit for bit."""
+    """An embedding that is also the head is held once; a looked-up row is the weights themselves, bit for bit."""
     one = load_kernels(kernels, 2)
     want = np.concatenate([dequantized(p) if isinstance(p, Packed) else p.astype(np.float32) for p in parts])
     tokens = np.array([0, 15, 16, len(want) - 1, 3, 3, len(want) // 2], np.int32)

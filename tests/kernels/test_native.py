@@ -1,7 +1,7 @@
-"""Each native kernel, in every variant that runs here, against its meaning; and the law of the same answer.
+"""Each native kernel in every variant that runs here, against its definition, alone and in any batch.
 
-Tolerances: sums of n products of numbers near 1 round differently in another order by up to about n * 2**-24 of the
-sum of magnitudes; what is asked is a few times what was seen, far below what any wrong index would give.
+Tolerances: a sum of n products of numbers near 1 rounds differently in another order, by up to about n * 2**-24 of the
+sum of magnitudes. The bounds are a few times what was observed, far below the error of any wrong index.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
 KV_DTYPES = [*DTYPES, np.int8]
 """int8 is q8: codes with their scales."""
 KV_CLOSE: dict[Any, tuple[float, float]] = {ml_dtypes.bfloat16: (4e-2, 2e-3), np.int8: (1e-3, 1e-4)}
-"""How far attention over a type may be from its meaning: the most, and the mean. Others are exact but for the order."""
+"""Largest and mean error of attention over a type. Other types are exact but for the order of sums."""
 
 if not VARIANTS:
     pytest.skip("the native kernels were not compiled", allow_module_level=True)
@@ -48,7 +48,7 @@ def meaning() -> Any:
 
 
 def rounded_to_pairs(kernels: Any, x: Any) -> Any:
-    """Activations as products with bfloat16 weights see them: AVX-512 multiplies pairs of bfloat16."""
+    """Round activations as products with bfloat16 weights do; AVX-512 multiplies pairs of bfloat16."""
     return x.astype(ml_dtypes.bfloat16).astype(np.float32) if kernels.numerics[1] == "avx512" else x
 
 
@@ -61,7 +61,7 @@ def random(*shape: int, seed: int = 0) -> Any:
     ("inner", "outs"), [(1, [1]), (2, [16]), (7, [15, 2]), (33, [64]), (64, [100, 7, 7]), (257, [33]), (128, [400])]
 )
 def test_a_product_is_the_reference_s_and_each_row_s_own(kernels: Any, dtype: Any, inner: int, outs: list[int]) -> None:
-    """Rows 1 to 33, outputs that are no multiple of 16, odd inner sizes; the same bits alone as in any batch."""
+    """Rows 1 to 33, outputs that are no multiple of 16, odd inner sizes; alone and in any batch."""
     weights = [random(out, inner, seed=n).astype(dtype) for n, out in enumerate(outs)]
     biases = [random(out, seed=n + 9) if n % 2 == 0 else None for n, out in enumerate(outs)]
     matrix = kernels.matrix(weights, biases)
@@ -111,7 +111,7 @@ def test_gated_mlp(kernels: Any, meaning: Any, activation: str, width: int) -> N
         both, back = one.matrix([gate, up], [None, None]), one.matrix([down], [None])
         found.append(hidden.copy())
         one.gated_mlp(found[-1], norm, 1e-6, both, activation, back)
-    # Squares make large terms that cancel in a sum: its error is that of the terms.
+    # Squares make large terms that cancel in a sum; the error is that of the terms.
     largest = 1e-6 * float(np.abs(found[1]).max()) if activation == "relu2" else 0.0
     np.testing.assert_allclose(found[0], found[1], rtol=1e-5, atol=max(2e-4, largest))
     both, back = kernels.matrix([gate, up], [None, None]), kernels.matrix([down], [None])
@@ -122,13 +122,13 @@ def test_gated_mlp(kernels: Any, meaning: Any, activation: str, width: int) -> N
 
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
 def test_activations_over_their_whole_range(kernels: Any, activation: str) -> None:
-    """Seen through identity matrices: one output is act(x) * 1."""
+    """Seen through identity matrices: each output is act(x) * 1."""
     x = np.concatenate([np.linspace(-100, 100, 4001), [-1e5, 1e5, 1e-40, 0, -87.3, -88, 88.7, 89]]).astype(np.float32)
     ones = np.ones((len(x), 1), np.float32)
     gate, up = np.array([[1, 0]], np.float32), np.array([[0, 1]], np.float32)
     down = np.array([[0], [1]], np.float32)
     hidden = np.concatenate([x[:, None], ones], axis=1)
-    # A norm is undone by its weight: rms_norm divides row by row, so give each row alone its own weight.
+    # rms_norm is undone by the norm's weight; it divides row by row, so each row is called with a weight of its own.
     got = []
     both, back = kernels.matrix([gate, up], [None, None]), kernels.matrix([down], [None])
     for row in hidden[::7]:
@@ -150,7 +150,7 @@ def test_embedding_is_exact(kernels: Any, dtype: Any) -> None:
 
 
 def test_half_weights_are_exact(kernels: Any) -> None:
-    """Every finite float16, seen through a product with 1."""
+    """Every finite float16, multiplied by 1."""
     every = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
     every = every[np.isfinite(every)][:, None]
     out = np.zeros((1, len(every)), np.float32)
@@ -159,12 +159,12 @@ def test_half_weights_are_exact(kernels: Any) -> None:
 
 
 def whole_size(size: int, dtype: Any) -> int:
-    """The next size of a head that a pool of this type holds."""
+    """Return the next head size that a pool of this type supports."""
     return size + -size % 4 if dtype == np.int8 else size
 
 
 def laid_out(kv: Any) -> Any:
-    """A pool in the reference's order, [.., K, block_tokens, D], as the native kernels lay it out."""
+    """Lay a pool in the reference's order, [.., K, block_tokens, D], out as the native kernels do."""
     shape, out = kv.shape, np.empty_like(kv)
     keys, values = kv[:, :, 0], kv[:, :, 1]
     if kv.dtype == np.int8:
@@ -192,7 +192,7 @@ def laid_out(kv: Any) -> Any:
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(6, 2, 8), (4, 4, 2), (3, 1, 34), (2, 1, 128), (1, 1, 1024)])
 @pytest.mark.parametrize("normed", [False, True])
 def test_rope_write(kernels: Any, meaning: Any, heads: int, kv_heads: int, size: int, normed: bool, dtype: Any) -> None:
-    """What is not written keeps its bits, the other position of a pair above all."""
+    """Bytes that are not written keep their bits, above all the other position of a pair."""
     tokens = 6
     qkv, slots = random(tokens, (heads + 2 * kv_heads) * size), np.array([3, 0, 37, 17, 30, 31], np.int32)
     norms = [1 + random(size, seed=seed) if normed else None for seed in (3, 4)]
@@ -213,7 +213,7 @@ def test_rope_write(kernels: Any, meaning: Any, heads: int, kv_heads: int, size:
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(6, 2, 8), (4, 4, 4), (3, 1, 36), (2, 1, 128), (1, 1, 1024)])
 def test_rope_write_of_8_bits(kernels: Any, meaning: Any, heads: int, kv_heads: int, size: int) -> None:
-    """Codes and scales are those of the meaning, and no other byte is touched: lanes are shared by four positions."""
+    """No other byte is touched: four positions share a lane."""
     tokens = 6
     qkv, slots = random(tokens, (heads + 2 * kv_heads) * size), np.array([3, 0, 37, 17, 30, 31], np.int32)
     v = qkv[:, -kv_heads * size :].reshape(tokens, kv_heads, size)
@@ -231,14 +231,14 @@ def test_rope_write_of_8_bits(kernels: Any, meaning: Any, heads: int, kv_heads: 
     at = 4 * BLOCK_TOKENS
     np.testing.assert_allclose(got[..., :at].copy().view("<f4"), want[..., :at].copy().view("<f4"), rtol=1e-6)
     assert got[:, :, 1].tobytes() == want[:, :, 1].tobytes(), "values are rounded as they come"
-    # A key is turned first, whose last bit may decide about a code.
+    # A key is rotated first; the last bit of that may decide about a code.
     apart = np.abs(got[:, :, 0, :, at:].astype(int) - want[:, :, 0, :, at:])
     assert apart.max() <= 1 and np.count_nonzero(apart) <= 2 + apart.size // 1000
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 def test_kv_is_rounded_to_nearest_even(kernels: Any, dtype: Any) -> None:
-    """Values are written as they come: the bits are those of the type's own rounding, over its whole range."""
+    """Values are stored unchanged, so the bits show the type's own rounding, over its whole range."""
     rng, size = np.random.default_rng(5), 1024
     tiny = float(ml_dtypes.finfo(dtype).tiny)
     edges = [
@@ -276,7 +276,7 @@ def test_kv_is_rounded_to_nearest_even(kernels: Any, dtype: Any) -> None:
 def naive_rows(
     query: Any, pool: Any, layer: int, rows: list[tuple[int, int, int]], tables: Any, window: int, scale: float
 ) -> Any:
-    """Attention from a pool in the reference's order, one query at a time, with all that it sees gathered."""
+    """Compute attention from a pool in the reference's order, one query at a time, gathering all that it sees."""
     want = np.empty((len(query), query.shape[1] * query.shape[2]), np.float32)
     for number, (first, count, start) in enumerate(rows):
         for position in range(start, start + count):
@@ -303,11 +303,13 @@ def naive_rows(
     ],
 )
 def test_attention(kernels: Any, heads: int, kv_heads: int, size: int, window: int, dtype: Any) -> None:
-    """Known failure 36: chunks and decodes in one call, each with its own mask, in blocks out of order; unread places
-    hold NaN, and each token's answer is the same bits alone, with the places behind it not yet written.
+    """Chunks and decodes in one call, each with its own mask, in blocks out of order.
 
-    Where queries and weights are rounded to bfloat16, that moves a result by about 2**-8 of the values' size; to 15
-    bits, by less than 2**-14 of the largest in a span.
+    Unread places hold NaN. Each token's answer has the same bits alone, before the places behind it are written:
+    chunked prefill once ignored the window's mask (known failure 36).
+
+    Rounding queries and weights to bfloat16 moves a result by about 2**-8 of the values' size; rounding to 15 bits, by
+    less than 2**-14 of the largest in a span.
     """
     size = whole_size(size, dtype)
     rows, tables, query, pool, want = attention_case(heads, kv_heads, size, window, dtype)
@@ -332,7 +334,10 @@ def test_attention(kernels: Any, heads: int, kv_heads: int, size: int, window: i
 
 @functools.cache
 def attention_case(heads: int, kv_heads: int, size: int, window: int, dtype: Any) -> Any:
-    """Rows, tables, queries, a pool in the reference's order, and what attention gives: once for all kernels."""
+    """Return rows, tables, queries, a pool in the reference's order, and the expected attention.
+
+    Cached for all kernels.
+    """
     rng = np.random.default_rng(0)
     rows = [(0, 1, 0), (1, 1, 131), (2, 37, 50), (39, 1, 63), (40, 64, 0), (104, 1, 64), (105, 3, 126)]
     tokens, width = 108, 12

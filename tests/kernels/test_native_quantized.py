@@ -1,8 +1,7 @@
-"""Native products with quantised weights, in every variant that runs here, against plain arithmetic; and the law of the
-same answer.
+"""Native products with quantized weights in every variant that runs here, against plain arithmetic, in any batch.
 
-What is asked: float32 sums over groups, each an exact integer times two scales, differ from float64 by a few units in
-the last place of the sum of magnitudes.
+Float32 sums over groups, each an exact integer times two scales, may differ from float64 by a few units in the last
+place of the sum of magnitudes.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def product(kernels: Any, x: Any, parts: list[Any], biases: list[Any] | None = N
 
 
 def each_row_is_its_own(kernels: Any, parts: list[Any], x: Any) -> None:
-    """37 rows against plain arithmetic, and the same bits alone as in any batch."""
+    """Check 37 rows against plain arithmetic, and that each has the same bits alone as in any batch."""
     outs = [len(part) for part in parts]
     biases = [random(outs[0], seed=9), *[None for _ in outs[1:]]]
     matrix = kernels.matrix(parts, biases)
@@ -83,7 +82,7 @@ def test_super_blocks_are_what_their_whole_numbers_say(kernels: Any, bits: Any, 
 
 @pytest.mark.parametrize("bits", [4, 5, 6])
 def test_every_code_and_whole_number_of_a_super_block_is_where_it_belongs(kernels: Any, bits: Any) -> None:
-    """One activation at a time sees one column of codes, and all whole numbers in turn."""
+    """One activation at a time sees one column of codes, and all integer scales in turn."""
     part = in_blocks(40, 512, bits)
     x = 127 * np.eye(512, dtype=np.float32)
     want = meaning(x, [part])
@@ -92,11 +91,11 @@ def test_every_code_and_whole_number_of_a_super_block_is_where_it_belongs(kernel
 
 @pytest.mark.parametrize("bits", [4, 5, 6])
 def test_the_largest_sums_of_super_blocks_are_exact(kernels: Any, bits: Any) -> None:
-    """All codes and whole numbers at their ends: nothing saturates, and a group's sum is an exact float."""
+    """All codes and integer scales at their ends: nothing saturates, and a group's sum is an exact float."""
     one = np.ones((16, 2), np.float16)
     signs = np.where(np.arange(512) % 3 == 0, -127, 127)
     x = np.stack([np.full(512, 127), np.full(512, -127), signs]).astype(np.float32)
-    x[:, GROUP:] = 0  # one group, or the sum of several would be rounded
+    x[:, GROUP:] = 0  # one group, since the sum of several would be rounded
     for code, whole in ((0, -128), ((1 << bits) - 1, -128), (0, 127), ((1 << bits) - 1, 63)):
         codes = np.full((16, 512), code, np.uint8)
         codes[8:, ::2] = 0
@@ -112,7 +111,7 @@ def test_the_largest_sums_of_super_blocks_are_exact(kernels: Any, bits: Any) -> 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_the_largest_sums_are_exact(kernels: Any, bits: Any) -> None:
-    """All codes at either end of their range, activations too: nothing saturates, and floats hold the sum."""
+    """All codes and activations at either end of their range: nothing saturates, and floats hold the sum."""
     ends = (0, 15) if bits == 4 else (-128, 127)
     for end in ends:
         codes = np.full((16, 64), end, np.uint8 if bits == 4 else np.int8)
@@ -138,7 +137,7 @@ def test_every_code_is_where_it_belongs(kernels: Any) -> None:
 @pytest.mark.parametrize("scale", [np.float16, np.float32])
 @pytest.mark.parametrize(("table", "values"), [("fp4", FP4), ("iq4", IQ4)])
 def test_codes_of_a_table_are_bytes_in_half_the_memory(kernels: Any, table: Any, values: Any, scale: Any) -> None:
-    """The same bits as their values in bytes, in products of any height and as rows of a table."""
+    """Products of any height and looked-up rows have the same bits as with values in bytes."""
     rng = np.random.default_rng(3)
     codes, scales = values[rng.integers(0, 16, (33, 96))], rng.uniform(0.5, 2, (33, 3)).astype(scale)
     codes[:2, :16] = values
@@ -158,7 +157,7 @@ def test_codes_of_a_table_are_bytes_in_half_the_memory(kernels: Any, table: Any,
 
 
 def test_super_blocks_of_a_table_are_groups_of_it_in_less_memory(kernels: Any) -> None:
-    """The same bits as with the float that each whole number stands for, and as small as a file has them."""
+    """The same bits as with a float for each integer scale, in no more memory than the file takes."""
     small = in_table_blocks(48, 768)
     assert small.block_scale is not None
     scale = small.scale.astype(np.float32) * np.repeat(small.block_scale.astype(np.float32), 8, axis=1)
@@ -174,7 +173,7 @@ def test_super_blocks_of_a_table_are_groups_of_it_in_less_memory(kernels: Any) -
 @pytest.mark.parametrize("kind", ROW_FORMATS)
 @pytest.mark.parametrize(("inner", "outs"), [(256, [1]), (768, [33, 7]), (1024, [50])])
 def test_rows_of_a_codebook_are_what_their_blocks_say(kernels: Any, kind: str, inner: int, outs: list[int]) -> None:
-    """Rows 1 to 37 and beyond what shares a decoded block, odd numbers of blocks and of outputs."""
+    """Rows 1 to 37 (beyond the rows that share a decoded block), odd numbers of blocks and of outputs."""
     parts = [in_rows(kind, out, inner, seed) for seed, out in enumerate(outs)]
     each_row_is_its_own(kernels, parts, random(37, inner, seed=20))
     x = random(300, inner, seed=21)
@@ -197,7 +196,7 @@ def test_every_row_and_sign_of_a_codebook_is_where_it_belongs(kernels: Any, kind
 
 @pytest.mark.parametrize("kind", ["iq2_xxs", "iq3_xxs"])
 def test_rows_with_a_scale_a_group_are_multiplied_as_codes_of_8_bits(kernels: Any, kind: str) -> None:
-    """The same bits as the same numbers in bytes, four times as large."""
+    """The same bits as the same numbers in bytes, which take four times the memory."""
     part, found = in_rows(kind, 33, 512), ROW_FORMATS[kind]
     codes, scale = found.meaning(part.blocks.reshape(-1, found.bytes))
     wide = Quantized(8, codes.reshape(33, 512), scale.reshape(33, -1))
@@ -233,7 +232,7 @@ def test_a_row_without_numbers_is_nan_and_leaves_its_neighbours_alone(kernels: A
 
 
 def test_scales_and_minima_at_their_ends(kernels: Any) -> None:
-    """Zero, subnormal halves, the largest half; codes of a group whose scale is zero count for nothing."""
+    """Zero, subnormal halves and the largest half; codes of a group with scale zero add nothing."""
     part = quantized(17, 64, 4, np.float16, np.float16)
     part.scale[:5, 0] = [0, 6e-8, -6e-8, 65504, -65504]
     assert part.minimum is not None
@@ -274,7 +273,7 @@ def test_parts_of_any_types_in_one_matrix(kernels: Any) -> None:
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_a_gated_mlp_and_logits_with_quantised_weights(kernels: Any, activation: str) -> None:
-    """The other ways in: norm before, gate between, and rows chosen for logits."""
+    """The other entry points: a norm before, a gate between, and rows chosen for logits."""
     meaningful = ReferenceKernels()
     hidden, norm = random(21, 64), 1 + 0.1 * random(64, seed=1)
     both = [quantized(96, 64, 4, np.float16, None, n) for n in (2, 3)]

@@ -1,4 +1,4 @@
-"""What native kernels compute together for several tokens, where it might show: bits are those of each token alone."""
+"""Tokens that native kernels compute together in a tile have the bits that each has alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.tiny_models import KERNELS
 
 @functools.cache
 def on_two_threads(variant: str) -> Any:
-    """Kernels for the whole file: their threads end when what keeps them does."""
+    """Return kernels shared by the whole file; their threads end when the cached object does."""
     return ReferenceKernels(2) if variant == "reference" else NativeKernels(variant, 2)
 
 
@@ -36,7 +36,7 @@ def ended() -> Iterator[None]:
 def only_those_who_see_it(
     variant: str, dtype: Any, heads: int, start: int, tokens: int, window: int, bad: float, wrong: dict[int, int]
 ) -> None:
-    """Tokens from `start` on: `wrong` values, position -> place, reach who sees them; all else is as without them."""
+    """Check that `wrong` values (position -> place) reach only tokens that attend to them; other bits stay the same."""
     kernels = on_two_threads(variant)
     arranged = np.copy if variant == "reference" else laid_out
     kv_heads, size = 2, 24
@@ -69,7 +69,7 @@ def only_those_who_see_it(
 @pytest.mark.parametrize("window", [0, 1, 6, 33])
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_a_nan_reaches_only_rows_that_attend_to_it(variant: str, dtype: Any, window: int, bad: float) -> None:
-    """Known failure 36: a tile multiplies what any of its tokens sees; 0 * inf must not reach the others."""
+    """A tile multiplies what any of its tokens sees; 0 * inf must not reach the others (known failure 36)."""
     only_those_who_see_it(variant, dtype, 6, 30, 60, window, bad, {39: 3, 40: 3, 61: 0, 64: 23})
 
 
@@ -82,7 +82,7 @@ def test_a_nan_reaches_only_rows_that_attend_to_it(variant: str, dtype: Any, win
 def test_a_tile_across_the_end_of_a_span(
     variant: str, dtype: Any, heads: int, start: int, tokens: int, window: int
 ) -> None:
-    """Known failure 36: some of its rows see nothing of a span in which a value is no number."""
+    """Some of its rows see nothing of a span that holds a NaN (known failure 36)."""
     for bad in {64, 65, start - window + 1, start + tokens - 1} & set(range(start + tokens)):
         only_those_who_see_it(variant, dtype, heads, start, tokens, window, np.nan, {bad: 5})
 
@@ -90,8 +90,10 @@ def test_a_tile_across_the_end_of_a_span(
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_rows_are_rounded_alike_in_any_pieces(variant: str, threads: int) -> None:
-    """Few rows are rounded in pieces of a tile, many a tile at a time: groups and pairs of bfloat16 in one matrix, with
-    a norm, a gate or nothing before."""
+    """Few rows are rounded in pieces of a tile, many rows a tile at a time.
+
+    Groups and pairs of bfloat16 in one matrix, after a norm, a gate or nothing.
+    """
     kernels, rows, inner = NativeKernels(variant, threads), 243, 544
     parts = [
         quantized(40, inner, 4, np.float16, None, 1),
@@ -120,7 +122,7 @@ def test_rows_are_rounded_alike_in_any_pieces(variant: str, threads: int) -> Non
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_panel_is_dealt_out_once(variant: str) -> None:
-    """Threads share out each matrix that one is packed of: small ones, ends amid a panel, more threads than panels."""
+    """Threads share each matrix that one is packed of: small ones, ends within a panel, more threads than panels."""
     x, sums = random(64, 96), []
     for outs in ([7], [37, 5, 200, 1, 90], [16, 16], [530, 40, 40]):
         parts = [quantized(out, 96, 4 + 4 * (at % 3 == 2), np.float16, None, at) for at, out in enumerate(outs)]
@@ -136,7 +138,7 @@ def test_every_panel_is_dealt_out_once(variant: str) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tokens_are_turned_and_stored_alike_in_any_pieces(variant: str, dtype: Any) -> None:
-    """Of few tokens threads take heads, of many whole tokens."""
+    """With few tokens each thread takes heads, with many it takes whole tokens."""
     heads, kv_heads, size, tokens = 4, 2, 8, 400
     kernels, qkv = NativeKernels(variant, 2), random(tokens, (heads + 2 * kv_heads) * size)
     slots = np.random.default_rng(3).permutation(26 * BLOCK_TOKENS)[:tokens].astype(np.int32)

@@ -1,6 +1,6 @@
-"""The kernels for ARM compute the bits of those for x86: a program without Python runs both, the former in qemu.
+"""The ARM kernels compute the same bits as those for x86; a program without Python runs both, the former in qemu.
 
-Speed on ARM is not looked at here. On an ARM machine the program runs unaided, and compares with the portable kernels.
+Speed on ARM is not measured here. On an ARM machine the program runs natively and compares with the portable kernels.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def needs(*programs: str) -> None:
 
 
 def built(folder: Path, *options: str) -> str:
-    """Build `bits.cpp` with the kernels of the options; return the program's path."""
+    """Build `bits.cpp` with these compiler options; return the program's path."""
     configure = ["cmake", "-S", SOURCES, "-B", folder, "-G", "Ninja", "-DCAIRN_BITS=ON", *options]
     subprocess.run(configure, check=True, capture_output=True)
     subprocess.run(["cmake", "--build", folder, "-j2"], check=True, capture_output=True)
@@ -43,7 +43,7 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def golden(tmp_path_factory: pytest.TempPathFactory, prove: bool) -> tuple[str, Path]:
-    """A program for this machine, and the file of bits that its kernels computed."""
+    """Return a program for this machine, and the file of bits that its kernels computed."""
     if not prove:
         pytest.skip("two minutes of compiling and emulating: make prove-neon")
     needs("cmake", "ninja")
@@ -84,7 +84,7 @@ def test_arm_computes_the_bits_of_x86(golden: tuple[str, Path], tmp_path: Path) 
 
 
 def this_cpu(folder: Path, emulator: list[str]) -> list[str]:
-    """Return the variants that run on this CPU, or on the one that is emulated, the fastest first."""
+    """Return the variants that run on this CPU or on the emulated one, the fastest first."""
     compiler = CROSS if emulator else "c++"
     program = folder / "this_cpu"
     if not program.exists():

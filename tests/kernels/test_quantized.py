@@ -1,4 +1,4 @@
-"""Products with quantised weights in numpy, against plain arithmetic in float64."""
+"""Products with quantized weights in numpy, against plain arithmetic in float64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cairn.models.quantization.dequant import IQ4
 
 
 def quantized(out: int, inner: int, bits: Literal[4, 8], scale: Any, minimum: Any, seed: int = 0) -> Quantized:
-    """Random codes over their whole range; `scale` and `minimum` are types, or None for no minimum."""
+    """Return random codes over their whole range; `scale` and `minimum` are types, or None for no minimum."""
     rng = np.random.default_rng(seed)
     low, high, dtype = (0, 16, np.uint8) if bits == 4 else (-128, 128, np.int8)
     codes: Any = rng.integers(low, high, (out, inner)).astype(dtype)
@@ -25,7 +25,7 @@ def quantized(out: int, inner: int, bits: Literal[4, 8], scale: Any, minimum: An
 
 
 def meaning(x: Any, weights: list[Any]) -> Any:
-    """x @ weights in float64: rounded activations for quantised parts."""
+    """Return x @ weights in float64, with rounded activations for quantized parts."""
     parts = []
     for one in weights:
         if isinstance(one, RowBlocks):
@@ -46,7 +46,7 @@ def meaning(x: Any, weights: list[Any]) -> Any:
 
 
 def in_blocks(out: int, inner: int, bits: Literal[4, 5, 6], seed: int = 0) -> Quantized:
-    """Random codes and whole numbers over their whole range, in super-blocks."""
+    """Return random codes and integer scales over their whole range, in super-blocks."""
     rng = np.random.default_rng(seed)
     codes = rng.integers(0, 1 << bits, (out, inner), dtype=np.uint8)
     supers: Any = (0.01 * rng.standard_normal((2, out, inner // BLOCK))).astype(np.float16)
@@ -58,7 +58,7 @@ def in_blocks(out: int, inner: int, bits: Literal[4, 5, 6], seed: int = 0) -> Qu
 
 
 def in_table_blocks(out: int, inner: int, seed: int = 0) -> Quantized:
-    """Random places in the table and whole numbers over their whole range."""
+    """Return random table indexes and integer scales over their whole range."""
     rng = np.random.default_rng(seed)
     whole = rng.integers(-32, 32, (out, inner // GROUP), dtype=np.int8)
     supers = (0.01 * rng.standard_normal((out, inner // BLOCK))).astype(np.float16)
@@ -66,7 +66,7 @@ def in_table_blocks(out: int, inner: int, seed: int = 0) -> Quantized:
 
 
 def in_rows(kind: str, out: int, inner: int, seed: int = 0) -> RowBlocks:
-    """Random rows of a codebook, signs and scales."""
+    """Return random codebook rows, signs and scales."""
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (out, inner // BLOCK, ROW_FORMATS[kind].bytes), dtype=np.uint8)
     blocks[:, :, :2] = (0.01 * rng.standard_normal((out, inner // BLOCK, 1))).astype(np.float16).view(np.uint8)

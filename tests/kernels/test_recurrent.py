@@ -1,4 +1,4 @@
-"""Kernels that keep a state: against their plain meaning, and the same bits however a sequence is cut."""
+"""Kernels that keep a state, against their plain definition, with the same bits however a sequence is cut."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Case:
         raise NotImplementedError
 
     def want(self) -> Any:
-        """The whole output in float64, from the formulas."""
+        """Return the whole output in float64, from the formulas."""
         raise NotImplementedError
 
 
@@ -162,12 +162,12 @@ def test_the_formula(kernels: Any, name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 @np.errstate(all="ignore")
 def test_any_cut_gives_the_same_bits_and_states(kernels: Any, name: str) -> None:
-    """Also with states in one place or in many, and with those of a batch beside them."""
+    """Also with states in one place or in many, and beside those of other rows."""
     case = CASES[name]
     whole = None
     for number, cut in enumerate(CUTS):
         for blocks in ((4, 9, 2, 7, 11), (4, 4, 4, 4, 4)):
-            # What nobody wrote is never read.
+            # unwritten memory must never be read
             states, out = (
                 np.full((BLOCKS, LAYERS, case.numbers), np.nan, np.float32),
                 np.zeros((LENGTH, case.out), np.float32),

@@ -1,4 +1,4 @@
-"""Each kernel against its meaning in plain numpy."""
+"""Each reference kernel against its definition in plain numpy."""
 
 from __future__ import annotations
 

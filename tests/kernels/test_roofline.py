@@ -13,7 +13,7 @@ from tests.tiny_models import KERNELS
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_what_was_done_is_divided_by_the_best_time(kernels: str) -> None:
-    """The clock is made up: all bytes are counted, once a round, whatever the instruction set."""
+    """With a fake clock: all bytes are counted, once a round, whatever the instruction set."""
     ticks = count()
     found = measure(kernels, 2, lambda: float(next(ticks)), read_bytes=4 << 20)
     assert found.read == 4 << 20
@@ -31,18 +31,18 @@ def test_no_part_of_a_limit_is_more_than_all_of_it() -> None:
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_caches_and_bytes_have_limits_of_their_own(kernels: str) -> None:
-    """The clock is made up: a round takes a second, however much is read in it."""
+    """With a fake clock: a round takes a second, however much is read in it."""
     ticks = count()
     found = measure(kernels, 1, lambda: float(next(ticks)), read_bytes=4 << 20)
     assert (found.integers > 0) is (kernels != "reference")
     assert found.cached is not None
-    assert found.cached(3 << 20) == 3 * (32 // 3) << 20  # again and again, until it is some 32 MiB
+    assert found.cached(3 << 20) == 3 * (32 // 3) << 20  # repeated until it is some 32 MiB
     before = next(ticks)
-    assert found.cached((3 << 20) + 5) == found.cached(3 << 20) and next(ticks) == before + 1  # known already
+    assert found.cached((3 << 20) + 5) == found.cached(3 << 20) and next(ticks) == before + 1  # already known
 
 
 def test_blas_uses_no_threads_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They would do more than the threads that were asked for."""
+    """They would exceed the number of threads that was asked for."""
     seen: list[int] = []
 
     def watched(probe: Any, name: str, work: Any) -> None:
@@ -55,7 +55,7 @@ def test_blas_uses_no_threads_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     watched(roofline._Numpy, "read", lambda probe, numbers: int(numbers.nbytes))
     watched(roofline._Numpy, "multiply", lambda probe: 1)
     monkeypatch.setattr(roofline, "SECONDS", 0)
-    # Kernels of another test may still hold the one of this process.
+    # kernels of another test may still hold this process's one
     monkeypatch.setattr(blas, "one_blas_thread", blas.OneBlasThread())
     ticks = count()
     with threadpool_limits(2, "blas"):

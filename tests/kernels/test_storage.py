@@ -1,4 +1,4 @@
-"""KV pools in host memory, and the threads that devices are driven by."""
+"""KV pools in host memory, and the threads that drive devices."""
 
 import threading
 import time
@@ -18,7 +18,7 @@ def threads() -> list[str]:
 
 
 def test_each_page_of_the_first_part_is_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each pool in proportion: two groups that hold 12 and 4 pages, of which half is wanted."""
+    """In proportion to each pool: two groups of 12 and 4 pages, half of which is wanted."""
     monkeypatch.setattr(storage, "_SLICE", 2 * PAGE)
     pools = [
         np.ones((3, 2 * PAGE), ml_dtypes.bfloat16),
@@ -34,7 +34,7 @@ def test_each_page_of_the_first_part_is_written_to(monkeypatch: pytest.MonkeyPat
 
 
 def test_it_ends_with_the_body(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is written once the engine may be used, or after loading failed."""
+    """Nothing may be written once the engine can be used, or after loading failed."""
     monkeypatch.setattr(storage, "_SLICE", PAGE)
     pool = np.ones(1 << 26, np.uint8)
     with pytest.raises(ZeroDivisionError), HostStorage().touching([pool], len(pool)):
@@ -54,7 +54,7 @@ def test_nothing_is_written_where_nothing_is_expected() -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_blocks_are_copied_in_order(dtype: type) -> None:
-    """So that a chain of copies moves what the one before left."""
+    """So that a chain of copies moves what the previous copy left."""
     pool = np.arange(24).reshape(4, 2, 3).astype(dtype)
     blocks = [pool[number].copy() for number in range(4)]
     HostStorage().copy_blocks(pool, [(0, 1), (1, 2), (3, 0)])

@@ -1,4 +1,4 @@
-"""Every kernel in plain torch beside the reference, on torch's CPU."""
+"""Every kernel in plain torch on the CPU, beside the reference."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_kernel_gives_what_the_reference_gives(kernel: str) -> None:
 
 @pytest.mark.parametrize("part", [in_table_blocks(20, 512), *(in_rows(kind, 20, 512) for kind in ROW_FORMATS)])
 def test_iq_weights_are_the_numbers_of_their_file(part: Packed) -> None:
-    """A device holds them as codes of 8 bits with their own scales."""
+    """A device holds them as 8-bit codes with their own scales."""
     kernels = TorchKernels("cpu")
     made = kernels.matrix([part], [None])
     np.testing.assert_array_equal(kernels.fetch(made.rows(kernels.tensor(np.arange(20)))), dequantized(part))

@@ -1,4 +1,4 @@
-"""Every native sampler against its meaning in numpy: the same tokens, masses and ranks, to the bit."""
+"""Every native sampler against its definition in numpy: the same tokens, masses and ranks, to the bit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def kernels(request: pytest.FixtureRequest) -> Any:
 
 @pytest.mark.parametrize("vocab", VOCABS)
 def test_a_native_sampler_decides_as_numpy_does(kernels: Any, vocab: int, prove: bool) -> None:
-    """Random options over random logits; and each line alone, in other company and in another place."""
+    """Random options over random logits; and each row alone, in another batch and in another place."""
     rng = np.random.default_rng(vocab)
     sampler: Sampler = kernels.sampler(vocab)
     for _ in range(40 if prove else 4):
@@ -54,7 +54,7 @@ LARGE = 151_936
 
 @functools.cache
 def large_lines() -> tuple[Any, list[tuple[list[Line], list[TokenChoice]]]]:
-    """Flat, peaked and tied distributions, and what numpy makes of them with every filter."""
+    """Return flat, peaked and tied distributions, and what numpy chooses from them with every filter."""
     vocab = LARGE
     rng = np.random.default_rng(1)
     flat = rng.normal(0, 2, vocab).astype(np.float32)
@@ -84,7 +84,7 @@ def large_lines() -> tuple[Any, list[tuple[list[Line], list[TokenChoice]]]]:
 
 
 def test_a_large_vocabulary(kernels: Any) -> None:
-    """The size that speed is about."""
+    """The size at which speed matters."""
     logits, expected = large_lines()
     sampler = kernels.sampler(LARGE)
     for lines, want in expected:
@@ -117,7 +117,7 @@ def test_a_line_that_is_not_finite_is_known_wherever_it_is_not(kernels: Any, bad
 
 
 def test_rows_are_answered_alike_through_the_sampler_of_either_kind(kernels: Any) -> None:
-    """Prompt positions, rows that want nothing, rows that fail, all banned: what the engine is told."""
+    """Prompt positions, rows that want nothing, failing rows, all tokens banned: the engine gets the same results."""
     vocab = 77
     rng = np.random.default_rng(5)
     rows, lines = [], []
@@ -139,7 +139,7 @@ def test_rows_are_answered_alike_through_the_sampler_of_either_kind(kernels: Any
 
 
 def seed_of(bits: int, choice: int, position: int) -> int:
-    """A seed for which `random_bits` gives these: each step of splitmix64's finaliser backwards."""
+    """Return a seed for which `random_bits` gives `bits`, by running splitmix64's finaliser backwards."""
     mask, state = (1 << 64) - 1, bits << 11
     for word in (position, choice, 0):
         state ^= state >> 31 ^ state >> 62
@@ -155,7 +155,7 @@ def seed_of(bits: int, choice: int, position: int) -> int:
     ("bits", "place"), [(0, 0), (1, 0), ((1 << 53) // 3, 0), ((1 << 53) // 3 + 1, 1), ((1 << 53) - 1, 2)]
 )
 def test_the_ends_of_the_draw(kernels: Any, bits: int, place: int) -> None:
-    """A draw of 0 takes the first token that weighs something, the last one never runs past the end."""
+    """A draw of 0 takes the first token with any weight; the largest draw never runs past the end."""
     seed = seed_of(bits, 0, 1)
     assert random_bits(seed, 0, 1) == bits
     logits = np.full((1, 3001), -1000, np.float32)
@@ -186,7 +186,7 @@ def test_what_does_not_fit_is_refused(kernels: Any) -> None:
 
 @functools.cache
 def drawn_from_a_nucleus(last: bool) -> tuple[np.ndarray, np.ndarray, list[Line], Any]:
-    """Ids in the order of their logits, the logits, lines, and what NumPy chooses for these: once for all kernels."""
+    """Return ids in the order of their logits, the logits, rows, and numpy's choices (cached for all kernels)."""
     vocab = 290
     ids = np.random.default_rng(3).permutation(vocab)
     logits = np.empty((1, vocab), np.float32)
