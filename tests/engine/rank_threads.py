@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: all of `--tp` but gloo and the processes, fast enough for every family."""
+"""Tensor-parallel ranks as threads of one process: all of `--tp` but gloo and the processes."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ SECONDS = 60.0
 
 
 class ThreadGroup:
-    """What `RankGroup` is among processes."""
+    """A stand-in for `RankGroup` among threads."""
 
     def __init__(self, rank: int, ranks: int, barrier: threading.Barrier, parts: list[Any]) -> None:
         self.rank, self.ranks = rank, ranks
         self._barrier, self._parts = barrier, parts
 
     def add_up(self, part: np.ndarray) -> None:
-        """Replace parts of sums by their totals, in the order of ranks."""
+        """Replace the parts of sums by their totals, added in the order of ranks."""
         self._parts[self.rank] = part.copy()
         self._barrier.wait(SECONDS)
         total = self._parts[0].copy()
@@ -42,7 +42,7 @@ class ThreadGroup:
 
 
 class ThreadedRanks:
-    """An engine of several ranks, as far as `Driver` needs it."""
+    """An engine of several ranks, with the methods that `Driver` needs."""
 
     def __init__(self, folder: Path, ranks: int, **options: Any) -> None:
         config = Config(model=str(folder), **{"tp": ranks, "kv_dtype": "f32", "kv_gb": 0.01, "threads": 1, **options})
@@ -59,7 +59,7 @@ class ThreadedRanks:
         self.info = self.ranks[0].info
 
     def prefill(self, rows: Sequence[Row]) -> EngineCall[list[RowResult]]:
-        """Compute a step on all ranks; the first one's logits are seen."""
+        """Compute a step on all ranks; return the first one's logits."""
         quiet = [msgspec.structs.replace(row, logits_from=None) for row in rows]
         return Ready(self._all(lambda rank: self.ranks[rank].prefill(quiet if rank else rows).wait())[0])
 
@@ -81,7 +81,7 @@ class ThreadedRanks:
 
 
 def dividing(fields: dict[str, Any], spec: ModelSpec) -> dict[str, Any]:
-    """Return a model's fields with heads and widths that four ranks divide."""
+    """Return a model's fields with numbers of heads and widths that four ranks divide."""
     heads = 8 if spec.heads % 4 else spec.heads
     keys = heads if spec.latent is not None else {1: 1, 2: 2}.get(spec.kv_heads, 4)
     wide = {"intermediate_size": 80} if spec.ffn % 4 else {}

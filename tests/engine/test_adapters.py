@@ -1,4 +1,4 @@
-"""Adapters in the engine: what they add, and that every row's bits are those of its run alone."""
+"""Adapters in the engine: their effect, and that every row's bits are those of its run alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.tiny_models import KERNELS, MODELS, Driver, load, prompt, write_confi
 
 
 def attach(engine: RecordedEngine, place: Path, scale: float = 1.0) -> tuple[tuple[bytes, float], ...]:
-    """Attach an adapter; return it as rows name it."""
+    """Attach an adapter; return the reference to it that rows carry."""
     return ((engine.attach(engine.read_adapter(place)).digest, scale),)
 
 
@@ -29,7 +29,7 @@ def adapted(row: Row, adapters: tuple[tuple[bytes, float], ...]) -> Row:
 
 
 def scores(driver: Driver, tokens: list[int], adapters: tuple[tuple[bytes, float], ...] = ()) -> np.ndarray:
-    """Logits of all positions of a sequence that is computed alone."""
+    """Return the logits of all positions of a sequence that is computed alone."""
     driver.seen.clear()
     driver.step([adapted(driver.row(tokens, 0, len(tokens), driver.tables(len(tokens)), 0), adapters)])
     return driver.seen[0][1]
@@ -148,7 +148,7 @@ def test_what_cannot_be_adapted_is_named(tmp_path: Path, name: str) -> None:
 def test_on_a_gguf_file_an_adapter_is_what_it_is_on_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kernels: str
 ) -> None:
-    """Of plain numbers to the bit, though a file orders rows its own way; of 8 bits but for rounding."""
+    """With unquantized weights to the bit, although a file orders rows differently; with 8 bits but for rounding."""
     base = write_model(tmp_path / "base", **MODELS[name] | WIDE | {"head_dim": 16})
     place, tokens = write_peft(tmp_path / "adapter", pairs(base, seed=5), lora_alpha=6), prompt(40)
     found = {}

@@ -1,4 +1,4 @@
-"""The head for further tokens (MTP): what it computes, of every layout of files, and where it is set aside."""
+"""The draft head (MTP): its numbers for every file layout, and where it is not loaded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ALONE: dict[str, dict[str, Any]] = {
     "deepseek 3": {"first_k_dense_replace": 0},
     "glm 4.7 flash": {"mlp_layer_types": ["sparse"]},
 }
-"""What makes a head's layer the only one of a model."""
+"""Changes to the config that make the head's layer the only one of a model."""
 SCORED = SamplingParams(max_tokens=9, temperature=0.0, logprobs=True, top_logprobs=160)
 
 
@@ -43,7 +43,7 @@ def states(count: int, hidden: int, seed: int = 3) -> np.ndarray:
 
 
 def run(engine: RecordedEngine, tokens: list[int], before: np.ndarray, cuts: list[int]) -> RowResult:
-    """The result after the last token, read in pieces."""
+    """Run a sequence in pieces; return the result after its last token."""
     table, result, start = list(range(9)), RowResult(), 0
     for end in (*cuts, len(tokens)):
         last = end - 1 if end == len(tokens) else None
@@ -60,7 +60,7 @@ def scores(result: RowResult) -> np.ndarray:
 
 
 def other_head(folder: Path) -> None:
-    """Give the head a matrix and norms by chance, so that nothing of it does nothing."""
+    """Give the head a random matrix and norms, so that none of its parts is without effect."""
     tensors, rng = load_file(folder / "model.safetensors"), np.random.default_rng(5)
     for name, array in tensors.items():
         if name.endswith((".fc.weight", ".eh_proj.weight")):
@@ -75,7 +75,7 @@ def normed(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 
 
 def alone(folder: Path, place: Path, name: str, inputs: np.ndarray) -> Path:
-    """A model whose only layer is the head's, and whose tokens are the places of a sequence with these inputs."""
+    """Write a model whose only layer is the head's, and whose token i is the i-th of these inputs."""
     spec, head = load_spec(folder), head_spec(folder)
     fields = {**HEADS[name], "num_hidden_layers": 1, "eos_token_id": None, **ALONE[name]}
     fields.pop("layer_types", None) if name != "qwen 3.5" else None
@@ -91,7 +91,7 @@ def alone(folder: Path, place: Path, name: str, inputs: np.ndarray) -> Path:
     }
     files["model.norm.weight"] = weights["model.norm.weight"]
     files |= {f"model.layers.0.{one}": array for one, array in own.items()}
-    if centred:  # files hold w, `open_weights` gives 1 + w
+    if centred:  # files hold w, `open_weights` returns 1 + w
         files = {one: array - 1 if one.endswith("norm.weight") else array for one, array in files.items()}
     save_file({one: np.ascontiguousarray(array) for one, array in files.items()}, place / "model.safetensors")
     return place
@@ -99,7 +99,7 @@ def alone(folder: Path, place: Path, name: str, inputs: np.ndarray) -> Path:
 
 @pytest.mark.parametrize("name", HEADS)
 def test_it_is_its_layer_over_what_is_joined(name: str, tmp_path: Path) -> None:
-    """Against a model of that one layer, whose embeddings are what numpy joins of embeddings and states."""
+    """The reference is a model of that one layer, whose embeddings numpy makes of embeddings and states."""
     folder = write_with_head(tmp_path / "model", name)
     other_head(folder)
     engine, count = load(folder), 70
@@ -145,7 +145,7 @@ def test_it_reads_in_pieces_as_at_once_and_leaves_its_model_alone(kernels: str, 
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_states_beside_tokens_are_those_that_embeddings_get(kernels: str, tmp_path: Path) -> None:
-    """Of each place of a row with guesses, in any company; a row that fails has none."""
+    """For each position of a row with guesses, in any batch; a failed row has none."""
     folder = write_with_head(tmp_path, "qwen 3.5")
     engine, tokens = load(folder, kernels=kernels), prompt(90)
 
@@ -233,7 +233,7 @@ def test_mlx_sets_it_aside(tmp_path: Path) -> None:
 
 
 def test_torch_computes_it_too(tmp_path: Path) -> None:
-    """Where a number asks for it: the numbers of the CPU's kernels, but for their last bits."""
+    """When numbers ask for torch: the CPU kernels' numbers but for the last bits."""
     folder, found = write_with_head(tmp_path, "qwen 3.5"), []
     other_head(folder)
     for options in ({"kernels": "reference"}, {"device": "torch-cpu", "speculate": "3"}):

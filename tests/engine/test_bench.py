@@ -1,4 +1,4 @@
-"""What a measurement counts, by a clock that is made up. Nothing here looks at real time."""
+"""The figures of a benchmark, under a fake clock; nothing here measures real time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_bytes_and_operations_are_those_of_the_shape(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "most"), [("f32", 1e9), ("bf16", 2e9), ("q8_0", 4e9), ("q4_0", 4e9)])
 def test_no_figure_is_beyond_a_limit(kind: str, most: float) -> None:
-    """A model that fits into the caches is read faster than memory is, and 8 bits multiplied faster than float32."""
+    """A model that fits in the caches is read faster than memory, and 8 bits are multiplied faster than float32."""
     spec = shape_spec("demo")
     held = RandomWeights(spec, kind)
     load, ticks, asked = Workload(prompt=40, decode=4, batch=(2,)), count(), list[int]()

@@ -1,4 +1,4 @@
-"""Where a mixture's experts are computed: by the memory plan, by the option, and what neither can do."""
+"""The place where a mixture's experts are computed: by the memory plan or by the option, and what is refused."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, device: int | None, machine: int = 
 
 
 def sizes(model: Path, config: Config) -> tuple[int, int]:
-    """Bytes that the model takes of a device with all of its experts, and with none."""
+    """Return the device bytes that the model takes with all of its experts, and with none."""
     spec, weights = opened(model)
     whole = weight_memory(spec, weights, "torch")
     beside = sum(beside_weights(spec, config, pool_blocks(spec, config, 0, whole)))
@@ -67,7 +67,7 @@ def sizes(model: Path, config: Config) -> tuple[int, int]:
 def test_experts_go_to_the_cpu_where_the_device_has_no_room_for_them(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not a byte sooner, nor where even the rest does not fit."""
+    """Not a byte sooner, and not if even the rest does not fit."""
     config, (spec, weights) = Config(**OPTIONS), opened(model)
     whole, rest = sizes(model, config)
     layers = spec.experts.layers  # type: ignore[union-attr]
@@ -122,7 +122,7 @@ def test_what_is_held_counts_once_where_both_share_a_memory(model: Path, monkeyp
 
 
 def test_the_needs_of_a_model_count_both_memories(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its pool is sized by the device's, its experts by the machine's, when models share the machine."""
+    """When models share the machine, the pool is sized by the device's memory and the experts by the machine's."""
     config = Config(**OPTIONS)
     _, rest = sizes(model, config)
     planted(monkeypatch, rest)
@@ -162,7 +162,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(
 
 
 def test_a_choice_is_made_again_by_its_name(model: Path) -> None:
-    """So that a worker that takes another's place computes the same, whatever memory is free then."""
+    """A worker that replaces another computes the same, however much memory is free then."""
     part = WeightMemory(1, 0, cpu_layers=(0,), on_cpu=2 * 10**9)
     for option, memory_, name in (
         ("auto", part, "all"),
@@ -190,7 +190,7 @@ def test_doctor_says_whose_experts_the_cpu_computes(model: Path, monkeypatch: py
 
 
 def test_the_cpu_that_stands_in_for_a_device_computes_all_of_the_model(model: Path) -> None:
-    """Also where somebody asked for its experts alone: otherwise no worker could ever load it."""
+    """Also if only its experts were requested there; otherwise no worker could ever load it."""
     fallback = DeviceFallback(SystemClock())
     load = wire.LoadModel(Config(**OPTIONS, cpu_experts="all"), str(model))
     assert fallback.load(load).config.cpu_experts == "all"

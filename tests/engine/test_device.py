@@ -31,7 +31,7 @@ def test_several_ranks_without_torch_name_what_to_install(tmp_path: Path, monkey
 
 
 def test_fake_takes_the_same_spec_and_limits(tmp_path: Path) -> None:
-    """Known failure 50: every option that the engines share is honoured by both."""
+    """Every option that the engines share is honoured by both (known failure 50)."""
     folder = write_model(tmp_path, use_sliding_window=True, sliding_window=20, max_window_layers=1)
     config = Config(engine="fake", kv_gb=0.01, threads=1, context=100, step_tokens=32, max_running=5)
     spec, fake = load_engine(config, folder)
@@ -50,7 +50,7 @@ def test_fake_takes_the_same_spec_and_limits(tmp_path: Path) -> None:
 def test_a_pool_of_a_given_size_does_not_follow_the_memory_that_is_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """A worker that takes another's place has the same pool, or says that it has no room for it."""
+    """A worker that replaces another gets the same pool, or reports that it has no room for it."""
     folder, config = write_model(tmp_path), Config(engine=name, threads=1, max_running=8)  # type: ignore[arg-type]
     for free in (10**9, 40_000_000):
         monkeypatch.setattr("cairn.engine.memory.memory_available", lambda free=free: free)
@@ -66,7 +66,7 @@ def test_a_pool_of_a_given_size_does_not_follow_the_memory_that_is_free(
 def test_a_model_that_is_too_large_is_refused_from_its_header(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Its identity takes as long as reading it, which is minutes for a model that fits no memory."""
+    """Hashing the files would take minutes for a model that fits no memory."""
     folder = write_model(tmp_path / "model", "LlamaForCausalLM")
     place = folder if kind == "folder" else write_gguf(folder, tmp_path / "m.gguf")
 
@@ -82,7 +82,7 @@ def test_a_model_that_is_too_large_is_refused_from_its_header(
 def test_a_file_that_is_replaced_while_its_identity_is_taken_is_not_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was read of its header would be another model's."""
+    """The header that was read would belong to another model."""
     path = write_gguf(write_model(tmp_path / "model", "LlamaForCausalLM"), tmp_path / "m.gguf")
 
     def replaced(path: Path) -> bytes:

@@ -1,4 +1,4 @@
-"""Rows that end with guesses, and rows whose token the step before samples: the same tokens as one at a time."""
+"""Rows that end with guesses, and rows whose token the step before samples, give the tokens of single steps."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def stepwise(engine: Any, tokens: list[int], count: int, table: list[int], sampl
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_right_guesses_give_the_tokens_and_the_kv_of_single_steps(open_engine: Any, name: str) -> None:
-    """Each place draws by its own position and history, whatever the length of the row is."""
+    """Each place draws by its own position and history, whatever the row's length."""
     engine, sampling, tokens = open_engine(), SAMPLINGS[name], prompt(START)
     own, other = list(range(4)), list(range(4, 8))
     single = stepwise(engine, tokens, 6, own, sampling)
@@ -104,7 +104,7 @@ def test_scored_places_stand_before_the_drawn_ones(open_engine: Any) -> None:
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_a_pending_token_is_that_of_its_row_of_the_step_before(open_engine: Any, name: str) -> None:
-    """Rows are numbered anew each step, so that two of them change their places here."""
+    """Rows are numbered anew in each step, so two of them change places here."""
     engine, sampling, prompts = open_engine(), SAMPLINGS[name], (prompt(START), prompt(START, seed=2))
     single = [stepwise(engine, tokens, 4, list(range(4)), sampling) for tokens in prompts]
     tables = list(range(4)), list(range(4, 8))
@@ -183,7 +183,7 @@ def test_broken_guesses_are_refused(open_engine: Any, broken: dict[str, Any]) ->
 
 @pytest.mark.parametrize("kind", ["fake", *KERNELS])
 def test_a_copied_state_goes_on_as_if_nothing_had_been_guessed(kind: str, tmp_path: Path) -> None:
-    """A state is changed in place: the one before a wrong guess is had back from a copy alone."""
+    """A state is updated in place; after a wrong guess only a copy can bring back the one before."""
     if kind == "fake":
         engine: Any = FakeEngine(fake_spec(vocab=160, windows=(0, STATE)), blocks=32)
     else:

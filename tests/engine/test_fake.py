@@ -82,7 +82,7 @@ def test_the_window_limits_what_is_read() -> None:
     fake.prefill([row(tokens, 0, 22, where, None)])
     hidden = (([NO_BLOCK] * 4 + where[0][4:]),)
     assert next_token(fake, row(tokens, 22, 23, hidden)) == fake.oracle(PROMPT, GREEDY, 1)[0]
-    # The digests still know the whole prefix: another first token is another answer.
+    # The digests still cover the whole prefix: another first token gives another answer.
     assert (fake.oracle_logits(tokens)[-1] != fake.oracle_logits(other)[-1]).any()
 
 

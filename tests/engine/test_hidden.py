@@ -1,4 +1,4 @@
-"""Hidden states of decoders: transformers' own, the same in any company, chunking and from cached blocks."""
+"""Hidden states of decoders equal transformers', in any batch and chunking, and from cached blocks."""
 
 from __future__ import annotations
 

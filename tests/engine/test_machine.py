@@ -27,7 +27,7 @@ def test_memory_of_the_machine(tmp_path: Path) -> None:
 
 
 def test_macos_says_whether_memory_is_critically_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others are not asked."""
+    """Other systems are not asked."""
     asked = []
 
     def ask(name: bytes) -> int:
@@ -44,7 +44,7 @@ def test_macos_says_whether_memory_is_critically_short(monkeypatch: pytest.Monke
 def test_the_peak_of_memory_is_not_that_of_the_process_that_started_this_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """getrusage says what its parent held as well."""
+    """getrusage also counts the memory of the parent from before the fork."""
     monkeypatch.setattr(machine.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=700))
     assert peak_memory(put(tmp_path, {"proc/self/status": "VmPeak:\t 900 kB\nVmHWM:\t  500 kB\n"})) == 500 * 1024
     for platform, unit in (("linux", 1024), ("darwin", 1)):
@@ -133,7 +133,7 @@ def test_gpus_are_found_by_looking_at_files(tmp_path: Path) -> None:
 
 
 def test_a_limit_of_address_space_limits_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`ulimit -v`: what is free beyond it cannot be had."""
+    """`ulimit -v`: memory that is free beyond it cannot be allocated."""
     put(tmp_path, {"proc/meminfo": MEMINFO, "proc/self/statm": "1000 7 7 7 0 7 0\n"})
     page = os.sysconf("SC_PAGE_SIZE")
     monkeypatch.setattr("resource.getrlimit", lambda kind: (1500 * page, -1))

@@ -38,7 +38,7 @@ from tests.tiny_models import BFLOAT16, KERNELS, MODELS, random_tensors, write_c
 
 @pytest.fixture
 def spec(tmp_path: Path) -> ModelSpec:
-    """One full group of two layers: 8 KiB a block and layer pair of 2 heads of 16."""
+    """Return one full group of two layers: 8 KiB a block and layer pair, with 2 heads of 16."""
     return load_spec(write_config(tmp_path))
 
 
@@ -68,7 +68,7 @@ def test_a_given_size_is_kept(spec: ModelSpec) -> None:
 
 @pytest.fixture
 def hybrid(tmp_path: Path) -> ModelSpec:
-    """A full group of one layer, and a state group of three."""
+    """Return a full group of one layer, and a state group of three."""
     return load_spec(write_config(tmp_path / "hybrid", **MODELS["qwen 3.5"]))
 
 
@@ -80,7 +80,7 @@ def test_states_take_no_more_than_half(hybrid: ModelSpec) -> None:
         full, states = pool_blocks(hybrid, config, 0)
         assert 0.45 * budget * 1e9 < states * size <= budget * 1e9 / 2
         assert 0.98 * budget * 1e9 < pool_bytes(hybrid, (full, states)) <= budget * 1e9
-        # Each of those that run needs two; two are left for contexts to come back to.
+        # Each running request needs two; two are left for contexts to come back to.
         assert running_rows(hybrid, config, (full, states)) == (states - 2) // 2 < 256
     config = Config(kv_gb=0.5, max_running=8)
     full, states = pool_blocks(hybrid, config, 0)
@@ -103,7 +103,7 @@ def test_one_sequence_has_its_states_whatever_they_take(hybrid: ModelSpec) -> No
 
 
 def test_kv_of_16_bits_takes_half_the_room(spec: ModelSpec) -> None:
-    """Known failure 50: the pool, the check of memory and the default follow the type."""
+    """The pool, the memory check and the default all follow the type (known failure 50)."""
     wide = Config(kv_gb=0.01)
     for name, dtype in (("bf16", "bfloat16"), ("f16", "float16")):
         narrow = Config(kv_gb=0.01, kv_dtype=name)
@@ -118,7 +118,7 @@ def test_kv_of_16_bits_takes_half_the_room(spec: ModelSpec) -> None:
 
 
 def test_kv_of_8_bits_takes_a_byte_a_number_and_a_scale_a_row(spec: ModelSpec) -> None:
-    """Of keys and values a scale for each head, of latents two a token; states stay in float32."""
+    """Keys and values have a scale a head, latents two a token; states stay in float32."""
     wide = msgspec.structs.replace(spec, head_dim=64)
     (plain,), (small,) = block_bytes(wide, "bfloat16"), block_bytes(wide, "int8")
     assert kv_dtype(wide, Config(kv_dtype="q8")) == "int8" and small * 128 == plain * 68
@@ -186,7 +186,7 @@ def test_too_little_for_one_context_is_an_error_with_figures(spec: ModelSpec) ->
 def test_only_the_reference_kernels_hold_the_scores_of_a_whole_context(
     spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model with a context of a million tokens fits where its weights and one shorter context do."""
+    """A model with a context of a million tokens must fit where its weights and one shorter context do."""
     sizes = {"layers": 28, "hidden": 3584, "heads": 28, "kv_heads": 4, "head_dim": 128, "ffn": 18944}
     groups = (CacheGroup(kind="full", layers=tuple(range(28))),)
     large = msgspec.structs.replace(spec, **sizes, vocab=152_064, context=1_010_000, groups=groups)
@@ -230,7 +230,7 @@ def held_bytes(made: Any) -> int:
 
 
 class Counting:
-    """Kernels that add up what they are asked to hold."""
+    """Kernels that add up the bytes they are given to hold."""
 
     def __init__(self, kernels: Any) -> None:
         self.kernels, self.bytes = kernels, 0
@@ -247,7 +247,7 @@ class Counting:
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16])
 def test_weights_are_counted_as_the_kernels_hold_them(kernels: str, dtype: Any, tmp_path: Path) -> None:
-    """A model that fits is not refused: 16-bit weights take 16 bits where the kernels keep them."""
+    """Otherwise a model that fits would be refused: kernels may keep 16-bit weights in 16 bits."""
     folder = write_model(tmp_path, dtype=dtype, vocab_size=4096, hidden_size=96, tie_word_embeddings=True)
     spec = load_spec(folder)
     weights = open_weights(folder, spec)
@@ -261,7 +261,7 @@ def test_weights_are_counted_as_the_kernels_hold_them(kernels: str, dtype: Any, 
 
 
 def test_a_matrix_that_is_made_before_it_is_packed_counts_beside_those_held_before(tmp_path: Path) -> None:
-    """The last matrix is the largest: only the final norm is held after it. The head comes first, beside nothing."""
+    """The largest matrix is last: only the final norm is held after it. The head comes first, beside nothing."""
     sizes: dict[str, Any] = {"hidden_size": 64, "head_dim": 16, "num_hidden_layers": 1, "vocab_size": 2048}
     folder = write_model(tmp_path / "model", intermediate_size=1024, **sizes)
     spec = load_spec(path := write_gguf(folder, tmp_path / "model.gguf", kind=GGMLQuantizationType.Q8_0))
@@ -278,7 +278,7 @@ def test_a_matrix_that_is_made_before_it_is_packed_counts_beside_those_held_befo
 
 
 def test_packed_weights_are_counted_as_the_kernels_hold_them(tmp_path: Path) -> None:
-    """A model that fits is not refused, and one that does not is: rows of 4 bits take 4 bits and their scales."""
+    """Otherwise the check errs in one direction or the other: 4-bit rows take 4 bits and their scales."""
     folder = write_model(
         tmp_path / "m", hidden_size=64, intermediate_size=96, vocab_size=4096, tie_word_embeddings=True
     )
@@ -322,7 +322,7 @@ print(held, 100 * engine.info.block_bytes[0], int(peak) * 1024)
 
 @pytest.mark.skipif(KERNELS == ["reference"] or sys.platform != "linux", reason="numpy holds weights in float32")
 def test_a_process_is_no_larger_than_packed_weights_pool_and_150_mb() -> None:
-    """At its peak, while it loads. The same weights in float32 would be 540 MB."""
+    """At its peak, while loading. The same weights in float32 would be 540 MB."""
     shown = subprocess.run([sys.executable, "-c", _RESIDENT], capture_output=True, text=True, check=True).stdout
     held, pool, peak = map(int, shown.split())
     assert 130e6 < held < 150e6

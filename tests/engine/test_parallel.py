@@ -1,4 +1,4 @@
-"""A model over several ranks: near one rank's numbers, the same KV through pages, and an end when a rank dies."""
+"""A model over several ranks: one rank's numbers within rounding, the same KV through pages, and rank death."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def parallel(folder: Path, ranks: int, device: str = "cpu") -> ParallelEngine:
 def test_ranks_are_near_one(
     name: str, device: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And on the CPU they give the same bits in chunks, from pages that were read and written, and as threads do."""
+    """On the CPU the bits are the same in chunks, from pages read and written, and with threads as ranks."""
     folder, tokens = write_model(tmp_path, **MODELS[name]), prompt(LENGTH)
     one = Driver(load(folder, kernels="reference", kv_dtype="f32"), monkeypatch)
     theirs = one.logits(tokens, [LENGTH], one.tables(LENGTH))
@@ -63,7 +63,7 @@ def test_ranks_are_near_one(
     for group, size in enumerate(engine.info.block_bytes):
         pages = engine.read_blocks(group, first[group][:1]).wait()
         assert [len(page) for page in pages] == [size]
-        parts = {"deepseek 3": 1}.get(name, 2)  # a latent is whole on each rank; of four each two have a head of keys
+        parts = {"deepseek 3": 1}.get(name, 2)  # each rank holds a whole latent; of four, two share a key head
         assert size == parts * engine._own.info.block_bytes[group]
         engine.write_blocks(group, fresh[group][:1], pages).wait()
         with pytest.raises(ValueError, match="has"):
@@ -111,11 +111,11 @@ def test_ranks_want_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_buffers_that_pieces_share_are_kept() -> None:
-    """A sum cuts a program in two, and what one piece leaves to the other may not stay in a kernel's registers."""
+    """A sum cuts a program in two; what one part leaves to the other must not stay in a kernel's registers."""
     made = []
 
     class Seen:
-        """Kernels that keep the programs that they are asked for."""
+        """Kernels that record the programs they are given."""
 
         def matrix(self, weights: object, biases: object) -> object:
             return object()

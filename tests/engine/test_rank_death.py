@@ -1,4 +1,4 @@
-"""A rank that is killed in the middle of an answer: the worker ends, all ranks start anew, and the text is the same."""
+"""A rank killed in the middle of an answer: the worker ends, all ranks start anew, and the text is the same."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ranks_below(worker: int | None) -> list[int]:
 
 @pytest.mark.parametrize(("device", "ranks"), [("cpu", 2), ("cpu", 4), ("torch-cpu", 2)])
 async def test_an_answer_survives_a_killed_rank(device: str, ranks: int, prove: bool) -> None:
-    """Also a second time within the hour, where a device would be given up."""
+    """Also a second time within the hour, which would make the server give a device up."""
     if not prove and (device, ranks) != ("cpu", 2):
         pytest.skip("only with --prove")
     options = {"device": device, "tp": ranks, "kv_gb": 0.01, "context": 512, "threads": 1, "step_tokens": 64}

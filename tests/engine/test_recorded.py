@@ -60,7 +60,10 @@ def test_info_says_what_was_loaded(tmp_path: Path) -> None:
 
 
 def test_identity_is_stable_and_names_what_can_move_a_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Known failures 27, 28: the same engine in another process has it again, any other does not."""
+    """The same engine in another process has the same identity; anything that could move a bit changes it.
+
+    Known failures 27, 28.
+    """
     folder = write_model(tmp_path / "a")
     first = load(folder).info.identity
     assert first == load(folder, threads=2, context=128, step_tokens=32).info.identity
@@ -85,8 +88,8 @@ def test_identity_is_stable_and_names_what_can_move_a_bit(tmp_path: Path, monkey
         other = [{"user_api": "blas", "internal_api": "other", "filepath": "/lib"}]
         patch.setattr(reference, "threadpool_info", lambda: other)
         found.add(load(folder, kernels="reference").info.identity)
-    # The other model, the other BLAS, and for each kind itself, three changes and three types of KV; the default is
-    # one of the kinds.
+    # The other model, the other BLAS, and for each kind itself, three changes and three types of KV;
+    # the default is one of the kinds.
     assert len(found) == 2 + 7 * len(KERNELS)
 
 
@@ -101,7 +104,7 @@ def test_identity_does_not_depend_on_what_else_is_loaded(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("kind", KERNELS)
 def test_identity_outlives_an_upgrade_of_the_system(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No bit comes from the C library or the kernel, so another version of them finds what is stored."""
+    """No bit comes from the C library or the operating system's kernel, so stored KV is found after an upgrade."""
     folder = write_model(tmp_path)
     before = load(folder, kernels=kind).info.identity
     for name, answer in (("libc_ver", ("musl", "9.9")), ("release", "9.9"), ("version", "#9"), ("platform", "other")):
@@ -124,7 +127,7 @@ def test_rows_that_want_no_logits_give_nothing(tmp_path: Path) -> None:
 
 
 def test_seeded_sampling_is_the_same_alone_and_in_a_batch(tmp_path: Path) -> None:
-    """Known failure 14: options do not make a request unbatchable, and a batch does not change them."""
+    """Options do not make a request unbatchable, and the batch does not change its tokens (known failure 14)."""
     engine = load(write_model(tmp_path))
     sampling = [
         SamplingParams(max_tokens=9, temperature=1.3, seed=5, top_k=40),
@@ -141,7 +144,7 @@ def test_seeded_sampling_is_the_same_alone_and_in_a_batch(tmp_path: Path) -> Non
 def test_numbers_that_are_not_finite_fail_their_own_row(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A NaN in one row is that row's error; its neighbours' answers do not change by a bit."""
+    """A NaN in one row is that row's error; its neighbours' answers keep every bit."""
     folder = write_config(tmp_path, tie_word_embeddings=False)
     weights = dict(random_tensors(folder))
     weights["model.embed_tokens.weight"][7] = np.nan
@@ -177,7 +180,7 @@ def test_pages_are_views_and_come_back(tmp_path: Path) -> None:
 
 
 def test_a_page_of_the_wrong_size_writes_nothing(tmp_path: Path) -> None:
-    """Known failures 38, 39: a restore is whole or an error."""
+    """A restore is complete or an error (known failures 38, 39)."""
     engine = load(write_model(tmp_path))
     before = engine._kv[0].tobytes()
     size = engine.info.block_bytes[0]
@@ -257,7 +260,7 @@ def test_close_gives_the_pools_and_weights_back(kind: str, tmp_path: Path) -> No
 
 
 def test_a_step_shows_the_kernels_no_block_of_the_step_before(tmp_path: Path) -> None:
-    """Known failure 9: what a shorter row does not name is -1, whatever stood there."""
+    """Entries that a shorter row does not use are -1, whatever stood there before (known failure 9)."""
     engine = load(write_model(tmp_path))
     tokens = prompt(100)
     engine.prefill([Row(tokens, 0, 100, (list(range(7)),), None, 100, GREEDY, 0)])
@@ -267,7 +270,7 @@ def test_a_step_shows_the_kernels_no_block_of_the_step_before(tmp_path: Path) ->
 
 
 def test_a_row_whose_first_slice_failed_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Known failure 15: an error is never turned into a token by what comes after it."""
+    """Later slices must not turn the error into a token (known failure 15)."""
     engine = load(write_model(tmp_path))
     slices = list[int]()
 
@@ -293,7 +296,7 @@ def test_slow_kernels_are_reported_at_the_start(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_model_that_changes_while_it_is_loaded_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Known failure 28: what it computes would be stored, and found, under the identity of the one before."""
+    """Its KV would be stored under the identity of the earlier files (known failure 28)."""
     folder = write_model(tmp_path)
     real = recorded.open_weights
 

@@ -28,7 +28,7 @@ def row(
     choice: int = 0,
     **params: object,
 ) -> Row:
-    """A row of `tokens` that samples, unless told otherwise."""
+    """Return a row of `tokens` that samples its next one, by default."""
     tokens = tokens or [1]
     end = len(tokens) if end is None else end
     params = {"max_tokens": 16, "temperature": 0.0, **params}
@@ -54,7 +54,7 @@ def probabilities(logits: NDArray[np.float32]) -> NDArray[np.float64]:
 
 
 def draws(logits: NDArray[np.float32], count: int = 8_000, **params: object) -> Counter[int]:
-    """Tokens drawn from one row of logits with seeds 0, 1, ..."""
+    """Return the tokens drawn from one row of logits with seeds 0, 1, ..."""
     found: Counter[int] = Counter()
     batch = 500
     for start in range(0, count, batch):
@@ -65,7 +65,7 @@ def draws(logits: NDArray[np.float32], count: int = 8_000, **params: object) -> 
 
 
 def assert_distributed(found: Counter[int], expected: NDArray[np.float64]) -> None:
-    """Chi-square, with rare tokens pooled; the seeds are fixed, so this either always holds or never."""
+    """Compare by chi-square, with rare tokens pooled; the seeds are fixed, so it passes always or never."""
     assert all(expected[token] > 0 for token in found)
     count = found.total()
     common = [i for i in range(len(expected)) if expected[i] * count >= 10]
@@ -89,7 +89,7 @@ def test_temperature_zero_is_greedy_and_divides_by_nothing() -> None:
     logits = random_logits(3)
     results = sample([row(), row(), row()], logits)
     assert [result.token for result in results] == logits.argmax(axis=1).tolist()
-    # The slow path, which a bias forces, agrees.
+    # A bias forces the slow path, which must agree.
     results = sample([row(logit_bias=((0, 0.0),))] * 3, logits)
     assert [result.token for result in results] == logits.argmax(axis=1).tolist()
 
@@ -141,7 +141,7 @@ def test_temperature(temperature: float) -> None:
 
 
 def kept(logits: NDArray[np.float32], top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> NDArray[np.float64]:
-    """The distribution after the filters, the slow and obvious way."""
+    """Return the distribution after the filters, computed the slow and obvious way."""
     p = probabilities(logits)
     order = sorted(range(len(p)), key=lambda i: (-logits[i], i))
     if top_k:
@@ -262,7 +262,7 @@ def test_a_row_with_nothing_left_fails_alone() -> None:
 
 
 def mixed_rows(count: int) -> list[Row]:
-    """Rows with every kind of option."""
+    """Return rows with every kind of option."""
     kinds: list[dict[str, object]] = [
         {},
         {"temperature": 1.0},
@@ -360,7 +360,7 @@ def test_weights_are_exponentials_in_whole_parts() -> None:
 
 
 def test_the_law_of_sampling(prove: bool, figure: Callable[[str, str], None]) -> None:
-    """Known failures 10, 14. Random options over random logits, against a slow sampler and against each line alone."""
+    """Random options over random logits, against a slow sampler and against each row alone (known failures 10, 14)."""
     count = 20_000 if prove else 500
     for seed in range(count):
         laws.run(seed)

@@ -1,4 +1,4 @@
-"""What a step's inputs hold is that step's alone, whatever steps were filled or refused before it."""
+"""The inputs of a step hold only that step's values, whatever steps were filled or refused before."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ GROUPS = (
 
 
 class Copies(HostStorage):
-    """The storage of a device: each set of mirrors is memory of its own."""
+    """A device's storage: each set of mirrors is memory of its own."""
 
     def mirror(self, array: Any) -> Any:
         return array.copy()
 
 
 def inputs(sets: int = 1) -> StepInputs:
-    """Return the inputs of a model with a whole, a window and a state group."""
+    """Return the inputs of a model with a full, a window and a state group."""
     arrays = InputArrays(
         tokens=np.full(TOKENS, 9, np.int32),
         positions=np.full(TOKENS, 9, np.int32),
@@ -55,12 +55,12 @@ def row(tables: Sequence[Sequence[int]], start: int, end: int, wanted: int | Non
 
 
 def drawn(chance: random.Random) -> list[Row]:
-    """Return rows of one step: all of one token, or of any number."""
+    """Return the rows of one step: all of one token, or of any length."""
     single, rows = chance.random() < 0.5, []
     for _ in range(chance.randint(1, ROWS)):
         start = chance.randrange(CONTEXT - 20)
         end = start + (1 if single else chance.randint(1, 18))
-        # From few tables, so that lines of the step before come again, longer and shorter.
+        # From few tables, so that rows of the step before come again, longer and shorter.
         tables = [[chance.choice((0, 20)) + place for place in range(WIDTH)] for _ in GROUPS]
         tables[1][: start // BLOCK_TOKENS] = [NO_BLOCK] * (start // BLOCK_TOKENS)
         wanted = chance.choice((None, start, end - 1))
@@ -69,7 +69,7 @@ def drawn(chance: random.Random) -> list[Row]:
 
 
 def check(step: FilledStep, rows: list[Row]) -> None:
-    """Hold what kernels will read against the rows, one number after another."""
+    """Compare every number that kernels will read with the rows."""
     mirrors, at, wanted = step.mirrors, 0, list[int]()
     longest = max(-(-one.end // BLOCK_TOKENS) for one in rows)
     for number, one in enumerate(rows):
@@ -92,7 +92,7 @@ def check(step: FilledStep, rows: list[Row]) -> None:
 
 @pytest.mark.parametrize("sets", [1, 2])
 def test_a_step_holds_its_own_inputs_after_any_others(sets: int) -> None:
-    """Steps in between name blocks outside the pool, or none where a token goes, and are refused."""
+    """Refused steps in between name blocks outside the pool, or none for a token."""
     chance, filled = random.Random(5), inputs(sets)
     for _ in range(400):
         rows = drawn(chance)
@@ -105,7 +105,7 @@ def test_a_step_holds_its_own_inputs_after_any_others(sets: int) -> None:
 
 
 def test_a_table_that_the_caller_extends_or_changes_is_filled_again() -> None:
-    """Callers keep one list for as long as a request runs."""
+    """Callers extend one list for as long as a request runs."""
     filled, tables = inputs(), tuple([0, 1] for _ in GROUPS)
     rows = [Row(list(range(40)), 17, 18, tables, 17, 1, GREEDY, 0)]
     check(filled.fill(rows), rows)
@@ -120,7 +120,7 @@ def test_a_table_that_the_caller_extends_or_changes_is_filled_again() -> None:
 @pytest.mark.parametrize("block", [POOL, -2, 2**31, -(2**31) - 1])
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_block_outside_its_pool_is_refused(block: int, place: int) -> None:
-    """Also one that no token of the step goes to: kernels read it."""
+    """Also one that no token of the step is written to, since kernels read it."""
     filled, tables = inputs(), [[0, 1], [0, 1], [0, 1]]
     tables[0][place] = block
     with pytest.raises(ValueError, match="outside the 40 of group 0"):
@@ -128,7 +128,7 @@ def test_a_block_outside_its_pool_is_refused(block: int, place: int) -> None:
 
 
 def test_a_table_that_ends_before_the_row_does_is_refused() -> None:
-    """Also where it is what the row's line held in the step before."""
+    """Also if the row's entry in the step before was long enough."""
     filled, tables = inputs(), [[4], [4], [4]]
     filled.fill([row(tables, 15, 16)])
     with pytest.raises(ValueError, match="a table of all its blocks"):

@@ -1,4 +1,4 @@
-"""Tuning: what pays is kept, what is set stays, time is bounded, and the next start has it as a source of its own."""
+"""Tuning keeps what pays, leaves set options alone, is bounded in time, and is a config source of its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.tiny_models import write_model
 
 
 class Measured(Tuner):
-    """A tuner whose measurements are made up; each takes a second."""
+    """A tuner with made-up measurements; each takes a second."""
 
     clock = 0.0
 
@@ -61,7 +61,7 @@ def tuner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Meas
 
 
 def speed(config: Config) -> float:
-    """Four threads are best, avx2 is better, and steps of 256 are a little better: noise."""
+    """Return a speed: four threads are best, avx2 is better, and steps of 256 are a little better (noise)."""
     found = 100.0 * (1.5 if config.threads == 4 else 1.0)
     found *= 1.1 if config.kernels == "avx2" else 1.0
     return found * (1.02 if config.step_tokens == 256 else 1.0)
@@ -78,7 +78,7 @@ def test_what_pays_is_kept_and_noise_is_not(tuner: Callable[..., Measured]) -> N
 def test_what_is_as_before_under_another_name_is_no_change(
     tuner: Callable[..., Measured], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """f16 looks better for a moment, then bf16 does, which is what `auto` means."""
+    """f16 looks better for a moment, then bf16 does, which is what `auto` means anyway."""
     named = {"auto": "bfloat16", "bf16": "bfloat16", "f16": "float16"}
     monkeypatch.setattr(tune, "kv_dtype", lambda spec, config: named[config.kv_dtype])
     made = tuner(lambda config: {"auto": 100.0, "f16": 105.0, "bf16": 120.0}[config.kv_dtype])
@@ -121,7 +121,7 @@ def test_a_model_is_measured(tmp_path: Path) -> None:
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """The file of a model's profile, and the model."""
+    """Return the file of a model's profile, and the model."""
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     monkeypatch.chdir(tmp_path)
     folder = write_model(tmp_path / "model")
