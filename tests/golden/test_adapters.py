@@ -1,4 +1,4 @@
-"""Adapters as PEFT writes and computes them: logits within the tolerance of the families, prefill and decode."""
+"""Adapters as PEFT writes and computes them: prefill and decode logits within the families' tolerance."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def tuned(base: Path, place: Path, options: dict[str, Any], seed: int = 0) -> An
     made = peft.get_peft_model(model, peft.LoraConfig(r=5, lora_alpha=9, init_lora_weights=False, **options))
     with torch.no_grad():
         for name, weight in made.named_parameters():
-            if "lora_" in name:  # rounded, so that the files hold what is computed with
+            if "lora_" in name:  # rounded, so that the files hold the numbers used here
                 weight.copy_((weight if "lora_A" in name else 0.2 * torch.randn_like(weight)).float().double())
     made.save_pretrained(place)
     path = place / "adapter_model.safetensors"
@@ -70,7 +70,7 @@ def tuned(base: Path, place: Path, options: dict[str, Any], seed: int = 0) -> An
 
 
 @pytest.mark.parametrize("kernels", [KERNELS[0], "reference"])
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, in PEFT
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # a warning of transformers, in PEFT
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_those_of_peft(case: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name, options = CASES[case]

@@ -1,4 +1,4 @@
-"""Families whose pages have a shape of their own, through the whole server: what is cached answers as what is not."""
+"""Families with pages of a shape of their own, through the whole server: cached answers equal cold ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEXT = "The quick brown fox jumps over the lazy dog. " * 30
 
 
 def written(tmp_path: Path, name: str) -> Path:
-    """A tiny model of the family, with a tokenizer."""
+    """Write a tiny model of the family, with a tokenizer."""
     folder = write_text(tmp_path / "tiny", KINDS["byte-level"](), {**QWEN_CONFIG}, QWEN_TEMPLATE)
     vocab = Tokenizer.load(folder).vocab_size
     write_model(folder, **MODELS[name] | {"vocab_size": vocab, "vocab_size_per_layer_input": vocab})
@@ -43,7 +43,7 @@ def test_an_answer_from_the_pool_and_from_the_disk_is_the_cold_one(
 
 @pytest.mark.parametrize("name", ["llama 2", "qwen 3 with window layers", "gemma 4 e"])
 def test_what_a_prompt_has_in_common_with_others_is_reused_by_the_token(name: str, tmp_path: Path) -> None:
-    """Also within a block: of a prompt that comes again all but its last token, which has to give the next."""
+    """Also within a block: of a repeated prompt all but the last token, which has to give the next one."""
     options = {"engine": "cpu", "threads": 1, "kv_gb": 0.05, "kv_disk": False}
     texts = ["Nine tokens.", "Nine tokens are", "Nine tokenisers", TEXT[:170], TEXT[:170] + "more", TEXT[:165] + "less"]
     asked = {"max_tokens": 24, "ignore_eos": True, "temperature": 0}
@@ -64,5 +64,5 @@ def test_what_a_prompt_has_in_common_with_others_is_reused_by_the_token(name: st
 
 
 def common(one: list[int], other: list[int]) -> int:
-    """How many first ids are the same."""
+    """Return the length of the common prefix."""
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -1,4 +1,4 @@
-"""Models whose experts the CPU computes beside a device: near the reference, and the same bits in every schedule."""
+"""Models whose experts run on the CPU beside a device: near the reference, same bits in every schedule."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from cairn.models.spec.config import load_spec
 from tests.tiny_models import BFLOAT16, KERNELS, MODELS, Driver, load, prompt, write_config, write_model
 
 BOUND = 2e-4
-"""How far a logit may be off, as a share of the largest: another order of float32 sums, and its way through layers."""
+"""Largest error of a logit as a share of the largest logit: another order of float32 sums, through all layers."""
 LENGTH = 37
 OFTEN = {"mixtral", "qwen 3 moe", "qwen 2 moe, shared expert", "gpt-oss", "deepseek 3", "llama 4", "gemma 4 moe"}
-"""Families that are tried each time on torch's CPU; the others by `make prove`."""
+"""Families tested each time on torch's CPU; the others by `make prove`."""
 SLOW = {"qwen 2 moe, shared expert"}
-"""Those that are tried each time in Triton's interpreter."""
+"""Families tested each time in Triton's interpreter."""
 MIXTURES = [
     name for name, fields in MODELS.items() if any("expert" in one and fields[one] not in (None, 0) for one in fields)
 ]
@@ -34,7 +34,7 @@ FOUND = [
 
 
 def logits(monkeypatch: pytest.MonkeyPatch, folder: Path, **options: Any) -> np.ndarray:
-    """Logits of one prompt in one step."""
+    """Return the logits of one prompt in one step."""
     driver = Driver(load(folder, kv_dtype="f32", **options), monkeypatch)
     found = driver.logits(prompt(LENGTH), [LENGTH], driver.tables(LENGTH))
     driver.engine.close()
@@ -55,8 +55,10 @@ def test_every_family_with_experts_is_among_those_tried(tmp_path: Path) -> None:
 def test_a_mixture_with_its_experts_on_the_cpu_answers_as_one_device_does(
     device: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prove: bool
 ) -> None:
-    """Near the reference; the same bits in one step, in chunks, from a cache and in a batch, where the device has them:
-    the interpreter."""
+    """Near the reference.
+
+    In the interpreter the bits are the same in one step, in chunks, from a cache and in a batch.
+    """
     if not prove and name not in (OFTEN if device == "torch-cpu" else SLOW):
         pytest.skip("only with --prove")
     folder, tokens = write_model(tmp_path, **MODELS[name]), prompt(LENGTH)
@@ -90,7 +92,7 @@ def test_a_mixture_with_its_experts_on_the_cpu_answers_as_one_device_does(
 def test_experts_stay_packed_for_the_cpus_kernels(
     kernels: str, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the CPU's own form, of which every variant has another one; so the logits are near those of the CPU alone."""
+    """Each CPU variant has a packed form of its own, so the logits are near those of the CPU alone."""
     sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "dtype": BFLOAT16}
     folder = write_model(tmp_path, **MODELS["qwen 2 moe, shared expert"] | sizes)
     packed: list[Any] = []
@@ -130,7 +132,7 @@ def identity(folder: Path, **options: Any) -> bytes:
 
 
 def test_kv_keys_name_which_experts_the_cpu_computes_and_with_what(tmp_path: Path) -> None:
-    """Their bits differ from the device's, so what was stored with others is not found."""
+    """CPU results differ from the device's in bits, so KV stored with another split must not be found."""
     folder = write_model(tmp_path, **MODELS["qwen 3 moe"])
     own = [{"cpu_experts": "off"}, {"cpu_experts": "1"}, *({"cpu_experts": "all", "kernels": one} for one in KERNELS)]
     found = [identity(folder, device="torch-cpu", **options) for options in own]

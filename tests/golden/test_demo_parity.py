@@ -50,7 +50,7 @@ def test_greedy_answers_equal_those_of_transformers(monkeypatch: pytest.MonkeyPa
         asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         prompts.append(tokenizer.encode(asked, add_special_tokens=False))
     tables = [driver.tables(len(ids) + STEPS) for ids in prompts]
-    # All twenty in one batch: the law of the same answer says that this is each alone.
+    # All twenty in one batch: each has the answer that it has alone.
     tokens, done = [list(ids) for ids in prompts], [0] * len(prompts)
     for number, ids in enumerate(prompts):
         driver.step([driver.row(ids, 0, len(ids) - 1, tables[number], None)])

@@ -1,4 +1,4 @@
-"""Every family on every device found, beside the reference kernels: logits within bounds, tokens where those decide."""
+"""Every family on every device found, beside the reference kernels: logits within bounds, and clear tokens equal."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from tests.tiny_models import MODELS, Driver, load, prompt, write_model
 FOUND = [
     pytest.param(one.name, marks=pytest.mark.skipif(bool(one.trouble), reason=f"{one.name}: {one.trouble}"))
     for one in devices.reports()
-    if one.name not in (devices.CPU, devices.MLX)  # which is a name of another one
+    if one.name not in (devices.CPU, devices.MLX)  # another family's name for the same model
 ]
 BOUND = 2e-4
-"""How far a logit may be off, as a share of the largest: another order of float32 sums, and its way through layers."""
+"""Largest error of a logit as a share of the largest logit: another order of float32 sums, through all layers."""
 LENGTH = 70
 OFTEN = {
     *("llama 2", "gemma 3", "gemma 4 e", "glm 4.7 flash", "qwen 3 with window layers", "olmoe", "nemotron h"),
     *("qwen 3.5, one head of keys", "lfm 2, biases", "deepseek 3", "phi 4", "llama 4"),
     *("phi 2", "stablelm, parallel, norms of heads"),
 }
-"""Families that are tried each time; the others by `make prove`."""
+"""Families tested each time; the others by `make prove`."""
 
 
 def close(ours: np.ndarray, theirs: np.ndarray) -> float:
-    """The largest difference, as a share of the largest number."""
+    """Return the largest difference, as a share of the largest number."""
     return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
 
 
@@ -41,7 +41,10 @@ def close(ours: np.ndarray, theirs: np.ndarray) -> float:
 def test_logits_are_those_of_the_reference(
     device: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prove: bool
 ) -> None:
-    """In one step, in chunks, from a cache and in a batch; and greedy tokens, where the lead exceeds the bound."""
+    """In one step, in chunks, from a cache and in a batch.
+
+    Greedy tokens must be equal if the lead exceeds the bound.
+    """
     assert set(MODELS) >= OFTEN
     if not prove and name not in OFTEN:
         pytest.skip("only with --prove")
@@ -76,7 +79,7 @@ def test_logits_are_those_of_the_reference(
 def test_narrow_kv_and_narrow_weights_are_within_a_wider_bound(
     device: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rounding of keys and values may fall on the other side; what is rounded is the same."""
+    """Keys and values may be rounded the other way near a tie."""
     folder, tokens = write_model(tmp_path, **MODELS["llama 2"]), prompt(LENGTH)
     for weights in ("bf16", "int8", "int4"):
         found = []
@@ -92,7 +95,7 @@ def test_narrow_kv_and_narrow_weights_are_within_a_wider_bound(
 def test_tensors_of_different_types_in_one_file(
     device: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also those that one kernel reads together, as of queries, keys and values."""
+    """Also tensors that one kernel reads together, such as queries, keys and values."""
     folder, tokens = write_model(tmp_path, **MODELS[name]), prompt(LENGTH)
     path, types = folder / "model.safetensors", (np.float32, ml_dtypes.bfloat16, np.float16)
     stored = sorted(load_file(path).items())
@@ -127,7 +130,7 @@ engine.close()
 
 @pytest.mark.parametrize("device", FOUND)
 def test_pages_go_on_in_another_process(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no other device or kernel set finds them: the identity names both."""
+    """Another device or kernel set must not find them: the identity names both."""
     folder, out = write_model(tmp_path / "model", **MODELS["qwen 3 with window layers"]), tmp_path / "out"
     out.mkdir()
     command = [sys.executable, "-c", PAGES, str(folder), device, str(out)]

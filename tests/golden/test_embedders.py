@@ -42,7 +42,7 @@ def dense(*sizes: int, bias: bool = False, tanh: bool = False) -> list[torch.nn.
 
 
 def write_gemma(folder: Path, **fields: Any) -> Any:
-    """As EmbeddingGemma is: a bare text model whose tokens see both sides."""
+    """Write a model like EmbeddingGemma: a bare text model with bidirectional attention."""
     torch.manual_seed(5)
     config = transformers.Gemma3TextConfig(**GEMMA | fields)
     config._attn_implementation = "eager"
@@ -139,7 +139,7 @@ def test_the_last_token_of_a_decoder_as_qwen3_embedding_has_it(projected: bool, 
 
 @pytest.fixture
 def judge(tmp_path: Path) -> tuple[Path, Any, Any]:
-    """A tiny Qwen3-Reranker: its folder, transformers' model, and the library's tokenizer."""
+    """Return a tiny Qwen3-Reranker: its folder, transformers' model, and the library's tokenizer."""
     folder = tmp_path / "My-Qwen3-Reranker"
     write_reranker(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -147,7 +147,7 @@ def judge(tmp_path: Path) -> tuple[Path, Any, Any]:
 
 
 def said_yes(judge: tuple[Path, Any, Any], query: str, document: str, instruction: str = INSTRUCTION) -> float:
-    """The logit of "yes" less that of "no" after the prompt of the model's makers."""
+    """Return the logit of "yes" minus that of "no" after the makers' prompt."""
     _, model, tokenizer = judge
     rule = "Judge whether the Document meets the requirements based on the Query and the Instruct provided."
     parts = (

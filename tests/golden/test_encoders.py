@@ -1,4 +1,4 @@
-"""Every family of encoders against transformers in float32, and the law of the same vector."""
+"""Every family of encoders against transformers in float32, with the same vector in any batch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_vectors_equal_those_of_transformers(name: str, kernels: str, tmp_path: 
     model = write_encoder(tmp_path, family, **fields)
     engine = load_encoder(tmp_path, kernels=kernels)
     texts = [prompt(length, 117, seed=length) for length in LENGTHS]
-    texts = [[token + 3 for token in text] for text in texts]  # RoBERTa counts no places of padding
+    texts = [[token + 3 for token in text] for text in texts]  # RoBERTa numbers positions after its padding id
     for text, got in zip(texts, vectors(engine, [text_row(text) for text in texts]), strict=True):
         with torch.no_grad():
             states = model(torch.tensor([text])).last_hidden_state[0].numpy()

@@ -25,10 +25,12 @@ STEPS = 64
 
 
 def answers(folder: Path, tokens: list[int]) -> np.ndarray:
-    """transformers' logits [len(tokens), V] for a whole sequence, in float64: in float32 its own rounding is up to 8e-5
-    of them, nearly all that is allowed."""
+    """Return transformers' logits [len(tokens), V] for a whole sequence, in float64.
+
+    In float32 its own rounding is up to 8e-5 of them, nearly all that is allowed.
+    """
     torch.set_num_threads(1)
-    # By its own name: the automatic choice does not know all of them.
+    # by its own name: the automatic choice does not know all of them
     named = json.loads((folder / "config.json").read_text())["architectures"][0]
     model, report = getattr(transformers, named).from_pretrained(
         folder,
@@ -58,7 +60,7 @@ def check(folder: Path, monkeypatch: pytest.MonkeyPatch, length: int = 90, kerne
     np.testing.assert_allclose(prefill, want[:length], rtol=0, atol=CLOSE)
     np.testing.assert_allclose(decode, want[length - 1 : -1], rtol=0, atol=CLOSE)
     assert generated == want[length - 1 : -1].argmax(axis=-1).tolist()
-    # Guards the test itself: logits that hardly differ would hide mistakes.
+    # guards the test itself: logits that hardly differ would hide mistakes
     assert want.std(axis=-1).min() > 0.3
 
 
@@ -68,7 +70,7 @@ def check(folder: Path, monkeypatch: pytest.MonkeyPatch, length: int = 90, kerne
 def test_logits_and_greedy_tokens_equal_those_of_transformers(
     name: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Known failure 36: windows hold in chunked prefill too."""
+    """Prefill runs in chunks, which once ignored sliding windows (known failure 36)."""
     check(write_model(tmp_path, **MODELS[name]), monkeypatch, kernels=kernels)
 
 
@@ -81,7 +83,7 @@ def test_long_contexts_with_scaled_rope(kernels: str, tmp_path: Path, monkeypatc
 def test_short_contexts_are_turned_by_the_short_factors(
     kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is served decides, not the text: 32 tokens are what this model was first trained for."""
+    """The served context decides, not the text's length: this model was first trained for 32 tokens."""
     folder = write_model(tmp_path, **MODELS["phi 4 mini"])
     tokens, identities = prompt(32), set()
     want = answers(folder, tokens)
@@ -92,7 +94,7 @@ def test_short_contexts_are_turned_by_the_short_factors(
         assert (float(np.abs(found - want).max()) < CLOSE) == close
         identities.add(engine.info.identity)
         engine.close()
-    assert len(identities) == 2  # neither reads the other's KV
+    assert len(identities) == 2  # neither finds the other's KV
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -102,7 +104,7 @@ def test_half_precision_weights(dtype: Any, kernels: str, tmp_path: Path, monkey
 
 
 def half_bytes(array: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Random blocks and scales of MXFP4 in the shape [E, out, in] of `array`, and the numbers that they are."""
+    """Return random MXFP4 blocks and scales in the shape [E, out, in] of `array`, and their values."""
     rng = np.random.default_rng(seed)
     experts, out, inner = array.shape
     codes = rng.integers(0, 16, array.shape, dtype=np.uint8)
@@ -115,7 +117,7 @@ def half_bytes(array: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray, np
 
 
 def test_experts_in_mxfp4_are_those_of_plain_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """gpt-oss as it comes, against the same numbers written out, which transformers reads: packed, nothing is lost."""
+    """gpt-oss as published, against the same numbers written out for transformers: packing loses nothing."""
     fields = MODELS["gpt-oss"] | {"hidden_size": 64, "intermediate_size": 64}
     plain = write_model(tmp_path / "plain", **fields)
     tensors = load_file(plain / "model.safetensors")
@@ -186,14 +188,14 @@ def test_rope_of_real_sizes_equals_that_of_transformers(name: str, which: str, t
     kernels.close()
     rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
     cos, sin = rotary(torch.zeros(1), torch.from_numpy(positions.astype(np.int64))[None])
-    # A frequency that differs in its last bit turns by up to 131071 * 2**-24 radians more or less.
+    # A frequency that differs in its last bit rotates by up to 131071 * 2**-24 radians more or less.
     allowed = 1e-6 + positions[:, None] * 2.0**-23
     for number, want in enumerate((cos, sin)):
         assert (np.abs(angles[:, number] - want[0, :, :64].numpy()) <= allowed).all()
 
 
 def late_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Positions off by one from the 41st token on. (A shift of all would not matter: rotary positions are relative.)"""
+    """Shift positions by one from the 41st token on. (Shifting all would not matter: rotary positions are relative.)"""
     real = ReferenceKernels.rope_angles
 
     def planted(self: Any, rope: Any, positions: Any, angles: Any) -> None:
@@ -203,7 +205,7 @@ def late_positions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shifted_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention reads block i - 1 where it should read block i."""
+    """Let attention read block i - 1 where it should read block i."""
     real = ReferenceKernels.attention
 
     def planted(self: Any, query: Any, kv: Any, layer: int, rows: Any, tables: Any, *rest: Any) -> None:
@@ -213,7 +215,7 @@ def shifted_table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def loose_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every position also sees the one after it."""
+    """Let every position also see the one after it."""
     real = paged._seen
 
     def planted(piece: Any, fan: int, padded: int, window: int, both: bool) -> Any:
@@ -226,7 +228,7 @@ def loose_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def loose_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The window is one position too long."""
+    """Make the window one position too long."""
     real = paged._seen
     monkeypatch.setattr(
         paged, "_seen", lambda piece, fan, padded, window, both: real(piece, fan, padded, window + 1, both)
@@ -243,7 +245,7 @@ def test_an_off_by_one_is_caught(plant: Any, tmp_path: Path, monkeypatch: pytest
 
 
 def without_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layer norms do not subtract the mean."""
+    """Leave the mean in layer norms."""
 
     def planted(x: Any, weight: Any, bias: Any, eps: float) -> Any:
         return reference.rms_norm(x, weight, eps) + (0 if bias is None else bias)
@@ -252,7 +254,7 @@ def without_mean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without_last_bias(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last norm's bias is dropped."""
+    """Drop the last norm's bias."""
     real = ReferenceKernels.layer_logits
     monkeypatch.setattr(
         ReferenceKernels, "layer_logits", lambda own, x, at, norm, bias, *rest: real(own, x, at, norm, None, *rest)
@@ -269,7 +271,7 @@ def one_norm_for_all_heads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The MLP reads the hidden state after attention was added to it."""
+    """Let the MLP read the hidden state after attention was added to it."""
 
     def planted(k: Any, model: Any, layer: Any, kv: Any, b: Any) -> None:
         decoder._mix(k, model, layer, layer.attention, kv, b)
@@ -298,7 +300,7 @@ def test_a_mistake_of_layer_norms_is_caught(
 
 
 def test_a_wrong_slot_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """KV written one slot too far within its block."""
+    """KV is written one slot too far within its block."""
     folder = write_model(tmp_path)
     real = StepInputs.fill
 
@@ -318,7 +320,7 @@ def test_a_wrong_slot_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_the_text_part_of_a_larger_model_is_that_model(
     prefix: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit; what sees images is left out, and the engine says so."""
+    """Bit for bit; the vision part is left out, and the engine says so."""
     plain = write_model(tmp_path / "plain", **MODELS[name])
     config = json.loads((plain / "config.json").read_text())
     nested = tmp_path / "nested"

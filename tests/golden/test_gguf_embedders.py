@@ -1,4 +1,4 @@
-"""Decoders in GGUF files that make vectors or judge, against the same model in safetensors or in transformers."""
+"""Embedders and rerankers in GGUF files, against the same model in safetensors or in transformers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_embedding_gemma(projected: bool, tmp_path: Path) -> None:
     after = dense(48, 96, 48) if projected else []
     write_modules(folder, "mean", after)
     config = json.loads((folder / "config.json").read_text())
-    bare = tmp_path / "bare"  # as the writer of the tests reads it
+    bare = tmp_path / "bare"  # as the tests' writer reads it
     bare.mkdir()
     ropes = config.pop("rope_parameters")
     flat = {"rope_theta": ropes["full_attention"]["rope_theta"], "sliding_window_pattern": 3}

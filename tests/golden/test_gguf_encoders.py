@@ -1,4 +1,4 @@
-"""Encoders in GGUF files give the vectors of their safetensors, and read texts as their tokenizer.json does."""
+"""Encoders in GGUF files give the vectors of their safetensors, and tokenize as their tokenizer.json does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A GGUF file gives the answer of the safetensors model that it was made from, and what transformers reads from it."""
+"""A GGUF file gives the answer of the safetensors model it was made from, and of what transformers reads from it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from tests.tiny_models import MODELS, Driver, load, prompt, write_model
 
 LENGTH = 70
 
-# Windows that limit some layers, and gelu, are not in the files that converters write for these architectures.
+# Converters do not write windows of single layers, or gelu, for these architectures.
 FAMILIES = {name: fields for name, fields in MODELS.items() if "window" not in name or name == "mistral"}
 FAMILIES["llama 4"] = FAMILIES["llama 4"] | {"no_rope_layer_interval": 4, "attention_chunk_size": 8192}
-FAMILIES["llama 4"] |= {"floor_scale": 8192}  # whose files do not say how long pieces are, nor how queries are scaled
+FAMILIES["llama 4"] |= {"floor_scale": 8192}  # whose files lack the chunk length and the scale of queries
 for _name in ("gemma 3, new fields", "qwen 3 moe, not normed, some layers dense"):
     del FAMILIES[_name]
 for _name in ("olmo 3", "gpt-oss"):  # whose files do not say which layers have a window
@@ -36,7 +36,7 @@ for _name in ("olmo 3", "gpt-oss"):  # whose files do not say which layers have 
 FAMILIES["exaone 4"] = FAMILIES["exaone 4"] | {"rope_scaling": None}  # whose factors are rounded in a file
 FAMILIES["exaone 4, all layers alike"] = MODELS["exaone 4 without a window"]
 FAMILIES["glm 4.7 flash"] = FAMILIES["glm 4.7 flash"] | {"mlp_layer_types": ["dense", "sparse", "sparse"]}
-for _name in ("mixtral", "olmo 3", "gpt-oss", "smollm 3", "command-r"):  # whose usual positions a config need not say
+for _name in ("mixtral", "olmo 3", "gpt-oss", "smollm 3", "command-r"):  # whose defaults a config may leave out
     FAMILIES[_name] = FAMILIES[_name] | {"rope_theta": 5e5}
 FAMILIES["smollm 3"] = FAMILIES["smollm 3"] | {"no_rope_layer_interval": 4}
 del FAMILIES["lfm 2, biases"]
@@ -59,7 +59,7 @@ for _name in ("gemma 2", "gemma 3"):  # whose files do not say how scores are sc
 
 
 def logits(model: Path, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
-    """Logits of a prompt computed in two chunks, then of eight greedy tokens."""
+    """Return the logits of a prompt computed in two chunks, then of eight greedy tokens."""
     engine = load(model)
     driver = Driver(engine, monkeypatch)
     start = prompt(LENGTH, engine.info.vocab)
@@ -72,8 +72,11 @@ def logits(model: Path, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_equals_its_safetensors_form(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32, bit for bit. (Factors in place of llama3's formula are rounded
-    elsewhere, and so are a stretched theta and the weight of long factors.)"""
+    """In float32, bit for bit.
+
+    A file holds factors in place of llama3's formula, rounded differently; so are a stretched theta and the weight of
+    long factors.
+    """
     folder = write_model(tmp_path / "model", **FAMILIES[name])
     path = write_gguf(folder, tmp_path / "model.gguf")
     got, want = logits(path, monkeypatch), logits(folder, monkeypatch)
@@ -87,7 +90,7 @@ def test_every_family_equals_its_safetensors_form(name: str, tmp_path: Path, mon
 
 
 def random_blocks(array: np.ndarray, kind: Type) -> np.ndarray:
-    """Blocks of any type, which the package cannot pack, with scales that keep values near those of `array`."""
+    """Return blocks of any type, also those the package cannot pack, with scales that keep values near `array`'s."""
     values, size = gguf.GGML_QUANT_SIZES[kind]
     rng = np.random.default_rng(array.size)
     blocks = rng.integers(0, 256, (array.size // values, size), dtype=np.uint8)
@@ -101,7 +104,7 @@ def random_blocks(array: np.ndarray, kind: Type) -> np.ndarray:
 
 
 def unpacked(folder: Path, path: Path, target: Path) -> Path:
-    """The folder with its weights replaced by what the gguf package reads from the file."""
+    """Return the folder with its weights replaced by what the gguf package reads from the file."""
     config = json.loads((folder / "config.json").read_text())
     read = {one.name: gguf.quants.dequantize(one.data, one.tensor_type) for one in gguf.GGUFReader(path).tensors}
     arch, found = config["architectures"][0], {}
@@ -157,7 +160,7 @@ def test_transformers_reads_the_same_from_the_file(name: str, tmp_path: Path, mo
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM"])
 def test_a_server_answers_from_a_file_as_from_a_folder(architecture: str, tmp_path: Path) -> None:
-    """End to end: tokenizer, template, weights and the ends of an answer all come out of the one file."""
+    """Tokenizer, template, weights and end tokens all come from the one file."""
     llama = architecture == "LlamaForCausalLM"
     text = KINDS["sentencepiece" if llama else "byte-level"]()
     config = {**LLAMA2_CONFIG} if llama else {**QWEN_CONFIG}

@@ -1,4 +1,4 @@
-"""Hybrid models as they are used, scheduler and cache and all: a cached answer is the cold one, token for token."""
+"""Hybrid models through scheduler and cache: a cached answer is the cold one, token for token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMALL: dict[str, Any] = {"kv_gb": 0.05, "threads": 1, "step_tokens": 96, "max_ru
 
 
 def model(folder: Path, name: str, context: int = 2048) -> str:
-    """A tiny model with a tokenizer, and positions for `context` tokens."""
+    """Write a tiny model with a tokenizer, and positions for `context` tokens."""
     write_text(folder, KINDS["byte-level"](), {**QWEN_CONFIG}, QWEN_TEMPLATE)
     size = Tokenizer.load(folder).vocab_size
     fields = {key: value for key, value in MODELS[name].items() if key != "vocab_size"}
@@ -27,7 +27,7 @@ def model(folder: Path, name: str, context: int = 2048) -> str:
 
 @pytest.mark.parametrize("name", ["qwen 3.5", "granite 4 hybrid", "mamba 2"])
 def test_a_cached_answer_is_the_cold_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two turns and a branch with one beginning; alone, one after the other, together, and after a restart."""
+    """Two turns and a branch with a common beginning: alone, in sequence, together, and after a restart."""
     monkeypatch.setenv("HOME", str(tmp_path))
     path, sampling = model(tmp_path / "model", name), {"temperature": 0.8, "max_tokens": 24, "ignore_eos": True}
     shared = prompt(400, 160, seed=1)
@@ -45,7 +45,7 @@ def test_a_cached_answer_is_the_cold_one(name: str, tmp_path: Path, monkeypatch:
     with LLM(path, kv_dir=str(tmp_path / "kv"), **SMALL) as llm:
         found = [answers(llm, [one])[0] for one in (*asked, *asked)]
         assert [one.tokens for one in found] == [*cold, *cold]
-        # The third of a beginning starts where the second left a snapshot; whoever is asked again computes little.
+        # The third prompt starts from the second one's snapshot; a repeated one computes little.
         assert all(one.cache.computed < 300 for one in found[2:4])
         assert all(one.cache.computed <= 64 for one in found[4:])
         together = answers(llm, [[*one, *said] for one, said in zip(asked, cold, strict=True)])

@@ -1,4 +1,4 @@
-"""Models whose weights are held packed or rounded: near the numbers of their files, and the same in any batch."""
+"""Models with packed or rounded weights: near the numbers of their files, and the same in any batch."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ def logits(model: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> np.n
 def test_packed_weights_answer_as_the_numbers_they_stand_for(
     kind: Any, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside a packed matrix activations are rounded to 8 bits, which moves logits by about a hundredth; a wrong scale,
-    order of codes or row moves them by as much as they are."""
+    """Beside packed weights activations are rounded to 8 bits, which moves logits by about a hundredth.
+
+    A wrong scale, order of codes or row would move them by their own size.
+    """
     path = packed_model(tmp_path, Type[kind.name])
     want = logits(path, monkeypatch, weights="f32", kernels="reference")
     got = logits(path, monkeypatch, weights="stored", kernels=kernels)
@@ -59,7 +61,7 @@ def test_rounded_weights_answer_nearly_as_the_stored_ones(
 def test_any_schedule_gives_the_same_bits(
     form: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prove: bool, figure: Any
 ) -> None:
-    """The law of the same answer on logits, where activations are rounded too."""
+    """With packed weights activations are rounded too, and that must not depend on the batch."""
     if form in ("Q4_K_M", "Q5_K_M"):
         most, more = Type[form[:4]], ("v_proj", "down", "embed")
         model = packed_model(tmp_path, lambda name, array: Type.Q6_K if any(one in name for one in more) else most)

@@ -1,4 +1,4 @@
-"""Quantised safetensors against the same numbers written out: bit for bit, and those in transformers within 1e-4."""
+"""Quantized safetensors equal the same numbers written out, bit for bit, and transformers within 1e-4."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ CASES: dict[str, tuple[Pack, dict[str, Any], str]] = {
     "mlx of 8 bits": (mlx(8, 32), {"group_size": 32, "bits": 8, "mode": "affine"}, ""),
     "gptq with desc_act": (gptq(4, 32, order=True), GPTQ | {"desc_act": True}, "GPTQ"),
 }
-"""How modules are packed, what the config says, and what of it is rounded."""
+"""How modules are packed, what the config says, and which part is rounded."""
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_numbers_are_those_of_the_format(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32 bit for bit; as stored exactly where groups allow it, and otherwise with the error that is told."""
+    """In float32 bit for bit; as stored exactly if groups allow it, else with the stated error."""
     pack, config, rounds = CASES[name]
     plain, packed = write_quantized(tmp_path, pack, config, ignore=("lm_head", "layers.0.mlp.down_proj"))
     tokens, logits = prompt(40, 160), []
@@ -105,7 +105,7 @@ RULES = (
 
 @pytest.mark.parametrize("name", RULES)
 def test_families_with_rules_of_their_own_find_their_tensors_in_quantised_modules(name: str, tmp_path: Path) -> None:
-    """However one splits, turns or puts in order what it stores."""
+    """Whether the family splits, rotates or reorders what it stores."""
     config = FP8 | {"weight_block_size": [8, 8]}
     sizes = {"hidden_size": 48, "intermediate_size": 80, "head_dim": 16}  # as in tiny models
     plain, packed = write_quantized(tmp_path, float8(8, 8), config, **{**sizes, **MODELS[name]})

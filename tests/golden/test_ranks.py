@@ -1,4 +1,4 @@
-"""Every family over two and four ranks: one rank's tokens, and the same bits however a step is put together."""
+"""Every family over two and four ranks: one rank's tokens, and the same bits however a step is composed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.engine.rank_threads import ThreadedRanks, dividing
 from tests.tiny_models import MODELS, Driver, load, prompt, write_model
 
 BOUND = 2e-4
-"""How far a logit may be off one rank's, as a share of the largest."""
+"""Largest difference of a logit from one rank's, as a share of the largest logit."""
 LENGTH = 70
 OFTEN = {
     "llama 2",
@@ -28,7 +28,7 @@ OFTEN = {
     "phi 4",
     "llama 4",
 }
-"""Families that are tried each time; the others by `make prove`."""
+"""Families tested each time; the others by `make prove`."""
 ALONE = {"recurrent layers", "layers that differ", "a norm over all heads together", "a norm for each head"}
 
 

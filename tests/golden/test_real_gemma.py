@@ -1,4 +1,4 @@
-"""The real Gemma 3 270M says what llama.cpp says of it (tools/make_gemma_figures.py)."""
+"""The real Gemma 3 270M, against llama.cpp's figures for it (tools/make_gemma_figures.py)."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ from tests.tiny_models import load
 
 FIGURES: dict[str, Any] = json.loads(FILE.read_text("utf-8"))
 TYPICAL, LARGEST, CLEAR = 0.25, 1.2, 0.8
-"""Rounded activations move these log-probabilities far, because the model's have large outliers: beside transformers in
-float32 with the weights of this file, llama.cpp's differ by 0.15 in the root of the mean square and ours by 0.00002
-(0.1 where weights are held as stored)."""
+"""Bounds on differences of log-probabilities; rounded activations move them far, since this model has large outliers.
+
+Against transformers in float32 with this file's weights, llama.cpp's differ by 0.15 in the root mean square and Cairn's
+by 0.00002 (0.1 with weights held as stored).
+"""
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +38,12 @@ def engine() -> Iterator[RecordedEngine]:
 
 @functools.cache
 def tokenizer() -> Tokenizer:
-    """Read once: its 262,144 tokens take seconds."""
+    """Return the tokenizer, read once: its 262,144 tokens take seconds."""
     return Tokenizer.load(real_models.gemma3())
 
 
 def scored(engine: RecordedEngine, answer: dict[str, Any]) -> list[dict[int, float]]:
-    """Our log-probabilities of the likeliest tokens in each place of an answer, given the tokens before it."""
+    """Return Cairn's log-probabilities of the likeliest tokens at each place of an answer."""
     tokens = answer["prompt"] + answer["tokens"]
     sampling = SamplingParams(max_tokens=8, temperature=0, logprobs=True, top_logprobs=200, prompt_logprobs=True)
     tables = (range(-(-len(tokens) // BLOCK_TOKENS)),) * len(engine.info.groups)
@@ -55,7 +57,7 @@ def scored(engine: RecordedEngine, answer: dict[str, Any]) -> list[dict[int, flo
 def test_log_probabilities_and_greedy_tokens_are_llama_cpps(
     engine: RecordedEngine, figure: Callable[[str, str], None]
 ) -> None:
-    """Of seven prompts, one of them longer than the window; tokens must be equal where llama.cpp's leads clearly."""
+    """For seven prompts, one longer than the window; tokens must be equal if llama.cpp's leads clearly."""
     gaps, clear = list[float](), 0
     for answer in FIGURES["answers"]:
         found = scored(engine, answer)
@@ -79,7 +81,7 @@ def test_texts_have_the_tokens_that_llama_cpp_gives_them() -> None:
 
 
 def test_a_server_answers_with_sense_and_stops_at_the_end_of_a_turn() -> None:
-    """A base model goes on with a pattern; that the end of a turn ends it is seen where it is made to say it."""
+    """A base model continues a pattern, so a prompt makes it say the end of a turn, which must stop it."""
     pattern = "Italy: Rome\nSpain: Madrid\nJapan: Tokyo\nFrance:"
     end = tokenizer().token_id("<end_of_turn>")
     with served(model=str(real_models.gemma3()), engine="auto", kv_gb=0.1, chat_template="gemma") as server:

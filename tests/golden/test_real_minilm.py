@@ -1,4 +1,4 @@
-"""all-MiniLM-L6-v2 as its wheel has it: the vectors of transformers' own forward pass, and texts that go together."""
+"""all-MiniLM-L6-v2 from its wheel: the vectors of transformers' own forward pass, and texts that belong together."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_vectors_are_those_of_transformers(llm: LLM) -> None:
     model = transformers.AutoModel.from_pretrained(minilm()).eval()
     got = llm.embed(TEXTS)
     for text, vector in zip(TEXTS, got, strict=True):
-        if "[SEP]" in text:  # which is a text here, and a control token there
+        if "[SEP]" in text:  # text here, but a control token in the vocabulary
             continue
         with torch.no_grad():
             states = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].numpy()

@@ -1,4 +1,4 @@
-"""A real model answers with sense, whatever kernels compute it."""
+"""A real model gives sensible answers on every kernel set."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ RUNNING = [name for name, runs in native.variants().items() if runs]
 
 @pytest.mark.parametrize("kernels", RUNNING or ["reference"])
 def test_smollm2_knows_the_capital_of_japan(kernels: str) -> None:
-    """It is sure of Japan's: the next best token is 0.8 nats behind or more. Of France's, asked like this, it is not:
-    "L" and "The" are 0.1 to 0.2 nats apart, and the kernels' rounding decides which one is ahead."""
+    """It is sure of Japan's: the next best token is at least 0.8 nats behind.
+
+    Of France's, asked like this, it is not: "L" and "The" are 0.1 to 0.2 nats apart, and the kernels' rounding decides.
+    """
     asked = [{"role": "user", "content": "What is the capital of Japan?"}]
     with LLM(str(real_models.smollm2()), kv_gb=0.1, kernels=kernels) as llm:
         said = llm.chat(asked, temperature=0, max_tokens=32)
@@ -24,7 +26,7 @@ def test_smollm2_knows_the_capital_of_japan(kernels: str) -> None:
 
 
 def test_smollm2_says_it_as_a_schema_wants_it() -> None:
-    """Over a real vocabulary: sense, and the form."""
+    """With a real vocabulary, the answer makes sense and fits the schema."""
     schema = {"type": "object", "properties": {"capital": {"type": "string"}, "sure": {"type": "boolean"}}}
     schema |= {"required": ["capital", "sure"], "additionalProperties": False}
     asked = [{"role": "user", "content": "Which city is the capital of France, and are you sure? Answer in JSON."}]
@@ -43,7 +45,7 @@ def test_smollm2_says_it_as_a_schema_wants_it() -> None:
 
 
 def test_smollm2_that_must_call_calls_once() -> None:
-    """Greedy, it would say the same call for ever."""
+    """Greedy, it would repeat the same call for ever."""
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     function = {"name": "get_weather", "description": "Weather of a city", "parameters": parameters}
     asked = [{"role": "user", "content": "What is the weather in Paris?"}]

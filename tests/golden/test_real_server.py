@@ -1,6 +1,6 @@
 """One server with the bundled model, a real chat GGUF and a real embedding model, asked with openai-python.
 
-It takes some seconds: three real models are loaded, and one of them twice.
+It takes some seconds: three real models are loaded, one of them twice.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def test_three_models_answer_by_name_and_an_agent_outlives_its_models_absence(tm
         assert made.model == embed and cat @ kitten > cat @ money + 0.2
         assert client.embeddings.create(input="a cat", model=embed).data[0].embedding == made.data[0].embedding
 
-        assert http.post("/v1/embeddings", json={"input": "a cat"}).json()["model"] == embed  # the one that makes them
+        assert http.post("/v1/embeddings", json={"input": "a cat"}).json()["model"] == embed  # the embedder
         refused = http.post("/v1/chat/completions", json={"model": embed, "messages": asked})
         assert refused.status_code == 400 and "answers nothing" in refused.text
 

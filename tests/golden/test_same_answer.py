@@ -1,4 +1,4 @@
-"""The law of the same answer: a token's logits are the same bits in any chunking, any batch, from any blocks."""
+"""A token's logits have the same bits in any chunking, any batch and from any blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHUNKINGS = ([1] * LENGTH, [16] * 9 + [6], [64, 64, 22], [7, 100, 43], [149, 1],
 
 @pytest.fixture(params=[*product(KERNELS, ("f32", "bf16", "q8")), (KERNELS[0], "f16")], ids="-".join)
 def load(request: pytest.FixtureRequest) -> Any:
-    """Loads engines with one kind of kernels and one type of KV: the law holds for each."""
+    """Return a loader of engines with one kernel set and one type of KV."""
     kind, dtype = request.param
 
     def loaded(folder: Path, **options: Any) -> Any:
@@ -44,7 +44,7 @@ def same_bits(got: np.ndarray, want: np.ndarray) -> bool:
 def test_any_chunking_gives_the_same_bits(
     load: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Known failures 17, 36: recomputing in other pieces, with a window or without, changes nothing."""
+    """Recomputing in other pieces changes nothing, with a window or without (known failures 17, 36)."""
     driver = Driver(load(write_model(tmp_path, **MODELS[name])), monkeypatch)
     tokens = prompt(LENGTH)
     whole = driver.logits(tokens, [LENGTH], driver.tables(LENGTH))
@@ -53,7 +53,7 @@ def test_any_chunking_gives_the_same_bits(
 
 
 def mixed_batch(driver: Driver, rng: np.random.Generator, lengths: list[int]) -> dict[int, np.ndarray]:
-    """Logits of every position of several sequences that advance together, by random amounts and in random order."""
+    """Return the logits of every position of sequences that advance together, by random amounts in random order."""
     budget, done = driver.engine.info.max_tokens, [0] * len(lengths)
     tables = [driver.tables(length) for length in lengths]
     tokens = [prompt(length, seed=seed) for seed, length in enumerate(lengths)]
@@ -92,7 +92,7 @@ def mixed_batch(driver: Driver, rng: np.random.Generator, lengths: list[int]) ->
     ],
 )
 def test_any_batch_gives_the_same_bits(load: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Known failure 9: sequences that share steps share nothing else."""
+    """Sequences that share steps share nothing else (known failure 9)."""
     driver = Driver(load(write_model(tmp_path, **MODELS[name])), monkeypatch)
     lengths = [1, 2, 15, 16, 17, 33, 64, 90, 130, 201]
     alone = [driver.logits(prompt(n, seed=seed), [n], driver.tables(n)) for seed, n in enumerate(lengths)]
@@ -109,7 +109,7 @@ def test_any_batch_gives_the_same_bits(load: Any, name: str, tmp_path: Path, mon
 def test_cached_blocks_give_the_same_bits(
     load: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Known failures 33, 38: a prefix read through other tables, or restored from pages, is as good as computed."""
+    """A prefix read through other tables, or restored from pages, equals a computed one (known failures 33, 38)."""
     folder = write_model(tmp_path, **MODELS[name])
     driver = Driver(load(folder), monkeypatch)
     tokens = prompt(LENGTH)
@@ -139,7 +139,7 @@ def test_cached_blocks_give_the_same_bits(
 def test_a_copy_of_a_block_gives_the_same_bits_as_far_as_its_tokens_agree(
     load: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the copy has beyond them, of another text, is never read."""
+    """The copy's slots after the common tokens hold another text and are never read."""
     driver = Driver(load(write_model(tmp_path, **MODELS[name])), monkeypatch)
     other, tokens = prompt(LENGTH), prompt(LENGTH)
     held = driver.tables(LENGTH)
@@ -160,7 +160,7 @@ def test_a_copy_of_a_block_gives_the_same_bits_as_far_as_its_tokens_agree(
 
 
 def test_blocks_that_a_window_passed_are_not_read(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Known failure 36: with the passed blocks gone (`NO_BLOCK`) the answer is the same, bit for bit."""
+    """With the passed blocks gone (`NO_BLOCK`) the answer is the same, bit for bit (known failure 36)."""
     driver = Driver(load(write_model(tmp_path, **MODELS["mistral"])), monkeypatch)
     tokens, (table,) = prompt(LENGTH), driver.tables(LENGTH)
     whole = driver.logits(tokens, [LENGTH], (table,))
@@ -178,12 +178,12 @@ def test_blocks_that_a_window_passed_are_not_read(load: Any, tmp_path: Path, mon
 def test_what_an_earlier_owner_left_in_a_block_is_not_read(
     load: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Known failures 9, 38: blocks full of NaN, given to a new sequence, change no bit of its answer."""
+    """Blocks full of NaN, given to a new sequence, change no bit of its answer (known failures 9, 38)."""
     driver = Driver(load(write_model(tmp_path, **MODELS[name])), monkeypatch)
     tokens = prompt(LENGTH)
     clean = driver.logits(tokens, [LENGTH], driver.tables(LENGTH))
     for pool in driver.engine._kv:
-        # All bits set are a NaN of every type, and of a scale; as codes they are anything.
+        # All bits set are a NaN in every float type, and in a scale; as codes they mean anything.
         pool.reshape(-1).view(np.uint8)[:] = 255
     for chunks in ([LENGTH], [40, 1, 1, 108], [41, 2, 107]):
         assert same_bits(driver.logits(tokens, chunks, driver.tables(LENGTH)), clean)
@@ -214,7 +214,7 @@ def test_the_sampler_sees_the_same_bits_for_one_position_and_for_all(
 
 
 def neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole matrices in one BLAS call: what the law forbids."""
+    """Multiply whole matrices in one BLAS call, which lets rows affect each other's bits."""
 
     def planted(self: Any, x: Any, packed: Any) -> Any:
         ((_, matrix),) = packed.parts
@@ -226,7 +226,7 @@ def neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def relative_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Softmax sums over all positions at once instead of over fixed spans in order."""
+    """Sum the softmax over all positions at once instead of over fixed spans in order."""
 
     def planted(q: Any, pages: Any, seen: Any, scale: float, *_: Any) -> Any:
         rows, heads, tiles, tile, size = q.shape
@@ -253,7 +253,7 @@ def test_an_order_that_depends_on_the_batch_is_caught(
 
 
 def expanded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Latents of a prompt are attended to in one product over all positions, those of one token in spans."""
+    """Attend to a prompt's latents in one product over all positions, but to those of one token in spans."""
     real = latent.attention
 
     def planted(query: Any, kv: Any, layer: int, rows: Any, tables: Any, scale: float, out: Any) -> None:
@@ -277,12 +277,12 @@ def test_another_arithmetic_for_prompts_over_latents_is_caught(tmp_path: Path, m
     right = driver.logits(tokens, [LENGTH], driver.tables(LENGTH))
     expanded(monkeypatch)
     whole = driver.logits(tokens, [LENGTH], driver.tables(LENGTH))
-    np.testing.assert_allclose(whole, right, rtol=0, atol=1e-4)  # it is attention all the same
+    np.testing.assert_allclose(whole, right, rtol=0, atol=1e-4)  # it still computes attention
     assert not same_bits(driver.logits(tokens, [1] * LENGTH, driver.tables(LENGTH)), whole)
 
 
 def test_scores_survive_a_slice_boundary(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt's log-probabilities are whole and in order although its logits come in slices of 32 rows."""
+    """Logits come in slices of 32 rows."""
     driver = Driver(load(write_model(tmp_path)), monkeypatch)
     tokens = prompt(100)
     rows = [Row(tokens, 0, 100, driver.tables(100), 0, 100, SCORED, 0) for _ in range(2)]

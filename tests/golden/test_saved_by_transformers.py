@@ -1,6 +1,6 @@
 """Folders as transformers' own `save_pretrained` writes them: logits within 1e-4 of transformers'.
 
-The installed transformers decides. To see what another release writes, put it first on PYTHONPATH.
+To test another release's files, put it first on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def opened(model_class: Any, folder: Path) -> Any:
 
 
 def saved(model: Any, folder: Path) -> Path:
-    """Write a model in float32 with `save_pretrained`, without the spelling of any config written by hand."""
+    """Write a model in float32 with `save_pretrained`, so that no config spelling comes from these tests."""
     model.float().save_pretrained(folder)
     return folder
 
 
 def check(model_class: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare Cairn's logits of a folder with those that transformers gives for it."""
+    """Compare Cairn's logits for a folder with those of transformers."""
     tokens = prompt(TOKENS)
     model = opened(model_class, folder)
     if model_class is transformers.Llama4ForConditionalGeneration:
@@ -126,7 +126,7 @@ def test_a_family_that_never_ties_its_head(tmp_path: Path, monkeypatch: pytest.M
 
 
 def changed(folder: Path, **fields: Any) -> Path:
-    """Change the fields of a folder's config.json; None removes one."""
+    """Change fields of a folder's config.json; None removes one."""
     config = json.loads((folder / "config.json").read_text()) | fields
     (folder / "config.json").write_text(json.dumps({name: one for name, one in config.items() if one is not None}))
     return folder
@@ -157,7 +157,7 @@ def test_layers_without_overrides_have_the_usual_heads(tmp_path: Path) -> None:
 
 
 def test_rotary_settings_in_two_places_are_refused(tmp_path: Path) -> None:
-    """transformers joins them; to take one of them alone would turn heads otherwise."""
+    """transformers merges them; using only one would rotate heads differently."""
     folder = write_model(tmp_path, **MODELS["gemma 3, new fields"])
     changed(folder, rope_scaling={"rope_type": "linear", "factor": 2.0})
     with pytest.raises(ModelError, match="rope_scaling is set beside rope_parameters"):
@@ -181,7 +181,7 @@ SEEING = {
     "ministral 3": "Mistral3ForConditionalGeneration",
     "mistral 4": "Mistral3ForConditionalGeneration",
 }
-"""Models that also see, with each kind of text part. What a Gemma 3n sees by is a library of its own (timm)."""
+"""Vision models with each kind of text part. Gemma 3n's vision tower needs a library of its own (timm)."""
 SIGHT = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
 SIGHT |= {"head_dim": 16, "vision_output_dim": 24, "projector_input_dim": 24, "projector_output_dim": 24}
 SIGHT |= {"num_key_value_heads": 2, "num_heads": 2, "out_hidden_size": 48}
@@ -189,7 +189,7 @@ SIGHT |= {"image_size": 32, "patch_size": 16, "num_position_embeddings": 16, "po
 
 
 def seeing(name: str, folder: Path) -> Any:
-    """Return a model that also sees, whose text part is the model of a folder."""
+    """Return a vision model whose text part is the model of a folder."""
     text = opened(getattr(transformers, MODELS[name]["architecture"]), folder)
     model_class = getattr(transformers, SEEING[name])
     inner = json.loads((folder / "config.json").read_text()) | {"pad_token_id": 0}  # which stands for images
@@ -212,12 +212,12 @@ def test_models_that_also_see_are_read_as_transformers_writes_them(
 
 
 ONE_EACH = {fields["architecture"]: name for name, fields in reversed(MODELS.items())}
-"""A model of each architecture."""
+"""One model of each architecture."""
 IN_EVERY_RUN = ("LlamaForCausalLM", "Gemma4ForCausalLM", "NemotronHForCausalLM")
 
 
 def with_words(name: str, folder: Path) -> int:
-    """Write a model with the tokenizer of a chat model, and return how many tokens that has."""
+    """Write a model with a chat model's tokenizer; return that tokenizer's vocabulary size."""
     write_text(folder, byte_level(), QWEN_CONFIG, QWEN_TEMPLATE)
     vocab = Tokenizer.load(folder).vocab_size
     sizes = {"vocab_size": vocab} | ({"vocab_size_per_layer_input": vocab} if "gemma" in name else {})
@@ -226,7 +226,7 @@ def with_words(name: str, folder: Path) -> int:
 
 
 def check_server(model: Any, folder: Path, vocab: int) -> None:
-    """Compare a server's log-probabilities of the likeliest tokens with transformers', and the token chosen."""
+    """Compare a server's log-probabilities of the likeliest tokens, and the chosen token, with transformers'."""
     tokens = prompt(40, vocab)
     with torch.no_grad():
         logits = model(torch.tensor([tokens])).logits[0, -1]
@@ -242,7 +242,7 @@ def check_server(model: Any, folder: Path, vocab: int) -> None:
 
 @pytest.mark.parametrize("architecture", ONE_EACH)
 def test_a_server_answers_as_transformers(architecture: str, prove: bool, tmp_path: Path) -> None:
-    """Over HTTP, with nothing chosen by hand."""
+    """Over HTTP, with no option set by hand."""
     if not prove and architecture not in IN_EVERY_RUN:
         pytest.skip("a server for each family is started by `make prove`")
     by_hand = tmp_path / "by hand"

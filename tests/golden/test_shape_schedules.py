@@ -1,8 +1,8 @@
-"""The law of the same answer for each shape of model: random batches, chunks and restores, equal bit for bit.
+"""Random batches, chunks and restores give the same bits, for each shape of model.
 
-A schedule is several sequences that advance together by random amounts. Each must give the logits that it gives alone,
-and so must each of them that is continued in another engine from what the first one kept of its beginning: its KV, the
-blocks that a window still sees, its state.
+A schedule is several sequences that advance together by random amounts. Each must give the logits that it gives alone.
+So must each one continued in another engine from what the first one kept of its beginning: its KV, the blocks that a
+window still sees, its state.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ SHAPES = {
     "llama 4": "pieces of the context, and experts",
     "gpt neox": "layer norms, and attention beside the MLP",
 }
-"""Model -> what is special about it."""
+"""What is special about each model."""
 
 
 def tables_of(driver: Driver, length: int, hit: int) -> tuple[list[int], ...]:
-    """Fresh blocks for a sequence, and states after `hit` tokens and at its end."""
+    """Return fresh blocks for a sequence, and states after `hit` tokens and at its end."""
     made = [list(table) for table in driver.tables(length)]
     for number, group in enumerate(driver.engine.info.groups):
         if group.kind == "state":
@@ -58,7 +58,7 @@ def run(driver: Driver, tokens: list[int], start: int, tables: tuple[Any, ...]) 
 
 
 def restored(driver: Driver, other: Driver, tokens: list[int], hit: int, tables: tuple[Any, ...]) -> np.ndarray:
-    """Logits from `hit` on, computed by another engine over what the first one kept."""
+    """Return the logits from `hit` on, computed by another engine over what the first one kept."""
     own = tables_of(other, len(tokens), hit)
     blocks = hit // BLOCK_TOKENS
     for number, group in enumerate(driver.engine.info.groups):
@@ -110,7 +110,7 @@ def test_any_schedule_and_any_restore_gives_the_same_bits(
 
 @pytest.mark.parametrize("name", ["mamba 2", "deepseek 3", "qwen 3 with window layers"])
 def test_what_was_kept_wrongly_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The law bites: a number of what is restored that is another one gives other logits."""
+    """Guards the test itself: one changed number in what is restored must give other logits."""
     folder, tokens, hit = write_model(tmp_path, **MODELS[name]), prompt(60), 32
     driver, other = (Driver(load(folder, kernels="reference", context=256), monkeypatch) for _ in range(2))
     tables = tables_of(driver, 60, hit)

@@ -1,4 +1,4 @@
-"""Layers that keep a state: snapshots of it are as good as what they were made of, bit for bit."""
+"""Layers that keep a state: a snapshot is as good as the tokens behind it, bit for bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.tiny_models import GREEDY, KERNELS, MODELS, Driver, prompt, write_mod
 
 LENGTH = 150
 NAMES = ["qwen 3.5", "lfm 2", "granite 4 hybrid"]
-"""One of each kind: gated delta net, short convolution, Mamba 2."""
+"""One model of each kind: gated delta net, short convolution, Mamba 2."""
 
 
 @pytest.fixture(params=KERNELS)
@@ -32,7 +32,7 @@ def state_group(driver: Driver) -> int:
 
 
 def tables_of(driver: Driver, length: int, states: dict[int, int]) -> tuple[Any, ...]:
-    """Fresh blocks of KV for a sequence, and a table of states with `states` at some of its entries."""
+    """Return fresh KV blocks for a sequence, and a state table with `states` at some of its entries."""
     made = list(driver.tables(length))
     own = [states.get(place, NO_BLOCK) for place in range(-(-length // 16))]
     made[state_group(driver)] = own
@@ -49,12 +49,12 @@ def run(driver: Driver, tokens: list[int], start: int, end: int, tables: tuple[A
 def test_a_snapshot_continues_with_the_same_bits(
     load: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the same engine, from another row of the same step, and from a page in another engine; it stays as it was."""
+    """In the same engine, from another row of the same step, and from a page in another engine; the snapshot stays."""
     folder = write_model(tmp_path, **MODELS[name])
     driver, other = Driver(load(folder), monkeypatch), Driver(load(folder), monkeypatch)
     group, tokens = state_group(driver), prompt(LENGTH)
     for one in (driver, other):
-        one.engine._kv[group][:] = np.nan  # what nobody wrote is never read
+        one.engine._kv[group][:] = np.nan  # unwritten memory must never be read
     cold_tables = tables_of(driver, LENGTH, {1: 7, 3: 3, 9: 5})
     cold = run(driver, tokens, 0, LENGTH, cold_tables)
     pages = [page.tobytes() for page in driver.engine.read_blocks(group, [7, 3]).wait()]
@@ -97,7 +97,7 @@ def test_a_row_without_a_block_for_its_state_is_refused(tmp_path: Path, monkeypa
 
 
 def test_a_state_takes_what_the_engine_says(tmp_path: Path) -> None:
-    """Float32 whatever KV is: a convolution's window and a matrix for each head, of each layer."""
+    """Float32 whatever the KV type: for each layer, a convolution's window and a matrix a head."""
     engine = tiny_models.load(write_model(tmp_path, **MODELS["qwen 3.5"]), kv_dtype="bf16")
     (group,) = (one for one in engine.info.groups if one.kind == "state")
     number = engine.info.groups.index(group)
@@ -109,7 +109,7 @@ def test_a_state_takes_what_the_engine_says(tmp_path: Path) -> None:
 
 
 def test_a_forgotten_token_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The law bites: a window that a chunk does not hand on gives other bits in other chunks."""
+    """Guards the test itself: a convolution window that a chunk does not pass on gives other bits."""
     from cairn.kernels import recurrent
 
     driver = Driver(tiny_models.load(write_model(tmp_path, **MODELS["lfm 2"]), kernels="reference"), monkeypatch)
@@ -124,7 +124,7 @@ def test_a_forgotten_token_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_the_text_part_alone_is_loaded_and_what_guesses_ahead_is_left(
     prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Qwen3.5 as it is published: nested, with a vision encoder and layers for further tokens."""
+    """Qwen3.5 as published: nested, with a vision encoder and a draft head."""
     plain = write_model(tmp_path / "plain", **MODELS["qwen 3.5"])
     config = json.loads((plain / "config.json").read_text())
     nested = tmp_path / "nested"
@@ -152,7 +152,7 @@ def test_the_text_part_alone_is_loaded_and_what_guesses_ahead_is_left(
 
 
 def test_a_model_without_a_state_keeps_its_identity(tmp_path: Path) -> None:
-    """Stored KV of other models is found again: a spec's new facts that change nothing are no part of its identity."""
+    """New spec fields that change nothing must not become part of the identity, or stored KV would be lost."""
     from cairn.models.spec.config import _facts
 
     facts = _facts(load_spec(write_model(tmp_path)))

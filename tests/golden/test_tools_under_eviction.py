@@ -1,4 +1,4 @@
-"""Agents with sixty tools each, in more context than pool, RAM and disk hold: every answer is the cold one."""
+"""Agents with sixty tools each, in more context than pool, RAM and disk hold: every answer equals the cold one."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SHAPES = {
     "qwen 3 with window layers": 0.0036,
     "gpt-oss": 0.0036,
 }
-"""Model -> GB of a pool that holds little more than one context of 12,288 tokens."""
+"""GB of a pool, for each model, that holds little more than one context of 12,288 tokens."""
 ASKED: dict[str, Any] = {"temperature": 0.8, "seed": 3, "max_tokens": 16, "ignore_eos": True}
 
 
 def tools(agent: int) -> list[dict[str, Any]]:
-    """Sixty tools; two thirds of them are those of the other agents too."""
+    """Return sixty tools; two thirds of them are the other agents' too."""
     made = []
     for number in range(60):
         owner = f"of_{agent}" if number >= 40 else "shared"
@@ -54,7 +54,7 @@ def test_a_cached_answer_with_sixty_tools_is_the_cold_one_under_eviction(
                 talks[agent] = [*asked, {"role": "assistant", "content": f"It has {len(answer.text)} letters."}]
                 said.append((asked, agent, answer))
     kept = [answer.cache for _, _, answer in said]
-    # What the pool had and gave up came back from the disk, or was computed again.
+    # What the pool evicted came back from the disk, or was computed again.
     assert any(one.disk for one in kept), "nothing was evicted"
     assert any(one.pool for one in kept)
     for asked, agent, answer in said if prove else rng.sample(said, 3):
