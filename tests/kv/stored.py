@@ -18,7 +18,7 @@ SIZE = 400
 
 
 class Time:
-    """A clock that a test moves. Its wall clock agrees until somebody sets it."""
+    """A clock that the test moves; its wall clock agrees until it is set."""
 
     def __init__(self) -> None:
         self.seconds = 1_000_000.0

@@ -1,4 +1,4 @@
-"""The disk store against crashes, faults, damage and a full disk, at the figures of docs/reliability.md."""
+"""The disk store with crashes, faults, damage and a full disk, as often as docs/reliability.md says."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ Figure = Callable[[str, str], None]
 
 
 def test_stored_chunks_survive_a_crash_at_any_moment(prove: bool, figure: Figure) -> None:
-    """Known failure 31. Crashes in the middle of writing, evicting, dropping and pinning, and again in the start."""
+    """Crashes in the middle of writing, evicting, dropping and pinning, and again during the next start.
+
+    Known failure 31.
+    """
     states, seed = 0, 1_000
     while states < (50_000 if prove else 1_500):
         states += storage.crash_everywhere(seed, states=3)
@@ -27,7 +30,7 @@ def test_stored_chunks_survive_a_crash_at_any_moment(prove: bool, figure: Figure
 
 
 def test_a_fault_at_every_call_costs_chunks_never_bytes_or_the_store(prove: bool, figure: Figure) -> None:
-    """Once and for good, every kind of error that a disk has; afterwards the store works again."""
+    """Once and permanently, with every kind of disk error; afterwards the store works again."""
     struck = 0
     for seed in range(2_000, 2_013 if prove else 2_001):
         time = Time()
@@ -51,7 +54,7 @@ def test_what_a_store_says_to_be_gone_after_a_failed_sync_no_crash_brings_back(p
 
 
 def killed(files: CrashFiles, work: Callable[[], object], change: str, count: int) -> CrashFiles:
-    """What is there for the next process after so many changes of a kind; the folders were not synced."""
+    """Return what the next process finds after so many changes of a kind; the folders were not synced."""
     seen, after = list[str](), list[CrashFiles]()
 
     def look(kind: str) -> None:
@@ -67,7 +70,7 @@ def killed(files: CrashFiles, work: Callable[[], object], change: str, count: in
 
 
 def test_what_a_killed_process_left_is_durable_once_the_next_one_says_so() -> None:
-    """Names that it made and removed were seen, but not synced."""
+    """Names that the killed process made and removed were visible, but not synced."""
     for seed in range(30):
         time, rng = Time(), random.Random(seed)
         files, chunks = CrashFiles(seed=seed, now=time.now), chain(2)
@@ -101,8 +104,10 @@ def test_another_engines_chunk_that_was_evicted_before_it_was_dropped_does_not_c
 
 
 def test_damage_is_never_served(prove: bool, figure: Figure) -> None:
-    """Known failure 30. One bit in every byte of every file; then sectors, cuts, joins, swaps, twins; then at random
-    while the store works. Whatever is read is what was kept, or nothing."""
+    """First one bit in every byte of every file; then sectors, cuts, joins, swaps and duplicates; then at random.
+
+    In the last case the store is in use. Every read returns what was kept, or nothing (known failure 30).
+    """
     time, rng = Time(), random.Random(1)
     files = CrashFiles(now=time.now)
     store = open_store(files, time)
@@ -136,7 +141,7 @@ def test_damage_is_never_served(prove: bool, figure: Figure) -> None:
 
 
 def read_damaged(whole: dict[Path, bytes], chunks: Sequence[Chunk], seed: int) -> bool:
-    """Open a copy with one kind of damage and read everything; whether all of it was still there."""
+    """Read everything from a copy with one kind of damage; return whether all of it was still there."""
     time, rng = Time(), random.Random(seed)
     files = CrashFiles(seed=seed, now=time.now)
     files.make_folder(FOLDER)
@@ -168,7 +173,7 @@ def read_damaged(whole: dict[Path, bytes], chunks: Sequence[Chunk], seed: int) -
 
 
 def test_a_full_disk_is_refused_politely(prove: bool, figure: Figure) -> None:
-    """Others fill the disk and clear it: no chunk is lost that was not evicted, the trouble is said, and it ends."""
+    """Others fill the disk and clear it: only evicted chunks are lost, and the trouble is reported until it ends."""
     refused, seed = 0, 4_000
     while refused < (1_000 if prove else 30):
         refused += storage.full_disk(seed)
@@ -177,7 +182,7 @@ def test_a_full_disk_is_refused_politely(prove: bool, figure: Figure) -> None:
 
 
 def test_a_sync_that_fails_is_believed() -> None:
-    """After a sync that failed a file may read well and not be on the disk: the chunk is not kept."""
+    """After a failed sync a file may read well and not be on the disk, so the chunk is not kept."""
     for seed in range(50):
         time = Time()
         files = CrashFiles(seed=seed, now=time.now)

@@ -1,4 +1,4 @@
-"""The disk store with real processes on a real disk: killed at any moment, two at a time, on a disk that is full."""
+"""The disk store with real processes on a real disk: killed at any moment, two at a time, on a full disk."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Figure = Callable[[str, str], None]
 ROOT = Path(__file__).parents[2]
 LENGTH = 6
 APART = 30 * 86_400.0
-"""Seconds between two chains: so long that what is dear to compute is evicted before what was used later, too."""
+"""Seconds between two chains, so many that age outweighs the cost of computing in the order of eviction."""
 
 
 def child(work: Callable[[int], None]) -> tuple[int, int]:
-    """Run `work` in a forked process with a pipe to write to; its id and the pipe to read from."""
+    """Run `work` in a forked process with a pipe to write to; return its id and the pipe to read from."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -41,7 +41,7 @@ def child(work: Callable[[int], None]) -> tuple[int, int]:
 
 
 def keeper(folder: Path, start: int, budget: int) -> Callable[[int], None]:
-    """Keeps one chain after another and says so after each, until it is killed."""
+    """Return work that keeps one chain after another and reports each, until it is killed."""
 
     def work(pipe: int) -> None:
         time = Time()
@@ -57,7 +57,7 @@ def keeper(folder: Path, start: int, budget: int) -> Callable[[int], None]:
 
 
 def reap(pid: int, pipe: int) -> list[int]:
-    """Kill the process; return what it reported."""
+    """Kill the process; return the numbers that it reported."""
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     with os.fdopen(pipe, "rb") as file:
@@ -66,8 +66,10 @@ def reap(pid: int, pipe: int) -> list[int]:
 
 
 def verify(store: DiskStore, numbers: list[int], *, whole: int) -> None:
-    """Every chain that was reported is there, or from its end on evicted, the last `whole` of them in one piece; and
-    nothing else is ever read."""
+    """Check that every reported chain is stored, or evicted from its end on.
+
+    The last `whole` chains must be complete, and nothing else may ever be read.
+    """
     last = numbers[-whole:]
     for number in numbers:
         chunks = chain(LENGTH, salt=number.to_bytes(4, "little"), size=6_000)
@@ -78,7 +80,7 @@ def verify(store: DiskStore, numbers: list[int], *, whole: int) -> None:
 
 
 def test_kill_9_takes_nothing_that_was_reported(tmp_path: Path, prove: bool, figure: Figure) -> None:
-    """Known failure 31. Half of the kills meet a store that evicts all the time."""
+    """Half of the kills hit a store that evicts all the time (known failure 31)."""
     rng, kills = random.Random(1), 200 if prove else 20
     known: list[int] = []
     crowded = 0
@@ -86,14 +88,14 @@ def test_kill_9_takes_nothing_that_was_reported(tmp_path: Path, prove: bool, fig
         roomy = number % 2 == 0
         folder = tmp_path / ("roomy" if roomy else "tight")
         pid, pipe = child(keeper(folder, number * 10_000, 1 << 40 if roomy else 40 * 8192))
-        # One in five is killed while it starts; the others once they have kept something.
+        # One in five is killed while it starts, the others once they have kept something.
         first = [] if number % 5 == 4 else [int.from_bytes(os.read(pipe, 4), "little")]
         machine_time.sleep(rng.uniform(0.0, 0.06))
         said = first + reap(pid, pipe)
         known = (known + said)[-60:] if roomy else known
         crowded += 0 if roomy else len(said)
         store = open_store(SystemFiles(), Time(), folder=folder, size=6_000, budget=1 << 40)
-        # The tight one has room for six chains, and the one that was being kept may have taken some of it.
+        # The small store has room for six chains, some of which the unfinished chain may have displaced.
         verify(store, known if roomy else said, whole=len(known) if roomy else 3)
         taken = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
         assert store.stats().bytes == taken

@@ -1,4 +1,4 @@
-"""The disk store where the disk refuses, where others take its folder away, and where the wall clock was wrong."""
+"""The disk store when the disk refuses, when its folder is taken away, and when the wall clock was wrong."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_pin_that_the_disk_refuses_is_reported_until_it_is_durable(files: Cras
 
 
 def test_an_unpin_that_finds_no_pin_needs_no_disk(files: CrashFiles, time: Time) -> None:
-    """Each agent that is deleted is unpinned, and few were ever pinned."""
+    """Every deleted agent is unpinned, but few were ever pinned."""
     store = open_store(files, time)
     store.pin("else", keys(chain(1)))
     files.fail(Fault(files.calls, errno.EIO, sticky=True))
@@ -97,7 +97,7 @@ def test_what_could_not_be_pinned_is_tried_once_more_at_the_end(files: CrashFile
 def test_a_pin_while_the_disk_fails_repeats_no_other(
     files: CrashFiles, time: Time, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All that waited was pinned again, under the lock that every step needs."""
+    """Every waiting pin used to be written again, under the lock that every step needs."""
     store = open_store(files, time)
     files.fail(Fault(files.calls, errno.EIO, sticky=True))
     store.keep(chain(1))
@@ -118,7 +118,7 @@ def test_a_pin_while_the_disk_fails_repeats_no_other(
 
 
 def empty(folder: Path) -> None:
-    """As `rm -rf folder/*`: what starts with a dot stays, so the lock."""
+    """Empty a folder as `rm -rf folder/*` does: the lock stays, since its name starts with a dot."""
     for path in folder.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
@@ -135,7 +135,7 @@ def lose_one(folder: Path) -> None:
 def test_a_folder_that_is_emptied_or_removed_is_made_anew(
     tmp_path: Path, time: Time, harm: Callable[[Path], None]
 ) -> None:
-    """It refused all for ever, and said after each look at the disk that nothing was wrong."""
+    """The store used to refuse everything from then on, while each look at the disk reported no problem."""
     folder = tmp_path / "kv"
     store = open_store(SystemFiles(), time, folder=folder)
     chunks, more = chain(3), chain(2, salt=b"more")
@@ -164,7 +164,7 @@ def test_a_folder_that_is_emptied_or_removed_is_made_anew(
 def test_a_store_does_not_write_into_a_folder_that_another_made_in_the_place_of_its_own(
     tmp_path: Path, time: Time, monkeypatch: pytest.MonkeyPatch, nfs: bool
 ) -> None:
-    """`nfs`: another machine did, and who has the lock of the first open is told that its handle is stale."""
+    """`nfs`: another machine made it, and the holder of the first lock gets a stale-handle error."""
     folder, files = tmp_path / "kv", SystemFiles()
     first = open_store(files, time, folder=folder)
     facts, lock = os.fstat, os.stat(folder / LOCK_FILE)
@@ -196,7 +196,7 @@ def test_a_store_does_not_write_into_a_folder_that_another_made_in_the_place_of_
 
 
 def test_an_unpin_without_a_folder_reaches_the_pins_that_it_takes_along(tmp_path: Path, time: Time) -> None:
-    """Those of another model too."""
+    """Those of other models too."""
     folder, files = tmp_path / "kv", SystemFiles()
     other = open_store(files, time, folder=folder, identity=b"other")
     other.pin("agent", keys(chain(3)))
@@ -217,7 +217,7 @@ def test_an_unpin_without_a_folder_reaches_the_pins_that_it_takes_along(tmp_path
 def test_dropped_chunks_stay_dropped_when_the_folder_is_reopened(
     files: CrashFiles, time: Time, identity: bytes
 ) -> None:
-    """The disk refused to let them go, and then it looked as if the folder was another one."""
+    """The disk refused to erase them, and then the folder looked like another one."""
     chunks = chain(3, salt=identity)
     with contextlib.closing(open_store(files, time, identity=identity)) as store:
         store.keep(chunks)
@@ -244,7 +244,7 @@ def test_dropped_chunks_stay_dropped_when_the_folder_is_reopened(
 
 
 class Quota(CrashFiles):
-    """A disk that takes only so many bytes of this user and does not say so."""
+    """A disk with a quota for this user that it does not report."""
 
     quota = 100 * 4096
     full = errno.EDQUOT
@@ -271,7 +271,7 @@ def test_where_a_quota_ends_the_store_lives_on_its_own_bytes(time: Time, full: i
 
 
 def test_where_a_quota_shrinks_the_store_comes_back(time: Time) -> None:
-    """What could not go is pinned; a look at the disk makes room once it is not."""
+    """Pinned chunks cannot be evicted; once they are unpinned, a look at the disk makes room."""
     files = Quota(now=time.now)
     store = open_store(files, time, budget=1 << 30)
     chunks = chain(90)
@@ -292,7 +292,7 @@ def test_where_a_quota_shrinks_the_store_comes_back(time: Time) -> None:
 
 
 class Removing(CrashFiles):
-    """Something happens when a chunk was just removed."""
+    """A file system that calls a function when a chunk was just removed."""
 
     then: Callable[[], None] | None = None
 
@@ -314,7 +314,7 @@ def test_a_prune_beside_a_folder_that_goes_away_ends(time: Time) -> None:
         for path in files.files(FOLDER):
             if path.name != MARKER:
                 files.vanish(path)
-        assert store.fetch(chunks[0].key, chunks[0].tokens) is None  # and whoever asked noticed
+        assert store.fetch(chunks[0].key, chunks[0].tokens) is None  # and the caller noticed
 
     files.then = away
     assert store.prune() == 1
@@ -341,7 +341,7 @@ def test_removing_a_chunk_of_a_replaced_folder_forgets_none_of_the_new_one() -> 
 
 
 def test_chunks_used_while_the_wall_clock_was_wrong_are_young_at_the_next_start(files: CrashFiles, time: Time) -> None:
-    """A machine that thinks it is 1970, until the network tells."""
+    """The machine thinks it is 1970 until it has the network's time."""
     time.wall = -900_000.0
     store = open_store(files, time)
     used, idle = chain(3), chain(2, salt=b"idle")
@@ -360,7 +360,7 @@ def test_chunks_used_while_the_wall_clock_was_wrong_are_young_at_the_next_start(
 
 
 def test_a_touch_that_fails_while_all_times_are_put_right_costs_no_chunk_its_age(files: CrashFiles, time: Time) -> None:
-    """The store was opened more than the time to live in the past: all that is not touched is old at the next start."""
+    """The store was opened in the past by more than the time to live: untouched chunks are old at the next start."""
     time.wall = -9e6
     store = open_store(files, time)
     idle = chain(20, salt=b"idle")
@@ -448,7 +448,7 @@ def test_what_a_clock_that_was_ahead_left_ages_from_the_next_start_on(files: Cra
 
 
 class Meanwhile(CrashFiles):
-    """Something happens when a chunk is about to be read."""
+    """A file system that calls a function when a chunk is about to be read."""
 
     then: Callable[[Path], None] | None = None
 

@@ -1,4 +1,4 @@
-"""What becomes of chunks that cannot be stored when their turn comes, and who is told."""
+"""The fate of chunks that cannot be stored when their turn comes, and who is told of the loss."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.kv.tiered import Between, Rig
 PROMPT = [(7 * n) % 61 for n in range(160)]
 CHUNK = 16
 PAGES = CHUNK * 8
-"""Bytes of a chunk."""
+"""Bytes of a chunk's pages."""
 
 
 def rig_on(store: Between, **limits: int) -> tuple[Rig, Tiers]:
@@ -28,7 +28,7 @@ def rig_on(store: Between, **limits: int) -> tuple[Rig, Tiers]:
 
 
 def run(rig: Rig, prompt: list[int], count: int = 3) -> None:
-    """To the end of the answer, and no turn in which there is nothing else to do."""
+    """Run a request to its end, without a turn in which there is nothing else to do."""
     id = rig.add(prompt, count)
     while not rig.outputs[id] or rig.outputs[id][-1].finish is None:
         rig.step()
@@ -40,7 +40,7 @@ def store() -> Between:
 
 
 def flushed(rig: Rig, tiers: Tiers) -> int:
-    """Return the count that a flush reports."""
+    """Return the loss that a flush reports."""
     answers = list[int]()
     tiers.flush(answers.append)
     rig.settle()
@@ -49,7 +49,7 @@ def flushed(rig: Rig, tiers: Tiers) -> int:
 
 
 def test_what_a_store_refused_once_is_stored_when_the_context_goes_on(store: Between) -> None:
-    """A part that is missing would keep all that extends it from ever being stored."""
+    """A missing part would keep everything that extends it from ever being stored."""
     rig, tiers = rig_on(store)
     rig.add(PROMPT, 300)
     for _ in range(8):
@@ -110,7 +110,7 @@ def test_a_flush_reports_losses_of_its_chunks_and_unreported_ones() -> None:
 
 
 def test_what_is_evicted_from_memory_is_stored_first_however_long_it_is(store: Between) -> None:
-    """More than the queue holds, noted and not yet copied when the order comes."""
+    """It is more than the queue holds, and was noted but not yet copied when the request came."""
     rig, tiers = rig_on(store, queue_bytes=4 * PAGES)
     run(rig, PROMPT)
     assert (tiers.write_behind.chunks, store.stats().chunks) == (10, 0)
@@ -142,7 +142,7 @@ def test_a_shutdown_reports_unstored_chunks(store: Between, caplog: pytest.LogCa
 
 
 def stepped(rig: Rig, id: int, count: int) -> list[int]:
-    """Step until a request has `count` tokens; its tokens."""
+    """Step until a request has `count` tokens; return them."""
     while len(said := [token for output in rig.outputs[id] for token in output.tokens]) < count:
         rig.step()
     return said
@@ -155,9 +155,9 @@ def stepped(rig: Rig, id: int, count: int) -> list[int]:
 def test_kv_computed_for_a_deleted_context_is_not_a_loss(
     store: Between, length: int, heard: int, keep: int, queued: bool
 ) -> None:
-    """Who deletes has heard less than was computed: a chunk begins within what he deletes and ends beyond it.
+    """The client that deletes may not have all computed tokens: a chunk can begin within its text and end beyond it.
 
-    Where that is the first to go, what he knows has no key of it, nor of anything that it extends.
+    If that is the first chunk to go, the client's text yields no key of it, nor of anything that extends it.
     """
     rig, tiers = rig_on(store)
     if keep:
@@ -178,7 +178,7 @@ def test_kv_computed_for_a_deleted_context_is_not_a_loss(
 def test_what_begins_otherwise_or_is_another_tenants_is_stored_although_a_context_is_deleted(
     store: Between, heard: int
 ) -> None:
-    """The deleted one ends within a chunk: what has the same tokens under another salt is not of it."""
+    """The deleted context ends within a chunk; the same tokens under another salt are no part of it."""
     rig, tiers = rig_on(store)
     for salt, prompt in ((b"", PROMPT[:1]), (b"other", PROMPT[:1]), (b"", PROMPT[1:2])):
         id = rig.add(prompt, 20, salt=salt)
@@ -194,7 +194,7 @@ def test_what_begins_otherwise_or_is_another_tenants_is_stored_although_a_contex
 
 
 def test_a_long_line_that_leaves_the_pool_costs_no_more_than_the_queue_holds(store: Between) -> None:
-    """For each of its chunks all noted ones before it were looked at: 4,096 of them stopped the loop for 5 seconds."""
+    """For each chunk all noted ones before it were searched: 4,096 of them stopped the loop for 5 seconds."""
     long = [(7 * n * n + n) % 61 for n in range(400 * CHUNK)]
     limits, scheduling = WriteLimits(queue_bytes=8 * PAGES), Limits(step_tokens=4096)
     rig = Rig({"disk": store}, blocks=len(long) // 4 + 8, context=8192, limits=limits, scheduling=scheduling)
@@ -216,7 +216,7 @@ def test_a_long_line_that_leaves_the_pool_costs_no_more_than_the_queue_holds(sto
 
 
 def test_a_sequence_over_a_deleted_prefix_is_stored_from_there_on(store: Between) -> None:
-    """The deletion was another's; without the beginning in the store nothing that extends it could be."""
+    """Another sequence's deletion removed the beginning, without which nothing that extends it could be stored."""
     rig, tiers = rig_on(store)
     rig.ask(PROMPT[:24], 3)
     id = rig.add(PROMPT[:24], 300)
@@ -227,7 +227,7 @@ def test_a_sequence_over_a_deleted_prefix_is_stored_from_there_on(store: Between
 
 
 def test_a_sequence_over_a_prefix_being_deleted_is_stored_from_there_on(store: Between) -> None:
-    """Also where his last token comes before the store has dropped anything."""
+    """Also if its last token comes before the store has dropped anything."""
     rig, tiers = rig_on(store)
     rig.ask(PROMPT[:24], 3)
     tiers.evict(PROMPT[:16], b"", 0, True, lambda: None)
@@ -241,7 +241,7 @@ def test_a_sequence_over_a_prefix_being_deleted_is_stored_from_there_on(store: B
 def test_what_extends_a_chunk_that_goes_is_no_loss_where_the_pool_needs_its_blocks(
     store: Between, dropped: bool
 ) -> None:
-    """Whether or not the store has dropped already: what is computed meanwhile cannot be stored, and nobody lost it."""
+    """Before or after the drop: what is computed in between cannot be stored, but no client lost it."""
     rig = Rig({"disk": store}, blocks=24)
     assert rig.tiers is not None
     rig.ask(PROMPT[:24], 3)
@@ -276,7 +276,7 @@ def test_a_chunk_noted_before_its_prefix_goes_with_a_deletion_and_is_not_a_loss(
 
 
 def end(tiers: Tiers) -> None:
-    """Let a worker end that is asked to."""
+    """Let a worker end in order."""
     tiers.write_behind.finish(0.0)
     while tiers.writer.work():
         tiers.write_behind.finish(0.0)
@@ -288,7 +288,7 @@ def end(tiers: Tiers) -> None:
 def test_what_the_pool_keeps_of_a_chunk_it_needed_a_part_of_is_stored_at_the_end(
     store: Between, length: int, taken: int, durable: bool
 ) -> None:
-    """Of a one-shot prompt, or beside a full queue: the blocks that leave are given up, and none before them."""
+    """A one-shot prompt, or a full queue: the blocks that leave are given up, and none before them."""
     rig, tiers = rig_on(store, queue_bytes=PAGES)
     tiers.write_behind.bytes += PAGES  # a full queue
     context, prompt = rig.cache.context(b"", durable=durable, once=not durable), PROMPT[:length]

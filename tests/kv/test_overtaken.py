@@ -1,4 +1,4 @@
-"""Known contexts that others overtake, load, delete or push out meanwhile: they still come from where they lie."""
+"""Stored contexts are loaded rather than recomputed, although others overtake, load, delete or evict meanwhile."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tokens(rng: random.Random, count: int) -> list[int]:
 
 
 def known(*prompts: list[int], **how: int) -> Store:
-    """A store that has these."""
+    """Return a store that has these contexts."""
     store = RamStore(1 << 30)
     first = Rig({"disk": store}, **how)
     for prompt in prompts:
@@ -33,7 +33,7 @@ def known(*prompts: list[int], **how: int) -> Store:
 
 
 def slowly(rig: Rig, slow: Between, seconds: float) -> None:
-    """Let each chunk take so long from now on."""
+    """Let each chunk take so many seconds from now on."""
     real = slow.inner.fetch
 
     def fetch(key: bytes, tokens: Sequence[int], buffer: memoryview | None = None) -> Chunk | None:
@@ -45,7 +45,7 @@ def slowly(rig: Rig, slow: Between, seconds: float) -> None:
 
 @pytest.mark.parametrize("mode", ["never", "auto", "always"])
 def test_a_known_context_is_not_overtaken_for_ever_in_a_busy_pool(mode: Literal["never", "auto", "always"]) -> None:
-    """Its load held no room for what is left to compute: others took that, and it was loaded again, and overtaken."""
+    """Its load reserved no room for the tokens left to compute, so others took it, again and again."""
     rng = random.Random(3)
     prompt = tokens(rng, 320)
     limits = Limits(step_tokens=64, max_running=16)
@@ -85,7 +85,7 @@ def test_loads_that_wait_for_each_other_are_not_late(mode: Literal["auto", "alwa
 
 @pytest.mark.parametrize("queue", [1, 2])
 def test_a_request_does_not_wait_for_a_prefetch_slower_than_computing(queue: int) -> None:
-    """Not even where it is read after something else: until a request came nobody had asked which is faster."""
+    """Also if it is read after something else: before the request nothing had compared the two."""
     rng = random.Random(1)
     prompts = [tokens(rng, 400) for _ in range(queue)]
     store = known(*prompts, blocks=800)
@@ -118,7 +118,7 @@ def test_a_request_does_not_wait_for_a_prefetch_slower_than_computing(queue: int
 
 
 def test_a_request_waits_for_a_prefetch_faster_than_computing() -> None:
-    """And read to its end, however long that takes, where nobody waits."""
+    """And the prefetch is read to its end, however long that takes, if nobody waits."""
     rng = random.Random(1)
     prompts = [tokens(rng, 400) for _ in range(2)]
     slow = Between(known(*prompts, blocks=800))
@@ -139,7 +139,7 @@ def test_a_request_waits_for_a_prefetch_faster_than_computing() -> None:
 
 @pytest.mark.parametrize(("mode", "most"), [("auto", 40), ("always", 80)])
 def test_a_request_does_not_wait_for_a_prefetch_of_something_else(mode: Literal["auto", "always"], most: int) -> None:
-    """The disk is slow, which nobody knows yet, and nobody waits for what it reads: 500 seconds of it."""
+    """The disk is slow, which is not measured yet, and reads 500 seconds of something nobody waits for."""
     rng = random.Random(1)
     prompts = [tokens(rng, 1600), tokens(rng, 160)]
     how = {"blocks": 1000, "context": 2000}
@@ -164,7 +164,7 @@ def test_a_request_does_not_wait_for_a_prefetch_of_something_else(mode: Literal[
 
 
 def test_a_load_waits_for_its_turn_no_longer_than_computing_takes() -> None:
-    """Of a disk that nobody has measured both were thought fast; it keeps up with computing, and the first is long."""
+    """An unmeasured disk made both look fast; it only keeps up with computing, and the first load is long."""
     rng = random.Random(1)
     prompts = [tokens(rng, 1600), tokens(rng, 160)]
     how = {"blocks": 1000, "context": 2000}
@@ -181,7 +181,7 @@ def test_a_load_waits_for_its_turn_no_longer_than_computing_takes() -> None:
 
 
 def test_what_is_read_is_read_to_its_end_although_a_prefetch_is_waited_for_meanwhile() -> None:
-    """It would be late through no fault of its own."""
+    """The load would be late through no fault of its own."""
     rng = random.Random(1)
     prompts = [tokens(rng, 160) for _ in range(2)]
     slow, fetched = Between(known(*prompts, blocks=200)), list[tuple[int, ...]]()
@@ -224,7 +224,7 @@ def test_a_context_that_is_deleted_while_it_is_loaded_does_not_come_back(fetched
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.EMFILE])
 def test_a_disk_that_fails_for_a_moment_costs_no_chunk(error: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two requests with one system prompt come in that second; every agent's context hangs on its chunk."""
+    """Two requests with one system prompt come in that second; every agent's context extends its chunk."""
     time = stored.Time()
     files = CrashFiles(now=lambda: time.seconds)
     store = stored.open_store(files, time, budget=1 << 30)
@@ -253,7 +253,7 @@ def test_a_disk_that_fails_for_a_moment_costs_no_chunk(error: int, monkeypatch: 
 
 
 def test_what_is_dear_to_compute_does_not_stay_for_ever() -> None:
-    """A store full of long contexts that nobody used for a week makes room for today's short ones."""
+    """A store full of long contexts that were unused for a week makes room for today's short ones."""
     time = stored.Time()
     files = CrashFiles(now=lambda: time.seconds)
     store = stored.open_store(files, time, budget=1000 * 4096)
@@ -270,7 +270,7 @@ def test_what_is_dear_to_compute_does_not_stay_for_ever() -> None:
 
 
 def test_chunks_that_cannot_be_erased_are_reported_until_they_are() -> None:
-    """A deletion is not said to be done while files of it are there: a restart would find them."""
+    """While their files exist the deletion is not reported as done, since a restart would find them."""
     prompt = [(7 * n) % 61 for n in range(160)]
     time, ended = stored.Time(), list[bool]()
     files = CrashFiles(now=lambda: time.seconds)
@@ -291,7 +291,10 @@ def test_chunks_that_cannot_be_erased_are_reported_until_they_are() -> None:
 
 
 def test_what_another_request_stored_again_after_a_deletion_does_not_linger() -> None:
-    """It went on with that context before the writer came to the drop: a healthy disk was said not to let it go."""
+    """It extended that context before the writer reached the drop.
+
+    A healthy disk was then reported as failing to erase.
+    """
     prompt = [(7 * n) % 61 for n in range(100)]
     ended, files, info = list[bool](), CrashFiles(), Rig(None).engine.info
     store = stored.open_store(files, stored.Time(), identity=info.identity, codec=Raw(info.block_bytes))
@@ -312,7 +315,7 @@ def test_what_another_request_stored_again_after_a_deletion_does_not_linger() ->
 
 
 def reading(long: list[int], stored: list[int]) -> tuple[Rig, int]:
-    """A rig that reads a long prompt (this request) in steps of 32 tokens, over a store that has something else."""
+    """Return a rig that reads a long prompt in steps of 32 tokens, over a store with another context."""
     how = {"blocks": 800, "context": 2000}
     rig = Rig({"disk": known(stored, **how)}, **how, scheduling=Limits(step_tokens=32))
     slow = rig.add(long)
@@ -321,7 +324,7 @@ def reading(long: list[int], stored: list[int]) -> tuple[Rig, int]:
 
 
 def test_a_stored_context_does_not_wait_until_a_long_prompt_is_read() -> None:
-    """Nearly all of it is known: it is loaded beside the other's steps, and its few new tokens take a part of one."""
+    """Nearly all of it is stored: it is loaded beside the other's steps, and its few new tokens take part of one."""
     rng = random.Random(5)
     prompt, long = tokens(rng, 320), tokens(rng, 1200)
     rig, slow = reading(long, prompt)
@@ -335,7 +338,7 @@ def test_a_stored_context_does_not_wait_until_a_long_prompt_is_read() -> None:
 
 
 def test_what_stays_long_is_loaded_when_its_turn_comes() -> None:
-    """Before that, what was loaded would lie in the pool for nobody, and might be gone again."""
+    """Loaded earlier, it would occupy the pool for nobody and might be evicted again."""
     rng = random.Random(6)
     prompt, long = tokens(rng, 320), tokens(rng, 600)
     rig, slow = reading(long, prompt[:80])
@@ -349,7 +352,7 @@ def test_what_stays_long_is_loaded_when_its_turn_comes() -> None:
 
 
 def test_loaded_chunks_are_held_however_long() -> None:
-    """A long prompt came while it was loaded; short ones took its blocks before its turn, and it was computed again."""
+    """The prompt came while it was loaded; short ones took its blocks before its turn, and it was recomputed."""
     rng = random.Random(7)
     prompt, long = tokens(rng, 360), tokens(rng, 1200)
     how = {"blocks": 480, "context": 2000}

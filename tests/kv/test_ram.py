@@ -1,4 +1,4 @@
-"""A store in memory: the contract of `Store`, and that its budget holds."""
+"""The store in memory: the contract of `Store`, and its budget."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cairn.kv.ram import RamStore
 from cairn.kv.tiers.store import Chunk
 
 SIZE = 1024 + 100
-"""What one chunk of these tests counts for."""
+"""Bytes that one chunk of these tests counts for."""
 
 
 def chain(name: str, count: int) -> list[Chunk]:

@@ -1,4 +1,4 @@
-"""Recurrent states in the cache: when they are found, which of them are kept, and how they come back from a store."""
+"""Recurrent states in the cache: when they are found, which are kept, and how they come back from a store."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.kv.tiered import SIZE, Rig
 CHUNK = 4 * SIZE
 HYBRID = (0, STATE)
 EVERY = [(0, STATE), (STATE, 0), (STATE,), (0, 6, STATE), (STATE, 0, STATE)]
-"""In each of which states decide what is found, but for a model without KV."""
+"""Groups in which states decide what is found, and a model without KV."""
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:
@@ -39,7 +39,7 @@ def answer(rig: Rig, prompt: Sequence[int], count: int) -> list[int]:
 
 
 def snapshots(rig: Rig, prompt: Sequence[int], group: int = 1) -> list[int]:
-    """After how many tokens of a context the pool has its state."""
+    """Return the numbers of tokens after which the pool has a context's state."""
     context, pool = rig.cache.context(b""), rig.cache.pools[group]
     ends = range(SIZE, len(prompt) + 1, SIZE)
     keys = ((end, context.chains[group].key(end // SIZE - 1, prompt)) for end in ends)
@@ -54,7 +54,7 @@ def test_the_next_turn_begins_at_the_last_block_before_the_prompts_end(windows: 
     assert rig.ask(prompt, count=1).computed == length
     longer = [*prompt, *tokens(9, 1)]
     assert rig.ask(longer).pool == length // SIZE * SIZE
-    # The same again: nothing less than a whole state is of use, so the tokens after the last one are computed.
+    # The same again: only whole states are of use, so the tokens after the last one are computed.
     assert rig.ask(prompt, count=1).pool == (length - 1) // SIZE * SIZE
 
 
@@ -89,7 +89,7 @@ def test_a_model_without_kv_finds_the_branch_point_too() -> None:
 
 @pytest.mark.parametrize("windows", EVERY)
 def test_prompts_that_come_together_compute_their_beginning_once(windows: tuple[int, ...]) -> None:
-    """The second asks the first for the snapshot that it needs before the first has come to it."""
+    """The second asks the first to keep a snapshot where it needs one, before the first gets there."""
     rig = Rig(None, windows=windows, blocks=200)
     shared = tokens(70)
     prompts = [[*shared, *tokens(30, seed)] for seed in range(4)]
@@ -148,7 +148,7 @@ def test_after_a_restart_a_turn_computes_its_new_tokens_and_those_since_the_last
         new = tokens(11, turn)
         report = rig.ask([*context, *new], count=25)
         if turn:
-            # The turn before left a snapshot at the last boundary that was computed: all but its last token.
+            # The turn before left a snapshot at the last computed boundary: all but its last token.
             assert report.disk == (len(context) - 1) // CHUNK * CHUNK
             assert report.computed <= len(new) + CHUNK
         context = [*context, *new, *answer(rig, [*context, *new], 25)]
@@ -174,7 +174,7 @@ def test_only_a_turns_end_is_stored_of_what_an_answer_passes() -> None:
 
 
 def test_the_kv_is_in_the_pool_and_the_state_in_the_store() -> None:
-    """States are given up sooner: their pool is small."""
+    """States are evicted sooner, since their pool is small."""
     store = RamStore(1 << 30)
     rig = Rig({"disk": store}, windows=HYBRID, blocks=(400, 3))
     prompt = tokens(100)
@@ -258,7 +258,7 @@ def test_a_state_is_copied_before_its_pool_needs_the_block() -> None:
 
 @pytest.mark.parametrize("windows", EVERY)
 def test_sequences_that_run_need_two_states_each_and_no_more(windows: tuple[int, ...]) -> None:
-    """Snapshots are left out where there is no room for them; nobody is preempted for one."""
+    """Without room for snapshots none are made; nobody is preempted for one."""
     blocks = [2 if window == STATE else 200 for window in windows]
     rig = Rig(None, windows=windows, blocks=blocks)
     prompt = tokens(90)
@@ -273,7 +273,7 @@ def test_sequences_that_run_need_two_states_each_and_no_more(windows: tuple[int,
 
 
 def test_sixty_tools_under_eviction_pressure_give_the_answers_of_an_empty_cache() -> None:
-    """A system part of sixty tools before each of many conversations, pools and stores that hold a few of them."""
+    """Sixty tools in the system part of many conversations, in pools and stores that hold a few of them."""
     chance = random.Random(60)
     tools = [token for number in range(60) for token in tokens(12, 1000 + number)]
     files = CrashFiles()
@@ -287,10 +287,10 @@ def test_sixty_tools_under_eviction_pressure_give_the_answers_of_an_empty_cache(
             rig = Rig({"ram": ram, "disk": store}, windows=HYBRID, blocks=(320, 12), context=4096)
         at = chance.randrange(len(contexts))
         prompt, count = contexts[at], chance.randint(2, 20)
-        report = rig.ask(prompt, count=count)  # compares with what a cache that is empty gives
+        report = rig.ask(prompt, count=count)  # compares with an empty cache
         computed, whole, loaded = computed + report.computed, whole + len(prompt), loaded + report.ram + report.disk
         contexts[at] = [*prompt, *answer(rig, prompt, count), *tokens(chance.randint(1, 30), turn)]
-        if chance.random() < 0.1:  # tools change: nothing after them is of use
+        if chance.random() < 0.1:  # the tools change: nothing after them can be reused
             contexts[at] = [*tools[:300], *tokens(40, turn), *tools[300:], *contexts[at][-30:]]
         if chance.random() < 0.2:  # a rollback
             contexts[at] = contexts[at][: chance.randint(720, len(contexts[at]))]
@@ -331,7 +331,7 @@ def test_what_is_asked_for_ahead_comes_with_its_state() -> None:
 
 
 def test_a_state_goes_when_its_kv_does_and_not_days_before() -> None:
-    """On the disk, with sizes in the proportion that models have: a state as large as the KV of thousands of tokens."""
+    """On disk, with realistic proportions: a state is as large as the KV of thousands of tokens."""
     time, files = stored.Time(), CrashFiles()
     codec = Raw((1 << 14, 50 << 16), (1,))
 
@@ -343,7 +343,7 @@ def test_a_state_goes_when_its_kv_does_and_not_days_before() -> None:
     (state,) = stored.chain(1, salt=b"state", size=50 << 16, after=old[-1])
     state = dataclasses.replace(state, tokens=old[-1].tokens, group=1)
     assert store.keep([*old, state]) == 21
-    for _ in range(2):  # as it was written, and as a start finds it
+    for _ in range(2):  # as written, and as a start finds it
         worth = {one.name.key: one.worth - one.used for one in store._state.index.live()}
         assert abs(worth[state.key] - worth[old[-1].key]) <= DOUBLE_SECONDS
         store.close()

@@ -29,7 +29,7 @@ CHUNKS, LENGTH = 2, 150
 def test_what_a_store_gives_back_is_as_good_as_computed(
     kind: Any, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Known failure 38: bit for bit from host memory and as raw pages; nearly so as 8-bit integers."""
+    """Bit for bit from host memory and as raw pages; nearly so as 8-bit integers (known failure 38)."""
     folder = write_model(tmp_path, **MODELS["qwen 3 with window layers"])
     first = Driver(load(folder, kv_dtype=dtype), monkeypatch)
     tokens, info, files = prompt(LENGTH), first.engine.info, CrashFiles()
@@ -63,7 +63,7 @@ def test_what_a_store_gives_back_is_as_good_as_computed(
 
 
 def _chunks(driver: Driver, tokens: list[int], tables: Any) -> Any:
-    """The whole chunks of both groups, parents first."""
+    """Return the whole chunks of both groups, parents first."""
     for group, table in enumerate(tables):
         parent = b""
         for number in range(CHUNKS):

@@ -25,7 +25,7 @@ SIZE = 4
 
 
 class Between:
-    """A store whose calls can be observed and answered differently. `fetch` and `keep` may be replaced."""
+    """A store whose calls can be observed and replaced: `fetch` and `keep`."""
 
     def __init__(self, inner: Store) -> None:
         self.inner = inner

@@ -1,4 +1,4 @@
-"""A chunk as a file: its name says what an index needs, and not one byte of it can change unseen."""
+"""A chunk as a file: its name holds what the index needs, and no byte of it can change unnoticed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_chunk_comes_back_from_its_file() -> None:
 
 
 def test_every_bit_is_under_a_checksum() -> None:
-    """Known failure 30."""
+    """A corrupt or truncated file must never be trusted (known failure 30)."""
     name, data = written(chain(2)[1])
     for at in range(len(data)):
         for bit in (1, 1 << (at % 8)):
@@ -43,7 +43,7 @@ def test_every_bit_is_under_a_checksum() -> None:
 
 
 def test_another_chunks_or_models_file_is_not_believed() -> None:
-    """Known failure 28: the whole identity stands in the file, not only eight bytes of a digest in its name."""
+    """The whole identity is in the file, not only the eight bytes of a digest in its name (known failure 28)."""
     first, second = chain(2)
     name, data = written(first)
     other, _ = written(second)

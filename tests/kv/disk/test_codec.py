@@ -1,4 +1,4 @@
-"""Pages as they are written down."""
+"""Codecs: pages as they are written to a store."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from cairn.kv.disk.codec import Q8, Raw, error_bound, open_codec
 
 BLOCKS = (256, 512)
-"""Bytes of a block of each group: 4 and 8 rows of 16 numbers."""
+"""Bytes of a block in each group: 4 and 8 rows of 16 numbers."""
 
 
 def pages(seed: int, group: int = 0, scale: float = 1.0) -> bytes:
@@ -81,7 +81,7 @@ def test_q8_keeps_zeros_and_refuses_what_is_not_finite() -> None:
 
 @pytest.mark.parametrize("name", ["raw", "q8"])
 def test_states_are_left_as_they_are_and_a_chunk_has_one(name: str) -> None:
-    """Whatever their numbers are: a state of numbers that are not finite is its sequence's own affair."""
+    """Also with numbers that are not finite: those are the sequence's own problem."""
     codec = open_codec("q8" if name == "q8" else "raw", (256, 44, 512), 16, states=(1,))
     state = np.array([1e30, -1e-42, np.nan, np.inf, *range(7)], "<f4").tobytes()
     assert codec.size(1) == len(codec.encode(1, state)) == 44

@@ -1,4 +1,4 @@
-"""What a codec does to a model, and the memory of it."""
+"""The check of how much a codec changes a model's answers, and the file that remembers its result."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ def test_kv_that_8_bits_cannot_hold_is_a_short_error() -> None:
 
 
 class _Refusing(Q8):
-    """Takes no page."""
+    """A codec that accepts no page."""
 
     def encode(self, group: int, pages: bytes | memoryview) -> bytes:
         raise ValueError("too large")
 
 
 def store() -> CrashFiles:
-    """A disk with an empty store on it."""
+    """Return a disk with an empty store on it."""
     files = CrashFiles()
     open_store(files, Time()).close()
     return files
@@ -102,7 +102,7 @@ def test_a_check_is_remembered_for_its_model_and_codec() -> None:
 
 
 def test_a_check_that_was_killed_does_not_keep_the_next_one_from_being_remembered() -> None:
-    """Its temporary file had the first name that the next one tried, every time."""
+    """Its leftover temporary file used to have the first name that the next check tried, every time."""
     files = store()
     for number in range(1, 4):
         files.put(FOLDER / f"tmp-{number}", b"half")
@@ -112,7 +112,7 @@ def test_a_check_that_was_killed_does_not_keep_the_next_one_from_being_remembere
 
 
 def test_a_damaged_memory_file_is_ignored() -> None:
-    """Every bit, every length; and the memory of another model under this one's name."""
+    """Every bit, every length, and the result of another model under this one's name."""
     files = store()
     remember(files, FOLDER, b"model", FOUND)
     (path,) = [path for path in files.files(FOLDER) if path.name.startswith("checked-")]
@@ -137,7 +137,7 @@ def test_a_damaged_memory_file_is_ignored() -> None:
 
 @pytest.mark.parametrize("at", range(12))
 def test_a_crash_or_a_fault_leaves_the_memory_whole_or_none(at: int) -> None:
-    """Known failure 31: what `remember` returned from is there after a power cut."""
+    """Once `remember` has returned, the result survives a power cut (known failure 31)."""
     calls = 0
     files = store()
 
@@ -186,7 +186,7 @@ def test_a_codec_that_changes_the_model_too_much_is_refused_with_the_figures() -
 
 
 def test_near_ties_that_fall_the_other_way_are_no_reason_to_refuse() -> None:
-    """SmolLM2 agrees at 96 of 100 places, at which nothing but the order of two equally likely tokens changes."""
+    """SmolLM2 agrees at 96 of 100 positions; at the others two tokens are about equally likely."""
     assert judged(8.003, 0.002, 0.02, agreed=1920) == ""
 
 

@@ -1,6 +1,6 @@
-"""One folder for all models of a user: what lies elsewhere in it is found, and its bytes are one budget.
+"""One folder for all models of a user: stores elsewhere in it are found, and all share one byte budget.
 
-A chunk takes a block on the disk here, and so does the marker of a store.
+Here a chunk takes one disk block, and so does the marker of a store.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def found(store: DiskStore, chunks: list[Chunk]) -> int:
 
 
 def stored_before(files: CrashFiles, time: Time, chunks: list[Chunk], **how: Any) -> None:
-    """As a server with one model did when that had no folder of its own."""
+    """Store chunks as a server with one model did before models had folders of their own."""
     store = open_store(files, time, **how)
     assert store.keep(chunks) == len(chunks)
     store.close()
@@ -110,7 +110,7 @@ def test_a_crash_while_it_is_taken_in_loses_nothing() -> None:
 
 
 def test_all_stores_have_one_budget_and_what_nobody_uses_gives_way() -> None:
-    """The one that was used longest ago first; never what is pinned."""
+    """The least recently used goes first, and never a pinned one."""
     time, budget, other_model = Time(), 13 * 4096, {"identity": b"another", "model": "another"}
     files = CrashFiles(now=time.now)
     old, recent, new = chain(4, salt=b"old"), chain(4, salt=b"recent"), chain(10, salt=b"new")
@@ -182,7 +182,7 @@ LAYOUT = Layout(16, (CacheGroup(kind="full", layers=(0, 1)),))
 
 
 def context(count: int) -> tuple[tuple[int, ...], list[Chunk]]:
-    """Ids, and the chunks that an engine makes of them."""
+    """Return token ids, and the chunks that an engine makes of them."""
     ids = tuple(range(64 * count))
     found, before = list[Chunk](), b""
     for number, key in enumerate(LAYOUT.keys(b"engine", b"salt", ids, 0)[3::4]):

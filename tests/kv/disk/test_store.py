@@ -1,4 +1,4 @@
-"""The disk store: what it keeps, what it gives back, what it gives up."""
+"""The disk store: what it keeps, returns and evicts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def files(time: Time) -> CrashFiles:
 
 
 def test_stored_chunks_are_found_after_a_restart(files: CrashFiles, time: Time) -> None:
-    """Known failure 31, half of it: what a store holds is what its files say, there is no index to lose."""
+    """The files themselves say what a store holds; there is no index that a crash could lose (known failure 31)."""
     store = open_store(files, time)
     chunks = chain(5)
     assert store.keep(chunks) == 5
@@ -89,7 +89,7 @@ def test_a_longer_or_shorter_file_is_damaged_in_a_buffer_too(files: CrashFiles, 
 
 
 def test_the_disk_gets_a_hint_of_the_next_reads(files: CrashFiles, time: Time) -> None:
-    """Two chunks ahead, as far as contexts do not part, and only for a reader who brings a buffer."""
+    """Two chunks ahead, as far as contexts do not diverge, and only for a reader that brings a buffer."""
     store = open_store(files, time)
     chunks = chain(5)
     forks = chain(1, salt=b"one", after=chunks[-1]) + chain(1, salt=b"other", after=chunks[-1])
@@ -103,7 +103,7 @@ def test_the_disk_gets_a_hint_of_the_next_reads(files: CrashFiles, time: Time) -
 
 
 def test_a_hole_ends_the_run(files: CrashFiles, time: Time) -> None:
-    """Known failure 32."""
+    """With a, b, c requested and b missing, only a may be returned (known failure 32)."""
     store = open_store(files, time)
     chunks = chain(4)
     store.keep(chunks)
@@ -114,7 +114,7 @@ def test_a_hole_ends_the_run(files: CrashFiles, time: Time) -> None:
 
 
 def test_a_chunk_without_its_prefix_is_refused(files: CrashFiles, time: Time) -> None:
-    """Known failure 32: the store itself never has a hole."""
+    """The store itself never has a hole (known failure 32)."""
     store = open_store(files, time)
     a, b, c, d = chain(4)
     assert store.keep([b]) == 0
@@ -135,7 +135,7 @@ def test_a_chunk_is_written_once(files: CrashFiles, time: Time) -> None:
 
 @pytest.mark.parametrize("how", [{"identity": b"other"}, {"codec": Raw([SIZE // 4, SIZE // 4])}])
 def test_models_share_a_folder_and_nothing_else(files: CrashFiles, time: Time, how: dict[str, object]) -> None:
-    """Known failure 28: the same keys under another identity are another model's."""
+    """The same keys under another identity belong to another model (known failure 28)."""
     store = open_store(files, time)
     chunks = chain(3)
     store.keep(chunks)
@@ -150,7 +150,7 @@ def test_models_share_a_folder_and_nothing_else(files: CrashFiles, time: Time, h
 
 
 def test_what_is_handed_over_again_after_a_refusal_is_refused_once(files: CrashFiles, time: Time) -> None:
-    """A batch is offered anew without what was refused: 10 refusals were said to be 105."""
+    """A batch is offered again without the refused chunks; 10 refusals were once counted as 105."""
     store, memory = open_store(files, time), RamStore(1 << 20)
     lost = [chunk for number in range(5) for chunk in chain(3, salt=bytes([number]))[1:]]
     whole = [chunk for number in range(5) for chunk in chain(1, salt=b"whole%d" % number)]
@@ -179,7 +179,7 @@ def test_pages_of_another_size_are_refused_and_not_read(files: CrashFiles, time:
 
 
 def test_the_budget_holds_at_every_moment_and_after_a_restart(files: CrashFiles, time: Time) -> None:
-    """Known failure 31: the bytes on the disk are counted, headers, pins and leftovers too, also after a restart."""
+    """The budget counts headers, pins and leftovers too (known failure 31)."""
     budget = 40 * 4096
     most = 0
 
@@ -205,7 +205,7 @@ def test_the_budget_holds_at_every_moment_and_after_a_restart(files: CrashFiles,
 def test_the_budget_holds_where_the_disk_tells_late_what_a_file_takes(
     files: CrashFiles, time: Time, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ZFS: next to nothing, until some seconds after the sync."""
+    """On ZFS a file seems to take next to nothing until some seconds after the sync."""
     monkeypatch.setattr(CrashFile, "disk", lambda file: 512)
     store = open_store(files, time, budget=10 * 4096)
     for number in range(6):
@@ -219,7 +219,7 @@ def test_leaves_go_first_the_oldest_of_them(files: CrashFiles, time: Time) -> No
     for one in (deep, old, new):
         assert store.keep(one) == len(one)
         time.sleep(100)
-    assert store.match_prefix(keys(old)) == 1  # now it was used last
+    assert store.match_prefix(keys(old)) == 1  # now it is the most recently used
     time.sleep(100)
     store.keep(chain(1, salt=b"more"))
     assert [held(files, one) for one in (deep, old, new)] == [9, 1, 1]
@@ -364,7 +364,7 @@ def test_a_pin_that_could_not_be_read_can_be_undone(files: CrashFiles, time: Tim
 
 
 def test_what_is_pinned_is_counted_without_a_look_at_all_of_it(files: CrashFiles, time: Time) -> None:
-    """Figures are asked for between steps."""
+    """Metrics are read between steps."""
     walks = 0
 
     class Watched(dict[bytes, int]):
@@ -397,7 +397,7 @@ def test_what_is_pinned_is_counted_without_a_look_at_all_of_it(files: CrashFiles
 
 
 def test_more_pinned_than_the_budget_is_reported_until_some_is_unpinned(files: CrashFiles, time: Time) -> None:
-    """Also of what is not there yet, and after a restart."""
+    """Also with pins of chunks that are not stored yet, and after a restart."""
     budget = 10 * 4096
     store = open_store(files, time, budget=budget)
     chunks = chain(20)
@@ -439,7 +439,7 @@ def test_without_a_time_to_live_nothing_grows_too_old_and_a_short_one_is_kept_to
 
 
 def test_an_owner_is_never_a_file_name(files: CrashFiles, time: Time) -> None:
-    """Known failure 29, its file side: what a client calls an agent is not on the disk."""
+    """The name that a client gives its agent must not appear on the disk (known failure 29)."""
     store = open_store(files, time)
     store.pin("../../etc/passwd", keys(chain(1)))
     assert not any("passwd" in str(path) for path in files.files())
@@ -463,7 +463,7 @@ def test_what_nobody_used_for_the_time_to_live_goes(files: CrashFiles, time: Tim
 
 
 def test_a_wall_clock_that_jumps_makes_nothing_old(files: CrashFiles, time: Time) -> None:
-    time.wall = -900_000.0  # a machine that thinks it is 1970, until the network tells
+    time.wall = -900_000.0  # a machine that thinks it is 1970 until it has the network's time
     store = open_store(files, time, ttl=1000.0)
     store.keep(chain(3))
     time.wall = 1e9
@@ -473,7 +473,7 @@ def test_a_wall_clock_that_jumps_makes_nothing_old(files: CrashFiles, time: Time
 
 
 def test_a_wall_clock_that_is_ahead_at_the_start_makes_nothing_old(files: CrashFiles, time: Time) -> None:
-    """So does one after a long rest; both are pruned when they were not used for the time to live since."""
+    """Nor does a long rest: chunks are pruned only when unused for the time to live since the start."""
     store = open_store(files, time, ttl=1000.0)
     older, newer = chain(2, salt=b"older"), chain(3)
     store.keep(older)
@@ -543,7 +543,7 @@ def test_dropping_takes_what_extends_it_and_its_bytes(files: CrashFiles, time: T
 
 
 def test_damage_is_a_miss_and_takes_what_extends_it(files: CrashFiles, time: Time) -> None:
-    """Known failure 30."""
+    """A corrupt file must not crash the server, nor be trusted (known failure 30)."""
     store = open_store(files, time)
     chunks = chain(4)
     store.keep(chunks)
@@ -571,7 +571,7 @@ def test_scrub_finds_all_damage_of_all_models(files: CrashFiles, time: Time) -> 
 
 
 def test_leftovers_orphans_and_twins_go_at_the_start(files: CrashFiles, time: Time) -> None:
-    """Known failure 31: nothing is left for ever, and what is not ours is left alone but counted."""
+    """Nothing stays for ever; foreign files are left alone but counted (known failure 31)."""
     store = open_store(files, time)
     chunks = chain(3)
     store.keep(chunks)
@@ -686,7 +686,7 @@ def test_a_full_disk_is_reported_and_the_store_lives_on_its_own_bytes(time: Time
 
 
 class SharedFiles(CrashFiles):
-    """A disk on which others write while the store removes: a block at every third removal."""
+    """A disk on which others write a block at every third removal of the store."""
 
     removed = wrote = refused = 0
 
@@ -704,7 +704,7 @@ class SharedFiles(CrashFiles):
 
 
 def test_others_that_write_all_the_time_are_given_way_all_the_time(time: Time) -> None:
-    """What they took since looked like what the disk did not show yet, and the store stayed while they had nothing."""
+    """What others had written since looked like space that the disk had not freed yet, so the store did not shrink."""
     files = SharedFiles(now=time.now, capacity=600 * 4096)
     store = open_store(files, time, budget=1 << 30, reserve=40 * 4096)
     for number in range(300):
@@ -719,7 +719,7 @@ def test_others_that_write_all_the_time_are_given_way_all_the_time(time: Time) -
 
 
 class LateFiles(CrashFiles):
-    """A disk that shows only after some seconds of the clock that something was removed, as ZFS and btrfs do."""
+    """A disk that shows removals only after some seconds of the clock, as ZFS and btrfs do."""
 
     late = 5.0
 
@@ -737,7 +737,7 @@ class LateFiles(CrashFiles):
 
 
 def test_a_disk_that_frees_space_late_evicts_only_what_is_needed(time: Time) -> None:
-    """The store gave way until it was empty, and said that the disk was full."""
+    """The store used to evict everything and then report a full disk."""
     files = LateFiles(time, 200 * 4096)
     store = open_store(files, time, budget=1 << 30, reserve=40 * 4096)
     for number in range(50):
@@ -762,7 +762,7 @@ def test_a_disk_that_frees_space_late_evicts_only_what_is_needed(time: Time) -> 
 
 
 def test_freed_space_that_has_shown_is_not_counted_twice(time: Time) -> None:
-    """All that the store has is less than what others need: the disk is full, and that is said."""
+    """Everything the store has is less than others need: the disk is full, and that is reported."""
     files = CrashFiles(now=time.now, capacity=200 * 4096)
     store = open_store(files, time, budget=1 << 30, reserve=40 * 4096)
     for number in range(8):
@@ -774,7 +774,7 @@ def test_freed_space_that_has_shown_is_not_counted_twice(time: Time) -> None:
 
 
 def test_a_disk_that_never_shows_freed_space_gets_a_little_each_minute(time: Time) -> None:
-    """Snapshots hold it."""
+    """A snapshot of the file system holds it."""
     files = LateFiles(time, 200 * 4096)
     files.late = 1e9
     store = open_store(files, time, budget=1 << 30, reserve=40 * 4096)
@@ -823,7 +823,7 @@ def test_a_renamed_chunk_that_was_never_indexed_lingers_too(files: CrashFiles, t
 
 
 def back(files: CrashFiles, chunks: list[Chunk]) -> bool:
-    """Whether a power cut may bring any of it back."""
+    """Return whether a power cut may bring any of the chunks back."""
     return any(held(files.crash(files.rng), chunks) for _ in range(40))
 
 
@@ -864,7 +864,7 @@ def test_a_late_removal_holds_although_another_file_cannot_be_removed(files: Cra
 
 
 def said(identity: bytes) -> list[bytes]:
-    """The keys of a context for an engine."""
+    """Return the keys of a context for an engine."""
     return keys(chain(30, salt=identity))
 
 
@@ -872,7 +872,7 @@ def said(identity: bytes) -> list[bytes]:
 def test_what_the_disk_does_not_let_go_of_another_model_is_asked_for_again(
     files: CrashFiles, time: Time, kind: str
 ) -> None:
-    """`list`: the disk fails at the start already."""
+    """`list`: the disk already fails when the store starts."""
     other, theirs = open_store(files, time, identity=b"other"), chain(30, salt=b"other")
     other.keep(theirs)
     other.close()
@@ -895,7 +895,7 @@ def test_what_the_disk_does_not_let_go_of_another_model_is_asked_for_again(
 
 
 def test_a_deletion_looks_at_no_chunk_of_another_model_that_is_known(files: CrashFiles, time: Time) -> None:
-    """With 100,000 of them each deletion, and each eviction, held the store up for 50 milliseconds."""
+    """With 100,000 such chunks each deletion, and each eviction, used to block the store for 50 milliseconds."""
     for name in (b"other", b"third"):
         other = open_store(files, time, identity=name)
         for number in range(500):
@@ -991,7 +991,7 @@ def test_a_folder_that_is_not_ours_is_refused_or_set_aside(files: CrashFiles, ti
     assert caught.value.field == "kv_dir"
     assert files.files() == before, "a folder that was refused was changed"
     if change is stranger:
-        return  # the fake forgets the owner of a folder that moves
+        return  # the fake disk forgets the owner of a moved folder
     fresh = open_store(files, time, fresh=True)
     assert fresh.stats().chunks == 0
     aside = [path for path in files.files() if ".aside-" in str(path)]
@@ -999,7 +999,7 @@ def test_a_folder_that_is_not_ours_is_refused_or_set_aside(files: CrashFiles, ti
 
 
 def test_a_folder_that_a_process_has_is_not_set_aside(files: CrashFiles, time: Time) -> None:
-    """It would go on by its path, in the new folder, beside the process that made that."""
+    """The other process would go on by path, in the new folder, beside the process that made it."""
     store = open_store(files, time)
     store.keep(chain(2))
     strange_mode(files)
@@ -1015,7 +1015,7 @@ def test_a_folder_that_a_process_has_is_not_set_aside(files: CrashFiles, time: T
 
 
 def test_threads_keep_fetch_drop_pin_and_tend_at_once(files: CrashFiles, time: Time) -> None:
-    """Whatever they do to each other, nobody reads what was not kept, and in the end every byte is counted."""
+    """Whatever the threads do to each other, no wrong data is read, and in the end every byte is counted."""
     store = open_store(files, time, budget=30 * 4096)
     stop, errors = threading.Event(), list[BaseException]()
 
@@ -1061,7 +1061,7 @@ def test_threads_keep_fetch_drop_pin_and_tend_at_once(files: CrashFiles, time: T
 
 
 def test_dropping_waits_for_what_is_being_written(files: CrashFiles, time: Time) -> None:
-    """When it returns the bytes are gone, also those that another thread was about to bring in."""
+    """When it returns, the bytes are gone, also those that another thread was about to write."""
     store = open_store(files, time)
     chunks = chain(3)
     dropping: list[threading.Thread] = []
@@ -1086,7 +1086,7 @@ def test_dropping_waits_for_what_is_being_written(files: CrashFiles, time: Time)
 
 
 def test_on_a_real_disk(tmp_path: Path) -> None:
-    """Modes, and every byte counted."""
+    """Modes are right, and every byte is counted."""
     folder = tmp_path / "kv"
     store = open_store(SystemFiles(), Time(), folder=folder)
     chunks = chain(20)
@@ -1107,7 +1107,7 @@ def test_on_a_real_disk(tmp_path: Path) -> None:
 def test_many_chunks_are_indexed_by_names_and_sizes_alone(
     files: CrashFiles, time: Time, tmp_path: Path, figure: Callable[[str, str], None]
 ) -> None:
-    """What is in these files is nothing, so whoever looked into them would have none."""
+    """These files have no content, so a start that read them would find no chunk."""
     store = open_store(files, time)
     chunks: list[Chunk] = []
     for number in range(20):
@@ -1130,7 +1130,7 @@ def test_many_chunks_are_indexed_by_names_and_sizes_alone(
 
 
 def test_a_small_free_disk_reports_the_room_left_to_others(time: Time) -> None:
-    """It is not full: it has less than the store leaves to others."""
+    """It is not full: less is free than the store leaves to others."""
     store = open_store(CrashFiles(now=time.now, capacity=64 * 4096), time, budget=1 << 30, reserve=256 << 20)
     assert store.keep(chain(1)) == 0
     assert "258,048 bytes of its disk are free, and 268,435,456 are left to others" in store.stats().trouble

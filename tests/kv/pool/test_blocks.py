@@ -19,7 +19,7 @@ def published(pool: BlockPool, keys: list[bytes]) -> list[int]:
 
 
 def test_taking_is_all_or_none() -> None:
-    """Known failure 12: exhaustion half-way through an allocation."""
+    """Exhaustion half-way through an allocation must roll back (known failure 12)."""
     pool = BlockPool(4)
     held = pool.take(3)
     with pytest.raises(MemoryError):
@@ -50,7 +50,7 @@ def test_a_published_block_is_found_after_its_last_user_left() -> None:
 
 
 def test_tokens_are_compared_on_every_hit() -> None:
-    """Known failure 26: the same key with other tokens is a miss, and is not replaced."""
+    """The same key with other tokens is a miss, and is not replaced (known failure 26)."""
     pool = BlockPool(3)
     (first,) = pool.take(1)
     assert pool.publish(first, b"collision", (1, 2)) == first

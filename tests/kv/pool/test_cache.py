@@ -15,7 +15,7 @@ TOKENS = list(range(50, 90))
 
 
 def cache(*pools: tuple[int, int], identity: bytes = b"model") -> Cache:
-    """Make a cache with one group per (blocks, window); window 0 is full attention."""
+    """Return a cache with one group for each (blocks, window); window 0 is full attention."""
     groups = tuple(
         CacheGroup(kind="window" if window else "full", layers=(layer,), window=window)
         for layer, (_, window) in enumerate(pools)
@@ -59,7 +59,7 @@ def covered(kv: Cache, tokens: list[int], salt: bytes = b"") -> int:
 
 
 def waits(kv: Cache, context: SequenceKV, tokens: list[int]) -> bool:
-    """Return whether a new match of a sequence says that a block of it is on its way."""
+    """Return whether a new match of a sequence is blocked on a block that another one computes."""
     return isinstance(kv.match(context, tokens).blocked_on, bytes)
 
 
@@ -77,7 +77,7 @@ def test_a_prefix_is_shared_without_a_copy() -> None:
 
 
 def test_a_whole_prompt_hit_leaves_something_to_compute() -> None:
-    """Known failure 33: at the block boundary and on both sides of it."""
+    """At a block boundary and on both sides of it (known failure 33)."""
     kv = cache((20, 0))
     kv.close(compute(kv, TOKENS[:16]), TOKENS[:16])
     for length in (15, 16, 17, 4, 5, 2, 1):
@@ -86,7 +86,7 @@ def test_a_whole_prompt_hit_leaves_something_to_compute() -> None:
 
 
 def compute_part(kv: Cache, tokens: list[int], salt: bytes = b"") -> None:
-    """Compute and close a sequence; what it computed of its last block is kept."""
+    """Compute and close a sequence; its partly computed last block is kept."""
     kv.close(compute(kv, tokens, salt), tokens, len(tokens))
 
 
@@ -118,7 +118,7 @@ def test_a_block_that_is_not_full_is_copied_and_never_named_by_two_tables() -> N
 
 
 def test_uncomputed_tokens_of_a_block_are_not_found() -> None:
-    """Of what an engine failed at nothing is known."""
+    """Nothing is known of tokens at which an engine failed."""
     kv = cache((20, 0))
     kv.close(compute(kv, TOKENS[:7]), TOKENS[:7], 6)
     assert covered(kv, TOKENS[:9]) == 6
@@ -140,7 +140,7 @@ def test_what_goes_on_takes_the_place_of_the_beginning_of_its_block() -> None:
 
 
 def test_a_copy_that_was_not_made_yet_is_not_kept() -> None:
-    """A step that never comes would make it."""
+    """The copy would have been made by a step that never runs."""
     kv = cache((20, 0))
     compute_part(kv, TOKENS[:7])
     context = kv.context(b"")
@@ -166,7 +166,7 @@ def test_a_part_of_a_block_goes_with_its_context() -> None:
 
 
 def test_a_block_whose_copy_is_still_to_be_made_is_not_taken_for_it() -> None:
-    """The pool has no other blocks left than those that the sequence takes, so nothing is copied."""
+    """The pool has no other blocks than the sequence takes, so nothing is copied."""
     kv = cache((4, 0))
     compute_part(kv, TOKENS[:6])
     assert left(kv) == [(2, 2, 0)]
@@ -186,7 +186,7 @@ def test_a_shared_block_is_never_written_to() -> None:
     assert kv.pools[0].holders(again.table.groups[0][3]) == 1
     assert kv.pools[0].published(again.table.groups[0][3]) is None
     kv.publish(again, TOKENS[:16], 16)
-    assert again.table.groups == first.table.groups  # the copy is given up for what it was made from
+    assert again.table.groups == first.table.groups  # the copy gives way to the block it was made from
 
 
 def test_a_partly_filled_block_is_not_published_while_it_is_written_to() -> None:
@@ -199,7 +199,7 @@ def test_a_partly_filled_block_is_not_published_while_it_is_written_to() -> None
 
 
 def test_nothing_is_found_before_it_was_computed() -> None:
-    """Known failure 34: room for a prompt is not its content."""
+    """Having room for a prompt does not mean its content is there (known failure 34)."""
     kv = cache((20, 0))
     context = kv.context(b"")
     assert kv.open(context, TOKENS[:17]) == 0
@@ -213,7 +213,7 @@ def test_nothing_is_found_before_it_was_computed() -> None:
 
 
 def test_a_hole_ends_the_prefix() -> None:
-    """Known failure 32: asked for a, b, c with b missing, only a counts."""
+    """With a, b, c requested and b missing, only a counts (known failure 32)."""
     kv = cache((20, 0))
     keys = prefix.Chain(prefix.root(b"model", b"", kv.info.groups[0], SIZE), SIZE)
     for index in (0, 2):
@@ -232,7 +232,7 @@ def test_another_tenant_finds_nothing() -> None:
 
 
 def test_equal_keys_of_other_tokens_are_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Known failure 26: with a hash that always collides nothing wrong is found and nothing breaks."""
+    """With a hash that always collides nothing wrong is found, and nothing breaks (known failure 26)."""
     monkeypatch.setattr(prefix, "extend", lambda parent, tokens: b"the same")
     kv = cache((20, 0), (20, 6))
     first, other = TOKENS[:17], list(range(17))
@@ -256,7 +256,7 @@ def test_a_failed_open_holds_nothing() -> None:
 
 
 def test_a_failed_grow_takes_nothing() -> None:
-    """Known failure 12: the second pool is the one that is exhausted."""
+    """The second pool is the exhausted one (known failure 12)."""
     kv = cache((20, 0), (3, 8))
     context = kv.context(b"")
     assert kv.open(context, TOKENS[:4]) == 0
@@ -311,7 +311,7 @@ def test_a_shorter_hit_is_taken_where_the_longest_lacks_its_window() -> None:
     pool = kv.pools[1]
     last = pool.find(context.chains[1].key(4, tokens), tokens[16:20])
     assert last is not None
-    # Use every other cached block again, so that only the last one is the oldest.
+    # use every other cached block again, so that only the last one is the oldest
     for block in range(pool.size):
         if block != last and pool.published(block) is not None:
             pool.hold(block)
@@ -389,7 +389,7 @@ def test_a_waiter_goes_its_own_way_where_the_prompts_part_or_the_other_begins_an
 
 
 def test_a_waiter_is_woken_only_by_its_block() -> None:
-    """It waits for the last block that the other brings of its own, and is looked at once."""
+    """It waits for the last block that the other computes, so it is checked only once."""
     kv = cache((40, 0))
     first, second, third = (kv.context(b"") for _ in range(3))
     tokens, other = TOKENS[:17], [*TOKENS[:8], *range(1, 10)]
@@ -436,7 +436,7 @@ def test_uncached_prefixes_are_remembered_until_published() -> None:
 
 
 def test_what_a_window_lacks_may_come_with_the_end_of_a_load() -> None:
-    """A load brings only the blocks of a window that its end needs: nothing of it is of use before."""
+    """A load brings only those blocks of a window that its end needs; nothing before that is of use."""
     kv = cache((40, 0), (40, 6))
     load, waiting, tokens = kv.context(b""), kv.context(b""), TOKENS[:33]
     assert kv.prepare(load, tokens, 0, 8, 0) and kv.extend(load, tokens, 4, [0])
@@ -471,7 +471,7 @@ def test_a_waiter_for_room_is_woken_when_room_may_be_free(change: str) -> None:
 
 @pytest.mark.parametrize("running", [True, False])
 def test_a_wake_that_was_forgotten_is_made_up_for(running: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for ever for what nobody brings, whatever is wrong with the events."""
+    """Even if an event was lost, no sequence may wait for ever for a block that nobody computes."""
     kv = cache((40, 0))
     first = kv.context(b"")
     waiting = [kv.context(b"") for _ in range(3)]
@@ -493,7 +493,7 @@ def test_another_tenant_or_another_prompt_does_not_wait() -> None:
     assert kv.open(kv.context(b""), TOKENS[:17]) == 0
     assert not waits(kv, kv.context(b"other"), TOKENS[:17])
     assert not waits(kv, kv.context(b""), [1, *TOKENS[1:17]])
-    # What is left of a prompt shorter than one block is computed anyway.
+    # less than one block of a prompt is left, and computed anyway
     assert not waits(kv, kv.context(b""), TOKENS[:4])
 
 
@@ -538,7 +538,7 @@ def test_a_context_can_be_opened_again_after_it_was_closed() -> None:
 
 
 def test_another_model_of_the_same_shape_finds_nothing() -> None:
-    """Known failure 28: its keys have another root."""
+    """Its keys have another root (known failure 28)."""
     one, two = cache((20, 0)), cache((20, 0), identity=b"other weights")
     keys = [kv.context(b"").chains[0].key(0, TOKENS) for kv in (one, two)]
     assert keys[0] != keys[1]

@@ -18,7 +18,7 @@ def keys(start: bytes, tokens: list[int], block_tokens: int = 4) -> list[bytes]:
 
 
 def test_the_digest_is_whole_and_the_same_in_every_process() -> None:
-    """Known failures 26, 27."""
+    """Keys keep all of SHA-256, and Python's `hash()` has no part in them (known failures 26, 27)."""
     start = root(b"model", b"salt", FULL, 4)
     assert len(start) == len(extend(start, (1, 2))) == 32
     code = (
@@ -43,7 +43,7 @@ def test_the_digest_is_whole_and_the_same_in_every_process() -> None:
     ],
 )
 def test_the_root_names_everything_that_could_change_a_number(other: bytes) -> None:
-    """Known failures 28, 40: the model's identity and the tenant's salt are in every key."""
+    """The model's identity and the tenant's salt are in every key (known failures 28, 40)."""
     start = root(b"model", b"salt", FULL, 4)
     assert other != start
     assert not set(keys(other, TOKENS)) & set(keys(start, TOKENS))
@@ -60,7 +60,7 @@ def test_a_window_is_part_of_the_root() -> None:
 
 
 def test_a_key_covers_all_tokens_up_to_its_end() -> None:
-    """Known failure 29: nothing is cut off, a difference anywhere changes every later key."""
+    """Nothing is cut off: a difference anywhere changes every later key (known failure 29)."""
     start = root(b"model", b"", FULL, 4)
     truth = keys(start, TOKENS)
     for at in range(len(TOKENS)):

@@ -1,4 +1,4 @@
-"""The rule of which recurrent states are kept, as tables."""
+"""The rule that decides which recurrent states are kept, as tables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cairn.kv.pool.snapshots import BOUNDARY, SPACING, Snapshots, keeps
 
 
 def wanted(snapshots: Snapshots, stop: int) -> list[int]:
-    """Boundaries up to `stop`."""
+    """Return the wanted boundaries up to `stop`."""
     return [place + 1 for place in snapshots.places(0, stop)]
 
 

@@ -1,4 +1,4 @@
-"""How contexts stand, as the stores heed it: an order of eviction and nothing else."""
+"""Reuse hints change the stores' order of eviction and nothing else."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ Kind = Callable[[Time], Store]
 
 
 def held(store: Store, *chains: list[Chunk]) -> list[int]:
-    """Return how many leading chunks of each context are there."""
+    """Return how many leading chunks of each context are stored."""
     return [store.match_prefix(keys(chunks)) for chunks in chains]
 
 
 def filled(kind: Kind) -> tuple[Store, Time, list[list[Chunk]]]:
-    """Store three contexts of two chunks, the last used last."""
+    """Store three contexts of two chunks, in the order of their last use."""
     time = Time()
     store, chains = kind(time), [chain(2, salt=salt) for salt in (b"a", b"b", b"c")]
     for chunks in chains:

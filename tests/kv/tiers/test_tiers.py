@@ -33,7 +33,7 @@ from tests.laws.simulator import VirtualClock
 PROMPT = [(7 * n) % 61 for n in range(100)]
 CHUNK = 16
 PAGES = CHUNK * 8
-"""Bytes of a chunk."""
+"""Bytes of a chunk's pages."""
 FULL = CacheGroup(kind="full", layers=(0,))
 
 
@@ -43,7 +43,7 @@ def disk() -> RamStore:
 
 
 def test_what_one_worker_computed_the_next_one_loads() -> None:
-    """Known failures 27, 39: written behind, found by the next worker, and the answer is the same."""
+    """Written behind, found by the next worker, with the same answer (known failures 27, 39)."""
     store = disk()
     first = Rig({"disk": store}).ask(PROMPT)
     assert first.computed == 100 and first.miss == Miss(position=0, reason="never seen")
@@ -71,7 +71,7 @@ def test_every_kind_of_group_comes_back(windows: tuple[int, ...], length: int) -
 def test_after_a_restart_less_than_a_block_is_computed_again(
     windows: tuple[int, ...], length: int, how: str, durable: bool
 ) -> None:
-    """At its end, and once a context was idle, what is behind its last whole chunk is stored too, in whole blocks."""
+    """An ended or idle context also stores the whole blocks behind its last whole chunk."""
     store, prompt = disk(), PROMPT[:length]
     rig = Rig({"disk": store}, windows=windows)
     rig.ask(prompt, durable=durable)
@@ -83,7 +83,7 @@ def test_after_a_restart_less_than_a_block_is_computed_again(
 
 
 def end_of(rig: Rig, how: str) -> None:
-    """Let a worker end as it is asked to, or its contexts be idle for long enough."""
+    """Let a worker end in order, or its contexts be idle for long enough."""
     assert rig.tiers is not None
     if how == "idle":
         rig.clock.time += IDLE_SECONDS
@@ -188,11 +188,11 @@ def test_of_two_stores_each_gives_what_the_other_lacks() -> None:
 
 
 COVERED = ["token", "salt", "identity", "codec", "window", "block size", "nothing"]
-"""The parts of a key. `nothing`: that a test can hit at all."""
+"""The parts of a key, and `nothing`, which shows that the test can hit at all."""
 
 
 def unlike(field: str, stores: dict[TierName, Store] | None) -> tuple[Rig, list[int], bytes]:
-    """A worker, a prompt and a salt of which one differs in this from `Rig(stores)`, `PROMPT` and none."""
+    """Return a worker, a prompt and a salt that differ from `Rig(stores)`, `PROMPT` and no salt in this part alone."""
     identities = {"identity": b"other weights", "codec": numerics(b"fake", "q8")}
     rig = Rig(
         stores,
@@ -207,7 +207,7 @@ def unlike(field: str, stores: dict[TierName, Store] | None) -> tuple[Rig, list[
 @pytest.mark.parametrize("tier", ["ram", "disk"])
 @pytest.mark.parametrize("field", COVERED)
 def test_whatever_the_key_covers_no_store_hits_when_it_differs(tier: TierName, field: str) -> None:
-    """Known failures 26, 28, 40: each part of the key alone."""
+    """Each part of the key alone (known failures 26, 28, 40)."""
     stores: dict[TierName, Store] = {tier: RamStore(1 << 30)}
     Rig(stores).ask(PROMPT)
     second, prompt, salt = unlike(field, stores)
@@ -216,7 +216,7 @@ def test_whatever_the_key_covers_no_store_hits_when_it_differs(tier: TierName, f
 
 @pytest.mark.parametrize("field", COVERED)
 def test_whatever_the_key_covers_no_pool_hits_when_it_differs(field: str) -> None:
-    """Known failures 26, 28, 40: over the pools of a worker that differs, which no two workers ever share."""
+    """With the pools of a worker that differs, although no two workers ever share pools (known failures 26, 28, 40)."""
     first = Rig(None)
     first.ask(PROMPT)
     second, prompt, salt = unlike(field, None)
@@ -224,7 +224,7 @@ def test_whatever_the_key_covers_no_pool_hits_when_it_differs(field: str) -> Non
     cache.pools = cache._parts._pools = first.cache.pools
     context = cache.context(salt)
     assert (cache.open(context, prompt) or 0) == (len(PROMPT) - 1 if field == "nothing" else 0)
-    # Blocks of another size hold other numbers of tokens, which alone is no hit: their keys begin elsewhere, too.
+    # Blocks of another size hold other numbers of tokens, which alone is a miss: their keys begin elsewhere too.
     begins = [one.chains[0]._root for one in (first.cache.context(b""), context)]
     assert (begins[0] == begins[1]) == (field in ("nothing", "token"))
 
@@ -270,7 +270,7 @@ def test_unstored_prompts_are_never_written_nor_counted_as_seen() -> None:
 
 @pytest.mark.parametrize("chunks", [0, 1, 4, 9])
 def test_the_days_bytes_bound_all_that_is_written_to_one_chunk(chunks: int) -> None:
-    """Whatever for: also what comes again, tails, and what an end stores."""
+    """For any reason: repeated chunks, tails, and what a shutdown stores."""
     store = disk()
     size = PAGES + 1024
     rig = Rig({"disk": store}, blocks=400, limits=WriteLimits(day_bytes=chunks * size))
@@ -324,7 +324,7 @@ def test_the_loop_stores_once_it_has_rested_and_not_before_the_next_turn_may_com
     behind, waits = rig.tiers.write_behind, list[tuple[float | None, int]]()
 
     class Channel:
-        """A front that asks once. Time passes only while it is waited for."""
+        """A frontend that sends one request; time passes only while it is waited for."""
 
         def receive(self, wait: float | None) -> list[wire.ToWorker]:
             waits.append((wait, behind.bytes))
@@ -456,7 +456,7 @@ def test_a_flush_reports_given_up_chunks() -> None:
 
 
 def test_a_store_that_fails_in_no_known_way_costs_its_chunks_and_ends_no_flush() -> None:
-    """What it was given counts as given up; the room in the queue is free again."""
+    """The chunks it was given count as lost, and the room in the queue is free again."""
     broken = Between(disk())
 
     def keep(chunks: Sequence[Chunk]) -> int:
@@ -480,7 +480,7 @@ def test_a_store_that_fails_in_no_known_way_costs_its_chunks_and_ends_no_flush()
 
 
 def test_a_store_that_loses_a_chunk_costs_time_only() -> None:
-    """Known failures 17, 32, 38: found in the index, gone when read; what came before it is used."""
+    """A chunk that the index lists is gone when read; the chunks before it are used (known failures 17, 32, 38)."""
     store = disk()
     Rig({"disk": store}).ask(PROMPT)
     losing = Between(store)
@@ -612,7 +612,7 @@ def test_what_is_dropped_while_it_is_loaded_leaves_nothing() -> None:
 
 
 def test_what_the_reader_has_in_hand_while_it_is_dropped_goes_to_no_other_store() -> None:
-    """It was read from the disk for the pool and for memory, where the drop had been before it."""
+    """It was read from the disk for the pool and for memory, where the drop had already been."""
     disk = RamStore(1 << 30)
     Rig({"disk": disk}, blocks=200).ask(PROMPT)
     slow = Between(disk)
@@ -652,7 +652,7 @@ def test_the_gate_loads_where_that_is_faster_as_measured() -> None:
 
 
 def test_a_load_that_falls_behind_computing_is_given_up() -> None:
-    """Known failure 37: what it has brought is used, the rest is computed."""
+    """What it has brought is used, the rest is computed (known failure 37)."""
     store = disk()
     Rig({"disk": store}).ask(PROMPT)
     rig = Rig({"disk": store}, load="auto")
@@ -703,7 +703,7 @@ def test_what_is_on_its_way_to_the_disk_is_not_stored_yet_and_what_is_too_late_f
     for prompt in (PROMPT, OTHER):
         rig.add(prompt)
         while not rig.scheduler.idle:
-            rig.step()  # no thread runs: what the pool gives up waits in the queue
+            rig.step()  # no thread runs: what the pool evicts waits in the queue
     assert rig.tiers is not None and rig.tiers.write_behind.bytes >= 6 * PAGES
     id = rig.add(PROMPT)
     while not rig.scheduler.idle:
@@ -724,7 +724,7 @@ def life(files: CrashFiles, **how: Any) -> Rig:
 
 @pytest.mark.parametrize("how", ["killed", "ended"])
 def test_tokens_seen_before_a_restart_are_not_reported_as_new(how: str) -> None:
-    """Whether a store had it or not. Of what must not be stored nothing is written down."""
+    """Whether a store had them or not. Nothing is written down for requests that must not be stored."""
     files, private = CrashFiles(), [(13 * n + 2) % 57 for n in range(50)]
     rig = life(files, limits=WriteLimits(day_bytes=3 * (PAGES + 1024)))
     rig.ask(PROMPT)
@@ -798,7 +798,7 @@ def test_what_is_erased_leaves_no_trace_of_having_been_seen() -> None:
 
 
 def test_a_load_that_was_declined_and_is_worth_it_later_is_no_reason_for_a_miss() -> None:
-    """What it finds nothing of was never seen."""
+    """Tokens that it finds nothing of were never seen."""
     store = disk()
     Rig({"disk": store}).ask(PROMPT)
     rig = Rig({"disk": store}, blocks=40, load="auto")
@@ -834,7 +834,7 @@ def test_a_context_can_be_brought_up_before_it_is_needed() -> None:
     [*(((0,), lengths) for lengths in ([100] * 10, [64, 100, 100, 48], [100, 64, 30], [100, 8])), ((0, 5), [100] * 10)],
 )
 def test_a_second_request_waits_for_a_running_load(windows: tuple[int, ...], lengths: list[int]) -> None:
-    """Ten who asked for one context had it read ten times."""
+    """Ten requests for one context used to read it ten times."""
     store = disk()
     Rig({"disk": store}, windows=windows).ask(PROMPT)
     counting, fetched, answers = Between(store), list[bytes](), list[int]()
@@ -843,7 +843,7 @@ def test_a_second_request_waits_for_a_running_load(windows: tuple[int, ...], len
     assert rig.tiers is not None
     for number, length in enumerate(lengths):
         rig.tiers.prefetch(PROMPT[:length], b"", lambda number=number: answers.append(number))
-        if number == 1:  # some of it has landed when the next one asks
+        if number == 1:  # part of it has been loaded when the next one asks
             rig.threads()
             rig.step()
     rig.settle()
@@ -852,7 +852,7 @@ def test_a_second_request_waits_for_a_running_load(windows: tuple[int, ...], len
 
 
 def test_a_waiter_hears_of_a_load_that_was_given_up() -> None:
-    """And nothing is tried again for each of them: a request may have waited for it."""
+    """And the load is not retried for each waiter."""
     store = disk()
     Rig({"disk": store}).ask(PROMPT)
     rig, answers = Rig({"disk": store}), list[int]()
@@ -865,7 +865,7 @@ def test_a_waiter_hears_of_a_load_that_was_given_up() -> None:
 
 
 def test_a_second_sweep_shares_the_running_one() -> None:
-    """Each scrub is a thread that reads the whole store; one who asked fifty times got fifty."""
+    """Each scrub is a thread that reads the whole store; fifty requests used to start fifty."""
     info = Rig(None).engine.info
     store = stored.open_store(CrashFiles(), stored.Time(), identity=info.identity, codec=Raw(info.block_bytes))
     rig, said, blocked, began = Rig({"disk": store}), list[Swept | None](), threading.Event(), list[str]()
@@ -882,7 +882,7 @@ def test_a_second_sweep_shares_the_running_one() -> None:
         raise ValueError
 
     def answered(count: int) -> list[Swept | None]:
-        """What was said, when so many are answered."""
+        """Return the answers to so many sweep requests."""
         until = time.monotonic() + 60
         while len(said) < count and time.monotonic() < until:
             tiers.turn(False)
@@ -899,7 +899,7 @@ def test_a_second_sweep_shares_the_running_one() -> None:
 
 
 def test_what_is_given_up_goes_also_where_other_kernels_left_it() -> None:
-    """Their chunks hold the same token ids. What others need of it stays, and so does all else in the folder."""
+    """Their chunks hold the same token ids. What others need of it stays, and so does everything else in the folder."""
     files, other = CrashFiles(), [(11 * n) % 59 for n in range(80)]
 
     def life(identity: bytes) -> Rig:
