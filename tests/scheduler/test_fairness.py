@@ -27,7 +27,7 @@ def test_tenants_alternate_and_a_served_tenant_moves_to_the_end() -> None:
 
 
 def begun(asked: list[tuple[str, int]], running: int = 1, **priorities: int) -> list[str]:
-    """In which order requests of these tenants and priorities begin that came so; `priorities` are the tenants'."""
+    """Return the order in which requests of these tenants and priorities begin; `priorities` are the tenants'."""
     engine = FakeEngine(fake_spec(), blocks=200)
     scheduler = Scheduler(Cache(engine.info), Limits(max_running=running, priorities=priorities), SystemClock())
     for id, (share, priority) in enumerate(asked):
@@ -67,7 +67,7 @@ def test_a_tenant_with_more_weight_has_more_turns_of_a_round() -> None:
 
 
 def test_waiting_items_are_listed_in_serving_order() -> None:
-    """Whatever was served before: the first of the iteration is who is next, and weights change nobody's own order."""
+    """The first of the iteration is the next to be served, and weights do not change the order within a tenant."""
     rounds: RoundRobin[tuple[str, int]] = RoundRobin({"a": 3.0})
     for number in range(6):
         for tenant in "ab":

@@ -119,7 +119,7 @@ def test_a_request_gets_the_right_tokens_and_ends_by_length() -> None:
 
 
 def test_requests_do_not_disturb_each_other_whatever_their_options() -> None:
-    """Known failures 9, 10, 14: seeds, penalties and choices batch like anything else."""
+    """Seeds, penalties and choices are batched like anything else (known failures 9, 10, 14)."""
     rig = Rig(windows=(0, 7))
     requests = [
         rig.add(1),
@@ -193,7 +193,7 @@ def test_a_whole_prompt_is_not_held_up_by_the_next_one() -> None:
     ],
 )
 def test_how_much_a_step_takes_of_prompts(lengths: tuple[int, ...], taken: tuple[int, ...]) -> None:
-    """Short prompts fill a step together; one that is whole is only filled up; beside a long one is room for some."""
+    """Short prompts fill a step together; a whole prompt only fills it up; beside a long one some room is left."""
     rig = Rig(context=1000, blocks=2000, step_tokens=512, max_running=8)
     for number, length in enumerate(lengths):
         rig.add(number, tuple((number * 7 + place * place) % VOCAB for place in range(length)))
@@ -226,7 +226,7 @@ def test_equal_prompts_compute_their_prefix_once() -> None:
 
 @pytest.fixture
 def finds(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """The keys that pools were asked for."""
+    """Record the keys that pools are asked for."""
     keys, find = list[bytes](), BlockPool.find
 
     def counting(pool: BlockPool, key: bytes, tokens: Tokens) -> int | None:
@@ -241,7 +241,7 @@ def finds(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 def test_those_that_wait_for_an_equal_prompt_do_not_search_it_in_every_step(
     windows: tuple[int, ...], finds: list[bytes]
 ) -> None:
-    """Sixteen of 200 blocks beside each other: each block was looked up at each of 50 steps."""
+    """Sixteen sequences of 200 blocks: each block used to be looked up in each of 50 steps."""
     rig = Rig(blocks=600, context=1000, windows=windows, step_tokens=16)
     prompt = tuple(n * 7 % VOCAB for n in range(800))
     requests = [rig.add(id, (*prompt, id), max_tokens=1) for id in range(16)]
@@ -253,7 +253,7 @@ def test_those_that_wait_for_an_equal_prompt_do_not_search_it_in_every_step(
 
 
 def test_a_head_without_room_is_not_searched_in_every_step(finds: list[bytes]) -> None:
-    """Its prefix of 100 blocks is in the pool and room for the rest is not: everybody's next token waited for that."""
+    """Its prefix of 100 blocks is in the pool but the rest has no room: every step used to wait for that search."""
     rig = Rig(blocks=120, context=600)
     prompt = tuple(n * 7 % VOCAB for n in range(400))
     rig.add(1, prompt, max_tokens=1)
@@ -374,7 +374,7 @@ def test_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
 
 
 def test_an_id_is_in_use_once() -> None:
-    """Known failure 4."""
+    """Ids are unique for ever; they do not wrap (known failure 4)."""
     rig = Rig()
     rig.add(1 << 62)
     with pytest.raises(Conflict):
@@ -385,7 +385,7 @@ def test_an_id_is_in_use_once() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_stop_tokens_end_with_stop_and_count(count: int) -> None:
-    """Known failures 10, 15: EOS is whatever the request says; the token itself is reported, and counted."""
+    """The request decides what EOS is; the token itself is reported, and counted (known failures 10, 15)."""
     rig = Rig()
     truth = rig.engine.oracle(PROMPT, SamplingParams(max_tokens=9, temperature=0.0), 9)
     assert len(set(truth[: count + 1])) == count + 1
@@ -500,7 +500,7 @@ def test_a_deadline_ends_waiting_and_running_requests_and_is_no_success() -> Non
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 4])
 def test_cancel_in_every_state_gives_everything_back(steps: int) -> None:
-    """Known failures 12, 42: waiting, in the middle of a prompt, decoding, preempted."""
+    """Waiting, in the middle of a prompt, decoding, preempted (known failures 12, 42)."""
     rig = Rig(blocks=12, step_tokens=16, max_running=2)
     rig.add(1, PROMPT[:40], max_tokens=9)
     rig.add(2, PROMPT[20:40], max_tokens=9)
@@ -549,7 +549,7 @@ def test_an_engine_that_raises_ends_the_requests_of_its_step_alone() -> None:
 
 @pytest.mark.parametrize("guilty", [None, 2])
 def test_a_step_without_memory_is_computed_row_by_row(monkeypatch: pytest.MonkeyPatch, guilty: int | None) -> None:
-    """So that a request which is too much for the device ends alone, and none where they were too much together."""
+    """A request that is too much for the device ends alone; none ends if they were only too much together."""
     rig = Rig()
     real = rig.engine.prefill
 
@@ -604,7 +604,7 @@ def test_a_row_that_fails_ends_alone() -> None:
 
 @pytest.mark.parametrize("wrong", [[], [RowResult(), RowResult()], [RowResult()]])
 def test_results_that_do_not_fit_the_plan_are_errors(wrong: list[RowResult]) -> None:
-    """Known failures 8, 15: a row that sampled nothing would otherwise wait for ever."""
+    """A row that sampled nothing would otherwise wait for ever (known failures 8, 15)."""
     rig = Rig()
     rig.add(1)
     outputs = rig.commit(rig.plan(), wrong)
@@ -624,7 +624,7 @@ def test_plans_are_committed_in_turn() -> None:
 
 
 def test_priority_runs_earlier_and_waiting_makes_up_for_it() -> None:
-    """Known failure 7: nobody is overtaken by what arrives `AGE_SECONDS` a level later."""
+    """A request is not overtaken by one that arrives `AGE_SECONDS` a level later (known failure 7)."""
     rig = Rig(max_running=1)
     rig.add(1, max_tokens=1)
     rig.add(2, max_tokens=1)
@@ -677,7 +677,7 @@ LONG = tuple(place * 11 % 60 for place in range(400))
 
 
 def test_short_prompts_do_not_wait_until_a_long_one_is_read() -> None:
-    """It gets half of each step meanwhile and takes at most twice as many; what they leave it takes too."""
+    """It gets half of each step meanwhile and takes at most twice as many steps; it also takes what they leave."""
     rig = Rig(blocks=800, context=1000, step_tokens=32)
     rig.add(1, LONG, max_tokens=1)
     rig.step()
@@ -715,7 +715,7 @@ def test_short_prompts_beside_a_long_one_do_not_overtake_each_other() -> None:
 
 
 def test_a_long_prompt_is_read_in_small_steps_beside_those_that_want_their_next_token() -> None:
-    """An engine is as fast with them, and the others' tokens come as often."""
+    """The engine is as fast with them, and the others' tokens come as often."""
     rig = Rig(blocks=2000, context=4000, step_tokens=512)
     rig.add(1, PROMPT, max_tokens=6)
     rig.step()
@@ -725,14 +725,14 @@ def test_a_long_prompt_is_read_in_small_steps_beside_those_that_want_their_next_
         assert sorted(row.end - row.start for row in rig.plans[-1].rows) == [1, ENOUGH_TOKENS]
     rig.step()
     assert [row.end - row.start for row in rig.plans[-1].rows] == [ENOUGH_TOKENS]  # somebody may come during it
-    rig.add(3, PROMPT[::-1] * 3, max_tokens=1)  # whole in the kept half
+    rig.add(3, PROMPT[::-1] * 3, max_tokens=1)  # whole in the reserved half
     rig.add(4, LONG[::-1], max_tokens=1)
     rig.step()
     assert sorted(row.end - row.start for row in rig.plans[-1].rows) == [120, ENOUGH_TOKENS]
 
 
 def test_on_a_slow_machine_a_step_has_as_much_of_a_prompt_as_there_is_time_for() -> None:
-    """Measured: 4.3 s between two tokens of a stream while another's 3,500 words were read."""
+    """Measured before: 4.3 s between two tokens of a stream while another's 3,500 words were read."""
     rig = Rig(blocks=2000, context=4000, step_tokens=512, step_seconds=0.25)
     running = rig.add(1, PROMPT, max_tokens=150)
     long = LONG * 5
@@ -779,7 +779,7 @@ def test_what_is_known_of_a_prompt_makes_it_short() -> None:
 
 @pytest.mark.parametrize("short", ["rows", "blocks"])
 def test_short_prompts_leave_the_next_long_one_its_row_and_its_blocks(short: str) -> None:
-    """Known failure 7: it begins when the one before it is read, not when all that passed it have their answers."""
+    """It begins when the one before it is read, not when all that passed it have their answers (known failure 7)."""
     blocks, rows, answer = (150, 64, 1) if short == "blocks" else (4000, 4, 300)
     rig = Rig(blocks=blocks, context=1000, step_tokens=32, max_running=rows)
     rig.add(1, LONG, max_tokens=answer)
@@ -809,7 +809,7 @@ def test_a_short_prompt_passes_many_long_ones_each_of_which_is_looked_up_once() 
 
 
 def test_nobody_waits_for_a_prompt_that_has_no_part_of_many_steps() -> None:
-    """Known failure 7: a long one before it has all of them, and what is to be shared is short."""
+    """A long prompt before it has all of their room, and what is to be shared is short (known failure 7)."""
     rig = Rig(blocks=4000, context=4000, step_tokens=32)
     rig.add(1, PROMPT[:16], max_tokens=400)
     shared = LONG[::-1]
@@ -848,7 +848,7 @@ def test_beside_short_prompts_a_long_one_gets_as_much_as_they() -> None:
 
 
 def test_long_prompts_wait_for_each_other_whatever_comes_between() -> None:
-    """Known failure 7: a stream of short ones does not keep the second for ever."""
+    """A stream of short ones does not keep the second waiting for ever (known failure 7)."""
     rig = Rig(blocks=4000, context=1000, step_tokens=32)
     rig.add(1, LONG, max_tokens=1)
     rig.add(2, LONG[::-1], max_tokens=1)
@@ -861,7 +861,7 @@ def test_long_prompts_wait_for_each_other_whatever_comes_between() -> None:
 
 
 def test_a_cached_prompt_never_takes_more_steps_or_tokens() -> None:
-    """Known failure 37: cache on is never slower than cache off, whatever there is in the pool and beside it."""
+    """Whatever is in the pool and beside it: a cache must never make a request slower (known failure 37)."""
     cost = {}
     for windows in ((0,), (0, 8), (8,)):
         for length in (1, 3, 4, 5, 40, 41, 77, 120):

@@ -29,7 +29,7 @@ def test_the_legal_transitions_are_these_and_no_others() -> None:
 
 @pytest.mark.parametrize(("before", "after"), list(itertools.product(State, State)))
 def test_every_transition_is_checked(before: State, after: State) -> None:
-    """Known failure 6: a completed request cannot become failed."""
+    """A completed request cannot become failed (known failure 6)."""
     it = sequence()
     it.state = before
     if after in LEGAL[before]:

@@ -1,4 +1,4 @@
-"""Guesses behind a row's last token: what of them is taken, told and given back."""
+"""Guesses behind a row's last token: which are accepted, reported and given back."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Fixed:
         self.closed += 1
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Guesses are fixed."""
+        """Do nothing: the guesses are fixed."""
 
     expect = extend
 
@@ -54,7 +54,7 @@ class Fixed:
         self.recorded.append((offered, accepted))
 
     def step_took(self, rows: int, tokens: int, seconds: float) -> None:
-        """Widths are fixed."""
+        """Do nothing: the widths are fixed."""
 
 
 class Ends:
@@ -87,7 +87,7 @@ class Ends:
 
 
 def guessing(guesses: Any, *, matcher: Any = None, **sampling: Any) -> tuple[Rig, list[int], Fixed]:
-    """An answer whose first token is there, and the guesses after it: of the answer's own, or given."""
+    """Return a rig, a whole answer and a drafter; the answer's first token is there, the guesses follow it."""
     rig = Rig()
     request = Request(id=1, prompt=PROMPT, sampling=SamplingParams(**{"max_tokens": 9, "temperature": 0.0} | sampling))
     answer = rig.oracle(request)

@@ -1,4 +1,4 @@
-"""Steps that are planned while the one before them runs."""
+"""Steps that are planned while the step before them runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.scheduler.test_scheduler import PROMPT, Rig
 
 
 def started(**fields: Any) -> tuple[Rig, Plan]:
-    """Two answers whose prompts are computed, and a plan of their next tokens."""
+    """Return a rig with two answers whose prompts are computed, and a plan of their next tokens."""
     rig = Rig(windows=(0, 7), **fields)
     for number in (1, 2):
         rig.add(number, PROMPT[number:], max_tokens=6, temperature=float(number - 1))
@@ -128,7 +128,7 @@ class ShortOfMemory:
 
 
 def test_the_step_behind_one_that_ran_out_of_memory_is_computed_again() -> None:
-    """Its rows went on from tokens that never came: none of them fails, and no token is lost or made twice."""
+    """Its rows continue tokens that never came: none of them may fail, and no token is lost or repeated."""
     rig, plan = started()
     engine: Any = ShortOfMemory(rig.engine)
     running = plan.submit(engine)

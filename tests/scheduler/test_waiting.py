@@ -1,7 +1,7 @@
-"""How long clients wait for their first token, on the real scheduler and a machine whose steps take stated times.
+"""The time that clients wait for their first token, on the real scheduler and a machine with given step times.
 
-The costs are those of SmolLM2 (135M, Q4_1) on two quiet cores; `slow` times as much stands for one that does other
-work. Clients ask again as soon as they have their answer, as in `benchmarks/percentiles.py`.
+The costs are those of SmolLM2 (135M, Q4_1) on two quiet cores; `slow` times as much stands for a busy machine. Clients
+ask again as soon as they have their answer, as in `benchmarks/percentiles.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cairn.types.request import Request, SamplingParams
 from cairn.types.step import RowResult
 
 STEP, ROW, TOKEN = 0.004, 0.00075, 0.0004
-"""Seconds of a step, of each decoding row, and of each token of a prompt."""
+"""Seconds of a step, of each decoding row, and of each prompt token."""
 LIMIT, ANSWER, VOCAB = 0.25, 48, 60_000
 
 
@@ -41,7 +41,7 @@ class Waits:
 
 
 def served(clients: int, slow: float, seconds: float) -> Waits:
-    """Serve so many clients for so many seconds of the machine's own time."""
+    """Serve so many clients for so many seconds of the simulated machine's time."""
     chance, clock, found = random.Random(clients), Clock(), Waits()
     cache = Cache(FakeEngine(fake_spec(vocab=VOCAB, context=8192), blocks=6000).info)
     scheduler = Scheduler(cache, Limits(step_seconds=LIMIT), clock)

@@ -1,4 +1,4 @@
-"""The head for further tokens guesses: fewer steps, the same answers, and the states and slots that belong to them."""
+"""Drafts by the model's own head (MTP): fewer steps, the same answers, and the right states and slots."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_head_that_is_right_saves_most_steps() -> None:
 @pytest.mark.parametrize("windows", [(0,), (0, 7), (0, STATE)])
 @pytest.mark.parametrize("seed", range(8))
 def test_guesses_change_nothing(seed: int, windows: tuple[int, ...]) -> None:
-    """In company, drawn or greedy, preempted or not, with a head that reads in pieces and has few blocks."""
+    """In a batch, sampled or greedy, preempted or not, with a head that reads in pieces and has few blocks."""
     chance = random.Random(seed)
     requests = [
         asked(id, chance, temperature=chance.choice((0.0, 0.8)), seed=id, repetition_penalty=chance.choice((1.0, 1.3)))
@@ -114,7 +114,7 @@ def test_behind_a_cached_prefix_its_context_begins_later() -> None:
 
 
 def test_what_it_computed_from_its_own_states_is_overwritten() -> None:
-    """After each step it reads what was sampled with the model's states, and nothing else twice."""
+    """After each step it reads the sampled tokens with the model's states, and nothing else twice."""
     site = Site(fixed=5)
     request = asked(1, random.Random(4), temperature=0.9, seed=4)
     assert site.answers([request]) == plain([request])[0]
@@ -187,7 +187,7 @@ def test_a_head_that_fails_ends_its_guesses_and_nothing_else(caplog: pytest.LogC
 
 
 def test_its_time_counts_against_its_guesses() -> None:
-    """One whose guess takes as long as a step is not asked."""
+    """A head whose guess takes as long as a step is not asked."""
     for seconds, asks in ((0.0001, True), (0.01, False)):
         site = Site(fixed=0)
         for _ in range(50):
@@ -215,7 +215,7 @@ def test_a_sequence_starts_with_what_the_head_was_worth_in_others() -> None:
 
 
 def test_a_running_step_is_not_waited_for_to_ask_it() -> None:
-    """What it guesses needs that step's states: no step is submitted ahead, and none is asked meanwhile."""
+    """It needs that step's states, so no step is planned ahead, and it is not asked meanwhile."""
     site = Site()
     site.rig.scheduler.add(asked(1, random.Random(7), length=9))
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""A small model that guesses: fewer steps, the same answers, and nothing of it is left or shared between tenants."""
+"""Drafts by a small model: fewer steps, the same answers, and nothing left behind or shared between tenants."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.scheduler.test_scheduler import VOCAB, Rig
 def guesser(
     *, blocks: int = 200, windows: tuple[int, ...] = (0,), context: int = 200, max_tokens: int = 64
 ) -> DraftModel:
-    """The very model that the rig serves: all that it guesses of a greedy answer is right."""
+    """Return the very model that the rig serves as a draft model: all its guesses of a greedy answer are right."""
     spec = fake_spec(VOCAB, context, windows)
     return DraftModel(FakeEngine(spec, blocks=blocks, block_tokens=4, max_rows=1, max_tokens=max_tokens))
 
@@ -53,7 +53,7 @@ def test_a_model_that_knows_the_answer_saves_most_steps() -> None:
 @pytest.mark.parametrize("windows", [(0,), (0, 7)])
 @pytest.mark.parametrize("seed", range(8))
 def test_guesses_change_nothing(seed: int, windows: tuple[int, ...]) -> None:
-    """In company, drawn or greedy, in a small pool and a large one, over a model that reads long prompts in pieces."""
+    """In a batch, sampled or greedy, in pools of any size, with a model that reads long prompts in pieces."""
     chance = random.Random(seed)
     requests = [
         asked(id, chance, temperature=chance.choice((0.0, 0.8)), seed=id, repetition_penalty=chance.choice((1.0, 1.3)))

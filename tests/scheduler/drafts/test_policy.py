@@ -1,4 +1,4 @@
-"""The width of drafts: by the engine's costs and by what came true, within bounds of memory and of others' delay."""
+"""The width of drafts: by the engine's costs and the hit rate, within bounds of memory and of others' delay."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def request(max_tokens: int = 200, **fields: object) -> Request:
 
 
 def repeating(policy: MeasuredPolicy) -> Drafter:
-    """A sequence in the middle of a text that it repeats."""
+    """Return the drafter of a sequence that is repeating a text."""
     drafter = policy.open(request(), TEXT)
     assert drafter is not None
     drafter.extend(TEXT[:100])
@@ -66,7 +66,7 @@ def test_a_batch_that_fills_the_product_has_no_drafts() -> None:
 
 
 def test_drafts_of_one_step_count_for_those_after_it() -> None:
-    """Sequences of one step share its room: when the first has taken it, others get less."""
+    """When the first sequence has taken a step's room, the others get less."""
     policy = MeasuredPolicy()
     cost = {tokens: 0.01 * (1.0 + 0.01 * min(tokens, 9) + 0.3 * max(0, tokens - 9)) for tokens in range(1, 20)}
     measured(policy, cost, rows=2)
@@ -78,7 +78,7 @@ def test_drafts_of_one_step_count_for_those_after_it() -> None:
 
 
 def test_states_that_are_computed_again_make_drafts_dearer() -> None:
-    """What is accepted before a wrong guess has to be computed twice, which a doubtful draft does not win back."""
+    """Tokens accepted before a wrong guess are computed twice, which a doubtful draft does not win back."""
 
     class Known(StepCost):
         def of(self, tokens: int) -> float:
@@ -96,7 +96,7 @@ def test_states_that_are_computed_again_make_drafts_dearer() -> None:
 
 
 def test_others_of_a_step_are_not_held_up() -> None:
-    """However well it pays: drafts lengthen a shared step by half at most."""
+    """However well drafts pay, they lengthen a shared step by half at most."""
     policy = MeasuredPolicy()
     cost = {tokens: 0.01 * (1 + 0.2 * (tokens - 1)) for tokens in range(1, 12)}
     measured(policy, cost)
@@ -135,7 +135,7 @@ def test_who_never_speculates() -> None:
 
 
 def test_all_indexes_together_stay_within_their_memory() -> None:
-    """Later ones get smaller indexes, then none; what ends gives its memory back."""
+    """Later ones get smaller indexes, then none; an ended sequence gives its memory back."""
     policy = MeasuredPolicy(index_bytes=6 * LEAST_TOKENS * TOKEN_BYTES)
     long = [*range(3 * LEAST_TOKENS)]
     first = policy.open(request(), long)
@@ -153,7 +153,7 @@ def test_all_indexes_together_stay_within_their_memory() -> None:
 
 
 def test_a_policy_offers_only_tokens_of_the_sequence_itself() -> None:
-    """Two tenants with the same beginning: what one's text goes on with is never offered to the other."""
+    """Of two tenants with the same beginning, one's continuation is never offered to the other."""
     policy = MeasuredPolicy(fixed=7)
     secret = [*range(2000, 2200)]
     owner = policy.open(request(salt=b"one"), [*secret, *secret[:20]])
@@ -177,7 +177,7 @@ def test_costs_settle_at_what_was_measured(speed: float) -> None:
 
 
 def test_a_size_is_known_soon_after_it_is_first_measured() -> None:
-    """Within a few steps, not only after many: until then drafts would be too wide or too narrow."""
+    """Within a few steps; until then drafts would be too wide or too narrow."""
     cost = StepCost()
     for _ in range(100):
         cost.record(1, 0.01)

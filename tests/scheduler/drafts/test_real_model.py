@@ -1,4 +1,4 @@
-"""A real model that is asked to repeat a file: several tokens a step, the same text, and usage says so."""
+"""A real model that is asked to repeat a file: several tokens a step, the same text, and usage reports it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FILE = "\n".join(f"{name} = {value}" for name, value in zip(NAMES.split(), VALUE
     ],
 )
 def test_a_repeated_file_takes_half_the_steps(temperature: float, seed: int, asked: str) -> None:
-    """At least two tokens a step where guesses are always offered; as many as pay where that is measured."""
+    """At least two tokens a step if guesses are always offered; as many as pay if that is measured."""
     path, found = str(smollm2()), {}
     messages = [{"role": "user", "content": asked.format(FILE)}]
     for speculate in ("off", "auto", "7"):

@@ -1,4 +1,4 @@
-"""Requests that speculate by their own tokens answer as they do without: text, log-probabilities and ends."""
+"""Requests that speculate by their own tokens have the same text, log-probabilities and ends as without."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.scheduler.test_scheduler import VOCAB, Rig
 
 
 def requests(chance: random.Random) -> list[Request]:
-    """Requests of several tenants that share beginnings, with all kinds of options, and answers of few tokens."""
+    """Return short requests of several tenants that share beginnings, with all kinds of options."""
     beginning = chance.choices(range(VOCAB), k=20)
     found = []
     for id in range(1, 9):
@@ -44,7 +44,7 @@ def requests(chance: random.Random) -> list[Request]:
 @pytest.mark.parametrize("windows", [(0,), (0, 7), (0, -1)])
 @pytest.mark.parametrize("seed", range(12))
 def test_guesses_change_nothing(seed: int, windows: tuple[int, ...]) -> None:
-    """Alone, together, with too few blocks for all, and measured or always: over windows and states, too."""
+    """Alone, together, with too few blocks for all, measured or always, over windows and states too."""
     asked = requests(random.Random(seed))
     accepted = 0
 

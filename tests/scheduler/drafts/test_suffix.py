@@ -1,4 +1,4 @@
-"""The drafts of a sequence's own tokens: against a plain search, within their memory, and of nobody else's tokens."""
+"""Drafts from a sequence's own tokens: equal to a plain search, bounded in memory, and never of another sequence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cairn.scheduler.drafts.suffix import LEAST_TOKENS, LONGEST, TOKEN_BYTES, Su
 
 
 def longest_match(tokens: list[int]) -> int:
-    """The most of the latest tokens that also occur earlier, by comparing all places; 0 below two."""
+    """Return how many of the latest tokens also occur earlier, by comparing all places; 0 below two."""
     best, end = 0, len(tokens)
     for place in range(1, end):
         length = 0
@@ -46,7 +46,7 @@ def test_what_repeats_nothing_has_no_draft(tokens: list[int]) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_proposal_followed_the_match_that_it_names(seed: int) -> None:
-    """In any text the matched tokens stand before the proposed ones, and few long matches are overlooked."""
+    """The matched tokens stand before the proposed ones, and few long matches are overlooked."""
     chance = random.Random(seed)
     vocabulary = chance.choice((3, 20, 400))
     tokens = [chance.randrange(vocabulary) for _ in range(chance.randrange(300))]
@@ -105,7 +105,7 @@ def test_a_prediction_is_followed_from_the_first_token_and_never_beyond_its_end(
 
 
 def test_an_answer_that_repeats_nothing_offers_less_and_less() -> None:
-    """Chances fall where guesses are wrong, offered or not, and rise where they come true."""
+    """The rate falls with wrong guesses, offered or not, and rises with right ones."""
     chance = random.Random(7)
     drafter = SuffixDrafter([chance.randrange(30) for _ in range(600)])
     offered = []
@@ -119,7 +119,7 @@ def test_an_answer_that_repeats_nothing_offers_less_and_less() -> None:
 
 
 def test_indexes_share_nothing() -> None:
-    """One sequence's tokens, another tenant's perhaps, are never guesses of another's."""
+    """One sequence's tokens, perhaps another tenant's, are never guesses of another."""
     secret = [*range(2000, 2100)]
     owner, other = SuffixDrafter(secret), SuffixDrafter([1, 2, 3, *secret[:8]])
     owner.extend(secret)
