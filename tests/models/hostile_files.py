@@ -1,7 +1,7 @@
-"""Model files that mean harm, each made from a few lines, and a process with bounds in which they are read.
+"""Malicious model files, each made from a few lines, and a process with limits that reads them.
 
-`python -m tests.models.hostile_files FOLDER NAME...` prints a line of JSON for each: what came of it, and what it took.
-A process of its own reads each one: what would fill the memory or never end is ended by the system there.
+`python -m tests.models.hostile_files FOLDER NAME...` prints a line of JSON for each: the outcome and the resources.
+Each file is read by a process of its own, so that the system stops what would fill the memory or never end.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from cairn.types.errors import ModelError
 CPU_SECONDS = 60
 WALL_SECONDS = 100
 MEMORY = 4 << 30
-"""Bytes of address space of the process that reads one: it ends there, and the test with it."""
+"""Address space of the reading process in bytes; it ends at this limit, and fails the test."""
 
 _U32, _STRING, _ARRAY = 4, 8, 9
 
 
 @dataclass(frozen=True)
 class Hostile:
-    """One kind of file, and what may come of it."""
+    """One kind of file, and its expected outcome."""
 
     make: Callable[[Path], Path]
-    """Makes it in an empty folder, and gives what a user would name as the model."""
+    """Creates it in an empty folder, and returns what a user would name as the model."""
     says: str
-    """What stands in the refusal; "loaded" where it is bounded, and no reason to refuse it."""
+    """Text of the refusal; "loaded" if it is bounded and no reason to refuse."""
     seconds: float = 3.0
-    """Most time on the CPU, all processes together; a header at its bounds is read three times."""
+    """Most CPU seconds, all processes together; a header at its limits is read three times."""
     mebibytes: int = 100
-    """Most memory beyond what the process had and what the files have."""
+    """Most memory beyond that of the process before and of the files."""
 
 
 # ------------------------------------------------------------------------------------------------- folders
 
 
 def folder(path: Path, **parts: Any) -> Path:
-    """A folder with the bundled model's small files, and `parts` of its tokenizer.json replaced."""
+    """Write the bundled model's small files, with `parts` of its tokenizer.json replaced."""
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (path / name).write_bytes((demo_folder() / name).read_bytes())
     if parts:
@@ -63,7 +63,7 @@ def folder(path: Path, **parts: Any) -> Path:
 
 
 def pipe(name: str) -> Callable[[Path], Path]:
-    """A file of the model is a pipe that nobody writes to."""
+    """Replace a file of the model by a pipe that nobody writes to."""
 
     def make(path: Path) -> Path:
         (folder(path) / name).unlink(missing_ok=True)
@@ -74,7 +74,7 @@ def pipe(name: str) -> Callable[[Path], Path]:
 
 
 def endless(name: str) -> Callable[[Path], Path]:
-    """A file of the model has no end."""
+    """Replace a file of the model by one without end."""
 
     def make(path: Path) -> Path:
         (folder(path) / name).unlink(missing_ok=True)
@@ -85,7 +85,7 @@ def endless(name: str) -> Callable[[Path], Path]:
 
 
 def written(name: str, *parts: bytes) -> Callable[[Path], Path]:
-    """A file of the model is all of `parts`."""
+    """Write a file of the model that consists of `parts`."""
 
     def make(path: Path) -> Path:
         (folder(path) / name).write_bytes(b"".join(parts))
@@ -95,13 +95,13 @@ def written(name: str, *parts: bytes) -> Callable[[Path], Path]:
 
 
 def tensors(*parts: bytes) -> Callable[[Path], Path]:
-    """The weights have a header of `parts`."""
+    """Write weights with a header that consists of `parts`."""
     text = b"".join(parts)
     return written("model.safetensors", len(text).to_bytes(8, "little"), text)
 
 
 def model(kind: str = "BPE", **parts: Any) -> Callable[[Path], Path]:
-    """The tokenizer's model has other parts, made when they are asked for."""
+    """Replace parts of the tokenizer's model; callables are called on demand."""
 
     def make(path: Path) -> Path:
         made: dict[str, Any] = {name: part() if callable(part) else part for name, part in parts.items()}
@@ -111,33 +111,33 @@ def model(kind: str = "BPE", **parts: Any) -> Callable[[Path], Path]:
 
 
 def spoilt(**parts: Any) -> Callable[[Path], Path]:
-    """The tokenizer has other parts, made when they are asked for."""
+    """Replace parts of the tokenizer; callables are called on demand."""
     return lambda path: folder(path, **{name: part() if callable(part) else part for name, part in parts.items()})
 
 
 def vocabulary(count: int) -> dict[str, int]:
-    """So many tokens, "a", "b" and "ab" among them."""
+    """Return so many tokens, "a", "b" and "ab" among them."""
     return {"a": 0, "b": 1, "ab": 2} | {f"{i:X}": i for i in range(3, count)}
 
 
 def added(count: int) -> list[dict[str, Any]]:
-    """So many added tokens."""
+    """Return so many added tokens."""
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return [{"id": 100_000 + i, "content": f"<|{i}|>", **flags} for i in range(count)]
 
 
 def replace(pattern: str, content: str) -> dict[str, Any]:
-    """A step of a normaliser."""
+    """Return a step of a normalizer."""
     return {"type": "Replace", "pattern": {"String": pattern}, "content": content}
 
 
 def split(pattern: str) -> dict[str, Any]:
-    """A pre-tokeniser."""
+    """Return a pre-tokenizer."""
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
 def in_sequence(steps: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """A normaliser of several steps."""
+    """Return a normalizer of several steps."""
     return {"type": "Sequence", "normalizers": [*steps]}
 
 
@@ -145,17 +145,17 @@ def in_sequence(steps: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def text(value: bytes) -> bytes:
-    """A string as the format has it."""
+    """Encode a string of the format."""
     return struct.pack("<Q", len(value)) + value
 
 
 def texts(count: int, one: Callable[[int], bytes]) -> bytes:
-    """An array of strings."""
+    """Encode an array of strings."""
     return struct.pack("<IQ", _STRING, count) + b"".join(text(one(i)) for i in range(count))
 
 
 def gguf(*entries: Callable[[], tuple[str, int, bytes]], holes: int = 0) -> Callable[[Path], Path]:
-    """A file of metadata alone, and of so many bytes that take no room on the disk."""
+    """Write a file of metadata alone, followed by so many bytes that take no room on the disk."""
 
     def make(path: Path) -> Path:
         made = [entry() for entry in entries]
@@ -170,7 +170,7 @@ def gguf(*entries: Callable[[], tuple[str, int, bytes]], holes: int = 0) -> Call
 
 
 def described(count: int) -> Callable[[Path], Path]:
-    """A file that describes so many tensors."""
+    """Write a file that describes so many tensors."""
 
     def make(path: Path) -> Path:
         one = [text(b"%x" % i) + struct.pack("<IQIQ", 1, 32, 0, 0) for i in range(count)]
@@ -181,7 +181,7 @@ def described(count: int) -> Callable[[Path], Path]:
 
 
 def bpe(tokens: Callable[[], bytes], merges: Callable[[], bytes], kinds: int = 0) -> Callable[[Path], Path]:
-    """A file with a byte-level vocabulary; with `kinds`, all so many tokens are control tokens."""
+    """Write a file with a byte-level vocabulary; with `kinds`, all tokens are control tokens."""
     types = struct.pack("<IQ", _U32, kinds) + struct.pack("<I", 3) * kinds
     return gguf(
         lambda: ("tokenizer.ggml.model", _STRING, text(b"gpt2")),
@@ -193,12 +193,12 @@ def bpe(tokens: Callable[[], bytes], merges: Callable[[], bytes], kinds: int = 0
 
 
 def few() -> bytes:
-    """Tokens for the merge of "a b"."""
+    """Return tokens for the merge of "a b"."""
     return texts(3, lambda i: (b"a", b"b", b"ab")[i])
 
 
 def sentencepiece(count: int, piece: Callable[[int], bytes]) -> Callable[[Path], Path]:
-    """A file with pieces and scores."""
+    """Write a file with pieces and scores."""
     return gguf(
         lambda: ("tokenizer.ggml.model", _STRING, text(b"llama")),
         lambda: ("tokenizer.ggml.tokens", _ARRAY, texts(count, piece)),
@@ -207,7 +207,7 @@ def sentencepiece(count: int, piece: Callable[[int], bytes]) -> Callable[[Path],
 
 
 def holes(path: Path) -> Path:
-    """A file of a terabyte that takes no room: texts of zeros, one after the other."""
+    """Write a file of a terabyte that takes no room: empty strings, one after the other."""
     with (path / "m.gguf").open("wb") as file:
         file.write(b"GGUF" + struct.pack("<IQQ", 3, 0, 60_000))
         for i in range(60_000):
@@ -218,7 +218,7 @@ def holes(path: Path) -> Path:
 
 
 def nested(count: int) -> bytes:
-    """Arrays in an array."""
+    """Return nested arrays."""
     return struct.pack("<IQ", _ARRAY, count) + struct.pack("<IQ", _ARRAY, 0) * count
 
 
@@ -327,7 +327,7 @@ FILES: dict[str, Hostile] = {
 
 
 def read(place: Path) -> str:
-    """Read all that a start reads. Returns "loaded", or the refusal of what reads the most."""
+    """Read everything that a start reads. Return "loaded", or the refusal of the reader that reads the most."""
     said = []
     if is_gguf(place):
         readers: tuple[Callable[[], object], ...] = (
@@ -352,7 +352,7 @@ def read(place: Path) -> str:
 
 
 def bounded(hostile: Hostile, place: Path) -> dict[str, Any]:
-    """What comes of it in a process of its own, with what that took."""
+    """Return the outcome in a process of its own, with the resources used."""
     place.mkdir()
     named = hostile.make(place)
     size = sum(one.stat().st_blocks * 512 for one in place.iterdir() if one.is_file())
@@ -385,7 +385,7 @@ def bounded(hostile: Hostile, place: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Read the files named, one after the other."""
+    """Read the named files, one after the other."""
     place = Path(sys.argv[1])
     for number, name in enumerate(sys.argv[2:] or FILES):
         print(json.dumps({"name": name, **bounded(FILES[name], place / str(number))}), flush=True)

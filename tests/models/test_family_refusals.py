@@ -1,4 +1,4 @@
-"""What a config of a later family says that would change a number and is not built: refused by name, unloaded."""
+"""Config fields of later families that would change a number and are unsupported: refused by name, before loading."""
 
 from __future__ import annotations
 

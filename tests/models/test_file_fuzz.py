@@ -1,4 +1,4 @@
-"""Model files bent in ways that respect their structure: a load succeeds or is a `ModelError`, and is quick."""
+"""Model files mutated within their structure: a load succeeds or is a `ModelError`, and is quick."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ROPES: tuple[Any, ...] = (
 
 
 def places(tree: Any) -> list[tuple[Any, Any]]:
-    """Every (container, key) of a JSON tree."""
+    """Return every (container, key) of a JSON tree."""
     found: list[tuple[Any, Any]] = []
     if isinstance(tree, dict | list):
         for key in list(tree) if isinstance(tree, dict) else range(len(tree)):
@@ -57,7 +57,7 @@ def places(tree: Any) -> list[tuple[Any, Any]]:
 
 
 def bend(tree: Any, rng: random.Random) -> Any:
-    """One mutation of a JSON tree."""
+    """Mutate a JSON tree in one place."""
     tree = copy.deepcopy(tree)
     spots = places(tree)
     if not spots:
@@ -79,7 +79,7 @@ def bend(tree: Any, rng: random.Random) -> Any:
 
 
 def bend_text(text: bytes, rng: random.Random) -> bytes:
-    """One mutation of bytes: a flipped, cut, doubled or nested piece."""
+    """Mutate bytes: flip, cut, double or nest a piece."""
     at, kind = rng.randrange(len(text) + 1), rng.randrange(5)
     if kind == 0 and at < len(text):
         return text[:at] + bytes([text[at] ^ 1 << rng.randrange(8)]) + text[at + 1 :]
@@ -124,7 +124,7 @@ def bend_tensors(path: Path, rng: random.Random) -> None:
 
 
 def load_and_run(folder: Path) -> str:
-    """Load the model and run one step. Returns what happened; raises what must not happen."""
+    """Load the model and run one step. Return the outcome; raise only what must not happen."""
     config = Config(kv_gb=0.001, threads=1, step_tokens=16, max_running=2, context=64)
     try:
         spec = load_spec(folder)
@@ -141,8 +141,8 @@ def load_and_run(folder: Path) -> str:
 def test_bent_model_files(
     tmp_path: Path, prove: bool, figure: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Known failure 30: `ModelError` only, in at most a second, and no code from a file runs."""
-    # Large contexts are legal; what they take is known before it is allocated, so nothing here needs the memory.
+    """`ModelError` only, in at most a second, and no code from a file runs (known failure 30)."""
+    # Large contexts are legal; their size is known before it is allocated, so nothing here needs the memory.
     monkeypatch.setattr("cairn.engine.memory.memory_available", lambda: 1 << 28)
     architectures = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
     counts = {"loaded": 0, "ModelError": 0, "ModelFileError": 0}
@@ -177,7 +177,7 @@ def test_bent_model_files(
 
 
 def test_the_harness_sees_a_reader_that_trusts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fuzz above has teeth: with one check removed it fails."""
+    """Guards the fuzz itself: with one check removed it fails."""
     monkeypatch.setattr("cairn.models.safetensors.weights._counts", lambda value: True)
     rng = random.Random(1)
     write_config(tmp_path, **TINY)

@@ -1,4 +1,4 @@
-"""Model files are regular files of sane size: nothing else is waited for, and nothing without end is read."""
+"""Model files are regular files of sane size: no read waits for anything else, or goes on without end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.tiny_models import write_model
 
 
 def read_generation(folder: Path) -> None:
-    """Raise what is wrong with generation_config.json, which a start tells and passes over."""
+    """Raise the error in generation_config.json, which a start only reports."""
     if fault := generation_fault(folder, 160):
         load_spec(folder)
         raise ModelFileError(fault)
@@ -58,7 +58,7 @@ def model(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("kind", ["pipe", "device", "link to a device", "socket"])
 def test_a_special_file_is_refused_at_once(model: Path, name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pipe would hang the start, and /dev/zero fill the memory."""
-    monkeypatch.chdir((model / name).parent)  # names of sockets are short
+    monkeypatch.chdir((model / name).parent)  # paths of sockets are short
     path = Path(Path(name).name)
     path.unlink(missing_ok=True)
     if kind == "pipe":
@@ -91,7 +91,7 @@ def test_weights_in_a_pipe_are_refused_at_once(tmp_path: Path, read) -> None:  #
     ],
 )
 def test_a_file_beyond_every_models_is_not_read(model: Path, name: str, limit: int, what: str) -> None:
-    for size in (limit + 1, 1 << 40):  # of holes: no memory could take the larger one
+    for size in (limit + 1, 1 << 40):  # sparse: no memory could take the larger one
         with (model / name).open("wb") as file:
             file.truncate(size)
         with pytest.raises(ModelFileError, match=f"{name}: larger than {what}"):

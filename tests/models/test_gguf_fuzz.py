@@ -1,4 +1,4 @@
-"""GGUF files bent in ways that respect their structure: a load succeeds or is a `ModelError`, and is quick."""
+"""GGUF files mutated within their structure: a load succeeds or is a `ModelError`, and is quick."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NAMES = ("", "blk.0.attn_q.weight", "rope_freqs.weight", "x" * 70_000, "output.w
 
 
 class File:
-    """A file taken apart: entries as (key, kind, value bytes), tensors as (name, shape, kind, offset), data."""
+    """A parsed file: entries as (key, kind, value bytes), tensors as (name, shape, kind, offset), data."""
 
     def __init__(self, path: Path) -> None:
         read = gguf.GGUFReader(path)
@@ -87,7 +87,7 @@ def bent_entry(one: tuple[str, int, bytes], rng: random.Random) -> tuple[str, in
 
 
 def bend(file: File, rng: random.Random) -> bytes:
-    """A few mutations; `file` is changed."""
+    """Return the file with a few mutations; `file` is changed."""
     if rng.random() < 0.2:
         return bend_text(file.bytes(), rng)
     for _ in range(rng.choice((1, 1, 2, 3))):
@@ -119,7 +119,7 @@ def bend(file: File, rng: random.Random) -> bytes:
 
 
 def load_and_run(path: Path) -> str:
-    """Load everything that is in the file and run one step. Returns what happened; raises what must not happen."""
+    """Load everything in the file and run one step. Return the outcome; raise only what must not happen."""
     config = Config(kv_gb=0.002, threads=1, step_tokens=16, max_running=2, context=64)
     outcome = "loaded"
     try:
@@ -141,7 +141,7 @@ def load_and_run(path: Path) -> str:
 
 
 def originals(folder: Path) -> list[Path]:
-    """A llama with SentencePiece and rope factors, and a qwen 3 with byte-level BPE in Q8_0."""
+    """Return a llama with SentencePiece and rope factors, and a qwen 3 with byte-level BPE in Q8_0."""
     llama = write_text(folder / "llama", sentencepiece(), LLAMA2_CONFIG, "{{ messages }}")
     size = Tokenizer.load(llama).vocab_size
     fields = {**TINY, "hidden_size": 8, "rope_scaling": LLAMA3}
@@ -155,7 +155,7 @@ def originals(folder: Path) -> list[Path]:
 def test_bent_gguf_files(
     tmp_path: Path, prove: bool, figure: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Known failure 30: `ModelError` only, in at most a second, and never an allocation that the file cannot fill."""
+    """`ModelError` only, in at most a second, and never an allocation that the file cannot fill (known failure 30)."""
     monkeypatch.setattr("cairn.engine.memory.memory_available", lambda: 1 << 28)
     whole = {path: path.read_bytes() for path in originals(tmp_path)}
     for path, data in whole.items():
@@ -177,7 +177,7 @@ def test_bent_gguf_files(
 
 
 def test_the_harness_sees_a_reader_that_trusts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fuzz above has teeth: with the check of shapes removed it fails."""
+    """Guards the fuzz itself: with the check of shapes removed it fails."""
     monkeypatch.setattr(
         GgufWeights, "_put", lambda self, names, tensor, _: self._found.update({names[0]: _Part(tensor, tensor.shape)})
     )

@@ -1,4 +1,4 @@
-"""Model files that mean harm: a typed refusal, or a load within bounds; see `hostile_files`."""
+"""Malicious model files: a typed refusal, or a load within bounds; see `hostile_files`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SOME = (
     "a million tensors",
     "texts of holes",
 )
-"""Those that are made and refused quickly; `make prove` reads all."""
+"""Files that are made and refused quickly; `make prove` reads all."""
 
 
 def outcomes(folder: Path, names: list[str]) -> list[dict[str, object]]:
@@ -46,7 +46,7 @@ def outcomes(folder: Path, names: list[str]) -> list[dict[str, object]]:
 def test_files_that_mean_harm_are_refused_within_bounds(
     tmp_path: Path, prove: bool, figure: Callable[[str, str], None]
 ) -> None:
-    """A pipe hung the start, /dev/zero took all memory, and counts that no model has took minutes and gigabytes."""
+    """A pipe hung the start, /dev/zero took all memory, and absurd counts took minutes and gigabytes."""
     found = outcomes(tmp_path, list(FILES) if prove else list(SOME))
     wrong, slowest, largest, refused = [], (0.0, ""), (0.0, ""), 0
     for one in found:
@@ -67,7 +67,7 @@ def test_files_that_mean_harm_are_refused_within_bounds(
 
 @pytest.mark.parametrize("ending", ["never", "memory"])
 def test_the_harness_detects_unbounded_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
-    """It has teeth: a reader without an end, or without a bound on memory, is ended and named."""
+    """Guards the harness itself: a reader without end, or without a memory bound, is stopped and named."""
     from tests.models import hostile_files
 
     def read(place: Path) -> str:

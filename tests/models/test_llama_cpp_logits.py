@@ -1,4 +1,4 @@
-"""Files that llama.cpp quantised, against the logits that it computes from them (tools/make_gguf_fixtures.py)."""
+"""Files quantized by llama.cpp, against the logits that it computes from them (tools/make_gguf_fixtures.py)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from tests.tiny_models import KERNELS, load
 
 LARGEST = {"Q8_0": 0.13, "Q4_0": 0.13, "Q4_K_M": 0.25}
 TYPICAL = {"Q8_0": 0.03, "Q4_0": 0.03, "Q4_K_M": 0.045}
-"""Log-probabilities may differ by so much at most, and by the root of the mean square, where the standard deviation of
-the logits is 1: llama.cpp rounds activations to 8 bits in front of every product, and so may our kernels."""
+"""Bounds on the root mean square of log-probability differences, where the logits' standard deviation is 1.
+
+llama.cpp rounds activations to 8 bits before every product, and so may Cairn's kernels.
+"""
 
 
 def ours(path: Path, kernels: str, weights: str = "f32") -> np.ndarray:
-    """Log-probabilities [prompts, vocabulary] of the token after each prompt."""
+    """Return log-probabilities [prompts, vocabulary] of the token after each prompt."""
     engine = load(path, kernels=kernels, weights=weights)
     sampling = SamplingParams(max_tokens=8, temperature=0, logprobs=True, top_logprobs=engine.info.vocab)
     found = np.full((len(LENGTHS), engine.info.vocab), np.nan)
@@ -39,7 +41,10 @@ def ours(path: Path, kernels: str, weights: str = "f32") -> np.ndarray:
 
 
 def differences(folder: Path, name: str, kernels: str, weights: str = "f32") -> tuple[float, float]:
-    """The largest and the typical one; greedy tokens must be equal where llama.cpp's leads by more than is allowed."""
+    """Return the largest and the typical difference.
+
+    Greedy tokens must be equal where llama.cpp's leads by more than the bound.
+    """
     peer = np.load(folder / f"{name}.npy", allow_pickle=False).astype(np.float64)
     peer -= np.log(np.exp(peer).sum(axis=1, keepdims=True))
     found = ours(folder / f"{name}.gguf", kernels, weights)
@@ -56,7 +61,7 @@ def differences(folder: Path, name: str, kernels: str, weights: str = "f32") -> 
 def test_logits_are_llama_cpps(
     model: str, kind: str, kernels: str, weights: str, figure: Callable[[str, str], None]
 ) -> None:
-    """Weights as the file has them, so with activations of 8 bits, and dequantised."""
+    """Weights as in the file, so with 8-bit activations, and dequantized."""
     largest, typical = differences(FOLDER, f"{model}-{kind}", kernels, weights)
     if kernels == KERNELS[0]:
         figure(
@@ -74,7 +79,7 @@ def test_the_files_have_the_types_they_are_here_for() -> None:
 
 
 def test_a_turned_head_would_be_seen(tmp_path: Path) -> None:
-    """Rows of q in another order: the bound above is far below what a mistake makes."""
+    """Guards the bound itself: rows of q in another order exceed it by far."""
     name = "llama-Q8_0"
     data = bytearray((FOLDER / f"{name}.gguf").read_bytes())
     gguf = read_gguf(FOLDER / f"{name}.gguf")
@@ -89,7 +94,7 @@ def test_a_turned_head_would_be_seen(tmp_path: Path) -> None:
 
 
 def test_made_again_they_are_the_same(prove: bool, tmp_path: Path) -> None:
-    """This llama.cpp still computes what was committed."""
+    """The installed llama.cpp still computes what was committed."""
     if not prove:
         pytest.skip("needs llama-cpp-python, which `make prove` installs")
     write_fixtures(tmp_path, sys.executable)

@@ -1,4 +1,4 @@
-"""Experts that are larger than memory: they are mapped from their packed copy, and answer the same."""
+"""Experts larger than memory are mapped from their packed copy, and answer the same."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def taken(model: Path, form: Any = "int4") -> tuple[ModelSpec, WeightMemory]:
 
 
 def answer(model: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[bytes, str, int]:
-    """Logits of a prompt in chunks, what the engine says, and how many matrices it mapped."""
+    """Return a prompt's logits in chunks, what the engine says, and how many matrices it mapped."""
     mapped: list[Any] = []
     with monkeypatch.context() as patch:
         real = NativeKernels.mapped
@@ -81,7 +81,7 @@ def answer(model: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tupl
 def test_a_model_that_is_larger_than_memory_answers_as_one_that_fits(
     model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By itself, since the machine has a byte less than all of it takes. The next start neither packs nor checks."""
+    """It is detected because the machine has a byte too little. The next start neither packs nor checks."""
     want, _, none = answer(model, monkeypatch)
     assert none == 0
     spec, whole = taken(model)
@@ -95,7 +95,7 @@ def test_a_model_that_is_larger_than_memory_answers_as_one_that_fits(
     assert seen and got == want and mapped == 2 * spec.layers * 6
     assert f"{whole.experts / 1e9:.2f} GB of experts are mapped from the disk" in note
     (file,) = cache.iterdir()
-    with file.open("rb") as opened:  # pages that nobody maps leave memory, so the next start has none of them
+    with file.open("rb") as opened:  # unmapped pages leave memory, so the next start has none of them
         os.fsync(opened.fileno())
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     with monkeypatch.context() as patch:
@@ -131,7 +131,7 @@ print(*(now - old for now, old in zip([kilobytes("RssAnon"), kilobytes("RssFile"
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not say what is resident")
 def test_only_experts_that_tokens_chose_come_into_memory(tmp_path: Path) -> None:
-    """Of 27 MB: what the process holds for itself, and the pages of files that it has read."""
+    """Of 27 MB: what the process itself holds, and the pages of files that it has read."""
     sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 64, "num_experts_per_tok": 2}
     model = write_model(tmp_path / "model", **MODELS["qwen 3 moe"] | sizes, dtype=BFLOAT16)
     experts, found = taken(model, "int8")[1].experts // 1024, {}

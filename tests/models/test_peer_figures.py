@@ -43,7 +43,7 @@ _OTHERS: dict[str, dict[str, Any]] = {
     "qwen 2 moe, shared expert": {},
     "mixtral": _USUAL,
     "olmoe": {"num_key_value_heads": 4},
-    # Whose yarn llama.cpp cuts to whole dimensions, unlike the model's own config.
+    # whose yarn llama.cpp cuts to whole dimensions, unlike the model's own config
     "gpt-oss": _FOUR | _USUAL | {"rope_scaling": {"rope_type": "default"}},
     "granite": {},
     "smollm 3": _USUAL | {"no_rope_layer_interval": 4},
@@ -76,7 +76,7 @@ _OTHERS: dict[str, dict[str, Any]] = {
     "gemma 4": {},
     "gemma 4 e": {"vocab_size_per_layer_input": VOCAB},
     "gemma 4 moe": {},
-    # What llama.cpp knows alone: sizes of inputs and streams, where keys are shared and which gates are sparse.
+    # Constants that only llama.cpp knows: sizes of inputs and streams, layers that share keys, sparse gates.
     "gemma 3n": {
         **{"num_hidden_layers": 22, "num_kv_shared_layers": 2, "layer_types": None, "intermediate_size": 512},
         **{"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": VOCAB, "laurel_rank": 64},
@@ -86,11 +86,11 @@ _OTHERS: dict[str, dict[str, Any]] = {
 }
 MODELS = {name: RECURRENT[name] | _WIDE | sizes for name, sizes in _SIZES.items()}
 MODELS |= {name: TINY[name] | {"vocab_size": VOCAB} | sizes for name, sizes in _OTHERS.items()}
-"""Sizes that llama.cpp takes: keys as wide as values, and without what its files do not say."""
+"""Sizes that llama.cpp accepts: keys as wide as values, and nothing its files cannot say."""
 
 
 def figures_of(name: str) -> Path:
-    """Where a model's figures are."""
+    """Return the file of a model's figures."""
     return FOLDER / f"{name.replace(',', '').replace(' ', '-')}.npy"
 
 
@@ -99,14 +99,16 @@ def prompts() -> list[list[int]]:
 
 
 _LOOSE = {"gemma 4 e": 5e-3, "gemma 4 moe": 5e-3, "gemma 3n": 0.1}
-"""Where a number that llama.cpp rounds to 16 bits on its way falls on the other side now and then, and many layers
-follow. What would be a mistake is more than 1."""
+"""Bounds where a number that llama.cpp rounds to 16 bits sometimes falls on the other side.
+
+Many layers follow there. A mistake would be more than 1.
+"""
 REFERENCE = tuple(name for name in MODELS if name.startswith(("gemma", "starcoder", "phi 2", "gpt neox")))
-"""Models of which the reference alone is compared, which can be made to round as llama.cpp does."""
+"""Models compared only on the reference kernels, which can be made to round as llama.cpp does."""
 
 
 def as_llama_cpp_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GELU from a table of 16 bits, and deviations of a sample in place of those of all."""
+    """Compute GELU from a table of 16 bits, and deviations of a sample in place of those of all."""
     real, sparse = reference.ACTIVATIONS["gelu_tanh"], reference.ReferenceKernels.sparsify
 
     def rounded(x: np.ndarray) -> np.ndarray:

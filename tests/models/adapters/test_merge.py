@@ -1,4 +1,4 @@
-"""Merging: the written folder is the base with the adapter in its weights, whole or not at all."""
+"""A merged adapter: the written folder is the base with the adapter in its weights, complete or absent."""
 
 from __future__ import annotations
 

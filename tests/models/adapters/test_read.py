@@ -1,4 +1,4 @@
-"""Adapters as files: what is read of PEFT folders and GGUF files, and what is refused, named by its field or tensor."""
+"""Adapters read from PEFT folders and GGUF files; refusals name the field or tensor."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ GGUF_NAMES = {
 
 
 def write_gguf_adapter(path: Path, base: Path, given: dict[str, Any], alpha: float, **keys: Any) -> Path:
-    """Write an adapter as llama.cpp's converter does: rows of q and k in the order of its llama files."""
+    """Write an adapter as llama.cpp's converter does, with rows of q and k in the order of its llama files."""
     config = json.loads((base / "config.json").read_text())
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     writer = gguf.GGUFWriter(path, "llama")

@@ -20,7 +20,7 @@ NONE_LISTED = {**MODELS["qwen 3 with window layers"], "layer_types": None}
 
 
 def class_fields(architecture: str) -> set[str]:
-    """Return what a family's configuration class of transformers takes: its fields and their other names."""
+    """Return the fields, and their aliases, that a family's configuration class of transformers takes."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")
     config_class = getattr(transformers, architecture).config_class
     return {one.name for one in dataclasses.fields(config_class)} | set(config_class.attribute_map)
@@ -42,7 +42,7 @@ def test_every_field_that_transformers_reads_of_an_encoder_is_in_the_table(famil
 
 
 def test_a_field_that_is_in_no_column_is_found() -> None:
-    """The comparison itself: without a field's row it names the field."""
+    """Guards the test itself: without a field's row the comparison names the field."""
     row = ROWS["OlmoeForCausalLM"]
     bare = dataclasses.replace(row, only={})
     assert missing(bare, class_fields("OlmoeForCausalLM"), COMMON) == ["clip_qkv"]
@@ -54,7 +54,7 @@ def test_every_family_has_a_row() -> None:
 
 
 class Watched(dict[str, Any]):
-    """A config's fields, with the names of those that somebody asked for."""
+    """A config's fields, with the names of those that were read."""
 
     def __init__(self, values: dict[str, Any], asked: set[str]) -> None:
         super().__init__(values)

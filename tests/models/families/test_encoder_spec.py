@@ -1,4 +1,4 @@
-"""What a folder's files say of embeddings, and every sentence for what is not built or wrong."""
+"""The spec of an encoder from its folder's files, and every refusal of what is unsupported or wrong."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_modules_that_are_not_built(modules: Any, said: str, folder: Path) -> No
 
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3Model"])
 def test_a_decoder_that_makes_embeddings(architecture: str, tmp_path: Path) -> None:
-    """As Qwen3-Embedding is: tensors without the first part of their names, and no head."""
+    """Like Qwen3-Embedding: tensor names lack their first part, and there is no head."""
     plain = write_config(tmp_path / "plain", tie_word_embeddings=True)
     tensors = random_tensors(plain)
     save_file(tensors, plain / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Attention over latents and positions of long contexts: what is understood of files, and what is refused."""
+"""Latent attention and long-context positions: what is read from files, and what is refused."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_one_list_of_factors_of_two_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["glm 4.5", "deepseek 3"])
 def test_layers_that_guess_ahead_are_set_aside(name: str, tmp_path: Path) -> None:
-    """They count among a file's blocks, and their tensors are no part of the model."""
+    """They count among a file's blocks, but their tensors are no part of the model."""
     folder = write_model(tmp_path / "model", **MODELS[name])
     spec = load_spec(folder)
     arch = "glm4moe" if name == "glm 4.5" else "deepseek2"
@@ -155,7 +155,7 @@ def test_constants_of_an_activation_that_are_others_are_no_part_of_the_model(tmp
 
 @pytest.mark.parametrize("name", ["deepseek 3", "phi 4 mini", "hunyuan"])
 def test_a_fact_changes_the_identity(name: str, tmp_path: Path) -> None:
-    """KV that was turned, normed or kept in another way is another model's."""
+    """KV with another rotation, norm or layout belongs to another model."""
     changes = {
         "deepseek 3": {"rope_interleave": False},
         "phi 4 mini": {"original_max_position_embeddings": 64},

@@ -1,4 +1,4 @@
-"""Layers that are not alike (Gemma 4): what is understood of a model's files, and what is refused."""
+"""Layers that differ within a model (Gemma 4): what is read from files, and what is refused."""
 
 from __future__ import annotations
 

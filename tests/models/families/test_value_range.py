@@ -1,4 +1,4 @@
-"""How large keys and values may become: never beyond what is said, and not far below it."""
+"""The bound on a model's keys and values: never exceeded, and not far above the largest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.tiny_models import KERNELS, MODELS, Driver, load, prompt, random_tens
 
 
 def written(folder: Path, factors: dict[str, float], **fields: Any) -> Path:
-    """A tiny model, some of whose tensors are multiplied."""
+    """Write a tiny model, some of whose tensors are multiplied."""
     tensors = random_tensors(write_config(folder, **fields))
     for name in tensors:
         tensors[name] *= np.float32(next((factor for end, factor in factors.items() if name.endswith(end)), 1.0))
@@ -29,7 +29,7 @@ def written(folder: Path, factors: dict[str, float], **fields: Any) -> Path:
 
 
 def largest(engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch) -> float:
-    """The largest key or value of some hundred tokens."""
+    """Return the largest key or value of some hundred tokens."""
     driver = Driver(engine, monkeypatch)
     tokens = prompt(120)
     driver.step([driver.row(tokens, 0, 120, driver.tables(120), 119)])
@@ -43,7 +43,7 @@ def test_no_key_and_no_value_passes_the_reach(name: str, tmp_path: Path, monkeyp
     folder = written(tmp_path, {"proj.bias": 40.0}, **MODELS[name])
     spec = load_spec(folder)
     reached = reach(spec, open_weights(folder, spec))
-    if not spec.pre_norms:  # what attention takes is bounded by nothing
+    if not spec.pre_norms:  # the input of attention is unbounded
         assert reached == np.inf and not fits_half(reached)
         return
     if all(group.kind == "state" for group in spec.groups):  # there are neither keys nor values
@@ -74,7 +74,7 @@ def test_rounded_weights_stay_within_the_reach(
 
 @pytest.mark.parametrize("end", ["self_attn.v_proj.weight", "self_attn.k_norm.weight", "input_layernorm.weight"])
 def test_a_model_that_may_leave_f16_is_held_in_bf16(end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Known failure 50: with float16 its rows would end in an error, for numbers that are not finite."""
+    """In float16 its rows would end in an error, for numbers that are not finite (known failure 50)."""
     folder = written(tmp_path / "large", {end: 50_000.0})
     info = load(folder, kv_dtype="f16").info
     assert info.kv_dtype == "bfloat16" and info.note.startswith(f"{load_spec(folder).name}: KV is held in bf16")
@@ -86,7 +86,7 @@ def test_a_model_that_may_leave_f16_is_held_in_bf16(end: str, tmp_path: Path, mo
 
 
 async def test_the_start_says_that_kv_is_held_in_bf16(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever asked for f16 by its word hears of it where the server says what it loads."""
+    """A user who asked for f16 explicitly sees it where the server says what it loads."""
     for factor, told in ((50_000.0, True), (1.0, False)):
         folder = written(make_model(tmp_path / str(factor)), {"v_proj.weight": factor})
         with caplog.at_level("INFO", "cairn.frontend.service"):

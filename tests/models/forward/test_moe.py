@@ -1,4 +1,4 @@
-"""Models with experts: what their files may say, how they are held and counted, and that the law of sums bites."""
+"""Models with experts: what their files may say, how they are held and counted, and the order of sums."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_quantizing_a_file_with_experts_leaves_its_routers(tmp_path: Path) -> No
 
 
 def test_a_sum_in_an_order_of_the_batch_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The law bites: experts in the order in which a batch first chose them give other bits in other chunks."""
+    """Guards the law itself: experts in the order in which a batch first chose them give other bits in other chunks."""
 
     def planted(
         self: Any, x: Any, chosen: Any, shares: Any, gate_up: Any, activation: str, down: Any, out: Any

@@ -1,4 +1,4 @@
-"""Tables of which steps read few rows, left in their file."""
+"""Tables of which each step reads few rows stay in their file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_rows_are_those_of_the_file(dtype: Any, tmp_path: Path) -> None:
     ids, out = [3, 0, 169, 3, 5], np.empty((5, 6 * 32), np.float32)
     table.read(ids, out)
     assert (out == want[ids]).all()
-    table.read([170, 1 << 20, 2, 2, 2], out)  # beyond the table: its first row
+    table.read([170, 1 << 20, 2, 2, 2], out)  # an id beyond the table reads the first row
     assert (out == want[[0, 0, 2, 2, 2]]).all()
     table.close()
     table.close()
@@ -53,7 +53,7 @@ def test_rows_of_a_packed_table_are_unpacked(tmp_path: Path) -> None:
 
 
 def test_the_table_counts_in_no_memory(tmp_path: Path) -> None:
-    """A hundred times as many rows of it take nothing more."""
+    """A hundred times as many rows take no more memory."""
     found = []
     for rows in (170, 17_000):
         folder = write_model(tmp_path / str(rows), **E | {"vocab_size_per_layer_input": rows})

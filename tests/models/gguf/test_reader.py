@@ -1,4 +1,4 @@
-"""GGUF files are read within bounds: whole, or refused in one sentence that names the file and the place."""
+"""GGUF files are read within bounds: completely, or refused in one sentence that names the file and the place."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_a_broken_file_is_a_short_error_with_its_place(name: str, tmp_path: Path
 
 
 def test_every_cut_of_a_file_is_seen(tiny: Path) -> None:
-    """Known failure 30: a truncated file was trusted."""
+    """A truncated file must not be trusted (known failure 30)."""
     whole = tiny.read_bytes()
     data = min(one.begin for one in read_gguf(tiny).tensors.values())
     for size in [*range(0, data, 7), *range(data, len(whole), 997), len(whole) - 33]:
@@ -275,7 +275,7 @@ def test_one_value_for_every_layer_and_settings_that_say_nothing_are_understood(
 
 
 def test_the_identity_of_a_file_is_its_content_not_its_name(tiny: Path, tmp_path: Path) -> None:
-    """Known failure 27: a file that was renamed, or is reached by a link, still has its KV."""
+    """A file that was renamed, or is reached by a link, still has its KV (known failure 27)."""
     before = load_spec(tiny).identity
     (tmp_path / "link.gguf").symlink_to(tiny)
     assert load_spec(tmp_path / "link.gguf").identity == before
@@ -309,7 +309,7 @@ def test_a_file_that_shrank_is_an_error_not_a_crash(tiny: Path) -> None:
 
 @pytest.mark.parametrize("kind", [3, 1])
 def test_sentencepiece_without_named_tokens_has_those_of_llama_cpp(kind: int, tmp_path: Path) -> None:
-    """Without an end of text an answer would go on for ever."""
+    """Without an end token an answer would go on for ever."""
     folder = write_model(tmp_path / "model", "LlamaForCausalLM", tie_word_embeddings=True)
     texts = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", "a"]}
     texts |= {"tokenizer.ggml.token_type": [2, kind, kind, 1]}
@@ -343,7 +343,7 @@ def test_a_factor_on_attention_is_refused_where_it_would_be_ignored(name: str, t
 
 @pytest.mark.parametrize("name", ["yarn_beta_fast", "yarn_beta_slow"])
 def test_yarn_parameters_are_absent_or_in_range(name: str, tmp_path: Path) -> None:
-    """What is nearly 0 and not 0 has no logarithm as a wave."""
+    """A value near 0 but not 0 gives a wavelength without a logarithm."""
     folder = write_model(tmp_path / "model", "LlamaForCausalLM")
     key = f"llama.rope.scaling.{name}"
     extra = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}

@@ -1,4 +1,4 @@
-"""What people paste as a model's name."""
+"""The forms in which people paste a model's name."""
 
 from pathlib import Path
 

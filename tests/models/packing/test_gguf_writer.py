@@ -1,4 +1,4 @@
-"""GGUF files that are written say what their source says, to the bit where a format can."""
+"""Written GGUF files hold what their source holds, to the bit where the format can."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_model_written_in_float32_is_the_same_model(name: str, tmp_path: Path,
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0"])
 def test_matrices_hold_what_the_gguf_package_makes_of_them(kind: str, tmp_path: Path, monkeypatch: Any) -> None:
-    """The error that is reported is that of the values that are read back."""
+    """The reported error is that of the values read back."""
     monkeypatch.setattr(gguf_writer, "SLICE", 640)
     folder, path = write_model(tmp_path / "m", **SIZES), tmp_path / "m.gguf"
     losses = {one.part: one for one in written(folder, path, kind)}

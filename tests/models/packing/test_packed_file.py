@@ -26,14 +26,14 @@ if KERNELS == ["reference"]:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder of its own, in which files of any size are kept."""
+    """Set a cache folder of its own, in which files of any size are kept; return it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(packed_file, "KEPT_FROM", 0)
     return packed_file.folder()
 
 
 def answer(model: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[bytes, str, int]:
-    """Logits of a prompt, what was said of rounding, and how many layers' matrices were made from the model's files."""
+    """Return a prompt's logits, the message about rounding, and the layers packed from the model's files."""
     packed = []
     with monkeypatch.context() as patch:
         real = HeldWeights.__getitem__
@@ -103,7 +103,7 @@ DAMAGE: dict[str, Any] = {
 def test_a_damaged_file_is_not_used_and_written_again(
     damage: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Known failure 30: doubt costs time, never an answer."""
+    """Doubt may cost time, never an answer (known failure 30)."""
     model = a_model(tmp_path)
     whole = answer(model, monkeypatch)
     (file,) = cache.iterdir()
@@ -117,7 +117,7 @@ def test_a_damaged_file_is_not_used_and_written_again(
 def test_another_model_form_or_kernel_is_another_key(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Known failure 28: nothing is read for a model that it was not packed from."""
+    """Nothing is read for a model from which it was not packed (known failure 28)."""
     model = a_model(tmp_path)
     first = answer(model, monkeypatch)
     others = [{"weights": "bf16"}, *({"kernels": name} for name in KERNELS[1:] if name != "reference")]
@@ -238,7 +238,7 @@ def test_what_no_start_used_for_a_month_is_removed(
 def test_what_a_killed_start_left_goes_at_once_and_what_is_being_written_stays(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Starts that are killed while they load, one after the other, would fill the disk."""
+    """Otherwise starts that are killed while loading would fill the disk, one after the other."""
     model = a_model(tmp_path)
     cache.mkdir(parents=True)
     left = cache / "left.part"
@@ -259,7 +259,7 @@ def test_what_a_killed_start_left_goes_at_once_and_what_is_being_written_stays(
 def test_a_weight_without_a_number_keeps_no_start_from_reading_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """JSON has no NaN: an error of rounding that is none would make the file unreadable at every start."""
+    """JSON has no NaN: written as one, it would make the file unreadable at every start."""
     model = write_model(tmp_path / "model")
     tensors = load_file(model / "model.safetensors")
     embedding = tensors["model.embed_tokens.weight"]
@@ -274,7 +274,7 @@ def test_a_weight_without_a_number_keeps_no_start_from_reading_the_file(
 def test_a_model_that_is_replaced_while_it_is_packed_is_not_kept(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Known failure 28: it was read for a key that the file which was there before had."""
+    """It was read under a key of the file that was there before (known failure 28)."""
     model = a_model(tmp_path)
     real = packed_matrices.WritingKernels.finish
 

@@ -11,9 +11,9 @@ from cairn.models.safetensors.weights import expected_tensors, parameters
 from cairn.models.spec.config import load_spec
 
 MILLIONS = {"demo": 5.84, "qwen3-0.6b": 596, "llama-3.2-1b": 1236, "gemma3-270m": 268, "gemma3-1b": 1000}
-MILLIONS |= {"qwen3-8b": 7568}  # 8,191 with an output of its own
+MILLIONS |= {"qwen3-8b": 7568}  # 8,191 with an output matrix of its own
 MILLIONS |= {"qwen3.5-0.8b": 752, "qwen3.5-4b": 4206}
-MILLIONS["qwen3-30b-a3b-4-layers"] = 2804  # of 48 layers 30,532, with an output of its own
+MILLIONS["qwen3-30b-a3b-4-layers"] = 2804  # 30,532 for all 48 layers, with an output matrix of its own
 
 
 @pytest.mark.parametrize("name", SHAPES)

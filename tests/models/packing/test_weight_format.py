@@ -1,4 +1,4 @@
-"""What form weights are held in, and what models compute with them."""
+"""The form in which weights are held, and what models compute with it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ QUERY, DOWN = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.mlp.down
 
 
 def tame(array: np.ndarray, kind: Type) -> np.ndarray:
-    """Random bytes as packed rows of the right size, with scales that make values about as large as `array`'s."""
+    """Return random packed rows of the right size, with scales that keep values about as large as `array`'s."""
     one = KINDS[int(kind)]
     blocks = random_blocks(one, array.size // one.values, len(array))
     places = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_K": (0, 2), "Q5_K": (0, 2), "TQ1_0": (52,)}
@@ -38,7 +38,7 @@ def tame(array: np.ndarray, kind: Type) -> np.ndarray:
     halves = places.get(one.name, (0, 2) if one.name in ("Q4_1", "Q5_1") else (0,))
 
     def scaled(factor: float) -> np.ndarray:
-        if one.name == "IQ1_M":  # four bits of its scale stand above each two bytes of its last eight
+        if one.name == "IQ1_M":  # two bytes of its last eight hold four bits of its scale each
             half = np.array([factor], np.float16).view(np.uint16)[0]
             for place in range(4):
                 above = blocks[:, 49 + 2 * place]
@@ -47,7 +47,7 @@ def tame(array: np.ndarray, kind: Type) -> np.ndarray:
             blocks[:, 0] = 127 + round(np.log2(factor))
         else:
             for at in halves:
-                # Minima of Q4_1 and Q5_1 are added, and those of K types taken off, times numbers that are positive.
+                # Minima of Q4_1 and Q5_1 are added, those of K types subtracted, times positive numbers.
                 half = (
                     -7.5 * factor
                     if one.name == "Q4_1" and at
@@ -87,7 +87,7 @@ def test_auto_holds_a_small_model_in_floats_and_others_as_they_are_stored() -> N
 
 @pytest.mark.parametrize("kind", PACKED, ids=[kind.name for kind in PACKED])
 def test_stored_forms_hold_the_numbers_of_the_file(kind: Any, tmp_path: Path) -> None:
-    """Also where llama's rows of q and k are put back into order, which happens to the codes."""
+    """Also where llama's rows of q and k are reordered, which moves the codes."""
     path = packed_model(tmp_path, Type[kind.name])
     plain, packed = open_weights(path, load_spec(path)), held(path, "stored")
     known = outlines(packed)
@@ -104,7 +104,7 @@ def test_stored_forms_hold_the_numbers_of_the_file(kind: Any, tmp_path: Path) ->
             continue
         assert isinstance(one, Quantized) and one.bits == kind.bits and one.table == kind.table
         assert known[name].bits == (4 if kind.table else kind.bits)
-        # Scales are made in float32 where they may be too small or large for float16.
+        # Scales become float32 where they may be too small or too large for float16.
         narrowed = 2 * one.scale.size if kind.scaled[0] == "float32" and one.scale.dtype == np.float16 else 0
         assert known[name].made == (nbytes(one) + narrowed) * (2 if name == QUERY else 1)
         if kind.split is not None:
@@ -163,7 +163,7 @@ def test_packed_tensors_are_rounded_again_only_to_fewer_bits(tmp_path: Path) -> 
 
 
 def test_rounded_formats_are_reported_before_anything_is_read(tmp_path: Path) -> None:
-    """In every form, and no other: each form is then read, and what lost something is what was told."""
+    """In each form: the types reported beforehand are exactly those that lose something when read."""
     eight, four = "rounded to 8 bits with an error below 1 %", "rounded to 4 bits with an error of about 8 %"
     two = packed_model(tmp_path / "2", lambda name, array: Type.Q2_K if "down" in name else Type.Q4_K)
     assert held(two, "stored").note() == f"stored, Q2_K {eight}"

@@ -18,7 +18,7 @@ OF_THE_PACKAGE = {number: kind for number, kind in QUANTISED.items() if kind.nam
 
 @pytest.mark.parametrize("number", OF_THE_PACKAGE, ids=[kind.name for kind in OF_THE_PACKAGE.values()])
 def test_random_blocks_give_the_bits_of_the_gguf_package(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All bytes are random, so scales are denormal, infinite and NaN too; slices of any size join without a seam."""
+    """Random bytes give denormal, infinite and NaN scales too; slices of any size join without a seam."""
     kind, twin = KINDS[number], gguf.GGMLQuantizationType(number)
     assert (kind.name, gguf.GGML_QUANT_SIZES[twin]) == (twin.name, (kind.values, kind.bytes))
     monkeypatch.setattr(dequant, "SLICE", 256 * 300)
@@ -33,7 +33,7 @@ def test_random_blocks_give_the_bits_of_the_gguf_package(number: int, monkeypatc
 
 
 def test_a_bit_of_q1_0_is_a_sign() -> None:
-    """The gguf package has its size alone. The lowest bit of the first byte is the first number's."""
+    """The gguf package knows only its size. The lowest bit of the first byte is the first number's."""
     kind = KINDS[41]
     assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType.Q1_0] == (kind.values, kind.bytes)
     block = np.zeros((1, kind.bytes), np.uint8)

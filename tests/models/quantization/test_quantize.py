@@ -26,14 +26,14 @@ def random_blocks(kind: BlockFormat, count: int, seed: int = 0) -> Any:
 
 @pytest.mark.parametrize("number", EXACT, ids=[kind.name for kind in EXACT.values()])
 def test_codes_mean_exactly_what_the_gguf_package_says(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random bytes: scales are denormal, infinite and NaN too; slices join without a seam."""
+    """Random bytes give denormal, infinite and NaN scales too; slices join without a seam."""
     kind = EXACT[number]
     monkeypatch.setattr(quantize, "SLICE", 256 * 300)
     blocks = random_blocks(kind, 3000)
     held, error = unpack(kind, blocks, (1000, 3 * kind.values))
     with np.errstate(all="ignore"):
         got = dequantized(held)
-        if kind.name == "Q1_0":  # which the package has not
+        if kind.name == "Q1_0":  # which the package lacks
             want = dequant.dequantize(kind, blocks).reshape(got.shape)
         else:
             want = quants.dequantize(blocks, gguf.GGMLQuantizationType(number)).reshape(got.shape)
@@ -44,7 +44,7 @@ def test_codes_mean_exactly_what_the_gguf_package_says(number: int, monkeypatch:
         return
     assert held.bits == kind.bits
     if kind.turn is not None and kind.scaled[1]:
-        # Where numbers that are not read so become codes with a minimum, an infinite scale has other numbers for them.
+        # Types converted to codes with a minimum give other numbers where the scale is infinite.
         got, want = got[np.isfinite(want)], want[np.isfinite(want)]
         assert len(got) > 0.8 * held.codes.size
     np.testing.assert_array_equal(got, want)
@@ -52,7 +52,7 @@ def test_codes_mean_exactly_what_the_gguf_package_says(number: int, monkeypatch:
 
 
 def test_every_scale_of_q3_k_fits_its_codes() -> None:
-    """The product of a scale and a number reaches 128, which int8 has only as -128."""
+    """The product of a scale and a number reaches 128, which int8 can hold only as -128."""
     kind = KINDS[11]
     blocks = np.zeros((2, kind.bytes), np.uint8)
     blocks[:, 108:110] = np.array([1.5], np.float16).view(np.uint8)  # scales are -32, numbers -4
@@ -64,7 +64,7 @@ def test_every_scale_of_q3_k_fits_its_codes() -> None:
 
 
 def test_super_blocks_are_held_in_the_bits_of_the_file() -> None:
-    """Codes are a byte each on the way; whole numbers and floats are those of the file, none of them multiplied out."""
+    """Codes take a byte each in between; integer scales and floats stay those of the file, not multiplied out."""
     for name, bits in (("Q4_K", 4), ("Q5_K", 5), ("Q6_K", 6)):
         kind = next(kind for kind in PACKED.values() if kind.name == name)
         held, _ = unpack(kind, random_blocks(kind, 6), (3, 512))
@@ -75,7 +75,7 @@ def test_super_blocks_are_held_in_the_bits_of_the_file() -> None:
 
 @pytest.mark.parametrize("name", ["IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS", "IQ4_NL"])
 def test_iq_types_are_held_as_small_as_their_file(name: str) -> None:
-    """Whole panels of 16 outputs take the file's very bytes, and nothing is rounded."""
+    """Whole panels of 16 outputs keep the file's very bytes, and nothing is rounded."""
     kind = next(kind for kind in PACKED.values() if kind.name == name)
     blocks = random_blocks(kind, 32 * 512 // kind.values)
     held, error = unpack(kind, blocks, (32, 512))
@@ -89,12 +89,12 @@ def test_iq_types_are_held_as_small_as_their_file(name: str) -> None:
 def test_groups_of_16_are_rounded_to_8_bits_and_the_error_is_returned(
     name: str, places: tuple[int, ...], most: float
 ) -> None:
-    """`most` is what docs/quantisation.md says that it costs at most, with any scale as likely as any other."""
+    """`most` is the largest cost that docs/quantisation.md states, with any scale as likely as any other."""
     number, kind = next((number, kind) for number, kind in PACKED.items() if kind.name == name)
     blocks = random_blocks(kind, 1000, 3)
     for at in places:
         blocks[:, at : at + 2] = np.array([0.01], np.float16).view(np.uint8)
-    if name == "IQ1_M":  # whose scale is in the highest half bytes of its last eight
+    if name == "IQ1_M":  # whose scale is in the high half of its last eight bytes
         blocks[:, 49:56:2] = blocks[:, 49:56:2] & 15 | np.array([0x10, 0xF0, 0x10, 0x20], np.uint8)
     held, error = unpack(kind, blocks, (500, 512))
     want = quants.dequantize(blocks, gguf.GGMLQuantizationType(number)).reshape(500, 512)

@@ -1,4 +1,4 @@
-"""What a quantization_config may say, and modules whose tensors do not fit each other."""
+"""The contents of a quantization_config, and modules whose tensors do not fit each other."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, np.ndarray | None], str]] 
 
 
 def test_modules_that_mlx_packed_in_their_own_way_are_read_so(tmp_path: Path) -> None:
-    """The config names them; those that it calls false are plain."""
+    """The config names them; modules set to false there are plain."""
     own = {"group_size": 32, "bits": 8}
     config = {"group_size": 64, "bits": 4, MODULE: own, "model.layers.0.mlp.up_proj": False}
     plain, folder = write_quantized(tmp_path, mlx(4, 64), config, ignore=("lm_head", "layers.0.mlp.up_proj"))
@@ -201,7 +201,7 @@ def test_parts_may_lie_in_two_files_and_biases_of_zeros_and_scales_of_activation
 
 
 def test_a_group_index_of_minus_one_keeps_the_order(tmp_path: Path) -> None:
-    """compressed-tensors writes -1 for every input whose group was never put in another order."""
+    """compressed-tensors writes -1 for every input whose group was never reordered."""
     _, folder = write_quantized(tmp_path, compressed(4, 32), PACKED | group(type="int", num_bits=4))
     whole = open_weights(folder, load_spec(folder))
     tensors = open_tensors(folder / "model.safetensors")
@@ -215,7 +215,7 @@ def test_a_group_index_of_minus_one_keeps_the_order(tmp_path: Path) -> None:
 
 
 def test_bytes_are_counted_by_the_files_formats(tmp_path: Path) -> None:
-    """Nothing is made of the codes for that."""
+    """The codes are not converted for that."""
     _, folder = write_quantized(tmp_path, awq(32), {"quant_method": "awq", "bits": 4})
     found = bytes_by_format(folder, load_spec(folder))
     tensors = open_tensors(folder / "model.safetensors")
@@ -234,7 +234,7 @@ def test_numbers_of_8_bits_without_a_config_that_says_so_are_refused(tmp_path: P
 
 
 def test_what_the_config_says_of_the_same_bytes_is_part_of_the_identity(tmp_path: Path) -> None:
-    """KV that was computed of zero points one higher is another model's."""
+    """KV computed with zero points one higher belongs to another model."""
     config = {"quant_method": "gptq", "bits": 4}
     _, folder = write_quantized(tmp_path, gptq(4, 32, symmetric=False), config)
     path = folder / "config.json"

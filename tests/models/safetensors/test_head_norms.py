@@ -1,4 +1,4 @@
-"""Norms of heads that are stored one by one: joined in order, or refused by the layer's name."""
+"""Norms stored one by one for each head: joined in order, or refused by the layer's name."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_heads_that_do_not_fit_are_refused_by_name(change: Callable[[Tensors], N
 
 
 def test_norms_of_heads_stay_as_they_are_in_a_file_that_is_rounded(tmp_path: Path) -> None:
-    """They are a matrix there, of rows that blocks divide: [heads, 32]."""
+    """There they are a matrix whose rows blocks would divide: [heads, 32]."""
     folder = write_model(tmp_path / "model", **MODELS[NAME], hidden_size=128)
     path = write_gguf(folder, tmp_path / "m.gguf")
     write_again(path, load_spec(path), tmp_path / "rounded.gguf", "Q4_0", {}, lambda done, total: None)

@@ -20,7 +20,7 @@ Tensors = dict[str, np.ndarray]
 
 
 def write_shards(folder: Path, tensors: Tensors, count: int = 3) -> Path:
-    """The tensors over several files, with an index."""
+    """Write the tensors to several files, with an index."""
     homes = {name: f"model-{number % count + 1:05}-of-{count:05}.safetensors" for number, name in enumerate(tensors)}
     for home in set(homes.values()):
         save_file({name: tensors[name] for name in tensors if homes[name] == home}, folder / home)
@@ -74,7 +74,7 @@ def test_only_models_below_64_mib_in_16_bits_are_small() -> None:
     assert small(shape_spec("demo")) and not small(shape_spec("qwen3-0.6b"))
     least = msgspec.structs.replace(shape_spec("demo"), layers=1, groups=(), tied=True)
     rest = parameters(least) - least.vocab * least.hidden
-    # Just below and exactly at the bound, by the size of the vocabulary.
+    # just below and exactly at the bound, by the size of the vocabulary
     vocab = (SMALL - rest) // least.hidden
     assert small(msgspec.structs.replace(least, vocab=vocab - 1))
     assert not small(msgspec.structs.replace(least, vocab=vocab + 1))
@@ -136,7 +136,7 @@ def test_tensors_that_do_not_fit_the_config(edit: Any, words: list[str], tmp_pat
 
 
 def test_a_truncated_or_extended_file(tmp_path: Path) -> None:
-    """Known failure 30: a truncated file is refused, not trusted."""
+    """A truncated file is refused, not trusted (known failure 30)."""
     whole = (write_model(tmp_path) / WEIGHTS).read_bytes()
     header = int.from_bytes(whole[:8], "little") + 8
     for size in (0, 4, 8, 9, header - 1, header, header + 1, len(whole) - 1):
@@ -201,7 +201,7 @@ def test_a_header_that_lies(edit: Any, words: list[str], tmp_path: Path) -> None
         (lambda folder, index: index.update({"lm_head.weight": "/etc/passwd"}), [INDEX, "/etc/passwd"]),
         (lambda folder, index: index.update({"lm_head.weight": 5}), [INDEX, "5"]),
         (lambda folder, index: index.update({"lm_head.weight": "x" * 244 + ".safetensors"}), [INDEX, "weight_map"]),
-        # 212 characters, but 412 bytes.
+        # 212 characters, but 412 bytes
         (lambda folder, index: index.update({"lm_head.weight": "é" * 200 + ".safetensors"}), [INDEX, "weight_map"]),
         (
             lambda folder, index: index.update({"model.norm.weight": index["lm_head.weight"]}),
@@ -256,7 +256,7 @@ def test_pickles_are_never_opened(tmp_path: Path) -> None:
 
 
 def test_an_engine_is_loaded_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Known failure 38: nothing is built before every file was checked."""
+    """Nothing is built before every file was checked (known failure 38)."""
     folder = write_shards(write_config(tmp_path), random_tensors(write_config(tmp_path)))
     last = weight_files(folder)[-1]
     last.write_bytes(last.read_bytes()[:-1])

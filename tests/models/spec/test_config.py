@@ -27,7 +27,7 @@ def test_every_test_model_has_a_spec(name: str, tmp_path: Path) -> None:
     spec = load_spec(write_config(tmp_path, **fields))
     assert spec.architecture == fields["architecture"] and len(spec.identity) == 32
     kept = sorted(layer for group in spec.groups for layer in group.layers)
-    # Of a model whose layers are one thing each, MLPs are in no group.
+    # In a model whose layers do one thing each, MLPs are in no group.
     keep = [layer for layer in range(spec.layers) if spec.attends(layer) or spec.keeps_state(layer)]
     assert kept == sorted({spec.kv_layer(layer) for layer in keep})
 
@@ -69,7 +69,7 @@ def test_windows_become_cache_groups(tmp_path: Path) -> None:
 
 
 def test_an_explicit_null_is_no_missing_field(tmp_path: Path) -> None:
-    """As transformers reads it: as many key-value heads as heads, and no window."""
+    """As in transformers: as many key-value heads as heads, and no window."""
     spec = load_spec(write_config(tmp_path / "a", "Qwen2ForCausalLM", num_key_value_heads=None))
     assert spec.kv_heads == spec.heads
     windowed = {"use_sliding_window": True, "max_window_layers": 0, "max_position_embeddings": 8192}
@@ -118,14 +118,14 @@ def test_rope_scaling_in_both_spellings(tmp_path: Path) -> None:
 
 
 def test_eos_is_what_all_files_say_together(tmp_path: Path) -> None:
-    """Known failure 21: EOS is what the model says, several if it says several, and never a constant."""
+    """EOS is what the model's files say, one or several, and never a constant (known failure 21)."""
     folder = write_config(tmp_path, eos_token_id=7, bos_token_id=5)
     assert load_spec(folder).eos_ids == (7,) and load_spec(folder).bos_id == 5
     put(folder, "generation_config.json", {"eos_token_id": [11, 12, 11]})
     assert load_spec(folder).eos_ids == (11, 12, 7)
     put(folder, "generation_config.json", {"eos_token_id": 13})
     assert load_spec(folder).eos_ids == (13, 7)
-    # One that the tokenizer knows as an ordinary word came with another model's config.json.
+    # A token that the tokenizer knows as an ordinary word came with another model's config.json.
     put(folder, "tokenizer.json", {"added_tokens": [{"id": 13, "content": "<|im_end|>"}]})
     assert load_spec(folder).eos_ids == (13,)
     put(folder, "tokenizer.json", {"added_tokens": [{"id": 7, "content": "<|endoftext|>"}]})
@@ -168,7 +168,7 @@ def test_turns_of_yarn_that_are_0_are_the_usual_ones(tmp_path: Path) -> None:
 
 
 def test_identity_changes_with_everything_that_can_change_a_number(tmp_path: Path) -> None:
-    """Known failure 28: two models of one shape never share KV."""
+    """Two models of one shape must never share KV (known failure 28)."""
     rope = {"rope_type": "linear", "factor": 2.0}
     changes: list[dict[str, Any]] = [
         {},
@@ -192,7 +192,7 @@ def test_identity_changes_with_everything_that_can_change_a_number(tmp_path: Pat
 
 
 def test_identity_is_the_content_not_the_place(tmp_path: Path) -> None:
-    """Known failure 27: the same model has the same identity in every process and folder."""
+    """The same model has the same identity in every process and folder (known failure 27)."""
     first, second = write_model(tmp_path / "a"), write_model(tmp_path / "b")
     put(second, "generation_config.json", {"temperature": 0.5, "eos_token_id": 3})
     (second / "README.md").write_text("unrelated")
@@ -266,7 +266,7 @@ def test_an_unknown_architecture_names_those_that_are_supported(tmp_path: Path) 
 
 
 def test_a_missing_or_broken_config(tmp_path: Path) -> None:
-    """Known failure 30: a broken file is one clear sentence."""
+    """A broken file is one clear sentence (known failure 30)."""
     with pytest.raises(ModelFileError, match=r"expected a \.gguf file, or a folder with config\.json"):
         load_spec(tmp_path / "nothing")
     with pytest.raises(ModelFileError, match=r"config\.json: the file is missing"):
@@ -354,7 +354,7 @@ WINDOWS = {
 
 @pytest.mark.parametrize("architecture", LATER)
 def test_facts_that_came_later_leave_the_identity_of_other_models_alone(architecture: str, tmp_path: Path) -> None:
-    """Or their stored KV would be lost with every family that is added."""
+    """Otherwise every new family would cost other models their stored KV."""
     more = WINDOWS if architecture.startswith("Qwen") else {}
     folder = write_config(tmp_path, architecture, **more)
     config = json.loads((folder / "config.json").read_text())
@@ -372,7 +372,7 @@ GEMMA_3 = {
 
 
 def test_a_gemma_config_may_leave_out_what_the_family_has(tmp_path: Path) -> None:
-    """As those of the larger ones do, whose text part stands in `text_config`."""
+    """As do those of the larger ones, whose text part is in `text_config`."""
     outer = {"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106], "text_config": GEMMA_3}
     spec = load_spec(put(tmp_path, "config.json", outer))
     assert (spec.heads, spec.kv_heads, spec.head_dim, spec.vocab, spec.tied) == (8, 4, 256, 262_208, True)

@@ -1,4 +1,4 @@
-"""Which models are sampled as their makers' cards say: those alone whose exact hub id or file is known."""
+"""Default sampling from the makers' model cards, only for models whose exact hub id or file is known."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cached(cache: Path, hub_id: str) -> Path:
 
 @pytest.mark.parametrize("other", ["someone/SmolLM2-135M-Instruct", f"{HUB_ID}-tuned", "HuggingFaceTB/SmolLM2-135M"])
 def test_a_model_is_known_by_its_exact_hub_id(other: str, tmp_path: Path) -> None:
-    """A model that was tuned further, or is only called so, has none."""
+    """A fine-tuned model, or one that merely has a similar name, gets none."""
     found = load_spec(cached(tmp_path, HUB_ID)).makers
     assert found is not None
     assert found.values == {"temperature": 0.2, "top_p": 0.9}
