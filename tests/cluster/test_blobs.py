@@ -1,4 +1,4 @@
-"""Shared stores keep their contract: a folder, and object stores where one can be had here."""
+"""The contract of shared stores, for a folder and for the object stores that can run here."""
 
 from __future__ import annotations
 

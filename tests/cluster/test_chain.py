@@ -1,4 +1,4 @@
-"""The chain of an agent: of several servers one is its writer, and no acknowledged turn is lost or changed."""
+"""The chain of an agent: only one of several servers writes it, and no acknowledged turn is lost or changed."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ async def test_no_tampered_record_is_built_on(prove: bool, figure: Callable[[str
 
 
 async def test_a_sound_record_out_of_its_chain_is_refused() -> None:
-    """Even one that is sealed rightly: by a server that is of this cluster and wrong."""
+    """Also one with a valid seal, written by a faulty server of this cluster."""
     for change in (
         {"before": b"x" * 32},
         {"epoch": 7},

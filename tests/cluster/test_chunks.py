@@ -1,4 +1,4 @@
-"""KV in a shared store: what one server stores another reads, and a store that fails costs time alone."""
+"""KV in a shared store: one server reads what another stored, and a failing store costs only time."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_what_one_server_stores_another_reads() -> None:
 
 
 def test_two_that_share_know_of_each_other_at_once() -> None:
-    """Not after `LOOK_SECONDS`: the clock stands still, so nobody looks by itself a second time."""
+    """Without waiting for `LOOK_SECONDS`: the clock stands still, so no periodic look happens."""
     blobs, clock, chunks = MemoryBlobs(), Time(), chain(3)
     one, two = replica(blobs, clock, 1), replica(blobs, clock, 2)
     for each in (one, two):
@@ -177,7 +177,7 @@ def test_a_call_to_a_store_that_hangs_is_given_up_and_then_none_is_made() -> Non
 
 
 def test_an_object_that_is_there_with_the_same_content_counts_as_made() -> None:
-    """A create whose answer was lost is tried again, and must not be taken for another writer's."""
+    """A create whose answer was lost is retried, and must not be taken for another writer's."""
     guarded = Guarded(MemoryBlobs(), SystemClock())
     assert (
         guarded.create("x", b"mine")

@@ -1,4 +1,4 @@
-"""What lies in a shared store can be read by nobody else, and nothing that was changed or moved is accepted."""
+"""Sealed objects in a shared store: unreadable to outsiders, and refused if changed or moved."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_no_change_of_an_object_is_accepted(prove: bool, figure: Callable[[str, 
 
 
 def tampered(rng: random.Random, data: bytes, other: bytes) -> bytes:
-    """One bit, a cut, a longer one, a piece of another object, or another object."""
+    """Return the data with a flipped bit, cut, extended, or with (a part of) another object in its place."""
     at = rng.randrange(len(data))
     match rng.randrange(6):
         case 0 | 1:

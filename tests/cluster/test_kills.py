@@ -1,4 +1,4 @@
-"""An agent goes on at any server: kill -9 of the one that has it, between turns and in mid-turn, changes no token."""
+"""An agent goes on at any server: killing the one that has it, between turns or during one, changes no token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.cluster.machines import Cluster, cluster, events
 LAG = 1.0
 BLOCK = 16
 AGENT_KILLS = 5
-"""Kills in the life of one agent: more turns than these do not fit the context."""
+"""Kills in the life of one agent; more turns would not fit the context."""
 SYSTEM = "Be brief. " + "and remember all of this, word for word, " * 20
 
 
@@ -34,7 +34,7 @@ def question(number: int, *, stream: bool = False) -> dict[str, Any]:
 
 
 def undisturbed(folder: Path, agents: list[list[dict[str, Any]]]) -> list[list[str]]:
-    """The answers of one server that nothing happens to."""
+    """Return the answers of one undisturbed server."""
     found = []
     with cluster(folder, 1, router=False) as one:
         port = one.ports[0]
@@ -49,7 +49,7 @@ def undisturbed(folder: Path, agents: list[list[dict[str, Any]]]) -> list[list[s
 def turn_with_kill(made: Cluster, id: str, body: dict[str, Any], pause: float) -> tuple[str, int]:
     """Stream a turn and kill its server in the middle; return the text and that server.
 
-    The server holds the answer at its 100th token, so it cannot have ended.
+    The server holds the answer back at its 100th token, so it cannot have ended.
     """
     for server in made.servers:
         server.hold.touch()
@@ -71,7 +71,7 @@ def turn_with_kill(made: Cluster, id: str, body: dict[str, Any], pause: float) -
 
 
 def wait_shared(made: Cluster, id: str, other: int, tokens: int) -> float:
-    """Wait until another server knows that the KV of a context is in the store; return for how long."""
+    """Wait until another server knows that a context's KV is in the store; return the seconds."""
     began = time.monotonic()
     while time.monotonic() - began < 60:
         kv = made.call("GET", f"/v1/agents/{id}", port=made.ports[other])["kv"]
@@ -82,7 +82,7 @@ def wait_shared(made: Cluster, id: str, other: int, tokens: int) -> float:
 
 
 class Kills:
-    """Turns of one agent after another, whose server is killed, and what was seen of it."""
+    """Runs the turns of agents whose servers are killed, and records the effects."""
 
     def __init__(self, made: Cluster, rng: random.Random) -> None:
         self._made, self._rng = made, rng
@@ -112,7 +112,10 @@ class Kills:
         return said
 
     def _between(self, id: str, kind: str, body: dict[str, Any], server: int) -> tuple[str, int, int]:
-        """Kill the server of the last turn, then run one; return its text, who was killed, and who answered."""
+        """Kill the server of the last turn, then run one.
+
+        Return its text, the killed server, and the one that answered.
+        """
         made, killed = self._made, server
         before = made.call("GET", f"/v1/agents/{id}")["tokens"]
         if kind == "router":
@@ -190,7 +193,7 @@ def insisted(made: Cluster, path: str, body: dict[str, Any], port: int) -> tuple
 
 
 def listed(made: Cluster, path: str, port: int, wanted: list[str]) -> list[str]:
-    """Return the answers that a server knows, once it reads the store again, which it leaves alone a while."""
+    """Return the answers that a server lists once it reads the store again, after the breaker's pause."""
     end = time.monotonic() + 30
     while True:
         found = [turn["answer"]["content"] for turn in made.call("GET", path, port=port)["data"] if turn["answer"]]

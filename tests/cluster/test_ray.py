@@ -100,7 +100,7 @@ def test_no_stream_is_lost_while_servers_come_go_and_die(
     options = ("demo", "--engine", "fake", "--kv-gb", "0.2", "--threads", "1", "--log-level", "error")
     shared = ("--shared-store", str(tmp_path / "store"), "--cluster-key-file", str(made.key))
     plan = {"router": f"http://127.0.0.1:{made.port}", "host": "127.0.0.1", "options": (*options, *shared)}
-    short = Path(f"/tmp/cairn-ray-{os.getpid()}")  # sockets below it have long names
+    short = Path(f"/tmp/cairn-ray-{os.getpid()}")  # its sockets need short paths
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER, json.dumps(plan | {"folder": str(tmp_path), "cpus": 0.5}), str(short)],
         stdin=subprocess.PIPE,
@@ -166,7 +166,7 @@ def test_no_stream_is_lost_while_servers_come_go_and_die(
 
 
 def process_at(port: int) -> int:
-    """The server whose command line has this port."""
+    """Return the server whose command line has this port."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             words = (entry / "cmdline").read_bytes().split(b"\0")
@@ -176,7 +176,7 @@ def process_at(port: int) -> int:
 
 
 def beside(driver: int) -> str:
-    """Ray's own processes below a driver, and the memory that is theirs alone."""
+    """Describe Ray's own processes below a driver, with their private memory."""
     found, todo = list[int](), [driver]
     while todo:
         pid = todo.pop()

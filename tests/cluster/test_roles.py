@@ -1,4 +1,4 @@
-"""A server that computes prompts, one that answers, and a router: one server's tokens, also when the first dies."""
+"""A prefill server, a decode server and a router give one server's tokens, even if the first dies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.cluster.machines import Cluster, cluster
 
 
 def chat(number: int) -> dict[str, Any]:
-    """A chat whose prompt has some twelve hundred tokens."""
+    """Return a chat whose prompt has some twelve hundred tokens."""
     messages = [{"role": "user", "content": f"Story {number}. " + "Once upon a time there was a stone. " * 110}]
     return {"messages": messages, "temperature": 0, "max_tokens": 24, "ignore_eos": True}
 
@@ -54,7 +54,7 @@ def test_another_server_computes_the_prompt(tmp_path: Path) -> None:
 def test_the_gate_of_a_real_model_says_what_it_measured(
     tmp_path: Path, figure: Callable[[str, str], None], prove: bool
 ) -> None:
-    """The figures of docs/cluster.md: how fast two servers of this machine compute and load, and what follows."""
+    """The figures of docs/cluster.md: how fast two servers of this machine compute and load, and the decision."""
     if not prove:
         pytest.skip("only with --prove")
     options: dict[str, Any] = {"engine": "auto", "model": "demo", "kv_load": "always", "threads": 1}

@@ -17,7 +17,7 @@ from tests.cluster.stores import Awaited, MemoryBlobs, keys
 
 
 class Time:
-    """A clock of a test."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.seconds = 1000.0
@@ -89,7 +89,7 @@ async def test_requests_that_run_elsewhere_count_until_they_end_or_their_server_
             servers.ask(1)
         for _ in range(round(LEASE_SECONDS / BEAT_SECONDS) + 2):
             await servers.beat(1)
-        servers.ask(1)  # the other one is dead, for all that this one knows
+        servers.ask(1)  # the other one is dead, as far as this one knows
         await servers.beat()
         with pytest.raises(RateLimited):
             servers.ask(1)

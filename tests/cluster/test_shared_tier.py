@@ -1,4 +1,4 @@
-"""The shared store below a worker's other tiers: what one worker computed another loads, and its failure is its own."""
+"""The shared store below a worker's other tiers: one worker loads what another computed; failures stay its own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def shared(blobs: MemoryBlobs, number: int) -> SharedChunks:
 
 
 def finish(rig: Rig, store: SharedChunks) -> None:
-    """Let a second pass in which the worker has nothing to do, then let the store's thread work."""
+    """Let the worker be idle for a second, then let the store's thread work."""
     for _ in range(100):
         rig.step()
         rig.threads()

@@ -1,4 +1,4 @@
-"""Replicas for tests of the router: tiny HTTP servers that answer as they are told, and clients of its application."""
+"""Stub replicas for tests of the router (tiny HTTP servers with scripted answers), and a client of its application."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def as_json(writer: asyncio.StreamWriter, body: Any, status: int = 200) ->
 
 
 class Stub:
-    """One replica. `answer` gets everything but /health/ready and /health/role."""
+    """One replica. `answer` handles everything but /health/ready and /health/role."""
 
     def __init__(self, name: str, answer: Answer) -> None:
         self.name, self.answer, self.ready, self.role = name, answer, 200, "both"
@@ -44,7 +44,7 @@ class Stub:
         return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     async def die(self) -> None:
-        """Close the port and cut all connections, as kill -9 does."""
+        """Close the port and cut all connections, as SIGKILL does."""
         assert self._server is not None
         self._server.close()
         for writer in tuple(self._writers):
@@ -81,7 +81,7 @@ async def named(stub: Stub, path: str, headers: dict[bytes, bytes], body: bytes,
 
 @asynccontextmanager
 async def routed(*answers: Answer) -> AsyncIterator[tuple[RouterApp, list[Stub]]]:
-    """A router with a stub for each answer, all known to be up."""
+    """Yield a router with a stub for each answer, all known to be up."""
     stubs = [Stub(f"s{number}", answer) for number, answer in enumerate(answers)]
     replicas = Replicas([await stub.start() for stub in stubs])
     for one in replicas.all:
@@ -95,7 +95,7 @@ async def routed(*answers: Answer) -> AsyncIterator[tuple[RouterApp, list[Stub]]
 
 
 class Got:
-    """What a client of the router received."""
+    """A response of the router, as its client received it."""
 
     def __init__(self) -> None:
         self.status, self.body, self.headers = 0, b"", dict[bytes, bytes]()

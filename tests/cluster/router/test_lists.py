@@ -1,4 +1,4 @@
-"""Lists over all replicas."""
+"""Lists that the router merges from all replicas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.cluster.router.stubs import Answer, Stub, as_json, ask, routed
 
 
 def lister(items: list[dict[str, Any]], *, cursor: bool = True, **more: Any) -> Answer:
-    """A replica that lists its items, newest first, at most 3 a page."""
+    """Return the handler of a replica that lists its items, newest first, at most 3 a page."""
 
     async def answer(stub: Stub, path: str, headers: object, body: bytes, writer: asyncio.StreamWriter) -> None:
         asked = dict(parse_qsl(urlsplit(path).query))

@@ -1,4 +1,4 @@
-"""Prompts that another replica computes: where it pays by what was measured, and whatever fails costs time alone."""
+"""Prefill on another replica: used where it pays by what was measured, and a failure costs only time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LONG = {
 
 
 def with_roles(app: RouterApp, stubs: list[Stub], *roles: str) -> list[Replica]:
-    """The router's replicas, with roles."""
+    """Return the router's replicas, with roles."""
     for replica, stub, role in zip(app.replicas.all, stubs, roles, strict=True):
         replica.role = stub.role = role
     return app.replicas.all
@@ -111,7 +111,7 @@ async def test_an_idle_connection_that_closes_as_a_prompt_comes_is_no_death() ->
     async def once(
         stub: Stub, path: str, headers: dict[bytes, bytes], body: bytes, writer: asyncio.StreamWriter
     ) -> None:
-        """Answer the first request of each connection, and close it at the second."""
+        """Answer the first request of each connection, and close the connection at the second."""
         if writer in used:
             writer.transport.abort()
             return

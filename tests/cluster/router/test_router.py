@@ -1,4 +1,4 @@
-"""The router sends what belongs together to one replica, repeats what may be repeated, and follows streams."""
+"""The router sends requests that share a context to one replica, repeats what is safe to repeat, and relays streams."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def event(content: str | None = None, id: str = "a", finish: str | None = None, 
 
 
 async def stream(writer: asyncio.StreamWriter, size: int, id: str, stop: int | None = None) -> None:
-    """TEXT in pieces of `size`, or only `stop` of them."""
+    """Send TEXT in pieces of `size`, or only `stop` of them."""
     writer.write(head(200, "text/event-stream", None) + piece(event("", id, role="assistant")))
     for number, at in enumerate(range(0, len(TEXT), size)):
         if number == stop:
