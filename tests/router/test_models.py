@@ -42,7 +42,7 @@ from tests.service.several import make_models, several
 from tests.service.tiny import collect, request, until
 
 SLOW = 120.0
-"""Seconds for a dozen loads on a machine that does much else; what waits for itself waits for `load_timeout`."""
+"""Seconds for a dozen loads on a busy machine; a request that waits for itself would wait for `load_timeout`."""
 
 
 def states(models: Models) -> str:
@@ -73,7 +73,7 @@ async def test_an_unknown_name_is_refused_with_the_served_ones(tmp_path: Path) -
         assert models.find("beta:latest") is models.models[1]
         assert models.find(str(tmp_path / "beta")) is models.models[1]
         assert models.find(None) is models.models[0]
-        assert models.find(None, "embed") is models.models[0]  # which says that it makes none
+        assert models.find(None, "embed") is models.models[0]  # whose error says that it has no embeddings
 
 
 async def test_the_least_recently_used_model_makes_room(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ async def test_a_pinned_model_and_one_in_use_make_no_room(tmp_path: Path) -> Non
         done.set()
         assert await holding
         assert models.models[0].loaded is not None and models.models[1].loaded is None
-        await until(lambda: "ing" not in states(models))  # whoever asked is gone; the load may go on all the same
+        await until(lambda: "ing" not in states(models))  # the caller is gone, but the load may go on
 
 
 async def test_a_call_does_not_wait_for_its_own_lease(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ async def test_a_call_does_not_wait_for_its_own_lease(tmp_path: Path) -> None:
             async with models.using(models.find(first)):
                 if ready is not None:
                     await ready.wait()
-                task = asyncio.create_task(nested(second))  # as a stream's work, which is a task of its own
+                task = asyncio.create_task(nested(second))  # like a stream's work, which is a task of its own
                 return await task
 
         async def nested(name: str) -> str:
@@ -132,7 +132,7 @@ async def test_a_call_does_not_wait_for_its_own_lease(tmp_path: Path) -> None:
             assert await beside("alpha", "alpha") and await nested("beta")  # nothing is held any more
         models.config = msgspec.structs.replace(models.config, max_loaded=2)
         async with asyncio.timeout(SLOW):
-            assert await nested("alpha") and await beside("beta", "gamma")  # what nobody has goes, though used last
+            assert await nested("alpha") and await beside("beta", "gamma")  # the unused one goes, though used last
             assert await nested("alpha") and await nested("beta")
             ready = asyncio.Event()
             calls = [asyncio.create_task(beside(*pair, ready)) for pair in (("alpha", "gamma"), ("beta", "delta"))]
@@ -141,7 +141,7 @@ async def test_a_call_does_not_wait_for_its_own_lease(tmp_path: Path) -> None:
             await until(lambda: "unloading" in states(models))
             ready.set()
             told = await asyncio.gather(*calls, other, return_exceptions=True)
-            assert any(isinstance(one, Unavailable) for one in told[:2])  # not one waits for the other
+            assert any(isinstance(one, Unavailable) for one in told[:2])  # neither waits for the other
             assert await nested("alpha") and await nested("delta")
 
 
@@ -162,7 +162,7 @@ async def test_a_request_that_waits_gets_the_model_once_the_other_is_free(tmp_pa
         await until(lambda: models.models[0].loaded and models.models[0].loaded.users)
         wanting = asyncio.create_task(want())
         await until(lambda: models.models[0].state == "unloading")
-        later = asyncio.create_task(hold())  # a call for the one that goes waits, and loads it again
+        later = asyncio.create_task(hold())  # a call for the unloading model waits, and loads it again
         free.set()
         assert await holding and await wanting == "beta" and await later
         assert states(models) == "alpha:loaded beta:on disk"
@@ -233,7 +233,7 @@ async def test_an_unloaded_model_is_loaded_again_and_one_that_is_idle_goes(tmp_p
 async def test_idle_models_go_while_memory_is_critically_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """But none that is in use; afterwards a model is loaded again for whoever asks."""
+    """But none that is in use; afterwards a model is loaded again on demand."""
     short = [False]
     async with several(tmp_path, "alpha beta") as models:
         monkeypatch.setattr(models, "_pressed", lambda: short[0])
@@ -254,7 +254,7 @@ async def test_idle_models_go_while_memory_is_critically_short(
 async def test_requests_end_with_the_grace_and_not_with_what_is_stored_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What streams have computed is stored beside them; what is left to be stored keeps none of them going."""
+    """KV that streams computed is stored beside them, and must not keep any of them going."""
     flushed: list[bool] = []
 
     async def slow(service: Service) -> None:
@@ -278,7 +278,7 @@ async def test_requests_end_with_the_grace_and_not_with_what_is_stored_after_it(
 async def test_a_swap_that_is_cut_while_the_old_model_goes_brings_it_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its service is half closed then, and would refuse everything."""
+    """Its service is half closed by then, and would refuse everything."""
     flushing = asyncio.Event()
 
     async def slow(service: Service) -> None:
@@ -296,12 +296,12 @@ async def test_a_swap_that_is_cut_while_the_old_model_goes_brings_it_back(
             await swapping
         async with models.using(models.find("alpha")) as service:
             assert service.spec.identity == identity and await answered(service)
-        assert list(models.services) == [service]  # the half of one is gone
+        assert list(models.services) == [service]  # the half-closed one is gone
         assert alpha.swaps == 0 and alpha.loads == 1  # it was brought back, not loaded for a call
 
 
 async def test_a_model_that_returns_knows_what_it_sampled(tmp_path: Path) -> None:
-    """A chat that goes on is put together of the very ids, of which the KV on the disk is: not of its text anew."""
+    """A continued chat uses the very ids whose KV is on disk, rather than encoding its text again."""
     for name in ("alpha", "beta"):
         talking_model(tmp_path / name)
     save_file({"model.norm.weight": np.full(16, 2.0, dtype=np.float32)}, tmp_path / "beta" / "model.safetensors")
@@ -315,7 +315,7 @@ async def test_a_model_that_returns_knows_what_it_sampled(tmp_path: Path) -> Non
             async with models.using(alpha) as service:
                 return tuple((await service.chat.prompt(messages, tenant="ada")).tokens)
 
-        for number in range(50):  # what the fake engine says is mostly no text that is encoded to the same ids again
+        for number in range(50):  # most answers of the fake model would be encoded to other ids
             async with models.using(alpha) as service:
                 chat = [{"role": "user", "content": f"question {number}"}]
                 asked = await service.chat.prompt(chat, tenant="ada")
@@ -329,7 +329,7 @@ async def test_a_model_that_returns_knows_what_it_sampled(tmp_path: Path) -> Non
         else:
             raise AssertionError("every answer is encoded as it was sampled")
         await models.swap(alpha, str(tmp_path / "beta"), 5.0)
-        assert await ids(chat) == anew  # another model sampled nothing
+        assert await ids(chat) == anew  # another model has sampled nothing
         await models.swap(alpha, str(tmp_path / "alpha"), 5.0)
         assert await ids(chat) == known
         await models.unload(alpha, 5.0)
@@ -353,7 +353,7 @@ async def test_a_swap_moves_the_names_and_what_runs_goes_on(tmp_path: Path) -> N
         assert alpha.swaps == 1 and alpha.state == "loaded" and models.services.first is new
         with pytest.raises(InvalidRequest, match="is already"):
             await models.swap(alpha, "beta", 1.0)
-        await models.swap(alpha, str(tmp_path / "alpha"), 1.0)  # what it was before
+        await models.swap(alpha, str(tmp_path / "alpha"), 1.0)  # as before
         assert alpha.identity == old.spec.identity and alpha.swaps == 2
         with pytest.raises(InvalidRequest, match="is already"):
             await models.swap(alpha, str(tmp_path / "alpha"), 1.0)
@@ -402,11 +402,11 @@ async def test_a_swap_under_fifty_streams_loses_none_and_mixes_none(
 
 
 class Planted(Exception):
-    """Nothing that anybody foresaw."""
+    """An exception that no code expects."""
 
 
 def spoil(folder: Path, failure: str) -> None:
-    """Make the files of beta such that it cannot be loaded."""
+    """Break the files of beta so that it cannot be loaded."""
     beta = folder / "beta"
     if failure == "no config":
         (beta / "config.json").unlink()
@@ -488,7 +488,7 @@ FAILURES: dict[str, type[BaseException]] = {
     "no memory": ModelError,
     "worker gone": NoWorker,
 }
-"""What each is told as: what the caller named wrongly is his mistake, and nothing else."""
+"""The error that each failure is reported as; only a wrong name is the caller's mistake."""
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["beside", "after"])
@@ -496,7 +496,7 @@ FAILURES: dict[str, type[BaseException]] = {
 async def test_a_swap_that_fails_leaves_the_old_model(
     tmp_path: Path, failure: str, after: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twelve ways to fail, beside the old model and after it. A stream that the old one has goes on to its end."""
+    """Twelve failures, both beside the old model and after it; a stream on the old model goes on to its end."""
     async with several(tmp_path, "alpha beta", max_loaded=1 if after else 8) as models:
         alpha, identity = models.models[0], models.models[0].identity
         await until(lambda: models.models[1].spec)
@@ -533,7 +533,7 @@ async def test_models_of_a_folder_can_be_asked_for(tmp_path: Path) -> None:
 
 
 def broken(folder: Path, how: str) -> None:
-    """What lies in a folder of models and is none that could be loaded."""
+    """Create something in a folder of models that cannot be loaded."""
     if how == "a config that is cut":
         (make_models(folder, "aaa")[0] / "config.json").write_text("{")
     elif how == "no tokenizer":
@@ -547,7 +547,7 @@ def broken(folder: Path, how: str) -> None:
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("how", ["a config that is cut", "no tokenizer", "a GGUF file of nothing", "a link to nothing"])
 async def test_a_broken_model_keeps_no_server_from_starting(tmp_path: Path, how: str, named: bool) -> None:
-    """It comes first; the next is loaded in its place, and it can be asked for again once it is mended."""
+    """It comes first. The next model is loaded in its place, and it can be requested again once it is mended."""
     places = make_models(tmp_path, "beta gamma")
     broken(tmp_path, how)
     options: dict[str, Any] = {"models_dir": str(tmp_path)}
@@ -617,7 +617,7 @@ def test_what_options_of_several_models_may_not_say(tmp_path: Path) -> None:
 
 
 async def test_a_model_finds_its_kv_whichever_way_it_is_served(tmp_path: Path) -> None:
-    """Alone, beside another, from a folder of models; each time by another server, and where it is loaded later."""
+    """Alone, beside another, or from a folder of models; each time by another server, and when loaded later."""
     places = make_models(tmp_path / "models", "alpha beta")
     stored: dict[str, Any] = {"kv_dir": str(tmp_path / "kv"), "kv_load": "always", "engine": "fake", "kv_gb": 0.01}
     alpha, beta = (ModelOptions(model=str(place)) for place in places)
