@@ -1,4 +1,4 @@
-"""Tiny random adapters for tests, written as PEFT and as llama.cpp would write them."""
+"""Tiny random adapters for tests, in the formats of PEFT and llama.cpp."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 
 def shapes(base: Path, targets: Sequence[str] = ALL) -> dict[str, tuple[int, int]]:
-    """Return the matrices of a model whose names end so, as [out, in]."""
+    """Return the shapes [out, in] of the model's matrices whose module names end in one of `targets`."""
     found = {}
     for name, shape in expected_tensors(load_spec(base, identify=False)).items():
         module = name.removesuffix(".weight")
@@ -27,7 +27,7 @@ def shapes(base: Path, targets: Sequence[str] = ALL) -> dict[str, tuple[int, int
 
 
 def pairs(base: Path, targets: Sequence[str] = ALL, rank: int = 4, seed: int = 0, size: float = 0.3) -> dict[str, Any]:
-    """Return random (A, B) of each such matrix."""
+    """Return random matrices (A, B) for each such module."""
     rng = np.random.default_rng(seed)
     return {
         module: (
@@ -41,7 +41,7 @@ def pairs(base: Path, targets: Sequence[str] = ALL, rank: int = 4, seed: int = 0
 def write_peft(
     folder: Path, given: Mapping[str, tuple[np.ndarray, np.ndarray]], dtype: Any = np.float32, **config: Any
 ) -> Path:
-    """Write a PEFT folder of these pairs."""
+    """Write these pairs as a PEFT folder."""
     folder.mkdir(parents=True, exist_ok=True)
     rank = max(len(down) for down, _ in given.values())
     plain = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "none", "target_modules": list(ALL)}

@@ -1,8 +1,9 @@
-"""Tiny models with a head for further tokens (MTP), as files have them.
+"""Tiny models with a draft head (MTP), as their files have it.
 
-The head's layer is a copy of the model's last layer with attention. The other layers do little, so the model says
-nearly what that layer alone says of the embeddings, and the head is often right: embeddings have a length of which a
-norm changes nothing, and the head passes on the embedding and, by `state`, some of the state before it.
+The head's layer is a copy of the model's last attention layer. The other layers contribute little, so the model
+predicts nearly what that layer alone makes of the embeddings, and the head is often right: embeddings have a norm of 1
+per number, which a norm layer leaves alone, and the head passes on the embedding and, scaled by `state`, some of the
+state before it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
 
 
 def write_with_head(folder: Path, name: str, *, state: float = 0.02, seed: int = 0, **fields: Any) -> Path:
-    """A model of `HEADS` with its head in one model.safetensors."""
+    """Write a model of `HEADS` with its head in one model.safetensors."""
     fields = {**HEADS[name], "eos_token_id": None, **fields}
     write_config(folder, **fields)
     spec = load_spec(folder)
@@ -64,7 +65,7 @@ def write_with_head(folder: Path, name: str, *, state: float = 0.02, seed: int =
 
 
 def stored_layer(spec: ModelSpec, tensors: dict[str, np.ndarray], layer: int) -> dict[str, np.ndarray]:
-    """The tensors of one layer with attention as files have them, without the layer's prefix."""
+    """Return the tensors of one attention layer as files have them, without the layer's prefix."""
     experts = None if spec.experts is None else msgspec.structs.replace(spec.experts, layers=(0,))
     one = msgspec.structs.replace(spec, layers=1, experts=experts, groups=spec.groups[:1], recurrence=None)
     prefix, first = f"model.layers.{layer}.", "model.layers.0."
@@ -73,7 +74,7 @@ def stored_layer(spec: ModelSpec, tensors: dict[str, np.ndarray], layer: int) ->
 
 
 def likely(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], int]:
-    """The tensors with quiet layers but for one with attention, and that one's number."""
+    """Damp all layers but the last attention layer; return the tensors and that layer's number."""
     sparse = () if spec.experts is None else spec.experts.layers
     layer = max(one for one in range(spec.layers) if spec.attends(one) and (not sparse or one in sparse))
     found = {}
@@ -87,7 +88,7 @@ def likely(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> tuple[dict[str, n
 
 
 def head_tensors(spec: ModelSpec, state: float) -> tuple[np.ndarray, ...]:
-    """The matrix that joins, its two norms and the last norm."""
+    """Return the joining matrix, its two norms and the last norm."""
     eye = np.eye(spec.hidden, dtype=np.float32)
     centred = 0.0 if spec.architecture.startswith("Qwen") else 1.0
     ones = np.full(spec.hidden, centred, np.float32)
@@ -95,7 +96,7 @@ def head_tensors(spec: ModelSpec, state: float) -> tuple[np.ndarray, ...]:
 
 
 def write_gguf_with_head(folder: Path, path: Path, *, last_norm: bool = True, **options: Any) -> Path:
-    """The model and head that `write_with_head` wrote, as a GGUF file; `options` of `write_gguf`."""
+    """Write the model and head of `write_with_head` as a GGUF file; `options` are those of `write_gguf`."""
     config, spec = json.loads((folder / "config.json").read_text()), load_spec(folder)
     arch, tensors = named(config), hub_tensors(folder, config)
     head = open_weights(folder, head_spec(folder))
@@ -112,7 +113,7 @@ def write_gguf_with_head(folder: Path, path: Path, *, last_norm: bool = True, **
 
 
 def head_spec(folder: Path) -> ModelSpec:
-    """That of the head in a folder or a GGUF file."""
+    """Return the spec of the head in a folder or a GGUF file."""
     found = ahead_spec(load_spec(folder), stored_names(folder), gguf=is_gguf(folder))
     assert isinstance(found, ModelSpec), found
     return found

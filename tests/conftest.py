@@ -1,4 +1,7 @@
-"""Figures that harness tests report: printed after every run, kept in docs/reliability.md by `make prove`."""
+"""Options and fixtures of all tests; the table of figures that harness tests report.
+
+The figures are printed after every run, and `make prove` keeps them in docs/reliability.md.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported: its 
 
 ROOT = Path(__file__).parent.parent
 QUICK_SECONDS = 40.0
-"""Seconds for which `--quick` begins tests; `make quick` checks the code as well, within a minute in all."""
+"""Seconds after which `--quick` begins no more tests; `make quick` takes a minute in all, with the code checks."""
 PAGE = ROOT / "docs" / "reliability.md"
 MARK = "<!-- figures -->"
 
@@ -30,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A shell starts what it puts in the background with SIGINT ignored, and so would everything that tests start.
+    # A shell starts background jobs with SIGINT ignored, which everything that tests start would inherit.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # The same examples every time, so that a failure is about a change; `make prove` looks for new ones.
     settings.register_profile("cairn", deadline=None, derandomize=not config.option.prove)
@@ -39,19 +42,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish() -> None:
     gc.collect()
-    gc.freeze()  # what stays until the end: to look through all tests for garbage takes half a second
+    gc.freeze()  # these objects live until the end; searching them in every collection takes half a second
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave most of what is marked `sweep` to `make prove`.
+    """Deselect most tests marked `sweep`, unless `make prove` runs.
 
-    `sweep("kernels")` marks a test that is run for every case on every kind of kernels, which that parameter names,
-    alone or in front of others. Each case runs on the default kernels and on one other, in turn: so every case runs
-    twice, and every kind of kernels keeps several cases.
+    `sweep("kernels")` marks a test that runs every case on every kernel set; the mark names that parameter, alone or
+    before others. Each case runs on the default kernels and on one other, in turn, so every case runs twice, and every
+    kernel set keeps several cases.
     """
     if config.option.prove or not any(item.get_closest_marker("sweep") for item in items):
         return
-    from tests.tiny_models import KERNELS  # what has no sweeps needs no engine
+    from tests.tiny_models import KERNELS  # without sweeps no kernels need to be imported
 
     turns: dict[tuple[str, str], dict[str, int]] = {}
 
@@ -75,7 +78,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Under --quick leave out files of folders without changes, and those that start servers."""
+    """Ignore, under --quick, folders without changes and files that start servers."""
     if not config.option.quick or collection_path.is_dir():
         return None
     if collection_path.parent in _touched_folders():
@@ -85,7 +88,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @functools.cache
 def _touched_folders() -> set[Path]:
-    """Return the test folders of all files that differ from main, or from the last commit where that is main."""
+    """Return the test folders of all files that differ from main, or on main from the last commit."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout
@@ -109,13 +112,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def prove(pytestconfig: pytest.Config) -> bool:
-    """Return whether to run the full figures instead of a fortieth to a tenth of them."""
+    """Return whether to run all cases instead of a fortieth to a tenth of them."""
     return bool(pytestconfig.option.prove)
 
 
 @pytest.fixture
 def figure(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
-    """`figure("planted bugs caught", "40 of 40")` adds a line to the table of measured figures."""
+    """Return a function that adds a figure: `figure("planted bugs caught", "40 of 40")`."""
 
     def add(what: str, value: str) -> None:
         request.node.user_properties.append((what, value))
@@ -125,7 +128,7 @@ def figure(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
-        return  # one of several processes, which has seen a part
+        return  # one of several pytest processes, which has seen a part
     reports = [report for reports in terminalreporter.stats.values() for report in reports]
     tests = sorted((one for one in reports if getattr(one, "when", "") == "call"), key=lambda one: one.nodeid)
     rows = [row for one in tests for row in one.user_properties]

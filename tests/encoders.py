@@ -44,7 +44,7 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "nomic bert": ("NomicBert", {}),
 }
-"""Every family, and odd shapes that its arithmetic could get wrong."""
+"""Every family, and unusual shapes that its arithmetic could get wrong."""
 
 JUDGES: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("Bert", {"num_labels": 1}),
@@ -72,7 +72,7 @@ def write_encoder(folder: Path, family: str, task: str = "Model", pooling: str =
 
 
 def write_modules(folder: Path, pooling: str = "mean", dense: Sequence[torch.nn.Module] = ()) -> None:
-    """Write the files that make a folder an embedding model. `dense`: a matrix for each module, maybe with tanh."""
+    """Write the files that make a folder an embedding model. `dense`: a matrix for each module, perhaps with tanh."""
     modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
     for number, (linear, *after) in enumerate(dense, 2):
         modules.append((f"{number}_Dense", "Dense"))

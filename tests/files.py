@@ -1,9 +1,9 @@
 """A file system in memory that crashes, forgets and fails, behind the seam `cairn.system.interfaces.FileSystem`.
 
-Every write and every change of a name is pending until it is synced. `CrashFiles.crash(rng)` gives a file system as a
-power cut could leave it: of each file the unsynced writes are kept, lost, cut at any byte, zeroed or garbled one by
-one; of the names not synced any may have changed or not, except that a later change of a name needs the earlier ones.
-What was synced is always there. `after_change` is called after every change, so that a harness can crash there.
+Every write and every change of a name is pending until it is synced. `CrashFiles.crash(rng)` returns a file system as a
+power cut could leave it: each file's unsynced writes are kept, lost, cut at any byte, zeroed or garbled one by one; any
+unsynced name may have changed or not, except that a later change of a name needs the earlier ones. Synced data is
+always there. `after_change` is called after every change, so that a harness can crash there.
 
 Faults: `CrashFiles.fail(Fault(at, error))` makes call number `at` (or the first one after it that can fail that way)
 raise; sticky faults go on until `heal`.
@@ -56,9 +56,9 @@ class Fault:
     error: int = errno.EIO
     sticky: bool = False
     short: bool = False
-    """An append that fails leaves a part of its data."""
+    """Whether an append that fails leaves a part of its data."""
     only: frozenset[str] = frozenset()
-    """Kinds of calls that fail; empty for all that the error fits."""
+    """Kinds of calls that fail; if empty, all that the error fits."""
 
     def hits(self, kind: str) -> bool:
         if self.only:
@@ -80,7 +80,7 @@ class _Node:
     """(offset, data) for a write, (size, None) for a cut."""
     modified: float = 0.0
     parted: bool = False
-    """A sync failed: what a reader sees is not what the disk has."""
+    """Whether a sync failed, so that readers see something else than the disk has."""
 
     def sync(self, failed: random.Random | None) -> None:
         """Make the pending writes durable, all or some of them."""
@@ -137,11 +137,11 @@ def _bend(data: bytes, fate: str, rng: random.Random) -> bytes:
 
 
 _Name = tuple[Path, "_Node | None"]
-"""What a change does to one name: the node that it gets, or None where it goes."""
+"""The change of one name: its path and new node, or None if the name is removed."""
 
 
 class CrashFiles:
-    """The whole file system, in memory. Paths are absolute; `/` exists."""
+    """A whole file system in memory. Paths are absolute; `/` exists."""
 
     def __init__(self, *, seed: int = 0, capacity: int = ENDLESS, now: Callable[[], float] = lambda: 0.0) -> None:
         """Make an empty disk of `capacity` bytes. `now`: seconds since 1970."""
@@ -149,9 +149,9 @@ class CrashFiles:
         self.capacity = capacity
         self.now = now
         self.calls = 0
-        """Calls so far, the number of the next one."""
+        """Calls so far, which is the number of the next one."""
         self.log: list[tuple[str, str]] | None = None
-        """Kind and name of every call, if a list is put here."""
+        """Kind and name of every call, if a test sets a list."""
         self.after_change: Callable[[str], None] = lambda kind: None
         """Called after every change with its kind, outside all locks; it may raise `Crash`."""
         self.announced: list[Path] = []
@@ -254,13 +254,13 @@ class CrashFiles:
             }
 
     def put(self, path: Path, data: bytes) -> None:
-        """Write a whole, durable file over what is there: for damage, or a stranger's file."""
+        """Write a whole, durable file over what is there: for damage, or a foreign file."""
         with self._mutex:
             self._names[path] = self._durable[path] = _Node(data, bytearray(data), [], self.now())
             self._pending = [change for change in self._pending if all(name != path for name, _ in change)]
 
     def damage(self, path: Path, at: int) -> None:
-        """Flip one bit of a byte, also for those who have the file open; a second call flips it back."""
+        """Flip one bit of a byte, also for open files; a second call flips it back."""
         with self._mutex:
             node = self._names[path]
             node.live[at] ^= 1
@@ -268,7 +268,7 @@ class CrashFiles:
                 node.durable = node.durable[:at] + bytes([node.durable[at] ^ 1]) + node.durable[at + 1 :]
 
     def vanish(self, path: Path) -> None:
-        """Remove a file without telling anybody."""
+        """Remove a file behind the back of its users."""
         with self._mutex:
             self._names.pop(path, None)
             self._durable.pop(path, None)
@@ -284,7 +284,7 @@ class CrashFiles:
         self._strangers.add(path)
 
     def used(self) -> int:
-        """Bytes taken on the disk; counted only if it has a capacity."""
+        """The bytes taken on the disk; counted only if it has a capacity."""
         if self.capacity >= ENDLESS:
             return 0
         with self._mutex:
@@ -389,7 +389,7 @@ class CrashFiles:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
             rest = []
             needed: set[Path] = set()
-            # A change that is synced takes along the earlier ones of the same names.
+            # A synced change takes along the earlier ones of the same names.
             for change in reversed(self._pending):
                 if any(name.parent == path or name in needed for name, _ in change):
                     needed.update(name for name, _ in change)

@@ -1,4 +1,4 @@
-"""GGUF files for tests: tiny models as safetensors and tokenizer.json, written again with the gguf package."""
+"""GGUF files for tests: tiny models in safetensors with a tokenizer.json, converted with the gguf package."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def write_gguf(
     arch: str = "",
     more: Mapping[str, np.ndarray] | None = None,
 ) -> Path:
-    """The model in a folder (safetensors; with a tokenizer.json, if it has one) as a GGUF file.
+    """Write the model in a folder (safetensors, and its tokenizer.json if there is one) as a GGUF file.
 
-    Matrices have the type `kind`, all else F32. `extra` are metadata, `without` keys that are left out, `arch` names
-    the architecture in place of the folder's own, and `more` are tensors beside those of the folder. With several
-    `parts` the file is split; the path of the first part comes back.
+    Matrices have the type `kind`, everything else F32. `extra` are metadata, `without` keys to leave out, `arch`
+    replaces the architecture of the folder, and `more` are additional tensors. With several `parts` the file is split;
+    the path of the first part is returned.
     """
     config = json.loads((folder / "config.json").read_text())
     own = named(config)
@@ -87,7 +87,7 @@ def write_gguf(
 
 
 def write_tokenizer(folder: Path, path: Path, *, pre: str = "qwen2", **extra: Any) -> Path:
-    """Only the text part of a model, with no tensors. `extra` are keys of `tokenizer.` with "__" for each dot."""
+    """Write only the text part of a model, with no tensors. `extra`: keys of `tokenizer.`, with "__" for each dot."""
     writer = gguf.GGUFWriter(path, "llama")
     found = tokenizer(folder, {}, pre) | {f"tokenizer.{key.replace('__', '.')}": value for key, value in extra.items()}
     put(writer, {key: value for key, value in found.items() if value is not None})
@@ -99,7 +99,7 @@ def write_tokenizer(folder: Path, path: Path, *, pre: str = "qwen2", **extra: An
 
 
 def named(config: Mapping[str, Any]) -> str:
-    """GGUF's name of a config's architecture."""
+    """Return GGUF's name of a config's architecture."""
     own = NAMES[config["architectures"][0]]
     return "nemotron_h_moe" if own == "nemotron_h" and config.get("n_routed_experts") else own
 
@@ -121,7 +121,7 @@ def put(writer: gguf.GGUFWriter, values: Mapping[str, Any]) -> None:
 
 
 def metadata(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What llama.cpp's converter writes for a config.json."""
+    """Return the metadata that llama.cpp's converter writes for a config.json."""
     arch, heads = named(config), config["num_attention_heads"]
     size = config.get("head_dim") or config["hidden_size"] // heads
     found: dict[str, Any] = {
@@ -158,7 +158,7 @@ def metadata(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def others(config: Mapping[str, Any], arch: str) -> dict[str, Any]:
-    """Windows, multipliers and experts."""
+    """Return the metadata of windows, multipliers and experts."""
     found: dict[str, Any] = {}
     if arch in ("gpt-oss", "olmo2") and config.get("sliding_window"):
         found["attention.sliding_window"] = config["sliding_window"]
@@ -195,7 +195,7 @@ def others(config: Mapping[str, Any], arch: str) -> dict[str, Any]:
 
 
 def positions(config: Mapping[str, Any], arch: str) -> dict[str, Any]:
-    """What turns queries in other ways than in most models."""
+    """Return the metadata of unusual rotary positions."""
     rope, found = scaling(config), dict[str, Any]()
     if arch == "mistral3":
         found["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
@@ -233,13 +233,13 @@ def theta(config: Mapping[str, Any]) -> float:
 
 
 def permuted(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of q or k in the order of llama files: each head's halves interleaved."""
+    """Reorder rows of q or k as llama files do: each head's halves interleaved."""
     size = len(rows) // heads
     return rows.reshape(heads, 2, size // 2, -1).swapaxes(1, 2).reshape(rows.shape)
 
 
 def hub_tensors(folder: Path, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The folder's tensors under GGUF's names, and llama3's rope factors."""
+    """Return the folder's tensors under GGUF's names, and llama3's rope factors."""
     arch = named(config)
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[arch], config["num_hidden_layers"])
@@ -275,8 +275,10 @@ def hub_tensors(folder: Path, config: Mapping[str, Any]) -> dict[str, np.ndarray
 
 
 def tensors_of(folder: Path, config: Mapping[str, Any], *, own: bool = False) -> dict[str, np.ndarray]:
-    """The folder's tensors, where there are experts or with `own` under our names; all experts of a layer are one, as
-    in GGUF."""
+    """Return the folder's tensors, if it has experts or if `own` keeps Cairn's names.
+
+    All experts of a layer are joined, as in GGUF.
+    """
     if not own and not (config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts")):
         return load_file(folder / "model.safetensors")
     found: dict[str, Any] = {}
@@ -290,7 +292,7 @@ def tensors_of(folder: Path, config: Mapping[str, Any], *, own: bool = False) ->
 
 
 def rope_factors(rope: Mapping[str, Any], size: int, base: float) -> np.ndarray:
-    """What llama3's scaling divides each frequency by."""
+    """Return the divisors of the frequencies in llama3's scaling."""
     old = rope["original_max_position_embeddings"]
     slow, fast = old / rope["low_freq_factor"], old / rope["high_freq_factor"]
     factors = []
@@ -302,7 +304,7 @@ def rope_factors(rope: Mapping[str, Any], size: int, base: float) -> np.ndarray:
 
 
 def tokenizer(folder: Path, config: Mapping[str, Any], pre: str) -> dict[str, Any]:
-    """tokenizer.json and tokenizer_config.json as metadata; `pre` names the split of a byte-level one."""
+    """Return tokenizer.json and tokenizer_config.json as metadata; `pre` names the split of a byte-level one."""
     data = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     path = folder / "tokenizer_config.json"
     named = json.loads(path.read_text("utf-8")) if path.exists() else {}
@@ -343,8 +345,10 @@ ENCODERS = {"BertModel": "bert", "NomicBertModel": "nomic-bert", "ModernBertMode
 
 
 def write_encoder_gguf(folder: Path, path: Path, pooling: str = "mean", kind: Type = Type.F32, **extra: Any) -> Path:
-    """The encoder in a folder (safetensors, and a WordPiece tokenizer.json if it has one) as a GGUF file; `extra` are
-    keys below the architecture's name, with "__" for each dot."""
+    """Write the encoder in a folder (safetensors, and a WordPiece tokenizer.json if there is one) as a GGUF file.
+
+    `extra` are keys below the architecture's name, with "__" for each dot.
+    """
     config = json.loads((folder / "config.json").read_text())
     arch = ENCODERS[config["architectures"][0]]
     writer = gguf.GGUFWriter(path, arch)
@@ -389,7 +393,7 @@ def write_encoder_gguf(folder: Path, path: Path, pooling: str = "mean", kind: Ty
 
 
 def pieces(folder: Path, count: int) -> dict[str, Any]:
-    """A WordPiece tokenizer.json as metadata, as llama.cpp's converter writes it."""
+    """Return a WordPiece tokenizer.json as metadata, as llama.cpp's converter writes it."""
     data = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     texts = {number: text for text, number in data["model"]["vocab"].items()}
     special = {one["id"] for one in data["added_tokens"]}

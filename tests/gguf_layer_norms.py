@@ -1,4 +1,4 @@
-"""What converters write for decoders with layer norms: their keys, and how their files lay out heads."""
+"""Metadata and head layouts that converters write for decoders with layer norms."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ NAMES = {
     **{"GPTNeoXForCausalLM": "gptneox", "CohereForCausalLM": "command-r", "Cohere2ForCausalLM": "cohere2"},
 }
 _BRIEF = ("phi2", "stablelm", "gptneox")
-"""Architectures whose files leave out what most others say."""
+"""Architectures whose files leave out keys that most others have."""
 _NOT_IN_BRIEF = ("attention.key_length", "attention.value_length", "rope.freq_base", "vocab_size")
 
 
 def keys(config: Mapping[str, Any], arch: str, found: dict[str, Any]) -> dict[str, Any]:
-    """The metadata of a plain decoder as they are for this architecture."""
+    """Return the metadata of a plain decoder as this architecture has them."""
     if arch not in NAMES.values():
         return found
     eps = config.get("norm_epsilon", config.get("layer_norm_eps", 1e-5))
@@ -39,7 +39,7 @@ def keys(config: Mapping[str, Any], arch: str, found: dict[str, Any]) -> dict[st
 
 
 def laid_out(config: Mapping[str, Any], arch: str, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """A folder's tensors as files of this architecture have them, under the folder's names."""
+    """Return a folder's tensors laid out as files of this architecture have them, under the folder's names."""
     found: dict[str, np.ndarray] = {}
     norms: dict[str, dict[int, np.ndarray]] = {}
     for name, array in tensors.items():

@@ -1,4 +1,4 @@
-"""What llama.cpp's converter writes of models some of whose layers keep a state."""
+"""GGUF files of models some of whose layers keep a state, as llama.cpp's converter writes them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ SCANS = {
     "out_proj.weight": "ssm_out.weight",
 }
 TILED = ("qwen35", "qwen35moe")
-"""Where neighbouring heads have keys of different heads."""
+"""Architectures whose neighbouring value heads belong to different key heads."""
 
 
 def keys(config: Mapping[str, Any], spec: ModelSpec, arch: str) -> dict[str, Any]:
-    """Metadata below the architecture's name."""
+    """Return the metadata below the architecture's name."""
     facts = spec.recurrence
     if facts is None:
         return {}
@@ -83,7 +83,7 @@ def keys(config: Mapping[str, Any], spec: ModelSpec, arch: str) -> dict[str, Any
 
 
 def tensor(spec: ModelSpec, arch: str, name: str, every: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Name and numbers in the file of one of our tensors of such a layer."""
+    """Return one of Cairn's tensors of such a layer under its name and in its layout in the file."""
     before, _, rest = name.partition(".mixer.")
     facts, array = spec.recurrence, every[name]
     assert facts is not None
@@ -106,13 +106,13 @@ def tensor(spec: ModelSpec, arch: str, name: str, every: Mapping[str, np.ndarray
 
 
 def joined(facts: Recurrence, learn: np.ndarray, forget: np.ndarray) -> np.ndarray:
-    """What each head learns and forgets, in the order of the heads of keys, as Qwen3-Next has it."""
+    """Join what each head learns and forgets, in the order of the key heads, as Qwen3-Next has it."""
     parts = [one.reshape(facts.key_heads, -1, one.shape[1]) for one in (learn, forget)]
     return np.concatenate(parts, axis=1).reshape(-1, learn.shape[1])
 
 
 def tiled(facts: Recurrence, rest: str, array: np.ndarray) -> np.ndarray:
-    """The heads of values in the order in which those of keys repeat."""
+    """Reorder the value heads so that the key heads repeat in turn."""
     size, keys = facts.value_size, 2 * facts.key_heads * facts.key_size
     order = np.arange(facts.heads).reshape(facts.key_heads, -1).T.reshape(-1)
     values = (order[:, None] * size + np.arange(size)).reshape(-1)

@@ -1,4 +1,4 @@
-"""What llama.cpp's converter writes of Gemma 4 and 3n, Llama 4, Mistral 4 and Apertus."""
+"""GGUF files of Gemma 4 and 3n, Llama 4, Mistral 4 and Apertus, as llama.cpp's converter writes them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from cairn.types.model_spec import ModelSpec
 
 UNEVEN = ("gemma4", "gemma3n")
 OWN = (*UNEVEN, "llama4", "apertus")
-"""Whose tensors are written by our names."""
+"""Architectures whose tensors are written by Cairn's names."""
 TOGETHER = ("gemma4", "mistral4")
-"""Whose experts' gates and what they let through are one tensor."""
+"""Architectures whose experts' gate and up matrices are one tensor."""
 NAMES = {
     "mlp.gate.scale": "ffn_gate_inp.scale",
     "mlp.gate.per_expert_scale": "ffn_down_exps.scale",
@@ -25,7 +25,7 @@ NAMES = {
 
 
 def keys(config: Mapping[str, Any], spec: ModelSpec, arch: str) -> dict[str, Any]:
-    """Metadata below the architecture's name."""
+    """Return the metadata below the architecture's name."""
     if arch == "llama4":
         assert spec.experts is not None
         step = config["interleave_moe_layer_step"]
@@ -72,7 +72,7 @@ def keys(config: Mapping[str, Any], spec: ModelSpec, arch: str) -> dict[str, Any
 
 
 def constants(tensors: Mapping[str, np.ndarray], arch: str) -> dict[str, Any]:
-    """Metadata that are tensors elsewhere."""
+    """Return metadata that are tensors elsewhere."""
     if arch != "apertus":
         return {}
     found: dict[str, Any] = {"xielu.beta": 0.5, "xielu.eps": -1e-6}
@@ -82,7 +82,7 @@ def constants(tensors: Mapping[str, np.ndarray], arch: str) -> dict[str, Any]:
 
 
 def together(every: Mapping[str, np.ndarray], arch: str) -> dict[str, np.ndarray]:
-    """The tensors with what is one in the file as one, and without what are metadata."""
+    """Join the tensors that the file joins, and drop those that are metadata there."""
     found = {name: array for name, array in every.items() if f"{XIELU}." not in name}
     if arch in TOGETHER:
         for name in [one for one in found if one.endswith(".mlp.experts.gate_proj.weight")]:
@@ -92,13 +92,13 @@ def together(every: Mapping[str, np.ndarray], arch: str) -> dict[str, np.ndarray
 
 
 def named(name: str) -> str | None:
-    """GGUF's name of a tensor that its package does not know."""
+    """Return GGUF's name of a tensor that its package does not know."""
     match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
     return f"blk.{match[1]}.{NAMES[match[2]]}" if match and match[2] in NAMES else None
 
 
 def more(spec: ModelSpec, arch: str) -> dict[str, np.ndarray]:
-    """Tensors that nothing reads, and the factors of positions."""
+    """Return tensors that nothing reads, and the rope factors."""
     found: dict[str, np.ndarray] = {}
     if arch == "gemma4":
         found["rope_freqs.weight"] = np.array(spec.rope_scaling.factors, np.float32)

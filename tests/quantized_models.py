@@ -1,6 +1,6 @@
-"""Quantised safetensors as other tools write them: each packer gives a module's tensors, and the numbers that they are.
+"""Quantized safetensors as other tools write them: each packer returns a module's tensors and their values.
 
-Written from the formats' descriptions, and apart from what reads them.
+Written from the formats' descriptions, independently of the code that reads them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Packed = tuple[dict[str, np.ndarray], np.ndarray]
 Pack = Callable[[np.ndarray, np.random.Generator], Packed]
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 PLAIN = ("gate", "router", "layer", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba", "conv1d")
-"""Modules that quantisers leave as they are, because they route or steer."""
+"""Modules that quantizers leave alone, because they route or gate."""
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 
 
 def words(numbers: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -> np.ndarray:
-    """Numbers [n, k] from 0 on, in words of 32 bits along k; `order`: which number each place of a word has."""
+    """Pack non-negative numbers [n, k] in 32-bit words along k; `order`: which number each place of a word has."""
     each = 32 // bits
     padded = np.zeros((len(numbers), -(-numbers.shape[1] // each) * each), np.uint32)
     padded[:, : numbers.shape[1]] = numbers
@@ -43,7 +43,7 @@ def _scales(array: np.ndarray, shape: tuple[int, int], rng: np.random.Generator,
 
 
 def float8(rows: int, columns: int, name: str = "weight_scale_inv", dtype: Any = np.float32) -> Pack:
-    """Blocks of rows and columns; 0 for all of them."""
+    """Return a packer for float8 in blocks of rows and columns; 0 for all of them."""
 
     def pack(array: np.ndarray, rng: np.random.Generator) -> Packed:
         out, inner = array.shape
@@ -57,7 +57,7 @@ def float8(rows: int, columns: int, name: str = "weight_scale_inv", dtype: Any =
 
 
 def four(group: int, whole: str) -> Pack:
-    """fp4 as compressed-tensors and modelopt have it; `whole`: what the scale of all is called."""
+    """Return a packer for fp4 as in compressed-tensors and modelopt; `whole`: name of the global scale."""
     half = np.array((0, 0.5, 1, 1.5, 2, 3, 4, 6), np.float32)
     table = np.concatenate([half, -half])
 
@@ -81,7 +81,7 @@ def four(group: int, whole: str) -> Pack:
 
 
 def compressed(bits: int, group: int, dtype: Any = BFLOAT16, zeros: bool = False, order: bool = False) -> Pack:
-    """compressed-tensors' pack-quantized; `order`: inputs of a group are no neighbours."""
+    """Return a packer for compressed-tensors' pack-quantized; with `order`, inputs of a group are no neighbours."""
 
     def pack(array: np.ndarray, rng: np.random.Generator) -> Packed:
         out, inner = array.shape
@@ -106,7 +106,7 @@ def compressed(bits: int, group: int, dtype: Any = BFLOAT16, zeros: bool = False
 
 
 def eight(group: int, zeros: bool = False) -> Pack:
-    """compressed-tensors' int-quantized."""
+    """Return a packer for compressed-tensors' int-quantized."""
 
     def pack(array: np.ndarray, rng: np.random.Generator) -> Packed:
         out, inner = array.shape
@@ -142,7 +142,7 @@ def awq(group: int) -> Pack:
 
 
 def mlx(bits: int, group: int) -> Pack:
-    """As mlx_lm.convert writes it: scales and biases in bfloat16."""
+    """Return a packer for mlx_lm.convert's format: scales and biases in bfloat16."""
 
     def pack(array: np.ndarray, rng: np.random.Generator) -> Packed:
         out, inner = array.shape
@@ -160,7 +160,7 @@ def mlx(bits: int, group: int) -> Pack:
 
 
 def gptq(bits: int, group: int, shift: int = 1, symmetric: bool = True, order: bool = False) -> Pack:
-    """`shift`: what zero points are less in the file; `order`: as with desc_act."""
+    """Return a packer for GPTQ. `shift`: what the file subtracts from zero points; `order`: as with desc_act."""
 
     def pack(array: np.ndarray, rng: np.random.Generator) -> Packed:
         out, inner = array.shape
@@ -185,7 +185,10 @@ def gptq(bits: int, group: int, shift: int = 1, symmetric: bool = True, order: b
 def write_quantized(
     folder: Path, pack: Pack, config: dict[str, Any], ignore: tuple[str, ...] = ("lm_head",), **fields: Any
 ) -> tuple[Path, Path]:
-    """A quantised model, and the same numbers written out; modules whose names end in one of `ignore` are plain."""
+    """Write a quantized model, and the same numbers written out.
+
+    Modules whose names end in one of `ignore` stay plain.
+    """
     plain, packed = write_model(folder / "plain", **{**SIZES, **fields}), folder / "packed"
     tensors, rng = load_file(plain / "model.safetensors"), np.random.default_rng(5)
     found: dict[str, np.ndarray] = {}

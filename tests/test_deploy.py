@@ -1,5 +1,7 @@
-"""What is in deploy/ names only what there is: options, commands, routes and metrics. Nothing is built here: no
-container engine runs in the tests, and none is asked for."""
+"""Files in deploy/ name only existing options, commands, routes and metrics.
+
+Nothing is built here: the tests neither run nor need a container engine.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ VARIABLES = {option.variable for option in options()} | {"CAIRN_CONFIG"}
 
 
 def metric_names() -> set[str]:
-    """All that /metrics can name, with the endings of histograms and counters."""
+    """Return all names that /metrics can have, with the endings of histograms and counters."""
     models = Models(Config(), served_models(Config()))
     models.models[0].loads = 1
     text = (
@@ -127,7 +129,7 @@ def test_the_manifests_for_kubernetes_fit_together() -> None:
 
 
 def check_container(container: dict[str, Any]) -> None:
-    """Its options, variables, ports and probes are there, and its memory is bounded."""
+    """Check that its options, variables, ports and probes exist, and that its memory is bounded."""
     own = [one["name"] for one in container["env"]]
     assert {name for name in own if name.startswith("CAIRN_")} <= VARIABLES
     assert all("value" in one or one["valueFrom"] for one in container["env"])

@@ -1,4 +1,7 @@
-"""What the pages say is there. Known failure 50: a feature in the README with no route behind it."""
+"""What the documentation claims exists: commands, routes, options, files, links and tests.
+
+A feature in the README with no route behind it is known failure 50.
+"""
 
 from __future__ import annotations
 
@@ -69,13 +72,13 @@ def test_every_link_leads_somewhere() -> None:
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
     links = [(page, one) for page in pages for one in re.findall(r"\]\((?!http)([^)#]+)", page.read_text())]
     assert not [(page.name, target) for page, target in links if not (page.parent / target).exists()]
-    # On pages of the README and on those of the folder, and pictures too: what is not found leads nowhere either.
+    # links of pages in the root, of pages in docs/ and of pictures are among them
     found = {(page.parent.name == "docs", Path(target).suffix) for page, target in links}
     assert {(False, ".md"), (True, ".md"), (True, ".png")} <= found
 
 
 def test_every_known_failure_is_named_by_a_test_that_would_catch_it() -> None:
-    """18 is of GPUs and 48 of swapping models, neither of which a CPU server of one model has."""
+    """18 concerns GPUs and 48 swaps between models, which a CPU server of one model does not have."""
     numbers = set(map(int, re.findall(r"^(\d+)\. ", (ROOT / "docs" / "known-failures.md").read_text(), re.M)))
     texts = [path.read_text() for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
     lists = [one for text in texts for one in re.findall(r"[Kk]nown failures?\s+(\d+(?:(?:,| and| to|\s)+\d+)*)", text)]

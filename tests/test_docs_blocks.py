@@ -1,6 +1,7 @@
-"""Every block of code on the pages runs: shell against one server, Python on the bundled model, files by their readers.
+"""Every code block of the documentation runs: shell against one server, Python on the bundled model.
 
-The recipes of docs/clients.md run in tests/clients, where the clients are installed.
+Files are read by the code that reads them in use. The recipes of docs/clients.md run in tests/clients, where the
+clients are installed.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 ADDRESS = re.compile(r"(?:localhost|127\.0\.0\.1):8000")
 RUN = frozenset({"doctor", "collection", "agents", "backup", "restore", "config"})
-"""Commands of `cairn` that are run; others need the network, a terminal or hours, and only their words are checked."""
+"""Commands of `cairn` that are run. Others need the network, a terminal or hours; only their words are checked."""
 AGENTS = "server-agents"
-"""The folder of the server's agents, beside the reader."""
+"""Folder of the server's agents, beside the reader's."""
 VARIABLES = ("OPENAI_", "ANTHROPIC_", "CLAUDE_CODE_", "OLLAMA_")
 
 
@@ -92,7 +93,7 @@ def test_measurements_that_take_hours_name_scripts_and_options_that_there_are() 
 
 @pytest.fixture(scope="module")
 def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random model for vectors."""
+    """Return a tiny random embedding model."""
     pytest.importorskip("torch", reason="torch writes the tiny model for vectors")
     from tests.encoders import write_encoder, write_tokenizer
 
@@ -103,7 +104,7 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(embedder: Path, folder: Path) -> Iterator[Served]:
-    """One server for all pages: the bundled model, and the tiny one for vectors."""
+    """Yield one server for all pages: the bundled model, and the tiny one for embeddings."""
     file = folder / ".server.toml"
     file.write_text(f'[[models]]\nmodel = "demo"\n[[models]]\nmodel = "{embedder}"\n')
     agents = file.parent / AGENTS
@@ -113,7 +114,7 @@ def server(embedder: Path, folder: Path) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a reader of the pages may be: beside the repository's files and some documents of their own."""
+    """Return a folder as a reader has it: the repository's files and some documents of their own."""
     folder = tmp_path_factory.mktemp("reader")
     for name in ("docs", "examples"):
         shutil.copytree(ROOT / name, folder / name)
@@ -126,7 +127,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment(port: int, folder: Path) -> dict[str, str]:
-    """Variables of a reader whose server is not on port 8000, and whose `cairn` is this one."""
+    """Return the variables of a reader whose server is not on port 8000, and whose `cairn` is this one."""
     tools = folder / ".tools"
     tools.mkdir(exist_ok=True)
     (tools / "cairn").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m cairn "$@"\n')
@@ -143,12 +144,12 @@ def environment(port: int, folder: Path) -> dict[str, str]:
 
 
 def commands(text: str) -> list[str]:
-    """The lines of a block of shell, those that go on joined."""
+    """Return the lines of a shell block, continued ones joined."""
     return [line.strip() for line in re.sub(r"\\\n", " ", text).splitlines() if line.strip()]
 
 
 def check_words(line: str) -> None:
-    """Fail where `cairn` has no such command or option."""
+    """Fail if `cairn` has no such command or option."""
     words = shlex.split(line, comments=True)[1:]
     command = typer.main.get_command(app)
     context = command.make_context("cairn", words)
@@ -160,7 +161,7 @@ def check_words(line: str) -> None:
 
 
 def runs(line: str) -> bool:
-    """Whether a line of shell is run here."""
+    """Return whether a shell line is run here."""
     words = line.split()
     if words[0] == "cairn":
         return words[1] in RUN or "--print" in words
@@ -171,7 +172,7 @@ def runs(line: str) -> bool:
 
 
 def forget(server: Served, kind: str, id: str) -> None:
-    """Delete what an earlier block may have made under the same name."""
+    """Delete what an earlier block may have created under the same name."""
     for name in (id, f"{id}-2", f"{id}-3"):
         request = urllib.request.Request(f"{server.url}/v1/{kind}/{name}", method="DELETE")
         with contextlib.suppress(urllib.error.HTTPError):
@@ -189,7 +190,7 @@ def test_shell(block: Block, server: Served, folder: Path) -> None:
     assert set(targets) <= set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
     if "curl" in text and shutil.which("curl") is None:
         pytest.skip("curl is not installed")
-    # A command that is not run leaves its line; the rest of the block is one script, whose lines share variables.
+    # Lines that are not run are dropped; the rest of the block is one script, whose lines share variables.
     ran = [one for one in lines if runs(one)]
     for kind, id in re.findall(r"v1/(agents|collections|teams) .*?\"id\": \"([\w-]+)\"", text):
         forget(server, kind, id)

@@ -1,4 +1,4 @@
-"""Every program of examples/ runs and says what it is there to show."""
+"""Every program of examples/ runs and prints what it demonstrates."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_model_in_this_process(example: str) -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    """Real models: the sources of an answer are found by meaning."""
+    """Yield a server of real models, since sources of an answer are found by meaning."""
     with served(models=[str(smollm2()), str(minilm())], engine="cpu") as process:
         yield process
 

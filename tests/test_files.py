@@ -1,4 +1,4 @@
-"""The file seam: the machine's files and those in memory do the same; a crash forgets only what was not synced."""
+"""The file seam: real and simulated files behave alike, and a crash loses only unsynced changes."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
 def test_a_drive_that_cannot_be_flushed_to_the_end_is_synced_as_far_as_it_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """macOS: volumes over a network, and some drives, refuse the call of its own."""
+    """macOS: network volumes and some drives refuse the F_FULLFSYNC call."""
     called: list[str] = []
 
     def full(handle: int, order: int) -> int:
@@ -307,7 +307,7 @@ def test_a_dead_process_does_nothing_more() -> None:
 
 
 def test_a_folder_that_is_there_is_synced_into_its_parent_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process that made it may have been killed before it did so."""
+    """The process that created it may have been killed before it synced the parent."""
     synced = list[Path]()
     monkeypatch.setattr(SystemFiles, "sync_folder", lambda self, path: synced.append(path))
     SystemFiles().make_folder(tmp_path / "a")

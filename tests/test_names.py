@@ -1,4 +1,4 @@
-"""Names lead somewhere: one class a name, and files that the pages name are there."""
+"""Names lead somewhere: one class for each name, and every file that the pages name exists."""
 
 from __future__ import annotations
 

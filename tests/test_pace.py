@@ -10,7 +10,7 @@ from cairn.scheduler.plan import PrefillPace
 def steps(
     pace: PrefillPace, alone: float, each: float, count: int, rows: int = 1, most: int = 512
 ) -> list[tuple[int, float]]:
-    """(tokens of prompts, seconds) of steps on a machine of this speed that take what they may."""
+    """Return (prompt tokens, seconds) of steps on a machine of this speed that take all they may."""
     done = []
     for _ in range(count):
         tokens = int(min(most, pace.tokens(rows)))

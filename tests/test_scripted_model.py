@@ -1,4 +1,4 @@
-"""The model that says what a test wants, itself."""
+"""The scripted model of other tests says exactly its script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a step's tokens are split among prompts: pure arithmetic, no cache and no engine."""
+"""The split of a step's tokens among prompts: pure arithmetic, no cache and no engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cairn.scheduler.plan import StepBudget
 
 
 def split(budget: StepBudget, prompts: tuple[int, ...], most: int = 1 << 20) -> list[int]:
-    """What each prompt gets of a step, of at most so many tokens for which there are blocks."""
+    """Return each prompt's share of a step with blocks for at most so many tokens."""
     counts = []
     for missing in prompts:
         if budget.kept and not budget.short(missing):

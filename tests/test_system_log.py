@@ -1,4 +1,4 @@
-"""What a process of the server tells on stderr."""
+"""The log that a process of the server writes to stderr."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cairn.system.posix import _Patient
 
 
 def test_a_pipe_that_nobody_reads_holds_up_no_request() -> None:
-    """A program that starts the server with a pipe may never read it; the access log must not end the service."""
+    """A program that starts the server with a pipe may never read it; the access log must not stop the service."""
     read, write = os.pipe()
     fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
     with os.fdopen(read, "rb") as reader, os.fdopen(write, "w", buffering=1) as stream:

@@ -1,4 +1,4 @@
-"""Tiny random models for tests, written to disk as transformers would read them; and a driver of engines.
+"""Tiny random models for tests, written to disk as transformers would read them, and a driver of engines.
 
 No torch here: the weights come from numpy, so that tests of the engine run without it.
 """
@@ -377,11 +377,11 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     **RECURRENT,
 }
-"""Every family, and every odd shape that its arithmetic could get wrong."""
+"""Every family, and every unusual shape that its arithmetic could get wrong."""
 
 
 def write_config(folder: Path, architecture: str = "Qwen3ForCausalLM", **fields: Any) -> Path:
-    """config.json of a tiny model; `fields` add to and replace `PLAIN`'s."""
+    """Write the config.json of a tiny model; `fields` add to and replace `PLAIN`'s."""
     kinds = {"Llama": "llama", "Mistral": "mistral", "Qwen2": "qwen2", "Qwen3": "qwen3"}
     kinds |= {
         "Gemma2": "gemma2",
@@ -429,7 +429,7 @@ def write_config(folder: Path, architecture: str = "Qwen3ForCausalLM", **fields:
 
 
 def random_tensors(folder: Path, seed: int = 0, dtype: Any = np.float32) -> dict[str, np.ndarray]:
-    """Tensors for the folder's config, scaled so that logits differ clearly and signals neither fade nor explode."""
+    """Return tensors for the folder's config, scaled so that logits differ clearly and signals stay in range."""
     rng = np.random.default_rng(seed)
     tensors = {}
     spec = load_spec(folder)
@@ -460,7 +460,7 @@ def random_tensors(folder: Path, seed: int = 0, dtype: Any = np.float32) -> dict
 
 
 def write_model(folder: Path, architecture: str = "Qwen3ForCausalLM", **fields: Any) -> Path:
-    """A tiny model in one model.safetensors."""
+    """Write a tiny model in one model.safetensors."""
     seed, dtype = fields.pop("seed", 0), fields.pop("dtype", np.float32)
     write_config(folder, architecture, **fields)
     save_file(stored(load_spec(folder), random_tensors(folder, seed, dtype)), folder / "model.safetensors")
@@ -499,11 +499,11 @@ NAMES = {
         for name in ("Glm4Moe", "DeepseekV2", "DeepseekV3", "Glm4MoeLite", "Mistral4")
     },
 }
-"""What a family's own files call otherwise."""
+"""Tensor names that a family's own files have in place of the usual ones."""
 
 
 def stored(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The tensors under the names and in the shapes that the family's own files have."""
+    """Return the tensors under the names and in the shapes of the family's own files."""
     for ours, theirs in NAMES.get(spec.architecture, {}).items():
         tensors = {name.replace(ours, theirs): array for name, array in tensors.items()}
     if spec.activation == "xielu":
@@ -523,7 +523,7 @@ def stored(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndar
 
 
 def joined_latents(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What makes keys and values of latents as one matrix, head by head."""
+    """Join the matrices that make keys and values of latents, head by head."""
     found = {name: array for name, array in tensors.items() if "_b_proj." not in name or ".q_b_proj." in name}
     for layer in range(spec.layers):
         prefix = f"model.layers.{layer}.self_attn."
@@ -536,7 +536,7 @@ def joined_latents(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str,
 
 
 def glm_heads(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Queries and keys, of whose heads the part that is turned has its pairs as neighbours."""
+    """Interleave the rotated part of query and key heads, so that pairs are neighbours."""
     found = {}
     for name, array in tensors.items():
         if ".q_proj." in name or ".k_proj." in name:
@@ -549,7 +549,7 @@ def glm_heads(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.n
 
 
 def neox_heads(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Each head's query, key and value together, in one matrix."""
+    """Join each head's query, key and value in one matrix."""
     found = {name: array for name, array in tensors.items() if ".self_attn." not in name}
     for name in tensors:
         if ".q_proj." in name:
@@ -561,7 +561,7 @@ def neox_heads(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.
 
 
 def cohere_heads(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Queries and keys whose pairs are neighbours; the norms of all heads in one tensor [heads, D]."""
+    """Interleave query and key heads, and join the norms of all heads in one tensor [heads, D]."""
     found: dict[str, np.ndarray] = {}
     for name, array in tensors.items():
         turned = any(f".{part}_{kind}." in name for part in "qk" for kind in ("proj", "norm"))
@@ -571,7 +571,7 @@ def cohere_heads(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, n
 
 
 def stable_heads(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The norm of each head in a tensor of its own."""
+    """Split the norms of heads into a tensor each."""
     found = {name: array for name, array in tensors.items() if "q_norm." not in name and "k_norm." not in name}
     for name in tensors.keys() - found.keys():
         for head, one in enumerate(tensors[name].reshape(-1, spec.head_dim)):
@@ -580,7 +580,7 @@ def stable_heads(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, n
 
 
 def fused_rows(tensors: dict[str, np.ndarray], name: str, parts: Sequence[str]) -> dict[str, np.ndarray]:
-    """Matrices of a layer that begin with `parts` as one, which is called `name`."""
+    """Join a layer's matrices that begin with `parts` as one, called `name`."""
     place = name.partition(".")[0]
     found: dict[str, np.ndarray] = {}
     for key, array in tensors.items():
@@ -597,7 +597,7 @@ def fused_rows(tensors: dict[str, np.ndarray], name: str, parts: Sequence[str]) 
 def stacked_experts(
     spec: ModelSpec, tensors: dict[str, np.ndarray], place: str = "mlp.experts"
 ) -> dict[str, np.ndarray]:
-    """All experts in two tensors [E, out, in] a layer, gates above what they let through."""
+    """Join all experts in two tensors [E, out, in] a layer, gates above ups."""
     assert spec.experts is not None
     found = {name: array for name, array in tensors.items() if ".experts." not in name}
     for layer in spec.experts.layers:
@@ -612,7 +612,7 @@ def stacked_experts(
 
 
 def llama_experts(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Llama 4's experts, turned, and its heads whose pairs are neighbours."""
+    """Transpose Llama 4's experts, and interleave its heads."""
     found = {}
     for name, array in stacked_experts(spec, tensors).items():
         if name.endswith(("q_proj.weight", "k_proj.weight")):
@@ -624,7 +624,7 @@ def llama_experts(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, 
 
 
 def fused_experts(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """All experts in one tensor [E, in, out], gates and what they let through in turns."""
+    """Join all experts in one tensor [E, in, out], gates and ups alternating."""
     assert spec.experts is not None
     found = {
         name.replace(".mlp.gate.", ".mlp.router."): array for name, array in tensors.items() if ".experts." not in name
@@ -646,12 +646,12 @@ def fused_experts(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, 
 
 
 def glm_layout(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """GLM-4's heads, and its gates and what they let through as one matrix."""
+    """Return GLM-4's layout: interleaved heads, and gate and up as one matrix."""
     return glm_heads(spec, fused_rows(tensors, "mlp.gate_up_proj", ("gate", "up")))
 
 
 def phi_layout(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Phi-3's fused matrices."""
+    """Return Phi-3's layout of fused matrices."""
     fused = fused_rows(tensors, "self_attn.qkv_proj", ("q", "k", "v"))
     return fused_rows(fused, "mlp.gate_up_proj", ("gate", "up"))
 
@@ -666,7 +666,7 @@ LAYOUTS: dict[str, Callable[[ModelSpec, dict[str, np.ndarray]], dict[str, np.nda
     "Mistral4ForCausalLM": stacked_experts,
     "Llama4ForCausalLM": llama_experts,
 }
-"""How a family's own files lay out what is laid out otherwise here."""
+"""The layouts of families whose own files differ from Cairn's."""
 
 BFLOAT16 = ml_dtypes.bfloat16
 
@@ -675,17 +675,17 @@ SCORED = SamplingParams(max_tokens=1 << 20, temperature=0, prompt_logprobs=True)
 
 
 KERNELS = [*(name for name, runs in native.variants().items() if runs), "reference"]
-"""Every kind of kernels that runs here, the default first."""
+"""Every kernel set that runs here, the default first."""
 
 
 def load(folder: Path, **options: Any) -> RecordedEngine:
-    """The engine of a model folder, with a small pool."""
+    """Load a model folder into an engine with a small pool."""
     config = Config(**{"step_tokens": 256, "max_running": 16, "threads": 1, "kv_gb": 0.05, **options})
     return RecordedEngine.load(load_spec(folder), folder, config)
 
 
 class Driver:
-    """Runs sequences through an engine and keeps every logits row that the sampler saw."""
+    """A runner of sequences through an engine that keeps every logits row the sampler saw."""
 
     def __init__(self, engine: RecordedEngine, monkeypatch: Any) -> None:
         self.engine = engine
@@ -695,7 +695,7 @@ class Driver:
         before: type[LogitsQuestion] = cairn.engine.recorded.LogitsQuestion
 
         class Watched(before):  # type: ignore[misc, valid-type]
-            """Keeps the logits of all slices, and hands them out row by row."""
+            """A sampler that keeps the logits of all slices, and hands them out row by row."""
 
             def __init__(self, rows: Sequence[Row]) -> None:
                 super().__init__(rows)
@@ -719,11 +719,11 @@ class Driver:
         monkeypatch.setattr(cairn.engine.recorded, "LogitsQuestion", Watched)
 
     def tables(self, tokens: int) -> tuple[list[int], ...]:
-        """Fresh blocks for a sequence of `tokens` tokens, in an order that is not the natural one."""
+        """Return fresh blocks for a sequence of `tokens` tokens, in a shuffled order."""
         count = -(-tokens // self.engine.info.block_tokens)
         made = []
         for group, at in enumerate(self._next):
-            if self.engine.info.groups[group].kind == "state":  # two, in turns: where it is and where it goes
+            if self.engine.info.groups[group].kind == "state":  # the state that is read and the one that is written
                 assert at + 2 <= self.engine.info.blocks[group], "the test's pool is too small"
                 made.append([at + place % 2 for place in range(count)])
                 self._next[group] = at + 2
@@ -742,7 +742,7 @@ class Driver:
         return Row(tokens, start, end, tables, logits_from, len(tokens), SCORED if logits_from == start else GREEDY, 0)
 
     def logits(self, tokens: Sequence[int], chunks: Sequence[int], tables: tuple[Sequence[int], ...]) -> np.ndarray:
-        """Logits [len(tokens), V] of all positions, computed in chunks of the given sizes."""
+        """Return logits [len(tokens), V] of all positions, computed in chunks of the given sizes."""
         self.seen.clear()
         at = 0
         for size in chunks:
@@ -752,7 +752,7 @@ class Driver:
         return np.concatenate([logits for _, logits in self.seen])
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
-        """The prompt's continuation by `count` tokens, decoded one by one."""
+        """Return the prompt's continuation by `count` tokens, decoded one by one."""
         tokens = list(prompt)
         tables = self.tables(len(tokens) + count)
         start = 0
