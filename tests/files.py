@@ -44,6 +44,16 @@ CHANGES = {
 }
 
 
+class SeededRng:
+    """An `Rng` that draws the same numbers every time."""
+
+    def __init__(self, seed: int = 1) -> None:
+        self._rng = random.Random(seed)
+
+    def bits64(self) -> int:
+        return self._rng.getrandbits(63)
+
+
 class Crash(BaseException):
     """The machine stops here. Not an `Exception`, so that no code handles it and goes on."""
 

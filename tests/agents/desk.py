@@ -25,7 +25,7 @@ from cairn.agents.turns import Turns
 from cairn.text.chat.prompt import Sampled
 from cairn.text.chat.replay import AnswerIdentity
 from cairn.types.request import Request, SamplingParams
-from tests.files import CrashFiles
+from tests.files import CrashFiles, SeededRng
 
 FOLDER = Path("/agents")
 
@@ -46,16 +46,6 @@ class Time:
     @property
     def wall(self) -> float:
         return 1.7e9 + self.passed + self.step
-
-
-class Draw:
-    """An `Rng` that repeats itself."""
-
-    def __init__(self) -> None:
-        self._rng = random.Random(1)
-
-    def bits64(self) -> int:
-        return self._rng.getrandbits(63)
 
 
 class NoKv:
@@ -81,7 +71,7 @@ class Desk:
         self.open()
 
     def open(self) -> None:
-        log = Log.open(self.files, FOLDER, Draw())
+        log = Log.open(self.files, FOLDER, SeededRng())
         assert log is not None
         registry, self.replays, kv = AgentRegistry(), ReplayRecords(), cast("AgentKv", NoKv())
         orphans = registry.load(log.recovered)
@@ -92,7 +82,7 @@ class Desk:
             self.writer,
             PendingWrites(registry, self.writer, self.clock, self.replays),
             kv,
-            Draw(),
+            SeededRng(),
             self.replays,
         )
         self.turns = Turns(cast("Any", None), self.book, Archive(log), self.clock)

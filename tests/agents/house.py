@@ -19,7 +19,7 @@ from cairn.system.posix import SystemClock
 from cairn.text.chat.replay import ReplayTable
 from cairn.types.errors import CairnError
 from cairn.types.outputs import Delta, Done
-from tests.files import CrashFiles
+from tests.files import CrashFiles, SeededRng
 from tests.service.tiny import config, make_model
 from tests.text.text_models import QWEN_TEMPLATE
 
@@ -35,16 +35,6 @@ def talking_model(folder: Path) -> Path:
     details = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(details | {"chat_template": QWEN_TEMPLATE}))
     return folder
-
-
-class Draw:
-    """An `Rng` that repeats itself."""
-
-    def __init__(self, seed: int = 1) -> None:
-        self._rng = random.Random(seed)
-
-    def bits64(self) -> int:
-        return self._rng.getrandbits(63)
 
 
 class Clock(SystemClock):
@@ -101,7 +91,7 @@ class House:
         self.agents: Agents
 
     async def open(self) -> None:
-        draw = Draw(self.files.rng.getrandbits(30))
+        draw = SeededRng(self.files.rng.getrandbits(30))
         self.service.chat.replays = ReplayTable()  # replay records as in a new process
         self.agents = await Agents.open(self.service, self.files, FOLDER, self.clock, draw, self.config, self.salts)
 

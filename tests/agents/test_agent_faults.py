@@ -38,9 +38,9 @@ from cairn.types.errors import (
     NotFound,
     Unavailable,
 )
-from tests.agents.house import FOLDER, Draw, House, file_of, hear, house
+from tests.agents.house import FOLDER, House, file_of, hear, house
 from tests.api.process import Served
-from tests.files import CrashFiles, Fault
+from tests.files import CrashFiles, Fault, SeededRng
 from tests.service.tiny import collect, request
 
 Figure = Callable[[str, str], None]
@@ -246,7 +246,7 @@ async def test_nothing_of_an_agent_is_written_after_its_erasure(folder: Path, wh
 
 def kept(files: CrashFiles) -> list[Record]:
     """Return the records that the log holds."""
-    log = Log.open(files, FOLDER, Draw())
+    log = Log.open(files, FOLDER, SeededRng())
     assert log is not None
     log.close()
     return log.recovered

@@ -16,8 +16,8 @@ from cairn.agents.log.records import EndRecord, TokensRecord, decode
 from cairn.frontend.requests import SamplingOptions
 from cairn.types.errors import Conflict, ContextTooLong, Damaged, InvalidRequest, NotFound
 from cairn.types.stats import Miss
-from tests.agents.house import FOLDER, GREEDY, Draw, Heard, House, file_of, hear, house
-from tests.files import CrashFiles
+from tests.agents.house import FOLDER, GREEDY, Heard, House, file_of, hear, house
+from tests.files import CrashFiles, SeededRng
 
 SYSTEM = [{"role": "system", "content": "You remember."}]
 
@@ -203,10 +203,10 @@ async def test_a_turn_that_was_whole_when_the_server_was_killed_is_only_conclude
 
 def without_ends(files: CrashFiles, only: int = 0) -> CrashFiles:
     """Return the same log with every end replaced by a piece, or only the first so many."""
-    old = Log.open(files, FOLDER, Draw())
+    old = Log.open(files, FOLDER, SeededRng())
     assert old is not None
     made = CrashFiles()
-    new = Log.open(made, FOLDER, Draw())
+    new = Log.open(made, FOLDER, SeededRng())
     assert new is not None
     cut = 0
     for record in old.recovered:

@@ -28,7 +28,8 @@ from cairn.agents.turn_tree import Turn
 from cairn.types.errors import CairnError, Conflict, InvalidRequest
 from cairn.types.request import SamplingParams
 from cairn.types.stats import Miss
-from tests.agents.house import Draw, file_of, house
+from tests.agents.house import file_of, house
+from tests.files import SeededRng
 
 SYSTEM = [{"role": "system", "content": "You remember."}]
 
@@ -128,7 +129,7 @@ def forged(data: bytes, change: Callable[[list[Record]], list[Record]]) -> bytes
     """Return the file with changed records and correct checksums."""
     header = decode_header(data)
     assert header is not None
-    made = SegmentHeader(0, Draw().bits64())
+    made = SegmentHeader(0, SeededRng().bits64())
     out = bytearray(encode_header(made))
     for lsn, record in enumerate(change(scan(header, data).records), 1):
         out += encode_record(made, len(out), record._replace(lsn=lsn))

@@ -15,6 +15,11 @@ from cairn.types.model_spec import BLOCK_TOKENS, RopeScaling
 BFLOAT16 = ml_dtypes.bfloat16
 
 
+def random(*shape: int, seed: int = 0) -> Any:
+    """Return normally distributed float32 numbers."""
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
 @dataclass(frozen=True)
 class Weights:
     """Parts of one matrix, and their biases."""

@@ -5,26 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 
 from cairn.kernels.base import LowRank
-from cairn.kernels.native import NativeKernels
-from cairn.kernels.reference import ReferenceKernels
-from tests.kernels.arguments import Adapter
-from tests.tiny_models import KERNELS
+from tests.kernels.arguments import Adapter, random
 
 INNER, OUT = 96, 150
-
-
-@pytest.fixture(params=KERNELS)
-def kernels(request: pytest.FixtureRequest) -> Any:
-    made = ReferenceKernels() if request.param == "reference" else NativeKernels(request.param, threads=2)
-    yield made
-    made.close()
-
-
-def random(*shape: int, seed: int = 0) -> Any:
-    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
 
 
 def adapters(count: int = 4) -> list[Adapter]:

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import pytest
 
-from cairn.kernels.choose import load_kernels
-from tests.tiny_models import KERNELS
+from tests.kernels.arguments import random
 
 TOKENS, STREAMS, WIDTH = 7, 3, 37
-
-
-@pytest.fixture(params=KERNELS)
-def kernels(request: pytest.FixtureRequest) -> Iterator[Any]:
-    made = load_kernels(request.param, 2)
-    yield made
-    made.close()
-
-
-def random(*shape: int, seed: int = 0) -> Any:
-    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
 
 
 def test_streams_are_mixed_and_corrected(kernels: Any) -> None:

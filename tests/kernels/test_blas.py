@@ -7,6 +7,7 @@ import pytest
 
 from cairn.kernels import blas
 from cairn.kernels.blas import TILE, pack, project, tile_rows
+from tests.kernels.arguments import random
 
 SHAPES = [
     (1, 1),
@@ -21,10 +22,6 @@ SHAPES = [
     (1024, 230),
     (3072, 100),
 ]
-
-
-def random(*shape: int, seed: int = 0) -> Any:
-    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
 
 
 @pytest.mark.parametrize(("inner", "out"), SHAPES)

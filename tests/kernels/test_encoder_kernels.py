@@ -4,33 +4,20 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cairn.kernels.choose import load_kernels
 from cairn.types.model_spec import BLOCK_TOKENS
-from tests.tiny_models import KERNELS
+from tests.kernels.arguments import random
 
 HEADS, SIZE = 3, 20
 
 
-@pytest.fixture(params=KERNELS)
-def kernels(request: pytest.FixtureRequest) -> Iterator[Any]:
-    made = load_kernels(request.param, 2)
-    yield made
-    made.close()
-
-
-def normal(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
-
-
 @pytest.mark.parametrize("width", [1, 15, 16, 17, 48, 100])
 def test_layer_norm(kernels: Any, width: int) -> None:
-    x, weight, bias = 3 * normal(5, width) + 100, normal(width, seed=1), normal(width, seed=2)
+    x, weight, bias = 3 * random(5, width) + 100, random(width, seed=1), random(width, seed=2)
     exact = x.astype(np.float64)
     moved = exact - exact.mean(axis=1, keepdims=True)
     normed = moved / np.sqrt((moved**2).mean(axis=1, keepdims=True) + 1e-5)
@@ -108,7 +95,7 @@ def meaning(lengths: list[int], qkv: np.ndarray, window: int) -> np.ndarray:
 @functools.cache
 def meaning_of_normal(lengths: tuple[int, ...], window: int) -> np.ndarray:
     """Compute the expected attention once, since it is the same for every kernel set."""
-    return meaning(list(lengths), normal(sum(lengths), 3 * HEADS * SIZE), window)
+    return meaning(list(lengths), random(sum(lengths), 3 * HEADS * SIZE), window)
 
 
 LENGTHS = [1, 7, 16, 17, 48, 49, 64, 65, 130, 300]
@@ -116,7 +103,7 @@ LENGTHS = [1, 7, 16, 17, 48, 49, 64, 65, 130, 300]
 
 @pytest.mark.parametrize("window", [0, 1, 5, 65, 128, 1000])
 def test_attention_in_both_directions(kernels: Any, window: int) -> None:
-    qkv = normal(sum(LENGTHS), 3 * HEADS * SIZE)
+    qkv = random(sum(LENGTHS), 3 * HEADS * SIZE)
     out = attended(kernels, LENGTHS, qkv, window)
     np.testing.assert_allclose(out, meaning_of_normal(tuple(LENGTHS), window), atol=2e-5)
     first = 0
@@ -129,7 +116,7 @@ def test_attention_in_both_directions(kernels: Any, window: int) -> None:
 @pytest.mark.parametrize("window", [0, 1050])
 def test_texts_of_several_segments(kernels: Any, window: int) -> None:
     lengths = [1023, 1090]
-    qkv = normal(sum(lengths), 3 * HEADS * SIZE)
+    qkv = random(sum(lengths), 3 * HEADS * SIZE)
     out = attended(kernels, lengths, qkv, window)
     np.testing.assert_allclose(out, meaning_of_normal(tuple(lengths), window), atol=2e-5)
     assert attended(kernels, lengths[1:], qkv[1023:], window).tobytes() == out[1023:].tobytes()
@@ -137,12 +124,12 @@ def test_texts_of_several_segments(kernels: Any, window: int) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16"])
 def test_narrow_keys_and_values(kernels: Any, dtype: str) -> None:
-    qkv = normal(sum(LENGTHS), 3 * HEADS * SIZE)
+    qkv = random(sum(LENGTHS), 3 * HEADS * SIZE)
     np.testing.assert_allclose(attended(kernels, LENGTHS, qkv, 20, dtype), meaning(LENGTHS, qkv, 20), atol=5e-3)
 
 
 def test_no_masked_value_reaches_an_output(kernels: Any) -> None:
-    qkv = normal(100, 3 * HEADS * SIZE)
+    qkv = random(100, 3 * HEADS * SIZE)
     before = attended(kernels, [100], qkv, 9)
     qkv[50] = np.nan
     after = attended(kernels, [100], qkv, 9)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -11,21 +10,11 @@ import pytest
 
 from cairn.kernels.native import NativeKernels
 from cairn.kernels.reference import ReferenceKernels, gated
+from tests.kernels.arguments import random
 from tests.kernels.test_quantized import in_blocks, meaning, quantized
 from tests.tiny_models import KERNELS
 
 EXPERTS, EACH, HIDDEN, WIDTH = 7, 3, 64, 40
-
-
-@pytest.fixture(params=KERNELS)
-def kernels(request: pytest.FixtureRequest) -> Iterator[Any]:
-    made: Any = ReferenceKernels(2) if request.param == "reference" else NativeKernels(request.param, 2)
-    yield made
-    made.close()
-
-
-def random(*shape: int, seed: int = 0) -> Any:
-    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
 
 
 def route(kernels: Any, scores: Any, each: int, kind: str = "softmax", **options: Any) -> tuple[Any, Any]:

@@ -19,6 +19,7 @@ from cairn.kernels.native import NativeKernels
 from cairn.kernels.program import KernelCall, Slot
 from cairn.kernels.reference import ACTIVATIONS, ReferenceKernels, rms_norm
 from cairn.types.model_spec import BLOCK_TOKENS, RopeScaling
+from tests.kernels.arguments import random
 from tests.kernels.test_paged import first_seen, naive_attention
 from tests.tiny_models import KERNELS
 
@@ -50,10 +51,6 @@ def meaning() -> Any:
 def rounded_to_pairs(kernels: Any, x: Any) -> Any:
     """Round activations as products with bfloat16 weights do; AVX-512 multiplies pairs of bfloat16."""
     return x.astype(ml_dtypes.bfloat16).astype(np.float32) if kernels.numerics[1] == "avx512" else x
-
-
-def random(*shape: int, seed: int = 0) -> Any:
-    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -19,6 +19,7 @@ from cairn.kernels.native import NativeKernels, form_of, packed_bytes
 from cairn.kernels.quantized import activation_codes
 from cairn.kernels.reference import ReferenceKernels
 from cairn.models.quantization.dequant import FP4, IQ4
+from tests.kernels.arguments import random
 from tests.kernels.test_quantized import FORMS, in_blocks, in_rows, in_table_blocks, meaning, quantized
 from tests.tiny_models import KERNELS
 
@@ -33,10 +34,6 @@ def kernels(request: pytest.FixtureRequest) -> Any:
     made = NativeKernels(request.param, threads=2)
     yield made
     made.close()
-
-
-def random(*shape: int, seed: int = 0) -> Any:
-    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
 
 
 def product(kernels: Any, x: Any, parts: list[Any], biases: list[Any] | None = None) -> Any:

@@ -11,10 +11,7 @@ from cairn.kernels.blas import TILE
 from cairn.kernels.kv_codes import numbers, stored
 from cairn.kernels.paged import SPAN, attend
 from cairn.types.model_spec import BLOCK_TOKENS
-
-
-def random(*shape: int, seed: int = 0) -> Any:
-    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+from tests.kernels.arguments import random
 
 
 def first_seen(at: int, window: int) -> int:

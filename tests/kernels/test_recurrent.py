@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cairn.kernels.native import NativeKernels
 from cairn.kernels.recurrent import kept
-from cairn.kernels.reference import ReferenceKernels
-from tests.tiny_models import KERNELS
+from tests.kernels.arguments import random
 
 LENGTH, BLOCKS, LAYERS = 75, 24, 2
 CUTS = [[LENGTH], [1] * LENGTH, [16, 16, 16, 16, 11], [5, 2, 40, 28], [31, 1, 1, 42]]
-
-
-@pytest.fixture(params=KERNELS)
-def kernels(request: pytest.FixtureRequest) -> Iterator[Any]:
-    made: Any = ReferenceKernels(2) if request.param == "reference" else NativeKernels(request.param, 2)
-    yield made
-    made.close()
-
-
-def random(*shape: int, seed: int = 0) -> Any:
-    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
 
 
 class Case:

@@ -10,6 +10,7 @@ import pytest
 from cairn.kernels import reference
 from cairn.kernels.reference import ReferenceKernels, rms_norm
 from cairn.types.model_spec import BLOCK_TOKENS
+from tests.kernels.arguments import random
 
 
 @pytest.fixture
@@ -17,10 +18,6 @@ def kernels() -> Any:
     made = ReferenceKernels()
     yield made
     made.close()
-
-
-def random(*shape: int, seed: int = 0) -> Any:
-    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
 
 
 def test_norm_is_the_same_bits_for_a_row_alone() -> None:

@@ -28,23 +28,13 @@ from cairn.agents.log.log import Log
 from cairn.agents.log.records import EndRecord, TurnRecord, decode
 from cairn.agents.log.segment import Record, decode_header, walk
 from cairn.agents.replay_records import ReplayRecords
-from tests.files import CrashFiles, Fault, corrupted
+from tests.files import CrashFiles, Fault, SeededRng, corrupted
 from tests.laws.storage_world import law
 
 FOLDER = Path("/agents")
 KINDS = (RecordKind.TURN, RecordKind.REPLAY, RecordKind.TOKENS, RecordKind.END, RecordKind.AGENT)
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EROFS, errno.EDQUOT)
 STEPS = 25
-
-
-class Draw:
-    """An `Rng` that repeats itself."""
-
-    def __init__(self, seed: int) -> None:
-        self._rng = random.Random(seed)
-
-    def bits64(self) -> int:
-        return self._rng.getrandbits(63)
 
 
 @contextlib.contextmanager
@@ -156,7 +146,7 @@ class Work:
         """Return the log, opened if it is closed."""
         if self.log is not None:
             return self.log
-        log = Log.open(self.files, FOLDER, Draw(self.rng.getrandbits(32)))
+        log = Log.open(self.files, FOLDER, SeededRng(self.rng.getrandbits(32)))
         assert log is not None
         self.log = log
         self.model.check(log, self.files)
@@ -221,7 +211,7 @@ class Work:
 
 
 def reopen(files: CrashFiles, model: Model) -> Log:
-    log = Log.open(files, FOLDER, Draw(files.rng.getrandbits(32)))
+    log = Log.open(files, FOLDER, SeededRng(files.rng.getrandbits(32)))
     assert log is not None
     model.check(log, files)
     return log
@@ -240,7 +230,7 @@ def crash_everywhere(seed: int, states: int, steps: int = STEPS) -> int:
         for _ in range(states):
             after = work.files.crash(rng)
             if rng.random() < 0.4:
-                after = after.crash_while(rng, 8, partial(Log.open, after, FOLDER, Draw(1)))
+                after = after.crash_while(rng, 8, partial(Log.open, after, FOLDER, SeededRng(1)))
             log = reopen(after, work.model)
             seen += 1
             if rng.random() < 0.2:
@@ -304,7 +294,7 @@ def disk_of(contents: dict[Path, bytes], seed: int) -> CrashFiles:
 
 def damaged_once(segments: dict[Path, bytes], work: Work, rng: random.Random) -> bool:
     """Open one damaged folder and check that no damage is read as data; return whether it was noticed."""
-    log = Log.open(spoilt(segments, rng), FOLDER, Draw(2))
+    log = Log.open(spoilt(segments, rng), FOLDER, SeededRng(2))
     assert log is not None
     for record in log.recovered:
         law(record in work.model.written[record.lsn], "damage was read as data")
@@ -333,7 +323,7 @@ def damage_costs_what_it_hits(segments: dict[Path, bytes], work: Work, rng: rand
     for one in (0, 4096) if headers else range(start, end):
         data[one] ^= 1 + rng.randrange(255)
     files = disk_of({**segments, path: bytes(data)}, rng.getrandbits(32))
-    log = Log.open(files, FOLDER, Draw(3))
+    log = Log.open(files, FOLDER, SeededRng(3))
     assert log is not None
     found = {record.lsn: record for record in log.recovered}
     for lsn, record in work.model.must().items():
@@ -396,7 +386,7 @@ It holds an agent with a finished and a cut turn, a turn that is being erased, a
 def read_format_1() -> None:
     """Check that a log of the first release is read correctly, with defaults for newer fields."""
     files = disk_of({FOLDER / f"{1:016x}.log": zlib.decompress(base64.b85decode("".join(FORMAT_1.split())))}, 1)
-    log = Log.open(files, FOLDER, Draw(4))
+    log = Log.open(files, FOLDER, SeededRng(4))
     assert log is not None
     law(log.damaged == 0, "what an earlier release wrote counts as damage")
     found = [(record.lsn, record.kind, record.key) for record in log.recovered]

@@ -15,8 +15,8 @@ from cairn.teams.definition import Member, Team, Topology, check_team
 from cairn.teams.entries import Item, Poll, Posted, RoundDone
 from cairn.teams.team_round import TeamRound
 from cairn.teams.voice import Caller
-from tests.agents.desk import FOLDER, Draw, Time
-from tests.files import CrashFiles
+from tests.agents.desk import FOLDER, Time
+from tests.files import CrashFiles, SeededRng
 from tests.teams.scripted_voice import ScriptedVoice
 
 CALLER = Caller(tenant="me")
@@ -45,12 +45,12 @@ class Floor:
         self._open()
 
     def _open(self) -> None:
-        log = Log.open(self.files, FOLDER, Draw())
+        log = Log.open(self.files, FOLDER, SeededRng())
         assert log is not None
         self.writer = Writer(log)
         registry, clock = AgentRegistry(), Time()
         pending = PendingWrites(registry, self.writer, clock, ReplayRecords())
-        self.journals = Journals(self.writer, pending, Draw(), log.recovered)
+        self.journals = Journals(self.writer, pending, SeededRng(), log.recovered)
 
     @property
     def journal(self) -> Journal:

@@ -21,8 +21,8 @@ from cairn.workflows.answerer import Answered, Asker, Heard
 from cairn.workflows.definition import workflow_of
 from cairn.workflows.runner import RunEnded
 from cairn.workflows.runs import Runs, RunState
-from tests.agents.desk import FOLDER, Draw, Time
-from tests.files import CrashFiles
+from tests.agents.desk import FOLDER, Time
+from tests.files import CrashFiles, SeededRng
 
 ASKER = Asker(tenant="me")
 
@@ -72,11 +72,11 @@ class Bench:
         self._open()
 
     def _open(self) -> None:
-        log = Log.open(self.files, FOLDER, Draw())
+        log = Log.open(self.files, FOLDER, SeededRng())
         assert log is not None
         self.writer = Writer(log)
         pending = PendingWrites(AgentRegistry(), self.writer, Time(), ReplayRecords())
-        self.runs = Runs(Journals(self.writer, pending, Draw(), log.recovered), self.answerer)
+        self.runs = Runs(Journals(self.writer, pending, SeededRng(), log.recovered), self.answerer)
 
     async def begin(self, workflow: dict[str, Any], **inputs: Any) -> None:
         await self.runs.create("me", workflow_of(workflow), inputs, id="r", seed=3)

@@ -19,16 +19,7 @@ from cairn.agents.log.segment import VERSION, Record, SegmentHeader, encode_head
 from cairn.system.interfaces import File
 from cairn.system.posix import SystemFiles
 from cairn.types.errors import ConfigError, Unavailable
-
-
-class Draw:
-    """An `Rng` that repeats itself."""
-
-    def __init__(self) -> None:
-        self._rng = random.Random(1)
-
-    def bits64(self) -> int:
-        return self._rng.getrandbits(63)
+from tests.files import SeededRng
 
 
 class Disturbed(SystemFiles):
@@ -46,7 +37,7 @@ class Disturbed(SystemFiles):
 
 
 def opened(path: Path) -> Log:
-    log = Log.open(SystemFiles(), path, Draw())
+    log = Log.open(SystemFiles(), path, SeededRng())
     assert log is not None
     return log
 
