@@ -20,13 +20,13 @@ def answer(path: Path, prompt: str = "Say it.", kernels: str = "auto", **options
 
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
-def test_it_says_the_pieces_and_ends(tmp_path: Path, kernels: str) -> None:
+def test_the_scripted_model_says_its_pieces_and_ends(tmp_path: Path, kernels: str) -> None:
     path = write_scripted(tmp_path / "m.gguf", PIECES)
     for prompt in ("Say it.", "Hello world!\nha ha", "a" * 300):
         assert answer(path, prompt, kernels) == ("Hello world!\nha ha ha hé.", "stop")
 
 
-def test_without_an_end_it_begins_again(tmp_path: Path) -> None:
+def test_a_script_without_an_end_begins_again(tmp_path: Path) -> None:
     path = write_scripted(tmp_path / "m.gguf", ["one", " two", " "], end=None)
     assert answer(path, max_tokens=7) == ("one two one two one", "length")
 

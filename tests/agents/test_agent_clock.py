@@ -32,7 +32,7 @@ async def weeks(at: Desk, until: float) -> None:
 
 
 @STEPS
-async def test_nothing_grows_old_where_the_wall_clock_is_set(step: float) -> None:
+async def test_nothing_ages_when_the_wall_clock_is_set(step: float) -> None:
     """This holds after a restart too, since the log then has the right times; what is due still expires."""
     async with desk() as at:
         await begun(at)
@@ -53,7 +53,7 @@ async def test_nothing_grows_old_where_the_wall_clock_is_set(step: float) -> Non
 
 
 @STEPS
-async def test_what_is_a_week_old_goes_also_where_the_wall_clock_was_set(step: float) -> None:
+async def test_records_of_a_week_expire_although_the_wall_clock_was_set(step: float) -> None:
     async with desk() as at:
         await begun(at)
         at.clock.step = step
@@ -64,7 +64,7 @@ async def test_what_is_a_week_old_goes_also_where_the_wall_clock_was_set(step: f
 
 
 @STEPS
-async def test_a_turn_ends_by_the_clock_that_tells_its_agents_age(step: float) -> None:
+async def test_a_turns_end_is_dated_by_the_clock_of_its_agents_age(step: float) -> None:
     """Also if the wall clock was set and nothing has noticed yet."""
     async with desk() as at:
         await at.make("ada", ttl=DAY)
@@ -88,7 +88,7 @@ async def test_an_orderly_end_right_after_the_wall_clock_was_set_leaves_the_righ
         assert at.ids == ["ada"]
 
 
-async def test_what_has_a_time_that_is_still_to_come_is_as_old_as_the_start() -> None:
+async def test_records_dated_in_the_future_count_from_the_start() -> None:
     """The clock was ahead when the record was written; it must not be kept until that time comes."""
     async with desk() as at:
         at.clock.step = 200 * DAY

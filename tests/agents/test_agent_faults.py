@@ -50,7 +50,7 @@ def facts(turn: TurnInfo) -> tuple[Any, ...]:
     return turn.number, turn.messages, turn.answer, turn.completion_tokens
 
 
-async def test_what_the_disk_refuses_is_a_503_and_nothing_has_changed(folder: Path) -> None:
+async def test_a_refused_write_is_a_503_and_changes_nothing(folder: Path) -> None:
     """The server goes on, reports the trouble, and recovers by itself."""
     async with house(folder) as at:
         await at.agents.create("default", id="ada")
@@ -81,7 +81,7 @@ async def test_what_the_disk_refuses_is_a_503_and_nothing_has_changed(folder: Pa
         assert [info.id for info in at.agents.page("default").agents] == ["ada"]
 
 
-async def test_a_disk_that_has_room_again_is_found_out_without_a_turn(folder: Path) -> None:
+async def test_room_on_the_disk_is_noticed_without_a_turn(folder: Path) -> None:
     async with house(folder) as at:
         await at.agents.create("default", id="ada")
         at.files.fail(Fault(at.files.calls, errno.ENOSPC, sticky=True))
@@ -141,7 +141,7 @@ async def test_an_answer_that_no_record_can_hold_is_an_error_and_breaks_no_agent
         assert (await at.say("ada", "two")).done is not None
 
 
-async def test_what_no_record_can_hold_is_refused_before_anything_is_written(folder: Path) -> None:
+async def test_values_that_no_record_can_hold_are_refused_before_anything_is_written(folder: Path) -> None:
     async with house(folder) as at:
         await at.agents.create("default", id="ada")
         odd: list[dict[str, Any]] = [{"role": "user", "content": "x", "name": value} for value in (1 << 64, "\ud83d")]
@@ -182,7 +182,7 @@ async def test_an_agent_whose_erasure_the_disk_refused_never_comes_back(folder: 
         assert (await at.agents.turns("default", "ada")) == turns
 
 
-async def test_what_could_not_be_erased_is_erased_at_the_end(folder: Path) -> None:
+async def test_failed_erasures_are_retried_at_the_end(folder: Path) -> None:
     async with house(folder) as at:
         await at.agents.create("default", id="ada")
         await at.say("ada", "a secret")
@@ -351,7 +351,7 @@ async def test_pending_records_stay_pending_while_the_disk_refuses_them(folder: 
         assert not at.agents.get("default", "ada").pinned and at.agents.savings("default") == savings
 
 
-async def test_a_rollback_that_the_disk_refuses_undoes_nothing_that_began_meanwhile(folder: Path) -> None:
+async def test_a_refused_rollback_undoes_nothing_that_began_meanwhile(folder: Path) -> None:
     """While the rollback is being written no turn begins, and a refused pin moves no head."""
     async with house(folder) as at:
         await at.agents.create("default", id="ada")
@@ -512,7 +512,7 @@ def get(server: Served, path: str) -> list[dict[str, Any]]:
         return data
 
 
-async def test_the_messages_sync_holds_no_answer_up_but_comes_before_it(folder: Path) -> None:
+async def test_a_message_is_durable_before_its_answer(folder: Path) -> None:
     """No part of an answer is sent before its message is durable, however slow the disk."""
     async with house(folder) as at:
         await at.agents.create("default", id="ada")
@@ -558,7 +558,7 @@ def test_a_shutdown_interrupts_turns_that_outlast_its_grace(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("settled", [False, True])
-async def test_what_was_noted_while_a_turn_was_refused_costs_no_turn_before_it(
+async def test_a_note_written_while_a_turn_was_refused_costs_no_earlier_turn(
     folder: Path, monkeypatch: pytest.MonkeyPatch, settled: bool
 ) -> None:
     """The record of a note names a head that the log never had."""
@@ -611,7 +611,7 @@ async def test_interrupted_upkeep_remembers_refused_writes(folder: Path, monkeyp
         assert book.pending.to_erase() == [4711]
 
 
-async def test_what_the_disk_refused_although_nobody_waited_is_written_when_it_works_again(folder: Path) -> None:
+async def test_refused_writes_that_nobody_awaited_are_written_when_the_disk_works(folder: Path) -> None:
     """Savings of ordinary requests, and the time of the agent's last use."""
     async with house(folder) as at:
         await at.agents.create("default", id="ada", ttl=60)

@@ -100,9 +100,7 @@ async def test_deleting_an_agent_takes_its_kv_along_but_not_what_others_share(fo
         assert (await at.service.where(ids, b"default")).disk == 0
 
 
-async def test_a_fork_takes_along_the_kv_of_what_it_has_left_of_an_agent_that_is_gone(
-    folder: Path, tmp_path: Path
-) -> None:
+async def test_a_deleted_forks_kv_includes_turns_of_its_deleted_origin(folder: Path, tmp_path: Path) -> None:
     """Neither its head nor a branch of its own leads there, only the turn at which it was forked."""
     async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
         await grown(at, "ada")
@@ -118,9 +116,7 @@ async def test_a_fork_takes_along_the_kv_of_what_it_has_left_of_an_agent_that_is
         assert (left.pool, left.disk) == (0, 0)
 
 
-async def test_an_expired_agent_takes_its_kv_along_though_nobody_named_it_since_the_start(
-    folder: Path, tmp_path: Path
-) -> None:
+async def test_an_expired_agent_unused_since_the_start_takes_its_kv_along(folder: Path, tmp_path: Path) -> None:
     """No request brought the tenant's salt since the start: it is derived from the tenant's name."""
     async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
         await at.agents.create("default", id="ada", ttl=60)
@@ -154,7 +150,7 @@ async def test_an_agent_that_is_rolled_back_first_thing_after_a_start_stays_pinn
         assert pinned == [b"default"]
 
 
-async def test_agents_without_a_turn_go_without_a_look_at_all_of_their_tenant(
+async def test_deleting_agents_without_turns_does_not_visit_all_of_the_tenant(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When many expired at once, each deletion used to look at every agent of the tenant."""
@@ -200,7 +196,7 @@ async def test_an_abandoned_branch_takes_along_its_kv_but_not_what_the_agent_sti
 
 
 @pytest.mark.parametrize("pinned", [True, False])
-async def test_what_is_pinned_stays_when_the_disk_is_full(folder: Path, tmp_path: Path, pinned: bool) -> None:
+async def test_pinned_contexts_stay_when_the_disk_is_full(folder: Path, tmp_path: Path, pinned: bool) -> None:
     """From its creation on, and with what a later turn adds."""
     async with house(folder, kv_dir=str(tmp_path / "kv"), kv_disk_gb=200e-6) as at:
         await at.agents.create("default", id="ada", pinned=pinned)
@@ -238,7 +234,7 @@ async def test_requests_in_the_name_of_a_pinned_agent_are_pinned_beside_its_cont
         assert (await where(at, "ada"))[1] < mine and (await where(at, "bob"))[1] < tied
 
 
-async def test_what_is_pinned_follows_a_rollback(folder: Path, tmp_path: Path) -> None:
+async def test_a_pin_follows_a_rollback(folder: Path, tmp_path: Path) -> None:
     async with house(folder, kv_dir=str(tmp_path / "kv"), kv_disk_gb=250e-6) as at:
         await at.agents.create("default", id="ada", pinned=True)
         await at.say("ada", "First: " + LONG)
@@ -301,7 +297,7 @@ async def test_a_pin_whose_context_is_read_slowly_does_not_outlive_its_reason(
         assert list(pins.values()) == left
 
 
-async def test_what_is_pinned_meanwhile_is_not_given_up(
+async def test_a_context_pinned_meanwhile_is_not_evicted(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Finding out what other agents share takes long, so a pin may come in between."""
@@ -417,7 +413,7 @@ async def test_a_pin_waits_for_the_worker_and_leaves_alone_what_another_model_pi
         assert len(calls) == 2
 
 
-async def test_what_requests_in_an_agents_name_left_goes_with_it(folder: Path, tmp_path: Path) -> None:
+async def test_kv_of_requests_in_an_agents_name_goes_with_it(folder: Path, tmp_path: Path) -> None:
     """Their KV and replay records go, but not what other agents share."""
     async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
         await grown(at, "ada", "bob")
@@ -474,7 +470,7 @@ async def test_an_agent_of_a_tenant_that_is_no_longer_configured_takes_no_kv_alo
         assert await where(at, "ada") == before and len(unpinned) == 4
 
 
-async def test_a_deleted_agent_leaves_what_requests_in_the_names_of_others_share(folder: Path, tmp_path: Path) -> None:
+async def test_a_deleted_agent_leaves_kv_shared_by_requests_of_others(folder: Path, tmp_path: Path) -> None:
     """Both agents are used by ordinary requests only; what an agent's requests need is not collected."""
     async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
         await at.agents.create("default", id="eve")
@@ -590,7 +586,7 @@ async def test_changes_that_did_not_reach_the_stores_reach_them_at_the_next_star
 
 
 @pytest.mark.parametrize("calls", range(10))
-async def test_an_agent_is_unpinned_or_back_where_the_disk_refuses_its_deletion_and_the_power_goes(
+async def test_an_agent_is_unpinned_or_back_after_a_refused_deletion_and_a_power_cut(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: int
 ) -> None:
     """Without a worker; an agent that is back is pinned as before."""
@@ -613,9 +609,7 @@ async def test_an_agent_is_unpinned_or_back_where_the_disk_refuses_its_deletion_
         assert len(list((tmp_path / "kv").glob("models/*/pins/*"))) == back
 
 
-async def test_a_deletion_reads_of_other_agents_only_what_no_other_read_before_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_deletions_read_no_other_agent_twice(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many deletions begin at once."""
     async with house(folder) as at:
         for n in range(6):
@@ -638,7 +632,7 @@ async def test_a_deletion_reads_of_other_agents_only_what_no_other_read_before_i
         assert len(read) == 2, "its own, and that whose head is another now"
 
 
-async def test_one_branch_after_another_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_branches_are_evicted_one_after_another(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent may have a thousand of them, each as long as the model's context."""
     async with house(folder) as at:
         await at.agents.create("default", id="ada")
@@ -685,7 +679,7 @@ def test_contexts_of_requests_are_remembered_within_a_bound_over_all_agents(monk
     assert kept._size == 0
 
 
-def test_what_is_pinned_and_the_newest_context_are_remembered_whatever_the_bound(
+def test_pinned_and_newest_contexts_are_remembered_whatever_the_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(request_contexts, "MOST_IDS", 100)

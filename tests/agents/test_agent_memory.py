@@ -122,7 +122,7 @@ async def test_a_turn_costs_little_memory_whatever_it_says(tmp_path: Path, figur
     log.close()
 
 
-def test_what_a_walk_over_turns_that_begin_anew_puts_aside_is_packed() -> None:
+def test_contexts_set_aside_by_a_walk_are_packed() -> None:
     """Turns of thinking models: each holds the ids of its whole prompt and does not extend the one before."""
     turns, size = 60, 500
     contents = [Content(TurnRecord(agent=0, number=0))]

@@ -57,7 +57,7 @@ async def pins(disk: Broken, count: int) -> None:
         await asyncio.sleep(0.05)
 
 
-async def test_a_pin_that_the_disk_refuses_is_no_success_and_made_up(folder: Path, disk: Broken) -> None:
+async def test_a_refused_pin_is_an_error_and_is_retried(folder: Path, disk: Broken) -> None:
     """It used to be reported as done, and was lost if worker or server ended before the disk was back."""
     async with house(folder, kv_dir=str(disk.folder)) as at:
         await at.agents.create("default", id="ada")

@@ -59,7 +59,7 @@ async def test_turns_extend_one_context_and_only_the_new_message_is_computed(fol
         assert info.savings.requests == 3 and info.savings.pool > 0
 
 
-async def test_what_a_stop_cut_off_an_answer_is_not_in_the_next_context(folder: Path) -> None:
+async def test_text_cut_off_by_a_stop_is_not_in_the_next_context(folder: Path) -> None:
     """Neither the end token nor text after a stop string, as for a client that resends what it saw."""
     async with house(folder) as at:
         await at.agents.create("default", id="ada")
@@ -140,7 +140,7 @@ async def test_a_turn_cut_by_a_crash_keeps_its_tokens_and_is_resumed_the_same(fo
 @pytest.mark.parametrize(
     ("other", "why"), [("engine", "other kernels, weights, kv_dtype or kv_codec"), ("spec", "another model")]
 )
-async def test_a_turn_is_resumed_only_by_what_began_it(folder: Path, other: str, why: str) -> None:
+async def test_a_turn_is_resumed_only_by_the_model_and_engine_that_began_it(folder: Path, other: str, why: str) -> None:
     """Otherwise the rest would differ from the uninterrupted answer, and nobody could tell."""
     options = SamplingOptions(temperature=0, max_tokens=1900, ignore_eos=True)
     async with house(folder) as at:
@@ -161,7 +161,7 @@ async def test_a_turn_is_resumed_only_by_what_began_it(folder: Path, other: str,
 
 
 @pytest.mark.parametrize(("bound", "more"), [("context", 100), ("context", 0), ("pool_tokens", 100)])
-async def test_a_turn_goes_on_where_there_is_less_room_as_far_as_that_goes(folder: Path, bound: str, more: int) -> None:
+async def test_a_turn_resumed_with_less_room_goes_on_as_far_as_possible(folder: Path, bound: str, more: int) -> None:
     """It began without `max_tokens`, so it asked for the whole context; a resume cannot ask for less."""
     options = SamplingOptions(temperature=0, ignore_eos=True)
     async with house(folder) as at, house(folder) as undisturbed:
@@ -183,7 +183,7 @@ async def test_a_turn_goes_on_where_there_is_less_room_as_far_as_that_goes(folde
         assert resumed.done.usage.completion_tokens == said + more
 
 
-async def test_a_turn_that_was_whole_when_the_server_was_killed_is_only_concluded(folder: Path) -> None:
+async def test_a_turn_complete_at_the_kill_is_only_concluded(folder: Path) -> None:
     """All tokens were on disk, but not the record of the end."""
     async with house(folder) as at:
         await at.agents.create("default", id="ada")
@@ -334,7 +334,7 @@ async def test_an_abandoned_branch_that_a_fork_has_keeps_its_numbers(folder: Pat
         assert not any(b"two" in data for data in at.files.files().values())
 
 
-async def test_what_follows_a_rollback_stays_for_a_week_however_old_it_is(folder: Path) -> None:
+async def test_turns_after_a_rollback_stay_for_a_week_however_old_they_are(folder: Path) -> None:
     """Also after a restart, and in an imported agent."""
     async with house(folder) as at:
         await at.agents.create("default", id="ada", messages=SYSTEM)
@@ -441,12 +441,12 @@ async def test_another_tenants_agent_is_not_there(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("id", ["", "../etc", "a/b", "a b", ".hidden", "x" * 65, "ä", "import", "a\n"])
-def test_ids_are_words(id: str) -> None:
+def test_ids_must_be_words(id: str) -> None:
     with pytest.raises(InvalidRequest, match="1 to 64 letters"):
         check_id(id)
 
 
-async def test_what_is_too_long_is_refused_with_figures_and_leaves_nothing(folder: Path) -> None:
+async def test_a_too_long_message_is_refused_with_figures_and_leaves_nothing(folder: Path) -> None:
     async with house(folder) as at:
         await at.agents.create("default", id="ada")
         await at.say("ada", "one")

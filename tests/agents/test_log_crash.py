@@ -67,7 +67,7 @@ def test_a_sync_that_fails_keeps_what_was_accepted_before_it() -> None:
         assert again.recovered == [first, second, third]
 
 
-def test_what_a_start_could_not_make_durable_goes_only_once_what_supersedes_it_is() -> None:
+def test_records_that_a_start_could_not_sync_go_only_once_their_successors_are_durable() -> None:
     """The process was killed, the disk was full at the next start, and then there is room again."""
     old, new = b"version 1", b"version 2"
     for seed in range(40):
@@ -92,7 +92,7 @@ def test_what_a_start_could_not_make_durable_goes_only_once_what_supersedes_it_i
 
 
 @pytest.mark.parametrize("refused", ["start", "write"])
-def test_of_two_segments_without_a_seal_the_older_goes_only_once_what_supersedes_it_is_durable(refused: str) -> None:
+def test_the_older_of_two_unsealed_segments_goes_only_once_its_successor_is_durable(refused: str) -> None:
     """`refused`: the call whose failure left the first segment without a seal.
 
     Then the process was killed, and the power fails during the next start.
@@ -123,7 +123,7 @@ def test_of_two_segments_without_a_seal_the_older_goes_only_once_what_supersedes
             assert [record.payload for record in again.recovered if record.key == 1000] in ([old], [new]), seed
 
 
-def test_what_a_killed_start_wrote_anew_goes_only_once_the_new_file_is_durable() -> None:
+def test_a_segment_rewritten_by_a_killed_start_goes_only_once_the_new_file_is_durable() -> None:
     """The process was killed between the rename and the sync of the folder.
 
     The next start reads the new file, which supersedes all of the old one; the power fails during that start.

@@ -43,7 +43,7 @@ async def test_every_change_shows_once_whatever_it_is(folder: Path) -> None:
         assert ids(view.all()) == ["b", "d"]
 
 
-async def test_one_that_was_deleted_and_made_again_is_another(folder: Path) -> None:
+async def test_an_agent_deleted_and_created_again_is_another(folder: Path) -> None:
     async with house(folder) as at:
         view = at.agents.overview("default")
         await at.agents.create("default", id="a", metadata={"n": "1"})

@@ -67,7 +67,7 @@ async def test_an_imported_agent_goes_on_the_same_after_a_restart_too(folder: Pa
         assert (await there.agents.import_agent("bob", data)).id == "ada"
 
 
-async def test_what_an_agent_from_elsewhere_says_was_never_seen_here(folder: Path) -> None:
+async def test_an_imported_agents_tokens_are_reported_as_never_seen(folder: Path) -> None:
     """Nothing was evicted; it has never been here."""
     async with house(folder) as here, house(folder) as there:
         await here.agents.create("default", id="ada", messages=SYSTEM)
@@ -83,7 +83,7 @@ async def test_what_an_agent_from_elsewhere_says_was_never_seen_here(folder: Pat
                 assert heard.done.cache.cached > 64
 
 
-async def test_under_another_model_an_agent_reads_its_text_again(folder: Path) -> None:
+async def test_under_another_model_an_agents_text_is_encoded_again(folder: Path) -> None:
     """Tokens of another model are never put into a prompt (known failure 28)."""
     async with house(folder) as at:
         await at.agents.create("default", id="ada", messages=SYSTEM)
@@ -227,7 +227,7 @@ async def test_a_forged_file_is_refused_where_it_does_not_fit_together(folder: P
     assert read(data, 100, b"another model")
 
 
-def test_what_is_nested_too_deeply_to_be_read_is_no_record() -> None:
+def test_values_nested_too_deeply_are_no_record() -> None:
     deep = msgspec.msgpack.encode({"state": "finished", "ids": b"", "message": {"role": 1}})
     assert deep.endswith(b"\x01") and decode(deep, EndRecord) is not None
     assert decode(deep[:-1] + b"\x91" * 100_000 + b"\x01", EndRecord) is None
@@ -243,7 +243,7 @@ async def test_a_running_agent_is_not_exported(folder: Path) -> None:
         assert read(await file_of(at, "default", "ada"), at.service.spec.vocab, b"").turns[1][2] is not None
 
 
-async def test_nothing_that_was_asked_for_comes_in_with_a_file(folder: Path) -> None:
+async def test_an_imported_file_brings_no_sampling_parameters(folder: Path) -> None:
     """Sampling parameters are checked where clients send them; a file may hold any, and its turn could be resumed."""
     async with house(folder) as at:
         await at.agents.create("default", id="ada")

@@ -183,7 +183,7 @@ async def test_an_answer_computed_again_and_cut_by_a_crash_does_not_follow_piece
         assert again.tokens == whole.tokens and again.text == whole.text
 
 
-async def test_what_follows_a_piece_of_an_answer_that_the_log_lost_is_left_out(folder: Path) -> None:
+async def test_tokens_after_a_lost_piece_of_an_answer_are_dropped(folder: Path) -> None:
     """An answer with a hole would be another answer, so the turn is resumed from the tokens before it."""
     options = SamplingOptions(temperature=0.9, seed=3, max_tokens=1900, ignore_eos=True)
     async with house(folder) as at, house(folder) as undisturbed:
@@ -290,7 +290,7 @@ async def test_a_pin_that_is_refused_for_damage_changes_nothing(folder: Path, be
         assert not (await at.agents.pin("default", "ada", False)).pinned
 
 
-async def test_what_a_disk_gives_out_again_is_no_longer_damaged(folder: Path) -> None:
+async def test_a_turn_that_the_disk_returns_again_is_no_longer_damaged(folder: Path) -> None:
     async with house(folder) as at:
         await spoken(at)
         turns = await at.agents.turns("default", "ada")
@@ -364,7 +364,7 @@ async def test_turns_that_are_collected_while_they_are_listed_are_not_damaged(
         assert tended and [(turn.number, turn.state) for turn in found] == [(1, "finished")]
 
 
-async def test_a_damaged_turn_is_a_conflict_and_a_disk_that_gives_nothing_is_unavailable(folder: Path) -> None:
+async def test_a_damaged_turn_is_a_conflict_and_an_unreadable_disk_is_unavailable(folder: Path) -> None:
     """Damage lasts; the other is over when the disk works again."""
     async with house(folder) as at:
         await spoken(at)
@@ -385,7 +385,7 @@ async def test_a_damaged_turn_is_a_conflict_and_a_disk_that_gives_nothing_is_una
         assert str(again.value) == str(lasting)
 
 
-async def test_what_follows_a_damaged_head_costs_no_turn_before_it(folder: Path) -> None:
+async def test_a_damaged_head_costs_no_earlier_turn(folder: Path) -> None:
     """A pin names the head. If the head's record is lost, the agent stands at the turn before.
 
     Upkeep must not take the agent's history for an abandoned branch then.

@@ -71,7 +71,7 @@ async def test_a_conversation_begins_with_the_very_ids_after_a_restart(folder: P
         assert list(edited.tokens[: len(prompt) + len(tokens)]) != prompt + tokens
 
 
-async def test_nothing_is_logged_where_that_is_not_wanted(folder: Path) -> None:
+async def test_nothing_is_logged_if_the_request_forbids_it(folder: Path) -> None:
     async with house(folder, log=False) as at:
         messages = [{"role": "user", "content": "one"}]
         await chat(at, messages)
@@ -81,7 +81,7 @@ async def test_nothing_is_logged_where_that_is_not_wanted(folder: Path) -> None:
         assert (await at.service.chat.prompt(messages)).tokens != before.tokens
 
 
-async def test_what_is_a_week_old_is_erased(folder: Path) -> None:
+async def test_replay_records_of_a_week_are_erased(folder: Path) -> None:
     async with house(folder) as at:
         at.agents.chats.keep("default", SAMPLED)
         at.clock.ahead = KEEP_SECONDS - 60

@@ -51,7 +51,7 @@ async def say(models: Models, agents: Agents, id: str, model: str | None = None,
     assert (await hear(turn)).done
 
 
-async def test_the_kv_of_an_agent_is_looked_after_where_its_model_has_it(tmp_path: Path) -> None:
+async def test_an_agents_kv_is_managed_by_the_store_of_its_model(tmp_path: Path) -> None:
     async with opened(tmp_path, load="alpha beta") as (models, agents):
         await until(lambda: len(list(models.services)) == 2)
         alpha, beta = models.services

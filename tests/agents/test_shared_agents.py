@@ -119,7 +119,7 @@ async def test_an_id_is_taken_on_all_servers_and_free_again_after_a_deletion(roo
     assert rooms.two.agents.get("default", "ada").metadata == {"n": "2"}
 
 
-async def test_what_runs_on_a_server_that_is_alive_is_not_taken_over(rooms: Rooms) -> None:
+async def test_turns_of_a_live_server_are_not_taken_over(rooms: Rooms) -> None:
     await rooms.one.agents.create("default", id="ada")
     turn = await rooms.one.begin("ada", "a question")
     await rooms.two.agents.refresh("default", "ada")
@@ -196,7 +196,7 @@ async def test_a_restart_reads_what_other_servers_wrote_meanwhile(rooms: Rooms) 
     assert [text for _, _, text in await rooms.turns(rooms.one)] == said
 
 
-async def test_a_store_that_lost_an_acknowledged_turn_is_noticed_by_who_wrote_it(rooms: Rooms) -> None:
+async def test_the_writer_of_an_acknowledged_turn_notices_that_the_store_lost_it(rooms: Rooms) -> None:
     await rooms.one.agents.create("default", id="ada")
     for number in range(3):
         await rooms.say(rooms.one, f"question {number}")
@@ -209,7 +209,7 @@ async def test_a_store_that_lost_an_acknowledged_turn_is_noticed_by_who_wrote_it
     assert len(await rooms.one.agents.turns("default", "ada")) == 3, "its own copy stays"
 
 
-async def test_a_changed_record_is_refused_by_who_reads_it(rooms: Rooms) -> None:
+async def test_a_changed_record_is_refused_by_its_reader(rooms: Rooms) -> None:
     await rooms.one.agents.create("default", id="ada")
     await rooms.say(rooms.one, "one")
     name = max(name for name in rooms.blobs.objects if name.startswith("agents/"))

@@ -62,7 +62,7 @@ def test_a_folder_keeps_no_half_written_object(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "1").stat().st_mode & 0o777 == 0o600
 
 
-def test_an_address_that_is_none_is_refused() -> None:
+def test_an_invalid_address_is_refused() -> None:
     pytest.importorskip("obstore", reason="obstore is not installed: object stores are not tried")
     with pytest.raises(ConfigError, match="shared_store"):
         open_blobs("nonsense://bucket", SystemFiles(), Draws())

@@ -45,7 +45,7 @@ async def test_another_server_reads_what_was_written_and_goes_on() -> None:
     assert two.tail.epoch == 2 and two.mine
 
 
-async def test_who_lost_the_agent_cannot_acknowledge() -> None:
+async def test_a_server_that_lost_the_agent_cannot_acknowledge() -> None:
     blobs = MemoryBlobs()
     one, two = await written(blobs), chain_of(blobs, "two", 2)
     await one.append("began", b"question", 6)

@@ -30,7 +30,7 @@ def same(chunk: Chunk | None, other: Chunk) -> bool:
     return chunk is not None and dataclasses.replace(chunk, pages=bytes(chunk.pages)) == other
 
 
-def test_what_one_server_stores_another_reads() -> None:
+def test_a_server_reads_what_another_stored() -> None:
     blobs, clock, chunks = MemoryBlobs(), Time(), chain(3)
     one, two = replica(blobs, clock, 1), replica(blobs, clock, 2)
     assert one.keep(chunks) == 3
@@ -44,7 +44,7 @@ def test_what_one_server_stores_another_reads() -> None:
     assert two.stats().read > 0 and one.stats().written > 0
 
 
-def test_two_that_share_know_of_each_other_at_once() -> None:
+def test_two_sharing_servers_know_of_each_other_at_once() -> None:
     """Without waiting for `LOOK_SECONDS`: the clock stands still, so no periodic look happens."""
     blobs, clock, chunks = MemoryBlobs(), Time(), chain(3)
     one, two = replica(blobs, clock, 1), replica(blobs, clock, 2)
@@ -71,7 +71,7 @@ def test_the_names_and_contents_of_objects_show_no_token() -> None:
     assert all(bytes(chunk.pages)[:32] not in everything for chunk in chunks)
 
 
-def test_what_is_dropped_goes_everywhere() -> None:
+def test_dropped_chunks_go_everywhere() -> None:
     blobs, clock, chunks = MemoryBlobs(), Time(), chain(3)
     one, two = replica(blobs, clock, 1), replica(blobs, clock, 2)
     one.keep(chunks)

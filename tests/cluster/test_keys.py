@@ -16,7 +16,7 @@ from cairn.types.errors import ConfigError
 from tests.cluster.stores import Draws, keys
 
 
-def test_what_was_sealed_is_opened_under_its_name_alone() -> None:
+def test_a_sealed_object_opens_only_under_its_name() -> None:
     sealer, reader = keys(1), keys(1000)
     data = sealer.seal("kv/a", b"a secret of the conversation")
     assert reader.open("kv/a", data) == b"a secret of the conversation"

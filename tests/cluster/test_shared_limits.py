@@ -97,7 +97,7 @@ async def test_requests_that_run_elsewhere_count_until_they_end_or_their_server_
     servers.ask(1)
 
 
-async def test_what_was_used_before_a_server_is_heard_of_is_past() -> None:
+async def test_usage_before_a_server_was_first_heard_does_not_count() -> None:
     servers = Servers(2, requests_per_minute=10)
     for _ in range(10):
         servers.ask(0)

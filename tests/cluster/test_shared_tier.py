@@ -75,7 +75,7 @@ def test_a_changed_object_is_computed_again_and_the_answer_is_the_same() -> None
     assert report.computed == len(PROMPT) and two.stats().damaged > 0
 
 
-def test_what_is_evicted_from_memory_stays_in_the_store_and_with_disk_it_goes() -> None:
+def test_evicting_from_memory_keeps_the_store_and_evicting_from_disk_does_not() -> None:
     blobs = MemoryBlobs()
     one = shared(blobs, 1)
     rig = Rig({"disk": RamStore(1 << 30), "shared": one}, limits=SOON)

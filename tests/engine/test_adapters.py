@@ -136,7 +136,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", [one for one in REFUSED if one in MODELS])
-def test_what_cannot_be_adapted_is_named(tmp_path: Path, name: str) -> None:
+def test_modules_that_cannot_be_adapted_are_named(tmp_path: Path, name: str) -> None:
     base = write_model(tmp_path / "base", **MODELS[name])
     given = pairs(base, REFUSED[name][0]["targets"])
     with pytest.raises(ModelError, match=REFUSED[name][1]):

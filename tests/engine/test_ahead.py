@@ -98,7 +98,7 @@ def alone(folder: Path, place: Path, name: str, inputs: np.ndarray) -> Path:
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_it_is_its_layer_over_what_is_joined(name: str, tmp_path: Path) -> None:
+def test_the_head_is_its_layer_over_the_joined_inputs(name: str, tmp_path: Path) -> None:
     """The reference is a model of that one layer, whose embeddings numpy makes of embeddings and states."""
     folder = write_with_head(tmp_path / "model", name)
     other_head(folder)
@@ -123,7 +123,7 @@ def test_it_is_its_layer_over_what_is_joined(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_it_reads_in_pieces_as_at_once_and_leaves_its_model_alone(kernels: str, tmp_path: Path) -> None:
+def test_the_head_reads_in_pieces_as_at_once_and_leaves_its_model_alone(kernels: str, tmp_path: Path) -> None:
     folder = write_with_head(tmp_path, "glm 4.5")
     engine, tokens = load(folder, kernels=kernels), prompt(60)
     assert engine.ahead is not None
@@ -184,7 +184,7 @@ def test_a_gguf_file_has_the_same_head(name: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(scores(found[0]), scores(found[1]), rtol=0, atol=1e-4)
 
 
-def test_without_a_last_norm_of_its_own_it_has_the_models(tmp_path: Path) -> None:
+def test_a_head_without_a_last_norm_uses_the_models(tmp_path: Path) -> None:
     folder = write_with_head(tmp_path / "model", "qwen 3.5")
     both = [write_gguf_with_head(folder, tmp_path / f"{own}.gguf", last_norm=own) for own in (True, False)]
     found = [open_weights(path, head_spec(path))["model.norm.weight"] for path in both]
@@ -215,7 +215,7 @@ def test_a_broken_head_is_set_aside_with_a_sentence(
     engine.close()
 
 
-def test_it_is_loaded_only_where_it_may_guess(tmp_path: Path) -> None:
+def test_the_head_is_loaded_only_where_it_may_guess(tmp_path: Path) -> None:
     folder = write_with_head(tmp_path, "qwen 3.5")
     for options in ({"speculate": "off"}, {"draft_model": "demo"}):
         engine = load(folder, **options)
@@ -226,13 +226,13 @@ def test_it_is_loaded_only_where_it_may_guess(tmp_path: Path) -> None:
     assert parallel_note(spec, folder, Config(tp=2, speculate="off")) == ""
 
 
-def test_mlx_sets_it_aside(tmp_path: Path) -> None:
+def test_mlx_does_not_load_the_head(tmp_path: Path) -> None:
     folder = write_with_head(tmp_path, "qwen 3.5")
     found = fit_head(load_spec(folder), folder, Config(device="mlx-cpu", speculate="3"), "f32")
     assert isinstance(found, str) and "it does not run with MLX" in found
 
 
-def test_torch_computes_it_too(tmp_path: Path) -> None:
+def test_torch_computes_the_head_too(tmp_path: Path) -> None:
     """When numbers ask for torch: the CPU kernels' numbers but for the last bits."""
     folder, found = write_with_head(tmp_path, "qwen 3.5"), []
     other_head(folder)
@@ -267,7 +267,7 @@ def test_a_model_that_also_sees_has_its_head_beside_its_text_part(tmp_path: Path
     assert found[0] == found[1]
 
 
-def test_its_memory_is_in_the_plan(tmp_path: Path) -> None:
+def test_the_heads_memory_is_in_the_plan(tmp_path: Path) -> None:
     folder = write_with_head(tmp_path, "qwen 3.5")
     found = [needs(Config(kv_gb=0.01, speculate=one), folder, 1 << 34) for one in ("off", "auto")]
     engine = load(folder)
@@ -278,7 +278,7 @@ def test_its_memory_is_in_the_plan(tmp_path: Path) -> None:
     engine.close()
 
 
-def test_where_memory_is_short_it_is_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_head_is_not_loaded_if_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_with_head(tmp_path, "qwen 3.5")
     config = Config(kv_gb=0.01, threads=1, max_running=4, step_tokens=64, speculate="off")
     least = needs(config, folder, 1 << 34).most

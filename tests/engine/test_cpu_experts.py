@@ -112,7 +112,9 @@ def test_experts_on_the_cpu_must_fit_the_machines_memory(model: Path, monkeypatc
         load_engine(config, model)
 
 
-def test_what_is_held_counts_once_where_both_share_a_memory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_held_weights_count_once_if_device_and_machine_share_memory(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     planted(monkeypatch, None)
     (spec, weights), config = opened(model), Config(**OPTIONS, cpu_experts="all")
     found, whole = divided(spec, config, weights), weight_memory(spec, weights, "torch")
@@ -149,7 +151,7 @@ def test_the_needs_of_a_model_count_both_memories(model: Path, monkeypatch: pyte
         ({}, {"experts": "mapped"}, "experts that the CPU computes beside a device cannot be mapped"),
     ],
 )
-def test_what_cannot_be_is_refused_in_a_sentence(
+def test_impossible_placements_are_refused_in_a_sentence(
     fields: dict[str, Any], options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     folder = write_model(tmp_path / "model", **(fields or MODELS["qwen 3 moe"]))

@@ -1,3 +1,5 @@
+"""The choice of an engine and its device, and models and pools that are refused before they are loaded."""
+
 from __future__ import annotations
 
 import importlib.util

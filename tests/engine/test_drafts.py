@@ -72,7 +72,7 @@ def test_right_guesses_give_the_tokens_and_the_kv_of_single_steps(open_engine: A
     engine.close()
 
 
-def test_what_follows_a_wrong_guess_is_written_over(open_engine: Any) -> None:
+def test_slots_after_a_wrong_guess_are_overwritten(open_engine: Any) -> None:
     engine, tokens = open_engine(), prompt(START)
     own, other = list(range(4)), list(range(4, 8))
     single = stepwise(engine, tokens, 6, own, GREEDY)
@@ -146,7 +146,7 @@ def test_a_token_that_never_came_is_an_error_of_its_row_alone(open_engine: Any) 
     engine.close()
 
 
-def test_a_step_that_was_refused_is_as_if_it_had_not_been_asked_for(open_engine: Any) -> None:
+def test_a_refused_step_has_no_effect(open_engine: Any) -> None:
     engine, tokens = open_engine(), prompt(START)
     engine.prefill([Row(tokens, 0, START, (list(range(4)),), START - 1, 1, GREEDY, 0)]).wait()
     going = Row(tokens, START, START + 1, (list(range(4)),), START, 1, GREEDY, 0, pending=0)

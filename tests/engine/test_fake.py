@@ -1,3 +1,5 @@
+"""The fake engine follows its contract: every answer depends on all that it should, and bad calls are refused."""
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,3 +1,5 @@
+"""Facts of the machine: memory and its limits, cores, instruction sets and GPUs."""
+
 from __future__ import annotations
 
 import os
@@ -41,9 +43,7 @@ def test_macos_says_whether_memory_is_critically_short(monkeypatch: pytest.Monke
     assert asked == [b"kern.memorystatus_vm_pressure_level"] * 4
 
 
-def test_the_peak_of_memory_is_not_that_of_the_process_that_started_this_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_peak_of_memory_does_not_count_the_parent_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """getrusage also counts the memory of the parent from before the fork."""
     monkeypatch.setattr(machine.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=700))
     assert peak_memory(put(tmp_path, {"proc/self/status": "VmPeak:\t 900 kB\nVmHWM:\t  500 kB\n"})) == 500 * 1024

@@ -1,3 +1,5 @@
+"""The memory plan: the size of KV pools beside the weights, and refusals with figures."""
+
 from __future__ import annotations
 
 import subprocess
@@ -294,7 +296,7 @@ def test_packed_weights_are_counted_as_the_kernels_hold_them(tmp_path: Path) -> 
                 assert taken.held == pytest.approx(parameters(spec) * bits / 8, rel=0.08), (kernels, form)
 
 
-def test_what_passes_through_memory_counts_beside_the_weights_but_not_beside_an_empty_pool(spec: ModelSpec) -> None:
+def test_temporary_memory_counts_beside_the_weights_but_not_beside_an_empty_pool(spec: ModelSpec) -> None:
     config = Config(max_running=2, step_tokens=16, kv_gb=0.001)
     blocks = pool_blocks(spec, config)
     check_memory(spec, config, blocks, 100_000_000, WeightMemory(50_000_000, 50_000_000))

@@ -88,7 +88,7 @@ def test_a_rank_that_dies_ends_the_step(tmp_path: Path, monkeypatch: pytest.Monk
     engine.close()
 
 
-def test_what_cannot_be_cut_is_refused_by_name(tmp_path: Path) -> None:
+def test_models_that_ranks_cannot_divide_are_refused_by_name(tmp_path: Path) -> None:
     for name, why in (
         ("qwen 3.5", "Qwen3_5ForCausalLM, as all models with recurrent layers, runs on one rank"),
         ("gemma 4", "Gemma4ForCausalLM, as all models with layers that differ"),

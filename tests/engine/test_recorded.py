@@ -1,3 +1,5 @@
+"""The engine of recorded steps: identity, rows and pages, refusals, and memory given back."""
+
 from __future__ import annotations
 
 import gc
@@ -112,7 +114,7 @@ def test_identity_outlives_an_upgrade_of_the_system(kind: str, tmp_path: Path, m
     assert load(folder, kernels=kind).info.identity == before
 
 
-def test_rows_that_want_no_logits_give_nothing(tmp_path: Path) -> None:
+def test_rows_without_wanted_logits_return_none(tmp_path: Path) -> None:
     engine = load(write_model(tmp_path))
     tokens = prompt(40)
     rows = [

@@ -1,3 +1,5 @@
+"""The sampler in numpy: filters, penalties, bans, draws and log-probabilities, alone and in any batch."""
+
 from __future__ import annotations
 
 import math

@@ -67,7 +67,7 @@ def speed(config: Config) -> float:
     return found * (1.02 if config.step_tokens == 256 else 1.0)
 
 
-def test_what_pays_is_kept_and_noise_is_not(tuner: Callable[..., Measured]) -> None:
+def test_gains_are_kept_and_noise_is_not(tuner: Callable[..., Measured]) -> None:
     made = tuner(speed)
     options, before, after = made.run()
     assert options == TunedOptions(threads=4, kernels="avx2")
@@ -75,9 +75,7 @@ def test_what_pays_is_kept_and_noise_is_not(tuner: Callable[..., Measured]) -> N
     assert "threads 8" not in made.seen and "kernels avx512" not in made.seen, "that is what it was"
 
 
-def test_what_is_as_before_under_another_name_is_no_change(
-    tuner: Callable[..., Measured], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_equivalent_setting_is_no_change(tuner: Callable[..., Measured], monkeypatch: pytest.MonkeyPatch) -> None:
     """f16 looks better for a moment, then bf16 does, which is what `auto` means anyway."""
     named = {"auto": "bfloat16", "bf16": "bfloat16", "f16": "float16"}
     monkeypatch.setattr(tune, "kv_dtype", lambda spec, config: named[config.kv_dtype])
@@ -85,7 +83,7 @@ def test_what_is_as_before_under_another_name_is_no_change(
     assert made.run()[0] == TunedOptions()
 
 
-def test_what_is_set_stays(tuner: Callable[..., Measured]) -> None:
+def test_set_options_stay(tuner: Callable[..., Measured]) -> None:
     options, _, after = tuner(speed, fixed=("threads",)).run()
     assert options == TunedOptions(kernels="avx2") and after.score == pytest.approx(110)
 
@@ -136,7 +134,7 @@ def of(folder: Path, **flags: Any) -> Resolved:
     return profiled(resolve({"model": str(folder), **flags}, {}))
 
 
-def test_the_next_start_uses_it_below_what_is_set(kept: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_next_start_uses_the_profile_below_set_options(kept: tuple[Path, Path], tmp_path: Path) -> None:
     path, folder = kept
     found = of(folder)
     assert (found.config.threads, found.config.step_tokens) == (1, 128)

@@ -42,7 +42,7 @@ def test_an_answer_from_the_pool_and_from_the_disk_is_the_cold_one(
 
 
 @pytest.mark.parametrize("name", ["llama 2", "qwen 3 with window layers", "gemma 4 e"])
-def test_what_a_prompt_has_in_common_with_others_is_reused_by_the_token(name: str, tmp_path: Path) -> None:
+def test_common_prefixes_are_reused_to_the_token(name: str, tmp_path: Path) -> None:
     """Also within a block: of a repeated prompt all but the last token, which has to give the next one."""
     options = {"engine": "cpu", "threads": 1, "kv_gb": 0.05, "kv_disk": False}
     texts = ["Nine tokens.", "Nine tokens are", "Nine tokenisers", TEXT[:170], TEXT[:170] + "more", TEXT[:165] + "less"]

@@ -161,7 +161,7 @@ def said_yes(judge: tuple[Path, Any, Any], query: str, document: str, instructio
     return float(logits[tokenizer.token_to_id("yes")] - logits[tokenizer.token_to_id("no")])
 
 
-def test_a_decoder_judges_by_yes_and_no(judge: tuple[Path, Any, Any]) -> None:
+def test_a_decoder_reranks_by_yes_and_no(judge: tuple[Path, Any, Any]) -> None:
     documents = ["Paris is the capital of France.", "Cats sleep.", "long " * 40]
     with LLM(str(judge[0]), threads=1) as llm:
         raw = llm.score("Where is Paris?", documents, raw_scores=True)
@@ -181,7 +181,7 @@ def test_a_decoder_judges_by_yes_and_no(judge: tuple[Path, Any, Any]) -> None:
             llm.embed("x")
 
 
-def test_texts_of_a_decoder_that_computes_them_whole(judge: tuple[Path, Any, Any]) -> None:
+def test_a_decoder_embeds_through_a_dense_module(judge: tuple[Path, Any, Any]) -> None:
     folder, model, tokenizer = judge
     after = dense(48, 20)
     write_modules(folder, "mean", after)
@@ -198,7 +198,7 @@ def test_texts_of_a_decoder_that_computes_them_whole(judge: tuple[Path, Any, Any
         np.testing.assert_allclose(got, want / np.linalg.norm(want), rtol=0, atol=1e-5)
 
 
-def test_how_a_decoder_says_that_it_judges(judge: tuple[Path, Any, Any], tmp_path: Path) -> None:
+def test_a_reranking_decoder_is_recognised(judge: tuple[Path, Any, Any], tmp_path: Path) -> None:
     folder, _, tokenizer = judge
     plain = folder.rename(tmp_path / "plain")
     assert load_spec(plain).kind == "chat"

@@ -130,7 +130,7 @@ ROW_TYPES = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
 
 
 @pytest.mark.parametrize("kind", [*TYPES, *K_TYPES, *ROW_TYPES])
-def test_every_type_loses_nothing(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_type_is_read_exactly(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The logits are those of the unpacked weights in float32, bit for bit."""
     folder = write_model(tmp_path / "model", "LlamaForCausalLM", **BIG)
     packs = kind in TYPES and kind not in ("IQ4_NL", "MXFP4")

@@ -64,7 +64,7 @@ CASES: dict[str, tuple[Pack, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_numbers_are_those_of_the_format(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unpacked_numbers_match_the_format(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32 bit for bit; as stored exactly if groups allow it, else with the stated error."""
     pack, config, rounds = CASES[name]
     plain, packed = write_quantized(tmp_path, pack, config, ignore=("lm_head", "layers.0.mlp.down_proj"))
@@ -150,7 +150,7 @@ FAMILIES: dict[str, tuple[Pack, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_families_that_split_and_turn_what_is_stored(
+def test_families_that_split_or_rotate_stored_tensors(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pack, config, fields = FAMILIES[name]

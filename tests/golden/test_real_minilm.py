@@ -45,12 +45,12 @@ def test_vectors_are_those_of_transformers(llm: LLM) -> None:
         np.testing.assert_allclose(vector, want, rtol=0, atol=2e-6)
 
 
-def test_alone_as_together(llm: LLM) -> None:
+def test_a_vector_is_the_same_alone_and_in_a_batch(llm: LLM) -> None:
     together = llm.embed(TEXTS)
     assert [llm.embed(text).tobytes() for text in TEXTS] == [one.tobytes() for one in together]
 
 
-def test_what_goes_together_is_near(llm: LLM) -> None:
+def test_related_texts_have_near_vectors(llm: LLM) -> None:
     documents = ["Paris is the capital of France.", "Cats sleep most of the day.", "France is famous for its wine."]
     scores = llm.score("What is the capital of France?", documents)
     assert scores[0] > 0.8 > scores[2] > scores[1]

@@ -175,7 +175,7 @@ def test_blocks_that_a_window_passed_are_not_read(load: Any, tmp_path: Path, mon
 
 @pytest.mark.sweep("load")
 @pytest.mark.parametrize("name", ["llama 2", "mistral", "qwen 2 with windows", "deepseek 2 lite", "gemma 4"])
-def test_what_an_earlier_owner_left_in_a_block_is_not_read(
+def test_a_blocks_earlier_content_is_not_read(
     load: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks full of NaN, given to a new sequence, change no bit of its answer (known failures 9, 38)."""

@@ -109,7 +109,7 @@ def test_any_schedule_and_any_restore_gives_the_same_bits(
 
 
 @pytest.mark.parametrize("name", ["mamba 2", "deepseek 3", "qwen 3 with window layers"])
-def test_what_was_kept_wrongly_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrongly_restored_number_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the test itself: one changed number in what is restored must give other logits."""
     folder, tokens, hit = write_model(tmp_path, **MODELS[name]), prompt(60), 32
     driver, other = (Driver(load(folder, kernels="reference", context=256), monkeypatch) for _ in range(2))

@@ -96,7 +96,7 @@ def test_a_row_without_a_block_for_its_state_is_refused(tmp_path: Path, monkeypa
     driver.step([Row(tokens, 0, 40, tables_of(driver, 40, {2: 1}), 39, 40, GREEDY, 0)])
 
 
-def test_a_state_takes_what_the_engine_says(tmp_path: Path) -> None:
+def test_a_state_takes_the_bytes_that_the_engine_reports(tmp_path: Path) -> None:
     """Float32 whatever the KV type: for each layer, a convolution's window and a matrix a head."""
     engine = tiny_models.load(write_model(tmp_path, **MODELS["qwen 3.5"]), kv_dtype="bf16")
     (group,) = (one for one in engine.info.groups if one.kind == "state")
@@ -121,7 +121,7 @@ def test_a_forgotten_token_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
-def test_the_text_part_alone_is_loaded_and_what_guesses_ahead_is_left(
+def test_only_the_text_part_is_loaded_without_the_draft_head(
     prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Qwen3.5 as published: nested, with a vision encoder and a draft head."""

@@ -45,7 +45,7 @@ ROWS: list[tuple[int, list[tuple[int, float]]]] = [
 ]
 
 
-def test_what_is_added_is_the_product_of_low_rank(kernels: Any) -> None:
+def test_an_adapter_adds_the_low_rank_product(kernels: Any) -> None:
     tokens = sum(count for count, _ in ROWS)
     x, start = random(tokens, INNER, seed=7), random(tokens, OUT, seed=8)
     got, at = run(kernels, ROWS, x, start), 0

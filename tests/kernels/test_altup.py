@@ -23,7 +23,7 @@ def test_streams_are_mixed_and_corrected(kernels: Any) -> None:
     np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-5)
 
 
-def test_one_stream_is_taken_put_and_added(kernels: Any) -> None:
+def test_a_stream_is_read_written_and_added(kernels: Any) -> None:
     x, one = random(TOKENS, STREAMS, WIDTH), random(TOKENS, WIDTH, seed=1)
     taken, want = np.empty((TOKENS, WIDTH), np.float32), x.copy()
     kernels.take_stream(x, 2, taken)

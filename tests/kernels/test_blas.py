@@ -1,3 +1,5 @@
+"""Matrix products through BLAS: correct, and each row independent of the batch."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -41,7 +43,7 @@ def test_projection(inner: int, out: int, rows: int, monkeypatch: pytest.MonkeyP
         assert project(x[low:high], matrix, None, 1).tobytes() == whole[low:high].tobytes()
 
 
-def test_no_shape_needs_one_row_a_call_here_and_the_check_would_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_shape_needs_one_row_a_call_here_and_the_check_would_notice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {tile_rows(inner, 256) for inner, _ in SHAPES} == {TILE}
     real = np.matmul
 

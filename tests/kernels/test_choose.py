@@ -37,7 +37,7 @@ def test_variants_stand_in_order_of_speed_on_this_cpu() -> None:
     assert found == [name for name in [*order, "avxvnni", "avx2", "neoni8mm", "neon", "portable"] if name in found]
 
 
-def test_where_there_is_a_compiler_the_native_kernels_were_compiled() -> None:
+def test_native_kernels_are_compiled_if_there_is_a_compiler() -> None:
     """An installation works without them, so nothing else would show that the sources do not compile."""
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None or subprocess.run([compiler, "--version"], capture_output=True).returncode:
@@ -75,7 +75,7 @@ def test_kernels_that_cannot_run_are_an_error_with_a_reason(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("kind", KERNELS)
-def test_the_engine_runs_what_was_asked_for(kind: str, tmp_path: Path) -> None:
+def test_the_engine_runs_the_requested_kernels(kind: str, tmp_path: Path) -> None:
     engine = load(write_model(tmp_path), kernels=kind)
     assert (engine._kernels.numerics[1] == kind) == (kind != "reference")
     assert type(engine._kernels).__name__ == ("ReferenceKernels" if kind == "reference" else "NativeKernels")

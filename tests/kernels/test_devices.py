@@ -179,7 +179,7 @@ def test_a_model_that_fits_the_machine_and_not_the_device_is_refused_with_the_fi
 
 
 @pytest.mark.parametrize("wanted", [None, 16384])
-def test_a_context_that_fits_the_machine_and_not_the_device_is_told_with_the_figures(
+def test_a_context_too_large_for_the_device_is_reported_with_figures(
     wanted: int | None, planted: Any, tmp_path: Path
 ) -> None:
     """The model is served with the context that fits; a longer prompt is refused with the pool's size."""

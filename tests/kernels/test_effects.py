@@ -56,7 +56,7 @@ def test_a_kernel_changes_what_it_declares_and_reads_nothing_that_it_overwrites(
 
 
 @pytest.mark.parametrize("kernel", sorted(name for name, one in EFFECTS.items() if one.updates))
-def test_what_an_updated_argument_held_before_counts(kernel: str) -> None:
+def test_an_updated_arguments_old_value_matters(kernel: str) -> None:
     """If it did not, the argument would only be overwritten, and more calls could be fused."""
     call = next(call for call in calls() if call.kernel == kernel)
     for place in EFFECTS[kernel].updates:

@@ -201,7 +201,7 @@ def mapped(*names: str) -> Path | None:
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system has no ELF files")
 @pytest.mark.skipif(not native.variants(), reason="the native kernels were not compiled")
-def test_the_module_takes_nothing_from_libm() -> None:
+def test_the_module_uses_no_function_of_libm() -> None:
     """Otherwise a system upgrade could change bits."""
     needed, lacking, _ = dynamic(Path(native._module().__file__))
     assert "memcpy" in lacking and any(name.startswith("libstdc++") for name in needed), "the file was read"
@@ -259,7 +259,7 @@ def borrowed(tree: ast.AST) -> set[str]:
     return found
 
 
-def test_what_computes_and_loads_models_borrows_no_function() -> None:
+def test_code_that_computes_or_loads_models_uses_no_foreign_math_functions() -> None:
     """What numpy and Python return for these depends on the C library or on the CPU's instructions."""
     root = Path(cairn.__file__).parent
     found = {

@@ -52,7 +52,7 @@ CHANCES = [0.5, 0.2, 0.15, 0.1, 0.05]
         (SamplingExtras(dynatemp_range=0.5), {0, 1, 2, 3, 4}),
     ],
 )
-def test_what_is_kept(extras: SamplingExtras, kept: set[int]) -> None:
+def test_each_extra_sampler_keeps_the_expected_tokens(extras: SamplingExtras, kept: set[int]) -> None:
     assert drawn(extras, CHANCES) == kept
     assert drawn(extras, CHANCES, temperature_last=True) == kept
 
@@ -73,7 +73,7 @@ def test_the_usual_cuts_apply_beside_them() -> None:
     assert drawn(on, CHANCES, logit_bias=((0, -100.0),)) == {1, 2, 3, 4}
 
 
-def test_with_extras_that_change_nothing_the_same_tokens_come_as_without() -> None:
+def test_extras_without_effect_leave_the_tokens_the_same() -> None:
     """The usual samplers must mean the same on the path that extras take, and there a cut ranks the tokens."""
     rng = np.random.default_rng(5)
     for _ in range(200):
@@ -122,7 +122,7 @@ def test_a_word_of_several_tokens_is_held_off_at_its_last() -> None:
     assert drawn(word, CHANCES, tokens=[1], prompt=1) == {0, 1, 2, 3, 4}, "what the prompt ends with is no part of it"
 
 
-def test_where_nothing_is_left_there_is_no_token() -> None:
+def test_no_token_is_drawn_if_none_is_left() -> None:
     logits = np.zeros((1, 3), np.float32)
     everything = SamplingExtras(allowed_token_ids=(5,))
     assert choose(NUMPY, [Line(row(everything))], logits)[0].token is None

@@ -33,7 +33,7 @@ def test_the_longest_run_becomes_one_call() -> None:
     ]
 
 
-def test_what_is_read_again_is_kept() -> None:
+def test_a_buffer_that_is_read_again_is_not_fused_away() -> None:
     plain = [KernelCall("norm", (HIDDEN, "w", 1e-6, NORMED)), KernelCall("project", (NORMED, "m", X))]
     assert names(plain) == ["norm_project"]
     again = KernelCall("project", (NORMED, "n", X))
@@ -41,7 +41,7 @@ def test_what_is_read_again_is_kept() -> None:
     assert names([*plain, KernelCall("norm", (X, "w", 1e-6, NORMED)), again]) == ["norm_project", "norm_project"]
 
 
-def test_what_may_be_read_outside_the_program_is_kept() -> None:
+def test_a_buffer_visible_outside_the_program_is_not_fused_away() -> None:
     kept = Slot("tokens", 9)
     assert names([KernelCall("norm", (HIDDEN, "w", 1e-6, kept)), KernelCall("project", (kept, "m", X))]) == [
         "norm",

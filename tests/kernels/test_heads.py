@@ -1,12 +1,16 @@
-"""Norms, rotations and gates of heads that lie in wider rows, on every kernel set, against their definition."""
+"""Norms, rotations and gates of heads in wider rows, on every kernel set, and the frequencies of rotations."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import pytest
 
 from cairn.kernels.choose import load_kernels
 from cairn.kernels.reference import layer_norm, rms_norm
+from cairn.kernels.rope import frequencies
+from cairn.types.model_spec import RopeScaling
 from tests.tiny_models import KERNELS
 
 
@@ -73,7 +77,7 @@ def test_logits_of_a_layer_norm(kind: str, width: int, biased: bool) -> None:
 
 @pytest.mark.parametrize("turned", [2, 10, 16])
 @pytest.mark.parametrize("kind", KERNELS)
-def test_heads_are_turned_as_those_that_are_written(kind: str, turned: int) -> None:
+def test_heads_are_rotated_as_written_keys_are(kind: str, turned: int) -> None:
     rng = np.random.default_rng(turned)
     x = rng.standard_normal((9, 3 * 16), dtype=np.float32)
     angles = rng.standard_normal((9, 2, turned // 2), dtype=np.float32)
@@ -88,7 +92,7 @@ def test_heads_are_turned_as_those_that_are_written(kind: str, turned: int) -> N
 
 
 @pytest.mark.parametrize("kind", KERNELS)
-def test_late_norms_follow_the_turn(kind: str) -> None:
+def test_late_norms_follow_the_rotation(kind: str) -> None:
     rng = np.random.default_rng(1)
     qkv = rng.standard_normal((5, 4 * 20), dtype=np.float32)
     angle = rng.uniform(-3, 3, (5, 10))
@@ -129,3 +133,11 @@ def test_an_activation_with_two_numbers(kind: str) -> None:
     wide, above, below = x.astype(np.float64), np.log1p(np.exp(0.3)), 0.5 + np.log1p(np.exp(-0.8))
     low = (np.expm1(np.minimum(wide, -1e-6)) - wide) * below
     np.testing.assert_allclose(got, np.where(wide > 0, above * wide * wide, low) + wide / 2, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+@pytest.mark.parametrize("theta", [math.nextafter(1, 2), 1.5, 1e6])
+def test_yarn_has_finite_frequencies_for_every_base(theta: float, truncate: bool) -> None:
+    """Also for one hardly above 1, as a model file may have it."""
+    scaling = RopeScaling(kind="yarn", factor=4.0, original_context=1 << 20, truncate=truncate)
+    assert np.isfinite(frequencies(1024, theta, scaling).frequencies).all()

@@ -57,7 +57,9 @@ def rounded_to_pairs(kernels: Any, x: Any) -> Any:
 @pytest.mark.parametrize(
     ("inner", "outs"), [(1, [1]), (2, [16]), (7, [15, 2]), (33, [64]), (64, [100, 7, 7]), (257, [33]), (128, [400])]
 )
-def test_a_product_is_the_reference_s_and_each_row_s_own(kernels: Any, dtype: Any, inner: int, outs: list[int]) -> None:
+def test_a_product_equals_the_reference_and_each_row_is_independent(
+    kernels: Any, dtype: Any, inner: int, outs: list[int]
+) -> None:
     """Rows 1 to 33, outputs that are no multiple of 16, odd inner sizes; alone and in any batch."""
     weights = [random(out, inner, seed=n).astype(dtype) for n, out in enumerate(outs)]
     biases = [random(out, seed=n + 9) if n % 2 == 0 else None for n, out in enumerate(outs)]
@@ -373,7 +375,7 @@ def test_attention_over_several_segments(kernels: Any, dtype: Any, window: int) 
             assert alone.tobytes() == out[place : place + 1].tobytes(), (start, place)
 
 
-def test_logits_are_those_of_the_wanted_rows_in_order(kernels: Any) -> None:
+def test_logits_follow_the_requested_rows_in_order(kernels: Any) -> None:
     hidden, norm, head = random(9, 24), 1 + random(24, seed=1), random(50, 24, seed=2)
     out = np.empty((3, 50), np.float32)
     kernels.logits(hidden, np.array([8, 0, 8], np.int32), norm, 1e-6, kernels.matrix([head], [None]), out)

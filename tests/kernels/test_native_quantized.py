@@ -61,7 +61,7 @@ def each_row_is_its_own(kernels: Any, parts: list[Any], x: Any) -> None:
 
 @pytest.mark.parametrize(("bits", "scale", "minimum"), FORMS)
 @pytest.mark.parametrize(("inner", "outs"), [(32, [1]), (96, [16]), (64, [33, 7]), (1024, [50]), (352, [5, 30])])
-def test_a_product_is_what_the_codes_say_and_each_row_s_own(
+def test_a_product_follows_the_codes_and_each_row_is_independent(
     kernels: Any, bits: Any, scale: Any, minimum: Any, inner: int, outs: list[int]
 ) -> None:
     """Rows 1 to 37, odd numbers of groups, outputs that are no multiple of 16."""
@@ -71,14 +71,16 @@ def test_a_product_is_what_the_codes_say_and_each_row_s_own(
 
 @pytest.mark.parametrize("bits", [4, 5, 6])
 @pytest.mark.parametrize(("inner", "outs"), [(256, [1]), (768, [33, 7]), (1024, [50])])
-def test_super_blocks_are_what_their_whole_numbers_say(kernels: Any, bits: Any, inner: int, outs: list[int]) -> None:
+def test_super_blocks_are_multiplied_by_their_integer_scales(
+    kernels: Any, bits: Any, inner: int, outs: list[int]
+) -> None:
     """Rows 1 to 37, odd numbers of super-blocks, outputs that are no multiple of 16."""
     parts = [in_blocks(out, inner, bits, seed) for seed, out in enumerate(outs)]
     each_row_is_its_own(kernels, parts, random(37, inner, seed=20))
 
 
 @pytest.mark.parametrize("bits", [4, 5, 6])
-def test_every_code_and_whole_number_of_a_super_block_is_where_it_belongs(kernels: Any, bits: Any) -> None:
+def test_every_code_and_integer_scale_of_a_super_block_is_in_its_place(kernels: Any, bits: Any) -> None:
     """One activation at a time sees one column of codes, and all integer scales in turn."""
     part = in_blocks(40, 512, bits)
     x = 127 * np.eye(512, dtype=np.float32)
@@ -123,7 +125,7 @@ def test_the_largest_sums_are_exact(kernels: Any, bits: Any) -> None:
             np.testing.assert_array_equal(product(kernels, x, [part]), want)
 
 
-def test_every_code_is_where_it_belongs(kernels: Any) -> None:
+def test_every_code_is_in_its_place(kernels: Any) -> None:
     """One activation at a time sees one column of codes."""
     for bits in (4, 8):
         part = quantized(40, 96, bits, np.float32, None)  # type: ignore[arg-type]
@@ -153,7 +155,7 @@ def test_codes_of_a_table_are_bytes_in_half_the_memory(kernels: Any, table: Any,
     assert found[0] == found[1] == (codes * np.repeat(scales.astype(np.float32), 32, axis=1)).tobytes()
 
 
-def test_super_blocks_of_a_table_are_groups_of_it_in_less_memory(kernels: Any) -> None:
+def test_super_blocks_of_a_table_equal_its_groups_in_less_memory(kernels: Any) -> None:
     """The same bits as with a float for each integer scale, in no more memory than the file takes."""
     small = in_table_blocks(48, 768)
     assert small.block_scale is not None
@@ -169,7 +171,7 @@ def test_super_blocks_of_a_table_are_groups_of_it_in_less_memory(kernels: Any) -
 
 @pytest.mark.parametrize("kind", ROW_FORMATS)
 @pytest.mark.parametrize(("inner", "outs"), [(256, [1]), (768, [33, 7]), (1024, [50])])
-def test_rows_of_a_codebook_are_what_their_blocks_say(kernels: Any, kind: str, inner: int, outs: list[int]) -> None:
+def test_rows_of_a_codebook_equal_their_decoded_blocks(kernels: Any, kind: str, inner: int, outs: list[int]) -> None:
     """Rows 1 to 37 (beyond the rows that share a decoded block), odd numbers of blocks and of outputs."""
     parts = [in_rows(kind, out, inner, seed) for seed, out in enumerate(outs)]
     each_row_is_its_own(kernels, parts, random(37, inner, seed=20))
@@ -180,7 +182,7 @@ def test_rows_of_a_codebook_are_what_their_blocks_say(kernels: Any, kind: str, i
 
 
 @pytest.mark.parametrize("kind", ROW_FORMATS)
-def test_every_row_and_sign_of_a_codebook_is_where_it_belongs(kernels: Any, kind: str) -> None:
+def test_every_row_and_sign_of_a_codebook_is_in_its_place(kernels: Any, kind: str) -> None:
     """One activation at a time sees one column; a matrix is as small as its file."""
     part, found = in_rows(kind, 48, 512), ROW_FORMATS[kind]
     x = 127 * np.eye(512, dtype=np.float32)
@@ -309,7 +311,7 @@ def test_threads_do_not_change_a_bit() -> None:
         assert len(set(found)) == 1
 
 
-def test_packed_matrices_take_what_is_counted(kernels: Any) -> None:
+def test_packed_matrices_take_the_counted_bytes(kernels: Any) -> None:
     for parts in (
         [quantized(20, 64, 4, np.float16, None), random(7, 64), quantized(9, 64, 4, np.float32, np.float16)],
         [quantized(20, 96, 8, np.float16, None), quantized(20, 96, 8, np.float16, None)],

@@ -1,3 +1,5 @@
+"""Attention over paged KV in numpy, against plain softmax attention."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -70,7 +72,7 @@ def test_attention(heads: int, kv_heads: int, size: int, window: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-def test_kv_of_16_bits_is_read_as_the_numbers_it_holds(dtype: Any) -> None:
+def test_kv_of_16_bits_is_read_exactly(dtype: Any) -> None:
     kv, query = random(20, 1, 2, 2, BLOCK_TOKENS, 16).astype(dtype), random(70, 4, 16)
     tables, rows = np.arange(20, dtype=np.int32)[None], np.array([(0, 70, 60)], np.int32)
     found = []
@@ -80,7 +82,7 @@ def test_kv_of_16_bits_is_read_as_the_numbers_it_holds(dtype: Any) -> None:
     assert found[0].tobytes() == found[1].tobytes()
 
 
-def test_kv_of_8_bits_is_read_as_the_numbers_it_stands_for() -> None:
+def test_kv_of_8_bits_is_read_as_codes_times_scales() -> None:
     """Numbers are codes times their scales, for keys and values; a scale that nobody sees may be NaN."""
     plain, query = random(20, 1, 2, 2, BLOCK_TOKENS, 16), random(70, 4, 16)
     tables, rows = np.arange(20, dtype=np.int32)[None], np.array([(0, 70, 60)], np.int32)

@@ -86,7 +86,7 @@ FORMS = [
 
 
 @pytest.mark.parametrize(("bits", "scale", "minimum"), FORMS)
-def test_the_reference_multiplies_what_the_codes_say(bits: Any, scale: Any, minimum: Any) -> None:
+def test_the_reference_multiplies_the_decoded_numbers(bits: Any, scale: Any, minimum: Any) -> None:
     kernels = ReferenceKernels()
     x: Any = np.random.default_rng(1).standard_normal((9, 96), dtype=np.float32)
     parts = [quantized(20, 96, bits, scale, minimum), np.ones((7, 96), np.float32), quantized(5, 96, 8, scale, None, 3)]

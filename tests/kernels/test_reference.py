@@ -91,7 +91,7 @@ def test_residual_kernels_add(kernels: Any) -> None:
     np.testing.assert_allclose(got, hidden + (g / (1 + np.exp(-g)) * (normed @ up.T)) @ down.T, atol=1e-3)
 
 
-def test_logits_are_those_of_the_wanted_rows_in_order(kernels: Any) -> None:
+def test_logits_follow_the_requested_rows_in_order(kernels: Any) -> None:
     hidden, norm, head = random(9, 24), 1 + random(24, seed=1), random(50, 24, seed=2)
     out = np.empty((3, 50), np.float32)
     kernels.logits(hidden, np.array([8, 0, 8], np.int32), norm, 1e-6, kernels.matrix([head], [None]), out)

@@ -1,3 +1,5 @@
+"""Measured limits of the machine: memory bandwidth and arithmetic."""
+
 from __future__ import annotations
 
 from itertools import count
@@ -12,7 +14,7 @@ from tests.tiny_models import KERNELS
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_what_was_done_is_divided_by_the_best_time(kernels: str) -> None:
+def test_work_is_divided_by_the_best_time(kernels: str) -> None:
     """With a fake clock: all bytes are counted, once a round, whatever the instruction set."""
     ticks = count()
     found = measure(kernels, 2, lambda: float(next(ticks)), read_bytes=4 << 20)

@@ -33,7 +33,7 @@ def test_each_page_of_the_first_part_is_written_to(monkeypatch: pytest.MonkeyPat
     assert first[1].tolist() == [0] * 2 + [ones[1]] * 2
 
 
-def test_it_ends_with_the_body(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writing_ends_with_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing may be written once the engine can be used, or after loading failed."""
     monkeypatch.setattr(storage, "_SLICE", PAGE)
     pool = np.ones(1 << 26, np.uint8)
@@ -44,7 +44,7 @@ def test_it_ends_with_the_body(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pool.all()
 
 
-def test_nothing_is_written_where_nothing_is_expected() -> None:
+def test_no_page_is_written_if_none_is_expected() -> None:
     pool = np.ones(1 << 16, np.uint8)
     with HostStorage().touching([pool], 0):
         while threads():

@@ -26,7 +26,7 @@ def results(call: Call, kernels: ReferenceKernels | TorchKernels) -> list[np.nda
 
 
 @pytest.mark.parametrize("kernel", sorted(EFFECTS))
-def test_a_kernel_gives_what_the_reference_gives(kernel: str) -> None:
+def test_a_kernel_equals_the_reference(kernel: str) -> None:
     """Within the noise of another order of sums; codes of activations may fall on the other side of a half."""
     for call in (call for call in calls() if call.kernel == kernel):
         for ours, theirs in zip(results(call, TorchKernels("cpu")), results(call, ReferenceKernels()), strict=True):

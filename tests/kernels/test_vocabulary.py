@@ -103,7 +103,7 @@ def test_greedy_is_the_lowest_of_the_highest(kernels: Any, vocab: int) -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_line_that_is_not_finite_is_known_wherever_it_is_not(kernels: Any, bad: float) -> None:
+def test_a_line_with_a_non_finite_number_anywhere_is_detected(kernels: Any, bad: float) -> None:
     vocab = 1033
     sampler = kernels.sampler(vocab)
     for place in [0, 1, 15, 16, 511, 1023, 1024, 1032]:
@@ -169,7 +169,7 @@ def test_the_ends_of_the_draw(kernels: Any, bits: int, place: int) -> None:
         assert got[0].token == (20, 30, 2999)[place], options
 
 
-def test_what_does_not_fit_is_refused(kernels: Any) -> None:
+def test_arrays_of_wrong_size_are_refused(kernels: Any) -> None:
     sampler = kernels.sampler(64)
     plain = SamplingParams(max_tokens=9, repetition_penalty=2.0)
     line = Line(Row([64], 0, 1, (), 0, 1, plain, 0))

@@ -48,7 +48,7 @@ def test_the_oldest_goes_first_also_after_many_uses_and_restarts(prove: bool) ->
         storage.long_use(seed)
 
 
-def test_what_a_store_says_to_be_gone_after_a_failed_sync_no_crash_brings_back(prove: bool) -> None:
+def test_no_crash_brings_back_chunks_reported_gone_after_a_failed_sync(prove: bool) -> None:
     for seed in range(1_000 if prove else 60):
         storage.failed_erasure(seed)
 
@@ -69,7 +69,7 @@ def killed(files: CrashFiles, work: Callable[[], object], change: str, count: in
     return after[0]
 
 
-def test_what_a_killed_process_left_is_durable_once_the_next_one_says_so() -> None:
+def test_files_of_a_killed_process_are_durable_once_the_next_one_reports_them() -> None:
     """Names that the killed process made and removed were visible, but not synced."""
     for seed in range(30):
         time, rng = Time(), random.Random(seed)

@@ -83,7 +83,7 @@ def test_an_unpin_before_the_disk_works_is_reported_until_it_is_durable(files: C
     assert open_store(files, time).stats().pinned == 0
 
 
-def test_what_could_not_be_pinned_is_tried_once_more_at_the_end(files: CrashFiles, time: Time) -> None:
+def test_failed_pins_are_retried_at_the_end(files: CrashFiles, time: Time) -> None:
     store = open_store(files, time)
     store.keep(chain(3))
     files.fail(Fault(files.calls, errno.EIO, sticky=True))
@@ -132,7 +132,7 @@ def lose_one(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [empty, shutil.rmtree, lose_one])
-def test_a_folder_that_is_emptied_or_removed_is_made_anew(
+def test_an_emptied_or_removed_folder_is_created_again(
     tmp_path: Path, time: Time, harm: Callable[[Path], None]
 ) -> None:
     """The store used to refuse everything from then on, while each look at the disk reported no problem."""
@@ -161,7 +161,7 @@ def test_a_folder_that_is_emptied_or_removed_is_made_anew(
 
 
 @pytest.mark.parametrize("nfs", [False, True])
-def test_a_store_does_not_write_into_a_folder_that_another_made_in_the_place_of_its_own(
+def test_a_store_does_not_write_into_anothers_folder_in_its_place(
     tmp_path: Path, time: Time, monkeypatch: pytest.MonkeyPatch, nfs: bool
 ) -> None:
     """`nfs`: another machine made it, and the holder of the first lock gets a stale-handle error."""
@@ -195,7 +195,7 @@ def test_a_store_does_not_write_into_a_folder_that_another_made_in_the_place_of_
     assert first.keep(chunks) == 2 and first.stats().pinned == 2
 
 
-def test_an_unpin_without_a_folder_reaches_the_pins_that_it_takes_along(tmp_path: Path, time: Time) -> None:
+def test_an_unpin_without_a_folder_reaches_the_pins_that_move_along(tmp_path: Path, time: Time) -> None:
     """Those of other models too."""
     folder, files = tmp_path / "kv", SystemFiles()
     other = open_store(files, time, folder=folder, identity=b"other")
@@ -425,7 +425,7 @@ def test_a_store_opened_while_the_wall_clock_is_behind_keeps_the_ages_it_had(fil
     assert held(files, chunks) == 3
 
 
-def test_what_a_clock_that_was_ahead_left_ages_from_the_next_start_on(files: CrashFiles, time: Time) -> None:
+def test_chunks_dated_in_the_future_age_from_the_next_start_on(files: CrashFiles, time: Time) -> None:
     store = open_store(files, time)
     chunks = chain(2)
     store.keep(chunks)

@@ -48,7 +48,7 @@ def flushed(rig: Rig, tiers: Tiers) -> int:
     return lost
 
 
-def test_what_a_store_refused_once_is_stored_when_the_context_goes_on(store: Between) -> None:
+def test_a_refused_chunk_is_stored_when_its_context_goes_on(store: Between) -> None:
     """A missing part would keep everything that extends it from ever being stored."""
     rig, tiers = rig_on(store)
     rig.add(PROMPT, 300)
@@ -109,7 +109,7 @@ def test_a_flush_reports_losses_of_its_chunks_and_unreported_ones() -> None:
     assert not flushes and told == [1, 0, 1]
 
 
-def test_what_is_evicted_from_memory_is_stored_first_however_long_it_is(store: Between) -> None:
+def test_a_context_evicted_on_demand_is_stored_first_however_long_it_is(store: Between) -> None:
     """It is more than the queue holds, and was noted but not yet copied when the request came."""
     rig, tiers = rig_on(store, queue_bytes=4 * PAGES)
     run(rig, PROMPT)
@@ -121,7 +121,7 @@ def test_what_is_evicted_from_memory_is_stored_first_however_long_it_is(store: B
     assert done == [True] and (placed.pool, placed.disk) == (0, 160) and tiers.stats().dropped == 0
 
 
-def test_what_no_store_took_is_not_of_the_days_bytes(store: Between) -> None:
+def test_refused_chunks_do_not_count_as_written_today(store: Between) -> None:
     rig, tiers = rig_on(store, day_bytes=16 * (PAGES + 1024))
     store.keep = lambda chunks: 0
     for _ in range(4):
@@ -175,9 +175,7 @@ def test_kv_computed_for_a_deleted_context_is_not_a_loss(
 
 
 @pytest.mark.parametrize("heard", [2, 6])
-def test_what_begins_otherwise_or_is_another_tenants_is_stored_although_a_context_is_deleted(
-    store: Between, heard: int
-) -> None:
+def test_deleting_a_context_keeps_other_beginnings_and_other_tenants(store: Between, heard: int) -> None:
     """The deleted context ends within a chunk; the same tokens under another salt are no part of it."""
     rig, tiers = rig_on(store)
     for salt, prompt in ((b"", PROMPT[:1]), (b"other", PROMPT[:1]), (b"", PROMPT[1:2])):
@@ -238,9 +236,7 @@ def test_a_sequence_over_a_prefix_being_deleted_is_stored_from_there_on(store: B
 
 
 @pytest.mark.parametrize("dropped", [False, True])
-def test_what_extends_a_chunk_that_goes_is_no_loss_where_the_pool_needs_its_blocks(
-    store: Between, dropped: bool
-) -> None:
+def test_descendants_of_a_deleted_chunk_are_no_loss_when_the_pool_needs_blocks(store: Between, dropped: bool) -> None:
     """Before or after the drop: what is computed in between cannot be stored, but no client lost it."""
     rig = Rig({"disk": store}, blocks=24)
     assert rig.tiers is not None
@@ -285,7 +281,7 @@ def end(tiers: Tiers) -> None:
 @pytest.mark.parametrize("length", [12, 13, 16, 29])
 @pytest.mark.parametrize("taken", [1, 2, 3])
 @pytest.mark.parametrize("durable", [True, False])
-def test_what_the_pool_keeps_of_a_chunk_it_needed_a_part_of_is_stored_at_the_end(
+def test_the_rest_of_a_partly_evicted_chunk_is_stored_at_the_end(
     store: Between, length: int, taken: int, durable: bool
 ) -> None:
     """A one-shot prompt, or a full queue: the blocks that leave are given up, and none before them."""

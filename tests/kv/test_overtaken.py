@@ -180,7 +180,7 @@ def test_a_load_waits_for_its_turn_no_longer_than_computing_takes() -> None:
     assert timing is not None and timing.queue < 0.5, timing
 
 
-def test_what_is_read_is_read_to_its_end_although_a_prefetch_is_waited_for_meanwhile() -> None:
+def test_a_started_load_is_finished_although_a_prefetch_is_awaited() -> None:
     """The load would be late through no fault of its own."""
     rng = random.Random(1)
     prompts = [tokens(rng, 160) for _ in range(2)]
@@ -252,7 +252,7 @@ def test_a_disk_that_fails_for_a_moment_costs_no_chunk(error: int, monkeypatch: 
     assert (stats.chunks, stats.damaged, stats.trouble) == (21, 0, "")
 
 
-def test_what_is_dear_to_compute_does_not_stay_for_ever() -> None:
+def test_expensive_contexts_do_not_stay_for_ever() -> None:
     """A store full of long contexts that were unused for a week makes room for today's short ones."""
     time = stored.Time()
     files = CrashFiles(now=lambda: time.seconds)
@@ -290,7 +290,7 @@ def test_chunks_that_cannot_be_erased_are_reported_until_they_are() -> None:
     assert not [path for path in files.files(stored.FOLDER) if len(path.parent.name) == 1]
 
 
-def test_what_another_request_stored_again_after_a_deletion_does_not_linger() -> None:
+def test_kv_stored_again_after_a_deletion_is_not_reported_as_lingering() -> None:
     """It extended that context before the writer reached the drop.
 
     A healthy disk was then reported as failing to erase.
@@ -337,7 +337,7 @@ def test_a_stored_context_does_not_wait_until_a_long_prompt_is_read() -> None:
     rig.check(slow, long, 3)
 
 
-def test_what_stays_long_is_loaded_when_its_turn_comes() -> None:
+def test_a_prompt_that_stays_long_is_loaded_when_its_turn_comes() -> None:
     """Loaded earlier, it would occupy the pool for nobody and might be evicted again."""
     rng = random.Random(6)
     prompt, long = tokens(rng, 320), tokens(rng, 600)

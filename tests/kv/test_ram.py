@@ -16,7 +16,7 @@ def chain(name: str, count: int) -> list[Chunk]:
     return [Chunk(key, parent, (n,), n, bytes(100)) for n, (parent, key) in enumerate(itertools.pairwise(keys))]
 
 
-def test_it_says_how_many_leading_keys_it_has() -> None:
+def test_match_prefix_counts_leading_keys() -> None:
     """Known failure 32."""
     store, chunks = RamStore(100 * SIZE), chain("a", 5)
     keys = [chunk.key for chunk in chunks]
@@ -27,7 +27,7 @@ def test_it_says_how_many_leading_keys_it_has() -> None:
     assert store.drop([keys[2]]) == 0
 
 
-def test_it_gives_a_chunk_only_for_its_tokens() -> None:
+def test_a_chunk_is_returned_only_for_its_tokens() -> None:
     """Known failure 26."""
     store, (chunk,) = RamStore(100 * SIZE), chain("a", 1)
     store.keep([chunk])
@@ -36,7 +36,7 @@ def test_it_gives_a_chunk_only_for_its_tokens() -> None:
     assert store.stats().read == SIZE
 
 
-def test_it_refuses_a_chunk_without_its_parent_and_what_comes_after() -> None:
+def test_a_chunk_without_its_parent_is_refused_with_those_after_it() -> None:
     store, chunks = RamStore(100 * SIZE), chain("a", 3)
     assert store.keep(chunks[1:]) == 0 and store.stats().refused == 2
     assert store.keep([chunks[0], chunks[2], chunks[1]]) == 1
@@ -54,7 +54,7 @@ def test_leaves_go_first_the_one_used_longest_ago_before_the_others() -> None:
     assert store.stats().bytes == 4 * SIZE and store.stats().evicted == 1
 
 
-def test_what_is_pinned_stays_until_its_owner_pins_something_else() -> None:
+def test_pinned_chunks_stay_until_their_owner_pins_others() -> None:
     store, chunks = RamStore(2 * SIZE), chain("a", 2)
     store.keep(chunks)
     store.pin("agent", [chunk.key for chunk in chunks])
@@ -65,7 +65,7 @@ def test_what_is_pinned_stays_until_its_owner_pins_something_else() -> None:
     assert store.keep(new) == 1 and store.match_prefix([chunks[0].key]) == 1
 
 
-def test_what_does_not_fit_at_all_is_refused() -> None:
+def test_a_chunk_larger_than_the_budget_is_refused() -> None:
     store = RamStore(SIZE - 1)
     assert store.keep(chain("a", 1)) == 0 and store.stats().chunks == 0
     store.close()

@@ -58,7 +58,7 @@ def test_the_next_turn_begins_at_the_last_block_before_the_prompts_end(windows: 
     assert rig.ask(prompt, count=1).pool == (length - 1) // SIZE * SIZE
 
 
-def test_an_answers_end_is_found_and_what_led_there_is_not_kept() -> None:
+def test_a_state_is_kept_at_an_answers_end_but_not_before() -> None:
     rig = Rig(None, windows=HYBRID)
     prompt = tokens(20)
     said = answer(rig, prompt, 60)
@@ -190,7 +190,7 @@ def test_the_kv_is_in_the_pool_and_the_state_in_the_store() -> None:
     assert rig.tiers.stats().loaded == 0 and rig.tiers.stats().abandoned == 0
 
 
-def test_what_is_given_up_takes_its_states_along() -> None:
+def test_evicted_kv_takes_its_states_along() -> None:
     store = RamStore(1 << 30)
     rig = Rig({"disk": store}, windows=HYBRID, blocks=200)
     assert rig.tiers is not None
@@ -219,7 +219,7 @@ def test_a_pin_holds_the_existing_states() -> None:
     assert len(store._pins["ada"]) == 7 + 2, "and the tail, with its state, that will be there"
 
 
-def test_what_the_stores_have_is_counted_up_to_a_state() -> None:
+def test_stored_tokens_are_counted_up_to_a_state() -> None:
     store = RamStore(1 << 30)
     rig = Rig({"disk": store}, windows=HYBRID, blocks=200)
     assert rig.tiers is not None
@@ -314,7 +314,7 @@ def test_kv_that_leaves_the_pool_while_the_state_is_read_ends_the_load() -> None
     assert rig.check(id, prompt, 3).computed in (100, 68, 4)
 
 
-def test_what_is_asked_for_ahead_comes_with_its_state() -> None:
+def test_prefetched_kv_comes_with_its_state() -> None:
     store = RamStore(1 << 30)
     prompt = tokens(100)
     Rig({"disk": store}, windows=HYBRID, blocks=200).ask(prompt)

@@ -26,9 +26,7 @@ CHUNKS, LENGTH = 2, 150
     [*product(("ram", "raw", "q8"), ("f32", "bf16", "f16")), ("ram", "q8"), ("raw", "q8")],
     ids="-".join,
 )
-def test_what_a_store_gives_back_is_as_good_as_computed(
-    kind: Any, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restored_kv_equals_computed_kv(kind: Any, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit from host memory and as raw pages; nearly so as 8-bit integers (known failure 38)."""
     folder = write_model(tmp_path, **MODELS["qwen 3 with window layers"])
     first = Driver(load(folder, kv_dtype=dtype), monkeypatch)

@@ -52,7 +52,7 @@ def test_waiting_contexts_outlive_abandoned_ones(prove: bool, figure: Callable[[
         figure(f"days of agents, tokens computed again, {name}", f"{told / plain:.0%} of what plain LRU has to")
 
 
-def test_what_memory_does_untold_is_plain_lru() -> None:
+def test_memory_without_hints_is_plain_lru() -> None:
     events = list(agent_day.day(1))[:200]
     chunks = len({key for event in events for key in event.keys}) // 4
     plain = agent_day.computed_again(events, LeastRecentlyUsed(chunks), told=False)

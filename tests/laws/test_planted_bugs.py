@@ -1,3 +1,5 @@
+"""Planted bugs: every one still fits the source, and the simulators find them."""
+
 from __future__ import annotations
 
 import os

@@ -77,7 +77,7 @@ def test_time_chance_and_files_come_through_the_seams(file: str) -> None:
 
 
 @pytest.mark.parametrize("file", HEART)
-def test_python_hash_and_global_state_have_no_part_in_it(file: str) -> None:
+def test_the_heart_uses_neither_python_hash_nor_global_state(file: str) -> None:
     """`hash()` of strings and bytes differs in every process: keys made of it would not survive a restart.
 
     Known failure 27.

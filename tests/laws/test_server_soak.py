@@ -65,12 +65,12 @@ def run(seconds: int = 1800, *, leak: float = 0.0, fds: float = 0.0, threads: fl
         ({"threads": 0.02}, "threads of the front"),
     ],
 )
-def test_what_grows_is_seen(leak: dict[str, float], what: str) -> None:
+def test_growth_is_detected(leak: dict[str, float], what: str) -> None:
     """Of 150 MB, 1 kB/s is 2.4 % an hour and 6 kB/s is 14 %."""
     assert [row.what for row in use_rows(run(**leak)) if row.fault] == ([what] if what else [])
 
 
-def test_a_worker_that_leaks_is_seen() -> None:
+def test_a_leaking_worker_is_detected() -> None:
     found = []
     for one in run(1500):
         workers = {1: Use(int(200e6 + 2e4 * one.at), int(20 + 0.01 * one.at), 8)}
@@ -79,7 +79,7 @@ def test_a_worker_that_leaks_is_seen() -> None:
     assert faults == ["memory of all, with 1 workers", "descriptors of a worker, most growth"]
 
 
-def test_times_that_get_longer_are_seen() -> None:
+def test_rising_latencies_are_detected() -> None:
     assert not pace_row("x", [(float(at), 0.1) for at in range(700)]).fault
     assert "rose from" in pace_row("x", [(float(at), 0.1 + 0.0005 * at**2) for at in range(700)]).fault
     assert pace_row("x", []).fault

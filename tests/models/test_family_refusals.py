@@ -34,7 +34,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_would_change_a_number_is_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_fields_that_would_change_a_number_are_refused_by_name(name: str, tmp_path: Path) -> None:
     model, fields, told = REFUSED[name]
     load_spec(write_config(tmp_path / "right", **MODELS[model]), identify=False)
     with pytest.raises(ModelError, match=told):
@@ -67,7 +67,7 @@ FILES: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_what_a_file_says_and_is_not_built_is_refused(name: str, tmp_path: Path) -> None:
+def test_unsupported_facts_of_a_file_are_refused(name: str, tmp_path: Path) -> None:
     model, extra, told = FILES[name]
     fields = MODELS[model] | ({"no_rope_layer_interval": 4} if model == "llama 4" else {})
     path = write_gguf(write_model(tmp_path / "model", **fields), tmp_path / "m.gguf", extra=extra)

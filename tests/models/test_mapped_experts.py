@@ -144,7 +144,7 @@ def test_only_experts_that_tokens_chose_come_into_memory(tmp_path: Path) -> None
     assert found["mapped"][0] < experts / 2 and found["mapped"][1] < experts / 2
 
 
-def test_only_what_is_held_counts_as_memory(model: Path) -> None:
+def test_only_held_weights_count_as_memory(model: Path) -> None:
     spec, whole = taken(model)
     config = Config(**OPTIONS, experts="mapped")
     part = placed(spec, config, whole)
@@ -219,7 +219,7 @@ def test_unmappable_experts_are_reported(model: Path, cache: Path, monkeypatch: 
     assert not list(cache.iterdir())
 
 
-def test_a_mapped_matrix_is_the_bytes_that_it_is_given_and_keeps_them() -> None:
+def test_a_mapped_matrix_uses_the_given_bytes_and_keeps_them_alive() -> None:
     kernels = NativeKernels(KERNELS[0])
     weights = np.random.default_rng(1).standard_normal((40, 64)).astype(np.float32)
     bias = np.arange(40, dtype=np.float32)

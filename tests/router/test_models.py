@@ -199,7 +199,7 @@ async def test_the_process_that_measures_says_the_same(tmp_path: Path) -> None:
         await fitting.measure(config, alpha, 1 << 30)
 
 
-async def test_what_cannot_be_loaded_is_reported_and_tried_again_later(tmp_path: Path) -> None:
+async def test_a_model_that_cannot_be_loaded_is_reported_and_retried_later(tmp_path: Path) -> None:
     async with several(tmp_path, "alpha beta") as models:
         beta = models.models[1]
         await until(lambda: beta.spec)
@@ -251,7 +251,7 @@ async def test_idle_models_go_while_memory_is_critically_short(
     assert "beta was unloaded: the system's memory is critically short" in caplog.text
 
 
-async def test_requests_end_with_the_grace_and_not_with_what_is_stored_after_it(
+async def test_requests_end_with_the_grace_and_not_after_the_storing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """KV that streams computed is stored beside them, and must not keep any of them going."""
@@ -275,9 +275,7 @@ async def test_requests_end_with_the_grace_and_not_with_what_is_stored_after_it(
         assert flushed == [True, False]
 
 
-async def test_a_swap_that_is_cut_while_the_old_model_goes_brings_it_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_cancelled_swap_brings_the_old_model_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its service is half closed by then, and would refuse everything."""
     flushing = asyncio.Event()
 
@@ -300,7 +298,7 @@ async def test_a_swap_that_is_cut_while_the_old_model_goes_brings_it_back(
         assert alpha.swaps == 0 and alpha.loads == 1  # it was brought back, not loaded for a call
 
 
-async def test_a_model_that_returns_knows_what_it_sampled(tmp_path: Path) -> None:
+async def test_a_model_that_returns_remembers_its_sampled_tokens(tmp_path: Path) -> None:
     """A continued chat uses the very ids whose KV is on disk, rather than encoding its text again."""
     for name in ("alpha", "beta"):
         talking_model(tmp_path / name)
@@ -338,7 +336,7 @@ async def test_a_model_that_returns_knows_what_it_sampled(tmp_path: Path) -> Non
         await models.close()
 
 
-async def test_a_swap_moves_the_names_and_what_runs_goes_on(tmp_path: Path) -> None:
+async def test_a_swap_moves_the_names_and_running_requests_go_on(tmp_path: Path) -> None:
     async with several(tmp_path, "alpha beta gamma") as models:
         await until(lambda: models.models[2].spec)
         alpha = models.models[0]
@@ -584,7 +582,7 @@ async def test_a_server_whose_models_are_all_broken_says_what_is_wrong_with_the_
         await models.close()
 
 
-def test_what_cannot_be_looked_into_is_passed_over(
+def test_unreadable_folders_are_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_models(tmp_path, "alpha locked/inner")
@@ -602,7 +600,7 @@ def test_what_cannot_be_looked_into_is_passed_over(
     assert "is skipped: its name is not UTF-8" in caplog.text
 
 
-def test_what_options_of_several_models_may_not_say(tmp_path: Path) -> None:
+def test_invalid_options_for_several_models_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no models"):
         served_models(Config(models_dir=str(tmp_path)))
     with pytest.raises(ConfigError, match="cannot be read"):

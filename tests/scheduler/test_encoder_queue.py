@@ -94,7 +94,7 @@ def test_tenants_take_turns_and_urgent_texts_come_first() -> None:
     assert order == [3, 9, 0, 1, 2]
 
 
-def test_what_cannot_be_computed_is_refused() -> None:
+def test_texts_that_cannot_be_computed_are_refused() -> None:
     made, _ = queue()
     with pytest.raises(ContextTooLong, match="101 tokens; the model takes at most 100"):
         made.add(text(1, 101))

@@ -1,10 +1,14 @@
+"""The order of waiting requests: round robin over tenants, weights, classes and priorities."""
+
 from __future__ import annotations
 
 from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.kv.pool.cache import Cache
 from cairn.scheduler.fairness import AGE_SECONDS, Classes, RoundRobin
 from cairn.scheduler.plan import Limits
+from cairn.scheduler.queue import WaitingQueue
 from cairn.scheduler.scheduler import Scheduler
+from cairn.scheduler.sequence import Sequence
 from cairn.system.posix import SystemClock
 from cairn.types.request import Request, SamplingParams
 
@@ -96,3 +100,17 @@ def test_a_class_that_waits_gets_on_however_much_others_ask_for() -> None:
     classes.served("c", 2 * AGE_SECONDS)
     assert classes.levels(came, 3 * AGE_SECONDS) == {"a": 0, "b": 1, "c": 1, "d": 2}
     assert classes.levels([("d", 99.0)], 99.0) == {"d": 5}
+
+
+def sequence(serial: int, tokens: int = 5, arrival: float = 0.0, priority: int = 0) -> Sequence:
+    context = Cache(FakeEngine(fake_spec(), blocks=4).info).context(b"")
+    request = Request(id=serial, prompt=(1,) * tokens, sampling=SamplingParams(max_tokens=1), priority=priority)
+    return Sequence(request, context, 100, serial, arrival)
+
+
+def test_the_order_is_priority_then_arrival() -> None:
+    queue = WaitingQueue()
+    for it in (sequence(1), sequence(2, arrival=1), sequence(3, arrival=1, priority=1), sequence(4)):
+        queue.push(it)
+    assert [it.request.id for it in queue] == [3, 1, 4, 2]
+    assert (len(queue), queue.tokens) == (4, 20)

@@ -1,3 +1,5 @@
+"""The scheduler over the fake engine: admission, batching, preemption, ends and fairness."""
+
 from __future__ import annotations
 
 import gc
@@ -238,7 +240,7 @@ def finds(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 
 @pytest.mark.parametrize("windows", [(0,), (0, 8)])
-def test_those_that_wait_for_an_equal_prompt_do_not_search_it_in_every_step(
+def test_waiters_for_an_equal_prompt_do_not_search_it_in_every_step(
     windows: tuple[int, ...], finds: list[bytes]
 ) -> None:
     """Sixteen sequences of 200 blocks: each block used to be looked up in each of 50 steps."""
@@ -319,7 +321,7 @@ def test_a_pool_of_one_request_serves_many() -> None:
     assert [rig.tokens(request.id) for request in requests] == [rig.oracle(request) for request in requests]
 
 
-def test_growing_to_all_there_is_ends_by_length() -> None:
+def test_growing_to_the_whole_pool_ends_by_length() -> None:
     rig = Rig(blocks=5, context=200)
     request = rig.add(1, PROMPT[:10], max_tokens=100)
     rig.run()
@@ -570,7 +572,7 @@ def test_a_step_without_memory_is_computed_row_by_row(monkeypatch: pytest.Monkey
             assert tokens == rig.engine.oracle(request.prompt, request.sampling, 5)
 
 
-def test_a_state_that_a_step_without_memory_may_have_changed_is_not_gone_on_from(
+def test_a_state_that_a_step_out_of_memory_may_have_changed_is_not_continued(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rig = Rig(windows=(0, STATE))
@@ -714,7 +716,7 @@ def test_short_prompts_beside_a_long_one_do_not_overtake_each_other() -> None:
     assert list(rig.outputs) == [2, 3, 4, 1]
 
 
-def test_a_long_prompt_is_read_in_small_steps_beside_those_that_want_their_next_token() -> None:
+def test_a_long_prompt_is_read_in_small_steps_beside_decoding_requests() -> None:
     """The engine is as fast with them, and the others' tokens come as often."""
     rig = Rig(blocks=2000, context=4000, step_tokens=512)
     rig.add(1, PROMPT, max_tokens=6)
@@ -731,7 +733,7 @@ def test_a_long_prompt_is_read_in_small_steps_beside_those_that_want_their_next_
     assert sorted(row.end - row.start for row in rig.plans[-1].rows) == [120, ENOUGH_TOKENS]
 
 
-def test_on_a_slow_machine_a_step_has_as_much_of_a_prompt_as_there_is_time_for() -> None:
+def test_on_a_slow_machine_time_limits_the_prompt_tokens_of_a_step() -> None:
     """Measured before: 4.3 s between two tokens of a stream while another's 3,500 words were read."""
     rig = Rig(blocks=2000, context=4000, step_tokens=512, step_seconds=0.25)
     running = rig.add(1, PROMPT, max_tokens=150)
@@ -761,7 +763,7 @@ def test_on_a_slow_machine_a_step_has_as_much_of_a_prompt_as_there_is_time_for()
     assert rig.tokens(1) == rig.oracle(running) and rig.finish(2) is FinishReason.LENGTH
 
 
-def test_what_is_known_of_a_prompt_makes_it_short() -> None:
+def test_cached_tokens_make_a_prompt_short() -> None:
     rig = Rig(blocks=800, context=1000, step_tokens=32)
     agent = PROMPT * 4
     rig.add(1, agent, max_tokens=1)
@@ -808,7 +810,7 @@ def test_a_short_prompt_passes_many_long_ones_each_of_which_is_looked_up_once() 
     assert list(rig.outputs)[1:] == list(range(1, 34)) and len(asked) == 34 + 32
 
 
-def test_nobody_waits_for_a_prompt_that_has_no_part_of_many_steps() -> None:
+def test_no_request_waits_for_a_prompt_that_gets_no_share_of_many_steps() -> None:
     """A long prompt before it has all of their room, and what is to be shared is short (known failure 7)."""
     rig = Rig(blocks=4000, context=4000, step_tokens=32)
     rig.add(1, PROMPT[:16], max_tokens=400)

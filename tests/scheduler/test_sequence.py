@@ -1,3 +1,5 @@
+"""The states of a sequence, and what each step computes of it."""
+
 from __future__ import annotations
 
 import itertools

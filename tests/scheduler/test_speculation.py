@@ -106,7 +106,7 @@ def test_right_guesses_come_with_their_step() -> None:
     assert rig.tokens(1) == answer and policy.closed == 1
 
 
-def test_a_wrong_guess_and_all_behind_it_are_not_taken_and_their_blocks_are_free_again() -> None:
+def test_a_wrong_guess_and_those_behind_it_are_rejected_and_their_blocks_freed() -> None:
     rig, answer, policy = guessing(lambda answer: [*answer[1:3], (answer[3] + 1) % 64, *answer[4:7]])
     before = rig.cache.use()[0].held
     (output,) = rig.step()

@@ -63,7 +63,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Log:
 
 
 @pytest.mark.parametrize("turn", range(1, 9))
-def test_segments_that_are_written_anew_meanwhile(log: Log, tmp_path: Path, turn: int) -> None:
+def test_segments_may_be_rewritten_during_a_copy(log: Log, tmp_path: Path, turn: int) -> None:
     """Moved records are found in their new place, and erased ones stay erased."""
     for key in range(1, 60):
         put(log, key)

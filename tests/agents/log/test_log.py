@@ -81,7 +81,7 @@ def test_damage_costs_the_record_it_hits_and_no_other() -> None:
     assert [record.lsn for record in found.records] == [0, 2] and found.damaged > 0
 
 
-def test_a_record_is_valid_only_where_and_in_what_it_was_written() -> None:
+def test_a_record_is_valid_only_at_its_place_in_its_segment() -> None:
     """A text that holds the bytes of a record, or of another segment's record, is no record."""
     header, other = SegmentHeader(1, 99), SegmentHeader(2, 98)
     record = Record(1, RecordKind.TURN, 1, b"payload")
@@ -144,7 +144,7 @@ def test_a_table_of_places_does_what_a_dict_does() -> None:
     assert all(table.get(key) == place for key, place in known.items())
 
 
-def test_where_a_superseded_record_lies_is_forgotten_and_it_is_erased_all_the_same() -> None:
+def test_superseded_records_leave_the_index_and_are_erased_all_the_same() -> None:
     """Otherwise a log in which one agent's record is replaced at every turn would keep each version in memory."""
     files = CrashFiles()
     log = opened(files)
@@ -261,7 +261,7 @@ def test_compaction_ends_and_keeps_what_counts(monkeypatch: pytest.MonkeyPatch) 
     assert left.payload.startswith(b"199x")
 
 
-def test_a_record_is_read_where_it_lies_also_while_its_segment_is_written_anew() -> None:
+def test_a_record_is_readable_while_its_segment_is_rewritten() -> None:
     """A reader takes no lock: a record that moves between the look at the index and the read is looked up again."""
     moves = 3
 
@@ -287,7 +287,7 @@ def test_a_record_is_read_where_it_lies_also_while_its_segment_is_written_anew()
     assert moves == 0 and found == [*kept, None, None]
 
 
-def test_a_segment_that_cannot_be_removed_gives_out_nothing_old() -> None:
+def test_a_segment_that_cannot_be_removed_returns_nothing_old() -> None:
     """Its records have moved already.
 
     A record that supersedes one of them meanwhile still counts when the segment goes.

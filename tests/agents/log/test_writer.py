@@ -127,7 +127,7 @@ async def test_a_refused_write_is_an_error_for_the_waiter_and_is_retried() -> No
     assert "after" in texts(files)
 
 
-async def test_trouble_ends_with_a_write_and_not_with_nothing_to_write() -> None:
+async def test_trouble_ends_only_with_a_real_write() -> None:
     """A write of nothing would not notice a full disk, so a probe for recovery must write something."""
     files = CrashFiles()
     writer = start(files)
@@ -186,7 +186,7 @@ async def test_a_slow_disk_costs_records_that_nobody_waits_for_not_memory(monkey
     assert len(texts(files)) == 100 - writer.dropped
 
 
-async def test_a_close_writes_what_waits_and_takes_no_more() -> None:
+async def test_a_close_writes_pending_records_and_accepts_no_more() -> None:
     files = CrashFiles()
     writer = start(files)
     for n in range(20):
@@ -197,7 +197,7 @@ async def test_a_close_writes_what_waits_and_takes_no_more() -> None:
     assert texts(files.crash(files.rng)) == list(map(str, range(20)))
 
 
-async def test_a_close_on_a_disk_that_hangs_can_be_given_up_and_holds_nobody_up() -> None:
+async def test_closing_on_a_hanging_disk_can_be_abandoned() -> None:
     """The interpreter waits for non-daemon threads at its exit, so a stuck thread must not stop the shutdown.
 
     Known failure 3.
@@ -224,7 +224,7 @@ async def test_a_close_on_a_disk_that_hangs_can_be_given_up_and_holds_nobody_up(
     await writer.close()
 
 
-async def test_a_waiter_that_gives_up_takes_nothing_along() -> None:
+async def test_a_waiter_that_gives_up_cancels_no_write() -> None:
     files = CrashFiles()
     writer = start(files)
     task = asyncio.create_task(writer.sync(writer.record(RecordKind.TURN, Note("cancelled"))))

@@ -99,7 +99,7 @@ async def test_a_turn_gets_a_key_and_is_sent_again_with_the_same_one() -> None:
         assert [h[b"idempotency-key"] for s in stubs for _, h, _ in s.asked if h[b"idempotency-key"] == b"mine"]
 
 
-async def test_what_may_have_been_carried_out_is_not_sent_again() -> None:
+async def test_requests_that_may_have_run_are_not_sent_again() -> None:
     async def dies(stub: Stub, path: str, headers: object, body: bytes, writer: asyncio.StreamWriter) -> None:
         await stub.die()
 
@@ -273,7 +273,7 @@ async def test_replicas_are_restarted_one_after_another() -> None:
         assert not any(one.draining for one in app.replicas.all)
 
 
-async def test_one_that_does_not_come_back_ends_the_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_replica_that_does_not_come_back_ends_the_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     async with routed(named, named) as (app, stubs):
 
         async def end(number: int) -> None:
@@ -301,7 +301,7 @@ async def test_without_a_replica_the_client_gets_an_error_at_once() -> None:
         assert (health.status, health.json()["reasons"]) == (503, ["no replica is up"])
 
 
-async def test_what_one_replica_alone_has_is_looked_for_on_all() -> None:
+async def test_a_resource_of_one_replica_is_looked_up_on_all() -> None:
     async def mine(stub: Stub, path: str, headers: object, body: bytes, writer: asyncio.StreamWriter) -> None:
         await as_json(writer, {"by": stub.name}, 200 if stub.name == "s2" else 404)
 
@@ -313,7 +313,7 @@ async def test_what_one_replica_alone_has_is_looked_for_on_all() -> None:
         assert (await ask(app, "GET", "/v1/nothing")).status in (200, 404)
 
 
-async def test_what_follows_a_response_goes_to_the_replica_that_keeps_it() -> None:
+async def test_follow_ups_of_a_response_go_to_the_replica_that_keeps_it() -> None:
     async with routed(named, named, named) as (app, _):
         for n in range(6):
             first = (await ask(app, "POST", "/v1/responses", {"input": [{"n": n}]})).json()["by"]

@@ -37,7 +37,7 @@ def bound(call: Call) -> float:
 
 
 @pytest.mark.parametrize("kernel", sorted(EFFECTS))
-def test_a_kernel_gives_what_the_reference_gives(kernel: str) -> None:
+def test_a_kernel_equals_the_reference(kernel: str) -> None:
     for call in (call for call in calls() if call.kernel == kernel):
         for ours, theirs in zip(results(call, MlxKernels("cpu")), results(call, ReferenceKernels()), strict=True):
             most = bound(call) * np.abs(theirs).max(initial=1e-9)

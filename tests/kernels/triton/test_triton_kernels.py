@@ -26,7 +26,7 @@ def is_narrow(call: Call) -> bool:
 
 
 @pytest.mark.parametrize("kernel", sorted(EFFECTS))
-def test_a_kernel_gives_what_the_reference_gives(kernel: str) -> None:
+def test_a_kernel_equals_the_reference(kernel: str) -> None:
     for call in (call for call in calls() if call.kernel == kernel):
         bound = 8e-3 if is_narrow(call) else 2e-4
         for ours, theirs in zip(results(call, TritonKernels("cpu")), results(call, ReferenceKernels()), strict=True):

@@ -59,7 +59,7 @@ def test_q8_moves_no_number_further_than_half_a_step(dtype: str, scale: float) -
     assert not codec.lossless
 
 
-def test_q8_keeps_zeros_and_refuses_what_is_not_finite() -> None:
+def test_q8_keeps_zeros_and_refuses_non_finite_numbers() -> None:
     codec = Q8(BLOCKS, 16)
     zeros = bytes(4 * BLOCKS[0])
     assert bytes(codec.decode(0, memoryview(bytes(codec.encode(0, zeros))))) == zeros

@@ -24,7 +24,7 @@ FOUND = Comparison("q8", 2000, 1990, 8.0, 8.04, 0.001, 0.02)
 
 
 @pytest.mark.parametrize("seed", [0, 5, 7])
-def test_what_is_reported_is_what_another_reading_finds(seed: int) -> None:
+def test_the_report_matches_an_independent_reading(seed: int) -> None:
     codecs.run(seed)
 
 
@@ -37,7 +37,7 @@ def test_what_is_reported_is_what_another_reading_finds(seed: int) -> None:
         ("mistral", "f16"),
     ],
 )
-def test_a_model_is_read_as_it_reads_a_prompt(name: str, dtype: str, tmp_path: Path) -> None:
+def test_the_check_feeds_tokens_as_a_prompt(name: str, dtype: str, tmp_path: Path) -> None:
     engine = load(write_model(tmp_path, **MODELS[name]), kv_gb=0.02, kv_dtype=dtype)
     try:
         tokens, info = prompt(200), engine.info
@@ -101,7 +101,7 @@ def test_a_check_is_remembered_for_its_model_and_codec() -> None:
     again.close()
 
 
-def test_a_check_that_was_killed_does_not_keep_the_next_one_from_being_remembered() -> None:
+def test_a_killed_check_does_not_stop_the_next_result_from_being_remembered() -> None:
     """Its leftover temporary file used to have the first name that the next check tried, every time."""
     files = store()
     for number in range(1, 4):
@@ -136,7 +136,7 @@ def test_a_damaged_memory_file_is_ignored() -> None:
 
 
 @pytest.mark.parametrize("at", range(12))
-def test_a_crash_or_a_fault_leaves_the_memory_whole_or_none(at: int) -> None:
+def test_a_crash_or_a_fault_leaves_a_whole_result_or_none(at: int) -> None:
     """Once `remember` has returned, the result survives a power cut (known failure 31)."""
     calls = 0
     files = store()

@@ -61,7 +61,7 @@ def test_kv_stored_before_model_folders_is_found_with_its_pins() -> None:
     assert all("/models/" in str(path) for path in files.files(FOLDER) if path.name.count(".") == 4)
 
 
-def test_what_other_kernels_left_of_the_model_goes_along_so_that_it_can_be_erased() -> None:
+def test_chunks_of_other_kernels_move_along_so_that_they_can_be_erased() -> None:
     time = Time()
     files, chunks = CrashFiles(now=time.now), chain(2)
     stored_before(files, time, chunks, identity=b"other kernels")
@@ -70,7 +70,7 @@ def test_what_other_kernels_left_of_the_model_goes_along_so_that_it_can_be_erase
     assert not [path for path in files.files(FOLDER) if path.name.count(".") == 4]
 
 
-def test_what_a_second_process_stored_is_taken_in_once_it_has_ended() -> None:
+def test_a_second_process_chunks_are_merged_once_it_has_ended() -> None:
     time = Time()
     files, one, two = CrashFiles(now=time.now), chain(2), chain(3, salt=b"two")
     first = opened(files, time)
@@ -90,7 +90,7 @@ def test_what_a_second_process_stored_is_taken_in_once_it_has_ended() -> None:
     assert len(files.files(TWIN)) == 2, "only its marker and the lock are left"
 
 
-def test_a_crash_while_it_is_taken_in_loses_nothing() -> None:
+def test_a_crash_during_the_merge_loses_nothing() -> None:
     for seed in range(60):
         time, rng = Time(), random.Random(seed)
         files = CrashFiles(seed=seed, now=time.now)
@@ -109,7 +109,7 @@ def test_a_crash_while_it_is_taken_in_loses_nothing() -> None:
         assert (found(again, mine), found(again, more)) == (3, 3), seed
 
 
-def test_all_stores_have_one_budget_and_what_nobody_uses_gives_way() -> None:
+def test_all_stores_share_one_budget_and_unused_ones_give_way() -> None:
     """The least recently used goes first, and never a pinned one."""
     time, budget, other_model = Time(), 13 * 4096, {"identity": b"another", "model": "another"}
     files = CrashFiles(now=time.now)

@@ -149,7 +149,7 @@ def test_models_share_a_folder_and_nothing_else(files: CrashFiles, time: Time, h
     assert other.stats().chunks == (3 if mine else 6)
 
 
-def test_what_is_handed_over_again_after_a_refusal_is_refused_once(files: CrashFiles, time: Time) -> None:
+def test_a_chunk_offered_again_after_a_refusal_counts_as_refused_once(files: CrashFiles, time: Time) -> None:
     """A batch is offered again without the refused chunks; 10 refusals were once counted as 105."""
     store, memory = open_store(files, time), RamStore(1 << 20)
     lost = [chunk for number in range(5) for chunk in chain(3, salt=bytes([number]))[1:]]
@@ -202,7 +202,7 @@ def test_the_budget_holds_at_every_moment_and_after_a_restart(files: CrashFiles,
     assert small.stats().evicted > 0
 
 
-def test_the_budget_holds_where_the_disk_tells_late_what_a_file_takes(
+def test_the_budget_holds_on_a_disk_that_reports_file_sizes_late(
     files: CrashFiles, time: Time, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On ZFS a file seems to take next to nothing until some seconds after the sync."""
@@ -229,7 +229,7 @@ def test_leaves_go_first_the_oldest_of_them(files: CrashFiles, time: Time) -> No
     assert [held(files, one) for one in (deep, old, new)] == [9, 1, 0]
 
 
-def test_what_a_used_chunk_extends_was_used_with_it(files: CrashFiles, time: Time) -> None:
+def test_using_a_chunk_uses_its_ancestors(files: CrashFiles, time: Time) -> None:
     store = open_store(files, time, budget=(5 + 1) * 4096)
     long, other = chain(3), chain(2, salt=b"o")
     store.keep(long)
@@ -363,7 +363,7 @@ def test_a_pin_that_could_not_be_read_can_be_undone(files: CrashFiles, time: Tim
     assert open_store(files, time).stats().pinned == 0
 
 
-def test_what_is_pinned_is_counted_without_a_look_at_all_of_it(files: CrashFiles, time: Time) -> None:
+def test_pinned_chunks_are_counted_without_walking_them(files: CrashFiles, time: Time) -> None:
     """Metrics are read between steps."""
     walks = 0
 
@@ -446,7 +446,7 @@ def test_an_owner_is_never_a_file_name(files: CrashFiles, time: Time) -> None:
     assert all(path.is_relative_to(FOLDER) for path in files.files())
 
 
-def test_what_nobody_used_for_the_time_to_live_goes(files: CrashFiles, time: Time) -> None:
+def test_chunks_unused_for_the_time_to_live_are_removed(files: CrashFiles, time: Time) -> None:
     store = open_store(files, time, ttl=1000.0)
     old, used, pinned = chain(3), chain(3, salt=b"used"), chain(2, salt=b"pinned")
     for one in (old, used, pinned):
@@ -524,7 +524,7 @@ def test_pruning_others_leaves_this_model(files: CrashFiles, time: Time) -> None
     assert (store.stats().chunks, store.match_prefix(keys(chain(2)))) == (2, 2)
 
 
-def test_dropping_takes_what_extends_it_and_its_bytes(files: CrashFiles, time: Time) -> None:
+def test_dropping_a_chunk_removes_its_descendants_and_their_bytes(files: CrashFiles, time: Time) -> None:
     store = open_store(files, time)
     chunks = chain(5)
     branch = chain(2, salt=b"b", after=chunks[1])
@@ -542,7 +542,7 @@ def test_dropping_takes_what_extends_it_and_its_bytes(files: CrashFiles, time: T
 # ------------------------------------------------------------------------------------------------------------ damage
 
 
-def test_damage_is_a_miss_and_takes_what_extends_it(files: CrashFiles, time: Time) -> None:
+def test_damage_is_a_miss_and_removes_descendants(files: CrashFiles, time: Time) -> None:
     """A corrupt file must not crash the server, nor be trusted (known failure 30)."""
     store = open_store(files, time)
     chunks = chain(4)
@@ -703,7 +703,7 @@ class SharedFiles(CrashFiles):
         self.put(Path(f"/other{self.wrote}"), bytes(found * 4096))
 
 
-def test_others_that_write_all_the_time_are_given_way_all_the_time(time: Time) -> None:
+def test_the_store_keeps_giving_way_to_others_that_keep_writing(time: Time) -> None:
     """What others had written since looked like space that the disk had not freed yet, so the store did not shrink."""
     files = SharedFiles(now=time.now, capacity=600 * 4096)
     store = open_store(files, time, budget=1 << 30, reserve=40 * 4096)
@@ -869,9 +869,7 @@ def said(identity: bytes) -> list[bytes]:
 
 
 @pytest.mark.parametrize("kind", ["read", "remove", "sync_folder", "list"])
-def test_what_the_disk_does_not_let_go_of_another_model_is_asked_for_again(
-    files: CrashFiles, time: Time, kind: str
-) -> None:
+def test_failed_erasures_of_another_models_chunks_are_retried(files: CrashFiles, time: Time, kind: str) -> None:
     """`list`: the disk already fails when the store starts."""
     other, theirs = open_store(files, time, identity=b"other"), chain(30, salt=b"other")
     other.keep(theirs)
@@ -894,7 +892,7 @@ def test_what_the_disk_does_not_let_go_of_another_model_is_asked_for_again(
     assert len(asked) == len(set(asked)), "the chunk that cannot be read was asked for again, not another"
 
 
-def test_a_deletion_looks_at_no_chunk_of_another_model_that_is_known(files: CrashFiles, time: Time) -> None:
+def test_a_deletion_visits_no_chunk_of_another_known_model(files: CrashFiles, time: Time) -> None:
     """With 100,000 such chunks each deletion, and each eviction, used to block the store for 50 milliseconds."""
     for name in (b"other", b"third"):
         other = open_store(files, time, identity=name)

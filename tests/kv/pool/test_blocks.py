@@ -1,3 +1,5 @@
+"""The block pool: allocation, sharing, eviction and look-up by key and tokens."""
+
 from __future__ import annotations
 
 import random
@@ -89,7 +91,7 @@ def test_evicted_blocks_can_be_published_again() -> None:
     assert pool.find(b"k", (ord("k"),)) == block
 
 
-def test_nothing_is_evicted_before_what_extends_it() -> None:
+def test_blocks_are_evicted_after_their_descendants() -> None:
     pool = BlockPool(4)
     chain = published(pool, [b"1", b"2", b"3", b"4"])
     pool.release(reversed(chain))
@@ -104,7 +106,7 @@ def test_free_blocks_are_used_before_cached_ones() -> None:
     assert pool.find(b"k", (ord("k"),)) == block
 
 
-def test_what_is_free_cannot_be_shared_or_published() -> None:
+def test_a_free_block_cannot_be_shared_or_published() -> None:
     pool = BlockPool(1)
     with pytest.raises(RuntimeError):
         pool.hold(0)

@@ -1,3 +1,5 @@
+"""The prefix cache: what a new sequence finds, waits for and gives back."""
+
 from __future__ import annotations
 
 import pytest
@@ -106,7 +108,7 @@ def test_of_a_block_the_first_tokens_are_reused_as_far_as_they_agree() -> None:
         assert len(kv.copies()) == (2 if hit % 4 else 0)
 
 
-def test_a_block_that_is_not_full_is_copied_and_never_named_by_two_tables() -> None:
+def test_a_partial_block_is_copied_and_never_in_two_tables() -> None:
     kv = cache((20, 0))
     context = compute(kv, TOKENS[:7])
     source = context.table.groups[0][1]
@@ -126,7 +128,7 @@ def test_uncomputed_tokens_of_a_block_are_not_found() -> None:
     assert covered(kv, TOKENS[10:19]) == 14 - 10
 
 
-def test_what_goes_on_takes_the_place_of_the_beginning_of_its_block() -> None:
+def test_a_longer_partial_block_replaces_its_beginning() -> None:
     kv = cache((20, 0))
     for length in (5, 6, 7, 6):
         compute_part(kv, TOKENS[:length])
@@ -165,7 +167,7 @@ def test_a_part_of_a_block_goes_with_its_context() -> None:
         assert covered(kv, TOKENS[:8]) == hit, keep
 
 
-def test_a_block_whose_copy_is_still_to_be_made_is_not_taken_for_it() -> None:
+def test_the_source_of_a_pending_copy_is_not_evicted_for_it() -> None:
     """The pool has no other blocks than the sequence takes, so nothing is copied."""
     kv = cache((4, 0))
     compute_part(kv, TOKENS[:6])
@@ -367,7 +369,7 @@ def test_a_waiter_takes_over_when_the_other_ends() -> None:
     assert waits(kv, third, tokens)
 
 
-def test_a_waiter_goes_its_own_way_where_the_prompts_part_or_the_other_begins_anew() -> None:
+def test_a_waiter_stops_waiting_when_prompts_diverge_or_the_other_restarts() -> None:
     kv = cache((60, 0), (60, 6))
     first, second, third = (kv.context(b"") for _ in range(3))
     one, other = TOKENS[:33], [*TOKENS[:16], *range(1, 18)]
@@ -435,7 +437,7 @@ def test_uncached_prefixes_are_remembered_until_published() -> None:
     assert not context.claim.match and kv.match(context, TOKENS[:17]) == (12, 5, None)
 
 
-def test_what_a_window_lacks_may_come_with_the_end_of_a_load() -> None:
+def test_a_windows_missing_blocks_may_come_with_the_end_of_a_load() -> None:
     """A load brings only those blocks of a window that its end needs; nothing before that is of use."""
     kv = cache((40, 0), (40, 6))
     load, waiting, tokens = kv.context(b""), kv.context(b""), TOKENS[:33]

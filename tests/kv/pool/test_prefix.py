@@ -1,3 +1,5 @@
+"""Keys of blocks: a hash chain over tokens, rooted in the model's identity and the tenant's salt."""
+
 from __future__ import annotations
 
 import subprocess

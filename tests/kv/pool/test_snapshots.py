@@ -29,7 +29,7 @@ def wanted(snapshots: Snapshots, stop: int) -> list[int]:
         (30, 99, [28, 30]),
     ],
 )
-def test_a_prompt_leaves_two_before_its_end_and_one_where_it_leaves_what_is_known(
+def test_a_prompt_leaves_two_snapshots_before_its_end_and_one_where_it_diverges(
     whole: int, reach: int, boundaries: list[int]
 ) -> None:
     snapshots = Snapshots()
@@ -37,7 +37,7 @@ def test_a_prompt_leaves_two_before_its_end_and_one_where_it_leaves_what_is_know
     assert wanted(snapshots, whole) == boundaries
 
 
-def test_one_that_somebody_waits_for_is_left_too() -> None:
+def test_a_snapshot_that_another_waits_for_is_left_too() -> None:
     snapshots = Snapshots()
     snapshots.begin(23, 0)
     snapshots.want(12)
@@ -52,7 +52,7 @@ def test_a_long_prompt_leaves_some_on_its_way() -> None:
     assert wanted(snapshots, 3 * SPACING + 5) == [SPACING, 2 * SPACING, 3 * SPACING, 3 * SPACING + 4, 3 * SPACING + 5]
 
 
-def test_within_a_prompt_nothing_but_a_boundary_is_wanted_and_after_it_the_end_of_every_block() -> None:
+def test_snapshots_are_wanted_at_boundaries_in_a_prompt_and_at_every_block_after_it() -> None:
     snapshots = Snapshots()
     snapshots.begin(10, 7)
     assert all(end % BOUNDARY == 0 for end in range(1, 10) if snapshots.wanted(end))

@@ -43,7 +43,7 @@ def filled(kind: Kind) -> tuple[Store, Time, list[list[Chunk]]]:
 
 
 @STORES
-def test_what_is_superseded_goes_before_what_is_older(kind: Kind) -> None:
+def test_superseded_contexts_are_evicted_before_older_ones(kind: Kind) -> None:
     store, _, (first, second, third) = filled(kind)
     store.mark(keys(third), "superseded")
     assert store.keep(chain(2, salt=b"new")) == 2
@@ -85,7 +85,7 @@ def test_a_hint_applies_to_chunks_stored_after_it(kind: Kind) -> None:
 
 
 @STORES
-def test_what_is_pinned_or_extended_stays_however_it_stands(kind: Kind) -> None:
+def test_pinned_or_extended_chunks_stay_whatever_their_standing(kind: Kind) -> None:
     store, _, (first, second, third) = filled(kind)
     store.mark(keys(second), "superseded")
     store.pin("ada", keys(second))

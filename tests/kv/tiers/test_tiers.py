@@ -1,3 +1,5 @@
+"""KV below the pools: written behind, loaded on demand, evicted, flushed and accounted for."""
+
 from __future__ import annotations
 
 import contextlib
@@ -42,7 +44,7 @@ def disk() -> RamStore:
     return RamStore(1 << 30)
 
 
-def test_what_one_worker_computed_the_next_one_loads() -> None:
+def test_a_worker_loads_what_the_previous_one_computed() -> None:
     """Written behind, found by the next worker, with the same answer (known failures 27, 39)."""
     store = disk()
     first = Rig({"disk": store}).ask(PROMPT)
@@ -126,7 +128,7 @@ def test_a_tail_is_not_stored_while_its_context_goes_on() -> None:
     assert [len(chunk.tokens) for chunk in store._chunks.values() if len(chunk.tokens) < CHUNK] == [8]
 
 
-def test_what_nobody_is_known_to_go_on_with_is_stored_last_and_goes_first() -> None:
+def test_one_shot_contexts_are_stored_last_and_evicted_first() -> None:
     store = disk()
     rig = Rig({"disk": store}, blocks=200, limits=WriteLimits(turn_bytes=PAGES))
     assert rig.tiers is not None
@@ -155,7 +157,7 @@ def test_a_returning_context_is_no_longer_evicted_first() -> None:
     assert [chunk.once for chunk in store._chunks.values()] == [False, False, True], "of the tail that is not known"
 
 
-def test_what_the_pool_needs_is_no_loss_where_nobody_is_known_to_go_on_with_it() -> None:
+def test_evicting_a_one_shot_context_is_no_loss() -> None:
     store = disk()
     rig = Rig({"disk": store}, blocks=40)
     assert rig.tiers is not None
@@ -179,7 +181,7 @@ def test_a_context_comes_from_memory_where_there_is_a_store_for_it() -> None:
     assert (report.ram, report.disk) == (96, 0)
 
 
-def test_of_two_stores_each_gives_what_the_other_lacks() -> None:
+def test_two_stores_complement_each_other() -> None:
     ram, store = RamStore(1 << 20), disk()
     Rig({"disk": store}).ask(PROMPT)
     Rig({"ram": ram}).ask(PROMPT[:40])
@@ -206,7 +208,7 @@ def unlike(field: str, stores: dict[TierName, Store] | None) -> tuple[Rig, list[
 
 @pytest.mark.parametrize("tier", ["ram", "disk"])
 @pytest.mark.parametrize("field", COVERED)
-def test_whatever_the_key_covers_no_store_hits_when_it_differs(tier: TierName, field: str) -> None:
+def test_no_store_hits_if_any_part_of_the_key_differs(tier: TierName, field: str) -> None:
     """Each part of the key alone (known failures 26, 28, 40)."""
     stores: dict[TierName, Store] = {tier: RamStore(1 << 30)}
     Rig(stores).ask(PROMPT)
@@ -215,7 +217,7 @@ def test_whatever_the_key_covers_no_store_hits_when_it_differs(tier: TierName, f
 
 
 @pytest.mark.parametrize("field", COVERED)
-def test_whatever_the_key_covers_no_pool_hits_when_it_differs(field: str) -> None:
+def test_no_pool_hits_if_any_part_of_the_key_differs(field: str) -> None:
     """With the pools of a worker that differs, although no two workers ever share pools (known failures 26, 28, 40)."""
     first = Rig(None)
     first.ask(PROMPT)
@@ -229,7 +231,7 @@ def test_whatever_the_key_covers_no_pool_hits_when_it_differs(field: str) -> Non
     assert (begins[0] == begins[1]) == (field in ("nothing", "token"))
 
 
-def test_what_one_token_changes_is_loaded_up_to_there() -> None:
+def test_a_context_is_loaded_up_to_a_changed_token() -> None:
     store = disk()
     Rig({"disk": store}).ask(PROMPT)
     changed = [*PROMPT[:50], 63, *PROMPT[51:]]
@@ -379,7 +381,7 @@ def test_noted_chunks_with_a_dropped_prefix_are_forgotten_without_loss(late: boo
     assert answers == [0] and (behind.chunks, behind.dropped) == (0, 0) and not store.stats().chunks
 
 
-def test_a_full_queue_gives_up_what_the_pool_needs_and_what_extends_it_and_blocks_nobody() -> None:
+def test_a_full_queue_drops_needed_blocks_with_their_descendants_and_blocks_nobody() -> None:
     """Known failure 35."""
     store = disk()
     rig = Rig({"disk": store}, blocks=30, limits=WriteLimits(queue_bytes=2 * PAGES))
@@ -399,7 +401,7 @@ def test_a_full_queue_gives_up_what_the_pool_needs_and_what_extends_it_and_block
     assert Rig({"disk": store}).ask(others).disk == 96
 
 
-def test_what_the_pool_needs_is_copied_first_while_there_is_room() -> None:
+def test_chunks_whose_blocks_the_pool_needs_are_copied_first() -> None:
     store = disk()
     rig = Rig({"disk": store}, blocks=40)
     assert rig.tiers is not None
@@ -414,7 +416,7 @@ def test_what_the_pool_needs_is_copied_first_while_there_is_room() -> None:
     assert store.stats().chunks == 6 and rig.tiers.stats().dropped == 0
 
 
-def test_what_has_waited_long_is_copied_although_requests_run() -> None:
+def test_long_waiting_chunks_are_copied_although_requests_run() -> None:
     rig = Rig({"disk": disk()}, blocks=400, context=2048)
     assert rig.tiers is not None
     behind = rig.tiers.write_behind
@@ -595,7 +597,7 @@ def test_a_load_gives_way_to_those_that_run() -> None:
     assert rig.scheduler.stats().preemptions == 0
 
 
-def test_what_is_dropped_while_it_is_loaded_leaves_nothing() -> None:
+def test_a_context_dropped_during_its_load_leaves_nothing() -> None:
     store = disk()
     Rig({"disk": store}).ask(PROMPT)
     rig = Rig({"disk": store})
@@ -611,7 +613,7 @@ def test_what_is_dropped_while_it_is_loaded_leaves_nothing() -> None:
     assert rig.ask(PROMPT).disk == 96
 
 
-def test_what_the_reader_has_in_hand_while_it_is_dropped_goes_to_no_other_store() -> None:
+def test_a_chunk_dropped_while_it_is_read_goes_to_no_other_store() -> None:
     """It was read from the disk for the pool and for memory, where the drop had already been."""
     disk = RamStore(1 << 30)
     Rig({"disk": disk}, blocks=200).ask(PROMPT)
@@ -691,14 +693,14 @@ def test_a_miss_says_why() -> None:
 
 
 @pytest.mark.parametrize("stores", [True, False])
-def test_what_no_store_may_have_was_not_stored_and_without_stores_it_was_evicted(stores: bool) -> None:
+def test_the_miss_reason_of_unstorable_kv_is_not_stored_or_evicted(stores: bool) -> None:
     rig = Rig({"disk": disk()} if stores else None, blocks=40)
     for prompt in (PROMPT, OTHER):
         rig.ask(prompt, stored=False)
     assert why(rig, stored=False) == ("not stored" if stores else "evicted")
 
 
-def test_what_is_on_its_way_to_the_disk_is_not_stored_yet_and_what_is_too_late_for_it_never_will_be() -> None:
+def test_the_miss_reason_of_queued_kv_is_not_stored_yet_and_of_late_kv_never_stored() -> None:
     rig = Rig({"disk": disk()}, blocks=40)
     for prompt in (PROMPT, OTHER):
         rig.add(prompt)
@@ -784,7 +786,7 @@ def test_damaged_chunks_are_reported() -> None:
     assert life(cut, load="always").ask(PROMPT).miss == Miss(position=48, reason="damaged")
 
 
-def test_what_is_erased_leaves_no_trace_of_having_been_seen() -> None:
+def test_erased_contexts_leave_no_trace_of_having_been_seen() -> None:
     files = CrashFiles()
     rig = life(files)
     rig.ask(PROMPT)
@@ -797,7 +799,7 @@ def test_what_is_erased_leaves_no_trace_of_having_been_seen() -> None:
     assert why(rig) == "never seen"
 
 
-def test_a_load_that_was_declined_and_is_worth_it_later_is_no_reason_for_a_miss() -> None:
+def test_a_load_declined_first_and_made_later_is_no_miss_reason() -> None:
     """Tokens that it finds nothing of were never seen."""
     store = disk()
     Rig({"disk": store}).ask(PROMPT)
@@ -817,7 +819,7 @@ def test_a_load_that_was_declined_and_is_worth_it_later_is_no_reason_for_a_miss(
     assert report.disk == 96 and report.miss == Miss(position=96, reason="never seen")
 
 
-def test_a_context_can_be_brought_up_before_it_is_needed() -> None:
+def test_a_context_can_be_prefetched() -> None:
     store = disk()
     Rig({"disk": store}).ask(PROMPT)
     rig = Rig({"disk": store}, load="never")
@@ -898,7 +900,7 @@ def test_a_second_sweep_shares_the_running_one() -> None:
     assert answered(5)[4:] == [Swept(checked=2)]
 
 
-def test_what_is_given_up_goes_also_where_other_kernels_left_it() -> None:
+def test_eviction_on_demand_reaches_chunks_of_other_kernels() -> None:
     """Their chunks hold the same token ids. What others need of it stays, and so does everything else in the folder."""
     files, other = CrashFiles(), [(11 * n) % 59 for n in range(80)]
 

@@ -113,7 +113,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path, more: dict[
         read(tmp_path / "adapter", base)
 
 
-def test_what_is_no_adapter_is_reported(tmp_path: Path) -> None:
+def test_folders_that_are_no_adapters_are_reported(tmp_path: Path) -> None:
     base = base_of(tmp_path)
     place = random_peft(tmp_path / "adapter", base, 0)
     (place / "adapter_model.safetensors").rename(place / "adapter_model.bin")

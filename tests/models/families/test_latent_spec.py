@@ -22,7 +22,7 @@ from tests.tiny_models import MODELS, load, write_config, write_model
 TINY = MODELS["deepseek 3"]
 
 
-def test_a_page_keeps_what_all_heads_are_made_of_once(tmp_path: Path) -> None:
+def test_a_page_stores_the_latent_of_all_heads_once(tmp_path: Path) -> None:
     spec = load_spec(write_model(tmp_path, **TINY))
     assert spec.page(0) == (1, 1, 16, 64 + 16)
     assert block_bytes(spec, "bfloat16") == (spec.layers * 16 * (64 + 16) * 2,)
@@ -50,7 +50,7 @@ def test_a_stored_page_can_be_rounded_by_rows_of_its_own_length(tmp_path: Path) 
     assert np.abs(back - pages).max() < np.abs(pages).max() / 200
 
 
-def test_nothing_that_is_kept_passes_its_reach(tmp_path: Path) -> None:
+def test_kept_numbers_stay_within_their_bound(tmp_path: Path) -> None:
     spec = load_spec(write_model(tmp_path, **TINY))
     bound = reach(spec, open_weights(tmp_path, spec))
     engine = load(tmp_path, kernels="reference")
@@ -96,7 +96,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_would_change_a_number_is_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_fields_that_would_change_a_number_are_refused_by_name(name: str, tmp_path: Path) -> None:
     model, fields, told = REFUSED[name]
     with pytest.raises(ModelError, match=told):
         load_spec(write_config(tmp_path, **MODELS[model] | fields))
@@ -143,7 +143,7 @@ def test_layers_that_guess_ahead_are_set_aside(name: str, tmp_path: Path) -> Non
         open_weights(wrong, load_spec(wrong))
 
 
-def test_constants_of_an_activation_that_are_others_are_no_part_of_the_model(tmp_path: Path) -> None:
+def test_an_activation_with_other_constants_is_refused(tmp_path: Path) -> None:
     spec = load_spec(write_model(tmp_path, **MODELS["apertus"]))
     assert "model.layers.0.mlp.act_fn.beta" not in open_weights(tmp_path, spec)
     tensors = load_file(tmp_path / "model.safetensors")

@@ -50,7 +50,7 @@ NEMOTRON = MODELS["nemotron h moe"]
         (NEMOTRON | {"layers_block_type": None, "hybrid_override_pattern": "M-?"}, "hybrid_override_pattern must be"),
     ],
 )
-def test_what_makes_no_sense_is_named(fields: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+def test_impossible_state_settings_are_refused_by_name(fields: dict[str, Any], sentence: str, tmp_path: Path) -> None:
     folder = write_config(tmp_path, **fields)
     with pytest.raises(ModelError, match=sentence):
         load_spec(folder)
@@ -78,7 +78,7 @@ def test_every_layer_has_its_own_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["stored", "bf16", "int8", "int4"])
-def test_what_steers_a_state_is_never_rounded(form: Any, tmp_path: Path) -> None:
+def test_parameters_that_steer_a_state_are_never_rounded(form: Any, tmp_path: Path) -> None:
     folder = write_model(tmp_path, dtype=BFLOAT16, **QWEN | {"hidden_size": 64})
     source = open_weights(folder, load_spec(folder))
     held = HeldWeights(source, form)
@@ -115,7 +115,7 @@ def test_layers_that_guess_further_tokens_are_set_aside_in_gguf(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["qwen 3.5", "granite 4 hybrid, dense", "lfm 2"])
-def test_quantizing_a_file_leaves_what_steers_a_state(name: str, tmp_path: Path) -> None:
+def test_quantizing_a_file_leaves_parameters_that_steer_a_state(name: str, tmp_path: Path) -> None:
     fields = MODELS[name] | {"hidden_size": 64, "mamba_proj_bias": False, "time_step_limit": None}
     path = write_gguf(write_model(tmp_path / "model", **fields), tmp_path / "m.gguf")
     write_again(path, load_spec(path), tmp_path / "small.gguf", "Q8_0", {}, lambda done, total: None)

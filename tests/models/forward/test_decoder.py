@@ -1,3 +1,5 @@
+"""Recorded forward passes of decoders replay as the direct run computes."""
+
 from __future__ import annotations
 
 from pathlib import Path

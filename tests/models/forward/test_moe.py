@@ -49,7 +49,7 @@ OSS = MODELS["gpt-oss"]
         (MODELS["smollm 3"] | {"no_rope_layers": [1, 2, 1, 1]}, "no_rope_layers must be a list of 4 entries"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(fields: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+def test_impossible_expert_settings_are_refused_by_name(fields: dict[str, Any], sentence: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=sentence):
         load_spec(write_config(tmp_path, **fields))
 
@@ -92,7 +92,7 @@ def test_layers_that_guess_further_tokens_are_set_aside(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["stored", "bf16", "int8", "int4"])
-def test_what_routes_is_never_rounded(form: Any, tmp_path: Path) -> None:
+def test_router_weights_are_never_rounded(form: Any, tmp_path: Path) -> None:
     folder = write_model(tmp_path, dtype=BFLOAT16, **MODELS["qwen 2 moe, shared expert"] | {"hidden_size": 64})
     source = open_weights(folder, load_spec(folder))
     held = HeldWeights(source, form)

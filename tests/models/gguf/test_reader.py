@@ -251,7 +251,7 @@ KEYS: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_what_a_file_says_of_its_model_is_checked(name: str, tmp_path: Path) -> None:
+def test_a_files_facts_about_its_model_are_checked(name: str, tmp_path: Path) -> None:
     """Known failure 30."""
     extra, without, sentence = KEYS[name]
     folder = write_model(tmp_path / "model", "LlamaForCausalLM")
@@ -263,7 +263,7 @@ def test_what_a_file_says_of_its_model_is_checked(name: str, tmp_path: Path) -> 
     assert str(caught.value).startswith(f"{path}: ")
 
 
-def test_one_value_for_every_layer_and_settings_that_say_nothing_are_understood(tmp_path: Path) -> None:
+def test_one_value_for_all_layers_and_neutral_settings_are_accepted(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", "LlamaForCausalLM")
     extra = {"llama.attention.head_count_kv": [2, 2], "llama.expert_count": 0, "llama.attention.sliding_window": 24}
     extra |= {"general.sampling.temp": 0.5, "general.sampling.top_k": 7, "tokenizer.ggml.eot_token_id": 5}
@@ -427,7 +427,7 @@ ENDINGS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("name", ENDINGS)
-def test_what_ends_an_answer_is_all_that_a_file_names_and_all_that_is_spelt_so(name: str, tmp_path: Path) -> None:
+def test_end_tokens_are_those_named_by_the_file_and_those_spelt_alike(name: str, tmp_path: Path) -> None:
     fields, ends = ENDINGS[name]
     folder = write_model(tmp_path / "model", "LlamaForCausalLM")
     tokens, kinds = [f"t{n}" for n in range(20)], [1] * 20

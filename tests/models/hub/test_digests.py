@@ -1,3 +1,5 @@
+"""Remembered digests of model files: hashed once, and again when a file changes."""
+
 from __future__ import annotations
 
 import errno
@@ -89,7 +91,7 @@ def test_a_user_without_a_home_hashes_each_time(file: Path, monkeypatch: pytest.
     assert prune() == (0, 0)
 
 
-def test_a_full_disk_keeps_no_half_of_it(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_keeps_no_partial_cache(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "no space left")
 

@@ -1,3 +1,5 @@
+"""Models pulled from a hub: only the needed files, resumed, verified, and complete or absent."""
+
 import errno
 import hashlib
 import itertools
@@ -333,7 +335,7 @@ def test_a_new_commit_keeps_unchanged_files(remote, env):
     assert remote.served["model-1-of-2.safetensors"] == served
 
 
-def test_a_crash_while_it_is_put_together_leaves_the_old_model(remote, env, monkeypatch):
+def test_a_crash_during_assembly_leaves_the_old_model(remote, env, monkeypatch):
     """A new commit counts only once all of it is there (known failure 38)."""
     old = hub.pull("org/m", env=env)
     remote.commit = "b" * 40

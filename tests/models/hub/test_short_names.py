@@ -56,7 +56,7 @@ def test_a_short_name_is_pulled_from_the_hub_and_found_again(
     assert place.name == "tiny-Q8_0.gguf" and hub.locate(name, env) == place and sizes == [104]
 
 
-def test_what_is_not_allowed_is_not_fetched(remote, env) -> None:  # noqa: F811
+def test_a_disallowed_name_is_not_fetched(remote, env) -> None:  # noqa: F811
     def refuse(size: int) -> None:
         raise ModelError(f"{size} bytes are too many")
 

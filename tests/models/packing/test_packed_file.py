@@ -216,7 +216,7 @@ def test_models_that_are_packed_at_once_leave_no_file(
     assert not cache.exists()
 
 
-def test_what_no_start_used_for_a_month_is_removed(
+def test_packed_files_unused_for_a_month_are_removed(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, other = a_model(tmp_path), write_model(tmp_path / "other")
@@ -235,7 +235,7 @@ def test_what_no_start_used_for_a_month_is_removed(
     assert packed_file.prune() == (0, 0)
 
 
-def test_what_a_killed_start_left_goes_at_once_and_what_is_being_written_stays(
+def test_leftovers_of_a_killed_start_go_at_once_and_running_writes_stay(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise starts that are killed while loading would fill the disk, one after the other."""

@@ -1,3 +1,5 @@
+"""Random weights have the published sizes of their models."""
+
 from __future__ import annotations
 
 import numpy as np

@@ -233,7 +233,7 @@ def test_numbers_of_8_bits_without_a_config_that_says_so_are_refused(tmp_path: P
         open_weights(folder, load_spec(folder))
 
 
-def test_what_the_config_says_of_the_same_bytes_is_part_of_the_identity(tmp_path: Path) -> None:
+def test_the_configs_reading_of_the_same_bytes_is_part_of_the_identity(tmp_path: Path) -> None:
     """KV computed with zero points one higher belongs to another model."""
     config = {"quant_method": "gptq", "bits": 4}
     _, folder = write_quantized(tmp_path, gptq(4, 32, symmetric=False), config)

@@ -1,3 +1,5 @@
+"""Safetensors files: every tensor checked before any is used, and no pickles."""
+
 from __future__ import annotations
 
 import json

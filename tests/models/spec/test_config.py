@@ -1,3 +1,5 @@
+"""The spec of a model from its folder: facts, end tokens, identity, and refusals by field."""
+
 from __future__ import annotations
 
 import json
@@ -302,7 +304,7 @@ def test_an_unreadable_generation_config_is_reported_and_ignored(text: str, sent
     engine.close()
 
 
-def test_a_sampling_default_out_of_range_suggests_nothing_and_one_that_is_no_number_says_nothing(
+def test_a_sampling_default_that_is_out_of_range_or_no_number_is_ignored(
     tmp_path: Path,
 ) -> None:
     folder = write_config(tmp_path)
@@ -385,7 +387,7 @@ def test_a_gemma_config_may_leave_out_what_the_family_has(tmp_path: Path) -> Non
     assert spec.attention_scale is None and not spec.attention_softcap and not spec.logit_softcap
 
 
-def test_gemma_2_has_its_softcaps_and_every_second_layer_whole(tmp_path: Path) -> None:
+def test_gemma_2_has_softcaps_and_full_attention_in_every_second_layer(tmp_path: Path) -> None:
     config = {"architectures": ["Gemma2ForCausalLM"], "num_hidden_layers": 4, "query_pre_attn_scalar": 144}
     spec = load_spec(put(tmp_path, "config.json", config))
     assert (spec.attention_softcap, spec.logit_softcap, spec.attention_scale) == (50.0, 30.0, 1 / 12)

@@ -54,7 +54,7 @@ def test_a_file_of_another_size_is_not_hashed(tmp_path: Path, monkeypatch: pytes
     assert load_spec(path, identify=False).makers is None
 
 
-def test_what_makers_say_changes_no_key_of_kv(tmp_path: Path) -> None:
+def test_makers_sampling_changes_no_key_of_kv(tmp_path: Path) -> None:
     folder = cached(tmp_path, HUB_ID)
     spec = load_spec(folder)
     assert identity_of(spec, folder) == identity_of(msgspec.structs.replace(spec, makers=None), folder)

@@ -88,7 +88,7 @@ def test_guesses_change_nothing(seed: int, windows: tuple[int, ...]) -> None:
             assert site.rig.scheduler.stats().accepted > 0
 
 
-def test_of_a_long_prompt_it_reads_the_end_in_pieces() -> None:
+def test_the_head_reads_the_end_of_a_long_prompt_in_pieces() -> None:
     context = 3 * READ
     site = Site(context=context, pool=2 * READ, blocks=READ, most=100, step_tokens=256)
     request = asked(1, random.Random(2), length=2 * READ)
@@ -100,7 +100,7 @@ def test_of_a_long_prompt_it_reads_the_end_in_pieces() -> None:
     assert site.rig.scheduler.stats().accepted > 20
 
 
-def test_behind_a_cached_prefix_its_context_begins_later() -> None:
+def test_behind_a_cached_prefix_the_heads_context_begins_later() -> None:
     site = Site()
     first = asked(1, random.Random(3), length=60)
     site.answers([first])
@@ -113,7 +113,7 @@ def test_behind_a_cached_prefix_its_context_begins_later() -> None:
     assert site.rig.scheduler.stats().accepted - before > 20
 
 
-def test_what_it_computed_from_its_own_states_is_overwritten() -> None:
+def test_slots_computed_from_the_heads_own_states_are_overwritten() -> None:
     """After each step it reads the sampled tokens with the model's states, and nothing else twice."""
     site = Site(fixed=5)
     request = asked(1, random.Random(4), temperature=0.9, seed=4)
@@ -186,7 +186,7 @@ def test_a_head_that_fails_ends_its_guesses_and_nothing_else(caplog: pytest.LogC
     assert site.head.free == site.head.blocks
 
 
-def test_its_time_counts_against_its_guesses() -> None:
+def test_drafting_time_counts_against_the_guesses() -> None:
     """A head whose guess takes as long as a step is not asked."""
     for seconds, asks in ((0.0001, True), (0.01, False)):
         site = Site(fixed=0)
@@ -214,7 +214,7 @@ def test_a_sequence_starts_with_what_the_head_was_worth_in_others() -> None:
     assert fresh.chances(1)[0] > 0.5, "it is tried again after a while"
 
 
-def test_a_running_step_is_not_waited_for_to_ask_it() -> None:
+def test_the_head_is_not_asked_while_a_step_runs() -> None:
     """It needs that step's states, so no step is planned ahead, and it is not asked meanwhile."""
     site = Site()
     site.rig.scheduler.add(asked(1, random.Random(7), length=9))
@@ -230,7 +230,7 @@ def test_a_running_step_is_not_waited_for_to_ask_it() -> None:
 
 
 @pytest.mark.parametrize("options", [{"max_tokens": 3}, {"max_tokens": 40, "mirostat": True}])
-def test_who_does_not_speculate_has_no_states(options: dict[str, Any]) -> None:
+def test_requests_that_do_not_speculate_have_no_states(options: dict[str, Any]) -> None:
     extras = SamplingExtras(mirostat=2) if options.pop("mirostat", False) else None
     site = Site()
     site.answers([asked(1, random.Random(8), **options, extras=extras)])

@@ -69,7 +69,7 @@ def test_guesses_change_nothing(seed: int, windows: tuple[int, ...]) -> None:
             assert rig.scheduler.stats().accepted > 0
 
 
-def test_it_reads_a_long_sequence_in_pieces_and_guesses_then() -> None:
+def test_the_draft_model_reads_a_long_sequence_in_pieces_and_then_guesses() -> None:
     context = 4 * PIECE
     model = guesser(blocks=context, context=context, max_tokens=PIECE)
     tokens = random.Random(3).choices(range(VOCAB), k=2 * PIECE + 50)
@@ -79,7 +79,7 @@ def test_it_reads_a_long_sequence_in_pieces_and_guesses_then() -> None:
     assert guesses.computed == len(tokens)
 
 
-def test_what_was_accepted_is_not_computed_again() -> None:
+def test_the_draft_model_does_not_compute_accepted_tokens_again() -> None:
     model = guesser()
     guesses = model.open(b"a", [1, 2, 3])
     assert guesses is not None
@@ -93,7 +93,7 @@ def test_what_was_accepted_is_not_computed_again() -> None:
     assert guesses.chances(1)[0] > 0.5
 
 
-def test_tenants_share_nothing_of_it() -> None:
+def test_tenants_share_nothing_of_the_draft_model() -> None:
     model = guesser()
     tokens = [*range(30)]
     first = model.open(b"a", tokens)
@@ -105,7 +105,7 @@ def test_tenants_share_nothing_of_it() -> None:
     assert own.computed > 0 and other.computed == 0
 
 
-def test_without_room_or_context_there_are_no_guesses_of_it() -> None:
+def test_without_room_or_context_the_draft_model_makes_no_guesses() -> None:
     model = guesser(blocks=12)
     assert model.open(b"a", [*range(39)]) is not None
     assert model.open(b"a", [*range(40, 63)]) is None
@@ -137,7 +137,7 @@ def test_recurrent_states_are_refused() -> None:
         guesser(windows=(0, -1))
 
 
-def test_its_time_counts_against_its_guesses() -> None:
+def test_drafting_time_counts_against_the_guesses() -> None:
     """A small model that takes as long as the large one is not asked."""
     chance = random.Random(4)
     for seconds, asks in ((0.0001, True), (0.01, False)):

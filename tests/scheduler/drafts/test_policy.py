@@ -41,13 +41,13 @@ def test_a_text_that_repeats_is_drafted_widely_where_tokens_are_cheap() -> None:
     assert policy.width(repeating(policy), 1) == 7
 
 
-def test_and_narrowly_where_they_are_dear() -> None:
+def test_a_text_that_repeats_is_drafted_narrowly_where_tokens_are_expensive() -> None:
     policy = MeasuredPolicy()
     measured(policy, {1: 0.010, 2: 0.012, 3: 0.016, 4: 0.034, 5: 0.046, 8: 0.1})
     assert 1 <= policy.width(repeating(policy), 1) <= 3
 
 
-def test_and_not_at_all_where_each_costs_as_much_as_a_step() -> None:
+def test_nothing_is_drafted_where_each_token_costs_a_step() -> None:
     policy = MeasuredPolicy()
     measured(policy, {tokens: 0.01 * tokens for tokens in range(1, 9)})
     assert policy.width(repeating(policy), 1) == 0
@@ -107,7 +107,7 @@ def test_others_of_a_step_are_not_held_up() -> None:
     assert width > 0 and cost[2 + width] <= 1.5 * cost[2] * 1.05
 
 
-def test_where_nothing_repeats_nothing_is_offered() -> None:
+def test_a_text_without_repetition_gets_no_drafts() -> None:
     policy = MeasuredPolicy()
     chance = random.Random(2)
     drafter = policy.open(request(), [chance.randrange(60) for _ in range(500)])
@@ -126,7 +126,7 @@ def test_a_fixed_width_is_asked_for_wherever_it_is() -> None:
     assert policy.width(repeating(policy), 1) == 5
 
 
-def test_who_never_speculates() -> None:
+def test_requests_that_never_speculate() -> None:
     policy = MeasuredPolicy()
     assert policy.open(request(FEWEST_TOKENS - 1), TEXT) is None
     assert policy.open(request(extras=SamplingExtras(mirostat=2)), TEXT) is None

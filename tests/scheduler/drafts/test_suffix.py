@@ -30,14 +30,14 @@ def test_a_repeated_text_is_proposed() -> None:
     assert drafter.match == 10 and list(drafter.propose(3)) == text[60:63]
 
 
-def test_what_repeats_itself_is_proposed_beyond_its_end() -> None:
+def test_a_periodic_text_is_proposed_beyond_its_end() -> None:
     drafter = SuffixDrafter([9, 1, 2, 3, 1, 2, 3])
     assert list(drafter.propose(7)) == [1, 2, 3, 1, 2, 3, 1]
     assert list(SuffixDrafter([4, 4, 4]).propose(5)) == [4] * 5
 
 
 @pytest.mark.parametrize("tokens", [[], [1], [1, 2], [1, 2, 3, 4]])
-def test_what_repeats_nothing_has_no_draft(tokens: list[int]) -> None:
+def test_a_text_that_repeats_nothing_has_no_draft(tokens: list[int]) -> None:
     drafter = SuffixDrafter(tokens)
     assert drafter.match == 0 and not drafter.propose(7) and not drafter.chances(7)
     drafter.extend([90, 91])

@@ -9,7 +9,7 @@ import os
 from cairn.system.posix import _Patient
 
 
-def test_a_pipe_that_nobody_reads_holds_up_no_request() -> None:
+def test_an_unread_pipe_blocks_no_request() -> None:
     """A program that starts the server with a pipe may never read it; the access log must not stop the service."""
     read, write = os.pipe()
     fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
