@@ -98,8 +98,8 @@ def _touched_folders() -> set[Path]:
         base = "HEAD~1"
     changed = git("diff", "--name-only", base).split() + git("ls-files", "--others", "--exclude-standard").split()
     parts = [Path(name).parent.parts for name in changed]
-    folders = {ROOT.joinpath("tests", *one[2:]) for one in parts if one[:2] == ("src", "cairn")}
-    return folders | {ROOT.joinpath(*one) for one in parts if one[:1] == ("tests",)}
+    folders = {ROOT.joinpath("tests", *part[2:]) for part in parts if part[:2] == ("src", "cairn")}
+    return folders | {ROOT.joinpath(*part) for part in parts if part[:1] == ("tests",)}
 
 
 BEGAN = time.monotonic()
@@ -130,8 +130,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
     if hasattr(config, "workerinput"):
         return  # one of several pytest processes, which has seen a part
     reports = [report for reports in terminalreporter.stats.values() for report in reports]
-    tests = sorted((one for one in reports if getattr(one, "when", "") == "call"), key=lambda one: one.nodeid)
-    rows = [row for one in tests for row in one.user_properties]
+    tests = sorted((report for report in reports if getattr(report, "when", "") == "call"), key=lambda one: one.nodeid)
+    rows = [row for test in tests for row in test.user_properties]
     if not rows:
         return
     terminalreporter.section("figures")

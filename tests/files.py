@@ -365,11 +365,11 @@ class CrashFiles:
             start = f"{path}/".replace("//", "/")
             size = len(start)
             entries = []
-            for one in self._folders:
-                if (text := str(one)).startswith(start) and "/" not in text[size:] and text != start:
+            for folder in self._folders:
+                if (text := str(folder)).startswith(start) and "/" not in text[size:] and text != start:
                     entries.append(FolderEntry(text[size:], 0, True, 0.0))
-            for one, node in self._names.items():
-                if (text := str(one)).startswith(start) and "/" not in text[size:]:
+            for folder, node in self._names.items():
+                if (text := str(folder)).startswith(start) and "/" not in text[size:]:
                     live = len(node.live)
                     entries.append(FolderEntry(text[size:], live, False, node.modified, _blocks(live)))
         self.rng.shuffle(entries)

@@ -139,7 +139,7 @@ def check_container(container: dict[str, Any]) -> None:
     assert container["ports"] == [{"name": "http", "containerPort": Config().port}]
     probes = [probe["httpGet"] for name, probe in container.items() if name.endswith("Probe")]
     find = build_app(None, Config()).router.find
-    assert len(probes) >= 2 and all(one["port"] == "http" and find(canonical(one["path"])) for one in probes)
+    assert len(probes) >= 2 and all(probe["port"] == "http" and find(canonical(probe["path"])) for probe in probes)
     assert container["resources"]["limits"]["memory"] and container["resources"]["requests"]["cpu"]
 
 

@@ -97,5 +97,5 @@ def test_every_file_that_the_architecture_names_is_there() -> None:
     named = set(re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.(?:py|h))`", page))
     files = [str(path) for folder in ("src", "tests") for path in (ROOT / folder).rglob("*.*")]
     assert len(named) > 40 and not [
-        name for name in sorted(named) if not any(one.endswith(f"/{name}") for one in files)
+        name for name in sorted(named) if not any(file.endswith(f"/{name}") for file in files)
     ]

@@ -68,7 +68,7 @@ def test_every_block_is_in_a_language_that_is_tested() -> None:
     tested = {"sh", "python", "yaml", "toml", "json", "mermaid", "js"}
     fences = [one for page in PAGES for one in re.findall(r"^```(\w+)", page.read_text(encoding="utf-8"), re.M)]
     assert set(fences) <= tested and len(fences) > 40
-    assert {one.page for one in blocks("js")} <= {"clients.md"}
+    assert {block.page for block in blocks("js")} <= {"clients.md"}
 
 
 def test_blocks_without_a_language_hold_no_commands() -> None:
@@ -183,7 +183,7 @@ def forget(server: Served, kind: str, id: str) -> None:
 def test_shell(block: Block, server: Served, folder: Path) -> None:
     text = block.text.replace(".venv/bin/cairn", "cairn").replace(".venv/bin/python", sys.executable)
     lines = commands(ADDRESS.sub(f"127.0.0.1:{server.port}", text))
-    for line in [one for one in lines if one.startswith("cairn ")]:
+    for line in [line for line in lines if line.startswith("cairn ")]:
         for part in line.split(" && "):
             check_words(part)
     targets = re.findall(r"^make ([a-z]+)", text, re.M)
@@ -191,7 +191,7 @@ def test_shell(block: Block, server: Served, folder: Path) -> None:
     if "curl" in text and shutil.which("curl") is None:
         pytest.skip("curl is not installed")
     # Lines that are not run are dropped; the rest of the block is one script, whose lines share variables.
-    ran = [one for one in lines if runs(one)]
+    ran = [line for line in lines if runs(line)]
     for kind, id in re.findall(r"v1/(agents|collections|teams) .*?\"id\": \"([\w-]+)\"", text):
         forget(server, kind, id)
     for id in re.findall(r"cairn collection create (\w+)", text):

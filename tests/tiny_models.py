@@ -509,7 +509,9 @@ def stored(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndar
     if spec.activation == "xielu":
         constants = {"beta": 0.5, "eps": -1e-6}
         layers = [f"model.layers.{layer}.mlp.act_fn" for layer in range(spec.layers)]
-        tensors |= {f"{one}.{name}": np.array(value, np.float32) for one in layers for name, value in constants.items()}
+        tensors |= {
+            f"{layer}.{name}": np.array(value, np.float32) for layer in layers for name, value in constants.items()
+        }
     if spec.latent is not None:
         tensors = joined_latents(spec, tensors)
     tensors = LAYOUTS.get(spec.architecture, lambda _, given: given)(spec, tensors)
@@ -554,7 +556,7 @@ def neox_heads(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.
     for name in tensors:
         if ".q_proj." in name:
             parts = [tensors[name.replace(".q_proj.", f".{one}_proj.")] for one in "qkv"]
-            heads = np.stack([one.reshape(spec.heads, spec.head_dim, *one.shape[1:]) for one in parts], axis=1)
+            heads = np.stack([part.reshape(spec.heads, spec.head_dim, *part.shape[1:]) for part in parts], axis=1)
             own = name.replace(".self_attn.q_proj.", ".attention.query_key_value.")
             found[own] = np.ascontiguousarray(heads.reshape(-1, *parts[0].shape[1:]))
     return found
@@ -589,7 +591,7 @@ def fused_rows(tensors: dict[str, np.ndarray], name: str, parts: Sequence[str]) 
             found[key] = array
         elif own == f"{parts[0]}_proj.weight":
             found[f"{layer}.{name}.weight"] = np.concatenate(
-                [tensors[f"{layer}.{place}.{one}_proj.weight"] for one in parts]
+                [tensors[f"{layer}.{place}.{part}_proj.weight"] for part in parts]
             )
     return found
 

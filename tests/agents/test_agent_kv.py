@@ -407,7 +407,7 @@ async def test_a_pin_waits_for_the_worker_and_leaves_alone_what_another_model_pi
         for _ in range(2):  # the second replaces the first
             at.agents.kv.pin_later(at.agents.chats.named("default", "ada"))
         await at.agents.kv.settled()
-        assert [tuple(one) for one in calls] == [ids, ids] and not at.agents.kv._pinning
+        assert [tuple(call) for call in calls] == [ids, ids] and not at.agents.kv._pinning
         at.service.spec = msgspec.structs.replace(at.service.spec, identity=b"another model's")
         await at.agents.pin("default", "ada", True)
         assert len(calls) == 2

@@ -398,4 +398,4 @@ async def test_the_event_loop_does_not_wait_for_an_import(folder: Path, monkeypa
         done = await asyncio.gather(*both, return_exceptions=True)
         assert sorted(type(one).__name__ for one in done) == ["AgentInfo", "Conflict"]
         assert len(threads) == 2 * (2 * TURNS + 1) and not any(threads)
-        assert [one.turns for one in at.agents.page("default").agents] == [TURNS]
+        assert [agent.turns for agent in at.agents.page("default").agents] == [TURNS]

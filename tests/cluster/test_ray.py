@@ -68,7 +68,7 @@ class Streams:
         while not self._over.is_set():
             try:
                 with self._made.open("POST", "/v1/chat/completions", chat(number) | {"stream": True}) as response:
-                    deltas = [one["choices"][0]["delta"] for one in events(response) if one.get("choices")]
+                    deltas = [event["choices"][0]["delta"] for event in events(response) if event.get("choices")]
                 text = "".join(delta.get("content") or "" for delta in deltas)
                 if text != self._expected[number]:
                     self.bad.append(f"another text: {text[:80]!r}")

@@ -161,7 +161,7 @@ def test_a_window_pool_is_not_cut_below_what_the_longest_sequence_needs(tmp_path
     layers = tuple(range(14))
     groups = (
         CacheGroup(kind="full", layers=layers),
-        CacheGroup(kind="window", layers=tuple(one + 14 for one in layers), window=4096),
+        CacheGroup(kind="window", layers=tuple(layer + 14 for layer in layers), window=4096),
     )
     sizes = {"layers": 28, "hidden": 3584, "heads": 28, "kv_heads": 4, "head_dim": 128, "ffn": 18944}
     small = load_spec(write_config(tmp_path, "Qwen2ForCausalLM"))
@@ -222,7 +222,7 @@ def test_a_model_that_does_not_fit_is_an_error_with_figures(spec: ModelSpec) -> 
 def test_weights_are_counted_as_they_are_held(tmp_path: Path) -> None:
     folder = write_config(tmp_path, tie_word_embeddings=True)
     spec, tensors = load_spec(folder), random_tensors(folder)
-    assert weight_bytes(spec) == 4 * sum(one.size for one in tensors.values())
+    assert weight_bytes(spec) == 4 * sum(tensor.size for tensor in tensors.values())
 
 
 def held_bytes(made: Any) -> int:

@@ -416,10 +416,10 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
 def test_prompt_logprobs_cover_the_positions_before_the_last() -> None:
     tokens = [3, 9, 27, 17]
     logits = random_logits(4)
-    reference = np.log(np.stack([probabilities(one) for one in logits]))
+    reference = np.log(np.stack([probabilities(row) for row in logits]))
     whole = sample([row(tokens, logits_from=0, prompt_len=4, prompt_logprobs=True, top_logprobs=1)], logits)[0]
-    assert [one.token for one in whole.prompt_logprobs] == [9, 27, 17]
-    assert [one.logprob for one in whole.prompt_logprobs] == pytest.approx(
+    assert [score.token for score in whole.prompt_logprobs] == [9, 27, 17]
+    assert [score.logprob for score in whole.prompt_logprobs] == pytest.approx(
         [reference[p, tokens[p + 1]] for p in range(3)], abs=1e-5
     )
     assert whole.token == int(logits[3].argmax())
@@ -437,7 +437,7 @@ def test_the_sampled_token_and_the_prompt_are_scored_by_their_own_positions() ->
     logits = random_logits(2)
     params = {"prompt_logprobs": True, "logprobs": True}
     result = sample([row([3, 9], logits_from=0, prompt_len=2, **params)], logits)[0]
-    reference = np.log(np.stack([probabilities(one) for one in logits]))
+    reference = np.log(np.stack([probabilities(row) for row in logits]))
     assert result.logprob is not None
     assert result.logprob.logprob == pytest.approx(reference[1, result.token], abs=1e-5)
     assert result.prompt_logprobs[0].logprob == pytest.approx(reference[0, 9], abs=1e-5)

@@ -51,7 +51,7 @@ def inputs(sets: int = 1) -> StepInputs:
 def row(tables: Sequence[Sequence[int]], start: int, end: int, wanted: int | None = None, first: int = 0) -> Row:
     """Return a row of the tokens first, first + 1, ..."""
     tokens = [(first + place) % VOCAB for place in range(end)]
-    return Row(tokens, start, end, tuple(list(one) for one in tables), wanted, end, GREEDY, 0)
+    return Row(tokens, start, end, tuple(list(table) for table in tables), wanted, end, GREEDY, 0)
 
 
 def drawn(chance: random.Random) -> list[Row]:
@@ -111,8 +111,8 @@ def test_a_table_that_the_caller_extends_or_changes_is_filled_again() -> None:
     check(filled.fill(rows), rows)
     tables[0][1] = 7
     check(filled.fill(rows), rows)
-    for one in tables:
-        one.append(3)
+    for table in tables:
+        table.append(3)
     longer = [Row(list(range(40)), 32, 33, tables, 32, 1, GREEDY, 0)]
     check(filled.fill(longer), longer)
 

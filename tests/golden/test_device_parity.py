@@ -16,9 +16,9 @@ from cairn.kernels import devices
 from tests.tiny_models import MODELS, Driver, load, prompt, write_model
 
 FOUND = [
-    pytest.param(one.name, marks=pytest.mark.skipif(bool(one.trouble), reason=f"{one.name}: {one.trouble}"))
-    for one in devices.reports()
-    if one.name not in (devices.CPU, devices.MLX)  # another family's name for the same model
+    pytest.param(report.name, marks=pytest.mark.skipif(bool(report.trouble), reason=f"{report.name}: {report.trouble}"))
+    for report in devices.reports()
+    if report.name not in (devices.CPU, devices.MLX)  # another family's name for the same model
 ]
 BOUND = 2e-4
 """Largest error of a logit as a share of the largest logit: another order of float32 sums, through all layers."""

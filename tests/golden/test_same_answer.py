@@ -288,8 +288,8 @@ def test_scores_survive_a_slice_boundary(load: Any, tmp_path: Path, monkeypatch:
     rows = [Row(tokens, 0, 100, driver.tables(100), 0, 100, SCORED, 0) for _ in range(2)]
     first, second = driver.step(rows)
     assert first == second and first.token is not None
-    assert [one.token for one in first.prompt_logprobs] == tokens[1:]
+    assert [score.token for score in first.prompt_logprobs] == tokens[1:]
     logits = np.concatenate([logits for row, logits in driver.seen])[:100].astype(np.float64)
     want = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-    got = [one.logprob for one in first.prompt_logprobs]
+    got = [score.logprob for score in first.prompt_logprobs]
     np.testing.assert_allclose(got, want[np.arange(99), tokens[1:]], atol=1e-5)

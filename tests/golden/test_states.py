@@ -99,7 +99,7 @@ def test_a_row_without_a_block_for_its_state_is_refused(tmp_path: Path, monkeypa
 def test_a_state_takes_the_bytes_that_the_engine_reports(tmp_path: Path) -> None:
     """Float32 whatever the KV type: for each layer, a convolution's window and a matrix a head."""
     engine = tiny_models.load(write_model(tmp_path, **MODELS["qwen 3.5"]), kv_dtype="bf16")
-    (group,) = (one for one in engine.info.groups if one.kind == "state")
+    (group,) = (group for group in engine.info.groups if group.kind == "state")
     number = engine.info.groups.index(group)
     channels = 2 * 2 * 12 + 4 * 20
     assert group.layers == (0, 1, 2) and group.numbers == 3 * channels + 4 * 12 * 20

@@ -93,7 +93,7 @@ class Call:
                 return tuple(given(part) for part in one)
             return one.made(kernels) if hasattr(one, "made") else one
 
-        return [given(one) for one in self.arguments]
+        return [given(argument) for argument in self.arguments]
 
     def arrays(self) -> list[int]:
         """Return the positions of the arrays."""

@@ -26,7 +26,7 @@ def adapters(count: int = 4) -> list[Adapter]:
 
 def run(kernels: Any, rows: list[tuple[int, list[tuple[int, float]]]], x: Any, start: Any) -> Any:
     """Apply adapters to the leading rows of `x` and `start`; rows are token counts and (slot, scale) pairs."""
-    made: tuple[LowRank, ...] = tuple(one.made(kernels) for one in adapters())
+    made: tuple[LowRank, ...] = tuple(adapter.made(kernels) for adapter in adapters())
     spans, at = [], 0
     slots, scales = np.full((len(rows), 4), -1, np.int32), np.zeros((len(rows), 4), np.float32)
     for number, (count, own) in enumerate(rows):
@@ -49,7 +49,7 @@ def test_an_adapter_adds_the_low_rank_product(kernels: Any) -> None:
     tokens = sum(count for count, _ in ROWS)
     x, start = random(tokens, INNER, seed=7), random(tokens, OUT, seed=8)
     got, at = run(kernels, ROWS, x, start), 0
-    known = {one.slot: one for one in adapters()}
+    known = {adapter.slot: adapter for adapter in adapters()}
     for count, own in ROWS:
         want = start[at : at + count].astype(np.float64)
         for slot, scale in own:

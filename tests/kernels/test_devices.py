@@ -94,7 +94,7 @@ def test_a_gpu_is_reported_with_memory_and_driver(missing: str, planted: Any, mo
     )
     assert devices.kernel_set("cuda:1", "auto") == ("torch" if missing else "triton")
     assert devices.free_memory("cuda:1") == 10**9 and devices.free_memory("cpu") is None
-    assert [one.name for one in devices.reports()][-3:] == ["torch-cpu", "cuda:0", "cuda:1"]
+    assert [report.name for report in devices.reports()][-3:] == ["torch-cpu", "cuda:0", "cuda:1"]
 
 
 def test_a_gpu_that_vanishes_between_report_and_load_is_refused(planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def test_without_torch_every_device_but_the_cpu_says_how_to_get_it(monkeypatch: 
     for name in ("torch-cpu", "cuda:1", "rocm", "mps"):
         assert "pip install 'cairn-llm[gpu]'" in devices.report(name).trouble
     assert "pip install 'cairn-llm[mlx]'" in devices.report("mlx").trouble
-    assert [one.name for one in devices.reports()] == ["cpu", "mlx-cpu", "torch-cpu"]
+    assert [report.name for report in devices.reports()] == ["cpu", "mlx-cpu", "torch-cpu"]
 
 
 def test_auto_is_the_cpu_while_no_other_device_keeps_answers() -> None:

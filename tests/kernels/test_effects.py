@@ -65,7 +65,7 @@ def test_an_updated_arguments_old_value_matters(kernel: str) -> None:
         other[place] = (np.asarray(other[place], np.float32) + noise).astype(other[place].dtype)
         _, first = results(call, 1)
         _, second = results(Call(kernel, tuple(other)), 1)
-        changed = [call.arrays().index(one) for one in EFFECTS[kernel].changes]
+        changed = [call.arrays().index(change) for change in EFFECTS[kernel].changes]
         assert not all(equal(first[index], second[index]) for index in changed)
 
 

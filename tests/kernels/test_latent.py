@@ -103,7 +103,7 @@ class Case:
         x, q, angles = new(self.x), new(self.q), new(self.angles)
         kernels.latent_write(x, angles, neighbours, self.norm, 1e-6, kv, 1, np.concatenate(slots).astype(np.int32))
         query = np.zeros((first, self.heads, self.kept), np.float32)
-        keys = [kernels.matrix([one], [None]) for one in self.keys]
+        keys = [kernels.matrix([key], [None]) for key in self.keys]
         kernels.latent_queries(q, keys, angles, neighbours, query)
         mixed = np.zeros((first, self.heads, self.rank), np.float32)
         kernels.latent_attention(query, kv, 1, np.array(lines, np.int32), tables, scale, mixed)

@@ -22,7 +22,7 @@ ARM_VARIANTS = ["portable", "neon", "neoni8mm"]
 
 def needs(*programs: str) -> None:
     """Skip the test if a program that it needs is missing."""
-    missing = [one for one in programs if not shutil.which(one)]
+    missing = [program for program in programs if not shutil.which(program)]
     if missing:
         pytest.skip(
             f"{' and '.join(missing)} not found: Debian has g++-aarch64-linux-gnu, qemu-user-static, cmake, ninja-build"

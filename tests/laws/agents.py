@@ -181,8 +181,8 @@ class Work:
         await self.at.agents.close()
         self.at.files = after
         await self.at.open()
-        for one in self.agents.values():
-            one.contexts.clear()
+        for agent in self.agents.values():
+            agent.contexts.clear()
         found = await self.at.agents.turns(told.tenant, id)
         turn = next((one for one in found if one.messages[0]["content"] == text), None)
         law(turn is not None, "a message is lost whose answer was given out")

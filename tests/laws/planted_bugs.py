@@ -584,7 +584,7 @@ def plant(bug: Bug) -> None:
     if isinstance(target, FunctionType):
         whole = compile(bug.tree(), bug.label, "exec", dont_inherit=True)
         codes = [code for code in _codes(whole) if code.co_qualname == ".".join(names)]
-        codes = codes if len(codes) == 1 else [one for one in codes if one.co_firstlineno == _line(target)]
+        codes = codes if len(codes) == 1 else [code for code in codes if code.co_firstlineno == _line(target)]
         if len(codes) == 1 and codes[0].co_freevars == target.__code__.co_freevars:
             target.__code__ = codes[0]
             return
@@ -598,10 +598,10 @@ def plant(bug: Bug) -> None:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    for one in code.co_consts:
-        if isinstance(one, CodeType):
-            yield one
-            yield from _codes(one)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield constant
+            yield from _codes(constant)
 
 
 def _line(function: FunctionType) -> int:

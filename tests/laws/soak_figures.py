@@ -48,7 +48,7 @@ class Sample(NamedTuple):
     @property
     def rss(self) -> int:
         """Resident bytes of all processes."""
-        return self.front.rss + sum(one.rss for one in self.workers.values())
+        return self.front.rss + sum(worker.rss for worker in self.workers.values())
 
 
 class Row(NamedTuple):
@@ -114,16 +114,16 @@ def count_row(what: str, times: Sequence[float], values: Sequence[int]) -> Row:
 def _born(samples: Sequence[Sample]) -> dict[int, float]:
     """Return when each worker was first seen."""
     born: dict[int, float] = {}
-    for one in samples:
-        for pid in one.workers:
-            born.setdefault(pid, one.at)
+    for sample in samples:
+        for pid in sample.workers:
+            born.setdefault(pid, sample.at)
     return born
 
 
 def _settled(samples: Sequence[Sample]) -> list[Sample]:
     """Return comparable samples: with the usual number of workers, and none so young that its pool is still filling."""
     born = _born(samples)
-    old = [one for one in samples if all(one.at - born[pid] >= SETTLED for pid in one.workers)]
+    old = [sample for sample in samples if all(sample.at - born[pid] >= SETTLED for pid in sample.workers)]
     usual = statistics.mode([len(one.workers) for one in old]) if old else 0
     return [one for one in old if len(one.workers) == usual]
 
@@ -131,7 +131,7 @@ def _settled(samples: Sequence[Sample]) -> list[Sample]:
 def use_rows(samples: Sequence[Sample]) -> list[Row]:
     """Return rows on memory, descriptors and threads after the warm-up."""
     end = samples[-1].at if samples else 0.0
-    warm = [one for one in samples if one.at >= WARM * end]
+    warm = [sample for sample in samples if sample.at >= WARM * end]
     times = [one.at for one in warm]
     front = [float(one.front.rss) for one in warm]
     rows = [memory_row("memory of the front", times, front, NOISE if end >= JUDGED else FILLING)]

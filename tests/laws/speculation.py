@@ -179,7 +179,7 @@ class Site:
         """Return the matcher that `Grammars` makes for a request."""
         found: Matcher | None = None
         if request.grammar is not None:
-            number = [one.grammar for one in self.grammars].index(request.grammar)
+            number = [grammar.grammar for grammar in self.grammars].index(request.grammar)
             found = GrammarMatcher(self.grammars[number], request.sampling.stop_token_ids, self.masks)
         if request.reasoning_budget is not None:
             found = BudgetMatcher(found, self.vocabulary, request.reasoning_budget, request.output)
@@ -321,7 +321,9 @@ class Site:
                 cache = Cache(self.engine.info)
                 policies.append(self.policy(chance, right))
                 scheduler = Scheduler(cache, limits, SystemClock(), policies[-1])
-                begun = [one for one in requests if one not in waiting and answers[one.id].finish is None]
+                begun = [
+                    request for request in requests if request not in waiting and answers[request.id].finish is None
+                ]
                 for request in begun:
                     answers[request.id].scores.clear()
                     known = tuple(answers[request.id].tokens)

@@ -134,7 +134,7 @@ class Storage:
                     pages = truth[part][-1 if state else 0 :].tobytes()
                     depth = (index + state) * width
                     blocks = range(index * CHUNK_BLOCKS, (index + 1) * CHUNK_BLOCKS - 1)
-                    heads = () if state else tuple(chain.key(one, base)[:HEAD_BYTES] for one in blocks)
+                    heads = () if state else tuple(chain.key(block, base)[:HEAD_BYTES] for block in blocks)
                     chunk = Chunk(keys[index], parents[index], tuple(base[part]), depth, pages, number, heads)
                     if not state or self.chance.random() < 0.4:
                         RamStore.keep(self.disk, [chunk])

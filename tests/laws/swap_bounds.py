@@ -141,7 +141,7 @@ def swap_rows(folder: Path, times: int) -> list[Row]:
         for _ in range(times):
             with swaps.streams(), swaps.asking():
                 busy.append(swaps.excess(grace=2))
-        refused = [one.status_code for one in swaps.answers if one.status_code != 200]
+        refused = [answer.status_code for answer in swaps.answers if answer.status_code != 200]
     finally:
         swaps.http.close()
         server.end()

@@ -59,8 +59,8 @@ def folder(kind: str) -> Path:
     tags = [one for one in data["added_tokens"] if one["content"].strip("</>") in ("think", "tool_call")]
     if kind == "plain":
         data["added_tokens"] = [one for one in data["added_tokens"] if one["special"]]
-    for one in tags:
-        one["special"] = kind == "special"
+    for tag in tags:
+        tag["special"] = kind == "special"
     path = Path(tempfile.mkdtemp(prefix="cairn-fuzz-"))
     return text_models.write_model(path, json.dumps(data), text_models.QWEN_CONFIG, text_models.QWEN_TEMPLATE)
 

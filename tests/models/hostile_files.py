@@ -355,7 +355,7 @@ def bounded(hostile: Hostile, place: Path) -> dict[str, Any]:
     """Return the outcome in a process of its own, with the resources used."""
     place.mkdir()
     named = hostile.make(place)
-    size = sum(one.stat().st_blocks * 512 for one in place.iterdir() if one.is_file())
+    size = sum(path.stat().st_blocks * 512 for path in place.iterdir() if path.is_file())
     told, tells = os.pipe()
     begun = time.monotonic()
     pid = os.fork()

@@ -48,9 +48,10 @@ class File:
             begin = field.offset + 8 + len(key) + 4
             size = sum(part.nbytes for part in field.parts) - 8 - len(key) - 4
             self.entries.append((key, int(field.types[0]), whole[begin : begin + size]))
-        start = min(one.data_offset for one in read.tensors)
+        start = min(tensor.data_offset for tensor in read.tensors)
         self.tensors: list[tuple[str, tuple[int, ...], int, int]] = [
-            (one.name, tuple(one.shape.tolist()), int(one.tensor_type), one.data_offset - start) for one in read.tensors
+            (tensor.name, tuple(tensor.shape.tolist()), int(tensor.tensor_type), tensor.data_offset - start)
+            for tensor in read.tensors
         ]
         self.data = whole[start:]
 
@@ -60,7 +61,7 @@ class File:
         return other
 
     def bytes(self) -> bytes:
-        head = header([entry(*one) for one in self.entries], [described(*one) for one in self.tensors])
+        head = header([entry(*tensor) for tensor in self.entries], [described(*tensor) for tensor in self.tensors])
         return head + bytes(-len(head) % 32) + self.data
 
 

@@ -55,7 +55,7 @@ def differences(folder: Path, name: str, kernels: str, weights: str = "f32") -> 
     return float(np.abs(found - peer).max()), float(np.sqrt(np.square(found - peer).mean()))
 
 
-@pytest.mark.parametrize(("kernels", "weights"), [(KERNELS[0], "f32"), *((one, "stored") for one in KERNELS)])
+@pytest.mark.parametrize(("kernels", "weights"), [(KERNELS[0], "f32"), *((kernel, "stored") for kernel in KERNELS)])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model", [spec.name for spec in specs()])
 def test_logits_are_llama_cpps(

@@ -180,7 +180,7 @@ def test_a_damaged_expert_is_packed_again(
     data = bytearray(file.read_bytes())
     with file.open("rb", 0) as opened:
         described = packed_file._described(opened)
-    ends = np.cumsum([packed_matrices.START, *(one.bytes for one in described.matrices)])
+    ends = np.cumsum([packed_matrices.START, *(matrice.bytes for matrice in described.matrices)])
     experts = [number for number, one in enumerate(described.matrices) if one.bytes == described.matrices[4].bytes]
     at = int(ends[experts[0]] if place == "first" else ends[experts[-1] + 1] - 1)
     data[at] ^= 1

@@ -46,7 +46,7 @@ SLOW = 120.0
 
 
 def states(models: Models) -> str:
-    return " ".join(f"{one.name}:{one.state}" for one in models.models)
+    return " ".join(f"{model.name}:{model.state}" for model in models.models)
 
 
 async def answered(service: Service, text: str = "hello") -> str:
@@ -60,7 +60,7 @@ async def test_a_model_is_loaded_when_it_is_asked_for(tmp_path: Path) -> None:
         async with models.using(models.find("beta")) as service:
             assert service.name == "beta" and await answered(service)
         assert states(models) == "alpha:loaded beta:loaded"
-        assert {one.name for one in models.services} == {"alpha", "beta"}
+        assert {service.name for service in models.services} == {"alpha", "beta"}
         async with models.using(models.find("alpha")) as service:
             assert service.name == "alpha"
 
@@ -177,7 +177,7 @@ async def test_memory_is_counted_before_anything_is_loaded(tmp_path: Path) -> No
         async with models.using(models.find("beta")) as service:
             assert service.info.blocks == found.blocks
         assert states(models) == "alpha:on disk beta:loaded"
-        assert sum(one.held for one in models.models) <= models.loader.budget  # type: ignore[operator]
+        assert sum(model.held for model in models.models) <= models.loader.budget  # type: ignore[operator]
     async with several(tmp_path, "alpha beta", memory_gb=budget, load_timeout=0.3) as models:
         models.models[1].config = Config(model=str(tmp_path / "beta"), engine="fake", kv_gb=1.0)
         with pytest.raises(Unavailable, match=r"beta .*(needs 1|being loaded)"):
@@ -186,7 +186,7 @@ async def test_memory_is_counted_before_anything_is_loaded(tmp_path: Path) -> No
         await until(lambda: models.models[1].failure)
         assert "of memory" in models.models[1].failure and models.models[1].state == "failed"
         assert any(
-            "beta cannot be loaded" in one for one in model_health.troubles(models)
+            "beta cannot be loaded" in trouble for trouble in model_health.troubles(models)
         ) and not model_health.unready(models)
 
 
@@ -595,7 +595,7 @@ def test_unreadable_folders_are_skipped(
         return listed(path)
 
     monkeypatch.setattr(Path, "iterdir", locked)
-    assert [one.name for one in served_models(Config(models_dir=str(tmp_path)))] == ["alpha"]
+    assert [served_model.name for served_model in served_models(Config(models_dir=str(tmp_path)))] == ["alpha"]
     assert "locked is skipped: it cannot be read (Permission denied)" in caplog.text
     assert "is skipped: its name is not UTF-8" in caplog.text
 
@@ -610,7 +610,10 @@ def test_invalid_options_for_several_models_are_refused(tmp_path: Path) -> None:
         served_models(Config(models=two, served_name="x"))
     with pytest.raises(ConfigError, match=r"kv_share: the models' shares add up to 1\.5"):
         served_models(Config(models=(ModelOptions(model="a", kv_share=0.9), ModelOptions(model="b", kv_share=0.6))))
-    parts = [one.part for one in served_models(Config(models=(*two, ModelOptions(model="c", kv_share=0.5))))]
+    parts = [
+        served_model.part
+        for served_model in served_models(Config(models=(*two, ModelOptions(model="c", kv_share=0.5))))
+    ]
     assert parts == [0.25, 0.25, 0.5]
 
 

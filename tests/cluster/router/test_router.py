@@ -193,7 +193,7 @@ async def test_tool_calls_are_followed_too() -> None:
     async with routed(answers, answers) as (app, _):
         got = await ask(app, "POST", "/v1/agents/a/turns", {"messages": [], "stream": True})
         bodies = [json.loads(line[6:]) for line in got.body.decode().split("\n\n") if line.startswith("data: {")]
-        calls = [c for one in bodies for c in one["choices"][0]["delta"].get("tool_calls", ())]
+        calls = [c for body in bodies for c in body["choices"][0]["delta"].get("tool_calls", ())]
         assert "".join(c["function"].get("arguments", "") for c in calls) == '{"a": 1}'
         assert sum("name" in c["function"] for c in calls) == 1
 

@@ -45,7 +45,7 @@ def test_the_check_feeds_tokens_as_a_prompt(name: str, dtype: str, tmp_path: Pat
         tables = tuple(list(range(13)) for _ in info.groups)
         scored = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=True, top_logprobs=1)
         (whole,) = engine.prefill([Row(tokens, 0, 199, tables, 0, 200, scored, 0)]).wait()
-        perplexity = math.exp(-math.fsum(one.logprob for one in whole.prompt_logprobs) / 199)
+        perplexity = math.exp(-math.fsum(score.logprob for score in whole.prompt_logprobs) / 199)
         plain = compare(engine, Raw(info.block_bytes), tokens)
         assert plain == Comparison("raw", 199, 199, perplexity, perplexity, 0.0, 0.0)
         assert plain.agreement == 1 and plain.difference == 0
@@ -128,7 +128,7 @@ def test_a_damaged_memory_file_is_ignored() -> None:
     files.put(path, data + b"\0")
     assert recall(files, FOLDER, b"model", "q8") is None
     remember(files, FOLDER, b"other", FOUND)
-    (other,) = [one for one in files.files(FOLDER) if one.name.startswith("checked-") and one != path]
+    (other,) = [file for file in files.files(FOLDER) if file.name.startswith("checked-") and file != path]
     files.put(path, files.files(FOLDER)[other])
     assert recall(files, FOLDER, b"model", "q8") is None
     files.put(path, data)

@@ -585,7 +585,7 @@ def test_leftovers_orphans_and_twins_go_at_the_start(files: CrashFiles, time: Ti
     files.vanish(chunk_path(files, chunks[0]))
     store = open_store(files, time)
     assert store.stats().chunks == 0
-    left = [one.name for one in files.files(FOLDER) if one.parent != FOLDER]
+    left = [file.name for file in files.files(FOLDER) if file.parent != FOLDER]
     assert left == ["notes.txt"]
     assert store.stats().bytes == on_disk(files)
 

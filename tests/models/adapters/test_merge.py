@@ -30,8 +30,8 @@ def test_merged_weights_are_the_sum_rounded_once(
     place = write_peft(tmp_path / "adapter", given, lora_alpha=6)
     size = merge(base, place, tmp_path / "merged", number)
     files = load_file(tmp_path / "merged" / "model.safetensors")
-    assert {one.dtype for one in files.values()} == {np.dtype(dtype)}
-    assert size == sum(one.nbytes for one in files.values())
+    assert {array.dtype for array in files.values()} == {np.dtype(dtype)}
+    assert size == sum(array.nbytes for array in files.values())
     spec = load_spec(tmp_path / "merged", identify=False)
     parts = read_adapter(place, spec).parts
     before, after = open_weights(base, spec), open_weights(tmp_path / "merged", spec)
@@ -57,7 +57,7 @@ def test_the_base_s_numbers_and_files_are_kept(tmp_path: Path) -> None:
     names = {path.name for path in (tmp_path / "merged").iterdir()}
     assert names == {*homes.values(), "config.json", "tokenizer.json", "model.safetensors.index.json"}
     weights = open_weights(tmp_path / "merged", load_spec(tmp_path / "merged", identify=False))
-    assert {str(one.dtype) for one in weights.values()} == {"float16"}
+    assert {str(weight.dtype) for weight in weights.values()} == {"float16"}
 
 
 def test_nothing_is_left_of_a_merge_that_fails(tmp_path: Path) -> None:

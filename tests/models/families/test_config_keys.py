@@ -23,7 +23,7 @@ def class_fields(architecture: str) -> set[str]:
     """Return the fields, and their aliases, that a family's configuration class of transformers takes."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")
     config_class = getattr(transformers, architecture).config_class
-    return {one.name for one in dataclasses.fields(config_class)} | set(config_class.attribute_map)
+    return {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
 
 
 def missing(row: ConfigKeys, fields: set[str], common: frozenset[str] = frozenset()) -> list[str]:

@@ -76,7 +76,7 @@ def test_a_recording_names_each_buffer_once_and_computes_nothing(tmp_path: Path)
         "gated_mlp",
     ]
     assert len(calls) == 2 + 2 * 5 and [call.kernel for call in engine._head.calls] == ["logits"]
-    slots = [one for call in calls for one in call.arguments if isinstance(one, Slot)]
+    slots = [argument for call in calls for argument in call.arguments if isinstance(argument, Slot)]
     assert len({id(slot) for slot in slots}) == len({id(slot.array) for slot in slots})
 
 

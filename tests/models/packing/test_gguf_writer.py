@@ -40,7 +40,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def written(folder: Path, path: Path, kind: str) -> list[gguf_writer.Loss]:
     told: list[tuple[int, int]] = []
     losses = write_gguf(folder, load_spec(folder), path, kind, {}, lambda done, total: told.append((done, total)))
-    assert told == sorted(told) and told[-1][0] == told[-1][1] == sum(one.values for one in losses)
+    assert told == sorted(told) and told[-1][0] == told[-1][1] == sum(loss.values for loss in losses)
     return losses
 
 
@@ -51,8 +51,8 @@ def test_a_model_written_in_float32_is_the_same_model(name: str, tmp_path: Path,
     spec, again = load_spec(folder), load_spec(path)
     check_written(spec, again)
     ours, theirs = open_weights(folder, spec), open_weights(path, again)
-    assert set(ours) == set(theirs) and all(np.array_equal(ours[one], theirs[one]) for one in ours)
-    assert {hub_name(gguf_name(one)) for one in ours} == set(ours)
+    assert set(ours) == set(theirs) and all(np.array_equal(ours[our], theirs[our]) for our in ours)
+    assert {hub_name(gguf_name(our)) for our in ours} == set(ours)
     assert all(loss.error == loss.worst == 0 for loss in losses)
     drivers = [Driver(load(one, kernels="reference"), monkeypatch) for one in (folder, path)]
     first, second = (driver.greedy(prompt(40), 8) for driver in drivers)

@@ -64,7 +64,7 @@ def test_the_second_start_packs_nothing_and_answers_the_same(
     if form == "stored":
         kinds = {"down": Type.Q6_K, "gate": Type.Q2_K, "q_proj": Type.Q4_K, "up": Type.Q5_K}
         model = packed_model(
-            tmp_path, lambda name, array: next((kinds[one] for one in kinds if one in name), Type.Q4_1)
+            tmp_path, lambda name, array: next((kinds[kind] for kind in kinds if kind in name), Type.Q4_1)
         )
     else:
         model = write_model(tmp_path / "m", tie_word_embeddings=tied, attention_bias=True, **SIZES)
@@ -168,7 +168,7 @@ def test_beyond_the_budget_the_least_recently_used_goes(
     size = max(file.stat().st_size for file in files)
     gb = 3.5 * size / 1e9
     found = packed_file.usage(int(gb * 1e9))
-    assert (found.files, found.bytes, found.budget) == (3, sum(one.stat().st_size for one in files), int(gb * 1e9))
+    assert (found.files, found.bytes, found.budget) == (3, sum(file.stat().st_size for file in files), int(gb * 1e9))
     another = write_model(tmp_path / "3", **MODELS["llama with biases, tied"], seed=3)
     assert answer(another, monkeypatch, keep_packed_gb=gb)[2] > 0
     assert [file.exists() for file in files] == [False, True, True] and packed_file.usage().files == 3
@@ -247,13 +247,13 @@ def test_leftovers_of_a_killed_start_go_at_once_and_running_writes_stay(
     real = packed_matrices.WritingKernels.finish
 
     def finish(self: Any, key: str) -> None:
-        seen.extend([packed_file.prune(), [one.suffix for one in cache.iterdir()]])
+        seen.extend([packed_file.prune(), [path.suffix for path in cache.iterdir()]])
         real(self, key)
 
     monkeypatch.setattr(packed_matrices.WritingKernels, "finish", finish)
     answer(model, monkeypatch)
     assert seen == [(0, 0), [".part"]] and not left.exists()
-    assert [one.suffix for one in cache.iterdir()] == [".packed"]
+    assert [path.suffix for path in cache.iterdir()] == [".packed"]
 
 
 def test_a_weight_without_a_number_keeps_no_start_from_reading_the_file(

@@ -192,6 +192,6 @@ def test_the_rounding_error_is_reported_in_one_sentence() -> None:
 def test_every_form_has_a_name_that_options_know() -> None:
     from cairn.config.option import options
 
-    (option,) = (one for one in options() if one.name == "weights")
+    (option,) = (option for option in options() if option.name == "weights")
     for name in option.choices:
         assert form_of(msgspec.structs.replace(shape_spec("demo")), name) in ("stored", "f32", "bf16", "int8", "int4")

@@ -205,7 +205,7 @@ def test_a_group_index_of_minus_one_keeps_the_order(tmp_path: Path) -> None:
     _, folder = write_quantized(tmp_path, compressed(4, 32), PACKED | group(type="int", num_bits=4))
     whole = open_weights(folder, load_spec(folder))
     tensors = open_tensors(folder / "model.safetensors")
-    for name in [one for one in tensors if one.endswith(".weight_shape")]:
+    for name in [tensor for tensor in tensors if tensor.endswith(".weight_shape")]:
         inputs = int(tensors[name][1])
         tensors[name.replace("weight_shape", "weight_g_idx")] = np.full(inputs, -1, np.int32)
     save_file(tensors, folder / "model.safetensors")
@@ -222,7 +222,7 @@ def test_bytes_are_counted_by_the_files_formats(tmp_path: Path) -> None:
     packed = sum(
         one.nbytes for name, one in tensors.items() if name.rpartition(".")[2] in ("qweight", "qzeros", "scales")
     )
-    assert found["AWQ"] == packed and found["F32"] == sum(one.nbytes for one in tensors.values()) - packed
+    assert found["AWQ"] == packed and found["F32"] == sum(tensor.nbytes for tensor in tensors.values()) - packed
 
 
 def test_numbers_of_8_bits_without_a_config_that_says_so_are_refused(tmp_path: Path) -> None:
@@ -270,8 +270,8 @@ def test_bent_configs_and_tensors_load_or_are_a_model_error(name: str, tmp_path:
         save_file({one: np.ascontiguousarray(array) for one, array in found.items()}, folder / "model.safetensors")
         try:
             weights = open_weights(folder, load_spec(folder))
-            for one in weights:
-                assert weights[one].ndim in (1, 2)
+            for weight in weights:
+                assert weights[weight].ndim in (1, 2)
             loaded += 1
         except ModelError as error:
             assert len(str(error)) < 1000

@@ -44,7 +44,7 @@ class Site:
         self.rig.run()
         assert self.rig.nothing_held() and not self.head.broken
         assert self.head.free == self.head.blocks and not self.head.waiting, "something of the head is left"
-        return {one.id: (self.rig.tokens(one.id), self.rig.finish(one.id)) for one in requests}
+        return {request.id: (self.rig.tokens(request.id), self.rig.finish(request.id)) for request in requests}
 
 
 def asked(id: int, chance: random.Random, length: int = 0, **sampling: Any) -> Request:
@@ -93,9 +93,9 @@ def test_the_head_reads_the_end_of_a_long_prompt_in_pieces() -> None:
     site = Site(context=context, pool=2 * READ, blocks=READ, most=100, step_tokens=256)
     request = asked(1, random.Random(2), length=2 * READ)
     assert site.answers([request]) == plain([request], context=context, blocks=2 * READ, step_tokens=256)[0]
-    rows = [row for one in site.rig.plans for row in one.rows if row.states_from is not None]
+    rows = [row for plan in site.rig.plans for row in plan.rows if row.states_from is not None]
     assert rows[0].states_from == READ and rows[0].start <= READ
-    longest = max(len(one) for one in site.fake.slots.values())
+    longest = max(len(slot) for slot in site.fake.slots.values())
     assert longest > 2 * READ, "it has read up to the answer"
     assert site.rig.scheduler.stats().accepted > 20
 
@@ -108,7 +108,7 @@ def test_behind_a_cached_prefix_the_heads_context_begins_later() -> None:
     expected, _ = plain([again])
     before = site.rig.scheduler.stats().accepted
     assert site.answers([again]) == expected
-    rows = [row for one in site.rig.plans for row in one.rows]
+    rows = [row for plan in site.rig.plans for row in plan.rows]
     assert any(row.start >= 56 and row.states_from == row.start for row in rows), "nothing was cached"
     assert site.rig.scheduler.stats().accepted - before > 20
 
@@ -181,7 +181,7 @@ def test_a_head_that_fails_ends_its_guesses_and_nothing_else(caplog: pytest.LogC
     for request in requests:
         site.rig.scheduler.add(request)
     site.rig.run()
-    assert {one.id: (site.rig.tokens(one.id), site.rig.finish(one.id)) for one in requests} == expected
+    assert {request.id: (site.rig.tokens(request.id), site.rig.finish(request.id)) for request in requests} == expected
     assert site.head.broken and caplog.text.count("the head for further tokens failed") == 1
     assert site.head.free == site.head.blocks
 
@@ -234,4 +234,4 @@ def test_requests_that_do_not_speculate_have_no_states(options: dict[str, Any]) 
     extras = SamplingExtras(mirostat=2) if options.pop("mirostat", False) else None
     site = Site()
     site.answers([asked(1, random.Random(8), **options, extras=extras)])
-    assert all(row.states_from is None for one in site.rig.plans for row in one.rows)
+    assert all(row.states_from is None for plan in site.rig.plans for row in plan.rows)

@@ -60,7 +60,7 @@ def test_guesses_change_nothing(seed: int, windows: tuple[int, ...]) -> None:
         return {
             request.id: (
                 rig.tokens(request.id),
-                [one for output in rig.outputs[request.id] for one in output.logprobs],
+                [logprob for output in rig.outputs[request.id] for logprob in output.logprobs],
                 rig.finish(request.id),
             )
             for request in some
