@@ -18,12 +18,12 @@ ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 def shapes(base: Path, targets: Sequence[str] = ALL) -> dict[str, tuple[int, int]]:
     """Return the shapes [out, in] of the model's matrices whose module names end in one of `targets`."""
-    found = {}
+    sizes = {}
     for name, shape in expected_tensors(load_spec(base, identify=False)).items():
         module = name.removesuffix(".weight")
         if name.startswith("model.layers.") and name.endswith(".weight") and module.rpartition(".")[2] in targets:
-            found[module] = (shape[0], shape[1])
-    return found
+            sizes[module] = (shape[0], shape[1])
+    return sizes
 
 
 def pairs(base: Path, targets: Sequence[str] = ALL, rank: int = 4, seed: int = 0, size: float = 0.3) -> dict[str, Any]:
@@ -39,15 +39,15 @@ def pairs(base: Path, targets: Sequence[str] = ALL, rank: int = 4, seed: int = 0
 
 
 def write_peft(
-    folder: Path, given: Mapping[str, tuple[np.ndarray, np.ndarray]], dtype: Any = np.float32, **config: Any
+    folder: Path, matrices: Mapping[str, tuple[np.ndarray, np.ndarray]], dtype: Any = np.float32, **config: Any
 ) -> Path:
     """Write these pairs as a PEFT folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    rank = max(len(down) for down, _ in given.values())
+    rank = max(len(down) for down, _ in matrices.values())
     plain = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "none", "target_modules": list(ALL)}
     (folder / "adapter_config.json").write_text(json.dumps(plain | config))
     tensors = {}
-    for module, (down, up) in given.items():
+    for module, (down, up) in matrices.items():
         tensors[f"base_model.model.{module}.lora_A.weight"] = down.astype(dtype)
         tensors[f"base_model.model.{module}.lora_B.weight"] = up.astype(dtype)
     save_file(tensors, folder / "adapter_model.safetensors")

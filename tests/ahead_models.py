@@ -77,14 +77,14 @@ def likely(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> tuple[dict[str, n
     """Damp all layers but the last attention layer; return the tensors and that layer's number."""
     sparse = () if spec.experts is None else spec.experts.layers
     layer = max(one for one in range(spec.layers) if spec.attends(one) and (not sparse or one in sparse))
-    found = {}
+    damped = {}
     for name, array in tensors.items():
         if name.endswith(_OUTPUTS) and f"layers.{layer}." not in name:
             array = _QUIET * array
         if name == "model.embed_tokens.weight":
             array = array / np.sqrt(np.square(array).mean(axis=1, keepdims=True))
-        found[name] = array.astype(np.float32)
-    return found, layer
+        damped[name] = array.astype(np.float32)
+    return damped, layer
 
 
 def head_tensors(spec: ModelSpec, state: float) -> tuple[np.ndarray, ...]:
@@ -114,6 +114,6 @@ def write_gguf_with_head(folder: Path, path: Path, *, last_norm: bool = True, **
 
 def head_spec(folder: Path) -> ModelSpec:
     """Return the spec of the head in a folder or a GGUF file."""
-    found = ahead_spec(load_spec(folder), stored_names(folder), gguf=is_gguf(folder))
-    assert isinstance(found, ModelSpec), found
-    return found
+    head = ahead_spec(load_spec(folder), stored_names(folder), gguf=is_gguf(folder))
+    assert isinstance(head, ModelSpec), head
+    return head

@@ -120,8 +120,8 @@ def prove(pytestconfig: pytest.Config) -> bool:
 def figure(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     """Return a function that adds a figure: `figure("planted bugs caught", "40 of 40")`."""
 
-    def add(what: str, value: str) -> None:
-        request.node.user_properties.append((what, value))
+    def add(name: str, value: str) -> None:
+        request.node.user_properties.append((name, value))
 
     return add
 
@@ -135,13 +135,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
     if not rows:
         return
     terminalreporter.section("figures")
-    for what, value in rows:
-        terminalreporter.write_line(f"{what}: {value}")
+    for name, value in rows:
+        terminalreporter.write_line(f"{name}: {value}")
     some = ("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf")
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not any(map(config.getoption, some))
     if config.option.prove and whole and exitstatus == 0:
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
         table = [f"Measured at {commit.stdout.strip()} on {os.cpu_count()} cores ({platform.machine()}).", ""]
-        table += ["| harness | result |", "|---|---|", *(f"| {what} | {value} |" for what, value in rows)]
+        table += ["| harness | result |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
         head = PAGE.read_text().split(MARK)[0]
         PAGE.write_text(head + MARK + "\n" + "\n".join(table) + "\n")

@@ -79,8 +79,8 @@ def write_modules(folder: Path, pooling: str = "mean", dense: Sequence[torch.nn.
         (place := folder / modules[-1][0]).mkdir(exist_ok=True)
         named = f"torch.nn.modules.{'activation.Tanh' if after else 'linear.Identity'}"
         sizes = {"in_features": linear.in_features, "out_features": linear.out_features}
-        told = {**sizes, "bias": linear.bias is not None, "activation_function": named}
-        (place / "config.json").write_text(json.dumps(told))
+        fields = {**sizes, "bias": linear.bias is not None, "activation_function": named}
+        (place / "config.json").write_text(json.dumps(fields))
         save_file(
             {f"linear.{name}": one.detach() for name, one in linear.named_parameters()}, place / "model.safetensors"
         )

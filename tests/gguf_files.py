@@ -70,8 +70,8 @@ def write_gguf(
     known = {key.replace(f"{own}.", f"{arch}.", 1): value for key, value in (metadata(config) | kept).items()}
     if own == "apertus":
         known |= gguf_uneven.constants(open_weights(folder, spec), own)
-    found = known | (tokenizer(folder, config, pre) if (folder / "tokenizer.json").exists() else {})
-    put(writer, {key: value for key, value in (found | dict(extra or {})).items() if key not in without})
+    fields = known | (tokenizer(folder, config, pre) if (folder / "tokenizer.json").exists() else {})
+    put(writer, {key: value for key, value in (fields | dict(extra or {})).items() if key not in without})
     for name, array in tensors.items():
         wanted = kind(name, array) if callable(kind) else kind
         one = wanted if array.ndim > 1 else Type.F32
@@ -89,8 +89,8 @@ def write_gguf(
 def write_tokenizer(folder: Path, path: Path, *, pre: str = "qwen2", **extra: Any) -> Path:
     """Write only the text part of a model, with no tensors. `extra`: keys of `tokenizer.`, with "__" for each dot."""
     writer = gguf.GGUFWriter(path, "llama")
-    found = tokenizer(folder, {}, pre) | {f"tokenizer.{key.replace('__', '.')}": value for key, value in extra.items()}
-    put(writer, {key: value for key, value in found.items() if value is not None})
+    fields = tokenizer(folder, {}, pre) | {f"tokenizer.{key.replace('__', '.')}": value for key, value in extra.items()}
+    put(writer, {key: value for key, value in fields.items() if value is not None})
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -124,7 +124,7 @@ def metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metadata that llama.cpp's converter writes for a config.json."""
     arch, heads = named(config), config["num_attention_heads"]
     size = config.get("head_dim") or config["hidden_size"] // heads
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "block_count": config["num_hidden_layers"],
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
@@ -141,42 +141,42 @@ def metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     rope = scaling(config)
     kind = rope.get("rope_type", rope.get("type"))
     if kind in ("linear", "yarn"):
-        found |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
+        fields |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
     if kind == "yarn":
-        found["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+        fields["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
     if arch in ("llama", "gemma2", "gemma3", "phi3") and config.get("sliding_window"):
-        found["attention.sliding_window"] = config["sliding_window"]
+        fields["attention.sliding_window"] = config["sliding_window"]
     if arch == "gemma2":
-        found["attn_logit_softcapping"] = config["attn_logit_softcapping"]
-        found["final_logit_softcapping"] = config["final_logit_softcapping"]
+        fields["attn_logit_softcapping"] = config["attn_logit_softcapping"]
+        fields["final_logit_softcapping"] = config["final_logit_softcapping"]
     if arch == "gemma3":
-        found["rope.freq_base_swa"] = config["rope_local_base_freq"]
-        found["attention.sliding_window_pattern"] = config["sliding_window_pattern"]
-    found |= others(config, arch)
-    found = gguf_layer_norms.keys(config, arch, found)
-    return {f"{arch}.{key}": value for key, value in found.items()}
+        fields["rope.freq_base_swa"] = config["rope_local_base_freq"]
+        fields["attention.sliding_window_pattern"] = config["sliding_window_pattern"]
+    fields |= others(config, arch)
+    fields = gguf_layer_norms.keys(config, arch, fields)
+    return {f"{arch}.{key}": value for key, value in fields.items()}
 
 
 def others(config: Mapping[str, Any], arch: str) -> dict[str, Any]:
     """Return the metadata of windows, multipliers and experts."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if arch in ("gpt-oss", "olmo2") and config.get("sliding_window"):
-        found["attention.sliding_window"] = config["sliding_window"]
+        fields["attention.sliding_window"] = config["sliding_window"]
     if arch == "exaone4" and config.get("sliding_window"):
         period, layers = config["sliding_window_pattern"], config["num_hidden_layers"]
-        found["attention.sliding_window"] = config["sliding_window"]
-        found["attention.sliding_window_pattern"] = [(layer + 1) % period > 0 for layer in range(layers)]
+        fields["attention.sliding_window"] = config["sliding_window"]
+        fields["attention.sliding_window_pattern"] = [(layer + 1) % period > 0 for layer in range(layers)]
     if arch == "granite":
-        found |= {
+        fields |= {
             "attention.scale": config["attention_multiplier"],
             "embedding_scale": config["embedding_multiplier"],
             "residual_scale": config["residual_multiplier"],
             "logit_scale": config["logits_scaling"],
         }
-    found |= positions(config, arch)
+    fields |= positions(config, arch)
     count = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts")
     if config.get("n_routed_experts"):
-        found |= {
+        fields |= {
             "expert_gating_func": 1 if config["architectures"][0].startswith(("DeepseekV2", "Mistral4")) else 2,
             "expert_shared_count": config["n_shared_experts"],
             "expert_weights_scale": config["routed_scaling_factor"],
@@ -185,24 +185,24 @@ def others(config: Mapping[str, Any], arch: str) -> dict[str, Any]:
             "expert_group_used_count": config["topk_group"],
         }
         if arch != "nemotron_h_moe":
-            found["leading_dense_block_count"] = config.get("first_k_dense_replace", 1)
+            fields["leading_dense_block_count"] = config.get("first_k_dense_replace", 1)
     if count:
-        found |= {"expert_count": count, "expert_used_count": config.get("num_experts_per_tok", 1)}
-        found["expert_feed_forward_length"] = config.get("moe_intermediate_size") or config["intermediate_size"]
+        fields |= {"expert_count": count, "expert_used_count": config.get("num_experts_per_tok", 1)}
+        fields["expert_feed_forward_length"] = config.get("moe_intermediate_size") or config["intermediate_size"]
         if config.get("shared_expert_intermediate_size"):
-            found["expert_shared_feed_forward_length"] = config["shared_expert_intermediate_size"]
-    return found
+            fields["expert_shared_feed_forward_length"] = config["shared_expert_intermediate_size"]
+    return fields
 
 
 def positions(config: Mapping[str, Any], arch: str) -> dict[str, Any]:
     """Return the metadata of unusual rotary positions."""
-    rope, found = scaling(config), dict[str, Any]()
+    rope, fields = scaling(config), dict[str, Any]()
     if arch == "mistral3":
-        found["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
-        found["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
+        fields["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
+        fields["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
     if arch in ("deepseek2", "mistral4"):
         turned = config["qk_rope_head_dim"]
-        found |= {
+        fields |= {
             "attention.head_count_kv": 1,
             "attention.q_lora_rank": config["q_lora_rank"] or 0,
             "attention.kv_lora_rank": config["kv_lora_rank"],
@@ -213,13 +213,13 @@ def positions(config: Mapping[str, Any], arch: str) -> dict[str, Any]:
             "rope.dimension_count": turned,
         }
         if rope.get("mscale_all_dim"):
-            found["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
+            fields["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
     if "long_factor" in rope:
         old = config["original_max_position_embeddings"]
         spread = np.log(config["max_position_embeddings"] / old) / np.log(old)
-        found["rope.scaling.original_context_length"] = old
-        found["rope.scaling.attn_factor"] = float(np.sqrt(1 + spread))
-    return found
+        fields["rope.scaling.original_context_length"] = old
+        fields["rope.scaling.attn_factor"] = float(np.sqrt(1 + spread))
+    return fields
 
 
 def scaling(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -281,14 +281,14 @@ def tensors_of(folder: Path, config: Mapping[str, Any], *, own: bool = False) ->
     """
     if not own and not (config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts")):
         return load_file(folder / "model.safetensors")
-    found: dict[str, Any] = {}
+    joined: dict[str, Any] = {}
     for name, array in open_weights(folder, load_spec(folder)).items():
         merged = re.sub(r"\.(experts|[kv]_b_proj|altup\w*_projections)\.\d+\.", r".\1.", name)
         if merged != name:
-            found.setdefault(merged, []).append(array)
+            joined.setdefault(merged, []).append(array)
         else:
-            found[name] = array.reshape(-1) if name.endswith("shared_expert_gate.weight") else array
-    return {name: np.stack(one) if isinstance(one, list) else one for name, one in found.items()}
+            joined[name] = array.reshape(-1) if name.endswith("shared_expert_gate.weight") else array
+    return {name: np.stack(one) if isinstance(one, list) else one for name, one in joined.items()}
 
 
 def rope_factors(rope: Mapping[str, Any], size: int, base: float) -> np.ndarray:
@@ -317,27 +317,27 @@ def tokenizer(folder: Path, config: Mapping[str, Any], pre: str) -> dict[str, An
         kinds[number] = CONTROL if one["special"] else USER
     pieces = model.get("byte_fallback", False)
     merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in model["merges"]]
-    found: dict[str, Any] = {"tokenizer.ggml.model": "llama" if pieces else "gpt2", "tokenizer.ggml.tokens": tokens}
+    fields: dict[str, Any] = {"tokenizer.ggml.model": "llama" if pieces else "gpt2", "tokenizer.ggml.tokens": tokens}
     if pieces:
         rank = {"".join(pair.split(" ")): n for n, pair in reversed(list(enumerate(merges)))}
-        found["tokenizer.ggml.scores"] = [-float(rank.get(token, -1000)) for token in tokens]
+        fields["tokenizer.ggml.scores"] = [-float(rank.get(token, -1000)) for token in tokens]
         kinds = [BYTE if token[:3] == "<0x" else kind for token, kind in zip(tokens, kinds, strict=True)]
         kinds = [UNKNOWN if token == "<unk>" else kind for token, kind in zip(tokens, kinds, strict=True)]
-        found["tokenizer.ggml.add_space_prefix"] = True
+        fields["tokenizer.ggml.add_space_prefix"] = True
     else:
-        found |= {"tokenizer.ggml.pre": pre, "tokenizer.ggml.merges": merges}
-    found["tokenizer.ggml.token_type"] = kinds
+        fields |= {"tokenizer.ggml.pre": pre, "tokenizer.ggml.merges": merges}
+    fields["tokenizer.ggml.token_type"] = kinds
     numbers = {text: number for number, text in texts.items()}
     for name, key in (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding")):
         text = named.get(name)
         text = text["content"] if isinstance(text, dict) else text
         if text in numbers:
-            found[f"tokenizer.ggml.{key}_token_id"] = numbers[text]
+            fields[f"tokenizer.ggml.{key}_token_id"] = numbers[text]
     if "add_bos_token" in named:
-        found["tokenizer.ggml.add_bos_token"] = named["add_bos_token"]
+        fields["tokenizer.ggml.add_bos_token"] = named["add_bos_token"]
     if isinstance(named.get("chat_template"), str):
-        found["tokenizer.chat_template"] = named["chat_template"]
-    return found
+        fields["tokenizer.chat_template"] = named["chat_template"]
+    return fields
 
 
 POOLINGS = {"mean": 1, "cls": 2, "last": 3}
@@ -352,7 +352,7 @@ def write_encoder_gguf(folder: Path, path: Path, pooling: str = "mean", kind: Ty
     config = json.loads((folder / "config.json").read_text())
     arch = ENCODERS[config["architectures"][0]]
     writer = gguf.GGUFWriter(path, arch)
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "block_count": config["num_hidden_layers"],
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
@@ -363,15 +363,15 @@ def write_encoder_gguf(folder: Path, path: Path, pooling: str = "mean", kind: Ty
         "pooling_type": POOLINGS[pooling],
     }
     if arch == "nomic-bert":
-        found["rope.freq_base"] = float(config["rope_parameters"]["rope_theta"])
+        fields["rope.freq_base"] = float(config["rope_parameters"]["rope_theta"])
     if arch == "modern-bert":
         ropes = config["rope_parameters"]
-        found["rope.freq_base"] = float(ropes["full_attention"]["rope_theta"])
-        found["rope.freq_base_swa"] = float(ropes["sliding_attention"]["rope_theta"])
-        found["attention.sliding_window"] = config["local_attention"]
-        found["attention.sliding_window_pattern"] = config.get("global_attn_every_n_layers", 3)
-    found |= {key.replace("__", "."): value for key, value in extra.items()}
-    put(writer, {f"{arch}.{key}": value for key, value in found.items()})
+        fields["rope.freq_base"] = float(ropes["full_attention"]["rope_theta"])
+        fields["rope.freq_base_swa"] = float(ropes["sliding_attention"]["rope_theta"])
+        fields["attention.sliding_window"] = config["local_attention"]
+        fields["attention.sliding_window_pattern"] = config.get("global_attn_every_n_layers", 3)
+    fields |= {key.replace("__", "."): value for key, value in extra.items()}
+    put(writer, {f"{arch}.{key}": value for key, value in fields.items()})
     if (folder / "tokenizer.json").exists():
         put(writer, pieces(folder, config["vocab_size"]))
     names = gguf.get_tensor_name_map(

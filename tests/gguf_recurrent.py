@@ -32,29 +32,31 @@ def keys(config: Mapping[str, Any], spec: ModelSpec, arch: str) -> dict[str, Any
     facts = spec.recurrence
     if facts is None:
         return {}
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "feed_forward_length": spec.experts.ffn if arch == "granitehybrid" and spec.experts else spec.ffn,
         "attention.layer_norm_rms_epsilon": spec.norm_eps,
         "rope.freq_base": spec.rope_theta,
     }
     if facts.kind != "delta":
-        found["attention.head_count_kv"] = [
+        fields["attention.head_count_kv"] = [
             0 if layer in facts.layers else spec.kv_heads for layer in range(spec.layers)
         ]
     if spec.mlp_layers:
         width = spec.experts.ffn if spec.experts else spec.ffn
-        found["feed_forward_length"] = [width if layer in spec.mlp_layers else 0 for layer in range(spec.layers)]
-        found |= {"rope.scaling.finetuned": False, "attention.layer_norm_epsilon": spec.norm_eps}
-        found["attention.head_count_kv"] = [spec.kv_heads if spec.attends(layer) else 0 for layer in range(spec.layers)]
+        fields["feed_forward_length"] = [width if layer in spec.mlp_layers else 0 for layer in range(spec.layers)]
+        fields |= {"rope.scaling.finetuned": False, "attention.layer_norm_epsilon": spec.norm_eps}
+        fields["attention.head_count_kv"] = [
+            spec.kv_heads if spec.attends(layer) else 0 for layer in range(spec.layers)
+        ]
     if arch == "mamba2":
-        found |= dict.fromkeys(("feed_forward_length", "attention.head_count", "attention.head_count_kv"), 0)
+        fields |= dict.fromkeys(("feed_forward_length", "attention.head_count", "attention.head_count_kv"), 0)
     elif arch == "nemotron_h_moe":
         assert spec.experts is not None
-        found |= {"expert_shared_feed_forward_length": spec.experts.shared, "expert_feed_forward_length": width}
+        fields |= {"expert_shared_feed_forward_length": spec.experts.shared, "expert_feed_forward_length": width}
     if facts.kind == "conv":
-        found["shortconv.l_cache"] = facts.reach
+        fields["shortconv.l_cache"] = facts.reach
     else:
-        found |= {
+        fields |= {
             "ssm.conv_kernel": facts.reach,
             "ssm.state_size": facts.key_size,
             "ssm.group_count": facts.key_heads,
@@ -62,16 +64,16 @@ def keys(config: Mapping[str, Any], spec: ModelSpec, arch: str) -> dict[str, Any
             "ssm.inner_size": facts.inner,
         }
     if facts.kind == "delta":
-        found |= {"rope.dimension_count": spec.turned, "full_attention_interval": 4}
+        fields |= {"rope.dimension_count": spec.turned, "full_attention_interval": 4}
         if "layer_types" in config or config.get("full_attention_interval", 4) != 4:
-            found["attention.recurrent_layers"] = [layer in facts.layers for layer in range(spec.layers)]
+            fields["attention.recurrent_layers"] = [layer in facts.layers for layer in range(spec.layers)]
     if arch in TILED:
-        found["rope.dimension_sections"] = [11, 11, 10, 0]
+        fields["rope.dimension_sections"] = [11, 11, 10, 0]
     if arch == "lfm2moe":
         assert spec.experts is not None
-        found |= {"leading_dense_block_count": spec.experts.layers[0], "expert_gating_func": 2}
+        fields |= {"leading_dense_block_count": spec.experts.layers[0], "expert_gating_func": 2}
     if arch == "granitehybrid":
-        found |= {
+        fields |= {
             "rope.scaling.finetuned": not spec.unturned,
             "attention.scale": spec.attention_scale,
             "embedding_scale": spec.embedding_scale,
@@ -79,7 +81,7 @@ def keys(config: Mapping[str, Any], spec: ModelSpec, arch: str) -> dict[str, Any
             "logit_scale": 1 / spec.logit_scale,
             "expert_shared_feed_forward_length": config["shared_intermediate_size"],
         }
-    return found
+    return fields
 
 
 def tensor(spec: ModelSpec, arch: str, name: str, every: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -40,7 +40,7 @@ def keys(config: Mapping[str, Any], spec: ModelSpec, arch: str) -> dict[str, Any
     limited = [spec.groups[spec.group_of(layer)].rope is not None for layer in range(spec.layers)]
     whole = next(number for number, group in enumerate(spec.groups) if group.rope is None)
     _, heads, _, size = spec.page(whole)
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "attention.key_length": size,
         "attention.value_length": size,
         "rope.dimension_count": size,
@@ -53,42 +53,42 @@ def keys(config: Mapping[str, Any], spec: ModelSpec, arch: str) -> dict[str, Any
         "final_logit_softcapping": spec.logit_softcap,
     }
     if arch == "gemma4":
-        found |= dict.fromkeys(("attention.key_length_swa", "attention.value_length_swa"), spec.head_dim)
-        found["rope.dimension_count_swa"] = spec.head_dim
+        fields |= dict.fromkeys(("attention.key_length_swa", "attention.value_length_swa"), spec.head_dim)
+        fields["rope.dimension_count_swa"] = spec.head_dim
         if heads != spec.kv_heads:
-            found["attention.head_count_kv"] = [spec.kv_heads if one else heads for one in limited]
+            fields["attention.head_count_kv"] = [spec.kv_heads if one else heads for one in limited]
     if spec.uneven.wide:
-        found["feed_forward_length"] = [
+        fields["feed_forward_length"] = [
             spec.ffn * (2 if layer in spec.uneven.wide else 1) for layer in range(spec.layers)
         ]
     if spec.experts is not None:
-        found |= {"expert_count": spec.experts.count, "expert_used_count": spec.experts.chosen}
-        found["expert_feed_forward_length"] = spec.experts.ffn
+        fields |= {"expert_count": spec.experts.count, "expert_used_count": spec.experts.chosen}
+        fields["expert_feed_forward_length"] = spec.experts.ffn
     if (streams := spec.uneven.streams) is not None:
-        found |= {"altup.active_idx": streams.active, "altup.num_inputs": streams.count}
+        fields |= {"altup.active_idx": streams.active, "altup.num_inputs": streams.count}
         sparsity = streams.sparsity or (None,) * spec.layers
-        found["activation_sparsity_scale"] = [float("-inf") if one is None else one for one in sparsity]
-    return found
+        fields["activation_sparsity_scale"] = [float("-inf") if one is None else one for one in sparsity]
+    return fields
 
 
 def constants(tensors: Mapping[str, np.ndarray], arch: str) -> dict[str, Any]:
     """Return metadata that are tensors elsewhere."""
     if arch != "apertus":
         return {}
-    found: dict[str, Any] = {"xielu.beta": 0.5, "xielu.eps": -1e-6}
+    fields: dict[str, Any] = {"xielu.beta": 0.5, "xielu.eps": -1e-6}
     for part in ("alpha_p", "alpha_n"):
-        found[f"xielu.{part}"] = [float(one[0]) for name, one in tensors.items() if name.endswith(f"{XIELU}.{part}")]
-    return found
+        fields[f"xielu.{part}"] = [float(one[0]) for name, one in tensors.items() if name.endswith(f"{XIELU}.{part}")]
+    return fields
 
 
 def together(every: Mapping[str, np.ndarray], arch: str) -> dict[str, np.ndarray]:
     """Join the tensors that the file joins, and drop those that are metadata there."""
-    found = {name: array for name, array in every.items() if f"{XIELU}." not in name}
+    joined = {name: array for name, array in every.items() if f"{XIELU}." not in name}
     if arch in TOGETHER:
-        for name in [one for one in found if one.endswith(".mlp.experts.gate_proj.weight")]:
-            other = found.pop(name.replace("gate_proj", "up_proj"))
-            found[name.replace("gate_proj", "gate_up_proj")] = np.concatenate([found.pop(name), other], axis=1)
-    return found
+        for name in [one for one in joined if one.endswith(".mlp.experts.gate_proj.weight")]:
+            other = joined.pop(name.replace("gate_proj", "up_proj"))
+            joined[name.replace("gate_proj", "gate_up_proj")] = np.concatenate([joined.pop(name), other], axis=1)
+    return joined
 
 
 def named(name: str) -> str | None:
@@ -99,12 +99,12 @@ def named(name: str) -> str | None:
 
 def more(spec: ModelSpec, arch: str) -> dict[str, np.ndarray]:
     """Return tensors that nothing reads, and the rope factors."""
-    found: dict[str, np.ndarray] = {}
+    extra: dict[str, np.ndarray] = {}
     if arch == "gemma4":
-        found["rope_freqs.weight"] = np.array(spec.rope_scaling.factors, np.float32)
+        extra["rope_freqs.weight"] = np.array(spec.rope_scaling.factors, np.float32)
     if arch == "gemma3n" and spec.uneven is not None:
         kv = spec.kv_heads * spec.head_dim
         for layer in range(spec.layers - len(spec.uneven.kv_from), spec.layers):
-            found |= {f"blk.{layer}.attn_{part}.weight": np.ones((kv, spec.hidden), np.float32) for part in "kv"}
-            found[f"blk.{layer}.attn_k_norm.weight"] = np.ones(spec.head_dim, np.float32)
-    return found
+            extra |= {f"blk.{layer}.attn_{part}.weight": np.ones((kv, spec.hidden), np.float32) for part in "kv"}
+            extra[f"blk.{layer}.attn_k_norm.weight"] = np.ones(spec.head_dim, np.float32)
+    return extra

@@ -32,10 +32,10 @@ def words(numbers: np.ndarray, bits: int, order: tuple[int, ...] | None = None) 
     padded = np.zeros((len(numbers), -(-numbers.shape[1] // each) * each), np.uint32)
     padded[:, : numbers.shape[1]] = numbers
     groups = padded.reshape(len(numbers), -1, each)
-    found = np.zeros(groups.shape[:2], np.uint32)
+    packed = np.zeros(groups.shape[:2], np.uint32)
     for place, number in enumerate(order or range(each)):
-        found |= groups[:, :, number] << np.uint32(bits * place)
-    return found.view(np.int32)
+        packed |= groups[:, :, number] << np.uint32(bits * place)
+    return packed.view(np.int32)
 
 
 def _scales(array: np.ndarray, shape: tuple[int, int], rng: np.random.Generator, most: float) -> np.ndarray:
@@ -191,23 +191,23 @@ def write_quantized(
     """
     plain, packed = write_model(folder / "plain", **{**SIZES, **fields}), folder / "packed"
     tensors, rng = load_file(plain / "model.safetensors"), np.random.default_rng(5)
-    found: dict[str, np.ndarray] = {}
+    tensors_out: dict[str, np.ndarray] = {}
     for name, array in list(tensors.items()):
         module = name.removesuffix(".weight")
         kept = (
             array.ndim != 2 or ".layers." not in name or module.rpartition(".")[2] in PLAIN or module.endswith(ignore)
         )
         if kept:
-            found[name] = array
+            tensors_out[name] = array
             continue
         parts, values = pack(array, rng)
         # As large as what it replaces, so that the model's numbers stay in bounds.
         assert 0.2 < values.std() / array.std() < 5, name
         tensors[name] = values
-        found |= {f"{module}.{end}": np.ascontiguousarray(one) for end, one in parts.items()}
+        tensors_out |= {f"{module}.{end}": np.ascontiguousarray(one) for end, one in parts.items()}
     save_file(tensors, plain / "model.safetensors")
     packed.mkdir()
     written = json.loads((plain / "config.json").read_text()) | {"quantization_config": config}
     (packed / "config.json").write_text(json.dumps(written))
-    save_file(found, packed / "model.safetensors")
+    save_file(tensors_out, packed / "model.safetensors")
     return plain, packed

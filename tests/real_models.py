@@ -58,7 +58,7 @@ def minilm() -> Path:
 
 
 def _folder(package: str) -> Path:
-    found = importlib.util.find_spec(package)
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
         pytest.skip(f"{package} is not installed: make models")
-    return Path(found.submodule_search_locations[0])
+    return Path(spec.submodule_search_locations[0])

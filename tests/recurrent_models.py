@@ -113,7 +113,7 @@ def joined_projections(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[
     """Join Qwen3-Next's projections of each key head."""
     assert spec.recurrence is not None
     heads, keys = spec.recurrence.key_heads, spec.recurrence.key_heads * spec.recurrence.key_size
-    found = {}
+    joined = {}
 
     def woven(*parts: np.ndarray) -> np.ndarray:
         return np.concatenate([part.reshape(heads, -1, spec.hidden) for part in parts], axis=1).reshape(-1, spec.hidden)
@@ -122,12 +122,12 @@ def joined_projections(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[
         stem = name.rpartition("in_proj_")[0]
         if name.endswith("in_proj_qkv.weight"):
             gates = tensors[f"{stem}in_proj_z.weight"]
-            found[f"{stem}in_proj_qkvz.weight"] = woven(array[:keys], array[keys : 2 * keys], array[2 * keys :], gates)
+            joined[f"{stem}in_proj_qkvz.weight"] = woven(array[:keys], array[keys : 2 * keys], array[2 * keys :], gates)
         elif name.endswith("in_proj_b.weight"):
-            found[f"{stem}in_proj_ba.weight"] = woven(array, tensors[f"{stem}in_proj_a.weight"])
+            joined[f"{stem}in_proj_ba.weight"] = woven(array, tensors[f"{stem}in_proj_a.weight"])
         elif not name.endswith(("in_proj_z.weight", "in_proj_a.weight")):
-            found[name] = array
-    return found
+            joined[name] = array
+    return joined
 
 
 LIQUID = {
@@ -154,25 +154,25 @@ def liquid(name: str) -> str:
 
 def granite_experts(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Join Granite's experts in one tensor, and the shared expert (or the MLP) in two."""
-    found, parts = {}, "mlp.shared_expert." if spec.experts else "mlp."
+    joined, parts = {}, "mlp.shared_expert." if spec.experts else "mlp."
     for name, array in tensors.items():
         layer = name[: name.find(parts)] if parts in name else ""
         if layer and name.endswith(f"{parts}gate_proj.weight"):
-            found[f"{layer}shared_mlp.input_linear.weight"] = np.concatenate(
+            joined[f"{layer}shared_mlp.input_linear.weight"] = np.concatenate(
                 [array, tensors[name.replace("gate", "up")]]
             )
         elif layer and name.endswith(f"{parts}down_proj.weight"):
-            found[f"{layer}shared_mlp.output_linear.weight"] = array
+            joined[f"{layer}shared_mlp.output_linear.weight"] = array
         elif name.endswith("mlp.gate.weight"):
             layer, every = name.removesuffix("mlp.gate.weight"), range(spec.experts.count)  # type: ignore[union-attr]
             moe, own = f"{layer}block_sparse_moe.", f"{layer}mlp.experts."
-            found[f"{moe}router.layer.weight"] = array
+            joined[f"{moe}router.layer.weight"] = array
             up = [[tensors[f"{own}{one}.{half}_proj.weight"] for half in ("gate", "up")] for one in every]
-            found[f"{moe}input_linear.weight"] = np.stack([np.concatenate(both) for both in up])
-            found[f"{moe}output_linear.weight"] = np.stack([tensors[f"{own}{one}.down_proj.weight"] for one in every])
+            joined[f"{moe}input_linear.weight"] = np.stack([np.concatenate(both) for both in up])
+            joined[f"{moe}output_linear.weight"] = np.stack([tensors[f"{own}{one}.down_proj.weight"] for one in every])
         elif ".mlp." not in name:
-            found[name] = array
-    return found
+            joined[name] = array
+    return joined
 
 
 MIXERS = {"delta": "linear_attn.", "mamba2": "mamba.", "conv": "conv."}

@@ -74,7 +74,7 @@ def write_scripted(
     last = [] if end is None else [numbers[end]]
     script, *more = [[numbers[piece] for piece in one] + last for one in said]
     scripts = [script, *([numbers[key], *one] for key, one in zip(keys, more, strict=True))]
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "qwen2.block_count": 1,
         "qwen2.context_length": context,
         "qwen2.embedding_length": HIDDEN,
@@ -93,9 +93,9 @@ def write_scripted(
         "tokenizer.ggml.eos_token_id": numbers["<|im_end|>"],
     }
     if template is not None:
-        found["tokenizer.chat_template"] = template
+        fields["tokenizer.chat_template"] = template
     writer = gguf.GGUFWriter(path, "qwen2")
-    put(writer, {key: value for key, value in (found | dict(extra or {})).items() if key not in without})
+    put(writer, {key: value for key, value in (fields | dict(extra or {})).items() if key not in without})
     for name, array in _weights(len(tokens), scripts, ffn).items():
         writer.add_tensor(name, array.astype(np.float32))
     writer.write_header_to_file()

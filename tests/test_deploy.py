@@ -43,11 +43,11 @@ def metric_names() -> set[str]:
 def test_every_metric_of_the_dashboard_and_the_alerts_is_there() -> None:
     known = metric_names()
     dashboard = json.loads((DEPLOY / "grafana-dashboard.json").read_text())
-    told = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    told += [variable["query"] for variable in dashboard["templating"]["list"]]
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    expressions += [variable["query"] for variable in dashboard["templating"]["list"]]
     rules = yaml.safe_load((DEPLOY / "alerts.yaml").read_text())["groups"][0]["rules"]
-    told += [rule["expr"] for rule in rules]
-    used = {name for text in told for name in re.findall(r"cairn:[a-z_]+", text)}
+    expressions += [rule["expr"] for rule in rules]
+    used = {name for text in expressions for name in re.findall(r"cairn:[a-z_]+", text)}
     assert len(used) > 20 and used <= known, used - known
     assert all(rule["annotations"]["summary"] and rule["labels"]["severity"] for rule in rules)
 
@@ -96,10 +96,10 @@ def test_the_files_of_several_servers_name_options_and_commands_that_there_are()
 
 def test_the_manifests_for_kubernetes_fit_together() -> None:
     text = (DEPLOY / "kubernetes.yaml").read_text()
-    found = list(yaml.safe_load_all(text))
-    assert all(one["apiVersion"] and one["kind"] and one["metadata"]["name"] for one in found)
-    by = {(one["kind"], one["metadata"]["name"]): one for one in found}
-    assert len(by) == len(found) == 6
+    manifests = list(yaml.safe_load_all(text))
+    assert all(one["apiVersion"] and one["kind"] and one["metadata"]["name"] for one in manifests)
+    by = {(one["kind"], one["metadata"]["name"]): one for one in manifests}
+    assert len(by) == len(manifests) == 6
     servers, router = by["StatefulSet", "cairn"]["spec"], by["Deployment", "cairn-router"]["spec"]
     labels = []
     for own in (servers, router):

@@ -73,8 +73,8 @@ def test_every_link_leads_somewhere() -> None:
     links = [(page, one) for page in pages for one in re.findall(r"\]\((?!http)([^)#]+)", page.read_text())]
     assert not [(page.name, target) for page, target in links if not (page.parent / target).exists()]
     # links of pages in the root, of pages in docs/ and of pictures are among them
-    found = {(page.parent.name == "docs", Path(target).suffix) for page, target in links}
-    assert {(False, ".md"), (True, ".md"), (True, ".png")} <= found
+    kinds = {(page.parent.name == "docs", Path(target).suffix) for page, target in links}
+    assert {(False, ".md"), (True, ".md"), (True, ".png")} <= kinds
 
 
 def test_every_known_failure_is_named_by_a_test_that_would_catch_it() -> None:

@@ -51,11 +51,11 @@ class Block(NamedTuple):
 
 
 def blocks(*languages: str) -> list[Block]:
-    found = []
+    made = []
     for page in PAGES:
         fences = re.findall(r"^```(\w+)[^\n]*\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
-        found += [Block(page.name, at, *one) for at, one in enumerate(fences, 1) if one[0] in languages]
-    return found
+        made += [Block(page.name, at, *one) for at, one in enumerate(fences, 1) if one[0] in languages]
+    return made
 
 
 def each(*languages: str) -> pytest.MarkDecorator:
@@ -73,12 +73,12 @@ def test_every_block_is_in_a_language_that_is_tested() -> None:
 
 def test_blocks_without_a_language_hold_no_commands() -> None:
     """A command in one would run in no test."""
-    found = []
+    bare = []
     for page in PAGES:
         fences = re.findall(r"^```(\w*)[^\n]*\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
-        found += [(page.name, text) for language, text in fences if not language]
-    assert len(found) >= 3
-    assert not [one for one in found if re.search(r"^\s*(\$ )?(cairn|curl|pip|make|python) ", one[1], re.M)]
+        bare += [(page.name, text) for language, text in fences if not language]
+    assert len(bare) >= 3
+    assert not [one for one in bare if re.search(r"^\s*(\$ )?(cairn|curl|pip|make|python) ", one[1], re.M)]
 
 
 def test_measurements_that_take_hours_name_scripts_and_options_that_there_are() -> None:

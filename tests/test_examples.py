@@ -51,10 +51,10 @@ def server() -> Iterator[Served]:
 
 
 def test_agents_of_a_server(server: Served) -> None:
-    found = re.findall(r"(.*)   \((\d+) tokens in the prompt, (\d+) computed\)", said("agents.py", server.url))
-    _, (asked, *_), (fork, *_), (again, *_) = found
+    counts = re.findall(r"(.*)   \((\d+) tokens in the prompt, (\d+) computed\)", said("agents.py", server.url))
+    _, (asked, *_), (fork, *_), (again, *_) = counts
     assert asked and (fork, again) == (f"the fork: {asked}", f"again, after turn 1: {asked}")
-    assert all(int(computed) < int(prompt) for _, prompt, computed in found[1:])
+    assert all(int(computed) < int(prompt) for _, prompt, computed in counts[1:])
     assert httpx.get(f"{server.url}/v1/agents").json()["data"] == []
 
 

@@ -526,74 +526,74 @@ def stored(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndar
 
 def joined_latents(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Join the matrices that make keys and values of latents, head by head."""
-    found = {name: array for name, array in tensors.items() if "_b_proj." not in name or ".q_b_proj." in name}
+    joined = {name: array for name, array in tensors.items() if "_b_proj." not in name or ".q_b_proj." in name}
     for layer in range(spec.layers):
         prefix = f"model.layers.{layer}.self_attn."
         parts = [
             np.concatenate([tensors[f"{prefix}k_b_proj.{head}.weight"].T, tensors[f"{prefix}v_b_proj.{head}.weight"]])
             for head in range(spec.heads)
         ]
-        found[f"{prefix}kv_b_proj.weight"] = np.ascontiguousarray(np.concatenate(parts))
-    return found
+        joined[f"{prefix}kv_b_proj.weight"] = np.ascontiguousarray(np.concatenate(parts))
+    return joined
 
 
 def glm_heads(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Interleave the rotated part of query and key heads, so that pairs are neighbours."""
-    found = {}
+    turned = {}
     for name, array in tensors.items():
         if ".q_proj." in name or ".k_proj." in name:
             heads = array.reshape(-1, spec.head_dim, *array.shape[1:])
             first = permute(heads[:, : spec.turned].reshape(-1, *array.shape[1:]), spec.turned)
             first = first.reshape(-1, spec.turned, *array.shape[1:])
             array = np.concatenate([first, heads[:, spec.turned :]], axis=1).reshape(array.shape)
-        found[name] = np.ascontiguousarray(array)
-    return found
+        turned[name] = np.ascontiguousarray(array)
+    return turned
 
 
 def neox_heads(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Join each head's query, key and value in one matrix."""
-    found = {name: array for name, array in tensors.items() if ".self_attn." not in name}
+    joined = {name: array for name, array in tensors.items() if ".self_attn." not in name}
     for name in tensors:
         if ".q_proj." in name:
             parts = [tensors[name.replace(".q_proj.", f".{one}_proj.")] for one in "qkv"]
             heads = np.stack([part.reshape(spec.heads, spec.head_dim, *part.shape[1:]) for part in parts], axis=1)
             own = name.replace(".self_attn.q_proj.", ".attention.query_key_value.")
-            found[own] = np.ascontiguousarray(heads.reshape(-1, *parts[0].shape[1:]))
-    return found
+            joined[own] = np.ascontiguousarray(heads.reshape(-1, *parts[0].shape[1:]))
+    return joined
 
 
 def cohere_heads(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Interleave query and key heads, and join the norms of all heads in one tensor [heads, D]."""
-    found: dict[str, np.ndarray] = {}
+    joined: dict[str, np.ndarray] = {}
     for name, array in tensors.items():
         turned = any(f".{part}_{kind}." in name for part in "qk" for kind in ("proj", "norm"))
         own = permute(array, spec.head_dim) if turned else array
-        found[name] = own.reshape(-1, spec.head_dim) if "k_norm." in name or "q_norm." in name else own
-    return found
+        joined[name] = own.reshape(-1, spec.head_dim) if "k_norm." in name or "q_norm." in name else own
+    return joined
 
 
 def stable_heads(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Split the norms of heads into a tensor each."""
-    found = {name: array for name, array in tensors.items() if "q_norm." not in name and "k_norm." not in name}
-    for name in tensors.keys() - found.keys():
+    split = {name: array for name, array in tensors.items() if "q_norm." not in name and "k_norm." not in name}
+    for name in tensors.keys() - split.keys():
         for head, one in enumerate(tensors[name].reshape(-1, spec.head_dim)):
-            found[name.replace("_norm.", f"_layernorm.norms.{head}.")] = one
-    return found
+            split[name.replace("_norm.", f"_layernorm.norms.{head}.")] = one
+    return split
 
 
 def fused_rows(tensors: dict[str, np.ndarray], name: str, parts: Sequence[str]) -> dict[str, np.ndarray]:
     """Join a layer's matrices that begin with `parts` as one, called `name`."""
     place = name.partition(".")[0]
-    found: dict[str, np.ndarray] = {}
+    joined: dict[str, np.ndarray] = {}
     for key, array in tensors.items():
         layer, _, own = key.partition(f".{place}.")
         if own.removesuffix("_proj.weight") not in parts:
-            found[key] = array
+            joined[key] = array
         elif own == f"{parts[0]}_proj.weight":
-            found[f"{layer}.{name}.weight"] = np.concatenate(
+            joined[f"{layer}.{name}.weight"] = np.concatenate(
                 [tensors[f"{layer}.{place}.{part}_proj.weight"] for part in parts]
             )
-    return found
+    return joined
 
 
 def stacked_experts(
@@ -601,34 +601,34 @@ def stacked_experts(
 ) -> dict[str, np.ndarray]:
     """Join all experts in two tensors [E, out, in] a layer, gates above ups."""
     assert spec.experts is not None
-    found = {name: array for name, array in tensors.items() if ".experts." not in name}
+    stacked = {name: array for name, array in tensors.items() if ".experts." not in name}
     for layer in spec.experts.layers:
         prefix = f"model.layers.{layer}.mlp.experts."
         every = [
             [tensors[f"{prefix}{number}.{part}_proj.weight"] for part in ("gate", "up", "down")]
             for number in range(spec.experts.count)
         ]
-        found[f"model.layers.{layer}.{place}.gate_up_proj"] = np.stack([np.concatenate(one[:2]) for one in every])
-        found[f"model.layers.{layer}.{place}.down_proj"] = np.stack([one[2] for one in every])
-    return found
+        stacked[f"model.layers.{layer}.{place}.gate_up_proj"] = np.stack([np.concatenate(one[:2]) for one in every])
+        stacked[f"model.layers.{layer}.{place}.down_proj"] = np.stack([one[2] for one in every])
+    return stacked
 
 
 def llama_experts(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Transpose Llama 4's experts, and interleave its heads."""
-    found = {}
+    turned = {}
     for name, array in stacked_experts(spec, tensors).items():
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             array = permute(array, spec.head_dim)
         if array.ndim == 3:
             array = np.ascontiguousarray(array.swapaxes(1, 2))
-        found[name.replace(".mlp.gate.", ".feed_forward.router.").replace(".mlp.", ".feed_forward.")] = array
-    return found
+        turned[name.replace(".mlp.gate.", ".feed_forward.router.").replace(".mlp.", ".feed_forward.")] = array
+    return turned
 
 
 def fused_experts(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Join all experts in one tensor [E, in, out], gates and ups alternating."""
     assert spec.experts is not None
-    found = {
+    fused = {
         name.replace(".mlp.gate.", ".mlp.router."): array for name, array in tensors.items() if ".experts." not in name
     }
     for layer in range(spec.layers):
@@ -639,12 +639,12 @@ def fused_experts(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, 
 
         gate_up = np.stack([every("gate_proj.weight"), every("up_proj.weight")], axis=2)
         gate_up = gate_up.reshape(spec.experts.count, -1, spec.hidden)
-        found[f"{prefix}gate_up_proj"] = np.ascontiguousarray(gate_up.swapaxes(1, 2))
-        found[f"{prefix}down_proj"] = np.ascontiguousarray(every("down_proj.weight").swapaxes(1, 2))
+        fused[f"{prefix}gate_up_proj"] = np.ascontiguousarray(gate_up.swapaxes(1, 2))
+        fused[f"{prefix}down_proj"] = np.ascontiguousarray(every("down_proj.weight").swapaxes(1, 2))
         biases = np.stack([every("gate_proj.bias"), every("up_proj.bias")], axis=2)
-        found[f"{prefix}gate_up_proj_bias"] = np.ascontiguousarray(biases.reshape(spec.experts.count, -1))
-        found[f"{prefix}down_proj_bias"] = every("down_proj.bias")
-    return found
+        fused[f"{prefix}gate_up_proj_bias"] = np.ascontiguousarray(biases.reshape(spec.experts.count, -1))
+        fused[f"{prefix}down_proj_bias"] = every("down_proj.bias")
+    return fused
 
 
 def glm_layout(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

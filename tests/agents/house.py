@@ -63,8 +63,8 @@ async def hear(turn: RunningTurn, *, stop_after: int = 0) -> Heard:
     """Read a turn to its end, or until it has generated `stop_after` tokens, if that is set."""
     heard = Heard()
     try:
-        async with contextlib.aclosing(turn.batches()) as found:
-            async for batch in found:
+        async with contextlib.aclosing(turn.batches()) as batches:
+            async for batch in batches:
                 for event in batch:
                     if isinstance(event, Delta):
                         heard.text += event.text

@@ -240,8 +240,8 @@ async def test_nothing_of_an_agent_is_written_after_its_erasure(folder: Path, wh
         await at.agents.tend()
         await at.agents.writer.sync()
         await at.agents.close()
-        found = b"".join(at.files.files().values())
-        assert not [word for word in (b"finished", b"interrupted", b"\xa3ada", b"secret") if word in found]
+        on_disk = b"".join(at.files.files().values())
+        assert not [word for word in (b"finished", b"interrupted", b"\xa3ada", b"secret") if word in on_disk]
 
 
 def kept(files: CrashFiles) -> list[Record]:
@@ -420,8 +420,8 @@ async def test_every_acknowledged_turn_survives_a_crash_at_any_moment(
         at.files.after_change = lambda _: None
         for count, files in disks:
             agents = await open_on(at, files)
-            found = list(map(facts, (await agents.turns("default", "ada"))))
-            assert found[:count] == acknowledged[:count] and len(found) <= count + 2
+            turns = list(map(facts, (await agents.turns("default", "ada"))))
+            assert turns[:count] == acknowledged[:count] and len(turns) <= count + 2
             await agents.close()
         figure("agents: crash states, every acknowledged turn found", f"{len(disks):,}")
 
@@ -456,10 +456,10 @@ def killed_once(server: Served, rng: random.Random) -> list[dict[str, Any]]:
             body = {"messages": [{"role": "user", "content": "more"}], "ignore_eos": True}
             body["max_tokens"] = 300 if acknowledged else 20
             try:
-                told = server.post("/v1/agents/ada/turns", body)
+                answer = server.post("/v1/agents/ada/turns", body)
             except (OSError, CairnError):
                 return
-            acknowledged.append(told["choices"][0]["message"])
+            acknowledged.append(answer["choices"][0]["message"])
 
     acknowledged: list[dict[str, Any]] = []
     thread = threading.Thread(target=talk)
@@ -486,15 +486,15 @@ def test_every_acknowledged_turn_survives_kill_9(tmp_path: Path, prove: bool, fi
             server.wait_ready()
             if not kill:
                 server.post("/v1/agents", {"id": "ada"})
-            found = get(server, "/v1/agents/ada/turns")
-            finished = [turn["answer"] for turn in found if turn["current"] and turn["state"] == "finished"]
+            turns = get(server, "/v1/agents/ada/turns")
+            finished = [turn["answer"] for turn in turns if turn["current"] and turn["state"] == "finished"]
             assert len(finished) >= len(acknowledged), "a turn that was acknowledged is gone"
-            for answer, told in zip(finished, acknowledged, strict=False):
-                assert answer["content"] == told["content"]
+            for answer, acknowledged_answer in zip(finished, acknowledged, strict=False):
+                assert answer["content"] == acknowledged_answer["content"]
             acknowledged = finished
-            if found and found[-1]["state"] == "interrupted":
+            if turns and turns[-1]["state"] == "interrupted":
                 whole = server.post("/v1/agents/ada/resume", {})["choices"][0]["message"]
-                said = (found[-1]["answer"] or {}).get("content") or ""
+                said = (turns[-1]["answer"] or {}).get("content") or ""
                 assert whole["content"].startswith(said)
                 acknowledged.append(whole)
             if len(acknowledged) > 3:  # the context is small

@@ -275,11 +275,11 @@ async def test_a_pin_whose_context_is_read_slowly_does_not_outlive_its_reason(
         branch = at.agents._archive.branch
 
         async def slow(turn: Turn) -> Branch:
-            found = await branch(turn)
+            context = await branch(turn)
             if not reading.is_set():
                 reading.set()
                 await go.wait()
-            return found
+            return context
 
         monkeypatch.setattr(at.agents._archive, "branch", slow)
         pinning = asyncio.create_task(at.agents.pin("default", "ada", True))
@@ -371,19 +371,19 @@ async def test_a_context_that_does_not_go_keeps_no_other_from_going(
         await grown(at, "ada")
         await at.agents.rollback("default", "ada", turn=0)
         await at.say("ada", "Otherwise. " + LONG)
-        given: list[Sequence[int]] = []
+        evicted: list[Sequence[int]] = []
         evict = at.service.evict
 
         async def refuse_first(ids: Sequence[int], *args: Any, **how: Any) -> Placed:
-            given.append(ids)
-            if len(given) == 1:
+            evicted.append(ids)
+            if len(evicted) == 1:
                 raise Unavailable("the disk does not let it go")
             return await evict(ids, *args, **how)
 
         monkeypatch.setattr(at.service, "evict", refuse_first)
         await at.agents.delete("default", "ada")
         await at.agents.kv.settled()
-        first, second, *again = map(list, given)
+        first, second, *again = map(list, evicted)
         assert first != second and again == [first], "only that one is tried again"
 
 
@@ -568,21 +568,21 @@ async def test_changes_that_did_not_reach_the_stores_reach_them_at_the_next_star
         await at.open()
         await asyncio.wait_for(at.agents.kv.settled(), 10)
         assert at.agents.get("default", "ada").pinned is pinned
-        found = {path.name: path.read_bytes() for path in pins.glob("*")}
-        assert len(found) == pinned
+        pin_files = {path.name: path.read_bytes() for path in pins.glob("*")}
+        assert len(pin_files) == pinned
         await at.agents.pin("default", "ada", pinned)
-        assert {path.name: path.read_bytes() for path in pins.glob("*")} == found
+        assert {path.name: path.read_bytes() for path in pins.glob("*")} == pin_files
         await at.agents.tend()
-        told: list[str] = []
+        reported: list[str] = []
 
         async def tell(owner: str, *context: object) -> None:
-            told.append(owner)
+            reported.append(owner)
 
         monkeypatch.setattr(at.service, "pin", tell)
         monkeypatch.setattr(at.service, "unpin", tell)
         await at.again(clean=clean)
         await at.agents.kv.settled()
-        assert told == [], "the log has forgotten it"
+        assert reported == [], "the log has forgotten it"
 
 
 @pytest.mark.parametrize("calls", range(10))

@@ -37,16 +37,16 @@ WEEK = 7 * 86_400.0
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record the keys of all turns that a walk visits."""
-    found: list[int] = []
+    visited: list[int] = []
     path = Turn.path
 
     def walk(turn: Turn) -> Iterator[Turn]:
         for one in path(turn):
-            found.append(one.key)
+            visited.append(one.key)
             yield one
 
     monkeypatch.setattr(Turn, "path", walk)
-    return found
+    return visited
 
 
 def agent_of(registry: AgentRegistry, id: str, key: int, root: Turn | None = None, base: Turn | None = None) -> Agent:
@@ -234,8 +234,8 @@ def test_an_import_hashes_each_token_once(monkeypatch: pytest.MonkeyPatch) -> No
     data = exported(TURNS)
     monkeypatch.setattr(hashlib, "sha256", Counting)
     monkeypatch.setattr(Counting, "seen", 0)
-    found = read(data, 100, b"")
-    assert len(found.turns) == TURNS + 1 and 0 < Counting.seen < len(data)
+    imported = read(data, 100, b"")
+    assert len(imported.turns) == TURNS + 1 and 0 < Counting.seen < len(data)
 
 
 def test_a_file_of_too_many_turns_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,17 +259,17 @@ async def test_turns_that_begin_anew_are_each_looked_at_a_few_times(
         return slot.__get__(content)
 
     monkeypatch.setattr(Content, "began", property(began, slot.__set__))
-    found: dict[int, list[int]] = {}
+    visits: dict[int, list[int]] = {}
     async with house(folder) as at:
         for turns in (200, 400):
             await at.agents.import_agent("default", exported(turns, at.service.spec.identity, anew=True))
-            found[turns] = []
+            visits[turns] = []
             for work in (at.say("ada", "more"), at.agents.delete("default", "ada")):
                 looked = 0
                 with contextlib.suppress(ContextTooLong):
                     await work
-                found[turns].append(looked)
-    assert all(few > 400 and many < 2.2 * few for few, many in zip(found[200], found[400], strict=True)), found
+                visits[turns].append(looked)
+    assert all(few > 400 and many < 2.2 * few for few, many in zip(visits[200], visits[400], strict=True)), visits
 
 
 class Asked:
@@ -369,11 +369,11 @@ async def test_contexts_put_together_in_one_walk_are_those_of_each_branch(prove:
         rng = random.Random(seed)
         turns, most = grove(rng), rng.choice([1000, rng.randrange(1, 40)])
         mine = [turn for turn in turns if turn.identity == b"one"]
-        found = [one async for some in archive.contexts(mine, most) for one in some]
+        contexts = [one async for some in archive.contexts(mine, most) for one in some]
         extended = {turn.parent for turn in mine if turn.held.began.prefix}
         wanted = [turn for turn in mine if turn not in extended]
-        assert {turn.key for _, turn in found} == {turn.key for turn in wanted} and len(found) == len(wanted)
-        for ids, turn in found:
+        assert {turn.key for _, turn in contexts} == {turn.key for turn in wanted} and len(contexts) == len(wanted)
+        for ids, turn in contexts:
             assert list(ids) == Branch([one.held for one in turn.path()][::-1]).known()[:most], seed
 
 

@@ -498,12 +498,12 @@ async def test_a_turn_reports_where_it_departs_from_the_cached_context(folder: P
         assert first.done is not None and first.done.cache.miss == Miss(position=0, reason="never seen")
         second = await at.say("bob", "Call me Bob, please.", "acme")
         assert second.done is not None and second.done.cache.miss is not None
-        found = second.done.cache.miss
-        assert found.reason == "different tokens" and found.differs is not None
-        assert found.differs.known.startswith("Ada, please.") and found.differs.given.startswith("Bob, please.")
+        miss = second.done.cache.miss
+        assert miss.reason == "different tokens" and miss.differs is not None
+        assert miss.differs.known.startswith("Ada, please.") and miss.differs.given.startswith("Bob, please.")
         turn = (await at.agents._archive.branch(at.agents._agents.find("acme", "bob").head)).last
         assert turn.ended is not None and turn.ended.cache.miss == Miss(
-            position=found.position, reason="different tokens"
+            position=miss.position, reason="different tokens"
         )
         theirs = await at.say("cy", "Call me Cy, please.", "other")
         assert theirs.done is not None and theirs.done.cache.miss == Miss(position=0, reason="never seen")
@@ -539,21 +539,21 @@ async def test_the_metrics_count_agents_their_turns_their_log_and_what_was_saved
             await at.say("ada", text)
         await hear(await at.begin("ada", "Tell me more."), stop_after=1)
         await at.again(clean=True)
-        found = {}
+        values = {}
         for line in at.service.metrics.render().decode().splitlines():
             name, _, value = line.rpartition(" ")
-            found[name.replace(f'model_name="{at.service.name}"', "").replace("{}", "").replace("{,", "{")] = value
+            values[name.replace(f'model_name="{at.service.name}"', "").replace("{}", "").replace("{,", "{")] = value
         turns = await at.agents.turns("default", "ada")
         cut = sum(turn.state == "interrupted" for turn in turns)
-        assert float(found["cairn:agents"]) == 1 and float(found['cairn:agent_turns{state="interrupted"}']) == cut
-        assert float(found['cairn:agent_turns{state="finished"}']) == 3 - cut
+        assert float(values["cairn:agents"]) == 1 and float(values['cairn:agent_turns{state="interrupted"}']) == cut
+        assert float(values['cairn:agent_turns{state="finished"}']) == 3 - cut
         savings = at.agents.savings("default")
-        assert float(found["cairn:ledger_requests_total"]) == savings.requests >= 2
-        assert float(found["cairn:ledger_saved_tokens_total"]) == savings.pool > 0
-        assert float(found["cairn:ledger_computed_tokens_total"]) == savings.computed > 0
-        assert float(found["cairn:ledger_saved_prefill_seconds_total"]) == savings.seconds_avoided
-        assert float(found["cairn:agent_log_bytes"]) == at.agents.writer.bytes > 500
-        assert float(found["cairn:agent_log_dropped_records_total"]) == 0
+        assert float(values["cairn:ledger_requests_total"]) == savings.requests >= 2
+        assert float(values["cairn:ledger_saved_tokens_total"]) == savings.pool > 0
+        assert float(values["cairn:ledger_computed_tokens_total"]) == savings.computed > 0
+        assert float(values["cairn:ledger_saved_prefill_seconds_total"]) == savings.seconds_avoided
+        assert float(values["cairn:agent_log_bytes"]) == at.agents.writer.bytes > 500
+        assert float(values["cairn:agent_log_dropped_records_total"]) == 0
 
 
 async def test_the_ledger_of_bytes_goes_on_after_a_restart(folder: Path) -> None:
@@ -567,10 +567,10 @@ async def test_the_ledger_of_bytes_goes_on_after_a_restart(folder: Path) -> None
         counted = at.agents.figures()
         assert (counted.read, counted.written) >= (began.read + 1000, began.written + 1000)
         await at.again()
-        found = at.agents.figures()
-        assert (found.read, found.written) == (counted.read, counted.written)
+        figures = at.agents.figures()
+        assert (figures.read, figures.written) == (counted.read, counted.written)
         at.service.metrics._ended = [value + 7 for value in at.service.metrics._ended]
-        assert at.agents.figures().read == found.read + 7
+        assert at.agents.figures().read == figures.read + 7
 
 
 async def test_a_turn_uses_the_fairness_key_of_its_caller(folder: Path) -> None:

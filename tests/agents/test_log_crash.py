@@ -162,10 +162,10 @@ def test_corruption_is_never_read_as_data(prove: bool, figure: Figure) -> None:
     segments, work = token_log.folder_of(5)
     assert len(segments) > 2
     rng, count = random.Random(1), 20_000 if prove else 500
-    found = sum(token_log.damaged_once(segments, work, rng) for _ in range(count))
+    noticed = sum(token_log.damaged_once(segments, work, rng) for _ in range(count))
     for _ in range(count // 5):
         token_log.damage_costs_what_it_hits(segments, work, rng)
-    figure("token log: corruptions, wrong records read", f"{count:,}, 0 ({found:,} noticed)")
+    figure("token log: corruptions, wrong records read", f"{count:,}, 0 ({noticed:,} noticed)")
 
 
 def test_records_of_earlier_releases_are_read_correctly() -> None:

@@ -168,14 +168,14 @@ async def test_the_stores_get_a_change_by_a_cancelled_caller(monkeypatch: pytest
     """Otherwise the stores would keep pins that no agent has."""
     async with desk() as at:
         await at.make("ada")
-        told: list[bool] = []
-        monkeypatch.setattr(at.book.kv, "pin_later", lambda agent: told.append(agent.record.pinned))
+        stored_pins: list[bool] = []
+        monkeypatch.setattr(at.book.kv, "pin_later", lambda agent: stored_pins.append(agent.record.pinned))
         for pinned in (True, False):
             changing = asyncio.create_task(at.book.set_pinned(at.agent("ada"), pinned))
             await asyncio.sleep(0)
             changing.cancel()
             await asyncio.gather(changing, return_exceptions=True)
-        assert told == [True, False]
+        assert stored_pins == [True, False]
 
 
 @pytest.mark.parametrize("pinned", [True, False])

@@ -14,8 +14,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return talking_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
-def ids(found: object) -> list[str]:
-    return sorted(info.id for info in found)  # type: ignore[attr-defined]
+def ids(look: object) -> list[str]:
+    return sorted(info.id for info in look)  # type: ignore[attr-defined]
 
 
 async def test_every_change_shows_once_whatever_it_is(folder: Path) -> None:
@@ -50,8 +50,8 @@ async def test_an_agent_deleted_and_created_again_is_another(folder: Path) -> No
         view.look()
         await at.agents.delete("default", "a")
         await at.agents.create("default", id="a", metadata={"n": "1"})
-        found = view.look()
-        assert ids(found.changed) == ["a"] and found.gone == []
+        changes = view.look()
+        assert ids(changes.changed) == ["a"] and changes.gone == []
 
 
 async def test_a_running_turn_is_seen_grow_and_named_by_its_request(folder: Path) -> None:

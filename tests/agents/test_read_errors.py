@@ -64,9 +64,9 @@ async def answer_of(at: House, id: str, number: int) -> tuple[bytes, dict[str, A
 async def crash_at(at: House, turn: RunningTurn, tokens: int) -> list[int]:
     """Crash once so many tokens of a turn are on the disk; return the tokens so far."""
     said: list[int] = []
-    async with contextlib.aclosing(turn.batches()) as found:
+    async with contextlib.aclosing(turn.batches()) as batches:
         while len(said) < tokens:
-            said += [token for event in await anext(found) if isinstance(event, Delta) for token in event.tokens]
+            said += [token for event in await anext(batches) if isinstance(event, Delta) for token in event.tokens]
         await at.agents.writer.sync()
         after = at.files.crash(random.Random(1))
     await at.agents.close()
@@ -360,8 +360,8 @@ async def test_turns_that_are_collected_while_they_are_listed_are_not_damaged(
             return await readable(turns)
 
         monkeypatch.setattr(archive, "readable", late)
-        found = await at.agents.turns("default", "ada")
-        assert tended and [(turn.number, turn.state) for turn in found] == [(1, "finished")]
+        listed = await at.agents.turns("default", "ada")
+        assert tended and [(turn.number, turn.state) for turn in listed] == [(1, "finished")]
 
 
 async def test_a_damaged_turn_is_a_conflict_and_an_unreadable_disk_is_unavailable(folder: Path) -> None:

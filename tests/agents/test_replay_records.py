@@ -131,7 +131,7 @@ def test_another_models_answers_wait_and_damage_is_left_out() -> None:
         for n, value in enumerate((payload, other, odd), 1)
     ]
     records += [Record(4, RecordKind.REPLAY, 4, b"\xc1garbage"), Record(5, RecordKind.TURN, 5, b"")]
-    found = kept.load(records)
-    assert {model: len(ones) for model, ones in found.items()} == {b"model": 1, b"other": 1}
-    ((tenant, sampled),) = found[b"model"]
+    answers = kept.load(records)
+    assert {model: len(ones) for model, ones in answers.items()} == {b"model": 1, b"other": 1}
+    ((tenant, sampled),) = answers[b"model"]
     assert tenant == "ada" and sampled._replace(ids=list(sampled.ids), opened=1) == SAMPLED

@@ -15,14 +15,14 @@ from tests.agents.test_agent_kv import LONG
 
 def listening(at: House, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     """Record standing, length and shared tokens of every hint that the stores get."""
-    told, mark = list[tuple[str, int, int]](), Service.mark
+    hints, mark = list[tuple[str, int, int]](), Service.mark
 
     async def noted(self: Service, tokens: Any, salt: bytes, standing: Any, *, keep: int = 0) -> None:
-        told.append((standing, len(tokens), keep))
+        hints.append((standing, len(tokens), keep))
         await mark(self, tokens, salt, standing, keep=keep)
 
     monkeypatch.setattr(Service, "mark", noted)
-    return told
+    return hints
 
 
 def calling(monkeypatch: pytest.MonkeyPatch, calls: bool) -> None:
@@ -46,32 +46,32 @@ async def test_the_stores_get_hints_of_waiting_and_abandoned_contexts(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
-        told = listening(at, monkeypatch)
+        hints = listening(at, monkeypatch)
         await at.agents.create("default", id="ada")
         await at.say("ada", LONG)
         await at.service.flush()
         await at.agents.kv.settled()
-        assert told == [], "it has ended, and waits for nothing"
+        assert hints == [], "it has ended, and waits for nothing"
         with monkeypatch.context() as patch:
             calling(patch, True)
             heard = await at.say("ada", "a call: " + LONG)
             assert heard.done is not None and heard.done.reason is FinishReason.TOOL_CALLS
         await at.agents.kv.settled()
-        assert told == [("waiting", await size(at), 0)]
+        assert hints == [("waiting", await size(at), 0)]
         await at.say("ada", "its result: " + LONG)
         await at.agents.kv.settled()
         left = await size(at)
-        assert told[1:] == [("idle", left, 0)]
+        assert hints[1:] == [("idle", left, 0)]
         await at.agents.fork("default", "ada", new_id="bob")
         await at.agents.rollback("default", "bob", turn=1)
         await at.agents.kv.settled()
-        assert told[2:] == [("superseded", left, left // 64 * 64)], "ada stands there still"
+        assert hints[2:] == [("superseded", left, left // 64 * 64)], "ada stands there still"
         await at.agents.rollback("default", "ada", turn=2)
         await at.agents.kv.settled()
-        assert told[3][:2] == ("superseded", left) and 0 < told[3][2] <= await size(at)
+        assert hints[3][:2] == ("superseded", left) and 0 < hints[3][2] <= await size(at)
         await at.agents.rollback("default", "ada", turn=3)
         await at.agents.kv.settled()
-        assert sorted(told[4:])[0] == ("idle", left, 0), "somebody has come back"
+        assert sorted(hints[4:])[0] == ("idle", left, 0), "somebody has come back"
 
 
 async def test_an_abandoned_branch_is_evicted_before_the_current_one(folder: Path, tmp_path: Path) -> None:
@@ -108,10 +108,10 @@ async def test_an_ordinary_request_that_ends_in_a_call_waits_too(
         await at.agents.create("default", id="ada")
         await at.say("ada", LONG)
         await at.service.flush()
-        told, ids = listening(at, monkeypatch), tuple(range(20, 220))
+        hints, ids = listening(at, monkeypatch), tuple(range(20, 220))
         for reason in (FinishReason.STOP, FinishReason.TOOL_CALLS):
             done = (await at.say("ada", "more", options=GREEDY)).done
             assert isinstance(done, Done)
             at.agents.chats.account("default", None, ids, Done(reason=reason, usage=done.usage, cache=done.cache))
         await at.agents.kv.settled()
-        assert told == [("waiting", 200, 0)]
+        assert hints == [("waiting", 200, 0)]

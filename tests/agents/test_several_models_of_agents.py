@@ -38,14 +38,14 @@ async def opened(folder: Path, **options: Any) -> AsyncIterator[tuple[Models, Ag
 
 
 async def say(models: Models, agents: Agents, id: str, model: str | None = None, text: str = LONG) -> None:
-    given = [{"role": "user", "content": text}]
+    messages = [{"role": "user", "content": text}]
     number = models.services.first.next_id()
     if model is None:
-        turn = await agents.turn("default", id, given, TurnParams(request=number, options=GREEDY))
+        turn = await agents.turn("default", id, messages, TurnParams(request=number, options=GREEDY))
     else:
         async with models.using(models.find(model)) as service:
             params = TurnParams(request=number, options=GREEDY, service=service)
-            turn = await agents.turn("default", id, given, params)
+            turn = await agents.turn("default", id, messages, params)
             assert (await hear(turn)).done
             return
     assert (await hear(turn)).done

@@ -39,8 +39,8 @@ class Rooms:
 
     async def turns(self, house: House, id: str = "ada") -> list[tuple[int, str, str]]:
         await house.agents.refresh("default", id)
-        found = await house.agents.turns("default", id)
-        return [(turn.number, turn.state, (turn.answer or {}).get("content") or "") for turn in found]
+        turns = await house.agents.turns("default", id)
+        return [(turn.number, turn.state, (turn.answer or {}).get("content") or "") for turn in turns]
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ async def rooms(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
     monkeypatch.setattr(beats, "BEAT_SECONDS", 0.02)
     monkeypatch.setattr(beats, "LEASE_SECONDS", 0.3)
     async with contextlib.AsyncExitStack() as stack:
-        found = []
+        houses = []
         for number in (1, 2):
             chosen = config(folder)
             service = await Service.start(chosen, in_process=True)
@@ -65,9 +65,9 @@ async def rooms(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
             house = House(service, CrashFiles(), chosen, SALTS)
             house.files.rng = random.Random(number)
             await house.open()
-            found.append(house)
-        yield Rooms(blobs, *found)
-        for house in found:
+            houses.append(house)
+        yield Rooms(blobs, *houses)
+        for house in houses:
             await house.agents.close()
 
 
@@ -265,10 +265,10 @@ async def test_no_turn_follows_a_turn_whose_end_was_refused(rooms: Rooms, monkey
     with pytest.raises((Unavailable, Conflict)):
         await following
     for _ in range(200):
-        found = await rooms.turns(rooms.two)
-        if found[-1][1] == "interrupted" and len(found) == 2:
+        turns = await rooms.turns(rooms.two)
+        if turns[-1][1] == "interrupted" and len(turns) == 2:
             break
         await asyncio.sleep(0.05)
-    assert [(number, state) for number, state, _ in found] == [(1, "finished"), (2, "interrupted")]
+    assert [(number, state) for number, state, _ in turns] == [(1, "finished"), (2, "interrupted")]
     await rooms.two.agents.rollback("default", "ada", turn=1)
     assert await rooms.say(rooms.one, "two, again") and (await rooms.turns(rooms.one))[0][2] == first

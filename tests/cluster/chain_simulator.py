@@ -68,9 +68,9 @@ class SimulatedBlobs:
                 work()
             await Point(rng.random())
             raise OSError("cut off")
-        found = work()
+        result = work()
         await Point(rng.choice((0.0, 0.0, 0.0, 0.05, 1.0)))
-        return found
+        return result
 
     async def create(self, name: str, data: bytes) -> bool:
         store = self._world.store
@@ -80,12 +80,12 @@ class SimulatedBlobs:
         await self._call(lambda: self._world.store.replace(name, data), changes=True)
 
     async def read(self, name: str) -> bytes | None:
-        found: bytes | None = await self._call(lambda: self._world.store.read(name), changes=False)
-        return found
+        data: bytes | None = await self._call(lambda: self._world.store.read(name), changes=False)
+        return data
 
     async def list(self, folder: str, after: str = "") -> Sequence[str]:
-        found: Sequence[str] = await self._call(lambda: self._world.store.list(folder, after), changes=False)
-        return found
+        names: Sequence[str] = await self._call(lambda: self._world.store.list(folder, after), changes=False)
+        return names
 
     async def delete(self, names: Sequence[str]) -> None:
         await self._call(lambda: self._world.store.delete(names), changes=True)

@@ -76,8 +76,8 @@ class Cluster:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             with contextlib.suppress(OSError):
-                found = self.call("GET", "/router/replicas")["data"]
-                if sum(one["up"] for one in found) >= count:
+                replicas = self.call("GET", "/router/replicas")["data"]
+                if sum(one["up"] for one in replicas) >= count:
                     return
             time.sleep(0.05)
         raise AssertionError("the router does not see its servers")

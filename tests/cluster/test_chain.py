@@ -241,8 +241,8 @@ class _TakesWhatRuns(AgentChain):
 
 class _ForgetsWhatItRead(AgentChain):
     async def news(self) -> list[ChainRecord]:
-        found = await super().news()
-        return found if self.tail.epoch < 3 else [record for record in found if record.kind != "ended"]
+        records = await super().news()
+        return records if self.tail.epoch < 3 else [record for record in records if record.kind != "ended"]
 
 
 class _BeginsAtTheOldEnd(AgentChain):

@@ -113,10 +113,10 @@ def test_no_tampered_chunk_is_served(prove: bool, figure: Callable[[str, str], N
         chunk, other = chunks[number % 40], chunks[rng.randrange(40)]
         name = two.name(chunk.key)
         blobs.objects[name] = tampered(rng, sound[name], sound[two.name(other.key)])
-        found = two.fetch(chunk.key, chunk.tokens)
-        served += found is not None and not same(found, chunk)
+        fetched = two.fetch(chunk.key, chunk.tokens)
+        served += fetched is not None and not same(fetched, chunk)
         if blobs.objects[name] != sound[name]:
-            assert found is None
+            assert fetched is None
             assert not two.has(chunk.key), "it is forgotten, and computed again"
         blobs.objects[name] = sound[name]
         two._enter(chunk.key, one._places[chunk.key])

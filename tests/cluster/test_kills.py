@@ -196,9 +196,9 @@ def listed(made: Cluster, path: str, port: int, wanted: list[str]) -> list[str]:
     """Return the answers that a server lists once it reads the store again, after the breaker's pause."""
     end = time.monotonic() + 30
     while True:
-        found = [turn["answer"]["content"] for turn in made.call("GET", path, port=port)["data"] if turn["answer"]]
-        if len(found) >= len(wanted) or time.monotonic() > end:
-            return found
+        answers = [turn["answer"]["content"] for turn in made.call("GET", path, port=port)["data"] if turn["answer"]]
+        if len(answers) >= len(wanted) or time.monotonic() > end:
+            return answers
         time.sleep(0.2)
 
 

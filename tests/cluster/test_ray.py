@@ -118,11 +118,11 @@ def test_no_stream_is_lost_while_servers_come_go_and_die(
     def settled(count: int) -> list[dict[str, Any]]:
         end = time.monotonic() + 240
         while time.monotonic() < end:
-            found: list[dict[str, Any]] = made.call("GET", "/router/replicas")["data"]
-            if len(found) == count and all(one["up"] and not one["draining"] for one in found):
-                return found
+            replicas: list[dict[str, Any]] = made.call("GET", "/router/replicas")["data"]
+            if len(replicas) == count and all(one["up"] and not one["draining"] for one in replicas):
+                return replicas
             time.sleep(0.2)
-        raise AssertionError(f"not {count} servers: {found}")
+        raise AssertionError(f"not {count} servers: {replicas}")
 
     streams = None
     try:
@@ -132,11 +132,11 @@ def test_no_stream_is_lost_while_servers_come_go_and_die(
         settled(2)
         streams = Streams(made, [answer["choices"][0]["message"]["content"] for answer in answers])
         servers(3)
-        found = settled(3)
-        pid = process_at(int(found[0]["url"].rpartition(":")[2]))
+        replicas = settled(3)
+        pid = process_at(int(replicas[0]["url"].rpartition(":")[2]))
         os.killpg(pid, signal.SIGKILL)
         killed = time.monotonic()
-        while any(one["url"] == found[0]["url"] for one in made.call("GET", "/router/replicas")["data"]):
+        while any(one["url"] == replicas[0]["url"] for one in made.call("GET", "/router/replicas")["data"]):
             assert time.monotonic() < killed + 240
             time.sleep(0.2)
         settled(3)
@@ -177,12 +177,12 @@ def process_at(port: int) -> int:
 
 def beside(driver: int) -> str:
     """Describe Ray's own processes below a driver, with their private memory."""
-    found, todo = list[int](), [driver]
+    processes, todo = list[int](), [driver]
     while todo:
         pid = todo.pop()
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         todo += [int(one) for one in children]
         if b"cairn\0serve" not in Path(f"/proc/{pid}/cmdline").read_bytes():
-            found.append(pid)
-    size = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in found) * os.sysconf("SC_PAGE_SIZE")
-    return f"{len(found)}, {size / 2**30:.2f}"
+            processes.append(pid)
+    size = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in processes) * os.sysconf("SC_PAGE_SIZE")
+    return f"{len(processes)}, {size / 2**30:.2f}"

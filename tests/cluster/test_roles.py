@@ -26,8 +26,8 @@ def chat(number: int) -> dict[str, Any]:
 
 def answer(made: Cluster | Served, number: int) -> tuple[str, dict[str, Any]]:
     path = "/v1/chat/completions"
-    found = made.post(path, chat(number)) if isinstance(made, Served) else made.call("POST", path, chat(number))
-    return found["choices"][0]["message"]["content"], found["usage"]["cairn"]
+    response = made.post(path, chat(number)) if isinstance(made, Served) else made.call("POST", path, chat(number))
+    return response["choices"][0]["message"]["content"], response["usage"]["cairn"]
 
 
 def test_another_server_computes_the_prompt(tmp_path: Path) -> None:

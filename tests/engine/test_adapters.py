@@ -41,10 +41,10 @@ def test_a_side_path_gives_what_merged_weights_give(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kernels: str
 ) -> None:
     base = write_model(tmp_path / "base", **MODELS[name])
-    given = pairs(base, seed=5)
-    place = write_peft(tmp_path / "adapter", given, lora_alpha=6)
+    matrices = pairs(base, seed=5)
+    place = write_peft(tmp_path / "adapter", matrices, lora_alpha=6)
     merged = {one: np.array(array) for one, array in open_tensors(base / "model.safetensors").items()}
-    for module, (down, up) in given.items():
+    for module, (down, up) in matrices.items():
         merged[f"{module}.weight"] += 6 / 4 * up @ down
     fields = dict(MODELS[name])
     write_config(tmp_path / "merged", fields.pop("architecture"), **fields)
@@ -138,9 +138,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", [one for one in REFUSED if one in MODELS])
 def test_modules_that_cannot_be_adapted_are_named(tmp_path: Path, name: str) -> None:
     base = write_model(tmp_path / "base", **MODELS[name])
-    given = pairs(base, REFUSED[name][0]["targets"])
+    matrices = pairs(base, REFUSED[name][0]["targets"])
     with pytest.raises(ModelError, match=REFUSED[name][1]):
-        load(base).read_adapter(write_peft(tmp_path / "adapter", given))
+        load(base).read_adapter(write_peft(tmp_path / "adapter", matrices))
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -151,12 +151,12 @@ def test_on_a_gguf_file_an_adapter_is_what_it_is_on_the_folder(
     """With unquantized weights to the bit, although a file orders rows differently; with 8 bits but for rounding."""
     base = write_model(tmp_path / "base", **MODELS[name] | WIDE | {"head_dim": 16})
     place, tokens = write_peft(tmp_path / "adapter", pairs(base, seed=5), lora_alpha=6), prompt(40)
-    found = {}
+    logits = {}
     for kind in (None, GgufType.F32, GgufType.Q8_0):
         model = base if kind is None else write_gguf(base, tmp_path / f"{kind.name}.gguf", kind=kind)
         engine = load(model, kernels=kernels)
         driver = Driver(engine, monkeypatch)
-        found[kind] = scores(driver, tokens), scores(driver, tokens, attach(engine, place))
-    (plain, side), (rounded, both) = found[None], found[GgufType.Q8_0]
-    assert found[GgufType.F32][1].tobytes() == side.tobytes()
+        logits[kind] = scores(driver, tokens), scores(driver, tokens, attach(engine, place))
+    (plain, side), (rounded, both) = logits[None], logits[GgufType.Q8_0]
+    assert logits[GgufType.F32][1].tobytes() == side.tobytes()
     assert np.abs((both - rounded) - (side - plain)).mean() < 0.1 * np.abs(side - plain).mean()

@@ -114,9 +114,9 @@ def test_the_head_is_its_layer_over_the_joined_inputs(name: str, tmp_path: Path)
     for length in (1, 17, count):
         row = Row(list(range(length)), 0, length, (list(range(9)),), length - 1, 1, SCORED, 0, states_from=length - 1)
         (expected,) = other.prefill([row]).wait()
-        found = run(engine.ahead, tokens[:length], before[:length], [])
-        np.testing.assert_allclose(scores(found), scores(expected), rtol=0, atol=2e-4)
-        own = [np.frombuffer(one.states, np.float32) for one in (found, expected)]
+        result = run(engine.ahead, tokens[:length], before[:length], [])
+        np.testing.assert_allclose(scores(result), scores(expected), rtol=0, atol=2e-4)
+        own = [np.frombuffer(one.states, np.float32) for one in (result, expected)]
         np.testing.assert_allclose(*own, rtol=0, atol=2e-4)
     engine.close()
     other.close()
@@ -136,10 +136,10 @@ def test_the_head_reads_in_pieces_as_at_once_and_leaves_its_model_alone(kernels:
     (plain,) = engine.prefill([row]).wait()
     pages = [bytes(page) for page in engine.read_blocks(0, tables[0][:4]).wait()]
     run(engine.ahead, tokens, before, [])
-    (told,) = engine.prefill([msgspec.structs.replace(row, states_from=0)]).wait()
-    assert msgspec.structs.replace(told, states=b"") == plain
+    (again,) = engine.prefill([msgspec.structs.replace(row, states_from=0)]).wait()
+    assert msgspec.structs.replace(again, states=b"") == plain
     assert [bytes(page) for page in engine.read_blocks(0, tables[0][:4]).wait()] == pages
-    assert len(told.states) == 60 * 48 * 4
+    assert len(again.states) == 60 * 48 * 4
     engine.close()
 
 
@@ -154,9 +154,9 @@ def test_states_beside_tokens_are_those_that_embeddings_get(kernels: str, tmp_pa
 
     row = Row(tokens, 0, 90, tables(0), 85, 90, GREEDY, 0, draft=4, states_from=3)
     beside = Row(prompt(5), 0, 5, tables(6), 4, 5, GREEDY, 0)
-    found, neighbour = engine.prefill([row, beside]).wait()
-    assert not neighbour.states and len(found.more) == 4
-    each = np.frombuffer(found.states, np.float32).reshape(87, -1)
+    result, neighbour = engine.prefill([row, beside]).wait()
+    assert not neighbour.states and len(result.more) == 4
+    each = np.frombuffer(result.states, np.float32).reshape(87, -1)
     for place in (3, 70, 89):
         one = Row(tokens[: place + 1], 0, place + 1, tables(12), place, 90, GREEDY, 0, want="hidden")
         (state,) = engine.embed([one]).wait()
@@ -175,20 +175,20 @@ def test_a_gguf_file_has_the_same_head(name: str, tmp_path: Path) -> None:
         pytest.skip("no writer of its GGUF files here")
     folder = write_with_head(tmp_path / "model", name)
     path = write_gguf_with_head(folder, tmp_path / "model.gguf")
-    found = []
+    heads = []
     for place in (folder, path):
         engine = load(place)
         assert engine.ahead is not None, engine.info.note
-        found.append(run(engine.ahead, prompt(40), states(40, 48), []))
+        heads.append(run(engine.ahead, prompt(40), states(40, 48), []))
         engine.close()
-    np.testing.assert_allclose(scores(found[0]), scores(found[1]), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(scores(heads[0]), scores(heads[1]), rtol=0, atol=1e-4)
 
 
 def test_a_head_without_a_last_norm_uses_the_models(tmp_path: Path) -> None:
     folder = write_with_head(tmp_path / "model", "qwen 3.5")
     both = [write_gguf_with_head(folder, tmp_path / f"{own}.gguf", last_norm=own) for own in (True, False)]
-    found = [open_weights(path, head_spec(path))["model.norm.weight"] for path in both]
-    assert np.array_equal(*found)
+    norms = [open_weights(path, head_spec(path))["model.norm.weight"] for path in both]
+    assert np.array_equal(*norms)
 
 
 @pytest.mark.parametrize(
@@ -228,20 +228,20 @@ def test_the_head_is_loaded_only_where_it_may_guess(tmp_path: Path) -> None:
 
 def test_mlx_does_not_load_the_head(tmp_path: Path) -> None:
     folder = write_with_head(tmp_path, "qwen 3.5")
-    found = fit_head(load_spec(folder), folder, Config(device="mlx-cpu", speculate="3"), "f32")
-    assert isinstance(found, str) and "it does not run with MLX" in found
+    fitted = fit_head(load_spec(folder), folder, Config(device="mlx-cpu", speculate="3"), "f32")
+    assert isinstance(fitted, str) and "it does not run with MLX" in fitted
 
 
 def test_torch_computes_the_head_too(tmp_path: Path) -> None:
     """When numbers ask for torch: the CPU kernels' numbers but for the last bits."""
-    folder, found = write_with_head(tmp_path, "qwen 3.5"), []
+    folder, results = write_with_head(tmp_path, "qwen 3.5"), []
     other_head(folder)
     for options in ({"kernels": "reference"}, {"device": "torch-cpu", "speculate": "3"}):
         engine = load(folder, **options)
         assert engine.ahead is not None, engine.info.note
-        found.append(run(engine.ahead, prompt(40), states(40, 48), [20]))
+        results.append(run(engine.ahead, prompt(40), states(40, 48), [20]))
         engine.close()
-    np.testing.assert_allclose(scores(found[0]), scores(found[1]), rtol=0, atol=2e-4)
+    np.testing.assert_allclose(scores(results[0]), scores(results[1]), rtol=0, atol=2e-4)
     engine = load(folder, device="torch-cpu")
     assert engine.ahead is None, "auto is off there"
     engine.close()
@@ -258,23 +258,23 @@ def test_a_model_that_also_sees_has_its_head_beside_its_text_part(tmp_path: Path
         {one.replace("model.", "model.language_model.", 1) if one[:6] == "model." else one: own[one] for one in own},
         nested / "model.safetensors",
     )
-    found = []
+    heads = []
     for folder in (plain, nested):
         engine = load(folder)
         assert engine.ahead is not None, engine.info.note
-        found.append(run(engine.ahead, prompt(40), states(40, 48), []))
+        heads.append(run(engine.ahead, prompt(40), states(40, 48), []))
         engine.close()
-    assert found[0] == found[1]
+    assert heads[0] == heads[1]
 
 
 def test_the_heads_memory_is_in_the_plan(tmp_path: Path) -> None:
     folder = write_with_head(tmp_path, "qwen 3.5")
-    found = [needs(Config(kv_gb=0.01, speculate=one), folder, 1 << 34) for one in ("off", "auto")]
+    plans = [needs(Config(kv_gb=0.01, speculate=one), folder, 1 << 34) for one in ("off", "auto")]
     engine = load(folder)
     assert engine.ahead is not None
     pool = engine.ahead.info.blocks[0] * engine.ahead.info.block_bytes[0]
     assert engine.ahead.info.blocks[0] * BLOCK_TOKENS == 1 << 14
-    assert found[1].held - found[0].held > pool
+    assert plans[1].held - plans[0].held > pool
     engine.close()
 
 

@@ -54,11 +54,11 @@ def test_no_figure_is_beyond_a_limit(kind: str, most: float) -> None:
     limits = Roofline(read=1.0, arithmetic=1e9, pairs=2e9, integers=4e9, cached=cached)
     config = Config(threads=1)
     bench = open_bench(spec, held, config, load, limits, lambda: float(next(ticks)))
-    found = [bench.prefill(0), bench.decode(2, 0)]
+    figures = [bench.prefill(0), bench.decode(2, 0)]
     bench.engine.close()
-    assert asked == [one.bytes for one in found]
-    assert [one.read_fraction for one in found] == [one.bytes / 2e12 for one in found]
-    assert [one.arithmetic_fraction for one in found] == [min(1.0, one.operations / most) for one in found]
+    assert asked == [one.bytes for one in figures]
+    assert [one.read_fraction for one in figures] == [one.bytes / 2e12 for one in figures]
+    assert [one.arithmetic_fraction for one in figures] == [min(1.0, one.operations / most) for one in figures]
     low = open_bench(spec, held, config, load, Roofline(1.0, 1.0, 1.0), lambda: float(next(ticks)))
     one = low.decode(2, 0)
     low.engine.close()

@@ -184,11 +184,11 @@ def test_doctor_says_whose_experts_the_cpu_computes(model: Path, monkeypatch: py
     whole, rest = sizes(model, config)
     for free, said in ((whole, False), (rest, True)):
         planted(monkeypatch, free)
-        found = _fit(str(model), config)
-        assert found.startswith("fits: ") and ("the CPU computes the experts of 2 layers" in found) == said
+        lines = _fit(str(model), config)
+        assert lines.startswith("fits: ") and ("the CPU computes the experts of 2 layers" in lines) == said
     dense = write_model(model.parent / "dense", **MODELS["llama 2"])
-    told = _fit(str(dense), Config(**OPTIONS, cpu_experts="all"))
-    assert told == "no: dense: cpu_experts is all, but the model has no experts; leave cpu_experts out"
+    others = _fit(str(dense), Config(**OPTIONS, cpu_experts="all"))
+    assert others == "no: dense: cpu_experts is all, but the model has no experts; leave cpu_experts out"
 
 
 def test_the_cpu_that_stands_in_for_a_device_computes_all_of_the_model(model: Path) -> None:

@@ -96,9 +96,9 @@ def test_scored_places_stand_before_the_drawn_ones(open_engine: Any) -> None:
     plain = Row(tokens, 0, START, (table,), 5, START, scored, 0)
     (expected,) = engine.prefill([plain]).wait()
     known = [*tokens, expected.token, 3]
-    (found,) = engine.prefill([Row(known, 0, START + 2, (table,), 5, START, scored, 0, draft=2)]).wait()
-    assert (found.token, found.prompt_logprobs) == (expected.token, expected.prompt_logprobs)
-    assert len(found.more) == 2 and len(found.prompt_logprobs) == START - 6
+    (result,) = engine.prefill([Row(known, 0, START + 2, (table,), 5, START, scored, 0, draft=2)]).wait()
+    assert (result.token, result.prompt_logprobs) == (expected.token, expected.prompt_logprobs)
+    assert len(result.more) == 2 and len(result.prompt_logprobs) == START - 6
     engine.close()
 
 
@@ -140,9 +140,9 @@ def test_a_token_that_never_came_is_an_error_of_its_row_alone(open_engine: Any) 
         Row(tokens, START, START + 1, (list(range(4, 8)),), START, 1, GREEDY, 0, pending=1),
         Row(tokens, START, START + 1, (list(range(8, 12)),), START, 1, GREEDY, 0, pending=7),
     ]
-    lost, found, beyond = engine.prefill(going).wait()
+    lost, kept, beyond = engine.prefill(going).wait()
     assert lost == beyond == RowResult(error=NO_TOKEN)
-    assert found.token is not None and not found.error
+    assert kept.token is not None and not kept.error
     engine.close()
 
 

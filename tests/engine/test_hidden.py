@@ -52,8 +52,8 @@ def test_the_fake_engines_state_shows_every_mistake() -> None:
     tokens = list(range(40))
     tables = ([3, 1, 7], [5, 2, 9])
     row = Row(tokens, 0, 40, tables, 39, 40, GREEDY, 0, want="hidden")
-    (found,) = engine.embed([row]).wait()
-    assert found.hidden == engine.oracle_vector(tokens) != engine.oracle_vector([*tokens[:-1], 7])
+    (result,) = engine.embed([row]).wait()
+    assert result.hidden == engine.oracle_vector(tokens) != engine.oracle_vector([*tokens[:-1], 7])
     engine.write_blocks(0, [1], engine.read_blocks(0, [3]).wait()).wait()
     last = Row(tokens, 39, 40, tables, 39, 40, GREEDY, 0, want="hidden")
-    assert engine.embed([last]).wait()[0].hidden != found.hidden
+    assert engine.embed([last]).wait()[0].hidden != result.hidden

@@ -69,11 +69,11 @@ def test_identity_is_stable_and_names_what_can_move_a_bit(tmp_path: Path, monkey
     folder = write_model(tmp_path / "a")
     first = load(folder).info.identity
     assert first == load(folder, threads=2, context=128, step_tokens=32).info.identity
-    found = {first, load(write_model(tmp_path / "b", seed=1)).info.identity}
+    identities = {first, load(write_model(tmp_path / "b", seed=1)).info.identity}
     spec = load_spec(folder)
     for kind in KERNELS:
         engine = load(folder, kernels=kind)
-        found.add(engine.info.identity)
+        identities.add(engine.info.identity)
         for module, name in (
             (recorded, "LAYOUT"),
             (recorded, "BLOCK_TOKENS"),
@@ -82,17 +82,17 @@ def test_identity_is_stable_and_names_what_can_move_a_bit(tmp_path: Path, monkey
         ):
             with monkeypatch.context() as patch:
                 patch.setattr(module, name, 99)
-                found.add(recorded.identity(spec, engine._kernels, "f32", "float32"))
-        found |= {load(folder, kernels=kind, kv_dtype=name).info.identity for name in ("bf16", "f16", "q8")}
+                identities.add(recorded.identity(spec, engine._kernels, "f32", "float32"))
+        identities |= {load(folder, kernels=kind, kv_dtype=name).info.identity for name in ("bf16", "f16", "q8")}
     forms = {load(folder, weights=form).info.identity for form in ("stored", "bf16", "int8", "int4", "f32")}
     assert len(forms) == 5 and first in forms, "auto is f32 for a model of this size"
     with monkeypatch.context() as patch:
         other = [{"user_api": "blas", "internal_api": "other", "filepath": "/lib"}]
         patch.setattr(reference, "threadpool_info", lambda: other)
-        found.add(load(folder, kernels="reference").info.identity)
+        identities.add(load(folder, kernels="reference").info.identity)
     # The other model, the other BLAS, and for each kind itself, three changes and three types of KV;
     # the default is one of the kinds.
-    assert len(found) == 2 + 7 * len(KERNELS)
+    assert len(identities) == 2 + 7 * len(KERNELS)
 
 
 def test_identity_does_not_depend_on_what_else_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

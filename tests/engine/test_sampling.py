@@ -57,21 +57,21 @@ def probabilities(logits: NDArray[np.float32]) -> NDArray[np.float64]:
 
 def draws(logits: NDArray[np.float32], count: int = 8_000, **params: object) -> Counter[int]:
     """Return the tokens drawn from one row of logits with seeds 0, 1, ..."""
-    found: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     batch = 500
     for start in range(0, count, batch):
         rows = [row(seed=seed, **{"temperature": 1.0, **params}) for seed in range(start, start + batch)]
-        found.update(result.token for result in sample(rows, np.tile(logits, (batch, 1))) if result.token is not None)
-    assert found.total() == count
-    return found
+        counts.update(result.token for result in sample(rows, np.tile(logits, (batch, 1))) if result.token is not None)
+    assert counts.total() == count
+    return counts
 
 
-def assert_distributed(found: Counter[int], expected: NDArray[np.float64]) -> None:
+def assert_distributed(counts: Counter[int], expected: NDArray[np.float64]) -> None:
     """Compare by chi-square, with rare tokens pooled; the seeds are fixed, so it passes always or never."""
-    assert all(expected[token] > 0 for token in found)
-    count = found.total()
+    assert all(expected[token] > 0 for token in counts)
+    count = counts.total()
     common = [i for i in range(len(expected)) if expected[i] * count >= 10]
-    observed = [found[i] for i in common]
+    observed = [counts[i] for i in common]
     wanted = [expected[i] * count for i in common]
     observed.append(count - sum(observed))
     wanted.append(max(count - sum(wanted), 1e-9))
@@ -166,8 +166,8 @@ def kept(logits: NDArray[np.float32], top_k: int = 0, top_p: float = 1.0, min_p:
 def test_the_temperature_after_the_cuts(temperature: float, filters: dict[str, float]) -> None:
     logits = random_logits(1)[0]
     cut = np.where(kept(logits, **filters) > 0, logits, -np.inf)  # type: ignore[arg-type]
-    found = draws(logits, 4_000, temperature=temperature, temperature_last=True, **filters)
-    assert_distributed(found, probabilities(cut / np.float32(temperature)))
+    counts = draws(logits, 4_000, temperature=temperature, temperature_last=True, **filters)
+    assert_distributed(counts, probabilities(cut / np.float32(temperature)))
 
 
 @pytest.mark.parametrize("vocab", [64, 5000])

@@ -62,9 +62,9 @@ def tuner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Meas
 
 def speed(config: Config) -> float:
     """Return a speed: four threads are best, avx2 is better, and steps of 256 are a little better (noise)."""
-    found = 100.0 * (1.5 if config.threads == 4 else 1.0)
-    found *= 1.1 if config.kernels == "avx2" else 1.0
-    return found * (1.02 if config.step_tokens == 256 else 1.0)
+    tokens = 100.0 * (1.5 if config.threads == 4 else 1.0)
+    tokens *= 1.1 if config.kernels == "avx2" else 1.0
+    return tokens * (1.02 if config.step_tokens == 256 else 1.0)
 
 
 def test_gains_are_kept_and_noise_is_not(tuner: Callable[..., Measured]) -> None:
@@ -102,7 +102,7 @@ def test_a_gain_that_does_not_come_again_changes_nothing(tuner: Callable[..., Me
 
 
 def test_a_model_is_measured(tmp_path: Path) -> None:
-    told: list[str] = []
+    messages: list[str] = []
     folder = write_model(tmp_path / "model")
     found = Tuner(
         load_spec(folder),
@@ -111,10 +111,10 @@ def test_a_model_is_measured(tmp_path: Path) -> None:
         frozenset(("threads", "kernels", "kv_dtype", "step_tokens")),
         now=iter(range(10_000)).__next__,
         seconds=1e9,
-        tell=told.append,
+        tell=messages.append,
     ).run()
     assert found[0] == TunedOptions() and min(found[1].prefill, found[1].decode, found[1].decode_8) > 0
-    assert len(told) == 1 and told[0].startswith("as it is: prefill")
+    assert len(messages) == 1 and messages[0].startswith("as it is: prefill")
 
 
 @pytest.fixture

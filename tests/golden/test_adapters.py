@@ -85,11 +85,11 @@ def test_logits_equal_those_of_peft(case: str, kernels: str, tmp_path: Path, mon
     for start, end in ((0, 41), (41, 58), (58, 59), (59, 60)):
         row = driver.row(tokens, start, end, tables, start)
         driver.step([msgspec.structs.replace(row, adapters=adapters)])
-    found = np.concatenate([logits for _, logits in driver.seen])
+    ours = np.concatenate([logits for _, logits in driver.seen])
     engine.close()
     with torch.no_grad():
         want = theirs(torch.tensor([tokens])).logits[0].numpy()
         with theirs.disable_adapter():
             bare = theirs(torch.tensor([tokens])).logits[0].numpy()
-    np.testing.assert_allclose(found, want, rtol=0, atol=CLOSE)
+    np.testing.assert_allclose(ours, want, rtol=0, atol=CLOSE)
     assert np.abs(want - bare).max() > 100 * CLOSE, "guards the test itself"

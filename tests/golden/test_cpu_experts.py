@@ -36,9 +36,9 @@ FOUND = [
 def logits(monkeypatch: pytest.MonkeyPatch, folder: Path, **options: Any) -> np.ndarray:
     """Return the logits of one prompt in one step."""
     driver = Driver(load(folder, kv_dtype="f32", **options), monkeypatch)
-    found = driver.logits(prompt(LENGTH), [LENGTH], driver.tables(LENGTH))
+    result = driver.logits(prompt(LENGTH), [LENGTH], driver.tables(LENGTH))
     driver.engine.close()
-    return found
+    return result
 
 
 def close(ours: np.ndarray, theirs: np.ndarray, bound: float = BOUND) -> bool:
@@ -71,10 +71,10 @@ def test_a_mixture_with_its_experts_on_the_cpu_answers_as_one_device_does(
     whole = driver.logits(tokens, [LENGTH], first := driver.tables(LENGTH))
     assert close(whole, theirs)
 
-    def same(found: np.ndarray, wanted: np.ndarray) -> None:
+    def same(got: np.ndarray, wanted: np.ndarray) -> None:
         if device == devices.INTERPRETED:
-            np.testing.assert_array_equal(found, wanted)
-        assert close(found, wanted)
+            np.testing.assert_array_equal(got, wanted)
+        assert close(got, wanted)
 
     same(driver.logits(tokens, [19, 1, 1, 16], driver.tables(LENGTH)), whole)
     fresh, driver.seen = driver.tables(LENGTH), []
@@ -121,8 +121,8 @@ def test_the_experts_of_the_first_layers_only(tmp_path: Path, monkeypatch: pytes
     theirs = logits(monkeypatch, folder, kernels="reference")
     for wanted, layers in (("off", 0), ("auto", 0), ("1", 1), ("3", 3), ("4", 4), ("all", 4)):
         counts.clear()
-        found = logits(monkeypatch, folder, device="torch-cpu", cpu_experts=wanted)
-        assert close(found, theirs) and counts == [LENGTH] * layers, wanted
+        got = logits(monkeypatch, folder, device="torch-cpu", cpu_experts=wanted)
+        assert close(got, theirs) and counts == [LENGTH] * layers, wanted
 
 
 def identity(folder: Path, **options: Any) -> bytes:
@@ -135,6 +135,8 @@ def test_kv_keys_name_which_experts_the_cpu_computes_and_with_what(tmp_path: Pat
     """CPU results differ from the device's in bits, so KV stored with another split must not be found."""
     folder = write_model(tmp_path, **MODELS["qwen 3 moe"])
     own = [{"cpu_experts": "off"}, {"cpu_experts": "1"}, *({"cpu_experts": "all", "kernels": one} for one in KERNELS)]
-    found = [identity(folder, device="torch-cpu", **options) for options in own]
-    assert len({*found, identity(folder)}) == len(own) + 1
-    assert identity(folder, device="torch-cpu", cpu_experts="2", kernels=KERNELS[0]) == found[2], "that is all of them"
+    identities = [identity(folder, device="torch-cpu", **options) for options in own]
+    assert len({*identities, identity(folder)}) == len(own) + 1
+    assert identity(folder, device="torch-cpu", cpu_experts="2", kernels=KERNELS[0]) == identities[2], (
+        "that is all of them"
+    )

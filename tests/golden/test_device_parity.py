@@ -82,12 +82,12 @@ def test_narrow_kv_and_narrow_weights_are_within_a_wider_bound(
     """Keys and values may be rounded the other way near a tie."""
     folder, tokens = write_model(tmp_path, **MODELS["llama 2"]), prompt(LENGTH)
     for weights in ("bf16", "int8", "int4"):
-        found = []
+        results = []
         for options in ({"kernels": "reference"}, {"device": device}):
             driver = Driver(load(folder, kv_dtype=dtype, weights=weights, **options), monkeypatch)
-            found.append(driver.logits(tokens, [LENGTH], driver.tables(LENGTH)))
+            results.append(driver.logits(tokens, [LENGTH], driver.tables(LENGTH)))
             driver.engine.close()
-        assert close(found[1], found[0]) <= 0.03, weights
+        assert close(results[1], results[0]) <= 0.03, weights
 
 
 @pytest.mark.parametrize("device", FOUND)
@@ -101,12 +101,12 @@ def test_tensors_of_different_types_in_one_file(
     stored = sorted(load_file(path).items())
     mixed = {name: value.astype(types[number % 3]) for number, (name, value) in enumerate(stored)}
     save_file(mixed, path)
-    found = []
+    results = []
     for options in ({"kernels": "reference"}, {"device": device}):
         driver = Driver(load(folder, kv_dtype="f32", weights="stored", **options), monkeypatch)
-        found.append(driver.logits(tokens, [LENGTH], driver.tables(LENGTH)))
+        results.append(driver.logits(tokens, [LENGTH], driver.tables(LENGTH)))
         driver.engine.close()
-    assert close(found[1], found[0]) <= BOUND
+    assert close(results[1], results[0]) <= BOUND
 
 
 PAGES = """

@@ -61,14 +61,14 @@ def pooled(states: torch.Tensor, pooling: str) -> torch.Tensor:
 def check(engine: Any, model: Any, pooling: str, after: list[Any], vocab: int) -> None:
     assert engine.info.generates is False
     texts = [prompt(length, vocab, seed=length) for length in LENGTHS]
-    found = engine.embed([text_row(text) for text in texts]).wait()
-    for text, one in zip(texts, found, strict=True):
+    results = engine.embed([text_row(text) for text in texts]).wait()
+    for text, one in zip(texts, results, strict=True):
         with torch.no_grad():
             want = torch.nn.Sequential(*after)(pooled(model(torch.tensor([text])).last_hidden_state[0], pooling))
         np.testing.assert_allclose(np.frombuffer(one.hidden, np.float32), want.numpy(), rtol=0, atol=CLOSE)
         assert want.std() > 0.01, "numbers that hardly differ would hide mistakes"
     alone = [engine.embed([text_row(text)]).wait()[0].hidden for text in texts]
-    assert alone == [one.hidden for one in found]
+    assert alone == [one.hidden for one in results]
     engine.close()
 
 
@@ -167,8 +167,8 @@ def test_a_decoder_reranks_by_yes_and_no(judge: tuple[Path, Any, Any]) -> None:
         raw = llm.score("Where is Paris?", documents, raw_scores=True)
         np.testing.assert_allclose(raw, [said_yes(judge, "Where is Paris?", one) for one in documents], atol=2e-4)
         assert max(raw) - min(raw) > 0.05, "scores that hardly differ would hide mistakes"
-        found = llm.score("Where is Paris?", documents)
-        np.testing.assert_allclose(found, 1 / (1 + np.exp(-np.array(raw))), atol=1e-6)
+        scores = llm.score("Where is Paris?", documents)
+        np.testing.assert_allclose(scores, 1 / (1 + np.exp(-np.array(raw))), atol=1e-6)
         other = llm.score("Where is Paris?", documents, raw_scores=True, instruction="Find cats")
         np.testing.assert_allclose(other[1], said_yes(judge, "Where is Paris?", "Cats sleep.", "Find cats"), atol=2e-4)
         assert other != raw
@@ -187,11 +187,11 @@ def test_a_decoder_embeds_through_a_dense_module(judge: tuple[Path, Any, Any]) -
     write_modules(folder, "mean", after)
     texts = ["Paris is in France.", "cats", "long " * 100]
     with LLM(str(folder), threads=1) as llm:
-        found = llm.embed(texts)
-        assert found.shape == (3, 20) and llm.embed("cats", dimensions=7).shape == (7,)
+        vectors = llm.embed(texts)
+        assert vectors.shape == (3, 20) and llm.embed("cats", dimensions=7).shape == (7,)
         with pytest.raises(InvalidRequest, match="dimensions must be from 1 to 20"):
             llm.embed("cats", dimensions=21)
-    for text, got in zip(texts, found, strict=True):
+    for text, got in zip(texts, vectors, strict=True):
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         with torch.no_grad():
             want = after[0](model.model(torch.tensor([ids])).last_hidden_state[0].mean(0)).numpy()
@@ -209,10 +209,10 @@ def test_a_reranking_decoder_is_recognised(judge: tuple[Path, Any, Any], tmp_pat
     modules = [("", "Transformer"), ("1_LogitScore", "LogitScore")]
     (plain / "modules.json").write_text(json.dumps([{"path": path, "type": f"x.{kind}"} for path, kind in modules]))
     (plain / "1_LogitScore").mkdir()
-    told = plain / "1_LogitScore" / "config.json"
-    told.write_text(json.dumps({"true_token_id": 7, "false_token_id": 9}))
+    score_config = plain / "1_LogitScore" / "config.json"
+    score_config.write_text(json.dumps({"true_token_id": 7, "false_token_id": 9}))
     assert load_spec(plain).judge == JudgeSpec(yes=7, no=9)
-    told.write_text(json.dumps({"true_token_id": 7, "false_token_id": None}))
+    score_config.write_text(json.dumps({"true_token_id": 7, "false_token_id": None}))
     with pytest.raises(ModelError, match="a score without false_token_id is not supported"):
         load_spec(plain)
     llama = write_model(tmp_path / "llama", "LlamaForCausalLM")

@@ -18,9 +18,9 @@ CLOSE = 2e-5
 
 
 def vectors(engine: EncoderEngine, rows: list[Any]) -> list[np.ndarray]:
-    found = engine.embed(rows).wait()
-    assert not any(one.error for one in found)
-    return [np.frombuffer(one.hidden, np.float32) for one in found]
+    results = engine.embed(rows).wait()
+    assert not any(one.error for one in results)
+    return [np.frombuffer(one.hidden, np.float32) for one in results]
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -96,6 +96,6 @@ def test_a_token_without_a_number_harms_its_own_text_alone(tmp_path: Path) -> No
     table = next(call.arguments[0] for call in engine._body.calls if call.kernel == "embed")
     numbers = getattr(table, "array", table)
     numbers[110] = np.nan
-    found = engine.embed([rows[0], text_row([5, 110, 6]), rows[1]]).wait()
-    assert found[1].error and not found[1].hidden
-    assert [found[0].hidden, found[2].hidden] == before
+    results = engine.embed([rows[0], text_row([5, 110, 6]), rows[1]]).wait()
+    assert results[1].error and not results[1].hidden
+    assert [results[0].hidden, results[2].hidden] == before

@@ -90,8 +90,8 @@ def test_short_contexts_are_turned_by_the_short_factors(
     for context, close in ((32, True), (33, False)):
         engine = load(folder, kernels=kernels, context=context)
         driver = Driver(engine, monkeypatch)
-        found = driver.logits(tokens, [32], driver.tables(32))
-        assert (float(np.abs(found - want).max()) < CLOSE) == close
+        got = driver.logits(tokens, [32], driver.tables(32))
+        assert (float(np.abs(got - want).max()) < CLOSE) == close
         identities.add(engine.info.identity)
         engine.close()
     assert len(identities) == 2  # neither finds the other's KV
@@ -131,18 +131,18 @@ def test_experts_in_mxfp4_are_those_of_plain_numbers(tmp_path: Path, monkeypatch
     check(plain, monkeypatch)
     folder = write_config(tmp_path / "packed", **fields, quantization_config={"quant_method": "mxfp4"})
     save_file(packed, folder / "model.safetensors")
-    tokens, found = prompt(60, 160), []
+    tokens, results = prompt(60, 160), []
     for model in (plain, folder):
         engine = load(model, weights="f32", kernels="reference")
         driver = Driver(engine, monkeypatch)
-        found.append(driver.logits(tokens, [60], driver.tables(60)))
+        results.append(driver.logits(tokens, [60], driver.tables(60)))
         engine.close()
-    assert found[0].tobytes() == found[1].tobytes()
+    assert results[0].tobytes() == results[1].tobytes()
     engine = load(folder, weights="stored")
     driver = Driver(engine, monkeypatch)
     close = driver.logits(tokens, [60], driver.tables(60))
     engine.close()
-    assert np.abs(close - found[0]).max() < 0.3 * found[0].std()  # activations are rounded to 8 bits
+    assert np.abs(close - results[0]).max() < 0.3 * results[0].std()  # activations are rounded to 8 bits
 
 
 ROPES: dict[str, dict[str, Any]] = {
@@ -332,11 +332,11 @@ def test_the_text_part_of_a_larger_model_is_that_model(
         prefix + name.removeprefix("model."): array for name, array in load_file(plain / "model.safetensors").items()
     }
     save_file(tensors | {"vision_tower.x.weight": np.ones((2, 2), np.float32)}, nested / "model.safetensors")
-    found = []
+    results = []
     for folder in (plain, nested):
         engine = load(folder)
         driver = Driver(engine, monkeypatch)
-        found.append(driver.logits(prompt(60), [60], driver.tables(60)))
+        results.append(driver.logits(prompt(60), [60], driver.tables(60)))
         assert ("without images" in engine.info.note) == (folder == nested)
         engine.close()
-    np.testing.assert_array_equal(*found)
+    np.testing.assert_array_equal(*results)

@@ -28,8 +28,8 @@ def test_the_last_token_as_qwen3_embedding_has_it(tmp_path: Path) -> None:
     spec = load_spec(path)
     assert (spec.kind, spec.embedding.pooling, spec.whole) == ("embed", "last", False)
     row = Row(prompt(30), 0, 30, ([0, 1],), 29, 30, GREEDY, 0, want="hidden")
-    found = [load(one).embed([row]).wait()[0].hidden for one in (folder, path)]
-    assert found[0] == found[1] != b""
+    vectors = [load(one).embed([row]).wait()[0].hidden for one in (folder, path)]
+    assert vectors[0] == vectors[1] != b""
 
 
 def test_the_mean_of_a_decoder(tmp_path: Path) -> None:
@@ -37,8 +37,8 @@ def test_the_mean_of_a_decoder(tmp_path: Path) -> None:
     path = write_gguf(folder, tmp_path / "model.gguf", extra={"qwen3.pooling_type": 1})
     write_modules(folder, "mean")
     rows = [text_row(prompt(length, 160, seed=length)) for length in (1, 17, 70)]
-    found = [[one.hidden for one in load_encoder(place).embed(rows).wait()] for place in (folder, path)]
-    assert found[0] == found[1]
+    vectors = [[one.hidden for one in load_encoder(place).embed(rows).wait()] for place in (folder, path)]
+    assert vectors[0] == vectors[1]
     with pytest.raises(ModelError, match="pooling_type 7 is not supported"):
         load_spec(write_gguf(folder, tmp_path / "other.gguf", extra={"qwen3.pooling_type": 7}))
 
@@ -66,7 +66,7 @@ def test_embedding_gemma(projected: bool, tmp_path: Path) -> None:
     assert [load_spec(one).groups for one in (folder, path)][1] == load_spec(folder).groups
     rows = [text_row(prompt(length, 160, seed=length)) for length in (1, 17, 40, 100)]
     for one, other in zip(*(load_encoder(place).embed(rows).wait() for place in (folder, path)), strict=True):
-        numbers = [np.frombuffer(found.hidden, np.float32) for found in (one, other)]
+        numbers = [np.frombuffer(vector.hidden, np.float32) for vector in (one, other)]
         np.testing.assert_allclose(numbers[0], numbers[1], rtol=0, atol=1e-5)
     if projected:
         more["dense_3.weight"] = more["dense_3.weight"][:, :-1].copy()

@@ -30,14 +30,14 @@ def test_vectors_equal_those_of_safetensors(name: str, pooling: str, kernels: st
     write_encoder(folder, family, pooling=pooling, **fields)
     path = write_encoder_gguf(folder, tmp_path / "model.gguf", pooling)
     rows = [text_row(prompt(length, 120, seed=length)) for length in LENGTHS]
-    found = []
+    results = []
     for place in (folder, path):
         spec = load_spec(place)
         assert (spec.kind, spec.embedding.pooling) == ("embed", pooling)
         engine = load_encoder(place, kernels=kernels)
-        found.append([one.hidden for one in engine.embed(rows).wait()])
+        results.append([one.hidden for one in engine.embed(rows).wait()])
         engine.close()
-    assert found[0] == found[1] and all(found[0])
+    assert results[0] == results[1] and all(results[0])
 
 
 def test_packed_matrices_are_near(tmp_path: Path) -> None:

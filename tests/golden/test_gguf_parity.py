@@ -107,7 +107,7 @@ def unpacked(folder: Path, path: Path, target: Path) -> Path:
     """Return the folder with its weights replaced by what the gguf package reads from the file."""
     config = json.loads((folder / "config.json").read_text())
     read = {one.name: gguf.quants.dequantize(one.data, one.tensor_type) for one in gguf.GGUFReader(path).tensors}
-    arch, found = config["architectures"][0], {}
+    arch, tensors = config["architectures"][0], {}
     for (ours, tensor), theirs in zip(
         load_file(folder / "model.safetensors").items(), hub_tensors(folder, config), strict=True
     ):
@@ -116,10 +116,10 @@ def unpacked(folder: Path, path: Path, target: Path) -> Path:
             if arch == "LlamaForCausalLM" and part in ours:
                 order = permuted(np.arange(len(array))[:, None], config[heads]).reshape(-1)
                 array = array[np.argsort(order)]
-        found[ours] = np.ascontiguousarray(array)
+        tensors[ours] = np.ascontiguousarray(array)
     target.mkdir()
     (target / "config.json").write_text(json.dumps(config))
-    save_file(found, target / "model.safetensors")
+    save_file(tensors, target / "model.safetensors")
     return target
 
 

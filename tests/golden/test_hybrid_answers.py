@@ -43,11 +43,11 @@ def test_a_cached_answer_is_the_cold_one(name: str, tmp_path: Path, monkeypatch:
             assert answer.cache.computed == len(one)
             cold.append(answer.tokens)
     with LLM(path, kv_dir=str(tmp_path / "kv"), **SMALL) as llm:
-        found = [answers(llm, [one])[0] for one in (*asked, *asked)]
-        assert [one.tokens for one in found] == [*cold, *cold]
+        got = [answers(llm, [one])[0] for one in (*asked, *asked)]
+        assert [one.tokens for one in got] == [*cold, *cold]
         # The third prompt starts from the second one's snapshot; a repeated one computes little.
-        assert all(one.cache.computed < 300 for one in found[2:4])
-        assert all(one.cache.computed <= 64 for one in found[4:])
+        assert all(one.cache.computed < 300 for one in got[2:4])
+        assert all(one.cache.computed <= 64 for one in got[4:])
         together = answers(llm, [[*one, *said] for one, said in zip(asked, cold, strict=True)])
         turns = [one.tokens for one in together]
         assert all(one.cache.computed < 128 for one in together)

@@ -21,9 +21,9 @@ ODD = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32, "vocab_size"
 def logits(model: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> np.ndarray:
     engine = load(model, **options)
     driver = Driver(engine, monkeypatch)
-    found = driver.logits(prompt(LENGTH, engine.info.vocab), [LENGTH], driver.tables(LENGTH))
+    result = driver.logits(prompt(LENGTH, engine.info.vocab), [LENGTH], driver.tables(LENGTH))
     engine.close()
-    return found
+    return result
 
 
 @pytest.mark.sweep("kernels")

@@ -110,10 +110,10 @@ def test_families_with_rules_of_their_own_find_their_tensors_in_quantised_module
     sizes = {"hidden_size": 48, "intermediate_size": 80, "head_dim": 16}  # as in tiny models
     plain, packed = write_quantized(tmp_path, float8(8, 8), config, **{**sizes, **MODELS[name]})
     spec = load_spec(packed)
-    want, found = open_weights(plain, spec), open_weights(packed, spec)
-    assert isinstance(found, CodedWeights) and sum(found.kind(one)[0] == "FP8" for one in found) >= 7
+    want, got = open_weights(plain, spec), open_weights(packed, spec)
+    assert isinstance(got, CodedWeights) and sum(got.kind(one)[0] == "FP8" for one in got) >= 7
     for tensor in want:
-        np.testing.assert_array_equal(np.asarray(found[tensor], np.float32), np.asarray(want[tensor], np.float32))
+        np.testing.assert_array_equal(np.asarray(got[tensor], np.float32), np.asarray(want[tensor], np.float32))
 
 
 def test_experts_that_mlx_joined_are_read_one_by_one(tmp_path: Path) -> None:
@@ -131,10 +131,10 @@ def test_experts_that_mlx_joined_are_read_one_by_one(tmp_path: Path) -> None:
             joined[f"{place}.switch_mlp.{end}"] = np.stack(every)
     save_file(joined, packed / "model.safetensors")
     spec = load_spec(packed)
-    want, found = open_weights(plain, spec), open_weights(packed, spec)
-    assert isinstance(found, CodedWeights) and set(found) == set(want)
+    want, got = open_weights(plain, spec), open_weights(packed, spec)
+    assert isinstance(got, CodedWeights) and set(got) == set(want)
     for tensor in want:
-        np.testing.assert_array_equal(np.asarray(found[tensor], np.float32), np.asarray(want[tensor], np.float32))
+        np.testing.assert_array_equal(np.asarray(got[tensor], np.float32), np.asarray(want[tensor], np.float32))
     del joined["model.layers.1.mlp.switch_mlp.up_proj.biases"]
     save_file(joined, packed / "model.safetensors")
     with pytest.raises(ModelFileError, match=r"switch_mlp\.up_proj\.biases must be present, found nothing"):
@@ -158,9 +158,9 @@ def test_families_that_split_or_rotate_stored_tensors(
     plain, packed = write_quantized(tmp_path, pack, config, **{**fields, "hidden_size": 64, "intermediate_size": 128})
     check(plain, monkeypatch)
     spec = load_spec(packed)
-    want, found = open_weights(plain, spec), open_weights(packed, spec)
+    want, got = open_weights(plain, spec), open_weights(packed, spec)
     for tensor in want:
-        np.testing.assert_array_equal(np.asarray(found[tensor], np.float32), want[tensor])
+        np.testing.assert_array_equal(np.asarray(got[tensor], np.float32), want[tensor])
     engine = load(packed, weights="stored")
     driver = Driver(engine, monkeypatch)
     logits = driver.logits(prompt(40, 160), [17, 23], driver.tables(40))

@@ -39,8 +39,8 @@ def test_smollm2_says_it_as_a_schema_wants_it() -> None:
             temperature=0,
         )
         text = llm.generate("2, 4, 6,", response_format={"type": "regex", "pattern": " [0-9]{1,2}, 10"}, temperature=0)
-    found = json.loads(said.text)
-    assert said.finish_reason == "stop" and found["capital"] == "Paris" and isinstance(found["sure"], bool)
+    answer = json.loads(said.text)
+    assert said.finish_reason == "stop" and answer["capital"] == "Paris" and isinstance(answer["sure"], bool)
     assert one.text.endswith("Paris.") and text.text == " 8, 10"
 
 

@@ -192,12 +192,12 @@ def test_a_blocks_earlier_content_is_not_read(
 def test_any_number_of_threads_gives_the_same_bits(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_model(tmp_path, vocab_size=700, intermediate_size=600)
     monkeypatch.setattr(blas, "_WORTH_THREADS", 0)
-    found = []
+    results = []
     for threads in (1, 2, 3):
         driver = Driver(load(folder, threads=threads), monkeypatch)
-        found.append(driver.logits(prompt(100), [60, 40], driver.tables(100)))
+        results.append(driver.logits(prompt(100), [60, 40], driver.tables(100)))
         driver.engine.close()
-    assert same_bits(found[0], found[1]) and same_bits(found[0], found[2])
+    assert same_bits(results[0], results[1]) and same_bits(results[0], results[2])
 
 
 def test_the_sampler_sees_the_same_bits_for_one_position_and_for_all(

@@ -50,9 +50,9 @@ def check(model_class: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
         want = model(torch.tensor([tokens])).logits[0].numpy()
     engine = load(folder, kernels="reference")
     driver = Driver(engine, monkeypatch)
-    found = driver.logits(tokens, [53, TOKENS - 53], driver.tables(TOKENS))
+    ours = driver.logits(tokens, [53, TOKENS - 53], driver.tables(TOKENS))
     engine.close()
-    np.testing.assert_allclose(found, want, rtol=0, atol=CLOSE)
+    np.testing.assert_allclose(ours, want, rtol=0, atol=CLOSE)
     assert want.std(axis=-1).min() > 0.3  # logits that hardly differ would hide mistakes
 
 
@@ -235,9 +235,9 @@ def check_server(model: Any, folder: Path, vocab: int) -> None:
     with served(model=str(folder), engine="auto", kv_gb=0.05) as server:
         body = {"model": "saved", "prompt": tokens, "max_tokens": 1, "temperature": 0, "logprobs": 5}
         (choice,) = server.post("/v1/completions", body)["choices"]
-    found = sorted(choice["logprobs"]["top_logprobs"][0].values(), reverse=True)[:5]
-    np.testing.assert_allclose(found, want[best][: len(found)], rtol=0, atol=2e-3)
-    assert len(found) > 2, "tokens whose texts are alike are told once"
+    likeliest = sorted(choice["logprobs"]["top_logprobs"][0].values(), reverse=True)[:5]
+    np.testing.assert_allclose(likeliest, want[best][: len(likeliest)], rtol=0, atol=2e-3)
+    assert len(likeliest) > 2, "tokens whose texts are alike are told once"
 
 
 @pytest.mark.parametrize("architecture", ONE_EACH)

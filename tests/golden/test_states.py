@@ -141,14 +141,14 @@ def test_only_the_text_part_is_loaded_without_the_draft_head(
         "mtp.layers.0.mlp.x.weight": extra,
     }
     save_file(tensors, nested / "model.safetensors")
-    found = []
+    results = []
     for folder in (plain, nested):
         engine = tiny_models.load(folder)
         driver = Driver(engine, monkeypatch)
-        found.append(driver.logits(prompt(60), [60], driver.tables(60)))
+        results.append(driver.logits(prompt(60), [60], driver.tables(60)))
         assert ("without images" in engine.info.note) == (folder == nested)
         engine.close()
-    np.testing.assert_array_equal(*found)
+    np.testing.assert_array_equal(*results)
 
 
 def test_a_model_without_a_state_keeps_its_identity(tmp_path: Path) -> None:

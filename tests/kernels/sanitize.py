@@ -36,11 +36,11 @@ def build() -> None:
 
 def runtime() -> str:
     """Return the libraries to preload: the sanitizer, and the C++ library, where it looks for exceptions."""
-    found = []
+    libraries = []
     for name in ("libasan.so", "libstdc++.so"):
         ask = [os.environ.get("CXX", "c++"), f"-print-file-name={name}"]
-        found.append(subprocess.run(ask, check=True, capture_output=True, text=True).stdout.strip())
-    return " ".join(found)
+        libraries.append(subprocess.run(ask, check=True, capture_output=True, text=True).stdout.strip())
+    return " ".join(libraries)
 
 
 def main() -> int:

@@ -14,14 +14,14 @@ INNER, OUT = 96, 150
 
 def adapters(count: int = 4) -> list[Adapter]:
     """Return adapters of different ranks; each writes two ranges of columns but the last, which writes one."""
-    found = []
+    made = []
     for number in range(count):
         rank, own = 3 + 7 * number, 100 * number
         downs = [random(rank, INNER, seed=own), random(rank + 1, INNER, seed=own + 1)]
         ups = [(0, random(64, rank, seed=own + 2)), (70, random(80, rank + 1, seed=own + 3))]
         cut = 1 if number == count - 1 else 2
-        found.append(Adapter(number, downs[:cut], ups[:cut]))
-    return found
+        made.append(Adapter(number, downs[:cut], ups[:cut]))
+    return made
 
 
 def run(kernels: Any, rows: list[tuple[int, list[tuple[int, float]]]], x: Any, start: Any) -> Any:

@@ -17,9 +17,9 @@ def test_streams_are_mixed_and_corrected(kernels: Any) -> None:
     kernels.mix_streams(x, parts, out)
     want = x + np.einsum("mji,mih->mjh", parts.reshape(TOKENS, STREAMS, STREAMS), x)
     np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-5)
-    given, shares = random(TOKENS, WIDTH, seed=2), random(TOKENS, STREAMS, seed=3)
-    want = out + (shares[:, :, None] + 1) * (given - out[:, 1])[:, None]
-    kernels.correct_streams(given, shares, 1, out)
+    inputs, shares = random(TOKENS, WIDTH, seed=2), random(TOKENS, STREAMS, seed=3)
+    want = out + (shares[:, :, None] + 1) * (inputs - out[:, 1])[:, None]
+    kernels.correct_streams(inputs, shares, 1, out)
     np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-5)
 
 
@@ -39,8 +39,8 @@ def test_a_stream_is_read_written_and_added(kernels: Any) -> None:
 def test_a_stream_becomes_as_long_as_another(kernels: Any) -> None:
     x, like = random(TOKENS, WIDTH), 5 * random(TOKENS, WIDTH, seed=1)
     x[3] = 1e-5  # which is taken for longer than it is
-    found = np.maximum(np.square(x).mean(1, keepdims=True), 1e-5)
-    want = x * np.sqrt(np.square(like).mean(1, keepdims=True)) / np.sqrt(found)
+    magnitude = np.maximum(np.square(x).mean(1, keepdims=True), 1e-5)
+    want = x * np.sqrt(np.square(like).mean(1, keepdims=True)) / np.sqrt(magnitude)
     kernels.match_magnitude(like, x)
     np.testing.assert_allclose(x, want, rtol=1e-5)
 

@@ -188,12 +188,12 @@ def test_a_context_too_large_for_the_device_is_reported_with_figures(
     spec, config = load_spec(folder), Config(device="cuda:0", context=wanted, max_running=1, step_tokens=64)
     fit = RecordedEngine.fit(spec, folder, config)
     assert fit.blocks[0] * BLOCK_TOKENS < 16384
-    told = [note for note in fit.notes if "context" in note]
+    notes = [note for note in fit.notes if "context" in note]
     figures = (
         rf"context is 16384, but the KV pool of 0\.00 GB holds {fit.blocks[0] * BLOCK_TOKENS} tokens; the whole "
         r"context needs 0\.\d\d GB, and 0\.02 GB were free on cuda:0 for weights and KV; use --kv-gb for a larger"
     )
-    assert [bool(re.search(figures, note)) for note in told] == ([True] if wanted else [])
+    assert [bool(re.search(figures, note)) for note in notes] == ([True] if wanted else [])
     large = msgspec.structs.replace(config, kv_gb=0.2)
     with pytest.raises(ModelError, match=r"0\.02 GB are free on cuda:0; use --kv-gb for a smaller pool"):
         RecordedEngine.fit(spec, folder, large)

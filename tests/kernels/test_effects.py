@@ -20,15 +20,15 @@ PACKING = {"vector", "table", "matrix", "rope", "numerics", "sampler", "program"
 def results(call: Call, noise: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Return all arrays before and after a call; overwritten ones start with other numbers for another `noise`."""
     kernels = ReferenceKernels()
-    given = call.given(kernels)
+    arguments = call.given(kernels)
     rng = np.random.default_rng(noise)
     for place in EFFECTS[call.kernel].writes:
-        given[place][...] = rng.integers(0, 99, given[place].shape)
-    before = [given[place].copy() for place in call.arrays()]
+        arguments[place][...] = rng.integers(0, 99, arguments[place].shape)
+    before = [arguments[place].copy() for place in call.arrays()]
     with np.errstate(all="ignore"):
-        getattr(kernels, call.kernel)(*given)
+        getattr(kernels, call.kernel)(*arguments)
     kernels.close()
-    return before, [given[place] for place in call.arrays()]
+    return before, [arguments[place] for place in call.arrays()]
 
 
 def equal(first: np.ndarray, second: np.ndarray) -> bool:

@@ -110,8 +110,8 @@ def test_edges(name: str) -> None:
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (5, 7)])
 def test_arrays_of_every_shape_and_order(shape: tuple[int, ...]) -> None:
     x = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
-    for found in (elementary.exp(x), elementary.exp(x.T).T, elementary.cos_sin(np.asarray(x))[0]):
-        assert found.shape == shape
+    for result in (elementary.exp(x), elementary.exp(x.T).T, elementary.cos_sin(np.asarray(x))[0]):
+        assert result.shape == shape
     wide = np.random.default_rng(1).standard_normal((40_000, 2), dtype=np.float32)
     assert elementary.tanh(wide[:, 1]).tobytes() == elementary.tanh(wide[:, 1].copy()).tobytes()
 
@@ -128,8 +128,8 @@ def test_numpy_and_the_module_give_the_same_bits(name: str) -> None:
 def test_bits_are_the_same_on_every_machine(name: str) -> None:
     """Recorded on one machine. Whoever changes these bits must change the kernels' versions too."""
     x = np.arange(0, 1 << 32, 65_521).astype(np.uint32).view(np.float32)
-    found = FUNCTIONS[name](x)
-    assert hashlib.sha256(found[~np.isnan(found)].tobytes()).hexdigest()[:16] == DIGESTS[name]
+    bits = FUNCTIONS[name](x)
+    assert hashlib.sha256(bits[~np.isnan(bits)].tobytes()).hexdigest()[:16] == DIGESTS[name]
 
 
 @pytest.mark.skipif(not native.variants(), reason="the native kernels were not compiled")
@@ -141,15 +141,15 @@ def test_the_module_rounds_down_as_numpy_does() -> None:
 def test_positions_are_turned_by_the_same_bits_with_every_kind_of_kernels() -> None:
     scaling = RopeScaling(kind="yarn", factor=8.0, original_context=4096)
     positions = np.array([0, 1, 1000, 131_071, 16_777_215, 2**31 - 1], np.int32)
-    found = set()
+    results = set()
     for kind in KERNELS:
         kernels = load_kernels(kind, 1)
         angles = np.empty((len(positions), 2, 64), np.float32)
         kernels.rope_angles(kernels.rope(128, 1e6, scaling), positions, angles)
         kernels.close()
         assert np.isfinite(angles).all()
-        found.add(angles.tobytes())
-    assert len(found) == 1
+        results.add(angles.tobytes())
+    assert len(results) == 1
 
 
 def test_single_numbers_are_rounded_once() -> None:
@@ -247,28 +247,28 @@ def inexact(power: ast.BinOp) -> bool:
 
 def borrowed(tree: ast.AST) -> set[str]:
     """Return the functions that a module uses of numpy, `math` and the C library and that differ by machine."""
-    found = set()
+    names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in NAMES:
             library = isinstance(node.value, ast.Name) and node.value.id in ("np", "numpy", "math", "cmath")
-            found |= {node.attr} if library or node.attr == "inv_cdf" else set()
+            names |= {node.attr} if library or node.attr == "inv_cdf" else set()
         elif isinstance(node, ast.ImportFrom) and node.module in ("math", "cmath", "numpy"):
-            found |= {one.name for one in node.names} & NAMES
+            names |= {one.name for one in node.names} & NAMES
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow) and inexact(node):
-            found.add("**")
-    return found
+            names.add("**")
+    return names
 
 
 def test_code_that_computes_or_loads_models_uses_no_foreign_math_functions() -> None:
     """What numpy and Python return for these depends on the C library or on the CPU's instructions."""
     root = Path(cairn.__file__).parent
-    found = {
+    borrowers = {
         (path.relative_to(root).as_posix(), name)
         for room in ("kernels", "models", "engine", "kv")
         for path in (root / room).rglob("*.py")
         for name in borrowed(ast.parse(path.read_text()))
     }
-    assert found == ALLOWED
+    assert borrowers == ALLOWED
 
 
 @pytest.mark.parametrize(

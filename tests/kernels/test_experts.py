@@ -18,10 +18,10 @@ EXPERTS, EACH, HIDDEN, WIDTH = 7, 3, 64, 40
 
 
 def route(kernels: Any, scores: Any, each: int, kind: str = "softmax", **options: Any) -> tuple[Any, Any]:
-    given: dict[str, Any] = {"bias": None, "normed": False, "scale": 1.0, "groups": 1, "chosen_groups": 1, **options}
+    settings: dict[str, Any] = {"bias": None, "normed": False, "scale": 1.0, "groups": 1, "chosen_groups": 1, **options}
     chosen, shares = np.full((len(scores), each), -1, np.int32), np.zeros((len(scores), each), np.float32)
-    order = (given["normed"], given["scale"], given["groups"], given["chosen_groups"])
-    kernels.route(scores, given["bias"], kind, *order, chosen, shares)
+    order = (settings["normed"], settings["scale"], settings["groups"], settings["chosen_groups"])
+    kernels.route(scores, settings["bias"], kind, *order, chosen, shares)
     return chosen, shares
 
 
@@ -155,14 +155,14 @@ def test_a_token_s_sum_does_not_know_its_batch(kernels: Any, form: str) -> None:
 
 @pytest.mark.parametrize("variant", [name for name in KERNELS if name != "reference"])
 def test_any_number_of_threads_gives_the_same_bits(variant: str) -> None:
-    found = []
+    results = []
     for threads in (1, 2, 3):
         kernels = NativeKernels(variant, threads)
         matrices = built(kernels, *mixture("int4", 128, 160))
         x, (chosen, shares) = random(90, 128, seed=9), choices(90)
-        found.append(answered(kernels, x, chosen, shares, matrices).tobytes())
+        results.append(answered(kernels, x, chosen, shares, matrices).tobytes())
         kernels.close()
-    assert len(set(found)) == 1
+    assert len(set(results)) == 1
 
 
 @np.errstate(all="ignore")

@@ -201,7 +201,7 @@ def test_all_kernels_give_the_same_tokens_alone_and_in_company(variant: str) -> 
         for one in (random_row(rng, 97) for _ in logits):
             if rng.random() < 0.5:
                 params = {name: getattr(one.sampling, name) for name in one.sampling.__struct_fields__}
-                params["extras"] = found if (found := random_extras(rng, 97)).any else None
+                params["extras"] = extras if (extras := random_extras(rng, 97)).any else None
                 params["seed"] &= (1 << 64) - 1
                 parts = [getattr(one, name) for name in one.__struct_fields__[:6]]
                 one = Row(*parts, SamplingParams(**params), 0, mu=float(rng.uniform(0, 9)))

@@ -65,14 +65,14 @@ def test_logits_of_a_layer_norm(kind: str, width: int, biased: bool) -> None:
     wanted, own = np.array([7, 0, 7, 3], np.int32), bias if biased else None
     kernels = load_kernels(kind, 2)
     matrix = kernels.matrix([head[0]], [head[1]])
-    found, alone = np.zeros((4, 33), np.float32), np.zeros((1, 33), np.float32)
-    kernels.layer_logits(hidden, wanted, weight, own, 1e-5, matrix, found)
+    together, alone = np.zeros((4, 33), np.float32), np.zeros((1, 33), np.float32)
+    kernels.layer_logits(hidden, wanted, weight, own, 1e-5, matrix, together)
     kernels.layer_logits(hidden, wanted[3:], weight, own, 1e-5, matrix, alone)
     kernels.close()
     want = layer_norm(hidden.astype(np.float64), weight, own, 1e-5)[wanted] @ head[0].T + head[1]  # type: ignore[arg-type]
-    np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
-    np.testing.assert_array_equal(alone[0], found[3])
-    np.testing.assert_array_equal(found[0], found[2])
+    np.testing.assert_allclose(together, want, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(alone[0], together[3])
+    np.testing.assert_array_equal(together[0], together[2])
 
 
 @pytest.mark.parametrize("turned", [2, 10, 16])

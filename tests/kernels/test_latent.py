@@ -48,7 +48,7 @@ class Case:
 
     def want(self, neighbours: bool, scale: float) -> list[np.ndarray]:
         """Return each row's answer [count, heads * value], in float64 with keys and values written out."""
-        found = []
+        answers = []
         for number, (count, start) in enumerate(self.rows):
             x, q, angles = (one[number].astype(np.float64) for one in (self.x, self.q, self.angles))
             latent = x[:, : self.rank] / np.sqrt(np.square(x[:, : self.rank]).mean(1, keepdims=True) + 1e-6) * self.norm
@@ -64,8 +64,8 @@ class Case:
                 scores[np.arange(len(key)) > np.arange(start, start + count)[:, None]] = -np.inf
                 weights = np.exp(scores - scores.max(1, keepdims=True))
                 out[:, head] = weights @ value / weights.sum(1, keepdims=True)
-            found.append(out.reshape(count, -1))
-        return found
+            answers.append(out.reshape(count, -1))
+        return answers
 
     def run(self, kernels: Any, dtype: str, neighbours: bool, scale: float, fill: float = 0.0) -> list[np.ndarray]:
         """Run the rows together, after writing what precedes them. `fill`: what the pool holds at first."""
@@ -132,12 +132,12 @@ def test_latent_attention_equals_attention_over_written_out_keys_and_values(
 def test_latents_of_8_bits_are_close_to_exact_ones(kind: str, shape: tuple[int, ...]) -> None:
     """Rounding changes an answer by some hundredths; all kernels round alike."""
     case = Case(shape, [(1, 130), (70, 0), (1, 0), (9, 60)] if shape[1] < 500 else [(2, 70), (3, 0)])
-    found = []
+    results = []
     for name in (kind, "reference"):
         kernels = load_kernels(name, 1)
-        found.append(case.run(kernels, "int8", True, 0.3))
+        results.append(case.run(kernels, "int8", True, 0.3))
         kernels.close()
-    for one, want in zip(*found, strict=True):
+    for one, want in zip(*results, strict=True):
         np.testing.assert_allclose(one, want, rtol=0, atol=2e-3 * max(1.0, float(np.abs(want).max())))
 
 

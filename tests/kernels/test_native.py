@@ -105,18 +105,18 @@ def test_norm_and_projection(kernels: Any, size: int) -> None:
 def test_gated_mlp(kernels: Any, meaning: Any, activation: str, width: int) -> None:
     hidden, norm = 3 * random(21, 24), 1 + random(24, seed=1)
     gate, up, down = (random(*shape, seed=n) for n, shape in enumerate([(width, 24), (width, 24), (24, width)], 2))
-    found = []
+    results = []
     for one in (kernels, meaning):
         both, back = one.matrix([gate, up], [None, None]), one.matrix([down], [None])
-        found.append(hidden.copy())
-        one.gated_mlp(found[-1], norm, 1e-6, both, activation, back)
+        results.append(hidden.copy())
+        one.gated_mlp(results[-1], norm, 1e-6, both, activation, back)
     # Squares make large terms that cancel in a sum; the error is that of the terms.
-    largest = 1e-6 * float(np.abs(found[1]).max()) if activation == "relu2" else 0.0
-    np.testing.assert_allclose(found[0], found[1], rtol=1e-5, atol=max(2e-4, largest))
+    largest = 1e-6 * float(np.abs(results[1]).max()) if activation == "relu2" else 0.0
+    np.testing.assert_allclose(results[0], results[1], rtol=1e-5, atol=max(2e-4, largest))
     both, back = kernels.matrix([gate, up], [None, None]), kernels.matrix([down], [None])
     alone = hidden[8:9].copy()
     kernels.gated_mlp(alone, norm, 1e-6, both, activation, back)
-    assert alone.tobytes() == found[0][8:9].tobytes()
+    assert alone.tobytes() == results[0][8:9].tobytes()
 
 
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
@@ -196,18 +196,18 @@ def test_rope_write(kernels: Any, meaning: Any, heads: int, kv_heads: int, size:
     qkv, slots = random(tokens, (heads + 2 * kv_heads) * size), np.array([3, 0, 37, 17, 30, 31], np.int32)
     norms = [1 + random(size, seed=seed) if normed else None for seed in (3, 4)]
     positions = np.array([0, 1, 77, 4095, 131071, 5], np.int32)
-    found = []
+    results = []
     for one in (kernels, meaning):
         angles = np.empty((tokens, 2, size // 2), np.float32)
         one.rope_angles(one.rope(size, 10000.0, RopeScaling()), positions, angles)
         kv = np.full((3, 2, 2, kv_heads, BLOCK_TOKENS, size), 7, dtype)
         query = np.empty((tokens, heads, size), np.float32)
         one.rope_write(qkv, angles, *norms, 1e-6, kv, 1, slots, query)
-        found.append((angles, query, (kv if one is kernels else laid_out(kv)).astype(np.float32)))
+        results.append((angles, query, (kv if one is kernels else laid_out(kv)).astype(np.float32)))
     rounding = 4e-6 if dtype is np.float32 else float(ml_dtypes.finfo(dtype).eps)
-    for (got, want), bound in zip(zip(*found, strict=True), (4e-6, 4e-6, rounding), strict=True):
+    for (got, want), bound in zip(zip(*results, strict=True), (4e-6, 4e-6, rounding), strict=True):
         np.testing.assert_allclose(got, want, atol=bound, rtol=bound)
-    assert (found[0][2] == 7).sum() == (found[1][2] == 7).sum()
+    assert (results[0][2] == 7).sum() == (results[1][2] == 7).sum()
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(6, 2, 8), (4, 4, 4), (3, 1, 36), (2, 1, 128), (1, 1, 1024)])
@@ -218,15 +218,15 @@ def test_rope_write_of_8_bits(kernels: Any, meaning: Any, heads: int, kv_heads: 
     v = qkv[:, -kv_heads * size :].reshape(tokens, kv_heads, size)
     v[1, 0], v[2, 0, 1], v[3, -1, -1] = 0, np.nan, -np.inf
     v[4, 0] = [2.0**-101, -(2.0**-102)] * (size // 2)
-    found = []
+    results = []
     for one in (kernels, meaning):
         angles = np.empty((tokens, 2, size // 2), np.float32)
         one.rope_angles(one.rope(size, 10000.0, RopeScaling()), np.arange(tokens, dtype=np.int32), angles)
         kv = np.full((3, 2, 2, kv_heads, BLOCK_TOKENS, row_bytes(size)), 7, np.int8)
         kv, query = laid_out(kv) if one is kernels else kv, np.empty((tokens, heads, size), np.float32)
         one.rope_write(qkv, angles, None, None, 1e-6, kv, 1, slots, query)
-        found.append((kv if one is kernels else laid_out(kv)).reshape(*kv.shape[:4], -1))
-    got, want = found
+        results.append((kv if one is kernels else laid_out(kv)).reshape(*kv.shape[:4], -1))
+    got, want = results
     at = 4 * BLOCK_TOKENS
     np.testing.assert_allclose(got[..., :at].copy().view("<f4"), want[..., :at].copy().view("<f4"), rtol=1e-6)
     assert got[:, :, 1].tobytes() == want[:, :, 1].tobytes(), "values are rounded as they come"
@@ -281,9 +281,9 @@ def naive_rows(
         for position in range(start, start + count):
             low = first_seen(position, window)
             places = np.arange(low, position + 1)
-            found = numbers(pool[tables[number, places // BLOCK_TOKENS], layer, :, :, places % BLOCK_TOKENS])
+            gathered = numbers(pool[tables[number, places // BLOCK_TOKENS], layer, :, :, places % BLOCK_TOKENS])
             at = first + position - start
-            want[at] = naive_attention(query[at], found[:, 0], found[:, 1], len(places) - 1, 0, scale)
+            want[at] = naive_attention(query[at], gathered[:, 0], gathered[:, 1], len(places) - 1, 0, scale)
     return want
 
 

@@ -147,12 +147,12 @@ def test_codes_of_a_table_are_bytes_in_half_the_memory(kernels: Any, table: Any,
         assert product(kernels, x[:rows], [small]).tobytes() == product(kernels, x[:rows], [wide]).tobytes()
     made = kernels.matrix([small], [None])
     assert made.nbytes == packed_bytes([(33, 96, form_of(small))]) < packed_bytes([(33, 96, form_of(wide))])
-    found = []
+    results = []
     for one in (small, wide):
         hidden = np.zeros((33, 96), np.float32)
         kernels.embed(kernels.table(one), np.arange(33, dtype=np.int32), hidden)
-        found.append(hidden.tobytes())
-    assert found[0] == found[1] == (codes * np.repeat(scales.astype(np.float32), 32, axis=1)).tobytes()
+        results.append(hidden.tobytes())
+    assert results[0] == results[1] == (codes * np.repeat(scales.astype(np.float32), 32, axis=1)).tobytes()
 
 
 def test_super_blocks_of_a_table_equal_its_groups_in_less_memory(kernels: Any) -> None:
@@ -184,20 +184,20 @@ def test_rows_of_a_codebook_equal_their_decoded_blocks(kernels: Any, kind: str, 
 @pytest.mark.parametrize("kind", ROW_FORMATS)
 def test_every_row_and_sign_of_a_codebook_is_in_its_place(kernels: Any, kind: str) -> None:
     """One activation at a time sees one column; a matrix is as small as its file."""
-    part, found = in_rows(kind, 48, 512), ROW_FORMATS[kind]
+    part, form = in_rows(kind, 48, 512), ROW_FORMATS[kind]
     x = 127 * np.eye(512, dtype=np.float32)
     want = meaning(x, [part])
     np.testing.assert_allclose(product(kernels, x, [part]), want, rtol=1e-6, atol=1e-6 * np.abs(want).max())
     made = kernels.matrix([part], [None])
-    assert made.nbytes == packed_bytes([(48, 512, form_of(part))]) == 48 * 2 * found.bytes
-    assert len(np.unique(np.abs(found.meaning(part.blocks.reshape(-1, found.bytes))[0]))) == len(np.unique(found.rows))
+    assert made.nbytes == packed_bytes([(48, 512, form_of(part))]) == 48 * 2 * form.bytes
+    assert len(np.unique(np.abs(form.meaning(part.blocks.reshape(-1, form.bytes))[0]))) == len(np.unique(form.rows))
 
 
 @pytest.mark.parametrize("kind", ["iq2_xxs", "iq3_xxs"])
 def test_rows_with_a_scale_a_group_are_multiplied_as_codes_of_8_bits(kernels: Any, kind: str) -> None:
     """The same bits as the same numbers in bytes, which take four times the memory."""
-    part, found = in_rows(kind, 33, 512), ROW_FORMATS[kind]
-    codes, scale = found.meaning(part.blocks.reshape(-1, found.bytes))
+    part, form = in_rows(kind, 33, 512), ROW_FORMATS[kind]
+    codes, scale = form.meaning(part.blocks.reshape(-1, form.bytes))
     wide = Quantized(8, codes.reshape(33, 512), scale.reshape(33, -1))
     x = random(70, 512, seed=6)
     for rows in (1, 7, 16, 70):
@@ -277,7 +277,7 @@ def test_a_gated_mlp_and_logits_with_quantised_weights(kernels: Any, activation:
     hidden, norm = random(21, 64), 1 + 0.1 * random(64, seed=1)
     both = [quantized(96, 64, 4, np.float16, None, n) for n in (2, 3)]
     down = [quantized(64, 96, 8, np.float16, None, 4)]
-    found = []
+    results = []
     for one in (kernels, meaningful):
         state = hidden.copy()
         one.gated_mlp(state, norm, 1e-6, one.matrix(both, [None, None]), activation, one.matrix(down, [None]))
@@ -286,16 +286,16 @@ def test_a_gated_mlp_and_logits_with_quantised_weights(kernels: Any, activation:
         through = np.empty((21, 192), np.float32)
         one.norm_project(hidden, norm, 1e-6, one.matrix(both, [None, None]), through)
         assert through[[20, 3]].tobytes() == out.tobytes()
-        found.append((state, out))
+        results.append((state, out))
     meaningful.close()
-    np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-3, atol=2e-2)
+    np.testing.assert_allclose(results[0][1], results[1][1], rtol=1e-3, atol=2e-2)
     # A code of the gated values may round the other way: one step of one of 96 inputs.
-    assert np.abs(found[0][0] - found[1][0]).max() < 0.01 * np.abs(found[1][0]).max()
+    assert np.abs(results[0][0] - results[1][0]).max() < 0.01 * np.abs(results[1][0]).max()
     for row in (0, 20):
         alone = hidden[row : row + 1].copy()
         gate_up = kernels.matrix(both, [None, None])
         kernels.gated_mlp(alone, norm, 1e-6, gate_up, activation, kernels.matrix(down, [None]))
-        assert alone.tobytes() == found[0][0][row : row + 1].tobytes()
+        assert alone.tobytes() == results[0][0][row : row + 1].tobytes()
 
 
 def test_threads_do_not_change_a_bit() -> None:
@@ -303,12 +303,12 @@ def test_threads_do_not_change_a_bit() -> None:
     parts = [quantized(200, 512, bits, np.float16, None) for bits in (4, 8)]
     parts += [in_blocks(200, 512, bits) for bits in (4, 6)]
     for variant in VARIANTS:
-        found = []
+        results = []
         for threads in (1, 2, 3):
             made = NativeKernels(variant, threads)
-            found.append(product(made, x, parts).tobytes())
+            results.append(product(made, x, parts).tobytes())
             made.close()
-        assert len(set(found)) == 1
+        assert len(set(results)) == 1
 
 
 def test_packed_matrices_take_the_counted_bytes(kernels: Any) -> None:

@@ -143,13 +143,13 @@ def test_tokens_are_turned_and_stored_alike_in_any_pieces(variant: str, dtype: A
     kernels, qkv = NativeKernels(variant, 2), random(tokens, (heads + 2 * kv_heads) * size)
     slots = np.random.default_rng(3).permutation(26 * BLOCK_TOKENS)[:tokens].astype(np.int32)
     angles, norm = random(tokens, 2, size // 2, seed=1), 1 + random(size, seed=2)
-    found = []
+    results = []
     for step in (tokens, 150, 9, 1):
         kv = np.zeros((26, 1, 2, kv_heads, BLOCK_TOKENS, size), dtype)
         query = np.zeros((tokens, heads, size), np.float32)
         for low in range(0, tokens, step):
             some = slice(low, low + step)
             kernels.rope_write(qkv[some], angles[some], norm, norm, 1e-6, kv, 0, slots[some], query[some])
-        found.append((query.tobytes(), kv.tobytes()))
-    assert len(set(found)) == 1
+        results.append((query.tobytes(), kv.tobytes()))
+    assert len(set(results)) == 1
     kernels.close()

@@ -75,11 +75,11 @@ def test_attention(heads: int, kv_heads: int, size: int, window: int) -> None:
 def test_kv_of_16_bits_is_read_exactly(dtype: Any) -> None:
     kv, query = random(20, 1, 2, 2, BLOCK_TOKENS, 16).astype(dtype), random(70, 4, 16)
     tables, rows = np.arange(20, dtype=np.int32)[None], np.array([(0, 70, 60)], np.int32)
-    found = []
+    results = []
     for pool in (kv, kv.astype(np.float32)):
-        found.append(np.empty((70, 64), np.float32))
-        attend(query, pool, 0, rows, tables, 0, 0.25, found[-1])
-    assert found[0].tobytes() == found[1].tobytes()
+        results.append(np.empty((70, 64), np.float32))
+        attend(query, pool, 0, rows, tables, 0, 0.25, results[-1])
+    assert results[0].tobytes() == results[1].tobytes()
 
 
 def test_kv_of_8_bits_is_read_as_codes_times_scales() -> None:
@@ -89,11 +89,11 @@ def test_kv_of_8_bits_is_read_as_codes_times_scales() -> None:
     kv = stored(plain, np.dtype(np.int8))
     assert kv.nbytes * 3.2 == plain.nbytes and 0 < np.abs(numbers(kv) - plain).max() < 0.02
     kv[9:, ..., 16:] = -1
-    found = []
+    results = []
     for pool in (kv, np.nan_to_num(numbers(kv))):
-        found.append(np.empty((70, 64), np.float32))
-        attend(query, pool, 0, rows, tables, 0, 0.25, found[-1])
-    assert found[0].tobytes() == found[1].tobytes()
+        results.append(np.empty((70, 64), np.float32))
+        attend(query, pool, 0, rows, tables, 0, 0.25, results[-1])
+    assert results[0].tobytes() == results[1].tobytes()
 
 
 @pytest.mark.parametrize("both", [False, True])

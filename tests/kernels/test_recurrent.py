@@ -44,12 +44,12 @@ class Conv(Case):
 
     def want(self) -> Any:
         wide, c = self.x.astype(np.float64), self.out
-        given = wide[:, :c] * wide[:, 2 * c :] if self.gated else wide[:, 7 : 7 + c]
-        padded = np.concatenate([np.zeros((self.reach - 1, c)), given])
-        found = sum(padded[i : i + LENGTH] * self.weight[i * c : (i + 1) * c] for i in range(self.reach))
-        found = found if self.bias is None else found + self.bias
-        found = found / (1 + np.exp(-found)) if self.silu else found
-        return found * wide[:, c : 2 * c] if self.gated else found
+        inputs = wide[:, :c] * wide[:, 2 * c :] if self.gated else wide[:, 7 : 7 + c]
+        padded = np.concatenate([np.zeros((self.reach - 1, c)), inputs])
+        summed = sum(padded[i : i + LENGTH] * self.weight[i * c : (i + 1) * c] for i in range(self.reach))
+        summed = summed if self.bias is None else summed + self.bias
+        summed = summed / (1 + np.exp(-summed)) if self.silu else summed
+        return summed * wide[:, c : 2 * c] if self.gated else summed
 
 
 class Delta(Case):
@@ -65,13 +65,13 @@ class Delta(Case):
         self.decay, self.bias = -np.exp(random(heads, seed=3)), random(heads, seed=4)
 
     def run(self, kernels: Any, tokens: slice, states: Any, rows: Any, tables: Any, out: Any) -> None:
-        given = (self.x[tokens].copy(), self.gates[tokens].copy(), 3, self.decay, self.bias)
-        kernels.delta(*given, self.shape[1], self.tiled, states, 1, rows, tables, out)
+        arguments = (self.x[tokens].copy(), self.gates[tokens].copy(), 3, self.decay, self.bias)
+        kernels.delta(*arguments, self.shape[1], self.tiled, states, 1, rows, tables, out)
 
     def want(self) -> Any:
         heads, key_heads, key, value = self.shape
         x, gates = self.x.astype(np.float64), self.gates.astype(np.float64)
-        wide, found = key_heads * key, np.zeros((LENGTH, heads, value))
+        wide, result = key_heads * key, np.zeros((LENGTH, heads, value))
         for head in range(heads):
             own = head % key_heads if self.tiled else head // (heads // key_heads)
             state = np.zeros((key, value))
@@ -82,8 +82,8 @@ class Delta(Case):
                 b, a = gates[t, 3 + head], gates[t, 3 + heads + head]
                 state = state * np.exp(self.decay[head] * np.log1p(np.exp(a + self.bias[head])))
                 state = state + np.outer(k, (v - k @ state) / (1 + np.exp(-b)))
-                found[t, head] = q @ state / np.sqrt(key)
-        return found.reshape(LENGTH, -1)
+                result[t, head] = q @ state / np.sqrt(key)
+        return result.reshape(LENGTH, -1)
 
 
 class Mamba2(Case):
@@ -96,12 +96,12 @@ class Mamba2(Case):
         self.decay, self.bias, self.skip = -np.exp(random(heads, seed=3)), random(heads, seed=4), random(heads, seed=5)
 
     def run(self, kernels: Any, tokens: slice, states: Any, rows: Any, tables: Any, out: Any) -> None:
-        given = (self.x[tokens].copy(), self.gates[tokens].copy(), 2, self.decay, self.bias, self.skip)
-        kernels.mamba2(*given, *self.limits, self.shape[1], states, 1, rows, tables, out)
+        arguments = (self.x[tokens].copy(), self.gates[tokens].copy(), 2, self.decay, self.bias, self.skip)
+        kernels.mamba2(*arguments, *self.limits, self.shape[1], states, 1, rows, tables, out)
 
     def want(self) -> Any:
         heads, groups, key, value = self.shape
-        x, found = self.x.astype(np.float64), np.zeros((LENGTH, heads, value))
+        x, result = self.x.astype(np.float64), np.zeros((LENGTH, heads, value))
         inner = heads * value
         for head in range(heads):
             own, state = head // (heads // groups), np.zeros((key, value))
@@ -110,8 +110,8 @@ class Mamba2(Case):
                 v = x[t, head * value : (head + 1) * value]
                 step = np.clip(np.log1p(np.exp(self.gates[t, 2 + head] + self.bias[head])), *self.limits)
                 state = state * np.exp(self.decay[head] * step) + np.outer(k, step * v)
-                found[t, head] = q @ state + self.skip[head] * v
-        return found.reshape(LENGTH, -1)
+                result[t, head] = q @ state + self.skip[head] * v
+        return result.reshape(LENGTH, -1)
 
 
 CASES: dict[str, Case] = {
@@ -127,8 +127,8 @@ CASES: dict[str, Case] = {
 }
 
 
-def rows_of(*given: tuple[int, int, int]) -> Any:
-    return np.array(given, np.int32)
+def rows_of(*spans: tuple[int, int, int]) -> Any:
+    return np.array(spans, np.int32)
 
 
 def table(*blocks: int) -> Any:
@@ -164,9 +164,9 @@ def test_any_cut_gives_the_same_bits_and_states(kernels: Any, name: str) -> None
                 case.run(kernels, slice(at, at + size), states, rows_of((0, size, at)), table(*blocks), part)
                 out[at : at + size] = part
                 at += size
-            found = (out.tobytes(), states[blocks[-1], 1].tobytes())
-            whole = whole or found
-            assert found == whole, (number, blocks)
+            result = (out.tobytes(), states[blocks[-1], 1].tobytes())
+            whole = whole or result
+            assert result == whole, (number, blocks)
     assert whole is not None and np.isfinite(np.frombuffer(whole[0], np.float32)).all()
 
 
@@ -238,12 +238,12 @@ def test_a_query_with_a_gate_behind_it_is_that_query(kernels: Any) -> None:
     plain = np.ascontiguousarray(np.concatenate([queries, qkv[:, 2 * heads * size :]], axis=1))
     norms = random(size, seed=1), random(size, seed=2)
     angles, slots = random(tokens, 2, 5, seed=3), np.arange(tokens, dtype=np.int32)
-    found = []
-    for given in (qkv, plain):
+    results = []
+    for source in (qkv, plain):
         kv, query = (
             kernels.allocate((1, 1, 2, kv_heads, 16, size), "float32"),
             np.zeros((tokens, heads, size), np.float32),
         )
-        kernels.rope_write(given, angles, *norms, 1e-6, kv, 0, slots, query)
-        found.append(query.tobytes() + kv.tobytes())
-    assert found[0] == found[1]
+        kernels.rope_write(source, angles, *norms, 1e-6, kv, 0, slots, query)
+        results.append(query.tobytes() + kv.tobytes())
+    assert results[0] == results[1]

@@ -17,9 +17,9 @@ from tests.tiny_models import KERNELS
 def test_work_is_divided_by_the_best_time(kernels: str) -> None:
     """With a fake clock: all bytes are counted, once a round, whatever the instruction set."""
     ticks = count()
-    found = measure(kernels, 2, lambda: float(next(ticks)), read_bytes=4 << 20)
-    assert found.read == 4 << 20
-    assert found.arithmetic > 1e6
+    measured = measure(kernels, 2, lambda: float(next(ticks)), read_bytes=4 << 20)
+    assert measured.read == 4 << 20
+    assert measured.arithmetic > 1e6
     assert next(ticks) >= 4 * ROUNDS
 
 
@@ -35,12 +35,12 @@ def test_no_part_of_a_limit_is_more_than_all_of_it() -> None:
 def test_caches_and_bytes_have_limits_of_their_own(kernels: str) -> None:
     """With a fake clock: a round takes a second, however much is read in it."""
     ticks = count()
-    found = measure(kernels, 1, lambda: float(next(ticks)), read_bytes=4 << 20)
-    assert (found.integers > 0) is (kernels != "reference")
-    assert found.cached is not None
-    assert found.cached(3 << 20) == 3 * (32 // 3) << 20  # repeated until it is some 32 MiB
+    limits = measure(kernels, 1, lambda: float(next(ticks)), read_bytes=4 << 20)
+    assert (limits.integers > 0) is (kernels != "reference")
+    assert limits.cached is not None
+    assert limits.cached(3 << 20) == 3 * (32 // 3) << 20  # repeated until it is some 32 MiB
     before = next(ticks)
-    assert found.cached((3 << 20) + 5) == found.cached(3 << 20) and next(ticks) == before + 1  # already known
+    assert limits.cached((3 << 20) + 5) == limits.cached(3 << 20) and next(ticks) == before + 1  # already known
 
 
 def test_blas_uses_no_threads_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

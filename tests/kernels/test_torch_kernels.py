@@ -17,12 +17,12 @@ from tests.kernels.test_quantized import in_rows, in_table_blocks
 
 
 def results(call: Call, kernels: ReferenceKernels | TorchKernels) -> list[np.ndarray]:
-    given = call.given(kernels)
+    arguments = call.given(kernels)
     with np.errstate(all="ignore"):
-        getattr(kernels, call.kernel)(*given)
-    found = [np.asarray(kernels.fetch(given[place]), np.float64) for place in EFFECTS[call.kernel].changes]
+        getattr(kernels, call.kernel)(*arguments)
+    changed = [np.asarray(kernels.fetch(arguments[place]), np.float64) for place in EFFECTS[call.kernel].changes]
     kernels.close()
-    return found
+    return changed
 
 
 @pytest.mark.parametrize("kernel", sorted(EFFECTS))

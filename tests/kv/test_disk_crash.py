@@ -114,7 +114,7 @@ def test_damage_is_never_served(prove: bool, figure: Figure) -> None:
     chunks = chain(4)
     store.keep(chunks)
     store.pin("a", keys(chunks))
-    done = found = 0
+    done = undamaged = 0
     whole = dict(files.files(FOLDER))
     for path, data in whole.items():
         here = [chunk for chunk in chunks if path.name.startswith(chunk.key.hex())]
@@ -125,14 +125,14 @@ def test_damage_is_never_served(prove: bool, figure: Figure) -> None:
                 assert store.fetch(chunk.key, chunk.tokens) is None
                 assert store.match_prefix(keys(chunks)) == chunks.index(chunk)
                 assert store.keep(chunks) == 4
-                found += 1
+                undamaged += 1
             files.put(path, data)
-    assert found > (2_000 if prove else 300)
+    assert undamaged > (2_000 if prove else 300)
     store.close()
     target = 100_000 if prove else 1_500
     while done < target * 9 // 10:
         done += 1
-        found += not read_damaged(whole, chunks, done)
+        undamaged += not read_damaged(whole, chunks, done)
     seed = 3_000
     while done < target:
         storage.damage_at_random(seed)

@@ -170,10 +170,10 @@ def test_a_store_does_not_write_into_anothers_folder_in_its_place(
     facts, lock = os.fstat, os.stat(folder / LOCK_FILE)
 
     def stale(handle: int) -> os.stat_result:
-        found = facts(handle)
-        if os.path.samestat(found, lock) and not found.st_nlink:
+        status = facts(handle)
+        if os.path.samestat(status, lock) and not status.st_nlink:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        return found
+        return status
 
     if nfs:
         monkeypatch.setattr(os, "fstat", stale)
@@ -468,5 +468,5 @@ def test_a_scrub_does_not_report_chunks_dropped_meanwhile(time: Time) -> None:
         assert store.drop([bytes.fromhex(path.name[:64])]) > 0
 
     files.then = drop
-    found = store.scrub()
-    assert (found.damaged, found.unreadable) == (0, 0)
+    swept = store.scrub()
+    assert (swept.damaged, swept.unreadable) == (0, 0)

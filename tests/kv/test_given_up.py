@@ -96,17 +96,17 @@ def test_a_store_that_refuses_everything_is_not_asked_at_every_step(store: Betwe
 
 
 def test_a_flush_reports_losses_of_its_chunks_and_unreported_ones() -> None:
-    flushes, told = Flushes(), list[int]()
-    flushes.add(5, told.append, counts=True)
+    flushes, losses = Flushes(), list[int]()
+    flushes.add(5, losses.append, counts=True)
     flushes.lose(7)
     flushes.lose(3)
     flushes.answer(lambda: 4)
-    assert flushes and told == []
+    assert flushes and losses == []
     flushes.answer(lambda: 5)
-    flushes.add(9, told.append, counts=False)
-    flushes.add(9, told.append, counts=True)
+    flushes.add(9, losses.append, counts=False)
+    flushes.add(9, losses.append, counts=True)
     flushes.answer(lambda: 9)
-    assert not flushes and told == [1, 0, 1]
+    assert not flushes and losses == [1, 0, 1]
 
 
 def test_a_context_evicted_on_demand_is_stored_first_however_long_it_is(store: Between) -> None:

@@ -169,8 +169,8 @@ def computed_again(events: Sequence[Event], tier: Tier, *, told: bool) -> int:
             if told:
                 tier.mark(event.keys[event.left :], "superseded")
             continue
-        found = tier.turn(event.keys, event.at)
-        again += sum(key in known for key in event.keys[found:])
+        hits = tier.turn(event.keys, event.at)
+        again += sum(key in known for key in event.keys[hits:])
         known.update(event.keys)
         if told and event.standing is not None:
             tier.mark(event.keys, event.standing)
@@ -198,5 +198,5 @@ def figures(seed: int, kind: Callable[[int], Tier]) -> Figures:
 def run(seed: int) -> None:
     """Play one day and check the law."""
     for kind in (Memory, Disk):
-        found = figures(seed, kind)
-        law(found.told < found.untold, f"{kind.__name__}: {found}")
+        outcome = figures(seed, kind)
+        law(outcome.told < outcome.untold, f"{kind.__name__}: {outcome}")

@@ -76,11 +76,11 @@ class Told:
 
     def path(self, number: int) -> list[int]:
         """Return the numbers of the turns from the first to this one."""
-        found = []
+        numbers = []
         while number:
-            found.append(number)
+            numbers.append(number)
             number = self.turns[number].parent
-        return found[::-1]
+        return numbers[::-1]
 
 
 class Work:
@@ -127,8 +127,8 @@ class Work:
     async def again(self, *, clean: bool) -> None:
         """Restart, which forgets the contexts of ordinary requests."""
         await self.at.again(self.rng.getrandbits(32), clean=clean)
-        for told in self.agents.values():
-            told.contexts.clear()
+        for history in self.agents.values():
+            history.contexts.clear()
 
     # --------------------------------------------------------------------------------------------------------- steps
 
@@ -155,25 +155,25 @@ class Work:
 
     async def say(self, id: str) -> None:
         """Run a turn and flush its KV to the disk."""
-        text, told = self.text(), self.agents[id]
-        heard = await self.at.say(id, text, told.tenant, options=OPTIONS)
+        text, history = self.text(), self.agents[id]
+        heard = await self.at.say(id, text, history.tenant, options=OPTIONS)
         law(heard.done is not None and heard.error is None, f"a turn fails: {heard.error}")
-        self.note(id, self.at.agents.get(told.tenant, id).head, Fact(told.head, text, heard.text))
+        self.note(id, self.at.agents.get(history.tenant, id).head, Fact(history.head, text, heard.text))
         await self.at.service.flush()
 
     def note(self, id: str, number: int, fact: Fact) -> None:
         """Record a turn that has ended."""
-        told = self.agents[id]
-        law(number not in told.turns or number in told.spare, f"turn {number} of {id} is there twice")
-        told.spare.discard(number)
-        told.turns[number], told.head = fact, number
+        history = self.agents[id]
+        law(number not in history.turns or number in history.spare, f"turn {number} of {id} is there twice")
+        history.spare.discard(number)
+        history.turns[number], history.head = fact, number
 
     async def cut(self, id: str) -> None:
         """Cut the power while an answer is generated; resume it afterwards."""
-        text, told, said = self.text(), self.agents[id], ""
-        running = await self.at.begin(id, text, told.tenant, options=OPTIONS)
-        async with contextlib.aclosing(running.batches()) as found:
-            async for batch in found:
+        text, history, said = self.text(), self.agents[id], ""
+        running = await self.at.begin(id, text, history.tenant, options=OPTIONS)
+        async with contextlib.aclosing(running.batches()) as shown:
+            async for batch in shown:
                 said += "".join(event.text for event in batch if isinstance(event, Delta))
                 if any(isinstance(event, Delta) for event in batch):
                     break
@@ -183,56 +183,58 @@ class Work:
         await self.at.open()
         for agent in self.agents.values():
             agent.contexts.clear()
-        found = await self.at.agents.turns(told.tenant, id)
-        turn = next((one for one in found if one.messages[0]["content"] == text), None)
+        shown = await self.at.agents.turns(history.tenant, id)
+        turn = next((one for one in shown if one.messages[0]["content"] == text), None)
         law(turn is not None, "a message is lost whose answer was given out")
         assert turn is not None
         if turn.state == "interrupted":
             number = self.at.service.next_id()
-            heard = await hear(await self.at.agents.resume(told.tenant, id, request=number))
+            heard = await hear(await self.at.agents.resume(history.tenant, id, request=number))
             law(heard.done is not None and heard.text.startswith(said), "a resumed answer is another one")
             said = heard.text
         else:
             said = str((turn.answer or {}).get("content"))
-        self.note(id, turn.number, Fact(told.head, text, said))
+        self.note(id, turn.number, Fact(history.head, text, said))
 
     async def fork(self, id: str) -> None:
-        told, other = self.agents[id], self.name()
-        number = self.rng.choice([0, told.head, *await self.numbers(id)])
-        await self.at.agents.fork(told.tenant, id, turn=number, new_id=other)
-        self.agents[other] = Told(told.tenant, {one: told.turns[one] for one in told.path(number)}, number, number)
+        history, other = self.agents[id], self.name()
+        number = self.rng.choice([0, history.head, *await self.numbers(id)])
+        await self.at.agents.fork(history.tenant, id, turn=number, new_id=other)
+        self.agents[other] = Told(
+            history.tenant, {one: history.turns[one] for one in history.path(number)}, number, number
+        )
 
     async def rollback(self, id: str) -> None:
-        told = self.agents[id]
-        told.head = self.rng.choice([0, *await self.numbers(id)])
-        await self.at.agents.rollback(told.tenant, id, turn=told.head)
+        history = self.agents[id]
+        history.head = self.rng.choice([0, *await self.numbers(id)])
+        await self.at.agents.rollback(history.tenant, id, turn=history.head)
         await self.at.agents.tend()
 
     async def numbers(self, id: str) -> list[int]:
         return [turn.number for turn in await self.at.agents.turns(self.agents[id].tenant, id)]
 
     async def pin(self, id: str) -> None:
-        told = self.agents[id]
-        told.pinned = not told.pinned
-        await self.at.agents.pin(told.tenant, id, told.pinned)
+        history = self.agents[id]
+        history.pinned = not history.pinned
+        await self.at.agents.pin(history.tenant, id, history.pinned)
 
     async def tied(self, id: str) -> None:
         """Make ordinary requests in the names of two agents; log what they sampled and store their KV."""
         tenant = self.agents[id].tenant
-        others = [one for one, told in self.agents.items() if told.tenant == tenant and one != id]
+        others = [one for one, history in self.agents.items() if history.tenant == tenant and one != id]
         begins = await self.at.agents.context(tenant, id)
         first = FIRST if self.rng.random() < 0.7 else begins[:128]
         for one in (id, *others[-1:]):
-            told, text, named = self.agents[one], self.text(), self.at.agents.chats.named(tenant, one)
+            history, text, named = self.agents[one], self.text(), self.at.agents.chats.named(tenant, one)
             sampled = Sampled(text.encode(), AnswerIdentity(b"v" * 32, "because"), [1, 2, 3], 0)
             self.at.agents.chats.keep(tenant, sampled, named)
-            told.tied.append(text)
+            history.tied.append(text)
             ids = [*first, *self.at.service.tokenizer.encode(text)]
-            asked = request(self.at.service, tuple(ids), 2, salt=told.salt, durable=True)
+            asked = request(self.at.service, tuple(ids), 2, salt=history.salt, durable=True)
             answer = await collect(self.at.service.generate(asked))
             assert answer.done is not None
-            told.contexts.append([*ids, *answer.tokens])
-            self.at.agents.chats.account(tenant, named, told.contexts[-1], answer.done)
+            history.contexts.append([*ids, *answer.tokens])
+            self.at.agents.chats.account(tenant, named, history.contexts[-1], answer.done)
         await self.at.agents.writer.sync()
         await self.at.service.flush()
         law(self.on_disk(self.texts[-1]), "what was sampled for a request is not in the log")
@@ -241,15 +243,15 @@ class Work:
         """Let the disk refuse every write; no change may be acknowledged."""
         files, agents, tenant = self.at.files, self.at.agents, self.agents[id].tenant
         files.fail(Fault(files.calls, self.rng.choice((errno.EIO, errno.ENOSPC, errno.EROFS)), sticky=True))
-        what = self.rng.choice(("say", "fork", "rollback"))
+        call = self.rng.choice(("say", "fork", "rollback"))
         with contextlib.suppress(Unavailable):
-            if what == "say":
+            if call == "say":
                 await self.at.begin(id, self.text(), tenant, options=OPTIONS)
-            elif what == "fork":
+            elif call == "fork":
                 await agents.fork(tenant, id, new_id=self.name())
             else:
                 await agents.rollback(tenant, id, turn=0)
-            law(False, f"a {what} that the disk refuses is acknowledged")
+            law(False, f"a {call} that the disk refuses is acknowledged")
         files.heal()
         await agents.tend()
 
@@ -264,11 +266,11 @@ class Work:
         """Let a week pass, and drop abandoned branches from the model."""
         self.at.clock.ahead += WEEK
         await self.at.agents.tend()
-        held = {told.turns[number].text for told in self.agents.values() for number in told.path(told.base)}
-        for told in self.agents.values():
-            path = {*told.path(told.head), *told.path(told.base)}
-            kept = {number: fact for number, fact in told.turns.items() if number in path or fact.text in held}
-            told.turns, told.tied, told.spare = kept, [], kept.keys() - path
+        held = {history.turns[number].text for history in self.agents.values() for number in history.path(history.base)}
+        for history in self.agents.values():
+            path = {*history.path(history.head), *history.path(history.base)}
+            kept = {number: fact for number, fact in history.turns.items() if number in path or fact.text in held}
+            history.turns, history.tied, history.spare = kept, [], kept.keys() - path
 
     async def unknown(self, id: str) -> None:
         """Leave a tenant unconfigured for a time: deleting its agents then must take no KV along."""
@@ -286,17 +288,17 @@ class Work:
     async def delete(self, id: str) -> None:
         if self.rng.random() < 0.4:
             await self.tied(id)
-        told, before = self.agents[id], await self.places()
-        contexts = [*await self.contexts(id), *told.contexts]
-        await self.at.agents.delete(told.tenant, id)
+        history, before = self.agents[id], await self.places()
+        contexts = [*await self.contexts(id), *history.contexts]
+        await self.at.agents.delete(history.tenant, id)
         del self.agents[id]
         left: list[list[int]] = []
         for other, one in self.agents.items():
-            if one.tenant == told.tenant:
+            if one.tenant == history.tenant:
                 left += [list(await self.at.agents.context(one.tenant, other)), *one.contexts]
         for ids in contexts:
             most = max((shared(ids, one) // BLOCK_TOKENS * BLOCK_TOKENS for one in left), default=0)
-            placed = await self.at.service.where(ids, told.salt)
+            placed = await self.at.service.where(ids, history.salt)
             law(placed.disk <= most and placed.pool <= most + CHUNK_TOKENS, f"KV of nobody: {placed}, shared {most}")
         await self.kept(before)
 
@@ -331,12 +333,12 @@ class Work:
 
     async def places(self) -> dict[tuple[str, int], int]:
         """Count the leading tokens on disk, for each agent's context and those of ordinary requests in its name."""
-        found = {}
-        for id, told in self.agents.items():
-            contexts = [await self.at.agents.context(told.tenant, id), *told.contexts]
+        counts = {}
+        for id, history in self.agents.items():
+            contexts = [await self.at.agents.context(history.tenant, id), *history.contexts]
             for at, ids in enumerate(contexts):
-                found[id, at] = (await self.at.service.where(ids, told.salt)).disk
-        return found
+                counts[id, at] = (await self.at.service.where(ids, history.salt)).disk
+        return counts
 
     # ---------------------------------------------------------------------------------------------------------- laws
 
@@ -344,21 +346,27 @@ class Work:
         agents = self.at.agents
         listed = sorted(info.id for tenant in TENANTS for info in agents.page(tenant, limit=100).agents)
         law(listed == sorted(self.agents), f"there are the agents {listed}, not {sorted(self.agents)}")
-        for id, told in self.agents.items():
-            info, path = agents.get(told.tenant, id), told.path(told.head)
-            law((info.head, info.turns, info.pinned) == (told.head, len(path), told.pinned), f"{id} stands elsewhere")
-            found = await agents.turns(told.tenant, id)
+        for id, history in self.agents.items():
+            info, path = agents.get(history.tenant, id), history.path(history.head)
+            law(
+                (info.head, info.turns, info.pinned) == (history.head, len(path), history.pinned),
+                f"{id} stands elsewhere",
+            )
+            found = await agents.turns(history.tenant, id)
             there = {turn.number for turn in found}
-            law(there <= told.turns.keys() <= there | told.spare, f"{id} has the turns {there}, not {[*told.turns]}")
+            law(
+                there <= history.turns.keys() <= there | history.spare,
+                f"{id} has the turns {there}, not {[*history.turns]}",
+            )
             for turn in found:
-                fact = told.turns[turn.number]
+                fact = history.turns[turn.number]
                 said = (turn.answer or {}).get("content")
-                what = f"turn {turn.number} of {id}"
-                law((turn.state, turn.parent) == ("finished", fact.parent), f"{what} is {turn.state}")
-                law((turn.messages[0]["content"], said) == (fact.text, fact.answer), f"{what} says something else")
-                law(turn.current == (turn.number in path), f"{what} is on the wrong branch")
-        had = [fact.text for told in self.agents.values() for fact in told.turns.values()]
-        had += [text for told in self.agents.values() for text in told.tied]
+                name = f"turn {turn.number} of {id}"
+                law((turn.state, turn.parent) == ("finished", fact.parent), f"{name} is {turn.state}")
+                law((turn.messages[0]["content"], said) == (fact.text, fact.answer), f"{name} says something else")
+                law(turn.current == (turn.number in path), f"{name} is on the wrong branch")
+        had = [fact.text for history in self.agents.values() for fact in history.turns.values()]
+        had += [text for history in self.agents.values() for text in history.tied]
         for text in self.texts:
             held = any(one.startswith(text) for one in had)
             law(held or not self.on_disk(text), f"{text}, which nobody has, is on the disk")

@@ -143,18 +143,18 @@ def run(seed: int) -> None:
     context = int(rng.integers(70, 200))
     tokens = [int(token) for token in rng.integers(0, VOCAB, int(rng.integers(140, 260)))]
     engine = TinyEngine(seed, context, int(rng.integers(10, 100)))
-    found = compare(engine, Q8(engine.info.block_bytes, WIDTH), tokens)
+    report = compare(engine, Q8(engine.info.block_bytes, WIDTH), tokens)
     plain, raw_perplexity, p = foretold(Model(seed), tokens, context, coded=False)
     coded, perplexity, q = foretold(Model(seed), tokens, context, coded=True)
     agreed = sum(one == other for one, other in zip(plain, coded, strict=True))
     apart = np.sort((np.exp(p) * (p - q)).sum(axis=1))
-    said = f"{found}, but {agreed} of {len(plain)}, {raw_perplexity}, {perplexity}"
-    law(found.positions == len(plain), f"not every position is counted: {said}")
-    law(found.agreed == agreed, f"the agreement is wrong: {said}")
-    law(math.isclose(found.raw_perplexity, raw_perplexity, rel_tol=1e-5), f"the perplexity of raw is wrong: {said}")
-    law(math.isclose(found.perplexity, perplexity, rel_tol=1e-5), f"the perplexity is wrong: {said}")
+    said = f"{report}, but {agreed} of {len(plain)}, {raw_perplexity}, {perplexity}"
+    law(report.positions == len(plain), f"not every position is counted: {said}")
+    law(report.agreed == agreed, f"the agreement is wrong: {said}")
+    law(math.isclose(report.raw_perplexity, raw_perplexity, rel_tol=1e-5), f"the perplexity of raw is wrong: {said}")
+    law(math.isclose(report.perplexity, perplexity, rel_tol=1e-5), f"the perplexity is wrong: {said}")
     near = functools.partial(math.isclose, rel_tol=0.01, abs_tol=3e-7)
-    law(near(found.divergence, apart.mean()), f"the divergence is not {apart.mean()}: {said}")
+    law(near(report.divergence, apart.mean()), f"the divergence is not {apart.mean()}: {said}")
     worst = apart[-1 - len(apart) // 100]
-    law(near(found.at_a_place, worst), f"the divergence at a place is not {worst}: {said}")
+    law(near(report.at_a_place, worst), f"the divergence at a place is not {worst}: {said}")
     law(agreed > 0, "a text on which nothing agrees shows little")

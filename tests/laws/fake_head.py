@@ -28,11 +28,11 @@ class WatchedEngine(FakeEngine):
         self.prefixes: dict[bytes, Prefix] = {}
 
     def _states(self, wanted: Sequence[tuple[Row, int]]) -> Words:
-        found = super()._states(wanted)
-        for (row, place), word in zip(wanted, found.tolist(), strict=True):
+        states = super()._states(wanted)
+        for (row, place), word in zip(wanted, states.tolist(), strict=True):
             if row.states_from is not None:
                 self.prefixes[word.to_bytes(8, "little")] = tuple(row.tokens[: place + 1])
-        return found
+        return states
 
 
 class FakeHead:

@@ -90,10 +90,10 @@ class Bug:
             if (scope := next(inner, tree)) is tree:  # type: ignore[assignment]
                 raise ValueError(f"{self.name}: {self.file} has no {self.where}")
         old, new = _parsed(self.old, self.new)
-        found = list(_places(scope, old))
-        if len(found) != 1 or list(map(_shape, old)) == list(map(_shape, new)):
+        places = list(_places(scope, old))
+        if len(places) != 1 or list(map(_shape, old)) == list(map(_shape, new)):
             raise ValueError(f"{self.name}: {self.where} must hold exactly once: {self.old}")
-        node, field, at = found[0]
+        node, field, at = places[0]
         if at is None:
             setattr(node, field, new[0])
         else:
@@ -622,8 +622,8 @@ def hunt(bug: Bug, first: int) -> tuple[int, str] | None:
     simulator = importlib.import_module(laws)
     seeds = (*range(SCHEDULES[laws]), *getattr(simulator, "AGAIN", ()))
     for seed in dict.fromkeys((first if first in seeds else SCHEDULES[laws] - 1, *seeds)):
-        if (found := broken(simulator.run, seed)) is not None:
-            return seed, found
+        if (message := broken(simulator.run, seed)) is not None:
+            return seed, message
     return None
 
 
@@ -644,15 +644,15 @@ def broken(run: Callable[[int], object], seed: int) -> str | None:
     return None
 
 
-def apart(what: str, work: Callable[[], tuple[int, str] | None]) -> tuple[int, str] | None:
+def apart(task: str, work: Callable[[], tuple[int, str] | None]) -> tuple[int, str] | None:
     """Return the result of `work` in a forked child, so that no bug outlives its turn."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reader)
         try:
-            found = work()
-            os.write(writer, f"{found[0]} {found[1]}".encode()[:4000] if found else b"none")
+            result = work()
+            os.write(writer, f"{result[0]} {result[1]}".encode()[:4000] if result else b"none")
         except BaseException:
             traceback.print_exc()
         finally:
@@ -663,7 +663,7 @@ def apart(what: str, work: Callable[[], tuple[int, str] | None]) -> tuple[int, s
         answer = pipe.read().decode(errors="replace")
     os.waitpid(child, 0)
     if not answer:
-        raise RuntimeError(f"{what}: the hunt itself failed")
+        raise RuntimeError(f"{task}: the hunt itself failed")
     if answer == "none":
         return None
     seed, _, text = answer.partition(" ")
@@ -676,11 +676,11 @@ def control(laws: str, seed: int) -> str | None:
 
     def work() -> tuple[int, str] | None:
         logging.disable(logging.CRITICAL)
-        found = broken(importlib.import_module(laws).run, seed)
-        return None if found is None else (seed, found)
+        message = broken(importlib.import_module(laws).run, seed)
+        return None if message is None else (seed, message)
 
-    found = apart(f"{laws} without a bug", work)
-    return None if found is None else found[1]
+    result = apart(f"{laws} without a bug", work)
+    return None if result is None else result[1]
 
 
 def judge(bug: Bug, *, prove: bool) -> tuple[tuple[int, str] | None, str | None, float]:
@@ -694,19 +694,19 @@ def judge(bug: Bug, *, prove: bool) -> tuple[tuple[int, str] | None, str | None,
         return None, None, 0.0
     shared = known is not None and BUGS.index(bug) % SHARE == 0 and known < SOON
     first = known if known is not None and not (prove or shared) else 0
-    found = apart(bug.name, functools.partial(hunt, bug, first))
-    without = None if found is None else control(LAWS.get(bug.file, SCHEDULERS), found[0])
-    return found, without, time.monotonic() - began
+    find = apart(bug.name, functools.partial(hunt, bug, first))
+    without = None if find is None else control(LAWS.get(bug.file, SCHEDULERS), find[0])
+    return find, without, time.monotonic() - began
 
 
 def half(bugs: Sequence[Bug]) -> list[Bug]:
     """Return half of the bugs that each simulator has to find, drawn by checksums of their files."""
-    found = []
+    drawn = []
     for laws in SIMULATORS:
         own = [bug for bug in bugs if LAWS.get(bug.file, SCHEDULERS) == laws]
         own.sort(key=lambda bug: zlib.crc32((SOURCE / bug.file).read_bytes(), zlib.crc32(bug.name.encode())))
-        found += own[: -(-len(own) // 2)]
-    return found
+        drawn += own[: -(-len(own) // 2)]
+    return drawn
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -719,26 +719,26 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--half", action="store_true", help="half of them, as the state of their files draws them")
     parser.add_argument("--record", action="store_true", help="remember which schedules found them")
     parser.add_argument("names", nargs="*")
-    given = parser.parse_args(arguments)
-    bugs = [bug for bug in BUGS if not given.names or bug.name in given.names]
-    bugs = half(bugs) if given.half else bugs
+    options = parser.parse_args(arguments)
+    bugs = [bug for bug in BUGS if not options.names or bug.name in options.names]
+    bugs = half(bugs) if options.half else bugs
     # Bugs that may hang go first; at the end the whole hunt would wait for one of them.
     bugs.sort(key=lambda bug: LAWS.get(bug.file, SCHEDULERS) != AGENTS)
     for name in SIMULATORS:
         importlib.import_module(name)
     started, caught, sound, seeds = time.monotonic(), 0, True, dict[str, int | None]()
-    judged = functools.partial(judge, prove=given.prove)
+    judged = functools.partial(judge, prove=options.prove)
     with ThreadPoolExecutor(os.cpu_count()) as threads:  # each thread only waits for a forked process
-        for bug, (found, without, seconds) in zip(bugs, threads.map(judged, bugs), strict=True):
-            caught += found is not None and without is None
-            where = "NOT FOUND" if found is None else f"{found[0]:5}"
-            what = "" if found is None else found[1].split(": ", 1)[-1][:100]
+        for bug, (find, without, seconds) in zip(bugs, threads.map(judged, bugs), strict=True):
+            caught += find is not None and without is None
+            where = "NOT FOUND" if find is None else f"{find[0]:5}"
+            message = "" if find is None else find[1].split(": ", 1)[-1][:100]
             if without is not None:
-                sound, what = False, f"NOT COUNTED, for without the bug: {without[:200]}"
+                sound, message = False, f"NOT COUNTED, for without the bug: {without[:200]}"
             else:
-                seeds[bug.name] = found[0] if found is not None else None
-            print(f"{where:>9} {seconds:5.1f} s  {bug.name:60} {what}", flush=True)
-    if given.record:
+                seeds[bug.name] = find[0] if find is not None else None
+            print(f"{where:>9} {seconds:5.1f} s  {bug.name:60} {message}", flush=True)
+    if options.record:
         known = (recorded() if RECORD.exists() else {}) | seeds
         names = [bug.name for bug in BUGS]
         RECORD.write_text(json.dumps({name: known[name] for name in names if name in known}, indent=1) + "\n")

@@ -62,11 +62,11 @@ class Wrong(Exception):
 
 def models(folder: Path) -> dict[str, str]:
     """Return the name and place of each model; `swap` is the one that replaces `chat`."""
-    found = {"chat": "demo", "swap": str(other_demo(folder / "demo-2"))}
+    places = {"chat": "demo", "swap": str(other_demo(folder / "demo-2"))}
     for name, place in (("real", real_models.smollm2), ("embed", real_models.minilm)):
         with contextlib.suppress(pytest.skip.Exception):
-            found[name] = str(place())
-    return found
+            places[name] = str(place())
+    return places
 
 
 def serve(folder: Path, places: dict[str, str], plant: str = "", **options: Any) -> Served:
@@ -113,7 +113,7 @@ class Soak:
 
     # --------------------------------------------------------------------------------------------------------- load
 
-    async def post(self, what: str, path: str, body: dict[str, Any]) -> Any:
+    async def post(self, name: str, path: str, body: dict[str, Any]) -> Any:
         """Return the answer, or None if the server refused with a Retry-After, as a busy server may."""
         at = self.now
         answer = await self.http.post(path, json=body)
@@ -125,7 +125,7 @@ class Soak:
             return None
         if answer.status_code not in (200, 201):
             raise Wrong(f"{path}: {answer.status_code} {answer.text[:200]}")
-        self.done[what].append((at, self.now - at))
+        self.done[name].append((at, self.now - at))
         return answer.json()
 
     async def stream(self, body: dict[str, Any], most: int = 1 << 30) -> int:
@@ -238,12 +238,12 @@ class Soak:
             await asyncio.sleep(4)  # until the next one has loaded
 
     def workers(self) -> list[int]:
-        found = []
+        pids = []
         for pid in self.server.family() - {self.server.pid}:
             with contextlib.suppress(OSError):
                 if b"cairn.worker.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    found.append(pid)
-        return found
+                    pids.append(pid)
+        return pids
 
     # ----------------------------------------------------------------------------------------------------- watching
 
@@ -251,13 +251,13 @@ class Soak:
         """Check the canaries' known answers; `chat` has two, by which model currently has the name."""
         for name in ("chat", "real"):
             if name in self.places:
-                found = await self.post("canary", "/v1/chat/completions", CANARY | {"model": name})
-                if found is not None:
-                    self.check(name, found["choices"][0]["message"]["content"], 2 if name == "chat" else 1)
+                answer = await self.post("canary", "/v1/chat/completions", CANARY | {"model": name})
+                if answer is not None:
+                    self.check(name, answer["choices"][0]["message"]["content"], 2 if name == "chat" else 1)
         if "embed" in self.places:
-            found = await self.post("canary", "/v1/embeddings", {"model": "embed", "input": "a heap of stones"})
-            if found is not None:
-                self.check("embed", json.dumps(found["data"][0]["embedding"]), 1)
+            answer = await self.post("canary", "/v1/embeddings", {"model": "embed", "input": "a heap of stones"})
+            if answer is not None:
+                self.check("embed", json.dumps(answer["data"][0]["embedding"]), 1)
         await asyncio.sleep(CANARY_SECONDS)
 
     def check(self, name: str, said: str, forms: int) -> None:
@@ -318,8 +318,8 @@ class Soak:
     def rows(self) -> list[Row]:
         """Return the rows of the table."""
         rows = [Row("time", f"{self.now / 60:.1f} minutes, {sum(map(len, self.done.values())):,} answers")]
-        rows += [Row(what, f"{count:,}") for what, count in sorted(self.counts.items())]
-        rows += [Row(what, "0", "there was none") for what in COUNTED if not self.counts[what]]
+        rows += [Row(name, f"{count:,}") for name, count in sorted(self.counts.items())]
+        rows += [Row(name, "0", "there was none") for name in COUNTED if not self.counts[name]]
         if self.swap_excess and len(self.known["chat"]) < 2:
             rows.append(Row("forms of the canary", "1", "the model that was swapped in never answered"))
         most = max(self.swap_excess, default=0.0)
@@ -337,9 +337,9 @@ def soak(minutes: float, folder: Path, seed: int, plant: str = "") -> tuple[list
     server = serve(folder, {name: place for name, place in places.items() if name != "swap"}, plant)
     try:
         server.wait_ready(180)
-        found = Soak(server, places, minutes, seed)
-        rows = only + asyncio.run(found.run())
-        faults = found.faults + [f"{row.what}: {row.fault}" for row in rows if row.fault]
+        run = Soak(server, places, minutes, seed)
+        rows = only + asyncio.run(run.run())
+        faults = run.faults + [f"{row.what}: {row.fault}" for row in rows if row.fault]
         server.signal(signal.SIGTERM)
         if (code := server.wait(90)) != 0:
             faults.append(f"the server ended with {code}: {server.stderr()[-500:]}")

@@ -555,9 +555,9 @@ class World:
                 self.truth[key] = self.model.oracle(prompt, sampling, most, choice)
                 return self.truth[key]
             rule = Rule(request)
-            found = self.model.oracle(prompt, sampling, most, choice, lambda said: rule.mask_after(list(said)))
-            over = (end for end in range(1, len(found)) if rule.over_after(found[:end]))
-            self.truth[key] = found[: next(over, len(found))]
+            answer = self.model.oracle(prompt, sampling, most, choice, lambda said: rule.mask_after(list(said)))
+            over = (end for end in range(1, len(answer)) if rule.over_after(answer[:end]))
+            self.truth[key] = answer[: next(over, len(answer))]
         return self.truth[key]
 
     def start_worker(self, limits: Limits) -> None:
@@ -1196,8 +1196,8 @@ class World:
             there = blocked_on in self.cache.pools[0]._index  # a window group may need its beginning, which may be gone
             law(not there or any(self.windows), "what a sequence waits for is there")
         else:
-            found = self.cache.found(kv, sequence.tokens, False) if sequence.scored >= sequence.to_score else 0
-            law(found <= match.covered, "more is cached than a waiting sequence knows")
+            cached = self.cache.found(kv, sequence.tokens, False) if sequence.scored >= sequence.to_score else 0
+            law(cached <= match.covered, "more is cached than a waiting sequence knows")
             long = sequence.target - match.covered > sequence.long_beside or not sequence.long_beside
             law(long, "a short prompt is passed as a long one")
         if isinstance(blocked_on, BlockPool):

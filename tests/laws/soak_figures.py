@@ -68,19 +68,19 @@ def use_of(pid: int) -> Use:
 
 def sampled(at: float, front: int, workers: Sequence[int]) -> Sample:
     """Sample the server now; workers that end meanwhile are left out."""
-    found = {}
+    uses = {}
     for pid in workers:
         with contextlib.suppress(OSError):
-            found[pid] = use_of(pid)
-    return Sample(at, use_of(front), found)
+            uses[pid] = use_of(pid)
+    return Sample(at, use_of(front), uses)
 
 
 def percentiles(seconds: Sequence[float]) -> str:
     """Return p50, p95 and p99 in milliseconds."""
     if not seconds:
         return "none"
-    found = np.percentile(np.array(seconds), (50, 95, 99)) * 1000
-    return " / ".join(f"{one:.0f}" for one in found) + f" ms of {len(seconds):,}"
+    values = np.percentile(np.array(seconds), (50, 95, 99)) * 1000
+    return " / ".join(f"{one:.0f}" for one in values) + f" ms of {len(seconds):,}"
 
 
 def slope(times: Sequence[float], values: Sequence[float]) -> float:
@@ -93,22 +93,22 @@ def slope(times: Sequence[float], values: Sequence[float]) -> float:
     return float(np.polyfit(at, of, 1)[0])
 
 
-def memory_row(what: str, times: Sequence[float], values: Sequence[float], noise: float) -> Row:
+def memory_row(name: str, times: Sequence[float], values: Sequence[float], noise: float) -> Row:
     """Return how memory grew; a fault if faster than `MOST_SLOPE` and by more than `noise`."""
     if not values:
-        return Row(what, "no samples", "nothing was measured")
+        return Row(name, "no samples", "nothing was measured")
     middle, each = statistics.median(values), slope(times, values)
     hourly, grown = 100 * each * 3600 / middle, each * (times[-1] - times[0])
     fault = f"grows by {hourly:.1f} % an hour" if hourly > MOST_SLOPE and grown > noise else ""
-    return Row(what, f"{middle / 2**20:.0f} MiB, {hourly:+.1f} % an hour ({grown / 2**20:+.1f} MiB in all)", fault)
+    return Row(name, f"{middle / 2**20:.0f} MiB, {hourly:+.1f} % an hour ({grown / 2**20:+.1f} MiB in all)", fault)
 
 
-def count_row(what: str, times: Sequence[float], values: Sequence[int]) -> Row:
+def count_row(name: str, times: Sequence[float], values: Sequence[int]) -> Row:
     """Return the counts of the first and the last third, and the growth per hour."""
     third = max(1, len(values) // 3)
     first, last = (statistics.median(part) for part in (values[:third], values[-third:])) if values else (0.0, 0.0)
     fault = f"grew from {first:g} to {last:g}" if last > first + FEW else ""
-    return Row(what, f"{first:g} to {last:g}, {3600 * slope(times, values):+.1f} an hour", fault)
+    return Row(name, f"{first:g} to {last:g}, {3600 * slope(times, values):+.1f} an hour", fault)
 
 
 def _born(samples: Sequence[Sample]) -> dict[int, float]:
@@ -145,27 +145,27 @@ def use_rows(samples: Sequence[Sample]) -> list[Row]:
     rows.append(count_row("descriptors of the front", times, [one.front.fds for one in warm]))
     rows.append(count_row("threads of the front", times, [one.front.threads for one in warm]))
     born = _born(samples)
-    for what in ("fds", "threads"):
+    for kind in ("fds", "threads"):
         worst = 0
         for pid in {pid for one in warm for pid in one.workers}:
             old = [one for one in warm if pid in one.workers and one.at - born[pid] >= SETTLED]
-            life = [getattr(one.workers[pid], what) for one in old]
+            life = [getattr(one.workers[pid], kind) for one in old]
             third = len(life) // 3
             if third > 3:
                 worst = max(worst, round(statistics.median(life[-third:]) - statistics.median(life[:third])))
-        name = "descriptors" if what == "fds" else "threads"
+        name = "descriptors" if kind == "fds" else "threads"
         rows.append(Row(f"{name} of a worker, most growth", f"{worst:+d}", "grew" if worst > FEW else ""))
     return rows
 
 
-def pace_row(what: str, done: Sequence[tuple[float, float]]) -> Row:
+def pace_row(name: str, done: Sequence[tuple[float, float]]) -> Row:
     """Return latency percentiles of (start, seconds) pairs, with a fault if they rose towards the end."""
     if not done:
-        return Row(what, "none", "none was done")
+        return Row(name, "none", "none was done")
     end = max(at for at, _ in done)
     warm = [pair for pair in done if pair[0] >= WARM * end]
     third = max(1, len(warm) // 3)
     first, last = (statistics.median(one for _, one in part) for part in (warm[:third], warm[-third:]))
     slower = len(warm) >= ENOUGH and end >= JUDGED and last > 2 * first + 0.25
     fault = f"the median rose from {first * 1000:.0f} to {last * 1000:.0f} ms" if slower else ""
-    return Row(what, f"{percentiles([one for _, one in warm])}; median {first * 1000:.0f} to {last * 1000:.0f}", fault)
+    return Row(name, f"{percentiles([one for _, one in warm])}; median {first * 1000:.0f} to {last * 1000:.0f}", fault)

@@ -177,19 +177,19 @@ class Site:
 
     def matcher(self, request: Request) -> Matcher | None:
         """Return the matcher that `Grammars` makes for a request."""
-        found: Matcher | None = None
+        made: Matcher | None = None
         if request.grammar is not None:
             number = [grammar.grammar for grammar in self.grammars].index(request.grammar)
-            found = GrammarMatcher(self.grammars[number], request.sampling.stop_token_ids, self.masks)
+            made = GrammarMatcher(self.grammars[number], request.sampling.stop_token_ids, self.masks)
         if request.reasoning_budget is not None:
-            found = BudgetMatcher(found, self.vocabulary, request.reasoning_budget, request.output)
-        for token in request.generated if found is not None else ():
-            found.consume(token)
-        return found
+            made = BudgetMatcher(made, self.vocabulary, request.reasoning_budget, request.output)
+        for token in request.generated if made is not None else ():
+            made.consume(token)
+        return made
 
     def requests(self, chance: random.Random) -> list[Request]:
         base = [chance.randrange(VOCAB - 1) for _ in range(90)]
-        found = []
+        made = []
         for number in range(1, chance.randint(3, 7)):
             prompt = base[: chance.choice((5, 16, 33, 64, 90))] + [chance.randrange(256)] * chance.randint(0, 2)
             extras = None
@@ -217,7 +217,7 @@ class Site:
             if grammar is not None:
                 sampling = msgspec.structs.replace(sampling, stop_token_ids=(END,), min_tokens=0)
             budget = chance.choice((0, 4, 9)) if held and chance.random() < 0.2 and grammar is None else None
-            found.append(
+            made.append(
                 Request(
                     id=number,
                     prompt=tuple(prompt),
@@ -228,7 +228,7 @@ class Site:
                     choice=chance.choice((0, 0, 1)),
                 )
             )
-        return found
+        return made
 
     def alone(self, request: Request) -> Answer:
         """Return the answer computed from nothing and without guesses; keep its KV in `pages`."""
@@ -331,11 +331,11 @@ class Site:
             if not self.step(scheduler, answers) and not waiting:
                 break
         for request in requests:
-            found, expected = answers[request.id], right[request.id]
-            law(found.finish is expected.finish, f"request {request.id} ends as {found.finish}, not {expected.finish}")
-            law(found.tokens == expected.tokens, f"request {request.id} has other tokens")
-            law(found.logprobs == expected.logprobs, f"request {request.id} has other log-probabilities")
-            law(not found.scores or found.scores == expected.scores, f"request {request.id} has other scores")
+            got, expected = answers[request.id], right[request.id]
+            law(got.finish is expected.finish, f"request {request.id} ends as {got.finish}, not {expected.finish}")
+            law(got.tokens == expected.tokens, f"request {request.id} has other tokens")
+            law(got.logprobs == expected.logprobs, f"request {request.id} has other log-probabilities")
+            law(not got.scores or got.scores == expected.scores, f"request {request.id} has other scores")
         for key, page in tuple(self.kept(cache)):
             if key not in self.pages:
                 law(key in self.parents and self.state(key) == page, "a key of tokens that no answer has")

@@ -42,12 +42,12 @@ def start(files: CrashFiles, time: Time, budget: int = BUDGET) -> DiskStore:
 
 def chunk_files(files: CrashFiles) -> dict[bytes, Path]:
     """Return the file of each chunk, by key."""
-    found = {}
+    paths = {}
     for path in files.files(FOLDER):
         parts = path.name.split(".")
         if len(parts) in (5, 6) and path.parent.name == path.name[0]:
-            found[bytes.fromhex(parts[0])] = path
-    return found
+            paths[bytes.fromhex(parts[0])] = path
+    return paths
 
 
 class Work:
@@ -241,12 +241,12 @@ class Work:
 
     def family(self, key: bytes) -> set[bytes]:
         """Return a chunk and everything that extends it."""
-        found, waiting = set(), [key]
+        descendants, waiting = set(), [key]
         while waiting:
             one = waiting.pop()
-            found.add(one)
+            descendants.add(one)
             waiting += [chunk.key for chunk in self.told.values() if chunk.parent == one]
-        return found
+        return descendants
 
     def drop(self) -> None:
         if not self.told:
@@ -296,10 +296,10 @@ class Work:
 
     def protected(self, files: CrashFiles | None = None) -> set[bytes]:
         """Return the pinned chunks that are stored, with their ancestors."""
-        held, found = chunk_files(files or self.files), set[bytes]()
+        held, pinned = chunk_files(files or self.files), set[bytes]()
         for key in frozenset[bytes]().union(*self.pins.values()):
-            found |= self.above(key, held)
-        return found
+            pinned |= self.above(key, held)
+        return pinned
 
     def check(self) -> None:
         """Check the laws after a call, while the disk is sound."""
@@ -355,12 +355,12 @@ class Work:
         """Return a stored chunk (or the longer one that begins with this tail) and all its ancestors."""
         whole, count = self.whole.get(key, (b"", 4))
         longer = [one for one, (other, blocks) in self.whole.items() if other == whole and blocks > count]
-        found = set[bytes]()
+        ancestors = set[bytes]()
         for one in (key, *([whole, *longer] if whole else [])):
-            while one in held and one not in found:
-                found.add(one)
+            while one in held and one not in ancestors:
+                ancestors.add(one)
                 one = self.told[one].parent
-        return found
+        return ancestors
 
     def must(self) -> set[bytes]:
         """Return the keys that must survive a crash now."""
@@ -504,8 +504,8 @@ def damage_at_random(seed: int, steps: int = STEPS) -> None:
     for key in chunk_files(files):
         chunk = work.told[key]
         law(work.store.fetch(key, chunk.tokens) == chunk, "a scrub leaves what is whole")
-    found = work.store.scrub()
-    law((found.damaged, found.unreadable) == (0, 0), "one scrub finds everything")
+    swept = work.store.scrub()
+    law((swept.damaged, swept.unreadable) == (0, 0), "one scrub finds everything")
     work.restart()
     law(work.store.stats().bytes == on_disk(files), "bytes after damage")
 
@@ -515,7 +515,7 @@ def full_disk(seed: int) -> int:
     time = Time()
     files, rng = CrashFiles(seed=seed, now=time.now, capacity=30 * BLOCK), random.Random(seed)
     store = open_store(files, time, size=SIZES[0], reserve=4 * BLOCK, budget=1 << 30)
-    told: list[Chunk] = []
+    offered: list[Chunk] = []
     for number in range(40):
         time.sleep(61)
         others = Path(f"/others{rng.randrange(3)}")
@@ -524,12 +524,12 @@ def full_disk(seed: int) -> int:
         else:
             files.vanish(others)
         chunks = chain(rng.randrange(1, 4), salt=number.to_bytes(2, "little"), size=SIZES[0])
-        told += chunks
+        offered += chunks
         free = files.free(FOLDER)
         count = store.keep(chunks)
         law(files.free(FOLDER) >= min(free, 4 * BLOCK), "the store grows into the reserve")
         law(count == len(chunks) or store.stats().trouble != "", "a full disk is said")
-        for chunk in told:
+        for chunk in offered:
             got = store.fetch(chunk.key, chunk.tokens)
             law(got in (None, chunk), "other bytes than were kept")
         store.tend()

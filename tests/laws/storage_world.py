@@ -198,10 +198,10 @@ class Storage:
 
     def lost(self, serial: int) -> None:
         """Record the loss of a chunk with every flush that waits for it, or for the next flush to report."""
-        told = [flush for flush in self.flushing if serial in {one for _, one in flush.chunks}]
-        for flush in told:
+        waiting = [flush for flush in self.flushing if serial in {one for _, one in flush.chunks}]
+        for flush in waiting:
             flush.lost += 1
-        self.untold += not told
+        self.untold += not waiting
         self.lose(serial)
 
     def flushed(self, flush: Flushing, gone: int) -> None:
@@ -221,8 +221,8 @@ class Storage:
         law(not set(behind.waiting.tails) & set(places), "a tail waits twice")
         waiting = {**behind.waiting.noted, **behind.waiting.spare, **behind.waiting.tails}
         for noted in waiting.values():
-            found = [self.world.cache.pools[noted.chunk.group]._index.get(block) for block in noted.blocks]
-            law(None not in found, "a chunk waits for blocks that are gone")
+            blocks = [self.world.cache.pools[noted.chunk.group]._index.get(block) for block in noted.blocks]
+            law(None not in blocks, "a chunk waits for blocks that are gone")
             state = self.world.groups[noted.chunk.group].kind == "state"
             law(state or not set(noted.tails) & set(waiting), "a tail waits beside what takes its place")
         law(
@@ -266,11 +266,11 @@ class Storage:
             return
         for salt, tokens in world.ended:
             context = world.cache.context(salt)
-            found = world.cache.found(context, tokens)
+            cached = world.cache.found(context, tokens)
             if any(group.kind == "state" for group in world.groups):
-                found -= found % (CHUNK_BLOCKS * world.size)  # the state of a longer context replaces this one's
-            law(self.tiers.where(tokens, salt).disk >= found, "an end leaves something behind that is not stored")
-            self.whole += found > 0
+                cached -= cached % (CHUNK_BLOCKS * world.size)  # the state of a longer context replaces this one's
+            law(self.tiers.where(tokens, salt).disk >= cached, "an end leaves something behind that is not stored")
+            self.whole += cached > 0
 
     def at_rest(self) -> None:
         """Check that nothing is outstanding, and that every stored chunk holds what its key says."""

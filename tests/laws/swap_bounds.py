@@ -156,7 +156,7 @@ def swap_rows(folder: Path, times: int) -> list[Row]:
     ]
 
 
-def _row(what: str, excess: list[float]) -> Row:
+def _row(name: str, excess: list[float]) -> Row:
     value = f"load + {statistics.median(excess):.2f} s, at most {max(excess):.2f} s ({len(excess)} swaps)"
     fault = f"more than {SPARE_SECONDS:g} s beside the load" if max(excess) > SPARE_SECONDS else ""
-    return Row(f"swap of the {what}", value, fault)
+    return Row(f"swap of the {name}", value, fault)

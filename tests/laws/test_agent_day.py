@@ -19,10 +19,10 @@ class LeastRecentlyUsed:
         self.children: dict[bytes, int] = {}
 
     def turn(self, keys: Sequence[bytes], now: float) -> int:
-        found = next((at for at, key in enumerate(keys) if key not in self.used), len(keys))
-        for key in keys[:found]:
+        hits = next((at for at, key in enumerate(keys) if key not in self.used), len(keys))
+        for key in keys[:hits]:
             self.used.move_to_end(key)
-        for at in range(found, len(keys)):
+        for at in range(hits, len(keys)):
             while len(self.used) >= self.most:
                 victim = next(
                     key for key in self.used if not self.children.get(key) and (not at or key != keys[at - 1])
@@ -34,7 +34,7 @@ class LeastRecentlyUsed:
         for key in reversed(keys):  # the end of a context goes first
             if key in self.used:
                 self.used.move_to_end(key)
-        return found
+        return hits
 
     def mark(self, keys: Sequence[bytes], standing: Standing) -> None:
         pass

@@ -60,20 +60,20 @@ ALLOWED |= {
 
 
 def imports(path: Path) -> set[str]:
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module)
-    return found
+            names.add(node.module)
+    return names
 
 
 @pytest.mark.parametrize("file", HEART)
 def test_time_chance_and_files_come_through_the_seams(file: str) -> None:
-    found = imports(SOURCE / file)
-    assert not {name.split(".")[0] for name in found} & OUTSIDE
-    assert {name.removeprefix("cairn.") for name in found if name.startswith("cairn")} <= ALLOWED
+    names = imports(SOURCE / file)
+    assert not {name.split(".")[0] for name in names} & OUTSIDE
+    assert {name.removeprefix("cairn.") for name in names if name.startswith("cairn")} <= ALLOWED
 
 
 @pytest.mark.parametrize("file", HEART)

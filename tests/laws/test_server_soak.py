@@ -37,8 +37,8 @@ def test_a_server_that_leaks_fails(tmp_path: Path, prove: bool) -> None:
     if not prove:
         pytest.skip("takes most of a minute: make prove")
     _, faults = soak(0.7, tmp_path, seed=1, plant=LEAK)
-    found = [fault.partition(":")[0] for fault in faults]
-    assert {"memory of the front", "descriptors of the front", "threads of the front"} <= set(found), faults
+    grown = [fault.partition(":")[0] for fault in faults]
+    assert {"memory of the front", "descriptors of the front", "threads of the front"} <= set(grown), faults
 
 
 def run(seconds: int = 1800, *, leak: float = 0.0, fds: float = 0.0, threads: float = 0.0) -> list[Sample]:
@@ -46,13 +46,13 @@ def run(seconds: int = 1800, *, leak: float = 0.0, fds: float = 0.0, threads: fl
 
     Its two workers are replaced every five minutes, and fill a pool of 30 MiB in 15 s.
     """
-    found = []
+    samples = []
     for at in range(seconds):
         age = at % 300
         worker = Use(int(200e6 + 2e6 * min(age, 15)), 20, 8)
         front = Use(int(150e6 + leak * at + 1e5 * (at % 7)), int(30 + fds * at), int(8 + threads * at))
-        found.append(Sample(float(at), front, {at // 300 * 2: worker, at // 300 * 2 + 1: worker}))
-    return found
+        samples.append(Sample(float(at), front, {at // 300 * 2: worker, at // 300 * 2 + 1: worker}))
+    return samples
 
 
 @pytest.mark.parametrize(
@@ -71,11 +71,11 @@ def test_growth_is_detected(leak: dict[str, float], what: str) -> None:
 
 
 def test_a_leaking_worker_is_detected() -> None:
-    found = []
+    samples = []
     for one in run(1500):
         workers = {1: Use(int(200e6 + 2e4 * one.at), int(20 + 0.01 * one.at), 8)}
-        found.append(one._replace(workers=workers))
-    faults = [row.what for row in use_rows(found) if row.fault]
+        samples.append(one._replace(workers=workers))
+    faults = [row.what for row in use_rows(samples) if row.fault]
     assert faults == ["memory of all, with 1 workers", "descriptors of a worker, most growth"]
 
 

@@ -110,8 +110,8 @@ class Script:
         """Return one call without tags, perhaps with keys that are skipped."""
         name = chance.choice(["f", "get_weather", "é", "\ud800"])
         arguments = {words(chance, 3): value(chance, 3) for _ in range(chance.randint(0, 3))}
-        given = json.dumps(arguments) if chance.random() < 0.1 else arguments
-        call = {"name": name, "arguments": given} if chance.random() < 0.8 else {"arguments": given, "name": name}
+        encoded = json.dumps(arguments) if chance.random() < 0.1 else arguments
+        call = {"name": name, "arguments": encoded} if chance.random() < 0.8 else {"arguments": encoded, "name": name}
         if chance.random() < 0.2:
             call |= {"id": 1} if chance.random() < 0.5 else {words(chance, 2) + "+": value(chance, 2)}
         self.calls.append((name.replace("\ud800", "\ufffd"), arguments))

@@ -74,47 +74,47 @@ class Model:
         newest: dict[tuple[int, int], int] = {}
         for record in known:
             newest[record.kind, record.key] = max(record.lsn, newest.get((record.kind, record.key), 0))
-        found = {}
+        kept_records = {}
         for record in self.synced.values():
             kind = record.kind if record.kind in NEWEST else RecordKind.END if record.kind == RecordKind.TOKENS else 0
             if record.key not in going and newest.get((kind, record.key), 0) <= record.lsn:
-                found[record.lsn] = record
-        return found
+                kept_records[record.lsn] = record
+        return kept_records
 
     def check(self, log: Log, files: CrashFiles) -> None:
         """Check a log that was just opened."""
-        found = {record.lsn: record for record in log.recovered}
-        law(len(found) == len(log.recovered), "a record is found twice")
-        for lsn, record in self.must(there=found).items():
-            law(found.get(lsn) == record, f"record {lsn} was acknowledged and is lost")
-        for record in found.values():
+        records = {record.lsn: record for record in log.recovered}
+        law(len(records) == len(log.recovered), "a record is found twice")
+        for lsn, record in self.must(there=records).items():
+            law(records.get(lsn) == record, f"record {lsn} was acknowledged and is lost")
+        for record in records.values():
             law(record in self.written[record.lsn], "a record is found that was never written")
             law(record.key not in self.erased, "what was erased is found")
-        newest = [(r.kind, r.key) for r in found.values() if r.kind in NEWEST]
+        newest = [(r.kind, r.key) for r in records.values() if r.kind in NEWEST]
         law(len(newest) == len(set(newest)), "what was superseded counts")
-        ended = {r.key: r.lsn for r in found.values() if r.kind == RecordKind.END}
-        pieces = [r for r in found.values() if r.kind == RecordKind.TOKENS and r.lsn < ended.get(r.key, 0)]
+        ended = {r.key: r.lsn for r in records.values() if r.kind == RecordKind.END}
+        pieces = [r for r in records.values() if r.kind == RecordKind.TOKENS and r.lsn < ended.get(r.key, 0)]
         law(not pieces, "a piece of an answer counts beside its end")
-        self.check_whole(found)
+        self.check_whole(records)
         self.check_gone(files)
-        self.check_read(log, list(found.values()))
+        self.check_read(log, list(records.values()))
 
-    def check_whole(self, found: dict[int, Record]) -> None:
+    def check_whole(self, records: dict[int, Record]) -> None:
         """Check that an interrupted erasure removed all of its records or none."""
         for keys in self.erasing:
             if keys <= self.erased or not keys.isdisjoint(self.erased):
                 continue
             there = self.must(kept=keys)
-            left = [lsn for lsn, record in there.items() if record.key in keys and lsn in found]
-            gone = [lsn for lsn, record in there.items() if record.key in keys and lsn not in found]
+            left = [lsn for lsn, record in there.items() if record.key in keys and lsn in records]
+            gone = [lsn for lsn, record in there.items() if record.key in keys and lsn not in records]
             law(not left or not gone, f"half an erasure: {left} are there, {gone} are gone")
 
     def check_read(self, log: Log, records: list[Record]) -> None:
         """Check that `read` finds records by kind and key, and nothing that was erased."""
         wanted = {(record.kind, record.key): record for record in records if record.kind in FOUND}
-        for record, found in zip(wanted.values(), log.read(list(wanted)), strict=True):
-            newer = found is not None and found in self.written[found.lsn] and found.lsn > record.lsn
-            law(newer or found == record, f"record {record.lsn} cannot be read")
+        for record, read in zip(wanted.values(), log.read(list(wanted)), strict=True):
+            newer = read is not None and read in self.written[read.lsn] and read.lsn > record.lsn
+            law(newer or read == record, f"record {record.lsn} cannot be read")
         gone = log.read([(kind, key) for key in self.erased for kind in FOUND])
         law(gone == [None] * (len(FOUND) * len(self.erased)), "what was erased can be read")
 
@@ -325,9 +325,9 @@ def damage_costs_what_it_hits(segments: dict[Path, bytes], work: Work, rng: rand
     files = disk_of({**segments, path: bytes(data)}, rng.getrandbits(32))
     log = Log.open(files, FOLDER, SeededRng(3))
     assert log is not None
-    found = {record.lsn: record for record in log.recovered}
+    records = {record.lsn: record for record in log.recovered}
     for lsn, record in work.model.must().items():
-        law(lsn in hit or found.get(lsn) == record, f"damage elsewhere cost record {lsn}")
+        law(lsn in hit or records.get(lsn) == record, f"damage elsewhere cost record {lsn}")
     gone = [record.key for record in work.model.must().values() if record.lsn in hit or not headers]
     if gone:
         log.erase(gone[:1])
@@ -389,9 +389,9 @@ def read_format_1() -> None:
     log = Log.open(files, FOLDER, SeededRng(4))
     assert log is not None
     law(log.damaged == 0, "what an earlier release wrote counts as damage")
-    found = [(record.lsn, record.kind, record.key) for record in log.recovered]
+    facts = [(record.lsn, record.kind, record.key) for record in log.recovered]
     known = [(1, 2, 1), (3, 1, 2), (4, 2, 4), (6, 4, 4), (7, 7, 2), (8, 2, 8), (9, 3, 8), (10, 3, 8), (12, 1, 11)]
-    law(found == [*known, (15, 6, 15)], f"what an earlier release wrote is read as {found}")
+    law(facts == [*known, (15, 6, 15)], f"what an earlier release wrote is read as {facts}")
     law(not any(b"erased" in data for data in files.files().values()), "its erasure is not finished")
     registry = AgentRegistry()
     law(registry.load(log.recovered) == [], "what an earlier release wrote belongs to nobody")

@@ -35,9 +35,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_fields_that_would_change_a_number_are_refused_by_name(name: str, tmp_path: Path) -> None:
-    model, fields, told = REFUSED[name]
+    model, fields, message = REFUSED[name]
     load_spec(write_config(tmp_path / "right", **MODELS[model]), identify=False)
-    with pytest.raises(ModelError, match=told):
+    with pytest.raises(ModelError, match=message):
         load_spec(write_config(tmp_path / "wrong", **MODELS[model] | fields))
 
 
@@ -68,8 +68,8 @@ FILES: dict[str, tuple[str, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", FILES)
 def test_unsupported_facts_of_a_file_are_refused(name: str, tmp_path: Path) -> None:
-    model, extra, told = FILES[name]
+    model, extra, message = FILES[name]
     fields = MODELS[model] | ({"no_rope_layer_interval": 4} if model == "llama 4" else {})
     path = write_gguf(write_model(tmp_path / "model", **fields), tmp_path / "m.gguf", extra=extra)
-    with pytest.raises(ModelError, match=told):
+    with pytest.raises(ModelError, match=message):
         open_weights(path, load_spec(path))

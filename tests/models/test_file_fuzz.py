@@ -49,11 +49,11 @@ ROPES: tuple[Any, ...] = (
 
 def places(tree: Any) -> list[tuple[Any, Any]]:
     """Return every (container, key) of a JSON tree."""
-    found: list[tuple[Any, Any]] = []
+    pairs: list[tuple[Any, Any]] = []
     if isinstance(tree, dict | list):
         for key in list(tree) if isinstance(tree, dict) else range(len(tree)):
-            found += [(tree, key), *places(tree[key])]
-    return found
+            pairs += [(tree, key), *places(tree[key])]
+    return pairs
 
 
 def bend(tree: Any, rng: random.Random) -> Any:

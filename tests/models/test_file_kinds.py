@@ -104,9 +104,9 @@ def test_a_file_that_grows_while_it_is_read_is_bounded_too(tmp_path: Path, monke
     real = os.fstat
 
     def before(handle: int) -> os.stat_result:
-        found = list(real(handle))
-        found[6] = 0
-        return os.stat_result(found)
+        content = list(real(handle))
+        content[6] = 0
+        return os.stat_result(content)
 
     monkeypatch.setattr(files.os, "fstat", before)
     with pytest.raises(ModelFileError, match="larger than"):

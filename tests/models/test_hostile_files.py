@@ -47,9 +47,9 @@ def test_files_that_mean_harm_are_refused_within_bounds(
     tmp_path: Path, prove: bool, figure: Callable[[str, str], None]
 ) -> None:
     """A pipe hung the start, /dev/zero took all memory, and absurd counts took minutes and gigabytes."""
-    found = outcomes(tmp_path, list(FILES) if prove else list(SOME))
+    results = outcomes(tmp_path, list(FILES) if prove else list(SOME))
     wrong, slowest, largest, refused = [], (0.0, ""), (0.0, ""), 0
-    for one in found:
+    for one in results:
         hostile, name, said = FILES[str(one["name"])], str(one["name"]), str(one["said"])
         cpu, grown = float(str(one["cpu"])), float(str(one["grown"]))
         if hostile.says not in said or cpu > hostile.seconds or grown > hostile.mebibytes:
@@ -60,7 +60,7 @@ def test_files_that_mean_harm_are_refused_within_bounds(
     assert not wrong
     figure(
         "hostile model files",
-        f"{len(found)}: {refused} refused, the slowest after {slowest[0]:.2f} s of CPU ({slowest[1]}), the largest "
+        f"{len(results)}: {refused} refused, the slowest after {slowest[0]:.2f} s of CPU ({slowest[1]}), the largest "
         f"with {max(0.0, largest[0]):.0f} MiB beyond its file ({largest[1]}); the others loaded within bounds",
     )
 
@@ -78,8 +78,8 @@ def test_the_harness_detects_unbounded_reading(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(hostile_files, "read", read)
     monkeypatch.setattr(hostile_files, "CPU_SECONDS", 1)
-    found = hostile_files.bounded(FILES["equal ids"], tmp_path / "m")
-    assert found["said"] in (
+    outcome = hostile_files.bounded(FILES["equal ids"], tmp_path / "m")
+    assert outcome["said"] in (
         "the process ended by signal 24",
         "the process ended by signal 9",
         "not typed: MemoryError: ",

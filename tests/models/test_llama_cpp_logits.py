@@ -28,16 +28,16 @@ def ours(path: Path, kernels: str, weights: str = "f32") -> np.ndarray:
     """Return log-probabilities [prompts, vocabulary] of the token after each prompt."""
     engine = load(path, kernels=kernels, weights=weights)
     sampling = SamplingParams(max_tokens=8, temperature=0, logprobs=True, top_logprobs=engine.info.vocab)
-    found = np.full((len(LENGTHS), engine.info.vocab), np.nan)
+    logprobs = np.full((len(LENGTHS), engine.info.vocab), np.nan)
     for at, prompt in enumerate(prompts()):
         tables = (range(-(-len(prompt) // BLOCK_TOKENS)),)
         row = Row(prompt, 0, len(prompt), tables, len(prompt) - 1, len(prompt), sampling, 0)
         (result,) = engine.prefill([row]).wait()
         assert result.logprob is not None, result.error
         for token, value in result.logprob.top:
-            found[at, token] = value
+            logprobs[at, token] = value
     engine.close()
-    return found
+    return logprobs
 
 
 def differences(folder: Path, name: str, kernels: str, weights: str = "f32") -> tuple[float, float]:
@@ -47,12 +47,12 @@ def differences(folder: Path, name: str, kernels: str, weights: str = "f32") -> 
     """
     peer = np.load(folder / f"{name}.npy", allow_pickle=False).astype(np.float64)
     peer -= np.log(np.exp(peer).sum(axis=1, keepdims=True))
-    found = ours(folder / f"{name}.gguf", kernels, weights)
+    logprobs = ours(folder / f"{name}.gguf", kernels, weights)
     best = np.sort(peer, axis=1)
     clear = best[:, -1] - best[:, -2] > LARGEST[name.partition("-")[2]]
     assert clear.sum() >= 6, "so few clear leads compare nothing"
-    assert (found.argmax(axis=1) == peer.argmax(axis=1))[clear].all()
-    return float(np.abs(found - peer).max()), float(np.sqrt(np.square(found - peer).mean()))
+    assert (logprobs.argmax(axis=1) == peer.argmax(axis=1))[clear].all()
+    return float(np.abs(logprobs - peer).max()), float(np.sqrt(np.square(logprobs - peer).mean()))
 
 
 @pytest.mark.parametrize(("kernels", "weights"), [(KERNELS[0], "f32"), *((kernel, "stored") for kernel in KERNELS)])
@@ -88,9 +88,9 @@ def test_a_turned_head_would_be_seen(tmp_path: Path) -> None:
     data[at : at + blocks.nbytes] = blocks[::-1].tobytes()
     (tmp_path / f"{name}.gguf").write_bytes(data)
     (tmp_path / f"{name}.npy").write_bytes((FOLDER / f"{name}.npy").read_bytes())
-    found = ours(tmp_path / f"{name}.gguf", KERNELS[0])
+    logprobs = ours(tmp_path / f"{name}.gguf", KERNELS[0])
     right = ours(FOLDER / f"{name}.gguf", KERNELS[0])
-    assert np.abs(found - right).max() > 10 * LARGEST["Q8_0"]
+    assert np.abs(logprobs - right).max() > 10 * LARGEST["Q8_0"]
 
 
 def test_made_again_they_are_the_same(prove: bool, tmp_path: Path) -> None:

@@ -155,8 +155,8 @@ def test_only_held_weights_count_as_memory(model: Path) -> None:
     check_memory(spec, config, blocks, least, part)
     with pytest.raises(ModelError, match=r"GB weights, \d\.\d\d GB of experts mapped"):
         check_memory(spec, config, blocks, least - 1, part)
-    told = needs(config, model, least)
-    assert (told.weights, told.blocks, told.mapped) == (part.held, blocks, part.mapped)
+    plan = needs(config, model, least)
+    assert (plan.weights, plan.blocks, plan.mapped) == (part.held, blocks, part.mapped)
     assert fit(config, model, least).mapped and not fit(Config(**OPTIONS), model, 1 << 30).mapped
     assert fit(Config(**OPTIONS), model, least).mapped, "by itself, in what several models may take together"
     dense = write_model(model.parent / "dense")

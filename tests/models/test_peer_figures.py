@@ -113,8 +113,8 @@ def as_llama_cpp_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def rounded(x: np.ndarray) -> np.ndarray:
         low = real(x.astype(np.float16).astype(np.float32)).astype(np.float16).astype(np.float32)
-        found: np.ndarray = np.where(x <= -10, np.float32(0), np.where(x >= 10, x, low))
-        return found
+        gelu: np.ndarray = np.where(x <= -10, np.float32(0), np.where(x >= 10, x, low))
+        return gelu
 
     def sampled(kernels: reference.ReferenceKernels, gates: np.ndarray, factor: float) -> None:
         width = gates.shape[1] // 2
@@ -143,7 +143,7 @@ def test_log_probabilities_are_llama_cpps(
             np.float64
         )
         logits -= logits.max()
-        found = logits - np.log(np.exp(logits).sum())
-        np.testing.assert_allclose(found, figures, rtol=0, atol=_LOOSE.get(name, CLOSE))
-        assert found.std() > 0.5, "figures that hardly differ would hide mistakes"
+        logprobs = logits - np.log(np.exp(logits).sum())
+        np.testing.assert_allclose(logprobs, figures, rtol=0, atol=_LOOSE.get(name, CLOSE))
+        assert logprobs.std() > 0.5, "figures that hardly differ would hide mistakes"
     engine.close()

@@ -140,8 +140,8 @@ async def test_a_call_does_not_wait_for_its_own_lease(tmp_path: Path) -> None:
             other = asyncio.create_task(nested("gamma"))  # waits for one of theirs
             await until(lambda: "unloading" in states(models))
             ready.set()
-            told = await asyncio.gather(*calls, other, return_exceptions=True)
-            assert any(isinstance(one, Unavailable) for one in told[:2])  # neither waits for the other
+            outcomes = await asyncio.gather(*calls, other, return_exceptions=True)
+            assert any(isinstance(one, Unavailable) for one in outcomes[:2])  # neither waits for the other
             assert await nested("alpha") and await nested("delta")
 
 
@@ -170,12 +170,12 @@ async def test_a_request_that_waits_gets_the_model_once_the_other_is_free(tmp_pa
 
 async def test_memory_is_counted_before_anything_is_loaded(tmp_path: Path) -> None:
     alpha, _ = make_models(tmp_path, "alpha beta")
-    found = fitting.fit(Config(engine="fake", kv_gb=0.01), alpha, 1 << 30)
-    assert found.held > 0.01e9 and found.most >= found.held and found.blocks
-    budget = 1.5 * found.held / 1e9
+    fitted = fitting.fit(Config(engine="fake", kv_gb=0.01), alpha, 1 << 30)
+    assert fitted.held > 0.01e9 and fitted.most >= fitted.held and fitted.blocks
+    budget = 1.5 * fitted.held / 1e9
     async with several(tmp_path, "alpha beta", memory_gb=budget) as models:
         async with models.using(models.find("beta")) as service:
-            assert service.info.blocks == found.blocks
+            assert service.info.blocks == fitted.blocks
         assert states(models) == "alpha:on disk beta:loaded"
         assert sum(model.held for model in models.models) <= models.loader.budget  # type: ignore[operator]
     async with several(tmp_path, "alpha beta", memory_gb=budget, load_timeout=0.3) as models:
@@ -628,7 +628,7 @@ async def test_a_model_finds_its_kv_whichever_way_it_is_served(tmp_path: Path) -
         "of a folder": Config(models_dir=str(tmp_path / "models"), **stored),
         "under another name": Config(model=str(places[0]), served_name="gamma", **stored),
     }
-    text, told = "a context ", dict[str, str]()
+    text, answers = "a context ", dict[str, str]()
     for way, config in (*servers.items(), ("alone again", servers["alone"])):
         models = Models(config, in_process=True, free=lambda: 8 << 30)
         try:
@@ -637,10 +637,10 @@ async def test_a_model_finds_its_kv_whichever_way_it_is_served(tmp_path: Path) -
             async with models.using(models.find(name)) as service:
                 known = len(service.tokenizer.encode(text * 30)) // 16 * 16
                 got = await collect(service.generate(request(service, text * 30 + way, 5)))
-                told[way] = f"{got.cache.disk} of {known}"
+                answers[way] = f"{got.cache.disk} of {known}"
                 await service.flush()
         finally:
             await models.close()
-    first, *rest = told.values()
+    first, *rest = answers.values()
     assert first.startswith("0 of ") and not first.endswith(" 0")
-    assert all(int(one.split(" of ")[0]) >= int(first.split(" of ")[1]) for one in rest), told
+    assert all(int(one.split(" of ")[0]) >= int(first.split(" of ")[1]) for one in rest), answers

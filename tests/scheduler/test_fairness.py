@@ -76,14 +76,14 @@ def test_waiting_items_are_listed_in_serving_order() -> None:
     for number in range(6):
         for tenant in "ab":
             rounds.add(tenant, (tenant, number))
-    told = list(rounds)
+    order = list(rounds)
     served = []
     while line := list(rounds):
-        assert line == [one for one in told if one in line]
+        assert line == [one for one in order if one in line]
         served.append(line[0])
         rounds.remove(line[0][0], line[0])
         rounds.served(line[0][0])
-    assert served == told
+    assert served == order
 
 
 def test_tenants_of_a_class_come_before_those_of_later_ones_and_take_turns_among_themselves() -> None:

@@ -47,8 +47,8 @@ class Fixed:
         return 7
 
     def propose(self, width: int) -> list[int]:
-        given, self.guesses = self.guesses[:width], []
-        return given
+        guesses, self.guesses = self.guesses[:width], []
+        return guesses
 
     def record(self, drafter: Any, offered: int, accepted: int) -> None:
         self.recorded.append((offered, accepted))

@@ -42,7 +42,7 @@ class Waits:
 
 def served(clients: int, slow: float, seconds: float) -> Waits:
     """Serve so many clients for so many seconds of the simulated machine's time."""
-    chance, clock, found = random.Random(clients), Clock(), Waits()
+    chance, clock, measured = random.Random(clients), Clock(), Waits()
     cache = Cache(FakeEngine(fake_spec(vocab=VOCAB, context=8192), blocks=6000).info)
     scheduler = Scheduler(cache, Limits(step_seconds=LIMIT), clock)
     began, last, owner = dict[int, float](), dict[int, float](), dict[int, int]()
@@ -65,27 +65,27 @@ def served(clients: int, slow: float, seconds: float) -> Waits:
         results = [RowResult(token=7 if row.samples else None) for row in plan.rows]
         for output in scheduler.commit(plan, results, took):
             if output.tokens:
-                waits = found.between if output.id in last else found.first
+                waits = measured.between if output.id in last else measured.first
                 waits.append(clock.at - last.get(output.id, began[output.id]))
                 last[output.id] = clock.at
-                found.tokens += len(output.tokens)
+                measured.tokens += len(output.tokens)
             if output.finish is not None:
                 ask(owner[output.id])
-    found.seconds = clock.at
-    return found
+    measured.seconds = clock.at
+    return measured
 
 
 @pytest.mark.parametrize(("clients", "most"), [(1, 0.2), (8, 0.5), (32, 2.0)])
 def test_nineteen_of_twenty_first_tokens_come_soon(clients: int, most: float) -> None:
-    found = served(clients, 1.0, 30.0)
-    assert np.percentile(found.first, 95) < most
-    assert max(found.between) < LIMIT
+    waits = served(clients, 1.0, 30.0)
+    assert np.percentile(waits.first, 95) < most
+    assert max(waits.between) < LIMIT
 
 
 def test_on_a_slow_machine_streams_keep_their_limit_and_prompts_get_what_it_leaves() -> None:
     """All clients together bound the sum of both: an answer takes as long as its turn among so many."""
-    found = served(32, 4.0, 120.0)
-    assert max(found.between) < LIMIT
-    turn = 32 * ANSWER / (found.tokens / found.seconds)
-    assert np.median(found.first) + (ANSWER - 1) * np.median(found.between) == pytest.approx(turn, rel=0.15)
-    assert np.median(found.first) < 0.55 * turn
+    waits = served(32, 4.0, 120.0)
+    assert max(waits.between) < LIMIT
+    turn = 32 * ANSWER / (waits.tokens / waits.seconds)
+    assert np.median(waits.first) + (ANSWER - 1) * np.median(waits.between) == pytest.approx(turn, rel=0.15)
+    assert np.median(waits.first) < 0.55 * turn

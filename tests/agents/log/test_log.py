@@ -77,8 +77,8 @@ def test_damage_costs_the_record_it_hits_and_no_other() -> None:
         places.append(len(data))
         data += encode_record(header, len(data), Record(lsn, RecordKind.TURN, lsn, b"payload"))
     data[places[1] + 45] ^= 1
-    found = scan(header, bytes(data[:-1]))
-    assert [record.lsn for record in found.records] == [0, 2] and found.damaged > 0
+    records = scan(header, bytes(data[:-1]))
+    assert [record.lsn for record in records.records] == [0, 2] and records.damaged > 0
 
 
 def test_a_record_is_valid_only_at_its_place_in_its_segment() -> None:
@@ -273,10 +273,10 @@ def test_a_record_is_readable_while_its_segment_is_rewritten() -> None:
                 log.erase([gone[moves].key])
             return super().open(path, mode)
 
-    files, found = Moving(), []
+    files, results = Moving(), []
     log = opened(files)
     reader = threading.Thread(
-        target=lambda: found.extend(
+        target=lambda: results.extend(
             log.read([(RecordKind.TURN, 1), (RecordKind.END, 1), (RecordKind.TURN, 9), (RecordKind.TURN, 100)])
         )
     )
@@ -284,7 +284,7 @@ def test_a_record_is_readable_while_its_segment_is_rewritten() -> None:
     gone = [put(log, RecordKind.TURN, key, b"secret text") for key in (100, 101, 102)]
     reader.start()
     reader.join()
-    assert moves == 0 and found == [*kept, None, None]
+    assert moves == 0 and results == [*kept, None, None]
 
 
 def test_a_segment_that_cannot_be_removed_returns_nothing_old() -> None:

@@ -25,12 +25,12 @@ def lister(items: list[dict[str, Any]], *, cursor: bool = True, **more: Any) -> 
                 return
             rest = items[ids.index(after) + 1 :]
         page, cut = rest[:size], len(rest) > size
-        found: dict[str, Any] = {"object": "list", "data": page, "has_more": cut, **more}
+        listing: dict[str, Any] = {"object": "list", "data": page, "has_more": cut, **more}
         if cursor:
-            found["next"] = f"{page[-1]['created']!r}:{page[-1]['id']}" if cut else None
+            listing["next"] = f"{page[-1]['created']!r}:{page[-1]['id']}" if cut else None
         else:
-            found |= {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
-        await as_json(writer, found)
+            listing |= {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
+        await as_json(writer, listing)
 
     return answer
 
@@ -41,14 +41,14 @@ def made(prefix: str, *times: int, **more: Any) -> list[dict[str, Any]]:
 
 async def ids(app: RouterApp, path: str, limit: int) -> list[str]:
     """Return the ids of a list, read page by page."""
-    found: list[str] = []
+    listed: list[str] = []
     after = ""
     for _ in range(50):
         page = (await ask(app, "GET", f"{path}?limit={limit}{after}")).json()
         assert len(page["data"]) <= limit
-        found += [one["id"] for one in page["data"]]
+        listed += [one["id"] for one in page["data"]]
         if not page["has_more"]:
-            return found
+            return listed
         after = f"&after={page.get('next') or page['last_id']}"
     raise AssertionError("the list has no end")
 

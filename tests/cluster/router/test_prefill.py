@@ -52,8 +52,8 @@ def test_the_gate_weighs_moving_against_computing() -> None:
 
 def test_a_request_for_one_token_has_the_same_prompt() -> None:
     body = LONG | {"stream": True, "n": 4, "logprobs": True, "tools": [{"type": "function"}], "stream_options": {}}
-    found = json.loads(_for_one_token(json.dumps(body).encode()) or b"")
-    assert found == {
+    prefill = json.loads(_for_one_token(json.dumps(body).encode()) or b"")
+    assert prefill == {
         "prompt_cache_key": "one",
         "messages": LONG["messages"],
         "tools": body["tools"],

@@ -41,11 +41,11 @@ def text_of(got: Got) -> str:
 
 async def test_an_agent_stays_with_its_replica_and_agents_are_spread() -> None:
     async with routed(named, named, named) as (app, stubs):
-        found = [[(await ask(app, "GET", f"/v1/agents/a{n}")).json()["by"] for _ in range(3)] for n in range(60)]
-        assert all(len(set(one)) == 1 for one in found)
-        spread = Counter(one[0] for one in found)
+        answered_by = [[(await ask(app, "GET", f"/v1/agents/a{n}")).json()["by"] for _ in range(3)] for n in range(60)]
+        assert all(len(set(one)) == 1 for one in answered_by)
+        spread = Counter(one[0] for one in answered_by)
         assert len(spread) == 3 and min(spread.values()) >= 8
-        before = {f"a{n}": one[0] for n, one in enumerate(found)}
+        before = {f"a{n}": one[0] for n, one in enumerate(answered_by)}
         await stubs[1].die()
         for n in range(60):
             now = (await ask(app, "GET", f"/v1/agents/a{n}")).json()["by"]
@@ -171,10 +171,10 @@ async def test_tool_calls_are_followed_too() -> None:
     parts = [b'{"a', b'": 1', b"}"]
 
     def pieces(count: int) -> bytes:
-        found = piece(event(role="assistant")) + piece(event(tool_calls=[call]))
+        stream_text = piece(event(role="assistant")) + piece(event(tool_calls=[call]))
         for part in parts[:count]:
-            found += piece(event(tool_calls=[{"index": 0, "function": {"arguments": part.decode()}}]))
-        return found
+            stream_text += piece(event(tool_calls=[{"index": 0, "function": {"arguments": part.decode()}}]))
+        return stream_text
 
     first: list[Stub] = []
 
@@ -237,8 +237,8 @@ async def test_a_replica_that_drains_gets_nothing_new_and_one_that_is_down_neith
         stubs[1].ready = 503
         await app.replicas.check(app.replicas.all[1])
         assert {(await ask(app, "GET", f"/v1/agents/a{n}")).json()["by"] for n in range(20)} == {"s0"}
-        found = (await ask(app, "GET", "/router/replicas")).json()["data"]
-        assert [one["up"] for one in found] == [True, False]
+        replicas = (await ask(app, "GET", "/router/replicas")).json()["data"]
+        assert [one["up"] for one in replicas] == [True, False]
         assert b'replica_up{replica="' in (await ask(app, "GET", "/metrics")).body
         health = await ask(app, "GET", "/health/ready")
         assert health.status == 200

@@ -79,5 +79,5 @@ def test_a_name_has_one_spelling() -> None:
     for _ in range(2_000):
         bent = list(text)
         bent[rng.randrange(len(bent))] = rng.choice("0123456789abcdef.-xyz ")
-        found = parse_name("".join(bent))
-        assert found is None or str(found) == "".join(bent)
+        parsed = parse_name("".join(bent))
+        assert parsed is None or str(parsed) == "".join(bent)

@@ -50,11 +50,11 @@ def test_q8_moves_no_number_further_than_half_a_step(dtype: str, scale: float) -
     codec = Q8([size // 4 * kind.itemsize for size in BLOCKS], 16, dtype)
     for seed in range(50):
         wide = np.frombuffer(pages(seed, seed % 2, scale), "<f4")
-        given = np.clip(wide, -65504, 65504).astype(kind) if dtype == "float16" else wide.astype(kind)
-        written = codec.encode(seed % 2, given.tobytes())
-        assert len(written) == codec.size(seed % 2) == len(given) // 16 * 20
+        clipped = np.clip(wide, -65504, 65504).astype(kind) if dtype == "float16" else wide.astype(kind)
+        written = codec.encode(seed % 2, clipped.tobytes())
+        assert len(written) == codec.size(seed % 2) == len(clipped) // 16 * 20
         back = np.frombuffer(codec.decode(seed % 2, memoryview(bytes(written))), kind)
-        for row, was in zip(*(one.astype(float).reshape(-1, 16) for one in (back, given)), strict=True):
+        for row, was in zip(*(one.astype(float).reshape(-1, 16) for one in (back, clipped)), strict=True):
             assert np.abs(row - was).max() <= error_bound(float(np.abs(was).max()), dtype)
     assert not codec.lossless
 

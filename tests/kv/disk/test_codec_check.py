@@ -203,9 +203,9 @@ def test_a_verdict_of_an_older_rule_is_asked_for_again() -> None:
 def test_a_model_with_states_reads_the_same_in_steps_of_any_length(windows: tuple[int, ...], most: int) -> None:
     engine = FakeEngine(fake_spec(64, 300, windows), blocks=24, max_tokens=most)
     tokens = [(7 * at) % 61 for at in range(280)]
-    found = compare(engine, Raw(engine.info.block_bytes, state_groups(engine.info.groups)), tokens)
+    report = compare(engine, Raw(engine.info.block_bytes, state_groups(engine.info.groups)), tokens)
     scores = engine.oracle_logits(tokens[:-1]).astype(np.float64)
     logs = scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))
     perplexity = np.exp(-logs[np.arange(len(tokens) - 1), tokens[1:]].mean())
-    assert found.agreement == 1 and found.divergence == 0
-    assert found.perplexity == pytest.approx(perplexity, rel=1e-4)
+    assert report.agreement == 1 and report.divergence == 0
+    assert report.perplexity == pytest.approx(perplexity, rel=1e-4)

@@ -184,11 +184,11 @@ LAYOUT = Layout(16, (CacheGroup(kind="full", layers=(0, 1)),))
 def context(count: int) -> tuple[tuple[int, ...], list[Chunk]]:
     """Return token ids, and the chunks that an engine makes of them."""
     ids = tuple(range(64 * count))
-    found, before = list[Chunk](), b""
+    chunks, before = list[Chunk](), b""
     for number, key in enumerate(LAYOUT.keys(b"engine", b"salt", ids, 0)[3::4]):
-        found.append(Chunk(key, before, ids[64 * number : 64 * number + 64], 64 * number, bytes(400)))
+        chunks.append(Chunk(key, before, ids[64 * number : 64 * number + 64], 64 * number, bytes(400)))
         before = key
-    return ids, found
+    return ids, chunks
 
 
 def test_a_context_of_a_model_that_is_not_served_is_erased_beside_another_but_for_what_others_need() -> None:

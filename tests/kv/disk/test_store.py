@@ -565,8 +565,8 @@ def test_scrub_finds_all_damage_of_all_models(files: CrashFiles, time: Time) -> 
     for chunk in (chain(3)[2], chain(3, salt=b"o")[1]):
         path = chunk_path(files, chunk)
         files.put(path, files.files()[path].replace(chunk.key, bytes(32)))
-    found = store.scrub()
-    assert (found.damaged, found.unreadable, store.stats().chunks) == (3, 0, 3)
+    swept = store.scrub()
+    assert (swept.damaged, swept.unreadable, store.stats().chunks) == (3, 0, 3)
     assert store.scrub().damaged == 0
 
 
@@ -697,10 +697,10 @@ class SharedFiles(CrashFiles):
             self.others(1)
 
     def others(self, blocks: int) -> None:
-        found = max(0, min(blocks, self.free(FOLDER) // 4096))
-        self.refused += blocks - found
+        written = max(0, min(blocks, self.free(FOLDER) // 4096))
+        self.refused += blocks - written
         self.wrote += 1
-        self.put(Path(f"/other{self.wrote}"), bytes(found * 4096))
+        self.put(Path(f"/other{self.wrote}"), bytes(written * 4096))
 
 
 def test_the_store_keeps_giving_way_to_others_that_keep_writing(time: Time) -> None:

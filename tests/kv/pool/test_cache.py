@@ -54,10 +54,10 @@ def compute(kv: Cache, tokens: list[int], salt: bytes = b"", *, reuse: bool = Tr
 
 def covered(kv: Cache, tokens: list[int], salt: bytes = b"") -> int:
     context = kv.context(salt)
-    found = kv.open(context, tokens)
-    assert found is not None
+    opened = kv.open(context, tokens)
+    assert opened is not None
     kv.close(context, tokens)
-    return found
+    return opened
 
 
 def waits(kv: Cache, context: SequenceKV, tokens: list[int]) -> bool:

@@ -624,12 +624,12 @@ def test_a_chunk_dropped_while_it_is_read_goes_to_no_other_store() -> None:
     answers = list[str]()
 
     def fetch(key: bytes, tokens: Sequence[int], buffer: memoryview | None = None) -> Chunk | None:
-        found = disk.fetch(key, tokens, buffer)
+        fetched = disk.fetch(key, tokens, buffer)
         slow.fetch = disk.fetch
         tiers.evict(PROMPT, b"", 0, True, lambda: answers.append("dropped"))
         while tiers.writer.work():
             pass
-        return found
+        return fetched
 
     slow.fetch = fetch
     tiers.prefetch(PROMPT, b"", lambda: answers.append("loaded"))
@@ -911,8 +911,8 @@ def test_eviction_on_demand_reaches_chunks_of_other_kernels() -> None:
 
     def on_disk(rig: Rig) -> tuple[int, ...]:
         assert rig.tiers is not None
-        found = rig.tiers.where(PROMPT, b""), rig.tiers.where(PROMPT, b"theirs"), rig.tiers.where(other, b"")
-        return tuple(placed.disk // CHUNK * CHUNK for placed in found)
+        places = rig.tiers.where(PROMPT, b""), rig.tiers.where(PROMPT, b"theirs"), rig.tiers.where(other, b"")
+        return tuple(placed.disk // CHUNK * CHUNK for placed in places)
 
     for identity in (b"narrow", b"wide", b"given up by"):
         rig = life(identity)

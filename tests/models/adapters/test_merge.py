@@ -26,8 +26,8 @@ def test_merged_weights_are_the_sum_rounded_once(
 ) -> None:
     monkeypatch.setattr("cairn.models.adapters.merge._ROWS", 7)
     base = write_model(tmp_path / "base", **MODELS[name])
-    given = pairs(base, seed=2)
-    place = write_peft(tmp_path / "adapter", given, lora_alpha=6)
+    matrices = pairs(base, seed=2)
+    place = write_peft(tmp_path / "adapter", matrices, lora_alpha=6)
     size = merge(base, place, tmp_path / "merged", number)
     files = load_file(tmp_path / "merged" / "model.safetensors")
     assert {array.dtype for array in files.values()} == {np.dtype(dtype)}
@@ -39,8 +39,8 @@ def test_merged_weights_are_the_sum_rounded_once(
         want = np.asarray(before[tensor], np.float32)
         if (part := parts.get(tensor.removesuffix(".weight"))) is not None:
             want = want + part.up @ part.down
-        found = np.asarray(after[tensor], np.float32)
-        np.testing.assert_allclose(found, want, rtol=1e-2 if number == "BF16" else 2e-3, atol=2e-3)
+        merged = np.asarray(after[tensor], np.float32)
+        np.testing.assert_allclose(merged, want, rtol=1e-2 if number == "BF16" else 2e-3, atol=2e-3)
 
 
 def test_the_base_s_numbers_and_files_are_kept(tmp_path: Path) -> None:
@@ -62,8 +62,8 @@ def test_the_base_s_numbers_and_files_are_kept(tmp_path: Path) -> None:
 
 def test_nothing_is_left_of_a_merge_that_fails(tmp_path: Path) -> None:
     base = write_model(tmp_path / "base", **MODELS["llama 3 rope"])
-    given = pairs(base)
-    huge = {name: (down, np.full_like(up, 1e6)) for name, (down, up) in given.items()}
+    matrices = pairs(base)
+    huge = {name: (down, np.full_like(up, 1e6)) for name, (down, up) in matrices.items()}
     with pytest.raises(ModelError, match="beyond the largest of F16; choose BF16"):
         merge(base, write_peft(tmp_path / "huge", huge), tmp_path / "merged", "F16")
     other = write_model(tmp_path / "other", **MODELS["llama 3 rope"] | {"num_hidden_layers": 3})
@@ -72,6 +72,6 @@ def test_nothing_is_left_of_a_merge_that_fails(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "huge", "other", "others"]
     (tmp_path / "merged").mkdir()
     with pytest.raises(ModelError, match="merged exists already"):
-        merge(base, write_peft(tmp_path / "adapter", given), tmp_path / "merged")
+        merge(base, write_peft(tmp_path / "adapter", matrices), tmp_path / "merged")
     with pytest.raises(ModelError, match="merged into a folder of safetensors"):
         merge(tmp_path / "x.gguf", tmp_path / "adapter", tmp_path / "new")

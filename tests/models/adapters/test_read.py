@@ -31,17 +31,17 @@ def read(place: Path, base: Path) -> Any:
 
 def test_the_digest_is_of_names_and_numbers_alone(tmp_path: Path) -> None:
     base = base_of(tmp_path)
-    given = pairs(base, rank=4, seed=1)
-    first = read(write_peft(tmp_path / "a", given), base)
-    assert read(write_peft(tmp_path / "b", dict(reversed(given.items()))), base).digest == first.digest
-    changed = dict(given)
-    changed[QUERY] = (given[QUERY][0], given[QUERY][1] + np.float32(1e-6))
+    matrices = pairs(base, rank=4, seed=1)
+    first = read(write_peft(tmp_path / "a", matrices), base)
+    assert read(write_peft(tmp_path / "b", dict(reversed(matrices.items()))), base).digest == first.digest
+    changed = dict(matrices)
+    changed[QUERY] = (matrices[QUERY][0], matrices[QUERY][1] + np.float32(1e-6))
     others = [
         write_peft(tmp_path / "c", changed),
-        write_peft(tmp_path / "d", given, lora_alpha=9),
-        write_peft(tmp_path / "e", given, use_rslora=True),
-        write_peft(tmp_path / "f", {name: one for name, one in given.items() if name != QUERY}),
-        write_peft(tmp_path / "g", given, dtype=BFLOAT16),
+        write_peft(tmp_path / "d", matrices, lora_alpha=9),
+        write_peft(tmp_path / "e", matrices, use_rslora=True),
+        write_peft(tmp_path / "f", {name: one for name, one in matrices.items() if name != QUERY}),
+        write_peft(tmp_path / "g", matrices, dtype=BFLOAT16),
     ]
     assert len({first.digest, *(read(one, base).digest for one in others)}) == 6
     assert (first.rank, len(first.parts)) == (4, 14)
@@ -49,8 +49,8 @@ def test_the_digest_is_of_names_and_numbers_alone(tmp_path: Path) -> None:
 
 def test_scaling_follows_the_config(tmp_path: Path) -> None:
     base = base_of(tmp_path)
-    given = pairs(base, rank=4)
-    up = given[QUERY][1]
+    matrices = pairs(base, rank=4)
+    up = matrices[QUERY][1]
     for config, factor in (
         ({"lora_alpha": 6}, 6 / 4),
         ({"lora_alpha": 6, "use_rslora": True}, 6 / 2),
@@ -58,7 +58,7 @@ def test_scaling_follows_the_config(tmp_path: Path) -> None:
         ({"alpha_pattern": {r"^model\.layers\.0\.self_attn\.q_proj$": 2}}, 2 / 4),
         ({"alpha_pattern": {"proj": 3}, "lora_alpha": 8}, 8 / 4),
     ):
-        place = write_peft(tmp_path / "adapter", given, **config)
+        place = write_peft(tmp_path / "adapter", matrices, **config)
         np.testing.assert_allclose(read(place, base).parts[QUERY].up, up * np.float32(factor), rtol=1e-6)
 
 
@@ -141,7 +141,7 @@ GGUF_NAMES = {
 }
 
 
-def write_gguf_adapter(path: Path, base: Path, given: dict[str, Any], alpha: float, **keys: Any) -> Path:
+def write_gguf_adapter(path: Path, base: Path, matrices: dict[str, Any], alpha: float, **keys: Any) -> Path:
     """Write an adapter as llama.cpp's converter does, with rows of q and k in the order of its llama files."""
     config = json.loads((base / "config.json").read_text())
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
@@ -149,7 +149,7 @@ def write_gguf_adapter(path: Path, base: Path, given: dict[str, Any], alpha: flo
     writer.add_string("general.type", keys.get("type", "adapter"))
     writer.add_string("adapter.type", keys.get("adapter", "lora"))
     writer.add_float32("adapter.lora.alpha", alpha)
-    for module, (down, up) in given.items():
+    for module, (down, up) in matrices.items():
         _, _, layer, rest = module.split(".", 3)
         name = f"blk.{layer}.{GGUF_NAMES[rest]}.weight"
         last = rest.rpartition(".")[2]
@@ -164,18 +164,18 @@ def write_gguf_adapter(path: Path, base: Path, given: dict[str, Any], alpha: flo
 
 def test_a_gguf_adapter_is_the_same_adapter(tmp_path: Path) -> None:
     base = base_of(tmp_path)
-    given = pairs(base, rank=4, seed=3)
-    path = write_gguf_adapter(tmp_path / "adapter.gguf", base, given, 12.0)
-    found = read(path, base)
-    assert found.digest == read(write_peft(tmp_path / "peft", given, lora_alpha=12), base).digest
-    assert found.digest != read(write_gguf_adapter(tmp_path / "other.gguf", base, given, 13.0), base).digest
-    plain = read(write_gguf_adapter(tmp_path / "plain.gguf", base, given, 0.0), base)
-    assert plain.digest == read(write_peft(tmp_path / "unscaled", given, lora_alpha=4), base).digest
+    matrices = pairs(base, rank=4, seed=3)
+    path = write_gguf_adapter(tmp_path / "adapter.gguf", base, matrices, 12.0)
+    adapter = read(path, base)
+    assert adapter.digest == read(write_peft(tmp_path / "peft", matrices, lora_alpha=12), base).digest
+    assert adapter.digest != read(write_gguf_adapter(tmp_path / "other.gguf", base, matrices, 13.0), base).digest
+    plain = read(write_gguf_adapter(tmp_path / "plain.gguf", base, matrices, 0.0), base)
+    assert plain.digest == read(write_peft(tmp_path / "unscaled", matrices, lora_alpha=4), base).digest
 
 
 def test_a_gguf_file_that_is_no_adapter_is_refused(tmp_path: Path) -> None:
     base = base_of(tmp_path)
-    given = pairs(base)
+    matrices = pairs(base)
     for keys, message in (({"type": "model"}, "general.type is 'model'"), ({"adapter": "x"}, "adapter.type 'x'")):
         with pytest.raises(ModelError, match=message):
-            read(write_gguf_adapter(tmp_path / "adapter.gguf", base, given, 1.0, **keys), base)
+            read(write_gguf_adapter(tmp_path / "adapter.gguf", base, matrices, 1.0, **keys), base)

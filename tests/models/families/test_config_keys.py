@@ -81,8 +81,8 @@ def test_fields_that_the_table_calls_used_are_read(
     real = loading.understood
 
     def watched(config: Fields, *rest: Any) -> Fields:
-        found = real(config, *rest)
-        return Fields(Watched(found.values, asked), found.path, found.prefix)
+        spec = real(config, *rest)
+        return Fields(Watched(spec.values, asked), spec.path, spec.prefix)
 
     monkeypatch.setattr(loading, "understood", watched)
     for number, fields in enumerate([*MODELS.values(), NONE_LISTED]):

@@ -53,8 +53,8 @@ def test_old_names_of_norms_and_places_that_are_listed(folder: Path) -> None:
     spelt["bert.embeddings.position_ids"] = np.arange(300)[None]
     spelt["cls.predictions.bias"] = np.zeros(120, np.float32)
     save_file(spelt, path)
-    found = open_weights(folder, load_spec(folder, identify=False))
-    assert found["layers.1.mlp_norm.bias"].tobytes() == tensors["encoder.layer.1.output.LayerNorm.bias"].tobytes()
+    weights = open_weights(folder, load_spec(folder, identify=False))
+    assert weights["layers.1.mlp_norm.bias"].tobytes() == tensors["encoder.layer.1.output.LayerNorm.bias"].tobytes()
     save_file(spelt | {"bert.embeddings.word_embeddings.weight": np.zeros((120, 48), np.int64)}, path)
     with pytest.raises(ModelFileError, match=r"embed_tokens\.weight has the type 'I64'; supported are F32"):
         open_weights(folder, load_spec(folder, identify=False))
@@ -134,8 +134,8 @@ def test_a_decoder_that_makes_embeddings(architecture: str, tmp_path: Path) -> N
     assert (spec.kind, spec.embedding.pooling, load_spec(plain).kind) == ("embed", "last", "chat")
     tokens = prompt(30)
     row = Row(tokens, 0, 30, ([0, 1],), 29, 30, GREEDY, 0, want="hidden")
-    found = [load(one).embed([row]).wait()[0].hidden for one in (plain, bare)]
-    assert found[0] == found[1] != b""
+    vectors = [load(one).embed([row]).wait()[0].hidden for one in (plain, bare)]
+    assert vectors[0] == vectors[1] != b""
     assert not spec.whole
     write_modules(bare, "mean")
     with pytest.raises(ModelError, match="is made for embeddings: it generates nothing"):

@@ -97,8 +97,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_fields_that_would_change_a_number_are_refused_by_name(name: str, tmp_path: Path) -> None:
-    model, fields, told = REFUSED[name]
-    with pytest.raises(ModelError, match=told):
+    model, fields, message = REFUSED[name]
+    with pytest.raises(ModelError, match=message):
         load_spec(write_config(tmp_path, **MODELS[model] | fields))
 
 

@@ -84,8 +84,8 @@ def test_parameters_that_steer_a_state_are_never_rounded(form: Any, tmp_path: Pa
     held = HeldWeights(source, form)
     for name in ("in_proj_a.weight", "in_proj_b.weight", "decay", "dt_bias", "conv.weight", "norm.weight"):
         full = f"model.layers.1.mixer.{name}"
-        given = np.asarray(held[full], np.float32)
-        assert np.array_equal(given, np.asarray(source[full], np.float32)), name
+        exact = np.asarray(held[full], np.float32)
+        assert np.array_equal(exact, np.asarray(source[full], np.float32)), name
     assert held.outline("model.layers.1.mixer.in_proj_a.weight").dtype == "float32"
 
 

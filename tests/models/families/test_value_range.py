@@ -49,8 +49,8 @@ def test_no_key_and_no_value_passes_the_reach(name: str, tmp_path: Path, monkeyp
     if all(group.kind == "state" for group in spec.groups):  # there are neither keys nor values
         assert reached == 0.0
         return
-    found = largest(load(folder, kv_dtype="f32"), monkeypatch)
-    assert reached / ROUNDING / 8 < found <= reached / ROUNDING
+    most = largest(load(folder, kv_dtype="f32"), monkeypatch)
+    assert reached / ROUNDING / 8 < most <= reached / ROUNDING
 
 
 @pytest.mark.parametrize("form", ["int8", "int4", "bf16"])
@@ -68,8 +68,8 @@ def test_rounded_weights_stay_within_the_reach(
     save_file(tensors, tmp_path / "model.safetensors")
     spec = load_spec(tmp_path)
     plain = reach(spec, open_weights(tmp_path, spec)) / ROUNDING
-    found = largest(load(tmp_path, kernels=kind, weights=form, kv_dtype="f32"), monkeypatch)
-    assert 0.6 * plain < found < 1.2 * plain
+    most = largest(load(tmp_path, kernels=kind, weights=form, kv_dtype="f32"), monkeypatch)
+    assert 0.6 * plain < most < 1.2 * plain
 
 
 @pytest.mark.parametrize("end", ["self_attn.v_proj.weight", "self_attn.k_norm.weight", "input_layernorm.weight"])
@@ -87,13 +87,13 @@ def test_a_model_that_may_leave_f16_is_held_in_bf16(end: str, tmp_path: Path, mo
 
 async def test_the_start_says_that_kv_is_held_in_bf16(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A user who asked for f16 explicitly sees it where the server says what it loads."""
-    for factor, told in ((50_000.0, True), (1.0, False)):
+    for factor, reported in ((50_000.0, True), (1.0, False)):
         folder = written(make_model(tmp_path / str(factor)), {"v_proj.weight": factor})
         with caplog.at_level("INFO", "cairn.frontend.service"):
             config = Config(model=str(folder), kv_dtype="f16", kv_gb=0.05, kv_disk=False, threads=1)
             service = await Service.start(config, in_process=True)
             await service.close()
-        assert any("KV is held in bf16: keys or values may reach" in said for said in caplog.messages) is told
+        assert any("KV is held in bf16: keys or values may reach" in said for said in caplog.messages) is reported
         caplog.clear()
 
 

@@ -108,7 +108,7 @@ def test_the_memory_of_experts_is_counted_and_a_token_streams_those_it_chooses(
 ) -> None:
     folder = write_model(tmp_path, **QWEN | {"hidden_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 1})
     spec = load_spec(folder)
-    told = weight_memory(spec, HeldWeights(open_weights(folder, spec), form), kernels)
+    memory = weight_memory(spec, HeldWeights(open_weights(folder, spec), form), kernels)
     made = load_kernels(kernels, 1)
     built = build(made, spec, HeldWeights(open_weights(folder, spec), form))
     (layer,) = built.layers
@@ -117,11 +117,11 @@ def test_the_memory_of_experts_is_counted_and_a_token_streams_those_it_chooses(
     assert isinstance(layer.attention, Attention)
     others = layer.attention.qkv.nbytes + layer.attention.out.nbytes + layer.mlp.router.nbytes
     if kernels != "reference":  # whose products are in float32
-        assert (told.streamed, told.experts) == (others, experts)
-        assert told.read(1) == others + round(experts / 3)  # two of six
-        assert others + 0.97 * experts < told.read(9) < others + experts
-        assert told.held > others + experts
-    assert told.streamed < told.read(1) < told.read(2) < told.streamed + told.experts
+        assert (memory.streamed, memory.experts) == (others, experts)
+        assert memory.read(1) == others + round(experts / 3)  # two of six
+        assert others + 0.97 * experts < memory.read(9) < others + experts
+        assert memory.held > others + experts
+    assert memory.streamed < memory.read(1) < memory.read(2) < memory.streamed + memory.experts
     made.close()
 
 
@@ -166,8 +166,8 @@ def test_a_sum_in_an_order_of_the_batch_is_caught(tmp_path: Path, monkeypatch: p
     driver = Driver(load(write_model(tmp_path, **fields), kernels="reference"), monkeypatch)
     tokens = prompt(100)
     chunks = ([100], [1] * 100, [37, 63])
-    found = {driver.logits(tokens, one, driver.tables(100)).tobytes() for one in chunks}
-    assert len(found) == 1
+    results = {driver.logits(tokens, one, driver.tables(100)).tobytes() for one in chunks}
+    assert len(results) == 1
     monkeypatch.setattr(ReferenceKernels, "experts", planted)
     assert len({driver.logits(tokens, one, driver.tables(100)).tobytes() for one in chunks}) > 1
 
@@ -177,13 +177,13 @@ def test_packed_experts_are_read_back_from_their_file(tmp_path: Path, monkeypatc
     monkeypatch.setattr(packed_file, "KEPT_FROM", 0)
     monkeypatch.setattr(packed_file, "folder", lambda: tmp_path / "packed")
     folder = write_model(tmp_path / "model", **OSS | {"hidden_size": 64, "intermediate_size": 64})
-    tokens, found = prompt(50), []
+    tokens, results = prompt(50), []
     for keep in (False, True, True):
         engine = load(folder, kernels=KERNELS[0], weights="int4", keep_packed=keep)
         driver = Driver(engine, monkeypatch)
-        found.append(driver.logits(tokens, [50], driver.tables(50)).tobytes())
+        results.append(driver.logits(tokens, [50], driver.tables(50)).tobytes())
         engine.close()
-        if len(found) == 2:  # the third start must not pack
+        if len(results) == 2:  # the third start must not pack
             monkeypatch.setattr(packed_matrices.WritingKernels, "matrix", None)
     assert len(list((tmp_path / "packed").glob("*.packed"))) == 1
-    assert found[0] == found[1] == found[2]
+    assert results[0] == results[1] == results[2]

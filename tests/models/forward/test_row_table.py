@@ -54,12 +54,12 @@ def test_rows_of_a_packed_table_are_unpacked(tmp_path: Path) -> None:
 
 def test_the_table_counts_in_no_memory(tmp_path: Path) -> None:
     """A hundred times as many rows take no more memory."""
-    found = []
+    sizes = []
     for rows in (170, 17_000):
         folder = write_model(tmp_path / str(rows), **E | {"vocab_size_per_layer_input": rows})
         spec = load_spec(folder)
-        found.append(weight_memory(spec, HeldWeights(open_weights(folder, spec), "stored"), "reference").held)
-    assert found[0] == found[1]
+        sizes.append(weight_memory(spec, HeldWeights(open_weights(folder, spec), "stored"), "reference").held)
+    assert sizes[0] == sizes[1]
 
 
 def test_a_file_that_shrinks_is_an_error(tmp_path: Path) -> None:

@@ -53,11 +53,11 @@ def test_everything_is_read_as_the_gguf_package_reads_it(tmp_path: Path) -> None
     read, theirs = read_gguf(path), gguf.GGUFReader(path)
     for key, field in theirs.fields.items():
         if not key.startswith("GGUF."):
-            found = read.metadata[key]
-            found = found.tolist() if isinstance(found, np.ndarray) else found
-            assert found == pytest.approx(field.contents()) if key == "a.floats" else True
-            if not isinstance(found, float) and key != "a.floats":
-                assert found == field.contents(), key
+            value = read.metadata[key]
+            value = value.tolist() if isinstance(value, np.ndarray) else value
+            assert value == pytest.approx(field.contents()) if key == "a.floats" else True
+            if not isinstance(value, float) and key != "a.floats":
+                assert value == field.contents(), key
     assert read.metadata["a.eps"] == 1e-6 and read.metadata["a.flag"] is True
     assert {tensor.name for tensor in theirs.tensors} == set(read.tensors)
     for tensor in theirs.tensors:
@@ -80,9 +80,9 @@ def test_parts_are_one_model_whichever_is_named(tmp_path: Path) -> None:
     spec = load_spec(whole)
     assert load_spec(third).name == "split" and load_spec(third).identity == load_spec(first).identity != spec.identity
     for path in (first, third):
-        found, want = open_weights(path, load_spec(path)), open_weights(whole, spec)
-        assert set(found) == set(want) == set(expected_tensors(spec))
-        assert all(np.array_equal(found[name], want[name]) for name in want)
+        got, want = open_weights(path, load_spec(path)), open_weights(whole, spec)
+        assert set(got) == set(want) == set(expected_tensors(spec))
+        assert all(np.array_equal(got[name], want[name]) for name in want)
     second = Path(str(first).replace("00001-of", "00002-of"))
     kept = second.read_bytes()
     second.write_bytes(third.read_bytes())

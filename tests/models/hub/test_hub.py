@@ -880,8 +880,8 @@ def test_a_quantisation_is_pulled_alone_and_found_again(ggufs, env):
     assert seen[-1].done == seen[-1].total == len(GGUFS["m-Q4_K_M.gguf"])
     for name in ("org/m:Q4_K_M", "org/m:m-Q4_K_M", hub.model_name(path)):
         assert hub.locate(name, env | {"HF_HUB_OFFLINE": "1"}) == path
-    found = hub.downloaded(env)
-    assert [(one.name, one.folder, one.bytes) for one in found] == [("org/m:m-Q4_K_M", path, 1_200_000)]
+    models = hub.downloaded(env)
+    assert [(one.name, one.folder, one.bytes) for one in models] == [("org/m:m-Q4_K_M", path, 1_200_000)]
 
 
 def test_models_that_only_their_folders_tell_apart_stay_beside_each_other(remote, env):

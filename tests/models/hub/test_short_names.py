@@ -25,7 +25,7 @@ def test_the_table_names_repositories_files_and_sizes() -> None:
         assert 0.05 <= one.gb <= 500 and date(2026, 1, 1) <= one.noted
         assert one.page == f"https://huggingface.co/{org}/blob/main/{one.file}"
         if tag:
-            assert [found.files for found in choose(variants([one.file]), tag)] == [(one.file,)], "the tag means it"
+            assert [variant.files for variant in choose(variants([one.file]), tag)] == [(one.file,)], "the tag means it"
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama3.2", "gemma3", "gpt-oss"])

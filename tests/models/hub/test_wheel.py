@@ -223,10 +223,10 @@ def archived(**more: Any) -> tuple[Known, bytes]:
         packed.writestr("model.safetensors", DATA)
         packed.writestr("../outside.json", "{}")
         packed.writestr("run.py", "raise SystemExit")
-    found = data.getvalue()
+    archive = data.getvalue()
     own = {"folder": "Tiny", "weights": ("model.safetensors", len(DATA), hashlib.sha256(DATA).hexdigest())} | more
-    digest = hashlib.sha256(found).hexdigest()
-    return dataclasses.replace(MODEL, member="llm_tiny/model.zip", size=len(found), sha256=digest, **own), found
+    digest = hashlib.sha256(archive).hexdigest()
+    return dataclasses.replace(MODEL, member="llm_tiny/model.zip", size=len(archive), sha256=digest, **own), archive
 
 
 def in_wheel(folder: Path, data: bytes) -> tuple[str, ...]:

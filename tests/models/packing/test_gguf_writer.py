@@ -38,9 +38,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def written(folder: Path, path: Path, kind: str) -> list[gguf_writer.Loss]:
-    told: list[tuple[int, int]] = []
-    losses = write_gguf(folder, load_spec(folder), path, kind, {}, lambda done, total: told.append((done, total)))
-    assert told == sorted(told) and told[-1][0] == told[-1][1] == sum(loss.values for loss in losses)
+    progress: list[tuple[int, int]] = []
+    losses = write_gguf(folder, load_spec(folder), path, kind, {}, lambda done, total: progress.append((done, total)))
+    assert progress == sorted(progress) and progress[-1][0] == progress[-1][1] == sum(loss.values for loss in losses)
     return losses
 
 

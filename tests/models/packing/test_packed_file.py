@@ -39,9 +39,9 @@ def answer(model: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tupl
         real = HeldWeights.__getitem__
 
         def made(self: HeldWeights, name: str) -> Any:
-            found = real(self, name)
-            packed.extend([name] * (len(found.shape) == 2 and "layers" in name))
-            return found
+            packed_matrix = real(self, name)
+            packed.extend([name] * (len(packed_matrix.shape) == 2 and "layers" in name))
+            return packed_matrix
 
         patch.setattr(HeldWeights, "__getitem__", made)
         engine = load(model, **options)
@@ -167,8 +167,8 @@ def test_beyond_the_budget_the_least_recently_used_goes(
         os.utime(file, (time.time() - age, time.time() - age))
     size = max(file.stat().st_size for file in files)
     gb = 3.5 * size / 1e9
-    found = packed_file.usage(int(gb * 1e9))
-    assert (found.files, found.bytes, found.budget) == (3, sum(file.stat().st_size for file in files), int(gb * 1e9))
+    usage = packed_file.usage(int(gb * 1e9))
+    assert (usage.files, usage.bytes, usage.budget) == (3, sum(file.stat().st_size for file in files), int(gb * 1e9))
     another = write_model(tmp_path / "3", **MODELS["llama with biases, tied"], seed=3)
     assert answer(another, monkeypatch, keep_packed_gb=gb)[2] > 0
     assert [file.exists() for file in files] == [False, True, True] and packed_file.usage().files == 3

@@ -121,20 +121,20 @@ def test_floats_are_held_in_the_form_that_is_asked_for(dtype: Any, tmp_path: Pat
     plain = open_weights(folder, load_spec(folder))
     limits = {"f32": 0.0, "stored": 0.0, "bf16": 0.003, "int8": 0.006, "int4": 0.09}
     for form, limit in limits.items():
-        found = held(folder, form)
-        known = outlines(found)
+        weights = held(folder, form)
+        known = outlines(weights)
         for name in plain:
-            one, want = found[name], np.asarray(plain[name], np.float32)
+            one, want = weights[name], np.asarray(plain[name], np.float32)
             error = np.linalg.norm(numbers(one) - want) / np.linalg.norm(want)
             assert error <= limit * (want.ndim > 1), (form, name)
-            assert found.errors.get(name, 0.0) == pytest.approx(error, rel=1e-3)
+            assert weights.errors.get(name, 0.0) == pytest.approx(error, rel=1e-3)
             dtypes = str(one.codes.dtype) if isinstance(one, Quantized) else str(one.dtype)
             assert (known[name].shape, known[name].dtype) == (one.shape, dtypes)
             if form in ("int8", "int4") and want.ndim > 1:
                 assert isinstance(one, Quantized) and known[name].made == nbytes(one)
                 eight = form == "int8" or name in ("model.embed_tokens.weight", "lm_head.weight")
                 assert one.bits == (8 if eight else 4)
-        assert bool(found.errors) == (limit > 0 and not (form == "bf16" and dtype is BFLOAT16))
+        assert bool(weights.errors) == (limit > 0 and not (form == "bf16" and dtype is BFLOAT16))
 
 
 def test_matrices_without_groups_of_32_stay_as_they_are(tmp_path: Path) -> None:
@@ -151,9 +151,9 @@ def test_packed_tensors_are_rounded_again_only_to_fewer_bits(tmp_path: Path) -> 
         assert isinstance(one, Quantized) and one.bits == bits
     four = packed_model(tmp_path / "4", Type.Q4_1)
     for form in ("int8", "int4", "stored"):
-        found = held(four, form)
-        one = found[DOWN]
-        assert isinstance(one, Quantized) and one.bits == 4 and one.minimum is not None and not found.errors
+        weights = held(four, form)
+        one = weights[DOWN]
+        assert isinstance(one, Quantized) and one.bits == 4 and one.minimum is not None and not weights.errors
     six = packed_model(tmp_path / "6", Type.Q6_K)
     for form, bits in (("stored", 6), ("int8", 6), ("int4", 4)):
         one = held(six, form)[DOWN]
@@ -179,8 +179,8 @@ def test_rounded_formats_are_reported_before_anything_is_read(tmp_path: Path) ->
     assert held(plain, "int4").note() == f"int4, BF16 {four}, BF16 {eight}"
     for folder in (two, six, plain):
         for form in ("stored", "f32", "bf16", "int8", "int4"):
-            found = held(folder, form)
-            assert len([found[name] for name in found]) and bool(found.errors) == ("rounded" in found.note())
+            weights = held(folder, form)
+            assert len([weights[name] for name in weights]) and bool(weights.errors) == ("rounded" in weights.note())
 
 
 def test_the_rounding_error_is_reported_in_one_sentence() -> None:

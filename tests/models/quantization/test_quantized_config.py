@@ -209,20 +209,20 @@ def test_a_group_index_of_minus_one_keeps_the_order(tmp_path: Path) -> None:
         inputs = int(tensors[name][1])
         tensors[name.replace("weight_shape", "weight_g_idx")] = np.full(inputs, -1, np.int32)
     save_file(tensors, folder / "model.safetensors")
-    found = open_weights(folder, load_spec(folder))
+    weights = open_weights(folder, load_spec(folder))
     for name in whole:
-        np.testing.assert_array_equal(found[name], whole[name])
+        np.testing.assert_array_equal(weights[name], whole[name])
 
 
 def test_bytes_are_counted_by_the_files_formats(tmp_path: Path) -> None:
     """The codes are not converted for that."""
     _, folder = write_quantized(tmp_path, awq(32), {"quant_method": "awq", "bits": 4})
-    found = bytes_by_format(folder, load_spec(folder))
+    sizes = bytes_by_format(folder, load_spec(folder))
     tensors = open_tensors(folder / "model.safetensors")
     packed = sum(
         one.nbytes for name, one in tensors.items() if name.rpartition(".")[2] in ("qweight", "qzeros", "scales")
     )
-    assert found["AWQ"] == packed and found["F32"] == sum(tensor.nbytes for tensor in tensors.values()) - packed
+    assert sizes["AWQ"] == packed and sizes["F32"] == sum(tensor.nbytes for tensor in tensors.values()) - packed
 
 
 def test_numbers_of_8_bits_without_a_config_that_says_so_are_refused(tmp_path: Path) -> None:
@@ -261,13 +261,13 @@ def test_bent_configs_and_tensors_load_or_are_a_model_error(name: str, tmp_path:
     whole, loaded = json.loads((folder / "config.json").read_text()), 0
     for seed in range(60):
         rng = random.Random(seed)
-        bent, found = bend(config, rng) if seed % 2 else config, dict(tensors)
+        bent, changed = bend(config, rng) if seed % 2 else config, dict(tensors)
         if seed % 2 == 0:
-            spot = rng.choice([one for one in found if MODULE in one])
-            other = found.pop(rng.choice([one for one in found if "proj" in one]))
-            found[spot] = rng.choice([other, other.reshape(-1), other.reshape(1, *other.shape), other[:1]])
+            spot = rng.choice([one for one in changed if MODULE in one])
+            other = changed.pop(rng.choice([one for one in changed if "proj" in one]))
+            changed[spot] = rng.choice([other, other.reshape(-1), other.reshape(1, *other.shape), other[:1]])
         (folder / "config.json").write_text(json.dumps(whole | {"quantization_config": bent}))
-        save_file({one: np.ascontiguousarray(array) for one, array in found.items()}, folder / "model.safetensors")
+        save_file({one: np.ascontiguousarray(array) for one, array in changed.items()}, folder / "model.safetensors")
         try:
             weights = open_weights(folder, load_spec(folder))
             for weight in weights:

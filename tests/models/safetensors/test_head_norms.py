@@ -29,8 +29,8 @@ def test_heads_are_joined_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     path = folder / "model.safetensors"
     tensors = load_file(path)
     save_file(dict(sorted(tensors.items(), reverse=True)), path)
-    found = open_weights(folder, load_spec(folder))[f"{OWN}.weight"]
-    np.testing.assert_array_equal(found, np.concatenate([tensors[f"{STORED}.{head}.weight"] for head in range(4)]))
+    joined = open_weights(folder, load_spec(folder))[f"{OWN}.weight"]
+    np.testing.assert_array_equal(joined, np.concatenate([tensors[f"{STORED}.{head}.weight"] for head in range(4)]))
 
 
 def without(tensors: Tensors) -> None:

@@ -41,22 +41,22 @@ def test_one_file_and_shards_hold_the_same(dtype: Any, tmp_path: Path) -> None:
     save_file(tensors, single / WEIGHTS)
     shards = write_shards(write_config(tmp_path / "shards"), tensors)
     for folder in (single, shards):
-        found = open_folder(folder)
-        assert set(found) == set(tensors)
+        tensors_read = open_folder(folder)
+        assert set(tensors_read) == set(tensors)
         for name, tensor in tensors.items():
-            assert found[name].dtype == tensor.dtype and found[name].tobytes() == tensor.tobytes()
+            assert tensors_read[name].dtype == tensor.dtype and tensors_read[name].tobytes() == tensor.tobytes()
     assert [path.name for path in weight_files(single)] == [WEIGHTS]
     assert len(weight_files(shards)) == 3
 
 
 def test_arrays_are_mapped_not_copied(tmp_path: Path) -> None:
-    found = open_folder(write_model(tmp_path))
-    base: Any = found["model.embed_tokens.weight"]
+    weights = open_folder(write_model(tmp_path))
+    base: Any = weights["model.embed_tokens.weight"]
     while getattr(base, "base", None) is not None and not isinstance(base, np.memmap):
         base = base.base
     assert isinstance(base, np.memmap)
     with pytest.raises(ValueError, match="read-only"):
-        found["model.norm.weight"][0] = 1
+        weights["model.norm.weight"][0] = 1
 
 
 def test_parameters_are_counted_from_the_shapes(tmp_path: Path) -> None:
@@ -102,9 +102,9 @@ def test_old_spellings_of_gpt_neox_are_read(tmp_path: Path) -> None:
     old = {"embed_out.weight": tensors.pop("lm_head.weight"), f"{layer}masked_bias": np.array(-1e9, np.float32)}
     masks = {f"{layer}bias": np.ones((1, 1, 4, 4), np.bool_), f"{layer}rotary_emb.inv_freq": np.ones(2, np.float32)}
     save_file(tensors | old | masks, path)
-    found = open_folder(folder)
-    assert set(found) == set(expected_tensors(load_spec(folder)))
-    np.testing.assert_array_equal(found["lm_head.weight"], old["embed_out.weight"])
+    weights = open_folder(folder)
+    assert set(weights) == set(expected_tensors(load_spec(folder)))
+    np.testing.assert_array_equal(weights["lm_head.weight"], old["embed_out.weight"])
 
 
 @pytest.mark.parametrize(
@@ -230,8 +230,8 @@ def test_stray_files_beside_an_index_are_passed_over(tmp_path: Path) -> None:
     for name in ("consolidated.safetensors", "model-00004-of-00004.safetensors", "adapter_model.safetensors"):
         (folder / name).write_bytes(b"no safetensors")
     (folder / "pytorch_model.bin").write_bytes(b"a pickle")
-    found = open_folder(folder)
-    assert all(found[name].tobytes() == array.tobytes() for name, array in tensors.items())
+    weights = open_folder(folder)
+    assert all(weights[name].tobytes() == array.tobytes() for name, array in tensors.items())
     assert [path.name for path in weight_files(folder)] == [
         f"model-0000{one}-of-00003.safetensors" for one in (1, 2, 3)
     ]

@@ -184,13 +184,13 @@ def test_identity_changes_with_everything_that_can_change_a_number(tmp_path: Pat
         {"use_sliding_window": True, "sliding_window": 21, "max_window_layers": 0},
         {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
     ]
-    found = [load_spec(write_model(tmp_path / str(number), **change)) for number, change in enumerate(changes)]
-    assert len({spec.identity for spec in found}) == len(changes)
+    specs = [load_spec(write_model(tmp_path / str(number), **change)) for number, change in enumerate(changes)]
+    assert len({spec.identity for spec in specs}) == len(changes)
     folder = tmp_path / "0"
     for name in ("tokenizer.json", "tokenizer_config.json"):
         put(folder, name, {"version": "1.0"})
-        found.append(load_spec(folder))
-    assert len({spec.identity for spec in found}) == len(found)
+        specs.append(load_spec(folder))
+    assert len({spec.identity for spec in specs}) == len(specs)
 
 
 def test_identity_is_the_content_not_the_place(tmp_path: Path) -> None:

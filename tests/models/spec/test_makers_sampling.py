@@ -26,9 +26,9 @@ def cached(cache: Path, hub_id: str) -> Path:
 @pytest.mark.parametrize("other", ["someone/SmolLM2-135M-Instruct", f"{HUB_ID}-tuned", "HuggingFaceTB/SmolLM2-135M"])
 def test_a_model_is_known_by_its_exact_hub_id(other: str, tmp_path: Path) -> None:
     """A fine-tuned model, or one that merely has a similar name, gets none."""
-    found = load_spec(cached(tmp_path, HUB_ID)).makers
-    assert found is not None
-    assert found.values == {"temperature": 0.2, "top_p": 0.9}
+    makers = load_spec(cached(tmp_path, HUB_ID)).makers
+    assert makers is not None
+    assert makers.values == {"temperature": 0.2, "top_p": 0.9}
     assert load_spec(cached(tmp_path, other)).makers is None
     assert load_spec(write_model(tmp_path / "SmolLM2-135M-Instruct", "LlamaForCausalLM")).makers is None
 

@@ -132,12 +132,12 @@ def test_states_that_are_missing_begin_a_new_context_and_known_ones_are_passed_o
     engine, tokens = site.rig.engine, random.Random(5).choices(range(VOCAB), k=30)
 
     def states(first: int, end: int) -> bytes:
-        found = b""
+        states = b""
         for place in range(first, end):
             word = _Truth(engine).state(tokens[: place + 1]).to_bytes(8, "little")
             site.fake.model.prefixes[word] = tuple(tokens[: place + 1])
-            found += word
-        return found
+            states += word
+        return states
 
     guesses = guesses_of(site.head, tokens[:20])
     guesses.take_states(0, states(0, 12), 12)

@@ -27,15 +27,15 @@ FILE = "\n".join(f"{name} = {value}" for name, value in zip(NAMES.split(), VALUE
 )
 def test_a_repeated_file_takes_half_the_steps(temperature: float, seed: int, asked: str) -> None:
     """At least two tokens a step if guesses are always offered; as many as pay if that is measured."""
-    path, found = str(smollm2()), {}
+    path, outcomes = str(smollm2()), {}
     messages = [{"role": "user", "content": asked.format(FILE)}]
     for speculate in ("off", "auto", "7"):
         with LLM(path, kv_gb=0.2, threads=1, speculate=speculate) as llm:
-            found[speculate] = llm.chat(messages, temperature=temperature, seed=seed, max_tokens=250)
-    assert found["off"].text == found["auto"].text == found["7"].text
-    usage = found["7"].usage
+            outcomes[speculate] = llm.chat(messages, temperature=temperature, seed=seed, max_tokens=250)
+    assert outcomes["off"].text == outcomes["auto"].text == outcomes["7"].text
+    usage = outcomes["7"].usage
     steps = usage.completion_tokens - usage.accepted_prediction_tokens
     assert usage.completion_tokens >= 2 * steps > 0, f"{steps} steps for {usage.completion_tokens} tokens"
-    assert found["auto"].usage.accepted_prediction_tokens > 0
-    none = found["off"].usage
+    assert outcomes["auto"].usage.accepted_prediction_tokens > 0
+    none = outcomes["off"].usage
     assert none.accepted_prediction_tokens == none.rejected_prediction_tokens == 0

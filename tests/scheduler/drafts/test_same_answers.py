@@ -15,7 +15,7 @@ from tests.scheduler.test_scheduler import VOCAB, Rig
 def requests(chance: random.Random) -> list[Request]:
     """Return short requests of several tenants that share beginnings, with all kinds of options."""
     beginning = chance.choices(range(VOCAB), k=20)
-    found = []
+    made = []
     for id in range(1, 9):
         few = tuple((token, 100.0) for token in chance.sample(range(VOCAB), chance.choice((2, 4, 12))))
         sampling: dict[str, Any] = {
@@ -35,10 +35,10 @@ def requests(chance: random.Random) -> list[Request]:
         predicted = tuple(chance.choices([token for token, _ in few], k=chance.choice((0, 0, 20))))
         sampling = SamplingParams(**sampling)  # type: ignore[assignment]
         choice = chance.randrange(3)
-        found.append(
+        made.append(
             Request(id=id, prompt=prompt, sampling=sampling, salt=salt, choice=choice, prediction=predicted)  # type: ignore[arg-type]
         )
-    return found
+    return made
 
 
 @pytest.mark.parametrize("windows", [(0,), (0, 7), (0, -1)])

@@ -51,7 +51,7 @@ def test_every_proposal_followed_the_match_that_it_names(seed: int) -> None:
     vocabulary = chance.choice((3, 20, 400))
     tokens = [chance.randrange(vocabulary) for _ in range(chance.randrange(300))]
     drafter = SuffixDrafter(tokens)
-    found = possible = 0
+    matched = possible = 0
     for _ in range(60):
         if chance.random() < 0.3 and len(tokens) > 20:
             start = chance.randrange(len(tokens) - 10)
@@ -66,8 +66,8 @@ def test_every_proposal_followed_the_match_that_it_names(seed: int) -> None:
             whole = [*tokens, *guesses]
             assert any(whole[i : i + len(run)] == run for i in range(len(tokens) - match)), (match, guesses)
         assert match <= longest_match(tokens)
-        found, possible = found + match, possible + longest_match(tokens)
-    assert found >= 0.8 * possible
+        matched, possible = matched + match, possible + longest_match(tokens)
+    assert matched >= 0.8 * possible
 
 
 def test_an_index_that_grows_is_the_one_that_is_built_at_once() -> None:
