@@ -76,7 +76,7 @@ def stored_layer(spec: ModelSpec, tensors: dict[str, np.ndarray], layer: int) ->
 def likely(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], int]:
     """Damp all layers but the last attention layer; return the tensors and that layer's number."""
     sparse = () if spec.experts is None else spec.experts.layers
-    layer = max(one for one in range(spec.layers) if spec.attends(one) and (not sparse or one in sparse))
+    layer = max(number for number in range(spec.layers) if spec.attends(number) and (not sparse or number in sparse))
     damped = {}
     for name, array in tensors.items():
         if name.endswith(_OUTPUTS) and f"layers.{layer}." not in name:
@@ -101,9 +101,9 @@ def write_gguf_with_head(folder: Path, path: Path, *, last_norm: bool = True, **
     arch, tensors = named(config), hub_tensors(folder, config)
     head = open_weights(folder, head_spec(folder))
     sparse = () if spec.experts is None else spec.experts.layers
-    layer = max(one for one in range(spec.layers) if spec.attends(one) and (not sparse or one in sparse))
+    layer = max(number for number in range(spec.layers) if spec.attends(number) and (not sparse or number in sparse))
     own, prefix = f"blk.{layer}.", f"blk.{spec.layers}."
-    more = {prefix + one.removeprefix(own): array for one, array in tensors.items() if one.startswith(own)}
+    more = {prefix + name.removeprefix(own): array for name, array in tensors.items() if name.startswith(own)}
     names = {JOIN: "eh_proj", EMBEDDING_NORM: "enorm", STATE_NORM: "hnorm", "model.norm.weight": "shared_head_norm"}
     more |= {f"{prefix}nextn.{theirs}.weight": np.asarray(head[ours], np.float32) for ours, theirs in names.items()}
     if not last_norm:

@@ -130,7 +130,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
     if hasattr(config, "workerinput"):
         return  # one of several pytest processes, which has seen a part
     reports = [report for reports in terminalreporter.stats.values() for report in reports]
-    tests = sorted((report for report in reports if getattr(report, "when", "") == "call"), key=lambda one: one.nodeid)
+    tests = sorted(
+        (report for report in reports if getattr(report, "when", "") == "call"),
+        key=lambda test_report: test_report.nodeid,
+    )
     rows = [row for test in tests for row in test.user_properties]
     if not rows:
         return

@@ -82,7 +82,8 @@ def write_modules(folder: Path, pooling: str = "mean", dense: Sequence[torch.nn.
         fields = {**sizes, "bias": linear.bias is not None, "activation_function": named}
         (place / "config.json").write_text(json.dumps(fields))
         save_file(
-            {f"linear.{name}": one.detach() for name, one in linear.named_parameters()}, place / "model.safetensors"
+            {f"linear.{name}": tensor.detach() for name, tensor in linear.named_parameters()},
+            place / "model.safetensors",
         )
     modules.append(("9_Normalize", "Normalize"))
     listed = [{"idx": n, "name": str(n), "path": p, "type": f"x.models.{t}"} for n, (p, t) in enumerate(modules)]
@@ -117,7 +118,7 @@ def write_reranker(folder: Path) -> Path:
     data |= {"normalizer": {"type": "NFC"}, "pre_tokenizer": {"type": "Sequence", "pretokenizers": SPLITS["qwen2"]}}
     for token in ("yes", "no"):
         data["model"]["vocab"].setdefault(token, len(data["model"]["vocab"]) + len(data["added_tokens"]))
-    count = max([*data["model"]["vocab"].values(), *(one["id"] for one in data["added_tokens"])]) + 1
+    count = max([*data["model"]["vocab"].values(), *(token["id"] for token in data["added_tokens"])]) + 1
     folder.mkdir()
     (folder / "tokenizer.json").write_text(json.dumps(data))
     write_model(folder, "Qwen3ForCausalLM", vocab_size=count, max_position_embeddings=900, tie_word_embeddings=True)

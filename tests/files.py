@@ -351,10 +351,10 @@ class CrashFiles:
 
     def make_folder(self, path: Path) -> None:
         with self._call("make_folder", path):
-            for one in () if path in self._folders else (path, *path.parents):
-                if one in self._names:
-                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(one))
-                self._folders.setdefault(one, 0o700)
+            for folder in () if path in self._folders else (path, *path.parents):
+                if folder in self._names:
+                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+                self._folders.setdefault(folder, 0o700)
         self._changed("make_folder")
 
     def list(self, path: Path) -> list[FolderEntry]:

@@ -74,11 +74,11 @@ def write_gguf(
     put(writer, {key: value for key, value in (fields | dict(extra or {})).items() if key not in without})
     for name, array in tensors.items():
         wanted = kind(name, array) if callable(kind) else kind
-        one = wanted if array.ndim > 1 else Type.F32
-        if one == Type.F32:
+        tensor_kind = wanted if array.ndim > 1 else Type.F32
+        if tensor_kind == Type.F32:
             writer.add_tensor(name, array.astype(np.float32))
         else:
-            writer.add_tensor(name, packed(array.astype(np.float32), one), raw_dtype=one)
+            writer.add_tensor(name, packed(array.astype(np.float32), tensor_kind), raw_dtype=tensor_kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -308,8 +308,10 @@ def tokenizer(folder: Path, config: Mapping[str, Any], pre: str) -> dict[str, An
     data = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     path = folder / "tokenizer_config.json"
     named = json.loads(path.read_text("utf-8")) if path.exists() else {}
-    model, added = data["model"], {one["id"]: one for one in data["added_tokens"]}
-    texts = {number: text for text, number in model["vocab"].items()} | {i: one["content"] for i, one in added.items()}
+    model, added = data["model"], {token["id"]: token for token in data["added_tokens"]}
+    texts = {number: text for text, number in model["vocab"].items()} | {
+        i: token["content"] for i, token in added.items()
+    }
     count = config.get("vocab_size", max(texts) + 1)
     tokens = [texts.get(number, f"[PAD{number}]") for number in range(count)]
     kinds = [PLAIN if number in texts else UNUSED for number in range(count)]
@@ -382,9 +384,13 @@ def write_encoder_gguf(folder: Path, path: Path, pooling: str = "mean", kind: Ty
             continue
         own = names.get_name(name, (".weight", ".bias"))
         assert own is not None, name
-        one = kind if array.ndim == 2 and ".attn" in own else Type.F32
-        packed = array.astype(np.float32) if one == Type.F32 else gguf.quants.quantize(array.astype(np.float32), one)
-        writer.add_tensor(own, packed, raw_dtype=None if one == Type.F32 else one)
+        tensor_kind = kind if array.ndim == 2 and ".attn" in own else Type.F32
+        packed = (
+            array.astype(np.float32)
+            if tensor_kind == Type.F32
+            else gguf.quants.quantize(array.astype(np.float32), tensor_kind)
+        )
+        writer.add_tensor(own, packed, raw_dtype=None if tensor_kind == Type.F32 else tensor_kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -396,7 +402,7 @@ def pieces(folder: Path, count: int) -> dict[str, Any]:
     """Return a WordPiece tokenizer.json as metadata, as llama.cpp's converter writes it."""
     data = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     texts = {number: text for text, number in data["model"]["vocab"].items()}
-    special = {one["id"] for one in data["added_tokens"]}
+    special = {token["id"] for token in data["added_tokens"]}
     tokens = [texts.get(number, f"[PAD{number}]") for number in range(count)]
     kinds = [CONTROL if n in special else PLAIN if n in texts else UNUSED for n in range(count)]
     named = {"cls": "[CLS]", "seperator": "[SEP]", "padding": "[PAD]", "unknown": "[UNK]"}

@@ -204,7 +204,7 @@ def write_quantized(
         # As large as what it replaces, so that the model's numbers stay in bounds.
         assert 0.2 < values.std() / array.std() < 5, name
         tensors[name] = values
-        tensors_out |= {f"{module}.{end}": np.ascontiguousarray(one) for end, one in parts.items()}
+        tensors_out |= {f"{module}.{end}": np.ascontiguousarray(array) for end, array in parts.items()}
     save_file(tensors, plain / "model.safetensors")
     packed.mkdir()
     written = json.loads((plain / "config.json").read_text()) | {"quantization_config": config}

@@ -167,9 +167,11 @@ def granite_experts(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str
             layer, every = name.removesuffix("mlp.gate.weight"), range(spec.experts.count)  # type: ignore[union-attr]
             moe, own = f"{layer}block_sparse_moe.", f"{layer}mlp.experts."
             joined[f"{moe}router.layer.weight"] = array
-            up = [[tensors[f"{own}{one}.{half}_proj.weight"] for half in ("gate", "up")] for one in every]
+            up = [[tensors[f"{own}{module}.{half}_proj.weight"] for half in ("gate", "up")] for module in every]
             joined[f"{moe}input_linear.weight"] = np.stack([np.concatenate(both) for both in up])
-            joined[f"{moe}output_linear.weight"] = np.stack([tensors[f"{own}{one}.down_proj.weight"] for one in every])
+            joined[f"{moe}output_linear.weight"] = np.stack(
+                [tensors[f"{own}{module}.down_proj.weight"] for module in every]
+            )
         elif ".mlp." not in name:
             joined[name] = array
     return joined

@@ -130,8 +130,8 @@ def _weights(vocab: int, scripts: Sequence[Sequence[int]], ffn: int) -> dict[str
             raise ValueError(
                 f"the {len(before)} tokens before place {place + 1} of the script were followed by another one"
             )
-        for slot, one in enumerate(before):
-            gate[place, slot * WIDTH : slot * WIDTH + BITS] = SHARP * codes[one]
+        for slot, token_before in enumerate(before):
+            gate[place, slot * WIDTH : slot * WIDTH + BITS] = SHARP * codes[token_before]
         gate[place, ONE] = -SHARP * (len(before) * BITS - 1)
         up[place, ONE] = 1
         # A match of more tokens outweighs all matches of fewer.

@@ -89,7 +89,7 @@ def test_the_files_of_several_servers_name_options_and_commands_that_there_are()
     services = yaml.safe_load((DEPLOY / "cluster-compose.yaml").read_text())["services"]
     assert set(services) == {"server-1", "server-2", "router"}
     for service in services.values():
-        assert {one for one in service["environment"] if one != "<<"} <= VARIABLES
+        assert {variable for variable in service["environment"] if variable != "<<"} <= VARIABLES
         assert service["command"][0] in commands()
         assert {word for word in service["command"] if word.startswith("--")} <= FLAGS | {"--replica"}
 
@@ -97,8 +97,8 @@ def test_the_files_of_several_servers_name_options_and_commands_that_there_are()
 def test_the_manifests_for_kubernetes_fit_together() -> None:
     text = (DEPLOY / "kubernetes.yaml").read_text()
     manifests = list(yaml.safe_load_all(text))
-    assert all(one["apiVersion"] and one["kind"] and one["metadata"]["name"] for one in manifests)
-    by = {(one["kind"], one["metadata"]["name"]): one for one in manifests}
+    assert all(manifest["apiVersion"] and manifest["kind"] and manifest["metadata"]["name"] for manifest in manifests)
+    by = {(manifest["kind"], manifest["metadata"]["name"]): manifest for manifest in manifests}
     assert len(by) == len(manifests) == 6
     servers, router = by["StatefulSet", "cairn"]["spec"], by["Deployment", "cairn-router"]["spec"]
     labels = []
@@ -107,11 +107,11 @@ def test_the_manifests_for_kubernetes_fit_together() -> None:
         labels.append(own["selector"]["matchLabels"])
         pod = own["template"]["spec"]
         (container,) = pod["containers"]
-        volumes = {one["name"] for one in pod.get("volumes", ())}
-        volumes |= {one["metadata"]["name"] for one in own.get("volumeClaimTemplates", ())}
+        volumes = {volume["name"] for volume in pod.get("volumes", ())}
+        volumes |= {claim["metadata"]["name"] for claim in own.get("volumeClaimTemplates", ())}
         every = [container, *pod.get("initContainers", ())]
-        mounts = [mount["name"] for one in every for mount in one.get("volumeMounts", ())]
-        assert set(mounts) == volumes and all(one["image"] for one in every)
+        mounts = [mount["name"] for container in every for mount in container.get("volumeMounts", ())]
+        assert set(mounts) == volumes and all(container["image"] for container in every)
         check_container(container)
         assert pod["terminationGracePeriodSeconds"] > 60 and pod["securityContext"]["runAsUser"] == 999
     assert "--uid 999 " in (DEPLOY / "Containerfile").read_text()
@@ -130,9 +130,9 @@ def test_the_manifests_for_kubernetes_fit_together() -> None:
 
 def check_container(container: dict[str, Any]) -> None:
     """Check that its options, variables, ports and probes exist, and that its memory is bounded."""
-    own = [one["name"] for one in container["env"]]
+    own = [variable["name"] for variable in container["env"]]
     assert {name for name in own if name.startswith("CAIRN_")} <= VARIABLES
-    assert all("value" in one or one["valueFrom"] for one in container["env"])
+    assert all("value" in variable or variable["valueFrom"] for variable in container["env"])
     command, *flags = container["args"]
     assert command in commands()
     assert {word.partition("=")[0] for word in flags if word.startswith("--")} <= FLAGS | {"--replica"}

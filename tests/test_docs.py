@@ -70,7 +70,7 @@ def test_every_make_target_that_a_page_names_is_there() -> None:
 
 def test_every_link_leads_somewhere() -> None:
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
-    links = [(page, one) for page in pages for one in re.findall(r"\]\((?!http)([^)#]+)", page.read_text())]
+    links = [(page, target) for page in pages for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text())]
     assert not [(page.name, target) for page, target in links if not (page.parent / target).exists()]
     # links of pages in the root, of pages in docs/ and of pictures are among them
     kinds = {(page.parent.name == "docs", Path(target).suffix) for page, target in links}
@@ -81,7 +81,11 @@ def test_every_known_failure_is_named_by_a_test_that_would_catch_it() -> None:
     """18 concerns GPUs and 48 swaps between models, which a CPU server of one model does not have."""
     numbers = set(map(int, re.findall(r"^(\d+)\. ", (ROOT / "docs" / "known-failures.md").read_text(), re.M)))
     texts = [path.read_text() for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
-    lists = [one for text in texts for one in re.findall(r"[Kk]nown failures?\s+(\d+(?:(?:,| and| to|\s)+\d+)*)", text)]
+    lists = [
+        numbers
+        for text in texts
+        for numbers in re.findall(r"[Kk]nown failures?\s+(\d+(?:(?:,| and| to|\s)+\d+)*)", text)
+    ]
     named = {int(number) for one in lists for number in re.findall(r"\d+", one)}
     assert numbers == set(range(1, 51)) and numbers - {18, 48} <= named <= numbers
 
@@ -89,7 +93,7 @@ def test_every_known_failure_is_named_by_a_test_that_would_catch_it() -> None:
 def test_every_test_that_the_table_of_bounds_names_is_there() -> None:
     named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "reliability.md").read_text()))
     texts = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
-    assert len(named) >= 12 and not [one for one in named if not any(f"def {one}(" in text for text in texts)]
+    assert len(named) >= 12 and not [name for name in named if not any(f"def {name}(" in text for text in texts)]
 
 
 def test_every_file_that_the_architecture_names_is_there() -> None:

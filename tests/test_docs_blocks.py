@@ -54,14 +54,14 @@ def blocks(*languages: str) -> list[Block]:
     made = []
     for page in PAGES:
         fences = re.findall(r"^```(\w+)[^\n]*\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
-        made += [Block(page.name, at, *one) for at, one in enumerate(fences, 1) if one[0] in languages]
+        made += [Block(page.name, at, *fence) for at, fence in enumerate(fences, 1) if fence[0] in languages]
     return made
 
 
 def each(*languages: str) -> pytest.MarkDecorator:
     """Parametrize over the blocks of these languages."""
     some = blocks(*languages)
-    return pytest.mark.parametrize("block", some, ids=[f"{one.page}-{one.number}" for one in some])
+    return pytest.mark.parametrize("block", some, ids=[f"{block.page}-{block.number}" for block in some])
 
 
 def test_every_block_is_in_a_language_that_is_tested() -> None:
@@ -78,7 +78,7 @@ def test_blocks_without_a_language_hold_no_commands() -> None:
         fences = re.findall(r"^```(\w*)[^\n]*\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
         bare += [(page.name, text) for language, text in fences if not language]
     assert len(bare) >= 3
-    assert not [one for one in bare if re.search(r"^\s*(\$ )?(cairn|curl|pip|make|python) ", one[1], re.M)]
+    assert not [block for block in bare if re.search(r"^\s*(\$ )?(cairn|curl|pip|make|python) ", block[1], re.M)]
 
 
 def test_measurements_that_take_hours_name_scripts_and_options_that_there_are() -> None:
@@ -88,7 +88,7 @@ def test_measurements_that_take_hours_name_scripts_and_options_that_there_are() 
     assert len(lines) >= 5
     for script, words in lines:
         source = (ROOT / script).read_text(encoding="utf-8")
-        assert not [one for one in re.findall(r"--[a-z][a-z-]*", words) if f'"{one}"' not in source], script
+        assert not [option for option in re.findall(r"--[a-z][a-z-]*", words) if f'"{option}"' not in source], script
 
 
 @pytest.fixture(scope="module")

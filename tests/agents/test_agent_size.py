@@ -41,9 +41,9 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     path = Turn.path
 
     def walk(turn: Turn) -> Iterator[Turn]:
-        for one in path(turn):
-            visited.append(one.key)
-            yield one
+        for visited_turn in path(turn):
+            visited.append(visited_turn.key)
+            yield visited_turn
 
     monkeypatch.setattr(Turn, "path", walk)
     return visited
@@ -348,7 +348,7 @@ def grove(rng: random.Random) -> list[Turn]:
     turns = [Turn(1, TurnRecord(agent=0, number=0), None)]
     for number in range(1, rng.randrange(2, 25)):
         parent = rng.choice([turns[-1], rng.choice(turns)])
-        before = Branch([one.held for one in parent.path()][::-1]).known() if parent.number else []
+        before = Branch([ancestor.held for ancestor in parent.path()][::-1]).known() if parent.number else []
         prefix = rng.choice([len(before), len(before), 0])
         ids = [*before[:prefix], *(rng.randrange(9) for _ in range(rng.randrange(4)))]
         model = rng.choice([parent.identity or b"one", b"one", b"two"])
@@ -374,7 +374,7 @@ async def test_contexts_put_together_in_one_walk_are_those_of_each_branch(prove:
         wanted = [turn for turn in mine if turn not in extended]
         assert {turn.key for _, turn in contexts} == {turn.key for turn in wanted} and len(contexts) == len(wanted)
         for ids, turn in contexts:
-            assert list(ids) == Branch([one.held for one in turn.path()][::-1]).known()[:most], seed
+            assert list(ids) == Branch([ancestor.held for ancestor in turn.path()][::-1]).known()[:most], seed
 
 
 async def test_the_event_loop_does_not_wait_for_an_import(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,6 +396,6 @@ async def test_the_event_loop_does_not_wait_for_an_import(folder: Path, monkeypa
     async with house(folder) as at:
         both = [at.agents.import_agent("default", exported(TURNS)) for _ in range(2)]
         done = await asyncio.gather(*both, return_exceptions=True)
-        assert sorted(type(one).__name__ for one in done) == ["AgentInfo", "Conflict"]
+        assert sorted(type(outcome).__name__ for outcome in done) == ["AgentInfo", "Conflict"]
         assert len(threads) == 2 * (2 * TURNS + 1) and not any(threads)
         assert [agent.turns for agent in at.agents.page("default").agents] == [TURNS]

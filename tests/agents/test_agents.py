@@ -96,24 +96,24 @@ async def test_damage_that_cost_an_answer_is_reported_and_blocks_further_turns(f
 @pytest.mark.parametrize("clean", [True, False])
 async def test_a_restart_finds_every_finished_turn_and_goes_on_the_same(folder: Path, clean: bool) -> None:
     async with house(folder) as at, house(folder) as undisturbed:
-        for one in (at, undisturbed):
-            await one.agents.create("default", id="ada", messages=SYSTEM, metadata={"a": "b"}, ttl=1e6)
-            await one.say("ada", "My name is Ada.")
-            await one.say("ada", "What is my name?")
+        for server in (at, undisturbed):
+            await server.agents.create("default", id="ada", messages=SYSTEM, metadata={"a": "b"}, ttl=1e6)
+            await server.say("ada", "My name is Ada.")
+            await server.say("ada", "What is my name?")
         before = await at.agents.turns("default", "ada")
         info = at.agents.get("default", "ada")
         await at.again(clean=clean)
         assert (await at.agents.turns("default", "ada")) == before
         assert at.agents.get("default", "ada") == info
-        last = [await one.say("ada", "And where do I live?") for one in (at, undisturbed)]
+        last = [await server.say("ada", "And where do I live?") for server in (at, undisturbed)]
         assert last[0].tokens == last[1].tokens != []
 
 
 async def test_a_turn_cut_by_a_crash_keeps_its_tokens_and_is_resumed_the_same(folder: Path) -> None:
     options = SamplingOptions(temperature=0.8, seed=7, max_tokens=900, ignore_eos=True)
     async with house(folder) as at, house(folder) as undisturbed:
-        for one in (at, undisturbed):
-            await one.agents.create("default", id="ada")
+        for server in (at, undisturbed):
+            await server.agents.create("default", id="ada")
         whole = await undisturbed.say("ada", "Tell me a story.", options=options)
         running = await at.begin("ada", "Tell me a story.", options=options)
         said = await hear(running, stop_after=33)
@@ -131,7 +131,7 @@ async def test_a_turn_cut_by_a_crash_keeps_its_tokens_and_is_resumed_the_same(fo
         assert resumed.done is not None and resumed.done.usage.completion_tokens == 900
         (turn,) = await at.agents.turns("default", "ada")
         assert turn.state == "finished" and turn.completion_tokens == 900
-        more = [await one.say("ada", "And then?") for one in (at, undisturbed)]
+        more = [await server.say("ada", "And then?") for server in (at, undisturbed)]
         assert more[0].tokens == more[1].tokens
         with pytest.raises(Conflict, match="only an interrupted one"):
             await at.agents.resume("default", "ada", request=1)
@@ -165,8 +165,8 @@ async def test_a_turn_resumed_with_less_room_goes_on_as_far_as_possible(folder: 
     """It began without `max_tokens`, so it asked for the whole context; a resume cannot ask for less."""
     options = SamplingOptions(temperature=0, ignore_eos=True)
     async with house(folder) as at, house(folder) as undisturbed:
-        for one in (at, undisturbed):
-            await one.agents.create("default", id="ada")
+        for server in (at, undisturbed):
+            await server.agents.create("default", id="ada")
         whole = (await undisturbed.say("ada", "Tell me a story.", options=options)).tokens
         await hear(await at.begin("ada", "Tell me a story.", options=options), stop_after=20)
         await at.again(clean=True)
@@ -233,7 +233,7 @@ async def test_two_turns_at_once_conflict_unless_the_second_forks(folder: Path) 
         second = await at.begin("ada", "three", fork_on_conflict=True)
         assert second.agent.id != "ada" and second.agent.record.origin == "ada" and second.turn.number == 2
         heard = await asyncio.gather(hear(first), hear(second))
-        assert all(one.done for one in heard) and heard[0].tokens != heard[1].tokens
+        assert all(outcome.done for outcome in heard) and heard[0].tokens != heard[1].tokens
         assert [turn.messages[0]["content"] for turn in (await at.agents.turns("default", "ada"))] == ["one", "two"]
         forked = await at.agents.turns("default", second.agent.id)
         assert [turn.messages[0]["content"] for turn in forked] == ["one", "three"]
@@ -253,8 +253,8 @@ async def test_two_turns_that_begin_in_the_same_moment_conflict(folder: Path) ->
     async with house(folder) as at:
         await at.agents.create("default", id="ada")
         begun = await asyncio.gather(*(at.begin("ada", str(n)) for n in range(5)), return_exceptions=True)
-        turns = [one for one in begun if not isinstance(one, BaseException)]
-        assert len(turns) == 1 and sum(isinstance(one, Conflict) for one in begun) == 4
+        turns = [outcome for outcome in begun if not isinstance(outcome, BaseException)]
+        assert len(turns) == 1 and sum(isinstance(outcome, Conflict) for outcome in begun) == 4
         await hear(turns[0])
         assert len(await at.agents.turns("default", "ada")) == 1
 

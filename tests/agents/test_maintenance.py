@@ -186,7 +186,7 @@ async def test_two_changes_that_the_disk_refuses_together_change_nothing(pinned:
         at.files.fail(Fault(at.files.calls, errno.EIO, sticky=True))
         changes = [at.book.set_pinned(ada, value) for value in (not pinned, pinned)]
         refused = await asyncio.gather(*changes, return_exceptions=True)
-        assert [type(one) for one in refused] == [Unavailable, Unavailable]
+        assert [type(error) for error in refused] == [Unavailable, Unavailable]
         assert ada.record.pinned is pinned
         at.files.heal()
         await at.upkeep.tend()

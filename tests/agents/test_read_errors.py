@@ -187,8 +187,8 @@ async def test_tokens_after_a_lost_piece_of_an_answer_are_dropped(folder: Path) 
     """An answer with a hole would be another answer, so the turn is resumed from the tokens before it."""
     options = SamplingOptions(temperature=0.9, seed=3, max_tokens=1900, ignore_eos=True)
     async with house(folder) as at, house(folder) as undisturbed:
-        for one in (at, undisturbed):
-            await one.agents.create("default", id="ada", messages=SYSTEM)
+        for server in (at, undisturbed):
+            await server.agents.create("default", id="ada", messages=SYSTEM)
         whole = await undisturbed.say("ada", "one", options=options)
         await crash_at(at, await at.begin("ada", "one", options=options), 200)
         log = b"".join(at.files.files(FOLDER).values())
@@ -283,7 +283,7 @@ async def test_a_pin_that_is_refused_for_damage_changes_nothing(folder: Path, be
         await at.agents.pin("default", "ada", before)
         hurt(at, b"ada: the second message")
         pins = (at.agents.pin("default", "ada", True) for _ in range(2))
-        assert [type(one) for one in await asyncio.gather(*pins, return_exceptions=True)] == [Damaged, Damaged]
+        assert [type(error) for error in await asyncio.gather(*pins, return_exceptions=True)] == [Damaged, Damaged]
         assert at.agents.get("default", "ada").pinned is before
         await at.again(clean=True)
         assert at.agents.get("default", "ada").pinned is before

@@ -268,16 +268,16 @@ class World:
             case 3:
                 self.kills += 1
                 self.replicas.remove(replica)
-                for _, _, work in (one for one in self._ready if one[1] is replica):
+                for _, _, work in (entry for entry in self._ready if entry[1] is replica):
                     work.close()
-                self._ready = [one for one in self._ready if one[1] is not replica]
+                self._ready = [entry for entry in self._ready if entry[1] is not replica]
                 self._start()
 
     def _step(self) -> None:
         """Continue a random piece of work that is due."""
-        due = [at for at, one in enumerate(self._ready) if max(one[0], one[1].stopped_until) <= self.now]
+        due = [at for at, entry in enumerate(self._ready) if max(entry[0], entry[1].stopped_until) <= self.now]
         if not due:
-            self.now = min(max(one[0], one[1].stopped_until) for one in self._ready)
+            self.now = min(max(entry[0], entry[1].stopped_until) for entry in self._ready)
             return
         at = self.rng.choice(due)
         _, replica, work = self._ready.pop(at)

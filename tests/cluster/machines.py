@@ -77,7 +77,7 @@ class Cluster:
         while time.monotonic() < end:
             with contextlib.suppress(OSError):
                 replicas = self.call("GET", "/router/replicas")["data"]
-                if sum(one["up"] for one in replicas) >= count:
+                if sum(replica["up"] for replica in replicas) >= count:
                     return
             time.sleep(0.05)
         raise AssertionError("the router does not see its servers")

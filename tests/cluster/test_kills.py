@@ -36,12 +36,12 @@ def question(number: int, *, stream: bool = False) -> dict[str, Any]:
 def undisturbed(folder: Path, agents: list[list[dict[str, Any]]]) -> list[list[str]]:
     """Return the answers of one undisturbed server."""
     found = []
-    with cluster(folder, 1, router=False) as one:
-        port = one.ports[0]
+    with cluster(folder, 1, router=False) as server:
+        port = server.ports[0]
         for number, turns in enumerate(agents):
-            one.call("POST", "/v1/agents", {"id": f"ada{number}", "system": SYSTEM}, port)
+            server.call("POST", "/v1/agents", {"id": f"ada{number}", "system": SYSTEM}, port)
             bodies = [{name: value for name, value in turn.items() if name != "stream"} for turn in turns]
-            answers = [one.call("POST", f"/v1/agents/ada{number}/turns", body, port) for body in bodies]
+            answers = [server.call("POST", f"/v1/agents/ada{number}/turns", body, port) for body in bodies]
             found.append([text_of(answer) for answer in answers])
     return found
 

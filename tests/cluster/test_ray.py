@@ -119,7 +119,7 @@ def test_no_stream_is_lost_while_servers_come_go_and_die(
         end = time.monotonic() + 240
         while time.monotonic() < end:
             replicas: list[dict[str, Any]] = made.call("GET", "/router/replicas")["data"]
-            if len(replicas) == count and all(one["up"] and not one["draining"] for one in replicas):
+            if len(replicas) == count and all(replica["up"] and not replica["draining"] for replica in replicas):
                 return replicas
             time.sleep(0.2)
         raise AssertionError(f"not {count} servers: {replicas}")
@@ -136,7 +136,7 @@ def test_no_stream_is_lost_while_servers_come_go_and_die(
         pid = process_at(int(replicas[0]["url"].rpartition(":")[2]))
         os.killpg(pid, signal.SIGKILL)
         killed = time.monotonic()
-        while any(one["url"] == replicas[0]["url"] for one in made.call("GET", "/router/replicas")["data"]):
+        while any(replica["url"] == replicas[0]["url"] for replica in made.call("GET", "/router/replicas")["data"]):
             assert time.monotonic() < killed + 240
             time.sleep(0.2)
         settled(3)
@@ -146,7 +146,7 @@ def test_no_stream_is_lost_while_servers_come_go_and_die(
         time.sleep(1)
         streams.stop()
         assert not streams.bad and streams.good >= 10, streams.bad
-        pids = [process_at(int(one["url"].rpartition(":")[2])) for one in settled(2)]
+        pids = [process_at(int(replica["url"].rpartition(":")[2])) for replica in settled(2)]
         figure("streams while Ray had 2, 3 and 2 servers and one was killed: whole, lost", f"{streams.good}, 0")
         figure("Ray: seconds to its start, to another server after kill -9", f"{float(began):.0f}, {healed:.0f}")
         figure("Ray: processes, resident GiB", beside(driver.pid))
@@ -181,7 +181,7 @@ def beside(driver: int) -> str:
     while todo:
         pid = todo.pop()
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        todo += [int(one) for one in children]
+        todo += [int(child) for child in children]
         if b"cairn\0serve" not in Path(f"/proc/{pid}/cmdline").read_bytes():
             processes.append(pid)
     size = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in processes) * os.sysconf("SC_PAGE_SIZE")

@@ -41,7 +41,7 @@ def test_another_server_computes_the_prompt(tmp_path: Path) -> None:
             assert text == answer(alone, number)[0]
             assert usage["shared"] >= 1024 and usage["computed"] <= 80, usage
         listed = made.call("GET", "/router/replicas")["data"]
-        assert [one["role"] for one in listed] == ["prefill", "decode"]
+        assert [replica["role"] for replica in listed] == ["prefill", "decode"]
         held = threading.Thread(target=lambda: (time.sleep(0.05), made.kill(0)))
         held.start()
         assert answer(made, 2)[0] == answer(alone, 2)[0], "while it dies"

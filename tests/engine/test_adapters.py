@@ -123,8 +123,8 @@ def test_adapters_come_and_go_and_a_row_without_its_adapter_fails_alone(
     assert driver.seen[2][1].tobytes() == wanted[2].tobytes()
     attach(engine, tmp_path / "1")
     assert scores(driver, tokens, first).tobytes() == wanted[1].tobytes()
-    for one in (first, second):
-        engine.detach(one[0][0])
+    for adapter in (first, second):
+        engine.detach(adapter[0][0])
     assert scores(driver, tokens).tobytes() == wanted[0].tobytes()
     with pytest.raises(ValueError, match="5 adapters; the limit is 4"):
         driver.step([adapted(rows[0], first * 5)])

@@ -56,13 +56,15 @@ def test_no_figure_is_beyond_a_limit(kind: str, most: float) -> None:
     bench = open_bench(spec, held, config, load, limits, lambda: float(next(ticks)))
     figures = [bench.prefill(0), bench.decode(2, 0)]
     bench.engine.close()
-    assert asked == [one.bytes for one in figures]
-    assert [one.read_fraction for one in figures] == [one.bytes / 2e12 for one in figures]
-    assert [one.arithmetic_fraction for one in figures] == [min(1.0, one.operations / most) for one in figures]
+    assert asked == [figure.bytes for figure in figures]
+    assert [figure.read_fraction for figure in figures] == [figure.bytes / 2e12 for figure in figures]
+    assert [figure.arithmetic_fraction for figure in figures] == [
+        min(1.0, figure.operations / most) for figure in figures
+    ]
     low = open_bench(spec, held, config, load, Roofline(1.0, 1.0, 1.0), lambda: float(next(ticks)))
-    one = low.decode(2, 0)
+    step = low.decode(2, 0)
     low.engine.close()
-    assert (one.read_fraction, one.arithmetic_fraction) == (1.0, 1.0)
+    assert (step.read_fraction, step.arithmetic_fraction) == (1.0, 1.0)
 
 
 def test_a_step_without_logits_reads_no_head_and_a_window_bounds_what_is_read(tmp_path: Path) -> None:

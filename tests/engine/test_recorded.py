@@ -136,7 +136,9 @@ def test_seeded_sampling_is_the_same_alone_and_in_a_batch(tmp_path: Path) -> Non
         SamplingParams(max_tokens=9, temperature=0.9, seed=6, repetition_penalty=1.3, logprobs=True, top_logprobs=3),
         SamplingParams(max_tokens=9, temperature=0, logit_bias=((3, 100.0),)),
     ]
-    rows = [Row(prompt(30, seed=n), 0, 30, ([2 * n, 2 * n + 1],), 29, 30, one, n) for n, one in enumerate(sampling)]
+    rows = [
+        Row(prompt(30, seed=n), 0, 30, ([2 * n, 2 * n + 1],), 29, 30, params, n) for n, params in enumerate(sampling)
+    ]
     together = engine.prefill(rows).wait()
     assert together == [engine.prefill([row]).wait()[0] for row in rows]
     assert together[2].token == 3
@@ -232,7 +234,7 @@ def test_too_little_memory_is_known_before_loading(tmp_path: Path, monkeypatch: 
 
 def test_close_gives_blas_its_threads_back(tmp_path: Path) -> None:
     def threads() -> list[int]:
-        return [one["num_threads"] for one in threadpoolctl.threadpool_info() if one["user_api"] == "blas"]
+        return [pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
 
     gc.collect()  # engines that other tests left open
     before = threads()

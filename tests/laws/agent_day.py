@@ -160,19 +160,19 @@ def _grown(keys: list[bytes], count: int, salt: str) -> list[bytes]:
     return grown
 
 
-def computed_again(events: Sequence[Event], tier: Tier, *, told: bool) -> int:
+def computed_again(events: Sequence[Event], tier: Tier, *, hints: bool) -> int:
     """Return how many tokens were computed although they had been computed before."""
     known = set[bytes]()
     again = 0
     for event in events:
         if event.standing == "superseded":
-            if told:
+            if hints:
                 tier.mark(event.keys[event.left :], "superseded")
             continue
         hits = tier.turn(event.keys, event.at)
         again += sum(key in known for key in event.keys[hits:])
         known.update(event.keys)
-        if told and event.standing is not None:
+        if hints and event.standing is not None:
             tier.mark(event.keys, event.standing)
     return again * TOKENS
 
@@ -181,8 +181,8 @@ def computed_again(events: Sequence[Event], tier: Tier, *, told: bool) -> int:
 class Figures:
     """Tokens computed again, summed over stores of two sizes."""
 
-    untold: int
-    told: int
+    plain: int
+    hinted: int
     """Of the same store, when it is told the standing of contexts."""
 
 
@@ -191,12 +191,12 @@ def figures(seed: int, kind: Callable[[int], Tier]) -> Figures:
     events = list(day(seed))
     chunks = len({key for event in events for key in event.keys})
     sizes = (chunks // 5, 2 * chunks // 5)
-    untold, told = (sum(computed_again(events, kind(size), told=how) for size in sizes) for how in (False, True))
-    return Figures(untold, told)
+    plain, hinted = (sum(computed_again(events, kind(size), hints=how) for size in sizes) for how in (False, True))
+    return Figures(plain, hinted)
 
 
 def run(seed: int) -> None:
     """Play one day and check the law."""
     for kind in (Memory, Disk):
         outcome = figures(seed, kind)
-        law(outcome.told < outcome.untold, f"{kind.__name__}: {outcome}")
+        law(outcome.hinted < outcome.plain, f"{kind.__name__}: {outcome}")

@@ -54,7 +54,7 @@ class Fact:
 
 
 @dataclass
-class Told:
+class History:
     """What the client of one agent has sent and received."""
 
     tenant: str
@@ -88,7 +88,7 @@ class Work:
 
     def __init__(self, at: House, seed: int) -> None:
         self.at, self.rng = at, random.Random(seed)
-        self.agents: dict[str, Told] = {}
+        self.agents: dict[str, History] = {}
         self.texts: list[str] = []
         """Every text that was ever sent to an agent, also in vain."""
         self.names = 0
@@ -149,7 +149,7 @@ class Work:
         """Create an agent and run its first turn."""
         id = self.name()
         await self.at.agents.create(tenant, id=id, messages=messages)
-        self.agents[id] = Told(tenant)
+        self.agents[id] = History(tenant)
         await self.say(id)
         return id
 
@@ -190,7 +190,7 @@ class Work:
         if turn.state == "interrupted":
             number = self.at.service.next_id()
             heard = await hear(await self.at.agents.resume(history.tenant, id, request=number))
-            law(heard.done is not None and heard.text.startswith(said), "a resumed answer is another one")
+            law(heard.done is not None and heard.text.startswith(said), "a resumed answer differs")
             said = heard.text
         else:
             said = str((turn.answer or {}).get("content"))
@@ -200,7 +200,7 @@ class Work:
         history, other = self.agents[id], self.name()
         number = self.rng.choice([0, history.head, *await self.numbers(id)])
         await self.at.agents.fork(history.tenant, id, turn=number, new_id=other)
-        self.agents[other] = Told(
+        self.agents[other] = History(
             history.tenant, {one: history.turns[one] for one in history.path(number)}, number, number
         )
 
@@ -237,7 +237,7 @@ class Work:
             self.at.agents.chats.account(tenant, named, history.contexts[-1], answer.done)
         await self.at.agents.writer.sync()
         await self.at.service.flush()
-        law(self.on_disk(self.texts[-1]), "what was sampled for a request is not in the log")
+        law(self.on_disk(self.texts[-1]), "a request's replay record is not in the log")
 
     async def refused(self, id: str) -> None:
         """Let the disk refuse every write; no change may be acknowledged."""
@@ -299,7 +299,10 @@ class Work:
         for ids in contexts:
             most = max((shared(ids, one) // BLOCK_TOKENS * BLOCK_TOKENS for one in left), default=0)
             placed = await self.at.service.where(ids, history.salt)
-            law(placed.disk <= most and placed.pool <= most + CHUNK_TOKENS, f"KV of nobody: {placed}, shared {most}")
+            law(
+                placed.disk <= most and placed.pool <= most + CHUNK_TOKENS,
+                f"KV of a deleted context is left: {placed}, shared {most}",
+            )
         await self.kept(before)
 
     async def kept(self, before: dict[tuple[str, int], int]) -> None:
@@ -369,7 +372,7 @@ class Work:
         had += [text for history in self.agents.values() for text in history.tied]
         for text in self.texts:
             held = any(one.startswith(text) for one in had)
-            law(held or not self.on_disk(text), f"{text}, which nobody has, is on the disk")
+            law(held or not self.on_disk(text), f"{text}, which no agent has, is on the disk")
 
     def on_disk(self, text: str) -> bool:
         return any(text.encode() in data for data in self.at.files.files(FOLDER).values())

@@ -110,7 +110,7 @@ def rounded(rows: Floats) -> Floats:
     return np.array(back, np.float32)
 
 
-def foretold(
+def read_independently(
     model: Model, tokens: Sequence[int], context: int, *, coded: bool
 ) -> tuple[list[int], float, NDArray[np.float64]]:
     """Return the likeliest token at each position, the perplexity and all log-probabilities.
@@ -144,8 +144,8 @@ def run(seed: int) -> None:
     tokens = [int(token) for token in rng.integers(0, VOCAB, int(rng.integers(140, 260)))]
     engine = TinyEngine(seed, context, int(rng.integers(10, 100)))
     report = compare(engine, Q8(engine.info.block_bytes, WIDTH), tokens)
-    plain, raw_perplexity, p = foretold(Model(seed), tokens, context, coded=False)
-    coded, perplexity, q = foretold(Model(seed), tokens, context, coded=True)
+    plain, raw_perplexity, p = read_independently(Model(seed), tokens, context, coded=False)
+    coded, perplexity, q = read_independently(Model(seed), tokens, context, coded=True)
     agreed = sum(one == other for one, other in zip(plain, coded, strict=True))
     apart = np.sort((np.exp(p) * (p - q)).sum(axis=1))
     said = f"{report}, but {agreed} of {len(plain)}, {raw_perplexity}, {perplexity}"

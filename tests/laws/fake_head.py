@@ -63,12 +63,12 @@ class FakeHead:
             self.slots[self.slot(table, place)] = context
         if row.logits_from is None:
             return RowResult()
-        law(row.states_from == row.end - 1 == row.logits_from, "the head is asked for other places than its last")
+        law(row.states_from == row.end - 1 == row.logits_from, "the head is asked for other positions than its last")
         state = _Truth(self.model).state(context).to_bytes(8, "little")
         self.model.prefixes[state] = context
         return RowResult(self.model.oracle(context, GREEDY, 1)[0], states=state)
 
     def slot(self, table: Sequence[int], place: int) -> int:
         block = table[place // self.size]
-        law(0 <= block < self.info.blocks[0], "a block that the head has not")
+        law(0 <= block < self.info.blocks[0], "a block that the head does not have")
         return block * self.size + place % self.size

@@ -961,7 +961,7 @@ class World:
             self.beside += beside and bool(past)
             client.overtaken += bool(past) and not beside
             client.awaited = client.awaited + 1 if awaiting else 0
-            law(client.overtaken <= 12 * 48, "a request was overtaken without end")
+            law(client.overtaken <= 12 * 48, "a request was overtaken too often")
             if awaiting or is_long or outranked:
                 kept = kept or self.need(client)
             elif short and long and room and running + (place > 0) < self.max_rows and not self.shared(plan):
@@ -1085,7 +1085,7 @@ class World:
     def check_report(self, client: Client, output: Output) -> None:
         report, prompt = output.cache, len(client.request.prompt)
         law(report is not None and report.computed + report.cached == prompt, "the cache report does not add up")
-        law(report is not None and min(report.pool, report.ram, report.disk, report.load) >= 0, "less than nothing")
+        law(report is not None and min(report.pool, report.ram, report.disk, report.load) >= 0, "a negative count")
         law(client.reports == 0, "two cache reports")
         client.reports += 1
         if client.start is not None and report is not None:
@@ -1106,7 +1106,7 @@ class World:
         late = {planned_at, self.clock.now()}
         law(any(abs(client.arrival + total - end) < 1e-6 for end in late), "the timing does not add up")
         if output.finish is FinishReason.ERROR:
-            law(output.id in broken and bool(output.error), "an error from nowhere")
+            law(output.id in broken and bool(output.error), "an error without an injected fault")
         elif output.finish is FinishReason.DEADLINE:
             law(client.deadline <= planned_at, "ended before its deadline")
         else:
@@ -1154,7 +1154,10 @@ class World:
                 law(all(len(self.tokens_of(key)) % self.size == 0 for key in pool._index), "a state within a block")
             # Evicting a context on demand may leave another one's blocks beyond their common prefix.
             if not self.windows[number] and not (self.storage is not None and self.storage.evicted):
-                law(all(self.parents[key][0] in pool._index or self.first(key) for key in pool._index), "orphan block")
+                law(
+                    all(self.parents[key][0] in pool._index or self.first(key) for key in pool._index),
+                    "a block that nothing refers to",
+                )
         self.window_blocks()
         for sequence in running:
             for pool, table in zip(self.cache.pools, sequence.kv.table.groups, strict=True):
@@ -1180,7 +1183,7 @@ class World:
         """Check that no token counts as loaded twice."""
         for sequence in self.scheduler._sequences.values():
             apart = itertools.pairwise(sequence.kv.progress.brought)
-            law(all(one.end <= two.begin for one, two in apart), "what was loaded counts twice")
+            law(all(one.end <= two.begin for one, two in apart), "loaded tokens count twice")
 
     def woken(self, sequence: Sequence) -> None:
         """Check that a waiting sequence would still wait; whatever could change that must have woken it."""
@@ -1192,9 +1195,9 @@ class World:
         if blocked_on == "load":
             law(kv.progress.loading, "a sequence waits for a load that has ended")
         elif isinstance(blocked_on, bytes):
-            law(blocked_on in self.cache._computing, "a sequence waits for what nobody computes")
+            law(blocked_on in self.cache._computing, "a sequence waits for a block that nobody computes")
             there = blocked_on in self.cache.pools[0]._index  # a window group may need its beginning, which may be gone
-            law(not there or any(self.windows), "what a sequence waits for is there")
+            law(not there or any(self.windows), "a sequence waits for something that is there")
         else:
             cached = self.cache.found(kv, sequence.tokens, False) if sequence.scored >= sequence.to_score else 0
             law(cached <= match.covered, "more is cached than a waiting sequence knows")
@@ -1218,9 +1221,9 @@ class World:
             law(all(blocks[block].parent == parent for block in after), "a block follows another key")
             law(tokens == sorted(set(tokens)), "blocks after a key are not in order")
             begun = any(two[: len(one)] == one for one, two in itertools.pairwise(tokens))
-            law(not begun, "a part outlives what begins with it")
+            law(not begun, "a partial block outlives a longer one that begins with it")
         parts = [block for block, published in blocks.items() if len(published.tokens) < self.size]
-        law(all(not pool.holders(block) for block in parts), "a part is held")
+        law(all(not pool.holders(block) for block in parts), "a partial block is held")
 
     def first_key(self, key: bytes) -> bytes:
         """Return the key of a chain's first block."""

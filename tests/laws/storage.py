@@ -55,7 +55,7 @@ class Work:
 
     def __init__(self, files: CrashFiles, time: Time, seed: int) -> None:
         self.files, self.time, self.rng = files, time, random.Random(seed)
-        self.told: dict[bytes, Chunk] = {}
+        self.offered: dict[bytes, Chunk] = {}
         """Every chunk that was ever handed to the store."""
         self.whole: dict[bytes, tuple[bytes, int]] = {}
         """For each tail, the chunk that it begins and its number of blocks."""
@@ -97,34 +97,37 @@ class Work:
 
     def keep(self) -> None:
         rng = self.rng
-        there = [self.told[key] for key in chunk_files(self.files) if key in self.kept]
+        there = [self.offered[key] for key in chunk_files(self.files) if key in self.kept]
         after = rng.choice(there) if there and rng.random() < 0.7 else None
         goes_on = after is not None and after.key in self.whole
         chunks = [self.longer(after)] if after is not None and goes_on else self.more(after)
         for chunk in chunks:
-            self.told[chunk.key] = chunk
+            self.offered[chunk.key] = chunk
             self.erased.discard(chunk.key)
         before, evicted, pinned = chunk_files(self.files), self.store.stats().evicted, self.protected()
         count = self.store.keep(chunks)
-        law(0 <= count <= len(chunks), "keep counts what it was given")
+        law(0 <= count <= len(chunks), "keep counts more than it was given")
         self.kept.update(chunk.key for chunk in chunks[:count])
         for chunk in chunks[:count]:
             self.used[chunk.key] = self.time.now()
-            law(self.lying or self.is_there(chunk.key), "what keep reports has a file")
+            law(self.lying or self.is_there(chunk.key), "a chunk that keep reports has no file")
         if self.sound:
             there = chunk_files(self.files)
             for chunk in chunks[:count]:
                 law(
                     self.store.fetch(chunk.key, chunk.tokens) == (chunk if chunk.key in there else None),
-                    "what was kept",
+                    "a kept chunk is not returned",
                 )
-            law(not any(self.replaced(key, there) for key in there), "a tail beside what begins with it")
-            law(count == len(chunks) or self.crowded(after) or self.hangs(chunks[count]), "refused for no reason")
+            law(not any(self.replaced(key, there) for key in there), "a tail beside a longer chunk")
+            law(
+                count == len(chunks) or self.crowded(after) or self.hangs(chunks[count]),
+                "a chunk was refused without a reason",
+            )
             gone = set(before) - set(there)
             taken = {one for key in gone if self.replaced(key, there) for one in self.family(key) & gone}
-            law(not (gone - taken) & pinned, "pinned chunks stay")
+            law(not (gone - taken) & pinned, "a pinned chunk was evicted")
             counted = self.store.stats().evicted - evicted
-            law(len(gone - taken) <= counted <= len(gone), "evictions are counted")
+            law(len(gone - taken) <= counted <= len(gone), "evictions are miscounted")
             gone -= taken
             self.check_order(gone, {chunk.key for chunk in chunks}, sum(self.disk(key) for key in taken))
             for chunk in chunks[:count]:
@@ -134,8 +137,8 @@ class Work:
         """Hand over a part of a stored chunk: it counts as kept, and nothing new is written."""
         there = chunk_files(self.files)
         if chunk.group != STATE and chunk.key in there and chunk.key not in self.whole:
-            law(self.store.keep([self.tail(chunk, 1)]) == 1, "a part of what is there is refused")
-            law(chunk_files(self.files) == there, "a part of what is there is written beside it")
+            law(self.store.keep([self.tail(chunk, 1)]) == 1, "a part of a stored chunk is refused")
+            law(chunk_files(self.files) == there, "a part of a stored chunk is written beside it")
 
     def more(self, after: Chunk | None) -> list[Chunk]:
         """Return some chunks of one group after this one; the last may be a tail, perhaps with a state."""
@@ -157,14 +160,14 @@ class Work:
         keys = blocks_of(chunk)
         tokens, pages = chunk.tokens[: 16 * count], chunk.pages[: len(chunk.pages) // 4 * count]
         heads = tuple(key[:HEAD_BYTES] for key in keys[: count - 1])
-        self.told[chunk.key], self.whole[keys[count - 1]] = chunk, (chunk.key, count)
+        self.offered[chunk.key], self.whole[keys[count - 1]] = chunk, (chunk.key, count)
         return Chunk(keys[count - 1], chunk.parent, tokens, chunk.depth, pages, chunk.group, heads)
 
     def longer(self, tail: Chunk) -> Chunk:
         """Return a longer tail of the same chunk, or the chunk."""
         key, count = self.whole[tail.key]
         more = self.rng.randrange(count + 1, 5)
-        return self.told[key] if more == 4 else self.tail(self.told[key], more)
+        return self.offered[key] if more == 4 else self.tail(self.offered[key], more)
 
     def replaced(self, key: bytes, there: Collection[bytes]) -> bool:
         """Return whether something longer that begins with this tail is stored."""
@@ -193,50 +196,57 @@ class Work:
         """
         held = chunk_files(self.files)
         law(not gone or BUDGET - on_disk(self.files) - replaced <= 3 * BLOCK, "more was evicted than had to go")
-        parents = {self.told[key].parent for key in held}
-        leaves = held.keys() - parents - self.protected() - fresh - {self.told[key].parent for key in fresh}
+        parents = {self.offered[key].parent for key in held}
+        leaves = held.keys() - parents - self.protected() - fresh - {self.offered[key].parent for key in fresh}
         # A chunk with a state was no leaf while the state was there, and states have an eviction order of their own.
-        states = [self.told[key] for key in gone if self.told[key].group == STATE]
+        states = [self.offered[key] for key in gone if self.offered[key].group == STATE]
         leaves -= {one.key for state in states for one in self.path_to(state)}
         for one in gone:
             for leaf in leaves:
-                same = self.told[one].group == self.told[leaf].group
-                same = same and len(self.told[one].tokens) == len(self.told[leaf].tokens)
-                law(not same or self.last_use(one) <= self.last_use(leaf) + 61, "the oldest leaf goes first")
+                same = self.offered[one].group == self.offered[leaf].group
+                same = same and len(self.offered[one].tokens) == len(self.offered[leaf].tokens)
+                law(
+                    not same or self.last_use(one) <= self.last_use(leaf) + 61, "a leaf was evicted before an older one"
+                )
 
     def last_use(self, key: bytes) -> float:
         """Return the last use of a chunk and of everything that extended it."""
-        below = [self.last_use(one.key) for one in self.told.values() if one.parent == key and one.key in self.kept]
+        below = [self.last_use(one.key) for one in self.offered.values() if one.parent == key and one.key in self.kept]
         return max([self.used.get(key, 0.0), *below])
 
     def fetch(self) -> None:
-        if not self.told:
+        if not self.offered:
             return
-        chunk = self.told[self.rng.choice(sorted(self.told))]
+        chunk = self.offered[self.rng.choice(sorted(self.offered))]
         there = chunk.key in chunk_files(self.files)
         got = self.store.fetch(chunk.key, chunk.tokens)
-        law(got is None or got == chunk, "other bytes than were kept")
-        law(not self.sound or (got is not None) == there, "a chunk that is there is found")
+        law(got is None or got == chunk, "fetched bytes differ from those kept")
+        law(not self.sound or (got is not None) == there, "a stored chunk is not returned")
         if got is not None:
             self.used[chunk.key] = self.time.now()
         wrong = (chunk.tokens[0] + 1, *chunk.tokens[1:])
-        law(self.store.fetch(chunk.key, wrong) is None, "a chunk for other tokens")
+        law(self.store.fetch(chunk.key, wrong) is None, "a chunk is returned for other tokens")
         path = self.path_to(chunk)
         hole = self.rng.randrange(len(path))
         keys = [one.key for one in path]
-        law(self.store.match_prefix([*keys[:hole], bytes(32), *keys[hole:]]) <= hole, "leading keys end at a hole")
+        law(
+            self.store.match_prefix([*keys[:hole], bytes(32), *keys[hole:]]) <= hole, "leading keys go on beyond a hole"
+        )
         count = self.store.match_prefix(keys)
         held = chunk_files(self.files)
-        law(not self.lying or got is not None or count < len(path), "a chunk that is not given is not found again")
+        law(not self.lying or got is not None or count < len(path), "a chunk that cannot be fetched is still counted")
         if self.sound:
-            law(count == next((i for i, one in enumerate(path) if one.key not in held), len(path)), "leading keys")
+            law(
+                count == next((i for i, one in enumerate(path) if one.key not in held), len(path)),
+                "leading keys are miscounted",
+            )
             if count:
                 self.used[path[count - 1].key] = self.time.now()
 
     def path_to(self, chunk: Chunk) -> list[Chunk]:
         path = [chunk]
         while path[0].parent:
-            path.insert(0, self.told[path[0].parent])
+            path.insert(0, self.offered[path[0].parent])
         return path
 
     def family(self, key: bytes) -> set[bytes]:
@@ -245,18 +255,18 @@ class Work:
         while waiting:
             one = waiting.pop()
             descendants.add(one)
-            waiting += [chunk.key for chunk in self.told.values() if chunk.parent == one]
+            waiting += [chunk.key for chunk in self.offered.values() if chunk.parent == one]
         return descendants
 
     def drop(self) -> None:
-        if not self.told:
+        if not self.offered:
             return
-        key = self.rng.choice(sorted(self.told))
-        family, parent = self.family(key), self.told[key].parent
+        key = self.rng.choice(sorted(self.offered))
+        family, parent = self.family(key), self.offered[key].parent
         self.used[parent] = max(self.used.get(parent, 0.0), self.last_use(key))
         self.kept -= family
         count = self.store.drop([key])
-        law(not self.sound or count <= len(family), "drop counts what went")
+        law(not self.sound or count <= len(family), "drop counts more than went")
         self.erased |= family
 
     def pin(self) -> None:
@@ -283,10 +293,10 @@ class Work:
     # ---------------------------------------------------------------------------------------------------------- laws
 
     def disk(self, key: bytes) -> int:
-        return -(-(len(self.told[key].pages) + 600) // BLOCK) * BLOCK if key in self.whole else self.whole_disk(key)
+        return -(-(len(self.offered[key].pages) + 600) // BLOCK) * BLOCK if key in self.whole else self.whole_disk(key)
 
     def whole_disk(self, key: bytes) -> int:
-        return -(-SIZES[self.told[key].group] // BLOCK) * BLOCK
+        return -(-SIZES[self.offered[key].group] // BLOCK) * BLOCK
 
     def pins_alone(self, files: CrashFiles) -> bool:
         """Return whether only pin files exceed the budget, because all chunks are pinned."""
@@ -307,14 +317,17 @@ class Work:
             return
         stats, held = self.store.stats(), chunk_files(self.files)
         law(stats.bytes == on_disk(self.files), f"{stats.bytes} bytes are counted, {on_disk(self.files)} are taken")
-        law(stats.bytes <= BUDGET or self.pins_alone(self.files), "the budget is kept")
-        law(stats.chunks == len(held) == len(held.keys() & self.told.keys()), "what is counted is there")
-        law(stats.pinned == len(self.protected()), "pinned chunks are counted")
-        law(not held.keys() & self.erased, "what was dropped is gone")
-        law((stats.damaged, stats.trouble) == (0, ""), "nothing is damaged")
+        law(stats.bytes <= BUDGET or self.pins_alone(self.files), "the budget is exceeded")
+        law(
+            stats.chunks == len(held) == len(held.keys() & self.offered.keys()),
+            "the count of chunks differs from the files",
+        )
+        law(stats.pinned == len(self.protected()), "pinned chunks are miscounted")
+        law(not held.keys() & self.erased, "a dropped chunk is left")
+        law((stats.damaged, stats.trouble) == (0, ""), "damage or trouble is reported without cause")
         for key in held:
-            law(not self.told[key].parent or self.told[key].parent in held, "a chunk without what it extends")
-        law(not [path for path in self.files.files(FOLDER) if path.name.startswith("tmp-")], "a leftover")
+            law(not self.offered[key].parent or self.offered[key].parent in held, "a chunk without what it extends")
+        law(not [path for path in self.files.files(FOLDER) if path.name.startswith("tmp-")], "a temporary file is left")
 
     def check_after(
         self,
@@ -332,23 +345,26 @@ class Work:
         before = chunk_files(files) if before is None else before
         store = start(files, self.time)
         held, stats = chunk_files(files), store.stats()
-        law(stats.trouble == "", "a store opens after a crash")
-        law(stats.bytes == on_disk(files), "bytes after a crash")
-        law(not tight or stats.bytes <= BUDGET or self.pins_alone(files), "the budget after a crash")
-        law(stats.chunks == len(held), "chunks after a crash")
-        law(not [path for path in files.files(FOLDER) if path.name.startswith("tmp-")], "a leftover after a crash")
-        law(not any(self.replaced(key, held) for key in held), "a tail comes back beside what begins with it")
+        law(stats.trouble == "", "a store does not open after a crash")
+        law(stats.bytes == on_disk(files), "bytes are miscounted after a crash")
+        law(not tight or stats.bytes <= BUDGET or self.pins_alone(files), "the budget is exceeded after a crash")
+        law(stats.chunks == len(held), "chunks are miscounted after a crash")
+        law(
+            not [path for path in files.files(FOLDER) if path.name.startswith("tmp-")],
+            "a temporary file is left after a crash",
+        )
+        law(not any(self.replaced(key, held) for key in held), "a tail comes back beside a longer chunk")
         taken = {one for key in self.whole if self.replaced(key, before) for one in self.family(key)}
         lost = len(must - held.keys() - taken)
         law(lost <= stats.evicted + evicted, f"{lost} chunks that were kept do not survive a crash")
-        law(not held.keys() & self.erased, "what was dropped does not come back")
+        law(not held.keys() & self.erased, "a dropped chunk comes back")
         for key in held:
-            chunk = self.told[key]
-            law(store.fetch(key, chunk.tokens) == chunk, "whole after a crash")
-            law(not chunk.parent or chunk.parent in held, "a hole after a crash")
+            chunk = self.offered[key]
+            law(store.fetch(key, chunk.tokens) == chunk, "a chunk is damaged after a crash")
+            law(not chunk.parent or chunk.parent in held, "a chunk without its parent after a crash")
         if not self.pinning and self.pins_known:
             pinned = {one for key in frozenset().union(*self.pins.values()) for one in self.above(key, held)}
-            law(store.stats().pinned == len(pinned), "pins survive a crash")
+            law(store.stats().pinned == len(pinned), "pins are lost in a crash")
         store.close()
 
     def above(self, key: bytes, held: Collection[bytes]) -> set[bytes]:
@@ -359,7 +375,7 @@ class Work:
         for one in (key, *([whole, *longer] if whole else [])):
             while one in held and one not in ancestors:
                 ancestors.add(one)
-                one = self.told[one].parent
+                one = self.offered[one].parent
         return ancestors
 
     def must(self) -> set[bytes]:
@@ -425,19 +441,19 @@ def fault_at(seed: int, fault: Fault, steps: int = STEPS) -> bool:
         time.sleep(61)
         work.store.tend()
     stats = work.store.stats()
-    law(stats.trouble == "", "a store comes back with its disk")
+    law(stats.trouble == "", "a store stays in trouble although its disk works")
     law(stats.bytes == on_disk(files), f"{stats.bytes} bytes are counted after a fault, {on_disk(files)} are taken")
-    law(stats.bytes <= BUDGET + 2 * BLOCK, "the budget after a fault")
-    law(stats.chunks == len(chunk_files(files)), "chunks after a fault")
-    law(not chunk_files(files).keys() & work.erased, "what was dropped is gone when the disk is back")
+    law(stats.bytes <= BUDGET + 2 * BLOCK, "the budget is exceeded after a fault")
+    law(stats.chunks == len(chunk_files(files)), "chunks are miscounted after a fault")
+    law(not chunk_files(files).keys() & work.erased, "a dropped chunk is left when the disk is back")
     must = work.must()
     for _ in range(3):
         work.check_after(files.crash(rng), must, tight=False)
     for owner in "ab":
         work.store.pin(owner, [])
     more = chain(3, salt=b"more", size=SIZES[0])
-    work.told |= {chunk.key: chunk for chunk in more}
-    law(work.store.keep(more) == 3, "a store keeps again when the disk works again")
+    work.offered |= {chunk.key: chunk for chunk in more}
+    law(work.store.keep(more) == 3, "a store refuses chunks although the disk works again")
     work.store.close()
     return struck
 
@@ -448,7 +464,7 @@ def failed_erasure(seed: int) -> None:
     files, rng = CrashFiles(seed=seed, now=time.now), random.Random(seed)
     work = Work(files, time, seed)
     work.run(rng.randrange(4, STEPS))
-    roots = [key for key in chunk_files(files) if not work.told[key].parent]
+    roots = [key for key in chunk_files(files) if not work.offered[key].parent]
     if not roots:
         return
     family = sorted(work.family(rng.choice(roots)))
@@ -498,16 +514,16 @@ def damage_at_random(seed: int, steps: int = STEPS) -> None:
         if rng.random() < 0.3:
             work.restart()
         work.step()
-        law(work.store.stats().trouble == "", "damage is no failure of the disk")
+        law(work.store.stats().trouble == "", "damage is reported as a failure of the disk")
     work.restart()
     work.store.scrub()
     for key in chunk_files(files):
-        chunk = work.told[key]
-        law(work.store.fetch(key, chunk.tokens) == chunk, "a scrub leaves what is whole")
+        chunk = work.offered[key]
+        law(work.store.fetch(key, chunk.tokens) == chunk, "a scrub removed an undamaged chunk")
     swept = work.store.scrub()
-    law((swept.damaged, swept.unreadable) == (0, 0), "one scrub finds everything")
+    law((swept.damaged, swept.unreadable) == (0, 0), "a second scrub finds more damage")
     work.restart()
-    law(work.store.stats().bytes == on_disk(files), "bytes after damage")
+    law(work.store.stats().bytes == on_disk(files), "bytes are miscounted after damage")
 
 
 def full_disk(seed: int) -> int:
@@ -527,20 +543,20 @@ def full_disk(seed: int) -> int:
         offered += chunks
         free = files.free(FOLDER)
         count = store.keep(chunks)
-        law(files.free(FOLDER) >= min(free, 4 * BLOCK), "the store grows into the reserve")
-        law(count == len(chunks) or store.stats().trouble != "", "a full disk is said")
+        law(files.free(FOLDER) >= min(free, 4 * BLOCK), "the store grew into the reserve")
+        law(count == len(chunks) or store.stats().trouble != "", "a full disk is not reported")
         for chunk in offered:
             got = store.fetch(chunk.key, chunk.tokens)
-            law(got in (None, chunk), "other bytes than were kept")
+            law(got in (None, chunk), "fetched bytes differ from those kept")
         store.tend()
-        law(store.stats().bytes == on_disk(files), "bytes on a full disk")
+        law(store.stats().bytes == on_disk(files), "bytes are miscounted on a full disk")
     refused = store.stats().refused
     for number in range(3):
         files.vanish(Path(f"/others{number}"))
     time.sleep(61)
     store.tend()
-    law(store.stats().trouble == "", "a store comes back when the disk has room")
-    law(store.keep(chain(2, salt=b"more", size=SIZES[0])) == 2, "a store keeps when the disk has room")
+    law(store.stats().trouble == "", "a store stays in trouble although the disk has room")
+    law(store.keep(chain(2, salt=b"more", size=SIZES[0])) == 2, "a store refuses chunks although the disk has room")
     return refused
 
 

@@ -114,7 +114,7 @@ class Storage:
             stores = {"ram": RamStore(20_000), "disk": self.disk}
         self.tiers = Tiers(world.cache, world.engine.inner, world.clock, stores, load=self.load, limits=self.limits)
         behind = self.tiers.write_behind
-        self.flushing, self.untold, self.lose = list[Flushing](), 0, behind._lose
+        self.flushing, self.unreported, self.lose = list[Flushing](), 0, behind._lose
         behind._lose = self.lost  # type: ignore[method-assign]
 
     def warm(self) -> None:
@@ -177,10 +177,10 @@ class Storage:
         kind = chance.choice(("flush", "pin", "unpin", "prefetch", "evict", "where"))
         self.asked += kind != "where"
         if kind == "flush":
-            flush = Flushing(set(), self.untold)
+            flush = Flushing(set(), self.unreported)
             self.tiers.flush(lambda gone: self.flushed(flush, gone))
             flush.chunks.update(self.tiers.write_behind._outstanding.items())  # including chunks that waited as tails
-            self.untold = 0
+            self.unreported = 0
             self.flushing.append(flush)
         elif kind in ("pin", "unpin"):
             self.tiers.pin("agent", tokens if kind == "pin" else (), request.salt, self.done)
@@ -201,7 +201,7 @@ class Storage:
         waiting = [flush for flush in self.flushing if serial in {one for _, one in flush.chunks}]
         for flush in waiting:
             flush.lost += 1
-        self.untold += not waiting
+        self.unreported += not waiting
         self.lose(serial)
 
     def flushed(self, flush: Flushing, gone: int) -> None:
@@ -224,10 +224,10 @@ class Storage:
             blocks = [self.world.cache.pools[noted.chunk.group]._index.get(block) for block in noted.blocks]
             law(None not in blocks, "a chunk waits for blocks that are gone")
             state = self.world.groups[noted.chunk.group].kind == "state"
-            law(state or not set(noted.tails) & set(waiting), "a tail waits beside what takes its place")
+            law(state or not set(noted.tails) & set(waiting), "a tail waits beside the chunk that replaces it")
         law(
             not any(noted.chunk.parent in behind.waiting.spare for noted in behind.waiting.noted.values()),
-            "what is spare is in the way",
+            "a noted chunk waits behind a spare parent",
         )
         queued = [job for job in self.tiers.writer._jobs if isinstance(job, Chunk)]
         later: set[bytes] = set()
@@ -237,12 +237,15 @@ class Storage:
         used = sorted((block, key) for key, noted in waiting.items() for block in noted.blocks)
         law(
             used == sorted((block, key) for block, keys in behind.waiting.users.items() for key in keys),
-            "blocks of nobody",
+            "blocks are noted for the wrong chunks",
         )
         counts = Counter[int]()
         for noted in behind.waiting.noted.values():
             counts[noted.chunk.group] += len(noted.blocks)
-        law([counts[group] for group in range(len(behind.waiting.blocks))] == behind.waiting.blocks, "noted blocks")
+        law(
+            [counts[group] for group in range(len(behind.waiting.blocks))] == behind.waiting.blocks,
+            "noted blocks are miscounted",
+        )
         denied = {context for context in self.tiers._loads if not context.progress.loading}
         law(not denied, "a load that its context denies")
         law(self.disk.stats().bytes <= self.disk.stats().budget, "the store is larger than its budget")
@@ -324,4 +327,4 @@ class Storage:
                 there.setdefault((root, tokens[:before]), []).append(chunk.tokens)
         for alike in there.values():
             for one, two in itertools.pairwise(sorted(alike)):
-                law(two[: len(one)] != one, "a tail is kept beside what begins with it")
+                law(two[: len(one)] != one, "a tail is kept beside a longer one")

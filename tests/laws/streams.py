@@ -180,7 +180,7 @@ class World:
         """Deliver one frame as the service does."""
         ids, tokens, others = _columns([output])
         flight = self.flight
-        law(len(ids) + len(others) == 1, "an output travels once")
+        law(len(ids) + len(others) == 1, "an output travels more than once, or not at all")
         for token in tokens:
             flight.accept_token(token)
         for other in others:
@@ -202,7 +202,10 @@ class World:
                 self.tokens += event.tokens
                 self.logprobs += event.logprobs
                 self.scores += event.prompt_logprobs
-                law(not event.tokens or not self.scores or len(self.scores) == 7, "a token before the prompt's scores")
+                law(
+                    not event.tokens or not self.scores or len(self.scores) == 7,
+                    "a token comes before the prompt's scores",
+                )
             else:
                 self.done = event
         answer = self.answer

@@ -44,16 +44,16 @@ def test_waiting_contexts_outlive_abandoned_ones(prove: bool, figure: Callable[[
     """The baseline at equal bytes is plain LRU."""
     seeds = range(100, 200 if prove else 103)
     memory, disk = ([agent_day.figures(seed, kind) for seed in seeds] for kind in (Memory, Disk))
-    plain = sum(one.untold for one in memory)
+    plain = sum(day.plain for day in memory)
     for name, found in (("memory", memory), ("disk", disk)):
-        told = sum(one.told for one in found)
-        assert all(one.told <= one.untold for one in found), (name, found)
-        assert told < 0.95 * plain, (name, told, plain)
-        figure(f"days of agents, tokens computed again, {name}", f"{told / plain:.0%} of what plain LRU has to")
+        hinted = sum(day.hinted for day in found)
+        assert all(day.hinted <= day.plain for day in found), (name, found)
+        assert hinted < 0.95 * plain, (name, hinted, plain)
+        figure(f"days of agents, tokens computed again, {name}", f"{hinted / plain:.0%} of what plain LRU has to")
 
 
 def test_memory_without_hints_is_plain_lru() -> None:
     events = list(agent_day.day(1))[:200]
     chunks = len({key for event in events for key in event.keys}) // 4
-    plain = agent_day.computed_again(events, LeastRecentlyUsed(chunks), told=False)
-    assert agent_day.computed_again(events, Memory(chunks), told=False) == plain > 0
+    plain = agent_day.computed_again(events, LeastRecentlyUsed(chunks), hints=False)
+    assert agent_day.computed_again(events, Memory(chunks), hints=False) == plain > 0

@@ -198,11 +198,11 @@ def read(stream: TextStream, tokens: Sequence[int], chance: random.Random, most:
     calls: list[dict[str, Any]] = []
     for piece in (piece for delta in deltas for piece in delta.tool_calls):
         if piece.id:
-            law(piece.index == len(calls), "calls come in order")
+            law(piece.index == len(calls), "calls come out of order")
             calls.append({"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}})
         calls[piece.index]["function"]["arguments"] += piece.arguments
-    law([token for delta in deltas for token in delta.tokens] == stream.tokens, "every token that counts, once")
-    law(list(tokens[: len(stream.tokens)]) == stream.tokens, "tokens past a stop do not count")
+    law([token for delta in deltas for token in delta.tokens] == stream.tokens, "a token is missing or comes twice")
+    law(list(tokens[: len(stream.tokens)]) == stream.tokens, "tokens past a stop are counted")
     message: dict[str, Any] = {"role": "assistant", "content": "".join(delta.text for delta in deltas)}
     message["reasoning_content"] = "".join(delta.reasoning for delta in deltas)
     message["tool_calls"] = calls
@@ -223,21 +223,24 @@ def answer(seed: int) -> int:
         message, reason = read(stream, tokens, chance, most)
         law(message["reasoning_content"] == made.reasoning, "reasoning is reasoning")
         law(message["content"] == (made.content if visible is None else visible), "content up to the stop, and no more")
-        law(stream.stopped == (visible is not None), "a stop is seen")
+        law(stream.stopped == (visible is not None), "a stop is missed")
         calls = [(one["function"]["name"], json.loads(one["function"]["arguments"])) for one in message["tool_calls"]]
-        law(calls == (made.calls if visible is None else []), "calls are calls, and their arguments JSON")
+        law(calls == (made.calls if visible is None else []), "a tool call is wrong, or its arguments are no JSON")
         law(reason == ("tool_calls" if calls else "stop"), "the reason fits")
         ids = visible_ids(speech, stream.tokens, message, BOTH)
         if message["content"] or calls:
-            law(ids is not None, "what was seen can be put back")
+            law(ids is not None, "a visible answer cannot be put back")
             again = read(
                 TextStream(speech, Request(id=seed, prompt=(1,), sampling=request.sampling, output=BOTH)),
                 ids or [],
                 chance,
                 2,
             )
-            law(again[0] == message, "what is put back says the same")
-            law(visible is not None or [*(ids or []), *tokens[len(ids or []) :]] == tokens, "and is what was sampled")
+            law(again[0] == message, "an answer that is put back says something else")
+            law(
+                visible is not None or [*(ids or []), *tokens[len(ids or []) :]] == tokens,
+                "a remembered answer differs from the sampled one",
+            )
     return len(tokens)
 
 
@@ -273,9 +276,9 @@ class Chats:
                     message.pop("reasoning_content", None)
             prompt = await self.chat.prompt(messages, TOOLS, tenant=tenant, template_args=arguments)
             plain = await self.chat.prompt(messages, TOOLS, tenant="a stranger", template_args=arguments)
-            law(not edited or prompt.tokens[: len(said)] != said, "an edit wins")
+            law(not edited or prompt.tokens[: len(said)] != said, "an edit was lost")
             if said and not edited:
-                law(prompt.tokens[: len(said)] == said, f"turn {turn} begins with the very ids of the one before")
+                law(prompt.tokens[: len(said)] == said, f"turn {turn} does not begin with the ids of the one before")
                 exact += 1
             law(
                 self._controls(plain.tokens) == await self._controls_of_clean(messages, arguments),

@@ -89,9 +89,9 @@ class Model:
             law(records.get(lsn) == record, f"record {lsn} was acknowledged and is lost")
         for record in records.values():
             law(record in self.written[record.lsn], "a record is found that was never written")
-            law(record.key not in self.erased, "what was erased is found")
+            law(record.key not in self.erased, "an erased record is found")
         newest = [(r.kind, r.key) for r in records.values() if r.kind in NEWEST]
-        law(len(newest) == len(set(newest)), "what was superseded counts")
+        law(len(newest) == len(set(newest)), "a superseded record counts")
         ended = {r.key: r.lsn for r in records.values() if r.kind == RecordKind.END}
         pieces = [r for r in records.values() if r.kind == RecordKind.TOKENS and r.lsn < ended.get(r.key, 0)]
         law(not pieces, "a piece of an answer counts beside its end")
@@ -107,7 +107,7 @@ class Model:
             there = self.must(kept=keys)
             left = [lsn for lsn, record in there.items() if record.key in keys and lsn in records]
             gone = [lsn for lsn, record in there.items() if record.key in keys and lsn not in records]
-            law(not left or not gone, f"half an erasure: {left} are there, {gone} are gone")
+            law(not left or not gone, f"an erasure is half done: {left} are left, {gone} are gone")
 
     def check_read(self, log: Log, records: list[Record]) -> None:
         """Check that `read` finds records by kind and key, and nothing that was erased."""
@@ -116,7 +116,7 @@ class Model:
             newer = read is not None and read in self.written[read.lsn] and read.lsn > record.lsn
             law(newer or read == record, f"record {record.lsn} cannot be read")
         gone = log.read([(kind, key) for key in self.erased for kind in FOUND])
-        law(gone == [None] * (len(FOUND) * len(self.erased)), "what was erased can be read")
+        law(gone == [None] * (len(FOUND) * len(self.erased)), "an erased record can be read")
 
     def check_gone(self, files: CrashFiles) -> None:
         for data in files.files(FOLDER).values():
@@ -254,7 +254,7 @@ def fault_at(seed: int, fault: Fault) -> None:
     log = work.open()  # the log recovers by itself
     work.write(log)
     log.write((), sync=True)
-    law(log.trouble == "", "trouble that is over is said")
+    law(log.trouble == "", "trouble that is over is still reported")
     work.model.synced = dict(work.model.accepted)
     while log.compact():
         pass
@@ -388,22 +388,31 @@ def read_format_1() -> None:
     files = disk_of({FOLDER / f"{1:016x}.log": zlib.decompress(base64.b85decode("".join(FORMAT_1.split())))}, 1)
     log = Log.open(files, FOLDER, SeededRng(4))
     assert log is not None
-    law(log.damaged == 0, "what an earlier release wrote counts as damage")
+    law(log.damaged == 0, "records of an earlier release count as damage")
     facts = [(record.lsn, record.kind, record.key) for record in log.recovered]
     known = [(1, 2, 1), (3, 1, 2), (4, 2, 4), (6, 4, 4), (7, 7, 2), (8, 2, 8), (9, 3, 8), (10, 3, 8), (12, 1, 11)]
-    law(facts == [*known, (15, 6, 15)], f"what an earlier release wrote is read as {facts}")
-    law(not any(b"erased" in data for data in files.files().values()), "its erasure is not finished")
+    law(facts == [*known, (15, 6, 15)], f"records of an earlier release are read as {facts}")
+    law(
+        not any(b"erased" in data for data in files.files().values()),
+        "an erasure of an earlier release is not finished",
+    )
     registry = AgentRegistry()
-    law(registry.load(log.recovered) == [], "what an earlier release wrote belongs to nobody")
+    law(registry.load(log.recovered) == [], "a record of an earlier release belongs to no agent")
     ada, eve = registry.find("default", "ada"), registry.find("default", "eve")
     assert ada is not None and eve is not None
-    law((ada.record.ttl, ada.record.pinned, ada.record.metadata) == (86400.0, False, {"a": "b"}), "an agent's fields")
-    law((ada.head.number, ada.head.state, ada.savings.requests) == (2, "interrupted", 1), "an agent's place")
-    law((eve.head.key, eve.record.origin, eve.record.pinned) == (4, "ada", True), "a fork's place")
+    law(
+        (ada.record.ttl, ada.record.pinned, ada.record.metadata) == (86400.0, False, {"a": "b"}),
+        "an agent's fields are wrong",
+    )
+    law((ada.head.number, ada.head.state, ada.savings.requests) == (2, "interrupted", 1), "an agent's head is wrong")
+    law((eve.head.key, eve.record.origin, eve.record.pinned) == (4, "ada", True), "a fork's head is wrong")
     cut = ada.head.held
-    law(cut.began.messages == ({"role": "user", "content": "What is my name?"},), "a turn's message")
-    law(cut.answer == {"role": "assistant", "content": "You are", "reasoning_content": "hm"}, "what a cut turn said")
-    law(list(cut.tokens) == [6, 7, 8] and cut.began.engine == b"", "what a cut turn holds")
+    law(cut.began.messages == ({"role": "user", "content": "What is my name?"},), "a turn's message is wrong")
+    law(
+        cut.answer == {"role": "assistant", "content": "You are", "reasoning_content": "hm"},
+        "a cut turn's answer is wrong",
+    )
+    law(list(cut.tokens) == [6, 7, 8] and cut.began.engine == b"", "a cut turn's tokens are wrong")
     turn, end = log.read([(RecordKind.TURN, 4), (RecordKind.END, 4)])
     began = decode(turn.payload, TurnRecord) if turn is not None else None
     ended = decode(end.payload, EndRecord) if end is not None else None
@@ -411,11 +420,11 @@ def read_format_1() -> None:
     content = Content(began)
     content.end(ended)
     context = Branch([Content(TurnRecord(agent=0, number=0)), content]).context()
-    law(context == [*range(10, 90), 1, 2, 3, 4, 5], "a turn's context")
-    law(content.answer == {"role": "assistant", "content": "Hello, Ada."}, "a turn's answer")
-    law(began.sampling is not None and began.sampling.max_tokens == 12, "how a turn was sampled")
+    law(context == [*range(10, 90), 1, 2, 3, 4, 5], "a turn's context is wrong")
+    law(content.answer == {"role": "assistant", "content": "Hello, Ada."}, "a turn's answer is wrong")
+    law(began.sampling is not None and began.sampling.max_tokens == 12, "a turn's sampling parameters are wrong")
     (kept,) = ReplayRecords().load(log.recovered)[b"i" * 32]
-    law(kept[0] == "default" and list(kept[1].ids) == [1, 2, 3], "what was sampled for a request")
+    law(kept[0] == "default" and list(kept[1].ids) == [1, 2, 3], "a replay record is wrong")
     log.close()
 
 

@@ -109,7 +109,7 @@ def bend(file: File, rng: random.Random) -> bytes:
             name, shape, number, offset = file.tensors[at]
             new: Any = [
                 (rng.choice(NAMES), shape, number, offset),
-                (name, tuple(rng.choice((*NUMBERS, one)) for one in shape), number, offset),
+                (name, tuple(rng.choice((*NUMBERS, size)) for size in shape), number, offset),
                 (name, shape[::-1], number, offset),
                 (name, shape + (1,) * rng.randrange(6), number, offset),
                 (name, shape, rng.randrange(42), offset),

@@ -49,11 +49,11 @@ def test_files_that_mean_harm_are_refused_within_bounds(
     """A pipe hung the start, /dev/zero took all memory, and absurd counts took minutes and gigabytes."""
     results = outcomes(tmp_path, list(FILES) if prove else list(SOME))
     wrong, slowest, largest, refused = [], (0.0, ""), (0.0, ""), 0
-    for one in results:
-        hostile, name, said = FILES[str(one["name"])], str(one["name"]), str(one["said"])
-        cpu, grown = float(str(one["cpu"])), float(str(one["grown"]))
+    for result in results:
+        hostile, name, said = FILES[str(result["name"])], str(result["name"]), str(result["said"])
+        cpu, grown = float(str(result["cpu"])), float(str(result["grown"]))
         if hostile.says not in said or cpu > hostile.seconds or grown > hostile.mebibytes:
-            wrong.append(one)
+            wrong.append(result)
         if said != "loaded":
             refused += 1
             slowest, largest = max(slowest, (cpu, name)), max(largest, (grown, name))

@@ -139,7 +139,7 @@ def test_only_experts_that_tokens_chose_come_into_memory(tmp_path: Path) -> None
     for where in ("memory", "mapped"):
         command = [sys.executable, "-c", RESIDENT, str(model), where]
         done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
-        found[where] = [int(one) for one in done.stdout.split()]
+        found[where] = [int(word) for word in done.stdout.split()]
     assert found["memory"][0] > experts, "where they are held they are memory"
     assert found["mapped"][0] < experts / 2 and found["mapped"][1] < experts / 2
 
@@ -181,7 +181,9 @@ def test_a_damaged_expert_is_packed_again(
     with file.open("rb", 0) as opened:
         described = packed_file._described(opened)
     ends = np.cumsum([packed_matrices.START, *(matrice.bytes for matrice in described.matrices)])
-    experts = [number for number, one in enumerate(described.matrices) if one.bytes == described.matrices[4].bytes]
+    experts = [
+        number for number, matrix in enumerate(described.matrices) if matrix.bytes == described.matrices[4].bytes
+    ]
     at = int(ends[experts[0]] if place == "first" else ends[experts[-1] + 1] - 1)
     data[at] ^= 1
     file.write_bytes(data)

@@ -141,7 +141,7 @@ async def test_a_call_does_not_wait_for_its_own_lease(tmp_path: Path) -> None:
             await until(lambda: "unloading" in states(models))
             ready.set()
             outcomes = await asyncio.gather(*calls, other, return_exceptions=True)
-            assert any(isinstance(one, Unavailable) for one in outcomes[:2])  # neither waits for the other
+            assert any(isinstance(outcome, Unavailable) for outcome in outcomes[:2])  # neither waits for the other
             assert await nested("alpha") and await nested("delta")
 
 
@@ -643,4 +643,4 @@ async def test_a_model_finds_its_kv_whichever_way_it_is_served(tmp_path: Path) -
             await models.close()
     first, *rest = answers.values()
     assert first.startswith("0 of ") and not first.endswith(" 0")
-    assert all(int(one.split(" of ")[0]) >= int(first.split(" of ")[1]) for one in rest), answers
+    assert all(int(answer.split(" of ")[0]) >= int(first.split(" of ")[1]) for answer in rest), answers

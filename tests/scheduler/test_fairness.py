@@ -79,7 +79,7 @@ def test_waiting_items_are_listed_in_serving_order() -> None:
     order = list(rounds)
     served = []
     while line := list(rounds):
-        assert line == [one for one in order if one in line]
+        assert line == [item for item in order if item in line]
         served.append(line[0])
         rounds.remove(line[0][0], line[0])
         rounds.served(line[0][0])

@@ -365,8 +365,8 @@ def test_the_same_holds_on_a_real_disk(tmp_path: Path) -> None:
     log.erase([2])
     log.close()
     assert path.stat().st_mode & 0o777 == 0o700
-    assert all(one.stat().st_mode & 0o777 == 0o600 for one in path.iterdir())
-    assert not any(b"secret text" in one.read_bytes() for one in path.iterdir())
+    assert all(file.stat().st_mode & 0o777 == 0o600 for file in path.iterdir())
+    assert not any(b"secret text" in file.read_bytes() for file in path.iterdir())
     again = Log.open(SystemFiles(), path, SeededRng())
     assert again is not None and again.recovered == [kept]
     again.close()

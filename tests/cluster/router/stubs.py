@@ -84,8 +84,8 @@ async def routed(*answers: Answer) -> AsyncIterator[tuple[RouterApp, list[Stub]]
     """Yield a router with a stub for each answer, all known to be up."""
     stubs = [Stub(f"s{number}", answer) for number, answer in enumerate(answers)]
     replicas = Replicas([await stub.start() for stub in stubs])
-    for one in replicas.all:
-        await replicas.check(one)
+    for replica in replicas.all:
+        await replicas.check(replica)
     try:
         yield RouterApp(replicas, Draws()), stubs
     finally:

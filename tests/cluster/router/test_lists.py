@@ -19,7 +19,7 @@ def lister(items: list[dict[str, Any]], *, cursor: bool = True, **more: Any) -> 
         asked = dict(parse_qsl(urlsplit(path).query))
         rest, size = items, min(3, int(asked.get("limit", 20)))
         if after := asked.get("after", "").rpartition(":")[2]:
-            ids = [one["id"] for one in items]
+            ids = [item["id"] for item in items]
             if after not in ids:
                 await as_json(writer, {"error": {"message": "there is no such item"}}, 404)
                 return
@@ -46,7 +46,7 @@ async def ids(app: RouterApp, path: str, limit: int) -> list[str]:
     for _ in range(50):
         page = (await ask(app, "GET", f"{path}?limit={limit}{after}")).json()
         assert len(page["data"]) <= limit
-        listed += [one["id"] for one in page["data"]]
+        listed += [item["id"] for item in page["data"]]
         if not page["has_more"]:
             return listed
         after = f"&after={page.get('next') or page['last_id']}"
@@ -75,7 +75,7 @@ async def test_savings_are_added_up_and_a_page_after_a_deleted_agent_goes_on() -
     async with routed(one, two) as (app, _):
         assert (await ask(app, "GET", "/v1/agents")).json()["savings"] == {"tokens": 7, "since": "x"}
         page = (await ask(app, "GET", "/v1/agents?after=4.0:b9")).json()
-        assert [one["id"] for one in page["data"]] == ["a3", "b2", "a1"]
+        assert [item["id"] for item in page["data"]] == ["a3", "b2", "a1"]
 
 
 async def test_a_replica_that_goes_away_is_left_out_and_a_refusal_is_passed_on() -> None:
@@ -84,7 +84,7 @@ async def test_a_replica_that_goes_away_is_left_out_and_a_refusal_is_passed_on()
 
     async with routed(lister(made("a", 1)), lister(made("b", 2))) as (app, stubs):
         await stubs[1].die()
-        assert [one["id"] for one in (await ask(app, "GET", "/v1/teams")).json()["data"]] == ["a1"]
+        assert [item["id"] for item in (await ask(app, "GET", "/v1/teams")).json()["data"]] == ["a1"]
         await stubs[0].die()
         assert (await ask(app, "GET", "/v1/teams")).status == 503
     async with routed(refuses, refuses) as (app, _):

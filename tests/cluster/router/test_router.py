@@ -42,10 +42,10 @@ def text_of(got: Got) -> str:
 async def test_an_agent_stays_with_its_replica_and_agents_are_spread() -> None:
     async with routed(named, named, named) as (app, stubs):
         answered_by = [[(await ask(app, "GET", f"/v1/agents/a{n}")).json()["by"] for _ in range(3)] for n in range(60)]
-        assert all(len(set(one)) == 1 for one in answered_by)
-        spread = Counter(one[0] for one in answered_by)
+        assert all(len(set(names)) == 1 for names in answered_by)
+        spread = Counter(names[0] for names in answered_by)
         assert len(spread) == 3 and min(spread.values()) >= 8
-        before = {f"a{n}": one[0] for n, one in enumerate(answered_by)}
+        before = {f"a{n}": names[0] for n, names in enumerate(answered_by)}
         await stubs[1].die()
         for n in range(60):
             now = (await ask(app, "GET", f"/v1/agents/a{n}")).json()["by"]
@@ -222,7 +222,9 @@ async def test_replicas_are_added_and_removed_while_the_router_runs() -> None:
             assert len(app.replicas.all) == 2
             app.replicas.all[0].up = False
             app.replicas._forget(seen + FORGET_SECONDS + 1)
-            assert [one.url for one in app.replicas.all] != [url] and len(app.replicas.all) == 1, "the first one stays"
+            assert [replica.url for replica in app.replicas.all] != [url] and len(app.replicas.all) == 1, (
+                "the first one stays"
+            )
         finally:
             await new.die()
 
@@ -238,7 +240,7 @@ async def test_a_replica_that_drains_gets_nothing_new_and_one_that_is_down_neith
         await app.replicas.check(app.replicas.all[1])
         assert {(await ask(app, "GET", f"/v1/agents/a{n}")).json()["by"] for n in range(20)} == {"s0"}
         replicas = (await ask(app, "GET", "/router/replicas")).json()["data"]
-        assert [one["up"] for one in replicas] == [True, False]
+        assert [replica["up"] for replica in replicas] == [True, False]
         assert b'replica_up{replica="' in (await ask(app, "GET", "/metrics")).body
         health = await ask(app, "GET", "/health/ready")
         assert health.status == 200
@@ -255,7 +257,7 @@ async def test_replicas_are_restarted_one_after_another() -> None:
         ended = []
 
         async def end(number: int) -> None:
-            assert [one.draining for one in app.replicas.all] == [number == 0, number == 1]
+            assert [replica.draining for replica in app.replicas.all] == [number == 0, number == 1]
             ended.append(number)
             checks.append(asyncio.create_task(again(number)))
 
@@ -269,8 +271,8 @@ async def test_replicas_are_restarted_one_after_another() -> None:
         got = await ask(app, "POST", "/router/restart", {})
         await asyncio.gather(*checks)
         lines = [json.loads(line[6:]) for line in got.body.decode().split("\n\n")[:-2]]
-        assert lines == [{"replica": one.url, "ready": True} for one in app.replicas.all] and ended == [0, 1]
-        assert not any(one.draining for one in app.replicas.all)
+        assert lines == [{"replica": replica.url, "ready": True} for replica in app.replicas.all] and ended == [0, 1]
+        assert not any(replica.draining for replica in app.replicas.all)
 
 
 async def test_a_replica_that_does_not_come_back_ends_the_restart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,9 +119,11 @@ def test_quantizing_a_file_leaves_parameters_that_steer_a_state(name: str, tmp_p
     fields = MODELS[name] | {"hidden_size": 64, "mamba_proj_bias": False, "time_step_limit": None}
     path = write_gguf(write_model(tmp_path / "model", **fields), tmp_path / "m.gguf")
     write_again(path, load_spec(path), tmp_path / "small.gguf", "Q8_0", {}, lambda done, total: None)
-    kinds = {one.name.split(".", 2)[-1]: one.tensor_type for one in gguf.GGUFReader(tmp_path / "small.gguf").tensors}
-    exact = {one for one in kinds if re.match(r"ssm_(conv1d|a|d|norm|alpha|beta)\b|shortconv\.conv\b", one)}
-    assert exact and all(kinds[one] == Type.F32 for one in exact)
+    kinds = {
+        tensor.name.split(".", 2)[-1]: tensor.tensor_type for tensor in gguf.GGUFReader(tmp_path / "small.gguf").tensors
+    }
+    exact = {kind for kind in kinds if re.match(r"ssm_(conv1d|a|d|norm|alpha|beta)\b|shortconv\.conv\b", kind)}
+    assert exact and all(kinds[kind] == Type.F32 for kind in exact)
     assert kinds["attn_q.weight"] == Type.Q8_0
     open_weights(tmp_path / "small.gguf", load_spec(tmp_path / "small.gguf"))
 

@@ -113,7 +113,7 @@ def test_the_memory_of_experts_is_counted_and_a_token_streams_those_it_chooses(
     built = build(made, spec, HeldWeights(open_weights(folder, spec), form))
     (layer,) = built.layers
     assert isinstance(layer.mlp, Mixture)
-    experts = sum(one.nbytes for one in (*layer.mlp.gate_up, *layer.mlp.down))
+    experts = sum(matrix.nbytes for matrix in (*layer.mlp.gate_up, *layer.mlp.down))
     assert isinstance(layer.attention, Attention)
     others = layer.attention.qkv.nbytes + layer.attention.out.nbytes + layer.mlp.router.nbytes
     if kernels != "reference":  # whose products are in float32
@@ -131,7 +131,9 @@ def test_each_expert_of_a_gguf_file_is_its_part_of_one_tensor(kind: str, tmp_pat
     folder = write_model(tmp_path / "model", **fields)
     path = write_gguf(folder, tmp_path / "m.gguf", kind=Type[kind], packed=random_blocks)
     weights = open_weights(path, load_spec(path))
-    read = {one.name: gguf.quants.dequantize(one.data, one.tensor_type) for one in gguf.GGUFReader(path).tensors}
+    read = {
+        entry.name: gguf.quants.dequantize(entry.data, entry.tensor_type) for entry in gguf.GGUFReader(path).tensors
+    }
     held = HeldWeights(weights, "stored")
     for part in ("gate", "up", "down"):
         whole = read[f"blk.0.ffn_{part}_exps.weight"].reshape(6, 256, 256)
@@ -145,7 +147,7 @@ def test_each_expert_of_a_gguf_file_is_its_part_of_one_tensor(kind: str, tmp_pat
 def test_quantizing_a_file_with_experts_leaves_its_routers(tmp_path: Path) -> None:
     path = write_gguf(write_model(tmp_path / "model", **QWEN | {"hidden_size": 64}), tmp_path / "m.gguf")
     write_again(path, load_spec(path), tmp_path / "small.gguf", "Q8_0", {}, lambda done, total: None)
-    kinds = {one.name: one.tensor_type for one in gguf.GGUFReader(tmp_path / "small.gguf").tensors}
+    kinds = {tensor.name: tensor.tensor_type for tensor in gguf.GGUFReader(tmp_path / "small.gguf").tensors}
     assert kinds["blk.0.ffn_gate_inp.weight"] == Type.F32
     assert kinds["blk.0.ffn_gate_exps.weight"] == Type.Q8_0
 
@@ -166,10 +168,10 @@ def test_a_sum_in_an_order_of_the_batch_is_caught(tmp_path: Path, monkeypatch: p
     driver = Driver(load(write_model(tmp_path, **fields), kernels="reference"), monkeypatch)
     tokens = prompt(100)
     chunks = ([100], [1] * 100, [37, 63])
-    results = {driver.logits(tokens, one, driver.tables(100)).tobytes() for one in chunks}
+    results = {driver.logits(tokens, cuts, driver.tables(100)).tobytes() for cuts in chunks}
     assert len(results) == 1
     monkeypatch.setattr(ReferenceKernels, "experts", planted)
-    assert len({driver.logits(tokens, one, driver.tables(100)).tobytes() for one in chunks}) > 1
+    assert len({driver.logits(tokens, cuts, driver.tables(100)).tobytes() for cuts in chunks}) > 1
 
 
 @pytest.mark.skipif(KERNELS == ["reference"], reason="the reference kernels pack nothing")

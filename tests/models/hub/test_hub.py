@@ -618,7 +618,7 @@ def test_a_broken_index_in_the_cache_is_no_model_and_hides_none(remote, env, ind
     (other / "refs").mkdir()
     (other / "refs" / "main").write_text("abc")
     (other / "snapshots" / "abc" / "model.safetensors.index.json").write_bytes(index)
-    assert [one.name for one in hub.downloaded(env)] == ["org/m"]
+    assert [model.name for model in hub.downloaded(env)] == ["org/m"]
     with pytest.raises(ModelFileError, match=r"model\.safetensors\.index\.json"):
         hub.locate("org/deep", env)
     (folder / "model.safetensors.index.json").unlink()
@@ -641,7 +641,7 @@ def test_a_name_that_no_file_can_have_hides_no_model(remote, env, commit, error)
         (snapshot / name).write_text("{}")
     index = {"weight_map": {"w": "x" * 244 + ".safetensors"}}
     (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert [one.name for one in hub.downloaded(env)] == ["org/m"]
+    assert [model.name for model in hub.downloaded(env)] == ["org/m"]
     with pytest.raises(error):
         hub.locate("org/long", env)
 
@@ -758,7 +758,7 @@ def test_a_snapshot_that_cannot_be_read_hides_no_model(remote, env, name):
     place = other / "snapshots" / COMMIT / name
     place.unlink(missing_ok=True)
     place.symlink_to("x" * 300)  # ENAMETOOLONG, for root too
-    assert [one.name for one in hub.downloaded(env)] == ["org/m"]
+    assert [model.name for model in hub.downloaded(env)] == ["org/m"]
 
 
 @pytest.mark.parametrize("kind", ["folder", "link", "file", "cache"])
@@ -796,7 +796,7 @@ def test_a_model_of_another_kind_in_the_cache_is_not_listed(remote, env):
     (other / "refs" / "main").write_text("abc")
     index = {"weight_map": {"w": "unet/model-00001.safetensors"}}
     (other / "snapshots" / "abc" / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert [one.name for one in hub.downloaded(env)] == ["org/m"]
+    assert [model.name for model in hub.downloaded(env)] == ["org/m"]
 
 
 @pytest.mark.parametrize("token", ["hf_s\u00e9cret", "hf_se cret", "hf_\x7fsecret"])
@@ -881,13 +881,13 @@ def test_a_quantisation_is_pulled_alone_and_found_again(ggufs, env):
     for name in ("org/m:Q4_K_M", "org/m:m-Q4_K_M", hub.model_name(path)):
         assert hub.locate(name, env | {"HF_HUB_OFFLINE": "1"}) == path
     models = hub.downloaded(env)
-    assert [(one.name, one.folder, one.bytes) for one in models] == [("org/m:m-Q4_K_M", path, 1_200_000)]
+    assert [(model.name, model.folder, model.bytes) for model in models] == [("org/m:m-Q4_K_M", path, 1_200_000)]
 
 
 def test_models_that_only_their_folders_tell_apart_stay_beside_each_other(remote, env):
     remote.files = {"Q4_0/model.gguf": b"four" * 100, "Q8_0/model.gguf": b"eight" * 100}
-    four, eight = (hub.pull(f"org/m:{one}", env=env) for one in ("Q4_0", "Q8_0"))
-    assert [hub.locate(f"org/m:{one}", env) for one in ("Q4_0", "Q8_0")] == [four, eight]
+    four, eight = (hub.pull(f"org/m:{tag}", env=env) for tag in ("Q4_0", "Q8_0"))
+    assert [hub.locate(f"org/m:{tag}", env) for tag in ("Q4_0", "Q8_0")] == [four, eight]
     with pytest.raises(ModelError, match=r"org/m:model may be one of Q4_0, Q8_0; put its type after the colon"):
         hub.locate("org/m:model", env)
 
@@ -913,7 +913,7 @@ def test_names_of_any_writing_are_found_and_found_again(remote, env, name, tag):
     assert path.read_bytes() == b"weights" * 1000 and path.as_posix().endswith("/" + name)
     called = hub.model_name(path)
     assert called.startswith("org/m:") and hub.locate(called, env) == path == hub.locate(f"org/m:{tag}", env)
-    assert [one.name for one in hub.downloaded(env)] == [called]
+    assert [model.name for model in hub.downloaded(env)] == [called]
 
 
 def test_models_that_only_a_folder_tells_apart_can_be_asked_for(remote, env):
@@ -996,7 +996,7 @@ def test_quantisations_of_several_commits_and_the_model_itself_live_side_by_side
     assert hub.locate("org/m:Q8_0", env) == old and hub.locate("org/m:Q4_K_M", env) == new
     again = hub.pull("org/m:Q8_0", env=env)
     assert again != old and hub.locate("org/m:Q8_0", env) == again
-    assert [one.name for one in hub.downloaded(env)] == ["org/m", "org/m:m-Q4_K_M", "org/m:m-Q8_0"]
+    assert [model.name for model in hub.downloaded(env)] == ["org/m", "org/m:m-Q4_K_M", "org/m:m-Q8_0"]
     assert hub.downloaded(env)[0].bytes == sum(len(remote.files[name]) for name in WANTED)
 
 

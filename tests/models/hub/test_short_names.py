@@ -17,15 +17,17 @@ from tests.models.hub.test_hub import env, remote  # noqa: F401  (fixtures by na
 
 
 def test_the_table_names_repositories_files_and_sizes() -> None:
-    assert len(table()) >= 30 and len(by_name()) == sum(len(one.names) for one in table())
+    assert len(table()) >= 30 and len(by_name()) == sum(len(entry.names) for entry in table())
     assert not by_name().keys() & KNOWN.keys() and hub.DEMO not in by_name()
-    for one in table():
-        org, tag, _ = repository_of(one.names[0])
-        assert one.hub == (f"{org}:{tag}" if tag else org) and plain(one.hub) == one.hub
-        assert 0.05 <= one.gb <= 500 and date(2026, 1, 1) <= one.noted
-        assert one.page == f"https://huggingface.co/{org}/blob/main/{one.file}"
+    for entry in table():
+        org, tag, _ = repository_of(entry.names[0])
+        assert entry.hub == (f"{org}:{tag}" if tag else org) and plain(entry.hub) == entry.hub
+        assert 0.05 <= entry.gb <= 500 and date(2026, 1, 1) <= entry.noted
+        assert entry.page == f"https://huggingface.co/{org}/blob/main/{entry.file}"
         if tag:
-            assert [variant.files for variant in choose(variants([one.file]), tag)] == [(one.file,)], "the tag means it"
+            assert [variant.files for variant in choose(variants([entry.file]), tag)] == [(entry.file,)], (
+                "the tag means it"
+            )
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama3.2", "gemma3", "gpt-oss"])

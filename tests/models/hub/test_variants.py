@@ -55,9 +55,9 @@ def test_parts_with_an_ending_in_capitals_are_one_model():
 def test_a_tag_may_be_a_whole_file_name_in_any_case():
     listed = variants(["My Model+é Q4_0.gguf", "a/model.gguf", "b/model.gguf"])
     for tag in ("My Model+é Q4_0", "my model+e\u0301 q4_0.GGUF", "Q4_0"):
-        assert [one.files for one in choose(listed, tag)] == [("My Model+é Q4_0.gguf",)]
-    assert [one.path for one in choose(listed, "model")] == ["a/model", "b/model"]
-    assert [one.path for one in choose(listed, "b/model.gguf")] == ["b/model"]
+        assert [variant.files for variant in choose(listed, tag)] == [("My Model+é Q4_0.gguf",)]
+    assert [variant.path for variant in choose(listed, "model")] == ["a/model", "b/model"]
+    assert [variant.path for variant in choose(listed, "b/model.gguf")] == ["b/model"]
 
 
 def test_parts_are_one_model_and_a_missing_one_is_named():
@@ -69,21 +69,21 @@ def test_parts_are_one_model_and_a_missing_one_is_named():
 
 def test_a_tag_is_a_name_before_a_type_and_a_type_before_its_dynamic_twin():
     listed = variants(["a-Q4_K_M.gguf", "a-UD-Q4_K_M.gguf", "a-UD-Q2_K.gguf", "b-Q8_0.gguf", "c-Q8_0.gguf", "Q8.gguf"])
-    assert [one.stem for one in choose(listed, "q4_k_m")] == ["a-Q4_K_M"]
-    assert [one.stem for one in choose(listed, "ud-q4_k_m")] == ["a-UD-Q4_K_M"]
-    assert [one.stem for one in choose(listed, "Q2_K")] == ["a-UD-Q2_K"]
-    assert [one.stem for one in choose(listed, "Q8_0")] == ["b-Q8_0", "c-Q8_0"]
-    assert [one.stem for one in choose(listed, "C-q8_0")] == ["c-Q8_0"]
+    assert [variant.stem for variant in choose(listed, "q4_k_m")] == ["a-Q4_K_M"]
+    assert [variant.stem for variant in choose(listed, "ud-q4_k_m")] == ["a-UD-Q4_K_M"]
+    assert [variant.stem for variant in choose(listed, "Q2_K")] == ["a-UD-Q2_K"]
+    assert [variant.stem for variant in choose(listed, "Q8_0")] == ["b-Q8_0", "c-Q8_0"]
+    assert [variant.stem for variant in choose(listed, "C-q8_0")] == ["c-Q8_0"]
     assert choose(listed, "Q8_1") == [] and choose(listed, "K_M") == []
     assert tags(listed) == "Q8, Q4_K_M, UD-Q2_K, UD-Q4_K_M, Q8_0"
 
 
 def test_models_that_only_their_folders_tell_apart_are_several():
     listed = variants(["Q4_K_M/model.gguf", "Q8_0/model.gguf"])
-    assert [one.type for one in choose(listed, "model")] == ["Q4_K_M", "Q8_0"]
-    assert [one.files for one in choose(listed, "q8_0")] == [("Q8_0/model.gguf",)]
+    assert [variant.type for variant in choose(listed, "model")] == ["Q4_K_M", "Q8_0"]
+    assert [variant.files for variant in choose(listed, "q8_0")] == [("Q8_0/model.gguf",)]
 
 
 def test_one_file_is_taken_before_the_parts_of_the_same():
     listed = variants(["Q8_0/m-Q8_0-00001-of-00002.gguf", "Q8_0/m-Q8_0-00002-of-00002.gguf", "m-Q8_0.gguf"])
-    assert [one.files for one in choose(listed, "Q8_0")] == [("m-Q8_0.gguf",)]
+    assert [variant.files for variant in choose(listed, "Q8_0")] == [("m-Q8_0.gguf",)]

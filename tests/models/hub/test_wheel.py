@@ -189,7 +189,7 @@ def test_a_short_name_is_pulled_located_and_listed(
     assert not hub.downloaded(env)
     place = hub.pull("tiny", env=env)
     assert place == tmp_path / "cache" / "cairn" / "models" / "tiny" / "tiny.gguf" == hub.locate("tiny", env)
-    assert [(one.name, one.folder, one.bytes) for one in hub.downloaded(env)] == [("tiny", place, len(DATA))]
+    assert [(model.name, model.folder, model.bytes) for model in hub.downloaded(env)] == [("tiny", place, len(DATA))]
     os.truncate(place, 5)
     with pytest.raises(ModelError, match="not downloaded"):
         hub.locate("tiny", env)

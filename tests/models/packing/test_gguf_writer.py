@@ -54,7 +54,7 @@ def test_a_model_written_in_float32_is_the_same_model(name: str, tmp_path: Path,
     assert set(ours) == set(theirs) and all(np.array_equal(ours[our], theirs[our]) for our in ours)
     assert {hub_name(gguf_name(our)) for our in ours} == set(ours)
     assert all(loss.error == loss.worst == 0 for loss in losses)
-    drivers = [Driver(load(one, kernels="reference"), monkeypatch) for one in (folder, path)]
+    drivers = [Driver(load(source, kernels="reference"), monkeypatch) for source in (folder, path)]
     first, second = (driver.greedy(prompt(40), 8) for driver in drivers)
     assert first == second
 
@@ -64,7 +64,7 @@ def test_matrices_hold_what_the_gguf_package_makes_of_them(kind: str, tmp_path: 
     """The reported error is that of the values read back."""
     monkeypatch.setattr(gguf_writer, "SLICE", 640)
     folder, path = write_model(tmp_path / "m", **SIZES), tmp_path / "m.gguf"
-    losses = {one.part: one for one in written(folder, path, kind)}
+    losses = {loss.part: loss for loss in written(folder, path, kind)}
     spec = load_spec(folder)
     check_written(spec, load_spec(path))
     ours, theirs = open_weights(folder, spec), open_weights(path, load_spec(path))
@@ -105,7 +105,7 @@ def test_a_gguf_file_is_converted_and_matrices_of_the_right_type_are_kept(parts:
 
 def test_rows_that_no_block_divides_are_written_in_bfloat16(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m", hidden_size=48, intermediate_size=64)
-    losses = {one.part: one.type for one in written(folder, tmp_path / "m.gguf", "Q4_0")}
+    losses = {loss.part: loss.type for loss in written(folder, tmp_path / "m.gguf", "Q4_0")}
     assert losses["ffn_up"] == "BF16" and losses["ffn_down"] == "Q4_0" and losses["output"] == "BF16"
     check_written(load_spec(folder), load_spec(tmp_path / "m.gguf"))
 

@@ -227,8 +227,8 @@ def test_packed_files_unused_for_a_month_are_removed(
     rest = cache / "x.part"
     rest.write_bytes(b"half")
     month = time.time() - 31 * 86400
-    for one in (used, unused, rest):
-        os.utime(one, (month, month))
+    for file in (used, unused, rest):
+        os.utime(file, (month, month))
     assert answer(model, monkeypatch)[2] == 0, "a start that reads a file uses it"
     size = unused.stat().st_size
     assert packed_file.prune() == (2, size + 4) and list(cache.iterdir()) == [used]

@@ -71,12 +71,12 @@ def held(place: Path, form: Any) -> HeldWeights:
     return HeldWeights(open_weights(place, load_spec(place)), form)
 
 
-def numbers(one: Any) -> np.ndarray:
-    return dequantized(one) if isinstance(one, Packed) else np.asarray(one, np.float32)
+def numbers(weight: Any) -> np.ndarray:
+    return dequantized(weight) if isinstance(weight, Packed) else np.asarray(weight, np.float32)
 
 
-def nbytes(one: Any) -> int:
-    return int(one.nbytes)
+def nbytes(weight: Any) -> int:
+    return int(weight.nbytes)
 
 
 def test_auto_holds_a_small_model_in_floats_and_others_as_they_are_stored() -> None:
@@ -92,25 +92,28 @@ def test_stored_forms_hold_the_numbers_of_the_file(kind: Any, tmp_path: Path) ->
     plain, packed = open_weights(path, load_spec(path)), held(path, "stored")
     known = outlines(packed)
     for name in (QUERY, DOWN, "model.embed_tokens.weight", "model.norm.weight"):
-        one = packed[name]
+        weight = packed[name]
         if "norm" in name:
-            assert isinstance(one, np.ndarray) and known[name].dtype == "float32"
+            assert isinstance(weight, np.ndarray) and known[name].dtype == "float32"
             continue
         if kind.rows:
-            assert isinstance(one, RowBlocks) and (one.kind, known[name].form) == (kind.rows, kind.rows)
-            assert one.nbytes == one.shape[0] * one.shape[1] // 256 * kind.bytes and known[name].bits == one.bits
-            assert known[name].made == one.nbytes * (2 if name == QUERY else 1)
-            np.testing.assert_array_equal(numbers(one), plain[name])
+            assert isinstance(weight, RowBlocks) and (weight.kind, known[name].form) == (kind.rows, kind.rows)
+            assert (
+                weight.nbytes == weight.shape[0] * weight.shape[1] // 256 * kind.bytes
+                and known[name].bits == weight.bits
+            )
+            assert known[name].made == weight.nbytes * (2 if name == QUERY else 1)
+            np.testing.assert_array_equal(numbers(weight), plain[name])
             continue
-        assert isinstance(one, Quantized) and one.bits == kind.bits and one.table == kind.table
+        assert isinstance(weight, Quantized) and weight.bits == kind.bits and weight.table == kind.table
         assert known[name].bits == (4 if kind.table else kind.bits)
         # Scales become float32 where they may be too small or too large for float16.
-        narrowed = 2 * one.scale.size if kind.scaled[0] == "float32" and one.scale.dtype == np.float16 else 0
-        assert known[name].made == (nbytes(one) + narrowed) * (2 if name == QUERY else 1)
+        narrowed = 2 * weight.scale.size if kind.scaled[0] == "float32" and weight.scale.dtype == np.float16 else 0
+        assert known[name].made == (nbytes(weight) + narrowed) * (2 if name == QUERY else 1)
         if kind.split is not None:
-            np.testing.assert_array_equal(numbers(one), plain[name])
+            np.testing.assert_array_equal(numbers(weight), plain[name])
         else:
-            error = np.linalg.norm(numbers(one) - plain[name]) / np.linalg.norm(plain[name])
+            error = np.linalg.norm(numbers(weight) - plain[name]) / np.linalg.norm(plain[name])
             assert 0 < error < 0.01 and packed.errors[name] == pytest.approx(error, rel=1e-3)
     assert bool(packed.errors) == (not kind.exact)
 
@@ -139,25 +142,25 @@ def test_floats_are_held_in_the_form_that_is_asked_for(dtype: Any, tmp_path: Pat
 
 def test_matrices_without_groups_of_32_stay_as_they_are(tmp_path: Path) -> None:
     folder = write_model(tmp_path, hidden_size=48, intermediate_size=80, vocab_size=64)
-    for name, one in held(folder, "int4").items():
-        assert isinstance(one, np.ndarray) or not one.shape[1] % 32, name
-        assert str(one.dtype if isinstance(one, np.ndarray) else one.codes.dtype) in ("float32", "uint8")
+    for name, weight in held(folder, "int4").items():
+        assert isinstance(weight, np.ndarray) or not weight.shape[1] % 32, name
+        assert str(weight.dtype if isinstance(weight, np.ndarray) else weight.codes.dtype) in ("float32", "uint8")
 
 
 def test_packed_tensors_are_rounded_again_only_to_fewer_bits(tmp_path: Path) -> None:
     eight = packed_model(tmp_path / "8", Type.Q8_0)
     for form, bits in (("int8", 8), ("int4", 4)):
-        one = held(eight, form)[DOWN]
-        assert isinstance(one, Quantized) and one.bits == bits
+        weight = held(eight, form)[DOWN]
+        assert isinstance(weight, Quantized) and weight.bits == bits
     four = packed_model(tmp_path / "4", Type.Q4_1)
     for form in ("int8", "int4", "stored"):
         weights = held(four, form)
-        one = weights[DOWN]
-        assert isinstance(one, Quantized) and one.bits == 4 and one.minimum is not None and not weights.errors
+        weight = weights[DOWN]
+        assert isinstance(weight, Quantized) and weight.bits == 4 and weight.minimum is not None and not weights.errors
     six = packed_model(tmp_path / "6", Type.Q6_K)
     for form, bits in (("stored", 6), ("int8", 6), ("int4", 4)):
-        one = held(six, form)[DOWN]
-        assert isinstance(one, Quantized) and one.bits == bits and (one.block_scale is None) == (bits == 4)
+        weight = held(six, form)[DOWN]
+        assert isinstance(weight, Quantized) and weight.bits == bits and (weight.block_scale is None) == (bits == 4)
     wide = held(four, "bf16")[DOWN]
     assert isinstance(wide, np.ndarray) and wide.dtype == ml_dtypes.bfloat16
 

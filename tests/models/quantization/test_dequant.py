@@ -45,7 +45,7 @@ def test_a_bit_of_q1_0_is_a_sign() -> None:
 
 
 def test_every_type_has_a_number_of_its_own_and_a_name() -> None:
-    known = {one.value: one.name for one in gguf.GGMLQuantizationType}
+    known = {kind.value: kind.name for kind in gguf.GGMLQuantizationType}
     names = {**{number: kind.name for number, kind in KINDS.items()}, **OTHER_KINDS}
     assert len(names) == len(KINDS) + len(OTHER_KINDS)
     assert not {number: name for number, name in known.items() if names.get(number) != name}

@@ -159,7 +159,7 @@ def test_modules_that_mlx_packed_in_their_own_way_are_read_so(tmp_path: Path) ->
     plain, folder = write_quantized(tmp_path, mlx(4, 64), config, ignore=("lm_head", "layers.0.mlp.up_proj"))
     tensors, wanted = open_tensors(folder / "model.safetensors"), open_tensors(plain / "model.safetensors")
     parts, values = mlx(8, 32)(np.array(wanted[f"{MODULE}.weight"]), np.random.default_rng(3))
-    save_file(tensors | {f"{MODULE}.{end}": one for end, one in parts.items()}, folder / "model.safetensors")
+    save_file(tensors | {f"{MODULE}.{end}": array for end, array in parts.items()}, folder / "model.safetensors")
     config_file = folder / "config.json"
     whole = json.loads(config_file.read_text())
     config_file.write_text(json.dumps(whole | {"quantization": whole["quantization_config"]}))
@@ -220,7 +220,7 @@ def test_bytes_are_counted_by_the_files_formats(tmp_path: Path) -> None:
     sizes = bytes_by_format(folder, load_spec(folder))
     tensors = open_tensors(folder / "model.safetensors")
     packed = sum(
-        one.nbytes for name, one in tensors.items() if name.rpartition(".")[2] in ("qweight", "qzeros", "scales")
+        tensor.nbytes for name, tensor in tensors.items() if name.rpartition(".")[2] in ("qweight", "qzeros", "scales")
     )
     assert sizes["AWQ"] == packed and sizes["F32"] == sum(tensor.nbytes for tensor in tensors.values()) - packed
 

@@ -62,7 +62,7 @@ def test_arrays_are_mapped_not_copied(tmp_path: Path) -> None:
 def test_parameters_are_counted_from_the_shapes(tmp_path: Path) -> None:
     for number, (_, fields) in enumerate(MODELS.items()):
         folder = write_config(tmp_path / str(number), **fields)
-        assert parameters(load_spec(folder)) == sum(one.size for one in random_tensors(folder).values())
+        assert parameters(load_spec(folder)) == sum(tensor.size for tensor in random_tensors(folder).values())
 
 
 def change(folder: Path, edit: Any) -> Path:
@@ -233,7 +233,7 @@ def test_stray_files_beside_an_index_are_passed_over(tmp_path: Path) -> None:
     weights = open_folder(folder)
     assert all(weights[name].tobytes() == array.tobytes() for name, array in tensors.items())
     assert [path.name for path in weight_files(folder)] == [
-        f"model-0000{one}-of-00003.safetensors" for one in (1, 2, 3)
+        f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)
     ]
 
 
