@@ -1,8 +1,8 @@
 """Tiny models with a draft head (MTP), as their files have it.
 
 The head's layer is a copy of the model's last attention layer. The other layers contribute little, so the model
-predicts nearly what that layer alone makes of the embeddings, and the head is often right: embeddings have a norm of 1
-per number, which a norm layer leaves alone, and the head passes on the embedding and, scaled by `state`, some of the
+predicts nearly what that layer alone makes of the embeddings, and the head is often right: embeddings have a root
+mean square of 1, which a norm layer leaves alone, and the head passes on the embedding and, scaled by `state`, some of the
 state before it.
 """
 

@@ -7,13 +7,13 @@ import pytest
 from cairn.agents.listing import list_agents
 from cairn.agents.replay_records import KEEP_SECONDS
 from cairn.types.errors import NotFound
-from tests.agents.desk import Desk, desk
+from tests.agents.bare_agents import BareAgents, bare_agents
 
 DAY = 86_400.0
 STEPS = pytest.mark.parametrize("step", [200 * DAY, -200 * DAY])
 
 
-async def begun(at: Desk) -> None:
+async def begun(at: BareAgents) -> None:
     """Create an agent with a time to live of a day, an abandoned turn and a logged answer."""
     await at.make("ada", ttl=DAY)
     await at.say("ada")
@@ -23,7 +23,7 @@ async def begun(at: Desk) -> None:
     await at.upkeep.tend()
 
 
-async def weeks(at: Desk, until: float) -> None:
+async def weeks(at: BareAgents, until: float) -> None:
     """Let time pass while the agent is in use."""
     while at.clock.passed < until:
         at.clock.passed = min(until, at.clock.passed + DAY / 2)
@@ -34,7 +34,7 @@ async def weeks(at: Desk, until: float) -> None:
 @STEPS
 async def test_nothing_ages_when_the_wall_clock_is_set(step: float) -> None:
     """This holds after a restart too, since the log then has the right times; what is due still expires."""
-    async with desk() as at:
+    async with bare_agents() as at:
         await begun(at)
         at.clock.step = step
         for restart in (False, True):
@@ -54,7 +54,7 @@ async def test_nothing_ages_when_the_wall_clock_is_set(step: float) -> None:
 
 @STEPS
 async def test_records_of_a_week_expire_although_the_wall_clock_was_set(step: float) -> None:
-    async with desk() as at:
+    async with bare_agents() as at:
         await begun(at)
         at.clock.step = step
         await weeks(at, KEEP_SECONDS - 60)
@@ -66,7 +66,7 @@ async def test_records_of_a_week_expire_although_the_wall_clock_was_set(step: fl
 @STEPS
 async def test_a_turns_end_is_dated_by_the_clock_of_its_agents_age(step: float) -> None:
     """Also if the wall clock was set and nothing has noticed yet."""
-    async with desk() as at:
+    async with bare_agents() as at:
         await at.make("ada", ttl=DAY)
         running = await at.begin("ada")
         at.clock.step = step
@@ -80,7 +80,7 @@ async def test_a_turns_end_is_dated_by_the_clock_of_its_agents_age(step: float) 
 
 
 async def test_an_orderly_end_right_after_the_wall_clock_was_set_leaves_the_right_times() -> None:
-    async with desk() as at:
+    async with bare_agents() as at:
         await at.make("ada", ttl=DAY)
         at.clock.step = 200 * DAY
         await at.again(clean=True)
@@ -90,7 +90,7 @@ async def test_an_orderly_end_right_after_the_wall_clock_was_set_leaves_the_righ
 
 async def test_records_dated_in_the_future_count_from_the_start() -> None:
     """The clock was ahead when the record was written; it must not be kept until that time comes."""
-    async with desk() as at:
+    async with bare_agents() as at:
         at.clock.step = 200 * DAY
         await at.again()
         await begun(at)
@@ -109,7 +109,7 @@ async def test_records_dated_in_the_future_count_from_the_start() -> None:
 
 async def test_an_expired_agent_is_gone_at_once_and_its_id_is_free() -> None:
     """Expiry does not wait for the next upkeep."""
-    async with desk() as at:
+    async with bare_agents() as at:
         await at.make("ada", ttl=1)
         await at.say("ada")
         await at.make("bob")

@@ -16,7 +16,7 @@ from cairn.agents.turn_tree import Agent
 from cairn.types.errors import Unavailable
 from cairn.types.outputs import Done, FinishReason, Usage
 from cairn.types.stats import CacheReport
-from tests.agents.desk import Desk, desk
+from tests.agents.bare_agents import BareAgents, bare_agents
 from tests.files import CrashFile, Fault
 
 MANY = 150
@@ -55,12 +55,12 @@ class Work:
             await asyncio.sleep(0)
 
 
-async def many(at: Desk) -> None:
+async def many(at: BareAgents) -> None:
     for n in range(MANY):
         await at.make(f"a{n}")
 
 
-async def refuse(at: Desk, agents: list[Agent]) -> None:
+async def refuse(at: BareAgents, agents: list[Agent]) -> None:
     """Let the disk refuse everything, including the savings of ordinary requests in these agents' names."""
     at.files.fail(Fault(at.files.calls, errno.EIO, sticky=True))
     for agent in agents:
@@ -71,7 +71,7 @@ async def refuse(at: Desk, agents: list[Agent]) -> None:
 
 async def test_one_refused_record_is_no_work_for_every_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the disk refuses: only the lost records are retried, and a failed retry adds none."""
-    async with desk() as at:
+    async with bare_agents() as at:
         await many(at)
         await refuse(at, [at.agent("a7")])
         work = Work(monkeypatch)
@@ -87,7 +87,7 @@ async def test_one_refused_record_is_no_work_for_every_agent(monkeypatch: pytest
 
 async def test_upkeep_of_many_agents_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """It lets other tasks of the event loop run in between."""
-    async with desk() as at:
+    async with bare_agents() as at:
         await many(at)
         await refuse(at, list(at.book.registry))
         at.files.heal()
@@ -114,7 +114,7 @@ async def test_expired_agents_are_erased_together(monkeypatch: pytest.MonkeyPatc
         sync(file)
 
     for count in (20, 80):
-        async with desk() as at:
+        async with bare_agents() as at:
             for n in range(count):
                 await at.make(f"a{n}", ttl=10.0)
             await at.make("stays")
@@ -132,7 +132,7 @@ async def test_expired_agents_are_erased_together(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_expired_agents_are_erased_later_if_the_disk_refuses() -> None:
-    async with desk() as at:
+    async with bare_agents() as at:
         for n in range(3):
             await at.make(f"a{n}", ttl=10.0)
         at.clock.passed = 20.0
@@ -149,7 +149,7 @@ async def test_expired_agents_are_erased_later_if_the_disk_refuses() -> None:
 
 async def test_a_change_by_a_cancelled_caller_is_logged_as_applied() -> None:
     """The disk refused it at first, but nobody was left to hear that."""
-    async with desk() as at:
+    async with bare_agents() as at:
         await at.make("ada")
         at.files.fail(Fault(at.files.calls, errno.EIO, sticky=True))
         pinning = asyncio.create_task(at.book.set_pinned(at.agent("ada"), True))
@@ -166,7 +166,7 @@ async def test_a_change_by_a_cancelled_caller_is_logged_as_applied() -> None:
 
 async def test_the_stores_get_a_change_by_a_cancelled_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the stores would keep pins that no agent has."""
-    async with desk() as at:
+    async with bare_agents() as at:
         await at.make("ada")
         stored_pins: list[bool] = []
         monkeypatch.setattr(at.book.kv, "pin_later", lambda agent: stored_pins.append(agent.record.pinned))
@@ -180,7 +180,7 @@ async def test_the_stores_get_a_change_by_a_cancelled_caller(monkeypatch: pytest
 
 @pytest.mark.parametrize("pinned", [True, False])
 async def test_two_changes_that_the_disk_refuses_together_change_nothing(pinned: bool) -> None:
-    async with desk() as at:
+    async with bare_agents() as at:
         ada = await at.make("ada")
         await at.book.set_pinned(ada, pinned)
         at.files.fail(Fault(at.files.calls, errno.EIO, sticky=True))
@@ -195,7 +195,7 @@ async def test_two_changes_that_the_disk_refuses_together_change_nothing(pinned:
 
 
 async def test_a_change_that_waits_for_another_writes_nothing_of_an_agent_deleted_meanwhile() -> None:
-    async with desk() as at:
+    async with bare_agents() as at:
         ada = await at.make("ada")
         changes = [asyncio.create_task(at.book.set_pinned(ada, value)) for value in (True, False)]
         await asyncio.sleep(0)

@@ -24,7 +24,7 @@ from tests.files import CrashFiles
 from tests.service.tiny import config
 
 
-class Rooms:
+class TwoServers:
     """Two servers that share a store."""
 
     def __init__(self, blobs: MemoryBlobs, one: House, two: House) -> None:
@@ -44,7 +44,7 @@ class Rooms:
 
 
 @pytest.fixture
-async def rooms(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rooms]:
+async def servers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TwoServers]:
     blobs = MemoryBlobs()
     numbers = iter(range(1, 100))
 
@@ -66,28 +66,28 @@ async def rooms(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
             house.files.rng = random.Random(number)
             await house.open()
             houses.append(house)
-        yield Rooms(blobs, *houses)
+        yield TwoServers(blobs, *houses)
         for house in houses:
             await house.agents.close()
 
 
-async def test_an_agent_says_the_same_wherever_it_goes_on(rooms: Rooms) -> None:
-    await rooms.one.agents.create("default", id="bob", messages=[{"role": "system", "content": "Be brief."}])
-    alone = [await rooms.say(rooms.one, f"question {number}", "bob") for number in range(5)]
-    await rooms.one.agents.create("default", id="ada", messages=[{"role": "system", "content": "Be brief."}])
-    moving = [await rooms.say((rooms.one, rooms.two)[number % 2], f"question {number}") for number in range(5)]
+async def test_an_agent_says_the_same_wherever_it_goes_on(servers: TwoServers) -> None:
+    await servers.one.agents.create("default", id="bob", messages=[{"role": "system", "content": "Be brief."}])
+    alone = [await servers.say(servers.one, f"question {number}", "bob") for number in range(5)]
+    await servers.one.agents.create("default", id="ada", messages=[{"role": "system", "content": "Be brief."}])
+    moving = [await servers.say((servers.one, servers.two)[number % 2], f"question {number}") for number in range(5)]
     assert moving == alone
-    for house in (rooms.one, rooms.two):
-        assert [text for _, _, text in await rooms.turns(house)] == alone
-        assert await house.agents.context("default", "ada") == await rooms.one.agents.context("default", "bob")
+    for house in (servers.one, servers.two):
+        assert [text for _, _, text in await servers.turns(house)] == alone
+        assert await house.agents.context("default", "ada") == await servers.one.agents.context("default", "bob")
 
 
-async def test_forks_rollbacks_pins_and_metadata_go_along(rooms: Rooms) -> None:
-    one, two = rooms.one, rooms.two
+async def test_forks_rollbacks_pins_and_metadata_go_along(servers: TwoServers) -> None:
+    one, two = servers.one, servers.two
     await one.agents.create("default", id="ada", metadata={"title": "old"})
     for number in range(3):
-        await rooms.say(one, f"question {number}")
-    await rooms.two.agents.refresh("default", "ada")
+        await servers.say(one, f"question {number}")
+    await servers.two.agents.refresh("default", "ada")
     await two.agents.rollback("default", "ada", turn=1)
     await two.agents.describe("default", "ada", {"title": "new"})
     await two.agents.pin("default", "ada", True)
@@ -98,81 +98,81 @@ async def test_forks_rollbacks_pins_and_metadata_go_along(rooms: Rooms) -> None:
     await two.agents.refresh("default", "eve")
     fork = two.agents.get("default", "eve")
     assert (fork.head, fork.origin, fork.origin_turn, fork.pinned) == (1, "ada", 1, False)
-    assert await rooms.say(two, "and now?", "eve") == await rooms.say(one, "and now?")
+    assert await servers.say(two, "and now?", "eve") == await servers.say(one, "and now?")
     await two.agents.delete("default", "ada")
     await one.agents.refresh("default", "ada")
     with pytest.raises(NotFound):
         one.agents.get("default", "ada")
-    assert len(await rooms.turns(one, "eve")) == 2, "the fork has its own copy"
+    assert len(await servers.turns(one, "eve")) == 2, "the fork has its own copy"
 
 
-async def test_an_id_is_taken_on_all_servers_and_free_again_after_a_deletion(rooms: Rooms) -> None:
-    await rooms.one.agents.create("default", id="ada")
+async def test_an_id_is_taken_on_all_servers_and_free_again_after_a_deletion(servers: TwoServers) -> None:
+    await servers.one.agents.create("default", id="ada")
     with pytest.raises(Conflict, match="already"):
-        await rooms.two.agents.create("default", id="ada")
-    await rooms.two.agents.create("other", id="ada")
-    await rooms.two.agents.refresh("default", "ada")
-    await rooms.two.agents.delete("default", "ada")
-    await rooms.one.agents.refresh("default", "ada")
-    await rooms.one.agents.create("default", id="ada", metadata={"n": "2"})
-    await rooms.two.agents.refresh("default", "ada")
-    assert rooms.two.agents.get("default", "ada").metadata == {"n": "2"}
+        await servers.two.agents.create("default", id="ada")
+    await servers.two.agents.create("other", id="ada")
+    await servers.two.agents.refresh("default", "ada")
+    await servers.two.agents.delete("default", "ada")
+    await servers.one.agents.refresh("default", "ada")
+    await servers.one.agents.create("default", id="ada", metadata={"n": "2"})
+    await servers.two.agents.refresh("default", "ada")
+    assert servers.two.agents.get("default", "ada").metadata == {"n": "2"}
 
 
-async def test_turns_of_a_live_server_are_not_taken_over(rooms: Rooms) -> None:
-    await rooms.one.agents.create("default", id="ada")
-    turn = await rooms.one.begin("ada", "a question")
-    await rooms.two.agents.refresh("default", "ada")
+async def test_turns_of_a_live_server_are_not_taken_over(servers: TwoServers) -> None:
+    await servers.one.agents.create("default", id="ada")
+    turn = await servers.one.begin("ada", "a question")
+    await servers.two.agents.refresh("default", "ada")
     with pytest.raises((Conflict, Unavailable), match="running on another server"):
-        await rooms.two.agents.resume("default", "ada", request=1)
+        await servers.two.agents.resume("default", "ada", request=1)
     with pytest.raises(Conflict):
-        await rooms.two.begin("ada", "another")
+        await servers.two.begin("ada", "another")
     heard = await hear(turn)
     assert heard.error is None and heard.done is not None
-    assert await rooms.say(rooms.two, "another")
+    assert await servers.say(servers.two, "another")
 
 
 async def test_a_server_that_was_taken_for_dead_cannot_acknowledge(
-    rooms: Rooms, monkeypatch: pytest.MonkeyPatch
+    servers: TwoServers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await rooms.one.agents.create("default", id="ada")
-    turn = await rooms.one.begin("ada", "a question")
-    shared = rooms.two.agents._agents.shared
+    await servers.one.agents.create("default", id="ada")
+    turn = await servers.one.begin("ada", "a question")
+    shared = servers.two.agents._agents.shared
     assert shared is not None
     monkeypatch.setattr(shared.beats, "alive", lambda holder: holder == shared.holder)
-    await rooms.two.agents.refresh("default", "ada")
-    taken = await hear(await rooms.two.agents.resume("default", "ada", request=rooms.two.service.next_id()))
+    await servers.two.agents.refresh("default", "ada")
+    taken = await hear(await servers.two.agents.resume("default", "ada", request=servers.two.service.next_id()))
     assert taken.error is None and taken.done is not None
     late = await hear(turn)
     assert isinstance(late.error, Unavailable) and late.done is None, "no last event"
     assert taken.text.startswith(late.text), "what it had said was the same"
-    assert await rooms.turns(rooms.one) == await rooms.turns(rooms.two) == [(1, "finished", taken.text)]
-    assert await rooms.say(rooms.one, "go on")
+    assert await servers.turns(servers.one) == await servers.turns(servers.two) == [(1, "finished", taken.text)]
+    assert await servers.say(servers.one, "go on")
 
 
-async def test_without_the_store_no_turn_is_acknowledged_and_with_it_again(rooms: Rooms) -> None:
-    await rooms.one.agents.create("default", id="ada")
-    first = await rooms.say(rooms.one, "one")
-    rooms.blobs.dead = True
+async def test_without_the_store_no_turn_is_acknowledged_and_with_it_again(servers: TwoServers) -> None:
+    await servers.one.agents.create("default", id="ada")
+    first = await servers.say(servers.one, "one")
+    servers.blobs.dead = True
     with pytest.raises(Unavailable, match="shared store"):
-        await rooms.say(rooms.one, "two")
-    rooms.blobs.dead = False
-    await recovered(rooms.one)
-    turn = await rooms.one.begin("ada", "three")
-    rooms.blobs.dead = True
+        await servers.say(servers.one, "two")
+    servers.blobs.dead = False
+    await recovered(servers.one)
+    turn = await servers.one.begin("ada", "three")
+    servers.blobs.dead = True
     heard = await hear(turn)
     assert isinstance(heard.error, Unavailable) and heard.done is None
-    rooms.blobs.dead = False
-    await recovered(rooms.one)
+    servers.blobs.dead = False
+    await recovered(servers.one)
     for _ in range(200):  # its end is written as soon as the store takes it
-        await rooms.two.agents.refresh("default", "ada")
-        if rooms.blobs and (await rooms.turns(rooms.two))[-1][1] == "interrupted":
+        await servers.two.agents.refresh("default", "ada")
+        if servers.blobs and (await servers.turns(servers.two))[-1][1] == "interrupted":
             break
         await asyncio.sleep(0.05)
-    await rooms.two.agents.refresh("default", "ada")
-    again = await hear(await rooms.two.agents.resume("default", "ada", request=rooms.two.service.next_id()))
+    await servers.two.agents.refresh("default", "ada")
+    again = await hear(await servers.two.agents.resume("default", "ada", request=servers.two.service.next_id()))
     assert again.error is None and again.text.startswith(heard.text)
-    assert [text for _, _, text in await rooms.turns(rooms.one)] == [first, again.text]
+    assert [text for _, _, text in await servers.turns(servers.one)] == [first, again.text]
 
 
 async def recovered(house: House) -> None:
@@ -185,67 +185,69 @@ async def recovered(house: House) -> None:
     raise AssertionError("the store was not tried again")
 
 
-async def test_a_restart_reads_what_other_servers_wrote_meanwhile(rooms: Rooms) -> None:
-    await rooms.one.agents.create("default", id="ada")
-    said = [await rooms.say(rooms.one, "one")]
-    await rooms.one.again(3)
-    said.append(await rooms.say(rooms.two, "two"))
-    said.append(await rooms.say(rooms.one, "three"))
-    assert [text for _, _, text in await rooms.turns(rooms.one)] == said
-    await rooms.one.again(4)
-    assert [text for _, _, text in await rooms.turns(rooms.one)] == said
+async def test_a_restart_reads_what_other_servers_wrote_meanwhile(servers: TwoServers) -> None:
+    await servers.one.agents.create("default", id="ada")
+    said = [await servers.say(servers.one, "one")]
+    await servers.one.again(3)
+    said.append(await servers.say(servers.two, "two"))
+    said.append(await servers.say(servers.one, "three"))
+    assert [text for _, _, text in await servers.turns(servers.one)] == said
+    await servers.one.again(4)
+    assert [text for _, _, text in await servers.turns(servers.one)] == said
 
 
-async def test_the_writer_of_an_acknowledged_turn_notices_that_the_store_lost_it(rooms: Rooms) -> None:
-    await rooms.one.agents.create("default", id="ada")
+async def test_the_writer_of_an_acknowledged_turn_notices_that_the_store_lost_it(servers: TwoServers) -> None:
+    await servers.one.agents.create("default", id="ada")
     for number in range(3):
-        await rooms.say(rooms.one, f"question {number}")
-    records = sorted(name for name in rooms.blobs.objects if name.startswith("agents/"))
+        await servers.say(servers.one, f"question {number}")
+    records = sorted(name for name in servers.blobs.objects if name.startswith("agents/"))
     for name in records[-2:]:
-        del rooms.blobs.objects[name]
-    await rooms.one.again(5)
+        del servers.blobs.objects[name]
+    await servers.one.again(5)
     with pytest.raises(Damaged, match="lost turn 3"):
-        await rooms.one.agents.refresh("default", "ada")
-    assert len(await rooms.one.agents.turns("default", "ada")) == 3, "its own copy stays"
+        await servers.one.agents.refresh("default", "ada")
+    assert len(await servers.one.agents.turns("default", "ada")) == 3, "its own copy stays"
 
 
-async def test_a_changed_record_is_refused_by_its_reader(rooms: Rooms) -> None:
-    await rooms.one.agents.create("default", id="ada")
-    await rooms.say(rooms.one, "one")
-    name = max(name for name in rooms.blobs.objects if name.startswith("agents/"))
-    rooms.blobs.objects[name] = rooms.blobs.objects[name][:-1] + b"x"
+async def test_a_changed_record_is_refused_by_its_reader(servers: TwoServers) -> None:
+    await servers.one.agents.create("default", id="ada")
+    await servers.say(servers.one, "one")
+    name = max(name for name in servers.blobs.objects if name.startswith("agents/"))
+    servers.blobs.objects[name] = servers.blobs.objects[name][:-1] + b"x"
     with pytest.raises(Damaged, match="was changed"):
-        await rooms.two.agents.refresh("default", "ada")
+        await servers.two.agents.refresh("default", "ada")
 
 
-async def test_a_turn_with_the_same_key_is_answered_once_more(rooms: Rooms) -> None:
-    await rooms.one.agents.create("default", id="ada")
-    first = await rooms.say(rooms.one, "one", once="key-1")
-    assert await rooms.say(rooms.two, "one", once="key-1") == first
-    assert await rooms.say(rooms.one, "one", once="key-1") == first
-    assert len(await rooms.turns(rooms.two)) == 1
+async def test_a_turn_with_the_same_key_is_answered_once_more(servers: TwoServers) -> None:
+    await servers.one.agents.create("default", id="ada")
+    first = await servers.say(servers.one, "one", once="key-1")
+    assert await servers.say(servers.two, "one", once="key-1") == first
+    assert await servers.say(servers.one, "one", once="key-1") == first
+    assert len(await servers.turns(servers.two)) == 1
     with pytest.raises(InvalidRequest, match="other messages"):
-        await rooms.say(rooms.two, "something else", once="key-1")
-    await rooms.say(rooms.two, "one", once="key-2")
-    assert len(await rooms.turns(rooms.one)) == 2
+        await servers.say(servers.two, "something else", once="key-1")
+    await servers.say(servers.two, "one", once="key-2")
+    assert len(await servers.turns(servers.one)) == 2
 
 
-async def test_an_agent_that_was_there_before_the_store_is_shared_with_its_next_turn(rooms: Rooms) -> None:
-    shared, rooms.one.agents._agents.shared = rooms.one.agents._agents.shared, None
-    await rooms.one.agents.create("default", id="ada")
-    first = (await rooms.one.say("ada", "one")).text
-    rooms.one.agents._agents.shared = shared
-    second = await rooms.say(rooms.one, "two")
-    assert [text for _, _, text in await rooms.turns(rooms.two)] == [first, second]
+async def test_an_agent_that_was_there_before_the_store_is_shared_with_its_next_turn(servers: TwoServers) -> None:
+    shared, servers.one.agents._agents.shared = servers.one.agents._agents.shared, None
+    await servers.one.agents.create("default", id="ada")
+    first = (await servers.one.say("ada", "one")).text
+    servers.one.agents._agents.shared = shared
+    second = await servers.say(servers.one, "two")
+    assert [text for _, _, text in await servers.turns(servers.two)] == [first, second]
 
 
-async def test_no_turn_follows_a_turn_whose_end_was_refused(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_turn_follows_a_turn_whose_end_was_refused(
+    servers: TwoServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The client does not wait for the end of the answer, and the store fails just then."""
-    await rooms.one.agents.create("default", id="ada")
-    first = await rooms.say(rooms.one, "one")
-    shared = rooms.one.agents._agents.shared
+    await servers.one.agents.create("default", id="ada")
+    first = await servers.say(servers.one, "one")
+    shared = servers.one.agents._agents.shared
     assert shared is not None
-    turn = await rooms.one.begin("ada", "two")
+    turn = await servers.one.begin("ada", "two")
     chain = shared._follow("default", "ada").chain
     began, slow = asyncio.Event(), asyncio.Event()
 
@@ -257,7 +259,7 @@ async def test_no_turn_follows_a_turn_whose_end_was_refused(rooms: Rooms, monkey
     monkeypatch.setattr(chain, "end", refuses)
     ending = asyncio.create_task(hear(turn))
     await began.wait()
-    following = asyncio.create_task(rooms.one.begin("ada", "three"))
+    following = asyncio.create_task(servers.one.begin("ada", "three"))
     await asyncio.sleep(0.1)
     slow.set()
     heard = await ending
@@ -265,10 +267,10 @@ async def test_no_turn_follows_a_turn_whose_end_was_refused(rooms: Rooms, monkey
     with pytest.raises((Unavailable, Conflict)):
         await following
     for _ in range(200):
-        turns = await rooms.turns(rooms.two)
+        turns = await servers.turns(servers.two)
         if turns[-1][1] == "interrupted" and len(turns) == 2:
             break
         await asyncio.sleep(0.05)
     assert [(number, state) for number, state, _ in turns] == [(1, "finished"), (2, "interrupted")]
-    await rooms.two.agents.rollback("default", "ada", turn=1)
-    assert await rooms.say(rooms.one, "two, again") and (await rooms.turns(rooms.one))[0][2] == first
+    await servers.two.agents.rollback("default", "ada", turn=1)
+    assert await servers.say(servers.one, "two, again") and (await servers.turns(servers.one))[0][2] == first

@@ -15,7 +15,7 @@ from cairn.teams.definition import Member, Team, Topology, check_team
 from cairn.teams.entries import Item, Poll, Posted, RoundDone
 from cairn.teams.team_round import TeamRound
 from cairn.teams.voice import Caller
-from tests.agents.desk import FOLDER, Time
+from tests.agents.bare_agents import FOLDER, Time
 from tests.files import CrashFiles, SeededRng
 from tests.teams.scripted_voice import ScriptedVoice
 

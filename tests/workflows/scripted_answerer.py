@@ -21,7 +21,7 @@ from cairn.workflows.answerer import Answered, Asker, Heard
 from cairn.workflows.definition import workflow_of
 from cairn.workflows.runner import RunEnded
 from cairn.workflows.runs import Runs, RunState
-from tests.agents.desk import FOLDER, Time
+from tests.agents.bare_agents import FOLDER, Time
 from tests.files import CrashFiles, SeededRng
 
 ASKER = Asker(tenant="me")

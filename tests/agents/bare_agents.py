@@ -63,7 +63,7 @@ class NoKv:
     async def collect(self, agent: Agent, turns: list[Turn]) -> None: ...
 
 
-class Desk:
+class BareAgents:
     """Agents without a model; `again` reopens their log after a clean shutdown or a power cut."""
 
     def __init__(self) -> None:
@@ -142,8 +142,8 @@ class Desk:
 
 
 @contextlib.asynccontextmanager
-async def desk() -> AsyncIterator[Desk]:
-    made = Desk()
+async def bare_agents() -> AsyncIterator[BareAgents]:
+    made = BareAgents()
     try:
         yield made
     finally:
