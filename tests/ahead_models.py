@@ -2,8 +2,8 @@
 
 The head's layer is a copy of the model's last attention layer. The other layers contribute little, so the model
 predicts nearly what that layer alone makes of the embeddings, and the head is often right: embeddings have a root
-mean square of 1, which a norm layer leaves alone, and the head passes on the embedding and, scaled by `state`, some of the
-state before it.
+mean square of 1, which a norm layer leaves alone, and the head passes on the embedding and, scaled by `state`, some of
+the state before it.
 """
 
 from __future__ import annotations
