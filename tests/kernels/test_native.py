@@ -48,8 +48,9 @@ def meaning() -> Any:
 
 
 def rounded_to_pairs(kernels: Any, x: Any) -> Any:
-    """Activations as products with bfloat16 weights see them: AVX-512 multiplies pairs of bfloat16."""
-    return x.astype(ml_dtypes.bfloat16).astype(np.float32) if kernels.numerics[1] == "avx512" else x
+    """Activations as products with bfloat16 weights see them: AVX-512 and AMX multiply pairs of bfloat16."""
+    pairs = kernels.numerics[1] in ("avx512", "amx", "amxmodel")
+    return x.astype(ml_dtypes.bfloat16).astype(np.float32) if pairs else x
 
 
 def random(*shape: int, seed: int = 0) -> Any:

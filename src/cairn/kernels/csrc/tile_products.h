@@ -1,0 +1,17 @@
+// What of a variant with tiles is known outside; tile_products.cpp is compiled for the unit, and for its model.
+#pragma once
+
+#include "kernel.h"
+
+namespace cairn {
+
+namespace amx {
+// Whether this CPU's unit computes what the model of it says. The process must be allowed to use it.
+bool unit_is_exact();
+}  // namespace amx
+
+namespace amxmodel {
+bool unit_is_exact();
+}
+
+}  // namespace cairn
