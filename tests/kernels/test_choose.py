@@ -34,7 +34,9 @@ def test_variants_stand_in_order_of_speed_on_this_cpu() -> None:
     info = Path("/proc/cpuinfo")
     intel = info.exists() and "GenuineIntel" in info.read_text()
     order = ["avx512vnni", "avx512"] if intel else ["avx512", "avx512vnni"]
-    assert found == [name for name in [*order, "avxvnni", "avx2", "neoni8mm", "neon", "portable"] if name in found]
+    assert found == [
+        name for name in ["amx", *order, "avxvnni", "avx2", "neoni8mm", "neon", "portable"] if name in found
+    ]
 
 
 def test_where_there_is_a_compiler_the_native_kernels_were_compiled() -> None:
