@@ -29,8 +29,8 @@ struct alignas(64) TileConfig {
 };
 static_assert(sizeof(TileConfig) == 64);
 
-// The instructions. They are written out, not intrinsics: those of GCC 12 tell it that a configuration's first eight bytes
-// are read alone, and it leaves out the rest. Here the operand is the whole of it.
+// The instructions. They are written out, not intrinsics: those of GCC 12 say that of a configuration the first eight bytes
+// are read, so that it may leave out the rest. Here the operand is the whole of it.
 struct TileUnit {
     static void configure(const TileConfig& config) { asm volatile("ldtilecfg %0" : : "m"(config)); }
     static void release() { asm volatile("tilerelease"); }

@@ -48,6 +48,7 @@ void prepare(const Activations& in, const Patch& patch) {
             put_tile_rows(in, row, patch.from, patch.to);
 }
 
+#if !defined(CAIRN_TILE_MODEL)
 // For the roofline: products of four tiles of sums, all in registers.
 float multiply_pairs(Index turns, int fill) {
     alignas(64) std::byte data[TILE_BYTES];
@@ -63,6 +64,7 @@ float multiply_pairs(Index turns, int fill) {
     Unit::release();
     return sums[0][0];
 }
+#endif
 
 }  // namespace
 
@@ -71,7 +73,9 @@ const Variant variant = [] {
     Variant own = base;
     own.name = CAIRN_NAME(CAIRN_VARIANT);
     own.product = all_parts, own.pair_rows = block_rows, own.prepare = prepare;
+#if !defined(CAIRN_TILE_MODEL)
     own.multiply_pairs = multiply_pairs, own.pair_products = 4 * TILE_ROWS * LANES * TILE_INNER;
+#endif
     return own;
 }();
 
