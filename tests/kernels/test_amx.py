@@ -211,9 +211,9 @@ def test_a_measurement_times_both() -> None:
     assert found.cpu == "a CPU" and found.other == OTHER
 
 
-FAST = Measured("a CPU", OTHER, 1.0, 4.0, 1.0, 1.0)
-SLOW = Measured("a CPU", OTHER, 1.0, 1.1, 1.0, 1.0)
-SLOW_TOKENS = Measured("a CPU", OTHER, 1.0, 4.0, 2.0, 1.0)
+FAST = amx.decided("a CPU", OTHER, 1.0, 4.0, 1.0, 1.0)
+SLOW = amx.decided("a CPU", OTHER, 1.0, 1.1, 1.0, 1.0)
+SLOW_TOKENS = amx.decided("a CPU", OTHER, 1.0, 4.0, 2.0, 1.0)
 
 
 @pytest.fixture
@@ -280,7 +280,7 @@ def written(folder: Path, tiles: list[Measured]) -> list[Path]:
 def test_a_damaged_file_is_measured_anew(tiles: list[Measured], tmp_path: Path) -> None:
     folder = tmp_path / "kept"
     (path,) = written(folder, tiles)
-    path.write_bytes(b"{")
+    path.write_bytes(path.read_bytes().replace(b'"prompt": 1.0', b'"prompt": 0.0'))
     tiles.append(SLOW)
     assert not decision(folder).taken()
     assert not decision(folder).taken(), "and kept"

@@ -14,10 +14,13 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated
 
 import ml_dtypes
 import msgspec
 import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
 
 from cairn.config.paths import home
 from cairn.kernels import native
@@ -36,31 +39,37 @@ _MAX_BYTES = 1 << 16
 log = logging.getLogger(__name__)
 
 
+Seconds = Annotated[float, Meta(gt=0)]
+
+
 class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds of a prompt's product and of one token's, with tiles and with the kernels that are fastest without."""
 
     cpu: str
     other: str
-    prompt: float
-    other_prompt: float
-    token: float
-    other_token: float
-
-    @property
-    def pays(self) -> bool:
-        """Whether tiles are worth other last bits."""
-        return self.prompt * GAIN <= self.other_prompt and self.token <= LOSS * self.other_token
+    prompt: Seconds
+    other_prompt: Seconds
+    token: Seconds
+    other_token: Seconds
+    chosen: bool
+    """Whether `auto` means tiles: what was decided then, whatever a later version would decide."""
 
     def sentence(self) -> str:
         """Say what was found, for a log."""
         prompt, token = self.other_prompt / self.prompt, self.other_token / self.token
         what = f"kernels {AMX} beside {self.other}: bf16 prompts at {prompt:.1f} times its speed, tokens at {token:.1f}"
-        if not self.pays:
+        if not self.chosen:
             return f"{what}; kernels auto stays with {self.other} on this machine"
         return (
             f"{what}; kernels auto means {AMX} on this machine from now on, and contexts that {self.other} stored are "
             f"computed anew, once"
         )
+
+
+def decided(cpu: str, other: str, prompt: float, other_prompt: float, token: float, other_token: float) -> Measured:
+    """Return what was measured, with the choice that follows from it."""
+    pays = prompt * GAIN <= other_prompt and token <= LOSS * other_token
+    return Measured(cpu, other, prompt, other_prompt, token, other_token, pays)
 
 
 @functools.cache
@@ -102,7 +111,7 @@ class Decision:
         own = hashlib.sha256(f"{cpu} {self._other} {native.VERSION}".encode()).hexdigest()[:16]
         path = folder / f"{AMX}-{own}.json"
         if (known := self._read(path)) is not None:
-            return known.pays
+            return known.chosen
         found = measure(self._other, self._clock.now, cpu)
         try:
             kept = self._keep(path, found)
@@ -111,7 +120,7 @@ class Decision:
             log.warning("%s cannot be written: %s; kernels auto stays with %s", path, why, self._other)
             return False
         log.info("%s", kept.sentence())
-        return kept.pays
+        return kept.chosen
 
     def _read(self, path: Path) -> Measured | None:
         """Return what a file says; None if there is none, or it is damaged."""
@@ -176,8 +185,9 @@ def measure(other: str, now: Callable[[], float], cpu: str, tiles: str = AMX) ->
     finally:
         for kernels in made.values():
             kernels.close()
-    return Measured(cpu, other, seconds[tiles, PROMPT], seconds[other, PROMPT], seconds[tiles, 1], seconds[other, 1])
+    return decided(cpu, other, seconds[tiles, PROMPT], seconds[other, PROMPT], seconds[tiles, 1], seconds[other, 1])
 
 
-def _numbers(rows: int, size: int) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
-    return (np.arange(rows * size, dtype=np.float32).reshape(rows, size) % 61 - 30) / 64
+def _numbers(rows: int, size: int) -> NDArray[np.float32]:
+    numbers: NDArray[np.float32] = np.arange(rows * size, dtype=np.float32).reshape(rows, size)
+    return (numbers % np.float32(61) - np.float32(30)) / np.float32(64)
