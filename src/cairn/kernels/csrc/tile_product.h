@@ -59,8 +59,9 @@ inline void multiply_tiles(const std::byte* x, const std::byte* other_x, const s
     }
 }
 
-// A block of `height` rows from `row` on, of which the first tile has `upper`.
-template <class Unit, int R, int P>
+// A block of `height` rows from `row` on, of which the first tile has `upper`. COLD: its weights come from memory, and are
+// asked for ahead.
+template <class Unit, int R, int P, bool COLD>
 void tile_block(const Product& job, const Segment& part, Index row, Index height, Index upper, Index panel, Rest& rest) {
     const Index inner = part.inner, whole = inner / TILE_INNER, stride = part.panel_bytes();
     const std::byte* x = job.in.pairs + row * Activations::pair_bytes(inner);
@@ -72,8 +73,7 @@ void tile_block(const Product& job, const Segment& part, Index row, Index height
     if constexpr (R == 2) Unit::template zero<2>();
     if constexpr (R == 2 && P == 2) Unit::template zero<3>();
     for (Index k = 0; k < whole; k++, x += height * TILE_ROW_BYTES, weights += TILE_BYTES) {
-        // With few rows memory sets the pace; with more the panels are in a cache.
-        if constexpr (R == 1)
+        if constexpr (COLD)
             for (Index line = 0; line < TILE_BYTES; line += 64)
                 for (int p = 0; p < P; p++) __builtin_prefetch(weights + p * stride + AHEAD + line);
         multiply_tiles<Unit, R, P>(x, x + upper * TILE_ROW_BYTES, weights, weights + stride);
@@ -101,8 +101,11 @@ inline TileConfig block_config(Index height, Index upper) {
 template <class Unit>
 void tile_product(const Product& job, const Segment& part, Index first_panel, Index last_panel) {
     using Block = void (*)(const Product&, const Segment&, Index, Index, Index, Index, Rest&);
-    constexpr Block BLOCKS[2][2] = {{tile_block<Unit, 1, 1>, tile_block<Unit, 1, 2>},
-                                    {tile_block<Unit, 2, 1>, tile_block<Unit, 2, 2>}};
+    constexpr Block BLOCKS[2][2][2] = {
+        {{tile_block<Unit, 1, 1, false>, tile_block<Unit, 1, 2, false>},
+         {tile_block<Unit, 2, 1, false>, tile_block<Unit, 2, 2, false>}},
+        {{tile_block<Unit, 1, 1, true>, tile_block<Unit, 1, 2, true>},
+         {tile_block<Unit, 2, 1, true>, tile_block<Unit, 2, 2, true>}}};
     const Tiles tiles(job.in.rows, BLOCK_ROWS);
     const Index most = (HOT_BYTES / part.panel_bytes() / BLOCK_PANELS + 1) * BLOCK_PANELS;
     const Index inner = part.inner, whole = inner / TILE_INNER * TILE_INNER;
@@ -118,7 +121,7 @@ void tile_product(const Product& job, const Segment& part, Index first_panel, In
                 rest.take_rows(job.in.pairs + row * Activations::pair_bytes(inner) + height * Activations::pair_bytes(whole),
                                height, Activations::pair_bytes(inner - whole));
             for (Index panel = first; panel < last; panel += BLOCK_PANELS)
-                BLOCKS[upper < height][last - panel >= BLOCK_PANELS](job, part, row, height, upper, panel, rest);
+                BLOCKS[i == 0][upper < height][last - panel >= BLOCK_PANELS](job, part, row, height, upper, panel, rest);
         }
     }
     if (configured) Unit::release();
