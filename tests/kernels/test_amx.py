@@ -22,9 +22,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cairn.kernels import amx, choose, native
-from cairn.kernels.amx import Decision, Measured
+from cairn.kernels import choose, native
 from cairn.kernels.base import GROUP, Quantized
+from cairn.kernels.choose import TileChoice, TileSpeed
 from cairn.kernels.native import NativeKernels
 from cairn.system.posix import SystemClock, SystemFiles, SystemRng
 from cairn.types.errors import ConfigError, ModelError
@@ -165,6 +165,13 @@ def test_the_installed_module_has_them(program: Path) -> None:
         assert one in dump, one
 
 
+def test_an_installation_compiles_them_where_the_cpu_has_tiles(program: Path) -> None:
+    """Elsewhere `native` costs no second more than it did."""
+    asked = program.with_name("this_cpu")
+    subprocess.run([COMPILER, SOURCES / "this_cpu.cpp", "-o", asked], check=True)
+    assert ("amx" in run(asked).stdout.split(";")) == native.has_tiles()
+
+
 @needs_model
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, "int8"])
 def test_all_but_bfloat16_has_the_bits_of_the_kernels_beside_it(dtype: Any) -> None:
@@ -209,25 +216,25 @@ def test_the_name_is_part_of_what_stored_kv_is_found_by() -> None:
 
 @needs_model
 def test_a_measurement_times_both() -> None:
-    found = amx.measure(OTHER, SystemClock().now, "a CPU", tiles=MODEL)
+    found = choose.measure(OTHER, SystemClock().now, "a CPU", tiles=MODEL)
     assert min(found.prompt, found.other_prompt, found.token, found.other_token) > 0
     assert found.cpu == "a CPU" and found.other == OTHER
 
 
-FAST = amx.decided("a CPU", OTHER, 1.0, 4.0, 1.0, 1.0)
-SLOW = amx.decided("a CPU", OTHER, 1.0, 1.1, 1.0, 1.0)
-SLOW_TOKENS = amx.decided("a CPU", OTHER, 1.0, 4.0, 2.0, 1.0)
+FAST = choose.decided("a CPU", OTHER, 1.0, 4.0, 1.0, 1.0)
+SLOW = choose.decided("a CPU", OTHER, 1.0, 1.1, 1.0, 1.0)
+SLOW_TOKENS = choose.decided("a CPU", OTHER, 1.0, 4.0, 2.0, 1.0)
 
 
 @pytest.fixture
-def tiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Measured]]:
+def tiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[TileSpeed]]:
     """A CPU with AMX; each start that measures finds the next of a list."""
-    found: list[Measured] = []
+    found: list[TileSpeed] = []
     monkeypatch.setattr(native, "variants", lambda: {"amx": True, OTHER: True, "portable": True})
     monkeypatch.setattr(native, "has_tiles", lambda: True)
     monkeypatch.setattr(native, "tile_trouble", lambda: "")
     monkeypatch.setattr(native, "cpu", lambda: "a CPU")
-    monkeypatch.setattr(amx, "measure", lambda *_: found.pop(0))
+    monkeypatch.setattr(choose, "measure", lambda *_: found.pop(0))
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     forget()
     yield found
@@ -236,17 +243,17 @@ def tiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Meas
 
 def forget() -> None:
     """As a new process begins."""
-    amx.preferred.cache_clear()
-    amx.warn.cache_clear()
+    choose.prefers_amx.cache_clear()
+    choose._warn_without_amx.cache_clear()
 
 
-def decision(folder: Path) -> Decision:
-    return Decision(OTHER, SystemFiles(), SystemClock(), SystemRng(), folder)
+def decision(folder: Path) -> TileChoice:
+    return TileChoice(OTHER, SystemFiles(), SystemClock(), SystemRng(), folder)
 
 
 @pytest.mark.parametrize(("measured", "name"), [(FAST, "amx"), (SLOW, OTHER), (SLOW_TOKENS, OTHER)])
 def test_auto_is_what_was_measured_first_on_this_machine(
-    tiles: list[Measured], measured: Measured, name: str, caplog: pytest.LogCaptureFixture
+    tiles: list[TileSpeed], measured: TileSpeed, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Every later start computes the same bits, whatever it would measure."""
     caplog.set_level(logging.INFO)
@@ -259,28 +266,28 @@ def test_auto_is_what_was_measured_first_on_this_machine(
     assert ("avx512vnni stored are computed anew" in caplog.messages[0]) == (name == "amx")
 
 
-def test_a_process_that_was_first_decides_for_all(tiles: list[Measured], tmp_path: Path) -> None:
+def test_a_process_that_was_first_decides_for_all(tiles: list[TileSpeed], tmp_path: Path) -> None:
     """Two that start at once both measure; what is kept is one."""
 
-    def measured_meanwhile(*_: Any) -> Measured:
+    def measured_meanwhile(*_: Any) -> TileSpeed:
         written(tmp_path, tiles)
         return SLOW
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(amx, "measure", measured_meanwhile)
+        patch.setattr(choose, "measure", measured_meanwhile)
         assert decision(tmp_path).taken(), "as the other one measured"
     assert len(list(tmp_path.iterdir())) == 1, "nothing else is left"
 
 
-def written(folder: Path, tiles: list[Measured]) -> list[Path]:
+def written(folder: Path, tiles: list[TileSpeed]) -> list[Path]:
     tiles.append(FAST)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(amx, "measure", lambda *_: tiles.pop(0))
+        patch.setattr(choose, "measure", lambda *_: tiles.pop(0))
         assert decision(folder).taken()
     return list(folder.iterdir())
 
 
-def test_a_damaged_file_is_measured_anew(tiles: list[Measured], tmp_path: Path) -> None:
+def test_a_damaged_file_is_measured_anew(tiles: list[TileSpeed], tmp_path: Path) -> None:
     folder = tmp_path / "kept"
     (path,) = written(folder, tiles)
     path.write_bytes(path.read_bytes().replace(b'"prompt": 1.0', b'"prompt": 0.0'))
@@ -291,7 +298,7 @@ def test_a_damaged_file_is_measured_anew(tiles: list[Measured], tmp_path: Path) 
 
 
 def test_another_cpu_has_a_choice_of_its_own(
-    tiles: list[Measured], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiles: list[TileSpeed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiles += [FAST, SLOW]
     assert decision(tmp_path).taken()
@@ -302,7 +309,7 @@ def test_another_cpu_has_a_choice_of_its_own(
 
 
 def test_what_cannot_be_kept_is_not_used(
-    tiles: list[Measured], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tiles: list[TileSpeed], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise each start would choose for itself, and one that is disturbed would lose what is stored."""
     (tmp_path / "cairn").write_text("a file where the folder should be")
@@ -314,13 +321,13 @@ def test_what_cannot_be_kept_is_not_used(
     def homeless() -> Path:
         raise ConfigError("this user has no home folder")
 
-    monkeypatch.setattr(amx, "users_folder", homeless)
+    monkeypatch.setattr(choose, "choices_folder", homeless)
     assert choose.chosen("auto") == OTHER
     assert "this user has no home folder; without it no choice" in caplog.text
 
 
 def test_a_cpu_whose_tiles_cannot_be_used_says_so_once(
-    tiles: list[Measured], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tiles: list[TileSpeed], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     why = "the AMX tiles of this CPU compute other bits than Intel's manual says"
     monkeypatch.setattr(native, "variants", lambda: {"amx": False, "portable": True})
@@ -335,7 +342,7 @@ def test_a_cpu_whose_tiles_cannot_be_used_says_so_once(
         choose.chosen("amx")
 
 
-def test_the_kernels_that_were_asked_for_are_not_measured(tiles: list[Measured]) -> None:
+def test_the_kernels_that_were_asked_for_are_not_measured(tiles: list[TileSpeed]) -> None:
     assert choose.chosen("amx") == "amx" and choose.chosen(OTHER) == OTHER
     assert not tiles
 
@@ -346,7 +353,7 @@ def test_a_machine_without_amx_says_why_not() -> None:
     assert "amx" not in native.variants() or not native.variants()["amx"]
     with pytest.raises(ModelError, match="kernels is amx, but this CPU has no AMX tiles of bfloat16"):
         choose.chosen("amx")
-    assert not amx.preferred(OTHER) and not amx.unused()
+    assert not choose.prefers_amx(OTHER) and not choose.amx_unused()
 
 
 def test_wheels_and_images_have_no_model() -> None:
