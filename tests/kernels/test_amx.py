@@ -82,6 +82,8 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
 def test_the_instructions_compute_the_bits_of_the_model(program: Path) -> None:
     """Registers, addresses, strides and configurations are the compiled ones; rows, sizes and threads are odd."""
     done = run(program)
+    if done.returncode == 77:
+        pytest.skip(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the unit is exact; 240 cases, 0 with other bits" in done.stdout
 
@@ -153,7 +155,8 @@ def test_the_compiled_bytes_are_those_of_the_manual(program: Path) -> None:
         assert raw == coded(0x49, 3, int(text[-1]), 0), text
     assert {raw for _, raw, text in found if text == "tilerelease"} == {coded(0x49, 0, 0, 0)}
     configured = [name for name, _, text in found if text.startswith("ldtilecfg")]
-    assert configured and all("tile_product<cairn::amx::TileUnit>" in n or "multiply_pairs" in n for n in configured)
+    places = ("tile_product<cairn::amx::TileUnit>", "multiply_pairs", "unit_runs")
+    assert configured and all(any(place in name for place in places) for name in configured)
 
 
 def test_the_installed_module_has_them(program: Path) -> None:

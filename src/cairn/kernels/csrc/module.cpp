@@ -69,6 +69,7 @@ const std::string& tile_trouble() {
         if (!cpu_has_tiles() || !runs("avx512vnni")) return "this CPU has no AMX tiles of bfloat16";
 #if defined(CAIRN_HAS_AMX)
         if (!allow_tiles()) return "the system does not let this process use AMX tiles (Linux 5.16 or newer does)";
+        if (!amx::unit_runs()) return "this CPU says that it has AMX tiles, but their instructions are illegal";
         if (!amx::unit_is_exact()) return "the AMX tiles of this CPU compute other bits than Intel's manual says";
         return "";
 #else

@@ -1,6 +1,9 @@
 // A variant with the tile unit of AMX: products with weights in bfloat16 are its own, all else is avx512vnni's.
 #include "tile_products.h"
 
+#include <csetjmp>
+#include <csignal>
+
 #include "tile_check.h"
 
 #define CAIRN_NAME_OF(x) #x
@@ -80,6 +83,22 @@ const Variant variant = [] {
 }();
 
 bool unit_is_exact() { return unit_agrees<Unit>(); }
+
+#if !defined(CAIRN_TILE_MODEL)
+namespace {
+sigjmp_buf back;
+}  // namespace
+
+bool unit_runs() {
+    struct sigaction own = {}, before;
+    own.sa_handler = [](int) { siglongjmp(back, 1); };
+    if (sigaction(SIGILL, &own, &before)) return false;
+    const bool legal = sigsetjmp(back, 1) == 0;
+    if (legal) static_cast<void>(multiply_pairs(1, 0));  // each kind of instruction, and nothing to destroy
+    sigaction(SIGILL, &before, nullptr);
+    return legal;
+}
+#endif
 
 }  // namespace CAIRN_VARIANT
 }  // namespace cairn
