@@ -246,27 +246,37 @@ def tiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Tile
 
 def forget() -> None:
     """As a new process begins."""
-    choose.prefers_amx.cache_clear()
-    choose._warn_without_amx.cache_clear()
+    choose.tile_speed.cache_clear()
+    choose._tell_of_amx.cache_clear()
 
 
-def decision(folder: Path) -> TileChoice:
-    return TileChoice(OTHER, SystemFiles(), SystemClock(), SystemRng(), folder)
+def decision(folder: Path) -> bool:
+    found = TileChoice(OTHER, SystemFiles(), SystemClock(), SystemRng(), folder).found()
+    assert found is not None
+    return found.chosen
 
 
 @pytest.mark.parametrize(("measured", "name"), [(FAST, "amx"), (SLOW, OTHER), (SLOW_TOKENS, OTHER)])
 def test_auto_is_what_was_measured_first_on_this_machine(
-    tiles: list[TileSpeed], measured: TileSpeed, name: str, caplog: pytest.LogCaptureFixture
+    tiles: list[TileSpeed],
+    measured: TileSpeed,
+    name: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Every later start computes the same bits, whatever it would measure."""
+    """Every later start computes the same bits, whatever it would measure, and says once why."""
     caplog.set_level(logging.INFO)
+    monkeypatch.setattr(native, "NativeKernels", lambda name, threads: name)
     tiles += [measured]
-    for _ in range(3):
-        assert choose.chosen("auto") == name
+    for start in range(3):
+        assert choose.chosen("auto") == name and len(caplog.messages) == start
+        for _ in range(2):
+            assert choose.load_kernels("auto", 1) == name
         forget()
-    assert len(caplog.messages) == 1, caplog.messages
-    assert "kernels amx beside avx512vnni" in caplog.messages[0]
-    assert ("avx512vnni stored are computed anew" in caplog.messages[0]) == (name == "amx")
+    assert len(set(caplog.messages)) == 1
+    said = "means amx: it" if name == "amx" else f"stays with {OTHER}: with amx it"
+    assert caplog.messages[0].startswith(f"kernels auto {said} measured bf16 prompts"), caplog.messages[0]
+    assert ("Contexts that other kernels stored are not found" in caplog.messages[0]) == (name == "amx")
 
 
 def test_a_process_that_was_first_decides_for_all(tiles: list[TileSpeed], tmp_path: Path) -> None:
@@ -278,7 +288,7 @@ def test_a_process_that_was_first_decides_for_all(tiles: list[TileSpeed], tmp_pa
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choose, "measure", measured_meanwhile)
-        assert decision(tmp_path).taken(), "as the other one measured"
+        assert decision(tmp_path), "as the other one measured"
     assert len(list(tmp_path.iterdir())) == 1, "nothing else is left"
 
 
@@ -286,7 +296,7 @@ def written(folder: Path, tiles: list[TileSpeed]) -> list[Path]:
     tiles.append(FAST)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choose, "measure", lambda *_: tiles.pop(0))
-        assert decision(folder).taken()
+        assert decision(folder)
     return list(folder.iterdir())
 
 
@@ -295,8 +305,8 @@ def test_a_damaged_file_is_measured_anew(tiles: list[TileSpeed], tmp_path: Path)
     (path,) = written(folder, tiles)
     path.write_bytes(path.read_bytes().replace(b'"prompt": 1.0', b'"prompt": 0.0'))
     tiles.append(SLOW)
-    assert not decision(folder).taken()
-    assert not decision(folder).taken(), "and kept"
+    assert not decision(folder)
+    assert not decision(folder), "and kept"
     assert list(folder.iterdir()) == [path]
 
 
@@ -304,11 +314,11 @@ def test_another_cpu_has_a_choice_of_its_own(
     tiles: list[TileSpeed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiles += [FAST, SLOW]
-    assert decision(tmp_path).taken()
+    assert decision(tmp_path)
     monkeypatch.setattr(native, "cpu", lambda: "another CPU")
-    assert not decision(tmp_path).taken()
+    assert not decision(tmp_path)
     monkeypatch.setattr(native, "cpu", lambda: "a CPU")
-    assert decision(tmp_path).taken()
+    assert decision(tmp_path)
 
 
 def test_what_cannot_be_kept_is_not_used(
@@ -356,7 +366,7 @@ def test_a_machine_without_amx_says_why_not() -> None:
     assert "amx" not in native.variants() or not native.variants()["amx"]
     with pytest.raises(ModelError, match="kernels is amx, but this CPU has no AMX tiles of bfloat16"):
         choose.chosen("amx")
-    assert not choose.prefers_amx(OTHER) and not choose.amx_unused()
+    assert choose.tile_speed(OTHER) is None and not choose.amx_unused()
 
 
 def test_wheels_and_images_have_no_model() -> None:

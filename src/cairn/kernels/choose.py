@@ -46,8 +46,9 @@ def chosen(wanted: str) -> str:
     """Return the name of the kernels that `wanted` ("auto" or a name) selects. Raises `ModelError` if unusable here."""
     variants = native.variants()
     if wanted == "auto":
-        other = next((name for name, runs in variants.items() if runs and name != AMX), REFERENCE)
-        return AMX if other != REFERENCE and prefers_amx(other) else other
+        other = _without_amx()
+        found = tile_speed(other) if other != REFERENCE else None
+        return AMX if found is not None and found.chosen else other
     if wanted != REFERENCE and not variants.get(wanted, False) and not native.models().get(wanted, False):
         if wanted == "metal":
             why = "they are for device mlx"
@@ -84,7 +85,7 @@ def load_kernels(wanted: str, threads: int) -> Kernels:
     name = chosen(wanted)
     if name != REFERENCE:
         if wanted == "auto":
-            _warn_without_amx(name)
+            _tell_of_amx()
         return native.NativeKernels(name, threads)
     # Imported here: it pins BLAS, which the native kernels never call.
     from cairn.kernels.reference import ReferenceKernels
@@ -116,12 +117,12 @@ class TileSpeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def sentence(self) -> str:
         """Say what was found, for a log."""
         prompt, token = self.other_prompt / self.prompt, self.other_token / self.token
-        what = f"kernels {AMX} beside {self.other}: bf16 prompts at {prompt:.1f} times its speed, tokens at {token:.1f}"
+        what = f"bf16 prompts at {prompt:.1f} times the speed of {self.other}, tokens at {token:.1f}"
         if not self.chosen:
-            return f"{what}; kernels auto stays with {self.other} on this machine"
+            return f"kernels auto stays with {self.other}: with {AMX} it measured {what} on this machine, once"
         return (
-            f"{what}; kernels auto means {AMX} on this machine from now on, and contexts that {self.other} stored are "
-            f"computed anew, once"
+            f"kernels auto means {AMX}: it measured {what} on this machine, once. Contexts that other kernels stored "
+            f"are not found, and computed anew"
         )
 
 
@@ -132,11 +133,11 @@ def decided(cpu: str, other: str, prompt: float, other_prompt: float, token: flo
 
 
 @functools.cache
-def prefers_amx(other: str) -> bool:
-    """Return whether `auto` means `amx` here, rather than `other`, the fastest of the rest."""
+def tile_speed(other: str) -> TileSpeed | None:
+    """Return what AMX was measured to give here beside `other`; None if it is not to be used, whatever it gives."""
     if not native.has_tiles() or native.tile_trouble():
-        return False
-    return TileChoice(other, SystemFiles(), SystemClock(), SystemRng()).taken()
+        return None
+    return TileChoice(other, SystemFiles(), SystemClock(), SystemRng()).found()
 
 
 def amx_unused() -> str:
@@ -144,11 +145,19 @@ def amx_unused() -> str:
     return native.tile_trouble() if native.has_tiles() else ""
 
 
+def _without_amx() -> str:
+    """Return the fastest kernels that run here but for those with AMX's tiles."""
+    return next((name for name, runs in native.variants().items() if runs and name != AMX), REFERENCE)
+
+
 @functools.cache
-def _warn_without_amx(running: str) -> None:
-    """Log, once in a process, that this CPU has AMX and `running` is used because that cannot be."""
+def _tell_of_amx() -> None:
+    """Log, once in a process and where the CPU has AMX, whether it is used and why."""
+    other = _without_amx()
     if why := amx_unused():
-        log.warning("this CPU has AMX, but the kernels %s do not run: %s; %s run", AMX, why, running)
+        log.warning("this CPU has AMX, but the kernels %s do not run: %s; %s run", AMX, why, other)
+    elif (found := tile_speed(other)) is not None:
+        log.info("%s", found.sentence())
 
 
 class TileChoice:
@@ -159,27 +168,24 @@ class TileChoice:
         self._other, self._files, self._clock, self._rng = other, files, clock, rng
         self._folder = folder
 
-    def taken(self) -> bool:
-        """Return whether tiles pay, from the file if it says so, otherwise by measuring them."""
+    def found(self) -> TileSpeed | None:
+        """Return what a file says, or what is measured now; None if that cannot be kept, which is logged."""
         cpu = native.cpu()
         try:
             folder = self._folder or choices_folder()
         except ConfigError as error:
             log.warning("%s; without it no choice of kernels can be kept, and %s run", error, self._other)
-            return False
+            return None
         own = hashlib.sha256(f"{cpu} {self._other} {native.VERSION}".encode()).hexdigest()[:16]
         path = folder / f"{AMX}-{own}.json"
         if (known := self._read(path)) is not None:
-            return known.chosen
-        found = measure(self._other, self._clock.now, cpu)
+            return known
         try:
-            kept = self._keep(path, found)
+            return self._keep(path, measure(self._other, self._clock.now, cpu))
         except OSError as error:
             why = error.strerror or error
             log.warning("%s cannot be written: %s; kernels auto stays with %s", path, why, self._other)
-            return False
-        log.info("%s", kept.sentence())
-        return kept.chosen
+            return None
 
     def _read(self, path: Path) -> TileSpeed | None:
         """Return what a file says; None if there is none, or it is damaged."""
