@@ -11,7 +11,7 @@ PIP := $(BIN)/pip install --quiet $(INSTALL)
 PIP_CAIRN := $(BIN)/python tools/say_progress.py $(BIN)/pip install --verbose $(INSTALL)
 # Kernels for this CPU and the portable ones; tests compare all of them. Or VARIANTS=all, VARIANTS='avx2;avx512'.
 VARIANTS ?= native
-KERNELS = --config-settings='cmake.define.CAIRN_VARIANTS=$(VARIANTS)'
+KERNELS = --config-settings='cmake.define.CAIRN_VARIANTS=$(VARIANTS)' $(MODEL)
 
 # Three tests at once on two cores: each has its own folders and ports, and many wait more than they compute.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
@@ -74,6 +74,8 @@ numpy, slowly. With g++ and Python's headers installed, 'make -B install' compil
 # Not after .installed: the kernels would be compiled twice. torch first and pinned: a plain dependency on torch would
 # pull gigabytes of GPU libraries.
 .venv/.test: VARIANTS = all
+# Tests alone have the kernels that compute with a model of AMX's tiles.
+.venv/.test: MODEL = --config-settings=cmake.define.CAIRN_TILE_MODEL=ON
 .venv/.test: $(SOURCES)
 	$(VENV)
 	$(PIP) torch

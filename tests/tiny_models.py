@@ -676,8 +676,8 @@ GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0)
 SCORED = SamplingParams(max_tokens=1 << 20, temperature=0, prompt_logprobs=True)
 
 
-KERNELS = [*(name for name, runs in native.variants().items() if runs), "reference"]
-"""Every kernel set that runs here, the default first."""
+KERNELS = [*(name for name, runs in (native.variants() | native.models()).items() if runs), "reference"]
+"""Every kernel set that runs here, the default first, and the variants for tests."""
 
 
 def load(folder: Path, **options: Any) -> RecordedEngine:

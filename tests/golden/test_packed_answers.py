@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType as Type
 
 from tests.golden.test_same_answer import mixed_batch, same_bits
 from tests.models.packing.test_weight_format import PACKED, SIZES, packed_model
-from tests.tiny_models import KERNELS, Driver, load, prompt, write_model
+from tests.tiny_models import KERNELS, MODELS, Driver, load, prompt, write_model
 
 FORMS = ("bf16", "int8", "int4")
 LENGTH = 60
@@ -54,6 +54,23 @@ def test_rounded_weights_answer_nearly_as_the_stored_ones(
     got = logits(folder, monkeypatch, weights=form, kernels=kernels)
     error = np.linalg.norm(got - want) / np.linalg.norm(want)
     assert 0 < error < {"bf16": 0.02, "int8": 0.04, "int4": 0.3}[form]
+
+
+@pytest.mark.sweep("kernels")
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("name", MODELS)
+def test_bfloat16_weights_of_any_family_give_the_same_bits(
+    name: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small models are held in float32 unasked, so that other tests of families hardly multiply bfloat16."""
+    engine = load(write_model(tmp_path, **MODELS[name]), kernels=kernels, weights="bf16")
+    driver = Driver(engine, monkeypatch)
+    tokens = prompt(LENGTH, engine.info.vocab)
+    whole = driver.logits(tokens, [LENGTH], driver.tables(LENGTH))
+    assert np.isfinite(whole).all() and whole.std() > 0
+    for chunks in ([1] * LENGTH, [17, 1, 32, 10], [33, 27]):
+        assert same_bits(driver.logits(tokens, chunks, driver.tables(LENGTH)), whole), chunks
+    engine.close()
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

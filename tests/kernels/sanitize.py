@@ -28,7 +28,15 @@ sys.exit(pytest.main(sys.argv[2:]))
 
 def build() -> None:
     """Configure and compile; fast if nothing changed."""
-    configure = ["cmake", "-S", ROOT / "src/cairn/kernels/csrc", "-B", BUILD, "-DCAIRN_SANITIZE=ON"]
+    configure = [
+        "cmake",
+        "-S",
+        ROOT / "src/cairn/kernels/csrc",
+        "-B",
+        BUILD,
+        "-DCAIRN_SANITIZE=ON",
+        "-DCAIRN_TILE_MODEL=ON",
+    ]
     configure += [f"-DCAIRN_OUTPUT={BUILD}", f"-DPython_EXECUTABLE={sys.executable}"]
     subprocess.run(configure, check=True, stdout=subprocess.DEVNULL)
     subprocess.run(["cmake", "--build", BUILD, "-j2"], check=True)

@@ -35,7 +35,7 @@ def test_variants_stand_in_order_of_speed_on_this_cpu() -> None:
     intel = info.exists() and "GenuineIntel" in info.read_text()
     order = ["avx512vnni", "avx512"] if intel else ["avx512", "avx512vnni"]
     assert variants == [
-        name for name in [*order, "avxvnni", "avx2", "neoni8mm", "neon", "portable"] if name in variants
+        name for name in ["amx", *order, "avxvnni", "avx2", "neoni8mm", "neon", "portable"] if name in variants
     ]
 
 

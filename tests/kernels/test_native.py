@@ -49,8 +49,9 @@ def meaning() -> Any:
 
 
 def rounded_to_pairs(kernels: Any, x: Any) -> Any:
-    """Round activations as products with bfloat16 weights do; AVX-512 multiplies pairs of bfloat16."""
-    return x.astype(ml_dtypes.bfloat16).astype(np.float32) if kernels.numerics[1] == "avx512" else x
+    """Round activations as products with bfloat16 weights do; AVX-512 and AMX multiply pairs of bfloat16."""
+    pairs = kernels.numerics[1] in ("avx512", "amx", "amxmodel")
+    return x.astype(ml_dtypes.bfloat16).astype(np.float32) if pairs else x
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

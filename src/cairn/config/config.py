@@ -98,7 +98,17 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 1
     kernels: Annotated[
         Literal[
-            "auto", "reference", "portable", "avx2", "avxvnni", "avx512vnni", "avx512", "neon", "neoni8mm", "metal"
+            "auto",
+            "reference",
+            "portable",
+            "avx2",
+            "avxvnni",
+            "avx512vnni",
+            "avx512",
+            "amx",
+            "neon",
+            "neoni8mm",
+            "metal",
         ],
         Meta(
             description="What the CPU computes with; 'auto': the fastest that runs here, 'reference' is numpy. 'metal' "

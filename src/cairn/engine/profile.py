@@ -28,7 +28,7 @@ class TunedOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 
     threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
     step_tokens: Annotated[int, Meta(ge=1, le=1 << 16)] | None = None
-    kernels: Literal["portable", "avx2", "avxvnni", "avx512vnni", "avx512", "neon", "neoni8mm"] | None = None
+    kernels: Literal["portable", "avx2", "avxvnni", "avx512vnni", "avx512", "amx", "neon", "neoni8mm"] | None = None
     kv_dtype: Literal["f32", "bf16", "f16"] | None = None
 
     def given(self) -> dict[str, int | str]:

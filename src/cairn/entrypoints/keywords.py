@@ -24,7 +24,7 @@ class ModelKeywords(TypedDict, total=False):
     device: str
     tp: int
     kernels: Literal[
-        "auto", "reference", "portable", "avx2", "avxvnni", "avx512vnni", "avx512", "neon", "neoni8mm", "metal"
+        "auto", "reference", "portable", "avx2", "avxvnni", "avx512vnni", "avx512", "amx", "neon", "neoni8mm", "metal"
     ]
     weights: Literal["auto", "stored", "f32", "bf16", "int8", "int4"]
     keep_packed: bool

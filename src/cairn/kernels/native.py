@@ -34,7 +34,7 @@ VERSION = "native-7"
 """Version of the order of operations, of the KV layout and of packed matrices. Change it here and in `csrc/module.cpp`
 with every change that can move a bit."""
 
-INTERFACE = 11
+INTERFACE = 12
 """Version of the module's interface. Change it in both places with changes of signatures that move no bit."""
 
 _MODULE = "cairn.kernels._native"
@@ -76,6 +76,33 @@ def variants() -> dict[str, bool]:
     """
     module = _module()
     return dict(module.variants()) if module is not None else {}
+
+
+def models() -> dict[str, bool]:
+    """Return the variants for tests and whether this CPU runs each; no option names them, and wheels have none."""
+    module = _module()
+    return dict(module.models()) if module is not None else {}
+
+
+def has_tiles() -> bool:
+    """Return whether this CPU has AMX's tiles of bfloat16, whatever was compiled."""
+    module = _module()
+    return module is not None and bool(module.has_tiles())
+
+
+def tile_trouble() -> str:
+    """Return why the variant `amx` does not run here; "" if it does.
+
+    The first call asks the system for the right to use the tiles, and compares what they compute with a model of them.
+    """
+    module = _module()
+    return str(module.tile_trouble()) if module is not None else "they were not compiled when Cairn was installed"
+
+
+def cpu() -> str:
+    """Return the name of this CPU with its family, model and stepping; "" if it does not say."""
+    module = _module()
+    return str(module.cpu()) if module is not None else ""
 
 
 def form_of(weight: NDArray[Any] | Packed) -> str:

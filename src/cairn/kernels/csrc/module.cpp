@@ -17,6 +17,8 @@
 #include "program_module.h"
 #include "sampler_module.h"
 #include "team.h"
+#include "tile_cpu.h"
+#include "tile_products.h"
 
 namespace nb = nanobind;
 
@@ -29,6 +31,12 @@ namespace avx2 {
 extern const Variant variant;
 }
 namespace avxvnni {
+extern const Variant variant;
+}
+namespace amx {
+extern const Variant variant;
+}
+namespace amxmodel {
 extern const Variant variant;
 }
 namespace avx512vnni {
@@ -50,10 +58,31 @@ namespace {
 constexpr const char* VERSION = "native-7";
 
 // Of what Python calls: what `native.INTERFACE` says.
-constexpr int INTERFACE = 11;
+constexpr int INTERFACE = 12;
+
+bool runs(const std::string& name);
+
+// Why the kernels with AMX's tiles do not run here; "" where they do. Asked before there are threads: what the system
+// allows holds for those that begin later, too.
+const std::string& tile_trouble() {
+    static const std::string found = [] {
+        if (!cpu_has_tiles() || !runs("avx512vnni")) return "this CPU has no AMX tiles of bfloat16";
+#if defined(CAIRN_HAS_AMX)
+        if (!allow_tiles()) return "the system does not let this process use AMX tiles (Linux 5.16 or newer does)";
+        if (!amx::unit_runs()) return "this CPU says that it has AMX tiles, but their instructions are illegal";
+        if (!amx::unit_is_exact()) return "the AMX tiles of this CPU compute other bits than Intel's manual says";
+        return "";
+#else
+        return "they were not compiled when Cairn was installed";
+#endif
+    }();
+    return found;
+}
 
 bool runs(const std::string& name) {
 #if defined(__x86_64__)
+    if (name == "amx") return tile_trouble().empty();
+    if (name == "amxmodel") return runs("avx512vnni");
     if (name == "avx2")
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 #if defined(CAIRN_HAS_AVXVNNI)
@@ -83,6 +112,9 @@ const std::vector<const Variant*>& compiled() {
         // 2023): to widen the pairs is twice as fast.
         found.insert(__builtin_cpu_is("intel") ? found.begin() : found.end(), &avx512vnni::variant);
 #endif
+#if defined(CAIRN_HAS_AMX)
+        found.insert(found.begin(), &amx::variant);
+#endif
 #if defined(CAIRN_HAS_AVXVNNI)
         found.push_back(&avxvnni::variant);
 #endif
@@ -101,9 +133,20 @@ const std::vector<const Variant*>& compiled() {
     return all;
 }
 
+// Variants for tests, which nobody is offered.
+const std::vector<const Variant*>& models() {
+    static const std::vector<const Variant*> all = {
+#if defined(CAIRN_HAS_AMXMODEL)
+        &amxmodel::variant,
+#endif
+    };
+    return all;
+}
+
 const Variant& find(const std::string& name) {
-    for (const Variant* one : compiled())
-        if (one->name == name && runs(name)) return *one;
+    for (const auto* list : {&compiled(), &models()})
+        for (const Variant* one : *list)
+            if (one->name == name && runs(name)) return *one;
     throw std::invalid_argument("the kernels " + name + " do not run here");
 }
 
@@ -169,9 +212,9 @@ void elementary_of(const std::string& name, const ConstFloats& x, const Floats& 
     throw std::invalid_argument("no elementary function is called " + name);
 }
 
-nb::list variant_list() {
+nb::list listed(const std::vector<const Variant*>& variants) {
     nb::list all;
-    for (const Variant* one : compiled()) all.append(nb::make_tuple(one->name, runs(one->name)));
+    for (const Variant* one : variants) all.append(nb::make_tuple(one->name, runs(one->name)));
     return all;
 }
 
@@ -190,7 +233,12 @@ NB_MODULE(_native, m) {
           "The same of products of bytes, with integer instructions; returns the operations done.");
     m.def("probe_multiply_pairs", &probe_multiply_pairs, nb::call_guard<nb::gil_scoped_release>(),
           "The same of pairs of bfloat16; returns the operations done, 0 where no instruction multiplies pairs.");
-    m.def("variants", &variant_list, "(name, whether it runs here) of each compiled variant, the fastest first.");
+    m.def("variants", [] { return listed(compiled()); },
+          "(name, whether it runs here) of each compiled variant, the fastest first.");
+    m.def("models", [] { return listed(models()); }, "The same of variants for tests.");
+    m.def("has_tiles", &cpu_has_tiles, "Whether this CPU has AMX tiles of bfloat16, which the system saves.");
+    m.def("cpu", &cpu_signature, "The name of this CPU, its family, model and stepping; \"\" if it does not say.");
+    m.def("tile_trouble", &tile_trouble, "Why the kernels with AMX's tiles do not run here; \"\" where they do.");
     m.def("elementary", &elementary_of, nb::arg(), nb::arg().noconvert(), nb::arg().noconvert(),
           "Write exp, expm1, log, log1p, floor, cos or sin of each float of x to out, as the kernels compute it.");
     nb::class_<Team>(m, "Team").def(nb::init<int>()).def_prop_ro("threads", &Team::size);

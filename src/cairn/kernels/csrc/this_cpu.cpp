@@ -2,6 +2,7 @@
 #include <cstdio>
 
 #include "arm_cpu.h"
+#include "tile_cpu.h"
 
 int main() {
 #if defined(__x86_64__)
@@ -11,6 +12,7 @@ int main() {
                       __builtin_cpu_supports("avx512vnni");
     const bool bf16 = vnni && __builtin_cpu_supports("avx512bf16");
     const bool intel = __builtin_cpu_is("intel");
+    if (vnni && cairn::cpu_has_tiles()) std::printf("amx;");
     if (vnni && intel) std::printf("avx512vnni;");
     if (bf16) std::printf("avx512;");
     if (vnni && !intel) std::printf("avx512vnni;");
