@@ -459,7 +459,7 @@ class Agents:
     ) -> RunningTurn:
         """Begin a turn with new messages only; the caller reads its `batches`.
 
-        `once`: a key of the client; if the turn at the head has it, that turn is answered once more.
+        `once`: the client's Idempotency-Key; if the turn at the head has it, that turn's answer is sent again.
         Raise Conflict while another turn runs or the last was interrupted; with `fork_on_conflict` the turn goes to a
         new agent instead. Raise ContextTooLong with the figures, and Overloaded and Unavailable as for any request.
         """

@@ -84,7 +84,7 @@ class RunningTurn:
     ) -> None:
         """Create a running turn.
 
-        `first`: events of an earlier run of the turn; without a `stream` they are all there is.
+        `first`: events of an earlier run of the turn; without a `stream` they are the whole answer.
         """
         self.agent, self.turn, self.request = agent, turn, request
         self.over = asyncio.Event()
@@ -255,7 +255,7 @@ class RunningTurn:
 
 
 class RepeatedTurn(RunningTurn):
-    """A turn that has ended, told once more. Nothing is computed or written."""
+    """A finished turn whose answer is sent again. Nothing is computed or written."""
 
     def __init__(
         self, keeper: Keeper, service: Service, agent: Agent, turn: Turn, request: Request, first: Sequence[Event]

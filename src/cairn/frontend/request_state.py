@@ -1,8 +1,8 @@
 """The front's record of a request: the worker's output, and what its consumer has not read yet.
 
 The tokens so far are all that is needed to continue in another worker. They are turned into text when the consumer
-reads, so a consumer that lags gets what it missed as one event. Only a request with stop strings, of one tool call, or
-that its own repetition ends, is read at once, because a stop must reach the worker whether anybody reads or not.
+reads, so a consumer that lags gets what it missed as one event. Only if the text itself may end a request (a stop
+string, a first tool call, a repetition) is it read at once, so that the worker stops whether anybody reads or not.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ class RequestState:
         self.moved = ""
         """A sentence for the client, once the CPU computes the rest because the device that began it failed."""
         self.limit = len(request.prompt) + request.sampling.max_tokens
-        """Tokens, with the prompt, that it may grow to as admitted; a length limit below that came from a smaller
-        worker."""
+        """Most tokens, prompt included, that it was admitted for. If a worker ends it for its length before that, the
+        worker has less memory than the one before."""
         self.accepted = self.rejected = 0
         """Guesses that are in the answer, and those that are not."""
         self.prompt_logprobs = 0
@@ -182,7 +182,7 @@ class RequestState:
         self.arrived = arrived
         self.started_at: float | None = None
         self.prefill: float | None = None
-        """Seconds from its start in the worker to its first token, which this side hears of with the same message."""
+        """Seconds that the worker spent from its start to its first token, reported with that token."""
         self.first_at: float | None = None
         self.last_at = arrived
         self.read_at = arrived
@@ -260,8 +260,9 @@ class RequestState:
     def end(self, reason: FinishReason, error: CairnError | None, timing: Timing | None) -> None:
         """Close the text and queue the last event. The consumer gets `error` after all text before it.
 
-        An error with LENGTH says that there was no room for more: if the text has stopped, nothing is missing and it is
-        dropped. Text that only `finish` releases does not stop it: with more tokens it might have been read otherwise.
+        An error with LENGTH means that there was no room for more tokens. If the text has met a stop already, nothing
+        is missing, and the error is dropped. Text that only `finish` releases is no such stop: more tokens might have
+        changed how it is parsed.
         """
         self.read()
         short = error is not None and reason is FinishReason.LENGTH

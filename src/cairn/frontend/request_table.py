@@ -134,7 +134,10 @@ class RequestTable:
             self._output(output, now)
 
     def _tokens(self, step: wire.StepOutputs, now: float) -> None:
-        """Process the single tokens that most requests get; those with one in the last step too waited equally long."""
+        """Process the single tokens that most requests get in a step.
+
+        All requests that also got one in the last step waited equally long, so their latency is recorded in one call.
+        """
         flights, before, together, taken = self.flights, self._stepped, 0, 0
         for id, token in zip(step.ids, step.tokens, strict=True):
             flight = flights.get(id)

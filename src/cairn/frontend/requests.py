@@ -50,8 +50,8 @@ class Applied(NamedTuple):
 
     value: float
     source: Source
-    """`option`: whoever serves it says so; `model`: its own files do, or leave it out of their recipe; `makers`: their
-    card does; `default`: Cairn's."""
+    """`option`: an option of the server; `model`: the model's files, which also turn off what their recipe leaves out;
+    `makers`: the makers' model card; `default`: Cairn's own value."""
 
 
 def with_options(spec: ModelSpec, config: Config) -> ModelSpec:
@@ -66,16 +66,16 @@ def sampling_defaults(spec: ModelSpec, *, thinking: bool = False) -> dict[str, A
 
     `thinking`: for an answer with reasoning, for which some makers recommend other values.
 
-    Cairn's own defaults are those with which small models make sense. Options (`with_options`) come before all others,
-    each by itself. Next come a model's files (generation_config.json, `general.sampling.*` of GGUF):
+    Cairn's own defaults suit small models. Each option (`with_options`) comes before everything else. Next come the
+    model's files (generation_config.json, `general.sampling.*` of GGUF), by what they set:
 
-        a cut is named (top_k, top_p, min_p)    the makers' whole recipe: the other cuts are off, a temperature that is
-                                                not named is 1, as in the libraries in which they found their values
-        only a temperature, or greedy           it applies, with Cairn's cuts, as where a request names it alone
-        neither                                 the makers' card (`MakersSampling`), or else Cairn's defaults; a penalty
-                                                alone says nothing about the draw
+        top_k, top_p or min_p           they are the makers' whole recipe: those of the three that are missing are off,
+                                        a missing temperature is 1, as in the libraries that the makers use
+        only a temperature, or greedy   it applies together with Cairn's top_k, top_p and min_p
+        none of these                   the makers' model card (`MakersSampling`) applies, or else Cairn's defaults
 
-    Files that repeat what the card says for answers with reasoning, or for those without, say nothing about the others.
+    Some cards have values for answers with reasoning and others for those without. Files that only repeat one of the
+    two do not replace the other.
     """
     card, own = _card(spec, thinking), spec.defaults
     if card:
@@ -97,7 +97,7 @@ def sampling_defaults(spec: ModelSpec, *, thinking: bool = False) -> dict[str, A
 
 
 def _card(spec: ModelSpec, thinking: bool) -> dict[str, float]:
-    """Return what the makers' card says, complete for the draw; empty if the model's files come first."""
+    """Return the values of the makers' card for all of `DRAW`; empty if the model's files come first."""
     if spec.makers is None:
         return {}
     draw = {name: neutral for name, neutral in NEUTRAL.items() if name in DRAW}

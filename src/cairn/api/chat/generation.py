@@ -49,7 +49,7 @@ def check_stream(body: Generation) -> None:
 
 
 def check_lora(body: Generation, service: Service) -> None:
-    """Raise InvalidRequest for adapters that the service does not have: `ModelRouter` gave it those that it has."""
+    """Raise InvalidRequest if a body applies adapters and the model has none; `ModelRouter` has applied known ones."""
     if any(one.scale for one in body.lora or ()) and not isinstance(service, AdaptedService):
         raise InvalidRequest(f"lora: {service.name} has no adapters; load one first", field="lora")
 
@@ -226,7 +226,7 @@ async def text_exchange(
 
 
 def _durable(requests: Sequence[Request], tied: Attribution | None) -> list[Request]:
-    """Return the requests, to be stored before others if they name an agent or a session."""
+    """Return the requests, marked as `durable` if they belong to an agent or a session."""
     if tied is None or not tied.named:
         return list(requests)
     return [msgspec.structs.replace(request, durable=True) for request in requests]
@@ -314,7 +314,7 @@ def check_model(name: str | None, service: Service, *, strict: bool = False) -> 
 
 
 def check_sampling(service: Service, sampling: Mapping[str, Any], where: str) -> None:
-    """Raise InvalidRequest for options that no answer of a model can be asked for with; it names the field."""
+    """Raise InvalidRequest for sampling options that the model does not take; its field is `where` and the option."""
     try:
         service.make_requests([0], SamplingOptions(**sampling), RequestParams(output=OutputFormat(reasoning=True)))
     except InvalidRequest as error:

@@ -265,7 +265,7 @@ class Tiers:
         return self._cache.info.groups[group].kind == "state"
 
     def _brings(self, groups: Sequence[int]) -> bool:
-        """Return whether chunks of these groups are all that a stretch needed, its KV not being in the pool already."""
+        """Return whether a stretch loaded KV of these groups, and not only states beside KV that the pool has."""
         full = {number for number, group in enumerate(self._cache.info.groups) if group.kind == "full"}
         return not full or not full.isdisjoint(groups)
 
