@@ -210,7 +210,7 @@ BUGS = (
     Bug("the last block of a whole-prompt hit is not copied", PLAN, "Plan._start", "engine.copy_blocks(group, [(source, target)]).wait()", "pass"),
     Bug("a part of a block is copied for the first group only", PARTIAL_BLOCKS, "PartialBlocks.copy", "self._copies.append(Copy(number, part.blocks[number], table[hit]))", "self._copies += [Copy(number, part.blocks[number], table[hit])][:1 - number]"),
     Bug("a block is reused beyond the tokens in which it agrees", BLOCKS, "BlockPool.nearest", "found, most = (block, count)", "found, most = (block, len(tokens))"),
-    Bug("a block is reused although its first tokens are others", BLOCKS, "BlockPool.nearest", "common(self._tokens_of(block), tokens)", "common(self._tokens_of(block)[1:], tokens[1:]) + 1"),
+    Bug("a block is reused although its first tokens are others", BLOCKS, "BlockPool.nearest", "common_length(self._tokens_of(block), tokens)", "common_length(self._tokens_of(block)[1:], tokens[1:]) + 1"),
     Bug("the nearest block is not the one that agrees most", BLOCKS, "BlockPool.nearest", "after[max(0, at - 1):at + 1]", "after[at:at + 1]"),
     Bug("all groups reuse as much of a block as the first", PARTIAL_BLOCKS, "PartialBlocks.find", "rest = rest[:count]", "rest = rest if number else rest[:count]"),
     Bug("a part has a token that was not computed", PARTIAL_BLOCKS, "PartialBlocks.publish", "tuple(tokens[computed - more:computed])", "tuple(tokens[computed - more:computed + 1])"),

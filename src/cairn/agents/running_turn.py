@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import msgspec
 
-from cairn.agents.content import shared
 from cairn.agents.log.index import RecordKind
 from cairn.agents.log.records import EndRecord, Failure, TokensRecord, pack
 from cairn.agents.log.segment import Record
@@ -17,6 +16,7 @@ from cairn.agents.log.writer import Writer
 from cairn.agents.turn_tree import Agent, Turn
 from cairn.frontend.service import Service
 from cairn.frontend.stream import RequestStream, merge
+from cairn.kv.pool.blocks import common_length
 from cairn.system.interfaces import Clock
 from cairn.text.chat.messages import MessageBuilder, reasoning_tokens
 from cairn.text.output.stream import TextStream
@@ -250,7 +250,7 @@ class RunningTurn:
         if sampled is None:
             return {}
         ids = list(sampled.ids[sampled.opened :])
-        same = shared(ids, tokens)
+        same = common_length(ids, tokens)
         return {"keep": same, "more": pack(ids[same:])}
 
 

@@ -21,7 +21,8 @@ from cairn.frontend.launch import First, launch_first
 from cairn.frontend.miss_explainer import PromptOrigin
 from cairn.frontend.request_state import PLAIN, InFlight, RequestState, RequestStatus
 from cairn.frontend.request_table import RequestTable, Used
-from cairn.frontend.requests import NO_PARAMS, RequestParams, SamplingOptions, requests, with_options
+from cairn.frontend.requests import NO_PARAMS, RequestParams, SamplingOptions, requests
+from cairn.frontend.sampling_defaults import with_options
 from cairn.frontend.stored_kv import StoredKv
 from cairn.frontend.stream import RequestStream
 from cairn.frontend.supervisor import Supervisor

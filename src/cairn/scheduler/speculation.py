@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Tokens
 
+from cairn.kv.pool.blocks import common_length
 from cairn.scheduler.drafts.drafter import Drafter, DraftPolicy
 from cairn.scheduler.sequence import Sequence
 from cairn.types.outputs import TokenLogprob
@@ -73,7 +74,7 @@ class Speculation:
         `count`: how many of the tokens that the row sampled are in the answer; `sequence.tokens` has them already.
         """
         first = row.end - row.draft
-        accepted = agreeing(row.tokens[first : first + count], sequence.tokens[first : first + count])
+        accepted = common_length(row.tokens[first : first + count], sequence.tokens[first : first + count])
         if sequence.drafter is not None:
             self.policy.record(sequence.drafter, row.draft, accepted)
         return accepted
@@ -112,13 +113,3 @@ def sampled(row: Row, result: RowResult) -> list[tuple[int, TokenLogprob | None]
             break
         found.append((one.token, one.logprob))
     return found
-
-
-def agreeing(guesses: Iterable[int], tokens: Iterable[int]) -> int:
-    """Return how many leading guesses are right."""
-    count = 0
-    for guess, token in zip(guesses, tokens, strict=False):
-        if guess != token:
-            break
-        count += 1
-    return count
