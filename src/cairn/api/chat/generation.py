@@ -182,7 +182,7 @@ async def text_exchange(
     check_stream(body)
     check_lora(body, service)
     draw, store, output = ids(call, service), is_stored(body.store, config), OutputFormat(continues=True)
-    made: list[Request] = []
+    asked: list[Request] = []
     with rename_fields(names):
         held = await service.chat.grammar(body.wanted().structure, output, share=call.share)
         params = RequestParams(
@@ -194,10 +194,10 @@ async def text_exchange(
             stored=store,
         )
         for prompt in prompts:
-            made += service.make_requests(prompt, options, params, ids=draw, max_choices=config.max_choices)
-        check_together(made, config, service.info.max_rows)
+            asked += service.make_requests(prompt, options, params, ids=draw, max_choices=config.max_choices)
+        check_together(asked, config, service.info.max_rows)
     tied = await attribution.tie(call, body, store=store)
-    exchange = _exchange(service, made, tied, adapter, PromptOrigin(store=store), _keeper(tied))
+    exchange = _exchange(service, asked, tied, adapter, PromptOrigin(store=store), _keeper(tied))
     exchange.names, exchange.warnings = names, held.warnings
     return exchange
 
