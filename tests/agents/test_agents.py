@@ -11,8 +11,8 @@ import pytest
 
 from cairn.agents.agent_service import check_id
 from cairn.agents.log.index import RecordKind
-from cairn.agents.log.log import Log
 from cairn.agents.log.records import EndRecord, TokensRecord, decode
+from cairn.agents.log.token_log import TokenLog
 from cairn.frontend.requests import SamplingOptions
 from cairn.types.errors import Conflict, ContextTooLong, Damaged, InvalidRequest, NotFound
 from cairn.types.stats import Miss
@@ -203,10 +203,10 @@ async def test_a_turn_that_was_whole_when_the_server_was_killed_is_only_conclude
 
 def without_ends(files: CrashFiles, only: int = 0) -> CrashFiles:
     """Return the same log with every end replaced by a piece, or only the first so many."""
-    old = Log.open(files, FOLDER, Draw())
+    old = TokenLog.open(files, FOLDER, Draw())
     assert old is not None
     made = CrashFiles()
-    new = Log.open(made, FOLDER, Draw())
+    new = TokenLog.open(made, FOLDER, Draw())
     assert new is not None
     cut = 0
     for record in old.recovered:

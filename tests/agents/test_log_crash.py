@@ -11,8 +11,8 @@ from functools import partial
 import pytest
 
 from cairn.agents.log.index import RecordKind
-from cairn.agents.log.log import Log
 from cairn.agents.log.segment import Record
+from cairn.agents.log.token_log import TokenLog
 from tests.files import Crash, CrashFiles, Fault
 from tests.laws import token_log
 from tests.laws.token_log import ERRORS, FOLDER, Draw, Model, Work, crash_everywhere, fault_at, reopen
@@ -62,7 +62,7 @@ def test_a_sync_that_fails_keeps_what_was_accepted_before_it() -> None:
     log.write([third], sync=True)
     assert files.fired == 1
     for seed in range(200):
-        again = Log.open(files.crash(random.Random(seed)), FOLDER, Draw(1))
+        again = TokenLog.open(files.crash(random.Random(seed)), FOLDER, Draw(1))
         assert again is not None
         assert again.recovered == [first, second, third]
 
@@ -72,12 +72,12 @@ def test_what_a_start_could_not_make_durable_goes_only_once_what_supersedes_it_i
     old, new = b"version 1", b"version 2"
     for seed in range(40):
         files = CrashFiles(seed=seed)
-        log = Log.open(files, FOLDER, Draw(1))
+        log = TokenLog.open(files, FOLDER, Draw(1))
         assert log is not None
         log.write([Record(log.next_lsn(), RecordKind.AGENT, 1000, old)], sync=True)
         files = files.kill()
         files.fail(Fault(files.calls, errno.ENOSPC, sticky=True, only=frozenset({"append"})))
-        log = Log.open(files, FOLDER, Draw(2))
+        log = TokenLog.open(files, FOLDER, Draw(2))
         assert log is not None and log.trouble
         files.heal()
         log.write([Record(log.next_lsn(), RecordKind.AGENT, 1000, new)], sync=False)
@@ -86,7 +86,7 @@ def test_what_a_start_could_not_make_durable_goes_only_once_what_supersedes_it_i
         log.write([Record(log.next_lsn(), RecordKind.REPLAY, 7, b"x")], sync=True)
         assert len(crashed) > 3
         for after in crashed:
-            again = Log.open(after, FOLDER, Draw(3))
+            again = TokenLog.open(after, FOLDER, Draw(3))
             assert again is not None
             assert [record.payload for record in again.recovered if record.key == 1000] in ([old], [new]), seed
 
@@ -98,13 +98,13 @@ def test_of_two_segments_without_a_seal_the_older_goes_only_once_what_supersedes
     old, new = b"version 1", b"version 2"
     for seed in range(40):
         files = CrashFiles(seed=seed)
-        log = Log.open(files, FOLDER, Draw(1))
+        log = TokenLog.open(files, FOLDER, Draw(1))
         assert log is not None
         log.write([Record(log.next_lsn(), RecordKind.AGENT, 1000, old)], sync=True)
         if refused == "start":
             files = files.kill()
             files.fail(Fault(files.calls, errno.ENOSPC, sticky=True, only=frozenset({"append"})))
-            log = Log.open(files, FOLDER, Draw(2))
+            log = TokenLog.open(files, FOLDER, Draw(2))
             assert log is not None and log.trouble
             files.heal()
         else:
@@ -113,10 +113,10 @@ def test_of_two_segments_without_a_seal_the_older_goes_only_once_what_supersedes
         files = files.kill()
         crashed = list[CrashFiles]()
         files.after_change = partial(_cut_power, files, crashed, random.Random(seed))
-        assert Log.open(files, FOLDER, Draw(3)) is not None
+        assert TokenLog.open(files, FOLDER, Draw(3)) is not None
         assert len(crashed) > 3
         for after in crashed:
-            again = Log.open(after, FOLDER, Draw(4))
+            again = TokenLog.open(after, FOLDER, Draw(4))
             assert again is not None
             assert [record.payload for record in again.recovered if record.key == 1000] in ([old], [new]), seed
 
@@ -126,19 +126,19 @@ def test_what_a_killed_start_wrote_anew_goes_only_once_the_new_file_is_durable()
     of the old one is superseded; the power goes while it starts."""
     for seed in range(40):
         files = CrashFiles(seed=seed)
-        log = Log.open(files, FOLDER, Draw(1))
+        log = TokenLog.open(files, FOLDER, Draw(1))
         assert log is not None
         log.write([Record(log.next_lsn(), RecordKind.AGENT, 1000, b"acknowledged")], sync=True)
         files, killed = files.kill(), list[CrashFiles]()
         files.after_change = partial(_kill_at_the_renaming, files, killed)
         with contextlib.suppress(Crash):
-            Log.open(files, FOLDER, Draw(2))
+            TokenLog.open(files, FOLDER, Draw(2))
         files, crashed = killed[0], list[CrashFiles]()
         files.after_change = partial(_cut_power, files, crashed, random.Random(seed))
-        assert Log.open(files, FOLDER, Draw(3)) is not None
+        assert TokenLog.open(files, FOLDER, Draw(3)) is not None
         assert crashed
         for after in crashed:
-            again = Log.open(after, FOLDER, Draw(4))
+            again = TokenLog.open(after, FOLDER, Draw(4))
             assert again is not None
             assert [record.payload for record in again.recovered if record.key == 1000] == [b"acknowledged"], seed
 

@@ -24,9 +24,9 @@ from cairn.agents.content import Branch, Content
 from cairn.agents.log import index as index_module
 from cairn.agents.log import log as log_module
 from cairn.agents.log.index import FOUND, NEWEST, RecordKind
-from cairn.agents.log.log import Log
 from cairn.agents.log.records import EndRecord, TurnRecord, decode
 from cairn.agents.log.segment import Record, decode_header, walk
+from cairn.agents.log.token_log import TokenLog
 from cairn.agents.replay_records import ReplayRecords
 from tests.files import CrashFiles, Fault, corrupted
 from tests.laws.storage_world import law
@@ -91,7 +91,7 @@ class Model:
                 found[record.lsn] = record
         return found
 
-    def check(self, log: Log, files: CrashFiles) -> None:
+    def check(self, log: TokenLog, files: CrashFiles) -> None:
         """Compare with a log that was just opened."""
         found = {record.lsn: record for record in log.recovered}
         law(len(found) == len(log.recovered), "a record is found twice")
@@ -119,7 +119,7 @@ class Model:
             gone = [lsn for lsn, record in there.items() if record.key in keys and lsn not in found]
             law(not left or not gone, f"half an erasure: {left} are there, {gone} are gone")
 
-    def check_read(self, log: Log, records: list[Record]) -> None:
+    def check_read(self, log: TokenLog, records: list[Record]) -> None:
         """Those of them that are looked up by kind and key are found where the log says that they lie."""
         wanted = {(record.kind, record.key): record for record in records if record.kind in FOUND}
         for record, found in zip(wanted.values(), log.read(list(wanted)), strict=True):
@@ -145,18 +145,18 @@ class Work:
     def __init__(self, files: CrashFiles, seed: int) -> None:
         self.files, self.rng, self.model = files, random.Random(seed), Model()
         self.keys: list[int] = []
-        self.log: Log | None = None
+        self.log: TokenLog | None = None
 
     def run(self, steps: int = STEPS) -> None:
         for _ in range(steps):
             with contextlib.suppress(OSError):
                 self.step()
 
-    def open(self) -> Log:
+    def open(self) -> TokenLog:
         """The log, opened if it is not."""
         if self.log is not None:
             return self.log
-        log = Log.open(self.files, FOLDER, Draw(self.rng.getrandbits(32)))
+        log = TokenLog.open(self.files, FOLDER, Draw(self.rng.getrandbits(32)))
         assert log is not None
         self.log = log
         self.model.check(log, self.files)
@@ -186,7 +186,7 @@ class Work:
         if action >= 0.68:
             model.check_read(log, list(model.must().values()))
 
-    def erase(self, log: Log, gone: list[int]) -> None:
+    def erase(self, log: TokenLog, gone: list[int]) -> None:
         self.keys = [key for key in self.keys if key not in gone]
         self.model.erasing.append(set(gone))
         log.erase(gone)
@@ -200,7 +200,7 @@ class Work:
         after.after_change, after.fault, after.calls, after.fired = look, fault, self.files.calls, self.files.fired
         self.files, self.log = after, None
 
-    def write(self, log: Log) -> None:
+    def write(self, log: TokenLog) -> None:
         rng, model = self.rng, self.model
         records = []
         for _ in range(rng.randrange(1, 4)):
@@ -220,8 +220,8 @@ class Work:
         self.keys += [record.key for record in records if record.kind == RecordKind.TURN]
 
 
-def reopen(files: CrashFiles, model: Model) -> Log:
-    log = Log.open(files, FOLDER, Draw(files.rng.getrandbits(32)))
+def reopen(files: CrashFiles, model: Model) -> TokenLog:
+    log = TokenLog.open(files, FOLDER, Draw(files.rng.getrandbits(32)))
     assert log is not None
     model.check(log, files)
     return log
@@ -240,7 +240,7 @@ def crash_everywhere(seed: int, states: int, steps: int = STEPS) -> int:
         for _ in range(states):
             after = work.files.crash(rng)
             if rng.random() < 0.4:
-                after = after.crash_while(rng, 8, partial(Log.open, after, FOLDER, Draw(1)))
+                after = after.crash_while(rng, 8, partial(TokenLog.open, after, FOLDER, Draw(1)))
             log = reopen(after, work.model)
             seen += 1
             if rng.random() < 0.2:
@@ -304,7 +304,7 @@ def disk_of(contents: dict[Path, bytes], seed: int) -> CrashFiles:
 
 def damaged_once(segments: dict[Path, bytes], work: Work, rng: random.Random) -> bool:
     """Open one damaged folder; whether the damage was seen. No damage is read as data."""
-    log = Log.open(spoilt(segments, rng), FOLDER, Draw(2))
+    log = TokenLog.open(spoilt(segments, rng), FOLDER, Draw(2))
     assert log is not None
     for record in log.recovered:
         law(record in work.model.written[record.lsn], "damage was read as data")
@@ -331,7 +331,7 @@ def damage_costs_what_it_hits(segments: dict[Path, bytes], work: Work, rng: rand
     for one in (0, 4096) if headers else range(start, end):
         data[one] ^= 1 + rng.randrange(255)
     files = disk_of({**segments, path: bytes(data)}, rng.getrandbits(32))
-    log = Log.open(files, FOLDER, Draw(3))
+    log = TokenLog.open(files, FOLDER, Draw(3))
     assert log is not None
     found = {record.lsn: record for record in log.recovered}
     for lsn, record in work.model.must().items():
@@ -392,7 +392,7 @@ one that was cut, a turn that is being erased, a fork, and what was sampled for 
 def read_format_1() -> None:
     """What the first release wrote is read as it was meant, with what it did not know at its default."""
     files = disk_of({FOLDER / f"{1:016x}.log": zlib.decompress(base64.b85decode("".join(FORMAT_1.split())))}, 1)
-    log = Log.open(files, FOLDER, Draw(4))
+    log = TokenLog.open(files, FOLDER, Draw(4))
     assert log is not None
     law(log.damaged == 0, "what an earlier release wrote counts as damage")
     found = [(record.lsn, record.kind, record.key) for record in log.recovered]

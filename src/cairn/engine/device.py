@@ -29,7 +29,7 @@ def check_options(spec: ModelSpec, config: Config) -> None:
 
 
 CPU = ("cairn.engine.recorded", "cairn.engine.encoder")
-FAKE = ("cairn.engine.ahead", "cairn.engine.fake", "cairn.kernels.choose", "numpy.random")
+FAKE = ("cairn.engine.mtp_head", "cairn.engine.fake", "cairn.kernels.choose", "numpy.random")
 """Modules that `load_engine` needs; the last is one that numpy itself imports where it is asked for."""
 
 

@@ -8,8 +8,8 @@ import msgspec
 
 from cairn.config.config import Config, draft_options
 from cairn.engine import memory
-from cairn.engine.ahead import fit_head
 from cairn.engine.cpu_experts import divided
+from cairn.engine.mtp_head import fit_head
 from cairn.kernels.devices import free_memory
 from cairn.models.hub.hub import locate
 from cairn.models.packing.weight_format import HeldWeights, form_of

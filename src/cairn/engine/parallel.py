@@ -19,9 +19,9 @@ from pathlib import Path
 import msgspec
 
 from cairn.config.config import Config
-from cairn.engine.ahead import parallel_note
 from cairn.engine.machine import cpu_count
 from cairn.engine.memory import check_memory, device_memory, pool_blocks
+from cairn.engine.mtp_head import parallel_note
 from cairn.engine.rank import load_shard
 from cairn.engine.rank_group import RankGroup
 from cairn.engine.rank_protocol import (

@@ -23,7 +23,6 @@ import numpy as np
 
 from cairn.config.config import Config
 from cairn.engine.adapters import AdapterBank
-from cairn.engine.ahead import FittedHead, fit_head
 from cairn.engine.cpu_experts import divided, sentence, settled
 from cairn.engine.machine import cpu_count
 from cairn.engine.memory import (
@@ -40,6 +39,7 @@ from cairn.engine.memory import (
     pool_blocks,
     running_rows,
 )
+from cairn.engine.mtp_head import FittedHead, fit_head
 from cairn.engine.sampling import LogitsQuestion
 from cairn.engine.step_inputs import FilledStep, InputArrays, StepInputs
 from cairn.kernels import devices

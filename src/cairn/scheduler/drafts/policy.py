@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, Protocol
 
+from cairn.scheduler.drafts.combined import CombinedDrafter, GuessingModel
 from cairn.scheduler.drafts.drafter import Drafter, DraftPolicy
 from cairn.scheduler.drafts.step_cost import MOST_TOKENS as LARGEST_STEP
 from cairn.scheduler.drafts.step_cost import StepCost
 from cairn.scheduler.drafts.suffix import LEAST_TOKENS, MOST_TOKENS, TOKEN_BYTES, SuffixDrafter
-from cairn.scheduler.drafts.twice import GuessedTwice, GuessingModel
 from cairn.types.request import Request
 
 WIDEST: Final = 7
@@ -56,7 +56,7 @@ class MeasuredPolicy:
         """Make the policy of one scheduler. `fixed`: ask for so many guesses wherever there is a match; 0: measure.
 
         `states`: the model has recurrent states, so what is accepted before a wrong guess is computed a second time.
-        `model`: what guesses where nothing repeats: a small model, or the head for further tokens.
+        `model`: guesses where nothing repeats: a small model, or an MTP head.
         """
         self._fixed, self._states, self._model = fixed, states, model
         self._left = index_bytes
@@ -91,7 +91,7 @@ class MeasuredPolicy:
         guesses = None if self._model is None else self._model.open(request.salt, prompt)
         found: Drafter = drafter
         if self._model is not None and guesses is not None:
-            found = GuessedTwice(drafter, guesses, self._model)
+            found = CombinedDrafter(drafter, guesses, self._model)
         self._reserved[id(found)] = room * TOKEN_BYTES
         self._left -= room * TOKEN_BYTES
         return found
@@ -103,12 +103,12 @@ class MeasuredPolicy:
     def close(self, drafter: Drafter) -> None:
         """Implement `DraftPolicy.close`."""
         self._left += self._reserved.pop(id(drafter), 0)
-        if self._model is not None and isinstance(drafter, GuessedTwice):
+        if self._model is not None and isinstance(drafter, CombinedDrafter):
             self._model.end(drafter.guesses)
 
     def width(self, drafter: Drafter, rows: int) -> int:
         """Implement `DraftPolicy.width`: maximise the expected tokens a second; 0 if no draft improves them."""
-        assert isinstance(drafter, SuffixDrafter | GuessedTwice)
+        assert isinstance(drafter, SuffixDrafter | CombinedDrafter)
         weighed: Weighed = drafter
         chances = weighed.chances(WIDEST)
         if self._fixed:

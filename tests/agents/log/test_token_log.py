@@ -14,7 +14,6 @@ import pytest
 
 from cairn.agents.log import log as log_module
 from cairn.agents.log.index import TIDY, Index, OffsetTable, RecordKind, Segment, decode_keys, encode_keys
-from cairn.agents.log.log import Log
 from cairn.agents.log.recovery import Folder, look
 from cairn.agents.log.segment import (
     HEADER_BYTES,
@@ -28,6 +27,7 @@ from cairn.agents.log.segment import (
     encode_record,
     scan,
 )
+from cairn.agents.log.token_log import TokenLog
 from cairn.system.posix import SystemFiles
 from cairn.types.errors import ConfigError
 from tests.files import CrashFile, CrashFiles, Fault
@@ -45,13 +45,13 @@ class Draw:
         return self._rng.getrandbits(63)
 
 
-def opened(files: CrashFiles, path: Path = FOLDER) -> Log:
-    log = Log.open(files, path, Draw())
+def opened(files: CrashFiles, path: Path = FOLDER) -> TokenLog:
+    log = TokenLog.open(files, path, Draw())
     assert log is not None
     return log
 
 
-def put(log: Log, kind: RecordKind, key: int, text: bytes = b"x", *, sync: bool = True) -> Record:
+def put(log: TokenLog, kind: RecordKind, key: int, text: bytes = b"x", *, sync: bool = True) -> Record:
     record = Record(log.next_lsn(), kind, key, text)
     log.write([record], sync=sync)
     return record
@@ -211,16 +211,16 @@ def test_a_file_in_the_place_of_the_folder_is_named_as_such(tmp_path: Path) -> N
     place = tmp_path / "agents"
     place.write_bytes(b"")
     with pytest.raises(ConfigError, match="agents: is a file; the token log needs a folder of its own"):
-        Log.open(SystemFiles(), place, Draw())
+        TokenLog.open(SystemFiles(), place, Draw())
     assert place.read_bytes() == b""
 
 
 def test_a_second_process_is_refused_while_the_first_lives() -> None:
     files = CrashFiles()
     log = opened(files)
-    assert Log.open(files, FOLDER, Draw()) is None
+    assert TokenLog.open(files, FOLDER, Draw()) is None
     log.close()
-    assert Log.open(files, FOLDER, Draw()) is not None
+    assert TokenLog.open(files, FOLDER, Draw()) is not None
 
 
 def test_an_end_leaves_the_tokens_of_its_turn_behind() -> None:
@@ -336,7 +336,7 @@ def test_a_folder_that_is_not_ours_alone_is_refused_and_left_alone() -> None:
         spoil(files)
         before = files.files()
         with pytest.raises(ConfigError, match=what):
-            Log.open(files, FOLDER, Draw())
+            TokenLog.open(files, FOLDER, Draw())
         assert files.files() == before
 
 
@@ -346,7 +346,7 @@ def test_a_newer_format_is_refused_and_left_alone() -> None:
     files.put(FOLDER / f"{7:016x}.log", encode_header(SegmentHeader(7, 5, VERSION + 1)))
     before = files.files()
     with pytest.raises(ConfigError, match=f"format {VERSION + 1}"):
-        Log.open(files, FOLDER, Draw())
+        TokenLog.open(files, FOLDER, Draw())
     assert {path: data for path, data in files.files().items() if path.suffix == ".log"} == before
 
 
@@ -366,8 +366,8 @@ def test_a_segment_without_a_header_is_set_aside_and_goes_with_the_next_erasure(
 
 def test_the_same_holds_on_a_real_disk(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    log = Log.open(SystemFiles(), path, Draw())
-    assert log is not None and Log.open(SystemFiles(), path, Draw()) is None
+    log = TokenLog.open(SystemFiles(), path, Draw())
+    assert log is not None and TokenLog.open(SystemFiles(), path, Draw()) is None
     kept = put(log, RecordKind.TURN, 1, b"kept")
     put(log, RecordKind.TURN, 2, b"secret text")
     log.erase([2])
@@ -375,7 +375,7 @@ def test_the_same_holds_on_a_real_disk(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o700
     assert all(one.stat().st_mode & 0o777 == 0o600 for one in path.iterdir())
     assert not any(b"secret text" in one.read_bytes() for one in path.iterdir())
-    again = Log.open(SystemFiles(), path, Draw())
+    again = TokenLog.open(SystemFiles(), path, Draw())
     assert again is not None and again.recovered == [kept]
     again.close()
 
@@ -385,7 +385,7 @@ def test_a_loss_is_reported_and_a_torn_write_is_not_one(tmp_path: Path) -> None:
     folder = Folder(SystemFiles(), tmp_path / "log")
 
     def reopened() -> str:
-        log = Log.open(SystemFiles(), folder.path, Draw())
+        log = TokenLog.open(SystemFiles(), folder.path, Draw())
         assert log is not None
         try:
             assert look(folder) == log.loss or "between records" in log.loss  # those bytes are gone when it is open
@@ -393,7 +393,7 @@ def test_a_loss_is_reported_and_a_torn_write_is_not_one(tmp_path: Path) -> None:
         finally:
             log.close()
 
-    log = Log.open(SystemFiles(), folder.path, Draw())
+    log = TokenLog.open(SystemFiles(), folder.path, Draw())
     assert log is not None
     for key in (1, 2, 3):
         put(log, RecordKind.TURN, key, b"payload")

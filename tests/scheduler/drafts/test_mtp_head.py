@@ -9,9 +9,9 @@ import pytest
 
 from cairn.engine.fake import STATE, _Truth, fake_spec
 from cairn.scheduler.drafts import ahead
-from cairn.scheduler.drafts.ahead import READ, AheadHead
+from cairn.scheduler.drafts.combined import CombinedDrafter
+from cairn.scheduler.drafts.mtp_head import READ, MtpHead
 from cairn.scheduler.drafts.policy import MeasuredPolicy
-from cairn.scheduler.drafts.twice import GuessedTwice
 from cairn.types.request import Request, SamplingExtras, SamplingParams
 from tests.laws.fake_head import FakeHead, WatchedEngine
 from tests.scheduler.test_scheduler import VOCAB, Rig
@@ -33,7 +33,7 @@ class Site:
     ) -> None:
         engine = WatchedEngine(fake_spec(VOCAB, context, windows), blocks=pool, block_tokens=4)
         self.fake = FakeHead(engine, blocks, most)
-        self.head = AheadHead(self.fake)  # type: ignore[arg-type]
+        self.head = MtpHead(self.fake)  # type: ignore[arg-type]
         self.policy = MeasuredPolicy(fixed, model=self.head)
         self.rig = Rig(drafts=self.policy, windows=windows, context=context, blocks=pool, **limits)
         self.rig.engine = engine
@@ -121,7 +121,7 @@ def test_what_it_computed_from_its_own_states_is_overwritten() -> None:
     assert site.rig.scheduler.stats().rejected > 10
 
 
-def guesses_of(head: AheadHead, tokens: list[int]) -> Any:
+def guesses_of(head: MtpHead, tokens: list[int]) -> Any:
     guesses = head.open(b"a", tokens)
     assert guesses is not None
     return guesses
@@ -194,7 +194,7 @@ def test_its_time_counts_against_its_guesses() -> None:
             for tokens in (1, 2, 4, 8):
                 site.policy.step_took(1, tokens, 0.01 * (1 + 0.02 * tokens))
         drafter = site.policy.open(asked(1, random.Random(6)), [*range(20)])
-        assert isinstance(drafter, GuessedTwice)
+        assert isinstance(drafter, CombinedDrafter)
         drafter.take_states(0, bytes(8 * 19), 19)
         site.head.seconds = seconds
         assert bool(site.policy.width(drafter, 1)) == asks
