@@ -437,7 +437,7 @@ class Scheduler:
         if result.states and self._speculation is not None:
             self._speculation.take_states(sequence, row, result.states, row.end)
         end = sequence.computed = row.end
-        if end - row.start > 1 or end % self._cache.info.block_tokens in self._cache.turns:
+        if end - row.start > 1 or end % self._cache.info.block_tokens in self._cache.publish_offsets:
             sequence.again = 0
             self._cache.publish(sequence.kv, sequence.tokens, end)
         if result.prompt_logprobs:

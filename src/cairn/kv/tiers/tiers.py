@@ -259,7 +259,7 @@ class Tiers:
         def write(group: int, block: int) -> None:
             self._engine.write_blocks(group, [block], [parts[group][at]]).wait()
 
-        return self._cache.put_beside(seq_kv, tokens, end, follow, write)
+        return self._cache.parts.put(seq_kv, tokens, end, follow, write)
 
     def _is_state(self, group: int) -> bool:
         return self._cache.info.groups[group].kind == "state"
