@@ -22,7 +22,7 @@ from pathlib import Path
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.content import Branch, Content
 from cairn.agents.log import index as index_module
-from cairn.agents.log import log as log_module
+from cairn.agents.log import token_log as log_module
 from cairn.agents.log.index import FOUND, NEWEST, RecordKind
 from cairn.agents.log.records import EndRecord, TurnRecord, decode
 from cairn.agents.log.segment import Record, decode_header, walk

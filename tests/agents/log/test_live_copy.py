@@ -11,7 +11,7 @@ from typing import Literal
 import pytest
 
 from cairn.agents.log import live_copy
-from cairn.agents.log import log as log_module
+from cairn.agents.log import token_log as log_module
 from cairn.agents.log.index import RecordKind
 from cairn.agents.log.live_copy import copy_log, damage
 from cairn.agents.log.segment import VERSION, Record, SegmentHeader, encode_header

@@ -12,7 +12,7 @@ from typing import Literal
 
 import pytest
 
-from cairn.agents.log import log as log_module
+from cairn.agents.log import token_log as log_module
 from cairn.agents.log.index import TIDY, Index, OffsetTable, RecordKind, Segment, decode_keys, encode_keys
 from cairn.agents.log.recovery import Folder, look
 from cairn.agents.log.segment import (

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cairn.engine.fake import STATE, _Truth, fake_spec
-from cairn.scheduler.drafts import ahead
+from cairn.scheduler.drafts import mtp_head
 from cairn.scheduler.drafts.combined import CombinedDrafter
 from cairn.scheduler.drafts.mtp_head import READ, MtpHead
 from cairn.scheduler.drafts.policy import MeasuredPolicy
@@ -158,9 +158,9 @@ def test_waiting_states_have_a_bound_for_one_sequence_and_for_all(monkeypatch: p
     one, other = guesses_of(site.head, [1] * 9), guesses_of(site.head, [2] * 9)
     one.take_states(0, bytes(8 * 100), 100)
     assert one.waiting == 100 and site.head.waiting == 800
-    one.take_states(100, bytes(8 * ahead.MOST_WAITING), ahead.MOST_WAITING)
+    one.take_states(100, bytes(8 * mtp_head.MOST_WAITING), mtp_head.MOST_WAITING)
     assert one.waiting == 0 == site.head.waiting
-    monkeypatch.setattr(ahead, "STATE_BYTES", 1000)
+    monkeypatch.setattr(mtp_head, "STATE_BYTES", 1000)
     one.take_states(2000, bytes(8 * 100), 100)
     other.take_states(0, bytes(8 * 100), 100)
     assert (one.waiting, other.waiting, site.head.waiting) == (100, 0, 800)
