@@ -146,7 +146,8 @@ class LlamaAnswer:
     def delta(self, index: int, delta: Delta) -> bytes:
         """Return the events of one delta."""
         choice = self._choices[index]
-        data = b"".join(self._progress(index, told) for told in self._pace.heard(index, delta))
+        none = {"content": "", "tokens": []}
+        data = b"".join(json_event(self._piece(index) | none | told) for told in self._pace.heard(index, delta))
         if not (delta.text or delta.tokens):
             return data
         piece = self._piece(index) | {"content": delta.text, "tokens": list(delta.tokens)}
@@ -180,9 +181,6 @@ class LlamaAnswer:
 
     def _piece(self, index: int) -> dict[str, Any]:
         return {"index": index, "stop": False, "id_slot": -1}
-
-    def _progress(self, index: int, told: dict[str, Any]) -> bytes:
-        return json_event(self._piece(index) | {"content": "", "tokens": []} | told)
 
     def _probabilities(self, found: Sequence[TokenLogprob]) -> dict[str, Any]:
         if not found:
