@@ -172,7 +172,7 @@ class Guessing:
         self.open_now.remove(id(drafter))
         if isinstance(drafter, CombinedDrafter) and self.head is not None:
             law(not self.head.broken, "the head failed")
-            self.head.end(drafter.guesses)
+            drafter.close()
 
     def states_from(self, request: Request, length: int) -> int | None:
         return None if self.head is None else self.head.states_from(length)

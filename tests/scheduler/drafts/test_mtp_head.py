@@ -149,7 +149,7 @@ def test_states_that_are_missing_begin_a_new_context_and_known_ones_are_passed_o
     assert len(guesses.propose(2)) == 2 and not site.head.broken
     guesses.extend([3])
     assert not guesses.propose(2), "the state before the last token is not there"
-    site.head.end(guesses)
+    guesses.close()
     assert site.head.free == site.head.blocks
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from cairn.scheduler.drafts.drafter import States
 from cairn.scheduler.drafts.suffix import SuffixDrafter
@@ -28,6 +28,10 @@ class SequenceGuesses(Protocol):
         """Return at most `width` guesses of the next tokens."""
         ...
 
+    def close(self) -> None:
+        """Free what the model holds for the sequence."""
+        ...
+
 
 class GuessingModel(Protocol):
     """A model that guesses: a small one, or an MTP head. It measures the seconds of a guess."""
@@ -39,10 +43,6 @@ class GuessingModel(Protocol):
 
     def open(self, salt: bytes, tokens: Sequence[int]) -> SequenceGuesses | None:
         """Return a sequence's guesses, or None. Only sequences of the same `salt` may share what it computes."""
-        ...
-
-    def end(self, guesses: Any) -> None:
-        """Free what it holds for a sequence."""
         ...
 
     def states_from(self, length: int) -> int | None:
@@ -95,3 +95,7 @@ class CombinedDrafter:
     def propose(self, width: int) -> Sequence[int]:
         """Return the guesses whose `chances` were returned last."""
         return self.guesses.propose(width) if self.asks_model else self.own.propose(width)
+
+    def close(self) -> None:
+        """Free what the model holds for the sequence."""
+        self.guesses.close()

@@ -145,3 +145,7 @@ class ModelGuesses:
         """Return the small model's next tokens, greedily sampled."""
         self._guesses = self._model.read(self, width)
         return self._guesses
+
+    def close(self) -> None:
+        """Free the sequence's blocks."""
+        self._model.end(self)

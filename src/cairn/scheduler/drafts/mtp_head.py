@@ -118,10 +118,6 @@ class MtpHead:
         self._free += blocks
         blocks.clear()
 
-    def end(self, guesses: MtpGuesses) -> None:
-        """Free what a sequence holds."""
-        guesses.forget()
-
     @property
     def free(self) -> int:
         """How many blocks no sequence has."""
@@ -204,3 +200,7 @@ class MtpGuesses:
         """Return what the head predicts next."""
         self._guesses = self._head.read(self, width)
         return self._guesses
+
+    def close(self) -> None:
+        """Free the head's blocks and states of the sequence."""
+        self.forget()
