@@ -207,7 +207,7 @@ def placed(spec: ModelSpec, config: Config, weights: WeightMemory, free: int | N
     never = never or ("without keep_packed there is" if not config.keep_packed else "")
     if config.experts == "auto":
         free = memory_available() if free is None else free
-        if never or _fits(spec, config, pool_blocks(spec, config, free, weights), free, weights):
+        if never or fits(spec, config, pool_blocks(spec, config, free, weights), free, weights):
             return weights
     elif never:
         raise ModelError(f"{spec.name}: experts cannot be mapped: {never} no packed copy of them")
@@ -215,7 +215,8 @@ def placed(spec: ModelSpec, config: Config, weights: WeightMemory, free: int | N
     return replace(weights, held=held, mapped=weights.experts, passing=weights.largest)
 
 
-def _fits(spec: ModelSpec, config: Config, blocks: tuple[int, ...], free: int, weights: WeightMemory) -> bool:
+def fits(spec: ModelSpec, config: Config, blocks: tuple[int, ...], free: int, weights: WeightMemory) -> bool:
+    """Return whether a model fits the memory, as `check_memory` decides."""
     try:
         check_memory(spec, config, blocks, free, weights)
     except ModelError:

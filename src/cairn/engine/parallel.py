@@ -100,7 +100,7 @@ class ParallelEngine:
     """A `types.step.Engine` over several ranks."""
 
     def __init__(self, own: RecordedEngine, group: RankGroup, others: Sequence[RankProcess], parts: int) -> None:
-        """`parts`: of a page."""
+        """Combine the ranks' engines. `parts`: how many parts a page is cut into."""
         self._own, self._group, self._others = own, group, list(others)
         self._sizes = own.info.block_bytes
         self._parts = parts
@@ -217,7 +217,7 @@ def _part(page: memoryview, size: int, number: int) -> memoryview:
 
 
 def _of_rank(config: Config, number: int) -> Config:
-    """Return the configuration of another rank: of several GPUs, the one with its number."""
+    """Return the configuration of another rank, which computes on the GPU with its number."""
     kind, _, index = config.device.partition(":")
     if kind not in _GPUS:
         return config
