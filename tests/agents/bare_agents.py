@@ -13,8 +13,8 @@ from cairn.agents.agent_service import AgentService, create_agent
 from cairn.agents.archive import Archive
 from cairn.agents.kv import AgentKv
 from cairn.agents.log.index import RecordKind
-from cairn.agents.log.log import Log
 from cairn.agents.log.records import EndRecord, TurnRecord
+from cairn.agents.log.token_log import TokenLog
 from cairn.agents.log.writer import Writer
 from cairn.agents.maintenance import Maintenance
 from cairn.agents.pending_writes import PendingWrites
@@ -71,7 +71,7 @@ class BareAgents:
         self.open()
 
     def open(self) -> None:
-        log = Log.open(self.files, FOLDER, SeededRng())
+        log = TokenLog.open(self.files, FOLDER, SeededRng())
         assert log is not None
         registry, self.replays, kv = AgentRegistry(), ReplayRecords(), cast("AgentKv", NoKv())
         orphans = registry.load(log.recovered)

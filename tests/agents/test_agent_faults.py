@@ -19,9 +19,9 @@ import pytest
 
 from cairn.agents.agents import Agents
 from cairn.agents.log.index import RecordKind
-from cairn.agents.log.log import Log
 from cairn.agents.log.records import EndRecord, Savings, SavingsRecord, TokensRecord
 from cairn.agents.log.segment import Record
+from cairn.agents.log.token_log import TokenLog
 from cairn.agents.savings import LINES
 from cairn.agents.turns import TurnParams
 from cairn.agents.types import TurnInfo
@@ -246,7 +246,7 @@ async def test_nothing_of_an_agent_is_written_after_its_erasure(folder: Path, wh
 
 def kept(files: CrashFiles) -> list[Record]:
     """Return the records that the log holds."""
-    log = Log.open(files, FOLDER, SeededRng())
+    log = TokenLog.open(files, FOLDER, SeededRng())
     assert log is not None
     log.close()
     return log.recovered

@@ -14,9 +14,9 @@ from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.archive import Archive
 from cairn.agents.content import Content, Descent
 from cairn.agents.log.index import RecordKind
-from cairn.agents.log.log import Log
 from cairn.agents.log.records import AgentRecord, EndRecord, TurnRecord, pack
 from cairn.agents.log.segment import Record
+from cairn.agents.log.token_log import TokenLog
 from cairn.agents.turn_tree import Agent, Turn
 from cairn.system.posix import SystemFiles, SystemRng
 from cairn.types.errors import Damaged, Unavailable
@@ -29,7 +29,7 @@ MOST = 600
 IDENTITY = b"model" * 4
 
 
-def begin(log: Log, agent: int, number: int, parent: int) -> tuple[Record, TurnRecord]:
+def begin(log: TokenLog, agent: int, number: int, parent: int) -> tuple[Record, TurnRecord]:
     lsn = log.next_lsn()
     began = TurnRecord(
         agent=agent,
@@ -47,13 +47,13 @@ def begin(log: Log, agent: int, number: int, parent: int) -> tuple[Record, TurnR
     return Record(lsn, RecordKind.TURN, lsn, msgspec.msgpack.encode(began)), began
 
 
-def finish(log: Log, key: int, number: int) -> tuple[Record, EndRecord]:
+def finish(log: TokenLog, key: int, number: int) -> tuple[Record, EndRecord]:
     message = {"role": "assistant", "content": f"Nothing of day {number}. " * 40}
     end = EndRecord(state="finished", ids=pack(range(400)), message=message, keep=400, ended=1e9 + number)
     return Record(log.next_lsn(), RecordKind.END, key, msgspec.msgpack.encode(end)), end
 
 
-def grow(log: Log, registry: AgentRegistry, agent: Agent, turns: int) -> None:
+def grow(log: TokenLog, registry: AgentRegistry, agent: Agent, turns: int) -> None:
     """Add turns of 4 KB of text and 900 tokens each."""
     for _ in range(turns):
         number = agent.head.number + 1
@@ -67,7 +67,7 @@ def grow(log: Log, registry: AgentRegistry, agent: Agent, turns: int) -> None:
         turn.release()
 
 
-def planted(log: Log, registry: AgentRegistry, key: int) -> Agent:
+def planted(log: TokenLog, registry: AgentRegistry, key: int) -> Agent:
     record = AgentRecord(id=f"agent-{key}", tenant="default", created=1.0, used=1.0, root=key, base=key, head=key)
     began = TurnRecord(agent=0, number=0, messages=({"role": "system", "content": "The house book."},))
     root = Turn(key, began, None)
@@ -79,8 +79,8 @@ def planted(log: Log, registry: AgentRegistry, key: int) -> Agent:
     return agent
 
 
-def opened(path: Path) -> Log:
-    log = Log.open(SystemFiles(), path, SystemRng())
+def opened(path: Path) -> TokenLog:
+    log = TokenLog.open(SystemFiles(), path, SystemRng())
     assert log is not None
     return log
 

@@ -19,9 +19,9 @@ from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.archive import Archive
 from cairn.agents.content import Branch, Content, digest
 from cairn.agents.log.index import RecordKind
-from cairn.agents.log.log import Log
 from cairn.agents.log.records import AgentRecord, EndRecord, Savings, SavingsRecord, TurnRecord, pack
 from cairn.agents.log.segment import Record, SegmentHeader, encode_header, encode_record
+from cairn.agents.log.token_log import TokenLog
 from cairn.agents.log.writer import Writer
 from cairn.agents.portable import read
 from cairn.agents.turn_tree import Agent, Turn
@@ -279,7 +279,7 @@ class Asked:
         self.evicted: list[list[int]] = []
         self.where: list[int] = []
         self.keys = 0
-        read = Log.read
+        read = TokenLog.read
 
         async def evict(tokens: Sequence[int], *args: Any, **how: Any) -> Placed:
             self.evicted.append(list(tokens))
@@ -289,13 +289,13 @@ class Asked:
             self.where.append(len(tokens))
             return Placed()
 
-        def counted(log: Log, wanted: Sequence[tuple[int, int]]) -> list[Record | None]:
+        def counted(log: TokenLog, wanted: Sequence[tuple[int, int]]) -> list[Record | None]:
             self.keys += len(wanted)
             return read(log, wanted)
 
         monkeypatch.setattr(service, "evict", evict)
         monkeypatch.setattr(service, "where", where)
-        monkeypatch.setattr(Log, "read", counted)
+        monkeypatch.setattr(TokenLog, "read", counted)
 
 
 @pytest.mark.parametrize("how", ["deleted", "abandoned", "another model's"])
@@ -364,7 +364,7 @@ def grove(rng: random.Random) -> list[Turn]:
 
 
 async def test_contexts_put_together_in_one_walk_are_those_of_each_branch(prove: bool) -> None:
-    archive = Archive(cast("Log", None))
+    archive = Archive(cast("TokenLog", None))
     for seed in range(3000 if prove else 300):
         rng = random.Random(seed)
         turns, most = grove(rng), rng.choice([1000, rng.randrange(1, 40)])

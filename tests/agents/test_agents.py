@@ -11,8 +11,8 @@ import pytest
 
 from cairn.agents.agent_service import check_id
 from cairn.agents.log.index import RecordKind
-from cairn.agents.log.log import Log
 from cairn.agents.log.records import EndRecord, TokensRecord, decode
+from cairn.agents.log.token_log import TokenLog
 from cairn.frontend.requests import SamplingOptions
 from cairn.types.errors import Conflict, ContextTooLong, Damaged, InvalidRequest, NotFound
 from cairn.types.stats import Miss
@@ -203,10 +203,10 @@ async def test_a_turn_complete_at_the_kill_is_only_concluded(folder: Path) -> No
 
 def without_ends(files: CrashFiles, only: int = 0) -> CrashFiles:
     """Return the same log with every end replaced by a piece, or only the first so many."""
-    old = Log.open(files, FOLDER, SeededRng())
+    old = TokenLog.open(files, FOLDER, SeededRng())
     assert old is not None
     made = CrashFiles()
-    new = Log.open(made, FOLDER, SeededRng())
+    new = TokenLog.open(made, FOLDER, SeededRng())
     assert new is not None
     cut = 0
     for record in old.recovered:

@@ -11,8 +11,8 @@ from functools import partial
 import pytest
 
 from cairn.agents.log.index import RecordKind
-from cairn.agents.log.log import Log
 from cairn.agents.log.segment import Record
+from cairn.agents.log.token_log import TokenLog
 from tests.files import Crash, CrashFiles, Fault, SeededRng
 from tests.laws import token_log
 from tests.laws.token_log import ERRORS, FOLDER, Model, Work, crash_everywhere, fault_at, reopen
@@ -62,7 +62,7 @@ def test_a_sync_that_fails_keeps_what_was_accepted_before_it() -> None:
     log.write([third], sync=True)
     assert files.fired == 1
     for seed in range(200):
-        again = Log.open(files.crash(random.Random(seed)), FOLDER, SeededRng(1))
+        again = TokenLog.open(files.crash(random.Random(seed)), FOLDER, SeededRng(1))
         assert again is not None
         assert again.recovered == [first, second, third]
 
@@ -72,12 +72,12 @@ def test_records_that_a_start_could_not_sync_go_only_once_their_successors_are_d
     old, new = b"version 1", b"version 2"
     for seed in range(40):
         files = CrashFiles(seed=seed)
-        log = Log.open(files, FOLDER, SeededRng(1))
+        log = TokenLog.open(files, FOLDER, SeededRng(1))
         assert log is not None
         log.write([Record(log.next_lsn(), RecordKind.AGENT, 1000, old)], sync=True)
         files = files.kill()
         files.fail(Fault(files.calls, errno.ENOSPC, sticky=True, only=frozenset({"append"})))
-        log = Log.open(files, FOLDER, SeededRng(2))
+        log = TokenLog.open(files, FOLDER, SeededRng(2))
         assert log is not None and log.trouble
         files.heal()
         log.write([Record(log.next_lsn(), RecordKind.AGENT, 1000, new)], sync=False)
@@ -86,7 +86,7 @@ def test_records_that_a_start_could_not_sync_go_only_once_their_successors_are_d
         log.write([Record(log.next_lsn(), RecordKind.REPLAY, 7, b"x")], sync=True)
         assert len(crashed) > 3
         for after in crashed:
-            again = Log.open(after, FOLDER, SeededRng(3))
+            again = TokenLog.open(after, FOLDER, SeededRng(3))
             assert again is not None
             assert [record.payload for record in again.recovered if record.key == 1000] in ([old], [new]), seed
 
@@ -100,13 +100,13 @@ def test_the_older_of_two_unsealed_segments_goes_only_once_its_successor_is_dura
     old, new = b"version 1", b"version 2"
     for seed in range(40):
         files = CrashFiles(seed=seed)
-        log = Log.open(files, FOLDER, SeededRng(1))
+        log = TokenLog.open(files, FOLDER, SeededRng(1))
         assert log is not None
         log.write([Record(log.next_lsn(), RecordKind.AGENT, 1000, old)], sync=True)
         if refused == "start":
             files = files.kill()
             files.fail(Fault(files.calls, errno.ENOSPC, sticky=True, only=frozenset({"append"})))
-            log = Log.open(files, FOLDER, SeededRng(2))
+            log = TokenLog.open(files, FOLDER, SeededRng(2))
             assert log is not None and log.trouble
             files.heal()
         else:
@@ -115,10 +115,10 @@ def test_the_older_of_two_unsealed_segments_goes_only_once_its_successor_is_dura
         files = files.kill()
         crashed = list[CrashFiles]()
         files.after_change = partial(_cut_power, files, crashed, random.Random(seed))
-        assert Log.open(files, FOLDER, SeededRng(3)) is not None
+        assert TokenLog.open(files, FOLDER, SeededRng(3)) is not None
         assert len(crashed) > 3
         for after in crashed:
-            again = Log.open(after, FOLDER, SeededRng(4))
+            again = TokenLog.open(after, FOLDER, SeededRng(4))
             assert again is not None
             assert [record.payload for record in again.recovered if record.key == 1000] in ([old], [new]), seed
 
@@ -130,19 +130,19 @@ def test_a_segment_rewritten_by_a_killed_start_goes_only_once_the_new_file_is_du
     """
     for seed in range(40):
         files = CrashFiles(seed=seed)
-        log = Log.open(files, FOLDER, SeededRng(1))
+        log = TokenLog.open(files, FOLDER, SeededRng(1))
         assert log is not None
         log.write([Record(log.next_lsn(), RecordKind.AGENT, 1000, b"acknowledged")], sync=True)
         files, killed = files.kill(), list[CrashFiles]()
         files.after_change = partial(_kill_at_the_renaming, files, killed)
         with contextlib.suppress(Crash):
-            Log.open(files, FOLDER, SeededRng(2))
+            TokenLog.open(files, FOLDER, SeededRng(2))
         files, crashed = killed[0], list[CrashFiles]()
         files.after_change = partial(_cut_power, files, crashed, random.Random(seed))
-        assert Log.open(files, FOLDER, SeededRng(3)) is not None
+        assert TokenLog.open(files, FOLDER, SeededRng(3)) is not None
         assert crashed
         for after in crashed:
-            again = Log.open(after, FOLDER, SeededRng(4))
+            again = TokenLog.open(after, FOLDER, SeededRng(4))
             assert again is not None
             assert [record.payload for record in again.recovered if record.key == 1000] == [b"acknowledged"], seed
 

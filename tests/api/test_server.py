@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cairn.agents.log.log import Log
+from cairn.agents.log.token_log import TokenLog
 from cairn.api import data_folders, lifetime, server
 from cairn.api.app import build_app
 from cairn.cli import main
@@ -157,7 +157,7 @@ async def test_a_signal_while_the_token_log_is_opened_ends_the_server(monkeypatc
         began.set()
         goes_on.wait()
 
-    monkeypatch.setattr(Log, "open", hangs)
+    monkeypatch.setattr(TokenLog, "open", hangs)
     running = Running(monkeypatch, SlowService(), Config())
     running.service.load.set()
     try:

@@ -24,9 +24,9 @@ from cairn.engine.device import load_engine
 from cairn.engine.fake import FakeEngine
 from cairn.frontend import admission, request_table
 from cairn.frontend.launch import launch_first
-from cairn.frontend.request_state import Waker
 from cairn.frontend.service import Service
 from cairn.frontend.stream import merge
+from cairn.frontend.waker import Waker
 from cairn.types.errors import (
     Cancelled,
     Conflict,

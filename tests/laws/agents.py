@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cairn.agents.content import shared
 from cairn.agents.log.index import RecordKind
 from cairn.frontend.requests import SamplingOptions
+from cairn.kv.pool.blocks import common_length
 from cairn.text.chat.prompt import Sampled
 from cairn.text.chat.replay import AnswerIdentity
 from cairn.types.errors import Unavailable
@@ -297,7 +297,7 @@ class Work:
             if one.tenant == history.tenant:
                 left += [list(await self.at.agents.context(one.tenant, other)), *one.contexts]
         for ids in contexts:
-            most = max((shared(ids, one) // BLOCK_TOKENS * BLOCK_TOKENS for one in left), default=0)
+            most = max((common_length(ids, one) // BLOCK_TOKENS * BLOCK_TOKENS for one in left), default=0)
             placed = await self.at.service.where(ids, history.salt)
             law(
                 placed.disk <= most and placed.pool <= most + CHUNK_TOKENS,

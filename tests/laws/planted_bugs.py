@@ -153,7 +153,7 @@ RAM = "kv/ram.py"
 STANDING = "kv/tiers/store.py"
 SCHEDULER = "scheduler/scheduler.py"
 SPECULATION = "scheduler/speculation.py"
-AHEAD_HEAD = "scheduler/drafts/ahead.py"
+MTP_HEAD = "scheduler/drafts/mtp_head.py"
 SPARE_STATES = "kv/pool/spare_states.py"
 SAMPLING_ROWS = "engine/sampling.py"
 PLAN = "scheduler/plan.py"
@@ -176,7 +176,7 @@ FOLDER = "kv/disk/folder.py"
 CHUNKS = "kv/disk/chunk_file.py"
 PINS = "kv/disk/pins.py"
 DISK_MAINTENANCE = "kv/disk/maintenance.py"
-LOG = "agents/log/log.py"
+LOG = "agents/log/token_log.py"
 SEGMENT = "agents/log/segment.py"
 INDEX = "agents/log/index.py"
 RECOVERY = "agents/log/recovery.py"
@@ -208,7 +208,7 @@ BUGS = (
     Bug("the last block of a whole-prompt hit is not copied", PLAN, "Plan._start", "engine.copy_blocks(group, [(source, target)]).wait()", "pass"),
     Bug("a part of a block is copied for the first group only", PARTIAL_BLOCKS, "PartialBlocks.copy", "self._copies.append(Copy(number, part.blocks[number], table[hit]))", "self._copies += [Copy(number, part.blocks[number], table[hit])][:1 - number]"),
     Bug("a block is reused beyond the tokens in which it agrees", BLOCKS, "BlockPool.nearest", "found, most = (block, count)", "found, most = (block, len(tokens))"),
-    Bug("a block is reused although its first tokens are others", BLOCKS, "BlockPool.nearest", "common(self._tokens_of(block), tokens)", "common(self._tokens_of(block)[1:], tokens[1:]) + 1"),
+    Bug("a block is reused although its first tokens are others", BLOCKS, "BlockPool.nearest", "common_length(self._tokens_of(block), tokens)", "common_length(self._tokens_of(block)[1:], tokens[1:]) + 1"),
     Bug("the nearest block is not the one that agrees most", BLOCKS, "BlockPool.nearest", "after[max(0, at - 1):at + 1]", "after[at:at + 1]"),
     Bug("all groups reuse as much of a block as the first", PARTIAL_BLOCKS, "PartialBlocks.find", "rest = rest[:count]", "rest = rest if number else rest[:count]"),
     Bug("a part has a token that was not computed", PARTIAL_BLOCKS, "PartialBlocks.publish", "tuple(tokens[computed - more:computed])", "tuple(tokens[computed - more:computed + 1])"),
@@ -326,10 +326,10 @@ BUGS = (
     Bug("a drafter hears of tokens twice", SPECULATION, "Speculation.guess", "sequence.known = len(sequence.tokens)", "pass"),
     Bug("a drafter outlives its request", SCHEDULER, "Scheduler._end", "self._speculation.policy.close(sequence.drafter)", "pass"),
     Bug("states of wrong guesses are the head's", SCHEDULER, "Scheduler._advance_draft", "self._speculation.take_states(sequence, row, result.states, right)", "self._speculation.take_states(sequence, row, result.states, row.end)"),
-    Bug("states that are known come twice", AHEAD_HEAD, "AheadGuesses.take_states", "states = states[(self._next - first) * width:]", "pass"),
-    Bug("the guesses of the head stay in its context", AHEAD_HEAD, "AheadHead._read", "del run[known:]", "pass"),
-    Bug("the head goes on behind its own guesses", AHEAD_HEAD, "AheadHead._read", "states = guesses.take(known - start)", "states = guesses.take(known - start)\nguesses.read += width - 1"),
-    Bug("the head keeps the blocks of what has ended", AHEAD_HEAD, "AheadGuesses.forget", "self._head.give_back(self.blocks)", "self.blocks.clear()"),
+    Bug("states that are known come twice", MTP_HEAD, "MtpGuesses.take_states", "states = states[(self._next - first) * width:]", "pass"),
+    Bug("the guesses of the head stay in its context", MTP_HEAD, "MtpHead._read", "del run[known:]", "pass"),
+    Bug("the head goes on behind its own guesses", MTP_HEAD, "MtpHead._read", "states = guesses.take(known - start)", "states = guesses.take(known - start)\nguesses.read += width - 1"),
+    Bug("the head keeps the blocks of what has ended", MTP_HEAD, "MtpGuesses.forget", "self._head.give_back(self.blocks)", "self.blocks.clear()"),
     Bug("a state goes on behind a wrong guess", CACHE, "Cache.settle_guesses", "self._states and right < end", "False"),
     Bug("the state before a draft is not copied", PLAN, "Plan._start", "self.copies", "[one for one in self.copies if engine.info.groups[one[0]].kind != 'state']"),
     Bug("the copy of a state stays held", SPARE_STATES, "SpareStates.drop", "pool.release((spare,))", "pass"),
@@ -479,14 +479,14 @@ BUGS = (
     Bug("perplexities change places", CHECK, "judged", "Comparison(name, len(plain), agreed, _perplexity(plain), _perplexity(coded), math.fsum(apart) / len(apart), apart[-1 - len(apart) // 100], beside)", "Comparison(name, len(plain), agreed, _perplexity(coded), _perplexity(plain), math.fsum(apart) / len(apart), apart[-1 - len(apart) // 100], beside)"),
     Bug("a window's blocks are taken from the wrong place", CHECK, "_store", "range(first, first + CHUNK_BLOCKS)", "range(CHUNK_BLOCKS)"),
     # ---------------------------------------------------------------------------------------------- the token log
-    Bug("a turn's end is not synced", LOG, "Log.write", "if sync:\n    self._sync()", "pass"),
+    Bug("a turn's end is not synced", LOG, "TokenLog.write", "if sync:\n    self._sync()", "pass"),
     Bug("a segment's name is not synced", RECOVERY, "Folder.create", "self.sync()", "pass"),
     Bug("a segment gets its name before it is synced", RECOVERY, "Folder.create", "file.sync()", "pass"),
-    Bug("after a sync that failed the segment is synced again", LOG, "Log.write", "self._abandon()", "pass"),
-    Bug("what was not synced is lost with its segment", LOG, "Log.write", "[*self._unsynced, *records]", "list(records)"),
+    Bug("after a sync that failed the segment is synced again", LOG, "TokenLog.write", "self._abandon()", "pass"),
+    Bug("what was not synced is lost with its segment", LOG, "TokenLog.write", "[*self._unsynced, *records]", "list(records)"),
     Bug("what only the system's memory holds is relied on", RECOVERY, "_enter", "damaged > 0 or last != SEAL", "damaged > 0"),
-    Bug("a segment that was given up counts as sound", LOG, "Log._abandon", "self._active.dirty = True", "pass"),
-    Bug("a number is given out twice after a restart", LOG, "Log._recover", "1 + max(read.records, default=0)", "max(read.records, default=1)"),
+    Bug("a segment that was given up counts as sound", LOG, "TokenLog._abandon", "self._active.dirty = True", "pass"),
+    Bug("a number is given out twice after a restart", LOG, "TokenLog._recover", "1 + max(read.records, default=0)", "max(read.records, default=1)"),
     Bug("a record's checksum is not looked at", SEGMENT, "_decode", "data[at + len(head):start] != _record_sum(header.seed, offset, head, payload)", "False"),
     Bug("reading ends at the first damage", SEGMENT, "walk", "at = data.find(mark, at + 1)\nif at < 0:\n    break", "break"),
     Bug("only the first copy of a header is read", SEGMENT, "decode_header", "(0, _COPY)", "(0,)"),
@@ -496,13 +496,13 @@ BUGS = (
     Bug("pieces count beside the end of their turn", INDEX, "Index._enter", "piece_segment.drop(piece_offset)", "pass"),
     Bug("old segments go before the new one is there", LOG, "rewrite", "if len(records) < len(wanted):\n    log.warning('segments %s: %d records are damaged', numbers, len(wanted) - len(records))\n    if keep_all:\n        for number in numbers:\n            segments[number].stuck = True\n        return", "if len(records) < len(wanted):\n    log.warning('segments %s: %d records are damaged', numbers, len(wanted) - len(records))\n    if keep_all:\n        for number in numbers:\n            segments[number].stuck = True\n        return\nfor number in numbers:\n    folder.remove(number)\n    folder.sync()\n    folder.create(segments[number].header, b'').close()"),
     Bug("compaction forgets where a record lies now", INDEX, "Index.move", "self._places[record.kind].put(record.key, number, offset)", "pass"),
-    Bug("compaction drops what only an unsynced record replaces", LOG, "Log.compact", "self.write((), sync=True)", "pass"),
+    Bug("compaction drops what only an unsynced record replaces", LOG, "TokenLog.compact", "self.write((), sync=True)", "pass"),
     Bug("compaction drops a record that cannot be read now", LOG, "rewrite", "if keep_all:\n    for number in numbers:\n        segments[number].stuck = True\n    return", "if False:\n    for number in numbers:\n        segments[number].stuck = True\n    return"),
-    Bug("an erasure is not written down before it begins", LOG, "Log.erase", "self.write([Record(self.next_lsn(), RecordKind.ERASE, 0, encode_keys(wanted))], sync=True)", "pass"),
-    Bug("a start does not finish an erasure", LOG, "Log._recall", "self._erasing.update(decode_keys(record.payload))", "pass"),
+    Bug("an erasure is not written down before it begins", LOG, "TokenLog.erase", "self.write([Record(self.next_lsn(), RecordKind.ERASE, 0, encode_keys(wanted))], sync=True)", "pass"),
+    Bug("a start does not finish an erasure", LOG, "TokenLog._recall", "self._erasing.update(decode_keys(record.payload))", "pass"),
     Bug("an erasure spares what was superseded", INDEX, "Segment.holds", "keys.isdisjoint(self._superseded) and keys.isdisjoint(self._keys)", "keys.isdisjoint(self._keys)"),
     Bug("an erasure spares a segment that cannot be read", LOG, "clear", "(DAMAGED, NEW, LOG)", "(NEW, LOG)"),
-    Bug("an erasure is told before the names are synced", LOG, "Log._finish", "self._folder.sync()", "pass"),
+    Bug("an erasure is told before the names are synced", LOG, "TokenLog._finish", "self._folder.sync()", "pass"),
     Bug("what is erased is written anew", LOG, "rewrite", "{lsn for number in numbers for lsn, key in segments[number].counting() if key not in erasing}", "{lsn for number in numbers for lsn, key in segments[number].counting()}"),
     # -------------------------------------------------------------------------------------------------------- agents
     Bug("a message is not on the disk before its answer", AGENT_SERVICE, "AgentService.begin", "await self.pending.sync(record)", "self.writer.append(record)"),

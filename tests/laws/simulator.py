@@ -27,10 +27,10 @@ from cairn.kv.pool.blocks import BlockPool
 from cairn.kv.pool.cache import Cache, first_read, window_blocks
 from cairn.kv.pool.sequence_kv import Match, SequenceKV
 from cairn.kv.pool.snapshots import SPACING
-from cairn.scheduler.drafts.ahead import AheadHead
+from cairn.scheduler.drafts.combined import CombinedDrafter
 from cairn.scheduler.drafts.drafter import Drafter, States
+from cairn.scheduler.drafts.mtp_head import MtpHead
 from cairn.scheduler.drafts.suffix import SuffixDrafter
-from cairn.scheduler.drafts.twice import GuessedTwice
 from cairn.scheduler.plan import Limits, Plan, PrefillPace
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.sequence import AGE_SECONDS, Sequence, State
@@ -136,13 +136,13 @@ class Guessing:
         self.world, self.chance = world, chance
         self.open_now = set[int]()
         self.offered = self.accepted = 0
-        self.head: AheadHead | None = None
+        self.head: MtpHead | None = None
         """The draft head for some sequences, in schedules that have one."""
         if world.headed is not None:
             assert isinstance(world.engine.inner, WatchedEngine)
             blocks, most = world.headed.choice((5, 40, 200)), world.headed.choice((3, 64))
             engine: Any = FakeHead(world.engine.inner, blocks, most)
-            self.head = AheadHead(engine)
+            self.head = MtpHead(engine)
 
     def open(self, request: Request, prompt: Tokens[int]) -> Drafter | None:
         law(request.sampling.extras is None or not request.sampling.extras.mirostat, "guesses beside mirostat")
@@ -153,7 +153,7 @@ class Guessing:
         if self.head is not None and self.world.headed is not None and self.world.headed.random() < 0.7:
             guesses = self.head.open(request.salt, prompt)
             law(guesses is not None, "the head failed")
-            self.open_now.add(id(twice := GuessedTwice(SuffixDrafter(prompt), guesses, self.head)))
+            self.open_now.add(id(twice := CombinedDrafter(SuffixDrafter(prompt), guesses, self.head)))
             return twice
         law([*prompt] == [*request.prompt, *oracle][: len(prompt)], "a drafter begins with other tokens")
         drafter: Drafter
@@ -170,15 +170,15 @@ class Guessing:
     def close(self, drafter: Drafter) -> None:
         law(id(drafter) in self.open_now, "a drafter was closed twice")
         self.open_now.remove(id(drafter))
-        if isinstance(drafter, GuessedTwice) and self.head is not None:
+        if isinstance(drafter, CombinedDrafter) and self.head is not None:
             law(not self.head.broken, "the head failed")
-            self.head.end(drafter.guesses)
+            drafter.close()
 
     def states_from(self, request: Request, length: int) -> int | None:
         return None if self.head is None else self.head.states_from(length)
 
     def width(self, drafter: Drafter, rows: int) -> int:
-        if isinstance(drafter, GuessedTwice):
+        if isinstance(drafter, CombinedDrafter):
             drafter.chances(7)
         law(0 < rows <= self.world.max_rows, "more sequences decode than there are rows")
         return self.chance.choice((0, 1, 3, 3, 7))

@@ -25,8 +25,8 @@ from cairn.engine.recorded import RecordedEngine
 from cairn.kv.pool import prefix
 from cairn.kv.pool.cache import Cache
 from cairn.models.spec.config import load_spec
-from cairn.scheduler.drafts.ahead import AheadHead
 from cairn.scheduler.drafts.drafter import Drafter, States
+from cairn.scheduler.drafts.mtp_head import MtpHead
 from cairn.scheduler.drafts.policy import MeasuredPolicy
 from cairn.scheduler.plan import Limits
 from cairn.scheduler.scheduler import Scheduler
@@ -37,8 +37,8 @@ from cairn.types.outputs import FinishReason, Output
 from cairn.types.request import Grammar, OutputFormat, Request, SamplingExtras, SamplingParams
 from cairn.types.step import Row
 from cairn.worker.grammar_matcher import BudgetMatcher, CompiledGrammar, GrammarMatcher, Masks
-from tests.ahead_models import write_with_head
 from tests.laws.storage_world import Broken, law
+from tests.mtp_models import write_with_head
 from tests.real_models import smollm2
 from tests.recurrent_models import RECURRENT
 from tests.text.walks import END, byte_vocabulary
@@ -124,7 +124,7 @@ class Ahead(MeasuredPolicy):
 
     def __init__(self, chance: random.Random, engine: RecordedEngine) -> None:
         assert engine.ahead is not None
-        self.head = AheadHead(engine.ahead)
+        self.head = MtpHead(engine.ahead)
         super().__init__(fixed=1, model=self.head)
         self.chance = chance
         self.counts: Counter[str] = Counter()

@@ -22,11 +22,11 @@ from pathlib import Path
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.content import Branch, Content
 from cairn.agents.log import index as index_module
-from cairn.agents.log import log as log_module
+from cairn.agents.log import token_log as log_module
 from cairn.agents.log.index import FOUND, NEWEST, RecordKind
-from cairn.agents.log.log import Log
 from cairn.agents.log.records import EndRecord, TurnRecord, decode
 from cairn.agents.log.segment import Record, decode_header, walk
+from cairn.agents.log.token_log import TokenLog
 from cairn.agents.replay_records import ReplayRecords
 from tests.files import CrashFiles, Fault, SeededRng, corrupted
 from tests.laws.storage_world import law
@@ -81,7 +81,7 @@ class Model:
                 kept_records[record.lsn] = record
         return kept_records
 
-    def check(self, log: Log, files: CrashFiles) -> None:
+    def check(self, log: TokenLog, files: CrashFiles) -> None:
         """Check a log that was just opened."""
         records = {record.lsn: record for record in log.recovered}
         law(len(records) == len(log.recovered), "a record is found twice")
@@ -109,7 +109,7 @@ class Model:
             gone = [lsn for lsn, record in there.items() if record.key in keys and lsn not in records]
             law(not left or not gone, f"an erasure is half done: {left} are left, {gone} are gone")
 
-    def check_read(self, log: Log, records: list[Record]) -> None:
+    def check_read(self, log: TokenLog, records: list[Record]) -> None:
         """Check that `read` finds records by kind and key, and nothing that was erased."""
         wanted = {(record.kind, record.key): record for record in records if record.kind in FOUND}
         for record, read in zip(wanted.values(), log.read(list(wanted)), strict=True):
@@ -135,18 +135,18 @@ class Work:
     def __init__(self, files: CrashFiles, seed: int) -> None:
         self.files, self.rng, self.model = files, random.Random(seed), Model()
         self.keys: list[int] = []
-        self.log: Log | None = None
+        self.log: TokenLog | None = None
 
     def run(self, steps: int = STEPS) -> None:
         for _ in range(steps):
             with contextlib.suppress(OSError):
                 self.step()
 
-    def open(self) -> Log:
+    def open(self) -> TokenLog:
         """Return the log, opened if it is closed."""
         if self.log is not None:
             return self.log
-        log = Log.open(self.files, FOLDER, SeededRng(self.rng.getrandbits(32)))
+        log = TokenLog.open(self.files, FOLDER, SeededRng(self.rng.getrandbits(32)))
         assert log is not None
         self.log = log
         self.model.check(log, self.files)
@@ -176,7 +176,7 @@ class Work:
         if action >= 0.68:
             model.check_read(log, list(model.must().values()))
 
-    def erase(self, log: Log, gone: list[int]) -> None:
+    def erase(self, log: TokenLog, gone: list[int]) -> None:
         self.keys = [key for key in self.keys if key not in gone]
         self.model.erasing.append(set(gone))
         log.erase(gone)
@@ -190,7 +190,7 @@ class Work:
         after.after_change, after.fault, after.calls, after.fired = look, fault, self.files.calls, self.files.fired
         self.files, self.log = after, None
 
-    def write(self, log: Log) -> None:
+    def write(self, log: TokenLog) -> None:
         rng, model = self.rng, self.model
         records = []
         for _ in range(rng.randrange(1, 4)):
@@ -210,8 +210,8 @@ class Work:
         self.keys += [record.key for record in records if record.kind == RecordKind.TURN]
 
 
-def reopen(files: CrashFiles, model: Model) -> Log:
-    log = Log.open(files, FOLDER, SeededRng(files.rng.getrandbits(32)))
+def reopen(files: CrashFiles, model: Model) -> TokenLog:
+    log = TokenLog.open(files, FOLDER, SeededRng(files.rng.getrandbits(32)))
     assert log is not None
     model.check(log, files)
     return log
@@ -230,7 +230,7 @@ def crash_everywhere(seed: int, states: int, steps: int = STEPS) -> int:
         for _ in range(states):
             after = work.files.crash(rng)
             if rng.random() < 0.4:
-                after = after.crash_while(rng, 8, partial(Log.open, after, FOLDER, SeededRng(1)))
+                after = after.crash_while(rng, 8, partial(TokenLog.open, after, FOLDER, SeededRng(1)))
             log = reopen(after, work.model)
             seen += 1
             if rng.random() < 0.2:
@@ -294,7 +294,7 @@ def disk_of(contents: dict[Path, bytes], seed: int) -> CrashFiles:
 
 def damaged_once(segments: dict[Path, bytes], work: Work, rng: random.Random) -> bool:
     """Open one damaged folder and check that no damage is read as data; return whether it was noticed."""
-    log = Log.open(spoilt(segments, rng), FOLDER, SeededRng(2))
+    log = TokenLog.open(spoilt(segments, rng), FOLDER, SeededRng(2))
     assert log is not None
     for record in log.recovered:
         law(record in work.model.written[record.lsn], "damage was read as data")
@@ -323,7 +323,7 @@ def damage_costs_what_it_hits(segments: dict[Path, bytes], work: Work, rng: rand
     for one in (0, 4096) if headers else range(start, end):
         data[one] ^= 1 + rng.randrange(255)
     files = disk_of({**segments, path: bytes(data)}, rng.getrandbits(32))
-    log = Log.open(files, FOLDER, SeededRng(3))
+    log = TokenLog.open(files, FOLDER, SeededRng(3))
     assert log is not None
     records = {record.lsn: record for record in log.recovered}
     for lsn, record in work.model.must().items():
@@ -386,7 +386,7 @@ It holds an agent with a finished and a cut turn, a turn that is being erased, a
 def read_format_1() -> None:
     """Check that a log of the first release is read correctly, with defaults for newer fields."""
     files = disk_of({FOLDER / f"{1:016x}.log": zlib.decompress(base64.b85decode("".join(FORMAT_1.split())))}, 1)
-    log = Log.open(files, FOLDER, SeededRng(4))
+    log = TokenLog.open(files, FOLDER, SeededRng(4))
     assert log is not None
     law(log.damaged == 0, "records of an earlier release count as damage")
     facts = [(record.lsn, record.kind, record.key) for record in log.recovered]

@@ -4,17 +4,9 @@ import msgspec
 import pytest
 
 from cairn.config.config import Config
-from cairn.frontend.requests import (
-    NEUTRAL,
-    RequestParams,
-    SamplingOptions,
-    described,
-    requests,
-    sampling_defaults,
-    sampling_params,
-    sentence,
-    with_options,
-)
+from cairn.frontend.requests import RequestParams, SamplingOptions, requests, sampling_params
+from cairn.frontend.sampling_defaults import described, sampling_defaults, sentence, with_options
+from cairn.frontend.sampling_extras import NEUTRAL
 from cairn.types.model_spec import MakersSampling
 from cairn.types.request import SAMPLING_RANGES, OutputFormat
 from tests.frontend.test_requests import SPEC

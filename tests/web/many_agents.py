@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 
 from cairn.agents.log.index import RecordKind
-from cairn.agents.log.log import Log
 from cairn.agents.log.records import AgentRecord, EndRecord, Savings, SavingsRecord, TurnRecord, pack
 from cairn.agents.log.segment import Record
+from cairn.agents.log.token_log import TokenLog
 from cairn.system.posix import SystemFiles, SystemRng
 
 import msgspec  # isort: skip
@@ -20,7 +20,7 @@ BATCH = 20_000
 def write_agents(folder: Path, agents: int, turns: int) -> None:
     """So many agents with so many turns each, ended; a tenth of them forked off the one before."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    log = Log.open(SystemFiles(), folder, SystemRng())
+    log = TokenLog.open(SystemFiles(), folder, SystemRng())
     assert log is not None
     now, waiting = time.time(), []
 

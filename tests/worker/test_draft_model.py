@@ -15,7 +15,7 @@ from cairn.models.hub.hub import demo_folder
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.errors import ModelError
 from cairn.worker.draft_model import token_difference
-from tests.ahead_models import write_with_head
+from tests.mtp_models import write_with_head
 from tests.real_models import smollm2
 from tests.tiny_models import MODELS, write_model
 

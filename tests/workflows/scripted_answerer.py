@@ -10,7 +10,7 @@ from typing import Any
 
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.journals import Journals
-from cairn.agents.log.log import Log
+from cairn.agents.log.token_log import TokenLog
 from cairn.agents.log.writer import Writer
 from cairn.agents.pending_writes import PendingWrites
 from cairn.agents.replay_records import ReplayRecords
@@ -72,7 +72,7 @@ class Bench:
         self._open()
 
     def _open(self) -> None:
-        log = Log.open(self.files, FOLDER, SeededRng())
+        log = TokenLog.open(self.files, FOLDER, SeededRng())
         assert log is not None
         self.writer = Writer(log)
         pending = PendingWrites(AgentRegistry(), self.writer, Time(), ReplayRecords())

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from cairn.types.errors import InvalidRequest
-from cairn.workflows import text_room
+from cairn.workflows import prompt_memory
 from cairn.workflows.checks import check_workflow
 from cairn.workflows.contracts import Breach, check_value
 from cairn.workflows.definition import MAX_FILLED, workflow_of
 from cairn.workflows.paths import lookup, same
+from cairn.workflows.prompt_memory import PromptMemory
 from cairn.workflows.templates import Absent, TooLong, filling
-from cairn.workflows.text_room import TextRoom
 from tests.workflows.scripted_answerer import Bench, run
 from tests.workflows.test_checks import PLAN, node
 
@@ -276,8 +276,8 @@ async def test_items_are_begun_as_places_get_free() -> None:
 
 
 async def test_prompts_of_all_runs_of_a_tenant_have_room_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_room, "MAX_HELD", 10)
-    room, order = TextRoom(), []
+    monkeypatch.setattr(prompt_memory, "MAX_HELD", 10)
+    room, order = PromptMemory(), []
 
     async def hold(tenant: str, size: int, name: str, until: asyncio.Event) -> None:
         async with room.hold(tenant, size):

@@ -26,8 +26,8 @@ from cairn.agents.journals import Journals
 from cairn.agents.kv import AgentKv
 from cairn.agents.listing import list_agents, list_turns
 from cairn.agents.log.index import RecordKind
-from cairn.agents.log.log import Log
 from cairn.agents.log.records import Savings
+from cairn.agents.log.token_log import TokenLog
 from cairn.agents.log.writer import Writer
 from cairn.agents.maintenance import Maintenance
 from cairn.agents.overview import Overview
@@ -67,7 +67,7 @@ class Agents:
     def __init__(
         self,
         services: Services,
-        log: Log,
+        log: TokenLog,
         clock: Clock,
         rng: Rng,
         config: Config,
@@ -130,7 +130,7 @@ class Agents:
         end = clock.now() + LOCK_SECONDS
         while True:
             try:
-                opened = await on_disk_thread(Log.open, files, folder, rng)
+                opened = await on_disk_thread(TokenLog.open, files, folder, rng)
             except OSError as error:
                 raise ConfigError(f"{folder}: the token log cannot be read: {error.strerror or error}") from error
             if opened is not None:
@@ -459,7 +459,7 @@ class Agents:
     ) -> RunningTurn:
         """Begin a turn with new messages only; the caller reads its `batches`.
 
-        `once`: a key of the client; if the turn at the head has it, that turn is answered once more.
+        `once`: the client's Idempotency-Key; if the turn at the head has it, that turn's answer is sent again.
         Raise Conflict while another turn runs or the last was interrupted; with `fork_on_conflict` the turn goes to a
         new agent instead. Raise ContextTooLong with the figures, and Overloaded and Unavailable as for any request.
         """

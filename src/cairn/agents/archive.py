@@ -16,8 +16,8 @@ from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.content import Branch, Content, Descent
 from cairn.agents.log.index import RecordKind
-from cairn.agents.log.log import Log
 from cairn.agents.log.records import EndRecord, TurnRecord, decode
+from cairn.agents.log.token_log import TokenLog
 from cairn.agents.turn_tree import Agent, Turn
 from cairn.system.disk_threads import on_disk_thread
 from cairn.types.errors import Damaged, NotFound, Unavailable
@@ -29,7 +29,7 @@ SOME = 32
 class Archive:
     """Reader of turns, on other threads than the writer's. It has no cache of its own: the system caches the files."""
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: TokenLog) -> None:
         self._log = log
 
     async def branch(self, turn: Turn) -> Branch:

@@ -220,12 +220,6 @@ def digest(ids: Sequence[int]) -> bytes:
     return hashlib.sha256(pack(ids)).digest()
 
 
-def shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many leading ids two contexts have in common."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
 def _message(content: str, reasoning: str) -> dict[str, Any] | None:
     if not (content or reasoning):
         return None

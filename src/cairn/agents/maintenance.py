@@ -41,7 +41,7 @@ class Maintenance:
             try:
                 await self.tend()
             except Unavailable:
-                continue  # `Log.trouble` reports it
+                continue  # `TokenLog.trouble` reports it
             except Exception as error:
                 log.error("the upkeep of agents failed: %s", trace(error))
 

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import msgspec
 
-from cairn.agents.content import shared
 from cairn.agents.log.index import RecordKind
 from cairn.agents.log.records import EndRecord, Failure, TokensRecord, pack
 from cairn.agents.log.segment import Record
@@ -17,6 +16,7 @@ from cairn.agents.log.writer import Writer
 from cairn.agents.turn_tree import Agent, Turn
 from cairn.frontend.service import Service
 from cairn.frontend.stream import RequestStream, merge
+from cairn.kv.pool.blocks import common_length
 from cairn.system.interfaces import Clock
 from cairn.text.chat.messages import MessageBuilder, reasoning_tokens
 from cairn.text.output.stream import TextStream
@@ -84,7 +84,7 @@ class RunningTurn:
     ) -> None:
         """Create a running turn.
 
-        `first`: events of an earlier run of the turn; without a `stream` they are all there is.
+        `first`: events of an earlier run of the turn; without a `stream` they are the whole answer.
         """
         self.agent, self.turn, self.request = agent, turn, request
         self.over = asyncio.Event()
@@ -250,12 +250,12 @@ class RunningTurn:
         if sampled is None:
             return {}
         ids = list(sampled.ids[sampled.opened :])
-        same = shared(ids, tokens)
+        same = common_length(ids, tokens)
         return {"keep": same, "more": pack(ids[same:])}
 
 
 class RepeatedTurn(RunningTurn):
-    """A turn that has ended, told once more. Nothing is computed or written."""
+    """A finished turn whose answer is sent again. Nothing is computed or written."""
 
     def __init__(
         self, keeper: Keeper, service: Service, agent: Agent, turn: Turn, request: Request, first: Sequence[Event]

@@ -245,9 +245,10 @@ class Turns:
     async def again(
         self, agent: Agent, messages: Sequence[dict[str, Any]], once: str, number: int, share: str
     ) -> RunningTurn | None:
-        """Return the turn at the head once more if it has the key `once`; None if it has another or none.
+        """Return the turn at the head again if its Idempotency-Key is `once`; else None.
 
-        An interrupted one is resumed. Raise Conflict while it runs, InvalidRequest if it had other messages.
+        A finished turn is only sent again, an interrupted one is resumed. Raise Conflict while it runs, InvalidRequest
+        if it had other messages.
         """
         (content,) = await self._archive.contents([agent.head])
         began = content.began
@@ -284,9 +285,9 @@ class Turns:
 
     @contextlib.asynccontextmanager
     async def _interrupted_branch(self, agent: Agent) -> AsyncIterator[Branch]:
-        """Yield the branch of the head. If the log lost the last answer, the turn is treated as cut at its first token.
+        """Yield the branch of the head. If the log has lost its answer, the turn counts as interrupted without one.
 
-        The log is corrected once the caller's block succeeds: it may still hold pieces of the lost answer, which a
+        Once the caller's block succeeds, that is logged: the log may still hold pieces of the lost answer, which a
         later start would put before the new ones.
         """
         turn = agent.head

@@ -26,7 +26,7 @@ from cairn.api.http.auth import has_keys, is_local, salts
 from cairn.api.http.listener import Listener
 from cairn.config.config import Config, turns_of
 from cairn.frontend.launch import ENDING, KILL_SECONDS, First
-from cairn.frontend.requests import described
+from cairn.frontend.sampling_defaults import described
 from cairn.frontend.service import Service
 from cairn.frontend.supervisor import STORE_SECONDS
 from cairn.models.hub.hub import DEMO

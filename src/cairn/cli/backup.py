@@ -10,6 +10,7 @@ KV is not copied: missing KV is computed again.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -267,12 +268,9 @@ def _digest(path: Path) -> BackupFile:
 
 
 def _write(files: FileSystem, path: Path, data: bytes) -> None:
-    file = files.open(path, "create")
-    try:
+    with contextlib.closing(files.open(path, "create")) as file:
         file.append(data)
         file.sync()
-    finally:
-        file.close()
 
 
 def _copy_file(files: FileSystem, source: Path, target: Path) -> None:
@@ -289,11 +287,8 @@ def _copy_file(files: FileSystem, source: Path, target: Path) -> None:
 
 
 def _sync(files: FileSystem, path: Path) -> None:
-    file = files.open(path, "append")
-    try:
+    with contextlib.closing(files.open(path, "append")) as file:
         file.sync()
-    finally:
-        file.close()
 
 
 def _now() -> str:

@@ -250,7 +250,7 @@ def _named(lacking: frozenset[int]) -> str:
 
 def facts(model: str) -> list[tuple[str, str]]:
     """Return a model's facts as (name, value). Raises CairnError if its files cannot be read."""
-    from cairn.frontend.requests import described
+    from cairn.frontend.sampling_defaults import described
     from cairn.models.hub import hub
     from cairn.models.safetensors.weights import parameters
     from cairn.models.spec.config import bytes_by_format, load_spec

@@ -13,8 +13,8 @@ from cairn.config.config import Config
 from cairn.engine.memory import (
     CpuPart,
     WeightMemory,
-    check_memory,
     device_memory,
+    fits,
     kernels_of,
     pool_blocks,
     weight_memory,
@@ -29,9 +29,9 @@ CHOOSE, NONE, ALL = "auto", "off", "all"
 
 
 def asked_layers(spec: ModelSpec, config: Config) -> tuple[int, ...]:
-    """Return the layers that `cpu_experts` names; () for `auto` and `off`.
+    """Return the layers that the option `cpu_experts` names; () for `auto` and `off`.
 
-    Raise `ModelError` if it names any, and the model or the device has no use for that.
+    Raise `ModelError` if it names layers, but the model has no experts or the device cannot leave them to the CPU.
     """
     wanted = config.cpu_experts
     if wanted in (CHOOSE, NONE):
@@ -65,10 +65,10 @@ def asked_layers(spec: ModelSpec, config: Config) -> tuple[int, ...]:
 
 
 def divided(spec: ModelSpec, config: Config, weights: Mapping[str, Any], free: int | None = None) -> WeightMemory:
-    """Return the memory of opened weights, with the experts on the CPU that `cpu_experts` asks for or needs.
+    """Return the memory plan of opened weights, with the experts that `cpu_experts` leaves to the CPU.
 
-    `auto` moves all of them, or none: a number that followed the free memory would change the arithmetic, and with it
-    the keys of stored KV, from start to start. `free`: bytes of the memory that the model shares with the pool.
+    `auto` moves all experts or none: if their number followed the free memory, the arithmetic, and with it the keys of
+    stored KV, would change from start to start. `free`: free bytes of the memory that holds the model and its pool.
     """
     own = kernels_of(config)
     whole = weight_memory(spec, weights, own)
@@ -78,34 +78,22 @@ def divided(spec: ModelSpec, config: Config, weights: Mapping[str, Any], free: i
         return whole
     assert spec.experts is not None
     free = device_memory(config) if free is None else free
-    if _fits(spec, config, whole, free):
+    if fits(spec, config, pool_blocks(spec, config, free, whole), free, whole):
         return whole
     moved = weight_memory(spec, weights, own, _part(config, spec.experts.layers))
     blocks = pool_blocks(spec, config, free, moved)
     without = WeightMemory(moved.held, moved.passing)  # whether the machine's memory suffices is the caller's to check
-    return moved if _passes(spec, config, blocks, free, without) else whole
+    return moved if fits(spec, config, blocks, free, without) else whole
 
 
 def _may_move(spec: ModelSpec, config: Config, own: str) -> bool:
-    """Tell whether `auto` may move experts: to another memory than that of a device of torch."""
+    """Return whether `auto` may move experts: only from a torch device that has memory of its own."""
     suits = config.cpu_experts == CHOOSE and own in ON_DEVICES and own != MLX and config.tp == 1
     return suits and spec.experts is not None and not spec.whole and free_memory(config.device) is not None
 
 
 def _part(config: Config, layers: tuple[int, ...]) -> CpuPart:
     return CpuPart(config.kernels, layers, apart=free_memory(config.device) is not None)
-
-
-def _fits(spec: ModelSpec, config: Config, weights: WeightMemory, free: int) -> bool:
-    return _passes(spec, config, pool_blocks(spec, config, free, weights), free, weights)
-
-
-def _passes(spec: ModelSpec, config: Config, blocks: tuple[int, ...], free: int, weights: WeightMemory) -> bool:
-    try:
-        check_memory(spec, config, blocks, free, weights)
-    except ModelError:
-        return False
-    return True
 
 
 def sentence(config: Config, weights: WeightMemory) -> str:
@@ -118,7 +106,7 @@ def sentence(config: Config, weights: WeightMemory) -> str:
 
 
 def settled(config: Config, weights: WeightMemory) -> str:
-    """Return the value of `cpu_experts` by which the same layers are chosen again; "" where none could be."""
+    """Return the value of `cpu_experts` that chooses the same layers again; "" if the device is the CPU."""
     if kernels_of(config) not in ON_DEVICES:
         return ""
     if not weights.cpu_layers:

@@ -29,12 +29,12 @@ def check_options(spec: ModelSpec, config: Config) -> None:
 
 
 CPU = ("cairn.engine.recorded", "cairn.engine.encoder")
-FAKE = ("cairn.engine.ahead", "cairn.engine.fake", "cairn.kernels.choose", "numpy.random")
+FAKE = ("cairn.engine.mtp_head", "cairn.engine.fake", "cairn.kernels.choose", "numpy.random")
 """Modules that `load_engine` needs; the last is one that numpy itself imports where it is asked for."""
 
 
 def import_engine(config: Config) -> None:
-    """Import what `load_engine` will need, on this thread. Two that import at once may each see half of a module."""
+    """Import what `load_engine` will need, on this thread: two threads that import at once may see half a module."""
     for name in FAKE if config.engine == "fake" else CPU:
         importlib.import_module(name)
 
@@ -60,8 +60,8 @@ def load_engine(
 ) -> tuple[ModelSpec, Engine]:
     """Load the model in `folder` into the engine that `config.engine` names, whole, or raise ModelError.
 
-    `expected` are bytes of stored KV that may be loaded into its pool soon. `blocks` sets the size of each group's
-    pool, whatever memory is free; empty for as many as `pool_blocks` says. `end` is called at the end of each stage.
+    `expected`: bytes of stored KV that may be loaded into its pool soon. `blocks`: size of each group's pool, whatever
+    memory is free; if empty, `pool_blocks` chooses it. `end` is called at the end of each stage.
     """
     with remembering():
         return _load_engine(config, folder, expected, blocks, end)
@@ -123,9 +123,9 @@ def _load_engine(
 
 
 def head_of(engine: Engine) -> Engine | None:
-    """Return the engine of a model's head for further tokens, which is closed with the model's; None if none is loaded.
+    """Return the engine of a model's MTP head, which is closed with the model's; None if it has none.
 
-    Only the engine of one device may have one.
+    Only `RecordedEngine` may have one.
     """
     found: Engine | None = getattr(engine, "ahead", None)
     return found

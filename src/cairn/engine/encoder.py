@@ -56,7 +56,7 @@ class EncoderEngine:
         identity: bytes,
         steps: tuple[ProjectionStep, ...] = (),
     ) -> None:
-        """`weights` as they are to be held; `steps` are what a pooled state goes through."""
+        """Pack the weights and record the encoder. `steps`: projections of a pooled state."""
         self._first, self._types = (spec.encoder.first_position, spec.encoder.type_rows) if spec.encoder else (0, 0)
         self._pooling = spec.embedding.pooling
         context = whole_context(spec, config)
@@ -152,7 +152,7 @@ class EncoderEngine:
             return [_result(one) for one in self._pool(rows, firsts)]
 
     def _pool(self, rows: Sequence[Row], firsts: Sequence[int]) -> Floats:
-        """Return what each text's states are as one. A mean is summed in float64, position by position."""
+        """Return the pooled state of each text. A mean is summed in float64, position by position."""
         if self._pooling == "mean":
             states = self._kernels.fetch(self._kernels.first(self._buffers.hidden, firsts[-1] + rows[-1].end))
             sums = [
@@ -223,7 +223,7 @@ class EncoderEngine:
         """Do nothing: no adapter is attached."""
 
     def close(self) -> None:
-        """Give the memory and the threads back. A second call does nothing."""
+        """Free memory and threads. A second call does nothing."""
         self._stream.close()
         self._kernels.close()
         self._body = Interpreted(self._kernels, ())
@@ -234,7 +234,7 @@ class _Mirrors:
     """The inputs of a step as numpy arrays to fill, and the kernels' arrays that they go to."""
 
     def __init__(self, kernels: Kernels, buffers: Any, tables: Any, slots: Any) -> None:
-        """`buffers` of an encoder or of a decoder; only an encoder's have types."""
+        """Mirror the buffers of an encoder or a decoder; only an encoder's have token types."""
         types = getattr(buffers, "types", None)
         self._kernels = kernels
         self._by_token = [buffers.tokens, buffers.positions, buffers.members, slots]

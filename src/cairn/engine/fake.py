@@ -162,7 +162,7 @@ class FakeEngine:
         return self._info
 
     def prefill(self, rows: Sequence[Row]) -> EngineCall[list[RowResult]]:
-        """One step, as `Engine.prefill`."""
+        """Implement `Engine.prefill`."""
         if self._step_seconds:
             self._sleep(self._step_seconds)
         rows, missing = self._with_tokens(rows)
@@ -207,7 +207,7 @@ class FakeEngine:
         return known, missing
 
     def embed(self, rows: Sequence[Row]) -> EngineCall[list[RowResult]]:
-        """`prefill`: a state is the noise that its digests lead to."""
+        """Compute rows as `prefill` does: a hidden state is noise derived from the row's digests."""
         return self.prefill(rows)
 
     def _hidden(self, row: Row) -> RowResult:
@@ -220,13 +220,13 @@ class FakeEngine:
         return np.ascontiguousarray(self._noise[start : start + _HIDDEN]).tobytes()
 
     def decode(self, rows: Sequence[Row]) -> EngineCall[list[RowResult]]:
-        """One step over rows of one token, as `Engine.decode`."""
+        """Implement `Engine.decode`."""
         if any(row.end - row.start != 1 for row in rows):
             raise ValueError("decode takes rows of exactly one token")
         return self.prefill(rows)
 
     def read_blocks(self, group: int, ids: Sequence[int]) -> EngineCall[list[memoryview]]:
-        """Pages of digests."""
+        """Return pages of digests."""
         return Ready([memoryview(self._kv[group][block]).cast("B") for block in ids])
 
     def write_blocks(self, group: int, ids: Sequence[int], pages: Sequence[memoryview]) -> EngineCall[None]:
@@ -256,7 +256,7 @@ class FakeEngine:
         self._attached.discard(digest)
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there is nothing to free."""
 
     # ------------------------------------------------------------------------------------------------- the truth
 
@@ -419,7 +419,7 @@ class FakeEngine:
         return _mix(total)
 
     def _logits(self, states: Words) -> Floats:
-        """float32 [n, vocab]: noise from a place that the state picks, and peaks at tokens that it picks."""
+        """Return logits, float32 [n, vocab]: noise and peaks, both chosen by the states."""
         vocab = self._info.vocab
         out = np.empty((len(states), vocab), dtype=np.float32)
         for line, start in zip(out, (states % np.uint64(_NOISE)).tolist(), strict=True):
@@ -481,7 +481,7 @@ def _mix(words: Words) -> Words:
 
 
 def _mix_int(word: int) -> int:
-    """`_mix` of one number."""
+    """Return `_mix` of one number."""
     word &= _MASK
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -1,6 +1,6 @@
-"""What this machine has: cores, memory, instruction sets, GPUs. Found by looking at files; no GPU library is imported.
+"""Facts about this machine: cores, memory, instruction sets, GPUs; read from files, without importing a GPU library.
 
-`root` is where the file system starts; tests pass a made-up one.
+`root`: the root of the file system; tests pass one of their own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ INSTRUCTION_SETS = (
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU that was seen. No engine uses it yet."""
+    """A GPU whose driver is installed."""
 
     kind: str
     """cuda, rocm or metal."""
@@ -37,9 +37,9 @@ class Gpu:
 
 
 def cpu_count(root: Path = ROOT) -> int:
-    """Cores this process may use: its affinity and its control group's quota, at least 1.
+    """Return the number of cores that this process may use, by its affinity and its control group's quota; at least 1.
 
-    Hardware threads that share a core count once: arithmetic fills a core with one.
+    Hardware threads that share a core count once, because one thread of arithmetic fills a core.
     """
     here = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     siblings = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
@@ -54,7 +54,7 @@ def cpu_count(root: Path = ROOT) -> int:
 
 
 def memory_total(root: Path = ROOT) -> int:
-    """Bytes of memory that this machine has, or that the control group allows in all."""
+    """Return the bytes of memory that this machine has, or that its control group or `ulimit -v` allows."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for folder in _control_groups(root, "memory"):
         limit = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
@@ -64,7 +64,7 @@ def memory_total(root: Path = ROOT) -> int:
 
 
 def memory_available(root: Path = ROOT) -> int:
-    """Bytes that can be allocated without swapping: the machine's, or what the control group still allows."""
+    """Return the bytes that can be allocated without swapping, within what the control group still allows."""
     available = 0
     for line in _read(root / "proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
@@ -81,7 +81,7 @@ def memory_available(root: Path = ROOT) -> int:
 
 
 def memory_pressed(ask: Callable[[bytes], int] | None = None) -> bool:
-    """Tell whether macOS says that memory is critically short; False elsewhere.
+    """Return whether macOS reports that memory is critically short; False on other systems.
 
     `ask` returns a system value by its name.
     """
@@ -96,7 +96,7 @@ def _system_value(name: bytes) -> int:
 
 
 def address_space(root: Path = ROOT) -> int:
-    """Bytes that this process may still map, by its own limit (`ulimit -v`); very many where it has none."""
+    """Return the bytes that this process may still map under `ulimit -v`; `sys.maxsize` without a limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     pages = _read(root / "proc/self/statm").split()
     if limit == resource.RLIM_INFINITY or not pages:
@@ -105,7 +105,7 @@ def address_space(root: Path = ROOT) -> int:
 
 
 def _clean_file_pages(folder: Path) -> int:
-    """Bytes that count as used in a control group and are given back on demand, whether they were read once or more."""
+    """Return the bytes of a control group's clean file pages: they count as used, but are freed on demand."""
     lines = (line.split() for line in _read(folder / "memory.stat").splitlines())
     stat = {line[0]: int(line[1]) for line in lines if len(line) == 2 and line[1].isdecimal()}
     if "total_inactive_file" in stat:  # version 1, where only these count the groups below it
@@ -116,7 +116,7 @@ def _clean_file_pages(folder: Path) -> int:
 
 
 def peak_memory(root: Path = ROOT) -> int:
-    """Most bytes that this process held at once."""
+    """Return the most bytes that this process has held at once."""
     for line in _read(root / "proc/self/status").splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
@@ -126,7 +126,7 @@ def peak_memory(root: Path = ROOT) -> int:
 
 
 def _control_groups(root: Path, controller: str) -> Iterator[Path]:
-    """Folders of this process's control group and its parents, version 1 or 2."""
+    """Yield the folders of this process's control group and its parents, version 1 or 2."""
     mount = root / "sys/fs/cgroup"
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, names, path = line.split(":", 2)
@@ -157,7 +157,7 @@ def cpu_name(root: Path = ROOT) -> str:
 
 
 def gpus(root: Path = ROOT) -> tuple[Gpu, ...]:
-    """GPUs whose drivers are here, found without loading a library."""
+    """Return the GPUs whose drivers are installed, without loading a library."""
     found = []
     for information in sorted(root.glob("proc/driver/nvidia/gpus/*/information")):
         fields = dict(line.split(":", 1) for line in _read(information).splitlines() if ":" in line)

@@ -1,4 +1,4 @@
-"""How much memory a model takes and how large its KV pool is. Sizes are bytes; 1 GB is 10**9."""
+"""The memory plan of a model: what its weights, buffers and KV pools take. Sizes are bytes; 1 GB is 10**9."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from cairn.types.model_spec import BLOCK_TOKENS, CacheGroup, ModelSpec, RopeScal
 GB = 10**9
 
 LEAST_CONTEXT = 512
-"""Tokens of context that the pool must hold at least, or loading makes no sense."""
+"""Least tokens of context that the pool must hold; a model without room for them is not loaded."""
 LEAST_STATES = 4
-"""States of a state group's pool at least: two of a running sequence, and two snapshots."""
+"""Least blocks of a state group's pool: two for a running sequence, and two snapshots."""
 SNAPSHOT_TOKENS = 1024
-"""Tokens of KV for which the pool has one state to come back to, where there is memory for it."""
+"""The pool has room for one snapshot for each so many tokens of KV, if there is memory."""
 
 
 _KV_DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "q8": "int8"}
 _WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
 _Q8_STEP = 4
-"""Numbers of a head that the kernels take from q8 KV together."""
+"""Numbers of a head that the kernels read from q8 KV at once."""
 
 
 def kernels_of(config: Config) -> str:
-    """Return the name of the kernel set that computes: of the CPU's, or another device's."""
+    """Return the name of the kernel set that computes: one of the CPU's, or another device's."""
     return kernel_set(config.device, config.kernels)
 
 
@@ -55,7 +55,10 @@ def device_memory(config: Config) -> int:
 
 
 def kv_dtype(spec: ModelSpec, config: Config) -> str:
-    """numpy's name of the type of this model's KV; int8 is q8. Raises `ModelError` for heads and devices without it."""
+    """Return numpy's name for the type of this model's KV; int8 stands for q8.
+
+    Raise `ModelError` if its heads or the device cannot have that type.
+    """
     if config.kv_dtype == "auto":
         return "float32" if small(spec) else "bfloat16"
     if config.kv_dtype == "q8":
@@ -95,45 +98,45 @@ def block_bytes(spec: ModelSpec, dtype: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class WeightMemory:
-    """What a model's weights take."""
+    """The memory that a model's weights take, in bytes."""
 
     held: int
-    """Bytes as the kernels pack them, for as long as the model is loaded."""
+    """Packed weights, for as long as the model is loaded."""
     passing: int
-    """Bytes beyond that which loading takes for a while, because a matrix is made before it is packed."""
+    """Most that loading takes beside `held` for a while, because a matrix is made before it is packed."""
     streamed: int = 0
-    """Bytes of matrices among those held, but for the head and experts: what every step reads."""
+    """The part of `held` that every step reads: all matrices but the head and the experts."""
     head: int = 0
-    """Bytes of the head, which a step reads that wants logits."""
+    """The output head, which only steps that want logits read."""
     experts: int = 0
-    """Bytes of all experts."""
+    """All experts."""
     share: float = 0.0
-    """What part of the experts a token goes through."""
+    """Share of the experts that computes one token, 0 to 1."""
     largest: int = 0
-    """Bytes that packing takes where no matrix is held afterwards."""
+    """Most that packing one matrix takes, if the packed matrix does not stay in memory."""
     mapped: int = 0
-    """Bytes of experts that stay in a file, and are not among those held."""
+    """Experts that stay in a mapped file and are not part of `held`."""
     cpu_layers: tuple[int, ...] = ()
     """Layers whose routed experts the CPU computes beside a device."""
     on_cpu: int = 0
-    """Bytes of those experts."""
+    """Those experts."""
     apart: int = 0
-    """Bytes that they take in the machine's memory while they are packed, where the device has memory of its own: then
-    they are not among those held."""
+    """What they take of the machine's memory while they are packed, if the device has memory of its own; then they are
+    not part of `held`."""
 
     @property
     def per_token(self) -> int:
-        """Bytes of experts that one token goes through."""
+        """Experts that compute one token."""
         return round(self.experts * self.share)
 
     def read(self, tokens: float) -> int:
-        """Bytes that a step of so many tokens reads, but for the head: of experts as if tokens chose them by chance."""
+        """Return the bytes that a step of so many tokens reads, head excluded, if tokens choose experts by chance."""
         idle: float = (1 - self.share) ** tokens
         return self.streamed + round(self.experts * (1 - idle))
 
 
 def weight_bytes(spec: ModelSpec) -> int:
-    """Bytes that packed weights take at most: float32."""
+    """Return the most bytes that packed weights can take: those of float32."""
     return 4 * parameters(spec)
 
 
@@ -151,10 +154,10 @@ class CpuPart:
 def weight_memory(
     spec: ModelSpec, weights: Mapping[str, Any], kernels: str, cpu: CpuPart | None = None
 ) -> WeightMemory:
-    """Return the memory that opened weights take in `kernels`, without reading them.
+    """Return the memory that opened weights take in a kernel set, without reading them.
 
-    `kernels` is a result of `kernels_of`, or a name that `config.kernels` has for the CPU's. `cpu`: the experts that
-    other kernels hold.
+    `kernels`: a result of `kernels_of`, or a value of `config.kernels`. `cpu`: experts that the CPU's kernels hold
+    instead.
     """
     held = _Held()
     tally: Any = _Tally(kernels if kernels in ON_DEVICES else chosen(kernels), held)
@@ -189,9 +192,9 @@ def weight_memory(
 
 
 def placed(spec: ModelSpec, config: Config, weights: WeightMemory, free: int | None = None) -> WeightMemory:
-    """Return the memory with the experts where `config.experts` wants them: held, or mapped from a file.
+    """Return the memory with experts in memory or in a mapped file, as `config.experts` says.
 
-    Raise ModelError if they are to be mapped and cannot be.
+    `auto` maps them if the model does not fit otherwise. Raise ModelError if they are to be mapped and cannot be.
     """
     if config.experts == "memory" or not weights.experts:
         return weights
@@ -204,7 +207,7 @@ def placed(spec: ModelSpec, config: Config, weights: WeightMemory, free: int | N
     never = never or ("without keep_packed there is" if not config.keep_packed else "")
     if config.experts == "auto":
         free = memory_available() if free is None else free
-        if never or _fits(spec, config, pool_blocks(spec, config, free, weights), free, weights):
+        if never or fits(spec, config, pool_blocks(spec, config, free, weights), free, weights):
             return weights
     elif never:
         raise ModelError(f"{spec.name}: experts cannot be mapped: {never} no packed copy of them")
@@ -212,7 +215,8 @@ def placed(spec: ModelSpec, config: Config, weights: WeightMemory, free: int | N
     return replace(weights, held=held, mapped=weights.experts, passing=weights.largest)
 
 
-def _fits(spec: ModelSpec, config: Config, blocks: tuple[int, ...], free: int, weights: WeightMemory) -> bool:
+def fits(spec: ModelSpec, config: Config, blocks: tuple[int, ...], free: int, weights: WeightMemory) -> bool:
+    """Return whether a model fits the memory, as `check_memory` decides."""
     try:
         check_memory(spec, config, blocks, free, weights)
     except ModelError:
@@ -222,14 +226,14 @@ def _fits(spec: ModelSpec, config: Config, blocks: tuple[int, ...], free: int, w
 
 @dataclass(slots=True)
 class _Held:
-    """What one memory holds while a model is built, and the most of it."""
+    """Bytes that one memory holds while a model is built, and the peak."""
 
     bytes: int = 0
     peak: int = 0
 
 
 class _Tally:
-    """Stands in for the kernels while a model is built from outlines: it counts, and so counts what loading asks."""
+    """Replaces the kernels while a model is built from the outlines of its tensors, and counts the bytes of each."""
 
     def __init__(self, kernels: str, held: _Held) -> None:
         self.streamed = self.largest = 0
@@ -296,20 +300,23 @@ def _mlx_bits(one: TensorMeta) -> float:
 
 
 def whole_context(spec: ModelSpec, config: Config) -> int:
-    """Tokens of the longest text of a model that computes texts whole: buffers grow with it."""
+    """Return the tokens of the longest text for a model that computes whole texts; its buffers grow with it."""
     return min(spec.longest_text, config.context or spec.longest_text)
 
 
 def pool_blocks(
     spec: ModelSpec, config: Config, free: int | None = None, weights: WeightMemory | None = None
 ) -> tuple[int, ...]:
-    """Blocks of each group's pool. Without `weights` they count as the most that they can take.
+    """Return the number of blocks in each group's pool.
 
-    `config.kv_gb`, or a quarter of the memory that is free beside the weights, at most what `max_running` full contexts
-    need and at least one context of `LEAST_CONTEXT` tokens. Groups share the bytes so that each can hold the same
-    number of contexts; where not one whole context fits, so that one sequence can be as long as possible: a window pool
-    below what it needs would bound every sequence, and what it does not need serves the full groups. Of a state group's
-    blocks see `_states`. Raises `ModelError` with the figures for a `kv_gb` below that least.
+    The pools take `config.kv_gb`. Without that option they take a quarter of the memory that weights and buffers leave
+    free, but not more than `max_running` full contexts need, nor less than one context of `LEAST_CONTEXT` tokens.
+    Without `weights`, they are taken to have their largest possible size.
+
+    The groups share these bytes so that each can hold the same number of contexts. If not even one whole context fits,
+    they are shared so that one sequence can be as long as possible: a window pool smaller than its window would limit
+    every sequence, and what it does not need goes to the full groups. For state groups see `_states`. Raise
+    `ModelError`, with the figures, if `kv_gb` is less than the least.
     """
     context = min(spec.context, config.context or spec.context)
     if spec.whole:  # nothing is kept
@@ -337,10 +344,11 @@ def pool_blocks(
 
 
 def _states(spec: ModelSpec, config: Config, budget: int, most: int) -> dict[int, int]:
-    """Blocks of a state group, by its number, out of a budget for all groups.
+    """Return the number of blocks of each state group, by the group's number, out of a `budget` for all groups.
 
-    Two for each sequence that may run, where it is and where it goes next, two more, and one to come back to for each
-    `SNAPSHOT_TOKENS` of KV; no more than half of the budget, nor than `most` bytes; at least what one sequence needs.
+    There are two for each sequence that may run (its present state and its next), two more, and one snapshot for each
+    `SNAPSHOT_TOKENS` of KV. They take at most half of the budget and at most `most` bytes, but never fewer blocks than
+    one sequence needs.
     """
     sizes = block_bytes(spec, kv_dtype(spec, config))
     token = sum(size for size, group in zip(sizes, spec.groups, strict=True) if group.kind == "full") / BLOCK_TOKENS
@@ -348,7 +356,7 @@ def _states(spec: ModelSpec, config: Config, budget: int, most: int) -> dict[int
     for number, group in enumerate(spec.groups):
         if group.kind == "state":
             size, running = sizes[number], 2 * config.max_running + 2
-            # Their share of each token beside its KV.
+            # For each SNAPSHOT_TOKENS of KV, one state.
             kept = (budget - running * size) / (token * SNAPSHOT_TOKENS + size)
             wanted = running + max(0, math.floor(kept))
             found[number] = max(LEAST_STATES, min(wanted, min(budget // 2, most) // size))
@@ -356,7 +364,7 @@ def _states(spec: ModelSpec, config: Config, budget: int, most: int) -> dict[int
 
 
 def running_rows(spec: ModelSpec, config: Config, blocks: Sequence[int]) -> int:
-    """How many sequences a step can have: fewer than may run where the pool has no two states for each."""
+    """Return how many sequences a step can have: at most `max_running`, and half as many as the pool has states."""
     rows = min(config.max_running, config.step_tokens)
     for group, count in zip(spec.groups, blocks, strict=True):
         if group.kind == "state":
@@ -365,7 +373,7 @@ def running_rows(spec: ModelSpec, config: Config, blocks: Sequence[int]) -> int:
 
 
 def _shared(spec: ModelSpec, config: Config, budget: int, needs: list[int], least: list[int]) -> tuple[int, ...]:
-    """Divide a budget into blocks of the groups whose need grows with the context."""
+    """Return the blocks of each group for a budget; `needs` and `least` are 0 for state groups."""
     context = min(spec.context, config.context or spec.context)
     one = _bytes(spec, config, needs)
     if budget < one:
@@ -389,10 +397,10 @@ def check_memory(
     free: int | None = None,
     weights: WeightMemory | None = None,
 ) -> None:
-    """Raise `ModelError` with the figures if weights, pools and buffers do not fit the free memory.
+    """Raise `ModelError`, with the figures, if weights, pools and buffers do not fit the free memory.
 
-    Nor may what loading takes for a while: pools and buffers hold no memory yet when weights are packed. Without
-    `weights` they count as the most that they can take.
+    What loading takes for a while must fit beside the weights too, but not beside pools and buffers, which hold no
+    memory yet when weights are packed. Without `weights`, they are taken to have their largest possible size.
     """
     free = memory_available() if free is None else free
     weights = weights or WeightMemory(weight_bytes(spec), 0)
@@ -427,12 +435,12 @@ def context_note(spec: ModelSpec, config: Config, blocks: Sequence[int], free: i
 
 
 def _where(config: Config) -> str:
-    """Return on which device memory is counted, in words; empty for the machine's."""
+    """Return " on DEVICE" if the device has memory of its own; else an empty text."""
     return "" if free_memory(config.device) is None else f" on {config.device}"
 
 
 def _remedy(config: Config, weights: WeightMemory, buffers: int, free: int) -> str:
-    """Return what to do about a model that does not fit, by what is too large."""
+    """Return advice for a model that does not fit, depending on which part is too large."""
     if weights.held + max(buffers, weights.passing) < free:
         return "use --kv-gb for a smaller pool"
     if weights.held + weights.passing < free:
@@ -442,12 +450,12 @@ def _remedy(config: Config, weights: WeightMemory, buffers: int, free: int) -> s
 
 
 def beside_weights(spec: ModelSpec, config: Config, blocks: Sequence[int]) -> tuple[int, int]:
-    """Bytes of pools of so many blocks, and of the buffers that steps are computed in."""
+    """Return the bytes of pools with so many blocks, and the bytes of the buffers of a step."""
     return _bytes(spec, config, blocks), _buffers(spec, config)
 
 
 def _blocks_for(group: CacheGroup, context: int, config: Config) -> int:
-    """Blocks of a group that one sequence of `context` tokens holds at once."""
+    """Return the most blocks of a group that one sequence of `context` tokens holds at once."""
     if group.kind == "state":
         return LEAST_STATES
     tokens = min(context, group.window + config.step_tokens + BLOCK_TOKENS) if group.kind == "window" else context

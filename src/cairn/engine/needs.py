@@ -8,8 +8,8 @@ import msgspec
 
 from cairn.config.config import Config, draft_options
 from cairn.engine import memory
-from cairn.engine.ahead import fit_head
 from cairn.engine.cpu_experts import divided
+from cairn.engine.mtp_head import fit_head
 from cairn.kernels.devices import free_memory
 from cairn.models.hub.hub import locate
 from cairn.models.packing.weight_format import HeldWeights, form_of
@@ -19,16 +19,16 @@ from cairn.models.spec.judge import with_judge
 
 
 class Needs(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of a loaded model, and the pools that they are for."""
+    """The memory that a model needs, in bytes, and the sizes of its pools."""
 
     weights: int
-    """A draft model and a head for further tokens are part of them, with their pools."""
+    """Including a draft model or an MTP head, with their pools and buffers."""
     pool: int
     buffers: int
     loading: int = 0
-    """What loading takes for a while beside the weights."""
+    """Most that loading takes beside the weights for a while."""
     mapped: int = 0
-    """Bytes of experts that stay in a mapped file, and are none of the others."""
+    """Experts that stay in a mapped file, not counted elsewhere."""
     blocks: tuple[int, ...] = ()
     """How many blocks the pool of each group has."""
 

@@ -19,9 +19,9 @@ from pathlib import Path
 import msgspec
 
 from cairn.config.config import Config
-from cairn.engine.ahead import parallel_note
 from cairn.engine.machine import cpu_count
 from cairn.engine.memory import check_memory, device_memory, pool_blocks
+from cairn.engine.mtp_head import parallel_note
 from cairn.engine.rank import load_shard
 from cairn.engine.rank_group import RankGroup
 from cairn.engine.rank_protocol import (
@@ -100,7 +100,7 @@ class ParallelEngine:
     """A `types.step.Engine` over several ranks."""
 
     def __init__(self, own: RecordedEngine, group: RankGroup, others: Sequence[RankProcess], parts: int) -> None:
-        """`parts`: of a page."""
+        """Combine the ranks' engines. `parts`: how many parts a page is cut into."""
         self._own, self._group, self._others = own, group, list(others)
         self._sizes = own.info.block_bytes
         self._parts = parts
@@ -217,7 +217,7 @@ def _part(page: memoryview, size: int, number: int) -> memoryview:
 
 
 def _of_rank(config: Config, number: int) -> Config:
-    """Return the configuration of another rank: of several GPUs, the one with its number."""
+    """Return the configuration of another rank, which computes on the GPU with its number."""
     kind, _, index = config.device.partition(":")
     if kind not in _GPUS:
         return config

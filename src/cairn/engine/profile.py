@@ -53,7 +53,7 @@ class Speed(msgspec.Struct, frozen=True):
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was found for one model on one machine."""
+    """The result of `cairn tune` for one model on one machine."""
 
     model: str
     """Its name, for people."""
@@ -66,7 +66,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def machine() -> str:
-    """Return what of this machine decides about speed, for a person: its CPU, cores and instruction sets."""
+    """Describe for a person what decides this machine's speed: its CPU, cores and instruction sets."""
     return f"{cpu_name()}, {cpu_count()} cores, {' '.join(instruction_sets())}"
 
 

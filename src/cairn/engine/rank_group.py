@@ -44,7 +44,7 @@ class RankGroup:
             raise DeviceError(f"rank {rank} of {ranks} found no other ranks: {str(error).splitlines()[0]}") from error
 
     def add_up(self, part: Any) -> None:
-        """Replace an array of parts of sums by their totals over all ranks, the same bits on each.
+        """Replace an array of partial sums by their totals over all ranks, the same bits on each.
 
         Raises `DeviceError` if another rank is gone.
         """
@@ -66,19 +66,19 @@ class RankGroup:
 
 
 class SummedProgram:
-    """A program in pieces; behind each piece but the last, parts of sums are added up over the ranks."""
+    """A program in pieces; after each piece but the last, partial sums are added up over the ranks."""
 
     def __init__(self, kernels: Kernels, group: RankGroup, pieces: Sequence[tuple[Program, Slot | None]]) -> None:
-        """`pieces`: each with the buffer of the parts that it leaves, None for the last."""
+        """Make a program of pieces, each with the buffer of partial sums that it leaves; None for the last."""
         self._kernels, self._group, self._pieces = kernels, group, list(pieces)
 
     @property
     def calls(self) -> tuple[KernelCall, ...]:
-        """The calls of all pieces in order."""
+        """All pieces' calls in order."""
         return tuple(call for piece, _ in self._pieces for call in piece.calls)
 
     def replay(self, sizes: Mapping[Size, int]) -> None:
-        """Run the pieces and the sums behind them."""
+        """Run each piece, and add up its partial sums."""
         for piece, parts in self._pieces:
             piece.replay(sizes)
             if parts is not None:
@@ -105,7 +105,7 @@ class ShardKernels:
         return made
 
     def program(self, calls: Sequence[KernelCall]) -> Program:
-        """Record calls as a program that adds up parts of sums as soon as they are computed."""
+        """Record calls as a program that adds up partial sums as soon as they are computed."""
         pieces: list[tuple[list[KernelCall], Slot | None]] = [([], None)]
         for call in calls:
             pieces[-1][0].append(call)
@@ -128,7 +128,7 @@ class ShardKernels:
 
 
 def _kept(pieces: Sequence[Sequence[KernelCall]]) -> dict[int, Slot]:
-    """Return, for each slot that only the program reads but more than one piece uses, one that every piece keeps."""
+    """Return a slot that outlives its piece for each internal slot of the program that several pieces use."""
     found: dict[int, Slot] = {}
     users: dict[int, set[int]] = {}
     for number, piece in enumerate(pieces):

@@ -13,7 +13,7 @@ from cairn.types.step import Row
 
 
 class StartRank(msgspec.Struct, frozen=True, tag="start"):
-    """What a rank loads, and where it meets the others."""
+    """The order to load a rank: its model, and the file through which it meets the other ranks."""
 
     folder: str
     config: dict[str, Any]
@@ -64,7 +64,7 @@ class CopyBlocks(msgspec.Struct, frozen=True, tag="copy"):
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
-    """A rank is ready, or says why it is not."""
+    """The report of a rank that it is ready, or why it is not."""
 
     error: str = ""
 
@@ -102,7 +102,7 @@ def part_of(row: Row) -> RowPart:
 
 
 class _Tail(Sequence[int]):
-    """The tokens of a sequence of which only the last are known."""
+    """The tokens of a sequence of which a rank knows only the last."""
 
     def __init__(self, start: int, tokens: list[int]) -> None:
         self._start, self._tokens = start, tokens

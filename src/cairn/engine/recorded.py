@@ -1,11 +1,12 @@
 """The engine of every device: a decoder recorded once over a kernel set, and replayed each step over the KV pools.
 
 KV of a group is one array [blocks, layers, 2, kv_heads, BLOCK_TOKENS, head_dim] of float32, bfloat16 or float16, or of
-int8 with the bytes of scales beside each head's numbers; with 1 in the place of 2 where layers keep latents. That of a
-state group is [blocks, layers, numbers] of float32. A block is contiguous over its group's layers, so in host memory a
-page is a view. The engine holds weights, pools and step
-buffers, and nothing about requests. Arrays are the kernels': it fills inputs through `StepInputs`, and reads tokens
-and hidden states through a sampler and `Pooled`. Everything that concerns the kernels runs on their stream.
+int8 with the bytes of scales beside each head's numbers. Where layers keep latents, the 2 is a 1. A state group has
+[blocks, layers, numbers] of float32. A block is contiguous over its group's layers, so in host memory a page is a view.
+
+The engine holds weights, pools and step buffers, and nothing about requests. The arrays belong to the kernels: inputs
+are filled through `StepInputs`; tokens and hidden states are read through a sampler and `Pooled`. Everything that
+concerns the kernels runs on their stream.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import numpy as np
 
 from cairn.config.config import Config
 from cairn.engine.adapters import AdapterBank
-from cairn.engine.ahead import FittedHead, fit_head
 from cairn.engine.cpu_experts import divided, sentence, settled
 from cairn.engine.machine import cpu_count
 from cairn.engine.memory import (
@@ -39,6 +39,7 @@ from cairn.engine.memory import (
     pool_blocks,
     running_rows,
 )
+from cairn.engine.mtp_head import FittedHead, fit_head
 from cairn.engine.sampling import LogitsQuestion
 from cairn.engine.step_inputs import FilledStep, InputArrays, StepInputs
 from cairn.kernels import devices
@@ -78,24 +79,24 @@ LAYOUT = "blocks-2"
 """Version of the KV layout above."""
 
 _STATES = 64
-"""States that rows want which are normed at once."""
+"""Most hidden states that the last norm is applied to at once."""
 NOTHING = RowResult()
-"""The result of a row whose logits nobody wants."""
+"""The result of a row that wants no logits."""
 
 
 class FittedModel(NamedTuple):
-    """A model that fits the memory."""
+    """A model that fits the memory, before anything of it is built."""
 
     weights: HeldWeights
     memory: WeightMemory
     blocks: tuple[int, ...]
     """How many blocks the pool of each group has."""
     config: Config
-    """The configuration as it was given, but for a type of KV that does not hold the model's numbers."""
+    """The configuration; its `kv_dtype` is replaced if the model's numbers do not fit that type."""
     notes: tuple[str, ...]
-    """Sentences about that for the log."""
+    """Sentences for the log."""
     head: FittedHead | None
-    """Its head for further tokens, if it is to be loaded."""
+    """Its MTP head, if that is to be loaded."""
 
 
 class RecordedEngine:
@@ -116,14 +117,14 @@ class RecordedEngine:
         memory: WeightMemory | None = None,
         model: RecordedEngine | None = None,
     ) -> None:
-        """`weights` as they are to be held, in the `form` of `models.held`; `blocks` in the pool of each group.
+        """Pack the weights and record the model's programs over pools of `blocks` blocks for each group.
 
-        `expected`: bytes of stored KV that may be brought up soon, whose memory is taken now. `steps`: what a hidden
-        state that is wanted goes through. `rows`: the table that a model's layers get inputs of, if they do.
-        `through`: the kernels that weights are packed with and programs recorded with, made of the device's own.
-        `memory`: what `divided` says of the weights; None: no experts on the CPU beside a device.
-        `model`: that of a head for further tokens, whose kernels, embedding and output it shares; it is closed before
-        its model.
+        `form`: the form of the weights (`weight_format.Form`). `expected`: bytes of stored KV that may be loaded soon;
+        the pool's memory for them is allocated now. `steps`: projections of hidden states that rows want. `rows`: the
+        table of inputs for the model's layers, if it has one. `through`: wraps the device's kernels for packing and
+        recording. `memory`: the plan that says which experts the CPU computes beside a device; None for none.
+        `model`: for an MTP head, the engine of its model, whose kernels, embedding and output head it shares; close the
+        head first.
         """
         if (rows is None) != (spec.uneven is None or not spec.uneven.inputs):
             raise ValueError("a table of layers' inputs belongs to a model that has them")
@@ -134,7 +135,7 @@ class RecordedEngine:
         layers = () if memory is None else memory.cpu_layers
         self._model = model
         self.ahead: RecordedEngine | None = None
-        """The engine of its head for further tokens, if that is loaded. Its rows have `Row.before`."""
+        """The engine of its MTP head, if that is loaded. Its rows have `Row.before`."""
         if model is None:
             self._kernels = devices.load(config.device, config.kernels, config.threads or cpu_count(), layers)
             self._stream = self._kernels.stream()
@@ -155,7 +156,7 @@ class RecordedEngine:
         self._ends: decoder.Ends | None = decoder.Ends(built.embedding, built.head)
         self._normed: Callable[[], Pooled] | None = partial(self._pool_states, built)
         self._states: Pooled | None = None
-        """What norms the states that rows want beside their tokens; made for the first of them."""
+        """Applies the last norm to states that rows want beside their tokens; made when a row first wants them."""
         self._body: Program
         self._head: Program
         self._body, self._head = decoder.record(packing, built, self._kv, self._buffers)
@@ -175,7 +176,7 @@ class RecordedEngine:
         self._sampled: list[int | None] = []
         """The tokens that the rows of the last step sampled."""
         self._queued: list[EngineCall[list[RowResult]]] = []
-        """Steps that may not be done, at most as many as there are mirrors."""
+        """Submitted steps that may still run, at most as many as there are sets of mirrors."""
         self.info = EngineInfo(
             groups=spec.groups,
             blocks=blocks,
@@ -195,9 +196,9 @@ class RecordedEngine:
 
     @classmethod
     def fit(cls, spec: ModelSpec, folder: Path, config: Config, blocks: tuple[int, ...] = ()) -> FittedModel:
-        """Return the weights as they are to be held, if all of it fits the memory; raise `ModelError` otherwise.
+        """Return the memory plan of a model, reading only headers; raise `ModelError` if it does not fit.
 
-        Only headers are read. `blocks`: of the pool of each group; none: as many as `pool_blocks` says.
+        `blocks`: size of each group's pool; if empty, `pool_blocks` chooses it.
         """
         source, notes = open_weights(folder, spec), list[str]()
         if spec.architecture in FAMILIES and FAMILIES[spec.architecture].nested:
@@ -217,13 +218,13 @@ class RecordedEngine:
                 f"{spec.name}: {taken.mapped / 1e9:.2f} GB of experts are mapped from the disk, "
                 f"{taken.per_token / 1e9:.2f} GB of which a token goes through"
             )
-        head, told = _beside(spec, folder, config, weights.form, free, taken)
+        head, head_notes = _beside(spec, folder, config, weights.form, free, taken)
         free -= 0 if head is None else head.bytes
         blocks = blocks or pool_blocks(spec, config, free, taken)
         check_memory(spec, config, blocks, free, taken)
         if line := context_note(spec, config, blocks, free):
             notes.append(line)
-        return FittedModel(weights, taken, blocks, config, (*notes, *told), head)
+        return FittedModel(weights, taken, blocks, config, (*notes, *head_notes), head)
 
     @classmethod
     def load(
@@ -237,10 +238,10 @@ class RecordedEngine:
     ) -> RecordedEngine:
         """Load the whole model, or raise: memory and files are checked before anything is built.
 
-        `fit`: what `fit` gave, where it was asked before; otherwise `blocks` are as there.
+        `fit`: the result of `fit` if it was called before; otherwise it is called here, with `blocks`.
         """
-        weights, taken, blocks, config, told, head = fit or cls.fit(spec, folder, config, blocks)
-        notes = list(told)
+        weights, taken, blocks, config, fit_notes, head = fit or cls.fit(spec, folder, config, blocks)
+        notes = list(fit_notes)
         budget = None if config.keep_packed_gb is None else int(config.keep_packed_gb * 10**9)
         through = packed_file.build_mapped if taken.mapped else packed_file.build
         keep: Any = partial(through, place=folder, size=taken.held + taken.mapped, budget=budget)
@@ -314,7 +315,7 @@ class RecordedEngine:
         self._inputs.attached = self._adapters.slots
 
     def close(self) -> None:
-        """Give the memory and the threads back; the engine cannot be used afterwards. A second call does nothing."""
+        """Free memory and threads; the engine cannot be used afterwards. A second call does nothing."""
         if self.ahead is not None:
             self.ahead.close()
         if self._model is None:
@@ -325,7 +326,7 @@ class RecordedEngine:
         self._kv.clear()
         # Programs hold the weights and the pools.
         self._body = self._head = Interpreted(self._kernels, ())
-        # And so do a sampler of their threads, and what pools states.
+        # The sampler holds their threads, and `_pooled` and `_states` their memory.
         self._sampler = NUMPY
         self._ends = self._normed = self._model = None
         if self._states is not None:
@@ -335,7 +336,7 @@ class RecordedEngine:
 
     def _compute(self, step: FilledStep) -> list[RowResult]:
         """Run a step, on the stream."""
-        sampled, self._sampled = self._sampled, []  # nobody goes on from a step that raises
+        sampled, self._sampled = self._sampled, []  # after a step that raises, pending tokens are unknown
         missing = self._inputs.upload(step, sampled)
         rows = _known(step, sampled)
         with np.errstate(all="ignore"):
@@ -356,7 +357,7 @@ class RecordedEngine:
         return results
 
     def _read_hidden(self, step: FilledStep, results: list[RowResult]) -> None:
-        """Read the normed states of the rows that want them, before the head overwrites what they stand in."""
+        """Read the normed states of the rows that want one, before the head overwrites their buffer."""
         wanted = step.hidden
         if not wanted:
             return
@@ -367,7 +368,7 @@ class RecordedEngine:
             results[number] = RowResult(hidden=state.tobytes()) if finite else RowResult(error=NOT_FINITE)
 
     def _read_states(self, step: FilledStep) -> list[tuple[int, bytes]]:
-        """Return the numbers of the rows that want the states of their places, and those, after the last norm."""
+        """Return the number of each row with `states_from`, and those states after the last norm."""
         asking = [number for number, row in enumerate(step.rows) if row.states_from is not None]
         if not asking:
             return []
@@ -385,12 +386,12 @@ class RecordedEngine:
         return found
 
     def _pool_states(self, built: decoder.Decoder) -> Pooled:
-        """Return what applies the model's last norm to some of a step's hidden states, which stay as they are."""
+        """Return a reader of a step's hidden states that applies the model's last norm to a copy of them."""
         record = self._record_pooled(built, (), _STATES)
         return Pooled(self._kernels, _STATES, self._buffers.hidden.shape[1], record)
 
     def _sample(self, step: FilledStep, rows: Sequence[Row], results: list[RowResult]) -> None:
-        """Run the head over the wanted positions, in slices, and decide what they give."""
+        """Run the head over the wanted positions, in slices, and sample or score them."""
         most, total = self._kernels.logits_rows, len(step.wanted)
         if not total:
             return
@@ -414,7 +415,7 @@ class RecordedEngine:
     def _record_pooled(
         self, built: decoder.Decoder, steps: tuple[ProjectionStep, ...], rows: int
     ) -> Callable[[Any, Slot], Slot]:
-        """Return what records the model's last norm over hidden states, and what they go through behind it."""
+        """Return a function that records the model's last norm over hidden states, then the projections `steps`."""
         project = record_projection(self._kernels, rows, steps)
 
         def record(k: Any, states: Slot) -> Slot:
@@ -427,7 +428,7 @@ class RecordedEngine:
 def _beside(
     spec: ModelSpec, folder: Path, config: Config, form: Form, free: int, taken: WeightMemory
 ) -> tuple[FittedHead | None, list[str]]:
-    """Return the head for further tokens if it fits beside a model, and sentences about it for the log."""
+    """Return a model's MTP head if it fits beside the model, and sentences about it for the log."""
     head = fit_head(spec, folder, config, form)
     if head is None or isinstance(head, str):
         return None, [head] if head else []
@@ -439,7 +440,7 @@ def _beside(
 
 
 def input_arrays(buffers: Any, rows: RowTable | None = None) -> InputArrays:
-    """Return the arrays of a decoder's buffers that inputs go to."""
+    """Return the arrays of a decoder's buffers that hold a step's inputs."""
     return InputArrays(
         tokens=buffers.tokens,
         positions=buffers.positions,
@@ -456,7 +457,7 @@ def input_arrays(buffers: Any, rows: RowTable | None = None) -> InputArrays:
 
 
 def _known(step: FilledStep, sampled: Sequence[int | None]) -> Sequence[Row]:
-    """Return the rows as the sampler sees them: pending tokens are known now, where a history needs them."""
+    """Return the rows for the sampler, with pending tokens filled in where sampling needs the history."""
     if not step.pending:
         return step.rows
     rows = list(step.rows)
@@ -470,14 +471,14 @@ def _known(step: FilledStep, sampled: Sequence[int | None]) -> Sequence[Row]:
 
 
 def _device_text(config: Config, memory: WeightMemory | None) -> str:
-    """Return what computes, for a person: the device, and the CPU if it computes experts."""
+    """Describe for a person what computes: the device, and the CPU if it computes experts."""
     text = devices.report(config.device, config.kernels).sentence
     experts = "" if memory is None else sentence(config, memory)
     return f"{text}; {experts}" if experts else text
 
 
 def _number(group: CacheGroup, dtype: str) -> str:
-    """Return numpy's name of the type of what a group keeps, where KV has `dtype`."""
+    """Return numpy's name for the type of a group's pool, if KV has `dtype`: states are always float32."""
     return "float32" if group.kind == "state" else dtype
 
 

@@ -1,9 +1,10 @@
-"""From logits to tokens: what a step's rows ask of its logits, and what they get. Below the waist.
+"""From a step's logits to its rows' results: sampled tokens, log-probabilities and errors.
 
-Each row is decided by its own numbers alone, and its randomness is a hash of (seed, choice, position), so a request
-gets the same tokens, bit for bit, alone and in any batch, and options never make a request unbatchable. What a line of
-logits gives is in `kernels.vocabulary`; logits themselves never come here, only what a sampler says of them.
-Log-probabilities are of the raw distribution, before a grammar, bias, penalties, temperature and filters.
+A row's result depends on its own numbers alone, and its randomness is a hash of (seed, choice, position). So a request
+gets the same tokens, bit for bit, alone and in any batch, and requests with any options can share a batch. How a token
+is drawn from a line of logits, with temperature, top-k and the rest, is defined in `kernels.vocabulary`. Logits stay
+there; only the sampler's choices come here. Log-probabilities are those of the raw distribution, before a grammar,
+bias, penalties, temperature and filters.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ NOT_FINITE = "the model produced logits that are not finite numbers"
 
 
 class LogitsQuestion:
-    """What a step's rows ask of its logits: one line for each wanted position, in the order of rows and positions.
+    """The positions of a step whose logits are wanted, a line for each, in the order of rows and positions.
 
-    Lines are answered in slices of any size (`answer`), and then make the rows' results (`results`).
+    Lines are answered in slices of any size (`answer`), from which the rows' results are built (`results`).
     """
 
     def __init__(self, rows: Sequence[Row]) -> None:
-        """`rows` with all their tokens: no pending ones. Waits for the masks of those that have one."""
+        """List the lines of these rows, which have no pending tokens. Wait for the rows' masks."""
         self._rows = rows
         self._counts = [0 if row.logits_from is None else row.end - row.logits_from for row in rows]
         self.count = sum(self._counts)
@@ -43,7 +44,7 @@ class LogitsQuestion:
         self._choices: list[TokenChoice] = []
 
     def answer(self, sampler: Sampler, logits: Any, count: int) -> None:
-        """Decide the next `count` lines, of which `logits` [count, vocab] are the kernels' numbers."""
+        """Let the sampler choose for the next `count` lines, whose logits are `logits` [count, vocab]."""
         if self._greedy:
             self._tokens += sampler.greedy(logits)
         elif count:
@@ -51,10 +52,10 @@ class LogitsQuestion:
             self._choices += choose(sampler, self._lines[at : at + count], logits)
 
     def results(self) -> list[RowResult]:
-        """Return what each row gets, once all lines are answered.
+        """Return the rows' results, once all lines are answered.
 
-        A row that samples gets a token, positions before that give `prompt_logprobs`, guesses `more`. A row whose
-        logits are not finite gets an `error` while the others go on.
+        A row that samples gets a `token`, earlier positions give its `prompt_logprobs`, and guesses its `more`. A row
+        whose logits are not finite gets an `error`, which concerns no other row.
         """
         if self._greedy:
             return [RowResult(token) if token >= 0 else RowResult(error=NOT_FINITE) for token in self._tokens]
@@ -66,10 +67,10 @@ class LogitsQuestion:
 
 
 def sample(rows: Sequence[Row], logits: Any, sampler: Sampler = NUMPY) -> list[RowResult]:
-    """Decide every row of a step at once.
+    """Return the results of all rows of a step at once.
 
-    `logits` is float32 [n, vocab]: for each row that wants logits its positions logits_from..end-1, in row order, and
-    nothing for the others. It is not changed.
+    `logits`: float32 [n, vocab], for positions logits_from..end-1 of each row that wants logits, in row order. It is
+    not changed.
     """
     question = LogitsQuestion(rows)
     if question.count != len(logits):
@@ -79,7 +80,7 @@ def sample(rows: Sequence[Row], logits: Any, sampler: Sampler = NUMPY) -> list[R
 
 
 def _plain_greedy(row: Row) -> bool:
-    """Whether the highest raw logit is the answer and nothing else was asked for."""
+    """Return whether a row wants the token with the highest raw logit and nothing else."""
     params = row.sampling
     return (
         row.samples
@@ -95,7 +96,7 @@ def _plain_greedy(row: Row) -> bool:
 
 
 def _scored(row: Row) -> int:
-    """Return how many of a row's wanted positions are followed by a known token, whose log-probability they give."""
+    """Return how many of a row's wanted positions precede a known token, and so give its log-probability."""
     assert row.logits_from is not None
     return max(0, min(row.end, len(row.tokens) - row.draft - 1) - row.logits_from)
 

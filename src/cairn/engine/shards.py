@@ -56,7 +56,7 @@ def check_parallel(spec: ModelSpec, ranks: int) -> None:
 
 
 def kv_parts(spec: ModelSpec, ranks: int) -> int:
-    """Return the number of parts that keys and values are cut into: fewer than ranks where some have the same heads.
+    """Return the number of parts that keys and values are cut into; fewer than ranks if ranks share heads.
 
     A latent is one part, whole on every rank.
     """
@@ -82,7 +82,7 @@ class ShardedWeights(Mapping[str, Any]):
     """One rank's slices of a model's weights. As those of `HeldWeights`, tensors are made anew each time."""
 
     def __init__(self, whole: Mapping[str, Any], rank: int, ranks: int, heads: int = 0, kv_parts: int = 0) -> None:
-        """`heads`: heads of one rank, whose matrices are told apart by number where there are latents.
+        """Slice the weights for one rank. `heads`: its heads, by whose number latent attention tells matrices apart.
 
         `kv_parts`: parts of keys and values, by default as many as ranks.
         """

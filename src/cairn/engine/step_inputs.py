@@ -44,7 +44,7 @@ class InputArrays:
     table_rows: Any = None
     """float32 [M, width]: the rows of a `RowTable` that the step's tokens have, where the model has one."""
     before: Any = None
-    """float32 [M, H]: the hidden state before each token, where a head for further tokens takes it."""
+    """float32 [M, H]: the hidden state before each token, for an MTP head."""
 
 
 class Mirrors:
@@ -88,7 +88,7 @@ class FilledStep(NamedTuple):
     wanted: list[int]
     """Tokens of the step whose logits are wanted, in the order of rows and positions."""
     pending: list[tuple[int, int]]
-    """Rows whose token a row of the step before samples, and the numbers of those rows."""
+    """Pairs of row numbers: a row whose token is pending, and the row of the step before that samples it."""
     hidden: list[int]
     """Numbers of the rows that want hidden states."""
     adapted: bool
@@ -98,7 +98,7 @@ class FilledStep(NamedTuple):
 
     @property
     def sizes(self) -> dict[Size, int]:
-        """The step's sizes, but for logits."""
+        """The step's sizes, without that of logits."""
         return {"tokens": self.tokens, "rows": len(self.rows), "blocks": self.blocks}
 
 
@@ -117,7 +117,7 @@ class StepInputs:
         sets: int = 1,
         table: RowTable | None = None,
     ) -> None:
-        """`blocks` in the pool of each group. `sets`: how many steps may be filled and not computed yet, and one."""
+        """Prepare the mirrors. `blocks`: size of each group's pool. `sets`: one more than the steps that may wait."""
         self._kernels, self._arrays = kernels, arrays
         self._groups, self._blocks, self._context, self._vocab = tuple(groups), tuple(blocks), context, vocab
         self._sets = [Mirrors(kernels, arrays) for _ in range(sets)]
@@ -218,9 +218,9 @@ class StepInputs:
         return len(places)
 
     def _fill_tables(self, mirrors: Mirrors, rows: Sequence[Row]) -> None:
-        """Fill each group's table, but for lines that hold their row's blocks already: most steps change none.
+        """Fill each group's table, except lines that hold their row's blocks already: most steps change none.
 
-        Kernels follow what is in them: a block outside its pool would be another's memory, so each is checked.
+        Kernels trust the tables, and a block outside its pool would be other memory, so every block id is checked.
         """
         for group, (lines, pool) in enumerate(zip(mirrors.lines, self._blocks, strict=True)):
             for number, row in enumerate(rows):

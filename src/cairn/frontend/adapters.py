@@ -113,7 +113,7 @@ class ServedAdapters:
         return self.scaled(scales, "model")
 
     def usual(self) -> Service:
-        """Return the service for requests that name the base: with the scales that were set for all of them."""
+        """Return the service for requests that name only the base: with the scales of `set_scales`."""
         return self.adapted(tuple((one.digest, one.scale) for one in self if one.scale and not one.leaving))
 
     def scaled(self, scales: dict[int, float], field: str) -> Service:
@@ -181,7 +181,7 @@ class ServedAdapters:
                 raise NotFound(f"there is no adapter {name[:128]!r}; loaded are: {known}", field="lora_name")
             adapter.leaving = True
             try:
-                await self._service.unused(adapter.digest, grace, f"the adapter {name} is unloaded")
+                await self._service.drain_adapter(adapter.digest, grace, f"the adapter {name} is unloaded")
             except BaseException:
                 adapter.leaving = False
                 raise
@@ -220,17 +220,18 @@ class AdaptedService(Service):
 
     base: Service
     applied: Adapters
-    there: Callable[[Adapters], bool]
-    """Returns whether all of these adapters take requests."""
+    is_loaded: Callable[[Adapters], bool]
+    """`ServedAdapters.is_loaded`."""
 
-    def __init__(self, base: Service, adapters: Adapters, name: str, there: Callable[[Adapters], bool]) -> None:
-        # Not Service's: attributes that are not set here are the base's.
+    def __init__(self, base: Service, adapters: Adapters, name: str, is_loaded: Callable[[Adapters], bool]) -> None:
+        # Service.__init__ is not called: every attribute that is not set here is read from the base.
         digest = hashlib.sha256(_IDENTITY)
         for one, scale in adapters:
             digest.update(struct.pack("<qf", len(one), scale) + one)
         last = name.removeprefix(f"{base.name}:")
         names = base.names | {name, last, *(f"{one}:{last}" for one in base.names)}
-        vars(self).update(base=base, applied=adapters, there=there, name=name, names=names, _mark=digest.digest())
+        own = {"base": base, "applied": adapters, "is_loaded": is_loaded, "name": name, "names": names}
+        vars(self).update(own, _mark=digest.digest())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["base"], name)
@@ -251,6 +252,7 @@ class AdaptedService(Service):
         return msgspec.structs.replace(base, identity=self._changed(base.identity))
 
     def _changed(self, identity: bytes) -> bytes:
+        """Return the identity of the base combined with the adapters and their scales."""
         mark: bytes = vars(self)["_mark"]
         return hashlib.sha256(mark + identity).digest()
 
@@ -260,7 +262,7 @@ class AdaptedService(Service):
 
     def make_requests(self, *given: Any, **options: Any) -> tuple[Request, ...]:
         """Make requests as the base does, with the adapters. Raise Unavailable if one of them was unloaded."""
-        if not self.there(self.applied):
+        if not self.is_loaded(self.applied):
             raise Unavailable(f"an adapter of {self.name} was unloaded; load it again", retry_after=5.0)
         made = self.base.make_requests(*given, **options)
         return tuple(msgspec.structs.replace(one, adapters=self.applied) for one in made)

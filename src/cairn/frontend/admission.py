@@ -13,9 +13,11 @@ from cairn.types.request import Request
 from cairn.worker import wire
 
 _MEMORY = 30.0
+"""Seconds over which measurements of the queue's speed fade."""
 _BOOKED = 10.0
+"""Seconds ahead for which places may always be promised to refused clients."""
 _GUESS = 0.1
-"""Seconds and requests that count as measured before any were: one place a second."""
+"""Prior of the queue's speed: as if so many requests had left it in so many seconds, one request a second."""
 _TOKEN_GUESS = 1.0
 """Weight of the speed that the worker reports, in seconds of the queue's own measurements."""
 _ANSWER_GUESS = 256.0
@@ -62,10 +64,11 @@ class QueuePace:
         return max(by_number, tokens * (self._seconds + weight) / known if known else 0.0)
 
     def book(self, now: float, most: int, ahead: float = 0.0, waiting: int = 1) -> float:
-        """Return the seconds until the waiting requests have begun and a place is free that was promised to nobody.
+        """Promise a refused client a place; return the seconds after which it should ask again.
 
-        `ahead`: seconds until the `waiting` requests have begun. At most `LONGEST_RETRY`. Clients that were told may
-        not come back, so at most `most` places or `_BOOKED` seconds are reserved for them.
+        By then the waiting requests have begun, which takes `ahead` seconds for `waiting` of them, and so have those of
+        clients that were promised a place before. The result is at most `LONGEST_RETRY`. Clients may not come back, so
+        at most `most` places or `_BOOKED` seconds are promised.
         """
         each = max((self._seconds + _GUESS) / (self._left + _GUESS), ahead / max(1, waiting))
         self._due = min(max(self._due, now) + each, now + max(most * each, _BOOKED))
@@ -225,7 +228,7 @@ class Queue:
         return others + min(mine + size, half) <= self._limit_tokens
 
     def retry_after(self, now: float) -> float:
-        """Return the seconds until the waiting requests have begun and a place is free that was promised to nobody."""
+        """Promise a refused client a place; return the seconds after which it should ask again."""
         ahead = self._pace.ahead(self.requests, self.tokens)
         return self._pace.book(now, self._limit, ahead, self.requests)
 

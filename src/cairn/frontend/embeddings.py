@@ -76,7 +76,7 @@ _SAMPLING = SamplingParams(max_tokens=0)
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """The caller of texts, and the limits and options of its call."""
+    """The tenant, limits and options of one call for vectors or scores."""
 
     salt: bytes = b""
     share: str = ""

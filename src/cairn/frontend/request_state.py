@@ -1,15 +1,12 @@
 """The front's record of a request: the worker's output, and what its consumer has not read yet.
 
 The tokens so far are all that is needed to continue in another worker. They are turned into text when the consumer
-reads, so a consumer that lags gets what it missed as one event. Only a request with stop strings, of one tool call, or
-that its own repetition ends, is read at once, because a stop must reach the worker whether anybody reads or not.
+reads, so a consumer that lags gets what it missed as one event. Only if the text itself may end a request (a stop
+string, a first tool call, a repetition) is it read at once, so that the worker stops whether anybody reads or not.
 """
 
 from __future__ import annotations
 
-import asyncio
-import math
-import weakref
 from array import array
 from collections.abc import Iterable, Sequence
 from typing import Literal
@@ -17,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from cairn.frontend.miss_explainer import PromptOrigin
+from cairn.frontend.waker import Waker
 from cairn.system.spans import Spans
 from cairn.text.output.stream import TextStream
 from cairn.types.errors import CairnError
@@ -171,8 +169,8 @@ class RequestState:
         self.moved = ""
         """A sentence for the client, once the CPU computes the rest because the device that began it failed."""
         self.limit = len(request.prompt) + request.sampling.max_tokens
-        """Tokens, with the prompt, that it may grow to as admitted; a length limit below that came from a smaller
-        worker."""
+        """Most tokens, prompt included, that it was admitted for. If a worker ends it for its length before that, the
+        worker has less memory than the one before."""
         self.accepted = self.rejected = 0
         """Guesses that are in the answer, and those that are not."""
         self.prompt_logprobs = 0
@@ -182,7 +180,7 @@ class RequestState:
         self.arrived = arrived
         self.started_at: float | None = None
         self.prefill: float | None = None
-        """Seconds from its start in the worker to its first token, which this side hears of with the same message."""
+        """Seconds that the worker spent from its start to its first token, reported with that token."""
         self.first_at: float | None = None
         self.last_at = arrived
         self.read_at = arrived
@@ -260,8 +258,9 @@ class RequestState:
     def end(self, reason: FinishReason, error: CairnError | None, timing: Timing | None) -> None:
         """Close the text and queue the last event. The consumer gets `error` after all text before it.
 
-        An error with LENGTH says that there was no room for more: if the text has stopped, nothing is missing and it is
-        dropped. Text that only `finish` releases does not stop it: with more tokens it might have been read otherwise.
+        An error with LENGTH means that there was no room for more tokens. If the text has met a stop already, nothing
+        is missing, and the error is dropped. Text that only `finish` releases is no such stop: more tokens might have
+        changed how it is parsed.
         """
         self.read()
         short = error is not None and reason is FinishReason.LENGTH
@@ -441,73 +440,3 @@ def _one(deltas: list[Delta]) -> Delta:
         prompt_logprobs=tuple(logprob for delta in deltas for logprob in delta.prompt_logprobs),
         progress=tuple(one for delta in deltas for one in delta.progress),
     )
-
-
-class Waker:
-    """A wake-up for one consumer that sleeps until any of its streams has news.
-
-    A sleep with a timeout moves a deadline; one timer serves all of them and checks the deadline when it fires. So a
-    stream that gets a token every few milliseconds does not make and cancel a timer for each.
-    """
-
-    __slots__ = ("__weakref__", "_deadline", "_future", "_loop", "_timer")
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._future: asyncio.Future[bool] | None = None
-        self._deadline = math.inf
-        self._timer: asyncio.TimerHandle | None = None
-
-    def wake(self) -> None:
-        """Wake the consumer; this costs nothing if it is awake."""
-        future = self._future
-        if future is not None and not future.done():
-            future.set_result(True)
-
-    async def sleep(self, timeout: float | None = None) -> bool:
-        """Sleep until `wake` (True) or until `timeout` seconds have passed (False).
-
-        Raise `RuntimeError` if somebody else sleeps: only one of two could be woken.
-        """
-        if self._future is not None:
-            raise RuntimeError("this stream is being read already")
-        future: asyncio.Future[bool] = self._loop.create_future()
-        self._future = future
-        if timeout is None:
-            self._deadline = math.inf
-        else:
-            self._deadline = self._loop.time() + timeout
-            if self._timer is None or self._timer.when() > self._deadline:
-                self._arm()
-        try:
-            return await future
-        finally:
-            self._future = None
-
-    def _arm(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self._loop.call_at(self._deadline, _expire, weakref.ref(self))
-
-    def __del__(self) -> None:
-        # The garbage collector may run in any thread; a timer may be cancelled only in the loop's.
-        if self._timer is None or self._loop.is_closed():
-            return
-        if asyncio._get_running_loop() is self._loop:
-            self._timer.cancel()
-        else:
-            self._loop.call_soon_threadsafe(self._timer.cancel)
-
-
-def _expire(reference: weakref.ref[Waker]) -> None:
-    """End the sleep if its deadline has come, else set the timer again."""
-    waker = reference()
-    if waker is None:
-        return
-    waker._timer = None
-    if waker._future is None or waker._future.done() or waker._deadline == math.inf:
-        return
-    if waker._loop.time() >= waker._deadline:
-        waker._future.set_result(False)
-    else:
-        waker._arm()

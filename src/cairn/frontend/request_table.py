@@ -37,9 +37,17 @@ from cairn.types.errors import (
 from cairn.types.outputs import FinishReason, Output, Timing
 from cairn.worker import wire
 
+log = logging.getLogger(__name__)
+
 KEEP_SECONDS = 600.0
 KEEP_REQUESTS = 1000
 KEEP_CHARACTERS = 32 << 20
+_LATE = 1.0
+"""Seconds past a deadline after which the front ends a request itself; the worker normally does."""
+
+Used = Callable[[str, int, int], None]
+"""Called at the end of each request that was begun, with its tenant's share of the server and the tokens of its prompt
+and its answer. A prompt of several choices counts with the first of them."""
 
 
 class History:
@@ -69,16 +77,6 @@ class History:
                 break
             self._ended.popitem(last=False)
             self._characters -= len(status.text) + len(status.reasoning)
-
-
-log = logging.getLogger(__name__)
-
-Used = Callable[[str, int, int], None]
-"""Called at the end of each request that was begun, with its tenant's share of the server and the tokens of its prompt
-and its answer. A prompt of several choices counts with the first of them."""
-
-_LATE = 1.0
-"""Seconds past a deadline after which the front ends a request itself; the worker normally does."""
 
 
 class RequestTable:
@@ -134,7 +132,10 @@ class RequestTable:
             self._output(output, now)
 
     def _tokens(self, step: wire.StepOutputs, now: float) -> None:
-        """Process the single tokens that most requests get; those with one in the last step too waited equally long."""
+        """Process the single tokens that most requests get in a step.
+
+        All requests that also got one in the last step waited equally long, so their latency is recorded in one call.
+        """
         flights, before, together, taken = self.flights, self._stepped, 0, 0
         for id, token in zip(step.ids, step.tokens, strict=True):
             flight = flights.get(id)

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import msgspec
 
-from cairn.config.config import Config
+from cairn.frontend.sampling_defaults import sampling_defaults
 from cairn.frontend.sampling_extras import (
     MAX_BIAS,
-    NEUTRAL,
     NUMBERS,
     Encode,
     SamplerOrder,
@@ -31,106 +29,6 @@ from cairn.system.posix import SystemRng
 from cairn.types.errors import ContextTooLong, InvalidRequest
 from cairn.types.model_spec import ModelSpec
 from cairn.types.request import SAMPLING_RANGES, Grammar, OutputFormat, Request, SamplingParams
-
-Source = Literal["option", "model", "makers", "default"]
-
-DRAW = {"temperature": 0.8, "top_k": 40.0, "top_p": 0.95, "min_p": 0.05}
-"""Cairn's own defaults, in the order in which people name them."""
-CUTS = ("top_k", "top_p", "min_p")
-_OWNERS: dict[Source, str] = {
-    "option": "the server's options",
-    "model": "the model's own",
-    "makers": "its makers' card",
-    "default": "Cairn's defaults",
-}
-
-
-class Applied(NamedTuple):
-    """The value of a sampling parameter that a request does not name."""
-
-    value: float
-    source: Source
-    """`option`: whoever serves it says so; `model`: its own files do, or leave it out of their recipe; `makers`: their
-    card does; `default`: Cairn's."""
-
-
-def with_options(spec: ModelSpec, config: Config) -> ModelSpec:
-    """Return the spec with the sampling defaults that options name."""
-    named = {name: getattr(config, f"default_{name}") for name in DRAW}
-    asked = {name: float(value) for name, value in named.items() if value is not None}
-    return msgspec.structs.replace(spec, asked=asked)
-
-
-def sampling_defaults(spec: ModelSpec, *, thinking: bool = False) -> dict[str, Applied]:
-    """Return the default of every sampling parameter of a model by name, in a fixed order.
-
-    `thinking`: for an answer with reasoning, for which some makers recommend other values.
-
-    Cairn's own defaults are those with which small models make sense. Options (`with_options`) come before all others,
-    each by itself. Next come a model's files (generation_config.json, `general.sampling.*` of GGUF):
-
-        a cut is named (top_k, top_p, min_p)    the makers' whole recipe: the other cuts are off, a temperature that is
-                                                not named is 1, as in the libraries in which they found their values
-        only a temperature, or greedy           it applies, with Cairn's cuts, as where a request names it alone
-        neither                                 the makers' card (`MakersSampling`), or else Cairn's defaults; a penalty
-                                                alone says nothing about the draw
-
-    Files that repeat what the card says for answers with reasoning, or for those without, say nothing about the others.
-    """
-    card, own = _card(spec, thinking), spec.defaults
-    if card:
-        own = {name: value for name, value in own.items() if name not in DRAW}
-    recipe = any(name in own for name in CUTS)
-    defaults = {}
-    for name, neutral in NEUTRAL.items():
-        if name in spec.asked:
-            defaults[name] = Applied(spec.asked[name], "option")
-        elif name in own:
-            defaults[name] = Applied(own[name], "model")
-        elif name in card:
-            defaults[name] = Applied(card[name], "makers")
-        elif recipe and name in DRAW:
-            defaults[name] = Applied(neutral, "model")
-        else:
-            defaults[name] = Applied(DRAW.get(name, neutral), "default")
-    return defaults
-
-
-def _card(spec: ModelSpec, thinking: bool) -> dict[str, float]:
-    """Return what the makers' card says, complete for the draw; empty if the model's files come first."""
-    if spec.makers is None:
-        return {}
-    draw = {name: neutral for name, neutral in NEUTRAL.items() if name in DRAW}
-    rows = draw | spec.makers.values, draw | (spec.makers.thinking or spec.makers.values)
-    row, other = (rows[1], rows[0]) if thinking else rows
-    said = {name: value for name, value in spec.defaults.items() if name in DRAW}
-    repeats = spec.makers.thinking and draw | said == {name: other[name] for name in DRAW}
-    return row if not said or repeats else {}
-
-
-def described(spec: ModelSpec) -> str:
-    """Describe a model's defaults in a line; those for answers with reasoning behind them, if they differ."""
-    plain, thinking = (sentence(sampling_defaults(spec, thinking=on)) for on in (False, True))
-    return plain if plain == thinking else f"{plain}; with reasoning: {thinking}"
-
-
-def sentence(applied: Mapping[str, Applied]) -> str:
-    """Describe the parameters in a line: `temperature 0.6, top_p 0.9 (the model's own)`, without those that are off."""
-    greedy = applied["temperature"].value == 0
-    parts: list[tuple[str, Source]] = []
-    for name, (value, source) in applied.items():
-        if name == "temperature" and greedy:
-            parts.append(("greedy", source))
-        elif name == "temperature" or (not off(name, value) and not (greedy and name in CUTS)):
-            parts.append((f"{name} {value:g}", source))
-    grouped = groupby(parts, key=lambda part: part[1])
-    return ", ".join(f"{', '.join(text for text, _ in some)} ({_OWNERS[source]})" for source, some in grouped)
-
-
-def off(name: str, value: float) -> bool:
-    """Return whether a parameter changes nothing at this value."""
-    return value == NEUTRAL[name] or (name == "top_k" and value <= 0)
-
 
 MAX_STOP = 64
 MAX_STOP_BYTES = 256

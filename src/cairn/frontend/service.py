@@ -21,7 +21,8 @@ from cairn.frontend.launch import First, launch_first
 from cairn.frontend.miss_explainer import PromptOrigin
 from cairn.frontend.request_state import PLAIN, InFlight, RequestState, RequestStatus
 from cairn.frontend.request_table import RequestTable, Used
-from cairn.frontend.requests import NO_PARAMS, RequestParams, SamplingOptions, requests, with_options
+from cairn.frontend.requests import NO_PARAMS, RequestParams, SamplingOptions, requests
+from cairn.frontend.sampling_defaults import with_options
 from cairn.frontend.stored_kv import StoredKv
 from cairn.frontend.stream import RequestStream
 from cairn.frontend.supervisor import Supervisor
@@ -51,8 +52,9 @@ FULL = 0.9
 SHUTTING_DOWN = "the server is shutting down"
 DRAINED = "the server's owner has drained it: it takes no new requests"
 _TICK = 0.25
+"""Seconds between checks of the worker and of the requests' deadlines."""
 _LOOK = 0.02
-"""Seconds between looks whether an adapter's requests have ended."""
+"""Seconds between checks whether an adapter's requests have ended."""
 
 
 def names_of(config: Config, spec: ModelSpec) -> frozenset[str]:
@@ -156,8 +158,8 @@ class Service(StoredKv):
     ) -> Service:
         """Load the model in a worker process (`in_process`: on a thread) and serve it.
 
-        `first`: a worker that was started with this configuration before. `ids`: the source of ids that other services
-        of the server use too. Raises ModelError, or the error that the model's files cause, and leaves nothing running.
+        `first`: a worker that was started already, with this configuration. `ids`: the source of ids that all services
+        of the server share. Raises ModelError, or the error that the model's files cause, and leaves nothing running.
         """
         if first is None:
             first = launch_first(config, in_process, await asyncio.to_thread(locate, config.model))
@@ -421,8 +423,11 @@ class Service(StoredKv):
         with contextlib.suppress(Unavailable):  # the next worker does not get it
             self._answered(await self._supervisor.ask("detach", adapter=digest))
 
-    async def unused(self, digest: bytes, grace: float, why: str) -> None:
-        """Wait until no request uses an adapter; after `grace` seconds end those that still do, with `why`."""
+    async def drain_adapter(self, digest: bytes, grace: float, why: str) -> None:
+        """Wait up to `grace` seconds for the requests that use an adapter, and end the rest with Unavailable.
+
+        The error's message is `why`.
+        """
         end = self._clock.now() + grace
         while users := [id for id, one in self._flights.items() if any(digest == d for d, _ in one.request.adapters)]:
             if self._clock.now() >= end:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 
-from cairn.frontend.request_state import RequestState, Waker
+from cairn.frontend.request_state import RequestState
+from cairn.frontend.waker import Waker
 from cairn.types.outputs import Event
 from cairn.types.request import Request
 from cairn.types.stats import CacheReport

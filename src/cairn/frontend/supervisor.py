@@ -32,6 +32,15 @@ from cairn.types.outputs import FinishReason
 from cairn.types.request import Request
 from cairn.worker import wire
 
+log = logging.getLogger(__name__)
+
+CHANGED = "the model's files were changed since this server started; restart it"
+LESS_MEMORY = "the worker was replaced by one with less memory for KV, which has no room for this answer"
+CLOSE_SECONDS = 2.0
+"""Seconds that a worker whose socket was closed may take to end before it is killed."""
+STORE_SECONDS = 5.0
+"""Seconds that it may take at the end of the server, while it stores the KV that still waits."""
+
 
 class Questions:
     """The front's questions to the worker: each `KVQuery` is one, and its `KVAnswer` may never come."""
@@ -64,16 +73,6 @@ class Questions:
         for answer in self._asked.values():
             if not answer.done():
                 answer.set_exception(error)
-
-
-log = logging.getLogger(__name__)
-
-CHANGED = "the model's files were changed since this server started; restart it"
-LESS_MEMORY = "the worker was replaced by one with less memory for KV, which has no room for this answer"
-CLOSE_SECONDS = 2.0
-"""Seconds that a worker whose socket was closed may take to end before it is killed."""
-STORE_SECONDS = 5.0
-"""Seconds that it may take at the end of the server, while it stores the KV that still waits."""
 
 
 class Supervisor:

@@ -38,8 +38,8 @@ class Patience:
     notice: float = 15.0
     """Without progress, after which the server reports itself as stalled."""
     stall: float = 120.0
-    """One step without using the CPU: a step may take long, but not by waiting. While an answer waits for a disk the
-    worker steps, and says so every second. Also the limit for steps that bring no request further."""
+    """One step without using the CPU: a step may compute for long, but not wait. (While an answer waits for a disk, the
+    worker goes on with steps and reports every second.) Also the limit for steps that bring no request further."""
     step: float = 1800.0
     """One step in all."""
     restarts: int = 8

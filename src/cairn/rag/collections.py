@@ -74,17 +74,13 @@ class Embedder(NamedTuple):
         """
         known = self.service.spec.embedding.prompts
         name = next((one for one in prompts if one in known), None)
-        asking = self.asking if name is None else _named(self.asking, name)
+        asking = self.asking if name is None else replace(self.asking, prompt_name=name)
         found: list[Vector] = []
         for at in range(0, len(texts), AT_ONCE):
             made, _ = await vectors(self.service, texts[at : at + AT_ONCE], asking)
             found += finished(made)
             heard(len(found))
         return found
-
-
-def _named(asking: Asking, prompt: str) -> Asking:
-    return replace(asking, prompt_name=prompt)
 
 
 class Reranker(NamedTuple):

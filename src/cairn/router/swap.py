@@ -103,7 +103,8 @@ class ModelSwap:
     async def _locate(self) -> Path:
         """Return the place of the new model's files. Raise UnknownModel if there are none."""
         try:
-            return await asyncio.to_thread(_located, self._config)
+            model = ServedModel(self._config, ModelOptions(model=self._config.model))
+            return await asyncio.to_thread(locate, model)
         except ModelError as error:
             raise UnknownModel(f"to: {error}", field="to") from None
 
@@ -193,10 +194,6 @@ def _bad_files_as_invalid_request(*, in_load: bool = False) -> Iterator[None]:
         if in_load and not isinstance(error, ModelFileError):
             raise
         raise InvalidRequest(f"to: {error}", field="to") from error
-
-
-def _located(config: Config) -> Path:
-    return locate(ServedModel(config, ModelOptions(model=config.model)))
 
 
 def _alike(one: Config, other: Config) -> bool:

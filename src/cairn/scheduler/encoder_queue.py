@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from operator import attrgetter
 
 from cairn.scheduler.fairness import Classes, RoundRobin
 from cairn.scheduler.plan import Limits, Plan, PrefillPace
@@ -84,7 +85,7 @@ class TextQueue:
         deadline = math.inf if request.timeout is None else now + request.timeout
         text = _Text(request, now, deadline, (-request.priority, next(self._serial)))
         self._texts[request.id] = text
-        self._waiting.add(request.share, text, key=_rank)
+        self._waiting.add(request.share, text, key=attrgetter("rank"))
         self._tokens += len(request.prompt)
 
     def drop(self, id: int, reason: FinishReason) -> Output | None:
@@ -161,10 +162,6 @@ def encoder_output(request: Request, result: RowResult, cache: CacheReport | Non
     error = result.error or ("" if result.hidden else "the engine gave neither a state nor an error")
     finish = FinishReason.ERROR if error else FinishReason.STOP
     return Output(id=request.id, finish=finish, error=error, cache=cache, timing=timing, vector=result.hidden)
-
-
-def _rank(text: _Text) -> tuple[int, int]:
-    return text.rank
 
 
 def _row(request: Request) -> Row:

@@ -147,7 +147,7 @@ class PrefillPace:
     def record(self, rows: int, tokens: int, seconds: float, extra: int = 0) -> None:
         """Record how long a step of `rows` decode rows and `tokens` prompt tokens took.
 
-        `extra` tokens in the rows, guesses, count as much as prompt tokens do, so that `rows` alone are known.
+        `extra`: guesses in the rows; each is taken to cost as much as a prompt token.
         """
         if extra:
             tokens, seconds = self._without(extra, tokens, seconds)
@@ -166,9 +166,10 @@ class PrefillPace:
         self._each = each if each > self._each or self._each == math.inf else self._each + _WEIGHT * (each - self._each)
 
     def _without(self, extra: int, tokens: int, seconds: float) -> tuple[int, float]:
-        """Return the tokens and seconds of a step that also checked guesses, as `record` is to take them.
+        """Return the (tokens, seconds) that `record` counts for a step that also checked `extra` guesses.
 
-        Beside prompts these count as tokens of them. In a step without prompts at least half of the time is the rows'.
+        In a step with prompts, guesses count as prompt tokens. In one without, their estimated time is subtracted, but
+        no more than half of the step's.
         """
         if tokens:
             return tokens + extra, seconds
@@ -177,8 +178,8 @@ class PrefillPace:
     def tokens(self, rows: int, extra: int = 0) -> float:
         """Return how many prompt tokens a step has time for beside `rows` decode rows; infinity if `rows` is 0.
 
-        `extra` tokens in the rows, guesses, take as much of it as prompt tokens would. Never less than `least`, so that
-        prompts advance however slow the machine is.
+        `extra`: guesses in the rows, which take as much time as prompt tokens. The result is never less than `least`,
+        so that prompts advance however slow the machine is.
         """
         if not rows or not self._each:
             return math.inf
@@ -194,9 +195,10 @@ class PrefillPace:
 
 
 def sizes(rows: list[Row], sequences: Iterable[Sequence], *, prompts: bool) -> tuple[int, int]:
-    """Return the tokens in rows of several, and the number of rows of one. Without `prompts` all rows have one.
+    """Return a step's prompt tokens, which are those in rows of more than one token, and its number of one-token rows.
 
-    Guesses do not count, and neither do tokens that are computed again because of them.
+    `prompts`: whether the step has any prompt; if not, every row has one token. Guesses do not count, and neither do
+    tokens that are computed again because of them.
     """
     pairs = zip(rows, sequences, strict=True)
     lengths = [row.end - row.start - row.draft - one.again for row, one in pairs] if prompts else []
@@ -218,7 +220,7 @@ class Plan:
     copies: list[Copy]
     """Block copies to make before the step, in order."""
     chunked: int
-    """Prompt tokens: tokens in rows of several."""
+    """Prompt tokens: those in rows of more than one token."""
     singles: int
     """Rows of one token, not counting `extra`."""
     extra: int = 0

@@ -186,10 +186,10 @@ class Scheduler:
         return self._planned[-1]
 
     def follow(self, plan: Plan) -> Plan | None:
-        """Choose the rows of the step after `plan`, which runs: one for each answer, whose token `plan` samples.
+        """Plan the step after `plan` while `plan` still runs: a row for each answer, for the token that `plan` samples.
 
-        None if its results are needed first: for prompts, waiting requests, grammars, guesses or more blocks. An answer
-        that ends with `plan` has a row in vain.
+        Return None if the results of `plan` are needed first: for prompts, waiting requests, grammars, guesses or more
+        blocks. If an answer ends with `plan`, the result of its row is discarded.
         """
         if self._planned != [plan] or len(self._waiting) or self._clock.now() >= self._next_deadline:
             return None
@@ -206,9 +206,9 @@ class Scheduler:
         return self._planned[-1]
 
     def _decode(self, work: dict[Sequence, int]) -> tuple[list[Sequence], int]:
-        """Add the rows of the sequences that want their next token.
+        """Add the rows of the running sequences that decode.
 
-        Return the others that run, which compute prompts, and how many tokens the rows compute again.
+        Return the other running sequences, which compute prompts, and how many tokens the rows compute again.
         """
         prompts, again = list[Sequence](), 0
         for sequence in tuple(self._running):
@@ -227,10 +227,10 @@ class Scheduler:
         return [sequence.row(end, drafts.get(sequence, ())) for sequence, end in work.items()]
 
     def _computes_again(self, sequence: Sequence, others: int) -> bool:
-        """Tell whether all that a running sequence lacks is its last token and those that it computes again.
+        """Return whether a running sequence lacks only its last token and tokens that it computes again.
 
-        `others`: tokens that other sequences compute again. If they do not fit into the step with one token for each
-        running sequence, they are like a prompt's.
+        `others`: tokens that other sequences compute again. If all of these do not fit into the step beside one token
+        for each running sequence, the sequence's are computed like a prompt's.
         """
         fits = len(self._running) + others + sequence.again <= self._step_tokens
         if fits and sequence.missing == 1 + sequence.again:
@@ -437,7 +437,7 @@ class Scheduler:
         if result.states and self._speculation is not None:
             self._speculation.take_states(sequence, row, result.states, row.end)
         end = sequence.computed = row.end
-        if end - row.start > 1 or end % self._cache.info.block_tokens in self._cache.turns:
+        if end - row.start > 1 or end % self._cache.info.block_tokens in self._cache.publish_offsets:
             sequence.again = 0
             self._cache.publish(sequence.kv, sequence.tokens, end)
         if result.prompt_logprobs:
@@ -533,7 +533,7 @@ class Scheduler:
 
 
 def _goes_on(sequence: Sequence, row: Row) -> bool:
-    """Tell whether the row after this one needs nothing but the token that this one samples."""
+    """Return whether the row after this one needs nothing but the token that this one samples."""
     if not row.samples or row.draft or row.want == "hidden":
         return False
     return sequence.matcher is None and sequence.mu is None and sequence.request.sampling.max_tokens > 0

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Tokens
 
+from cairn.kv.pool.blocks import common_length
 from cairn.scheduler.drafts.drafter import Drafter, DraftPolicy
 from cairn.scheduler.sequence import Sequence
 from cairn.types.outputs import TokenLogprob
@@ -12,7 +13,7 @@ from cairn.types.step import Row, RowResult
 
 
 class Speculation:
-    """Asks for guesses and reports what became of them. One scheduler's."""
+    """Asks the drafters of one scheduler's sequences for guesses, and reports which were right."""
 
     def __init__(self, policy: DraftPolicy, vocab: int) -> None:
         self.policy = policy
@@ -21,9 +22,10 @@ class Speculation:
     def guess(
         self, sequences: Mapping[Sequence, int], most: int, *, running: bool = False
     ) -> dict[Sequence, list[int]]:
-        """Return guesses for sequences that decode in one step, at most so many together.
+        """Return guesses for sequences that decode in one step, at most `most` in all.
 
-        `running`: the step before has not ended, so no model is asked; what it would guess counts as one guess.
+        `running`: the step before still runs, so no model is asked. A sequence whose guesses a model would make is
+        returned alone, without any.
         """
         found, rows = dict[Sequence, list[int]](), len(sequences)
         for sequence in sequences:
@@ -47,7 +49,7 @@ class Speculation:
         return found
 
     def start(self, sequence: Sequence) -> None:
-        """Ask for the hidden states that the drafter of a sequence wants, which starts to run."""
+        """Note from which position on the drafter of a sequence that starts to run will want hidden states."""
         if sequence.speculates:
             sequence.states_from = self.policy.states_from(sequence.request, len(sequence.tokens))
 
@@ -67,12 +69,12 @@ class Speculation:
             sequence.drafter.take_states(*part)
 
     def checked(self, sequence: Sequence, row: Row, count: int) -> int:
-        """Record a row's guesses, of whose sampled tokens the answer has `count`; return how many were right.
+        """Count the right guesses of a row, report them to the policy, and return their number.
 
-        The answer's tokens hold them already.
+        `count`: how many of the tokens that the row sampled are in the answer; `sequence.tokens` has them already.
         """
         first = row.end - row.draft
-        accepted = agreeing(row.tokens[first : first + count], sequence.tokens[first : first + count])
+        accepted = common_length(row.tokens[first : first + count], sequence.tokens[first : first + count])
         if sequence.drafter is not None:
             self.policy.record(sequence.drafter, row.draft, accepted)
         return accepted
@@ -89,7 +91,7 @@ class Speculation:
         return sequence.drafter
 
     def _guesses(self, sequence: Sequence, drafter: Drafter, width: int) -> list[int]:
-        """Return a drafter's guesses up to the first that a grammar forbids, or that nothing follows: a stop token."""
+        """Return a drafter's guesses up to the first stop token, unknown token, or token that the grammar forbids."""
         stops, guesses = sequence.request.sampling.stop_token_ids, list[int]()
         for token in drafter.propose(width)[:width]:
             if not 0 <= token < self._vocab or token in stops:
@@ -99,9 +101,10 @@ class Speculation:
 
 
 def sampled(row: Row, result: RowResult) -> list[tuple[int, TokenLogprob | None]]:
-    """Return the tokens that follow a row with guesses, each with its log-probability, up to the first wrong guess.
+    """Return the tokens that a row with guesses sampled, with their log-probabilities, up to the first wrong guess.
 
-    A place that failed ends them: the next row computes it again and fails there. Empty without a first token.
+    They end before a position that failed: the next row computes it again, and reports the error. Empty if the first
+    one failed.
     """
     guesses: Tokens[int] = row.tokens[row.end - row.draft : row.end]
     found: list[tuple[int, TokenLogprob | None]] = []
@@ -110,13 +113,3 @@ def sampled(row: Row, result: RowResult) -> list[tuple[int, TokenLogprob | None]
             break
         found.append((one.token, one.logprob))
     return found
-
-
-def agreeing(guesses: Iterable[int], tokens: Iterable[int]) -> int:
-    """Return how many leading guesses are right."""
-    count = 0
-    for guess, token in zip(guesses, tokens, strict=False):
-        if guess != token:
-            break
-        count += 1
-    return count

@@ -162,12 +162,8 @@ class SystemFiles:
         """Start reading a file into the system's cache by `posix_fadvise`, if the system has it."""
         advise = getattr(os, "posix_fadvise", None)
         if advise is not None:
-            with contextlib.suppress(OSError):
-                file = self.open(path, "read")
-                try:
-                    advise(file.handle, 0, 0, os.POSIX_FADV_WILLNEED)
-                finally:
-                    file.close()
+            with contextlib.suppress(OSError), contextlib.closing(self.open(path, "read")) as file:
+                advise(file.handle, 0, 0, os.POSIX_FADV_WILLNEED)
 
     def replace(self, source: Path, target: Path) -> None:
         """Rename by `rename(2)`, which is atomic."""

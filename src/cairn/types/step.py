@@ -88,10 +88,10 @@ class Row(msgspec.Struct, frozen=True):
     draft: int = 0
     """How many of the last tokens are guesses. The row samples at the last known token and at each guess, each time as
     if the guesses before it were right: with their history, by the position of the new token (`RowResult.more`). The
-    KV of guesses is written after that of known tokens, where the next row overwrites it. A state is left as it is
-    after the last guess: the caller has copied the one before the row."""
+    KV of guesses is written after that of known tokens, where the next row overwrites it. A recurrent state is left
+    as after the last guess: the caller has kept a copy of the state before the row."""
     masks: tuple[Pending[bytes] | None, ...] = ()
-    """With a draft and constraints: for each guess, what `mask` is of the token after it."""
+    """For a draft under a grammar: after each guess, the mask of the token that follows it."""
     pending: int | None = None
     """Number of a row of the step before: the token that it samples is this row's only one, at `start`. So
     end == start + 1, and `tokens` needs to hold only `start` tokens."""
@@ -103,8 +103,8 @@ class Row(msgspec.Struct, frozen=True):
     """First position whose hidden state after the model's last norm is wanted beside all else (`RowResult.states`);
     None for none. It changes no number of the row."""
     before: bytes = b""
-    """For the head that predicts further tokens, and for nothing else: the hidden state of the place before each of the
-    row's tokens, float32 [end - start, hidden]."""
+    """For an MTP head only: the hidden state of the position before each of the row's tokens, float32
+    [end - start, hidden]."""
 
     @property
     def samples(self) -> bool:
@@ -115,14 +115,14 @@ class Row(msgspec.Struct, frozen=True):
 def check_guesses(row: Row) -> None:
     """Raise `ValueError` for a draft or pending token that cannot be computed."""
     if row.pending is not None and (row.draft or row.end != row.start + 1 or len(row.tokens) < row.start):
-        raise ValueError("a row whose token is pending computes that one, behind all tokens that it knows")
+        raise ValueError("a row with a pending token computes that token alone, after all its known tokens")
     if not row.draft:
         return
     last = row.end - 1 - row.draft
     sampled = row.end == len(row.tokens) and row.logits_from is not None and row.start <= row.logits_from <= last
     if row.draft < 0 or not sampled:
         raise ValueError(
-            f"a row with {row.draft} guesses ends with them and wants logits from the token before them on"
+            f"a row with {row.draft} guesses must end with them and want logits from the token before them, or earlier"
         )
     if row.want == "hidden":
         raise ValueError("a row with guesses has no hidden state")

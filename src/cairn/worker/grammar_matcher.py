@@ -72,7 +72,10 @@ class Masks:
         self._open: _Batch | None = None
 
     def ask(self, row: MaskSource, draft: Sequence[int] = ()) -> PendingMask:
-        """Start computing a row's mask, and those behind a `draft`. The row must not change until they are done."""
+        """Start computing a row's mask, and those after each token of a `draft`.
+
+        The row must not change until they are done.
+        """
         with self._lock:
             batch = self._open
             if batch is None:
@@ -182,7 +185,7 @@ class GrammarMatcher:
         return self._next or self._masks.ask(self)
 
     def accepts(self, draft: Sequence[int]) -> int:
-        """Implement `Matcher.accepts`. Nothing if masks are slow: those behind wrong guesses would be for nothing."""
+        """Implement `Matcher.accepts`. Return 0 if masks are slow, since masks after wrong guesses are of no use."""
         if self._slow:
             return 0
         apart = (*self._ends, *self._others)

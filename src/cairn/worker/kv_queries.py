@@ -25,7 +25,7 @@ class KVQueries:
         """Queries without an answer yet."""
 
     def take(self, ask: wire.KVQuery) -> None:
-        """Start the operation that a query asks for. Without stores below the pool most have nothing to do."""
+        """Start the operation that a query asks for; without stores, most only report what the pool has."""
         self.owed += 1
         if ask.what == "evict" and self._tiers is None and not ask.model:
             self._cache.forget(self._cache.context(ask.salt), ask.tokens, ask.keep)

@@ -19,10 +19,10 @@ from cairn.kv.tiers.store import Store
 from cairn.kv.tiers.tiers import Tiers
 from cairn.models.hub.digests import watched
 from cairn.models.spec.tokenizer_files import with_tokenizer
-from cairn.scheduler.drafts.ahead import AheadHead
+from cairn.scheduler.drafts.combined import GuessingModel
 from cairn.scheduler.drafts.draft_model import DraftModel
+from cairn.scheduler.drafts.mtp_head import MtpHead
 from cairn.scheduler.drafts.policy import chosen_policy
-from cairn.scheduler.drafts.twice import GuessingModel
 from cairn.scheduler.encoder_queue import TextQueue
 from cairn.scheduler.plan import Limits, Planner
 from cairn.scheduler.scheduler import Scheduler
@@ -151,8 +151,8 @@ def load(channel: wire.Channel, order: wire.LoadModel) -> LoadedEngine | None:
 
 def _open(channel: wire.Channel, order: wire.LoadModel, stages: Stages) -> _Opened:
     """Load the model and open its stores. On failure nothing of the model stays open."""
-    from cairn.engine.ahead import guesses
     from cairn.engine.device import check_files, import_engine, load_engine
+    from cairn.engine.mtp_head import guesses
 
     config, folder = order.config, Path(order.folder)
     clock, files = SystemClock(), SystemFiles()
@@ -187,8 +187,8 @@ def _open(channel: wire.Channel, order: wire.LoadModel, stages: Stages) -> _Open
 
 def _assemble(channel: wire.Channel, order: wire.LoadModel, opened: _Opened, stages: Stages) -> LoadedEngine:
     """Build the scheduler, the cache and its tiers around a loaded model."""
-    from cairn.engine.ahead import guess_note, guesses
     from cairn.engine.device import head_of
+    from cairn.engine.mtp_head import guess_note, guesses
 
     config, clock, known = order.config, SystemClock(), opened.info
     cache = Cache(known)
@@ -208,7 +208,7 @@ def _assemble(channel: wire.Channel, order: wire.LoadModel, opened: _Opened, sta
     )
     states = any(group.kind == "state" for group in known.groups)
     head = head_of(opened.engine)
-    model: GuessingModel | None = opened.guesser if head is None else AheadHead(head)
+    model: GuessingModel | None = opened.guesser if head is None else MtpHead(head)
     drafts = chosen_policy(config.speculate, states=states, model=model) if guesses(config) else None
     generates = known.generates
     scheduler: Planner = Scheduler(cache, limits, clock, drafts) if generates else TextQueue(known, limits, clock)

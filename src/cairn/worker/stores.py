@@ -109,30 +109,7 @@ def open_stores(
         except OSError as error:
             return stores, f"no KV is kept on the disk: the result of check-codec cannot be read: {error}"
         try:
-            possible = places(folder, spec.identity)
-            for place in possible:
-                try:
-                    stores["disk"] = DiskStore(
-                        files,
-                        place,
-                        identity=info.identity,
-                        model=config.served_name or spec.name,
-                        codec=codec,
-                        clock=clock,
-                        budget=None if config.kv_disk_gb is None else int(config.kv_disk_gb * GB),
-                        share=part or 1.0,
-                        ttl=config.kv_ttl or math.inf,
-                        fresh=config.kv_fresh,
-                        home=folder,
-                        layout=Layout(info.block_tokens, info.groups),
-                        patience=PATIENCE
-                        if place == possible[0]
-                        else 0.0,  # other places: the same model, served twice
-                    )
-                    break
-                except Conflict:  # the model is served twice; who opens the usual place next merges the other place
-                    if place == possible[-1]:
-                        raise
+            stores["disk"] = _open_disk(config, spec, info, clock, files, folder, codec, part)
         except (ConfigError, Conflict) as error:
             if folder != users_folder(env).absolute():
                 raise
@@ -140,6 +117,44 @@ def open_stores(
     if (shared := open_chunks(config, info.identity, clock, files, SystemRng())) is not None:
         stores["shared"] = shared
     return stores, trouble
+
+
+def _open_disk(
+    config: Config,
+    spec: ModelSpec,
+    info: EngineInfo,
+    clock: Clock,
+    files: FileSystem,
+    home: Path,
+    codec: Codec,
+    part: float,
+) -> DiskStore:
+    """Open the model's store in the folder of all models, or one of the places beside it if the model is served twice.
+
+    Whoever opens the usual place next takes in the other places. Raise `Conflict` if all are in use.
+    """
+    possible = places(home, spec.identity)
+    for place in possible:
+        try:
+            return DiskStore(
+                files,
+                place,
+                identity=info.identity,
+                model=config.served_name or spec.name,
+                codec=codec,
+                clock=clock,
+                budget=None if config.kv_disk_gb is None else int(config.kv_disk_gb * GB),
+                share=part or 1.0,
+                ttl=config.kv_ttl or math.inf,
+                fresh=config.kv_fresh,
+                home=home,
+                layout=Layout(info.block_tokens, info.groups),
+                patience=PATIENCE if place == possible[0] else 0.0,
+            )
+        except Conflict:
+            if place == possible[-1]:
+                raise
+    raise AssertionError("a model has no place for its store")
 
 
 def write_limits(config: Config) -> WriteLimits:
@@ -158,7 +173,7 @@ def _codec(config: Config, spec: ModelSpec, info: EngineInfo, files: FileSystem,
         raise ConfigError(f"kv_codec: q8 cannot hold the KV of {spec.name}: {error}", field="kv_codec") from error
     if codec.lossless:
         return codec
-    _checked(config, recall(files, folder, info.identity, codec.name), folder, "kv_codec", "q8", "raw")
+    _check_compared(config, recall(files, folder, info.identity, codec.name), folder, "kv_codec", "raw")
     return codec
 
 
@@ -176,11 +191,11 @@ def check_pool(config: Config, info: EngineInfo, files: FileSystem, env: Mapping
         raise ConfigError(
             f"kv_dtype: the result of check-codec for q8 cannot be read: {error}", field="kv_dtype"
         ) from error
-    _checked(config, found, folder, "kv_dtype", "q8", "the usual type")
+    _check_compared(config, found, folder, "kv_dtype", "the usual type")
 
 
-def _checked(config: Config, found: Comparison | None, folder: Path, option: str, value: str, beside: str) -> None:
-    """Raise `ConfigError` for a value that was not compared on this model, or differs too much."""
+def _check_compared(config: Config, found: Comparison | None, folder: Path, option: str, beside: str) -> None:
+    """Raise `ConfigError` if q8 as the value of an option was not compared with `beside`, or differs too much."""
     if found is None:
         # Options that are part of the keys: with others, different numbers would be compared.
         named = {
@@ -191,7 +206,7 @@ def _checked(config: Config, found: Comparison | None, folder: Path, option: str
         }
         flags = "".join(f" --{name} {value}" for name, value in named.items() if value != "auto")
         raise ConfigError(
-            f"{option}: {value} was not compared with {beside} on this model; run: cairn cache check-codec "
+            f"{option}: q8 was not compared with {beside} on this model; run: cairn cache check-codec "
             f"{shlex.quote(config.model)} --kv-dir {shlex.quote(str(folder))}{flags}",
             field=option,
         )

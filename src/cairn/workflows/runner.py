@@ -28,8 +28,8 @@ from cairn.workflows.checks import Graph
 from cairn.workflows.contracts import Breach, grammar_schema, read_answer
 from cairn.workflows.definition import NODE_TOKENS, Node, Workflow
 from cairn.workflows.paths import INDEX, INPUTS, ITEM, MISSING, PREVIOUS, holds, lookup, same
+from cairn.workflows.prompt_memory import PromptMemory
 from cairn.workflows.templates import Absent, TooLong, filling
-from cairn.workflows.text_room import TextRoom
 
 RunStatus = Literal["running", "interrupted", "finished", "failed"]
 
@@ -138,7 +138,7 @@ class WorkflowRun:
         journal: Journal,
         answerer: Answerer,
         asker: Asker,
-        room: TextRoom,
+        room: PromptMemory,
         emit: Emit,
     ) -> None:
         """Prepare a run. `graph` is `check_workflow`'s; `room` bounds the prompts of all runs together."""

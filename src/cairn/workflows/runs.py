@@ -16,8 +16,8 @@ from cairn.workflows.answerer import Answerer, Asker
 from cairn.workflows.bounds import listed
 from cairn.workflows.checks import check_workflow
 from cairn.workflows.definition import Workflow
+from cairn.workflows.prompt_memory import PromptMemory
 from cairn.workflows.runner import Emit, NodeEnded, Run, RunEnded, RunItem, RunStatus, WorkflowRun
-from cairn.workflows.text_room import TextRoom
 
 ROOM = "run"
 MAX_RUN = 4 << 20
@@ -43,7 +43,7 @@ class Runs:
     """The runs of all tenants. Methods that name a run raise NotFound if the tenant has no such run."""
 
     def __init__(self, journals: Journals, answerer: Answerer) -> None:
-        self._journals, self._answerer, self._room = journals, answerer, TextRoom()
+        self._journals, self._answerer, self._room = journals, answerer, PromptMemory()
         self._running: dict[int, asyncio.Task[Any]] = {}
         """Running tasks by journal key."""
 

@@ -11,11 +11,11 @@ from typing import Literal
 import pytest
 
 from cairn.agents.log import live_copy
-from cairn.agents.log import log as log_module
+from cairn.agents.log import token_log as log_module
 from cairn.agents.log.index import RecordKind
 from cairn.agents.log.live_copy import copy_log, damage
-from cairn.agents.log.log import Log
 from cairn.agents.log.segment import VERSION, Record, SegmentHeader, encode_header
+from cairn.agents.log.token_log import TokenLog
 from cairn.system.interfaces import File
 from cairn.system.posix import SystemFiles
 from cairn.types.errors import ConfigError, Unavailable
@@ -36,13 +36,13 @@ class Disturbed(SystemFiles):
         return super().open(path, mode)
 
 
-def opened(path: Path) -> Log:
-    log = Log.open(SystemFiles(), path, SeededRng())
+def opened(path: Path) -> TokenLog:
+    log = TokenLog.open(SystemFiles(), path, SeededRng())
     assert log is not None
     return log
 
 
-def put(log: Log, key: int, *, size: int = 400) -> None:
+def put(log: TokenLog, key: int, *, size: int = 400) -> None:
     log.write([Record(log.next_lsn(), RecordKind.TURN, key, b"turn %06d " % key * (size // 12))], sync=True)
 
 
@@ -56,14 +56,14 @@ def keys(copy: Path) -> set[int]:
 
 
 @pytest.fixture
-def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Log:
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TokenLog:
     monkeypatch.setattr(log_module, "SEGMENT_BYTES", 6000)
     monkeypatch.setattr(log_module, "SMALL_SEGMENTS", 2)
     return opened(tmp_path / "log")
 
 
 @pytest.mark.parametrize("turn", range(1, 9))
-def test_segments_may_be_rewritten_during_a_copy(log: Log, tmp_path: Path, turn: int) -> None:
+def test_segments_may_be_rewritten_during_a_copy(log: TokenLog, tmp_path: Path, turn: int) -> None:
     """Moved records are found in their new place, and erased ones stay erased."""
     for key in range(1, 60):
         put(log, key)
@@ -79,7 +79,7 @@ def test_segments_may_be_rewritten_during_a_copy(log: Log, tmp_path: Path, turn:
     assert keys(copy) == {*range(2, 40, 2), *range(40, 60), 100}
 
 
-def test_a_log_under_load(log: Log, tmp_path: Path) -> None:
+def test_a_log_under_load(log: TokenLog, tmp_path: Path) -> None:
     """One thread writes, erases and compacts as fast as it can; each copy has everything written before it began."""
     done, erased, stop = set[int](), set[int](), threading.Event()
 
@@ -122,7 +122,7 @@ def test_a_log_under_load(log: Log, tmp_path: Path) -> None:
     assert len(erased) > 1
 
 
-def test_a_log_that_keeps_changing_is_reported(log: Log, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_that_keeps_changing_is_reported(log: TokenLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_copy, "PASSES", 2)
     put(log, 1)
 
@@ -138,7 +138,7 @@ def test_a_log_that_keeps_changing_is_reported(log: Log, tmp_path: Path, monkeyp
         copy_log(Restless(0, lambda: None), tmp_path / "log", tmp_path / "copy")
 
 
-def test_damage_is_copied_and_reported_and_a_newer_format_refused(log: Log, tmp_path: Path) -> None:
+def test_damage_is_copied_and_reported_and_a_newer_format_refused(log: TokenLog, tmp_path: Path) -> None:
     for key in range(1, 40):
         put(log, key)
     log.close()

@@ -15,7 +15,7 @@ import pytest
 
 from cairn.agents.log import writer as writer_module
 from cairn.agents.log.index import RecordKind
-from cairn.agents.log.log import Log
+from cairn.agents.log.token_log import TokenLog
 from cairn.agents.log.writer import Writer
 from cairn.system.posix import SystemFiles, SystemRng
 from cairn.types.errors import Unavailable
@@ -29,14 +29,14 @@ class Note(msgspec.Struct):
 
 
 def start(files: CrashFiles) -> Writer:
-    log = Log.open(files, FOLDER, SystemRng())
+    log = TokenLog.open(files, FOLDER, SystemRng())
     assert log is not None
     return Writer(log)
 
 
 def texts(files: CrashFiles) -> list[str]:
     """Return the texts that the next start finds."""
-    log = Log.open(files, FOLDER, SystemRng())
+    log = TokenLog.open(files, FOLDER, SystemRng())
     assert log is not None
     found = [msgspec.msgpack.decode(record.payload, type=Note).text for record in log.recovered]
     log.close()
@@ -237,7 +237,7 @@ async def test_a_waiter_that_gives_up_cancels_no_write() -> None:
 
 
 async def test_the_end_of_a_turn_is_durable_within_milliseconds(tmp_path: Path, figure: Callable[..., None]) -> None:
-    log = Log.open(SystemFiles(), tmp_path / "log", SystemRng())
+    log = TokenLog.open(SystemFiles(), tmp_path / "log", SystemRng())
     assert log is not None
     writer = Writer(log)
     times = []

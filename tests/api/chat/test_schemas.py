@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from cairn.api.anthropic.schemas import MessagesBody
 from cairn.api.chat.fields import ACCEPTED, ROWS, FieldRow
-from cairn.api.chat.generation import check_chat
+from cairn.api.chat.generation import check_generation
 from cairn.api.chat.message_schemas import TextPart
 from cairn.api.chat.parse import parse
 from cairn.api.chat.schemas import ChatBody, CompletionBody, TokenizeBody
@@ -38,7 +38,7 @@ def chat(**more: Any) -> dict[str, Any]:
 
 def checked(body: dict[str, Any], config: Config | None = None) -> ChatBody:
     found = parse(ChatBody, body, config or Config())
-    check_chat(found, config or Config())
+    check_generation(found, config or Config())
     found.wanted()
     return found
 
@@ -580,11 +580,13 @@ def test_arguments_in_history_hold_no_more_values_than_a_body() -> None:
     """They are read, and walked through, like the body itself; half of them in each of two calls."""
     calls = [{"function": {"name": "f", "arguments": '{"a":[' + "[]," * 40 + "[]]}"}}] * 2
     message = {"role": "assistant", "content": "a", "tool_calls": calls}
-    check_chat(checked(chat(messages=[message])), Config(max_json_values=200))
+    check_generation(checked(chat(messages=[message])), Config(max_json_values=200))
     with pytest.raises(InvalidRequest, match="more than 100 JSON values"):
-        check_chat(checked(chat(messages=[message])), Config(max_json_values=100))
+        check_generation(checked(chat(messages=[message])), Config(max_json_values=100))
     prose = {"name": "f", "arguments": json.dumps({"text": "a, b, [c], {d}, " * 100})}
-    check_chat(checked(chat(messages=[message | {"tool_calls": [{"function": prose}]}])), Config(max_json_values=100))
+    check_generation(
+        checked(chat(messages=[message | {"tool_calls": [{"function": prose}]}])), Config(max_json_values=100)
+    )
 
 
 def test_values_in_each_call_are_counted_by_themselves() -> None:
@@ -593,7 +595,7 @@ def test_values_in_each_call_are_counted_by_themselves() -> None:
     def check(*arguments: str) -> None:
         calls = [{"function": {"name": "f", "arguments": each}} for each in arguments]
         message = {"role": "assistant", "content": "a", "tool_calls": calls}
-        check_chat(checked(chat(messages=[message])), Config(max_json_values=1000))
+        check_generation(checked(chat(messages=[message])), Config(max_json_values=1000))
 
     check('{"text": "cut here', json.dumps({"text": "a, " * 1100}))
     with pytest.raises(InvalidRequest, match="more than 1000 JSON values"):

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from cairn.api.app import build_app
-from cairn.api.http import limits
+from cairn.api.http import quotas
 from cairn.config.config import Config, limits_of
 from cairn.config.values import Secret, TenantKeys, TenantLimits
 from tests.agents.house import talking_model
@@ -66,8 +66,8 @@ async def test_two_tenants_have_their_own_limits(folder: Path, monkeypatch: pyte
 
         # bytes on the disk: bob may keep one MiB
         assert 0 < await house.agents.bytes_of("bob") < 10_000
-        monkeypatch.setattr(limits, "FRESH_SECONDS", 0.0)
-        monkeypatch.setattr(limits, "MIB", 2000)
+        monkeypatch.setattr(quotas, "FRESH_SECONDS", 0.0)
+        monkeypatch.setattr(quotas, "MIB", 2000)
         long = {**TURN, "messages": [{"role": "user", "content": "many words " * 100}]}
         answers = [await post("bob", "/v1/agents/b0/turns", **long) for _ in range(3)]
         assert answers[0].status_code == 200 and refused(answers[-1], "max_disk_mib")
@@ -179,10 +179,10 @@ async def test_an_imported_agent_counts_and_its_kv_does_not(folder: Path, tmp_pa
         data = (await http.get("/v1/agents/a/export")).content
         kind = {"content-type": "application/octet-stream"}
         quotas_of = house.web.app.state.quotas  # type: ignore[attr-defined]
-        async with quotas_of.room("default", 10 * limits.MIB - len(data) - 2000):
+        async with quotas_of.room("default", 10 * quotas.MIB - len(data) - 2000):
             said = await http.post("/v1/agents/import?id=b", content=data, headers=kind)
             assert said.status_code == 201
-        async with quotas_of.room("default", 10 * limits.MIB - len(data) - 2000):
+        async with quotas_of.room("default", 10 * quotas.MIB - len(data) - 2000):
             said = await http.post("/v1/agents/import?id=d", content=data + bytes(3000), headers=kind)
             assert refused(said, "max_disk_mib")
 

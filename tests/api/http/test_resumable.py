@@ -21,7 +21,7 @@ from cairn.api.http.event_log import PAGE, EventLog, EventLogs
 from cairn.api.http.sse import HEARTBEAT, error_event
 from cairn.config.config import Config
 from cairn.config.values import Secret
-from cairn.frontend.request_state import Waker
+from cairn.frontend.waker import Waker
 from cairn.types.errors import NotFound, Overloaded
 from cairn.types.outputs import Delta
 from cairn.types.request import Request

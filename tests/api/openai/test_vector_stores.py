@@ -13,7 +13,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from cairn.api.http import limits
+from cairn.api.http import quotas
 from cairn.config.values import Secret, TenantKeys, TenantLimits
 from cairn.rag import vector_stores
 from cairn.rag.attachments import Attachments
@@ -94,7 +94,7 @@ async def test_a_connection_is_reused_after_a_file_download(
 async def test_what_files_take_counts_against_a_tenants_disk(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "FRESH_SECONDS", 0.0)
+    monkeypatch.setattr(quotas, "FRESH_SECONDS", 0.0)
     tenants = (TenantKeys("bob", (Secret("key"),), TenantLimits(max_disk_mib=1)),)
     async with client(folder, tmp_path, tenants=tenants) as ai:
         made = await ai.files.create(file=("a.bin", bytes(1 << 20)), purpose="user_data")

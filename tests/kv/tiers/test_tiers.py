@@ -223,7 +223,7 @@ def test_no_pool_hits_if_any_part_of_the_key_differs(field: str) -> None:
     first.ask(PROMPT)
     second, prompt, salt = unlike(field, None)
     cache = second.cache
-    cache.pools = cache._parts._pools = first.cache.pools
+    cache.pools = cache.parts._pools = first.cache.pools
     context = cache.context(salt)
     assert (cache.open(context, prompt) or 0) == (len(PROMPT) - 1 if field == "nothing" else 0)
     # Blocks of another size hold other numbers of tokens, which alone is a miss: their keys begin elsewhere too.

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from cairn.engine.fake import FakeEngine, fake_spec
+from cairn.scheduler.drafts.combined import CombinedDrafter
 from cairn.scheduler.drafts.draft_model import PIECE, DraftModel
 from cairn.scheduler.drafts.policy import MeasuredPolicy
 from cairn.scheduler.drafts.suffix import SuffixDrafter
-from cairn.scheduler.drafts.twice import GuessedTwice
 from cairn.types.request import Request, SamplingParams
 from tests.scheduler.test_scheduler import VOCAB, Rig
 
@@ -147,6 +147,6 @@ def test_drafting_time_counts_against_the_guesses() -> None:
             for tokens in (1, 2, 4, 8):
                 policy.step_took(1, tokens, 0.01 * (1 + 0.02 * tokens))
         drafter = policy.open(asked(1, chance), [*range(20)])
-        assert isinstance(drafter, GuessedTwice)
+        assert isinstance(drafter, CombinedDrafter)
         model.seconds = seconds
         assert bool(policy.width(drafter, 1)) == asks

@@ -6,6 +6,7 @@ that were there at one moment is what a crash at that moment would have left, wh
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from cairn.agents.log.recovery import LOG, Folder, look
@@ -63,10 +64,7 @@ def _put(files: FileSystem, copy: Folder, number: int, data: bytes) -> None:
             f"to {VERSION}"
         )
     temporary = copy.name(number, "new")
-    file = files.open(temporary, "create")
-    try:
+    with contextlib.closing(files.open(temporary, "create")) as file:
         file.append(data)
         file.sync()
-    finally:
-        file.close()
     files.replace(temporary, copy.name(number))

@@ -91,11 +91,8 @@ class Folder:
 
     def read(self, number: int) -> bytes:
         """Return the bytes of a segment."""
-        file = self.open(number)
-        try:
+        with contextlib.closing(self.open(number)) as file:
             return file.read(0, file.size())
-        finally:
-            file.close()
 
     def remove(self, number: int, ending: str = LOG) -> None:
         """Remove a file; durable after `sync`."""

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import msgspec
 
 from cairn.agents.log.index import RecordKind
-from cairn.agents.log.log import Log
 from cairn.agents.log.segment import Record
+from cairn.agents.log.token_log import TokenLog
 from cairn.types.errors import Unavailable, trace
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class _Job(NamedTuple):
 class Writer:
     """Writer for one event loop. Jobs are done in the order in which they were submitted."""
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: TokenLog) -> None:
         self._log = log
         self._loop = asyncio.get_running_loop()
         self._jobs: deque[_Job] = deque()

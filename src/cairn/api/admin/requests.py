@@ -20,7 +20,8 @@ from cairn.api.http.event_log import parse_after
 from cairn.api.http.routes import Route
 from cairn.api.native.agent_schemas import NoBody
 from cairn.frontend.request_state import RequestStatus
-from cairn.frontend.requests import sampling_defaults, sampling_params
+from cairn.frontend.requests import sampling_params
+from cairn.frontend.sampling_defaults import sampling_defaults
 from cairn.frontend.sampling_extras import ORDERS
 from cairn.frontend.service import Service
 from cairn.router import model_health

@@ -23,6 +23,7 @@ from cairn.api.chat.wire import cache_object, pack, written_of
 from cairn.api.http.call import HTTPCall, encode
 from cairn.api.http.not_found import anthropic_error
 from cairn.api.http.routes import Route
+from cairn.api.http.sse import json_event
 from cairn.frontend.service import Service
 from cairn.text.chat.messages import arguments_of
 from cairn.types.errors import CairnError
@@ -140,7 +141,7 @@ class MessageAnswer:
 
     def error(self, error: CairnError) -> bytes:
         """Return the event of a failure."""
-        return b"event: error\ndata: " + encode(anthropic_error(error, self._id)) + b"\n\n"
+        return json_event(anthropic_error(error, self._id), "error")
 
     def heartbeat(self) -> bytes:
         """Return a ping, with the beginning of the message before it: no other event may come first."""
@@ -263,4 +264,4 @@ class MessageAnswer:
 
 
 def _event(kind: str, fields: dict[str, Any]) -> bytes:
-    return b"event: " + kind.encode() + b"\ndata: " + encode({"type": kind} | fields) + b"\n\n"
+    return json_event({"type": kind} | fields, kind)

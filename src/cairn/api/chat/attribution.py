@@ -111,7 +111,7 @@ class AgentAttribution:
         return Attribution(self.agents, call.tenant, agent, store, call.identity)
 
     async def _account(self, agents: Agents, tenant: str, names: Sequence[str], *, new: bool) -> Agent | None:
-        """Return the agent of the first known name; if none is known, a `new` one or None."""
+        """Return the agent of the first known name; if none is known, create one if `new`, else return None."""
         for name in names:
             with contextlib.suppress(Unavailable, Damaged):  # an answer does not wait for its account
                 await agents.refresh(tenant, name)

@@ -11,8 +11,8 @@ from pathlib import Path
 from cairn.api.chat.attribution import AgentAttribution
 from cairn.api.chat.generation import check_model
 from cairn.api.http.call import HTTPCall
-from cairn.api.http.limits import Quotas
 from cairn.api.http.multipart import Upload, upload
+from cairn.api.http.quotas import Quotas
 from cairn.config.config import Config
 from cairn.frontend.embeddings import AT_ONCE, Asking, check_scores
 from cairn.rag.attachments import Attachments

@@ -316,7 +316,7 @@ class Exchanges:
     async def run(self, call: HTTPCall, exchange: Exchange, *, stream: bool) -> None:
         """Answer a call, as a stream of events or in one piece."""
         exchange.warn = call.warn
-        _tell(call, exchange)
+        _warn_unenforced(call, exchange)
         logged = exchange.outlives or is_resumable(call, stream)
         if logged and exchange.media is not EVENT_STREAM:
             raise InvalidRequest(
@@ -342,7 +342,7 @@ class Exchanges:
 
     def begin(self, call: HTTPCall, exchange: Exchange) -> None:
         """Generate onto an event log that the connection does not read."""
-        _tell(call, exchange)
+        _warn_unenforced(call, exchange)
         self._calls.open(call.number, [one.request.id for one in exchange.choices], name=call.name, salt=call.salt)
         self._log(call, exchange, stream=False).leave()
 
@@ -406,12 +406,12 @@ async def _closing(chunks: AsyncGenerator[bytes, None], over: Callable[[], None]
         over()
 
 
-def generating(service: Service, choices: Sequence[ChoiceStream], told: PromptOrigin) -> Source:
+def generating(service: Service, choices: Sequence[ChoiceStream], origin: PromptOrigin) -> Source:
     """Return the source of an answer by `service`. Each choice gets its stream once its request is started."""
     of = {choice.request.id: choice for choice in choices}
 
     def start(request: Request) -> RequestStream:
-        of[request.id].stream = stream = service.generate(request, told)
+        of[request.id].stream = stream = service.generate(request, origin)
         return stream
 
     def batches(silence: Silence | None) -> Batches:
@@ -443,7 +443,7 @@ def renamed_field(field: str, names: Mapping[str, str]) -> str | None:
     return names[known] + rest if known in names else None
 
 
-def _tell(call: HTTPCall, exchange: Exchange) -> None:
+def _warn_unenforced(call: HTTPCall, exchange: Exchange) -> None:
     """Warn of constraints that are not enforced, with the client's names of the fields."""
     for sentence in exchange.warnings:
         field, sign, said = sentence.partition(":")

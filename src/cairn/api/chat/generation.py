@@ -37,11 +37,6 @@ _INLINE = 2048
 """Characters of a predicted text that are encoded at once; longer ones wait for a thread."""
 
 
-def check_chat(body: ChatBody, config: Config) -> None:
-    """Check the limits of a chat, and combinations of fields that mean nothing."""
-    check_generation(body, config)
-
-
 def check_stream(body: Generation) -> None:
     """Raise InvalidRequest for options of a stream without a stream."""
     if body.stream_options is not None and not body.stream:
@@ -49,7 +44,7 @@ def check_stream(body: Generation) -> None:
 
 
 def check_lora(body: Generation, service: Service) -> None:
-    """Raise InvalidRequest for adapters that the service does not have: `ModelRouter` gave it those that it has."""
+    """Raise InvalidRequest if a body applies adapters and the model has none; `ModelRouter` has applied known ones."""
     if any(one.scale for one in body.lora or ()) and not isinstance(service, AdaptedService):
         raise InvalidRequest(f"lora: {service.name} has no adapters; load one first", field="lora")
 
@@ -63,7 +58,7 @@ def choice_of(body: ChatBody) -> Any:
 
 
 def check_generation(body: ChatGeneration, config: Config) -> None:
-    """Check what holds for a chat and for a turn."""
+    """Check the limits of a chat or a turn, and combinations of fields that mean nothing."""
     check_stream(body)
     check_messages(body.messages, config)
     name = "reasoning.effort" if body.reasoning_effort is None else "reasoning_effort"
@@ -161,19 +156,10 @@ async def chat_exchange(
         )
         check_together(made, config, service.info.max_rows)
     tied = await attribution.tie(call, body, store=store)
-    asked = _durable(made, tied)
-    choices = [ChoiceStream(request) for request in asked]
-    told = describe_prompt(plain_messages(body.messages), store=store)
-    return Exchange(
-        choices=choices,
-        adapter=adapter(choices),
-        source=generating(service, choices, told),
-        cancel=lambda: [service.abort(request.id) for request in asked],
-        keep=chat_keeper(service, call.tenant, tied),
-        attribution=tied,
-        names=names,
-        warnings=prompt.warnings,
-    )
+    origin = describe_prompt(plain_messages(body.messages), store=store)
+    exchange = _exchange(service, made, tied, adapter, origin, _keeper(tied, service, call.tenant))
+    exchange.names, exchange.warnings = names, prompt.warnings
+    return exchange
 
 
 async def text_exchange(
@@ -211,30 +197,54 @@ async def text_exchange(
             asked += service.make_requests(prompt, options, params, ids=draw, max_choices=config.max_choices)
         check_together(asked, config, service.info.max_rows)
     tied = await attribution.tie(call, body, store=store)
-    asked = _durable(asked, tied)
-    choices = [ChoiceStream(request) for request in asked]
+    exchange = _exchange(service, asked, tied, adapter, PromptOrigin(store=store), _keeper(tied))
+    exchange.names, exchange.warnings = names, held.warnings
+    return exchange
+
+
+def _exchange(
+    service: Service,
+    requests: Sequence[Request],
+    tied: Attribution | None,
+    adapter: Callable[[Sequence[ChoiceStream]], Adapter],
+    origin: PromptOrigin,
+    keep: Callable[[ChoiceStream], None],
+) -> Exchange:
+    """Return the exchange of checked requests. They are `durable` if they belong to an agent or a session."""
+    if tied is not None and tied.named:
+        requests = [msgspec.structs.replace(request, durable=True) for request in requests]
+    choices = [ChoiceStream(request) for request in requests]
     return Exchange(
         choices=choices,
         adapter=adapter(choices),
-        source=generating(service, choices, PromptOrigin(store=store)),
-        cancel=lambda: [service.abort(request.id) for request in asked],
-        keep=cost_keeper(tied),
+        source=generating(service, choices, origin),
+        cancel=lambda: [service.abort(request.id) for request in requests],
+        keep=keep,
         attribution=tied,
-        names=names,
-        warnings=held.warnings,
     )
 
 
-def _durable(requests: Sequence[Request], tied: Attribution | None) -> list[Request]:
-    """Return the requests, to be stored before others if they name an agent or a session."""
-    if tied is None or not tied.named:
-        return list(requests)
-    return [msgspec.structs.replace(request, durable=True) for request in requests]
+def _keeper(
+    tied: Attribution | None, service: Service | None = None, tenant: str = ""
+) -> Callable[[ChoiceStream], None]:
+    """Return a function that records an answer's cost.
+
+    With a `service`, it also keeps a chat's exact tokens, for when the answer comes back as history.
+    """
+
+    def keep(choice: ChoiceStream) -> None:
+        sampled = None
+        if service is not None:
+            sampled = service.chat.remember(tenant, choice.request.prompt, choice.tokens, choice.said.message())
+        if tied is not None and choice.done is not None:
+            tied.done(choice.request, choice.tokens, choice.done, sampled)
+
+    return keep
 
 
 async def chat_prompt(call: HTTPCall, service: Service, config: Config, body: ChatBody) -> Prompt:
     """Check a chat and return its prompt."""
-    check_chat(body, config)
+    check_generation(body, config)
     check_lora(body, service)
     check_model(body.model, service)
     service.check_generates()
@@ -276,27 +286,6 @@ def warn_of_thinking(call: HTTPCall, service: Service, body: Templated) -> None:
         call.warn("the model reasons all the same: its chat template has no switch for it")
 
 
-def chat_keeper(service: Service, tenant: str, tied: Attribution | None) -> Callable[[ChoiceStream], None]:
-    """Return a function that keeps an answer's exact tokens, for when it comes back as history, and its cost."""
-
-    def keep(choice: ChoiceStream) -> None:
-        sampled = service.chat.remember(tenant, choice.request.prompt, choice.tokens, choice.said.message())
-        if tied is not None and choice.done is not None:
-            tied.done(choice.request, choice.tokens, choice.done, sampled)
-
-    return keep
-
-
-def cost_keeper(tied: Attribution | None) -> Callable[[ChoiceStream], None]:
-    """Return a function that keeps only the cost of an answer."""
-
-    def keep(choice: ChoiceStream) -> None:
-        if tied is not None and choice.done is not None:
-            tied.done(choice.request, choice.tokens, choice.done, None)
-
-    return keep
-
-
 def ids(call: HTTPCall, service: Service) -> Any:
     """Return a source of request ids; the first is the call's own."""
     return itertools.chain((call.number,), iter(service.next_id, -1)).__next__
@@ -314,7 +303,7 @@ def check_model(name: str | None, service: Service, *, strict: bool = False) -> 
 
 
 def check_sampling(service: Service, sampling: Mapping[str, Any], where: str) -> None:
-    """Raise InvalidRequest for options that no answer of a model can be asked for with; it names the field."""
+    """Raise InvalidRequest for sampling options that the model does not take; its field is `where` and the option."""
     try:
         service.make_requests([0], SamplingOptions(**sampling), RequestParams(output=OutputFormat(reasoning=True)))
     except InvalidRequest as error:
@@ -345,11 +334,11 @@ async def with_prediction(
     return msgspec.structs.replace(options, prediction=tokens)
 
 
-def pace_of(body: Generation, choices: Sequence[ChoiceStream]) -> AnswerTimes:
-    """Build the `timings` object that the request asked for."""
+def answer_times(body: Generation, choices: Sequence[ChoiceStream]) -> AnswerTimes:
+    """Return what a request with `timings_per_token` or `return_progress` gets beside its answer."""
     return AnswerTimes(choices, timings=body.timings_per_token, progress=body.return_progress)
 
 
-def names_of(max_tokens: int | None) -> dict[str, str]:
-    """Map internal field names to a chat's, for error messages: its prompt is `messages`."""
+def chat_names(max_tokens: int | None) -> dict[str, str]:
+    """Return a chat's names of fields, by our own, for error messages; `max_tokens`: as the client sent it."""
     return {"prompt": "messages"} | ({"max_tokens": "max_completion_tokens"} if max_tokens is None else {})

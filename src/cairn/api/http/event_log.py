@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from cairn.api.http.call import Disconnected, HTTPCall, Watch, internal
 from cairn.api.http.sse import EVENT_STREAM, HEARTBEAT, error_event
-from cairn.frontend.request_state import Waker
+from cairn.frontend.waker import Waker
 from cairn.system.interfaces import Clock
 from cairn.types.errors import CairnError, Conflict, InvalidRequest, NotFound, trace
 

@@ -1,6 +1,11 @@
-"""Server-sent events (html.spec.whatwg.org, 9.2): headers, heartbeats, and the events that end a stream."""
+"""Server-sent events (html.spec.whatwg.org, 9.2): their framing, headers, heartbeats, and the ends of streams.
+
+The chunks of OpenAI's streams, of which there are thousands a second, are framed by hand in `chat/wire.py`.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 from cairn.api.http.call import encode, error_body
 from cairn.types.errors import CairnError
@@ -17,6 +22,12 @@ EVENT_STREAM: list[tuple[bytes, bytes]] = [
 """The headers of a stream."""
 
 
+def json_event(value: Any, kind: str = "") -> bytes:
+    """Return an event whose data is a JSON value; `kind`: the event's name, if it has one."""
+    data = b"data: " + encode(value) + b"\n\n"
+    return b"event: " + kind.encode() + b"\n" + data if kind else data
+
+
 def error_event(error: CairnError) -> bytes:
     """Return the event that ends a stream which failed after it began."""
-    return b"data: " + encode(error_body(error)) + b"\n\n"
+    return json_event(error_body(error))

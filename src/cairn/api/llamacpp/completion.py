@@ -17,9 +17,9 @@ from cairn.api.chat.state import ServerState
 from cairn.api.chat.timings import AnswerTimes
 from cairn.api.chat.wire import cache_object, token_scores
 from cairn.api.http.body import read_json
-from cairn.api.http.call import HTTPCall, encode
+from cairn.api.http.call import HTTPCall
 from cairn.api.http.routes import Route
-from cairn.api.http.sse import HEARTBEAT, error_event
+from cairn.api.http.sse import HEARTBEAT, error_event, json_event
 from cairn.api.llamacpp.schemas import InfillBody, LlamaBody, LlamaCompletionBody, plain, prompts_of
 from cairn.frontend.service import Service
 from cairn.text.tokens.tokenizer import INLINE
@@ -146,7 +146,8 @@ class LlamaAnswer:
     def delta(self, index: int, delta: Delta) -> bytes:
         """Return the events of one delta."""
         choice = self._choices[index]
-        data = b"".join(self._progress(index, told) for told in self._pace.heard(index, delta))
+        none = {"content": "", "tokens": []}
+        data = b"".join(json_event(self._piece(index) | none | told) for told in self._pace.heard(index, delta))
         if not (delta.text or delta.tokens):
             return data
         piece = self._piece(index) | {"content": delta.text, "tokens": list(delta.tokens)}
@@ -154,11 +155,11 @@ class LlamaAnswer:
         piece |= self._probabilities(delta.logprobs)
         if self._pace.timings:
             piece["timings"] = self._pace.so_far(index)
-        return data + _event(piece)
+        return data + json_event(piece)
 
     def finish(self, index: int, done: Done, reason: str) -> bytes:
         """Return the last piece of a choice."""
-        return _event(self._end(index) | {"content": "", "tokens": []})
+        return json_event(self._end(index) | {"content": "", "tokens": []})
 
     def end(self) -> bytes:
         """Return nothing: the last pieces say that they are the last."""
@@ -180,9 +181,6 @@ class LlamaAnswer:
 
     def _piece(self, index: int) -> dict[str, Any]:
         return {"index": index, "stop": False, "id_slot": -1}
-
-    def _progress(self, index: int, told: dict[str, Any]) -> bytes:
-        return _event(self._piece(index) | {"content": "", "tokens": []} | told)
 
     def _probabilities(self, found: Sequence[TokenLogprob]) -> dict[str, Any]:
         if not found:
@@ -282,7 +280,3 @@ async def _encoded(call: HTTPCall, service: Service, pieces: Sequence[str | int]
         return tokens()
     await check_length(call, service, texts, "prompt", special=special)
     return await service.chat.long.run(call.share, tokens)
-
-
-def _event(value: dict[str, Any]) -> bytes:
-    return b"data: " + encode(value) + b"\n\n"

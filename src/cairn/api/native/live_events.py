@@ -34,8 +34,8 @@ from cairn.api.http.call import HTTPCall, Watch, encode
 from cairn.api.http.routes import Route
 from cairn.api.http.sse import EVENT_STREAM, HEARTBEAT
 from cairn.api.native.agents import agent_object
-from cairn.frontend.request_state import Waker
 from cairn.frontend.service import Service
+from cairn.frontend.waker import Waker
 from cairn.types.errors import Overloaded, trace
 
 log = logging.getLogger("cairn.api")

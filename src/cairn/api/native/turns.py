@@ -18,7 +18,7 @@ from cairn.agents.types import TurnInfo
 from cairn.api.chat.answers import ChatAnswer
 from cairn.api.chat.attribution import HEADER
 from cairn.api.chat.exchange import Adapter, Batches, ChoiceStream, Exchange, Silence, rename_fields
-from cairn.api.chat.generation import check_length, check_lora, check_model, names_of, with_prediction
+from cairn.api.chat.generation import chat_names, check_length, check_lora, check_model, with_prediction
 from cairn.api.chat.message_schemas import contents, plain_messages
 from cairn.api.chat.parse import parse, read
 from cairn.api.chat.state import ServerState
@@ -81,7 +81,7 @@ class TurnRoutes:
         check_model(body.model, service)
         service.check_generates()
         await check_length(call, service, contents(body.messages), "messages")
-        with rename_fields(names_of(body.max_tokens)):
+        with rename_fields(chat_names(body.max_tokens)):
             options = await with_prediction(call, service, body, body.chat_options())
             running = await agents.turn(
                 call.tenant,
@@ -119,7 +119,7 @@ class TurnRoutes:
             (b"x-cairn-turn", b"%d" % running.turn.number),
         ]
         choices = [ChoiceStream(running.request)]
-        answer = TurnAnswer(call, service, choices, usage, running, _pace_of(body, choices, running))
+        answer = TurnAnswer(call, service, choices, usage, running, _answer_times(body, choices, running))
         await self._exchanges.run(call, turn_exchange(running, choices, answer), stream=bool(body.stream))
 
 
@@ -155,7 +155,7 @@ class TurnAnswer(ChatAnswer):
         return super().whole() | self._named
 
 
-def _pace_of(body: TurnBody | ResumeBody, choices: Sequence[ChoiceStream], running: RunningTurn) -> AnswerTimes:
+def _answer_times(body: TurnBody | ResumeBody, choices: Sequence[ChoiceStream], running: RunningTurn) -> AnswerTimes:
     """Return the timings of a turn; off for a resumed one, whose first part was generated earlier."""
     if isinstance(body, ResumeBody):
         return AnswerTimes(choices, timings=False, progress=False)

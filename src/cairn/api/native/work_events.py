@@ -15,9 +15,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from cairn.api.http.call import HTTPCall, encode
+from cairn.api.http.call import HTTPCall
 from cairn.api.http.event_log import EventLogs
-from cairn.api.http.sse import DONE
+from cairn.api.http.sse import DONE, json_event
 from cairn.config.config import Config
 
 Emit = Callable[[dict[str, Any]], object]
@@ -45,11 +45,11 @@ class EventedWork:
         self._task = task = asyncio.create_task(self._run())
         try:
             while (event := await self._queue.get()) is not None:
-                yield b"data: " + encode(event) + b"\n\n"
+                yield json_event(event)
             await asyncio.wait({task})
             if task.cancelled():
                 self.interrupted = True
-                yield b"data: " + encode({"type": "interrupted"}) + b"\n\n"
+                yield json_event({"type": "interrupted"})
             else:
                 task.result()
             yield DONE

@@ -24,7 +24,7 @@ from cairn.api.http.call import HTTPCall, Watch, encode, internal, shown
 from cairn.api.http.routes import Route
 from cairn.api.ollama.chat import LATEST, LINES
 from cairn.api.ollama.schemas import CopyBody, NameBody
-from cairn.frontend.requests import sampling_defaults
+from cairn.frontend.sampling_defaults import sampling_defaults
 from cairn.frontend.service import Service
 from cairn.models.files import is_gguf
 from cairn.models.hub import hub

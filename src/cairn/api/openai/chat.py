@@ -8,7 +8,7 @@ from typing import cast
 
 from cairn.api.chat.answers import ChatAnswer, TextAnswer
 from cairn.api.chat.exchange import ChoiceStream
-from cairn.api.chat.generation import chat_exchange, check_length, check_model, names_of, pace_of, text_exchange
+from cairn.api.chat.generation import answer_times, chat_exchange, chat_names, check_length, check_model, text_exchange
 from cairn.api.chat.parse import parse, read
 from cairn.api.chat.schemas import ChatBody, CompletionBody, with_prompt_logprobs
 from cairn.api.chat.state import ServerState
@@ -52,13 +52,13 @@ class OpenAI:
                 service,
                 choices,
                 body.include_usage,
-                pace_of(body, choices),
+                answer_times(body, choices),
                 top=body.top_logprobs or 0,
                 scored=body.prompt_logprobs,
                 free=[tool.function.name for tool in body.tools or () if tool.type == "custom"],
                 hides=body.reasoning is not None and bool(body.reasoning.exclude),
             ),
-            names_of(body.max_tokens),
+            chat_names(body.max_tokens),
         )
         await self._exchanges.run(call, exchange, stream=bool(body.stream))
 
@@ -107,7 +107,7 @@ class OpenAI:
                 body.include_usage,
                 echoed(choices) if echo else None,
                 body.logprobs,
-                pace_of(body, choices),
+                answer_times(body, choices),
                 body.prompt_logprobs,
             ),
             {"top_logprobs": "logprobs"},

@@ -18,7 +18,7 @@ from cairn.api.chat.exchange import ChoiceStream
 from cairn.api.chat.free_text_tools import free_text
 from cairn.api.chat.timings import AnswerTimes, cache_of
 from cairn.api.chat.wire import TokenBytes, cache_object, pack, token_scores, written_of
-from cairn.api.http.call import encode
+from cairn.api.http.sse import json_event
 from cairn.api.openai.file_search import CitedText, Searched
 from cairn.api.openai.responses_items import MARKS, Called, call_item
 from cairn.api.openai.responses_schemas import ResponseBody
@@ -225,7 +225,7 @@ class ResponseAnswer:
     def _event(self, kind: str, **fields: Any) -> bytes:
         value = {"type": kind, "sequence_number": self._sequence} | fields
         self._sequence += 1
-        return b"event: " + kind.encode() + b"\ndata: " + encode(value) + b"\n\n"
+        return json_event(value, kind)
 
     def _at(self, item: _ItemInProgress) -> dict[str, Any]:
         return {"item_id": item.id, "output_index": len(self._output)}

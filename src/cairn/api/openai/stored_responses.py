@@ -23,7 +23,7 @@ from cairn.agents.turns import TurnParams
 from cairn.agents.types import AgentInfo, TurnInfo
 from cairn.api.chat.attribution import AgentAttribution
 from cairn.api.chat.exchange import ChoiceStream
-from cairn.api.chat.generation import check_chat, check_length, check_model, shown_tools, warn_of_tools
+from cairn.api.chat.generation import check_generation, check_length, check_model, shown_tools, warn_of_tools
 from cairn.api.chat.message_schemas import contents, plain_messages
 from cairn.api.chat.schemas import ChatBody
 from cairn.api.chat.wire import cache_object
@@ -87,7 +87,7 @@ class StoredResponses:
     ) -> RunningTurn:
         """Begin the turn of a response. `chat` has the instructions and the messages since the `previous` one."""
         agents, id = self._attribution.open(), str(head["id"])
-        check_chat(chat, self._config)
+        check_generation(chat, self._config)
         check_model(chat.model, service)
         service.check_generates()
         first = instructed(head["instructions"])

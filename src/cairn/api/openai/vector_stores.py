@@ -225,7 +225,8 @@ class VectorStoreRoutes:
         parse(NoBody, await read_nothing(call, self._config), self._config)
         _check_batch(batch, (await stores.listed(call.tenant, id, batch))[1])
         await stores.cancel(call.tenant, id, batch)
-        await call.json(batch_object(*_with(batch, await stores.listed(call.tenant, id, batch))))
+        collection, attached = await stores.listed(call.tenant, id, batch)
+        await call.json(batch_object(collection, batch, attached))
 
     # --------------------------------------------------------------------------------------------------------- within
 
@@ -252,10 +253,6 @@ class VectorStoreRoutes:
         with contextlib.suppress(NotFound):
             return {one.id: one.size for one in await asyncio.to_thread(collections.store.documents, store)}
         return {}
-
-
-def _with(batch: str, found: tuple[Collection, Sequence[Attachment]]) -> tuple[Collection, str, Sequence[Attachment]]:
-    return found[0], batch, found[1]
 
 
 def _check_batch(batch: str, found: Sequence[Attachment]) -> None:

@@ -212,7 +212,7 @@ def register(app: typer.Typer) -> None:
 
 def _sampling(config: Config) -> list[tuple[str, str, str]]:
     """Return the sampling defaults as rows, or one row that says why the model cannot be read."""
-    from cairn.frontend.requests import sampling_defaults, with_options
+    from cairn.frontend.sampling_defaults import sampling_defaults, with_options
     from cairn.models.files import is_gguf
     from cairn.models.hub import hub
     from cairn.models.spec.config import load_spec

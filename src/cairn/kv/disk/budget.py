@@ -67,8 +67,8 @@ class DiskState:
         """Chunks whose last use is not saved in their files' times yet."""
         self._reserve = reserve
         self._low, self._gave, self._gave_at = 0, 0, 0.0
-        """Free bytes when the store began to give way to other users of the disk, the bytes given since that may not
-        show yet, and since when there are any."""
+        """For evictions that make room for other users of the disk: its free bytes before the first of them, the bytes
+        evicted since that it may not report as free yet, and when the first of those were evicted."""
         self._unsynced: dict[Path, object] = {}
         """Folders whose sync failed, each with a mark of its last failure."""
         self._counts = TierStats()

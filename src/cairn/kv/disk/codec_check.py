@@ -8,24 +8,23 @@ The distributions of the next token are compared: their divergence at every posi
 The share of positions at which both have the same likeliest token is reported but not judged: where two tokens are
 nearly equally likely, which for a small model is often, a negligible change swaps them.
 
-    <folder>/checked-<digest of the identity>      magic, XXH3-128 of the rest, msgpack
+    <folder>/checked-<digest of the identity>      see `record`
 
 `identity` is the one under which the chunks are stored: the engine's, with the codec in it (`prefix.numerics`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-import xxhash
 
 from cairn.kv.disk.codec import Codec, Raw, state_groups
 from cairn.kv.disk.folder import StoreFolder
+from cairn.kv.disk.record import read_record, write_record
 from cairn.system.interfaces import FileSystem
 from cairn.types.errors import ModelError
 from cairn.types.model_spec import CHUNK_BLOCKS, CacheGroup
@@ -49,8 +48,7 @@ TOP = 64
 _MAGIC = b"cairn kv check 2"
 _ROUNDING = 1e-6
 """Probability below the rounding error of a sum of so many others."""
-_DIGEST = 16
-_LARGEST = 4096
+
 _SCORED = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=True, top_logprobs=TOP)
 
 
@@ -126,43 +124,23 @@ def judged(name: str, beside: str, plain: Sequence[TokenLogprob], coded: Sequenc
 
 def remember(files: FileSystem, folder: Path, identity: bytes, result: Comparison) -> None:
     """Save a result durably in a store's folder that this process holds. Raises `OSError`."""
-    data = msgspec.msgpack.encode(_SavedComparison(identity, result))
     store = StoreFolder(files, folder)
     store.remove_leftovers()
-    temporary, _ = store.write(folder, [_MAGIC + xxhash.xxh3_128_digest(data), data])
-    try:
-        files.replace(temporary, _path(folder, identity))
-    except OSError:
-        with contextlib.suppress(OSError):
-            files.remove(temporary)
-        raise
-    files.sync_folder(folder)
+    write_record(store, _file_name(identity), _MAGIC, _SavedComparison(identity, result))
 
 
 def recall(files: FileSystem, folder: Path, identity: bytes, codec: str) -> Comparison | None:
     """Return the saved result; None if there is none or it is damaged. Raises `OSError` if the disk fails."""
-    try:
-        file = files.open(_path(folder, identity), "read")
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    try:
-        data = file.read(0, _LARGEST)
-    finally:
-        file.close()
-    start = len(_MAGIC) + _DIGEST
-    if data[:start] != _MAGIC + xxhash.xxh3_128_digest(data[start:]):
-        return None
-    try:
-        saved = msgspec.msgpack.decode(data[start:], type=_SavedComparison)
-    except msgspec.MsgspecError:
+    saved = read_record(StoreFolder(files, folder), _file_name(identity), _MAGIC, _SavedComparison)
+    if saved is None:
         return None
     result = saved.result
     valid = saved.identity == identity and result.codec == codec and result.positions >= POSITIONS
     return result if valid else None
 
 
-def _path(folder: Path, identity: bytes) -> Path:
-    return folder / f"checked-{hashlib.sha256(identity).hexdigest()[:32]}"
+def _file_name(identity: bytes) -> str:
+    return f"checked-{hashlib.sha256(identity).hexdigest()[:32]}"
 
 
 def _divergence(one: TokenLogprob, other: TokenLogprob) -> float:

@@ -139,11 +139,8 @@ def check_folder(files: FileSystem, folder: Path) -> bool:
         if any(name not in (LOCK_FILE, OF_MODELS) and not name.startswith(_TEMPORARY) for name in names):
             raise ConfigError(f"kv_dir: {folder} is not empty and not a KV store of Cairn", field="kv_dir")
         return False
-    file = files.open(folder / MARKER, "read")
-    try:
+    with contextlib.closing(files.open(folder / MARKER, "read")) as file:
         text = file.read(0, 100)
-    finally:
-        file.close()
     said = re.fullmatch(rb"cairn kv store ([1-9][0-9]{0,8})\n", text)
     if said is None:
         raise ConfigError(f"kv_dir: {folder / MARKER} is not a marker of Cairn", field="kv_dir")
@@ -159,12 +156,9 @@ def _mark(files: FileSystem, folder: Path) -> None:
     temporary = folder / (_TEMPORARY + MARKER)
     with contextlib.suppress(FileNotFoundError):
         files.remove(temporary)
-    file = files.open(temporary, "create")
-    try:
+    with contextlib.closing(files.open(temporary, "create")) as file:
         file.append(f"cairn kv store {FORMAT}\n".encode())
         file.sync()
-    finally:
-        file.close()
     files.replace(temporary, folder / MARKER)
     files.sync_folder(folder)
 
@@ -239,13 +233,10 @@ class StoreFolder:
 
         A file that is longer than its name says is read one byte further, which shows it.
         """
-        file = self.files.open(self.path(name), "read")
-        try:
+        with contextlib.closing(self.files.open(self.path(name), "read")) as file:
             if buffer is None or len(buffer) <= name.size:
                 return file.read(0, name.size + 1)
             return buffer[: file.read_into(0, buffer[: name.size + 1])]
-        finally:
-            file.close()
 
     def announce(self, name: Name) -> None:
         """Tell the disk that a chunk's file will be read soon."""
@@ -289,6 +280,19 @@ class StoreFolder:
         except OSError:
             self.discard(temporary, sum(len(part) for part in parts))
             raise
+
+    def replace(self, path: Path, parts: list[bytes | memoryview]) -> int:
+        """Write a file as `write` does and rename it to `path`; return its bytes on the disk.
+
+        After an error, what was at `path` is still there. The caller makes the name durable.
+        """
+        temporary, size = self.write(path.parent, parts)
+        try:
+            self.files.replace(temporary, path)
+        except OSError:
+            self.discard(temporary, size)
+            raise
+        return size
 
     def discard(self, path: Path, size: int) -> None:
         """Remove a file; if that fails, `tidy` removes it later."""
@@ -338,12 +342,9 @@ class StoreFolder:
         make_folders(self.files, self.folder)
         path, size = self.write(self.folder, [_PROBE])
         try:
-            file = self.files.open(path, "read")
-            try:
+            with contextlib.closing(self.files.open(path, "read")) as file:
                 if file.read(0, len(_PROBE)) != _PROBE:
                     raise OSError(errno.EIO, "what was written does not read the same")
-            finally:
-                file.close()
         finally:
             self.discard(path, size)
 

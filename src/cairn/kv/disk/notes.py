@@ -9,6 +9,7 @@ No answer depends on them. `seen` is never synced: what a power cut takes of it 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -56,11 +57,8 @@ class Notes:
         self._written = read_record(folder, _WRITTEN, _MAGIC, tuple[tuple[float, int], ...]) or ()
         self._appends = SEEN in beside
         if self._appends:
-            file = folder.files.open(folder.folder / SEEN, "read")
-            try:
+            with contextlib.closing(folder.files.open(folder.folder / SEEN, "read")) as file:
                 self._seen = file.read(0, _MOST_SEEN)
-            finally:
-                file.close()
         self._counted = {name: beside[name].disk for name in (_WRITTEN, SEEN) if name in beside}
 
     def recall_written(self) -> Sequence[tuple[float, int]]:
@@ -84,19 +82,11 @@ class Notes:
 
     def _replace(self, records: bytes) -> None:
         folder = self._state.folder
-        temporary, size = folder.write(folder.folder, [records])
-        try:
-            folder.files.replace(temporary, folder.folder / SEEN)
-        except OSError:
-            folder.discard(temporary, size)
-            raise
+        folder.replace(folder.folder / SEEN, [records])
 
     def _append(self, records: bytes) -> None:
-        file = self._state.folder.files.open(self._state.folder.folder / SEEN, "append")
-        try:
+        with contextlib.closing(self._state.folder.files.open(self._state.folder.folder / SEEN, "append")) as file:
             file.append(records)
-        finally:
-            file.close()
 
     def _write(self, name: str, size: int, work: Callable[[], None]) -> bool:
         """Write a file and count its bytes; return whether that worked."""
@@ -106,11 +96,8 @@ class Notes:
         state.make_room(blocks(size))
         try:
             state.write(blocks(size), work)
-            file = files.open(state.folder.folder / name, "read")
-            try:
+            with contextlib.closing(files.open(state.folder.folder / name, "read")) as file:
                 disk = blocks(file.size())
-            finally:
-                file.close()
         except OSError as error:
             state.fail("write", error)
             return False

@@ -58,11 +58,8 @@ class Pins:
         return pinned
 
     def _read(self, entry: FolderEntry) -> bytes:
-        file = self._folder.files.open(self._path / entry.name, "read")
-        try:
+        with contextlib.closing(self._folder.files.open(self._path / entry.name, "read")) as file:
             return file.read(0, entry.size)
-        finally:
-            file.close()
 
     def of(self, owner: str) -> list[str]:
         """Return the files of an owner, for all models."""
@@ -78,13 +75,7 @@ class Pins:
         if keys:
             body = b"".join(keys)
             prefix = _PREFIX.pack(_MAGIC, _FORMAT, len(keys))
-            temporary, disk = self._folder.write(self._path, [prefix + _check(prefix, name, body) + body])
-            try:
-                self._folder.files.replace(temporary, path)
-            except OSError:
-                self._folder.discard(temporary, disk)
-                raise
-            self.sizes[name] = disk
+            self.sizes[name] = self._folder.replace(path, [prefix + _check(prefix, name, body) + body])
         elif name in self.sizes:
             with contextlib.suppress(FileNotFoundError):
                 self._folder.files.remove(path)

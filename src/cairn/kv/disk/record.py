@@ -19,25 +19,17 @@ _LARGEST = 1 << 20
 def write_record(folder: StoreFolder, name: str, magic: bytes, value: Any) -> None:
     """Write a value durably to the store's file of this name. Raises `OSError` as the system does."""
     data = msgspec.msgpack.encode(value)
-    temporary, size = folder.write(folder.folder, [magic + xxhash.xxh3_128_digest(data), data])
-    try:
-        folder.files.replace(temporary, folder.folder / name)
-    except OSError:
-        folder.discard(temporary, size)
-        raise
+    folder.replace(folder.folder / name, [magic + xxhash.xxh3_128_digest(data), data])
     folder.files.sync_folder(folder.folder)
 
 
 def read_record(folder: StoreFolder, name: str, magic: bytes, kind: type[T]) -> T | None:
-    """Return the value in the store's file; None if there is no file or it is damaged."""
+    """Return the value in the store's file; None if there is no file or it is damaged. Raises `OSError`."""
     try:
-        file = folder.files.open(folder.folder / name, "read")
-    except FileNotFoundError:
+        with contextlib.closing(folder.files.open(folder.folder / name, "read")) as file:
+            content = file.read(0, _LARGEST)
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    try:
-        content = file.read(0, _LARGEST)
-    finally:
-        file.close()
     start, data = len(magic) + _DIGEST, content[len(magic) + _DIGEST :]
     if content[:start] == magic + xxhash.xxh3_128_digest(data):
         with contextlib.suppress(msgspec.MsgspecError):

@@ -168,7 +168,7 @@ class BlockPool:
         if after := self._after.get(parent):
             at = bisect_left(after, tokens, key=self._tokens_of)
             for block in after[max(0, at - 1) : at + 1]:
-                count = common(self._tokens_of(block), tokens)
+                count = common_length(self._tokens_of(block), tokens)
                 if count > most:
                     found, most = block, count
         return found, most
@@ -178,7 +178,7 @@ class BlockPool:
         blocks = []
         for block in self._after.get(parent, ()):
             own = self._tokens_of(block)
-            if common(own, tokens) == min(len(own), len(tokens)):
+            if common_length(own, tokens) == min(len(own), len(tokens)):
                 blocks.append(block)
         return blocks
 
@@ -233,7 +233,7 @@ class BlockPool:
         return published.tokens
 
 
-def common(one: Sequence[int], other: Sequence[int]) -> int:
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
     """Return the length of the common prefix."""
     count = 0
     for left, right in zip(one, other, strict=False):

@@ -23,7 +23,7 @@ Regions of one table (block_tokens = 4, window 6, computed = 18, reserved up to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from cairn.kv.pool.blocks import BlockPool, Copy
 from cairn.kv.pool.partial_blocks import PartialBlocks
@@ -90,13 +90,13 @@ class Cache:
         self.pools = tuple(BlockPool(blocks) for blocks in info.blocks)
         self._computing: dict[bytes, SequenceKV] = {}
         """The sequence that computes or loads the block with this key (of the first group's chain) now."""
-        self._parts = PartialBlocks(info, self.pools)
+        self.parts = PartialBlocks(info, self.pools)
         self._spares = SpareStates(info, self.pools)
         self._waiters = Waiters()
         self.seen = SeenBlocks()
         """Blocks of the leading group that were computed, to tell what was evicted from what never was."""
         self.below: LowerTiers | None = None
-        self.turns = (0, 1) if self._states else (0,)
+        self.publish_offsets = (0, 1) if self._states else (0,)
         """Offsets in a block at which `publish` has work while single tokens are computed: at its beginning and, with
         states, after the first token, from where on nothing reads the state at the end of the block before."""
 
@@ -183,7 +183,7 @@ class Cache:
             # No other load is begun: the blocks that the last one brought were evicted, and would be again.
             return None
         seq_kv.claim.tried = False
-        part = self._parts.find(seq_kv, tokens, hit, wanted) if reuse else None
+        part = self.parts.find(seq_kv, tokens, hit, wanted) if reuse else None
         for group, pool, table in zip(self._groups, self.pools, seq_kv.table.groups, strict=True):
             if group.kind == "full":
                 table.extend(pool.take(wanted))
@@ -193,25 +193,14 @@ class Cache:
             seq_kv.table.snapshots.begin((len(tokens) - 1) // size, self._reach(seq_kv, tokens, hit))
         if self.below is not None and hit:
             self.below.findable(seq_kv, tokens)
-        return hit * size + (self._parts.copy(seq_kv, part, hit) if part else 0)
-
-    def put_beside(
-        self,
-        seq_kv: SequenceKV,
-        tokens: Sequence[int],
-        end: int,
-        follow: tuple[int, ...],
-        write: Callable[[int, int], None],
-    ) -> int:
-        """See `PartialBlocks.put`."""
-        return self._parts.put(seq_kv, tokens, end, follow, write)
+        return hit * size + (self.parts.copy(seq_kv, part, hit) if part else 0)
 
     def copies(self) -> list[Copy]:
         """Return the copies ordered since the last call, to be made in order before anything else.
 
         `open` and `grow_for_guesses` order them.
         """
-        return self._parts.copies() + self._spares.copies() if self._states else self._parts.copies()
+        return self.parts.copies() + self._spares.copies() if self._states else self.parts.copies()
 
     def prepare(self, seq_kv: SequenceKV, tokens: Sequence[int], hit: int, stop: int, spare: int) -> bool:
         """Hold the first `hit` blocks and claim those up to `stop`, which are to be loaded.
@@ -338,7 +327,7 @@ class Cache:
 
         `computed`: positions whose KV is valid; the computed tokens of an unfinished block are published too.
         """
-        self._parts.publish(seq_kv, tokens, computed)
+        self.parts.publish(seq_kv, tokens, computed)
         self._waiters.wake(seq_kv)
         self._unclaim(seq_kv, tokens, seq_kv.claim.blocks.stop)
         self._spares.drop(seq_kv)
@@ -358,7 +347,7 @@ class Cache:
 
     def forget(self, seq_kv: SequenceKV, tokens: Sequence[int], keep: int) -> None:
         """Evict the cached blocks of `tokens` beyond the first `keep` tokens, last to first, up to one in use."""
-        self._parts.forget(seq_kv, tokens, keep)
+        self.parts.forget(seq_kv, tokens, keep)
         for number, pool in enumerate(self.pools):
             for index in range(len(tokens) // self._block_tokens - 1, -(-keep // self._block_tokens) - 1, -1):
                 block = self._find(seq_kv, number, index, tokens)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from cairn.kv.pool import prefix
-from cairn.kv.pool.blocks import BlockPool, Copy, common
+from cairn.kv.pool.blocks import BlockPool, Copy, common_length
 from cairn.kv.pool.sequence_kv import SequenceKV
 from cairn.types.step import EngineInfo
 
@@ -85,7 +85,7 @@ class PartialBlocks:
         return 0 if no token agrees or a pool has no room.
         """
         size = self._block_tokens
-        agreed = common(follow, tokens[end * size : min((end + 1) * size, len(tokens) - 1)])
+        agreed = common_length(follow, tokens[end * size : min((end + 1) * size, len(tokens) - 1)])
         if self._off or len(follow) != size or not agreed or not all(pool.available for pool in self._pools):
             return 0
         for number, pool in enumerate(self._pools):

@@ -94,12 +94,11 @@ class ContextLoad:
     """Whether nothing more will arrive."""
     cancelled: bool = False
     forced: bool = False
-    """Whether it was asked for explicitly: not given up because computing would be faster until a request waits for
-    it."""
+    """Whether it is a prefetch: it is not given up as slower than computing unless a request waits for it."""
     wanted: float = math.inf
-    """Since when a request waits for it; only for explicit loads."""
+    """When a request began to wait for it, for a prefetch."""
     had: int = 0
-    """Stretches that had landed by then."""
+    """Stretches that had landed at `wanted`."""
     done: list[Callable[[], None]] = field(default_factory=list)
     """Callbacks for its end."""
 
@@ -110,7 +109,7 @@ class ContextLoad:
 
     @property
     def ahead_of_need(self) -> bool:
-        """Whether it was asked for explicitly and no request waits for it."""
+        """Whether it is a prefetch that no request waits for."""
         return self.forced and self.wanted == math.inf
 
     def want(self, now: float) -> None:
@@ -126,7 +125,7 @@ class StoreReader:
         self,
         stores: Mapping[TierName, Store],
         sizes: Sequence[int],
-        gate: LoadPolicy,
+        load_policy: LoadPolicy,
         clock: Clock,
         wake: Callable[[], None],
     ) -> None:
@@ -138,7 +137,7 @@ class StoreReader:
         self._sizes = [size + OVERHEAD for size in sizes]
         self._buffers: dict[int, deque[memoryview]] = {size: deque() for size in self._sizes}
         """Free buffers by size. New memory is handed out page by page, which takes longer than reading."""
-        self._load_policy = gate
+        self._load_policy = load_policy
         self._clock = clock
         self._wake = wake
         self._changed = threading.Condition()
@@ -290,10 +289,10 @@ class LoadPolicy:
     def late(self, load: ContextLoad, alive: float) -> bool:
         """Return whether to give a load up: it stalls, or computing would have got further by now.
 
-        Other loads are read before it, which `worth` knew as far as the bandwidth was known. So until its turn it gets
-        the time that computing all of it takes; a reader without a sign of life since `alive` is a reason to give up.
-        `worth` was not asked about a `forced` load: it gets the time since a request waits for it, which may then begin
-        a load of its own.
+        It stalls if neither the load nor the reader, which last moved at `alive`, has moved for `STALL_SECONDS`. A
+        stretch may take as long as computing its tokens, counted from when the reader first came to the load. While
+        the reader is busy with other loads, the whole load may take as long as computing all of it. A `forced` load is
+        late only if a request waits for it, counted from when it began to wait; then the request may begin its own.
         """
         now = self._clock.now()
         if now - max(load.started, load.heard, alive) > STALL_SECONDS:

@@ -68,7 +68,7 @@ class Standings:
 
 
 HEAD_BYTES = 8
-"""Bytes of a block's key (its *head*) that say that a chunk contains the block other than as its last. The chunk's
+"""Bytes of a block's *head*, the beginning of its key. By their heads a chunk's blocks before its last are found; its
 tokens are compared afterwards."""
 OVERHEAD = 8192
 """Most bytes that a stored chunk has beyond its pages."""

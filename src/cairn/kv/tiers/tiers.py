@@ -21,8 +21,8 @@ from cairn.kv.pool.cache import Cache, lead
 from cairn.kv.pool.sequence_kv import SequenceKV, TierName
 from cairn.kv.tiers.chunk_lookup import ChunkLookup
 from cairn.kv.tiers.reader import Arrival, ContextLoad, LoadMode, LoadPolicy, StoreReader, Want
+from cairn.kv.tiers.saved_notes import SavedNotes
 from cairn.kv.tiers.store import Chunk, DurableStore, SettlingStore, Standing, Store, chunk_sizes
-from cairn.kv.tiers.store_memory import StoreMemory
 from cairn.kv.tiers.store_writer import StoreWriter
 from cairn.kv.tiers.write_behind import WriteBehind, WriteLimits
 from cairn.system.interfaces import Clock
@@ -70,8 +70,8 @@ class Tiers:
         self.reader = StoreReader(stores, self._sizes, self.load_policy, clock, wake)
         limits = limits or WriteLimits()
         notes = self._durable.notes if self._durable is not None else None
-        self._memory = StoreMemory(notes, cache.seen, self.writer, clock, limits.day_bytes)
-        self.write_behind = WriteBehind(cache, engine, clock, durable, self.writer, limits, self._memory.budget)
+        self._notes = SavedNotes(notes, cache.seen, self.writer, clock, limits.day_bytes)
+        self.write_behind = WriteBehind(cache, engine, clock, durable, self.writer, limits, self._notes.budget)
         self._lookup = ChunkLookup(cache, stores)
         self._loads: dict[SequenceKV, tuple[ContextLoad, Sequence[int]]] = {}
         self._answers: deque[Done] = deque()
@@ -177,7 +177,7 @@ class Tiers:
         `idle`: no request has wanted a step for a while. A failing store raises nothing here.
         """
         landing = [self._land(seq_kv, *item) for seq_kv, item in tuple(self._loads.items())]
-        self._memory.turn()
+        self._notes.turn()
         while self._answers:
             self._answers.popleft()()
         reading = self.write_behind.turn(idle)
@@ -259,13 +259,13 @@ class Tiers:
         def write(group: int, block: int) -> None:
             self._engine.write_blocks(group, [block], [parts[group][at]]).wait()
 
-        return self._cache.put_beside(seq_kv, tokens, end, follow, write)
+        return self._cache.parts.put(seq_kv, tokens, end, follow, write)
 
     def _is_state(self, group: int) -> bool:
         return self._cache.info.groups[group].kind == "state"
 
     def _brings(self, groups: Sequence[int]) -> bool:
-        """Return whether chunks of these groups are all that a stretch needed, its KV not being in the pool already."""
+        """Return whether a stretch loaded KV of these groups, and not only states beside KV that the pool has."""
         full = {number for number, group in enumerate(self._cache.info.groups) if group.kind == "full"}
         return not full or not full.isdisjoint(groups)
 
@@ -348,7 +348,7 @@ class Tiers:
 
         def give_up() -> None:
             if disk:
-                self._memory.forget(keys)
+                self._notes.forget(keys)
             self._cache.forget(self._cache.context(salt), tokens, keep)
             self.do(lambda store: self._lookup.drop(store, keys, salt, tokens, first), stores, dropped)
 
@@ -514,12 +514,12 @@ class Tiers:
             self._cache.close(seq_kv, tokens)
         end = self._clock.now() + grace
         self.write_behind.finish(grace)
-        self._memory.write_seen()
+        self._notes.write_seen()
         ended = self.writer.close(max(0.0, end - self._clock.now()))
         if left := self.write_behind.left():
             log.warning("%d chunks of KV were not stored before the end, and will be computed again", left)
         # A store in which a thread still hangs is not closed; the end of the process releases it.
         if all([ended, self.reader.close()]):
-            self._memory.close()
+            self._notes.close()
             for store in self._stores.values():
                 store.close()

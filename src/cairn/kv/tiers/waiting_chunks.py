@@ -29,6 +29,7 @@ class NotedChunk:
     at: float
     """When it was noted, or its sequence ended."""
     spare: bool
+    """Whether it is copied only when nothing else is left to copy."""
 
 
 class PoolChunks:
@@ -150,7 +151,7 @@ class WaitingChunks:
 
     @property
     def next(self) -> NotedChunk | None:
-        """The chunk to copy next: the first noted, else spare one, or an ancestor of it that was noted again since."""
+        """The chunk to copy next: the first of `noted`, else of `spare`, or its earliest ancestor that waits."""
         first = next(iter((self.noted or self.spare).values()), None)
         return None if first is None else self.line(first)[-1]
 

@@ -5,10 +5,10 @@
 
 No step waits for a store. A chunk is noted when all its blocks can be found in the pool. That takes no memory of its
 own, so only the pool bounds it. Its pages are copied when the step loop is idle, when the pool is about to need its
-blocks, or when it has waited for `COPY_SECONDS`: the most that a crash loses of a loop that never rests. Copies are
-bounded in bytes: while there is no room for more, chunks wait in the pool. If the pool evicts one meanwhile, neither it
-nor what extends it is stored; those that were noted are counted. A chunk that a store refused, or dropped on request,
-is noted once more when its sequence goes on, at most every `WAIT_SECONDS`.
+blocks, or when it has waited for `COPY_SECONDS`, so that a crash of a busy worker loses little. Copies are bounded in
+bytes: while there is no room for more, chunks wait in the pool. If the pool evicts one meanwhile, neither it nor what
+extends it is stored; those that were noted are counted. A chunk that a store refused, or dropped on request, is noted
+once more when its sequence goes on, at most every `WAIT_SECONDS`.
 
 Sequences that somebody is known to continue, and long ones, come first. Chunks of all others are *spare* until they
 come a second time: they are copied when nothing else is left to copy, and given up when the pool needs their blocks.
@@ -322,7 +322,7 @@ class WriteBehind:
                 self._shorten(noted, block)
 
     def _shorten(self, noted: NotedChunk, block: bytes) -> None:
-        """Let what a chunk that was given up has before the block that leaves wait as a tail: the pool still has it."""
+        """Let what a chunk that was given up has before `block` wait as a tail: the pool still has it."""
         if (tail := self._chunks.before(noted, block)) is not None:
             self._wait(tail)
 

@@ -72,7 +72,7 @@ class Family:
     packed: bool = False
     """Whether its safetensors may hold experts in MXFP4."""
     ahead: bool = False
-    """Whether multi-token-prediction layers may follow the last layer: see `ahead_spec`."""
+    """Whether multi-token-prediction layers may follow the last layer: see `mtp_spec`."""
     recurrence: str = ""
     """Rule of `recurrent_spec` that finds the recurrent layers; "": none."""
     alone: bool = False

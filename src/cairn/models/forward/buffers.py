@@ -8,11 +8,11 @@ from typing import Any
 
 from cairn.kernels.base import Kernels
 from cairn.kernels.program import Size, Slot
-from cairn.models.forward.ahead import JoinBuffers, allocate_join, join_numbers
 from cairn.models.forward.gemma3n import StreamBuffers, allocate_streams, stream_numbers
 from cairn.models.forward.gemma4 import UnevenBuffers, allocate_uneven, uneven_numbers
 from cairn.models.forward.latent import LatentBuffers, allocate_latent, latent_numbers
 from cairn.models.forward.moe import MixtureBuffers, allocate_mixture, mixture_numbers
+from cairn.models.forward.mtp_head import JoinBuffers, allocate_join, join_numbers
 from cairn.models.forward.recurrent import RecurrentBuffers, allocate_recurrent, recurrent_numbers
 from cairn.types.model_spec import BLOCK_TOKENS, ModelSpec
 from cairn.types.request import MAX_APPLIED

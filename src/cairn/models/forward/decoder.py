@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 from cairn.kernels.base import Array, Kernels, LowRank, Matrix, Rope
 from cairn.kernels.program import KernelCall, Program
 from cairn.models.families.tensor_names import XIELU
-from cairn.models.forward.ahead import Join, build_join, run_join
 from cairn.models.forward.buffers import Buffers, with_slots
 from cairn.models.forward.gemma3n import (
     StreamBuffers,
@@ -50,6 +49,7 @@ from cairn.models.forward.gemma4 import (
 )
 from cairn.models.forward.latent import LatentAttention, build_latent, run_latent
 from cairn.models.forward.moe import Beside, Mixture, build_beside, build_mixture, is_expert, run_beside, run_mixture
+from cairn.models.forward.mtp_head import Join, build_join, run_join
 from cairn.models.forward.norms import (
     HeadNorm,
     Norm,

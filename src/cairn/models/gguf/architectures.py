@@ -106,7 +106,7 @@ class Architecture:
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Layer tensors that hold the rows of several of ours, in order."""
     ahead: bool = False
-    """Whether multi-token-prediction layers may follow the last layer: see `ahead_spec`."""
+    """Whether multi-token-prediction layers may follow the last layer: see `mtp_spec`."""
     query_scaling: bool = False
     """Whether the file may scale queries by position."""
     log_multiplier: float = 0.0

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.kernels.base import Packed
-from cairn.models.families.ahead_spec import one_layer_gguf_name
 from cairn.models.families.moe_spec import CORRECTION, MAX_EXPERTS
+from cairn.models.families.mtp_spec import one_layer_gguf_name
 from cairn.models.families.tensor_names import XIELU, unpermute
 from cairn.models.families.uneven_spec import INPUTS, INPUTS_NORM, INPUTS_PROJECTION, MERGES, STREAMS
 from cairn.models.gguf.architectures import PER_LAYER, Architecture, layers

@@ -18,13 +18,13 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.models.families.ahead_spec import ahead_tensors, one_layer_name
 from cairn.models.families.encoder_spec import encoder_tensors
 from cairn.models.families.encoder_spec import own_name as encoder_name
 from cairn.models.families.families import AHEAD, FAMILIES
 from cairn.models.families.family import Family
 from cairn.models.families.latent_spec import latent_tensors
 from cairn.models.families.moe_spec import mixture_tensors
+from cairn.models.families.mtp_spec import ahead_tensors, one_layer_name
 from cairn.models.families.recurrent_spec import MIXER, recurrent_tensors
 from cairn.models.families.tensor_names import XIELU, own_tensors
 from cairn.models.families.uneven_spec import uneven_tensors

@@ -16,10 +16,10 @@ class Acceptance:
     """A moving average of the part of the guesses that were right."""
 
     def __init__(self, general: Acceptance | None = None) -> None:
-        """`general`: that of all sequences together, from which this one starts, and which learns of it."""
+        """Start an average for one sequence at `general`, that of all sequences, which is updated with it."""
         self._general = general
         self._right = self._first
-        """Of a sequence: where nothing is guessed it goes back to what it began with."""
+        """The average so far. While nothing is guessed, it drifts back to its first value."""
 
     @property
     def _first(self) -> float:
@@ -30,7 +30,7 @@ class Acceptance:
         return [self._right**count for count in range(1, width + 1)]
 
     def compare(self, guesses: Sequence[int], tokens: Sequence[int]) -> int:
-        """Take the tokens that came where these guesses were made, if any; return how many leading ones were right."""
+        """Compare guesses with the tokens sampled in their places; return how many leading ones were right."""
         if self._general is not None:
             self._general.compare(guesses, tokens)
         right = 0

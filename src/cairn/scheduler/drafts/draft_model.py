@@ -38,9 +38,9 @@ class DraftModel:
         """Whether its engine has failed; it guesses nothing from then on."""
 
     def open(self, salt: bytes, tokens: Sequence[int]) -> ModelGuesses | None:
-        """Return a sequence's guesses; None if it is longer than the small model's context, or the pool is in use.
+        """Return a sequence's guesses; None if it is too long for the small model, or its pool has no room.
 
-        What the small model computed is shared by sequences of one `salt` alone.
+        Only sequences of the same `salt` share KV of the small model.
         """
         if self.broken or len(tokens) + 1 >= min(self._engine.info.context, self._cache.longest):
             return None
@@ -55,7 +55,7 @@ class DraftModel:
     def read(self, guesses: ModelGuesses, width: int) -> list[int]:
         """Return `width` guesses of a sequence, fewer at the end of the context.
 
-        If it has not read the whole sequence yet, it reads a piece of it and returns none.
+        If the small model has not read the whole sequence yet, it reads one more piece, and there are no guesses.
         """
         try:
             return self._read(guesses, width)
@@ -145,3 +145,7 @@ class ModelGuesses:
         """Return the small model's next tokens, greedily sampled."""
         self._guesses = self._model.read(self, width)
         return self._guesses
+
+    def close(self) -> None:
+        """Free the sequence's blocks."""
+        self._model.end(self)

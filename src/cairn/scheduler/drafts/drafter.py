@@ -7,7 +7,7 @@ answer. So a wrong guess costs time and never changes an answer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from cairn.types.request import Request
 
@@ -52,7 +52,10 @@ class Drafter(Protocol):
 
 
 class DraftPolicy(Protocol):
-    """Decides for one scheduler which sequences speculate, and how far. Only the scheduler's thread calls it."""
+    """Decides for one scheduler which sequences speculate, and how far. Only the scheduler's thread calls it.
+
+    A `drafter` of its other methods is one that its own `open` returned.
+    """
 
     def open(self, request: Request, prompt: Sequence[int]) -> Drafter | None:
         """Return a drafter for a request that runs for the first time; None if it is never to speculate.
@@ -68,15 +71,15 @@ class DraftPolicy(Protocol):
         """
         ...
 
-    def close(self, drafter: Drafter) -> None:
+    def close(self, drafter: Any) -> None:
         """Release a drafter whose request has ended, however it ended."""
         ...
 
-    def width(self, drafter: Drafter, rows: int) -> int:
+    def width(self, drafter: Any, rows: int) -> int:
         """Return how many guesses to ask for in a step of `rows` decoding sequences; 0 for none."""
         ...
 
-    def record(self, drafter: Drafter, offered: int, accepted: int) -> None:
+    def record(self, drafter: Any, offered: int, accepted: int) -> None:
         """Record the result of a draft: `accepted` of its `offered` guesses were right."""
         ...
 

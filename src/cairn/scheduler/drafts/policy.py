@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, Protocol
 
+from cairn.scheduler.drafts.combined import CombinedDrafter, GuessingModel
 from cairn.scheduler.drafts.drafter import Drafter, DraftPolicy
 from cairn.scheduler.drafts.step_cost import MOST_TOKENS as LARGEST_STEP
 from cairn.scheduler.drafts.step_cost import StepCost
 from cairn.scheduler.drafts.suffix import LEAST_TOKENS, MOST_TOKENS, TOKEN_BYTES, SuffixDrafter
-from cairn.scheduler.drafts.twice import GuessedTwice, GuessingModel
 from cairn.types.request import Request
 
 WIDEST: Final = 7
@@ -36,6 +36,10 @@ class Weighed(Drafter, Protocol):
         """Return for each of the next guesses, at most `width`, the chance that it and all before it are right."""
         ...
 
+    def close(self) -> None:
+        """Free what a model holds for its guesses."""
+        ...
+
 
 class MeasuredPolicy:
     """A `DraftPolicy`: a suffix drafter for each sequence, with as many guesses as are expected to pay.
@@ -56,7 +60,7 @@ class MeasuredPolicy:
         """Make the policy of one scheduler. `fixed`: ask for so many guesses wherever there is a match; 0: measure.
 
         `states`: the model has recurrent states, so what is accepted before a wrong guess is computed a second time.
-        `model`: what guesses where nothing repeats: a small model, or the head for further tokens.
+        `model`: guesses where nothing repeats: a small model, or an MTP head.
         """
         self._fixed, self._states, self._model = fixed, states, model
         self._left = index_bytes
@@ -73,7 +77,7 @@ class MeasuredPolicy:
         """Bytes set aside for indexes."""
         return sum(self._reserved.values())
 
-    def open(self, request: Request, prompt: Sequence[int]) -> Drafter | None:
+    def open(self, request: Request, prompt: Sequence[int]) -> Weighed | None:
         """Implement `DraftPolicy.open`. None for short answers, mirostat, hidden states, and if memory is used up."""
         sampling = request.sampling
         if not _speculates(request):
@@ -89,9 +93,9 @@ class MeasuredPolicy:
         drafter = SuffixDrafter(prompt[:before], request.prediction, most=room)
         drafter.extend(prompt[before:])  # what was generated follows the prediction, if it is right
         guesses = None if self._model is None else self._model.open(request.salt, prompt)
-        found: Drafter = drafter
+        found: Weighed = drafter
         if self._model is not None and guesses is not None:
-            found = GuessedTwice(drafter, guesses, self._model)
+            found = CombinedDrafter(drafter, guesses, self._model)
         self._reserved[id(found)] = room * TOKEN_BYTES
         self._left -= room * TOKEN_BYTES
         return found
@@ -100,17 +104,14 @@ class MeasuredPolicy:
         """Implement `DraftPolicy.states_from`."""
         return None if self._model is None or not _speculates(request) else self._model.states_from(length)
 
-    def close(self, drafter: Drafter) -> None:
+    def close(self, drafter: Weighed) -> None:
         """Implement `DraftPolicy.close`."""
         self._left += self._reserved.pop(id(drafter), 0)
-        if self._model is not None and isinstance(drafter, GuessedTwice):
-            self._model.end(drafter.guesses)
+        drafter.close()
 
-    def width(self, drafter: Drafter, rows: int) -> int:
+    def width(self, drafter: Weighed, rows: int) -> int:
         """Implement `DraftPolicy.width`: maximise the expected tokens a second; 0 if no draft improves them."""
-        assert isinstance(drafter, SuffixDrafter | GuessedTwice)
-        weighed: Weighed = drafter
-        chances = weighed.chances(WIDEST)
+        chances = drafter.chances(WIDEST)
         if self._fixed:
             return self._fixed
         before = rows + self._guesses
@@ -119,7 +120,7 @@ class MeasuredPolicy:
         cost, tokens = self._cost, rows + self._expected
         best, width, expected, gain = _MARGIN * tokens / cost.of(before), 0, 0.0, 0.0
         most = cost.of(rows) * _MOST_DELAY if rows > 1 else float("inf")
-        each = cost.relative(weighed.guess_seconds)
+        each = cost.relative(drafter.guess_seconds)
         for count, chance in enumerate(chances, 1):
             gain += chance
             time = cost.of(before + count) + each * count
@@ -133,7 +134,7 @@ class MeasuredPolicy:
         self._expected += expected
         return width
 
-    def record(self, drafter: Drafter, offered: int, accepted: int) -> None:
+    def record(self, drafter: Weighed, offered: int, accepted: int) -> None:
         """Implement `DraftPolicy.record`."""
         self.offered += offered
         self.accepted += accepted

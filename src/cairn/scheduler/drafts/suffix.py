@@ -180,6 +180,9 @@ class SuffixDrafter:
             guesses.append(guesses[place])
         return guesses
 
+    def close(self) -> None:
+        """Do nothing: no model holds anything for it."""
+
     def _check_form(self, tokens: Sequence[int]) -> None:
         """Compare the tokens that were likely with those that came."""
         for guess, token in zip(self._form, tokens, strict=False):

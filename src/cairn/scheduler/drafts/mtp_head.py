@@ -1,12 +1,12 @@
-"""Drafts of the head that predicts further tokens (MTP), which many models have in their files.
+"""Drafts of a model's MTP head (multi-token prediction), which predicts further tokens; many models have one.
 
-The head takes the model's hidden state of a place and the token that follows, and predicts the token after that one.
-Its own state and prediction are the input of the next guess. So a step gives the hidden states of its tokens, and
-the drafter keeps those that the head has not read yet. The head has KV of its own for each sequence, which no other
-sequence reads. It covers what was computed while the sequence ran, and of a long prompt its end: where the states of
-earlier places are not at hand, the head's context begins later, and its guesses are a little worse.
+The head takes the model's hidden state of a position and the token that follows, and predicts the token after that
+one. Its own state and prediction are the input of the next guess. So each step returns the hidden states of its tokens,
+and the drafter keeps those that the head has not read yet. The head has KV of its own for each sequence, which no other
+sequence reads. It covers what was computed while the sequence ran, but of a long prompt only the end: where the states
+of earlier positions are not at hand, the head's context begins later, and its guesses are a little worse.
 
-What the head computed from its own states is overwritten once the model's are known.
+KV that the head computed from its own states is overwritten once the model's states are known.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ log = logging.getLogger(__name__)
 READ: Final = 512
 """Last tokens of a prompt that the head reads."""
 MOST_WAITING: Final = 2 * READ
-"""States of a sequence that wait for the head; it is not asked for guesses where more do, and they are given up."""
+"""Most states of a sequence that wait for the head; beyond that the head's context is given up."""
 STATE_BYTES: Final = 64 << 20
 """Most bytes of the states of all sequences that wait for the head."""
 _GREEDY: Final = SamplingParams(max_tokens=1, temperature=0.0)
 
 
-class AheadHead:
-    """The head and its KV, in which each sequence of a scheduler has blocks of its own. Only its thread uses it."""
+class MtpHead:
+    """The head and its KV, in which each sequence has blocks of its own. Only the scheduler's thread uses it."""
 
     def __init__(self, engine: Engine, now: Callable[[], float] = time.monotonic) -> None:
-        """Guess with this engine, whose rows have the states before their tokens."""
+        """Guess with this engine, whose rows have `Row.before`."""
         self._engine, self._now, self.blocks = engine, now, engine.info.blocks[0]
         self._free = list(range(self.blocks))
         self.accepted = Acceptance()
@@ -51,11 +51,11 @@ class AheadHead:
         """Return the first position of a prompt of so many tokens whose state the head needs; None for none."""
         return None if self.broken else max(0, length - READ)
 
-    def open(self, salt: bytes, tokens: Sequence[int]) -> AheadGuesses | None:
-        """Return a sequence's guesses; None if the head has failed. Nothing of them is shared, whatever the `salt`."""
-        return None if self.broken else AheadGuesses(self, tokens)
+    def open(self, salt: bytes, tokens: Sequence[int]) -> MtpGuesses | None:
+        """Return a sequence's guesses; None if the head has failed. Sequences share nothing, so `salt` is ignored."""
+        return None if self.broken else MtpGuesses(self, tokens)
 
-    def read(self, guesses: AheadGuesses, width: int) -> list[int]:
+    def read(self, guesses: MtpGuesses, width: int) -> list[int]:
         """Return `width` guesses of a sequence, fewer at the end of the context or the pool.
 
         If the head has not read the whole sequence yet, it reads a piece of it and returns none.
@@ -67,7 +67,7 @@ class AheadHead:
             self.broken = True
             return []
 
-    def _read(self, guesses: AheadGuesses, width: int) -> list[int]:
+    def _read(self, guesses: MtpGuesses, width: int) -> list[int]:
         run, start, piece = guesses.run, guesses.read, self._engine.info.max_tokens
         if len(run) - start > piece:
             if self._grow(guesses, start + piece):
@@ -95,16 +95,16 @@ class AheadHead:
             del run[known:]
         return found
 
-    def _step(self, guesses: AheadGuesses, start: int, end: int, states: bytes) -> RowResult:
-        """Compute places of a run with guesses; the result is of the last place, if that is the run's end."""
+    def _step(self, guesses: MtpGuesses, start: int, end: int, states: bytes) -> RowResult:
+        """Compute positions `start` to `end` of a run; the result samples a token if `end` is the run's end."""
         last = end - 1 if end == len(guesses.run) else None
         tables = (guesses.blocks,)
         row = Row(guesses.run, start, end, tables, last, 0, _GREEDY, 0, states_from=last, before=states)
         (result,) = self._engine.prefill([row]).wait()
         return result
 
-    def _grow(self, guesses: AheadGuesses, places: int) -> bool:
-        """Give a sequence the blocks for so many places; False, and none, if there are too few."""
+    def _grow(self, guesses: MtpGuesses, places: int) -> bool:
+        """Give a sequence blocks for so many positions; if there are too few, return False and free all that it has."""
         missing = -(-places // self._engine.info.block_tokens) - len(guesses.blocks)
         if missing > len(self._free):
             guesses.forget()
@@ -114,13 +114,9 @@ class AheadHead:
         return True
 
     def give_back(self, blocks: list[int]) -> None:
-        """Free a sequence's blocks, which it names no longer."""
+        """Free a sequence's blocks and clear its list of them."""
         self._free += blocks
         blocks.clear()
-
-    def end(self, guesses: AheadGuesses) -> None:
-        """Free what a sequence holds."""
-        guesses.forget()
 
     @property
     def free(self) -> int:
@@ -131,19 +127,19 @@ class AheadHead:
         """Do nothing: the engine is closed with that of its model."""
 
 
-class AheadGuesses:
+class MtpGuesses:
     """The guesses of the head for one sequence, and the states that it has not read yet."""
 
-    def __init__(self, head: AheadHead, tokens: Sequence[int]) -> None:
+    def __init__(self, head: MtpHead, tokens: Sequence[int]) -> None:
         self._head, self._tokens = head, list(tokens)
         self._begun = self._next = 0
-        """Position of the first state of the head's context, and of the state that is to come next."""
+        """Position of the first state of the head's context, and of the next state to take."""
         self._states = bytearray()
         """The states before the tokens of the run that the head has not read."""
         self._width = 0
         """Bytes of a state; 0 while the head has no context."""
         self.run: list[int] = []
-        """The tokens of the head's context: all behind the place of its first state."""
+        """The tokens of the head's context: all after the position of its first state."""
         self.read = 0
         """Leading tokens of the run that the head has read."""
         self.blocks: list[int] = []
@@ -165,7 +161,7 @@ class AheadGuesses:
         return found
 
     def forget(self) -> None:
-        """Give the head's context up, and its blocks back; it begins again with the next state."""
+        """Give up the head's context and free its blocks; a new one begins with the next state."""
         self._head.waiting -= len(self._states)
         self._states.clear()
         self._width = self.read = 0
@@ -177,11 +173,11 @@ class AheadGuesses:
         return [] if self._head.broken or not self.waiting else self._accepted.chances(width)
 
     def take_states(self, first: int, states: bytes, count: int) -> None:
-        """Take the states of `count` positions from `first` on. Those that are known already are passed over."""
+        """Take the states of `count` positions from `first` on, except those taken before."""
         if self._head.broken:
             return
         width = len(states) // count
-        if not self._width or first > self._next:  # those between are not at hand
+        if not self._width or first > self._next:  # the states in between are missing
             self.forget()
             self._width, self._begun, self._next = width, first, first
             self.run = self._tokens[first + 1 :]
@@ -204,3 +200,7 @@ class AheadGuesses:
         """Return what the head predicts next."""
         self._guesses = self._head.read(self, width)
         return self._guesses
+
+    def close(self) -> None:
+        """Free the head's blocks and states of the sequence."""
+        self.forget()

@@ -1,4 +1,4 @@
-"""The head that predicts further tokens (MTP): one layer behind a model's last, as files have it.
+"""A model's MTP head (multi-token prediction): one layer after the model's last, as files have it.
 
 It takes the hidden state of a place after the model's last norm and the embedding of the token that follows, joins them
 and runs one layer of the model's own kind, a norm and the model's output: the logits of the token after that one. For
@@ -80,7 +80,7 @@ def ahead_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return {_NORM: (hidden,), JOIN: (hidden, 2 * hidden), EMBEDDING_NORM: (hidden,), STATE_NORM: (hidden,)}
 
 
-def ahead_spec(spec: ModelSpec, names: Iterable[str], *, gguf: bool) -> ModelSpec | str | None:
+def mtp_spec(spec: ModelSpec, names: Iterable[str], *, gguf: bool) -> ModelSpec | str | None:
     """Return the spec of the head among a model's stored tensors; None if there is none.
 
     A sentence if there is one that cannot be used.

@@ -12,9 +12,8 @@ from typing import Literal
 
 import pytest
 
-from cairn.agents.log import log as log_module
+from cairn.agents.log import token_log as log_module
 from cairn.agents.log.index import TIDY, Index, OffsetTable, RecordKind, Segment, decode_keys, encode_keys
-from cairn.agents.log.log import Log
 from cairn.agents.log.recovery import Folder, look
 from cairn.agents.log.segment import (
     HEADER_BYTES,
@@ -28,6 +27,7 @@ from cairn.agents.log.segment import (
     encode_record,
     scan,
 )
+from cairn.agents.log.token_log import TokenLog
 from cairn.system.posix import SystemFiles
 from cairn.types.errors import ConfigError
 from tests.files import CrashFile, CrashFiles, Fault, SeededRng
@@ -35,13 +35,13 @@ from tests.files import CrashFile, CrashFiles, Fault, SeededRng
 FOLDER = Path("/agents")
 
 
-def opened(files: CrashFiles, path: Path = FOLDER) -> Log:
-    log = Log.open(files, path, SeededRng())
+def opened(files: CrashFiles, path: Path = FOLDER) -> TokenLog:
+    log = TokenLog.open(files, path, SeededRng())
     assert log is not None
     return log
 
 
-def put(log: Log, kind: RecordKind, key: int, text: bytes = b"x", *, sync: bool = True) -> Record:
+def put(log: TokenLog, kind: RecordKind, key: int, text: bytes = b"x", *, sync: bool = True) -> Record:
     record = Record(log.next_lsn(), kind, key, text)
     log.write([record], sync=sync)
     return record
@@ -201,16 +201,16 @@ def test_a_file_in_the_place_of_the_folder_is_named_as_such(tmp_path: Path) -> N
     place = tmp_path / "agents"
     place.write_bytes(b"")
     with pytest.raises(ConfigError, match="agents: is a file; the token log needs a folder of its own"):
-        Log.open(SystemFiles(), place, SeededRng())
+        TokenLog.open(SystemFiles(), place, SeededRng())
     assert place.read_bytes() == b""
 
 
 def test_a_second_process_is_refused_while_the_first_lives() -> None:
     files = CrashFiles()
     log = opened(files)
-    assert Log.open(files, FOLDER, SeededRng()) is None
+    assert TokenLog.open(files, FOLDER, SeededRng()) is None
     log.close()
-    assert Log.open(files, FOLDER, SeededRng()) is not None
+    assert TokenLog.open(files, FOLDER, SeededRng()) is not None
 
 
 def test_an_end_leaves_the_tokens_of_its_turn_behind() -> None:
@@ -328,7 +328,7 @@ def test_a_folder_that_is_not_ours_alone_is_refused_and_left_alone() -> None:
         spoil(files)
         before = files.files()
         with pytest.raises(ConfigError, match=what):
-            Log.open(files, FOLDER, SeededRng())
+            TokenLog.open(files, FOLDER, SeededRng())
         assert files.files() == before
 
 
@@ -338,7 +338,7 @@ def test_a_newer_format_is_refused_and_left_alone() -> None:
     files.put(FOLDER / f"{7:016x}.log", encode_header(SegmentHeader(7, 5, VERSION + 1)))
     before = files.files()
     with pytest.raises(ConfigError, match=f"format {VERSION + 1}"):
-        Log.open(files, FOLDER, SeededRng())
+        TokenLog.open(files, FOLDER, SeededRng())
     assert {path: data for path, data in files.files().items() if path.suffix == ".log"} == before
 
 
@@ -358,8 +358,8 @@ def test_a_segment_without_a_header_is_set_aside_and_goes_with_the_next_erasure(
 
 def test_the_same_holds_on_a_real_disk(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    log = Log.open(SystemFiles(), path, SeededRng())
-    assert log is not None and Log.open(SystemFiles(), path, SeededRng()) is None
+    log = TokenLog.open(SystemFiles(), path, SeededRng())
+    assert log is not None and TokenLog.open(SystemFiles(), path, SeededRng()) is None
     kept = put(log, RecordKind.TURN, 1, b"kept")
     put(log, RecordKind.TURN, 2, b"secret text")
     log.erase([2])
@@ -367,7 +367,7 @@ def test_the_same_holds_on_a_real_disk(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o700
     assert all(file.stat().st_mode & 0o777 == 0o600 for file in path.iterdir())
     assert not any(b"secret text" in file.read_bytes() for file in path.iterdir())
-    again = Log.open(SystemFiles(), path, SeededRng())
+    again = TokenLog.open(SystemFiles(), path, SeededRng())
     assert again is not None and again.recovered == [kept]
     again.close()
 
@@ -377,7 +377,7 @@ def test_a_loss_is_reported_and_a_torn_write_is_not_one(tmp_path: Path) -> None:
     folder = Folder(SystemFiles(), tmp_path / "log")
 
     def reopened() -> str:
-        log = Log.open(SystemFiles(), folder.path, SeededRng())
+        log = TokenLog.open(SystemFiles(), folder.path, SeededRng())
         assert log is not None
         try:
             assert look(folder) == log.loss or "between records" in log.loss  # bytes lost while the log is open
@@ -385,7 +385,7 @@ def test_a_loss_is_reported_and_a_torn_write_is_not_one(tmp_path: Path) -> None:
         finally:
             log.close()
 
-    log = Log.open(SystemFiles(), folder.path, SeededRng())
+    log = TokenLog.open(SystemFiles(), folder.path, SeededRng())
     assert log is not None
     for key in (1, 2, 3):
         put(log, RecordKind.TURN, key, b"payload")

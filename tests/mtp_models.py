@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from safetensors.numpy import save_file
 
-from cairn.models.families.ahead_spec import EMBEDDING_NORM, JOIN, STATE_NORM, ahead_spec
+from cairn.models.families.mtp_spec import EMBEDDING_NORM, JOIN, STATE_NORM, mtp_spec
 from cairn.models.files import is_gguf
 from cairn.models.safetensors.weights import open_weights, stored_names
 from cairn.models.spec.config import load_spec
@@ -114,6 +114,6 @@ def write_gguf_with_head(folder: Path, path: Path, *, last_norm: bool = True, **
 
 def head_spec(folder: Path) -> ModelSpec:
     """Return the spec of the head in a folder or a GGUF file."""
-    head = ahead_spec(load_spec(folder), stored_names(folder), gguf=is_gguf(folder))
+    head = mtp_spec(load_spec(folder), stored_names(folder), gguf=is_gguf(folder))
     assert isinstance(head, ModelSpec), head
     return head

@@ -125,8 +125,8 @@ SMALL_SEGMENTS = 8
 """Closed segments of less than half that size that may exist before they are merged."""
 
 
-class Log:
-    """The log in one folder. `Log.open` reads it; `recovered` holds its records."""
+class TokenLog:
+    """The log in one folder. `TokenLog.open` reads it; `recovered` holds its records."""
 
     def __init__(self, files: FileSystem, folder: Folder, rng: Rng, lock: Lock) -> None:
         self._files, self._folder, self._rng, self._lock = files, folder, rng, lock
@@ -153,7 +153,7 @@ class Log:
     # --------------------------------------------------------------------------------------------------- the start
 
     @classmethod
-    def open(cls, files: FileSystem, path: Path, rng: Rng) -> Log | None:
+    def open(cls, files: FileSystem, path: Path, rng: Rng) -> TokenLog | None:
         """Lock and read the log; return None while another process holds it.
 
         Raise ConfigError, and change nothing, for a folder that is not ours or of a newer format; OSError if the disk

@@ -28,7 +28,7 @@ class _TenantRoom:
                 ready.set_result(None)
 
 
-class TextRoom:
+class PromptMemory:
     """A weighted semaphore for each tenant, held from before a prompt is joined until it is answered."""
 
     def __init__(self) -> None:

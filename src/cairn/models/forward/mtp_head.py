@@ -1,4 +1,4 @@
-"""The beginning of the head that predicts further tokens: a token's embedding and the state before it are joined."""
+"""The input of an MTP head, which predicts further tokens: a token's embedding joined with the state before it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from cairn.kernels.base import Array, Kernels, Matrix
-from cairn.models.families.ahead_spec import EMBEDDING_NORM, JOIN, STATE_NORM
+from cairn.models.families.mtp_spec import EMBEDDING_NORM, JOIN, STATE_NORM
 from cairn.types.model_spec import ModelSpec
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from cairn.engine.fake import STATE, _Truth, fake_spec
-from cairn.scheduler.drafts import ahead
-from cairn.scheduler.drafts.ahead import READ, AheadHead
+from cairn.scheduler.drafts import mtp_head
+from cairn.scheduler.drafts.combined import CombinedDrafter
+from cairn.scheduler.drafts.mtp_head import READ, MtpHead
 from cairn.scheduler.drafts.policy import MeasuredPolicy
-from cairn.scheduler.drafts.twice import GuessedTwice
 from cairn.types.request import Request, SamplingExtras, SamplingParams
 from tests.laws.fake_head import FakeHead, WatchedEngine
 from tests.scheduler.test_scheduler import VOCAB, Rig
@@ -33,7 +33,7 @@ class Site:
     ) -> None:
         engine = WatchedEngine(fake_spec(VOCAB, context, windows), blocks=pool, block_tokens=4)
         self.fake = FakeHead(engine, blocks, most)
-        self.head = AheadHead(self.fake)  # type: ignore[arg-type]
+        self.head = MtpHead(self.fake)  # type: ignore[arg-type]
         self.policy = MeasuredPolicy(fixed, model=self.head)
         self.rig = Rig(drafts=self.policy, windows=windows, context=context, blocks=pool, **limits)
         self.rig.engine = engine
@@ -121,7 +121,7 @@ def test_slots_computed_from_the_heads_own_states_are_overwritten() -> None:
     assert site.rig.scheduler.stats().rejected > 10
 
 
-def guesses_of(head: AheadHead, tokens: list[int]) -> Any:
+def guesses_of(head: MtpHead, tokens: list[int]) -> Any:
     guesses = head.open(b"a", tokens)
     assert guesses is not None
     return guesses
@@ -149,7 +149,7 @@ def test_states_that_are_missing_begin_a_new_context_and_known_ones_are_passed_o
     assert len(guesses.propose(2)) == 2 and not site.head.broken
     guesses.extend([3])
     assert not guesses.propose(2), "the state before the last token is not there"
-    site.head.end(guesses)
+    guesses.close()
     assert site.head.free == site.head.blocks
 
 
@@ -158,9 +158,9 @@ def test_waiting_states_have_a_bound_for_one_sequence_and_for_all(monkeypatch: p
     one, other = guesses_of(site.head, [1] * 9), guesses_of(site.head, [2] * 9)
     one.take_states(0, bytes(8 * 100), 100)
     assert one.waiting == 100 and site.head.waiting == 800
-    one.take_states(100, bytes(8 * ahead.MOST_WAITING), ahead.MOST_WAITING)
+    one.take_states(100, bytes(8 * mtp_head.MOST_WAITING), mtp_head.MOST_WAITING)
     assert one.waiting == 0 == site.head.waiting
-    monkeypatch.setattr(ahead, "STATE_BYTES", 1000)
+    monkeypatch.setattr(mtp_head, "STATE_BYTES", 1000)
     one.take_states(2000, bytes(8 * 100), 100)
     other.take_states(0, bytes(8 * 100), 100)
     assert (one.waiting, other.waiting, site.head.waiting) == (100, 0, 800)
@@ -194,7 +194,7 @@ def test_drafting_time_counts_against_the_guesses() -> None:
             for tokens in (1, 2, 4, 8):
                 site.policy.step_took(1, tokens, 0.01 * (1 + 0.02 * tokens))
         drafter = site.policy.open(asked(1, random.Random(6)), [*range(20)])
-        assert isinstance(drafter, GuessedTwice)
+        assert isinstance(drafter, CombinedDrafter)
         drafter.take_states(0, bytes(8 * 19), 19)
         site.head.seconds = seconds
         assert bool(site.policy.width(drafter, 1)) == asks

@@ -18,7 +18,7 @@ SEEN_BYTES = 1 << 19
 """Records of seen blocks that are appended on the disk before all of them are written anew."""
 
 
-class StoreMemory:
+class SavedNotes:
     """Saves notes through the thread that writes chunks, in order with them. One thread calls."""
 
     def __init__(

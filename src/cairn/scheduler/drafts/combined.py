@@ -1,9 +1,9 @@
-"""Drafts of a sequence's own tokens where they repeat, and of a model everywhere else."""
+"""Drafts that combine two sources: the sequence's own tokens where they repeat, and a model everywhere else."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from cairn.scheduler.drafts.drafter import States
 from cairn.scheduler.drafts.suffix import SuffixDrafter
@@ -13,7 +13,7 @@ class SequenceGuesses(Protocol):
     """What a `GuessingModel` guesses for one sequence."""
 
     def chances(self, width: int) -> list[float]:
-        """Return for each of the next guesses the chance that it and all before it are right; none: it has no guess."""
+        """Return the chance of each of the next guesses that it and all before it are right; empty without guesses."""
         ...
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -25,12 +25,16 @@ class SequenceGuesses(Protocol):
         ...
 
     def propose(self, width: int) -> Sequence[int]:
-        """Return what the model would say next."""
+        """Return at most `width` guesses of the next tokens."""
+        ...
+
+    def close(self) -> None:
+        """Free what the model holds for the sequence."""
         ...
 
 
 class GuessingModel(Protocol):
-    """A model that guesses: a small one, or the head for further tokens. It counts the seconds of a guess."""
+    """A model that guesses: a small one, or an MTP head. It measures the seconds of a guess."""
 
     @property
     def seconds(self) -> float:
@@ -38,11 +42,7 @@ class GuessingModel(Protocol):
         ...
 
     def open(self, salt: bytes, tokens: Sequence[int]) -> SequenceGuesses | None:
-        """Return a sequence's guesses, or None. What it computed is shared by sequences of one `salt` at most."""
-        ...
-
-    def end(self, guesses: Any) -> None:
-        """Free what it holds for a sequence."""
+        """Return a sequence's guesses, or None. Only sequences of the same `salt` may share what it computes."""
         ...
 
     def states_from(self, length: int) -> int | None:
@@ -54,11 +54,11 @@ class GuessingModel(Protocol):
         ...
 
 
-class GuessedTwice:
+class CombinedDrafter:
     """A `Drafter`: the sequence's own tokens where they repeat, the model everywhere else."""
 
     def __init__(self, own: SuffixDrafter, guesses: SequenceGuesses, model: GuessingModel) -> None:
-        """`guesses`: those of the model for the sequence."""
+        """Combine a sequence's `own` repetitions with the `guesses` of a model for it."""
         self.own, self.guesses, self._model = own, guesses, model
         self.asks_model = False
         """Whether the guesses whose `chances` were returned last are the model's."""
@@ -95,3 +95,7 @@ class GuessedTwice:
     def propose(self, width: int) -> Sequence[int]:
         """Return the guesses whose `chances` were returned last."""
         return self.guesses.propose(width) if self.asks_model else self.own.propose(width)
+
+    def close(self) -> None:
+        """Free what the model holds for the sequence."""
+        self.guesses.close()

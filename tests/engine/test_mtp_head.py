@@ -14,16 +14,16 @@ from safetensors.numpy import load_file, save_file
 
 from cairn.config.config import Config
 from cairn.engine import recorded
-from cairn.engine.ahead import fit_head, guess_note, guesses, parallel_note
+from cairn.engine.mtp_head import fit_head, guess_note, guesses, parallel_note
 from cairn.engine.needs import needs
 from cairn.engine.recorded import RecordedEngine
-from cairn.models.families.ahead_spec import EMBEDDING_NORM, JOIN, STATE_NORM
+from cairn.models.families.mtp_spec import EMBEDDING_NORM, JOIN, STATE_NORM
 from cairn.models.safetensors.weights import open_weights
 from cairn.models.spec.config import load_spec
 from cairn.types.model_spec import BLOCK_TOKENS
 from cairn.types.request import SamplingParams
 from cairn.types.step import Row, RowResult
-from tests.ahead_models import HEADS, head_spec, stored_layer, write_gguf_with_head, write_with_head
+from tests.mtp_models import HEADS, head_spec, stored_layer, write_gguf_with_head, write_with_head
 from tests.tiny_models import GREEDY, KERNELS, MODELS, load, prompt, write_config, write_model
 
 ALONE: dict[str, dict[str, Any]] = {

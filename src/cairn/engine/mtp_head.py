@@ -1,4 +1,4 @@
-"""Whether the head that predicts further tokens (MTP) is loaded beside its model, and what it takes."""
+"""Whether a model's MTP head, which predicts further tokens, is loaded beside it, and what memory it takes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import msgspec
 from cairn.config.config import Config
 from cairn.engine.memory import WeightMemory, beside_weights, kernels_of, weight_memory
 from cairn.kernels.devices import KEEPS_ANSWERS, MLX, resolved
-from cairn.models.families.ahead_spec import ahead_spec
 from cairn.models.families.families import FAMILIES
+from cairn.models.families.mtp_spec import mtp_spec
 from cairn.models.files import is_gguf
 from cairn.models.packing.weight_format import Form, HeldWeights
 from cairn.models.safetensors.weights import open_weights, stored_names
@@ -41,14 +41,14 @@ class FittedHead(NamedTuple):
 
 
 def guesses(config: Config) -> bool:
-    """Tell whether sequences may speculate: `auto` needs a device on which guesses never move the bits of an answer."""
+    """Return whether sequences may speculate; with `auto` only where guesses never change a bit of an answer."""
     if config.speculate == "auto" and config.engine != "fake":
         return resolved(config.device) in KEEPS_ANSWERS
     return config.speculate != "off"
 
 
 def guess_note(config: Config) -> str:
-    """Return a sentence about guesses on a device on which they may move the last bits of an answer; "" elsewhere."""
+    """Return a sentence about guesses, for a device where they may change the last bits of an answer; else ""."""
     device = resolved(config.device)
     if config.engine == "fake" or device in KEEPS_ANSWERS or config.speculate == "off":
         return ""
@@ -59,26 +59,26 @@ def guess_note(config: Config) -> str:
 
 
 def parallel_note(spec: ModelSpec, folder: Path, config: Config) -> str:
-    """Return a sentence if the model has a head for further tokens, which several ranks do not share."""
+    """Return a sentence if the model has an MTP head, which is not loaded with several ranks; else ""."""
     if config.speculate == "off" or _found(spec, folder) is None:
         return ""
     return f"{spec.name}: its head for further tokens (MTP) is set aside: ranks (--tp) do not share it"
 
 
 def _found(spec: ModelSpec, folder: Path) -> ModelSpec | str | None:
-    """Return what `ahead_spec` does. The files of a family without such heads are not read again."""
+    """Return the result of `mtp_spec`; None, without reading files, for a family that has no such heads."""
     gguf = is_gguf(folder)
     family = FAMILIES.get(spec.architecture)
     if not gguf and (family is None or not family.ahead):
         return None
-    return ahead_spec(spec, stored_names(folder), gguf=gguf)
+    return mtp_spec(spec, stored_names(folder), gguf=gguf)
 
 
 def fit_head(spec: ModelSpec, folder: Path, config: Config, form: Form) -> FittedHead | str | None:
-    """Return the head in a model's files; None if there is none, or it is not wanted.
+    """Return the MTP head in a model's files; None if there is none, or it is not wanted.
 
-    A sentence if it is set aside: its form is unknown, or its tensors are not what they should be. Only headers are
-    read. `form`: that of the model's weights.
+    Return a sentence if it cannot be used: its form is unknown, or its tensors are not the expected ones. Only headers
+    are read. `form`: that of the model's weights.
     """
     if not guesses(config) or config.draft_model is not None or spec.kind != "chat":
         return None
