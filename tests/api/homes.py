@@ -1,4 +1,4 @@
-"""Agents, the server that has them, and a client of it, in this process."""
+"""Agents, a server of them and a client of it, in this process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAMES = ("any", "m")
 async def home(
     folder: Path, embedder: Path | None = None, **options: Any
 ) -> AsyncIterator[tuple[House, httpx.AsyncClient]]:
-    """Yield a server with agents in a folder. `embedder`: for collections, which need a model for embeddings."""
+    """Yield a server with agents in a folder; `embedder` adds a model for embeddings, which collections need."""
     config = Config(**options)
     async with house(folder, salts(config)) as at, site(at.service, config) as web, web.http() as http:
         web.app.state.attribution.agents = at.agents
@@ -39,7 +39,7 @@ async def home(
 
 @contextlib.asynccontextmanager
 async def embedding(app: App, service: Service, folder: Path) -> AsyncIterator[None]:
-    """Add a model for embeddings to an application; the other model still answers to every name."""
+    """Add a model for embeddings to an application; every model name still means the other model."""
     made = await Service.start(tiny.config(folder), in_process=True)
     try:
         listed = (ModelOptions(model="chats"), ModelOptions(model="embeds", name="embeds"))
@@ -54,7 +54,7 @@ async def embedding(app: App, service: Service, folder: Path) -> AsyncIterator[N
 
 
 def plain(text: str) -> list[dict[str, Any]]:
-    """Return the events of a stream; comments and the ids of resumable ones are left out."""
+    """Return the events of a stream without comments and without the ids of resumable streams."""
     lines = [line for line in text.split("\n") if not line.startswith("id: ")]
     found = events("\n".join(lines))
     assert found.pop() == "[DONE]"

@@ -54,9 +54,10 @@ def free_port() -> int:
 
 
 class Served:
-    """A server process. `options` are fields of Config, and `config_file` a file of more; `plant` is run first.
+    """A `cairn serve` process.
 
-    With `holds`, answers stop at their 100th token while the file `hold` is there, however fast the machine is.
+    `options` are fields of Config, `config_file` is a file of more options, and `plant` is Python source that runs
+    first. With `holds`, answers stop at their 100th token while the file `hold` exists, however fast the machine is.
     """
 
     def __init__(self, plant: str = "", *, holds: bool = False, **options: Any) -> None:
@@ -77,7 +78,7 @@ class Served:
             start_new_session=True,
         )
         self.errors = b""
-        # Read all the while: a server that writes into a full pipe would stand still.
+        # Read at all times: a server that writes into a full pipe would block.
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 

@@ -1,4 +1,4 @@
-"""A service that says what a test tells it to: for wire shapes and failures that a real one produces rarely."""
+"""A service that answers as a test scripts it: for wire shapes and failures that the real one rarely produces."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SPEC = ModelSpec(
 
 
 class Bytes:
-    """A tokenizer in which token n is byte n, and 256 and more are control tokens."""
+    """A tokenizer in which token n is byte n; ids of 256 and more are control tokens."""
 
     special_tokens: ClassVar[dict[str, str]] = {"bos_token": "<257>"}
     middle: Middle | None = None
@@ -150,7 +150,7 @@ class ScriptedStream:
 
 
 class ScriptedService:
-    """A service whose answers `script(request) -> steps` decides."""
+    """A service whose answers come from `script(request) -> steps`."""
 
     def __init__(
         self,

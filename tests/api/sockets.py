@@ -32,7 +32,7 @@ class Site:
         return f"http://127.0.0.1:{self.port}"
 
     def http(self, **more: Any) -> httpx.AsyncClient:
-        # Nothing is encrypted: to read all authorities anew for each client took most of these tests' time.
+        # Nothing is encrypted, and loading all certificate authorities for each client took most of these tests' time.
         return httpx.AsyncClient(base_url=self.url, timeout=20, trust_env=False, verify=False, **more)
 
     def openai(self, key: str = "none") -> openai.AsyncOpenAI:
@@ -80,7 +80,7 @@ async def answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], byt
 
 
 def events(body: bytes | str) -> list[Any]:
-    """Return the data of a stream's events in order, parsed; `[DONE]` stays a text."""
+    """Return the parsed data of a stream's events in order; `[DONE]` stays a string."""
     text = body.decode() if isinstance(body, bytes) else body
     found = []
     for block in text.split("\n\n"):

@@ -1,4 +1,4 @@
-"""Adapters as clients see them: named in every dialect, loaded and unloaded while others run, with KV of their own."""
+"""Adapters as clients see them: named in every dialect, loaded and unloaded under load, with KV of their own."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DIALECTS: dict[str, dict[str, Any]] = {
 
 
 def fake_adapters(folder: Path, names: str) -> tuple[AdapterOptions, ...]:
-    """Adapters of the fake engine, which are any files."""
+    """Make the fake engine accept any files as adapters."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in names.split():
         (folder / name).write_text(f"the adapter {name}")
@@ -45,7 +45,7 @@ def fake_adapters(folder: Path, names: str) -> tuple[AdapterOptions, ...]:
 
 @contextlib.asynccontextmanager
 async def at(folder: Path, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a server with the adapters `sql` and `poems`."""
+    """Yield a client of a server with the adapters `sql` and `poems`."""
     adapters = fake_adapters(folder / "adapters", "sql poems")
     settings = config(make_model(folder / "tiny"), adapters=adapters, kv_disk=False, **options)
     service = await Service.start(settings, in_process=True)
@@ -57,7 +57,7 @@ async def at(folder: Path, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def said(answer: Any) -> str:
-    """Return all text of an answer in any dialect: everything but ids, times and the model's name."""
+    """Return all text of an answer in any dialect: everything except ids, times and the model's name."""
     if isinstance(answer, dict):
         kept = ("choices", "message", "content", "text", "output", "response", "thinking", "reasoning_content")
         return "|".join(said(one) for name, one in sorted(answer.items()) if name in kept)
@@ -293,7 +293,9 @@ async def test_combinations_without_end_take_no_room(tmp_path: Path, monkeypatch
 
 
 async def test_an_adapted_model_is_found_by_its_identity_from_the_start(tmp_path: Path) -> None:
-    """An agent of an earlier run has its KV pinned, and erased, before anybody names the adapter again."""
+    """The KV of an agent from an earlier run is pinned, and can be erased, before any request names the adapter
+    again.
+    """
     from cairn.frontend.adapters import AdaptedService, ServedAdapters
 
     settings = config(make_model(tmp_path / "tiny"), adapters=fake_adapters(tmp_path, "sql"), kv_disk=False)

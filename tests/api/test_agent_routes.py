@@ -58,7 +58,7 @@ def chunk_files(store: Path) -> list[Path]:
 
 
 def held_back(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Let the engine's steps take 20 ms until this is set."""
+    """Make the engine's steps take 20 ms until the returned event is set."""
     quick, prefill = threading.Event(), FakeEngine.prefill
 
     def slow(self: FakeEngine, rows: Any) -> Any:
@@ -299,7 +299,7 @@ async def test_a_request_whose_fields_are_all_optional_needs_no_body(folder: Pat
         assert (await http.post("/v1/agents")).status_code == 201
         resumed = await http.post("/v1/agents/ada/resume")
         assert resumed.status_code == 409 and "only an interrupted one" in resumed.text
-        for path in ("ada/rollback", "ada/turns"):  # these need one
+        for path in ("ada/rollback", "ada/turns"):  # these routes need one
             assert (await http.post(f"/v1/agents/{path}")).status_code == 415
         for order in ("pin", "resume", "fork"):
             assert (await http.post(f"/v1/agents/ada/{order}", content=b"x=1")).status_code == 415
@@ -455,7 +455,7 @@ async def test_ordinary_requests_are_on_the_account_of_the_agent_they_name(folde
 
 
 async def test_a_name_that_is_not_known_opens_an_account(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent without turns, which goes by itself."""
+    """Such an account is an agent without turns that expires on its own."""
     chat = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 3}
     text = {"prompt": "hi", "max_tokens": 3}
     durable, generate = list[bool](), Service.generate
@@ -523,7 +523,7 @@ async def test_a_name_that_is_not_known_opens_an_account(folder: Path, monkeypat
 async def test_requests_that_open_an_account_again_at_once_share_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second finds the name free while the first still removes the account whose time is over."""
+    """The second request finds the name free while the first one is still removing the expired account."""
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "prompt_cache_key": "ada"}
     removing, go_on, drop = asyncio.Event(), asyncio.Event(), AgentKv.drop
 
@@ -563,7 +563,7 @@ async def test_an_account_that_is_deleted_while_it_is_opened_costs_no_answer(
 
 
 async def test_answers_of_store_false_are_kept_where_the_server_says_so(folder: Path) -> None:
-    """What they were sampled as is in the log then, and found again after a restart."""
+    """The sampled token ids are then in the log, and are found again after a restart."""
     chat = {"messages": [{"role": "user", "content": "hi"}], "store": False, "prompt_cache_key": "pi", **TURN}
     for store_kv, kept in (("asked", 0), ("always", 1)):
         async with home(folder, store_kv=store_kv) as (at, _, http):
@@ -573,7 +573,9 @@ async def test_answers_of_store_false_are_kept_where_the_server_says_so(folder: 
 
 
 async def test_requests_that_were_refused_take_no_place_from_those_that_were_computed(folder: Path) -> None:
-    """Of an agent so many are remembered: the KV of those that no longer are does not go with it."""
+    """The number of requests remembered per agent is limited; refused requests must not push out computed ones, whose
+    KV is deleted with the agent.
+    """
     chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 3}
     async with home(folder) as (at, _, http):
         await http.post("/v1/agents", json={"id": "ada"})
@@ -589,7 +591,7 @@ async def test_requests_that_were_refused_take_no_place_from_those_that_were_com
 
 
 async def test_a_request_that_ended_early_belongs_to_its_agent_all_the_same(folder: Path) -> None:
-    """Its KV goes with the agent: whoever deletes it is not told of chunks that stay."""
+    """Its KV is deleted with the agent; otherwise chunks would stay that nobody is told of."""
     chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi " * 40}], "ignore_eos": True, "stream": True}
     async with home(folder) as (at, _, http):
         await http.post("/v1/agents", json={"id": "ada"})
@@ -611,7 +613,7 @@ async def test_a_request_that_ended_early_belongs_to_its_agent_all_the_same(fold
 async def test_all_that_was_computed_for_a_client_that_does_not_read_goes_with_the_agent(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a stream has sent before its client left may be much less than what the worker has computed and stored."""
+    """The worker may have computed and stored far more than the stream had sent before its client left."""
     quick = held_back(monkeypatch)
     asked = {"model": "tiny", "prompt": "hello", "max_tokens": 300, "n": 8, "logprobs": 20, "stream": True}
     body = json.dumps(asked | {"ignore_eos": True, "temperature": 0}).encode()
@@ -628,7 +630,8 @@ async def test_all_that_was_computed_for_a_client_that_does_not_read_goes_with_t
             slow.connect(("127.0.0.1", web.port))
             slow.sendall(request_bytes("POST", "/v1/completions", body, "X-Cairn-Agent: ada"))
             async with asyncio.timeout(30):
-                for count in (20, 300):  # 20 of each choice are far more than what is sent to who reads none
+                # 20 of each choice are far more than what is sent to a client that does not read
+                for count in (20, 300):
                     while at.service.metrics.generation_tokens < 8 * count:
                         await asyncio.sleep(0.01)
                     quick.set()
@@ -647,7 +650,9 @@ async def test_all_that_was_computed_for_a_client_that_does_not_read_goes_with_t
 async def test_the_text_of_a_deleted_agent_is_shown_to_nobody_though_a_request_in_its_name_went_on(
     folder: Path, monkeypatch: pytest.MonkeyPatch, cut: bool
 ) -> None:
-    """Why a prompt was not found is told from the last contexts of the tenant, and this one ends after the deletion."""
+    """Reasons for a cache miss are found by comparing with the tenant's last contexts, and this one ends after the
+    deletion.
+    """
     quick = held_back(monkeypatch)
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Code: SWORDFISH"}], "max_tokens": 1000}
     async with home(folder) as (at, _, http):
@@ -675,8 +680,8 @@ async def test_the_text_of_a_deleted_agent_is_shown_to_nobody_though_a_request_i
 
 
 @pytest.mark.parametrize("resumable", [False, True])
-async def test_an_agents_time_is_not_over_while_a_request_in_its_name_runs(folder: Path, resumable: bool) -> None:
-    """However long that takes, and however it ends; then its time begins anew."""
+async def test_an_agent_does_not_expire_while_a_request_in_its_name_runs(folder: Path, resumable: bool) -> None:
+    """However long the request takes and however it ends; afterwards the agent's time begins again."""
     chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "ignore_eos": True, "stream": True}
     headers = {"X-Cairn-Agent": "ada"} | ({"X-Cairn-Resumable": "1"} if resumable else {})
     async with home(folder) as (at, _, http):
@@ -714,8 +719,9 @@ async def test_an_agents_time_is_not_over_while_a_request_in_its_name_runs(folde
 
 
 async def test_an_agents_first_messages_are_checked_like_its_turns(folder: Path, tmp_path: Path) -> None:
-    """Some templates want a user's message, which an agent has not had yet; some write messages so that what tells of
-    tools in them is not there as it was."""
+    """Some templates require a user message, which a new agent does not have yet; others write messages in a way that
+    hides the marks by which tools are recognised.
+    """
     asked = "messages | selectattr('role', 'equalto', 'user') | list"
     wants = "{% if not " + asked + " %}{{ raise_exception('no user') }}{% endif %}"
     picky = talking_model(tmp_path / "tiny")
@@ -749,7 +755,7 @@ async def test_an_answer_that_must_not_be_stored_is_not(folder: Path) -> None:
 
 
 async def test_the_kv_of_what_must_not_be_stored_stays_off_the_disk(folder: Path, tmp_path: Path) -> None:
-    """It would hold the token ids: of a chat with an answer in it, of a text that comes twice, and of both whole."""
+    """Stored chunks hold token ids: of a chat that has an answer in it, and of a text that is sent twice."""
     async with house(folder, kv_dir=str(tmp_path / "kv")) as at, site(at.service) as web, web.http() as http:
         long = "What nobody may find on the disk when the day is over. " * 8
         said = [{"role": role, "content": long} for role in ("user", "assistant", "user")]
@@ -765,7 +771,7 @@ async def test_the_kv_of_what_must_not_be_stored_stays_off_the_disk(folder: Path
 
 
 async def test_a_changed_chat_reports_where_it_changed(folder: Path) -> None:
-    """Edited, re-rendered, or another tenant's: over HTTP, whole and streamed."""
+    """The chat is edited, rendered anew or sent by another tenant; the answer is whole or streamed."""
     keys = (TenantKeys(name="acme", keys=(Secret("k1"),)), TenantKeys(name="other", keys=(Secret("k2"),)))
     async with home(folder, tenants=keys) as (at, _, http):
         said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "My cat is called Tom."}]
@@ -821,7 +827,9 @@ SHORT = SamplingOptions(temperature=0, max_tokens=12)
 
 
 async def test_a_strict_tool_of_an_agent_binds_in_every_turn_and_wherever_the_agent_goes(folder: Path) -> None:
-    """In its turns, its forks', after a restart and as a file elsewhere; the prompt's tokens are not touched by it."""
+    """The schema applies in the agent's turns, in its forks, after a restart and in an import elsewhere, without
+    changing the prompt's tokens.
+    """
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     function = {"name": "count", "parameters": schema}
     loose = {"type": "function", "function": function}

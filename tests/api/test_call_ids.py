@@ -1,4 +1,6 @@
-"""Every second turn of a model whose template wants call ids of nine characters, or Kimi's, in every dialect."""
+"""Follow-up turns with call ids rewritten for templates that require nine characters, or Kimi's form, in every
+dialect.
+"""
 
 from __future__ import annotations
 
@@ -86,5 +88,5 @@ async def test_ollama(http: httpx.AsyncClient) -> None:
     for _ in range(3):
         message = (await post(http, "/api/chat", body | {"messages": told}))["message"]
         (call,) = message["tool_calls"]
-        call.pop("id", None)  # its clients send none
+        call.pop("id", None)  # Ollama's clients send none
         told += [message, {"role": "tool", "tool_name": "f", "content": "7"}]

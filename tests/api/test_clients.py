@@ -1,5 +1,6 @@
-"""What real clients send, and what they are told: names of the model, unknown fields, switches of the template, and
-answers that end with their first call."""
+"""Requests of real clients: model names, unknown fields, template switches, and answers that end with their first
+call.
+"""
 
 from __future__ import annotations
 
@@ -204,8 +205,8 @@ CALLS = [
 ]  # fmt: skip
 
 
-async def test_an_answer_ends_with_its_first_call_where_one_is_wanted(tmp_path: Path) -> None:
-    """Nothing is computed beyond it, and what comes back as history is what was sampled."""
+async def test_an_answer_ends_with_its_first_call_without_parallel_calls(tmp_path: Path) -> None:
+    """Nothing is computed beyond the call, and the answer that comes back as history is what was sampled."""
     path = write_scripted(tmp_path / "m.gguf", CALLS, template=text_models.QWEN_TEMPLATE)
     service = await Service.start(Config(model=str(path), kv_gb=0.05, kv_disk=False), in_process=True)
     body = {"messages": HI, "tools": [WEATHER], "temperature": 0}

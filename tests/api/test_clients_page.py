@@ -1,4 +1,4 @@
-"""docs/clients.md shows the table of accepted fields as the code has it."""
+"""docs/clients.md: its table of accepted fields equals the code's."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_page_shows_the_table() -> None:
 
 
 def test_the_tested_client_versions_are_those_installed() -> None:
-    """The versions that the page names are those of the extra `clients` and of npm in the Makefile, all of them."""
+    """The page names all versions of the extra `clients` in pyproject.toml and of the npm packages in the Makefile."""
     root = PAGE.parents[1]
     text = PAGE.read_text().partition("## What was tried")[2].partition("\n## ")[0]
     extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]

@@ -66,7 +66,7 @@ async def test_a_collection_from_creation_to_deletion(folder: Path, tmp_path: Pa
         assert found[0]["type"] == "sources" and len(found[0]["sources"]) == 3
         said = "".join(event["content"] for event in found if event["type"] == "answer.delta")
         assert said == answer["answer"] == found[-1]["answer"]
-        assert found[-1]["cached_tokens"] > 100  # the sources stand before the question
+        assert found[-1]["cached_tokens"] > 100  # the sources come before the question
         nothing = (await http.post("/v1/collections/c/ask", json={"query": "Zebra?", "min_score": 1})).json()
         assert nothing["answered"] is False and nothing["sources"] == [] and "no answer" in nothing["answer"]
         assert (await http.delete("/v1/collections/c/documents/d")).json()["deleted"] is True
@@ -161,7 +161,7 @@ async def test_invalid_input_is_named_in_the_error(folder: Path, tmp_path: Path)
 async def test_without_an_embedding_model_the_error_names_the_command_that_adds_one(
     folder: Path, tmp_path: Path
 ) -> None:
-    """A chat model's vectors put right answers last, and nobody was told why."""
+    """A chat model's vectors ranked right answers last, and nothing said why."""
     commands = "'cairn pull minilm', then start the server with it beside"
     async with home(folder, folder.parent / "embedder", agents_dir=str(tmp_path / "agents")) as (house, http):
         assert (await http.post("/v1/collections", json={"id": "c"})).status_code == 201

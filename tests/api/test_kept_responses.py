@@ -1,4 +1,4 @@
-"""What a response says of itself later is what it said at first, and agents that are responses are nobody else's."""
+"""Stored responses: they equal the first answer, and their agents are not other clients' agents."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def test_a_stored_response_equals_the_answer(tmp_path: Path) -> None:
             for one in (made, shown):
                 one["completed_at"] = None
                 for miss in one["usage"]["cairn"]["miss"]:
-                    miss.pop("differs", None)  # it is told once: it may quote another agent
+                    miss.pop("differs", None)  # not stored, as it may quote another agent
             assert shown == made
 
 

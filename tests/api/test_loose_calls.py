@@ -1,4 +1,4 @@
-"""Calls that a model writes otherwise than its template teaches, as each dialect's client sees them."""
+"""Calls that a model writes in another form than its template's, as clients of each dialect see them."""
 
 from __future__ import annotations
 

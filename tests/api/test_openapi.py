@@ -1,4 +1,4 @@
-"""The API's description: valid, whole, and of the types that check what is sent."""
+"""The OpenAPI description: valid, complete, and with the types that validate requests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_it_names_every_route_and_no_other(app: App, described: dict[str, Any]) 
 
 
 def test_it_names_every_route_that_a_module_says_it_has(described: dict[str, Any]) -> None:
-    """Those with an id in their path stand in the docstrings of the modules that serve them."""
+    """Routes with an id in their path are listed in the docstrings of the modules that serve them."""
     from cairn.api import app
     from cairn.api.native import agents, collections, teams, workflows
     from cairn.api.openai import conversations, responses

@@ -1,4 +1,4 @@
-"""Models whose form of calls is in no table, over real arithmetic: told, held to, and replayed."""
+"""Models whose call format is in no table, with real arithmetic: calls are recognised, constrained and replayed."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ async def test_a_malformed_call_is_text_with_a_note_and_history_goes_on(name: st
         await service.close()
 
 
-async def test_a_call_that_breaks_off_behind_its_arguments_is_one(tmp_path: Path) -> None:
-    """What follows them is told as text behind it."""
+async def test_a_call_that_breaks_off_behind_its_arguments_is_still_a_call(tmp_path: Path) -> None:
+    """What follows the arguments becomes content."""
     pieces = ["<|do|>", '[{"tool": "f", "with": {"x": 1}]', "<|done|>"]
     kinds = {piece: CONTROL for piece in pieces if piece.startswith("<|")}
     model = write_scripted(tmp_path / "m.gguf", pieces, template=template(FURTHER["other names"]), kinds=kinds)
@@ -96,7 +96,7 @@ async def test_calls_in_a_form_of_its_own(name: str, choice: str, tmp_path: Path
     body: dict[str, Any] = {
         "messages": [{"role": "user", "content": "hi"}],
         "temperature": 0,
-        "max_tokens": 400,  # off its script the model writes as many blanks as the grammar allows
+        "max_tokens": 400,  # when its script is not allowed, the model writes as many blanks as the grammar allows
         "tools": [F],
         "tool_choice": choice,
         "parallel_tool_calls": choice == "auto",

@@ -1,4 +1,4 @@
-"""Models that set their thoughts apart in ways of their own, over real arithmetic: gpt-oss, Gemma, Cohere."""
+"""Reasoning formats of gpt-oss, Gemma and Cohere, with real arithmetic."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ async def test_reasoning_content_and_calls_are_separated(name: str, tmp_path: Pa
 async def test_an_answer_that_comes_back_is_the_tokens_that_were_sampled(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the template makes of it: thoughts that it drops, headers in another order, JSON written anew."""
+    """Whatever the template does with it: drop the reasoning, reorder headers, write JSON anew."""
     template, pieces, end, (thought, _, called) = SCRIPTS[name]
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "tools": [F]}
     said: list[list[int]] = []
@@ -189,13 +189,16 @@ async def test_an_answer_that_comes_back_is_the_tokens_that_were_sampled(
         for later in ids[1:]:
             assert later[: len(whole)] == whole, "a conversation begins with all that was computed for it"
         behind = ids[1][len(whole)]
-        if end == "<|return|>":  # the template's own: what ends an answer while it is generated is `<|end|>` afterwards
+        if end == "<|return|>":  # the template ends a past answer with `<|end|>`
             (last,) = (await http.post("/tokenize", json={"content": "<|end|>", "add_special": False})).json()["tokens"]
         assert behind == last
 
 
 async def test_an_answer_that_was_cut_is_as_the_template_writes_it(tmp_path: Path) -> None:
-    """It lacks what stands behind an answer: put back as it is, it would make a history that no model has seen."""
+    """A cut answer lacks the closing tokens.
+
+    Putting its sampled tokens back would make a history that no model was trained on.
+    """
     template, pieces, end, _ = SCRIPTS["cohere"]
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
     async with playing(tmp_path / "m.gguf", template, pieces, end) as at, at.http() as http:
@@ -208,7 +211,8 @@ async def test_an_answer_that_was_cut_is_as_the_template_writes_it(tmp_path: Pat
         assert "<|START_RESPONSE|>Yes.<|END_RESPONSE|><|END_OF_TURN_TOKEN|>" in text and "Hm." not in text
 
 
-@pytest.mark.parametrize("name", ["gemma", "cohere"])  # off its script this model of gpt-oss begins to think again
+# When its script is not allowed, the gpt-oss model starts to reason again.
+@pytest.mark.parametrize("name", ["gemma", "cohere"])
 async def test_thoughts_have_a_budget(name: str, tmp_path: Path) -> None:
     template, pieces, end, _ = SCRIPTS[name]
     body = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 60, "reasoning_budget": 0}
@@ -236,7 +240,7 @@ def test_thoughts_may_stand_before_what_is_wanted(name: str, thought: str) -> No
 
 @pytest.mark.parametrize("name", ["harmony", "harmony calls", "cohere", "cohere calls"])
 async def test_a_turn_goes_on_behind_the_tokens_of_an_answer(name: str, tmp_path: Path) -> None:
-    """An agent's turn is the ids of its context, and then what the template writes of the new messages alone."""
+    """A turn's prompt is the ids of the agent's context, followed by what the template writes for the new messages."""
     template, pieces, end, (thought, said, called) = SCRIPTS[name]
     kinds = {piece: CONTROL for piece in [*pieces, end, "<|CHATBOT_TOKEN|>"] if piece.startswith("<")}
     chat = await Chat.start(

@@ -1,4 +1,4 @@
-"""`repetition_stop` over HTTP: in whole answers, streams and agents' turns, and off unless it is asked for."""
+"""`repetition_stop` over HTTP: in whole answers, streams and agents' turns, and off by default."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Clients that resend the whole conversation each time, against a real server that is restarted in between.
+"""Clients that resend the whole conversation, against a real server that is restarted in between.
 
-Whatever they do to what they resend that does not change what was said, all but the last incomplete chunk and the new
-message is found again.
+Whatever clients do to resent messages without changing what was said, everything but the last incomplete chunk and the
+new message comes from stored KV.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def cached(answer: dict[str, Any]) -> int:
 
 
 def whole(answer: dict[str, Any]) -> int:
-    """Tokens in whole chunks of all that was computed for an answer; its last token was never an input."""
+    """Return the number of tokens in whole chunks of KV after this answer; its last token was never an input."""
     usage = answer["usage"]
     return int((usage["prompt_tokens"] + usage["completion_tokens"] - 1) // CHUNK * CHUNK)
 
@@ -112,7 +112,7 @@ def wording(answer: dict[str, Any]) -> tuple[Any, list[Any]]:
 
 @pytest.mark.parametrize("client", [with_openai, with_curl])
 def test_a_conversation_that_is_resent_is_computed_once(demo: Home, client: Ask) -> None:
-    """Known failures 27, 39: over four questions and a restart before each but the first two."""
+    """Known failures 27, 39: four questions, with a restart before the third and fourth."""
     if client is with_curl and shutil.which("curl") is None:
         pytest.skip("there is no curl")
     messages: Messages = [{"role": "system", "content": f"{client.__name__}. {BOOK}"}]
@@ -153,7 +153,7 @@ def test_a_tool_call_may_be_written_otherwise_and_an_edited_answer_counts(demo: 
     edited = {**call, "function": {**call["function"], "arguments": '{"city": "Xanadu by the sea"}'}}
     resent = [*asked, {"role": "assistant", "content": None, "tool_calls": [edited]}, result]
     told = with_openai(demo.server, resent, tools=[WEATHER])
-    stranger = Home(tmp_path / "stranger", **DEMO)  # has only what it is sent to go by
+    stranger = Home(tmp_path / "stranger", **DEMO)  # knows nothing but what it is sent
     try:
         stranger.server.wait_ready()
         reference = with_openai(stranger.server, resent, tools=[WEATHER])
@@ -167,7 +167,7 @@ def test_a_tool_call_may_be_written_otherwise_and_an_edited_answer_counts(demo: 
 
 
 def test_reasoning_that_a_client_leaves_out_is_put_back(tmp_path: Path) -> None:
-    """Most clients do not send it back. Of the fake model's tokens only letters and ends are likely here."""
+    """Most clients do not send it back. Only letters and end tokens are likely for the fake model here."""
     home = Home(tmp_path, model=str(talking_model(tmp_path / "model")), served_name="demo")
     try:
         home.server.wait_ready()

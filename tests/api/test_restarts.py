@@ -1,4 +1,4 @@
-"""What a server that is asked to end leaves to the next one."""
+"""A server's last exchanges after a restart."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ BLOCK = 16
 
 
 def test_a_first_exchange_is_there_after_a_restart(tmp_path: Path) -> None:
-    """Also a short one that nobody is known to go on with, which is asked to end before it was ever idle."""
+    """Also a short exchange that belongs to no known conversation, on a server that is stopped before it was ever
+    idle.
+    """
     options: dict[str, Any] = {"model": "demo", "kv_dir": str(tmp_path / "kv")}
     prompt = [3 + 7 * at % 90 for at in range(50)]
     asked = {"prompt": prompt, "n_predict": 190, "temperature": 0, "ignore_eos": True, "return_tokens": True}

@@ -1,4 +1,4 @@
-"""A server with several models, as its clients see it: every dialect by name, nothing of one model from another."""
+"""A server with several models, as clients see it: every dialect by name, and nothing of one model in another."""
 
 from __future__ import annotations
 
@@ -177,7 +177,10 @@ def test_keep_alive_of_nothing_unloads(server: Served) -> None:
 
 
 def test_an_agents_context_survives_its_models_absence(server: Served) -> None:
-    """The agent talks to alpha, which is unloaded; beta answers; alpha comes back: only the new message is computed."""
+    """The agent talks to alpha, which is unloaded while beta answers.
+
+    When alpha is loaded again, only the new message is computed.
+    """
     long = [{"role": "user", "content": "tell me of the sea " * 40}]
     assert post(server, "/v1/agents", id="eve").status_code == 201
     first = post(server, "/v1/agents/eve/turns", model="alpha", messages=long, max_tokens=8, temperature=0)
@@ -205,8 +208,8 @@ def test_teams_and_workflows_are_answered_by_the_model_that_they_name(server: Se
     assert found["model"] == "beta", found
 
 
-def test_what_is_made_for_a_model_is_made_for_the_one_that_is_named(server: Served) -> None:
-    """An agent, and what OpenAI's routes beside the response say of one."""
+def test_agents_and_routes_about_a_request_use_the_named_model(server: Served) -> None:
+    """Agents, and OpenAI's routes about a request: compact and input_tokens."""
     for name in ("beta", "alpha"):
         made = post(server, "/v1/agents", id=f"of-{name}", model=name)
         assert made.status_code == 201 and made.json()["model"] == name, made.text

@@ -1,4 +1,4 @@
-"""Guessed tokens over HTTP: the same answers with and without, what usage and metrics tell, and `prediction`."""
+"""Speculative decoding over HTTP: the same answers with and without it, usage, metrics, and `prediction`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPT = "Say it again:" + WORDS * 4
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[tuple[Served, Served]]:
-    """One that guesses seven tokens wherever something repeats, and one that never does."""
+    """Yield a server that drafts seven tokens wherever text repeats, and one that never drafts."""
     with served(speculate="7") as guessing, served(speculate="off") as plain:
         yield guessing, plain
 
@@ -34,7 +34,7 @@ def words(server: Served) -> list[int]:
 
 
 def asked(server: Served, **more: Any) -> dict[str, Any]:
-    """A chat whose answer consists of a few words, so that it repeats itself."""
+    """Return a chat whose answer consists of a few words only, so that it repeats itself."""
     body = {"model": "demo", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 120, "ignore_eos": True}
     return body | {"allowed_token_ids": words(server)[:3], "temperature": 0} | more
 
@@ -74,7 +74,7 @@ def test_a_stream_tells_the_same(servers: tuple[Served, Served]) -> None:
 
 
 def test_a_stop_text_ends_an_answer_in_the_middle_of_guesses(servers: tuple[Served, Served]) -> None:
-    """The front ends it, perhaps before the worker knows: what was guessed until then counts all the same."""
+    """The front ends the answer, perhaps before the worker knows; drafts until then are counted nevertheless."""
     whole = post(servers[0], "/v1/chat/completions", asked(servers[0]))["choices"][0]["message"]["content"]
     stop = whole[len(whole) // 2 : len(whole) // 2 + 12]
     found = [post(server, "/v1/chat/completions", asked(server, stop=stop)) for server in servers]
@@ -105,7 +105,7 @@ def test_metrics_and_other_dialects_tell_it(servers: tuple[Served, Served]) -> N
 
 @pytest.mark.parametrize("parts", [False, True])
 def test_a_predicted_answer_takes_fewer_steps_and_is_the_same(servers: tuple[Served, Served], parts: bool) -> None:
-    """An answer that repeats nothing is guessed only by who is told it before."""
+    """An answer without repetition can only be drafted from a prediction."""
     guessing, plain = servers
     messages = [{"role": "user", "content": "x"}]
     more = {"messages": messages, "allowed_token_ids": words(guessing), "temperature": 1, "seed": 9, "max_tokens": 30}
@@ -139,7 +139,7 @@ def test_what_is_no_prediction_is_refused(servers: tuple[Served, Served], predic
 
 
 def test_a_prediction_longer_than_the_context_is_refused(servers: tuple[Served, Served]) -> None:
-    """By its tokens, or before it is encoded where it is far too long."""
+    """Refused by its number of tokens, or, if it is far too long, before it is tokenized."""
     for count in (6000, 200_000):
         prediction = {"type": "content", "content": WORDS * (count // 10)}
         found = post(servers[0], "/v1/chat/completions", asked(servers[0], prediction=prediction))

@@ -68,7 +68,7 @@ async def test_what_is_stored_can_be_seen_and_looked_after() -> None:
 
 
 async def test_a_page_of_elsewhere_cannot_order_what_needs_no_body() -> None:
-    """A request without a body needs no preflight; where it comes from decides."""
+    """A request without a body needs no preflight, so its Origin decides."""
     config = Config(cors_origins=("https://app.example",))
     async with site(Stored(), config) as at, at.http() as http:
         for origin, status in (
@@ -141,7 +141,7 @@ def test_packed_weights_removed_by_prune_are_reported_without_a_server(
 
 
 async def test_a_real_server_stores_flushes_and_finds_damage(tmp_path: Path) -> None:
-    """Through the worker: what an answer left is flushed, bent on the disk, found by a scrub, and gone."""
+    """Through the worker: an answer's KV is flushed, corrupted on disk, found by a scrub, and removed."""
     config = Config(model="demo", engine="fake", kv_dir=str(tmp_path / "kv"))
     service = await Service.start(config, in_process=True)
     try:

@@ -1,4 +1,4 @@
-"""Many streams at once over real sockets, against what the fake engine must say."""
+"""Many streams at once over real sockets, compared with what the fake engine must answer."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Figure = Callable[[str, str], None]
 
 
 class Truth:
-    """What the server must answer."""
+    """The answers that the server must give."""
 
     def __init__(self) -> None:
-        # The fake engine's noise depends on the size of its pool, so it is made as the server makes its own.
+        # The fake engine's logits depend on the size of its pool, so it is built as the server builds its own.
         self.spec, engine = load_engine(Config(engine="fake", kv_gb=KV_GB), DEMO)
         assert isinstance(engine, FakeEngine)
         self.engine = engine
@@ -76,7 +76,7 @@ async def stream(port: int, body: dict[str, Any]) -> tuple[list[Any], float]:
 
 
 def texts(found: list[Any], choices: int = 1, tokens: int = TOKENS) -> list[str]:
-    """Return each choice's text of a stream, checked to be well-formed from the first event to the last."""
+    """Return each choice's text; fail unless the stream is well-formed from the first event to the last."""
     assert found[-1] == "[DONE]"
     *chunks, usage, _ = found
     said = [""] * choices
@@ -104,7 +104,7 @@ MIXES: list[tuple[str, dict[str, Any], int]] = [
 async def test_concurrent_streams_are_complete_in_order_and_once(
     truth: Truth, figure: Figure, prove: bool, name: str, more: dict[str, Any], choices: int
 ) -> None:
-    """Known failures 2, 9, 22: nothing lost, repeated, mixed up or reordered between many streams."""
+    """Known failures 2, 9, 22: nothing is lost, repeated, mixed up or reordered."""
     count = (1000 if prove else 100) // choices
     rng = random.Random(name)
     prompts = [truth.prompt(rng) for _ in range(count)]
@@ -153,7 +153,7 @@ async def read_to_the_end(port: int, body: dict[str, Any]) -> list[Any]:
 
 
 async def test_sigterm_under_load_cuts_nothing_within_the_grace(truth: Truth, figure: Figure, prove: bool) -> None:
-    """Known failure 3: every request that runs ends whole, the process ends with 0, no process is left."""
+    """Known failure 3: every running request ends whole, the process exits with 0, and no process is left."""
     rounds = 20 if prove else 2
     rng = random.Random(9)
     whole = 0
@@ -186,7 +186,7 @@ async def test_sigterm_under_load_cuts_nothing_within_the_grace(truth: Truth, fi
 
 
 async def metrics(server: Served) -> dict[str, float]:
-    """Values of the metrics without labels that differ."""
+    """Return the metrics' values without labels that vary."""
     import httpx
 
     async with httpx.AsyncClient(base_url=server.url, trust_env=False, verify=False) as http:

@@ -1,4 +1,4 @@
-"""Structured answers and calls over a real server's process, as clients ask for them."""
+"""Structured answers and calls of a real server process."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_log_probabilities_are_of_the_plain_distribution(server: Served) -> None
     ],
 )
 def test_tokens_that_are_forced_change_no_answer(server: Served, more: dict[str, Any], finish: str) -> None:
-    """With log-probabilities each token has a step of its own: the answers are the same, to the token."""
+    """With log-probabilities each token takes a step of its own; the answers must be equal, token for token."""
     for seed in range(3):
         body = {"response_format": {"type": "json_object", "schema": CITY}, "seed": seed, **more}
         forced, single = ask(server, **body).json(), ask(server, **body, logprobs=True).json()
@@ -196,7 +196,7 @@ def test_a_worker_that_dies_within_an_object_is_followed_by_one_that_goes_on(ser
 
 
 def _worker(server: Served) -> int:
-    """The process of the server's worker."""
+    """Return the process of the server's worker."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
@@ -244,13 +244,13 @@ def test_what_cannot_be_followed_is_named(server: Served, more: dict[str, Any], 
     [{"json_schema": {"$ref": "#"}}, {"grammar": "root ::= root"}, {"guided_choice": ["a"], "allowed_token_ids": [5]}],
 )
 def test_an_answer_that_nobody_could_give_is_the_requests_own_fault(server: Served, more: dict[str, Any]) -> None:
-    """Clients send again what ended with a 5xx."""
+    """Clients retry after a 5xx, which would never succeed."""
     assert ask(server, **more).status_code == 400
     assert '"invalid_request"' in ask(server, **more, stream=True).text
 
 
 def placed(schema: dict[str, Any]) -> list[tuple[str, dict[str, Any], str]]:
-    """(path, body, the field's name) of every dialect's way to ask for a schema."""
+    """Return (path, body, field name) of every dialect's way to ask for a schema."""
     return [
         (
             "/v1/responses",
@@ -361,7 +361,7 @@ def test_an_answer_is_made_to_call(server: Served, choice: Any, names: set[str])
 
 @pytest.mark.parametrize("choice", [{"type": "custom", "name": "edit"}, "required", "auto"])
 def test_a_custom_tool_gets_what_its_lark_allows(server: Served, choice: Any) -> None:
-    """Also where the client does not ask for the call: there, whatever is called is called so."""
+    """Also with `tool_choice: auto`: any call that is made follows the grammar."""
     lark = 'start: head line{1,2}\nhead: "*** " ("add" | "cut") LF\nline: SIGN /[a-z]{1,6}/ LF\nSIGN: "+" | "-"\n'
     form = {"type": "grammar", "syntax": "lark", "definition": lark + "%import common.LF\n"}
     tools = [{"type": "custom", "name": "edit", "description": "changes a file", "format": form}]
@@ -376,7 +376,7 @@ def test_a_custom_tool_gets_what_its_lark_allows(server: Served, choice: Any) ->
 
 
 def test_tools_and_a_schema_together(server: Served) -> None:
-    """An answer calls, or it is what the schema says."""
+    """The answer either calls a tool or follows the schema."""
     for seed in range(4):
         answer = ask(server, tools=[TIME], response_format={"type": "json_object", "schema": {"const": 1}}, seed=seed)
         made = calls(answer)

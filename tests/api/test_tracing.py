@@ -1,4 +1,4 @@
-"""Traces by OpenTelemetry, as a collector sees them, and the log as lines of JSON."""
+"""OpenTelemetry traces as a collector sees them, and logs as JSON lines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ASKED = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 6, "te
 
 
 class Collector:
-    """An OTLP collector: what was sent to it, decoded."""
+    """An OTLP collector that keeps what it is sent, decoded."""
 
     def __init__(self) -> None:
         self.raw: list[bytes] = []
@@ -106,7 +106,7 @@ async def test_a_collector_sees_the_spans_of_a_request(folder: Path, collector: 
         answer = await http.post("/v1/chat/completions", json={**ASKED, "n": 2}, headers={"traceparent": PARENT})
         assert answer.status_code == 200
         assert (await http.post("/v1/chat/completions", json={"messages": []})).status_code == 400
-        assert (await http.get("/health")).status_code == 200  # a probe, of which there is no trace
+        assert (await http.get("/health")).status_code == 200  # a probe, which leaves no trace
         await flushed(at)
     spans = collector.spans()
     server, refused = (span for span in spans if span.kind == 2)
@@ -124,7 +124,7 @@ async def test_a_collector_sees_the_spans_of_a_request(folder: Path, collector: 
     order = [of[name] for name in ("queue", "prefill", "decode")]
     for one, next in itertools.pairwise(order):
         assert one.start_time_unix_nano <= one.end_time_unix_nano
-        assert abs(one.end_time_unix_nano - next.start_time_unix_nano) < 2_000_000  # two clocks are read for it
+        assert abs(one.end_time_unix_nano - next.start_time_unix_nano) < 2_000_000  # the two times come from two clocks
     assert of["decode"].end_time_unix_nano <= server.end_time_unix_nano + 2_000_000
     assert attributes(of["decode"])["cairn.completion_tokens"] == 6
     assert attributes(of["decode"])["cairn.finish_reason"] == "length"
@@ -150,7 +150,7 @@ async def test_loading_a_model_is_a_span_and_a_trace_that_is_not_sampled_none(
 
 
 async def test_kv_that_is_loaded_is_a_span(folder: Path, tmp_path: Path) -> None:
-    """A prompt whose KV comes from the disk waits for that within its queue."""
+    """A prompt whose KV is loaded from disk waits for it while it is queued."""
     prompt = tuple(range(20, 270)) * 2
     options = {"kv_dir": str(tmp_path / "kv"), "kv_load": "always"}
     for times in range(2):

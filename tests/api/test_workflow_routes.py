@@ -1,4 +1,4 @@
-"""The routes of workflows over a real socket, on the fake engine, whose answers are held to their contracts."""
+"""The routes of workflows over a real socket, on the fake engine, whose answers are constrained to their schemas."""
 
 from __future__ import annotations
 

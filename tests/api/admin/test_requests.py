@@ -1,4 +1,4 @@
-"""Routes beside generation."""
+"""Requests that run: the list, cancellation, and the routes of health, metrics and models."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def test_tokenize_and_detokenize() -> None:
         }
         chat = (await http.post("/tokenize", json={"messages": CHAT["messages"]})).json()
         assert chat["tokens"] == [104, 105]
-        long = "x" * 16_384  # as much as is encoded without a closer look
+        long = "x" * 16_384  # the most text that is tokenized without a check of its length first
         assert (await http.post("/tokenize", json={"prompt": long})).json()["count"] == 16_384
         for body in ({"prompt": long + "x"}, {"messages": [{"role": "user", "content": long}] * 2}):
             beyond = await http.post("/tokenize", json=body)
@@ -138,7 +138,9 @@ async def test_a_request_can_be_seen_and_cancelled_by_either_id() -> None:
 
 
 async def test_a_cancellation_takes_no_body_and_none_from_a_foreign_page() -> None:
-    """Any page may send a request without a body, and one that says what is not built must not be half obeyed."""
+    """Any web page may send a POST without a body; a body that asks for something unsupported must not be half
+    obeyed.
+    """
     service = ScriptedService(lambda request: [Delta(text="hi", tokens=(1,)), 60.0])
     async with site(service) as at, at.http() as http:
         running = asyncio.create_task(http.post("/v1/chat/completions", json=CHAT))
@@ -168,13 +170,13 @@ async def test_a_report_counts_every_prompt_once_and_keeps_the_index_of_each_cho
         path = f"/v1/requests/{response.headers['x-request-id']}"
         report = (await http.get(path)).json()
         assert report["prompt_tokens"] == 8 and report["completion_tokens"] == 8
-        del service.streams[0]  # as one that ended long before the others
+        del service.streams[0]  # as if this request had ended long before the others
         report = (await http.get(path)).json()
         assert [choice["index"] for choice in report["choices"]] == [1, 2, 3]
 
 
 async def test_health_and_metrics() -> None:
-    """Known failure 46: readiness is not always 200, and the metrics are the service's."""
+    """Known failure 46: readiness answers 503 where it should, and the metrics are the service's own."""
     service = ScriptedService()
     async with site(service) as at, at.http() as http:
         assert (await http.get("/health/live")).status_code == 200
@@ -191,7 +193,7 @@ async def test_health_and_metrics() -> None:
 
 
 async def test_before_the_model_is_loaded() -> None:
-    """Known failures 1, 46: the port answers while the model loads, and says that it is not ready."""
+    """Known failures 1, 46: the port answers while the model loads, and /health/ready says so with a 503."""
     async with site(None) as at, at.http() as http:
         assert (await http.get("/health/live")).status_code == 200
         ready = await http.get("/health/ready")
@@ -280,7 +282,7 @@ async def test_a_wrong_base_url_gets_a_hint() -> None:
             ("/agents", "/v1/agents"),
             ("/metrics//", "/metrics"),
         ):
-            # By hand: httpx reads a path of two slashes as a host.
+            # Over a raw socket: httpx reads a path that begins with two slashes as a host.
             reader, writer = await at.raw()
             writer.write(request_bytes("GET", path))
             status, _, body = await answer(reader)

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: wire shapes, what becomes of a prompt, and the anthropic client over a real port."""
+"""Anthropic's Messages API: wire shapes, prompts, errors, and the anthropic client over a real port."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def post(at: Site, value: Any, path: str = "/v1/messages", **headers: str)
 
 
 def events(text: str) -> list[tuple[str, Any]]:
-    """Return (event, data) of each event of a stream."""
+    """Return each event of a stream as (event, data)."""
     found = []
     for block in text.split("\n\n")[:-1]:
         first, _, data = block.partition("\n")
@@ -183,7 +183,10 @@ async def test_the_parts_of_usage_sum_to_the_prompt() -> None:
 @pytest.mark.parametrize("size", range(14, 35))
 @pytest.mark.parametrize("cached", [0, 16])
 async def test_something_of_a_prompt_is_always_input(size: int, cached: int) -> None:
-    """Clients take 0 for a prompt that was not counted: a prompt of whole blocks has one that is not written."""
+    """Clients read `input_tokens:
+
+    0` as "not counted", so a fully cached prompt of whole blocks reports one token as not cached.
+    """
     cached = min(cached, (size - 1) // 16 * 16)
     usage = Usage(prompt_tokens=size, completion_tokens=2, cached_tokens=cached)
     end = Done(reason=FinishReason.STOP, usage=usage, cache=CacheReport(computed=size - cached, pool=cached))
@@ -345,7 +348,9 @@ async def test_what_claude_code_sends_is_accepted(tmp_path: Path) -> None:
 
 
 async def test_equal_texts_are_found_in_the_cache_however_they_are_sent(tmp_path: Path) -> None:
-    """Over real tokens: the second request differs in shape, attribution and cache marks, and nothing is computed."""
+    """With a real tokenizer: the second request differs in shape, attribution and cache_control, and nothing is
+    computed again.
+    """
     long = "An agent's rules are long. " * 8
     first = body(
         max_tokens=2,
@@ -389,7 +394,7 @@ HOISTING = (
 async def test_a_system_message_in_the_middle_stays_there_where_a_template_knows_none(
     tmp_path: Path, template: str
 ) -> None:
-    """Templates that want system messages first, or put them there."""
+    """Covers templates that raise on a later system message, and templates that move it to the front."""
     folder = make_model(tmp_path / "strict")
     details = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(details | {"chat_template": template}))
@@ -583,4 +588,4 @@ def test_many_blocks_of_one_message_are_joined_once() -> None:
     ]
     began = time.process_time()
     assert len(chat({"role": "user", "content": [text] * 30_000})[0]["content"]) == 451 * 30_000 - 1
-    assert time.process_time() - began < 2.0  # it took half a minute
+    assert time.process_time() - began < 2.0  # it took half a minute before

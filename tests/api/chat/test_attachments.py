@@ -1,4 +1,4 @@
-"""Images and files in histories, in every dialect: a text stands in their place, always the same for the same bytes."""
+"""Images and files in histories, in every dialect: a placeholder text stands for them, equal for equal bytes."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ async def post(at: Site, path: str, body: Any) -> httpx.Response:
 
 
 def said(service: ScriptedService) -> str:
-    """Return all texts that the template was given."""
+    """Return all texts that the template received."""
     return json.dumps(service.prompts[-1][0])
 
 
@@ -131,7 +131,7 @@ async def test_an_image_that_a_user_has_just_sent_is_refused_unless_the_server_s
     async with site(refusing) as at, site(taking, Config(images="text")) as other:
         answer = await post(at, path, body)
         assert answer.status_code == 400 and where in told(answer) and "--images text" in told(answer), answer.text
-        if path != "/apply-template":  # the scripted service spells no template
+        if path != "/apply-template":  # the scripted service's /apply-template does not render
             assert (await post(other, path, body)).status_code == 200
             assert TEXT in said(taking)
     assert not refusing.prompts
@@ -167,7 +167,9 @@ def test_the_text_depends_on_the_bytes_alone() -> None:
 
 
 async def test_a_turn_after_an_image_computes_nothing_again(tmp_path: Path) -> None:
-    """The same image in two dialects, and with another line of base64: the tokens are the same, so KV is found."""
+    """The same image in two dialects, and with base64 wrapped differently, becomes the same tokens, so its KV is
+    reused.
+    """
     ask, more = "Look at this picture. " * 8, {"role": "user", "content": "and now?"}
     first = [{"role": "user", "content": [{"type": "text", "text": ask}, IMAGE_URL]}, SAY, more]
     other = [{"role": "user", "content": [{"type": "text", "text": ask}, BLOCK]}, SAY, more]
@@ -198,7 +200,7 @@ async def test_sound_videos_and_files_are_the_same_kind(part: Any, kind: str) ->
 
 
 async def test_documents_of_text_are_read() -> None:
-    """Not everything beside a text is an attachment."""
+    """Text documents are content, not attachments without text."""
     service = ScriptedService()
     plain = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "the words"}}
     within = {

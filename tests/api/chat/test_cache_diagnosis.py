@@ -1,4 +1,4 @@
-"""Why a prefix was not used again is said in the words that the SDKs know, all of them and no other."""
+"""Cache diagnosis: every reason for a miss is one of the values that the SDKs know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Custom tools in chats, whose input is one text, and tools that a client runs and names by their type alone."""
+"""Custom tools in chats, whose input is one text, and built-in tools that a client runs and names by type alone."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def post(at: Site, path: str, body: Any) -> httpx.Response:
 
 
 def calling(*calls: tuple[str, str], after: str = "") -> ScriptedService:
-    """A service that calls tools, each call in two pieces, and says something after that."""
+    """Return a service that calls tools, each call in two pieces, with text after them."""
     steps: list[Any] = []
     for index, (name, arguments) in enumerate(calls):
         half = len(arguments) // 2
@@ -225,12 +225,12 @@ TEXTS = {
 async def test_calls_of_a_clients_own_tools_are_items_of_their_own(
     name: str, arguments: str, kind: str, said: Any
 ) -> None:
-    """They come back as the same call, and so do their results."""
+    """They come back in history as the same call, and so do their results."""
     service = calling((name, arguments))
     body = {"input": "hi", "tools": [{"type": name}], "tool_choice": {"type": name}, "store": False}
     async with site(service) as at:
         whole = (await post(at, RESPONSES, body)).json()
-        if name != "local_shell":  # it is older than choices of a tool
+        if name != "local_shell":  # it is older than `tool_choice` for such tools
             TypeAdapter(Response).validate_python(whole)
         (item,) = whole["output"]
         assert item["type"] == kind and item["call_id"] == "call_0" and {**item, **said} == item

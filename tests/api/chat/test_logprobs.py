@@ -1,5 +1,6 @@
-"""Log-probabilities go with the text of their tokens, in every dialect that tells them: content's apart from
-reasoning's, and none of calls, tags and what ends an answer."""
+"""Log-probabilities in every dialect that has them: with the text of their tokens, content and reasoning apart, none
+for calls, tags and stop sequences.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +111,7 @@ async def test_ollama(at: Site) -> None:
 @pytest.mark.parametrize("echo", [False, True])
 @pytest.mark.parametrize("stop", [None, "so"])
 async def test_every_chunk_of_a_text_completion_has_them(at: Site, count: int, echo: bool, stop: str | None) -> None:
-    """The last one too, which says why it ended."""
+    """Also the last chunk, which holds the finish reason."""
     body = {"prompt": ["hi", "you"][: 1 + (count > 1)], "temperature": 0, "max_tokens": 12, "logprobs": count}
     body |= {"echo": echo, "stop": stop, "n": 1 if echo else 2}
     whole = json.loads(await post(at, "/v1/completions", body))["choices"]
@@ -125,7 +126,7 @@ async def test_every_chunk_of_a_text_completion_has_them(at: Site, count: int, e
 
 
 async def test_reasoning_is_counted_alike_however_it_is_read(at: Site) -> None:
-    """In a stream, whole, and where an answer was all there when it was read."""
+    """In a stream, as a whole answer, and where all events were there before the first read."""
     body = {"messages": HI, "max_tokens": 40, "temperature": 0, "thinking": {"type": "enabled", "budget_tokens": 1024}}
     whole = json.loads(await post(at, "/v1/messages", body))["usage"]["output_tokens_details"]
     streamed = data(await post(at, "/v1/messages", body | {"stream": True}))

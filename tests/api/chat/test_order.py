@@ -1,4 +1,6 @@
-"""What follows a call is told after it, in streams and whole, in every dialect whose answers have an order."""
+"""Order of text and calls: text behind a call stays behind it, in streams and whole answers of every ordered
+dialect.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ ORDER = ["First this.", "call_0", "Then that.", "call_1", "call_2", "At last."]
 
 
 def service(*, together: bool) -> ScriptedService:
-    """Return a scripted service. `together`: all events are there when the reader looks."""
+    """Return a scripted service; with `together` all events arrive in one batch."""
     steps: list[Any] = (
         [joined([*SAID, done(FinishReason.TOOL_CALLS)])] if together else [*SAID, done(FinishReason.TOOL_CALLS)]
     )
@@ -58,7 +60,7 @@ def data(text: str) -> list[dict[str, Any]]:
 
 
 def in_order(found: list[tuple[str, str]]) -> list[str]:
-    """Join pieces of texts; a call becomes its id, once."""
+    """Join adjacent pieces of text; a call is represented by its id, once."""
     order: list[str] = []
     texts = False
     for kind, value in found:

@@ -1,4 +1,4 @@
-"""Lists whose items take time to make: only those of the page are made, and others get their turn between them."""
+"""Pages of lists whose items are slow to build: only the page's items are built, and the event loop runs in between."""
 
 from __future__ import annotations
 

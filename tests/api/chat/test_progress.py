@@ -1,4 +1,4 @@
-"""How far a prompt is, step by step, in every dialect that tells it: from what was cached to the whole."""
+"""Progress of prefill in every dialect that reports it: from the cached tokens to the whole prompt, step by step."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_progress_goes_from_what_is_cached_to_the_whole(path: str, body: d
         assert not any("prompt_progress" in one for one in await streamed(at, path, body | {"return_progress": False}))
         if path.endswith("/turns"):
             body = body | {"messages": [*body["messages"], {"role": "user", "content": LONG[::-1]}]}
-        else:  # another prompt that begins as the one before did
+        else:  # another prompt that shares the prefix of the first
             body = {key: value + LONG[::-1] if value == LONG else value for key, value in body.items()}
             body |= {"messages": [{"role": "user", "content": LONG + LONG[::-1]}]} if "messages" in body else {}
         found = await streamed(at, path, body | {"return_progress": True})
@@ -64,7 +64,7 @@ async def test_progress_goes_from_what_is_cached_to_the_whole(path: str, body: d
 
 
 async def test_unrequested_progress_sends_no_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker tells of steps of a prompt only where somebody wants to know."""
+    """The worker reports prefill steps only if the request asks for them."""
     told: list[Any] = []
     accept = RequestState.accept
 

@@ -1,4 +1,4 @@
-"""Streams in which much is generated and nothing shown: they are kept awake by what was sent, in every dialect."""
+"""Streams that generate much and show nothing: heartbeats keep them awake, in every dialect."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ async def text_of(at: Site, path: str, body: dict[str, Any]) -> str:
 async def test_hidden_output_does_not_break_the_silence(
     what: str, path: str, body: dict[str, Any], delta: Delta, beat: str, wait: float
 ) -> None:
-    """Tokens come faster than heartbeats would, and slower ones do not double the time between them."""
+    """Whether hidden tokens come faster or slower than heartbeats, the time between two heartbeats stays the same."""
     count = round(6 * BEAT / wait)
     script = [*(step for _ in range(count) for step in (delta, wait)), Delta(text="said", tokens=(2,)), done()]
     async with site(ScriptedService(lambda request: list(script)), Config(heartbeat=BEAT)) as at:
         began = time.monotonic()
         text = await text_of(at, path, body)
     most = (time.monotonic() - began) / BEAT + 1
-    ends = 1 if path.startswith("/api/") else 0  # its last line says nothing either
+    ends = 1 if path.startswith("/api/") else 0  # the final line has no text either
     begun = 1 if path == "/v1/responses" else 0
     assert 3 <= text.count(beat) - ends - begun <= most, text[:2000]
     assert "said" in text
@@ -75,7 +75,7 @@ async def test_what_is_shown_breaks_it(path: str) -> None:
 
 
 async def test_a_stored_response_and_a_turn_are_kept_awake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those are read from an event log, where heartbeats of a response are events with numbers."""
+    """Both are read from an event log, where a response's heartbeats are numbered events."""
     slowly(monkeypatch)
     config = Config(heartbeat=BEAT)
     async with keeping(tmp_path / "agents", make_model(tmp_path / "tiny"), config) as at, at.http() as http:

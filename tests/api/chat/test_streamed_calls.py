@@ -1,5 +1,4 @@
-"""Calls over the real engine: told while they are written, in the dialects that have pieces of them, and what becomes
-of one that is cut or broken, in every dialect, in streams and whole."""
+"""Calls on the real engine: streamed piece by piece where the dialect can, and what becomes of cut or broken ones."""
 
 from __future__ import annotations
 
@@ -73,7 +72,7 @@ def asked(path: str, tokens: int = 99) -> dict[str, Any]:
 
 
 class Heard:
-    """What a client assembles from the answer to one request."""
+    """Collect what a client assembles from the answer to one request."""
 
     def __init__(self) -> None:
         self.text = self.name = self.reason = ""
@@ -158,14 +157,14 @@ async def test_names_and_arguments_come_as_they_are_written(
 
 @pytest.mark.parametrize("pieces", [CALL, XML], ids=["JSON", "tags"])
 async def test_a_call_that_is_cut_ends_for_want_of_tokens(pieces: list[str], tmp_path: Path) -> None:
-    """A part of it is told where a dialect has parts, and never is it content."""
+    """Dialects with argument pieces show a part of it; it never becomes content."""
     reasons = ("length", "max_tokens", "incomplete", "length")
     async with saying(tmp_path / "m.gguf", pieces) as at:
         for path, reason in zip(PATHS, reasons, strict=True):
             for stream in (True, False):
                 found = await heard(at, path, stream=stream, tokens=CUT)
                 assert (found.reason, found.text) == (reason, ""), path
-                if path == "/api/chat":  # whose calls have objects for arguments
+                if path == "/api/chat":  # arguments are an object there, so half of one cannot be sent
                     assert (found.name, found.arguments) == ("", "")
                 else:
                     assert found.name == "write" and '{"text": "word0 word' in found.arguments.replace("\\", ""), path
@@ -183,7 +182,7 @@ async def test_a_broken_call_is_sent_as_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tokens", [CUT, 99], ids=["cut", "broken"])
 async def test_the_session_goes_on_behind_a_call_that_is_no_json(tokens: int, tmp_path: Path) -> None:
-    """And what was computed of it is found again."""
+    """Its KV is reused, too."""
     async with saying(tmp_path / "m.gguf", BROKEN) as at, at.http() as http:
         path = "/v1/chat/completions"
         first = (await http.post(path, json=asked(path, tokens))).json()

@@ -1,4 +1,4 @@
-"""Request bodies together are bounded: the server's, and each tenant's."""
+"""Memory for request bodies: bounded for the server and for each tenant."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def chat(size: int) -> bytes:
 
 
 async def half_sent(at: Site, key: str, size: int) -> None:
-    """Send a chat whose last byte never comes."""
+    """Send a chat request without its last byte."""
     _, writer = await at.raw()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {key}\r\n"
     head += f"content-type: application/json\r\ncontent-length: {size + 1}\r\n\r\n"
@@ -80,7 +80,7 @@ async def test_half_sent_bodies_of_one_tenant_leave_the_others_theirs() -> None:
         await half_sent(at, "bobbobbobbob", 1_000_000)
         await held(at, 1_900_000)
         assert (await ask("eve", 300_000)).status_code == 503
-        at.writers[0].transport.abort()  # ada's client is gone, and so are its bytes
+        at.writers[0].transport.abort()  # ada's client disconnects, which frees its bytes
         for _ in range(500):
             if at.app.bodies.held < 1_900_000:
                 break

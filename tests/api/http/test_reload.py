@@ -1,4 +1,4 @@
-"""A running server whose options change, and the listener of its owner."""
+"""Reloading a running server's options, and the owner's admin listener."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ async def test_keys_and_limits_change_and_what_cannot_is_named(folder: Path) -> 
             assert at.app.state.options.config is options and at.app.state.config is options
             assert at.app.state.models is not None and at.app.state.models.config.load_timeout == options.load_timeout
             assert "gpt-4o" in service.names and "gpt-5" not in service.names
-            _reload(at.app)  # as a signal: it is said in the log
+            _reload(at.app)  # as SIGHUP does: the outcome is in the log
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ async def test_a_reload_takes_no_server_its_keys(folder: Path, lost: dict[str, A
         assert (answer.status_code, error["param"]) == (400, field) and said in error["message"]
         assert "nothing is changed" in error["message"] and "restart the server" in error["message"]
         assert (await http.get("/v1/models")).status_code == (await http.get("/metrics")).status_code == 401
-        _reload(at.app)  # a signal asks for the same
+        _reload(at.app)  # SIGHUP reloads the same options
         assert (await http.get("/v1/models")).status_code == 401
 
 
@@ -147,13 +147,13 @@ async def test_a_reload_does_not_take_the_last_key_of_a_server_without_tenants(f
         with pytest.raises(InvalidRequest, match="no API key any more"):
             app.state.options(app.state.models)
         assert (await http.get("/v1/models")).status_code == 401
-        app.state.options.again = lambda: Config(tenants=(tenant("ada", "k"),))  # the same key, of a tenant now
+        app.state.options.again = lambda: Config(tenants=(tenant("ada", "k"),))  # the same key, now a tenant's
         assert app.state.options(app.state.models).changed == ("api_key", "tenants")
 
 
 @pytest.mark.parametrize("how", ["cut to nothing", "comments alone", "gone"])
 def test_a_file_of_options_that_says_nothing_any_more_is_refused(tmp_path: Path, how: str) -> None:
-    """Of a server without keys its limits would be gone, with a 200."""
+    """Otherwise a server without keys would lose all its limits, with a 200."""
     file = tmp_path / "cairn.toml"
     file.write_text("requests_per_minute = 5\n")
     resolved = resolve({}, {}, file)
@@ -185,7 +185,7 @@ async def test_pages_that_may_call_change_for_forms_too(folder: Path) -> None:
         app = house.web.app  # type: ignore[attr-defined]
 
         async def post(page: str) -> list[int]:
-            """A body without a type, none at all, and a form."""
+            """Send a POST without a content type, without a body, and as a form."""
             asked: list[tuple[str, dict[str, Any]]] = [
                 ("/api/show", {"content": b"{}"}),
                 ("/v1/agents", {}),
@@ -278,7 +278,7 @@ def test_sighup_reads_the_file_again_and_the_owner_has_a_listener(folder: Path, 
         time.sleep(0.3)
         assert models("two") == 200
 
-        # what is the owner's answers on the listener of its own alone, and nothing else does there
+        # the owner's routes answer on the admin listener and nowhere else
         assert get(server.url + "/metrics", **ADMIN) == 404 and get(admin + "/metrics", **ADMIN) == 200
         assert get(server.url + "/v1/admin/models", **ADMIN) == 404 and get(admin + "/v1/admin/models", **ADMIN) == 200
         assert get(admin + "/metrics", authorization="Bearer two") == 401

@@ -1,4 +1,4 @@
-"""Deadlines by header."""
+"""Deadlines sent in a header."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_a_call_ends_when_its_headers_say(at: tuple[Site, Service, httpx.A
         assert time.monotonic() - began < 5
     assert service.stats().running == 0
     made = await http.post("/v1/agents", json={"id": "ada"})
-    if made.status_code == 201:  # a turn of an agent as well
+    if made.status_code == 201:  # also for a turn of an agent
         turn = await http.post("/v1/agents/ada/turns", json=ASKED, headers={"X-Request-Timeout": "0.3"})
         assert turn.status_code == 504
     in_time = await http.post(

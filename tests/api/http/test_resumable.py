@@ -1,4 +1,4 @@
-"""Requests that outlive their connection: every event once, in order, whoever reads and from where on."""
+"""Resumable streams: every event once and in order, whoever reads and from whatever event on."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def chat(**more: Any) -> dict[str, Any]:
 
 
 def numbered(text: str) -> list[tuple[int, Any]]:
-    """Return (id, data) of each event."""
+    """Return each event as (id, data)."""
     found = []
     for block in text.split("\n\n"):
         if not block or block.startswith(":"):
@@ -72,7 +72,7 @@ async def follow(at: Site, id: str, after: int | None = None, **headers: str) ->
 
 
 async def begin(at: Site, service: ScriptedService, events: int) -> tuple[str, list[tuple[int, Any]]]:
-    """Start a resumable chat, read some events and leave."""
+    """Start a resumable chat, read some events and disconnect."""
     async with at.http() as http, http.stream("POST", "/v1/chat/completions", json=chat(), headers=MARK) as response:
         assert response.status_code == 200
         seen = await read(response.aiter_lines(), events)
@@ -102,7 +102,7 @@ async def test_every_event_has_an_id_and_an_ordinary_stream_has_none() -> None:
 
 
 async def test_a_client_that_comes_back_gets_every_event_once() -> None:
-    """Live until the end: what was said while nobody read, what is said now, and the conclusion."""
+    """Events from while nobody read, live events, and the end."""
     service = ScriptedService(lambda request: [Delta(text="a"), 0.05, Delta(text="b"), Delta(text="c"), 0.1, done()])
     async with site(service) as at:
         id, seen = await begin(at, service, 2)
@@ -130,7 +130,7 @@ async def test_two_readers_at_once() -> None:
 
 
 class Graces:
-    """The grace times that began: each ends when the test says so, not by the clock."""
+    """Grace periods that have begun: each ends when the test says so, not by the clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun: list[asyncio.TimerHandle] = []
@@ -150,7 +150,7 @@ class Graces:
         return [one for one in self.begun if not one.cancelled()]
 
     async def pass_by(self) -> None:
-        """Wait for the running grace time, and end it."""
+        """Wait for the current grace period to begin, and end it."""
         await until(lambda: self.running)
         (handle,) = self.running
         handle._run()
@@ -158,7 +158,7 @@ class Graces:
 
 
 async def test_after_the_grace_it_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Known failure 42: a client that does not come back does not keep its generation running."""
+    """Known failure 42: the generation does not go on for a client that never comes back."""
     service = ScriptedService(endless)
     graces = Graces(monkeypatch)
     async with site(service, Config(reconnect_grace=LONG)) as at:
@@ -198,7 +198,7 @@ async def test_any_other_request_ends_with_its_connection() -> None:
 
 
 async def test_an_error_before_the_first_event_is_a_status() -> None:
-    """Known failure 47: and one behind it is an event, which comes again to a reader that comes back."""
+    """Known failure 47: a later error is an event, which is replayed to a client that comes back."""
 
     def refuse(request: Request) -> Any:
         raise Overloaded("the queue is full", retry_after=3.0)
@@ -216,7 +216,7 @@ async def test_an_error_before_the_first_event_is_a_status() -> None:
 
 
 async def test_an_error_after_a_heartbeat_and_before_the_first_event_is_an_event() -> None:
-    """The status has been sent by then, and an end without a word would look like an empty answer."""
+    """The status has been sent by then, and ending without an event would look like an empty answer."""
     broken = ScriptedService(lambda request: [0.3, Overloaded("no more")])
     async with site(broken, Config(heartbeat=0.05)) as at, at.http() as http:
         response = await http.post("/v1/chat/completions", json=chat(), headers=MARK)
@@ -225,7 +225,7 @@ async def test_an_error_after_a_heartbeat_and_before_the_first_event_is_an_event
 
 
 async def test_the_first_heartbeat_comes_when_its_time_has_passed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the head with it: a proxy may give up a connection on which nothing comes for twice as long."""
+    """The head is sent with it: some proxies give up on a connection that is silent for twice as long."""
     times, real = iter([False]), Waker.sleep
 
     async def sleep(self: Waker, timeout: float | None = None) -> bool:
@@ -314,7 +314,7 @@ def event(number: int, size: int = 60) -> bytes:
 
 
 def rest(log: EventLog, after: int) -> list[bytes]:
-    """Return everything that follows, checked to be numbered without a gap."""
+    """Return all following events; fail if their numbers have a gap."""
     found = []
     while True:
         data, to = log.read(after)
@@ -347,7 +347,7 @@ def test_a_tape_reads_from_any_event_on() -> None:
 
 
 class Line:
-    """The part of a call that a log needs."""
+    """The part of a call that an event log needs."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -363,7 +363,7 @@ async def noise(events: int, seed: int) -> AsyncGenerator[bytes, None]:
 
 
 async def test_tapes_keep_to_their_memory() -> None:
-    """Known failure 43: what nobody reads is given up, ended logs first, and the figure is true."""
+    """Known failure 43: logs that nobody reads are dropped, ended ones first, and the reported memory is exact."""
     limit = 8 * PAGE
     logs = EventLogs(60.0, limit)
     for number in range(1, 6):
@@ -420,7 +420,7 @@ def lines_of(url: str, body: dict[str, Any] | None = None, **headers: str) -> An
 
 
 def test_a_broken_connection_costs_nothing_end_to_end() -> None:
-    """A stream read in pieces over many connections is the stream read over one, event for event."""
+    """A stream read over many connections equals the same stream read over one, event for event."""
     body = {"model": "demo", "prompt": [400, 401, 402], "max_tokens": 400, "ignore_eos": True, "temperature": 0}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     with served(reconnect_grace=1.0) as server:
@@ -452,7 +452,7 @@ def test_a_broken_connection_costs_nothing_end_to_end() -> None:
 
 
 def test_after_the_grace_the_worker_is_free_end_to_end() -> None:
-    """Known failure 42: the request is cancelled in the worker, and says so."""
+    """Known failure 42: the request is cancelled in the worker, and reported as cancelled."""
     body = {"model": "demo", "prompt": [400], "max_tokens": 1900, "ignore_eos": True, "stream": True}
     with served(reconnect_grace=0.05) as server:
         response = lines_of(server.url + "/v1/completions", body, **MARK)
@@ -471,7 +471,7 @@ def test_after_the_grace_the_worker_is_free_end_to_end() -> None:
 
 
 async def test_a_finished_event_log_holds_no_reference_to_its_source() -> None:
-    """It is kept for the time of grace, and a request holds its whole prompt."""
+    """The log is kept for the grace period, and a request holds its whole prompt."""
 
     class Running:
         def cancel(self) -> None:

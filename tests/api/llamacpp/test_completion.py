@@ -1,4 +1,4 @@
-"""llama-server's own routes: wire shapes, and what becomes of a prompt."""
+"""llama-server's own routes: wire shapes and prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GET /v1/events: what changes, once and in order, within bounds, and to nobody else."""
+"""GET /v1/events: every change once and in order, bounded, and only to its tenant."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Listener:
         raise EOFError
 
     async def until(self, name: str) -> Any:
-        """Return the data of the next event of this name."""
+        """Return the data of the next event with this name."""
         async with asyncio.timeout(10):
             while True:
                 _, found, data = await self.next()
@@ -75,7 +75,7 @@ class Listener:
                     return data
 
     async def snapshot(self) -> dict[str, Any]:
-        """Return the agents of a whole snapshot, by id."""
+        """Return the agents of a complete snapshot, by id."""
         found: dict[str, Any] = {}
         while True:
             data = await self.until("snapshot")

@@ -1,4 +1,4 @@
-"""Ollama's API: wire shapes, what becomes of a prompt, downloads, and ollama-python over a real port."""
+"""Ollama's API: wire shapes, prompts, downloads, and ollama-python over a real port."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CHAT, GENERATE = "/api/chat", "/api/generate"
 
 
 async def post(at: Site, path: str, value: Any, method: str = "POST", **headers: str) -> httpx.Response:
-    """As Ollama's own client sends it: JSON that does not say that it is."""
+    """Send a POST as Ollama's own client does: JSON without a content type."""
     async with at.http() as http:
         named = {name.replace("_", "-"): text for name, text in headers.items()}
         return await http.request(method, path, content=json.dumps(value), headers=named)
@@ -128,7 +128,7 @@ async def test_raw_prompts_and_infills() -> None:
         assert scripted.streams[-1].request.prompt == (97, 257) and not scripted.prompts
         await post(at, GENERATE, {"prompt": "a", "suffix": "b"})
         assert scripted.streams[-1].request.prompt == (258, 97, 259, 98, 260)
-        scripted.template = ""  # a base model: the prompt stands as it is
+        scripted.template = ""  # a base model: the prompt is used as it is
         assert (await post(at, GENERATE, {"prompt": "a"})).status_code == 200
         assert scripted.streams[-1].request.prompt == (97,)
         refused = await post(at, GENERATE, {"prompt": "a", "system": "be kind"})
@@ -448,4 +448,4 @@ def test_results_are_put_to_calls_in_a_moment_each() -> None:
     began = time.process_time()
     many = [result(tool_name="nobody"), result(tool_call_id="none")] * 2_000
     assert len(ids(calls(*(f"f{at}" for at in range(15_000))), *many)) == 4_000
-    assert time.process_time() - began < 2.0  # it took twice as long, and grew with the product of both
+    assert time.process_time() - began < 2.0  # before: twice that, and quadratic

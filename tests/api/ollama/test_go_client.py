@@ -1,4 +1,4 @@
-"""Bodies as Ollama's own client writes them: Go leaves few fields out, so most of them are empty."""
+"""Bodies as Ollama's own client writes them: Go omits few fields, so most of them are empty."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def test_what_is_empty_asks_for_nothing(path: str, body: dict[str, Any]) -
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
 async def test_a_request_to_load_says_how_long_that_took(path: str) -> None:
-    """`ollama run` begins so."""
+    """`ollama run` begins with such a request."""
     empty = {"messages": None} if path == "/api/chat" else {"prompt": "", "suffix": "", "system": "", "template": ""}
     async with site(service()) as at:
         found = (await post(at, path, {"model": "scripted", "options": None} | empty)).json()

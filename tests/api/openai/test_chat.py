@@ -1,4 +1,4 @@
-"""Wire shapes of both generating routes over a real socket, raw and through the openai client."""
+"""Chat and text completions of OpenAI's API: wire shapes over a real socket, raw and through the openai client."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def reported(request: Request) -> list[Any]:
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", chat), ("/v1/completions", complete)])
 async def test_every_answer_says_where_its_prompts_kv_came_from(path: str, body: Any) -> None:
-    """Whole, in the usage chunk, and in the last chunk of a stream without one."""
+    """In a whole answer, in the usage chunk, and in the last chunk of a stream without one."""
     async with site(ScriptedService(reported)) as at:
         whole = (await post(at, body(n=2), path)).json()
         asked = events((await post(at, body(stream=True, stream_options={"include_usage": True}), path)).text)
@@ -135,7 +135,7 @@ async def test_every_answer_says_where_its_prompts_kv_came_from(path: str, body:
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", chat), ("/v1/completions", complete)])
 async def test_an_answer_that_another_device_finished_says_so_once(path: str, body: Any) -> None:
-    """In a header and the body, and in the last chunk of a stream, whose headers were sent before it happened."""
+    """In a header and the body; in a stream, whose headers were sent before it happened, in the last chunk."""
     moved = "the device cuda:0 failed twice; the CPU computed the rest of this answer"
 
     def finished_elsewhere(request: Request) -> list[Any]:
@@ -172,7 +172,7 @@ CALLS = [
 
 
 async def test_tool_calls_and_reasoning_whole() -> None:
-    """Known failure 24: a call is in tool_calls and nowhere in content."""
+    """Known failure 24: a call is in `tool_calls` and nowhere in the content."""
     async with site(ScriptedService(lambda request: list(TOOL_STEPS))) as at:
         body = (await post(at, chat())).json()
     message = body["choices"][0]["message"]
@@ -183,7 +183,9 @@ async def test_tool_calls_and_reasoning_whole() -> None:
 
 
 async def test_tool_calls_and_reasoning_in_chunks() -> None:
-    """Known failure 24: id, type and name once; argument pieces join to the JSON; no content beside them."""
+    """Known failure 24: id, type and name come once, the pieces of the arguments join to the JSON, and no content has
+    them.
+    """
     async with site(ScriptedService(lambda request: list(TOOL_STEPS))) as at:
         *chunks, _ = events((await post(at, chat(stream=True))).text)
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
@@ -439,7 +441,7 @@ async def test_echo_with_logprobs() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 async def test_the_prompts_log_probabilities_as_vllm_tells_them(path: str) -> None:
-    """Beside as many of the answer's as were asked for, whichever are more."""
+    """It has as many alternatives as the prompt or the answer asked for, whichever is more."""
 
     def script(request: Request) -> list[Any]:
         assert request.sampling.prompt_logprobs and request.sampling.top_logprobs == 2
@@ -515,7 +517,7 @@ async def test_default_max_tokens_fits_the_context() -> None:
 
 
 async def test_what_could_never_wait_together_is_refused_for_good() -> None:
-    """A 429 would have the client come back for ever."""
+    """A 429 would make the client retry for ever."""
     config = Config(max_running=2, max_queue=5, max_queue_tokens=40)
     async with site(ScriptedService(), config) as at:
         for prompts, length, status in (
@@ -563,7 +565,7 @@ async def test_openai_client() -> None:
 
 
 async def test_openai_client_takes_an_assistant_message_back() -> None:
-    """What the client library makes of an answer can be sent back as history."""
+    """An answer as the client library parses it can be sent back as history."""
     service = ScriptedService(lambda request: list(TOOL_STEPS))
     async with site(service) as at, at.openai() as client:
         first = await client.chat.completions.create(model="scripted", messages=HI)
@@ -577,7 +579,7 @@ async def test_openai_client_takes_an_assistant_message_back() -> None:
 
 @pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "weather", "parameters": {}}}]])
 async def test_openai_client_takes_a_message_of_its_stream_helper_back(tools: Any) -> None:
-    """Which adds fields of its own to it, and to its calls."""
+    """The stream helper adds fields of its own to the message and its calls."""
     service = ScriptedService(lambda request: list(TOOL_STEPS) if tools else [Delta(text="hi", tokens=(97,)), done()])
     async with site(service) as at, at.openai() as client:
         given: Any = {"tools": tools} if tools else {}
@@ -600,7 +602,7 @@ async def test_openai_client_sees_typed_errors() -> None:
 
 
 async def test_openai_client_raises_on_an_error_in_the_stream() -> None:
-    """Known failures 15, 47: it does not look like an answer that ended well."""
+    """Known failures 15, 47: the stream must not look like an answer that ended well."""
     script = [Delta(text="par"), 0.01, GenerationFailed("the logits are not finite")]
     async with site(ScriptedService(lambda request: list(script))) as at, at.openai() as client:
         stream = await client.chat.completions.create(model="scripted", messages=HI, stream=True)
@@ -616,7 +618,7 @@ async def test_openai_client_raises_on_an_error_in_the_stream() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_error_before_the_answer_is_a_status(stream: bool) -> None:
-    """Known failure 41: 429 carries the Retry-After that the error states."""
+    """Known failure 41: a 429 carries the Retry-After that the error states."""
 
     def refuse(request: Request) -> list[Any]:
         raise Overloaded("the queue is full", retry_after=2.2)
@@ -631,7 +633,7 @@ async def test_an_error_before_the_answer_is_a_status(stream: bool) -> None:
 
 @pytest.mark.parametrize("marked", [{}, {"X-Cairn-Resumable": "1"}])
 async def test_a_queued_stream_has_its_headers_at_once_and_can_be_cancelled_by_its_id(marked: dict[str, str]) -> None:
-    """Who waits in the queue must be able to give up, and to say which request that is. No heartbeat helps here."""
+    """Heartbeats do not help here: a client in the queue must be able to give up, and needs the request's id for it."""
     service = ScriptedService(lambda request: [600.0])
     async with asyncio.timeout(60), site(service, Config(heartbeat=500.0)) as at, at.http() as http:
         own = marked | {"X-Request-ID": "job-7"}
@@ -681,7 +683,11 @@ async def test_time_limits_and_priority_of_a_request() -> None:
         for path, body in (("/v1/chat/completions", chat()), ("/v1/completions", complete())):
             await post(at, body | {"timeout": 2.5, "first_token_timeout": 1, "priority": -7}, path)
             asked = service.streams[-1].request
-            assert (asked.timeout, asked.first_token_timeout, asked.priority) == (2.5, 1.0, 7)  # inside, more is sooner
+            assert (asked.timeout, asked.first_token_timeout, asked.priority) == (
+                2.5,
+                1.0,
+                7,
+            )  # internally, higher is sooner
             await post(at, body, path)
             asked = service.streams[-1].request
             assert (asked.timeout, asked.first_token_timeout, asked.priority) == (100, None, 0)
@@ -711,7 +717,7 @@ async def test_the_access_log_has_a_line_for_each_request_and_no_text(caplog: py
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 async def test_an_error_in_the_stream_is_an_event_and_the_end(path: str) -> None:
-    """Known failures 15, 47: a well-formed error event, then the end; no finish_reason, no [DONE]."""
+    """Known failures 15, 47: a well-formed error event ends the stream, without finish_reason and [DONE]."""
     script = [Delta(text="par"), 0.01, Unavailable("the server is shutting down", retry_after=1)]
     async with site(ScriptedService(lambda request: list(script))) as at:
         response = await post(at, (chat if "chat" in path else complete)(stream=True), path)
@@ -722,7 +728,7 @@ async def test_an_error_in_the_stream_is_an_event_and_the_end(path: str) -> None
 
 @pytest.mark.parametrize("reason", [FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.ERROR])
 async def test_an_end_that_is_no_success_never_looks_like_one(reason: FinishReason) -> None:
-    """Known failure 15: a timeout or an error is never a finish_reason of an answer."""
+    """Known failure 15: a timeout or an error is never a finish_reason."""
     async with site(ScriptedService(lambda request: [Delta(text="x"), done(reason)])) as at:
         whole = await post(at, chat())
         stream = await post(at, chat(stream=True))
@@ -782,7 +788,7 @@ async def test_a_closed_connection_cancels(stream: bool, begun: bool) -> None:
 
 
 async def test_a_client_that_sends_more_still_cancels_when_it_leaves() -> None:
-    """Known failure 42: a second request behind the first does not hide the disconnect."""
+    """Known failure 42: a pipelined second request does not hide the disconnect."""
     service = ScriptedService(lambda request: [60.0])
     async with site(service) as at:
         _, writer = await at.raw()
@@ -815,7 +821,7 @@ async def test_an_error_after_a_heartbeat_is_an_event() -> None:
 
 
 async def test_events_that_are_there_together_go_out_together() -> None:
-    """One write a wake-up."""
+    """There is one write per wake-up."""
     together: list[Any] = [[Delta(text="a"), Delta(text="b"), done()]]
     async with site(ScriptedService(lambda request: list(together))) as at:
         reader, writer = await at.raw()
@@ -839,7 +845,7 @@ async def test_connections_are_reused() -> None:
 
 @pytest.mark.parametrize(("stream", "headers"), [(False, {}), (True, {}), (True, {"X-Cairn-Resumable": "1"})])
 async def test_what_is_refused_late_names_the_field_that_the_client_sent(stream: bool, headers: dict[str, str]) -> None:
-    """A prompt beyond the KV pool is found when it is handed over; a chat has no field `prompt`."""
+    """A prompt larger than the KV pool is only noticed when it reaches the worker, and a chat has no field `prompt`."""
 
     def refuse(request: Request) -> Any:
         raise InvalidRequest("the prompt has 1808 tokens and the whole KV pool holds 608", field="prompt")

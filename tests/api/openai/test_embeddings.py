@@ -1,4 +1,4 @@
-"""Vectors and scores of a real server process, seen through the clients that people use."""
+"""Embeddings and reranking of a real server process, through the clients that people use."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_every_form_of_input_gives_the_same_vector(server: Served, folder: Path)
 
 
 def test_token_ids_of_another_tokenizer_are_refused_if_detectable(server: Served, folder: Path) -> None:
-    """LangChain sends batches of ids through OpenAI's client, and says nothing of the encoding."""
+    """LangChain sends batches of token ids through OpenAI's client and does not name the encoding."""
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode("hello there").ids
     http = httpx.Client(trust_env=False, verify=False, timeout=60)
     with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, http_client=http) as api:
@@ -126,7 +126,7 @@ PARTS = {"content": [{"type": "text", "text": "hello "}, {"type": "text", "text"
     ],
 )
 def test_every_form_of_llamas_input(given: Any, count: int, server: Served) -> None:
-    """Texts, ids and both in one list, alone and together, at both routes: the same vectors."""
+    """Texts, ids and lists that mix them, one and several at a time, give the same vectors on both routes."""
     data = post(server, "/v1/embeddings", input=given).json()["data"]
     assert len(data) == count and all(abs(np.linalg.norm(one["embedding"]) - 1) < 1e-5 for one in data)
     assert [one["index"] for one in data] == list(range(count))

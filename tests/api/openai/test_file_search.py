@@ -1,4 +1,4 @@
-"""The tool `file_search` of responses with OpenAI's own client: a model that says a script, over the real engine."""
+"""The tool `file_search` of responses, with OpenAI's own client: a scripted model on the real engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def the_only(app: App) -> Service:
 
 
 async def store_of(ai: AsyncOpenAI) -> tuple[str, str]:
-    """Make a vector store with a file."""
+    """Create a vector store with one file."""
     store = await ai.vector_stores.create(name="docs")
     file = await ai.vector_stores.files.upload_and_poll(
         vector_store_id=store.id, file=("cairns.md", CAIRNS), attributes={"year": 1999}
@@ -43,7 +43,7 @@ def tool(*stores: str, **more: Any) -> Any:
     return [{"type": "file_search", "vector_store_ids": list(stores), **more}]
 
 
-LOW: Any = {"ranking_options": {"score_threshold": -1}}  # a chat model's vectors say little
+LOW: Any = {"ranking_options": {"score_threshold": -1}}  # scores from a chat model's vectors are low
 
 
 async def test_an_answer_cites_what_was_found(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ ASK = {"type": "message", "role": "user", "content": "How warm is it in Oslo?"}
 
 
 def calling(folder: Path) -> Path:
-    """A model that thinks, says something and calls a tool."""
+    """Return a model that thinks, says something and calls a tool."""
     return write_scripted(folder / "m.gguf", PIECES, template=text_models.QWEN_TEMPLATE, kinds=KINDS)
 
 
@@ -33,7 +33,7 @@ def reference(id: str, *, typed: bool = True) -> dict[str, Any]:
 
 
 async def prompt_of(at: Site, input: Any) -> int:
-    """Return the length in tokens of an input's prompt."""
+    """Return the number of prompt tokens of an input."""
     counted = await post(at, {"input": input, "tools": [TOOL]}, "/v1/responses/input_tokens")
     assert counted.status_code == 200, counted.text
     return int(counted.json()["input_tokens"])
@@ -41,7 +41,7 @@ async def prompt_of(at: Site, input: Any) -> int:
 
 @pytest.mark.parametrize("typed", [True, False])
 async def test_the_second_step_refers_to_the_first(tmp_path: Path, typed: bool) -> None:
-    """Every kind of item, also behind a restart: the prompt is the one of the items themselves, and is in the cache."""
+    """Every kind of item, also after a restart: the prompt is that of the items themselves, and is cached."""
     model = calling(tmp_path)
     more = {"engine": "cpu"}
     async with keeping(tmp_path / "agents", model, **more) as at:
@@ -88,7 +88,7 @@ def tenant(name: str) -> TenantKeys:
 
 
 async def test_missing_items_are_one_404(tmp_path: Path) -> None:
-    """Of another tenant, deleted, never stored or made up: nobody learns which."""
+    """Items of another tenant, deleted ones and made-up ones look alike, so that nobody can probe for them."""
     config = Config(tenants=(tenant("ada"), tenant("bob")))
     said = set()
     async with keeping(tmp_path / "agents", make_model(tmp_path / "tiny"), config) as at, at.http() as http:
@@ -125,7 +125,7 @@ async def test_a_server_that_keeps_nothing_says_the_same() -> None:
 
 
 async def test_references_are_bounded(tmp_path: Path) -> None:
-    """Each conversation may be long, so one request looks through so many and no more."""
+    """A conversation may be long, so the number of items one request looks through has a limit."""
     async with keeping(tmp_path / "agents", make_model(tmp_path / "tiny")) as at:
         made = []
         for _ in range(MAX_SOURCES + 1):

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: wire shapes, what becomes of a prompt, and responses that are kept."""
+"""OpenAI's Responses API: wire shapes, prompts, errors, and stored responses."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def post(at: Site, value: Any, path: str = "/v1/responses") -> httpx.Respo
 
 
 def events(text: str) -> list[Any]:
-    """The events of a stream, with numbers that rise by one; comments are passed over."""
+    """Return the events of a stream without comments; fail unless their numbers rise by one."""
     found = []
     for block in text.split("\n\n"):
         lines = [line for line in block.split("\n") if line and not line.startswith(("id: ", ":"))]
@@ -183,7 +183,9 @@ async def test_tools_of_a_namespace_and_of_free_text_are_called_by_their_own_nam
 
 
 async def test_a_free_text_tool_follows_its_grammar_or_gives_a_warning() -> None:
-    """Lark whose rules do not come back to themselves is a pattern; of any other the client hears that it is not."""
+    """A Lark grammar without recursion becomes a pattern; for any other one the client gets a warning that it does not
+    apply.
+    """
     nested = 'start: "(" start ")" | "x"\n'
 
     def custom(syntax: Any, definition: Any = "[a-z]+") -> dict[str, Any]:
@@ -243,7 +245,7 @@ def test_texts_and_parts_of_equal_text_are_the_same_chat() -> None:
 
 
 async def test_the_items_of_an_answer_come_back_as_the_message_that_was_sampled() -> None:
-    """Whatever is included, and in whatever place developer messages stand."""
+    """Whatever fields are included, and wherever developer messages stand."""
     service = ScriptedService(lambda request: list(STEPS))
     async with site(service) as at:
         for more in (
@@ -378,7 +380,7 @@ def test_no_body_gets_past_the_reader_but_as_a_chat_or_an_error(given_input: Any
 
 @asynccontextmanager
 async def keeping(folder: Path, model: Path, site_config: Config | None = None, **options: Any) -> AsyncIterator[Site]:
-    """A site whose responses are kept in a folder."""
+    """Yield a site that stores responses in a folder."""
     async with serving(model, **options) as service, site(service, site_config) as at:
         clock = SystemClock()
         agents = await Agents.open(service, SystemFiles(), folder, clock, SystemRng(), Config(), salts(Config()))
@@ -390,7 +392,7 @@ async def keeping(folder: Path, model: Path, site_config: Config | None = None, 
 
 
 def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every token takes 20 ms."""
+    """Make every token take 20 ms."""
     decode = FakeEngine.decode
 
     def slow(self: FakeEngine, rows: Any) -> Any:
@@ -516,7 +518,7 @@ async def test_a_response_is_cancelled(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 async def test_a_response_in_the_background_needs_no_reader(tmp_path: Path) -> None:
-    """Nobody reads it for longer than the time of grace."""
+    """Nobody reads it for longer than the grace period."""
     service = make_model(tmp_path / "tiny")
     async with keeping(tmp_path / "agents", service, site_config=Config(reconnect_grace=0.05)) as at, at.http() as http:
         asked = kept(background=True, max_output_tokens=600)
@@ -543,7 +545,7 @@ async def test_a_prewarmed_prompt_is_found_and_says_nothing(tmp_path: Path) -> N
 
 
 async def test_a_client_that_sends_everything_again_finds_the_answers_as_they_were_sampled(tmp_path: Path) -> None:
-    """Also behind a restart: what was sampled is in the log beside the turn."""
+    """Also after a restart: the sampled token ids are in the log beside the turn."""
     pieces = ["<think>", "I see", ".", "</think>", "\n\n", "The sky", " is", " blue."]
     kinds = dict.fromkeys([*CONTROLS], 3) | {"<think>": 4, "</think>": 4}
     path = write_scripted(tmp_path / "said.gguf", pieces, template=TEMPLATE + "{# <think> #}", kinds=kinds)
@@ -662,7 +664,7 @@ async def test_a_response_and_a_conversation_are_exported_and_imported(tmp_path:
 
 
 async def test_an_agent_with_a_responses_id_is_not_a_response(tmp_path: Path) -> None:
-    """Nor like a conversation; whoever makes agents names them, and says what their metadata are."""
+    """Nor is it a conversation. Clients choose agents' names and metadata, so these prove nothing."""
     looks: list[dict[str, str]] = [
         {"object": "response"},
         {"object": "response", "root": "r", "head": "{}", "called": "{}", "include": ""},
@@ -732,7 +734,7 @@ async def test_the_openai_client(tmp_path: Path) -> None:
 
 
 async def test_fields_of_open_responses_are_reported_and_sampling_applies(tmp_path: Path) -> None:
-    """Five fields that every response has to have; and four that chats have had for long."""
+    """Open Responses requires five fields in every response; four sampling options are those of chats."""
     service = ScriptedService()
     sampling = {"presence_penalty": 0.5, "frequency_penalty": -0.25, "seed": 7, "stop": ["END"]}
     async with site(service) as at:

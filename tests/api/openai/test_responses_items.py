@@ -1,4 +1,4 @@
-"""Input items as messages: what an assistant thought, said and called is one, however many items it is."""
+"""Input items as messages: an assistant's reasoning, text and calls become one message, however many items they are."""
 
 from __future__ import annotations
 

@@ -75,8 +75,10 @@ async def test_files_are_kept_as_they_were_uploaded(folder: Path, tmp_path: Path
 async def test_a_connection_is_reused_after_a_file_download(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answer ends with the last byte that was announced: what came before its end was taken for a second request
-    at a time, which closes a connection."""
+    """The body ends with the last announced byte.
+
+    Before, a request sent right then was taken for a pipelined one, which closes the connection.
+    """
     pieces = FileStore.pieces
 
     def lingering(store: FileStore, file: StoredFile) -> Iterator[bytes]:
@@ -167,7 +169,7 @@ async def test_files_go_in_together_and_each_says_how_it_ended(folder: Path, tmp
         assert (strategy.static.max_chunk_size_tokens, strategy.static.chunk_overlap_tokens) == (100, 20)
         failed = [one.id async for one in ai.vector_stores.files.list(store.id, filter="failed", order="asc")]
         assert failed == [files[2].id, files[3].id]
-        await ai.files.delete(files[1].id)  # and what the store has of it
+        await ai.files.delete(files[1].id)  # along with its documents in the store
         found = [one async for one in ai.vector_stores.search(store.id, query=["stones", "flour"])]
         assert {one.file_id for one in found} == {files[0].id} and len(found) == 2
         made = await ai.vector_stores.create(file_ids=[files[0].id])
