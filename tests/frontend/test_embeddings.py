@@ -1,4 +1,4 @@
-"""Texts that are embedded or judged: how much of one call is read."""
+"""Embedding and reranking requests: how much text of one call is tokenized."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cairn.types.errors import InvalidRequest
 
 
 class Blind:
-    """A tokenizer that nothing may be given to."""
+    """A tokenizer that must not be called."""
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         assert special, "a text of the caller was read"

@@ -1,4 +1,4 @@
-"""Why a prompt was not found: the worker's reason made better by what the same tenant asked before."""
+"""Reasons for cache misses: the worker's reason, refined by the same tenant's recent contexts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_where_two_contexts_part_and_how_both_go_on(recent: RecentContexts) -> N
     ("at", "reason"), [(64, "system text changed"), (5, "system text changed"), (100, "different tokens")]
 )
 def test_a_system_text_that_changed_is_named(recent: RecentContexts, at: int, reason: str) -> None:
-    """The system's text stands at the places 4 to 79; a session's id or a git status in it costs all behind it."""
+    """The system text is at positions 4 to 79; a session id or a git status in it costs everything behind it."""
     ids = [*KNOWN[:at], 7, *KNOWN[at + 1 :]]
     system = spell(ids[4:80])
     told = describe_prompt([{"role": "system", "content": f" {system}\n"}, {"role": "user", "content": "Hello"}])
@@ -72,8 +72,8 @@ def test_the_nearest_context_is_compared(recent: RecentContexts) -> None:
     assert found.differs == Differs(position=92, known="3", given="4 5")
 
 
-def test_another_tenants_context_is_as_if_it_were_not_there(recent: RecentContexts) -> None:
-    """What another tenant asked shows in nothing."""
+def test_another_tenants_context_changes_nothing(recent: RecentContexts) -> None:
+    """Nothing in the answer depends on what another tenant asked."""
     changed = [*KNOWN[:70], 7, 8, *KNOWN[72:]]
     for ids in (changed, KNOWN, KNOWN[:64]):
         assert why(recent, ids, 0, salt=THEIRS) == Miss(position=0, reason="never seen")
@@ -94,18 +94,18 @@ def test_new_tokens_behind_a_known_context_were_never_seen(recent: RecentContext
 
 
 def test_evicted_tokens_are_explained(recent: RecentContexts) -> None:
-    """A worker that has just begun does not remember; the front does."""
+    """A worker that has just started does not remember its predecessor's pool, but the front does."""
     assert why(recent, [*KNOWN, 1, 2, 3], 0) == Miss(position=0, reason="evicted")
     assert why(recent, [*KNOWN[:130], 1], CHUNK_TOKENS).reason == "evicted"
     recent.note(MINE, [*range(60), *KNOWN], 30)
-    whole = CHUNK_TOKENS * 3 + BLOCK_TOKENS + 4  # its last chunk was never whole
+    whole = CHUNK_TOKENS * 3 + BLOCK_TOKENS + 4  # its last chunk was incomplete
     assert why(recent, [*range(60), *KNOWN, 1, 2, 3], whole - whole % CHUNK_TOKENS).reason == "evicted"
     recent.note(THEIRS, KNOWN[: CHUNK_TOKENS + 40], 30)
     assert why(recent, [*KNOWN[: CHUNK_TOKENS + 40], 1, 2, 3], CHUNK_TOKENS, salt=THEIRS).reason == "not stored"
 
 
 def test_evicted_tokens_are_not_reported_as_different_tokens(recent: RecentContexts) -> None:
-    """The first that is missing was known, wherever the two part later."""
+    """The first missing token was known, wherever the contexts differ later."""
     assert why(recent, [*KNOWN[:60], 7, 8], 16).reason == "not stored"
     assert why(recent, [*KNOWN[:60], 7, 8], 48).reason == "different tokens"
 
@@ -127,7 +127,7 @@ def test_of_conversations_that_begin_alike_the_one_that_goes_on_alike_is_compare
 
 
 def test_the_same_messages_that_became_other_tokens() -> None:
-    """A template, its arguments or the tools have changed, and not what was said."""
+    """The template, its arguments or the tools have changed, but not the messages."""
     recent = RecentContexts()
     first = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     then = [*first, {"role": "assistant", "content": "Hi"}, {"role": "user", "content": "And?"}]
@@ -146,7 +146,7 @@ def test_the_same_messages_that_became_other_tokens() -> None:
 
 
 def test_a_history_that_leaves_an_answer_out_is_other_tokens() -> None:
-    """The two part where a template opens the answer, within what was rendered from the same messages before."""
+    """The contexts part where the template opens the answer, within text rendered from the same messages before."""
     recent = RecentContexts()
     asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     question, answer = {"role": "user", "content": "And?"}, {"role": "assistant", "content": "Hi"}
@@ -199,7 +199,7 @@ def test_a_context_that_is_continued_counts_once() -> None:
 
 
 async def test_a_service_says_it_to_the_same_tenant_only(folder: Path) -> None:
-    """Through the worker: an edited prompt, another tenant's, one that is not to be kept, and the metric."""
+    """Through the worker: an edited prompt, another tenant's, one with store: false, and the metric."""
     service = await Service.start(config(folder), in_process=True)
 
     async def ask(text: str, salt: bytes = MINE, told: PromptOrigin | None = None) -> Answer:

@@ -39,8 +39,8 @@ def test_the_status_of_a_resumed_turn_includes_earlier_output(tmp_path: Path, st
         assert flight.usage.completion_tokens == len(ids) - cut
 
 
-def test_what_is_held_back_where_there_was_no_room_for_more_stops_nothing(tmp_path: Path) -> None:
-    """In front of a call a line break belongs to the call: only with more tokens it would have been a stop string."""
+def test_text_held_back_at_the_token_limit_is_no_stop(tmp_path: Path) -> None:
+    """In front of a call a line break belongs to the call; only more tokens could have made it a stop sequence."""
     tokenizer = Tokenizer.load(text_models.write_model(tmp_path, text_models.byte_level(), text_models.QWEN_CONFIG))
     said, call = (tokenizer.encode(text, special=True) for text in ("Let me look.\n", CALL))
     ends = []

@@ -101,7 +101,7 @@ def test_nothing_that_is_asked_for_is_dropped():
         ids=counter(),
         timeout=9.0,
     )
-    assert (first.stop, first.priority, first.timeout, first.salt) == (("a", "b"), -3, 9.0, b"s")  # 3 comes later
+    assert (first.stop, first.priority, first.timeout, first.salt) == (("a", "b"), -3, 9.0, b"s")  # 3 is added later
     assert (first.id, first.choice, second.id, second.choice) == (100, 0, 101, 1)
     for tools in (True, False):
         plan = SamplingOptions(parallel_tool_calls=False)

@@ -1,4 +1,4 @@
-"""Samplers beyond the usual ones as clients ask for them: what is made of it, and what is refused by name."""
+"""Further samplers as clients ask for them: the parameters they become, and values that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stores were told of contexts is told again to the worker that takes the place of a dead one."""
+"""Marks of contexts: what stores were told is sent again to the worker that replaces a dead one."""
 
 from __future__ import annotations
 

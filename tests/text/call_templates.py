@@ -1,4 +1,4 @@
-"""Small chat templates that write calls in many forms: those of the table, and some that are in none."""
+"""Small chat templates that write calls in many formats: the known ones of the table, and some that are in none."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ NOT_TOLD = {
 
 
 def template(section: str, mark: str = '<|"|>') -> str:
-    """A whole chat template whose answers' calls are written so."""
+    """Return a whole chat template that writes calls in this way."""
     return (
         _BRACED.replace("MARK", mark) + "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.tool_calls %}{{ m.content }}"
@@ -111,7 +111,7 @@ def template(section: str, mark: str = '<|"|>') -> str:
 
 
 async def written(text: str) -> dict[str, str]:
-    """What a template writes in the place of answers that are calls."""
+    """Return what a template writes in place of answers that are calls."""
     compiled = environment(lambda: "", lambda: 0.0).from_string(text)
 
     async def render(messages: list[Message], given: dict[str, Any]) -> str | None:
@@ -127,5 +127,5 @@ async def written(text: str) -> dict[str, str]:
 
 
 async def derived(section: str, mark: str = '<|"|>') -> CallFormat | None:
-    """The form that is derived of a template's renderings."""
+    """Return the call format derived from a template's renderings."""
     return derive_form(await written(template(section, mark)))

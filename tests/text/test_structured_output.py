@@ -1,4 +1,4 @@
-"""What is wanted of an answer, from the chat to its grammar, whether or not the template shows calls."""
+"""Grammars for answers, from the chat to the compiled grammar, with templates that show calls and ones that do not."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def test_the_same_grammar_is_compiled_once(qwen: Chat) -> None:
 
 
 async def test_a_grammar_of_before_a_restart_is_tried_again(qwen: Chat) -> None:
-    """The log has its text alone, and what it costs is for the worker to know."""
+    """The log keeps only its text, and only compiling tells what it costs."""
     first = (await qwen.prompt(ASKED, TOOLS, wanted=MUST)).grammar
     assert first is not None and first.bytes > 0
     again = await qwen.same_grammar(first.text, OutputFormat())
@@ -93,7 +93,7 @@ async def test_what_takes_too_long_or_too_much_is_refused_and_the_next_is_not(tm
     try:
         with pytest.raises(InvalidRequest) as caught:
             await chat.grammar(slow, OutputFormat())
-        # Which bound it meets first is the machine's affair; either is named.
+        # Which limit it hits first depends on the machine; the error names either.
         assert caught.value.field == "guided_json"
         assert any(why in str(caught.value) for why in ("2 s of processor time", "more than 256 MiB of memory"))
         small = Structure(kind="regex", text="a")
@@ -133,7 +133,7 @@ async def test_a_template_without_tools_gets_instructions_unless_forbidden(tmp_p
 
 
 def test_what_is_sent_is_measured_before_it_is_read() -> None:
-    """JSON within a text of JSON is bounded by nothing else; names are looked up however many there are."""
+    """Nothing else bounds JSON within a JSON string; names are looked up however many there are."""
     long = "[" + "{}," * 4_000_000 + "1]"
     many = [{"type": "function", "function": {"name": "f127"}}] * 60_000
     began = time.process_time()

@@ -673,8 +673,8 @@ AT_LIMITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 async def test_at_the_limit_and_one_beyond(good: dict[str, Any], bad: dict[str, Any], field: str) -> None:
     async with site(ScriptedService()) as at, at.http() as http:
         body = {"model": "scripted", "messages": [USER]}
-        valid_value = await http.post("/v1/chat/completions", json=body | good)
-        assert valid_value.status_code == 200, valid_value.text
+        response = await http.post("/v1/chat/completions", json=body | good)
+        assert response.status_code == 200, valid_value.text
         wrong = await http.post("/v1/chat/completions", json=body | bad)
         assert wrong.status_code == 400
         assert wrong.json()["error"]["param"] == field and field in wrong.json()["error"]["message"]

@@ -1,4 +1,4 @@
-"""Ids of calls as templates take them: found out when a model is loaded, and the same in a call and its result."""
+"""Call ids as templates accept them: detected when a model is loaded, and equal in a call and its result."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Turn = list[tuple[str, str | None]]
 
 
 def conversation(*turns: Turn) -> list[dict[str, Any]]:
-    """Turns of calls (name, id), each answered, its result named by the id."""
+    """Return turns of calls (name, id), each followed by a result with the same id."""
     made: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
     for turn in turns:
         calls = [

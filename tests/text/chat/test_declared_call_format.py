@@ -1,4 +1,4 @@
-"""How a model writes calls, as its tokenizer_config.json declares it, read as transformers reads it."""
+"""Call formats declared in tokenizer_config.json, read as transformers reads them."""
 
 from __future__ import annotations
 
@@ -163,5 +163,5 @@ OPEN = {"open": "<call>", "close": "</call>", "content": "json"}
     ],
 )  # fmt: skip
 def test_an_unknown_declaration_is_ignored(template: Any) -> None:
-    """Whatever stands in the file: nothing raises, and no pattern of it is ever run."""
+    """Whatever the file contains: nothing raises, and none of its patterns is ever run."""
     assert declared_form(template) is None

@@ -1,4 +1,4 @@
-"""A folder's tokenizer, written as GGUF metadata and read back, is the same tokenizer; or it is not written."""
+"""A folder's tokenizer as GGUF metadata: reading it back gives the same tokenizer, or writing is refused."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_ambiguous_answers_are_never_replayed(message: dict[str, Any]) -> None:
 
 
 def test_a_cut_call_is_recognised_by_its_text() -> None:
-    """Known failure 24: it is none that is whole, and none that was cut elsewhere."""
+    """Known failure 24: its key differs from that of a whole call, and of one cut elsewhere."""
     cut = [answer_of(said("", tool_calls=[call(text)])) for text in ('{"cut', '{"cut', '"{\\"cut"', '{"cu', "{'cut")]
     assert None not in cut and cut[0] == cut[1] and len({one for one in cut if one}) == 4
 
@@ -72,7 +72,7 @@ def test_a_cut_call_is_recognised_by_its_text() -> None:
 
 
 def test_found_only_by_tenant_ids_before_and_answer() -> None:
-    """Known failures 29, 40: nobody gets what another tenant was told."""
+    """Known failures 29, 40: nobody gets another tenant's answer."""
     table = ReplayTable()
     before = Prefix().digest([1, 2, 3])
     table.put("a", before, answer("hi"), [7, 8])
@@ -138,7 +138,7 @@ def encode(text: str) -> list[int]:
 
 
 class Table:
-    """Sampled ids by (text before, answer)."""
+    """A table of sampled ids by (text before, answer)."""
 
     def __init__(self, **known: tuple[str, Sequence[int]]) -> None:
         self.known = {name: (Prefix().digest(encode(before)), ids) for name, (before, ids) in known.items()}
@@ -151,7 +151,7 @@ class Table:
 
 
 def put(plain: str, marked: str, table: Table, answers: Sequence[str]) -> list[int]:
-    """`marked` has *n* where the answer named answers[n] stands."""
+    """Put answers into a prompt: *n* in `marked` stands where answers[n] goes."""
     marks = {f"*{n}*": AnswerIdentity(b"", name) for n, name in enumerate(answers)}
     return assemble(plain, marked, marks, encode, table.find, lambda text: "#" in text)
 
@@ -162,12 +162,12 @@ def test_sampled_ids_stand_where_the_answer_stood() -> None:
 
 
 def test_later_answers_are_found_behind_the_ids_of_earlier_ones() -> None:
-    """Known failure 23: everything before is exact, so what was computed for it can be used again."""
+    """Known failure 23: everything before is exact, so its KV is reused."""
     table = Table(one=("#q", [1000]))
     table.known["two"] = (Prefix().digest([*encode("#q"), 1000, *encode("#r")]), [2000])
     got = put("#qhello#rthere#s", "#q*0*#r*1*#s", table, ["one", "two"])
     assert got == [*encode("#q"), 1000, *encode("#r"), 2000, *encode("#s")]
-    # If the first is not found, the ids before the second differ, and it is not found either.
+    # If the first is not found, the ids before the second differ, so it is not found either.
     del table.known["one"]
     assert put("#qhello#rthere#s", "#q*0*#r*1*#s", table, ["one", "two"]) == encode("#qhello#rthere#s")
 

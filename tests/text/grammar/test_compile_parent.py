@@ -1,5 +1,4 @@
-"""The helper that compiles grammars: within its bounds, for one tenant after the other, and no longer than anybody
-waits for it."""
+"""The helper process that compiles grammars: its bounds, fairness among tenants, and how long callers wait."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ MULTIPLES = {"anyOf": [{"type": "integer", "multipleOf": 99_991 - 2 * n} for n i
 
 @pytest.fixture(autouse=True)
 def busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests are about processor time: a machine that has none for them for long is no fault of theirs."""
+    """Raise the limit on waiting to minutes: these tests are about processor time, which a busy machine may not have."""
     monkeypatch.setattr(compile_parent, "STALLED", 300.0)
 
 
@@ -70,7 +69,7 @@ def children(pid: int | None) -> list[str]:
 
 
 def children_seconds(pid: int | None) -> float:
-    """Return the processor time of a process's children that ended."""
+    """Return the processor time of a process's ended children, in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
 
@@ -192,7 +191,7 @@ async def test_closing_ends_what_is_being_compiled(table: TokenTable) -> None:
     await helper.close()
     with pytest.raises(Unavailable):
         await task
-    async with asyncio.timeout(60):  # what the helper had started is nobody's child now: nothing says when it is gone
+    async with asyncio.timeout(60):  # the helper's own child now has no parent here, so nothing reports its end
         while any(Path(f"/proc/{gone}/exe").exists() for gone in (pid, child)):
             await asyncio.sleep(0.01)
     with pytest.raises(Unavailable):
@@ -216,7 +215,7 @@ async def test_errors_name_the_fault_and_known_verdicts_are_cached(tmp_path: Pat
                 await chat.grammar(structure, OutputFormat(), share="a")
         assert good.grammar is not None and good.grammar.bytes > 0
         assert await chat.grammar(Structure(kind="regex", text="a"), OutputFormat(), share="a") == good
-        with pytest.raises(TypeError):  # another tenant does not find out what this one asked
+        with pytest.raises(TypeError):  # another tenant must not learn what this one asked for
             await chat.grammar(large, OutputFormat(), share="b")
     finally:
         await chat.close()

@@ -1,4 +1,4 @@
-"""What is refused of a grammar before anything is compiled: a sentence that names the limit."""
+"""Grammars that are refused before anything is compiled, with an error that names the limit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def text_of(kind: Kind, text: str) -> str:
 
 @pytest.mark.parametrize("multiple", [100_001, 1e6, 1e300, -100_001, 12345.678, 1.00001, 10**400])
 def test_a_large_multiple_is_refused(multiple: Any) -> None:
-    """It has as many states as it is large, which took 3.6 GB of the worker by integers."""
+    """It needs as many states as its value: 3.6 GB of the worker for an integer."""
     schema = {"type": "object", "properties": {"n": {"anyOf": [{"type": "number", "multipleOf": multiple}]}}}
     for refused in (
         lambda: text_of("json", json.dumps(schema)),

@@ -1,4 +1,4 @@
-"""Grammars in Lark as patterns: what they allow, as Python's own expressions see it, and what is said of the others."""
+"""Lark grammars as patterns: what they accept, compared with Python's `re`, and why others are refused."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_grammar_without_a_pattern_is_refused(grammar: str, why: str) -> None:
 
 @pytest.mark.parametrize("form", [one for one in FORMATS if one.kind != "braces"], ids=lambda one: one.name)
 def test_a_call_is_held_to_it_in_every_form(form: CallFormat) -> None:
-    """As JSON, or as it is between tags."""
+    """Both as JSON and as plain text between tags."""
     text = {"type": "string", "pattern": f"^(?:{pattern_of(PATCH)})$"}
     schema = {"type": "object", "properties": {"input": text}, "required": ["input"], "additionalProperties": False}
     offered = [Offered("apply_patch", schema)]

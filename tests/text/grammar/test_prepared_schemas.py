@@ -1,4 +1,4 @@
-"""What becomes of a client's schema before answers are held to it."""
+"""Preparation of a client's schema before it constrains answers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def takes(schema: Any, good: list[Any], bad: list[Any]) -> None:
         {"propertyNames": {}},
         {"propertyNames": True},
         {"uniqueItems": False},
-        {"uniqueItems": True},  # of a list, and this is none
+        {"uniqueItems": True},  # it applies to lists, and this is none
         {"not": False},
         {"if": {"required": ["a"]}},
         {"then": {"required": ["b"]}},
@@ -135,7 +135,7 @@ B: dict[str, Any] = {"type": "object", "properties": {"b": {"type": "integer"}}}
         ({"$defs": {"A": A}, "properties": {"in": {"allOf": [{"$ref": "#/$defs/A"}], "title": "t"}}},
          [{"in": {"a": 1}}], [{"in": {"x": 1}}]),
         ({"type": "object", "properties": {}}, [{}], [{"x": 1}]),
-        # Open, since it says so.
+        # open, as it says so
         ({**A, "additionalProperties": True}, [{"a": 1, "x": 1}], [{"a": "x"}]),
         ({**A, "additionalProperties": {"type": "string"}}, [{"a": 1, "x": "y"}], [{"x": 1}]),
         ({**A, "unevaluatedProperties": True}, [{"a": 1, "x": 1}], [{"a": "x"}]),
@@ -145,7 +145,7 @@ B: dict[str, Any] = {"type": "object", "properties": {"b": {"type": "integer"}}}
         ({"type": "object"}, [{"x": 1}], [5]),
         ({"type": "object", "required": ["x"]}, [{"x": 1}], [{}]),
         ({"properties": {"in": {**A, "additionalProperties": True}}}, [{"in": {"x": 1}}], [{"x": 1}]),
-        # Put together from parts, none of which names all properties.
+        # composed of parts, none of which names all properties
         ({"allOf": [A, B]}, [{"a": 1, "b": 1}], [{"a": "x"}]),
         ({**A, "allOf": [B]}, [{"a": 1, "b": 1}], [{"b": "x"}]),
         ({**A, "anyOf": [{"required": ["a"]}, B]}, [{"a": 1, "b": 1}], [{"a": "x"}]),

@@ -1,5 +1,4 @@
-"""Calls are passed on while they are written, and are calls from then on: however they end, and however the text is
-cut into pieces."""
+"""Calls that are streamed while they are written: they stay calls, however they end and however the text is cut."""
 
 from __future__ import annotations
 
@@ -81,7 +80,7 @@ def said(pieces: list[Piece]) -> str:
 def read(
     text: str, output: OutputFormat, rng: random.Random | None = None, *, by_model: bool = True
 ) -> tuple[str, list[tuple[str, str]], int, bool]:
-    """Content, calls, how many of them are complete, and whether something could not be read."""
+    """Return content, calls, the number of complete calls, and whether anything could not be parsed."""
     reader, at, pieces = splitter(output, 1, 0), 0, []
     while at < len(text):
         size = len(text) if rng is None else rng.choice([1, 1, 2, 7, 50])
@@ -121,7 +120,7 @@ def test_names_and_arguments_come_as_they_are_written(name: str, held: bool) -> 
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_call_that_is_cut_stays_cut(name: str) -> None:
-    """Never is a part of it content; before its arguments begin all of it is."""
+    """No part of it becomes content; before its arguments begin, all of it does."""
     text, rng = WRITTEN[name], random.Random(1)
     whole = json.dumps(GIVEN)
     for size in {*range(1, len(HEADS[name])), *rng.sample(range(len(HEADS[name]) + 20, len(text)), 30)}:
@@ -145,7 +144,7 @@ def test_a_call_that_its_model_breaks_off_is_one_all_the_same(name: str) -> None
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_what_only_looks_like_the_beginning_of_a_call_is_content(name: str) -> None:
-    """The mark alone, a tool that nobody offered, a name behind which something else stands."""
+    """The opening tag alone, a tool that was not offered, or a name followed by something else."""
     text, output = WRITTEN[name], output_of(name)
     head = HEADS[name]
     for other in (
@@ -192,7 +191,7 @@ def test_what_follows_a_broken_call_is_read() -> None:
 
 
 def test_a_path_that_may_be_meant_otherwise_is_passed_on_as_written() -> None:
-    """Its backslashes have two meanings, so it must not come out as the wrong one."""
+    """Its backslashes are ambiguous, so it must not be streamed with the wrong meaning."""
     text = '<tool_call>{"name": "write", "arguments": {"path": "C:\\dir\\new", "mode": 1}}</tool_call>'
     content, calls, complete, unread = alike(text, output_of("hermes"))
     assert (content, complete, unread) == ("", 1, True) and calls[0][1] == '{"path": "C:\\dir\\new", "mode": 1}}'
@@ -220,7 +219,7 @@ def test_ids_are_those_that_stand_before_the_arguments() -> None:
 
 
 def test_of_forced_calls_only_the_first_is_passed_on_before_it_is_whole() -> None:
-    """One that comes again ends the answer, and is known by all of it."""
+    """A repeated call ends the answer, and only a complete call can be recognised as a repetition."""
     output = output_of("hermes", calls_only=True, held=True)
     call = WRITTEN["hermes"]
     other = call.replace("a.txt", "b.txt")
@@ -288,7 +287,7 @@ def test_what_is_certain_of_json_never_changes() -> None:
             passed = scanner.between(0, end)
             assert whole.text.startswith(passed) or whole.failed
             alone = JsonScanner()
-            alone.feed(text[:place] + " ")  # what ends a number
+            alone.feed(text[:place] + " ")  # ends a number
             assert alone.text.startswith(passed), "it was read from so many characters"
         assert (scanner.done, scanner.failed, scanner.text) == (whole.done, whole.failed, whole.text)
         assert scanner.certain[1] == whole.certain[1] and scanner.ends == whole.ends

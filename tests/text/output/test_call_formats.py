@@ -1,4 +1,6 @@
-"""A grammar that is made of a form of calls is read by the parser of the same form, whatever the tools."""
+"""Grammars made from a call format: the parser of the same format reads everything they generate, whatever the
+tools.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def output_of(form: CallFormat, tools: list[dict[str, Any]]) -> OutputFormat:
 
 
 def read(text: str, output: OutputFormat, rng: random.Random | None = None) -> tuple[str, list[tuple[str, Any]]]:
-    """Content and calls of an answer that the model ended, read in random pieces."""
+    """Return content and calls of a complete answer that is read in random pieces."""
     reader, at, pieces = splitter(output, 1, 0), 0, []
     while at < len(text):
         size = len(text) if rng is None else rng.choice([1, 1, 2, 7, 50])
@@ -80,7 +82,7 @@ def random_tools(rng: random.Random) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def forms() -> list[CallFormat]:
-    """The table's, those that are told of a template's renderings, and those that models declare."""
+    """Return the table's formats, those derived from templates, and those that models declare."""
 
     async def told() -> list[CallFormat | None]:
         return [await derived(section) for section in FURTHER.values()]
@@ -173,7 +175,7 @@ def test_calls_as_models_write_them(name: str) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_that_is_broken_anywhere_is_text(name: str) -> None:
-    """Whatever is cut out, nothing is lost, nothing raises, and no piece decides."""
+    """Whatever is cut out, nothing is lost, nothing raises, and the result does not depend on the pieces."""
     output, text = output_of(BY_NAME[name], F), CALLS[name]
     for seed in range(60):
         rng = random.Random(seed)
@@ -229,7 +231,7 @@ def test_a_pattern_of_a_whole_text_is_held_to(form: CallFormat) -> None:
 
 @pytest.mark.parametrize("name", ["gemma", "lfm2"])
 def test_a_grammar_of_tools_grows_no_faster_than_they_do(name: str) -> None:
-    """It is made where all requests are read: types that are listed again, and arguments that all may be left out."""
+    """It is built on the event loop. Covers types that are listed repeatedly and arguments that are all optional."""
     nested: dict[str, Any] = {"type": "integer"}
     for _ in range(20):
         nested = {"type": ["object"] * 4, "properties": {"a": nested}, "required": ["a"]}

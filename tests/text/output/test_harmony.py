@@ -1,4 +1,4 @@
-"""Answers of gpt-oss: channels, calls, and what is neither."""
+"""Answers of gpt-oss: channels, calls, and text that is neither."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CALL = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1
 
 
 def read(text: str, output: OutputFormat = OUTPUT, seed: int | None = None, *, by_model: bool = True) -> Any:
-    """(reasoning, content, calls), read at once or in pieces of random sizes."""
+    """Return (reasoning, content, calls), read at once or in random pieces."""
     rng, at = random.Random(seed), 0
     reader, pieces = splitter(output, 1, 0), []
     while at < len(text):

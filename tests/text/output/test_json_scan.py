@@ -17,7 +17,7 @@ VALUES = st.recursive(
 
 
 def scan(text: str, sizes: random.Random | None = None) -> tuple[JsonScanner, int]:
-    """Feed in random pieces; the scanner and the characters it read."""
+    """Feed a text in random pieces; return the scanner and the number of characters it read."""
     scanner = JsonScanner()
     at = 0
     while at < len(text) and not scanner.done and not scanner.failed:

@@ -1,4 +1,4 @@
-"""Calls that models write otherwise than their template teaches, and beside each a text that only looks like one."""
+"""Calls in other formats than the template's, and next to each a text that only looks like one."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ Read = tuple[str, str, list[tuple[str, Any]]]
 
 
 def read_once(text: str, output: OutputFormat, rng: random.Random | None = None, *, by_model: bool = True) -> Read:
-    """Content, reasoning and calls of an answer, read at once or in random pieces."""
+    """Return content, reasoning and calls of an answer, read at once or in random pieces."""
     reader, at, pieces = splitter(output, 1, 0), 0, []
     while at < len(text):
         size = len(text) if rng is None else rng.choice([1, 1, 2, 5, 30])
@@ -86,13 +86,13 @@ ARG = "<arg_key>path</arg_key>\n<arg_value>a.txt</arg_value>\n"
 @pytest.mark.parametrize(
     ("text", "content", "calls"),
     [
-        # A name is one that was offered.
+        # Only names of offered tools count.
         ("<tool_call>the name of it</tool_call> is how", None, []),
         (f"<tool_call>read\n{ARG}</tool_call>", None, []),
         ('<tool_call>{"name": "read", "arguments": {"path": "a.txt"}}</tool_call>', None, []),
         ("<tool_call>now</tool_call>", "", [("now", {})]),
         (f"Well.\n<tool_call>write\n{ARG}</tool_call>", "Well.", [P]),
-        # JSON, or a name and JSON.
+        # JSON, or a name followed by JSON.
         ('<tool_call>{"name": "write", "arguments": {"path": "a.txt"}}</tool_call>', "", [P]),
         ('<tool_call>\n{"name": "write", "arguments": {"path": "a.txt"}}\n</tool_call>\nx', "x", [P]),
         ('<tool_call>write {"path": "a.txt"}</tool_call>', "", [P]),
@@ -107,7 +107,7 @@ ARG = "<arg_key>path</arg_key>\n<arg_value>a.txt</arg_value>\n"
         (f"<tool_call>write\n{ARG.replace('</arg_value>', '')}</tool_call>\n<tool_call>now</tool_call>",
          "", [P, ("now", {})]),
         (f"<tool_call>write\n{ARG.replace('</arg_value>', '')}</tool_call> Done.", " Done.", [P]),
-        # And here it is not: the text speaks of tags.
+        # No closing tag is missing here: the value mentions tags.
         ("<tool_call>write\n<arg_key>path</arg_key>\n<arg_value>a.txt</arg_value>\n<arg_key>text</arg_key>\n"
          "<arg_value>`<arg_key>mode</arg_key>` and </tool_call> end it, <arg_key>x</arg_key> too</arg_value>\n"
          "</tool_call>",
@@ -228,9 +228,9 @@ def test_what_only_looks_like_a_call(name: str) -> None:
         f"~~~\n{call}\n~~~",
         f"````\n```\n{call}\n```\n````",
         call.replace("write", "read", 1),  # not offered
-        call[:-1],  # not whole
-        call.replace("path", "paths"),  # not of the tool
-        call.replace("path", "how"),  # not one of its values, and what it needs is missing
+        call[:-1],  # incomplete
+        call.replace("path", "paths"),  # not a parameter of the tool
+        call.replace("path", "how"),  # unknown parameter, and a required one is missing
         f"<think>\nI could say\n{call}\nor not.</think>",
     ):
         content, reasoning, calls = read(name, text)

@@ -1,4 +1,4 @@
-"""Answers that only repeat themselves: where they end, and which repetitions are honest."""
+"""Answers that repeat themselves: where they are ended, and which repetitions are legitimate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.scripted_model import write_scripted
 
 
 def looped_at(tokens: list[int]) -> int | None:
-    """How many tokens it takes to find a loop."""
+    """Return after how many tokens a loop is detected."""
     watch = RepetitionWatch()
     for count, token in enumerate(tokens, 1):
         watch.push(token)
@@ -58,7 +58,7 @@ def test_a_loop_is_the_same_as_the_plain_definition() -> None:
 
 @pytest.fixture(scope="module")
 def loops(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that never ends: it says the same 5 pieces again and again."""
+    """A model that never ends and repeats the same 5 tokens."""
     return write_scripted(tmp_path_factory.mktemp("loops") / "loops.gguf", [" a", " b", " c", " d", "."], end=None)
 
 

@@ -1,4 +1,4 @@
-"""What each token of an answer is a part of: the characters of a kind are exactly those that are shown as that kind."""
+"""Kinds of an answer's tokens: the characters of each kind are exactly those that are shown as that kind."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_every_character_is_of_the_kind_as_which_it_is_shown(output: OutputForma
         assert len(kinds) <= len(text)
         content = "".join(char for char, kind in zip(text, kinds, strict=False) if kind == "1")
         thought = "".join(char for char, kind in zip(text, kinds, strict=False) if kind == "2")
-        apart = "\n" if output is HARMONY else ""  # set between two messages, and no character of the answer
+        apart = "\n" if output is HARMONY else ""  # put between two messages, not part of the answer
         assert content.replace(apart, "") == shown_as(pieces, "text").replace(apart, ""), text
         assert thought.replace(apart, "") == shown_as(pieces, "reasoning").replace(apart, ""), text
 
@@ -88,7 +88,7 @@ def kinds_of(deltas: Sequence[Delta]) -> bytes:
 
 
 def test_kinds_come_with_the_text_of_their_tokens(tokenizer: Tokenizer) -> None:
-    """Each token once, and none with a text that is not there yet, however the answer comes."""
+    """Each token comes once, never before its text, however the answer is delivered."""
     rng = random.Random(5)
     words = [*HERMES, "stop", "st", "op", "😀", "Århus", "<|im_end|>"]
     for number in range(150):
@@ -137,7 +137,7 @@ def test_kinds_of_one_byte_tokens(tmp_path: Path, text: str, kinds: bytes) -> No
 
 
 def test_log_probabilities_are_those_of_the_kinds(tokenizer: Tokenizer) -> None:
-    """Also where a consumer lags, and of a request that goes on after tokens whose log-probabilities are not known."""
+    """Also where a consumer lags, and for a resumed request whose first log-probabilities are unknown."""
     tokens = [
         *tokenizer.encode("<think>so and so</think>\n\nHello there <tool_x>", special=True),
         tokenizer.eos_id or 0,

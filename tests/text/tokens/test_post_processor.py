@@ -1,4 +1,4 @@
-"""Whole texts and pairs get what the tokenizers library would put around them, and nothing typed is a control token."""
+"""Post-processing of texts and pairs: as the tokenizers library does it, while typed control tokens stay text."""
 
 from __future__ import annotations
 
