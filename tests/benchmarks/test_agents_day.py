@@ -1,4 +1,4 @@
-"""The day of agents: what is said is one day for all servers, and its figures are what the servers told."""
+"""The agents' day: all servers get the same day, and its figures are those that the servers report."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 class InThread:
-    """The fake engine behind a real socket, in a thread; it keeps nothing when it is killed."""
+    """The fake engine behind a real socket, in a thread; it stores nothing when it is killed."""
 
     def __init__(self, home: Path) -> None:
         self.config = Config(engine="fake", kv_gb=0.01)
@@ -65,7 +65,7 @@ class InThread:
 
 
 def test_a_tiny_day_is_played_to_its_end(script: Any, tmp_path: Path) -> None:
-    """Before the kill what is new is computed and nothing else; after it, what the server had not kept as well."""
+    """Before the kill only new tokens are computed; after it, also those that the server had not stored."""
     servers: list[InThread] = []
 
     def start(home: Path) -> InThread:
@@ -82,7 +82,7 @@ def test_a_tiny_day_is_played_to_its_end(script: Any, tmp_path: Path) -> None:
         assert (before["turns"], after["turns"]) == (half, half)
         assert before["completion"] == after["completion"] == half * 5
         assert 0 < before["new"] < before["prompt"] and 0 < one["instruction"] < before["prompt"] / half
-        # Of a block that is not whole nothing is kept, and what comes before the instruction counts as new.
+        # Incomplete blocks are not kept, and what precedes the instruction counts as new.
         assert abs(before["computed"] - before["new"]) < 16 * half
         assert after["new"] < after["computed"] - one["instruction"]
     assert found["answers"] == {"cairn": {"equal": 12, "of": 12, "days": 2}}

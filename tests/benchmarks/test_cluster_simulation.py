@@ -1,4 +1,4 @@
-"""The simulation of a cluster: what it must show at a small size, and what its parts do."""
+"""The simulation of a cluster: its parts, and its results at a small size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of KV types: engines of both take turns, and what is told is by how much the one is slower."""
+"""The benchmark of KV types: engines of both types take turns, and the result is the slowdown of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/performance.md is what its figures make: nobody edits a number. Known failure 49: figures that are none."""
+"""docs/performance.md: generated from recorded figures, never edited by hand (known failure 49)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MACHINE = {"cpu": "C", "cores": 2, "threads": 2, "sets": ["avx2"], "memory": 2**
 
 
 def cpu(**row: Any) -> dict[str, Any]:
-    """Figures of one row."""
+    """Return the figures of one row."""
     file = {"shape": "s", "kind": "Q4_0", "bytes": 10**9, "load_seconds": {"cairn": 1, "llama": 1}}
     file |= {"peak": {"cairn": 1, "llama": 1}, "check": {"largest": 0.1, "same": 3, "steps": 4}}
     about = {"machine": MACHINE | {"read": 4e10, "arithmetic": 5e11}, "rounds": 3, "steps": 8}
@@ -64,7 +64,7 @@ def test_http_ratios_are_to_the_better_of_the_peers(first: float, bold: bool) ->
 
 
 def http(first: float) -> dict[str, Any]:
-    """Figures of two rounds, Cairn's first token after `first` seconds wherever a prefix is known."""
+    """Return the figures of two rounds; Cairn's first token comes after `first` seconds where a prefix is cached."""
     names = ("cairn", "llama-server, 8 slots")
     load = [
         {"server": name, "connections": n, "tok_s": speed, "ttft_p50": 2 / speed, "ttft_p99": 3 / speed}

@@ -1,4 +1,4 @@
-"""The benchmark of teams: its laws find what it looks for."""
+"""The benchmark of teams: its checks catch violations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worst grammars that are known stay within what is promised, compiled and followed."""
+"""The worst known grammars: compiling and following them stays within the documented limits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
 async def test_the_worst_grammars_are_refused_or_bounded(
     script: Any, prove: bool, figure: Callable[[str, str], None]
 ) -> None:
-    """All of them, for 1,000 tokens each, with --prove; else a few."""
+    """All of them, for 1,000 tokens each, with --prove; a few otherwise."""
     found: dict[str, Any] = {}
     names = [*script.worst()] if prove else [*SOME]
     await script.rows(script.table_of("demo"), 1000 if prove else 50, found.__setitem__, names)

@@ -1,4 +1,4 @@
-"""`cairn chat --agent` where the server goes away, comes back, or says no."""
+"""`cairn chat --agent` where the server stops, comes back, or refuses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SECOND = {"role": "user", "content": "two"}
 
 
 class House:
-    """A server with one agent. It goes away in the middle of the answer to "two"."""
+    """A server with one agent, which stops in the middle of the answer to "two"."""
 
     def __init__(self) -> None:
         self.turns: list[dict[str, Any]] = []
@@ -86,7 +86,7 @@ class House:
 
 
 def talk(house: House, monkeypatch: pytest.MonkeyPatch, *lines: str) -> str:
-    """Return the stderr of a conversation; a line "up" brings the server back."""
+    """Return the stderr of a conversation; a line "up" restarts the server."""
     given = iter(lines)
 
     def line(_: str = "") -> str:
@@ -151,8 +151,8 @@ def test_a_stopped_answer_takes_nothing_else_back(monkeypatch: pytest.MonkeyPatc
     assert "took back: two" in said and saved(file) == ["one", "half and half"]
 
 
-def test_a_question_is_taken_back_that_was_stopped_before_its_answer_began(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is in the server's log by then: the next question would be answered behind it."""
+def test_a_question_stopped_before_its_answer_began_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The question is in the server's log by then, and the next one would be answered after it."""
     house = House()
     house.mute = True
     said = talk(house, monkeypatch, "one")
@@ -160,7 +160,7 @@ def test_a_question_is_taken_back_that_was_stopped_before_its_answer_began(monke
 
 
 def test_the_turn_of_another_client_is_not_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It began between the look at the head and the question, which is then refused."""
+    """That turn began after the command had read the head, so the question was refused."""
     house = House()
     real = house._answer
 
@@ -185,7 +185,7 @@ def test_a_question_that_got_an_empty_answer_is_taken_back(monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("busy", "taken"), [(2, True), (9, False)])
 def test_a_turn_that_is_still_ending_is_waited_for(monkeypatch: pytest.MonkeyPatch, busy: int, taken: bool) -> None:
-    """By what the error is, not by how it is said."""
+    """Recognised by the error's code, not by its wording."""
     house = House()
     house.turns, house.head, house.busy = (
         [{"number": 1, "parent": 0, "messages": [SECOND], "state": "running"}],
@@ -250,7 +250,7 @@ def test_resume_against_a_real_server(tmp_path: Path) -> None:
     ("way", "begins"), [("d", ["system"]), ("s", ["system", "user", "assistant"]), ("n", ["system"])]
 )
 def test_a_full_agent_offers_three_ways_on(way: str, begins: list[str]) -> None:
-    """The full one stays as it is, and a new one goes on."""
+    """The full agent stays as it is, and a new one continues."""
     with served(context=256) as server:
         server.post("/v1/agents", {"id": "ada", "system": "Be kind."})
         body = {"messages": [{"role": "user", "content": "Tell me."}], "max_tokens": 999, "ignore_eos": True}

@@ -103,7 +103,7 @@ def test_an_agents_kv_is_given_up_and_brought_back(server: Served) -> None:
     assert before.startswith("pool ")
     [(_, gone)] = rows(server, "agents", "evict", "kay", "--disk")
     assert gone == "-"
-    assert rows(server, "agents", "prefetch", "kay") == [["KV", "-"]]  # nothing is left to bring up
+    assert rows(server, "agents", "prefetch", "kay") == [["KV", "-"]]  # nothing is left to load
     assert run(server, "agents", "rm", "kay")[0] == 0
 
 
@@ -183,7 +183,7 @@ def test_an_unusable_file_is_a_short_error(server: Served, tmp_path: Path) -> No
 
 
 class _Full(io.FileIO):
-    """A new file on a disk that is full."""
+    """A new file on a full disk."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, "xb")
@@ -209,7 +209,7 @@ def test_a_chat_with_an_agent_goes_on_where_it_was_left(server: Served) -> None:
 
 
 def answered(seen: bytes) -> str:
-    """What was said behind the question: without the terminal's codes, and without the sign that it is on its way."""
+    """Return the text behind the question, without terminal codes and the progress sign."""
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen.decode(errors="replace").rpartition("a story")[2])
     return re.sub(r"\S thinking|\s", "", text)
 
@@ -235,10 +235,10 @@ def test_ctrl_c_takes_the_question_back(server: Served) -> None:
     server.hold.touch()
     try:
         read_until(b"agent zoe is new")
-        read_until(b"[?2004h")  # the prompt reads from here on; what came before is not its
+        read_until(b"[?2004h")  # the prompt reads from here on; earlier input is not for it
         os.write(lead, b"Tell me a story\n")
         read_until(b"story")
-        until = time.monotonic() + 10  # the server holds the answer; the rest of a line may wait until it is whole
+        until = time.monotonic() + 10  # the server holds the answer; the terminal may hold back an incomplete line
         while len(answered(seen)) < 20 and time.monotonic() < until:
             if select.select([lead], [], [], 0.5)[0]:
                 seen += os.read(lead, 4096)
@@ -287,7 +287,7 @@ def test_the_tree_shows_branches_and_the_head() -> None:
 
 
 def test_a_long_conversation_is_shown_to_its_end() -> None:
-    """On a narrow terminal, also after a branch, whose turns are told from what follows."""
+    """On a narrow terminal, also after a branch, whose turns are marked as such."""
     side = [one(100, 30, False), one(101, 100, False)]
     lines = drawn(60, [*(one(n, n - 1, True) for n in range(1, 61)), *side], 80).splitlines()
     for number in (1, 29, 30, 31, 59, 60, 100, 101):

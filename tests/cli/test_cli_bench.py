@@ -13,7 +13,7 @@ SMALL = ("--prompt", "20", "--decode", "3", "--batch", "1,2", "--threads", "1")
 
 @pytest.fixture(autouse=True)
 def quick(tmp_path, monkeypatch):
-    """Make the probe short, in a folder without options."""
+    """Shorten the probe, and run in a folder without options."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("cairn.kernels.roofline.SECONDS", 0)
     monkeypatch.setattr("cairn.kernels.roofline.measure.__defaults__", (4 << 20,))

@@ -1,4 +1,4 @@
-"""A server over HTTP, as the command line reads it."""
+"""The command line's HTTP client."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ vE2M+a/k+VmxduiiRXSw3qgPKJL6iOu9fMdhtG1WMrk=
 
 @pytest.fixture
 def private(tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """A server whose certificate only its own CA vouches for, and the file of that."""
+    """Yield a server whose certificate only its own CA vouches for, and the CA's file."""
     file = tmp_path / "ca.pem"
     file.write_text(PRIVATE_CA)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -235,7 +235,7 @@ def private(tmp_path: Path) -> Iterator[tuple[str, Path]]:
 def test_a_private_authority_is_trusted_where_the_environment_names_it(
     private: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server that cannot be verified is there: to start one would not help."""
+    """A server that cannot be verified is running nevertheless, so starting another would not help."""
     url, authority = private
     with Client(url) as one, pytest.raises(Unavailable, match=f"the server at {url} did not answer: .*CERTIFICATE"):
         one.get("/v1/cache")
@@ -250,7 +250,7 @@ def test_a_private_authority_is_trusted_where_the_environment_names_it(
 
 
 class Late(http.server.BaseHTTPRequestHandler):
-    """A server that answers everything after a while, as one that first reads a disk full of KV."""
+    """A server that answers everything with a delay, as one that first reads a disk full of KV."""
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["content-length"]))
@@ -264,7 +264,7 @@ class Late(http.server.BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("content-length", str(len(data)))
         self.end_headers()
-        with contextlib.suppress(OSError):  # who asked may be gone
+        with contextlib.suppress(OSError):  # the client may be gone
             self.wfile.write(data)
 
     def log_message(self, *_: object) -> None:

@@ -62,7 +62,7 @@ def test_a_shared_store_without_a_key_file_is_refused() -> None:
 
 
 def three_ports() -> int:
-    """The first of three ports that follow each other and are free."""
+    """Return the first of three consecutive free ports."""
     while True:
         port = free_port()
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
@@ -106,7 +106,7 @@ def direct_children(pid: int) -> set[int]:
 
 
 def restarted_one_after_another(port: int, pid: int) -> None:
-    """Restart all servers while a client asks all the time: each is another process, and no answer is missing."""
+    """Restart all servers while a client keeps asking: each is a new process, and no answer is missing."""
     before, over = direct_children(pid), threading.Event()
     statuses: Counter[int] = Counter()
 

@@ -1,4 +1,4 @@
-"""What `cairn doctor` says of a model is what an engine would have of it."""
+"""`cairn doctor` on models: it reports what an engine would find."""
 
 from __future__ import annotations
 

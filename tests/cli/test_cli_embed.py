@@ -1,4 +1,4 @@
-"""`cairn embed`, and the vectors of `LLM`: a line of JSON a text, and a sentence for what cannot be."""
+"""`cairn embed`, and embeddings of `LLM`: one line of JSON per text, and readable errors."""
 
 from __future__ import annotations
 

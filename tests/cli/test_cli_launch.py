@@ -1,4 +1,4 @@
-"""`cairn launch`: what an agent is told, and that nothing of its own is touched."""
+"""`cairn launch`: what an agent is started with, and that its own files are left alone."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ sys.exit(7)
 def test_every_agent_gets_the_servers_address_model_and_context(name: str, tmp_path: Path) -> None:
     begun = start(AGENTS[name], PLACE, tmp_path, ("--more",))
     told = json.dumps([begun.command, begun.env, {str(path): text for path, text in begun.files.items()}])
-    # Copilot is told how much of the context a prompt may take, and how much an answer.
+    # Copilot gets two numbers: how much of the context a prompt may take, and how much an answer.
     context = "24576" if name == "copilot" else str(PLACE.context)
     for wanted in (PLACE.url, PLACE.model, PLACE.key, context):
         assert wanted in told, wanted

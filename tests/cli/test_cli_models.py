@@ -1,4 +1,4 @@
-"""Models with a short name on the command line."""
+"""Short names of models on the command line."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_bytes_that_a_vocabulary_lacks_are_reported_where_the_model_comes(
     shutil.copytree(hub.demo_folder(), folder)
     text = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     vocab = text["model"]["vocab"]
-    vocab["unused"] = vocab.pop("\u0104")  # the byte 4
+    vocab["unused"] = vocab.pop("\u0104")  # byte 4
     (folder / "tokenizer.json").write_text(json.dumps(text), "utf-8")
     monkeypatch.setattr(hub, "pull", lambda name, **more: folder)
     with pytest.raises(SystemExit):

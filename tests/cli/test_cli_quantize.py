@@ -1,4 +1,4 @@
-"""`cairn quantize`: from a folder to a file that chats, whole or not at all."""
+"""`cairn quantize`: from a folder to a file that can chat, written whole or not at all."""
 
 from __future__ import annotations
 

@@ -109,16 +109,16 @@ def test_a_scenario_that_cannot_be_played_leaves_no_team_behind(
 
 
 def test_a_team_that_never_spoke_is_erased_and_one_that_did_stays(server: Served, tmp_path: Path) -> None:
-    """What this command lets pass a server may refuse all the same."""
+    """A scenario that this command accepts may still be refused by the server."""
     file = tmp_path / "late.yaml"
     file.write_text(SCENARIO.replace("content: psst", f"content: {'x' * 30_000}"))  # longer than the context
     code, _, err = run(server, "team", "run", str(file))
     assert code == 1 and "context" in err and rows(server, "team", "list") == [], err
     file.write_text(file.read_text().replace("to: [bob]", "to: [bob], before_round: 2"))
     assert run(server, "team", "run", str(file))[0] == 1
-    assert [row[0] for row in rows(server, "team", "list")] == ["two"]  # there is something to look at
+    assert [row[0] for row in rows(server, "team", "list")] == ["two"]  # it has a round to look at
     code, _, err = run(server, "team", "run", str(file))
-    assert code == 1 and "already" in err  # its id is taken, and that team is not this one's to erase
+    assert code == 1 and "already" in err  # its id is taken, and the existing team must not be erased
     assert [row[0] for row in rows(server, "team", "list")] == ["two"]
     assert rows(server, "team", "rm", "two") == []
     assert run(server, "team", "run", str(file), "--rm")[0] == 1

@@ -1,4 +1,4 @@
-"""Commands that people know from elsewhere, and what `cairn chat` talks to."""
+"""Commands known from other programs, and which server or model `cairn chat` talks to."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ READY = '{"status": "ready", "reasons": [], "troubles": []}'
 
 
 class Running(http.server.BaseHTTPRequestHandler):
-    """A server on this machine, with answers by path and all that it was asked."""
+    """A server on this machine with canned answers by path, which records what it was asked."""
 
     answers: ClassVar[dict[str, list[tuple[int, str]]]]
     asked: ClassVar[list[tuple[str, dict[str, object]]]]
@@ -59,7 +59,7 @@ class Running(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Running]]:
-    """A server at the configured port."""
+    """Yield a server at the configured port."""
 
     class Handler(Running):
         answers: ClassVar = {
@@ -82,7 +82,7 @@ def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Running]]:
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The models that were loaded in this process, in place of loading them."""
+    """Collect the names of models loaded in this process, instead of loading them."""
     found: list[str] = []
 
     class Local:
@@ -124,7 +124,7 @@ def test_chat_loads_a_model_with_local_options(running, loaded, more):
 def test_a_model_that_is_named_is_asked_of_a_server_that_has_it(running, loaded, elsewhere):  # noqa: F811
     assert run("chat", "m", given="hi\n").stdout == "Hello you\n"
     (elsewhere / "m.gguf").write_bytes(b"GGUF")
-    assert run("chat", str(elsewhere / "m.gguf"), given="hi\n").stdout == "Hello you\n"  # as the server calls it
+    assert run("chat", str(elsewhere / "m.gguf"), given="hi\n").stdout == "Hello you\n"  # the server's name for it
     assert (running.asked[-1][1]["model"], loaded) == ("m", [])
     done = run("chat", "demo")
     assert loaded == ["demo"]
@@ -161,7 +161,7 @@ def test_an_order_of_the_admin_names_the_admins_key(running):
 
 
 def test_a_time_that_no_server_could_read_is_refused(running):
-    """A server of one model does not look at it."""
+    """A server of one model ignores it, so the command checks it."""
     assert "--keepalive is '10x' but must be a number of seconds" in sentence(
         run("run", "m", "hi", "--keepalive", "10x")
     )
@@ -337,7 +337,7 @@ def test_help_names_completion_and_the_usual_short_flag_works():
 
 
 def repository(folder: Path, **files: str) -> Path:
-    """A repository in the download cache below `folder`, with files by their names and contents."""
+    """Make a repository in the download cache below `folder`, with files by name and content."""
     place = folder / ".cache/huggingface/hub/models--org--name"
     snapshot = place / "snapshots" / ("a" * 40)
     snapshot.mkdir(parents=True)
@@ -359,13 +359,13 @@ def test_rm_removes_one_quantisation_and_leaves_the_other(elsewhere):  # noqa: F
     assert run("rm", "org/name:Q8_0", "--yes").returncode == 0
     assert sorted(path.name for path in (place / "blobs").iterdir()) == ["blob-four"]
     assert run("rm", "org/name:Q4_0", "-y").returncode == 0
-    assert (place / "blobs" / "blob-four").exists()  # another name of it is left
+    assert (place / "blobs" / "blob-four").exists()  # it has another name left
     assert run("rm", "hf.co/org/name:Q4_1", "-y").returncode == 0
     assert not place.exists()  # nothing is left of it
 
 
 def left(place: Path) -> list[str]:
-    """The names of the downloads that a repository still has, and of what they hold."""
+    """Return the names of the files that a repository still has, and of its blobs."""
     files = [path for part in ("snapshots/" + "a" * 40, "blobs") for path in (place / part).rglob("*")]
     return sorted(path.relative_to(place).as_posix().removeprefix(f"snapshots/{'a' * 40}/") for path in files)
 
@@ -398,7 +398,7 @@ def test_rm_removes_a_file_from_every_commit_that_has_it(elsewhere):  # noqa: F8
 
 
 def test_a_tag_without_files_removes_nothing(elsewhere, monkeypatch):  # noqa: F811
-    """Such as one that another program has removed meanwhile."""
+    """Such as a tag whose files another program has removed meanwhile."""
     place = repository(elsewhere, **{"m-Q4_0": "four", "m-Q8_0": "eight"})
     monkeypatch.setattr(removal, "gguf_names", lambda snapshot: [])
     with pytest.raises(ModelError, match="org/name:m-Q4_0 is not downloaded"):

@@ -1,4 +1,4 @@
-"""The command line over https: the configured certificate, `--cacert`, `--insecure`, and what it says otherwise."""
+"""The command line over https: the configured certificate, `--cacert`, `--insecure`, and the errors without them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def certificate(folder: Path, name: str, alternative: str = "DNS:cairn.example")
 
 @pytest.fixture
 def secure(canned, tmp_path: Path):  # noqa: F811
-    """A server over https, whose certificate names another machine; its configuration is in cairn.toml."""
+    """Yield an https server whose certificate names another machine; cairn.toml has its configuration."""
     import http.server
     import threading
 

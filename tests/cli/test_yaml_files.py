@@ -1,4 +1,4 @@
-"""Files of YAML: plain values as JSON has them, whatever the file is made to cost."""
+"""YAML files: plain values as in JSON, in bounded time, however the file was crafted."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ nodes:
         ("nodes[0].prompt", "line 4, column 5"),
         ("$.nodes[1].loop.limit", "line 7, column 7"),
         ("nodes.last", "line 9, column 5"),
-        ("plan.needs", "line 3, column 5"),  # what has no such field
+        ("plan.needs", "line 3, column 5"),  # unknown field
         ("nodes[9].prompt", "line 2, column 1"),
         ("nothing", ""),
     ],

@@ -1,8 +1,7 @@
-"""Real coding agents, each led through ten turns with a tool, the server killed between the fifth and the sixth.
+"""Real coding agents, each led through ten turns with a tool, with the server killed between the fifth and the sixth.
 
-In one turn before that, and in one behind it, the tool reads an image.
-
-They are programs of npm (`make clients`), there or anywhere on the path; where one is not, its test is skipped.
+In one turn before that, and in one after it, the tool reads an image. The agents are npm programs (`make clients`),
+installed there or anywhere on the path; a test without its agent is skipped.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ def answers(part: Part, folder: Path) -> list[list[str]]:
 
 
 def picture(seed: int) -> bytes:
-    """Return a PNG of 32 by 32 grey points."""
+    """Return a PNG of 32 by 32 grey pixels."""
     rows = b"".join(b"\0" + bytes((seed + 8 * y + x) % 256 for x in range(32)) for y in range(32))
     parts = ((b"IHDR", struct.pack(">IIBBBBB", 32, 32, 8, 0, 0, 0, 0)), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
     chunks = [
@@ -106,7 +105,7 @@ def picture(seed: int) -> bytes:
 
 
 def seeing(settings: str) -> str:
-    """Tell opencode and qwen-code, which would leave images out themselves, that the model takes them."""
+    """Return the configuration that tells opencode and qwen-code that the model accepts images."""
     if not settings.startswith("{"):
         return settings
     found = json.loads(settings)
@@ -157,7 +156,7 @@ def test_ten_turns_with_a_tool_and_a_kill(name: str, tmp_path: Path, prove: bool
     for turn in range(TURNS):
         (folder / f"note{turn}.txt").write_text(f"This is note number {turn}.\n" * 20)
         (folder / f"note{turn}.png").write_bytes(picture(turn))
-    # codex says `store: false` unasked: what it asks is kept where the server's owner wants it kept.
+    # codex always sends `store: false`, and the server's option stores its answers nevertheless.
     with stage(tmp_path, answers(PARTS[name], folder), kill_before=KILLED, store_kv="always") as at:
         done = run(name, at, folder, home)
         told = f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}\n{at.others}"

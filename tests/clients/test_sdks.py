@@ -1,7 +1,7 @@
-"""Real client libraries, each at what people do with it: a chat, a tool, a structure. Where one is not installed
-(`make clients`) its test is skipped.
+"""Real client libraries, each with a chat, a tool and a structured answer.
 
-The model calls `weather` where it is offered tools, then says SAID; without tools it answers in JSON.
+A test whose library is not installed (`make clients`) is skipped. The model calls `weather` where it is offered tools,
+then says SAID; without tools it answers in JSON.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def weather(city: str) -> str:
 
 
 def needs(*names: str) -> list[Any]:
-    """The modules of a client; the test is skipped where one is not installed."""
+    """Return the modules of a client; skip the test if one is not installed."""
     return [pytest.importorskip(name, reason=f"{name} is not installed: make clients") for name in names]
 
 
@@ -64,7 +64,7 @@ def test_openai(at: Prompter) -> None:
 
 
 def test_openai_agents(at: Prompter) -> None:
-    openai, _ = needs("openai", "agents.run")  # a folder of our own tests is named agents, and has no run
+    openai, _ = needs("openai", "agents.run")  # our own tests have a folder named agents, without such a module
     agents = importlib.import_module("agents")
     agents.set_tracing_disabled(True)
 
@@ -116,7 +116,7 @@ def test_langchain(at: Prompter) -> None:
 
 
 class OtherTokens:
-    """Stands for the tokenizer of OpenAI's models, which tiktoken would download."""
+    """A stand-in for the tokenizer of OpenAI's models, which tiktoken would download."""
 
     def encode_ordinary(self, text: str) -> list[int]:
         return list(text.encode())
@@ -213,7 +213,7 @@ def test_vercels_ai_sdk(at: Prompter) -> None:
 
 
 def test_the_server_says_what_it_is(at: Prompter) -> None:
-    """Without any of them: the stage stands."""
+    """The stage works without any client library."""
     body = {"messages": [{"role": "user", "content": ASKED}]}
     with httpx.Client(base_url=at.url, trust_env=False, verify=False) as http:
         found = http.post("/v1/chat/completions", json=body).json()

@@ -15,7 +15,7 @@ from cairn.types.errors import ConfigError
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
-    """Every test runs in an empty folder with an empty home."""
+    """Run every test in an empty folder with an empty home."""
     monkeypatch.chdir(tmp_path)
     home = tmp_path / "home"
     home.mkdir()
@@ -27,7 +27,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 def test_every_field_is_an_option():
-    """Known failure 50: what is declared is what can be set, by flag, variable and key."""
+    """Known failure 50: every field can be set by flag, variable and key."""
     assert [option.name for option in options()] == list(Config.__struct_fields__)
     for option in options():
         assert option.help, option.name
@@ -35,7 +35,7 @@ def test_every_field_is_an_option():
 
 
 def sample(option):
-    """A valid value of an option that is not its default, and what a command line would say."""
+    """Return a valid value of an option that is not its default, and its spelling on a command line."""
     if option.kind == "bool":
         return True, "true"
     if option.kind == "secret":
@@ -63,7 +63,7 @@ def sample(option):
 
 @pytest.mark.parametrize("option", options(), ids=lambda option: option.name)
 def test_each_option_is_read_from_flag_variable_and_file(option, elsewhere):
-    """Known failure 50: no option is accepted and then read by nothing, whatever way it comes."""
+    """Known failure 50: no option is accepted and then ignored, whatever way it is set."""
     value, text = sample(option)
     expected = (value,) if option.many else value
     for resolved, origin in (
@@ -116,7 +116,7 @@ def test_precedence_is_flag_environment_file_default(elsewhere):
 
 
 def test_a_mark_before_a_file_is_passed_over(elsewhere):
-    """As some editors write it."""
+    """Some editors write a byte order mark."""
     Path("cairn.toml").write_bytes(b"\xef\xbb\xbfport = 3\n")
     Path("keys").write_bytes(b"\xef\xbb\xbfone\ntwo\n")
     config = resolve({"api_key": ["@keys"]}, {}).config
@@ -304,7 +304,7 @@ def test_secrets_do_not_print(elsewhere):
 
 
 def test_a_key_is_what_a_header_can_hold(elsewhere):
-    """A line break behind it is no part of it; of one that cannot be sent nothing is quoted."""
+    """A trailing line break is dropped. The error for a key that cannot be sent does not quote it."""
     resolved = resolve({"api_key": ["one\n"]}, {"CAIRN_ADMIN_KEY": " two\n", "CAIRN_TENANTS": "ada=three\n"})
     assert [key.reveal() for key in (*resolved.config.api_key, resolved.config.admin_key)] == ["one", "two"]
     for key in ("hush\nmore", "hush more", "hush\u00e9", " "):
@@ -320,7 +320,7 @@ def test_a_missing_home_is_reported(elsewhere, given):
 
 
 def test_keys_come_from_a_file(elsewhere):
-    """A key on the command line is seen by everybody on the machine; in a file it is not."""
+    """Everybody on the machine sees a key on the command line."""
     keys = elsewhere / "keys"
     keys.write_text("one\n\n  two  \n")
     config = resolve({"api_key": [f"@{keys}", "three"]}, {}).config
@@ -334,7 +334,7 @@ def test_keys_come_from_a_file(elsewhere):
 
 
 def test_a_key_in_a_file_is_no_name_of_another(elsewhere):
-    """It would be quoted in the message that this file cannot be read."""
+    """The message that this file cannot be read would quote it."""
     keys = elsewhere / "keys"
     keys.write_text("first\n@second\n")
     config = resolve({"api_key": [f"@{keys}"], "tenants": [f"ada=@{keys}"]}, {}).config

@@ -86,7 +86,7 @@ def busy(llm: LLM) -> int:
 
 
 def settled(llm: LLM) -> bool:
-    """Whether nothing runs any more; a cancel takes a step to arrive."""
+    """Return whether nothing runs any more; a cancel takes a step to arrive."""
     end = time.monotonic() + 20
     while busy(llm) and time.monotonic() < end:
         time.sleep(0.01)
@@ -94,7 +94,7 @@ def settled(llm: LLM) -> bool:
 
 
 def children() -> set[str]:
-    """Processes that this one started and that have not been waited for."""
+    """Return the child processes that have not been waited for."""
     found: set[str] = set()
     for task in Path(f"/proc/{os.getpid()}/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has just ended
@@ -143,7 +143,7 @@ def test_only_what_continues_a_text_is_read_as_its_end(llm, monkeypatch):
 
 
 def test_the_next_turn_computes_only_what_is_new(llm):
-    """An answer that comes back as history is the exact tokens that were sampled, and they are in the cache."""
+    """An answer that comes back as history becomes the sampled tokens, whose KV is cached."""
     question = {"role": "user", "content": "Tell me a long story about a cat, a dog and a very small horse."}
     # Wild sampling gives tokens that the tokenizer would not choose for the same text.
     wild = {"temperature": 5, "seed": 3, "top_k": 0, "top_p": 1, "min_p": 0, "max_tokens": 80, "ignore_eos": True}
@@ -176,7 +176,7 @@ def test_a_top_p_of_0_keeps_the_likeliest_token_alone(llm):
 
 
 def test_many_more_prompts_than_places():
-    """Offline work is not refused for being much: it waits for its turn."""
+    """A large batch is not refused: prompts wait for a slot."""
     with LLM("demo", **SMALL, max_running=3, max_queue=2, max_queue_tokens=40) as llm:
         answers = llm.generate(
             [f"number {n}, and then some more words" for n in range(20)], max_tokens=3, temperature=0
@@ -265,7 +265,7 @@ def test_options_come_from_the_environment_and_files_too(tmp_path, monkeypatch):
 
 
 def scripted(*events) -> SimpleNamespace:
-    """A service that says what a test wants."""
+    """Return a service that generates these events."""
 
     async def generate(request):
         for event in events:
@@ -279,7 +279,7 @@ def done(reason=FinishReason.STOP):
 
 
 async def test_tool_calls_and_reasoning_are_joined():
-    """Known failure 24: a call is in tool_calls and nowhere else, its arguments whole."""
+    """Known failure 24: a call is in tool_calls and nowhere else, with whole arguments."""
     kept = []
     events = (
         Delta(reasoning="let me "),
@@ -390,7 +390,7 @@ def test_a_script_may_just_end():
 
 
 def test_a_forked_child_gets_an_error_and_ends():
-    """The model's thread is not there: to wait for it is to wait for ever."""
+    """The model's thread does not exist in the child, so waiting for it would never end."""
     process = script(
         """
         import multiprocessing
@@ -423,7 +423,7 @@ def test_a_forked_child_gets_an_error_and_ends():
 
 
 def test_a_forked_child_gets_an_error_at_once_while_a_thread_reads():
-    """It has the stream's lock as that thread held it, and no thread that would let go of it."""
+    """The child inherits the stream's lock as held, without the thread that would release it."""
     process = script(
         """
         import multiprocessing, threading
@@ -459,7 +459,7 @@ def test_a_forked_child_gets_an_error_at_once_while_a_thread_reads():
 
 
 def test_a_fork_that_outlives_the_model_keeps_nothing_of_it(tmp_path):
-    """It has a copy of every socket: the worker would wait for its end, and keep the model and the folder of KV."""
+    """The child has a copy of every socket: the worker would wait for its end, and keep the model and the KV folder."""
     process = script(
         f"""
         import multiprocessing, threading, time
@@ -518,7 +518,7 @@ def test_ctrl_c_cancels_the_request_and_the_model_goes_on():
     try:
         out, err = process.communicate(timeout=10)
     except subprocess.TimeoutExpired as waited:
-        # Python drops a Ctrl-C that comes while a weak reference is cleared, and says so: it is pressed again then.
+        # Python drops a Ctrl-C that arrives while a weak reference is cleared, and reports that: press it again then.
         assert b"Exception ignored in" in (waited.stderr or b"") and b"KeyboardInterrupt" in (waited.stderr or b"")
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)[0], ""
@@ -551,7 +551,7 @@ def test_threads_share_one_model(llm):
 
 
 def test_threads_share_one_stream(llm):
-    """Each piece goes to one of them, and both come to the end."""
+    """Each piece goes to one of them, and both reach the end."""
     stream, seen = llm.generate("x", stream=True, max_tokens=300, ignore_eos=True), []
 
     def read():
@@ -578,7 +578,7 @@ def test_a_stream_may_be_closed_while_another_thread_reads_it(llm):
 
 
 def joined(work, seconds=60):
-    """What `work` gives, on a thread that may hang."""
+    """Return the result of `work`, run on a thread because it may hang."""
     found = []
     thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
     thread.start()
@@ -588,7 +588,7 @@ def joined(work, seconds=60):
 
 
 def test_a_generator_of_messages_may_ask_the_model(llm):
-    """It would run on the model's own thread, which waits for nobody else."""
+    """It would run on the model's own thread, which serves everything else, too."""
 
     def messages():
         yield {"role": "user", "content": llm.generate("Say", max_tokens=3, ignore_eos=True).text}
@@ -610,7 +610,7 @@ def test_a_call_from_the_loops_own_thread_is_refused():
 
 
 def test_a_coroutine_is_made_where_it_is_awaited():
-    """An interrupt between the two in the caller's thread would lose it: Python warns of one that nobody awaited."""
+    """An interrupt between the two in the caller's thread would lose it: Python warns of a coroutine never awaited."""
     run, made = _Loop(), []
 
     def make():
@@ -657,7 +657,7 @@ def workers() -> set[threading.Thread]:
 
 
 async def test_two_starts_at_once_load_one_model():
-    """Nothing would close the other."""
+    """Nothing would close the second one."""
     before, llm = workers(), AsyncLLM("demo", **SMALL)
     assert await asyncio.gather(llm.__aenter__(), llm.__aenter__()) == [llm, llm]
     assert len(workers() - before) == 1
@@ -666,7 +666,7 @@ async def test_two_starts_at_once_load_one_model():
 
 
 async def test_a_close_while_it_is_loaded_ends_the_start():
-    """The model would be there after its end, and nothing would close it."""
+    """The model would exist after its end, and nothing would close it."""
     before, llm = workers(), AsyncLLM("demo", **SMALL)
     starting = asyncio.create_task(llm.__aenter__())
     while not workers() - before:
@@ -683,7 +683,7 @@ async def test_a_close_while_it_is_loaded_ends_the_start():
 
 
 async def test_a_close_ends_every_start_asked_for_before_it():
-    """One that waited for its turn would load the whole model again, and the close would wait for that."""
+    """A start that waited for its turn would load the whole model again, and the close would wait for that."""
     before, llm = workers(), AsyncLLM("demo", **SMALL)
     starting = [asyncio.create_task(llm.__aenter__()) for _ in range(2)]
     while not workers() - before:
@@ -702,7 +702,7 @@ async def test_a_close_ends_every_start_asked_for_before_it():
 
 
 async def test_a_close_ends_the_start_of_a_task_that_was_cancelled_before():
-    """A task that caught its cancellation and went on, as a clean-up does, still counts it."""
+    """A task that caught its cancellation and continued, as a cleanup does, still counts it."""
     before, llm = workers(), AsyncLLM("demo", **SMALL)
 
     async def clean_up():
@@ -735,7 +735,7 @@ def test_it_may_be_used_in_one_event_loop_after_another():
 
 
 def test_a_model_of_another_event_loop_is_refused():
-    """Nothing would answer there: the worker's messages are read in the loop that loaded it."""
+    """Nothing would answer there: the worker's messages are read in the loop that loaded the model."""
     llm = AsyncLLM("demo", **SMALL)
 
     async def use():
@@ -774,7 +774,7 @@ def test_a_model_of_an_ended_event_loop_is_loaded_anew():
     asyncio.run(llm.close())
     asyncio.run(llm.close())
     assert workers() <= before, "what was computed is stored before it ends"
-    gc.collect()  # a socket that is left open is told of here, and not in another test
+    gc.collect()  # a socket left open is reported here, and not in another test
 
 
 def test_two_event_loops_do_not_load_it_both():
@@ -839,7 +839,7 @@ def test_the_package_exports_it():
 
 
 def test_closing_ends_what_other_threads_wait_for():
-    """A thread that loads a model, or waits for a place, would wait for ever."""
+    """A thread that loads a model, or waits for a slot, would wait for ever."""
     loop, ended = _Loop(), []
 
     def wait():
@@ -857,7 +857,7 @@ def test_closing_ends_what_other_threads_wait_for():
 
 
 def test_a_call_that_comes_while_the_loop_closes_is_refused():
-    """It comes after the loop's last turn, so nobody would run it or say so."""
+    """It comes after the loop's last iteration, so nothing would run it or report it."""
     run, said = _Loop(), []
     close = run._loop.close
 
@@ -902,7 +902,7 @@ def test_a_thread_may_close_the_loop_while_it_asks_something_of_it(monkeypatch):
 
 
 def test_the_order_of_samplers_is_an_option_and_a_request_may_name_its_own():
-    """As llama.cpp's clients name it."""
+    """The names are llama.cpp's."""
     sampling = {"temperature": 2.0, "top_p": 0.6, "top_k": 0, "min_p": 0, "seed": 5, **NINE}
     llama = ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]
     with LLM("demo", engine="fake") as llm:

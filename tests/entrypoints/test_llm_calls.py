@@ -1,4 +1,4 @@
-"""What a call of `LLM` takes and gives: conversations, classes as answers, functions as tools, batches, keywords."""
+"""Calls of `LLM`: conversations, classes as answers, functions as tools, batches, keywords."""
 
 import asyncio
 import dataclasses
@@ -67,7 +67,7 @@ async def test_it_works_where_an_event_loop_runs(tmp_path):
 
 
 def test_it_works_in_the_shell_of_notebooks():
-    """IPython's own way to run a cell, where IPython is there; else code compiled with a top-level await."""
+    """With IPython's own way to run a cell if it is installed, else with code compiled with a top-level await."""
     script = textwrap.dedent("""
         import ast, asyncio, inspect
         from cairn import LLM, AsyncLLM
@@ -209,7 +209,7 @@ def test_the_form_holds_for_a_model_that_would_say_something_else(llm):
 
 
 def test_a_class_has_no_fields_that_it_does_not_name(llm):
-    """pydantic lets others in, and a small model makes up one after another."""
+    """pydantic allows extra fields, and a small model invents one after another."""
     form, _ = form_of(list[Person])
     assert form["json_schema"]["schema"]["$defs"]["Person"]["additionalProperties"] is False
     loose, _ = form_of(dict[str, int])
@@ -332,7 +332,7 @@ def test_a_batch_shows_how_far_it_is(llm, capfd):
     assert "3/3" in said and re.search(r"[1-9][\d,]* tokens/s", said)
     assert len(llm.chat(["a", "b"], progress_bar=True, **GREEDY)) == 2
     assert "2/2" in capfd.readouterr().err
-    llm.generate(["a", "b"], **GREEDY)  # nobody looks: stderr is no terminal
+    llm.generate(["a", "b"], **GREEDY)  # no progress bar: stderr is no terminal
     llm.generate(["a", "b"], progress_bar=False, **GREEDY)
     assert capfd.readouterr().err == ""
 
@@ -363,7 +363,7 @@ def test_a_watched_batch_shows_itself(monkeypatch):
 
 
 def test_keywords_are_those_of_the_options():
-    """A type for each, so that editors complete them and `mypy` finds a wrong one."""
+    """Each has a type, so that editors complete it and `mypy` checks it."""
     assert tuple(typing.get_type_hints(SamplingKeywords)) == SamplingOptions.__struct_fields__
     for name, kind in typing.get_type_hints(SamplingOptions).items():
         wanted = typing.get_type_hints(SamplingKeywords)[name]

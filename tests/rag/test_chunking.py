@@ -1,4 +1,4 @@
-"""Documents by their structure, and the chunks that are cut of them."""
+"""Documents' structure, and the chunks they are split into."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_what_headings_repeat_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_text_is_cut_into_so_many_chunks_and_no_more() -> None:
-    """A text may be made so that its chunks begin a letter apart: they are counted while they are made."""
+    """A text may be crafted so that its chunks begin a letter apart, so they are counted while they are made."""
     breaks = ["\n\n", "\n", ". ", "? ", "! ", "; ", ", ", " "]
     text = "".join("x" * 40 + one for one in breaks) * 20_000
     made = islice(chunks([Section("", text)], 100, 50), 1_000)

@@ -1,4 +1,4 @@
-"""Citations of an answer, however its text comes: what names a source is told, what names none is not."""
+"""Citations in answers, however the text is streamed: valid ones are reported, others are not."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_names_of_sources_are_no_citations_and_other_words_are_text() -> None:
 
 
 class Says:
-    """Answers with a text, in pieces of three characters."""
+    """An asker that answers with a text, in pieces of three characters."""
 
     def __init__(self, said: str) -> None:
         self.said = said
@@ -99,7 +99,7 @@ class Says:
     ],
 )
 async def test_an_answer_without_a_citation_is_not_answered(said: str, told: str, answered: bool) -> None:
-    """It may be what the model has always known: a caller that wants an answer from the documents has none."""
+    """Such an answer may come from the model's own knowledge, and the caller asked for one from the documents."""
     collections = Collections(None, Says(said))  # type: ignore[arg-type]
     found = [SearchHit(chunk=chunk(key), score=0.5, rank=0.1) for key in (1, 2)]
     events: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""A SQLite file is copied while it is written: the copy is the file at one moment."""
+"""Copies of a SQLite file that is being written: each is the file at one moment."""
 
 from __future__ import annotations
 

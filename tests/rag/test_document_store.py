@@ -1,4 +1,4 @@
-"""Collections in their file: what is found, whose it is, and that what is erased is gone."""
+"""Collections in their file: search, ownership, and erasure."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_deleted_collections_id_is_not_reused(shelf: Shelf) -> None:
     shelf.add(gone, "a", "mine")
     shelf.store.delete("me", "c")
     shelf.store.close()
-    shelf.open()  # not only while the server runs
+    shelf.open()  # also after a restart
     other = shelf.store.create("you", "c", 1000, 100, {})
     shelf.add(other, "a", "a secret")
     assert shelf.found(gone, "secret", vector(1, 0, 0)) == []
@@ -201,7 +201,7 @@ def test_a_file_of_the_form_before_knows_what_its_documents_take(tmp_path: Path)
 
 @pytest.mark.parametrize("early", [False, True])
 def test_what_is_erased_is_given_back_to_the_disk(tmp_path: Path, early: bool) -> None:
-    """A file of an earlier form, which cannot give back single pages, is written anew once half of it is free."""
+    """A file of an older format cannot free single pages, so it is rewritten once half of it is free."""
     path = tmp_path / "collections.sqlite"
     if early:
         with sqlite3.connect(path) as db:

@@ -1,4 +1,4 @@
-"""PDFs and DOCX, read in a process of their own: what they say, and what becomes of those that are broken or bombs."""
+"""Text of PDFs and DOCX, extracted in a process of its own, and broken or malicious files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.rag.document_files import STYLES, docx, paragraph, pdf
 
 
 def read(kind: DocumentKind, data: bytes) -> list[Section]:
-    """In this process."""
+    """Extract a document's text in this process."""
     found = extract_process.extract(kind, io.BytesIO(data))
     if found.error:
         raise ValueError(found.error)

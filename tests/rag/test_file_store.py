@@ -1,4 +1,4 @@
-"""Files in their store: who reads one that is deleted meanwhile."""
+"""Stored files that are deleted while they are read."""
 
 from __future__ import annotations
 

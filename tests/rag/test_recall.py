@@ -1,6 +1,6 @@
-"""Whether the right chunk is found: a real embedding model, this project's own pages, and questions written by hand.
+"""Recall: a real embedding model, this project's own pages, and questions written by hand.
 
-It takes longer than others because a real model reads the pages, all of them with `make prove`.
+It takes long because a real model reads the pages, all of them with `make prove`.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ FOREIGN = (
 
 
 class Talker:
-    """Says something with citations, some of them of nothing."""
+    """An asker whose answer has citations, some of them invalid."""
 
     async def answer(
         self, asker: Asker, messages: Sequence[dict[str, Any]], options: SamplingOptions, wanted: Wanted, heard: Heard
@@ -135,8 +135,10 @@ async def test_the_right_chunk_is_found_and_none_if_there_is_none(
 async def test_a_chat_model_answers_and_its_citations_are_valid(
     tmp_path: Path, prove: bool, figure: Callable[[str, str], None]
 ) -> None:
-    """All questions to a real chat model over the pages; in a few minutes, so with `make prove` alone. What a model of
-    this size says is no matter: that it names chunks that were given, and is not asked where there are none, is."""
+    """All questions to a real chat model over the pages, which takes minutes, so only with `make prove`.
+
+    What a small model says does not matter; it must cite chunks that it was given, and must not be asked without any.
+    """
     if not prove:
         pytest.skip("in make prove: a real chat model answers 40 questions")
     encoder = await Service.start(Config(model=str(minilm()), threads=1, kv_disk=False), in_process=True)

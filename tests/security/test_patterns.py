@@ -1,4 +1,4 @@
-"""Cairn's own patterns end where they say: `$` lets a line break through behind a name, and `\\Z` does not."""
+"""Cairn's own regular expressions: `\Z` marks the end, as `$` also matches before a final line break."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CALLS = frozenset({"compile", "match", "search", "fullmatch", "sub", "subn", "sp
 
 
 def patterns(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and text of each pattern of `re` and of msgspec; what is put into one of them counts as a letter."""
+    """Yield line and text of each pattern given to `re` and msgspec; interpolated values count as one letter."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
@@ -39,7 +39,7 @@ def patterns(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def ends_loosely(pattern: str) -> bool:
-    """Whether a pattern holds a `$` that means the end."""
+    """Return whether a pattern has a `$` that means the end."""
 
     def holds(value: object) -> bool:
         if value == (_constants.AT, _constants.AT_END):
@@ -71,7 +71,7 @@ def test_a_tight_pattern_passes(pattern: str) -> None:
 
 
 def test_names_of_tools_teams_and_members_end_with_their_last_letter() -> None:
-    """A tool's name is matched by another library, where `$` is the end of the text and nothing else."""
+    """A tool's name is matched by another library, in which `$` matches at the end of the text only."""
     adapter = TypeAdapter(FunctionTool)
     assert adapter.validate_python({"name": "a"}).name == "a"
     for name in ("a\n", "a\r\n", "\na", "a\n\n"):

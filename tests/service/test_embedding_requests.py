@@ -1,4 +1,4 @@
-"""Embeddings of a decoder beside chats: the right states, whatever is cached, and whatever dies."""
+"""Embeddings of a decoder beside chats: the right hidden states, with cached prompts and after a worker's death."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said while a model is loaded."""
+"""Progress reports while a model is loaded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Screen(io.StringIO):
 
 
 class Hand:
-    """A clock that is set by hand."""
+    """A clock that a test sets."""
 
     def __init__(self) -> None:
         self.at = 100.0
@@ -106,7 +106,7 @@ def test_a_load_reports_its_phase_and_progress(tmp_path: Path, monkeypatch: pyte
         digests._hashed.clear()
         (tmp_path / "cache" / "cairn" / "digests.json").unlink()
     assert "checking the files" in told
-    tell("nobody", 1, 2)  # watches any more
+    tell("nobody", 1, 2)  # no listener is left
 
 
 def test_a_worker_of_a_server_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Packed log-probabilities come out as they went in."""
+"""Packed log-probabilities."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +13,7 @@ ENTRIES = st.builds(TokenLogprob, TOKENS, VALUES, st.lists(st.tuples(TOKENS, VAL
 
 @given(st.lists(st.tuples(st.lists(ENTRIES, max_size=5), st.integers(0, 6)), max_size=8))
 def test_a_queue_in_order_and_bit_for_bit(rounds: list[tuple[list[TokenLogprob], int]]) -> None:
-    """Known failure 43: what waits for a slow reader is small; it is still all that there was."""
+    """Known failure 43: what waits for a slow reader takes little memory, and is complete."""
     packed, expected = PackedLogprobs(), list[TokenLogprob]()
     for entries, count in rounds:
         packed.extend(entries)

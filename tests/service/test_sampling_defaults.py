@@ -1,4 +1,4 @@
-"""What applies where a request says nothing, and from where."""
+"""Sampling defaults: which value applies where a request has none, and where it comes from."""
 
 import msgspec
 import pytest
@@ -141,7 +141,7 @@ def of_mode(own: dict[str, float], output: OutputFormat | None) -> dict[str, flo
 
 @pytest.mark.parametrize("own", [{}, {"temperature": 0.6, "top_p": 0.95, "top_k": 20.0}])
 def test_the_card_s_row_follows_whether_the_answer_has_reasoning(own: dict[str, float]):
-    """Also where the model's file repeats what the card says for answers with reasoning."""
+    """Also where the model's file repeats the model card's values for answers with reasoning."""
     assert of_mode(own, OutputFormat(reasoning=True)) == THINKING
     assert of_mode(own, OutputFormat(reasoning=True, reasoning_open=True)) == THINKING
     assert of_mode(own, OutputFormat(reasoning=True, reasoning_closed=True)) == PLAIN

@@ -1,4 +1,4 @@
-"""A model folder for tests of the service: a byte tokenizer, a tiny config, weights that nobody reads."""
+"""A model folder for tests of the service: a byte tokenizer, a tiny config, weights that nothing reads."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def make_model(folder: Path) -> Path:
 
 
 def make_embedder(folder: Path) -> Path:
-    """The same as a model for embeddings, of the last token's state."""
+    """Write the same as an embedding model with last-token pooling."""
     make_model(folder)
     modules = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
     modules.append({"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"})
@@ -84,7 +84,7 @@ def request(service: Service, prompt: str | tuple[int, ...] = "hello", max_token
 
 
 class Answer:
-    """Everything a stream said."""
+    """Everything that a stream delivered."""
 
     def __init__(self) -> None:
         self.deltas: list[Delta] = []
@@ -119,7 +119,7 @@ async def collect(stream: AsyncIterable[Event], answer: Answer | None = None) ->
 
 
 async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
-    """Wait for something that must become true; generous, because the machine may be busy."""
+    """Wait until `done` returns true; the limit is generous, because the machine may be busy."""
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)
@@ -127,7 +127,7 @@ async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
 
 @contextlib.asynccontextmanager
 async def serving(folder: Path, **options: Any) -> AsyncIterator[Service]:
-    """A service in this process, closed at the end."""
+    """Yield a service in this process, and close it at the end."""
     service = await Service.start(config(folder, **options), in_process=True)
     try:
         yield service

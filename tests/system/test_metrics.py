@@ -1,4 +1,4 @@
-"""The metrics' names, and that recording shows in what is rendered."""
+"""Metrics: their names, and that what is recorded is rendered."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_names_are_vllms(prefix: str) -> None:
 
 
 def test_every_instrument_shows_what_was_recorded() -> None:
-    """Known failure 46: declared and never recorded."""
+    """Known failure 46: metrics that are declared and never recorded."""
     metrics = Metrics("cairn", "m")
     before = samples(metrics)
     for name in ("running", "waiting", "kv_usage", "prefix_queries", "prefix_hits", "prompt_tokens"):
@@ -95,7 +95,7 @@ def test_every_instrument_shows_what_was_recorded() -> None:
 
 
 def test_the_only_labels_are_the_model_and_reasons() -> None:
-    """Known failure 46: labels that grow."""
+    """Known failure 46: labels that grow without bound."""
     metrics = Metrics("cairn", "m")
     for family in text_string_to_metric_families(metrics.render().decode()):
         for sample in family.samples:

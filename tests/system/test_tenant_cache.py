@@ -1,4 +1,4 @@
-"""Bytes of a cache that tenants share."""
+"""The byte-bounded cache that tenants share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Members that say what a test tells them to, and the prompts that they were given."""
+"""Members that say what a test scripts, and records of what they were told."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def choices_of(wanted: Wanted) -> list[str]:
 
 
 class ScriptedVoice:
-    """`contexts` has what each agent was told and has said, as its context would hold it."""
+    """A voice with scripted answers; `contexts` has what each agent was told and has said, as its context would."""
 
     def __init__(self, script: Script | None = None) -> None:
         self.script = script or (lambda member, told, choices: choices[0] if choices else f"{member} speaks")
@@ -86,4 +86,4 @@ class ScriptedVoice:
 
 
 class KilledError(Exception):
-    """The process was killed here."""
+    """Stands for the death of the process."""

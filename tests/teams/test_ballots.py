@@ -1,4 +1,4 @@
-"""How ballots are counted."""
+"""Counting of ballots."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OPTIONS = ("a", "b", "c", "d", "e")
 
 
 def slow_runoff(options: tuple[str, ...], rankings: list[tuple[str, ...]]) -> str | None:
-    """The rule as it is stated, with nothing shared: every count of the past is made anew from the ballots."""
+    """Apply the rule as it is stated, and share no code: every earlier count is made anew from the ballots."""
 
     def firsts(gone: frozenset[str], option: str) -> int:
         found = 0
@@ -64,7 +64,7 @@ def test_instant_runoff_is_what_a_slow_reference_says_of_10000_random_ballots() 
 
 
 def test_a_wrong_tie_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted bugs: the first of those that tie is taken off, and no count before is looked at."""
+    """The planted bug: among tied options the first is eliminated, without a look at earlier counts."""
     last = team_round._last
     monkeypatch.setattr(team_round, "_last", lambda left, counts: last(left[::-1], counts))
     assert disagreements(2_000) > 0

@@ -1,4 +1,4 @@
-"""The worked examples, each played to its end with scripted answers, every event of it; and on the fake engine."""
+"""The worked examples, each played to its end with scripted answers, event by event, and on the fake engine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def played(folder: Path, name: str, script: Script | None) -> tuple[Outcome, list[dict[str, Any]], ScriptedVoice]:
-    """A scenario over a socket, as `cairn team run` plays it; with a script its members say that."""
+    """Return the outcome of a scenario over a socket, as `cairn team run` plays it; `script` says what members say."""
     path = EXAMPLES / "teams" / f"{name}.yaml"
     scenario, events, voice = scenario_of(load_yaml(path), path), [], ScriptedVoice(script)
     async with home(folder) as (at, http):

@@ -1,5 +1,4 @@
-"""Tools of members: a round waits for what they return, tells it to nobody else, and goes on after a crash as it would
-have."""
+"""Tools of team members: a round waits for their results, tells nobody else, and survives crashes unchanged."""
 
 from __future__ import annotations
 
@@ -27,14 +26,14 @@ ADD = MemberTool(name="add", parameters='{"type": "object", "properties": {"n": 
 
 
 def armed(*tools: MemberTool, **more: Any) -> Team:
-    """Three members, of whom bob has tools."""
+    """Return a team of three, of whom bob has tools."""
     made = team("ada", "bob", "cy", **more)
     members = tuple(msgspec.structs.replace(one, tools=tools if one.name == "bob" else ()) for one in made.members)
     return msgspec.structs.replace(made, members=members)
 
 
 def script(member: str, told: str, choices: Sequence[str]) -> str:
-    """Bob looks twice, then speaks; with arguments that are cut he calls nothing."""
+    """Let bob look twice, then speak; with arguments that are cut he calls nothing."""
     if "with its arguments as JSON" in told:
         return json.dumps({"what": told.count("It returned")})
     if "Do you call a tool" in told:
@@ -43,7 +42,7 @@ def script(member: str, told: str, choices: Sequence[str]) -> str:
 
 
 async def answer(at: Floor, content: str) -> list[str]:
-    """Give back what all open calls return; their ids."""
+    """Answer all open calls; return their ids."""
     ids = []
     for one in open_calls(at.journal.read(Item)):
         result = ToolAnswered(round=one.round, step=one.step, member=one.member, number=one.number, content=content)
@@ -88,7 +87,7 @@ def leaks(at: Floor) -> list[str]:
 
 
 async def played(deaths: Sequence[int] = ()) -> tuple[list[Any], int, list[str]]:
-    """Two rounds with restarts: what was said, how much was asked, and who else was told of a result."""
+    """Play two rounds with restarts; return what was said, the number of questions, and who else saw a result."""
     at = Floor(armed(LOOK, ADD), ScriptedVoice(script))
     await at.begin()
     todo = list(deaths)
@@ -162,7 +161,7 @@ def test_invalid_tools_are_named_in_the_error(tools: list[MemberTool], said: str
 
 
 class Stage:
-    """A round that waits for a result once, and then goes on from its beginning."""
+    """A round that waits for a result once, and then starts again from its beginning."""
 
     def __init__(self) -> None:
         self.given: list[Any] = []

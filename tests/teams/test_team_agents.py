@@ -1,4 +1,4 @@
-"""Teams whose members are agents of a service on the fake engine, which answers by every token of a context."""
+"""Teams whose members are agents on the fake engine, whose answers depend on every token of a context."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def some(id: str = "t", kind: Any = "broadcast", names: tuple[str, ...] = NAMES,
 
 
 class Company:
-    """Teams of a house."""
+    """Teams on the agents of a server."""
 
     def __init__(self, at: House) -> None:
         self.at = at
@@ -71,7 +71,7 @@ async def test_members_share_the_beginning_and_it_is_computed_once(
 
     def noted(self: FakeEngine, some: Any) -> Any:
         rows.append(len(some))
-        time.sleep(0.02 if max(rows) < 8 else 0.0)  # a step of a real model, in which the others come
+        time.sleep(0.02 if max(rows) < 8 else 0.0)  # as a step of a real model, during which the others arrive
         return decode(self, some)
 
     monkeypatch.setattr(FakeEngine, "decode", noted)
@@ -132,7 +132,7 @@ async def test_votes_are_held_to_their_options_and_leave_no_trace_in_a_context(f
 
 
 async def interrupted(at: Company, deltas: int) -> None:
-    """A round that is cut off once so much was said."""
+    """Play a round that is interrupted after this many deltas."""
 
     def emit(event: dict[str, Any]) -> None:
         at.events.append(event)
@@ -153,7 +153,7 @@ async def test_an_interrupted_round_ends_as_an_uninterrupted_one(folder: Path, k
         await at.teams.create("default", some(kind=kind))
         await interrupted(at, 3)
         assert at.teams.get("default", "t").state == "interrupted"
-        await at.again()  # a loss of power
+        await at.again()  # a power failure
         assert at.teams.get("default", "t").state == "interrupted"
         at.events.clear()
         await at.rounds(many=2)

@@ -1,4 +1,4 @@
-"""Who speaks when, by topology: every event of a round, with members that say what the test tells them to."""
+"""Turn order by topology: every event of a round, with scripted members."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def floor(made: Team, script: Script | None = None) -> AsyncIterator[Floor
 
 
 def shape(events: Sequence[dict[str, object]]) -> list[str]:
-    """The events in short, without deltas."""
+    """Return the events in short form, without deltas."""
     found = []
     for event in events:
         match event["type"]:

@@ -1,4 +1,4 @@
-"""The law of whispers: what is whispered to some is in no other member's context, whatever is said, asked and voted."""
+"""Whispers: what is whispered to some members is in no other member's context, whatever is said, asked and voted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS: dict[TopologyKind, Topology] = {
 
 
 async def leaks(topology: Topology, seed: int) -> list[str]:
-    """Whispers that somebody else was told, in some rounds with votes, restarts and messages at random."""
+    """Return whispers that reached somebody else, in rounds with random messages, votes and restarts."""
     rng = random.Random(seed)
     whispers: dict[str, set[str]] = {}
 

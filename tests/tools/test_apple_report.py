@@ -1,4 +1,4 @@
-"""The report of an Apple machine, tried on MLX's CPU."""
+"""The report of an Apple machine, on MLX's CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tools import apple_report
 
 
 def test_the_report_has_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With sizes as small as can be; a part that fails is told and the others go on."""
+    """With the smallest sizes; a part that fails is reported, and the others go on."""
     monkeypatch.setattr(apple_report.Sizes, "__init__", tiny)
     found = apple_report.measured(True, "demo")
     json.dumps(found)

@@ -1,5 +1,4 @@
-"""What `make` does before it installs anything (which Python an environment is made of), what it says meanwhile, and
-what `make serve` serves."""
+"""The Makefile: the Python an environment is made with, progress messages, and `make serve`."""
 
 from __future__ import annotations
 
@@ -20,9 +19,9 @@ REACHED = "made by the Python of PYTHON"
 
 
 def stub(path: Path, version: str, *, without: str = "", noise: str = "") -> Path:
-    """A Python that says it is this version; `-m venv` is where it stops, after it made a folder.
+    """Write a Python that reports this version; it stops at `-m venv`, after it made the folder.
 
-    It lacks the module `without`, and begins with `noise` on stderr.
+    It lacks the module `without`, and first writes `noise` to stderr.
     """
     said = f"import sys; sys.version_info = tuple(map(int, {version!r}.split('.'))) + (0,)"
     said += f"; sys.modules[{without!r}] = None; exec(sys.argv[1])"
@@ -51,7 +50,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def make(folder: Path, target: str) -> tuple[str, str]:
-    """What it says, and what of it went to stderr; it fails, because a stub makes no environment."""
+    """Return the output of a command that fails, as a stub makes no environment, and its stderr."""
     done = subprocess.run(
         ["make", target, f"PYTHON={folder / 'python'}"], cwd=folder, capture_output=True, text=True, timeout=60
     )
@@ -85,7 +84,7 @@ def test_an_environment_of_another_python_goes(folder: Path, target: str, old: s
 
 @pytest.mark.parametrize("target", [".venv/.installed", ".venv/.test"])
 def test_what_a_python_says_on_stderr_is_not_its_version(folder: Path, target: str) -> None:
-    """PYTHONWARNINGS=bogus is enough for a line of it."""
+    """PYTHONWARNINGS=bogus is enough for a line on stderr."""
     stub(folder / "python", "3.12")
     stub(folder / ".venv" / "bin" / "python", "3.12", noise="Invalid -W option ignored")
     kept = folder / ".venv" / "kept"
@@ -141,7 +140,7 @@ esac
 def test_make_serve_begins_with_a_real_model(
     folder: Path, arguments: list[str], env: dict[str, str], calls: list[str]
 ) -> None:
-    """Without the registry, or where it is asked for, with the bundled one; what is configured comes before both."""
+    """Without the registry, or if asked for, with the bundled one; a configured model comes before both."""
     stub(folder / ".venv" / "bin" / "python", "3.12")
     cairn = folder / ".venv" / "bin" / "cairn"
     cairn.write_text(CAIRN)
@@ -194,7 +193,7 @@ def test_an_installation_says_what_it_is_doing(code: int) -> None:
 def test_bytecode_is_kept_although_the_environment_says_otherwise(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each process of a server, and of the tests, would compile all that it imports."""
+    """Otherwise each process of a server, and of the tests, would compile all that it imports."""
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     stub(folder / "python", "3.12", noise=r"none is kept: <$PYTHONDONTWRITEBYTECODE>\n")
     _, err = make(folder, ".venv/.installed")
@@ -238,7 +237,7 @@ def test_releases_are_made_for_linux_and_macos_with_every_kernel() -> None:
 
 
 def test_a_wheel_is_installed_where_there_is_no_compiler(prove: bool, tmp_path: Path) -> None:
-    """The whole way: `make wheel`, then an environment of its own whose PATH has no compiler. It takes minutes."""
+    """`make wheel`, then a new environment whose PATH has no compiler. It takes minutes."""
     if not prove:
         pytest.skip("make prove")
     root = tmp_path / "source"

@@ -1,4 +1,4 @@
-"""`--draft-model`: two real models in a worker give the answers of one, and what does not fit is refused."""
+"""`--draft-model`: two real models in a worker give the answers of one, and mismatched ones are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPT = "The quick brown fox jumps over the lazy dog, and then"
 
 
 def test_a_pair_gives_the_answers_of_one_in_fewer_steps() -> None:
-    """The bundled model guesses for itself: its greedy answers are right, drawn ones in part."""
+    """The bundled model drafts for itself: its greedy drafts are right, sampled ones in part."""
     found = []
     for options in ({"speculate": "off"}, {"speculate": "3", "draft_model": "demo"}):
         with LLM("demo", kv_gb=0.1, threads=1, **options) as llm:
@@ -64,7 +64,7 @@ def test_its_memory_counts(tmp_path: Path) -> None:
 
 
 def test_a_model_with_recurrent_states_is_refused(tmp_path: Path) -> None:
-    """Guesses would change what it keeps."""
+    """Rejected drafts would change its states."""
     folder = with_demo_tokens(write_model(tmp_path, **MODELS["qwen 3.5"], vocab_size=DEMO_VOCAB))
     with pytest.raises(ModelError, match=r"draft_model .*: guesses would change its recurrent states; take a model"):
         LLM("demo", kv_gb=0.1, threads=1, draft_model=str(folder))
@@ -72,7 +72,10 @@ def test_a_model_with_recurrent_states_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["glm 4.5", "qwen 3.5"])
 def test_a_models_own_head_guesses_without_being_asked_for(name: str, tmp_path: Path) -> None:
-    """As published, in fewer steps with the same text; usage counts its guesses. A draft model takes its place."""
+    """The head drafts by default, with the same text in fewer steps, and usage counts it.
+
+    A draft model takes its place.
+    """
     folder = with_demo_tokens(write_with_head(tmp_path / "model", name, vocab_size=DEMO_VOCAB))
     found, accepted = [], []
     for options in ({"speculate": "off"}, {"speculate": "3"}, {"speculate": "3", "draft_model": "demo"}):
@@ -84,10 +87,13 @@ def test_a_models_own_head_guesses_without_being_asked_for(name: str, tmp_path: 
     assert accepted[0] == 0 and accepted[1] >= 10, "of 120 tokens"
 
 
-def test_on_a_device_that_may_move_bits_only_a_number_turns_guesses_on(
+def test_on_a_device_without_exact_bits_only_a_number_turns_drafts_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """`auto` guesses nothing there and says so; a number guesses, and says what is given up."""
+    """With `auto` there are no drafts there, and the log says so.
+
+    A number turns them on, and the log says what is lost.
+    """
     folder = with_demo_tokens(write_with_head(tmp_path / "model", "glm 4.5", vocab_size=DEMO_VOCAB))
     caplog.set_level("INFO")
     guessed, told = [], []
@@ -103,7 +109,7 @@ def test_on_a_device_that_may_move_bits_only_a_number_turns_guesses_on(
 
 
 def with_demo_tokens(folder: Path) -> Path:
-    """The folder, with the tokenizer of the bundled model."""
+    """Return the folder, with the bundled model's tokenizer."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo_folder() / name, folder / name)
     return folder

@@ -1,4 +1,4 @@
-"""The worker's side of grammars: what follows one, through preemption, a worker's death and whatever else comes."""
+"""Grammars in the worker: answers follow them through preemption, a worker's death and every other event."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def request(text: str = AB, id: int = 1, *, bytes: int = 0, growth: int = 0, **f
 
 
 class Site:
-    """Grammars over bytes."""
+    """Grammars over a vocabulary of bytes."""
 
     def __init__(self, vocabulary: Any = byte_vocabulary) -> None:
         self.woken = 0
@@ -154,8 +154,8 @@ def test_a_dropped_request_does_not_return(site: Site) -> None:
     assert site.woken >= 1
 
 
-def test_preemption_goes_on_within_the_grammar() -> None:
-    """Blocks for one sequence only: the others are preempted, and each says what it says alone."""
+def test_a_preempted_answer_continues_within_its_grammar() -> None:
+    """There are blocks for one sequence only: the others are preempted, and each answer is the one it gets alone."""
     vocabulary, masks = letters(), Masks()
     text = grammar("regex", "([a-f]{2}-){4}[a-f]{9}")
 
@@ -180,7 +180,7 @@ def test_preemption_goes_on_within_the_grammar() -> None:
 
 
 def letters() -> Vocabulary:
-    """64 tokens, as the rig's engine has: 1 is a dash, from 2 on come letters."""
+    """Return the 64 tokens of the rig's engine: 1 is a dash, letters follow from 2 on."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     tokens = [b"\xff<|0|>", b"-", *(bytes([97 + i]) for i in range(26))]
@@ -191,7 +191,7 @@ def letters() -> Vocabulary:
 
 
 def test_the_vocabulary_of_a_model(tmp_path: Any) -> None:
-    """Text is bytes, marks of reasoning are text, and other control tokens are not."""
+    """Text is bytes, reasoning tags are text, and other control tokens are not."""
     folder = tiny.make_model(tmp_path / "m")
     tokenizer = Tokenizer.load(folder)
     vocabulary = read_vocabulary(folder, None, tiny.VOCAB, (tokenizer.token_id("<|im_end|>") or 0,))
@@ -224,7 +224,7 @@ def test_reasoning_may_stand_before_what_is_wanted(reasoning: Any, good: list[st
 
 
 def test_random_company_changes_no_mask(site: Site) -> None:
-    """Masks are computed in threads, of matchers that were copied from one."""
+    """Masks are computed in threads, by copies of one matcher."""
     rng = random.Random(3)
     matchers = [site.matcher(id=id) for id in range(8)]
     said = [b"" for _ in matchers]
@@ -241,7 +241,7 @@ def test_random_company_changes_no_mask(site: Site) -> None:
 
 
 def test_a_mark_that_is_a_token_of_the_model_is_forced_as_that(tmp_path: Path) -> None:
-    """In letters it would be nothing that the model has learnt."""
+    """Spelled in letters, the model would not recognise it."""
     folder = text_models.write_model(tmp_path / "m", text_models.byte_level(), text_models.QWEN_CONFIG)
     tokenizer = Tokenizer.load(folder)
     vocabulary = read_vocabulary(folder, None, tokenizer.largest_id + 1, sorted(tokenizer.end_ids))
@@ -265,7 +265,7 @@ def numbered(number: int) -> str:
 
 @pytest.fixture
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The texts that are compiled, in their order."""
+    """Collect the grammars that are compiled, in order."""
     made: list[str] = []
     real = grammar_matcher.compile_grammar
 
@@ -278,7 +278,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_what_is_compiled_is_kept_by_its_bytes(site: Site, compilations: list[str]) -> None:
-    """Not by number: 64 of one client took 3.6 GB."""
+    """The limit is not a number of grammars: 64 of one client took 3.6 GB."""
     for number in range(5):
         site.matcher(numbered(number), bytes=20 * MIB)
     assert site.grammars.kept_bytes == 60 * MIB, "a quarter of 256 MiB is the tenant's"
@@ -318,7 +318,7 @@ def test_waiting_for_room_has_a_time_limit(site: Site) -> None:
 
 
 def test_what_answers_add_counts(site: Site, compilations: list[str]) -> None:
-    """A text of bounded length has a state for each of its characters."""
+    """A string of bounded length has a state for each of its characters."""
     matcher = site.matcher(AB, bytes=MIB, growth=4 * MIB)
     for token in b"ab" * 5:
         matcher.consume(token)
@@ -370,7 +370,7 @@ STATES = grammar("regex", r"(ab)+|((.|\n)*a(.|\n){300}x)+")
 
 
 def follow_to_its_end(matcher: Matcher, rng: random.Random) -> bool:
-    """Whether a random answer becomes too complex to follow."""
+    """Return whether a random answer becomes too complex to follow."""
     for _ in range(2000):
         mask = matcher.mask().wait()
         if not mask:
@@ -383,8 +383,9 @@ def follow_to_its_end(matcher: Matcher, rng: random.Random) -> bool:
 def test_an_answer_that_becomes_too_complex_ends_and_no_other(
     site: Site, compilations: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """llguidance lets copies share what they find out, so one of them put all others, and all later ones, out of
-    action."""
+    """Copies of a llguidance matcher share what they learn, so that one of them disabled all others and all later
+    ones.
+    """
     monkeypatch.setitem(LIMITS, "max_lexer_states", 500)
     cheap, costly = site.matcher(STATES, id=1), site.matcher(STATES, id=2)
     for token in b"abab":
@@ -398,7 +399,7 @@ def test_an_answer_that_becomes_too_complex_ends_and_no_other(
 
 
 def test_masks_that_take_too_long_together_end_their_answer(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step waits for them, and all other answers with it."""
+    """Every step waits for masks, and so do all other answers."""
     seconds = itertools.count(0.0, 0.02)
     monkeypatch.setattr(grammar_matcher, "thread_time", lambda: next(seconds))
     monkeypatch.setattr(grammar_matcher, "perf_counter", lambda: next(seconds))

@@ -1,4 +1,4 @@
-"""What a service is told about the KV of a context."""
+"""Queries about where a context's KV is."""
 
 from __future__ import annotations
 

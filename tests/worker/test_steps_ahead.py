@@ -24,7 +24,7 @@ from cairn.worker.worker import WorkerLoop
 
 
 class Overlapping:
-    """The fake engine on a thread of its own, as a device's: tables are copied when a step is submitted."""
+    """The fake engine on a thread of its own, like a device: tables are copied when a step is submitted."""
 
     def __init__(self) -> None:
         self.inner = FakeEngine(fake_spec(64), blocks=200, block_tokens=4)
@@ -53,7 +53,7 @@ class Overlapping:
 
 
 class Front:
-    """Asks for two answers at first, for a third when the first have some tokens, drops one, and goes."""
+    """A front that asks for two answers, later for a third, drops one, and leaves."""
 
     def __init__(self, requests: list[Request]) -> None:
         self.requests, self.asked = requests, 0

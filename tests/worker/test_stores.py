@@ -1,4 +1,4 @@
-"""Stores as the options of a service name them."""
+"""KV stores as a service's options configure them."""
 
 from __future__ import annotations
 
@@ -87,10 +87,10 @@ async def test_the_option_says_how_long_unused_kv_is_kept(
         assert made == [kept]
 
 
-async def test_a_model_that_two_servers_have_is_stored_by_both_and_found_by_the_next(
+async def test_two_servers_of_one_model_store_its_kv_and_the_next_one_finds_it(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each has a folder of its own meanwhile; more than four are one too many."""
+    """Each has a folder of its own meanwhile; a fifth server is refused one."""
     monkeypatch.setattr("cairn.worker.stores.PATIENCE", 0.0)
     stored = {"kv_dir": str(tmp_path / "kv"), "kv_load": "always"}
     prompts = ["a context " * 30, "another one " * 30]
@@ -113,7 +113,7 @@ async def test_a_model_that_two_servers_have_is_stored_by_both_and_found_by_the_
 def test_a_start_waits_for_one_folder_of_its_model_and_no_longer(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker on its way out holds the usual one. To wait for each of four took 20 s."""
+    """A worker that is about to end holds the usual folder. Waiting for each of four took 20 s."""
     waited: list[float] = []
 
     class Taken(DiskStore):
@@ -164,7 +164,7 @@ async def test_a_folder_that_cannot_be_used_is_logged_once_and_so_is_that_it_wor
         await until(lambda: bool(service.troubles()), 20)
         (trouble,) = service.troubles()
         assert logged() == [("WARNING", trouble)] and str(tmp_path / "in the way" / "kv") in trouble
-        for _ in range(3):  # each has the same figures again
+        for _ in range(3):  # the same figures again each time
             await service.flush()
         assert logged() == [("WARNING", trouble)]
         (tmp_path / "in the way").unlink()
@@ -206,7 +206,7 @@ async def test_kv_that_leaves_the_pool_is_found_in_memory(folder: Path, tmp_path
 def test_host_memory_for_kv_is_what_is_asked_and_free(
     folder: Path, given: dict[str, Any], elsewhere: bool, kept: int | str
 ) -> None:
-    """With 8 GB free and a pool of 1 GB: on the CPU that is in the same memory."""
+    """With 8 GB free and a pool of 1 GB, which is in the same memory on the CPU."""
     info = dataclasses.replace(FakeEngine(fake_spec(), blocks=4).info, blocks=(1000,), block_bytes=(10**6,))
     if isinstance(kept, int):
         assert ram_bytes(config(folder, **given), info, elsewhere, 8 * 10**9) == kept
@@ -217,7 +217,7 @@ def test_host_memory_for_kv_is_what_is_asked_and_free(
 
 
 def test_the_cpu_keeps_kv_beside_a_small_pool(tmp_path: Path) -> None:
-    """Real kernels: the pool has room for little, memory for more."""
+    """With real kernels: the pool holds little, host memory holds more."""
     written = write_model(tmp_path / "model", max_position_embeddings=256)
     engine = RecordedEngine.load(load_spec(written), written, Config(step_tokens=64, threads=1), blocks=(12,))
     stores, trouble = open_stores(
@@ -240,7 +240,7 @@ def test_the_cpu_keeps_kv_beside_a_small_pool(tmp_path: Path) -> None:
                     got += output.tokens
                     report = output.cache or report
             tiers.turn(True)
-        for _ in range(50):  # the writer's thread may get no processor for a while
+        for _ in range(50):  # the writer's thread may not be scheduled for a while
             tiers.turn(True)
             time.sleep(0.01)
         answers.append((got, report))
@@ -252,7 +252,7 @@ def test_the_cpu_keeps_kv_beside_a_small_pool(tmp_path: Path) -> None:
 
 
 async def test_a_worker_that_was_killed_leaves_its_store_to_the_next(folder: Path, tmp_path: Path) -> None:
-    """Known failures 27, 31: nothing is closed, and the lock is free for the worker that follows."""
+    """Known failures 27, 31: nothing was closed, and the lock is free for the next worker."""
     options = {"kv_dir": str(tmp_path / "kv"), "kv_load": "always"}
     service = await Service.start(config(folder, **options), patience=Patience(backoff=(0.0, 0.01)))
     try:
@@ -272,7 +272,7 @@ async def test_a_worker_that_was_killed_leaves_its_store_to_the_next(folder: Pat
 
 
 async def test_a_foreign_folder_is_set_aside_if_configured(folder: Path, tmp_path: Path) -> None:
-    """Known failure 50: the option does something."""
+    """Known failure 50: the option has an effect."""
     own = tmp_path / "kv"
     own.mkdir(mode=0o700)
     (own / "letter").write_text("not a store")
@@ -285,7 +285,7 @@ async def test_a_foreign_folder_is_set_aside_if_configured(folder: Path, tmp_pat
 
 
 async def test_a_folder_of_another_kv_type_is_left_alone(folder: Path, tmp_path: Path) -> None:
-    """Nothing of it is loaded, the answer is that of an empty folder, and whoever wrote it finds it again."""
+    """None of it is loaded, the answer is that of an empty folder, and its owner finds it unchanged."""
     prompt = "a context " * 30
     folder = Path(shutil.copytree(folder, tmp_path / "model"))
     save_file(random_tensors(folder), folder / "model.safetensors")

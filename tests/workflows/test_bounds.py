@@ -1,4 +1,4 @@
-"""What a workflow may hold: each bound is named, and what is within them is checked and filled in little time."""
+"""Limits of workflows: each is named in the error, and workflows within them are checked and filled quickly."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECONDS = 2.0
 
 
 def check(flow: dict[str, Any]) -> str:
-    """Check a workflow; what it is refused with, or an empty text."""
+    """Check a workflow; return the error, or an empty text."""
     try:
         check_workflow(workflow_of(flow))
     except InvalidRequest as error:
@@ -256,7 +256,7 @@ async def test_a_prompt_that_is_too_long_fails_its_node_and_no_other() -> None:
 
 
 async def test_items_are_begun_as_places_get_free() -> None:
-    """Ten nodes of 256 items are 2,560 answers; no more tasks than nodes and places are there at any time."""
+    """Ten nodes of 256 items are 2,560 answers; there are never more tasks than nodes and slots."""
     flow = {
         "inputs": {"items": list(range(256))},
         "nodes": [node(f"n{at}", "{{ item }}", each={"in": "inputs.items"}) for at in range(10)],

@@ -1,4 +1,4 @@
-"""Runs of workflows, with answers that the test says: every event, retries, loops, fan-outs, merges and restarts."""
+"""Runs of workflows with scripted answers: every event, retries, loops, fan-outs, merges and restarts."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def test_items_of_a_fan_out_are_merged_in_their_order() -> None:
 
 
 async def results() -> list[Any]:
-    """What the merge says, in as many orders of completion."""
+    """Return the merge's outputs for 25 random orders of completion."""
     found = []
     for seed in range(25):
         bench = Bench(SAID.__getitem__)
@@ -245,7 +245,7 @@ async def test_a_merge_does_not_depend_on_who_was_done_first() -> None:
 
 
 async def test_a_merge_by_completion_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted bug: who was done first stands first."""
+    """The planted bug: inputs are merged in order of completion."""
 
     def hasty(precedence: Any, outputs: Any) -> Merged:
         return merge([name for name in outputs if name in precedence], outputs)

@@ -674,7 +674,7 @@ async def test_at_the_limit_and_one_beyond(good: dict[str, Any], bad: dict[str, 
     async with site(ScriptedService()) as at, at.http() as http:
         body = {"model": "scripted", "messages": [USER]}
         response = await http.post("/v1/chat/completions", json=body | good)
-        assert response.status_code == 200, valid_value.text
+        assert response.status_code == 200, response.text
         wrong = await http.post("/v1/chat/completions", json=body | bad)
         assert wrong.status_code == 400
         assert wrong.json()["error"]["param"] == field and field in wrong.json()["error"]["message"]

@@ -1,4 +1,4 @@
-"""The parts of a conversation in the terminal: joined lines, wrapped words, blocks of Markdown, files of chats."""
+"""Parts of a conversation in the terminal: joined lines, wrapped words, Markdown blocks, chat files."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_the_older_half_is_whole_turns() -> None:
 
 
 class Narrow:
-    """A model of few tokens, one for each character, whose answers are as long as they may be."""
+    """A model with one token per character and a small context, whose answers are as long as they may be."""
 
     def __init__(self, context: int) -> None:
         self.context = context
@@ -169,7 +169,9 @@ class Said:
 @pytest.mark.parametrize("context", [600, None])
 @pytest.mark.parametrize("sizes", [(500, 90), (250, 200, 120), (100, 150, 100)])
 def test_a_summary_is_made_of_what_has_room(sizes: tuple[int, ...], context: int | None) -> None:
-    """Whether one turn fills the context, so that the question for a summary does not fit, or several do."""
+    """Some cases have one turn that fills the context, so that the summary's prompt does not fit; others have
+    several.
+    """
     model = Narrow(600)
     older = [
         {"role": role, "content": f"{role} {number} ".ljust(size // 2, "x") + "end"}

@@ -1,4 +1,4 @@
-"""`cairn chat` as a person meets it: typing, pasting, history, commands, chats that are kept, and a full context."""
+"""`cairn chat` as a person uses it: typing, pasting, history, commands, stored chats, and a full context."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ END = {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 4}}
 
 @pytest.fixture
 def asked(canned) -> list[dict[str, Any]]:  # noqa: F811
-    """The bodies that a server was asked, which answers "answer 1", "answer 2", ... unless a test says otherwise."""
+    """Collect the bodies sent to a server that answers "answer 1", "answer 2", ... unless a test scripts it
+    otherwise.
+    """
     bodies: list[dict[str, Any]] = []
     canned.say = lambda body: f"answer {len(bodies)}"
     canned.refuse = lambda body: None
@@ -89,7 +91,7 @@ def test_lines_in_triple_quotes_or_with_alt_enter_are_one_question(canned, asked
 
 
 def test_what_is_typed_during_an_answer_waits_for_the_next_prompt(canned, asked):  # noqa: F811
-    """It is neither shown in the answer nor lost; pasted lines stay one question."""
+    """It is neither mixed into the answer nor lost, and pasted lines stay one question."""
     going, shown = threading.Event(), threading.Event()
 
     def say(body):
@@ -347,7 +349,7 @@ print("hello")
 
 
 def plain(text: str) -> str:
-    """What a terminal shows, without its colours."""
+    """Return what a terminal shows, without its colours."""
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
 
 

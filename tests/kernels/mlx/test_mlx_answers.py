@@ -1,4 +1,4 @@
-"""On MLX's CPU an answer has the same bits alone, in a batch, in chunks and from the cache, if its products have."""
+"""Answers on MLX's CPU: the same bits alone, in a batch, in chunks and from the cache, if matrix products have them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BOUND = 2e-4
 
 
 def products_keep_bits() -> bool:
-    """Tell whether rows of MLX's products have the same bits in matrices of other heights, on this machine."""
+    """Return whether rows of a matrix product on this machine have the same bits in matrices of other heights."""
     rng = np.random.default_rng(1)
     for inner, out in ((48, 160), (80, 48), (512, 256)):
         x, weight = (mx.array(rng.standard_normal(shape).astype(np.float32)) for shape in ((65, inner), (out, inner)))
@@ -66,7 +66,7 @@ def check(engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch, length: int, 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_alone_is_batched_is_cached(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prove: bool) -> None:
-    """A prompt of 200 tokens whole, in chunks, beside others, and its last tokens decoded beside others and alone."""
+    """A prompt of 200 tokens whole, in chunks and in batches; its last tokens decoded in batches and alone."""
     assert set(MODELS) >= OFTEN
     if not prove and name not in OFTEN:
         pytest.skip("only with --prove")
@@ -95,7 +95,7 @@ def test_packed_and_narrow_weights_and_long_contexts(
 def test_a_folder_of_mlx_community_is_computed_as_it_is_stored(
     bits: int, group: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In its own groups and with its own scales: logits are those of its numbers written out."""
+    """With the folder's group size and scales: logits equal those of the dequantised numbers."""
     plain, packed = write_quantized(
         tmp_path, mlx(bits, group), {"group_size": group, "bits": bits}, num_hidden_layers=2
     )
@@ -115,7 +115,7 @@ def test_a_folder_of_mlx_community_is_computed_as_it_is_stored(
 
 @pytest.fixture
 def compiling(prove: bool) -> Iterator[None]:
-    """On a CPU `mx.compile` calls a C++ compiler, for 10 s a model: only with --prove. Else it compiles nothing."""
+    """Disable `mx.compile` unless --prove is given: on a CPU it calls a C++ compiler, for 10 s a model."""
     if not prove:
         mx.disable_compile()
     yield
@@ -128,7 +128,7 @@ def compiling(prove: bool) -> Iterator[None]:
 def test_a_compiled_step_computes_what_its_operations_do(
     name: str, graphs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU: a graph of single tokens is made once for each size, and run with other blocks and states."""
+    """As on a GPU: one graph of single tokens is built per size, and run with other blocks and states."""
     monkeypatch.setattr(program, "_GRAPHS", graphs)
     made: list[MlxKernels] = []
 

@@ -1,4 +1,4 @@
-"""Encoders on MLX's CPU: vectors and scores are those of the reference, whatever texts are beside them."""
+"""Encoders on MLX's CPU: embeddings and scores equal the reference's, whatever else is in the batch."""
 
 from __future__ import annotations
 

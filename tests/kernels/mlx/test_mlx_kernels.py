@@ -1,4 +1,4 @@
-"""Every kernel in MLX beside the reference, on MLX's CPU."""
+"""Every kernel in MLX compared with the reference, on MLX's CPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def results(call: Call, kernels: ReferenceKernels | MlxKernels) -> list[np.ndarr
 
 
 def bound(call: Call) -> float:
-    """The noise of another order of sums; with packed weights also the activations' rounding, which MLX has not."""
+    """Return the noise of another order of sums; with packed weights also of the rounded activations, which MLX has
+    not.
+    """
     packed = [part for one in call.arguments if isinstance(one, Weights) for part in one.parts]
     return 0.02 if any(isinstance(part, Packed) for part in packed) else 2e-4
 
@@ -46,7 +48,7 @@ def test_a_kernel_gives_what_the_reference_gives(kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel", sorted(EFFECTS))
 def test_narrow_products_are_within_the_rounding_of_their_weights(kernel: str) -> None:
-    """As on a GPU: activations are rounded to the type of weights in bfloat16 or float16."""
+    """As on a GPU: activations are rounded to the weights' type, bfloat16 or float16."""
     for call in (call for call in calls() if call.kernel == kernel):
         kernels = MlxKernels("cpu", narrow=True)
         for ours, theirs in zip(results(call, kernels), results(call, ReferenceKernels()), strict=True):
@@ -54,7 +56,7 @@ def test_narrow_products_are_within_the_rounding_of_their_weights(kernel: str) -
 
 
 def test_narrow_products_hold_numbers_beyond_float16() -> None:
-    """And very small ones beside them in other rows."""
+    """And very small ones in other rows of the batch."""
     rng = np.random.default_rng(3)
     weights = (rng.standard_normal((24, 64)) / 8).astype(np.float16)
     x = (rng.standard_normal((3, 64)) * np.array([[1e6], [1], [1e-6]])).astype(np.float32)
@@ -66,7 +68,7 @@ def test_narrow_products_hold_numbers_beyond_float16() -> None:
 @pytest.mark.parametrize("kernel", ["attention", "latent_attention"])
 @pytest.mark.parametrize("single", [False, True])
 def test_what_a_row_does_not_see_may_be_anything(kernel: str, single: bool) -> None:
-    """Numbers that are not finite behind its end, and in blocks of others."""
+    """Non-finite numbers behind its end, and in other sequences' blocks."""
     for call in (call for call in calls() if call.kernel == kernel):
         query, kv, layer, rows, tables, *more = call.arguments
         if single:  # the last token of each row
@@ -91,7 +93,7 @@ def test_what_a_row_does_not_see_may_be_anything(kernel: str, single: bool) -> N
 
 
 def held(part: Packed) -> tuple[CodedPart | FloatPart, np.ndarray]:
-    """How a matrix is held, and its numbers."""
+    """Return how a matrix is stored, and its numbers."""
     kernels = MlxKernels("cpu")
     made = kernels.matrix([part], [None])
     with kernels.active():
@@ -100,7 +102,7 @@ def held(part: Packed) -> tuple[CodedPart | FloatPart, np.ndarray]:
 
 @pytest.mark.parametrize("kind", ["q8_0", "q8 minimum", "q4_0", "q4_1", "q4_k", "q5_k"])
 def test_codes_in_groups_of_32_are_held_as_they_are(kind: str) -> None:
-    """Their scales are exact; a weight is one multiplication and one addition in float32."""
+    """Their scales are exact; dequantising is one multiplication and one addition in float32."""
     rng = np.random.default_rng(3)
     part = quantized(rng, 24, 256, kind)
     found, numbers = held(part)
@@ -110,7 +112,7 @@ def test_codes_in_groups_of_32_are_held_as_they_are(kind: str) -> None:
 
 
 def test_neighbouring_groups_with_equal_scales_are_joined() -> None:
-    """As those of a matrix whose file has groups of 64 or 128."""
+    """As in a matrix whose file has groups of 64 or 128."""
     rng = np.random.default_rng(3)
     part = quantized(rng, 24, 256, "q4_1")
     for size in (64, 128):
@@ -123,7 +125,7 @@ def test_neighbouring_groups_with_equal_scales_are_joined() -> None:
 
 
 def test_mxfp4_is_held_in_its_four_bits() -> None:
-    """And a table of fours with other scales in eight."""
+    """And 4-bit codes with other scales use eight."""
     rng = np.random.default_rng(3)
     codes = FP4[rng.integers(0, 16, (24, 64))]
     scale = np.ldexp(np.float32(1), rng.integers(-90, 90, (24, 2))).astype(np.float32)
@@ -175,7 +177,7 @@ def test_six_bits_in_groups_of_16_become_float16() -> None:
 
 @pytest.mark.parametrize("part", [in_table_blocks(20, 512), *(in_rows(kind, 20, 512) for kind in ROW_FORMATS)])
 def test_iq_weights_are_the_numbers_of_their_file(part: Packed) -> None:
-    """As codes of 8 bits in groups of 32, or in float16."""
+    """As 8-bit codes in groups of 32, or in float16."""
     found, numbers = held(part)
     wanted = dequantized(part)
     most = 2e-5 if isinstance(found, CodedPart) else 2.0**-11

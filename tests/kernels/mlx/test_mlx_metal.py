@@ -1,4 +1,4 @@
-"""The Metal kernel's body, compiled as C++, beside the plain operations that it stands for."""
+"""The Metal kernel's body, compiled as C++, compared with the plain operations that it replaces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling on a torch device beside the reference: the same bits, and no whole lines of logits on the host."""
+"""Sampling on a torch device: the same bits as the reference, and no whole rows of logits on the host."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def with_extras(row: Row, extras: SamplingExtras) -> Row:
 
 
 def test_a_line_with_extras_gets_what_the_reference_gives(prove: bool) -> None:
-    """Those that the device takes and those that it does not, among lines without any."""
+    """Extras that the device supports and ones that it does not, among rows without any."""
     sampler, taken, cut = TorchSampler(), 0, 0
     for seed in range(3_000 if prove else 300):
         rng = np.random.default_rng(seed)
@@ -56,7 +56,7 @@ def test_a_line_with_extras_gets_what_the_reference_gives(prove: bool) -> None:
         logits, lines = lines_of_logits(rng, 6, vocab), []
         for row in (random_row(rng, vocab) for _ in logits):
             extras = random_extras(rng, vocab)
-            if rng.random() < 0.7:  # what only the host does is rare
+            if rng.random() < 0.7:  # extras for the host are rare
                 extras = msgspec.structs.replace(extras, typical_p=1.0, top_n_sigma=0.0, dynatemp_range=0.0, mirostat=0)
             if extras.any and rng.random() < 0.8:
                 row = with_extras(row, extras)
@@ -88,7 +88,7 @@ def test_a_weight_has_the_same_bits_without_float64() -> None:
 
 
 def test_no_line_of_logits_comes_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only what the sampler reads from the device: flags, tokens, sums, and the logits of named tokens."""
+    """Only what the sampler needs is copied: flags, tokens, sums, and the logits of named tokens."""
     vocab, read = 5000, list[int]()
     for name in ("tolist", "cpu", "numpy", "item"):
         plain = getattr(torch.Tensor, name)

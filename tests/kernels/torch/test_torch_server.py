@@ -1,4 +1,4 @@
-"""A server with `--device torch-cpu`, and what its clients see where torch fails in the middle of their answers."""
+"""A server with `--device torch-cpu` whose torch fails in the middle of answers, as its clients see it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def options(mode: str = "", **more: Any) -> dict[str, Any]:
 
 
 def asked(server: Served, prompt: str | list[int], **more: Any) -> Any:
-    """An open answer of so many tokens."""
+    """Start an answer of this many tokens; return the open response."""
     fields = {"prompt": prompt, "max_tokens": LENGTH, "temperature": 0, "ignore_eos": True} | more
     request = urllib.request.Request(
         server.url + "/v1/completions", json.dumps(fields).encode(), {"Content-Type": "application/json"}
@@ -38,7 +38,7 @@ def asked(server: Served, prompt: str | list[int], **more: Any) -> Any:
 
 
 def streamed(server: Served, prompt: str) -> list[Any]:
-    """The events of a streamed answer."""
+    """Return the events of a streamed answer."""
     with asked(server, prompt, stream=True, stream_options={"include_usage": True}) as stream:
         lines = [line.removeprefix(b"data: ").strip() for line in stream if line.startswith(b"data: ")]
     assert lines[-1] == b"[DONE]"
@@ -66,18 +66,18 @@ def plain() -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def undisturbed(plain: Served) -> dict[str, str]:
-    """What each prompt is answered where nothing fails."""
+    """Return each prompt's answer where nothing fails."""
     return {prompt: text(streamed(plain, prompt)) for prompt in PROMPTS}
 
 
 def all_streamed(server: Served) -> list[list[Any]]:
-    """All prompts at the same time."""
+    """Stream the answers to all prompts at the same time."""
     with ThreadPoolExecutor(len(PROMPTS)) as threads:
         return list(threads.map(lambda prompt: streamed(server, prompt), PROMPTS))
 
 
 def whole(events: list[Any]) -> None:
-    """An answer has as many tokens as were asked for, each once, and one end."""
+    """Fail unless an answer has all its tokens, each once, and one end."""
     assert [event["usage"]["completion_tokens"] for event in events if event.get("usage")] == [LENGTH]
     assert [choice["finish_reason"] for event in events for choice in event["choices"]].count("length") == 1
     assert not any("error" in event for event in events)
@@ -99,7 +99,7 @@ def test_the_bundled_model_answers_with_torch(plain: Served, undisturbed: dict[s
 def test_streams_go_on_where_torch_fails_in_a_step(
     faults: int, undisturbed: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the first failure on the device, and nobody is told; after the second on the CPU, and all are."""
+    """After the first failure they continue on the device, without a warning; after the second on the CPU, with one."""
     monkeypatch.setenv("FAULTS", str(tmp_path))
     monkeypatch.setenv("FAULTS_MOST", str(faults))
     with served(**options("fails")) as server:
@@ -126,7 +126,7 @@ def test_streams_go_on_where_torch_fails_in_a_step(
 
 
 def test_a_request_that_needs_too_much_memory_ends_alone(undisturbed: dict[str, str]) -> None:
-    """Whoever is in its steps goes on with the tokens that they would have had."""
+    """Other requests in its steps continue with the tokens that they would have had."""
     with served(**options("short")) as server, ThreadPoolExecutor(1) as threads:
         others = threads.submit(all_streamed, server)
         with pytest.raises(urllib.error.HTTPError) as refused:

@@ -1,4 +1,4 @@
-"""Captured steps: which are captured, and that a graph's launch is what its sizes need."""
+"""Captured steps: which steps are captured, and that a graph's launches match its sizes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.tiny_models import GREEDY, MODELS, Driver, load, prompt, write_model
 
 
 class Graphs:
-    """Captures nothing but counts: a replay runs what would have been captured."""
+    """A stand-in that captures by counting: a replay runs what would have been captured."""
 
     def __init__(self) -> None:
         self.captured = self.launched = 0
@@ -95,7 +95,7 @@ def test_the_graph_used_least_recently_is_dropped(monkeypatch: pytest.MonkeyPatc
 
 
 class Baked(Graphs):
-    """Graphs as a GPU would launch them: with the inputs that the host had when they were captured."""
+    """Graphs as a GPU would launch them: with the host's inputs at the time of capture."""
 
     def __init__(self, kernels: Any) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Baked(Graphs):
 
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> list[Baked]:
-    """All programs of the interpreter's kernels as on a GPU; reading anything back in a graph is an error."""
+    """Compile all programs as on a GPU, in the interpreter; reading anything back within a graph is an error."""
     graphs: list[Baked] = []
 
     def make(self: Any, calls: Any) -> CapturedProgram:
@@ -142,7 +142,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[Baked]:
 def test_whole_models_decode_from_graphs_with_the_same_bits(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, captured: list[Baked], prove: bool
 ) -> None:
-    """Layers and head, with a packed table of embeddings; and hidden states, which nothing captures."""
+    """Layers and head, with a packed embedding table; and hidden states, which are not captured."""
     if not prove and name == "gemma 3":
         pytest.skip("only with --prove")
     folder = write_model(tmp_path, **MODELS[name] | {"hidden_size": 64, "num_hidden_layers": 2})
@@ -162,7 +162,7 @@ def test_whole_models_decode_from_graphs_with_the_same_bits(
 def test_rows_with_adapters_run_kernel_by_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, captured: list[Baked], prove: bool
 ) -> None:
-    """Their matrices are chosen on the host: a graph would add the adapters of the row that it was captured with."""
+    """Their matrices are chosen on the host: a graph would add the adapters of the captured rows."""
     if not prove:
         pytest.skip("only with --prove")
     folder = write_model(tmp_path / "model", **MODELS["llama 2"])

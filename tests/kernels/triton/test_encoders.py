@@ -1,5 +1,7 @@
-"""Encoders, and decoders that make embeddings, over the Triton kernels in the interpreter: near the reference, and the
-same bits alone and in company."""
+"""Encoders, and decoders that make embeddings, over the Triton kernels in the interpreter.
+
+Results are near the reference, and bit for bit equal alone and in batches.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,7 @@ def test_a_text_is_near_the_reference_and_the_same_in_any_company(name: str, tmp
         config = Config(step_tokens=256, max_running=4, threads=1, kv_gb=0.01, kv_dtype="f32", context=100, **options)
         spec, engine = load_engine(config, folder)
         given = rows
-        if not spec.whole:  # a decoder that judges by its last states keeps KV
+        if not spec.whole:  # a reranking decoder keeps KV
             tables = [tuple([[at, at + 1, at + 2]] * len(engine.info.groups)) for at in range(0, 3 * len(rows), 3)]
             given = [msgspec.structs.replace(row, tables=table) for row, table in zip(rows, tables, strict=True)]
         answers = engine.embed(given).wait()

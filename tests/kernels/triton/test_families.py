@@ -1,4 +1,6 @@
-"""Whole models over the Triton kernels, in the interpreter: near the reference, and the same bits in every schedule."""
+"""Whole models over the Triton kernels, in the interpreter: near the reference, with the same bits in every
+schedule.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Kernels read nothing behind their tensors: each tensor ends where a page begins that nobody may read.
+"""Reads beyond tensors: each tensor ends where an inaccessible page begins.
 
-The interpreter reads memory without asking whose it is, and a GPU often does, too. In a process of its own, since a
+The interpreter reads any memory, and so does a GPU in many cases. Each check runs in a process of its own, since a
 wrong read ends it.
 """
 
@@ -85,4 +85,4 @@ def test_a_planted_read_is_caught() -> None:
 
 if __name__ == "__main__":
     run(sys.argv[1:])
-    os._exit(0)  # the mappings are still lent to tensors
+    os._exit(0)  # tensors still point into the mappings

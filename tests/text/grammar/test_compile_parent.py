@@ -33,7 +33,9 @@ MULTIPLES = {"anyOf": [{"type": "integer", "multipleOf": 99_991 - 2 * n} for n i
 
 @pytest.fixture(autouse=True)
 def busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Raise the limit on waiting to minutes: these tests are about processor time, which a busy machine may not have."""
+    """Raise the limit on waiting to minutes: these tests are about processor time, which a busy machine may not
+    have.
+    """
     monkeypatch.setattr(compile_parent, "STALLED", 300.0)
 
 

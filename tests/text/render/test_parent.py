@@ -28,7 +28,9 @@ NOON = 1_000_000_000.0 + 12 * 3600
 
 @pytest.fixture(autouse=True)
 def busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Raise the limit on waiting to minutes: these tests are about processor time, which a busy machine may not have."""
+    """Raise the limit on waiting to minutes: these tests are about processor time, which a busy machine may not
+    have.
+    """
     monkeypatch.setattr("cairn.text.render.parent.STALLED", 300.0)
 
 
