@@ -1,8 +1,8 @@
 """What adapters cost a step: python benchmarks/adapters.py [--shape NAME] [--kind KIND] [--rank N] [--rounds N]
 
-One engine over random weights, random adapters on all linear layers. Measured in turns, so that a busy machine
-slows all alike: eight decoding rows without an adapter, with one for all and with one each, and a prompt of 512 tokens
-without and with one. Told are the medians, and the processor time of the eight rows.
+One engine with random weights, and random adapters on all linear layers. Cases take turns, so that a busy machine slows
+all of them alike: eight decoding rows without an adapter, with a shared one and with one each, and a prompt of 512
+tokens without and with an adapter. Printed are the medians, and the CPU time of the eight rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 
 def main() -> None:
-    """Print a line for each use."""
+    """Print a line for each case."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", default="qwen3-0.6b", choices=SHAPES)
     parser.add_argument("--kind", default="bf16")

@@ -1,19 +1,19 @@
 """The first token of a known context after a restart, beside llama.cpp, which computes it again.  `python
 benchmarks/after_restart.py [--shapes S ...] [--lengths N ...] [--llama-python FILE]`
 
-For each shape of `family_models` and each length of a prompt of token ids:
+For each shape of `family_models` and each prompt length in token ids:
 
-    cold        Cairn over HTTP, a prompt that nobody has seen; after it, a flush, and the server is killed (-9)
-    restarted   the same prompt, by a server that was started again: KV and states come from the disk
-    llama.cpp   the same number of tokens computed in its own process, with no server before it: a server of it has
-                nothing after a restart, unless a slot was saved before and is restored, both by hand
+    cold        Cairn over HTTP, a new prompt; then a flush, and the server is killed (-9)
+    restarted   the same prompt on a new server: KV and states come from disk
+    llama.cpp   the same number of tokens computed in its own process, without a server: after a restart its server has
+                nothing, unless a slot was saved and is restored, both by hand
 
-So ours is what a client waits, and theirs less than that. Each round kills and starts Cairn anew and computes once in
-llama.cpp. The answers of a restarted server must be the cold ones, and all but a block of the prompt, or what follows
-the last snapshot of a state, must come from the disk. `--llama-most N` computes at most N tokens there; for a longer
-prompt its time is then scaled up from these, which is less than it would take, since attention grows. `--busy` counts
-half of the CPU seconds that it takes with one thread: what two threads would take at best on a machine with nothing
-else to do. Ours stay seconds of the clock.
+So Cairn's figure is what a client waits for, and llama.cpp's is less than that. Each round kills and starts Cairn anew,
+and computes once in llama.cpp. A restarted server must give the cold answers, and must load from disk all of the prompt
+except one block, or except what follows the last snapshot of a state. `--llama-most N` computes at most N tokens in
+llama.cpp; for a longer prompt the time is scaled up linearly, which is less than it would take, since attention grows.
+`--busy` counts half of llama.cpp's CPU seconds with one thread: what two threads would take at best on an idle
+machine. Cairn's figures stay wall time.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from resume import Server
 from side_by_side import Side, machine, model_file, write_json
 
 ROOM = 64
-"""Positions beside the prompt."""
+"""Positions beyond the prompt."""
 LAST = 640
-"""Tokens of a prompt that may be computed anew at most: what follows its last snapshot or chunk."""
+"""Prompt tokens that may be computed again: those behind the last snapshot or chunk."""
 
 
 class Restarts:
-    """Cairn's side of one file: servers that come and go over one folder of stored KV."""
+    """Cairn's side: servers that start and die over one folder of stored KV."""
 
     def __init__(self, path: Path, files: Path, home: Path, longest: int) -> None:
         self.path, self.home, self.cache = path, home, files / "cache"
@@ -57,13 +57,13 @@ class Restarts:
         self.server.first_token(self.model, [7] * 8)
 
     def ask(self, prompt: list[int]) -> tuple[float, list[Any], int]:
-        """Seconds to the first token, the answer, and how many tokens came from the disk."""
+        """Return seconds to the first token, the answer, and the number of tokens loaded from disk."""
         seconds, answer, report = self.server.first_token(self.model, prompt)
         return seconds, answer, report["disk"]
 
 
 def measure(shape: str, lengths: list[int], given: argparse.Namespace) -> list[dict[str, Any]]:
-    """All lengths of one file."""
+    """Measure all lengths of one file."""
     path = model_file(given.files, shape, SHAPES[shape].kind, given.llama_python)
     found = []
     with tempfile.TemporaryDirectory(dir=given.files) as home, Side(given.llama_python, "llama_side.py") as llama:

@@ -1,9 +1,9 @@
-"""How much memory do agents that work at once take?  `python benchmarks/agents_memory.py [MODEL] [--agents 1 5 10] ...`
+"""Memory of agents that work at once.  `python benchmarks/agents_memory.py [MODEL] [--agents 1 5 10] ...`
 
 For each number of agents a fresh `cairn serve MODEL` with default options. Each agent begins with a system prompt of
-some 1,000 tokens of its own; then all of them take turns at the same time, as agents on one machine do. Printed: what
-the front, the worker and the template helper have in memory afterwards, the most that all had together meanwhile, and
-the tokens of KV. Memory is the proportional set size (Pss): pages that processes share are counted once.
+some 1,000 tokens of its own; then all of them take turns at the same time, as agents on one machine do. Printed: the
+memory of the front, the worker and the template helper afterwards, the peak of all together, and the tokens of KV.
+Memory is the proportional set size (Pss): pages that processes share are counted once.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from resume import Server
 
 SAMPLE_SECONDS = 0.1
 REST_SECONDS = 3.0
-"""Between the last answer and the look at what is held: KV is stored, buffers are given back."""
+"""Seconds between the last answer and the measurement: KV is stored, buffers are freed."""
 
 
 def memory(server: Server) -> dict[str, int]:
-    """Bytes of each process that are its own, with its part of what is shared."""
+    """Return each process's own bytes plus its share of what is shared (Pss)."""
     found = {"front": _pss(server.process.pid)}
     for task in Path(f"/proc/{server.process.pid}/task").glob("*/children"):
         for pid in task.read_text().split():
@@ -46,7 +46,7 @@ def _pss(pid: int) -> int:
 
 @contextlib.contextmanager
 def watched(server: Server) -> Iterator[list[int]]:
-    """Inside, the memory of all processes together is sampled."""
+    """Sample the memory of all processes together inside the block."""
     samples, over = [sum(memory(server).values())], threading.Event()
 
     def sample() -> None:
@@ -63,7 +63,7 @@ def watched(server: Server) -> Iterator[list[int]]:
 
 
 def work(server: Server, count: int, given: argparse.Namespace) -> int:
-    """Let so many agents take their turns at once; the tokens of their contexts."""
+    """Let this many agents take their turns at once; return the tokens of their contexts."""
     rng, tokens, failed = random.Random(count), [0] * count, list[BaseException]()
     for number in range(count):
         server.post("/v1/agents", {"id": f"agent-{number}", "system": story(server, given.tokens, rng)})
@@ -73,7 +73,7 @@ def work(server: Server, count: int, given: argparse.Namespace) -> int:
             for day in range(given.turns):
                 now = turn(server, f"agent-{number}", day, given.answer)
                 tokens[number] = now.prompt + now.completion
-        except BaseException as error:  # a thread's SystemExit would end nothing
+        except BaseException as error:  # a SystemExit would only end its thread
             failed.append(error)
 
     threads = [threading.Thread(target=live, args=(number,)) for number in range(count)]

@@ -1,9 +1,9 @@
-"""Embeddings beside transformers, on the same weights: python benchmarks/embed.py FOLDER [--threads N] [--rounds N]
+"""Embeddings beside transformers, with the same weights: python benchmarks/embed.py FOLDER [--threads N] [--rounds N]
 
-Both sides get the same texts of mixed lengths in one process, in turns, and give normalised means of the last states,
-in float32. transformers pads: it gets the texts sorted by length in batches of 32, which is what is best for it, and
-one by one. Told are tokens and texts a second (padding counts as nothing), the best of the rounds, and how far the
-vectors are apart at most.
+Both sides get the same texts of mixed lengths in one process, in turns, and return normalised means of the last hidden
+states in float32. transformers pads: it gets the texts sorted by length in batches of 32, which suits it best, and one
+by one. Printed are tokens and texts per second (without padding), the best of the rounds, and the largest distance
+between the vectors.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def _best(sides: list[Callable[[], np.ndarray]], rounds: int) -> list[float]:
-    """The least seconds of each side, which take turns."""
+    """Return the least seconds of each side; the sides take turns."""
     best = [float("inf")] * len(sides)
     for _ in range(rounds):
         for number, side in enumerate(sides):

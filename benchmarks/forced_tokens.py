@@ -1,9 +1,9 @@
-"""How many passes do forced tokens save? The tokens of some typical answers, and how many of them a grammar leaves no
-choice about, so that they are appended without being sampled.
+"""Passes saved by forced tokens: the tokens of some typical answers, and how many of them the grammar forces.
 
     .venv/bin/python benchmarks/forced_tokens.py [MODEL]
 
-MODEL is a model's folder or file, for its vocabulary alone; without one it is the bundled model's.
+Forced tokens are appended without being sampled. MODEL is a model's folder or file, of which only the vocabulary is
+used; by default it is the bundled model.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def held(kind: Any, text: Any) -> str:
 
 
 def answers() -> dict[str, tuple[str, str]]:
-    """The grammar and the text of each."""
+    """Return the grammar and the text of each answer."""
     return {
         "an object of ten keys": (held("json", PERSON), json.dumps(ADA)),
         "an extraction of four keys": (held("json", FOUND), json.dumps(PARCEL)),
@@ -81,7 +81,7 @@ def answers() -> dict[str, tuple[str, str]]:
 
 
 def next_token(mask: bytes, tokenizer: Tokenizer, rest: bytes) -> int:
-    """The token that goes on with a text: the tokenizer's own, or the longest that may come."""
+    """Return the token that continues a text: the tokenizer's own, or the longest allowed one."""
 
     def may(token: int) -> bool:
         return bool(mask[token >> 3] >> (token & 7) & 1)
@@ -94,7 +94,7 @@ def next_token(mask: bytes, tokenizer: Tokenizer, rest: bytes) -> int:
 
 
 def counted(vocabulary: Vocabulary, tokenizer: Tokenizer, masks: Masks, grammar: str, text: str) -> tuple[int, int]:
-    """Tokens of an answer, and how many of them are forced."""
+    """Return the number of tokens in an answer, and of those that are forced."""
     ends = sorted(vocabulary.tokenizer.eos_tokens)
     matcher = GrammarMatcher(CompiledGrammar(vocabulary, Grammar(text=grammar)), ends, masks)
     rest, count, forced = text.encode(), 0, 0

@@ -1,11 +1,11 @@
-"""What do grammars cost a step? Milliseconds that the masks of all rows take, until they are there while nothing else
-is computed, and of processor time; and of processor time alone, runs of forced tokens, and what the sampler does.
+"""The cost of grammars for a step: milliseconds for the masks of all rows, forced tokens and sampling.
 
     .venv/bin/python benchmarks/mask_cost.py [MODEL] [--rows 32] [--steps 100] [--step-ms 22]
 
-MODEL is a model's folder or file, for its vocabulary alone; without one it is the bundled model's. The goal is 5 % of a
-step of as many rows: give --step-ms what `cairn bench` says of one. In a server masks are computed beside the step's
-own arithmetic, so what they hold up is less; forced tokens and the sampler are not.
+For masks, wall time (while nothing else is computed) and CPU time are printed; for runs of forced tokens and for the
+sampler, CPU time. MODEL is a model's folder or file, of which only the vocabulary is used; by default it is the bundled
+model. The goal is 5 % of a step of as many rows: give --step-ms the figure of `cairn bench`. In a server, masks are
+computed beside the step's own arithmetic, so they delay it by less; forced tokens and sampling are not.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def grammars() -> dict[str, str]:
 
 
 def allowed(mask: bytes, vocab: int, rng: random.Random) -> int | None:
-    """A random token that may come."""
+    """Return a random allowed token."""
     start = rng.randrange(vocab)
     for at in range(vocab):
         token = (start + at) % vocab
@@ -68,17 +68,17 @@ def allowed(mask: bytes, vocab: int, rng: random.Random) -> int | None:
 
 
 class Spent(NamedTuple):
-    """Seconds of a step."""
+    """Seconds spent on a step."""
 
     masks: float
-    """Until every row has its mask."""
+    """Seconds until every row has its mask."""
     masks_cpu: float
     forced: float
-    """To find out what is forced: on the step's own thread."""
+    """Seconds to find forced tokens, on the step's own thread."""
 
 
 def steps(vocabulary: Vocabulary, text: str, rows: int, count: int) -> tuple[list[Spent], list[bytes]]:
-    """What each step takes, and the masks of the last. A row that has come to its end begins again."""
+    """Return the seconds of each step, and the masks of the last; finished rows begin again."""
     rng, computing = random.Random(1), Masks()
     compiled = CompiledGrammar(vocabulary, Grammar(text=text))
     ends = sorted(vocabulary.tokenizer.eos_tokens)
@@ -112,7 +112,7 @@ def steps(vocabulary: Vocabulary, text: str, rows: int, count: int) -> tuple[lis
 
 
 def applied(masks: Sequence[bytes], vocab: int, count: int) -> tuple[float, float]:
-    """Milliseconds of processor time in which the native sampler draws a token for each row, without masks and with."""
+    """Return CPU milliseconds of the native sampler per step, without masks and with."""
     kernels = load_kernels("auto", 1)
     sampler = kernels.sampler(vocab)
     logits = np.random.default_rng(1).normal(size=(len(masks), vocab)).astype(np.float32) * 3

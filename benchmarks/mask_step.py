@@ -1,11 +1,11 @@
-"""What do grammars cost a whole step? The same step of an engine with masks and without, one after the other: what more
-it takes, of time and of processor time.
+"""The cost of grammars for a whole step: the same step of an engine with masks and without, in turns.
 
     .venv/bin/python benchmarks/mask_step.py MODEL [--rows 32] [--pairs 100] [--depth 64]
 
-MODEL is a model's folder or file. Rows draw with top-k 40, top-p 0.95 and min-p 0.05, whether they are held or not.
-A step is from asking for the masks until every row has its token and has followed it, as the scheduler goes about it;
-what is forced is looked for, too, and then not used, so that both have as many rows. The goal is at most 5 %.
+Printed is the difference in wall time and in CPU time. MODEL is a model's folder or file. Rows sample with top-k 40,
+top-p 0.95 and min-p 0.05, with and without a grammar. A step lasts from the request for the masks until every row has
+its token and has consumed it, as in the scheduler; forced tokens are searched for, too, and then not used, so that both
+sides have as many rows. The goal is at most 5 %.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ PARAMS = SamplingParams(max_tokens=1 << 20, temperature=0.8, top_k=40, top_p=0.9
 
 
 class Step(NamedTuple):
-    """Seconds of one."""
+    """Seconds of one step."""
 
     wall: float
     cpu: float
 
 
 class Held:
-    """Rows that follow a grammar, each in another place of it. One that has come to its end begins again."""
+    """Rows that follow a grammar, each at another place in it; finished ones begin again."""
 
     def __init__(self, vocabulary: Vocabulary, text: str, ends: Sequence[int], computing: Masks, rows: int) -> None:
         self._compiled = CompiledGrammar(vocabulary, Grammar(text=text))
@@ -54,7 +54,7 @@ class Held:
         return GrammarMatcher(self._compiled, *self._made)
 
     def follow(self, tokens: Sequence[int | None]) -> None:
-        """What the rows drew."""
+        """Advance the matchers by the sampled tokens."""
         for row, token in enumerate(tokens):
             if token is None or token in self._ends or self._rng.random() < 0.01:
                 self._over.add(row)
@@ -66,7 +66,7 @@ class Held:
                 self.matchers[row].forced()
 
     def renew(self) -> None:
-        """Begin again what is over: a request's grammar is copied once, and no step's business."""
+        """Restart finished rows outside the measured time, as a grammar is copied once per request, not per step."""
         for row in self._over:
             self.matchers[row] = self._fresh()
         self._over.clear()
@@ -84,7 +84,7 @@ def timed(work: Callable[[], None]) -> Step:
 
 
 def pairs(engine: RecordedEngine, held: Held, asked: Any) -> list[tuple[Step, Step]]:
-    """Steps without masks, and right after them with."""
+    """Return steps without masks, and steps with them right after."""
     depth, vocab = asked.depth, engine.info.vocab
     known = [[(7919 * at + 104_729 * row) % vocab for at in range(depth + 1)] for row in range(asked.rows)]
     places = [tables(engine, row, depth + 1) for row in range(asked.rows)]

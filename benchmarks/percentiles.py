@@ -1,10 +1,10 @@
-"""How long a client waits, with 1, 8, 32 and 100 of them at once.  `python benchmarks/percentiles.py [MODEL]`
+"""Latency with 1, 8, 32 and 100 clients at once.  `python benchmarks/percentiles.py [MODEL]`
 
-`cairn serve MODEL` (default: SmolLM2 of the extra `models`, else the bundled model) is asked by so many clients, each
-of which asks again as soon as it has its answer: chats of about 40 to 400 tokens, no two alike, answers of 48 tokens,
-streamed, greedy. Of each number of clients, after a warm-up of a tenth of the time: p50, p95 and p99 of the time to the
-first token, between two tokens, and of the whole answer, and tokens a second of all together. The last third is given
-beside the whole, so that what gets slower is seen. A status other than 200, or an answer that is cut, ends the run.
+Clients of `cairn serve MODEL` (default: SmolLM2 of the extra `models`, else the bundled model) each send a request as
+soon as the last one is answered: chats of about 40 to 400 tokens, no two alike, with streamed greedy answers of 48
+tokens. For each number of clients, after a warm-up of a tenth of the time: p50, p95 and p99 of the time to the first
+token, between two tokens, and of the whole answer, and tokens per second of all together. The last third is printed
+beside the whole, so that a slowdown over time shows. A status other than 200, or a cut answer, ends the run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def usual_model() -> str:
 
 
 class Times:
-    """What one number of clients saw: (when, seconds)."""
+    """Measurements with one number of clients: (time, seconds)."""
 
     def __init__(self) -> None:
         self.first: list[tuple[float, float]] = []
@@ -64,7 +64,7 @@ class Times:
 
 
 def percentiles(seconds: list[float]) -> list[float]:
-    """p50, p95 and p99 in milliseconds."""
+    """Return p50, p95 and p99 in milliseconds."""
     return [round(float(one) * 1000, 1) for one in np.percentile(np.array(seconds), (50, 95, 99))] if seconds else []
 
 

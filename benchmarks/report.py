@@ -1,10 +1,10 @@
-"""docs/performance.md and its charts, from what the benchmarks wrote.  `python benchmarks/report.py [--check]`
+"""docs/performance.md and its charts, from the figures of the benchmarks.  `python benchmarks/report.py [--check]`
 
 `docs/performance/` holds the figures: `cpu.json` of vs_llama_cpp.py, `http.json` of serving.py, `footprint.json` of
 footprint.py, `overhead.json` of server_overhead.py, `agents-day.json` of agents_day.py (each with `--json`);
-`*-avx2.json` and `*-zen5.json` are of two other machines.
-Everything above the mark in the page is made from them, so it cannot drift; what stands below it is written by hand and
-kept. The charts need matplotlib. `--check` only compares the page.
+`*-avx2.json` and `*-zen5.json` are from two other machines. Everything above the mark in the page is generated from
+them, so it cannot drift; the text below it is written by hand and kept. The charts need matplotlib. `--check` only
+compares the page.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def peer_text(found: Found) -> str:
 
 
 def speeds(row: Found) -> tuple[str, ...]:
-    """File, work and what each side does."""
+    """Return a row's file, case, and the speed of each side."""
     sides = (f"{middle(row, side):,.0f}" for side in ("cairn", "llama"))
     return f"{row['shape']} {row['kind']}", row["name"], *sides
 
@@ -139,19 +139,19 @@ def cpu_text(found: Found) -> str:
 
 
 def goals_text(found: Found) -> str:
-    """Every row and its goal."""
+    """Return every row and its goal."""
     rows = [(*speeds(row), verdict(row["ratio"], row["goal"]), f"{row['goal']:g}x") for row in found["rows"]]
     reached = sum(row["ratio"] >= row["goal"] for row in found["rows"])
     return f"{table((*SPEEDS, 'goal'), rows)}\n\n{reached} rows reach their goal, {summary(found)}."
 
 
 def zen5_text(found: Found) -> str:
-    """The same on the kind of machine that the goals were set on."""
+    """Return the same for the kind of machine that the goals are set for."""
     return "\n\n".join(("## Computing on Zen 5", machine_text(found), peer_text(found), goals_text(found)))
 
 
 def avx2_text(found: Found) -> str:
-    """The same on a machine of which the goals say nothing: they are of one with AVX-512."""
+    """Return the same for a machine without goals: they are for AVX-512."""
     rows = [(*speeds(row), f"{row['ratio']:.2f}x") for row in found["rows"]]
     parts = ["## Computing without AVX-512", machine_text(found), peer_text(found), table(SPEEDS, rows)]
     said = summary(found)
@@ -159,7 +159,7 @@ def avx2_text(found: Found) -> str:
 
 
 def ceilings(found: Found) -> str:
-    """How near decode is to the memory's limit: bytes a step must read, and what of the bandwidth that is."""
+    """Return how near decode is to the memory's limit: bytes read per step, and the share of the bandwidth."""
     read = found["machine"]["read"]
     sizes = {(one["shape"], one["kind"]): one["bytes"] for one in found["files"]}
     rows = []
@@ -195,7 +195,7 @@ def http_text(found: Found) -> str:
 
 
 def other_http_text(found: Found, heading: str) -> str:
-    """The same on another machine."""
+    """Return the same for another machine."""
     parts = [heading, run_text(found), load_table(found["load"])]
     return "\n\n".join((*parts, known_table(found)))
 
@@ -206,19 +206,21 @@ def run_text(found: Found) -> str:
 
 
 GOALS = {1: (1.5, 0.4), 4: (4.0, 0.3), 16: (5.0, 0.2)}
-"""Connections -> tok/s at least, TTFT at most, as multiples of llama-server's."""
+"""Connections -> least tok/s, largest TTFT, as multiples of llama-server's."""
 PREFIX_GOAL = 0.060
-"""Seconds to the first token after a prefix that is known."""
+"""Seconds to the first token behind a cached prefix."""
 KNOWN_GOALS = {("context", "new"): 0.35}
-"""(part, key) -> TTFT at most, as a multiple of llama-server's."""
+"""(part, key) -> largest TTFT, as a multiple of llama-server's."""
 
 NAMES = {"cairn": "Cairn", "llama-server, 8 slots": "llama-server"}
 """Servers of the second table."""
 
 
 def load_ratios(load: list[Found], connections: int) -> tuple[dict[str, list[Found]], float, float]:
-    """The rounds of each server, and what Cairn's tok/s and TTFT are to those of llama-server's better configuration:
-    the medians of the rounds' ratios."""
+    """Return each server's rounds, and Cairn's tok/s and TTFT relative to llama-server's better configuration.
+
+    The ratios are medians over the rounds.
+    """
     seen: dict[str, list[Found]] = {}
     for one in load:
         if one["connections"] == connections:
@@ -247,18 +249,18 @@ def load_table(load: list[Found]) -> str:
 
 
 def known(found: Found, part: str, key: str, server: str) -> list[float]:
-    """The seconds that one server took for one row of the second table, a round each."""
+    """Return the seconds of one server for one row of the second table, one per round."""
     return [one[key] for one in found[part] if one["server"] == server and key in one]
 
 
 def known_ratio(found: Found, part: str, key: str) -> float | None:
-    """What Cairn's time is to llama-server's, the median of the rounds; None if only one of them has the row."""
+    """Return the median ratio of Cairn's time to llama-server's, or None if only one has the row."""
     ours, theirs = (known(found, part, key, name) for name in NAMES)
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True)) if ours and theirs else None
 
 
 def known_table(found: Found) -> str:
-    """Seconds to the first token, medians, in milliseconds."""
+    """Return the table of median times to first token, in milliseconds."""
     rows = []
     for part, what in (("prefix", "2,000 tokens, "), ("context", "4,000 tokens, ")):
         keys = dict.fromkeys(key for one in found[part] for key in one if key not in ("server", "ready again"))
@@ -279,7 +281,7 @@ def known_table(found: Found) -> str:
 
 
 def beside_table(found: Found) -> str:
-    """Seconds, medians."""
+    """Return the table of a short prompt beside a long one: median seconds."""
     rows = []
     for key, what in (("short", "short, first token"), ("whole", "short, all 16"), ("long", "long, first token")):
         middles = [statistics.median(known(found, "beside", key, name)) for name in NAMES]
@@ -288,7 +290,7 @@ def beside_table(found: Found) -> str:
 
 
 BESIDE_GOAL, START_GOAL = 150e6, 1.5
-"""Bytes of a worker beside its weights and its pool; seconds until a model is served again."""
+"""A worker's bytes beyond weights and pool; seconds until a model is served again."""
 
 
 def footprint_text(found: Found, heading: str = "## Start and memory") -> str:
@@ -350,7 +352,7 @@ DAY_HEAD = (
 
 
 def day_sides(found: Found) -> dict[tuple[str, str], list[Found]]:
-    """The days of each mode and server, in the order of the modes and of Cairn and its peers."""
+    """Return the days of each mode and server, in the order of the modes and of Cairn and its peers."""
     days = {(one["mode"], name): list[Found]() for one in found["days"] for name in found["answers"]}
     for one in found["days"]:
         days[one["mode"], one["server"]].append(one)
@@ -358,13 +360,13 @@ def day_sides(found: Found) -> dict[tuple[str, str], list[Found]]:
 
 
 def day_middle(days: Sequence[Found], half: int, key: str) -> float | None:
-    """The median of a figure of one half of the day; None if the server did not tell it."""
+    """Return the median of a figure of one half of the day, or None if the server did not report it."""
     values = [one["halves"][half][key] for one in days]
     return None if None in values else statistics.median(values)
 
 
 def day_rows(found: Found) -> list[tuple[str, ...]]:
-    """A line of the table for each mode and server, medians of its rounds."""
+    """Return a table line per mode and server, with medians over its rounds."""
     rows = []
     for (mode, server), days in day_sides(found).items():
         before, after = (day_middle(days, half, "seconds") for half in range(2))
@@ -405,7 +407,7 @@ def day_text(found: Found) -> str:
 
 
 def page(folder: Path, by_hand: str) -> str:
-    """The whole page from the figures in `folder`, with what was written by hand."""
+    """Return the whole page from the figures in `folder`, with the part written by hand."""
     texts: dict[str, Callable[[Found], str]] = {
         "cpu": cpu_text,
         "cpu-avx2": avx2_text,
@@ -437,7 +439,7 @@ def by_hand(path: Path) -> str:
 
 
 def draw(found: Found, path: Path) -> None:
-    """The ratios of all rows as bars, the goals as ticks."""
+    """Draw the ratios of all rows as bars, and the goals as ticks."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -457,7 +459,7 @@ def draw(found: Found, path: Path) -> None:
 
 
 def draw_http(found: Found, path: Path) -> None:
-    """How many times faster Cairn's server is, as bars: tok/s, and how much sooner the first token comes."""
+    """Draw how many times faster Cairn's server is, as bars: tok/s and time to first token."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -488,7 +490,7 @@ def draw_http(found: Found, path: Path) -> None:
 
 
 def draw_day(found: Found, path: Path) -> None:
-    """The seconds of both halves, and beside them the tokens computed, with those that were new as ticks."""
+    """Draw the seconds of both halves, and the tokens computed, with the new ones as ticks."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -500,7 +502,7 @@ def draw_day(found: Found, path: Path) -> None:
     whats = (("seconds", "seconds of all turns"), ("computed", "prompt tokens computed"))
     for axes, (key, what) in zip(both, whats, strict=True):
         halves = [[day_middle(days, half, key) for half in range(2)] for _, days in sides]
-        # A server that does not say what it computed has no bar.
+        # A server that does not report computed tokens has no bar.
         told = [(one[0] or 0.0, one[1] or 0.0) if None not in one else (0.0, 0.0) for one in halves]
         first, second = ([one[half] for one in told] for half in range(2))
         axes.barh(names, first, color="#2a7f62", label="before the kill")

@@ -1,18 +1,18 @@
-"""The first token of a known context after kill -9 and after SIGTERM, in turns.  `python benchmarks/restarts.py
-[MODEL] [--lengths N ...] [--repeats N]`
+"""The first token of a known context after kill -9 and after SIGTERM, in turns.  `python benchmarks/restarts.py [MODEL]
+[--lengths N ...] [--repeats N]`
 
-A real `cairn serve MODEL` (default: SmolLM2 of the extra `models`), one client, prompts of token ids. Each round, for
-each way to end a server:
+A real `cairn serve MODEL` (default: SmolLM2 of the extra `models`), one client, prompts of token ids. In each round,
+for each way to end a server:
 
-    cold        a prompt that nobody has seen
-    (end)       kill -9 two seconds after the answer, or once it is idle, or SIGTERM at once; then a new server, of
-                which first a short prompt is asked
-    resumed     the same prompt with its answer and one new token behind it
+    cold        a new prompt
+    (end)       kill -9 two seconds after the answer, or once it is idle, or SIGTERM at once; then a new server, which
+                first gets a short prompt
+    resumed     the same prompt, followed by its answer and one new token
     pool        the first prompt again
 
-Answers must be the same as before. Said are the medians: seconds to the first token, the part of the cold time, tokens
-that were computed again, seconds from the decision to load until all lay in the pool, seconds of the steps, and what
-the new server took to become ready. The machine's load is said beside each round.
+Answers must be the same as before. Printed are the medians: seconds to the first token, their share of the cold time,
+tokens that were computed again, seconds from the decision to load until all was in the pool, seconds of the steps, and
+the time until the new server was ready. The machine's load is printed with each round.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WAYS = {"kill -9": 2.0, "kill -9, idle": 33.0, "SIGTERM": 0.0}
 
 
 class Home:
-    """Servers that come and go over one folder of stored KV."""
+    """Servers that start and die over one folder of stored KV."""
 
     def __init__(self, model: str, home: Path, options: list[str]) -> None:
         self._model, self._home = model, home
@@ -59,7 +59,7 @@ class Home:
             self.server.kill()
 
     def ask(self, prompt: list[int], count: int) -> tuple[float, list[int], dict[str, Any]]:
-        """Seconds to the first token, the answer's tokens, and the cache report with the seconds of the steps."""
+        """Return seconds to the first token, the answer's tokens, and the cache report with the seconds of steps."""
         body = {"prompt": prompt, "n_predict": count, "temperature": 0, "stream": True, "return_tokens": True}
         tokens, began, first, report = list[int](), time.perf_counter(), 0.0, None
         for chunk in self.server.stream("/completion", body):
@@ -73,7 +73,7 @@ class Home:
 
 
 def rounds(home: Home, length: int, repeats: int, vocab: int) -> dict[str, dict[str, list[float]]]:
-    """Of each way, what each round saw."""
+    """Return the figures of each round, by how the server ended."""
     rng = random.Random(length)
     found: dict[str, dict[str, list[float]]] = {way: {} for way in WAYS}
     for number in range(repeats):

@@ -1,16 +1,14 @@
-"""Weights of IQ types and KV in 8 bits beside llama.cpp: what they cost in speed and what in error.
+"""IQ weights and 8-bit KV beside llama.cpp: speed and error.
 
     .venv/bin/python benchmarks/small_forms.py weights|kv [--types IQ2_XXS,IQ3_S] [--rounds 3] [--llama-python PYTHON]
 
-Both sides compute with the same file of random weights on one thread, in turns. Times are those that the thread
-computed.
+Both sides compute with the same file of random weights on one thread, in turns. Times are the thread's CPU time. The
+model is eight layers of qwen3-0.6b, with a vocabulary of 8,192 tokens.
 
-The model is eight layers of qwen3-0.6b, with 8,192 tokens of vocabulary.
-
-    weights   in each type. The error is that of the largest 20 log-probabilities after 64 prompts, beside Cairn's own
-              with weights and KV in float32.
+    weights   in each type. The error is that of the largest 20 log-probabilities after 64 prompts, compared with
+              Cairn's own with weights and KV in float32.
     kv        in Q4_0 at a depth of 4,096: KV of 16 bits, and of 8 bits on both sides. The error is that of the same
-              numbers after 16 prompts of 512, beside the same side with KV of 16 bits.
+              numbers after 16 prompts of 512, compared with the same side with KV of 16 bits.
 """
 
 from __future__ import annotations
@@ -37,13 +35,13 @@ FLOATS = {"weights": "f32", "kv_dtype": "f32"}
 
 
 def small_spec() -> ModelSpec:
-    """The shape qwen3-0.6b with fewer layers and a small vocabulary."""
+    """Return the shape qwen3-0.6b with fewer layers and a small vocabulary."""
     groups = (CacheGroup(kind="full", layers=tuple(range(LAYERS))),)
     return msgspec.structs.replace(shape_spec("qwen3-0.6b"), layers=LAYERS, vocab=VOCAB, groups=groups)
 
 
 def written(path: Path, spec: ModelSpec, kind: str) -> Path:
-    """The file, made if it is not there."""
+    """Return the file, written if missing."""
     if not path.exists():
         partial = path.with_suffix(".partial")
         write_random(partial, spec, kind)
@@ -56,13 +54,13 @@ def prompts(count: int, length: int, vocab: int) -> list[list[int]]:
 
 
 def said(side: Side, asked: list[list[int]]) -> list[dict[int, float]]:
-    """The largest log-probabilities after each prompt, by token."""
+    """Return the largest log-probabilities after each prompt, by token."""
     found = side("answers", prompts=asked, steps=1, top=2 * TOP)["answers"]
     return [{int(token): value for token, value in one[0]} for one in found]
 
 
 def error(found: list[dict[int, float]], exact: list[dict[int, float]]) -> tuple[float, float]:
-    """Root of the mean square, and the largest difference, over the exact side's best tokens that both sides name."""
+    """Return the RMS and the largest difference over the exact side's best tokens that both sides name."""
     off = np.array(
         [
             one[token] - value
@@ -109,7 +107,7 @@ def weights(kinds: list[str], rounds: int, files: Path, llama: str) -> None:
 
 
 def kv(rounds: int, files: Path, llama: str) -> None:
-    """Print speed and error of KV in 8 bits."""
+    """Print speed and error of 8-bit KV."""
     path = written(files / "small-Q4_0.gguf", small_spec(), "Q4_0")
     asked = prompts(16, 512, VOCAB)
     rows = [

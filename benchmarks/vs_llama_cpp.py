@@ -1,23 +1,23 @@
 """Cairn beside llama.cpp, both computing the same GGUF file.  `python benchmarks/vs_llama_cpp.py [--quick] [--rows N]`
 
 Random weights of a real shape are written once (`--files`), in BF16; llama.cpp's own quantiser makes the other formats
-of that file. Each side is a process of its own that loads the file with the same threads. A row is measured in rounds,
-and in each round first by one side, then by the other; the table has each side's median and the median of the rounds'
+of that file. Each side is a process of its own that loads the file with the same number of threads. In each round, a
+row is measured first by one side, then by the other; the table has each side's median and the median of the rounds'
 ratios.
 
-    prefill   a prompt of so many tokens in steps of at most 512, and the greedy choice of the token after it
-    decode    steps of so many sequences at once, each sequence's token the greedy choice of the step before; on our
-              side rows through the engine with its sampling, as the worker calls it, on the other `llama_decode` and
-              the largest logit. The time of a step is the median of `--steps`.
+    prefill   a prompt of this many tokens in steps of at most 512, and the greedy choice of the token after it
+    decode    steps of this many sequences at once, each sequence's token the greedy choice of the step before: Cairn
+              runs rows through the engine with its sampling, as the worker calls it; llama.cpp runs `llama_decode` and
+              picks the largest logit. The time of a step is the median of `--steps`.
     depth     the tokens of context before that, computed (not only allocated) on both sides
 
-Before any speed is looked at, both answer the same prompts; the largest difference of the twenty best log-probabilities
-of a step is reported, and where the best token leads by more than that, both must have chosen it: a speed of wrong
-answers would be worth nothing. Memory is each process' peak, KV of the largest row and all.
+Before any speed is measured, both answer the same prompts; the largest difference of the twenty best log-probabilities
+of a step is reported, and where the best token leads by more than that, both must have chosen it: the speed of wrong
+answers would be worth nothing. Memory is each process's peak, including KV of the largest row.
 
-llama.cpp comes with the extra `bench` and is to be built for this machine, which takes minutes:
-`CMAKE_ARGS=-DGGML_NATIVE=ON pip install -e '.[bench]' --no-binary llama-cpp-python`.
-`--llama-python` names another interpreter that has it.
+llama.cpp comes with the extra `bench` and should be built for this machine, which takes minutes:
+`CMAKE_ARGS=-DGGML_NATIVE=ON pip install -e '.[bench]' --no-binary llama-cpp-python`. `--llama-python` names another
+interpreter that has it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MOST_STEPS = 64
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table. `goal` is Cairn's speed divided by llama.cpp's."""
+    """One line of the table; `goal` is Cairn's speed divided by llama.cpp's."""
 
     shape: str
     kind: str
@@ -66,7 +66,7 @@ class Row:
 
 
 def rows_of(shape: str, kind: str, prefill: float, *decode: float) -> list[Row]:
-    """The usual rows of a file: prefill 512, decode of 1, 8, 16 and perhaps 32 sequences."""
+    """Return the usual rows of a file: prefill 512, decode of 1, 8, 16 and perhaps 32 sequences."""
     return [
         Row(shape, kind, "prefill", 512, prefill),
         *(Row(shape, kind, "decode", size, goal) for size, goal in zip((1, 8, 16, 32), decode, strict=False)),
@@ -99,7 +99,7 @@ class Sides:
             side(work, **arguments)
 
     def measure(self, row: Row, rounds: int, steps: int) -> dict[str, Any]:
-        """Tokens a second of every round."""
+        """Return tokens per second in every round."""
         self.both("begin", batch=row.sequences, depth=row.depth, room=ROOM if row.sequences == 1 else MOST_STEPS)
         asked: dict[str, Any] = {"tokens": row.size} if row.work == "prefill" else {"steps": steps}
         short = asked if row.work == "prefill" else {"steps": 4}
@@ -112,7 +112,7 @@ class Sides:
         return {**asdict(row), "name": row.name, **found, "ratio": median_ratio(found["cairn"], found["llama"])}
 
     def check(self, vocab: int, prompts: int = 4, steps: int = 4) -> dict[str, Any]:
-        """The same answers on both sides, as far as the numbers allow. `SystemExit` where they do not."""
+        """Compare the answers of both sides, as far as rounding allows; raise `SystemExit` if they differ."""
         asked = [[(104_729 * k + 31 * at * at + at) % (vocab - 1) for at in range(24)] for k in range(prompts)]
         ours, theirs = (
             side("answers", prompts=asked, steps=steps, top=20)["answers"] for side in (self.cairn, self.llama)
@@ -134,12 +134,12 @@ class Sides:
 
 
 def tokens_held(rows: list[Row]) -> int:
-    """Tokens that the pool must hold for the largest row."""
+    """Return the tokens that the pool must hold for the largest row."""
     return max(row.sequences * (row.depth + ROOM // min(row.sequences, 8) + 16) for row in rows)
 
 
 def measure_file(rows: list[Row], given: argparse.Namespace) -> dict[str, Any]:
-    """All rows of one file."""
+    """Measure all rows of one file."""
     shape, kind = rows[0].shape, rows[0].kind
     path = model_file(given.files, shape, kind, given.llama_python)
     print(f"{path.name}: load {load():.1f}", file=sys.stderr)
@@ -175,7 +175,7 @@ def show(found: list[dict[str, Any]]) -> None:
 
 
 def options(text: str) -> dict[str, Any]:
-    """`name=value` of a Cairn option, the value as JSON or a word."""
+    """Parse `name=value` of a Cairn option, the value as JSON or a word."""
     name, _, value = text.partition("=")
     try:
         return {name: json.loads(value)}
@@ -223,7 +223,7 @@ def main() -> None:
 
 
 def numbers(text: str) -> list[int]:
-    """1,2,5-8 as numbers of rows."""
+    """Parse 1,2,5-8 as numbers of rows."""
     found: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")

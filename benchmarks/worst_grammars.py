@@ -1,11 +1,11 @@
-"""What do the worst grammars cost? Each is tried as a server tries it; one that passes is followed for 1,000 tokens.
+"""The cost of the worst grammars: each is compiled as a server does it; one that passes is followed for 1,000 tokens.
 
     .venv/bin/python benchmarks/worst_grammars.py [MODEL] [--tokens 1000]
 
-MODEL is a model's folder or file, for its vocabulary alone; without one it is the bundled model's. First it says what
-the helper itself takes: seconds until the first verdict, and memory. `holds` is what a grammar takes when it is
-compiled, `grows` what following it adds, both as counted in a process of its own; `slowest` is the processor time of
-its slowest mask, which a step of all requests waits for.
+MODEL is a model's folder or file, of which only the vocabulary is used; by default it is the bundled model. First the
+helper itself is measured: seconds until the first verdict, and memory. `holds` is the memory of a compiled grammar,
+`grows` what following it adds, both as counted in a process of its own; `slowest` is the CPU time of its slowest mask,
+which a step of all requests waits for.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MIB = 1 << 20
 
 
 class Row(NamedTuple):
-    """What one grammar cost."""
+    """The cost of one grammar."""
 
     verdict: GrammarVerdict
     followed: Followed | None
@@ -57,7 +57,7 @@ def _any_of(*values: object) -> dict[str, object]:
 
 
 def _texts(count: int) -> str:
-    """A grammar of so many patterns that are all alive at every place of a text."""
+    """Return a grammar of this many patterns, all of which stay possible at every place of a text."""
     rng = random.Random(5)
     names = " | ".join(f"A{n}" for n in range(count))
     rules = [f"A{n}: /(.|\\n)*{_word(rng, 2)}(.|\\n){{{50 + n}}}X{n}/" for n in range(count)]
@@ -69,7 +69,7 @@ def _ambiguous(most: int) -> str:
 
 
 def worst() -> dict[str, tuple[Kind, str]]:
-    """The grammars by name."""
+    """Return the grammars by name."""
     rng, text = random.Random(3), {"type": "string"}
     schemas: dict[str, object] = {
         "any JSON": True,
@@ -146,7 +146,7 @@ async def rows(table: TokenTable, tokens: int, tell: Callable[[str, Row], None],
 
 
 def line(name: str, row: Row) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     verdict, found = row
     if found is None:
         why = verdict.error if verdict.ended == "wrong" else f"too much {verdict.ended.replace('seconds', 'time')}"
@@ -160,7 +160,7 @@ def line(name: str, row: Row) -> str:
 
 
 def table_of(model: str) -> TokenTable:
-    """The tokens of a model."""
+    """Return the tokens of a model."""
     tokenizer, _ = load_text(Path(locate(model)), None)
     return token_table(tokenizer, tokenizer.largest_id + 1, sorted(tokenizer.end_ids))
 

@@ -1,4 +1,4 @@
-"""What MLX does on this machine, as JSON and a table: on an Apple GPU, or anywhere on the CPU to try the tool.
+"""A report of MLX on this machine, as JSON and a table: on an Apple GPU, or on any CPU to try the tool.
 
     python tools/apple_report.py [--small] [--json FILE] [--model MODEL]
 
@@ -49,7 +49,7 @@ class Sizes:
 
 
 def median(work: Callable[[], None], rounds: int) -> float:
-    """Return the median seconds of so many runs, after one that does not count."""
+    """Return the median seconds of this many runs, after a warm-up."""
     work()
     taken = []
     for _ in range(rounds):
@@ -66,7 +66,7 @@ def given(k: Any, numbers: np.ndarray) -> Any:
 
 
 def machine(mx: Any) -> dict[str, Any]:
-    """What is here."""
+    """Return the machine and its software."""
     metal = bool(mx.metal.is_available())
     info = {name: value for name, value in mx.device_info().items() if isinstance(value, int | float | str)}
     return {
@@ -80,7 +80,7 @@ def machine(mx: Any) -> dict[str, Any]:
 
 
 def products(k: Any, sizes: Sizes) -> list[dict[str, Any]]:
-    """Products of each kind of weights with few and many rows."""
+    """Return the speed of products of each kind of weights with few and many rows."""
     rng = np.random.default_rng(1)
     n = sizes.width
     codes = rng.integers(0, 16, (n, n), dtype=np.uint8)
@@ -115,7 +115,7 @@ def products(k: Any, sizes: Sizes) -> list[dict[str, Any]]:
 
 
 def paged(k: Any, mx: Any, sizes: Sizes) -> list[dict[str, Any]]:
-    """A token of KV written to each of 16 layers and read with its context; no copy of the pool may be seen."""
+    """Write a token of KV to each of 16 layers and attend to it; fail if the pool was copied."""
     heads, size, layers = 4, 128, sizes.layers
     block = layers * 2 * heads * BLOCK_TOKENS * size * 2
     found = []
@@ -153,7 +153,7 @@ def paged(k: Any, mx: Any, sizes: Sizes) -> list[dict[str, Any]]:
 
 
 def bits(k: Any, sizes: Sizes) -> dict[str, bool]:
-    """Whether a row's product has the same bits alone and among others."""
+    """Return whether a row's product has the same bits alone and among others."""
     rng = np.random.default_rng(2)
     n = sizes.width
     weights = rng.standard_normal((n, n)).astype(np.float32)
@@ -174,7 +174,7 @@ def bits(k: Any, sizes: Sizes) -> dict[str, bool]:
 
 
 def steps(folder: Path, device: str, sizes: Sizes) -> dict[str, Any]:
-    """Tokens per second of a model's prompt and of its answers, one and eight at a time."""
+    """Return tokens per second of a model's prompt and of its answers, one and eight at a time."""
     config = Config(device=device, kv_gb=0.3, step_tokens=512, context=2048)
     spec, engine = load_engine(config, folder)
     try:
@@ -209,7 +209,7 @@ def steps(folder: Path, device: str, sizes: Sizes) -> dict[str, Any]:
 
 
 def measured(small: bool, model: str) -> dict[str, Any]:
-    """Return everything; a part that fails is told with its error."""
+    """Return everything; a part that fails is reported with its error."""
     import mlx.core as mx
 
     from cairn.kernels.mlx import device

@@ -1,9 +1,9 @@
-"""Print how large and how plain the code is, beside the targets: python tools/house.py [--trace]
+"""The size and plainness of the code, beside the targets: python tools/house.py [--trace]
 
-Counts the package's files and lines, its import circles, the docstrings that begin with a verb and the words a sentence
-of the docs. Where a target does not hold, the table is followed by the reason and by what was tried. `--trace` also
-starts a server with the bundled model, sends one chat and one agent's turn, and counts the files that each enters, in
-all processes together. `--list circles|openings|files` prints what stands behind a figure.
+Counts the package's files and lines, its import circles, the docstrings that begin with a verb and the words per
+sentence of the docs. Where a target is missed, the reason and what was tried follow the table. `--trace` also starts a
+server with the bundled model, sends one chat and one agent's turn, and counts the files that each enters, in all
+processes together. `--list circles|openings|files` prints the places behind a figure.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ def main():
         threading.Thread(target=watch, daemon=True).start()
 main()
 """
-"""Runs in each process of the traced server: notes which files of the package are entered while the mark says so."""
+"""Program for each process of the traced server: records which files of the package are entered while the mark says
+so.
+"""
 
 
 def modules() -> dict[str, Path]:
@@ -99,7 +101,7 @@ def modules() -> dict[str, Path]:
 
 
 def imports(known: Mapping[str, Path]) -> dict[str, set[str]]:
-    """Return what each module imports of the package, under TYPE_CHECKING and in functions too."""
+    """Return what each module imports of the package, also under TYPE_CHECKING and in functions."""
     graph: dict[str, set[str]] = {}
     for name, path in known.items():
         graph[name] = wanted = set()
@@ -171,7 +173,7 @@ def openings(known: Mapping[str, Path]) -> Iterator[tuple[str, str, str]]:
 
 
 def is_verb(word: str) -> bool:
-    """Tell whether a docstring's first word can be an imperative: a capitalised word that opens no noun phrase."""
+    """Return whether a docstring's first word can be an imperative: a capitalised word that opens no noun phrase."""
     lower = word.lower()
     plain = re.fullmatch(r"[A-Z][a-z]+(?:-[a-z]+)?", word) is not None
     third = lower.endswith("s") and not lower.endswith(("ss", "us", "ress", "is"))
@@ -226,7 +228,7 @@ def _traced_python(folder: Path, mark: Path, out: Path) -> str:
 
 
 def _requests(server: subprocess.Popen[bytes], base: str, mark: Path, out: Path) -> dict[str, set[str]]:
-    """Send each request once unseen and once seen, and collect what the processes noted."""
+    """Send each request once unseen and once seen, and collect what the processes recorded."""
 
     def post(path: str, body: object) -> None:
         data = json.dumps(body).encode()

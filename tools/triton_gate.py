@@ -1,9 +1,8 @@
 #!/usr/bin/env python3
-"""Compile every Triton kernel for GPUs that are not here, and print registers, spills and seconds.
+"""Compilation of every Triton kernel for GPUs that are not here, with registers, spills and seconds.
 
-The kernels are called once in shapes of real models; instead of being launched, each launch is recorded. What was
-recorded is compiled for each target. With --check, exit with 1 if a kernel that must not spill spills, or if a product
-uses no matrix unit.
+The kernels are called once in shapes of real models; each launch is recorded instead of run, and then compiled for each
+target. With --check, exit with 1 if a kernel that must not spill spills, or if a product uses no matrix unit.
 """
 
 from __future__ import annotations
@@ -193,7 +192,7 @@ def _states(k: TritonKernels) -> Iterator[tuple[str, Any]]:
 
 
 def compiled(launch: Launch, target: str) -> dict[str, Any]:
-    """Compile a launch for a target and return what the compiler says of it."""
+    """Compile a launch for a target and return the compiler's figures."""
     case, module, kernel, types, constants, options = launch
     fn = getattr(__import__(module, fromlist=[kernel]), kernel)
     places = {(fn.arg_names.index(name),): value for name, value in constants.items()}
@@ -224,7 +223,7 @@ def _cubin(cubin: bytes) -> dict[str, int]:
 
 
 def trouble(found: dict[str, Any]) -> str:
-    """Return what is wrong with a compiled kernel; "" if nothing is."""
+    """Return what is wrong with a compiled kernel, or an empty text."""
     if (
         found["spills"]
         and not MAY_SPILL & {(found["case"], ""), (found["case"], found["target"])}
@@ -268,7 +267,7 @@ def _quiet() -> None:
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    """Return a Markdown table: a row a kernel and case, a column a target with registers and spills."""
+    """Return a Markdown table: a row per kernel and case, a column per target with registers and spills."""
     targets = list(dict.fromkeys(one["target"] for one in found))
     lines = [f"| case | kernel | {' | '.join(targets)} | seconds |", "|---" * (len(targets) + 3) + "|"]
     rows: dict[tuple[str, str], list[dict[str, Any]]] = {}

@@ -21,7 +21,7 @@ from tests.api.sockets import events, site
 from tests.service import tiny
 
 NAMES = ("any", "m")
-"""What tests call a model whose name is no matter."""
+"""Model names where the name does not matter."""
 
 
 @contextlib.asynccontextmanager

@@ -24,7 +24,7 @@ from typing import Any
 KV_GB = 0.2
 FAULTY = Path(__file__).parents[1] / "service" / "faulty_worker.py"
 FOLDERS = tempfile.mkdtemp(prefix="cairn-agents-")
-"""Each server keeps its agents in a folder of its own below, and all are removed at the end."""
+"""Each server stores its agents in a folder of its own below; all are removed at the end."""
 atexit.register(shutil.rmtree, FOLDERS, ignore_errors=True)
 _numbers = itertools.count()
 MAIN = """

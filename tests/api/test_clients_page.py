@@ -30,9 +30,9 @@ TITLES = {
     "called": "Of a call's `function`",
 }
 PROVIDER = "@ai-sdk/openai-compatible"
-"""A part of Vercel's AI SDK, which is named as a whole."""
+"""A part of Vercel's AI SDK, which the page names as a whole."""
 REWRITE = "CAIRN_TEST_WRITE_PAGES"
-"""Set it to have the tables written anew."""
+"""Environment variable that makes the test rewrite the page's tables."""
 
 
 def tables() -> str:

@@ -18,7 +18,7 @@ FILES = sorted(path for path in FOLDER.iterdir() if path.is_file())
 TEXT = {path.name: path.read_text() for path in FILES}
 BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 ALLOWED_URLS = {"http://www.w3.org/2000/svg"}
-"""Names, which nobody asks for."""
+"""Names of XML namespaces, which are never fetched."""
 MOST_BYTES = 300 << 10
 KEYS = Config(api_key=(Secret("k"),), admin_key=Secret("a"))
 

@@ -23,11 +23,11 @@ from tests.service.tiny import CONTROLS
 
 CHUNK = 64
 CONTROL_IDS = 256
-"""Of the byte tokenizer's control tokens, in their order."""
+"""First id of the byte tokenizer's control tokens, which come in order."""
 BOOK = "The house book. " + " ".join(
     f"On day {day} the yard was swept and {day % 7} hens were fed." for day in range(20)
 )
-"""What a conversation begins with, after a word of its own: the tests share a server."""
+"""The shared beginning of conversations, after a word of each one's own: the tests share a server."""
 WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {

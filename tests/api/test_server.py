@@ -41,9 +41,9 @@ from tests.api.sockets import answer, events, request_bytes
 
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
 FIRST: Any = object()
-"""A scripted service needs no worker."""
+"""The first worker of a scripted service, which needs none."""
 PATIENCE = 120
-"""Seconds after which something will not happen any more, on a machine however busy."""
+"""Seconds after which an awaited event counts as missing, however busy the machine is."""
 SCRIPTED = json.dumps(CHAT | {"model": "scripted"}).encode()
 
 

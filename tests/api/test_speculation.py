@@ -12,7 +12,7 @@ import pytest
 from tests.api.process import Served, served
 
 WORDS = " the and that with from this not are for have"
-"""Words of one token each, so that any text of them is encoded as it was generated."""
+"""Words of one token each, so that any text of them encodes to the ids that were generated."""
 PROMPT = "Say it again:" + WORDS * 4
 
 

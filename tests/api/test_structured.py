@@ -40,9 +40,9 @@ class City(pydantic.BaseModel):
 
 
 NOT: dict[str, Any] = {"not": {"type": "string"}, "maxLength": 8}
-"""What nothing can hold an answer to."""
+"""A schema that cannot be enforced."""
 WRONG: dict[str, Any] = {"type": "strin"}
-"""What is no schema."""
+"""An invalid schema."""
 CITY = City.model_json_schema() | {"additionalProperties": False}
 
 

@@ -37,7 +37,7 @@ class House:
         self.down = False
         self.busy = 0
         self.mute = False
-        """Ctrl-C comes before the answer begins."""
+        """Whether the server sends nothing, so that Ctrl-C comes before the answer begins."""
         self.orders: list[str] = []
 
     def __call__(self, request: httpx.Request) -> httpx.Response:

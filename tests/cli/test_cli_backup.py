@@ -42,7 +42,7 @@ class Load:
     def __init__(self, server: Served) -> None:
         self.server = server
         self.turns: dict[str, list[str]] = {}
-        """What each agent was told in turns that are over."""
+        """What each agent was told in turns that have ended."""
         self.doomed: set[str] = set()
         """Agents that are being deleted, or were."""
         self.deleted: set[str] = set()

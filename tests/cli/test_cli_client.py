@@ -213,7 +213,7 @@ SM49BAMCA0gAMEUCIECPcm0ErOHiQpUTGdWSQlwNaq/uSGvzS9FPfXI7BQaDAiEA
 vE2M+a/k+VmxduiiRXSw3qgPKJL6iOu9fMdhtG1WMrk=
 -----END CERTIFICATE-----
 """
-"""For 127.0.0.1, until 2120, with its key; made for this test alone."""
+"""A certificate for 127.0.0.1, valid until 2120, with its key; made for this test alone."""
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from cairn.types.errors import CairnError, ConfigError, InvalidRequest
 from cairn.workflows.definition import workflow_of
 
 SECONDS = 5.0
-"""Of processor time for a file of 4 MiB."""
+"""Limit in CPU seconds for a file of 4 MiB."""
 
 
 def load(folder: Path, text: str) -> Any:

@@ -115,9 +115,9 @@ class Prompter:
         self.server = start()
         self.server.wait_ready()
         self.asked: list[dict[str, Any]] = []
-        """Bodies of requests that generate and have tools."""
+        """Bodies of generating requests with tools."""
         self.answered: list[str] = []
-        """What was answered to them."""
+        """Answers to these."""
         self.others: list[str] = []
         """Other requests: method, path and status."""
         self.killed = 0

@@ -35,9 +35,9 @@ class Part(NamedTuple):
     tool: str
     """The tool that it calls each turn."""
     given: dict[str, Any]
-    """What the tool is given; {n} is the turn, {folder} where the agent works."""
+    """The tool's arguments; {n} is the turn, {folder} where the agent works."""
     seer: str
-    """The tool that reads an image, and what that is given."""
+    """The tool that reads an image, and its arguments."""
     seen: dict[str, Any]
     sends: bool = True
     """Whether it sends images to a model that is not in its own catalogue."""

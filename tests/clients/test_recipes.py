@@ -42,7 +42,7 @@ class Led(NamedTuple):
     agent: str
     arguments: tuple[str, ...] = ()
     file: str = ""
-    """Where the block is to stand, in the agent's home; "": it is run."""
+    """File in the agent's home that gets the block; if empty, the block is run."""
 
 
 LED = {
@@ -61,7 +61,7 @@ LED = {
 LIBRARIES = "OpenAI's and Anthropic's libraries, and what is built on them"
 OTHERS = {"Vercel's AI SDK", LIBRARIES}
 FREE = {"name", "cairn", "any"}
-"""Keys that are a name of ours, and those that say it."""
+"""Keys whose values are names of the user's choice."""
 
 
 class Recipe(NamedTuple):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 BODY = 15 << 20
-"""Bytes of the largest: under the limit of a body with all that is around them."""
+"""Bytes of the largest inputs: with everything around them they fit the limit of a body."""
 WORDS = "word " * 200
 
 

@@ -17,7 +17,7 @@ from tests.security.test_malformed import check_error
 Figure = Callable[[str, str], None]
 MIB = 1 << 20
 QUIET = 4.0
-"""Times as long as alone, and a quarter of a second: so long a neighbour's plain requests may take."""
+"""Limit of a neighbour's plain requests: this many times their time alone, plus a quarter of a second."""
 
 
 def bombs(number: int) -> Iterator[dict[str, Any]]:

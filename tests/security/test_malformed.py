@@ -510,7 +510,7 @@ GRAMMARS: list[dict[str, Any]] = [
     {"response_format": {"type": "json_schema", "json_schema": {"schema": LARGE}}},
     {"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"multipleOf": 10**6}}}]},
 ]
-"""What would be costly or wrong to hold an answer to."""
+"""Grammars and schemas that are costly or wrong."""
 
 
 async def test_odd_grammars_are_typed_4xx_or_followed(server: Served, figure: Figure) -> None:

@@ -26,10 +26,12 @@ from tests.security.test_malformed import canary, check_error
 Figure = Callable[[str, str], None]
 MIB = 1 << 20
 SILENCE = 2.0
-"""Seconds for which the server may not answer others, on a busy machine. Each input that froze it did so for longer,
-most of them for minutes."""
+"""Seconds for which the server may not answer others, on a busy machine.
+
+Each input that blocked it did so for longer, most of them for minutes.
+"""
 MEMORY = 384 * MIB
-"""What all of one kind may add to the front's memory at most, the bodies themselves and their parts included."""
+"""Limit in bytes of what all inputs of one kind may add to the front's memory, including the bodies and their parts."""
 
 
 @pytest.fixture(scope="module")

@@ -17,13 +17,13 @@ from cairn.kernels.torch import torch_kernels
 from cairn.worker import worker
 
 ANSWERED = 12
-"""Tokens of its answer after which a request's step fails."""
+"""Number of tokens after which a request's step fails."""
 LONG = 600
-"""Tokens of a prompt that needs too much memory."""
+"""Number of prompt tokens that need too much memory."""
 
 NORM, COMPUTE = torch_kernels.rms_norm, RecordedEngine._compute
 armed: list[Exception] = []
-"""What the next norm raises, in the middle of its step."""
+"""Errors that the next norm raises, in the middle of a step."""
 
 
 def norm(x: Any, weight: Any, eps: float) -> Any:

@@ -110,7 +110,7 @@ def device_short(rows: Sequence[Row]) -> None:
 
 
 DEVICE: list[str] = []
-"""The device that the worker was told to compute on, unless it is the CPU."""
+"""The device that the worker was told to use, unless it is the CPU."""
 
 MODES: dict[str, Callable[[Sequence[Row]], None]] = {
     mode.__name__: mode

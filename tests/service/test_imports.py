@@ -41,7 +41,7 @@ def test_a_worker_on_a_thread_finds_all_heavy_modules_imported(engine: str) -> N
 
 
 CUT = b"(the answer was cut at the token limit: finish_reason length)\n"
-"""All that is said: no traceback."""
+"""The whole output: no traceback."""
 
 
 def test_many_starts_under_load(prove: bool) -> None:

@@ -32,7 +32,7 @@ class ScriptedVoice:
         """(member, what it was asked, seed) in order."""
         self.at_once = self.most_at_once = 0
         self.die_at: int | None = None
-        """Fail, as a crash would, at the turn or question of that number, once all that runs beside it is done."""
+        """Number of the turn or question at which to fail like a crash, once everything running beside it is done."""
         self.settled: Callable[[], bool] = lambda: True
         self.turns: dict[str, int] = defaultdict(int)
 

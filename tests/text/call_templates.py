@@ -66,7 +66,9 @@ TABLE = {
     "hermes": EACH + "<tool_call>\n" + _JSON + "\n</tool_call>\n{% endfor %}",
     "llama": _FIRST + '{"name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}',
 }  # fmt: skip
-"""What writes an answer's calls, in each form of the table but that of gpt-oss, whose calls are messages."""
+"""Template sections that write an answer's calls in each format of the table, except gpt-oss's, whose calls are
+messages.
+"""
 
 FURTHER = {
     "name in a tag": EACH + "<run={{ c.name }}>{{ c.arguments | tojson }}</run>{% endfor %}",
@@ -85,7 +87,7 @@ FURTHER = {
     "a fence": "Action:\n```json\n[" + EACH + _JSON + _COMMA + "{% endfor %}]\n```",
     "other braces": EACH + "<do>{{ c.name }}{{ braced(c.arguments) }}</do>{% endfor %}",
 }  # fmt: skip
-"""Forms of nobody's."""
+"""Call formats that no published model uses."""
 
 NOT_TOLD = {
     "values without marks": EACH + "<do>{{ c.name }} " + _ARGUMENTS + "{{ k }} {{ v }} {% endfor %}</do>{% endfor %}",
@@ -96,7 +98,7 @@ NOT_TOLD = {
     "texts cut": EACH + "<do>{{ c.name }}" + _ARGUMENTS + "<k>{{ k }}</k><v>{{ (v | string)[:20] }}</v>{% endfor %}"
     "</do>{% endfor %}",
 }
-"""What no form can be told of."""
+"""Sections from which no format can be derived."""
 
 
 def template(section: str, mark: str = '<|"|>') -> str:

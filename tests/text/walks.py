@@ -30,7 +30,7 @@ TRAPS = (
         "<think>",
     ),
 )
-"""What may end a call, or begin another one, where it stands in a text by chance."""
+"""Characters that may end a call, or begin another one, by chance."""
 _LETTERS = b"abcxyz01 -<>/\\\"'{}[]()=:,.\n\tuE\xc3\xa9"
 
 

@@ -20,7 +20,7 @@ CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
 WAIT = 20_000
-"""Milliseconds that anything on the page may take: the machine may be busy."""
+"""Milliseconds that anything on the page may take, as the machine may be busy."""
 
 
 def missing() -> str:

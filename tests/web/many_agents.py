@@ -14,7 +14,7 @@ from cairn.system.posix import SystemFiles, SystemRng
 import msgspec  # isort: skip
 
 BATCH = 20_000
-"""Records that are written together."""
+"""Records per write."""
 
 
 def write_agents(folder: Path, agents: int, turns: int) -> None:

@@ -366,7 +366,7 @@ def test_the_next_tenant_waits_for_one_grammar_of_each_other(site: Site, compila
 
 
 STATES = grammar("regex", r"(ab)+|((.|\n)*a(.|\n){300}x)+")
-"""One way through it is cheap; of the other any text makes new states, until there are too many."""
+"""One branch is cheap to follow. In the other, any text makes new states, until there are too many."""
 
 
 def follow_to_its_end(matcher: Matcher, rng: random.Random) -> bool:

@@ -31,7 +31,7 @@ class Overlapping:
         self.info = replace(self.inner.info, overlaps=True)
         self.stream = ThreadStream("test")
         self.waiting = self.most = 0
-        """Steps that are submitted and whose results nobody has asked for, now and at most."""
+        """Submitted steps whose results were not read yet: their number, and its maximum."""
 
     def prefill(self, rows: Sequence[Row]) -> EngineCall[list[RowResult]]:
         given = [msgspec.structs.replace(row, tables=tuple(list(table) for table in row.tables)) for row in rows]

@@ -37,10 +37,10 @@ class ScriptedAnswerer:
     def __init__(self, script: Callable[[str], Any]) -> None:
         self.script = script
         self.asked: list[tuple[str, int | None]] = []
-        """(the last message, seed) in order."""
+        """(last message, seed) in order."""
         self.chats: list[list[dict[str, Any]]] = []
         self.rng: random.Random | None = None
-        """Answers come after different times, drawn by this."""
+        """Draws how long each answer takes."""
         self.at_once = self.most_at_once = 0
         self.die_at: int | None = None
 

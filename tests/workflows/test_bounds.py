@@ -21,7 +21,7 @@ from tests.workflows.scripted_answerer import Bench, run
 from tests.workflows.test_checks import PLAN, node
 
 SECONDS = 2.0
-"""Of processor time for the check of one workflow; each of these took many times as long, or did not end."""
+"""Limit in CPU seconds for checking a workflow; each of these took many times as long, or did not end."""
 
 
 def check(flow: dict[str, Any]) -> str:

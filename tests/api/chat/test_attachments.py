@@ -83,7 +83,7 @@ OLDER = [
          "stream": False},
     ),
 ]  # fmt: skip
-"""Bodies with an image where a session must not end with it."""
+"""Bodies with an image in their history, which must not end the session."""
 NEWEST = [
     (CHAT, messages(SAY, {"role": "user", "content": of_openai(IMAGE_URL)}), "messages[1].content[1]"),
     (MESSAGES, messages({"role": "user", "content": of_openai(BLOCK)}), "messages[0].content[1]"),
@@ -93,7 +93,7 @@ NEWEST = [
     ("/tokenize", {"messages": [{"role": "user", "content": [IMAGE_URL]}]}, "messages[0].content[0]"),
     ("/apply-template", {"messages": [{"role": "user", "content": [IMAGE_URL]}]}, "messages[0].content[0]"),
 ]
-"""Bodies with an image that a user has just sent, and where it stands."""
+"""Bodies with an image in the newest message, and the field that holds it."""
 
 
 async def post(at: Site, path: str, body: Any) -> httpx.Response:

@@ -15,7 +15,7 @@ NEVER = {
     "prompt_cache_key_changed": "a key is whose account it is, and parts no prefix of a tenant's",
     "service_tier_changed": "all requests are served alike",
 }
-"""What OpenAI's API may say and this server has no cause to."""
+"""Reasons in OpenAI's API that this server never has."""
 
 
 def told(parts: dict[str, Any], change: str | None, prompt: list[int]) -> Any:

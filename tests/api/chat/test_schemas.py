@@ -73,7 +73,7 @@ def chat_with(place: str, more: dict[str, Any]) -> dict[str, Any]:
 
 
 OWN = ("tokenize", "embedding", "messages", "responses", "ollama", "options", "model")
-"""Places with a route of their own."""
+"""Objects that have a route of their own."""
 PLACED = [(place, name, row) for place, rows in ROWS.items() if place not in OWN for name, row in rows.items()]
 
 
@@ -376,7 +376,7 @@ def test_what_is_too_long_is_refused_before_it_is_read(field: str, item: Any, mo
 
 
 WRONG = [None] * 2000
-"""Wrong in every list, map and object that a body has."""
+"""Members that are wrong in every list, map and object of a body."""
 
 
 def valid_value(schema: dict[str, Any], known: dict[str, Any]) -> Any:
@@ -485,7 +485,7 @@ SENT: dict[str, dict[str, Any]] = {
         for place in ("message", "part", "tool", "call")
     },
 }
-"""What clients send at their defaults, by the object that has it."""
+"""Fields that clients send at their defaults, by the object that holds them."""
 
 
 @pytest.mark.parametrize(("place", "field"), [(place, field) for place, fields in SENT.items() for field in fields])

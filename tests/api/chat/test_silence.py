@@ -21,7 +21,7 @@ BEAT = 0.1
 WAIT = 0.02
 HIDDEN = Delta(reasoning="hm", tokens=(1,))
 NOTHING = Delta(tokens=(1,))
-"""A token whose text is held back: it may belong to a call."""
+"""A token whose text is held back, as it may belong to a call."""
 EXCLUDED = {"messages": HI, "reasoning": {"exclude": True}}
 OMITTED = {"messages": HI, "max_tokens": 99, "thinking": {"type": "adaptive", "display": "omitted"}}
 CASES: list[tuple[str, str, dict[str, Any], Delta, str]] = [

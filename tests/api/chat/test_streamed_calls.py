@@ -43,7 +43,7 @@ XML = ["<tool_call>", "\n", "<function=write>", "\n", "<parameter=text>", "\n", 
 TEMPLATE = "{# {{ tools | tojson }} <tool_call>FORM #}{% for t in tools or [] %}{{ t }}{% endfor %}" + CHATML
 WHOLE = json.dumps({"text": "".join(WORDS)})
 CUT = 14
-"""Tokens, of which the last is within the arguments."""
+"""Token limit that cuts the answer within the arguments."""
 PATHS = {
     "/v1/chat/completions": {"messages": HI, "tools": [TOOL], "temperature": 0, "max_tokens": 99},
     "/v1/messages": {"messages": HI, "tools": [OWN], "temperature": 0, "max_tokens": 99},

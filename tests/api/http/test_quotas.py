@@ -250,7 +250,7 @@ KEEP_NOTHING = frozenset(
         "/v1/unload_lora_adapter",
     )
 )
-"""Routes whose POST keeps nothing of a tenant's, but for a mark, or what stands in the place of what was there."""
+"""Routes whose POST stores nothing for a tenant, or only a mark, or a replacement for what was stored."""
 
 
 def test_each_route_that_keeps_something_is_bounded() -> None:

@@ -32,7 +32,7 @@ from tests.api.sockets import Site, request_bytes, site
 MARK = {"X-Cairn-Resumable": "1"}
 GRACE = 0.15
 LONG = 777.0
-"""A time of grace that no test waits for: `Graces` ends it."""
+"""Grace period in seconds that no test waits for: `Graces` ends it."""
 
 
 def chat(**more: Any) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def events(text: str) -> list[Any]:
 
 
 KNOWN = {get_args(kind.model_fields["type"].annotation)[0] for kind in get_args(get_args(ResponseStreamEvent)[0])}
-"""The types of events that the client library knows."""
+"""Event types that the client library knows."""
 
 
 # ------------------------------------------------------------------------------------------------------- the answers

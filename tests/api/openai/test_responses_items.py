@@ -9,7 +9,7 @@ from cairn.api.http.call import BodyBudget, HTTPCall
 from cairn.api.openai.responses_items import messages_of
 
 SECONDS = 2.0
-"""Of processor time; it took half a minute and more."""
+"""Limit in CPU seconds; it took half a minute and more before."""
 
 
 def read(items: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -21,9 +21,9 @@ from tests.quantized_models import mlx, write_quantized
 from tests.tiny_models import MODELS, Driver, load, prompt, write_model
 
 OFTEN = {"llama 2", "gemma 3", "olmoe", "deepseek 3", "qwen 3.5, one head of keys", "nemotron h", "gpt-oss"}
-"""Families that are tried each time; the others by `make prove`."""
+"""Families that are always tested; `make prove` tests the others."""
 BOUND = 2e-4
-"""How far a logit may be off where products depend on their rows, as a share of the largest."""
+"""Largest error of a logit, relative to the largest, where products depend on the batch."""
 
 
 def products_keep_bits() -> bool:

@@ -26,7 +26,7 @@ from tests.tiny_models import MODELS, prompt, write_model
 BOUND = 2e-4
 LENGTHS = (1, 18)
 OFTEN = "qwen 3 reranker"
-"""The one that is tried each time; the others by `make gpu-gate`."""
+"""The encoder that is always tested; `make gpu-gate` tests the others."""
 
 
 def _gemma(folder: Path) -> None:

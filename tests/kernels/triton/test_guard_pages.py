@@ -20,7 +20,7 @@ pytest.importorskip("torch", reason="torch is not installed: kernels on devices 
 pytest.importorskip("triton", reason="triton is not installed: kernels for GPUs are not tested")
 
 KERNELS = ("attention", "convolve", "project", "rope_write", "norm", "gate", "mamba2", "latent_attention")
-"""Those that compute addresses from tables, or whose rows are no multiple of a tile."""
+"""Kernels that compute addresses from tables, or whose rows are no multiple of a tile."""
 PAGE = mmap.PAGESIZE
 
 

@@ -31,10 +31,10 @@ REFUSING = (
     '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, "id": "{{ c.id }}"}'
     "{% if not loop.last %}, {% endif %}{% endfor %}]" + _TAIL
 )
-"""In the manner of Mistral's: any id of another size is an error."""
+"""As in Mistral's template: an id of another length is an error."""
 _LONGER = REFUSING.replace("length != 9", "length < 9")
 ENDS = _LONGER.replace("{{ id }}", "{{ id[-9:] }}").replace("{{ c.id }}", "{{ c.id[-9:] }}")
-"""Takes longer ones, and writes the last nine characters of each."""
+"""Accepts longer ids, and writes the last nine characters of each."""
 KIMI = (
     _HEAD
     + "## Return of {{ id }}\n{{ m.content }}"
@@ -42,7 +42,7 @@ KIMI = (
     + "<|tool_calls_section_begin|>{% for c in m.tool_calls %}<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>"
     "{{ c.function.arguments | tojson }}<|tool_call_end|>{% endfor %}<|tool_calls_section_end|>" + _TAIL
 )
-"""In the manner of Kimi K2's: the id says which tool is called, and nothing else does."""
+"""As in Kimi K2's template: the tool's name is only in the id."""
 ANY = REFUSING.replace("length != 9", "length < 1")
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("f", "g")]
 Turn = list[tuple[str, str | None]]

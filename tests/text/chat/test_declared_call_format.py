@@ -100,7 +100,7 @@ DECLARED: dict[str, tuple[dict[str, Any], str, str]] = {
         "mistral_v11",
     ),
 }  # fmt: skip
-"""A declaration, what its model says, and which form of the table it is, if it is one."""
+"""A declaration, an answer of its model, and the name of the table's format if it is one."""
 
 
 def read(form: CallFormat, text: str, seed: int) -> list[tuple[str, Any]]:

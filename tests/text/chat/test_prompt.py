@@ -785,7 +785,7 @@ class Talk:
         self.messages: list[dict[str, Any]] = []
         self.said: tuple[int, ...] = ()
         self.context: list[int] | None = None
-        """The ids so far as the next turn has them."""
+        """Token ids of the context so far, which the next turn must begin with."""
 
     async def prompt(self, content: str, role: str = "user") -> tuple[int, ...]:
         self.messages.append({"role": role, "content": content})

@@ -11,7 +11,7 @@ import pytest
 from cairn.text.chat.template_traits import LOOKS, Traits, fitted, left_out
 
 SECONDS = 2.0
-"""Of processor time; what was mended took from five seconds to minutes."""
+"""Limit in CPU seconds; before, it took from five seconds to minutes."""
 
 
 def call(name: str) -> dict[str, Any]:

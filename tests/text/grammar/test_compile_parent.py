@@ -25,9 +25,9 @@ from cairn.types.request import OutputFormat
 from tests.text import text_models
 
 SLOW = "|".join(f"(a{{{n},{n + 900}}}b)" for n in range(300))
-"""Takes a second or more."""
+"""Takes a second or more to compile."""
 HEAVY = {"allOf": [{"type": "string", "pattern": f"a{{{n},{n + 900}}}b"} for n in range(60)]}
-"""Takes all memory, or all time."""
+"""Exceeds the limit of memory or of time."""
 MULTIPLES = {"anyOf": [{"type": "integer", "multipleOf": 99_991 - 2 * n} for n in range(10)]}
 
 

@@ -55,7 +55,7 @@ WRITTEN = {
     "harmony": f"<|channel|>commentary to=functions.write <|constrain|>json<|message|>{JSON}<|call|>",
 }
 HEADS = {name: text.partition(JSON)[0] for name, text in WRITTEN.items()}
-"""Up to where the arguments begin."""
+"""The text in front of the arguments."""
 HEADS |= {name: WRITTEN[name].partition("path")[0] for name in ("qwen_xml", "minimax", "seed", "glm")}
 CUTS = 12
 

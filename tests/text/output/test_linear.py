@@ -19,10 +19,12 @@ from cairn.types.request import OfferedTool, OutputFormat, Request, SamplingPara
 from tests.text import text_models
 
 SIZE = 800_000
-"""Characters: what a context of a quarter of a million tokens holds."""
+"""Characters in a context of a quarter of a million tokens."""
 SECONDS = 6.0
-"""Of processor time for them, several times what it takes on a slow machine. What was mended took from a quarter of a
-minute to hours."""
+"""Limit in CPU seconds for them, several times what a slow machine takes.
+
+Before, it took from a quarter of a minute to hours.
+"""
 OFFERED = (OfferedTool("f", ("x",)),)
 
 
@@ -120,7 +122,7 @@ COSTLY: dict[str, tuple[str, str, str, str]] = {
         "minimax", f"<think>{MINIMAX}", "<minimax:tool_call></minimax:tool_call>", "</parameter></invoke>x</think>x",
     ),
 }  # fmt: skip
-"""A form, what an answer begins with, what is repeated, and how it ends."""
+"""A format, the beginning of an answer, the repeated unit, and the end."""
 
 
 @pytest.mark.parametrize("name", COSTLY)

@@ -23,7 +23,7 @@ from cairn.types.errors import CairnError, InvalidRequest, ModelFileError, Unava
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 NOON = 1_000_000_000.0 + 12 * 3600
-"""On 9 September 2001, or the day after it."""
+"""Noon of 9 September 2001."""
 
 
 @pytest.fixture(autouse=True)
