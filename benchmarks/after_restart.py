@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16_384])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--llama-most", type=int, default=1 << 20, metavar="N")
-    parser.add_argument("--busy", action="store_true", help="the machine is")
+    parser.add_argument("--busy", action="store_true", help="for a busy machine: CPU seconds")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--files", type=Path, default=Path(tempfile.gettempdir()) / "cairn-bench", metavar="FOLDER")

@@ -160,7 +160,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--agents", type=int, default=100)
     parser.add_argument("--turns", type=int, default=20)
-    parser.add_argument("--tokens", type=int, default=1000, help="of an agent's beginning")
+    parser.add_argument("--tokens", type=int, default=1000, help="tokens of an agent's system prompt")
     parser.add_argument("--answer", type=int, default=8, help="tokens of an answer")
     parser.add_argument("--round-seconds", type=float, default=8.0, help="a round begins no sooner after the last")
     given = parser.parse_args()

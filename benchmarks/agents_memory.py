@@ -91,8 +91,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="demo")
     parser.add_argument("--agents", type=int, nargs="+", default=[1, 5, 10])
-    parser.add_argument("--turns", type=int, default=8, help="of each agent")
-    parser.add_argument("--tokens", type=int, default=1000, help="of an agent's beginning")
+    parser.add_argument("--turns", type=int, default=8, help="turns of each agent")
+    parser.add_argument("--tokens", type=int, default=1000, help="tokens of an agent's system prompt")
     parser.add_argument("--answer", type=int, default=48, help="tokens of an answer")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # no server outlives the run

@@ -133,7 +133,7 @@ def text(found: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default=usual_model())
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each number of clients")
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds per number of clients")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()

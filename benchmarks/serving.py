@@ -369,7 +369,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="one round")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--serve", action="append", default=[], metavar="FLAG", help="more for `cairn serve`")
+    parser.add_argument("--serve", action="append", default=[], metavar="FLAG", help="a further flag of `cairn serve`")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--files", type=Path, default=Path(tempfile.gettempdir()) / "cairn-bench", metavar="FOLDER")
     given = parser.parse_args()

@@ -147,7 +147,7 @@ def main() -> None:
     parser.add_argument("--members", type=int, default=8)
     parser.add_argument("--shared", type=int, default=2000, help="tokens of the shared beginning")
     parser.add_argument("--answer", type=int, default=8, help="tokens of an answer: few, so that nobody ends early")
-    parser.add_argument("--kv-gb", default="1", help="of each server")
+    parser.add_argument("--kv-gb", default="1", help="KV pool of each server in GB")
     parser.add_argument("--json", type=Path, help="write the figures into this file")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # no server outlives the run

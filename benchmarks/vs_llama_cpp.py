@@ -196,7 +196,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--files", type=Path, default=Path(tempfile.gettempdir()) / "cairn-bench", metavar="FOLDER")
-    parser.add_argument("--option", type=options, action="append", default=[], metavar="NAME=VALUE", help="of Cairn")
+    parser.add_argument("--option", type=options, action="append", default=[], metavar="NAME=VALUE", help="for Cairn")
     parser.add_argument("--llama-python", default=sys.executable, metavar="FILE")
     given = parser.parse_args()
     given.option = {name: value for one in given.option for name, value in one.items()}
