@@ -65,7 +65,7 @@ class Restarts:
 def measure(shape: str, lengths: list[int], given: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure all lengths of one file."""
     path = model_file(given.files, shape, SHAPES[shape].kind, given.llama_python)
-    found = []
+    results = []
     with tempfile.TemporaryDirectory(dir=given.files) as home, Side(given.llama_python, "llama_side.py") as llama:
         vocab = llama("load", path=str(path), threads=1 if given.busy else given.threads)["vocab"]
         llama("clock", name="cpu" if given.busy else "wall")
@@ -94,10 +94,10 @@ def measure(shape: str, lengths: list[int], given: argparse.Namespace) -> list[d
                 ratios = [b / a for a, b in zip(row["restarted"], row["llama"], strict=True)]
                 row["ratio"] = statistics.median(ratios)
                 print(json.dumps(row), file=sys.stderr, flush=True)
-                found.append(row)
+                results.append(row)
         finally:
             ours.server.kill()
-    return found
+    return results
 
 
 def main() -> None:
@@ -112,12 +112,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--files", type=Path, default=Path(tempfile.gettempdir()) / "cairn-bench", metavar="FOLDER")
     parser.add_argument("--llama-python", default=sys.executable, metavar="FILE")
-    given = parser.parse_args()
-    about = {"machine": machine(given.threads), "rounds": given.rounds}
+    args = parser.parse_args()
+    about = {"machine": machine(args.threads), "rounds": args.rounds}
     rows: list[dict[str, Any]] = []
-    for shape in given.shapes:
-        rows += measure(shape, given.lengths, given)
-        write_json(given.json, {**about, "rows": rows})
+    for shape in args.shapes:
+        rows += measure(shape, args.lengths, args)
+        write_json(args.json, {**about, "rows": rows})
     print(f"{'shape':16}{'tokens':>8}{'cold':>10}{'restarted':>11}{'llama.cpp':>11}{'ratio':>8}")
     for row in rows:
         ours, theirs = (statistics.median(row[name]) for name in ("restarted", "llama"))

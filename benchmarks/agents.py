@@ -94,12 +94,12 @@ def resident(pid: int) -> int:
 
 def processes(server: Server) -> dict[str, int]:
     """Return the pids of the front and the worker."""
-    found = {"front": server.process.pid}
+    results = {"front": server.process.pid}
     for child in Path(f"/proc/{server.process.pid}/task").glob("*/children"):
         for pid in child.read_text().split():
             if "cairn.worker.worker" in Path(f"/proc/{pid}/cmdline").read_text():
-                found["worker"] = int(pid)
-    return found
+                results["worker"] = int(pid)
+    return results
 
 
 def run(server: Server, given: argparse.Namespace) -> bool:
@@ -163,17 +163,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1000, help="tokens of an agent's system prompt")
     parser.add_argument("--answer", type=int, default=8, help="tokens of an answer")
     parser.add_argument("--round-seconds", type=float, default=8.0, help="a round begins no sooner after the last")
-    given = parser.parse_args()
+    args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # no server outlives the run
     with tempfile.TemporaryDirectory(prefix="cairn-agents-") as name:
         folder = Path(name)
-        last = given.tokens + given.turns * (given.answer + 24)
+        last = args.tokens + args.turns * (args.answer + 24)
         spec = load_spec(demo_folder())
         pool = HELD * last // BLOCK_TOKENS * sum(block_bytes(spec, kv_dtype(spec, Config())))
         options = ["--kv-dir", str(folder / "kv"), "--agents-dir", str(folder / "agents"), "--kv-load", "always"]
         server = Server("demo", folder, *options, "--kv-gb", f"{pool / 1e9:.4f}")
         try:
-            good = run(server, given)
+            good = run(server, args)
         finally:
             server.kill()
     if not good:

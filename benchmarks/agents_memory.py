@@ -29,14 +29,14 @@ REST_SECONDS = 3.0
 
 def memory(server: Server) -> dict[str, int]:
     """Return each process's own bytes plus its share of what is shared (Pss)."""
-    found = {"front": _pss(server.process.pid)}
+    results = {"front": _pss(server.process.pid)}
     for task in Path(f"/proc/{server.process.pid}/task").glob("*/children"):
         for pid in task.read_text().split():
             with contextlib.suppress(OSError):
                 worker = "cairn.worker.worker" in Path(f"/proc/{pid}/cmdline").read_text()
                 name = "worker" if worker else "helper"
-                found[name] = found.get(name, 0) + _pss(int(pid))
-    return found
+                results[name] = results.get(name, 0) + _pss(int(pid))
+    return results
 
 
 def _pss(pid: int) -> int:
@@ -94,21 +94,21 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=8, help="turns of each agent")
     parser.add_argument("--tokens", type=int, default=1000, help="tokens of an agent's system prompt")
     parser.add_argument("--answer", type=int, default=48, help="tokens of an answer")
-    given = parser.parse_args()
+    args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # no server outlives the run
     print("| agents | tokens of KV | front | worker | helper | all | most of all meanwhile |")
     print("|---|---|---|---|---|---|---|")
-    for count in (0, *given.agents):
+    for count in (0, *args.agents):
         with tempfile.TemporaryDirectory(prefix="cairn-memory-") as name:
-            server = Server(given.model, Path(name))
+            server = Server(args.model, Path(name))
             try:
                 with watched(server) as samples:
-                    tokens = work(server, count, given)
+                    tokens = work(server, count, args)
                 time.sleep(REST_SECONDS)
-                found = memory(server)
+                result = memory(server)
             finally:
                 server.kill()
-        shown = [found.get(one, 0) for one in ("front", "worker", "helper")]
+        shown = [result.get(one, 0) for one in ("front", "worker", "helper")]
         cells = " | ".join(f"{size / 1e6:.0f} MB" for size in (*shown, sum(shown), max(samples)))
         print(f"| {count} | {tokens:,} | {cells} |", flush=True)
 

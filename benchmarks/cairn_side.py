@@ -85,8 +85,8 @@ class Side(Timed):
         began = self.now()
         for start in range(self.depth, len(whole), STEP):
             end = min(start + STEP, len(whole))
-            found = self.step([self.row(0, whole, start, end, wanted=end == len(whole))])
-        chosen_of(found)
+            result = self.step([self.row(0, whole, start, end, wanted=end == len(whole))])
+        chosen_of(result)
         return {"seconds": [self.now() - began], "tokens": tokens}
 
     def decode(self, steps: int) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class Side(Timed):
     def answers(self, prompts: list[list[int]], steps: int, top: int) -> dict[str, Any]:
         """Return greedy answers, with the `top` log-probabilities of each step."""
         sampling = SamplingParams(max_tokens=1 << 20, temperature=0, logprobs=True, top_logprobs=top)
-        found = []
+        results = []
         for prompt in prompts:
             self.sizes = None
             self.begin(1, 0, len(prompt) + steps)
@@ -116,8 +116,8 @@ class Side(Timed):
                 text += chosen_of([result])
                 assert result.logprob is not None
                 said.append([list(one) for one in result.logprob.top])
-            found.append(said)
-        return {"answers": found}
+            results.append(said)
+        return {"answers": results}
 
     def row(self, number: int, tokens: Sequence[int], start: int, end: int, wanted: bool = True) -> Row:
         return Row(tokens, start, end, self.tables_of(number), end - 1 if wanted else None, self.depth + 1, GREEDY, 0)
@@ -137,10 +137,10 @@ class Side(Timed):
 
 def chosen_of(results: Sequence[RowResult]) -> list[int]:
     """Return the sampled tokens; end the run if a row has none."""
-    for one in results:
-        if one.token is None:
-            raise RuntimeError(one.error or "a row without a token")
-    return [one.token for one in results if one.token is not None]
+    for result in results:
+        if result.token is None:
+            raise RuntimeError(result.error or "a row without a token")
+    return [result.token for result in results if result.token is not None]
 
 
 if __name__ == "__main__":

@@ -58,9 +58,9 @@ async def served(turns: list[tuple[int, int, int]], port: int, way: str) -> tupl
         body = {"prompt": context, "max_tokens": answer, "ignore_eos": True, "temperature": 0}
         body["prompt_cache_key"] = f"{way}-{session}"
         data, _, _ = await caller.post("/v1/completions", body)
-        found = json.loads(data)
-        asked += found["usage"]["prompt_tokens"]
-        computed += found["usage"]["cairn"]["computed"]
+        parsed = json.loads(data)
+        asked += parsed["usage"]["prompt_tokens"]
+        computed += parsed["usage"]["cairn"]["computed"]
         # These are not the answer's tokens: they count as new, too
         context += [rng.randrange(300, 2000) for _ in range(answer)]
         await asyncio.sleep(max(0.0, GAP - (time.monotonic() - began)))
@@ -73,7 +73,7 @@ async def up(port: int, count: int) -> None:
     for _ in range(600):
         try:
             data = await get(caller, "/router/replicas")
-            if sum(one["up"] for one in json.loads(data)["data"]) >= count:
+            if sum(item["up"] for item in json.loads(data)["data"]) >= count:
                 return
         except (OSError, AssertionError):
             pass
@@ -132,8 +132,8 @@ def foretold(way: str, *, store: bool, sessions: int) -> float:
         agents=600, seconds=2_000.0, question=(QUESTION + ANSWER) / SCALE, answer=0, think=GAP * sessions,
         context=CONTEXT, slot=0.1,
     )  # fmt: skip
-    found = Simulation(fleet, load, Rule(way, WAYS[way], store), seed=7).run()
-    return found.computed / found.prompt
+    result = Simulation(fleet, load, Rule(way, WAYS[way], store), seed=7).run()
+    return result.computed / result.prompt
 
 
 def compare(sessions: int = SESSIONS) -> list[str]:

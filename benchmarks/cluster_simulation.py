@@ -177,16 +177,16 @@ class Servers:
         up = self.up_at <= now
         if rule in ("names", "cairn"):
             return self._by_name(agents, regions, up, crowded=rule == "cairn")
-        found = np.empty(len(agents), np.int64)
+        result = np.empty(len(agents), np.int64)
         for region in np.unique(regions):
             here = np.flatnonzero(regions == region)
             able = np.flatnonzero(up[region * self.each : (region + 1) * self.each]) + region * self.each
             if rule == "turns":
-                found[here] = able[(self._turn[region] + np.arange(len(here))) % len(able)]
+                result[here] = able[(self._turn[region] + np.arange(len(here))) % len(able)]
                 self._turn[region] += len(here)
             else:
-                found[here] = self._least(able, len(here))
-        return found
+                result[here] = self._least(able, len(here))
+        return result
 
     def _least(self, able: Ints, count: int) -> Ints:
         """Deal turns to the servers with the fewest, one after another."""
@@ -268,8 +268,8 @@ class Calendar:
 
     def take(self, place: int) -> Ints:
         """Remove and return the agents of a slot."""
-        found = self._due.pop(place, [])
-        return np.concatenate(found) if found else np.empty(0, np.int64)
+        result = self._due.pop(place, [])
+        return np.concatenate(result) if result else np.empty(0, np.int64)
 
 
 class Simulation:
@@ -492,23 +492,23 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=Fleet.replicas)
     parser.add_argument("--svg", type=Path)
     parser.add_argument("--real", action="store_true", help="three real servers instead, beside what is foretold")
-    given = parser.parse_args()
-    if given.real:
+    args = parser.parse_args()
+    if args.real:
         sys.path.insert(0, str(Path(__file__).parent.parent))
         from cluster_real import compare
 
         print(*compare(), sep="\n")
         return
-    fleet = replace(Fleet(), replicas=given.replicas)
-    load = replace(Load(), agents=given.agents)
+    fleet = replace(Fleet(), replicas=args.replicas)
+    load = replace(Load(), agents=args.agents)
     runs = simulate(fleet, load, lambda line: print(line, file=sys.stderr))
     print(*table(fleet, runs), sep="\n")
     best = runs[-1][1]
     print("\n| what breaks first | at | what then |\n|---|---|---|")
-    for line in limits(best.turns / best.seconds / given.replicas, given.replicas):
+    for line in limits(best.turns / best.seconds / args.replicas, args.replicas):
         print(f"| {' | '.join(line)} |")
-    if given.svg:
-        given.svg.write_text(picture(runs))
+    if args.svg:
+        args.svg.write_text(picture(runs))
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ def write_family(path: Path, name: str) -> None:
 
 def _keys(shape: Shape) -> dict[str, Any]:
     """Return the metadata keys below the architecture's name."""
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         **{"block_count": shape.layers, "context_length": shape.context, "embedding_length": shape.hidden},
         **{"attention.head_count": shape.heads, "attention.head_count_kv": shape.kv_heads},
         **{"attention.key_length": shape.size, "attention.value_length": shape.size},
@@ -126,7 +126,7 @@ def _keys(shape: Shape) -> dict[str, Any]:
         **shape.more,
     }
     if shape.architecture == "qwen35":
-        found |= {
+        results |= {
             **{"ssm.conv_kernel": 4, "ssm.state_size": STATE, "full_attention_interval": 4},
             **{"ssm.inner_size": STATE * shape.more["ssm.time_step_rank"], "rope.dimension_count": shape.size // 4},
             "rope.dimension_sections": [11, 11, 10, 0],
@@ -134,13 +134,13 @@ def _keys(shape: Shape) -> dict[str, Any]:
     if shape.architecture == "gemma4":
         swa = ("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa")
         first = shape.layers - shape.more["attention.shared_kv_layers"]
-        found |= {
+        results |= {
             **dict.fromkeys(swa, SWA_SIZE),
             "attention.sliding_window_pattern": [_limited(layer) for layer in range(shape.layers)],
             # Layers that read the keys of earlier ones have an MLP twice as wide.
             "feed_forward_length": [shape.ffn * (1 if layer < first else 2) for layer in range(shape.layers)],
         }
-    return found
+    return results
 
 
 def _limited(layer: int) -> bool:

@@ -61,7 +61,7 @@ def fill(server: Server, tokens: int) -> None:
 
 def processes(server: Server) -> dict[str, dict[str, int]]:
     """Return the bytes of the front, the worker and the template helper: peak, and now, private and file-backed."""
-    found = {}
+    results = {}
     pid = server.process.pid
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     for one in (str(pid), *children):
@@ -69,8 +69,8 @@ def processes(server: Server) -> dict[str, dict[str, int]]:
         name = "front" if one == str(pid) else "worker" if b"cairn.worker.worker" in command else "helper"
         lines = (line.split() for line in Path(f"/proc/{one}/status").read_text().splitlines())
         sizes = {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if line[0].startswith(("VmHWM", "Rss"))}
-        found[name] = {"peak": sizes["VmHWM"], "own": sizes["RssAnon"] + sizes["RssShmem"], "files": sizes["RssFile"]}
-    return found
+        results[name] = {"peak": sizes["VmHWM"], "own": sizes["RssAnon"] + sizes["RssShmem"], "files": sizes["RssFile"]}
+    return results
 
 
 def measure(path: Path, given: argparse.Namespace, home: Path) -> dict[str, Any]:
@@ -79,19 +79,19 @@ def measure(path: Path, given: argparse.Namespace, home: Path) -> dict[str, Any]
     config = Config(model=str(path), threads=given.threads, kv_gb=given.kv_gb)
     weights, pool, tokens = expected(path, config)
     server = Server("cairn", command, "/health/ready", "model", home)
-    found: dict[str, Any] = {"first_start": server.start_seconds, "starts": []}
+    results: dict[str, Any] = {"first_start": server.start_seconds, "starts": []}
     try:
         for _ in range(given.starts):
             server.kill()
             server.start()
-            found["starts"].append(server.start_seconds)
+            results["starts"].append(server.start_seconds)
         fill(server, 2 * tokens)
         settle(server)
         time.sleep(REST_SECONDS)
-        found |= {"weights": weights, "pool": pool, "tokens": tokens, "processes": processes(server)}
+        results |= {"weights": weights, "pool": pool, "tokens": tokens, "processes": processes(server)}
     finally:
         server.kill()
-    return found
+    return results
 
 
 def main() -> None:
@@ -101,15 +101,15 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, metavar="FILE")
-    given = parser.parse_args()
+    args = parser.parse_args()
     end_when_told()
-    about = {"machine": machine(given.threads), "file": given.file.stem}
+    about = {"machine": machine(args.threads), "file": args.file.stem}
     with tempfile.TemporaryDirectory() as folder:
-        found = {**about, **measure(given.file, given, Path(folder))}
-    found["load_after"] = load()
-    write_json(given.json, found)
-    print(footprint_text(found))
-    print(f"median of the later starts: {statistics.median(found['starts']):.2f} s", file=sys.stderr)
+        results = {**about, **measure(args.file, args, Path(folder))}
+    results["load_after"] = load()
+    write_json(args.json, results)
+    print(footprint_text(results))
+    print(f"median of the later starts: {statistics.median(results['starts']):.2f} s", file=sys.stderr)
 
 
 if __name__ == "__main__":

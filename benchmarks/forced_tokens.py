@@ -89,7 +89,7 @@ def next_token(mask: bytes, tokenizer: Tokenizer, rest: bytes) -> int:
     first = tokenizer.encode(rest.decode())[0]
     if may(first):
         return first
-    fits = [one for one in range(tokenizer.largest_id + 1) if may(one) and rest.startswith(tokenizer.token_bytes(one))]
+    fits = [n for n in range(tokenizer.largest_id + 1) if may(n) and rest.startswith(tokenizer.token_bytes(n))]
     return max(fits, key=lambda one: len(tokenizer.token_bytes(one)))
 
 

@@ -36,13 +36,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--threads", type=int, default=cpu_count())
     parser.add_argument("--kernels", default="auto")
-    given = parser.parse_args()
-    config = Config(kernels=given.kernels, threads=given.threads)
-    print(f"{cpu_name()}, {chosen(given.kernels)} kernels, {given.threads} threads, {given.rounds} rounds\n")
+    args = parser.parse_args()
+    config = Config(kernels=args.kernels, threads=args.threads)
+    print(f"{cpu_name()}, {chosen(args.kernels)} kernels, {args.threads} threads, {args.rounds} rounds\n")
     print("| file | work | f16 beside bf16 | rounds | bf16 beside bf16 | rounds |")
     print("|---|---|---|---|---|---|", flush=True)
     slower: list[float] = []
-    for row, times in measured([ROWS[n - 1] for n in numbers(given.rows)], config, given.rounds, given.steps):
+    for row, times in measured([ROWS[n - 1] for n in numbers(args.rows)], config, args.rounds, args.steps):
         half, plain, other = zip(*times, strict=True)
         slower.append(statistics.median(beside(half, plain)))
         print(f"| {row.shape} {row.kind} | {row.name} | {told(half, plain)} | {told(other, plain)} |", flush=True)
@@ -86,14 +86,14 @@ def work_of(bench: Bench, row: Row) -> Callable[[], float]:
 
 def in_turns(works: Sequence[Callable[[], float]], rounds: int) -> list[list[float]]:
     """Measure each in every round, a different one first each time, after a warm-up round."""
-    found = []
+    results = []
     for number in range(rounds + 1):
         times = [0.0] * len(works)
         for place in range(len(works)):
             which = (place + number) % len(works)
             times[which] = works[which]()
-        found.append(times)
-    return found[1:]
+        results.append(times)
+    return results[1:]
 
 
 def beside(seconds: Sequence[float], others: Sequence[float]) -> list[float]:
@@ -103,8 +103,8 @@ def beside(seconds: Sequence[float], others: Sequence[float]) -> list[float]:
 
 def told(seconds: Sequence[float], others: Sequence[float]) -> str:
     """Format the same as two cells of the table."""
-    found = beside(seconds, others)
-    return f"{statistics.median(found):+.1%} | {min(found):+.1%} to {max(found):+.1%}"
+    result = beside(seconds, others)
+    return f"{statistics.median(result):+.1%} | {min(result):+.1%} to {max(result):+.1%}"
 
 
 def verdict(slower: Sequence[float]) -> str:

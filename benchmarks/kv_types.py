@@ -40,17 +40,17 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--rounds", type=int, default=60)
-    asked = parser.parse_args()
-    kernels = NativeKernels(chosen(asked.kernels), 1)
-    print(f"{cpu_name()}, {chosen(asked.kernels)} kernels, {asked.rounds} rounds\n")
+    args = parser.parse_args()
+    kernels = NativeKernels(chosen(args.kernels), 1)
+    print(f"{cpu_name()}, {chosen(args.kernels)} kernels, {args.rounds} rounds\n")
     print("| attention of | at |" + "".join(f" {name} beside bf16 | middle half |" for name in TYPES))
     print("|---|---|" + "---|---|" * len(TYPES), flush=True)
     for shape, sizes in SHAPES.items():
         for name, rows, tokens, depth in WORK:
             calls = [_call(kernels, dtype, sizes, rows, tokens, depth) for dtype in (*TYPES.values(), "bfloat16")]
-            *every, plain = zip(*_rounds(calls, asked.rounds), strict=True)
-            told = " | ".join(_told(one, plain) for one in every)
-            print(f"| {shape}, {name} | {depth} | {told} |", flush=True)
+            *every, plain = zip(*_rounds(calls, args.rounds), strict=True)
+            result = " | ".join(_told(one, plain) for one in every)
+            print(f"| {shape}, {name} | {depth} | {result} |", flush=True)
 
 
 def _call(
@@ -89,7 +89,7 @@ def _call(
 
 def _rounds(calls: Sequence[Callable[[], None]], count: int) -> list[list[float]]:
     """Return seconds of each, a different one first each time, after a warm-up round."""
-    found = []
+    results = []
     for number in range(count + 1):
         times = [0.0] * len(calls)
         for place in range(len(calls)):
@@ -97,8 +97,8 @@ def _rounds(calls: Sequence[Callable[[], None]], count: int) -> list[list[float]
             start = time.process_time()
             calls[which]()
             times[which] = time.process_time() - start
-        found.append(times)
-    return found[1:]
+        results.append(times)
+    return results[1:]
 
 
 def _told(seconds: Sequence[float], beside: Sequence[float]) -> str:

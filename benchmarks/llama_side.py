@@ -99,7 +99,7 @@ class Side(Timed):
 
     def answers(self, prompts: list[list[int]], steps: int, top: int) -> dict[str, Any]:
         """Return greedy answers, with the `top` log-probabilities of each step."""
-        found = []
+        results = []
         for prompt in prompts:
             self.begin(1, 0, len(prompt) + steps)
             self.step([(0, at, token) for at, token in enumerate(prompt)], last=True)
@@ -112,19 +112,19 @@ class Side(Timed):
                 best = np.argsort(-logits)[:top]
                 said.append([[int(one), float(logits[one])] for one in best])
                 self.step([(0, at, int(best[0]))])
-            found.append(said)
+            results.append(said)
             self.end()
-        return {"answers": found}
+        return {"answers": results}
 
     def scores(self, prompts: list[list[int]], into: str) -> dict[str, Any]:
         """Write the logits of each prompt's last position, as float32 [prompts, vocabulary], to the file `into`."""
-        found = []
+        results = []
         for prompt in prompts:
             self.begin(1, 0, len(prompt))
             self.step([(0, at, token) for at, token in enumerate(prompt)], last=True)
-            found.append(self.logits(-1).copy())
+            results.append(self.logits(-1).copy())
             self.end()
-        np.save(into, np.stack(found))
+        np.save(into, np.stack(results))
         return {}
 
     def step(self, tokens: Sequence[tuple[int, int, int]], last: bool = False) -> None:

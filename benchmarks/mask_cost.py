@@ -118,15 +118,15 @@ def applied(masks: Sequence[bytes], vocab: int, count: int) -> tuple[float, floa
     logits = np.random.default_rng(1).normal(size=(len(masks), vocab)).astype(np.float32) * 3
     params = SamplingParams(max_tokens=9, temperature=0.8, top_k=40, top_p=0.95, min_p=0.05, seed=1)
     row = Row([1], 0, 1, (), 0, 1, params, 0)
-    found = []
+    results = []
     for lines in ([Line(row)] * len(masks), [Line(row, None, mask) for mask in masks]):
         sampler.choose(lines, logits)
         cpu = time.process_time()
         for _ in range(count):
             sampler.choose(lines, logits)
-        found.append(1e3 * (time.process_time() - cpu) / count)
+        results.append(1e3 * (time.process_time() - cpu) / count)
     kernels.close()
-    return found[0], found[1]
+    return results[0], results[1]
 
 
 def main() -> None:
@@ -135,19 +135,19 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--step-ms", type=float, help="what a step of so many rows takes without grammars")
-    asked = parser.parse_args()
-    folder = Path(locate(asked.model))
+    args = parser.parse_args()
+    folder = Path(locate(args.model))
     tokenizer, _ = load_text(folder, None)
     vocab = tokenizer.largest_id + 1
     vocabulary = read_vocabulary(folder, None, vocab, sorted(tokenizer.end_ids))
-    print(f"{asked.rows} rows, {vocab} tokens; milliseconds a step: median until the masks are there,")
+    print(f"{args.rows} rows, {vocab} tokens; milliseconds a step: median until the masks are there,")
     print("and processor time of the masks (mean), of finding what is forced, and of the sampler for the masks")
     for name, text in grammars().items():
-        spent, masks = steps(vocabulary, text, asked.rows, asked.steps)
+        spent, masks = steps(vocabulary, text, args.rows, args.steps)
         cpu, forced = (1e3 * statistics.mean(values) for values in list(zip(*spent, strict=True))[1:])
         without, with_masks = applied(masks, vocab, 20)
         wall, sampled = 1e3 * statistics.median(one.masks for one in spent), with_masks - without
-        share = f"   {100 * (cpu + forced + sampled) / asked.step_ms:.1f} % of a step" if asked.step_ms else ""
+        share = f"   {100 * (cpu + forced + sampled) / args.step_ms:.1f} % of a step" if args.step_ms else ""
         figures = f"{wall:7.2f}   masks {cpu:6.2f}   forced {forced:6.2f}   sampler {sampled:6.2f} of {with_masks:.2f}"
         print(f"{name:30} {figures}{share}")
 

@@ -97,7 +97,7 @@ def pairs(engine: RecordedEngine, held: Held, asked: Any) -> list[tuple[Step, St
             rows.append(Row(tokens, depth, depth + 1, place, depth, 1, PARAMS, number, mask=mask))
         results = engine.decode(rows).wait()
         if with_masks:
-            held.follow([one.token for one in results])
+            held.follow([result.token for result in results])
 
     found = []
     for number in range(asked.pairs + 5):
@@ -113,23 +113,23 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--pairs", type=int, default=100)
     parser.add_argument("--depth", type=int, default=64, help="tokens of each row's context")
-    asked = parser.parse_args()
-    folder = locate(asked.model)
+    args = parser.parse_args()
+    folder = locate(args.model)
     spec = check_decodes(load_spec(folder))
-    config = Config(max_running=asked.rows, step_tokens=512, context=asked.depth + BLOCK_TOKENS)
-    blocks = asked.rows * -(-(asked.depth + 1) // BLOCK_TOKENS)
+    config = Config(max_running=args.rows, step_tokens=512, context=args.depth + BLOCK_TOKENS)
+    blocks = args.rows * -(-(args.depth + 1) // BLOCK_TOKENS)
     engine = RecordedEngine.load(spec, folder, config, blocks=tuple(blocks for _ in spec.groups))
     tokenizer, _ = load_text(folder, None)
     ends = sorted(tokenizer.end_ids)
     vocabulary = read_vocabulary(folder, None, spec.vocab, ends)
-    print(f"{asked.rows} rows, {spec.vocab} tokens, {asked.pairs} pairs of steps; medians, milliseconds")
+    print(f"{args.rows} rows, {spec.vocab} tokens, {args.pairs} pairs of steps; medians, milliseconds")
     for name, text in grammars().items():
         computing = Masks()
-        found = pairs(engine, Held(vocabulary, text, ends, computing, asked.rows), asked)
+        result = pairs(engine, Held(vocabulary, text, ends, computing, args.rows), args)
         computing.close()
         for what in ("wall", "cpu"):
-            plain = 1e3 * statistics.median(getattr(one, what) for one, _ in found)
-            more = 1e3 * statistics.median(getattr(two, what) - getattr(one, what) for one, two in found)
+            plain = 1e3 * statistics.median(getattr(one, what) for one, _ in result)
+            more = 1e3 * statistics.median(getattr(two, what) - getattr(one, what) for one, two in result)
             print(f"{name:30} {what:4} {plain:7.2f} without   {more:+6.2f} with masks   {100 * more / plain:+6.1f} %")
     engine.close()
 

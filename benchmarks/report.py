@@ -125,13 +125,13 @@ def cpu_text(found: Found) -> str:
     )
     files = [
         (
-            f"{one['shape']} {one['kind']} ({one['bytes'] / 1e9:.2f} GB)",
-            f"{one['check']['largest']:.3f}",
-            f"{one['check']['same']} of {one['check']['steps']}",
-            f"{one['peak']['cairn'] / 1e9:.2f} / {one['peak']['llama'] / 1e9:.2f}",
-            f"{one['load_seconds']['cairn']:.1f} / {one['load_seconds']['llama']:.1f}",
+            f"{file['shape']} {file['kind']} ({file['bytes'] / 1e9:.2f} GB)",
+            f"{file['check']['largest']:.3f}",
+            f"{file['check']['same']} of {file['check']['steps']}",
+            f"{file['peak']['cairn'] / 1e9:.2f} / {file['peak']['llama'] / 1e9:.2f}",
+            f"{file['load_seconds']['cairn']:.1f} / {file['load_seconds']['llama']:.1f}",
         )
-        for one in found["files"]
+        for file in found["files"]
     ]
     head = ("file", "difference", "equal", "peak GB: Cairn / llama.cpp", "seconds to load")
     parts.append(table(head, files))
@@ -161,7 +161,7 @@ def avx2_text(found: Found) -> str:
 def ceilings(found: Found) -> str:
     """Return how near decode is to the memory's limit: bytes read per step, and the share of the bandwidth."""
     read = found["machine"]["read"]
-    sizes = {(one["shape"], one["kind"]): one["bytes"] for one in found["files"]}
+    sizes = {(file["shape"], file["kind"]): file["bytes"] for file in found["files"]}
     rows = []
     for row in found["rows"]:
         if row["work"] != "decode":
@@ -297,7 +297,7 @@ def footprint_text(found: Found, heading: str = "## Start and memory") -> str:
     worker, again = found["processes"]["worker"], statistics.median(found["starts"])
     both = found["weights"] + found["pool"]
     beside, most = worker["own"] + worker["files"] - both, worker["peak"] - both
-    others = ", ".join(f"{name} {one['own'] / 1e6:,.0f} MB" for name, one in found["processes"].items())
+    others = ", ".join(f"{name} {value['own'] / 1e6:,.0f} MB" for name, value in found["processes"].items())
     return "\n\n".join(
         (
             heading,
@@ -324,13 +324,13 @@ def overhead_text(found: Found) -> str:
         "plan and commit within 100 us at 32 rows."
     )
     rows = []
-    for one in found["cases"]:
-        seconds = one["seconds"]
-        shares = ", ".join(f"{one.get(part, 0.0) / seconds:.0%}" for part in ("front", "worker", "helper", "cpu"))
-        cells = [one["name"], f"{one['requests'] / seconds:,.0f}", f"{one['tokens'] / seconds:,.0f}"]
+    for case in found["cases"]:
+        seconds = case["seconds"]
+        shares = ", ".join(f"{case.get(part, 0.0) / seconds:.0%}" for part in ("front", "worker", "helper", "cpu"))
+        cells = [case["name"], f"{case['requests'] / seconds:,.0f}", f"{case['tokens'] / seconds:,.0f}"]
         cells += [
-            f"{one['events'] / one['tokens']:.2f}",
-            f"{one['first_p50'] * 1000:.1f} / {one['first_p99'] * 1000:.1f}",
+            f"{case['events'] / case['tokens']:.2f}",
+            f"{case['first_p50'] * 1000:.1f} / {case['first_p99'] * 1000:.1f}",
         ]
         rows.append([*cells, shares])
     head = ("case", "requests/s", "tok/s", "events a token", "TTFT p50 / p99 ms", "CPU: front, worker, helper, client")
@@ -353,15 +353,15 @@ DAY_HEAD = (
 
 def day_sides(found: Found) -> dict[tuple[str, str], list[Found]]:
     """Return the days of each mode and server, in the order of the modes and of Cairn and its peers."""
-    days = {(one["mode"], name): list[Found]() for one in found["days"] for name in found["answers"]}
-    for one in found["days"]:
-        days[one["mode"], one["server"]].append(one)
+    days = {(day["mode"], name): list[Found]() for day in found["days"] for name in found["answers"]}
+    for day in found["days"]:
+        days[day["mode"], day["server"]].append(day)
     return days
 
 
 def day_middle(days: Sequence[Found], half: int, key: str) -> float | None:
     """Return the median of a figure of one half of the day, or None if the server did not report it."""
-    values = [one["halves"][half][key] for one in days]
+    values = [day["halves"][half][key] for day in days]
     return None if None in values else statistics.median(values)
 
 
@@ -375,7 +375,7 @@ def day_rows(found: Found) -> list[tuple[str, ...]]:
             computed, new = (day_middle(days, half, key) for key in ("computed", "new"))
             tokens.append(f"{'not told' if computed is None else f'{computed:,.0f}'} / {new:,.0f}")
         killed = days[0]["killed"]
-        first, middle = day_middle(days, 1, "first"), statistics.median(one["first_p50"] for one in days)
+        first, middle = day_middle(days, 1, "first"), statistics.median(day["first_p50"] for day in days)
         same = found["answers"][server]
         rows.append(
             (
@@ -425,12 +425,15 @@ def page(folder: Path, by_hand: str) -> str:
     for name, text in texts.items():
         path = folder / f"{name}.json"
         if path.exists():
-            found = json.loads(path.read_text())
+            parsed = json.loads(path.read_text())
             if name == "cpu":
-                parts.append(machine_text(found))
-            parts.append(text(found))
+                parts.append(machine_text(parsed))
+            parts.append(text(parsed))
     paragraphs = "\n\n".join(parts).split("\n\n")
-    wrapped = [one if one.startswith(("#", "|", "!")) else textwrap.fill(one, 118) for one in paragraphs]
+    wrapped = [
+        paragraph if paragraph.startswith(("#", "|", "!")) else textwrap.fill(paragraph, 118)
+        for paragraph in paragraphs
+    ]
     return "\n\n".join(wrapped) + f"\n\n{MARK}\n{by_hand}"
 
 
@@ -503,8 +506,8 @@ def draw_day(found: Found, path: Path) -> None:
     for axes, (key, what) in zip(both, whats, strict=True):
         halves = [[day_middle(days, half, key) for half in range(2)] for _, days in sides]
         # A server that does not report computed tokens has no bar.
-        told = [(one[0] or 0.0, one[1] or 0.0) if None not in one else (0.0, 0.0) for one in halves]
-        first, second = ([one[half] for one in told] for half in range(2))
+        results = [(half[0] or 0.0, half[1] or 0.0) if None not in half else (0.0, 0.0) for half in halves]
+        first, second = ([result[half] for result in results] for half in range(2))
         axes.barh(names, first, color="#2a7f62", label="before the kill")
         axes.barh(names, second, left=first, color="#8fb8a8", label="after it")
         axes.set_xlabel(what)
@@ -517,10 +520,10 @@ def draw_day(found: Found, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="exit 1 if the page is not what the figures make")
-    given = parser.parse_args()
+    args = parser.parse_args()
     path, figures = DOCS / "performance.md", DOCS / "performance"
     made = page(figures, by_hand(path))
-    if given.check:
+    if args.check:
         sys.exit(0 if path.read_text() == made else "docs/performance.md: run python benchmarks/report.py")
     path.write_text(made)
     if (figures / "cpu.json").exists():

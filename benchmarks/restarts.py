@@ -75,7 +75,7 @@ class Home:
 def rounds(home: Home, length: int, repeats: int, vocab: int) -> dict[str, dict[str, list[float]]]:
     """Return the figures of each round, by how the server ended."""
     rng = random.Random(length)
-    found: dict[str, dict[str, list[float]]] = {way: {} for way in WAYS}
+    results: dict[str, dict[str, list[float]]] = {way: {} for way in WAYS}
     for number in range(repeats):
         for way in tuple(WAYS) if number % 2 else reversed(WAYS):
             prompt = [rng.randrange(5, vocab) for _ in range(length)]
@@ -92,10 +92,10 @@ def rounds(home: Home, length: int, repeats: int, vocab: int) -> dict[str, dict[
             row = {"cold": cold, "resumed": again, "computed": report["computed"] - 1, "load": report["load_seconds"]}
             row |= {"steps": report["steps"], "part": again / cold, "pool": same, "ready": home.ready[-1]}
             for name, value in row.items():
-                found[way].setdefault(name, []).append(value)
+                results[way].setdefault(name, []).append(value)
             said = "  ".join(f"{name} {value:.3f}" for name, value in row.items())
             print(f"  {length:>6} {way:8} {said}  load {os.getloadavg()[0]:.1f}", file=sys.stderr, flush=True)
-    return found
+    return results
 
 
 def main() -> None:
@@ -106,18 +106,18 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--vocab", type=int, default=40_000)
     parser.add_argument("--option", action="append", default=[], help="a further option of `cairn serve`")
-    given = parser.parse_args()
+    args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # no server outlives the run
     print("| tokens | ended by | cold | resumed | of cold | computed again | loading | steps | from the pool | ready |")
     print("|---|---|---|---|---|---|---|---|---|---|")
-    for length in given.lengths:
+    for length in args.lengths:
         with tempfile.TemporaryDirectory() as temporary:
-            home = Home(given.model, Path(temporary), given.option)
+            home = Home(args.model, Path(temporary), args.option)
             try:
-                found = rounds(home, length, given.repeats, given.vocab)
+                result = rounds(home, length, args.repeats, args.vocab)
             finally:
                 home.server.kill()
-        for way, row in found.items():
+        for way, row in result.items():
             middle = {name: statistics.median(values) for name, values in row.items()}
             figures = [f"{middle[name]:.3f}" for name in ("load", "steps", "pool")]
             print(

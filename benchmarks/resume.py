@@ -141,8 +141,8 @@ class Server:
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Return the whole answer."""
         with self.open(path, body) as answer:
-            found: dict[str, Any] = json.load(answer)
-            return found
+            result: dict[str, Any] = json.load(answer)
+            return result
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the chunks of an answer as they arrive."""
@@ -156,8 +156,8 @@ class Server:
 
     def flush(self) -> dict[str, Any]:
         """Wait until everything is stored; return the disk's figures."""
-        found: dict[str, Any] = self.post("/v1/cache/flush", {})["disk"]
-        return found
+        disk: dict[str, Any] = self.post("/v1/cache/flush", {})["disk"]
+        return disk
 
     def first_token(self, model: str, prompt: list[int]) -> tuple[float, list[Any], dict[str, Any]]:
         """Return seconds to the first token, the tokens with their log-probabilities, and the cache report."""
@@ -212,7 +212,7 @@ def measure(
     """Return the seconds of each row, and the bytes on disk of one context."""
     rng = random.Random(length)
     prompts = [[rng.randrange(5, vocab) for _ in range(length)] for _ in range(repeats)]
-    found: dict[str, list[float]] = {row: [] for row in ROWS}
+    results: dict[str, list[float]] = {row: [] for row in ROWS}
     on = ("--kernels", kernels, "--kv-dir", str(store), "--kv-load", "always")
     model, answers = folder.name, {}
 
@@ -221,7 +221,7 @@ def measure(
         check(row, report, length)
         if answers.setdefault(tuple(prompt), tokens) != tokens:
             raise SystemExit(f"{row}: another answer than the first")
-        found[row].append(seconds)
+        results[row].append(seconds)
         print(f"  {length:>6} {row:14} {seconds:8.3f} s", file=sys.stderr, flush=True)
 
     name, home = str(folder), folder.parent
@@ -248,11 +248,11 @@ def measure(
             for number in range(repeats):
                 ask(server, row, prompts[number])
         server.kill()
-        found["plain read"] = [plain_read(store) / repeats]
+        results["plain read"] = [plain_read(store) / repeats]
     finally:
         plain.kill()
         server.kill()
-    return found, (held - taken) // repeats
+    return results, (held - taken) // repeats
 
 
 def spread(cold: list[float], off: list[float]) -> tuple[float, float, float]:
@@ -271,32 +271,32 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--repeats", type=int, default=5, help="rounds, each with a prompt of its own")
     parser.add_argument("--plot", type=Path)
-    given = parser.parse_args()
+    args = parser.parse_args()
     try:
-        given.kernels = chosen(given.kernels)
+        args.kernels = chosen(args.kernels)
     except ModelError as error:
         parser.error(str(error))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # no server outlives the run
     results: dict[int, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary) / given.shape
-        write_model(folder, given.shape)
+        folder = Path(temporary) / args.shape
+        write_model(folder, args.shape)
         print(
-            f"{given.shape}, random weights, {given.kernels} kernels; "
-            f"seconds to the first token, median of {given.repeats}"
+            f"{args.shape}, random weights, {args.kernels} kernels; "
+            f"seconds to the first token, median of {args.repeats}"
         )
         print(f"{'tokens':>7}" + "".join(f"{row:>15}" for row in ROWS) + f"{'MB on disk':>12}  cold/off (95 %)")
-        for length in given.lengths:
+        for length in args.lengths:
             store = Path(temporary) / f"kv-{length}"
-            vocab = SHAPES[given.shape]["vocab_size"]
-            found, taken = measure(folder, store, length, given.repeats, vocab, given.kernels)
+            vocab = SHAPES[args.shape]["vocab_size"]
+            found, taken = measure(folder, store, length, args.repeats, vocab, args.kernels)
             shutil.rmtree(store)
             row = results[length] = {name: statistics.median(seconds) for name, seconds in found.items()}
             figures = "".join(f"{row[name]:15.3f}" for name in ROWS)
             ratio, low, high = spread(found["cold"], found["off"])
             print(f"{length:>7}{figures}{taken / 1e6:12.1f}  {ratio:.3f} ({low:.3f} to {high:.3f})", flush=True)
-    if given.plot:
-        plot(given.plot, f"{given.shape}, random weights, {given.kernels} kernels", results)
+    if args.plot:
+        plot(args.plot, f"{args.shape}, random weights, {args.kernels} kernels", results)
 
 
 def plot(path: Path, title: str, results: dict[int, dict[str, float]]) -> None:

@@ -152,7 +152,7 @@ async def until_ready(caller: Caller) -> None:
 
 def sessions(rng: random.Random, count: int) -> list[list[tuple[int, int]]]:
     """Return the turns of sessions: new tokens and tokens of the answer, scaled down."""
-    found = []
+    results = []
     for _ in range(count):
         turns, length = list[tuple[int, int]](), 0
         for _ in range(max(1, round(rng.lognormvariate(0, 0.5) * TURNS))):
@@ -160,8 +160,8 @@ def sessions(rng: random.Random, count: int) -> list[list[tuple[int, int]]]:
             if (length := length + new + answer) > CONTEXT:
                 break
             turns.append((new, answer))
-        found.append(turns)
-    return found
+        results.append(turns)
+    return results
 
 
 def arrivals(rng: random.Random, all_turns: list[list[tuple[int, int]]]) -> list[tuple[int, int]]:

@@ -164,10 +164,10 @@ class Client:
 
 def sample(into: str) -> None:
     """Count every 2 ms of this process's CPU time which package's Python code runs, or called what runs."""
-    found: collections.Counter[str] = collections.Counter()
+    result: collections.Counter[str] = collections.Counter()
 
     def tick(number: int, frame: Any) -> None:
-        found[where(frame.f_code.co_filename) + " " + frame.f_code.co_name] += 1
+        result[where(frame.f_code.co_filename) + " " + frame.f_code.co_name] += 1
 
     signal.signal(signal.SIGPROF, tick)
     signal.siginterrupt(signal.SIGPROF, False)
@@ -175,7 +175,7 @@ def sample(into: str) -> None:
 
     def end() -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
-        Path(into).write_text(json.dumps(found))
+        Path(into).write_text(json.dumps(result))
 
     atexit.register(end)
 
@@ -334,9 +334,9 @@ def measure(rounds: int, scale: float, into: Path | None) -> None:
     finally:
         for server in servers.values():
             server.close()
-    found = {"load": load, "rounds": rounds, "cases": medians, "scheduler": scheduler()}
+    results = {"load": load, "rounds": rounds, "cases": medians, "scheduler": scheduler()}
     if into is not None:
-        into.write_text(json.dumps(found, indent=1) + "\n")
+        into.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def _measure(cases: list[Case], servers: dict[float, Server], rounds: int, scale: float) -> list[dict[str, Any]]:
@@ -344,9 +344,9 @@ def _measure(cases: list[Case], servers: dict[float, Server], rounds: int, scale
     for name, pace, route, streams, requests, tokens in cases:
         server = servers.setdefault(pace, Server(pace)) if pace not in servers else servers[pace]
         ask(server, route, streams, max(streams, 100), tokens)
-        found = [ask(server, route, streams, max(streams, int(requests * scale)), tokens) for _ in range(rounds)]
-        found.sort(key=lambda r: r["tokens"] / r["seconds"])
-        medians.append({"name": name, **found[len(found) // 2]})
+        results = [ask(server, route, streams, max(streams, int(requests * scale)), tokens) for _ in range(rounds)]
+        results.sort(key=lambda r: r["tokens"] / r["seconds"])
+        medians.append({"name": name, **results[len(results) // 2]})
         print(line(name, medians[-1]), flush=True)
     return medians
 
@@ -390,14 +390,14 @@ def profile() -> None:
             result = ask(server, route, streams, requests, tokens)
             server.close()
             for part in ("front", "worker"):
-                found = json.loads(Path(f"{folder}/found.{part}").read_text())
-                total, packages = sum(found.values()), collections.Counter[str]()
-                for key, count in found.items():
+                parsed = json.loads(Path(f"{folder}/found.{part}").read_text())
+                total, packages = sum(parsed.values()), collections.Counter[str]()
+                for key, count in parsed.items():
                     packages[key.split()[0]] += count
                 each = result[part] / result["tokens"] * 1e6
                 print(f"\n{part}, {name}: {each:.0f} us of CPU time a token")
                 print("  by module:   " + shares(packages, total))
-                print("  by function: " + shares(collections.Counter(found), total))
+                print("  by function: " + shares(collections.Counter(parsed), total))
 
 
 def shares(counts: collections.Counter[str], total: int) -> str:

@@ -173,16 +173,16 @@ class Client:
         shared = letters(f"prefix {seed}", PREFIX)
         asked = (shared + letters(f"tail {seed} {number}", TAIL) for number in range(6))
         async with connection(self.base) as one, connection(self.base) as other:
-            found = {"new": (await self.ask(one, next(asked), 8))["first"]}
-            found["same connection"] = (await self.ask(one, next(asked), 8))["first"]
-            found["another connection"] = (await self.ask(other, next(asked), 8))["first"]
+            results = {"new": (await self.ask(one, next(asked), 8))["first"]}
+            results["same connection"] = (await self.ask(one, next(asked), 8))["first"]
+            results["another connection"] = (await self.ask(other, next(asked), 8))["first"]
             running = asyncio.create_task(self.ask(one, next(asked), ANSWER))
-            await asyncio.sleep(max(0.05, 2 * found["same connection"]))
+            await asyncio.sleep(max(0.05, 2 * results["same connection"]))
             if running.done():
                 raise SystemExit("the first answer was over before the second was asked for")
-            found["beside the first"] = (await self.ask(other, next(asked), 8))["first"]
+            results["beside the first"] = (await self.ask(other, next(asked), 8))["first"]
             await running
-        return found
+        return results
 
     async def beside(self, seed: int) -> dict[str, float]:
         """Return the seconds of a short prompt beside a long one: to its first token and end, and to the long one's
@@ -262,8 +262,8 @@ class Server:
         )
         if done.returncode:
             raise SystemExit(f"{self.name}: the client ended with exit code {done.returncode}")
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found
+        parsed: dict[str, Any] = json.loads(done.stdout)
+        return parsed
 
     def post(self, path: str, body: dict[str, Any]) -> float:
         """Return the seconds of one call."""
@@ -279,7 +279,7 @@ class Server:
         pids = [self.process.pid]
         for pid in pids:
             for task in Path(f"/proc/{pid}/task").iterdir():
-                pids += [int(one) for one in (task / "children").read_text().split()]
+                pids += [int(part) for part in (task / "children").read_text().split()]
         lines = [line for pid in pids for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
         return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
@@ -305,30 +305,30 @@ def end_when_told() -> None:
 
 def measure(cairn: Server, slots: Server, many: Server, library: Server, given: argparse.Namespace) -> dict[str, Any]:
     """Measure everything, in turns."""
-    found: dict[str, Any] = {"load": [], "prefix": [], "beside": [], "context": []}
+    results: dict[str, Any] = {"load": [], "prefix": [], "beside": [], "context": []}
     for connections in CONNECTIONS:
         servers = [cairn, slots, *([many] if connections > 8 else [])]
         for number in range(given.rounds):
             # It answers one request at a time: more rounds would show nothing new, and take long.
             for server in (*servers, library) if number == 0 else servers:
                 done = server.ask("load", connections=connections, requests=2 * connections + 2, seed=number)
-                found["load"].append({"server": server.name, "connections": connections, **done})
+                results["load"].append({"server": server.name, "connections": connections, **done})
                 print(f"  {server.name}, {connections} at once: {done['tok_s']:.1f} tok/s", file=sys.stderr)
     for number in range(given.rounds):
         for server in (cairn, slots):
-            found["prefix"].append({"server": server.name, **server.ask("prefix", seed=number)})
-            print(f"  {found['prefix'][-1]}", file=sys.stderr)
+            results["prefix"].append({"server": server.name, **server.ask("prefix", seed=number)})
+            print(f"  {results['prefix'][-1]}", file=sys.stderr)
             settle(server)
     for number in range(given.rounds):
         for server in (cairn, slots):
-            found["beside"].append({"server": server.name, **server.ask("beside", seed=number)})
-            print(f"  {found['beside'][-1]}", file=sys.stderr)
+            results["beside"].append({"server": server.name, **server.ask("beside", seed=number)})
+            print(f"  {results['beside'][-1]}", file=sys.stderr)
             settle(server)
     for number in range(min(given.rounds, 2)):
         for server in (cairn, slots):
-            found["context"].append({"server": server.name, **context(server, number)})
-            print(f"  {found['context'][-1]}", file=sys.stderr)
-    return found
+            results["context"].append({"server": server.name, **context(server, number)})
+            print(f"  {results['context'][-1]}", file=sys.stderr)
+    return results
 
 
 def settle(server: Server) -> None:
@@ -344,21 +344,21 @@ def context(server: Server, seed: int) -> dict[str, float]:
     def first() -> float:
         return float(server.ask("context", seed=seed, **slot)["first"])
 
-    found = {"new": first(), "again": first()}
+    results = {"new": first(), "again": first()}
     settle(server)
     if server.name != "cairn":
-        found["saving"] = server.post("/slots/0?action=save", {"filename": f"slot{seed}"})
+        results["saving"] = server.post("/slots/0?action=save", {"filename": f"slot{seed}"})
     server.kill()
     server.start()
-    found["after restart"] = first()
+    results["after restart"] = first()
     settle(server)
-    found["ready again"] = server.start_seconds
+    results["ready again"] = server.start_seconds
     if server.name != "cairn":
         server.kill()
         server.start()
-        found["restoring"] = server.post("/slots/0?action=restore", {"filename": f"slot{seed}"})
-        found["after restoring"] = first()
-    return found
+        results["restoring"] = server.post("/slots/0?action=restore", {"filename": f"slot{seed}"})
+        results["after restoring"] = first()
+    return results
 
 
 def main() -> None:
@@ -372,11 +372,11 @@ def main() -> None:
     parser.add_argument("--serve", action="append", default=[], metavar="FLAG", help="a further flag of `cairn serve`")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--files", type=Path, default=Path(tempfile.gettempdir()) / "cairn-bench", metavar="FOLDER")
-    given = parser.parse_args()
+    args = parser.parse_args()
     end_when_told()
-    given.rounds = 1 if given.quick else given.rounds
-    path = model_file(given.files, "qwen3-0.6b", given.type, given.llama_python)
-    about = {"machine": machine(given.threads), "rounds": given.rounds, "type": given.type, "options": given.serve}
+    args.rounds = 1 if args.quick else args.rounds
+    path = model_file(args.files, "qwen3-0.6b", args.type, args.llama_python)
+    about = {"machine": machine(args.threads), "rounds": args.rounds, "type": args.type, "options": args.serve}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
 
         def started(name: str, command: list[str], ready: str, model: str = "model") -> Server:
@@ -386,10 +386,10 @@ def main() -> None:
             running.callback(server.kill)
             return server
 
-        threads = str(given.threads)
-        ours = cairn_command(path, given.threads, given.serve)
-        peer = [*llama_command(given.llama_server, path, given.threads), "--slot-save-path", folder]
-        library = [given.llama_python, "-m", "llama_cpp.server", "--model", str(path), "--model_alias", EVENTS_ONLY]
+        threads = str(args.threads)
+        ours = cairn_command(path, args.threads, args.serve)
+        peer = [*llama_command(args.llama_server, path, args.threads), "--slot-save-path", folder]
+        library = [args.llama_python, "-m", "llama_cpp.server", "--model", str(path), "--model_alias", EVENTS_ONLY]
         library += [
             "--n_threads",
             threads,
@@ -407,11 +407,11 @@ def main() -> None:
             started("llama_cpp.server", library, "/v1/models", EVENTS_ONLY),
         ]
         starts = {server.name: server.start_seconds for server in servers}
-        found = measure(*servers, given)
+        result = measure(*servers, args)
         peaks = {server.name: server.peak() for server in servers}
-    found = {**about, "start_seconds": starts, "peak": peaks, "load_after": load(), **found}
-    write_json(given.json, found)
-    print(http_text(found))
+    result = {**about, "start_seconds": starts, "peak": peaks, "load_after": load(), **result}
+    write_json(args.json, result)
+    print(http_text(result))
 
 
 if __name__ == "__main__":

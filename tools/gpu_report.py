@@ -176,31 +176,31 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="most time to take; default: 600")
     parser.add_argument("--quick", action="store_true", help="small shapes, to try the script")
     parser.add_argument("--json", type=Path, help="write everything to this file")
-    asked = parser.parse_args()
-    said = devices.report(asked.device)
+    args = parser.parse_args()
+    said = devices.report(args.device)
     if said.trouble:
-        print(f"{asked.device} cannot be measured: {said.trouble}", file=sys.stderr)
+        print(f"{args.device} cannot be measured: {said.trouble}", file=sys.stderr)
         return 1
-    report = Report(asked.device, asked.seconds)
+    report = Report(args.device, args.seconds)
     report.facts["device"] = said.sentence
-    kernels = devices.load(asked.device, "auto", 0)
+    kernels = devices.load(args.device, "auto", 0)
     place = kernels.device
     kernel, off = worst(kernels)
     report.facts["self-test"] = f"{kernel} is farthest off, by {off:.2g} of what is allowed"
     report.facts["numbers that change with the batch"] = ", ".join(law(kernels)) or "none of those tried"
     kernels.close()
-    roofline = limits(place, quick=asked.quick)
+    roofline = limits(place, quick=args.quick)
     report.facts["reads"] = f"{roofline.read / 1e9:.0f} GB/s"
     report.facts["multiplies bf16"] = f"{roofline.arithmetic / 1e12:.1f} TFLOP/s"
     report.facts["vllm beside it"] = (
         "installed: run its bench too" if importlib.util.find_spec("vllm") else "not installed"
     )
-    for shape, kinds in ({"demo": ("bf16", "q8_0")} if asked.quick else SHAPES).items():
+    for shape, kinds in ({"demo": ("bf16", "q8_0")} if args.quick else SHAPES).items():
         for kind in kinds:
-            measure(report, shape, kind, roofline, asked)
+            measure(report, shape, kind, roofline, args)
     print(table(report))
-    if asked.json:
-        asked.json.write_text(
+    if args.json:
+        args.json.write_text(
             json.dumps({"facts": report.facts, "rows": report.rows, "left_out": report.left_out}, indent=1)
         )
     return 0

@@ -93,11 +93,11 @@ so.
 
 def modules() -> dict[str, Path]:
     """Return the package's modules by dotted name."""
-    found = {}
+    results = {}
     for path in sorted(SOURCE.rglob("*.py")):
         parts = path.relative_to(SOURCE.parent).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+        results[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return results
 
 
 def imports(known: Mapping[str, Path]) -> dict[str, set[str]]:
@@ -120,7 +120,7 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
-    found: list[list[str]] = []
+    results: list[list[str]] = []
 
     def visit(name: str) -> None:
         index[name] = low[name] = len(index)
@@ -135,13 +135,13 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
             group = stack[stack.index(name) :]
             del stack[stack.index(name) :]
             if len(group) > 1:
-                found.append(sorted(group))
+                results.append(sorted(group))
 
     sys.setrecursionlimit(10_000)
     for name in sorted(graph):
         if name not in index:
             visit(name)
-    return sorted(found)
+    return sorted(results)
 
 
 def folders(graph: Mapping[str, set[str]], known: Mapping[str, Path]) -> dict[str, set[str]]:
@@ -150,13 +150,13 @@ def folders(graph: Mapping[str, set[str]], known: Mapping[str, Path]) -> dict[st
     def folder(name: str) -> str:
         return ".".join(known[name].relative_to(SOURCE.parent).parts[:-1])
 
-    found: dict[str, set[str]] = {}
+    results: dict[str, set[str]] = {}
     for name, wanted in graph.items():
-        found.setdefault(folder(name), set()).update(folder(one) for one in wanted)
-    for name, others in found.items():
+        results.setdefault(folder(name), set()).update(folder(one) for one in wanted)
+    for name, others in results.items():
         others -= {name, "cairn"}
-    found.pop("cairn", None)
-    return found
+    results.pop("cairn", None)
+    return results
 
 
 def openings(known: Mapping[str, Path]) -> Iterator[tuple[str, str, str]]:
@@ -247,7 +247,7 @@ def _requests(server: subprocess.Popen[bytes], base: str, mark: Path, out: Path)
             time.sleep(0.2)
     post("/v1/agents", {"id": "house", "system": "Be brief."})
     asked = {"messages": [{"role": "user", "content": "Hello, what is Cairn?"}], "stream": True, "max_tokens": 20}
-    found: dict[str, set[str]] = {}
+    results: dict[str, set[str]] = {}
     for name, path in zip(PLACES, ("/v1/chat/completions", "/v1/agents/house/turns"), strict=True):
         post(path, asked)
         time.sleep(1)
@@ -259,8 +259,8 @@ def _requests(server: subprocess.Popen[bytes], base: str, mark: Path, out: Path)
                 post(path, asked)
                 time.sleep(0.5)
         noted = [one.read_text().split("\n") for one in out.glob(f"{name}.*")]
-        found[name] = {one for lines in noted for one in lines if one and not one.endswith("__init__.py")}
-    return found
+        results[name] = {line for lines in noted for line in lines if line and not line.endswith("__init__.py")}
+    return results
 
 
 def table(
@@ -277,7 +277,7 @@ def table(
     largest, count = Counter(path.parent.relative_to(SOURCE) for path in plain).most_common(1)[0]
     long = sum(len(path.read_text().splitlines()) > 500 for path in plain)
     said = sentences()
-    verbs = sum(is_verb(one[2]) for one in words) / len(words)
+    verbs = sum(is_verb(word[2]) for word in words) / len(words)
     mean, above = sum(said) / len(said), sum(one > 30 for one in said) / len(said)
     rows: list[tuple[str, float, str, float, str]] = [
         ("Python files in src/cairn, without `__init__`", len(plain), f"{len(plain)}", 330, GROWTH),
@@ -320,7 +320,7 @@ def main() -> None:
     if chosen.list == "circles":
         print(*(" <-> ".join(ring) for ring in [*rings, *folder_rings]), sep="\n")
     elif chosen.list == "openings":
-        print(*(" ".join(one) for one in words if not is_verb(one[2])), sep="\n")
+        print(*(" ".join(word) for word in words if not is_verb(word[2])), sep="\n")
     elif chosen.list == "files":
         print(
             *(f"{name} {Path(one).relative_to(SOURCE)}" for name in entered for one in sorted(entered[name])), sep="\n"

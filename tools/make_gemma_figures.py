@@ -57,7 +57,10 @@ def main() -> None:
             {
                 "prompt": tokens,
                 "tokens": [place["id"] for place in places],
-                "top": [[[one["id"], round(one["logprob"], 4)] for one in place["top_logprobs"]] for place in places],
+                "top": [
+                    [[top_logprob["id"], round(top_logprob["logprob"], 4)] for top_logprob in place["top_logprobs"]]
+                    for place in places
+                ],
             }
         )
     FILE.parent.mkdir(exist_ok=True)

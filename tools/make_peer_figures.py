@@ -66,10 +66,10 @@ def asked(address: str, prompt: list[int]) -> np.ndarray:
     request = urllib.request.Request(f"{address}/completion", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as answer:
         (first,) = json.load(answer)["completion_probabilities"]
-    found = np.full(VOCAB, np.nan, np.float32)
-    for one in first["top_logprobs"]:
-        found[one["id"]] = one["logprob"]
-    return found
+    result = np.full(VOCAB, np.nan, np.float32)
+    for top_logprob in first["top_logprobs"]:
+        result[top_logprob["id"]] = top_logprob["logprob"]
+    return result
 
 
 def main() -> None:
@@ -85,7 +85,7 @@ def main() -> None:
             folder = Path(scratch) / "model"
             path = write_gguf(write_model(folder, **fields), Path(scratch) / "m.gguf", extra=TOKENS)
             with serving(asked_for.server, path) as address:
-                figures = np.stack([asked(address, one) for one in prompts()])
+                figures = np.stack([asked(address, prompt) for prompt in prompts()])
         np.save(figures_of(name), figures)
 
 

@@ -61,7 +61,7 @@ Launch = tuple[str, str, str, dict[str, str], dict[str, Any], dict[str, int]]
 
 def recorded() -> list[Launch]:
     """Return the distinct launches of all cases."""
-    found: dict[str, Launch] = {}
+    results: dict[str, Launch] = {}
     case = ""
 
     def record(self: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> None:
@@ -78,13 +78,13 @@ def recorded() -> list[Launch]:
                 types[parameter.name] = "fp32" if isinstance(value, float) else "i32"
         options = {name: named[name] for name in OPTIONS if name in named}
         launch = case, self.fn.__module__, self.fn.__name__, types, constants, options
-        found.setdefault(json.dumps(launch[1:]), launch)
+        results.setdefault(json.dumps(launch[1:]), launch)
 
     JITFunction.run = record
     for name, call in cases():
         case = name
         call()
-    return list(found.values())
+    return list(results.values())
 
 
 def cases() -> Iterator[tuple[str, Any]]:
@@ -199,16 +199,16 @@ def compiled(launch: Launch, target: str) -> dict[str, Any]:
     began = time.monotonic()
     source = ASTSource(fn=fn, signature=types, constexprs=places)
     made = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
-    found: dict[str, Any] = {"case": case, "kernel": kernel, "target": target, "shared": made.metadata.shared}
-    found["seconds"] = round(time.monotonic() - began, 2)
+    results: dict[str, Any] = {"case": case, "kernel": kernel, "target": target, "shared": made.metadata.shared}
+    results["seconds"] = round(time.monotonic() - began, 2)
     text = made.asm["ptx"] if "ptx" in made.asm else made.asm["amdgcn"]
-    found["matrix"] = bool(MATRIX_UNITS.search(text))
+    results["matrix"] = bool(MATRIX_UNITS.search(text))
     if "ptx" in made.asm:
-        found |= _cubin(made.asm["cubin"])
+        results |= _cubin(made.asm["cubin"])
     else:
         counts = {key: int(value) for key, value in re.findall(r"\.(vgpr_count|vgpr_spill_count):\s*(\d+)", text)}
-        found |= {"registers": counts["vgpr_count"], "spills": counts["vgpr_spill_count"]}
-    return found
+        results |= {"registers": counts["vgpr_count"], "spills": counts["vgpr_spill_count"]}
+    return results
 
 
 def _cubin(cubin: bytes) -> dict[str, int]:
@@ -245,21 +245,21 @@ def main() -> int:
     parser.add_argument("--cases", default="", help="only cases whose name begins with this")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a kernel spills or lacks matrix units")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
-    asked = parser.parse_args()
-    launches = [one for one in recorded() if one[0].startswith(asked.cases)]
-    work = [(launch, target) for launch in launches for target in asked.targets.split(",")]
-    found = []
+    args = parser.parse_args()
+    launches = [one for one in recorded() if one[0].startswith(args.cases)]
+    work = [(launch, target) for launch in launches for target in args.targets.split(",")]
+    results = []
     with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) // 2), initializer=_quiet) as pool:
         for number, one in enumerate(pool.map(compiled, *zip(*work, strict=True)), 1):
-            found.append(one)
+            results.append(one)
             print(f"\r{number} of {len(work)}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    print(table(found))
-    if asked.json:
-        asked.json.write_text(json.dumps(found, indent=1))
-    wrong = [said for one in found if (said := trouble(one))]
+    print(table(results))
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+    wrong = [said for result in results if (said := trouble(result))]
     print("\n".join(wrong), file=sys.stderr)
-    return 1 if wrong and asked.check else 0
+    return 1 if wrong and args.check else 0
 
 
 def _quiet() -> None:

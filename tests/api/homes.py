@@ -56,6 +56,6 @@ async def embedding(app: App, service: Service, folder: Path) -> AsyncIterator[N
 def plain(text: str) -> list[dict[str, Any]]:
     """Return the events of a stream without comments and without the ids of resumable streams."""
     lines = [line for line in text.split("\n") if not line.startswith("id: ")]
-    found = events("\n".join(lines))
-    assert found.pop() == "[DONE]"
-    return found
+    chunks = events("\n".join(lines))
+    assert chunks.pop() == "[DONE]"
+    return chunks

@@ -183,9 +183,9 @@ def served(**options: Any) -> Iterator[Served]:
 
 def alive(pids: set[int]) -> set[int]:
     """Return those of the processes that still exist; zombies do not count."""
-    found = set()
+    result = set()
     for pid in pids:
         with contextlib.suppress(OSError, IndexError):
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                found.add(pid)
-    return found
+                result.add(pid)
+    return result

@@ -129,19 +129,19 @@ class ScriptedStream:
         self.waker.wake()
 
     def take(self) -> list[Event]:
-        found: list[Event] = []
+        results: list[Event] = []
         while self._queue:
             head = self._queue[0]
             if isinstance(head, CairnError):
-                if found:
+                if results:
                     break
                 self.over = True
                 raise head
-            found.append(head)
+            results.append(head)
             self._queue.pop(0)
             if isinstance(head, Done):
                 self.over = True
-        return found
+        return results
 
     def close(self) -> None:
         self.closed = self.over = True

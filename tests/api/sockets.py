@@ -82,11 +82,11 @@ async def answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], byt
 def events(body: bytes | str) -> list[Any]:
     """Return the parsed data of a stream's events in order; `[DONE]` stays a string."""
     text = body.decode() if isinstance(body, bytes) else body
-    found = []
+    results = []
     for block in text.split("\n\n"):
         if not block or block.startswith(":"):
             continue
         assert block.startswith("data: "), block
         data = block.removeprefix("data: ")
-        found.append(data if data == "[DONE]" else json.loads(data))
-    return found
+        results.append(data if data == "[DONE]" else json.loads(data))
+    return results

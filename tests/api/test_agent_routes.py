@@ -106,9 +106,9 @@ async def test_an_agent_from_creation_to_deletion(folder: Path) -> None:
         back = await http.post("/v1/agents/ada/rollback", json={"turn": 1})
         assert back.json()["head"] == 1
         listed = (await http.get("/v1/agents?limit=1")).json()
-        assert [one["id"] for one in listed["data"]] == ["bob"] and listed["has_more"]
+        assert [item["id"] for item in listed["data"]] == ["bob"] and listed["has_more"]
         rest = (await http.get("/v1/agents", params={"after": listed["next"]})).json()
-        assert [one["id"] for one in rest["data"]] == ["ada"] and not rest["has_more"] and rest["next"] is None
+        assert [item["id"] for item in rest["data"]] == ["ada"] and not rest["has_more"] and rest["next"] is None
         gone = await http.delete("/v1/agents/ada")
         assert gone.json() == {"id": "ada", "object": "agent.deleted", "deleted": True}
         assert (await http.get("/v1/agents/ada")).status_code == 404
@@ -175,7 +175,9 @@ async def test_a_resumed_answer_has_log_probabilities_of_all_its_tokens_or_of_no
         resumed = await http.post("/v1/agents/ada/resume", json={"stream": stream})
         found = chunks(resumed.text) if stream else [resumed.json()]
         assert found[-1]["usage"]["completion_tokens"] == 1900
-        assert [one["logprobs"] for chunk in found for one in chunk["choices"] if one["logprobs"] is not None] == []
+        assert [
+            choice["logprobs"] for chunk in found for choice in chunk["choices"] if choice["logprobs"] is not None
+        ] == []
 
 
 async def test_a_client_that_waits_for_a_whole_answer_and_leaves_cancels_nothing_at_once(folder: Path) -> None:
@@ -253,8 +255,8 @@ WRONG: list[tuple[str, Any, int, str]] = [
 async def test_an_agent_is_given_other_metadata(folder: Path) -> None:
     async with home(folder) as (at, _, http):
         await at.agents.create("default", id="ada", metadata={"title": "One", "kind": "test"})
-        told = await http.patch("/v1/agents/ada", json={"metadata": {"title": "Two"}})
-        assert told.status_code == 200 and told.json()["metadata"] == {"title": "Two"}
+        response = await http.patch("/v1/agents/ada", json={"metadata": {"title": "Two"}})
+        assert response.status_code == 200 and response.json()["metadata"] == {"title": "Two"}
         assert (await http.get("/v1/agents/ada")).json()["metadata"] == {"title": "Two"}
         for path, body, status, what in (
             ("ada", {}, 400, "metadata is missing"),
@@ -469,8 +471,8 @@ async def test_a_name_that_is_not_known_opens_an_account(folder: Path, monkeypat
 
         async def opened() -> dict[str, int]:
             data = (await http.get("/v1/agents")).json()["data"]
-            assert all(one["turns"] == 0 and one["ttl"] == 7 * 86_400 for one in data)
-            return {one["id"]: one["savings"]["requests"] for one in data}
+            assert all(item["turns"] == 0 and item["ttl"] == 7 * 86_400 for item in data)
+            return {item["id"]: item["savings"]["requests"] for item in data}
 
         calls: list[tuple[str, dict[str, Any], dict[str, str]]] = [
             ("bob", {}, {"X-Cairn-Agent": "bob"}),
@@ -787,9 +789,9 @@ async def test_a_changed_chat_reports_where_it_changed(folder: Path) -> None:
         await ask(said)
         for name, more in (("dog", {"stream": True}), ("hen", {})):
             edited = [said[0], {"role": "user", "content": f"My {name} is called Tom."}]
-            found = await ask(edited, **more)
-            assert found["reason"] == "different tokens" and found["differs"]["given"].startswith(name + " is")
-            assert found["differs"]["known"][:3] in ("cat", "dog")
+            result = await ask(edited, **more)
+            assert result["reason"] == "different tokens" and result["differs"]["given"].startswith(name + " is")
+            assert result["differs"]["known"][:3] in ("cat", "dog")
         tool = {"type": "function", "function": {"name": "feed", "parameters": {}}}
         again = await ask(said, tools=[tool])
         assert again["reason"] == "template" and again["differs"]["position"] < 40

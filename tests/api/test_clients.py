@@ -109,8 +109,8 @@ async def test_unknown_fields_are_reported_and_slips_refused_unless_lenient() ->
             assert answer.headers.get_list("x-cairn-warning") == told
         for usage in ({}, {"stream_options": {"include_usage": True}}):
             stream = await post(lenient, CHAT, body | {"stream": True} | usage)
-            found = [chunk["warnings"] for chunk in events(stream.text)[:-1] if "warnings" in chunk]
-            assert found == [told] and stream.headers.get_list("x-cairn-warning") == told
+            results = [chunk["warnings"] for chunk in events(stream.text)[:-1] if "warnings" in chunk]
+            assert results == [told] and stream.headers.get_list("x-cairn-warning") == told
         text = await post(lenient, TEXT, {"prompt": "hi", "temprature": 1, "stream": True})
         assert [chunk["warnings"] for chunk in events(text.text)[:-1] if "warnings" in chunk] == [told[1:]]
         tokens = await post(lenient, "/tokenize", {"prompt": "hi", "add": 1})
@@ -184,8 +184,8 @@ async def test_thinking_and_reasoning_mean_what_they_say() -> None:
         assert "reasoning_content" not in (await post(at, CHAT, hidden)).json()["choices"][0]["message"]
         assert "hm" not in (await post(at, CHAT, hidden | {"stream": True})).text
         service.template = "no switch"
-        told = await post(at, CHAT, {"messages": HI, "thinking": {"type": "disabled"}})
-        assert "no switch for it" in told.headers["x-cairn-warning"]
+        response = await post(at, CHAT, {"messages": HI, "thinking": {"type": "disabled"}})
+        assert "no switch for it" in response.headers["x-cairn-warning"]
         for more, field in (
             ({"thinking": {"type": "sometimes"}}, "thinking.type"),
             ({"thinking": {}}, "thinking.type"),

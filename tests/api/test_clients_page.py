@@ -42,7 +42,7 @@ def tables() -> str:
         for dialect, rows in dialects.items():
             for row in rows:
                 names = " ".join(f"`{name}`" for name in row.names.split())
-                values = "any" if row.values is None else ", ".join(f"`{json.dumps(one)}`" for one in row.values)
+                values = "any" if row.values is None else ", ".join(f"`{json.dumps(value)}`" for value in row.values)
                 lines.append(f"| {names} | {dialect} | {values or 'null only'} | {row.why} |")
     return "\n".join(lines) + "\n"
 

@@ -95,10 +95,10 @@ def test_answers_in_flight_are_the_same_after_a_device_failed(
         assert [other.result() for other in others] == [(known, told, told) for known in undisturbed]
         assert len(list(tmp_path.iterdir())) == faults
         assert whole(server, PROMPTS[0]) == (undisturbed[0], [], []), "nobody is told who began afterwards"
-        found = health(server)
-        assert found["status"] == "ok" and len(found["troubles"]) == len(told)
+        result = health(server)
+        assert result["status"] == "ok" and len(result["troubles"]) == len(told)
         assert all(
-            line.startswith("the device cuda:0 failed twice (the device failed: an") for line in found["troubles"]
+            line.startswith("the device cuda:0 failed twice (the device failed: an") for line in result["troubles"]
         )
         server.signal()
         assert server.wait() == 0

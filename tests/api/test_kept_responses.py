@@ -68,7 +68,7 @@ async def test_responses_and_conversations_are_not_gone_on_with_as_agents(tmp_pa
         response = (await post(at, kept())).json()["id"]
         conversation = (await http.post("/v1/conversations", json={})).json()["id"]
         mine = (await http.post("/v1/agents", json={"metadata": {"object": "response"}})).json()["id"]
-        assert [one["id"] for one in (await http.get("/v1/agents")).json()["data"]] == [mine]
+        assert [item["id"] for item in (await http.get("/v1/agents")).json()["data"]] == [mine]
         for id in (response, conversation):
             assert (await http.get(f"/v1/agents/{id}")).status_code == 200, "it can be looked at"
             for path, body in (
@@ -100,13 +100,16 @@ async def test_tools_that_the_template_ignores_give_a_warning(tmp_path: Path) ->
 def test_the_reasons_of_a_miss_are_those_that_the_client_library_knows() -> None:
     known = set(get_args(types.PromptCacheDiagnosticsCacheMiss.model_fields["reason"].annotation))
     assert {*ResponseBody().parts, "input_changed"} <= known
-    found = [response_diagnostics(None, 9, 0), response_diagnostics(Divergence(40, 50, None), 50, 0)]
-    found += [response_diagnostics(Divergence(40, 50, None), 50, 40), response_diagnostics(Divergence(5, 9, ""), 9, 0)]
+    results = [response_diagnostics(None, 9, 0), response_diagnostics(Divergence(40, 50, None), 50, 0)]
+    results += [
+        response_diagnostics(Divergence(40, 50, None), 50, 40),
+        response_diagnostics(Divergence(5, 9, ""), 9, 0),
+    ]
     kinds = [
         types.PromptCacheDiagnosticsComparisonResponseNotFound,
         types.PromptCacheDiagnosticsUnavailable,
         types.PromptCacheDiagnosticsCacheHit,
         types.PromptCacheDiagnosticsCacheMiss,
     ]
-    for value, kind in zip(found, kinds, strict=True):
+    for value, kind in zip(results, kinds, strict=True):
         assert kind.model_validate(value).type == value["type"]

@@ -66,8 +66,8 @@ async def test_every_dialect_gets_the_call(name: str, tmp_path: Path) -> None:
         deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
         assert "".join(delta.get("content") or "" for delta in deltas) == (content or "")
         assert sum(len(delta.get("tool_calls") or []) for delta in deltas) == 1
-        told = [*ASKED, message, {"role": "tool", "tool_call_id": call["id"], "content": "7"}]
-        usage = (await chat(http, messages=told)).json()["usage"]
+        history = [*ASKED, message, {"role": "tool", "tool_call_id": call["id"], "content": "7"}]
+        usage = (await chat(http, messages=history)).json()["usage"]
         whole = found["usage"]["total_tokens"] // 16 * 16 - 16
         assert usage["prompt_tokens_details"]["cached_tokens"] >= whole, "the answer is put back as it was sampled"
 

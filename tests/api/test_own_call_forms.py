@@ -44,8 +44,8 @@ async def test_a_malformed_call_is_text_with_a_note_and_history_goes_on(name: st
     body = {"temperature": 0, "max_tokens": 40, "tools": [F]}
     try:
         async with site(service) as at, at.http() as http:
-            found = await http.post("/v1/chat/completions", json=body | {"messages": asked})
-            choice, told = found.json()["choices"][0], found.json()["warnings"]
+            response = await http.post("/v1/chat/completions", json=body | {"messages": asked})
+            choice, told = response.json()["choices"][0], response.json()["warnings"]
             said = choice["message"]["content"]
             assert "tool_calls" not in choice["message"]
             assert (said, choice["finish_reason"]) == ("".join(pieces), "stop"), "nothing of it is lost"
@@ -79,8 +79,8 @@ async def test_a_call_that_breaks_off_behind_its_arguments_is_still_a_call(tmp_p
             stream = await http.post("/v1/chat/completions", json=body | {"stream": True})
             deltas = [chunk["choices"][0]["delta"] for chunk in events(stream.text)[:-1] if chunk["choices"]]
             assert "".join(delta.get("content") or "" for delta in deltas) == "]<|done|>"
-            told = [*asked, choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": "7"}]
-            assert (await http.post("/v1/chat/completions", json=body | {"messages": told})).status_code == 200
+            history = [*asked, choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": "7"}]
+            assert (await http.post("/v1/chat/completions", json=body | {"messages": history})).status_code == 200
     finally:
         await service.close()
 
@@ -103,9 +103,9 @@ async def test_calls_in_a_form_of_its_own(name: str, choice: str, tmp_path: Path
     }
     try:
         async with site(service) as at, at.http() as http:
-            found = await http.post("/v1/chat/completions", json=body)
-            assert found.status_code == 200 and "X-Cairn-Warning" not in found.headers, found.text
-            (one,) = found.json()["choices"]
+            response = await http.post("/v1/chat/completions", json=body)
+            assert response.status_code == 200 and "X-Cairn-Warning" not in response.headers, response.text
+            (one,) = response.json()["choices"]
             assert one["finish_reason"] == "tool_calls" and one["message"]["content"] is None
             (call,) = one["message"]["tool_calls"]
             assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("f", {"x": 1})
@@ -115,9 +115,9 @@ async def test_calls_in_a_form_of_its_own(name: str, choice: str, tmp_path: Path
             assert [piece["id"] for piece in pieces if piece.get("id")] and {piece["index"] for piece in pieces} == {0}
             assert "".join(piece["function"]["arguments"] for piece in pieces) == call["function"]["arguments"]
             assert not any(delta.get("content") for delta in deltas)
-            told = [*body["messages"], one["message"], {"role": "tool", "tool_call_id": call["id"], "content": "7"}]
-            again = await http.post("/v1/chat/completions", json=body | {"messages": told, "max_tokens": 30})
-            usage, before = again.json()["usage"], found.json()["usage"]
+            history = [*body["messages"], one["message"], {"role": "tool", "tool_call_id": call["id"], "content": "7"}]
+            again = await http.post("/v1/chat/completions", json=body | {"messages": history, "max_tokens": 30})
+            usage, before = again.json()["usage"], response.json()["usage"]
             assert usage["prompt_tokens"] > before["total_tokens"]
             assert usage["prompt_tokens_details"]["cached_tokens"] >= before["total_tokens"] // 16 * 16 - 16
     finally:

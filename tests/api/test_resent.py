@@ -171,7 +171,7 @@ def test_reasoning_that_a_client_leaves_out_is_put_back(tmp_path: Path) -> None:
     home = Home(tmp_path, model=str(talking_model(tmp_path / "model")), served_name="demo")
     try:
         home.server.wait_ready()
-        letters = [home.server.post("/tokenize", {"prompt": one})["tokens"][0] for one in "abcdefghijklmnop"]
+        letters = [home.server.post("/tokenize", {"prompt": char})["tokens"][0] for char in "abcdefghijklmnop"]
         ends = [CONTROL_IDS + CONTROLS.index(one) for one in ("</think>", "<|im_end|>")]
         extra = {"chat_template_kwargs": {"force_thinking": True}}
         more: dict[str, Any] = {"extra_body": extra, "temperature": 1, "logit_bias": {id: 60 for id in letters + ends}}

@@ -61,20 +61,20 @@ class SlowService(ScriptedService):
 
     @property
     def busy(self) -> bool:
-        return any(not one.over for one in self.streams)
+        return any(not stream.over for stream in self.streams)
 
     def stats(self) -> Any:
-        return SimpleNamespace(running=len([one for one in self.streams if not one.over]), waiting=0)
+        return SimpleNamespace(running=len([stream for stream in self.streams if not stream.over]), waiting=0)
 
     async def drain(self, grace: float, why: str) -> None:
         try:
             async with asyncio.timeout(grace):
-                while not all(one.over for one in self.streams):
+                while not all(stream.over for stream in self.streams):
                     await asyncio.sleep(0.01)
         except TimeoutError:
-            for one in self.streams:
-                if not one.over:
-                    one.push(Unavailable(why, retry_after=1))
+            for stream in self.streams:
+                if not stream.over:
+                    stream.push(Unavailable(why, retry_after=1))
 
     async def close(self) -> None:
         self.closed = True

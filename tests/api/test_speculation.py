@@ -29,8 +29,8 @@ def post(server: Served, path: str, body: dict[str, Any]) -> Any:
 
 
 def words(server: Served) -> list[int]:
-    found: list[int] = post(server, "/tokenize", {"prompt": WORDS, "add_special_tokens": False})["tokens"]
-    return found
+    tokens: list[int] = post(server, "/tokenize", {"prompt": WORDS, "add_special_tokens": False})["tokens"]
+    return tokens
 
 
 def asked(server: Served, **more: Any) -> dict[str, Any]:
@@ -40,8 +40,10 @@ def asked(server: Served, **more: Any) -> dict[str, Any]:
 
 
 def details(usage: dict[str, Any]) -> tuple[int, int]:
-    found = usage["completion_tokens_details"]
-    return found["accepted_prediction_tokens"], found["rejected_prediction_tokens"]
+    completion_tokens_details = usage["completion_tokens_details"]
+    return completion_tokens_details["accepted_prediction_tokens"], completion_tokens_details[
+        "rejected_prediction_tokens"
+    ]
 
 
 @pytest.mark.parametrize("more", [{}, {"temperature": 0.7, "seed": 5}, {"temperature": 1, "seed": 2, "n": 3}])
@@ -77,9 +79,9 @@ def test_a_stop_text_ends_an_answer_in_the_middle_of_guesses(servers: tuple[Serv
     """The front ends the answer, perhaps before the worker knows; drafts until then are counted nevertheless."""
     whole = post(servers[0], "/v1/chat/completions", asked(servers[0]))["choices"][0]["message"]["content"]
     stop = whole[len(whole) // 2 : len(whole) // 2 + 12]
-    found = [post(server, "/v1/chat/completions", asked(server, stop=stop)) for server in servers]
-    assert found[0]["choices"] == found[1]["choices"] and found[0]["choices"][0]["finish_reason"] == "stop"
-    assert details(found[0]["usage"])[0] > 0
+    results = [post(server, "/v1/chat/completions", asked(server, stop=stop)) for server in servers]
+    assert results[0]["choices"] == results[1]["choices"] and results[0]["choices"][0]["finish_reason"] == "stop"
+    assert details(results[0]["usage"])[0] > 0
 
 
 def test_metrics_and_other_dialects_tell_it(servers: tuple[Served, Served]) -> None:
@@ -112,12 +114,12 @@ def test_a_predicted_answer_takes_fewer_steps_and_is_the_same(servers: tuple[Ser
     expected = post(plain, "/v1/chat/completions", asked(plain, **more))["choices"][0]["message"]["content"]
     text = " " + expected.lstrip()
     content: Any = [{"type": "text", "text": text[:9]}, {"type": "text", "text": text[9:]}] if parts else text
-    found = post(
+    response = post(
         guessing, "/v1/chat/completions", asked(guessing, **more, prediction={"type": "content", "content": content})
     )
     alone = post(guessing, "/v1/chat/completions", asked(guessing, **more))
-    assert found["choices"] == alone["choices"] and found["choices"][0]["message"]["content"] == expected
-    assert details(found["usage"])[0] >= 15 > details(alone["usage"])[0]
+    assert response["choices"] == alone["choices"] and response["choices"][0]["message"]["content"] == expected
+    assert details(response["usage"])[0] >= 15 > details(alone["usage"])[0]
 
 
 @pytest.mark.parametrize(
@@ -134,16 +136,18 @@ def test_a_predicted_answer_takes_fewer_steps_and_is_the_same(servers: tuple[Ser
     ],
 )
 def test_what_is_no_prediction_is_refused(servers: tuple[Served, Served], prediction: Any, field: str) -> None:
-    found = post(servers[0], "/v1/chat/completions", asked(servers[0], prediction=prediction))
-    assert found["status"] == 400 and found["error"]["param"] == field, found
+    response = post(servers[0], "/v1/chat/completions", asked(servers[0], prediction=prediction))
+    assert response["status"] == 400 and response["error"]["param"] == field, response
 
 
 def test_a_prediction_longer_than_the_context_is_refused(servers: tuple[Served, Served]) -> None:
     """Refused by its number of tokens, or, if it is far too long, before it is tokenized."""
     for count in (6000, 200_000):
         prediction = {"type": "content", "content": WORDS * (count // 10)}
-        found = post(servers[0], "/v1/chat/completions", asked(servers[0], prediction=prediction))
-        assert found["status"] == 400 and found["error"]["param"] == "prediction" and "context" in str(found), found
+        response = post(servers[0], "/v1/chat/completions", asked(servers[0], prediction=prediction))
+        assert (
+            response["status"] == 400 and response["error"]["param"] == "prediction" and "context" in str(response)
+        ), response
 
 
 def test_an_agents_turn_takes_a_prediction_too(servers: tuple[Served, Served]) -> None:

@@ -43,10 +43,10 @@ class Stored(ScriptedService):
 async def test_what_is_stored_can_be_seen_and_looked_after() -> None:
     service = Stored()
     async with site(service) as at, at.http() as http:
-        found = (await http.get("/v1/cache")).json()
-        assert found["disk"]["chunks"] == 1200 and found["disk"]["trouble"] == "the disk sulks"
-        assert found["ram"] is None and found["queued"] == 3
-        assert (await http.post("/v1/cache/flush")).json() == found
+        answer = (await http.get("/v1/cache")).json()
+        assert answer["disk"]["chunks"] == 1200 and answer["disk"]["trouble"] == "the disk sulks"
+        assert answer["ram"] is None and answer["queued"] == 3
+        assert (await http.post("/v1/cache/flush")).json() == answer
         assert (await http.post("/v1/cache/scrub")).json() == {
             "object": "scrub",
             "checked": 1200,
@@ -155,8 +155,8 @@ async def test_a_real_server_stores_flushes_and_finds_damage(tmp_path: Path) -> 
             data = bytearray(deepest.read_bytes())
             data[-1] ^= 1
             deepest.write_bytes(data)
-            found = (await http.post("/v1/cache/scrub")).json()
-            assert (found["checked"], found["removed"]) == (len(files), 1)
+            answer = (await http.post("/v1/cache/scrub")).json()
+            assert (answer["checked"], answer["removed"]) == (len(files), 1)
             assert not deepest.exists()
             assert (await http.post("/v1/cache/prune")).json()["removed"] == 0
     finally:

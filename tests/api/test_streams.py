@@ -191,12 +191,12 @@ async def metrics(server: Served) -> dict[str, float]:
 
     async with httpx.AsyncClient(base_url=server.url, trust_env=False, verify=False) as http:
         text = (await http.get("/metrics")).text
-    found = {}
+    results = {}
     for line in text.splitlines():
         if not line.startswith("#"):
             name, _, value = line.rpartition(" ")
-            found[name.partition("{")[0]] = float(value)
-    return found
+            results[name.partition("{")[0]] = float(value)
+    return results
 
 
 async def test_cancels_leave_nothing_behind(truth: Truth, figure: Figure, prove: bool) -> None:

@@ -72,11 +72,11 @@ def content(answer: Any) -> str:
 def test_openai_python_parses_what_a_schema_was_asked_of(server: Served) -> None:
     with client(server) as api:
         for seed in range(5):
-            found = api.chat.completions.parse(
+            result = api.chat.completions.parse(
                 model="demo", messages=ASKED, response_format=City, seed=seed, temperature=1, max_tokens=400
             )
-            city = found.choices[0].message.parsed
-            assert isinstance(city, City) and found.choices[0].finish_reason == "stop"
+            city = result.choices[0].message.parsed
+            assert isinstance(city, City) and result.choices[0].finish_reason == "stop"
 
 
 def test_openai_python_parses_calls_of_strict_tools(server: Served) -> None:
@@ -84,7 +84,7 @@ def test_openai_python_parses_calls_of_strict_tools(server: Served) -> None:
         city: str = pydantic.Field(max_length=5)
 
     with client(server) as api:
-        found = api.chat.completions.parse(
+        result = api.chat.completions.parse(
             model="demo",
             messages=ASKED,
             tools=[openai.pydantic_function_tool(Weather)],
@@ -92,8 +92,8 @@ def test_openai_python_parses_calls_of_strict_tools(server: Served) -> None:
             parallel_tool_calls=False,
             max_tokens=200,
         )
-    assert found.choices[0].finish_reason == "tool_calls" and found.choices[0].message.tool_calls
-    (call,) = found.choices[0].message.tool_calls
+    assert result.choices[0].finish_reason == "tool_calls" and result.choices[0].message.tool_calls
+    (call,) = result.choices[0].message.tool_calls
     assert isinstance(call.function.parsed_arguments, Weather)
 
 
@@ -163,14 +163,15 @@ def test_tokens_that_are_forced_change_no_answer(server: Served, more: dict[str,
     for seed in range(3):
         body = {"response_format": {"type": "json_object", "schema": CITY}, "seed": seed, **more}
         forced, single = ask(server, **body).json(), ask(server, **body, logprobs=True).json()
-        found = [
-            [(one["message"]["content"], one["finish_reason"]) for one in each["choices"]] for each in (forced, single)
+        results = [
+            [(choice["message"]["content"], choice["finish_reason"]) for choice in each["choices"]]
+            for each in (forced, single)
         ]
-        assert found[0] == found[1] and {reason for _, reason in found[0]} == {finish}
+        assert results[0] == results[1] and {reason for _, reason in results[0]} == {finish}
         assert forced["usage"]["completion_tokens"] == single["usage"]["completion_tokens"]
         streamed = ask(server, **body, stream=True).text
         chunks = [json.loads(line[6:])["choices"] for line in streamed.splitlines() if line.startswith("data: {")]
-        for index, (text, _) in enumerate(found[0]):
+        for index, (text, _) in enumerate(results[0]):
             parts = [one["delta"].get("content") or "" for each in chunks for one in each if one["index"] == index]
             assert "".join(parts) == text
 
@@ -404,8 +405,8 @@ def test_a_turn_of_an_agent_is_held_to_its_form(server: Served) -> None:
             answer = http.post(turns, json=body)
             message = answer.json()["choices"][0]["message"]
             assert message["content"] in ('"red"', '"green"') or message["tool_calls"][0]["function"]["name"]
-        told = http.post(turns, json={"messages": ASKED, "max_tokens": 60, "guided_json": NOT})
-        assert told.headers["x-cairn-warning"] == 'guided_json: "not" is not enforced'
+        response = http.post(turns, json={"messages": ASKED, "max_tokens": 60, "guided_json": NOT})
+        assert response.headers["x-cairn-warning"] == 'guided_json: "not" is not enforced'
         refused = http.post(turns, json={"messages": ASKED, "guided_regex": "("})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "guided_regex"
 

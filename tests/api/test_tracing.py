@@ -63,15 +63,15 @@ class Collector:
         return f"http://127.0.0.1:{self.server.server_port}"
 
     def spans(self) -> list[Any]:
-        found = []
+        results = []
         for body in self.raw:
             request = ExportTraceServiceRequest()
             request.ParseFromString(body)
             for resource in request.resource_spans:
-                names = {one.key: one.value.string_value for one in resource.resource.attributes}
+                names = {attribute.key: attribute.value.string_value for attribute in resource.resource.attributes}
                 assert names["service.name"] == "cairn"
-                found += [span for scope in resource.scope_spans for span in scope.spans]
-        return found
+                results += [span for scope in resource.scope_spans for span in scope.spans]
+        return results
 
     def close(self) -> None:
         self.server.shutdown()
@@ -81,9 +81,9 @@ class Collector:
 
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    found = Collector()
-    yield found
-    found.close()
+    result = Collector()
+    yield result
+    result.close()
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def attributes(span: Any) -> dict[str, Any]:
-    return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in span.attributes}
+    return {
+        attribute.key: getattr(attribute.value, attribute.value.WhichOneof("value")) for attribute in span.attributes
+    }
 
 
 async def flushed(at: Site) -> None:
@@ -161,7 +163,7 @@ async def test_kv_that_is_loaded_is_a_span(folder: Path, tmp_path: Path) -> None
             await service.flush()
             if times:
                 assert answer.cache.disk
-                load, queue = (next(one for one in spans if one.name == name) for name in ("load", "queue"))
+                load, queue = (next(span for span in spans if span.name == name) for name in ("load", "queue"))
                 assert queue.began <= load.began <= load.ended == queue.ended
                 assert load.attributes["tokens"] == answer.cache.disk
     PRESENT.set(None)
@@ -222,8 +224,8 @@ async def test_json_log_lines_name_tenant_request_and_times_but_no_texts(folder:
         bad = {"messages": [{"role": PROMPT, "content": PROMPT}], "response_format": PROMPT}
         assert (await http.post("/v1/chat/completions", json=bad, headers=headers)).status_code == 400
     text = lines.getvalue()
-    found = [json.loads(line) for line in text.splitlines()]
-    first, second, refused, bad_line = (one for one in found if one["logger"] == "cairn.access")
+    results = [json.loads(line) for line in text.splitlines()]
+    first, second, refused, bad_line = (result for result in results if result["logger"] == "cairn.access")
     assert first["tenant"] == "ada" and first["model"] == "tiny" and first["status"] == 200
     assert first["request_id"] == answer.headers["x-cairn-request-id"] and first["client_request_id"] == "mine"
     assert first["completion_tokens"] == 6 and first["prompt_tokens"] == answer.json()["usage"]["prompt_tokens"]
@@ -232,4 +234,4 @@ async def test_json_log_lines_name_tenant_request_and_times_but_no_texts(folder:
     assert (refused["status"], refused["error"]) == (401, "invalid_api_key") and "model" not in refused
     assert (bad_line["status"], bad_line["error"]) == (400, "invalid_request")
     assert said and all(secret not in text for secret in (PROMPT, said, "key-of-ada", "wrong-key", "q=secret"))
-    assert all({"time", "level", "logger", "message"} <= set(one) for one in found)
+    assert all({"time", "level", "logger", "message"} <= set(result) for result in results)

@@ -73,11 +73,11 @@ def test_a_tiny_day_is_played_to_its_end(script: Any, tmp_path: Path) -> None:
         return servers[-1]
 
     day = script.drawn(1, *TINY)
-    found = script.play({"cairn": start}, day, script.MODES, 1, 5)
+    result = script.play({"cairn": start}, day, script.MODES, 1, 5)
     assert [(server.starts, server.kills) for server in servers] == [(2, 2)] * 2
     assert not any(server.thread.is_alive() for server in servers)
     half = AGENTS * TURNS // 2
-    for one in found["days"]:
+    for one in result["days"]:
         before, after = one["halves"]
         assert (before["turns"], after["turns"]) == (half, half)
         assert before["completion"] == after["completion"] == half * 5
@@ -85,14 +85,14 @@ def test_a_tiny_day_is_played_to_its_end(script: Any, tmp_path: Path) -> None:
         # Incomplete blocks are not kept, and what precedes the instruction counts as new.
         assert abs(before["computed"] - before["new"]) < 16 * half
         assert after["new"] < after["computed"] - one["instruction"]
-    assert found["answers"] == {"cairn": {"equal": 12, "of": 12, "days": 2}}
-    assert len({one["answers"] for one in found["days"]}) == 1
+    assert result["answers"] == {"cairn": {"equal": 12, "of": 12, "days": 2}}
+    assert len({one["answers"] for one in result["days"]}) == 1
 
     about = {"machine": {"cpu": "C", "threads": 2, "load": 0.1}, "model": "m", "rounds": 1, "load_after": 0.2}
     about |= {"agents": AGENTS, "turns": TURNS, "instruction": 600, "output": [50, 200], "answer": 5}
-    script.write_json(tmp_path / "agents-day.json", about | found)
+    script.write_json(tmp_path / "agents-day.json", about | result)
     page = importlib.import_module("report").page(tmp_path, "by hand")
-    computed, new = (found["days"][0]["halves"][0][key] for key in ("computed", "new"))
+    computed, new = (result["days"][0]["halves"][0][key] for key in ("computed", "new"))
     assert f"| {computed:,} / {new:,} |" in page and "| 12 of 12 |" in page
 
 
@@ -119,10 +119,14 @@ def test_sides_change_over_within_a_day_and_between_days(script: Any, monkeypatc
 
     monkeypatch.setattr(script.Side, "play", play)
     running = {name: lambda home: script.Running("http://x") for name in "ab"}
-    found = script.play(running, script.Day("", (("x", "y"),), (0, 0)), script.MODES, 2, 5)
+    result = script.play(running, script.Day("", (("x", "y"),), (0, 0)), script.MODES, 2, 5)
     assert "".join(played) == "abbabaababbabaab"
-    assert [one["server"] for one in found["days"]] == list("baabbaab")
-    assert (found["answers"]["a"]["equal"], found["answers"]["b"]["equal"], found["answers"]["b"]["days"]) == (2, 0, 4)
+    assert [day["server"] for day in result["days"]] == list("baabbaab")
+    assert (result["answers"]["a"]["equal"], result["answers"]["b"]["equal"], result["answers"]["b"]["days"]) == (
+        2,
+        0,
+        4,
+    )
 
 
 def test_a_day_follows_from_its_seed_and_has_its_sizes(script: Any) -> None:
@@ -170,9 +174,9 @@ def test_servers_are_those_of_the_options(script: Any, capsys: pytest.CaptureFix
         "--agents",
         "4",
     ]
-    found = script.servers(script.parsed(words), Path("m.gguf"))
-    assert list(found) == ["cairn", "llama-server", "other", "far"]
-    assert found["far"](Path()).base == "http://h:1"
+    result = script.servers(script.parsed(words), Path("m.gguf"))
+    assert list(result) == ["cairn", "llama-server", "other", "far"]
+    assert result["far"](Path()).base == "http://h:1"
     assert list(script.servers(script.parsed(["--without-cairn"]), Path("m.gguf"))) == []
     with pytest.raises(SystemExit):
         script.parsed(["--url", "http://h:1"])

@@ -23,7 +23,7 @@ def runs() -> dict[str, Found]:
 
 
 def test_names_compute_least_and_the_store_moves_what_they_keep(runs: dict[str, Found]) -> None:
-    shares = {title: one.computed / one.prompt for title, one in runs.items()}
+    shares = {title: value.computed / value.prompt for title, value in runs.items()}
     cairn = runs["Cairn: names, load and store"]
     assert min(shares, key=shares.__getitem__) == "Cairn: names, load and store"
     assert shares["round robin, no store"] > 3 * shares["Cairn: names, load and store"]
@@ -31,9 +31,9 @@ def test_names_compute_least_and_the_store_moves_what_they_keep(runs: dict[str, 
     assert runs["rendezvous alone"].puts == runs["rendezvous alone"].loaded == 0
     assert cairn.across > 0, "while a region is away, its agents' KV comes from there"
     assert 1 - shares["Cairn: names, load and store"] > 0.85
-    for one in runs.values():
-        assert 0 < one.computed <= one.prompt and one.turns > 1000 and 0 < one.first(0.5) <= one.first(0.99)
-        assert one.computed + one.loaded <= one.prompt + 1e6, "nothing is brought twice but after a death"
+    for run in runs.values():
+        assert 0 < run.computed <= run.prompt and run.turns > 1000 and 0 < run.first(0.5) <= run.first(0.99)
+        assert run.computed + run.loaded <= run.prompt + 1e6, "nothing is brought twice but after a death"
 
 
 def test_the_same_seed_gives_the_same_figures(runs: dict[str, Found]) -> None:

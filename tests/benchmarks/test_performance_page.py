@@ -30,8 +30,8 @@ def test_the_page_is_what_its_figures_make() -> None:
 def test_a_changed_figure_changes_the_page(tmp_path: Path) -> None:
     pages = []
     for speed in (100.0, 120.0):
-        found = cpu(goal=3.0, ratio=speed / 40, cairn=[speed], llama=[40.0])
-        (tmp_path / "cpu.json").write_text(json.dumps(found))
+        result = cpu(goal=3.0, ratio=speed / 40, cairn=[speed], llama=[40.0])
+        (tmp_path / "cpu.json").write_text(json.dumps(result))
         pages.append(report.page(tmp_path, "by hand"))
     assert "| 100 | 40 | 2.50x | 3x |" in pages[0]
     assert "| 120 | 40 | **3.00x** | 3x |" in pages[1]
@@ -115,7 +115,7 @@ def test_the_http_chart_is_drawn(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("own", "start", "words"), [(1.41e9, 1.4, "reached"), (1.50e9, 1.6, "missed")])
 def test_start_and_memory_are_held_to_their_goals(own: float, start: float, words: str) -> None:
-    found = {
+    results = {
         "machine": MACHINE,
         "file": "f",
         "first_start": 5.0,
@@ -125,7 +125,7 @@ def test_start_and_memory_are_held_to_their_goals(own: float, start: float, word
         "tokens": 8000,
         "processes": {"worker": {"peak": 1_600_000_000, "own": own, "files": 20_000_000}},
     }
-    text = " ".join(report.footprint_text(found).split())
+    text = " ".join(report.footprint_text(results).split())
     assert f"after {start:.2f} s from then on" in text
     assert f"{(own + 20e6 - 1.3e9) / 1e6:.0f} MB beside them" in text
     assert text.count(words) == 2
@@ -134,9 +134,9 @@ def test_start_and_memory_are_held_to_their_goals(own: float, start: float, word
 
 def test_every_peer_row_of_the_committed_figures_was_measured_in_all_rounds() -> None:
     for path in (report.DOCS / "performance").glob("cpu*.json"):
-        found = json.loads(path.read_text())
-        for row in found["rows"]:
-            assert len(row["cairn"]) == len(row["llama"]) == found["rounds"]
+        parsed = json.loads(path.read_text())
+        for row in parsed["rows"]:
+            assert len(row["cairn"]) == len(row["llama"]) == parsed["rounds"]
             assert all(speed > 0 for speed in row["cairn"] + row["llama"])
-        native = ("avx512f" in found["machine"]["sets"]) == ("AVX512 = 1" in found["llama.cpp"]["system"])
+        native = ("avx512f" in parsed["machine"]["sets"]) == ("AVX512 = 1" in parsed["llama.cpp"]["system"])
         assert native, "the peer was not built for the machine"

@@ -47,13 +47,13 @@ class House:
             raise httpx.ConnectError("refused") from ConnectionRefusedError()
         if order.startswith("POST /v1/requests/"):
             return httpx.Response(200, json={})
-        found: dict[str, Any] = {
+        results: dict[str, Any] = {
             "GET /v1/models": {"data": [{"id": "m"}]},
             "GET /v1/agents/ada": {"head": self.head, "tokens": 5, "state": "idle"},
             "GET /v1/agents/ada/turns": {"data": self.turns},
         }
-        if order in found:
-            return httpx.Response(200, json=found[order])
+        if order in results:
+            return httpx.Response(200, json=results[order])
         return self._change(order, json.loads(request.content))
 
     def _change(self, order: str, body: dict[str, Any]) -> httpx.Response:
@@ -266,10 +266,12 @@ def test_a_full_agent_offers_three_ways_on(way: str, begins: list[str]) -> None:
             assert terminal.process.wait(60) == 0
         with Client(server.url) as client:
             assert client.get("/v1/agents/ada")["turns"] == 1
-            found = client.get("/v1/agents/ada-2")
+            result = client.get("/v1/agents/ada-2")
             turns = client.get("/v1/agents/ada-2/turns")["data"]
-    assert [one["role"] for one in found["messages"]] == begins and found["messages"][0]["content"] == "Be kind."
-    assert [one["content"] for turn in turns for one in turn["messages"]] == ["And then?"]
+    assert [message["role"] for message in result["messages"]] == begins and result["messages"][0][
+        "content"
+    ] == "Be kind."
+    assert [message["content"] for turn in turns for message in turn["messages"]] == ["And then?"]
 
 
 def test_a_client_is_closed_behind_its_with() -> None:

@@ -146,13 +146,13 @@ def test_a_backup_under_load_is_restored_whole(kept: tuple[Path, Served], models
                     assert id in later, f"{id} is lost"
                     continue
                 assert web.get(f"/v1/agents/{id}").json()["damage"] is None
-                told = [turn["messages"][-1]["content"] for turn in answer.json()["data"]]
-                assert told[: len(texts)] == texts, id
+                results = [turn["messages"][-1]["content"] for turn in answer.json()["data"]]
+                assert results[: len(texts)] == texts, id
             assert all(web.get(f"/v1/agents/{id}").status_code == 404 for id in deleted)
-            held = {one["id"] for one in web.get("/v1/collections/docs/documents?limit=100").json()["data"]}
+            held = {item["id"] for item in web.get("/v1/collections/docs/documents?limit=100").json()["data"]}
             assert documents <= held
-            found = second.post("/v1/collections/docs/search", {"query": "stone", "top_k": 1})
-            assert len(found["data"]) == 1
+            result = second.post("/v1/collections/docs/search", {"query": "stone", "top_k": 1})
+            assert len(result["data"]) == 1
             second.post("/v1/agents", {"id": "later"})
             second.post("/v1/agents/later/turns", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1})
 

@@ -65,8 +65,8 @@ def test_only_a_line_feed_ends_a_line_wherever_the_bytes_are_cut(ending: bytes) 
 def test_the_cache_report_is_read_as_servers_write_it(miss: Miss | None) -> None:
     report = CacheReport(computed=3, pool=16, ram=1, disk=2, load=0.5, miss=miss)
     done = Done(reason=FinishReason.STOP, usage=Usage(prompt_tokens=22, completion_tokens=1), cache=report)
-    told = json.dumps({"usage": usage_object([(done, True)])})
-    answering = stream(f"data: {told}\n\ndata: [DONE]\n\n".encode())
+    result = json.dumps({"usage": usage_object([(done, True)])})
+    answering = stream(f"data: {result}\n\ndata: [DONE]\n\n".encode())
     assert list(answering) == [] and answering.answer.cache == report
 
 
@@ -293,6 +293,6 @@ def test_only_what_reads_a_whole_store_may_take_as_long_as_it_takes(
     monkeypatch.setattr(client_module, "_TIMEOUT", httpx.Timeout(10, read=0.2))
     with pytest.raises(SystemExit) as ended:
         main(["cache", order, "--host", late])
-    told = capsys.readouterr()
-    assert ended.value.code == code, told.err
-    assert ("did not answer" in told.err) == bool(code)
+    result = capsys.readouterr()
+    assert ended.value.code == code, result.err
+    assert ("did not answer" in result.err) == bool(code)

@@ -38,8 +38,8 @@ def run(
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given.encode())))
     with pytest.raises(SystemExit) as left:
         main(["embed", *arguments])
-    told = capsys.readouterr()
-    return int(left.value.code or 0), [json.loads(line) for line in told.out.splitlines()], told.err
+    result = capsys.readouterr()
+    return int(left.value.code or 0), [json.loads(line) for line in result.out.splitlines()], result.err
 
 
 def test_lines_of_stdin_and_texts_become_lines(
@@ -76,8 +76,8 @@ def test_one_text_several_and_ids(llm: LLM) -> None:
 
 def test_more_texts_than_are_under_way_at_once(llm: LLM) -> None:
     texts = [f"text {chr(97 + number % 26)}" for number in range(600)]
-    found = llm.embed(texts)
-    assert found.shape == (600, 48) and found[0].tobytes() == found[26].tobytes() == llm.embed(texts[0]).tobytes()
+    result = llm.embed(texts)
+    assert result.shape == (600, 48) and result[0].tobytes() == result[26].tobytes() == llm.embed(texts[0]).tobytes()
 
 
 @pytest.mark.parametrize("given", [3, [3.5], {"a": 1}, b"x", [["x"]]])

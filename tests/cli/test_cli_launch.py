@@ -41,12 +41,12 @@ sys.exit(7)
 @pytest.mark.parametrize("name", AGENTS)
 def test_every_agent_gets_the_servers_address_model_and_context(name: str, tmp_path: Path) -> None:
     begun = start(AGENTS[name], PLACE, tmp_path, ("--more",))
-    told = json.dumps([begun.command, begun.env, {str(path): text for path, text in begun.files.items()}])
+    result = json.dumps([begun.command, begun.env, {str(path): text for path, text in begun.files.items()}])
     # Copilot gets two numbers: how much of the context a prompt may take, and how much an answer.
     context = "24576" if name == "copilot" else str(PLACE.context)
     for wanted in (PLACE.url, PLACE.model, PLACE.key, context):
-        assert wanted in told, wanted
-    assert not re.search(r"\{(url|model|key|context|answer|prompt|folder)\}", told)
+        assert wanted in result, wanted
+    assert not re.search(r"\{(url|model|key|context|answer|prompt|folder)\}", result)
     assert begun.command[0] == AGENTS[name].program and begun.command[-1] == "--more"
     assert all(path.parent == tmp_path and json.loads(text) for path, text in begun.files.items())
     assert not any(variable.startswith("CAIRN_") for variable in begun.env), "cairn would not know it"
@@ -92,10 +92,12 @@ def test_an_agent_finds_the_server_that_runs(fake: dict[str, str], tmp_path: Pat
     with served() as server:
         done = launch(fake, "claude", "--anyway", "--host", server.url, "--", "-p", "hi")
         assert done.returncode == 7, done.stderr
-        told = json.loads(done.stdout)
-        (model,) = told["models"]["data"]
+        parsed = json.loads(done.stdout)
+        (model,) = parsed["models"]["data"]
         assert (
-            told["seen"] == 400 and told["arguments"] == ["-p", "hi"] and told["window"] == str(model["max_model_len"])
+            parsed["seen"] == 400
+            and parsed["arguments"] == ["-p", "hi"]
+            and parsed["window"] == str(model["max_model_len"])
         )
         shown = launch(fake, "pi", "--print", "--host", server.url)
         assert shown.stdout.startswith("export PI_CODING_AGENT_DIR=") and model["id"] in shown.stdout
@@ -106,9 +108,9 @@ def test_a_server_is_started_and_ended_with_the_agent(fake: dict[str, str], tmp_
     port = free_port()
     done = launch(fake, "claude", "--port", str(port), "--context", "2048", "--model", "demo", "--anyway", "--", "x")
     assert done.returncode == 7, done.stderr
-    told = json.loads(done.stdout)
-    assert told["window"] == "2048" and told["arguments"] == ["x"]
-    assert told["seen"] == 200, "an image that a user pastes does not end the session"
+    parsed = json.loads(done.stdout)
+    assert parsed["window"] == "2048" and parsed["arguments"] == ["x"]
+    assert parsed["seen"] == 200, "an image that a user pastes does not end the session"
     with socket.socket() as sock, pytest.raises(ConnectionRefusedError):
         sock.connect(("127.0.0.1", port))
     log = tmp_path / "cache" / "cairn" / "launch" / "server" / "serve.log"

@@ -83,7 +83,7 @@ def test_an_unwritable_model_is_a_short_error(folder: Path, tmp_path: Path, monk
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ModelError, match=r"pip install gguf"):
         quantize.write(str(folder), tmp_path / "m.gguf", "Q8_0")
-    assert [one.name for one in tmp_path.iterdir()] == ["m"]
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
 def test_a_quantisation_in_the_download_cache_chats_by_its_name(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:

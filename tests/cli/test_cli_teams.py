@@ -51,12 +51,12 @@ def test_a_scenario_is_played_kept_and_played_again(server: Served, tmp_path: Pa
     lines = out.splitlines()
     assert lines[0] == "user whispers to bob: psst" and lines[1] == "== round 1" and lines[2].startswith("ada: ")
     assert "met\trounds: 2 (2)" in lines and "met\tspeakers of round 1: ada, bob (ada, bob)" in lines
-    told = [line for line in lines if line.startswith(("ada: ", "bob: "))]
-    assert len(told) == 4
+    results = [line for line in lines if line.startswith(("ada: ", "bob: "))]
+    assert len(results) == 4
     for what in ("two", str(saved)):
         code, out, err = run(server, "team", "replay", what)
         again = [line for line in out.splitlines() if line.startswith(("ada: ", "bob: "))]
-        assert (code, again) == (0, told), err
+        assert (code, again) == (0, results), err
     assert rows(server, "team", "list") == [["two", "2", "round_robin", "2", "idle"]]
     shown = dict(rows(server, "team", "show", "two"))
     assert shown["member ada"] == "Be first." and shown["rounds"] == "2"

@@ -83,18 +83,18 @@ def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Running]]:
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Collect the names of models loaded in this process, instead of loading them."""
-    found: list[str] = []
+    results: list[str] = []
 
     class Local:
         def __init__(self, resolved) -> None:
-            found.append(resolved.config.model)
+            results.append(resolved.config.model)
             self.llm = self
 
         def close(self) -> None:
             pass
 
     monkeypatch.setattr("cairn.cli.common.sampling._Local", Local)
-    return found
+    return results
 
 
 # ---------------------------------------------------------------------------------------------------- who answers
@@ -379,8 +379,8 @@ def test_rm_sees_an_ending_in_capitals(elsewhere):  # noqa: F811
 @pytest.mark.parametrize("own", ["model", "m-Q4_0"])
 def test_rm_removes_one_of_two_that_only_their_folders_tell_apart(elsewhere, own):  # noqa: F811
     place = repository(elsewhere, **{f"a/{own}": "one", f"b/{own}": "two"})
-    found = [hub.locate(f"org/name:{folder}/{own}").read_text() for folder in "ab"]
-    assert found == ["one", "two"]
+    results = [hub.locate(f"org/name:{folder}/{own}").read_text() for folder in "ab"]
+    assert results == ["one", "two"]
     planned = plan(f"org/name:a/{own}")
     assert planned.name == f"org/name:a/{own}"
     remove(planned)

@@ -47,8 +47,8 @@ def load(folder: Path, text: str) -> Any:
     ],
 )  # fmt: skip
 def test_a_file_holds_plain_values(tmp_path: Path, text: str, value: Any) -> None:
-    found = load(tmp_path, text)
-    assert json.dumps(found, allow_nan=False, sort_keys=True) == json.dumps(value, sort_keys=True)
+    result = load(tmp_path, text)
+    assert json.dumps(result, allow_nan=False, sort_keys=True) == json.dumps(value, sort_keys=True)
 
 
 def drawn(rng: random.Random, depth: int = 0) -> Any:
@@ -141,7 +141,7 @@ def test_a_file_that_should_cost_much_is_read_or_refused_soon(tmp_path: Path, na
     assert time.process_time() - began < SECONDS
     assert len(refused) < 600
     if said:
-        assert any(one in refused for one in said.split("|")), refused
+        assert any(part in refused for part in said.split("|")), refused
 
 
 def test_the_parser_in_python_reads_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

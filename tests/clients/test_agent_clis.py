@@ -87,8 +87,8 @@ def answers(part: Part, folder: Path) -> list[list[str]]:
     def filled(turn: int) -> dict[str, Any]:
         given = part.seen if turn in PICTURED else part.given
         text = json.dumps(given).replace("{n}", str(turn)).replace("{folder}", str(folder))
-        found: dict[str, Any] = json.loads(text)
-        return found
+        parsed: dict[str, Any] = json.loads(text)
+        return parsed
 
     tools = [part.seer if turn in PICTURED else part.tool for turn in range(TURNS)]
     return [calling(tool, filled(turn)) for turn, tool in enumerate(tools)] + [[LAST]]
@@ -108,13 +108,13 @@ def seeing(settings: str) -> str:
     """Return the configuration that tells opencode and qwen-code that the model accepts images."""
     if not settings.startswith("{"):
         return settings
-    found = json.loads(settings)
-    if "provider" in found:
-        model = found["provider"]["cairn"]["models"]["part"]
+    parsed = json.loads(settings)
+    if "provider" in parsed:
+        model = parsed["provider"]["cairn"]["models"]["part"]
         model |= {"attachment": True, "modalities": {"input": ["text", "image"], "output": ["text"]}}
-    elif "model" in found:
-        found["model"]["generationConfig"]["modalities"] = {"image": True}
-    return json.dumps(found)
+    elif "model" in parsed:
+        parsed["model"]["generationConfig"]["modalities"] = {"image": True}
+    return json.dumps(parsed)
 
 
 def parts_of(body: Any) -> Iterator[dict[str, Any]]:

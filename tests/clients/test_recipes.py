@@ -82,8 +82,8 @@ class Recipe(NamedTuple):
 def recipes() -> dict[str, Recipe]:
     page = (PAGES / "clients.md").read_text()
     part = page.partition("\n## Each client in three lines\n")[2].partition("\n## ")[0]
-    found = re.findall(r"^### ([^\n]+)\n((?:(?!^### ).)*?)^```(\w+)\n(.*?)^```$", part, re.M | re.S)
-    return {client: Recipe(client, language, text) for client, _, language, text in found}
+    results = re.findall(r"^### ([^\n]+)\n((?:(?!^### ).)*?)^```(\w+)\n(.*?)^```$", part, re.M | re.S)
+    return {client: Recipe(client, language, text) for client, _, language, text in results}
 
 
 RECIPES = recipes()
@@ -115,7 +115,7 @@ def launched(name: str) -> set[str]:
 
 def test_every_client_has_a_recipe_of_three_lines() -> None:
     assert set(RECIPES) == {*MODULES, *LED, *OTHERS}
-    long = {one.client: one.lines() for one in RECIPES.values() if len(one.lines()) > 3}
+    long = {recipe.client: recipe.lines() for recipe in RECIPES.values() if len(recipe.lines()) > 3}
     assert not long
 
 

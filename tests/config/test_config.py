@@ -168,7 +168,7 @@ def test_a_list_of_nothing_is_no_list(elsewhere):
 
 
 def test_container_variables_of_a_service_named_cairn_are_ignored(elsewhere):
-    told = {
+    results = {
         "CAIRN_PORT": "tcp://10.0.0.7:8000",
         "CAIRN_SERVICE_HOST": "10.0.0.7",
         "CAIRN_SERVICE_PORT": "8000",
@@ -184,7 +184,7 @@ def test_container_variables_of_a_service_named_cairn_are_ignored(elsewhere):
         "CAIRN_ENV_PATH": "/usr/bin:/bin",
         "CAIRN_ENV_MOTD": "two\nlines",
     }
-    assert resolve({}, told).config == Config()
+    assert resolve({}, results).config == Config()
     assert resolve({}, {"CAIRN_SERVED_NAME": "/web/cairn"}).config.served_name == "/web/cairn"
     for variable in ("CAIRN_NAME", "CAIRN_LLM_PORT"):
         assert f"unknown environment variable {variable}" in refused({}, {variable: "1"})
@@ -427,7 +427,7 @@ def test_models_of_a_file_have_options_of_their_own(elsewhere):
     )
     assert small.options == {"context": 64} and big.options == {"weights": "int8"}
     assert resolve({"model": "other"}, {}).config.models == ()
-    assert [one.model for one in resolve({"models": ["a", "b"]}, {}).config.models] == ["a", "b"]
+    assert [model.model for model in resolve({"models": ["a", "b"]}, {}).config.models] == ["a", "b"]
 
 
 @pytest.mark.parametrize(

@@ -95,11 +95,11 @@ def settled(llm: LLM) -> bool:
 
 def children() -> set[str]:
     """Return the child processes that have not been waited for."""
-    found: set[str] = set()
+    result: set[str] = set()
     for task in Path(f"/proc/{os.getpid()}/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has just ended
-            found |= set((task / "children").read_text().split())
-    return found
+            result |= set((task / "children").read_text().split())
+    return result
 
 
 # --------------------------------------------------------------------------------------------------------- answers
@@ -537,17 +537,17 @@ def test_ctrl_c_while_it_waits_for_a_whole_answer(llm):
 
 
 def test_threads_share_one_model(llm):
-    found: dict[int, tuple[int, ...]] = {}
+    results: dict[int, tuple[int, ...]] = {}
 
     def work(number: int) -> None:
-        found[number] = llm.generate("The same", temperature=0, max_tokens=10, ignore_eos=True).tokens
+        results[number] = llm.generate("The same", temperature=0, max_tokens=10, ignore_eos=True).tokens
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 6 and len(set(found.values())) == 1
+    assert len(results) == 6 and len(set(results.values())) == 1
 
 
 def test_threads_share_one_stream(llm):
@@ -579,12 +579,12 @@ def test_a_stream_may_be_closed_while_another_thread_reads_it(llm):
 
 def joined(work, seconds=60):
     """Return the result of `work`, run on a thread because it may hang."""
-    found = []
-    thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
+    results = []
+    thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
     thread.start()
     thread.join(seconds)
-    assert found, "it hangs, or has failed"
-    return found[0]
+    assert results, "it hangs, or has failed"
+    return results[0]
 
 
 def test_a_generator_of_messages_may_ask_the_model(llm):

@@ -252,9 +252,9 @@ def test_a_function_is_a_tool():
     (tool,) = offered_tools([weather]).tools
     function = tool["function"]
     assert (function["name"], function["description"]) == ("weather", "Tell the weather of a city.")
-    found = function["parameters"]
-    assert found["required"] == ["city"] and found["properties"]["unit"]["enum"] == ["C", "F"]
-    assert {name: one["description"] for name, one in found["properties"].items()} == {
+    parameters = function["parameters"]
+    assert parameters["required"] == ["city"] and parameters["properties"]["unit"]["enum"] == ["C", "F"]
+    assert {name: value["description"] for name, value in parameters["properties"].items()} == {
         "city": "its name, without the country",
         "unit": "of the temperature",
         "days": "How many.",
@@ -445,7 +445,7 @@ def test_a_model_and_an_answer_show_what_matters(llm):
 
 
 def test_an_option_that_is_for_a_server_is_not_suggested():
-    assert set(OTHER_NAMES.values()) <= {one.name for one in options()}
+    assert set(OTHER_NAMES.values()) <= {option.name for option in options()}
     with pytest.raises(ConfigError, match=r"unknown option 'agentdir'$"):
         LLM("demo", agentdir="x")
     with pytest.raises(ConfigError, match="device says what the model is computed on"):

@@ -31,15 +31,15 @@ START = (
 
 def group(pgid: int) -> list[str]:
     """Return the processes of a group that still run."""
-    found = []
+    results = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, _, number = stat.read_text().rpartition(")")[2].split()[:3]
         except (OSError, ValueError):
             continue
         if int(number) == pgid and state != "Z":
-            found.append(stat.parent.name)
-    return found
+            results.append(stat.parent.name)
+    return results
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.003, 0.01, 0.02, 0.1, 0.3, 0.45])

@@ -29,9 +29,9 @@ def spell(ids: object) -> str:
 
 
 def why(recent: RecentContexts, ids: list[int], at: int, told: PromptOrigin | None = None, salt: bytes = MINE) -> Miss:
-    found = recent.explain(Miss(position=at, reason="never seen"), salt, ids, told or PromptOrigin(), spell)
-    assert found.position == at
-    return found
+    result = recent.explain(Miss(position=at, reason="never seen"), salt, ids, told or PromptOrigin(), spell)
+    assert result.position == at
+    return result
 
 
 @pytest.fixture
@@ -42,11 +42,11 @@ def recent() -> RecentContexts:
 
 
 def test_where_two_contexts_part_and_how_both_go_on(recent: RecentContexts) -> None:
-    found = why(recent, [*KNOWN[:70], 7, 8, *KNOWN[72:]], 64)
-    assert found.reason == "different tokens" and found.differs is not None
-    assert found.differs.position == 70
-    assert found.differs.given.startswith("7 8 1072 ") and found.differs.known.startswith("1070 1071 1072 ")
-    assert len(found.differs.known) == len(found.differs.given) == SHOWN
+    result = why(recent, [*KNOWN[:70], 7, 8, *KNOWN[72:]], 64)
+    assert result.reason == "different tokens" and result.differs is not None
+    assert result.differs.position == 70
+    assert result.differs.given.startswith("7 8 1072 ") and result.differs.known.startswith("1070 1071 1072 ")
+    assert len(result.differs.known) == len(result.differs.given) == SHOWN
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,8 @@ def test_a_system_text_that_changed_is_named(recent: RecentContexts, at: int, re
     ids = [*KNOWN[:at], 7, *KNOWN[at + 1 :]]
     system = spell(ids[4:80])
     told = describe_prompt([{"role": "system", "content": f" {system}\n"}, {"role": "user", "content": "Hello"}])
-    found = why(recent, ids, at // 16 * 16, told)
-    assert found.reason == reason and found.differs is not None and found.differs.position == at
+    result = why(recent, ids, at // 16 * 16, told)
+    assert result.reason == reason and result.differs is not None and result.differs.position == at
     assert (
         why(recent, ids, at // 16 * 16, describe_prompt([{"role": "user", "content": system}])).reason
         == "different tokens"
@@ -68,8 +68,8 @@ def test_a_system_text_that_changed_is_named(recent: RecentContexts, at: int, re
 def test_the_nearest_context_is_compared(recent: RecentContexts) -> None:
     recent.note(MINE, [*KNOWN[:90], 1, 2, 3], 90)
     recent.note(MINE, [*KNOWN[:20], 1, 2, 3], 20)
-    found = why(recent, [*KNOWN[:90], 1, 2, 4, 5], 80)
-    assert found.differs == Differs(position=92, known="3", given="4 5")
+    result = why(recent, [*KNOWN[:90], 1, 2, 4, 5], 80)
+    assert result.differs == Differs(position=92, known="3", given="4 5")
 
 
 def test_another_tenants_context_changes_nothing(recent: RecentContexts) -> None:
@@ -121,9 +121,9 @@ def test_of_conversations_that_begin_alike_the_one_that_goes_on_alike_is_compare
     recent.note(
         MINE, [*KNOWN[:40], 2, *range(60)], 100, describe_prompt([system, {"role": "user", "content": "c"}]).messages
     )
-    found = why(recent, [*KNOWN[:40], 3, *range(60)], 40, describe_prompt([system, new, *rest]))
-    assert found.reason == "different tokens" and found.differs is not None
-    assert found.differs.known.startswith("1 0 1") and found.differs.position == 40
+    result = why(recent, [*KNOWN[:40], 3, *range(60)], 40, describe_prompt([system, new, *rest]))
+    assert result.reason == "different tokens" and result.differs is not None
+    assert result.differs.known.startswith("1 0 1") and result.differs.position == 40
 
 
 def test_the_same_messages_that_became_other_tokens() -> None:

@@ -73,10 +73,10 @@ def test_nothing_that_is_asked_for_is_dropped():
         "prompt_logprobs": True,
         "min_tokens": 2,
     }
-    found = params(**options, logit_bias={3: 1, 2: -5.5}, stop_token_ids=[50, 7])
-    assert {name: getattr(found, name) for name in options} == options
-    assert found.logit_bias == ((2, -5.5), (3, 1.0))
-    assert found.stop_token_ids == (7, 9, 50)
+    result = params(**options, logit_bias={3: 1, 2: -5.5}, stop_token_ids=[50, 7])
+    assert {name: getattr(result, name) for name in options} == options
+    assert result.logit_bias == ((2, -5.5), (3, 1.0))
+    assert result.stop_token_ids == (7, 9, 50)
     assert params(ignore_eos=True, stop_token_ids=[50]).stop_token_ids == (50,)
     used = {*options, "logit_bias", "stop_token_ids", "ignore_eos"}
     assert set(SamplingOptions.__struct_fields__) - used == {

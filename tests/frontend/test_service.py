@@ -449,8 +449,8 @@ async def test_merge_gives_all_choices_as_they_come(service: Service, folder: Pa
 
 
 def states(service: Service, asked: list[Request]) -> list[str]:
-    found = [service.status(one.id) for one in asked]
-    return [status.state for status in found if status]
+    results = [service.status(one.id) for one in asked]
+    return [status.state for status in results if status]
 
 
 async def test_closing_merge_cancels_every_choice(service: Service) -> None:
@@ -695,25 +695,25 @@ async def test_requests_are_in_the_metrics(service: Service) -> None:
         stream = service.generate(request(service, f"cancelled {n}", 1900))
         await anext(stream)
         stream.close()
-    found = {}
+    results = {}
     for family in text_string_to_metric_families(service.metrics.render().decode()):
         for sample in family.samples:
             assert sample.labels["model_name"] == service.name
-            found[sample.name, sample.labels.get("finished_reason", "")] = sample.value
-    assert found["cairn:request_success_total", "length"] == 3
-    assert found["cairn:request_success_total", "cancelled"] == 3
-    assert found["cairn:prompt_tokens_total", ""] == 3 * 38 + 3 * 11
-    assert found["cairn:prefix_cache_queries_total", ""] == 3 * 38 + 3 * 11
+            results[sample.name, sample.labels.get("finished_reason", "")] = sample.value
+    assert results["cairn:request_success_total", "length"] == 3
+    assert results["cairn:request_success_total", "cancelled"] == 3
+    assert results["cairn:prompt_tokens_total", ""] == 3 * 38 + 3 * 11
+    assert results["cairn:prefix_cache_queries_total", ""] == 3 * 38 + 3 * 11
     cached = 2 * 37 + 2 * len("cancelled ")
-    assert found["cairn:prefix_cache_hits_total", ""] == cached
-    assert found["cairn:prompt_tokens_cached_total", ""] == cached
-    assert found["cairn:generation_tokens_total", ""] >= 63
-    assert found["cairn:time_to_first_token_seconds_count", ""] == 6
-    assert found["cairn:inter_token_latency_seconds_count", ""] >= 57
+    assert results["cairn:prefix_cache_hits_total", ""] == cached
+    assert results["cairn:prompt_tokens_cached_total", ""] == cached
+    assert results["cairn:generation_tokens_total", ""] >= 63
+    assert results["cairn:time_to_first_token_seconds_count", ""] == 6
+    assert results["cairn:inter_token_latency_seconds_count", ""] >= 57
     for name in ("e2e_request_latency", "request_queue_time", "request_prefill_time", "request_decode_time"):
-        assert found[f"cairn:{name}_seconds_count", ""] == 6
-        assert found[f"cairn:{name}_seconds_sum", ""] > 0
-    assert found["cairn:request_generation_tokens_sum", ""] >= 63
+        assert results[f"cairn:{name}_seconds_count", ""] == 6
+        assert results[f"cairn:{name}_seconds_sum", ""] > 0
+    assert results["cairn:request_generation_tokens_sum", ""] >= 63
 
 
 async def test_reasoning_is_separate_in_the_status(service: Service) -> None:

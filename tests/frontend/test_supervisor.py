@@ -445,9 +445,9 @@ async def test_several_killers_are_all_found(folder: Path, monkeypatch: pytest.M
     faulty(monkeypatch, "dies")
     async with serving(folder) as service:
         asked = [request(service, (KILLER if n % 3 == 0 else 1, n), 20) for n in range(6)]
-        found = await asyncio.gather(*(collect(service.generate(one)) for one in asked), return_exceptions=True)
+        results = await asyncio.gather(*(collect(service.generate(one)) for one in asked), return_exceptions=True)
         truth = oracle(service)
-        for n, (one, answer) in enumerate(zip(asked, found, strict=True)):
+        for n, (one, answer) in enumerate(zip(asked, results, strict=True)):
             if n % 3 == 0:
                 assert isinstance(answer, GenerationFailed)
             else:

@@ -100,15 +100,15 @@ class Load:
             raise EOFError
         if wait:
             self.tick(wait, 0.01)
-        found: list[wire.ToWorker] = []
+        results: list[wire.ToWorker] = []
         while self.alive < self.MANY:
             self.number += 1
             self.alive += 1
             size = self.chance.choice((3, 20, 120, 300))
             prompt = tuple(self.chance.randrange(1, 23) for _ in range(size))
             sampling = SamplingParams(max_tokens=self.chance.randrange(1, 40), temperature=0.0)
-            found.append(wire.Add(Request(id=self.number, prompt=prompt, sampling=sampling)))
-        return found
+            results.append(wire.Add(Request(id=self.number, prompt=prompt, sampling=sampling)))
+        return results
 
     def send(self, message: object) -> None:
         assert isinstance(message, wire.StepOutputs)

@@ -59,10 +59,10 @@ def test_chunks_have_all_of_a_text_and_are_no_longer_than_they_may_be() -> None:
         text = " ".join(words).strip()
         most = rng.randint(100, 400)
         overlap = rng.randint(0, most // 2)
-        found = [piece.text for piece in chunks([Section("h", text)], most, overlap)]
-        assert all(0 < len(piece) <= most for piece in found)
+        results = [piece.text for piece in chunks([Section("h", text)], most, overlap)]
+        assert all(0 < len(piece) <= most for piece in results)
         at = covered = 0
-        for piece in found:
+        for piece in results:
             at = text.index(piece, at)
             assert not text[covered:at].strip(), "a part of the text is in no chunk"
             covered = max(covered, at + len(piece))
@@ -84,7 +84,7 @@ def test_what_headings_repeat_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     for level in range(1, 1000):
         levels.head(level, f"{level} " + "x" * 1000)
     levels.add("text")
-    assert MAX_TITLE == 200 and [len(one) for one in levels.sections[0].heading.split(" > ")] == [200] * 9
+    assert MAX_TITLE == 200 and [len(part) for part in levels.sections[0].heading.split(" > ")] == [200] * 9
     monkeypatch.setattr(chunking, "MAX_CHUNKS", 3)
     assert len(sections("# a\ntext\n" * 3, "md")) == 3
     with pytest.raises(UnreadableDocument, match="more than 3 sections"):

@@ -62,7 +62,7 @@ def test_brackets_that_are_not_citations_are_ignored(
         found, checked = read(text, size, strict=strict)
         assert found == (text if told is None else told), size
         assert (checked.cited, checked.removed) == (cited, removed), size
-        assert all(found[one.at :].startswith(f"[{one.number}]") for one in checked.places)
+        assert all(found[place.at :].startswith(f"[{place.number}]") for place in checked.places)
 
 
 def test_names_of_sources_are_no_citations_and_other_words_are_text() -> None:
@@ -101,11 +101,11 @@ class Says:
 async def test_an_answer_without_a_citation_is_not_answered(said: str, told: str, answered: bool) -> None:
     """Such an answer may come from the model's own knowledge, and the caller asked for one from the documents."""
     collections = Collections(None, Says(said))  # type: ignore[arg-type]
-    found = [SearchHit(chunk=chunk(key), score=0.5, rank=0.1) for key in (1, 2)]
+    results = [SearchHit(chunk=chunk(key), score=0.5, rank=0.1) for key in (1, 2)]
     events: list[dict[str, Any]] = []
-    answer = await collections.ask(Asker("me"), "What is a cairn?", found, SamplingOptions(), events.append)
+    answer = await collections.ask(Asker("me"), "What is a cairn?", results, SamplingOptions(), events.append)
     assert (answer.answer, answer.answered) == (told, answered)
-    assert "".join(one["content"] for one in events if one["type"] == "answer.delta") == told
+    assert "".join(event["content"] for event in events if event["type"] == "answer.delta") == told
     assert events[-1]["type"] == "answer.done" and events[-1]["answered"] is answered
 
 

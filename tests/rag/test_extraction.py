@@ -22,10 +22,10 @@ from tests.rag.document_files import STYLES, docx, paragraph, pdf
 
 def read(kind: DocumentKind, data: bytes) -> list[Section]:
     """Extract a document's text in this process."""
-    found = extract_process.extract(kind, io.BytesIO(data))
-    if found.error:
-        raise ValueError(found.error)
-    return found.sections
+    result = extract_process.extract(kind, io.BytesIO(data))
+    if result.error:
+        raise ValueError(result.error)
+    return result.sections
 
 
 async def read_apart(kind: DocumentKind, data: bytes, folder: Path) -> list[Section]:

@@ -54,9 +54,9 @@ class Good:
                 self.gaps.append(now - last)
                 last = now
             await reader.readexactly(2)
-            found = events(data)
-            assert found[-1] == "[DONE]"
-            text = "".join(choice["text"] for chunk in found[:-1] for choice in chunk["choices"])
+            chunks = events(data)
+            assert chunks[-1] == "[DONE]"
+            text = "".join(choice["text"] for chunk in chunks[:-1] for choice in chunk["choices"])
             self.answers.setdefault(prompt, set()).add(text)
             await asyncio.sleep(0.05)
         writer.close()

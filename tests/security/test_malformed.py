@@ -231,14 +231,14 @@ TEXTS: list[bytes] = [
 
 def paths(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Yield every place in a JSON value."""
-    found = [at]
+    results = [at]
     if isinstance(value, dict):
         for key, item in value.items():
-            found += paths(item, (*at, key))
+            results += paths(item, (*at, key))
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            found += paths(item, (*at, index))
-    return found
+            results += paths(item, (*at, index))
+    return results
 
 
 def replaced(value: Any, at: tuple[Any, ...], new: Callable[[Any], Any]) -> Any:
@@ -444,8 +444,8 @@ async def test_the_bodies_are_right_before_they_are_changed(server: Served) -> N
     for path, body in BODIES:
         data = request_bytes("POST", path, json.dumps(body).encode())
         for over in (False, True):  # the second as nc -N does
-            found = await exchange(server.port, data, over=over)
-            assert found.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n").startswith(b"HTTP/1.1 200"), found
+            result = await exchange(server.port, data, over=over)
+            assert result.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n").startswith(b"HTTP/1.1 200"), result
 
 
 LARGE = "9" * 5000
@@ -547,8 +547,8 @@ async def test_odd_json_is_a_typed_4xx(server: Served, figure: Figure, prove: bo
     async def each(number: int) -> None:
         nonlocal refused
         path, data = odd_body(random.Random(number))
-        found = await exchange(server.port, request_bytes("POST", path, data))
-        head, _, body = found.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n").partition(b"\r\n\r\n")
+        result = await exchange(server.port, request_bytes("POST", path, data))
+        head, _, body = result.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n").partition(b"\r\n\r\n")
         assert head, (number, data)
         status = int(head.split()[1])
         if status == 200:
@@ -581,9 +581,9 @@ async def test_odd_hosts_are_refused(server: Served, figure: Figure, prove: bool
         head = f"GET /v1/models HTTP/1.1\r\nHost: {host}\r\n\r\n"
         if number % 2 and re.fullmatch(r"[!-~]+", host):  # the same in the request line
             head = f"GET http://{host}/v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
-        found = await exchange(server.port, head.encode("latin-1"))
-        status = int(found.split()[1])
-        assert (status == 200) is is_ours(host) and (status == 200 or 400 <= status < 500), (host, found[:300])
+        result = await exchange(server.port, head.encode("latin-1"))
+        status = int(result.split()[1])
+        assert (status == 200) is is_ours(host) and (status == 200 or 400 <= status < 500), (host, result[:300])
         served += status == 200
 
     await attacks(len(hosts), each)
@@ -605,8 +605,8 @@ async def test_odd_uploads_are_a_typed_4xx_and_hold_no_room(figure: Figure, prov
         async def each(number: int) -> None:
             nonlocal kept, refused
             sent = odd_form(random.Random(number))
-            found = await exchange(server.port, sent)
-            head, _, body = found.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n").partition(b"\r\n\r\n")
+            result = await exchange(server.port, sent)
+            head, _, body = result.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n").partition(b"\r\n\r\n")
             if not head:
                 return  # closed, as the announced bytes did not come
             status = int(head.split()[1])
@@ -618,7 +618,7 @@ async def test_odd_uploads_are_a_typed_4xx_and_hold_no_room(figure: Figure, prov
         await attacks(count, each)
         assert kept and refused > count // 2
         with urllib.request.urlopen(server.url + "/v1/files?limit=1000") as answer:
-            files = [one["id"] for one in json.load(answer)["data"]]
+            files = [item["id"] for item in json.load(answer)["data"]]
         assert len(files) == kept + 1
         for id in files:
             urllib.request.urlopen(urllib.request.Request(f"{server.url}/v1/files/{id}", method="DELETE")).close()
@@ -644,8 +644,8 @@ async def test_odd_http_is_a_typed_4xx_or_a_closed_connection(server: Served, fi
 
     async def each(number: int) -> None:
         data = odd_bytes(random.Random(number))
-        found = await exchange(server.port, data)
-        head, _, body = found.partition(b"\r\n\r\n")
+        result = await exchange(server.port, data)
+        head, _, body = result.partition(b"\r\n\r\n")
         if head.startswith(b"HTTP/1.1 100"):
             head, _, body = body.partition(b"\r\n\r\n")
         if not head:

@@ -29,12 +29,12 @@ def patterns(tree: ast.AST) -> Iterator[tuple[int, str]]:
         if owner == "re" and node.func.attr in CALLS and node.args:
             given = node.args[0]
         elif owner == "msgspec" and node.func.attr == "Meta":
-            given = next((one.value for one in node.keywords if one.arg == "pattern"), None)
+            given = next((keyword.value for keyword in node.keywords if keyword.arg == "pattern"), None)
         if isinstance(given, ast.Constant) and isinstance(given.value, str | bytes):
             text = given.value
             yield node.lineno, text if isinstance(text, str) else text.decode("latin-1")
         elif isinstance(given, ast.JoinedStr):
-            parts = [one.value if isinstance(one, ast.Constant) else "x" for one in given.values]
+            parts = [value.value if isinstance(value, ast.Constant) else "x" for value in given.values]
             yield node.lineno, "".join(map(str, parts))
 
 

@@ -164,7 +164,7 @@ def main() -> int:
         plan = Scheduler.plan
 
         def stuck(self: Scheduler) -> Any:
-            return None if any(one.tokens[0] == KILLER for one in self._sequences.values()) else plan(self)
+            return None if any(sequence.tokens[0] == KILLER for sequence in self._sequences.values()) else plan(self)
 
         Scheduler.plan = stuck  # type: ignore[method-assign]
         worker.BEAT_SECONDS = 0.25  # how often it reports that nothing has arrived

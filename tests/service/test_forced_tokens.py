@@ -153,18 +153,18 @@ def test_forced_tokens_are_drafted_where_they_cannot_be_appended() -> None:
     """With log-probabilities each token needs logits of its own: they are the same, in fewer steps."""
     steps, accepted = [0, 0], 0
     for pattern, seed in itertools.product((*GRAMMARS, LONG), range(4)):
-        found = []
+        results = []
         for place, policy in enumerate((None, MeasuredPolicy(fixed=7))):
             rig = Rig(drafts=policy)
             request = made(1, sampling={"logprobs": True, "seed": seed})
             rig.scheduler.add(request, follows(request, pattern, appended=True))
             rig.run()
             assert rig.nothing_held()
-            found.append([one for output in rig.outputs[1] for one in output.logprobs])
-            assert [one.token for one in found[-1]] == rig.tokens(1)
+            results.append([logprob for output in rig.outputs[1] for logprob in output.logprobs])
+            assert [one.token for one in results[-1]] == rig.tokens(1)
             steps[place] += len(rig.plans)
             accepted += rig.scheduler.stats().accepted
-        assert found[0] == found[1]
+        assert results[0] == results[1]
     assert steps[1] < 0.7 * steps[0] and accepted >= steps[0] - steps[1]
 
 
@@ -266,9 +266,9 @@ def test_looking_for_forced_tokens_takes_bounded_time_of_a_step() -> None:
 
 def test_log_probabilities_are_those_of_every_token() -> None:
     request = made(1, sampling={"logprobs": True, "top_logprobs": 2})
-    found = [answers([request], [GRAMMARS[0]], appended=appended)[1].outputs[1] for appended in (False, True)]
-    scores = [[score for output in outputs for score in output.logprobs] for outputs in found]
-    tokens = [[token for output in outputs for token in output.tokens] for outputs in found]
+    results = [answers([request], [GRAMMARS[0]], appended=appended)[1].outputs[1] for appended in (False, True)]
+    scores = [[score for output in outputs for score in output.logprobs] for outputs in results]
+    tokens = [[token for output in outputs for token in output.tokens] for outputs in results]
     assert scores[0] == scores[1] and [score.token for score in scores[0]] == tokens[0] == tokens[1]
 
 
@@ -276,21 +276,21 @@ def test_a_grammar_without_an_allowed_token_ends_with_an_error() -> None:
     """The sampler reports it, not the grammar."""
     extras = SamplingExtras(allowed_token_ids=(1, 2, 3))
     request = made(1, sampling={"extras": extras})
-    found = [answers([request], ["thename"], appended=appended)[0] for appended in (False, True)]
-    assert found[0] == found[1] and found[0][0][1] is FinishReason.ERROR
+    results = [answers([request], ["thename"], appended=appended)[0] for appended in (False, True)]
+    assert results[0] == results[1] and results[0][0][1] is FinishReason.ERROR
 
 
 def test_the_end_of_a_budget_is_appended() -> None:
     """The tag that ends reasoning is the only allowed continuation."""
-    found = []
+    results = []
     for appended in (False, True):
         rig = Rig()
         request = made(1)
         matcher = follows(request, "[a-z]{3,12}(the)?namename", appended=appended, budget=2)
         rig.scheduler.add(request, matcher)
         rig.run()
-        found.append((rig.tokens(1), rig.finish(1), len(rig.plans)))
-    assert found[0][:2] == found[1][:2] and found[1][2] < found[0][2]
+        results.append((rig.tokens(1), rig.finish(1), len(rig.plans)))
+    assert results[0][:2] == results[1][:2] and results[1][2] < results[0][2]
 
 
 def test_a_run_is_what_the_masks_say_one_by_one() -> None:

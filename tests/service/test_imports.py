@@ -55,5 +55,5 @@ def test_many_starts_under_load(prove: bool) -> None:
             subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
             for _ in range(5)
         ]
-        assert [one.communicate()[1] for one in starts] == [CUT] * 5
-        assert [one.returncode for one in starts] == [0] * 5
+        assert [start.communicate()[1] for start in starts] == [CUT] * 5
+        assert [start.returncode for start in starts] == [0] * 5

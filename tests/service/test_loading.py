@@ -95,17 +95,17 @@ def test_a_load_reports_its_phase_and_progress(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(digests, "REMEMBER_FROM", 0)
     model = write_model(tmp_path / "model", **MODELS["llama with biases, tied"])
     for doing in ("packing the weights", "reading the packed weights"):
-        told: dict[str, list[tuple[int, int]]] = {}
-        with watched(lambda what, done, total, told=told: told.setdefault(what, []).append((done, total))):
+        results: dict[str, list[tuple[int, int]]] = {}
+        with watched(lambda what, done, total, told=results: told.setdefault(what, []).append((done, total))):
             load(model).close()
-        assert doing in told
-        for steps in told.values():
+        assert doing in results
+        for steps in results.values():
             assert all(0 <= done <= total for done, total in steps)
-        dones = [done for done, _ in told[doing]]
+        dones = [done for done, _ in results[doing]]
         assert dones == sorted(dones) and dones[-1] > 0
         digests._hashed.clear()
         (tmp_path / "cache" / "cairn" / "digests.json").unlink()
-    assert "checking the files" in told
+    assert "checking the files" in results
     tell("nobody", 1, 2)  # no listener is left
 
 

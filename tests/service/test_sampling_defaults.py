@@ -27,8 +27,8 @@ def spec(**said: float):
 
 
 def drawn(said: dict[str, float], **asked) -> dict[str, float]:
-    found = sampling_params(spec(**said), SamplingOptions(**asked), prompt_tokens=4)
-    return {name: getattr(found, name) for name in OURS}
+    result = sampling_params(spec(**said), SamplingOptions(**asked), prompt_tokens=4)
+    return {name: getattr(result, name) for name in OURS}
 
 
 def test_a_model_that_says_nothing_is_sampled_as_people_expect():
@@ -71,7 +71,7 @@ CARD = MakersSampling(values={"temperature": 0.2, "top_p": 0.9}, source="https:/
 def test_a_card_of_the_makers_is_a_whole_recipe_where_the_files_say_nothing_of_the_draw():
     carded = msgspec.structs.replace(spec(repetition_penalty=1.1), makers=CARD)
     applied = sampling_defaults(carded)
-    values = {name: one.value for name, one in applied.items() if name in OURS}
+    values = {name: value.value for name, value in applied.items() if name in OURS}
     assert values == {"temperature": 0.2, "top_k": 0, "top_p": 0.9, "min_p": 0}
     assert {applied[name].source for name in OURS} == {"makers"}
     assert (applied["repetition_penalty"].value, applied["repetition_penalty"].source) == (1.1, "model")
@@ -101,11 +101,11 @@ def test_options_come_before_files_and_cards_each_by_itself():
 
 def test_every_value_says_where_it_comes_from():
     applied = sampling_defaults(spec(temperature=0.6, top_p=0.9))
-    assert {name: one.source for name, one in applied.items()} == {
+    assert {name: value.source for name, value in applied.items()} == {
         **dict.fromkeys(OURS, "model"),
         **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), "default"),
     }
-    assert {one.source for one in sampling_defaults(SPEC).values()} == {"default"}
+    assert {sampling_default.source for sampling_default in sampling_defaults(SPEC).values()} == {"default"}
     assert list(applied) == list(NEUTRAL) == list(SAMPLING_RANGES)
 
 

@@ -163,7 +163,7 @@ async def test_a_helper_gets_nothing_and_is_bounded(name: str, tmp_path: Path, m
             environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             given = {line.partition(b"=")[0].decode() for line in environment if line}
             assert given <= {*KEPT_VARIABLES} and "TZ" in given
-            handles = sorted(int(one.name) for one in Path(f"/proc/{pid}/fd").iterdir())
+            handles = sorted(int(path.name) for path in Path(f"/proc/{pid}/fd").iterdir())
             assert 77 not in handles and len(handles) <= 5, handles
             assert limit(pid, "Max core file size") == "0" == limit(pid, "Max file size")
             assert limit(pid, "Max open files") == str(OPEN_FILES)

@@ -37,12 +37,12 @@ VLLM = {
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, str], float]:
-    found = {}
+    results = {}
     for family in text_string_to_metric_families(metrics.render().decode()):
         for sample in family.samples:
             rest = {k: v for k, v in sample.labels.items() if k != "model_name"}
-            found[sample.name, ",".join(rest.values())] = sample.value
-    return found
+            results[sample.name, ",".join(rest.values())] = sample.value
+    return results
 
 
 @pytest.mark.parametrize("prefix", ["cairn", "vllm"])
@@ -118,14 +118,14 @@ def test_counters_of_stores_go_on_when_a_worker_is_replaced() -> None:
     metrics.running, metrics.waiting, metrics.kv_usage = 3, 2, 0.5
     metrics.worker_replaced()
     assert (metrics.running, metrics.waiting, metrics.kv_usage) == (0, 0, 0.0)
-    found = samples(metrics)
-    assert found["cairn:kv_disk_written_bytes_total", ""] == 100
-    assert found["cairn:kv_disk_chunks", ""] == found["cairn:kv_disk_up", ""] == 0
+    result = samples(metrics)
+    assert result["cairn:kv_disk_written_bytes_total", ""] == 100
+    assert result["cairn:kv_disk_chunks", ""] == result["cairn:kv_disk_up", ""] == 0
     metrics.kv = KvStats(disk=TierStats(chunks=7, budget=9, written=11), dropped=1, load_seconds=0.25)
-    found = samples(metrics)
-    assert found["cairn:kv_disk_written_bytes_total", ""] == 111
-    assert found["cairn:kv_chunks_dropped_total", ""] == 3
-    assert found["cairn:kv_load_seconds_total", ""] == 0.75
-    assert found["cairn:kv_disk_chunks", ""] == 7 and found["cairn:kv_disk_up", ""] == 1
+    result = samples(metrics)
+    assert result["cairn:kv_disk_written_bytes_total", ""] == 111
+    assert result["cairn:kv_chunks_dropped_total", ""] == 3
+    assert result["cairn:kv_load_seconds_total", ""] == 0.75
+    assert result["cairn:kv_disk_chunks", ""] == 7 and result["cairn:kv_disk_up", ""] == 1
     metrics.kv = KvStats(disk=TierStats(chunks=7, budget=9, trouble="the disk failed"))
     assert samples(metrics)["cairn:kv_disk_up", ""] == 0

@@ -52,7 +52,7 @@ def test_bounds_hold_whatever_comes() -> None:
             held ^= {rng.randint(1, 250)}
             keep(cache, tenant, str(rng.randint(0, 9)), size)
             assert cache.bytes() <= 1000
-            assert all(cache.bytes(one) <= 1000 // PARTS for one in "abcdefg")
+            assert all(cache.bytes(char) <= 1000 // PARTS for char in "abcdefg")
 
 
 def test_what_grows_counts_when_the_next_one_comes() -> None:

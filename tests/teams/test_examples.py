@@ -110,8 +110,8 @@ async def test_the_prisoners_dilemma(folder: Path) -> None:
         "points: alice 5, bob 10",
         "points: alice 6, bob 11",
     ]
-    told = next(told for member, told, _ in voice.asked[2:] if member == "alice")
-    assert "user: Points of this round: alice said cooperate and gets 3; bob said cooperate and gets 3." in told
+    result = next(told for member, told, _ in voice.asked[2:] if member == "alice")
+    assert "user: Points of this round: alice said cooperate and gets 3; bob said cooperate and gets 3." in result
     assert [one.met for one in outcome.met] == [True, True, False]  # no tokens, so none are shared
 
 
@@ -163,7 +163,9 @@ async def test_the_workflow() -> None:
     ]
     ended = bench.state.ended
     assert ended is not None and ended.result == {"passed": True, "why": "it is so"}
-    assert [(one["field"], one["won"], one["lost"]) for one in ended.conflicts] == [("passed", "review", "lint")]
+    assert [(conflict["field"], conflict["won"], conflict["lost"]) for conflict in ended.conflicts] == [
+        ("passed", "review", "lint")
+    ]
 
 
 @pytest.mark.parametrize(

@@ -53,8 +53,8 @@ class Company:
 
     def said(self, id: str = "t") -> list[tuple[int, str, str]]:
         _, entries = self.teams.entries("default", id)
-        found = [one.value for one in entries if isinstance(one.value, Stated)]
-        return sorted((one.round, one.member, one.content) for one in found)
+        results = [entry.value for entry in entries if isinstance(entry.value, Stated)]
+        return sorted((result.round, result.member, result.content) for result in results)
 
 
 @contextlib.asynccontextmanager
@@ -99,13 +99,15 @@ async def test_what_a_round_tells_is_what_the_agents_hold(folder: Path) -> None:
         await at.teams.create("default", some(kind="round_robin"))
         await at.teams.post("default", "t", "psst", ["bob"])
         await at.rounds(many=2)
-        told = {
+        results = {
             name: "".join(
-                one["content"] for turn in await at.at.agents.turns("default", f"t.{name}") for one in turn.messages
+                message["content"]
+                for turn in await at.at.agents.turns("default", f"t.{name}")
+                for message in turn.messages
             )
             for name in NAMES
         }
-        assert "psst" in told["bob"] and "psst" not in told["ada"] + told["cy"]
+        assert "psst" in results["bob"] and "psst" not in results["ada"] + results["cy"]
         done = [event for event in at.events if event["type"] == "turn.done"]
         assert [event["member"] for event in done] == ["ada", "bob", "cy", "bob", "cy", "ada"]
         for event in done:
@@ -206,7 +208,7 @@ async def test_an_agent_of_that_name_is_left_alone(folder: Path) -> None:
         await at.at.agents.create("default", id="t.bob")
         with pytest.raises(Conflict):
             await at.teams.create("default", some())
-        assert [one.id for one in at.at.agents.page("default").agents] == ["t.bob"]
+        assert [agent.id for agent in at.at.agents.page("default").agents] == ["t.bob"]
         assert at.teams.ids("default") == []
 
 
@@ -228,4 +230,4 @@ async def test_a_message_that_was_acknowledged_survives_a_crash(folder: Path) ->
         await at.teams.post("default", "t", "remember this")
         await at.again()
         _, entries = at.teams.entries("default", "t")
-        assert [one.value.content for one in entries if isinstance(one.value, Posted)] == ["remember this"]
+        assert [entry.value.content for entry in entries if isinstance(entry.value, Posted)] == ["remember this"]

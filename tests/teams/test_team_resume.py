@@ -74,8 +74,8 @@ async def test_a_step_that_forgets_an_event_is_detected(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(TeamRound, "_open", forgetful)
     expected, asked = await whole("broadcast")
-    found = [(await whole("broadcast", [death]))[0] for death in range(asked)]
-    assert any(one != expected for one in found)
+    results = [(await whole("broadcast", [death]))[0] for death in range(asked)]
+    assert any(result != expected for result in results)
 
 
 async def test_a_message_during_a_round_is_heard_once_by_the_next_speaker() -> None:

@@ -23,22 +23,22 @@ async def floor(made: Team, script: Script | None = None) -> AsyncIterator[Floor
 
 def shape(events: Sequence[dict[str, object]]) -> list[str]:
     """Return the events in short form, without deltas."""
-    found = []
+    results = []
     for event in events:
         match event["type"]:
             case "turn.started" | "turn.delta":
                 continue
             case "turn.done":
-                found.append(f"{event['member']}: {event['content']}")
+                results.append(f"{event['member']}: {event['content']}")
             case "choice":
-                found.append(f"{event['member']} {event['about']} {event['choice']}")
+                results.append(f"{event['member']} {event['about']} {event['choice']}")
             case "vote.ballot":
-                found.append(f"{event['member']} votes {' > '.join(event['ballot'])}")  # type: ignore[arg-type]
+                results.append(f"{event['member']} votes {' > '.join(event['ballot'])}")  # type: ignore[arg-type]
             case "vote.decided":
-                found.append(f"decided {event['decision']}")
+                results.append(f"decided {event['decision']}")
             case other:
-                found.append(str(other))
-    return found
+                results.append(str(other))
+    return results
 
 
 async def test_round_robin_begins_each_round_with_the_next_member() -> None:

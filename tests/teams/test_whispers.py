@@ -48,17 +48,17 @@ async def leaks(topology: Topology, seed: int) -> list[str]:
             await at.play(vote)
             if rng.random() < 0.3:
                 await at.again()
-        told = [(member, text) for member, text, _ in at.voice.asked]
-        told += [(name, prompts.markdown(at.team, at.journal.read(Item), name)) for name in NAMES]
+        results = [(member, text) for member, text, _ in at.voice.asked]
+        results += [(name, prompts.markdown(at.team, at.journal.read(Item), name)) for name in NAMES]
     finally:
         await at.close()
     for name in NAMES:
-        mine = "".join(text for member, text in told if member == name)
+        mine = "".join(text for member, text in results if member == name)
         reached = {secret for secret, known in whispers.items() if name in known}
         assert all(secret in mine for secret in reached), name
     return [
         f"{member}: {secret}"
-        for member, text in told
+        for member, text in results
         for secret, known in whispers.items()
         if secret in text and member not in known
     ]

@@ -180,8 +180,8 @@ def test_the_middle_is_filled_in(named: bool, tmp_path: Path) -> None:
     texts = ("<|a|>", "<|b|>", "<|c|>") if named else FIM[0]
     path, kinds = tmp_path / "m.gguf", dict.fromkeys(texts, CONTROL)
     write_scripted(path, ["mid"], kinds=kinds)
-    found = Tokenizer.load(path)
-    prefix, suffix, middle = (found.controls.ids[text] for text in texts)
+    result = Tokenizer.load(path)
+    prefix, suffix, middle = (result.controls.ids[text] for text in texts)
     keys = [f"tokenizer.ggml.fim_{key}_token_id" for key in ("pre", "suf", "mid")]
     extra = dict(zip(keys, (prefix, suffix, middle), strict=True)) if named else {}
     write_scripted(path, ["mid"], kinds=kinds, extra=extra)
@@ -217,16 +217,18 @@ def test_a_first_token_comes_once_before_the_middle(wanted: bool, tmp_path: Path
 def test_a_folder_ends_with_its_tokenizers_token_and_with_known_ones(tmp_path: Path) -> None:
     """Also where only special_tokens_map.json names it, or where the vocabulary has it as an ordinary piece."""
     data = json.loads(text_models.byte_level())
-    ids = {one["content"]: one["id"] for one in data["added_tokens"]}
+    ids = {added_token["content"]: added_token["id"] for added_token in data["added_tokens"]}
     folder = text_models.write_model(tmp_path, json.dumps(data), {})
     (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<think>"}))
     ends = {ids["<think>"], ids["<|endoftext|>"], ids["<|im_end|>"]}
     assert Tokenizer.load(folder).end_ids == ends
-    for one in data["added_tokens"]:
-        one["special"] = False
+    for added_token in data["added_tokens"]:
+        added_token["special"] = False
     text_models.write_model(tmp_path, json.dumps(data), {})
     assert Tokenizer.load(folder).end_ids == ends
-    data["added_tokens"] = [one for one in data["added_tokens"] if one["content"] != "<|im_end|>"]
+    data["added_tokens"] = [
+        added_token for added_token in data["added_tokens"] if added_token["content"] != "<|im_end|>"
+    ]
     spare = len(data["model"]["vocab"])
     data["model"]["vocab"]["<|eot_id|>"] = spare
     data["added_tokens"] = []

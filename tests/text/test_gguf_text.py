@@ -184,7 +184,7 @@ def rescored(folder: Path) -> dict[str, float]:
     rank = {"".join(pair): number for number, pair in reversed(list(enumerate(data["model"]["merges"])))}
     # Shuffled, so that the order of ids is not the order of scores.
     rank = dict(zip(rank, random.Random(5).sample(sorted(rank.values()), len(rank)), strict=True))
-    special = {one["content"] for one in data["added_tokens"]}
+    special = {added_token["content"] for added_token in data["added_tokens"]}
     scores = {piece: -float(rank.get(piece, -1000)) for piece in data["model"]["vocab"] if piece not in special}
     pairs = [(p[:cut], p[cut:]) for p in scores if not p.startswith("<0x") for cut in range(1, len(p))]
     known = [pair for pair in pairs if pair[0] in scores and pair[1] in scores]

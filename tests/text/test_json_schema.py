@@ -60,7 +60,7 @@ def _additional(given: Any, value: Any, schema: Schema, root: Schema) -> bool:
     others = [
         name
         for name in value
-        if name not in schema.get("properties", {}) and not any(re.search(one, name) for one in patterns)
+        if name not in schema.get("properties", {}) and not any(re.search(pattern, name) for pattern in patterns)
     ]
     return all(valid(given, value[name], root) for name in others)
 

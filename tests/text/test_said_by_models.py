@@ -50,7 +50,7 @@ def test_an_answer_is_reasoning_content_and_whole_calls(
     with LLM(str(path), kv_gb=0.05, threads=1) as llm:
         answer = llm.chat(ASKED, TOOLS, temperature=0, max_tokens=20)
         assert (answer.text, answer.reasoning, answer.finish_reason) == (text, reasoning, reason)
-        made = [(one.name, one.arguments) for one in answer.tool_calls]
+        made = [(tool_call.name, tool_call.arguments) for tool_call in answer.tool_calls]
         assert made == [(name, given if isinstance(given, str) else json.dumps(given)) for name, given in calls]
         stream = llm.chat(ASKED, TOOLS, temperature=0, max_tokens=20, stream=True)
         assert "".join(delta.text for delta in stream) == text

@@ -97,8 +97,8 @@ async def test_what_takes_too_long_or_too_much_is_refused_and_the_next_is_not(tm
         assert caught.value.field == "guided_json"
         assert any(why in str(caught.value) for why in ("2 s of processor time", "more than 256 MiB of memory"))
         small = Structure(kind="regex", text="a")
-        found = await asyncio.gather(*(chat.grammar(small, OutputFormat()) for _ in range(3)))
-        assert all(accepts(one.grammar, "a") for one in found)
+        results = await asyncio.gather(*(chat.grammar(small, OutputFormat()) for _ in range(3)))
+        assert all(accepts(result.grammar, "a") for result in results)
         assert len((await chat.prompt(ASKED)).tokens) > 5, "and it renders"
     finally:
         await chat.close()

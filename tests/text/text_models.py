@@ -83,7 +83,7 @@ def sentencepiece(first_only: bool = False) -> str:
     latin = [text.encode("ascii", "ignore").decode() for text in TEXTS]
     made.train_from_iterator(latin * 3, trainers.BpeTrainer(vocab_size=600, special_tokens=[*control, *units]))
     data = json.loads(made.to_str())
-    data["added_tokens"] = [one for one in data["added_tokens"] if one["content"] in control]
+    data["added_tokens"] = [added_token for added_token in data["added_tokens"] if added_token["content"] in control]
     # A vocabulary that can spell a control token by itself, as some converted ones can.
     vocab = data["model"]["vocab"]
     for piece in ("<", "s", ">", "s>"):

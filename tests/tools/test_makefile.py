@@ -37,8 +37,10 @@ def stub(path: Path, version: str, *, without: str = "", noise: str = "") -> Pat
 
 
 def test_the_first_installation_reports_what_takes_long(folder: Path) -> None:
-    told = subprocess.run(["make", "-n", "install"], cwd=folder, capture_output=True, text=True, timeout=60, check=True)
-    assert "The first time this takes one to two minutes, half of it the compiler" in told.stdout
+    result = subprocess.run(
+        ["make", "-n", "install"], cwd=folder, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "The first time this takes one to two minutes, half of it the compiler" in result.stdout
 
 
 @pytest.fixture
@@ -202,12 +204,12 @@ def test_bytecode_is_kept_although_the_environment_says_otherwise(
 
 def test_an_installation_compiles_for_this_cpu_and_tests_for_all(folder: Path) -> None:
     for target, variants in (("install", "native"), (".venv/.test", "all")):
-        told = subprocess.run(
+        result = subprocess.run(
             ["make", "-n", target], cwd=folder, capture_output=True, text=True, timeout=60, check=True
         )
-        assert f"cmake.define.CAIRN_VARIANTS={variants}'" in told.stdout
-    told = subprocess.run(["make", "-n", "wheel"], cwd=folder, capture_output=True, text=True, timeout=60, check=True)
-    assert "CAIRN_VARIANTS=all" in told.stdout and "auditwheel repair" in told.stdout
+        assert f"cmake.define.CAIRN_VARIANTS={variants}'" in result.stdout
+    result = subprocess.run(["make", "-n", "wheel"], cwd=folder, capture_output=True, text=True, timeout=60, check=True)
+    assert "CAIRN_VARIANTS=all" in result.stdout and "auditwheel repair" in result.stdout
 
 
 WORKFLOWS = sorted((MAKEFILE.parent / ".github" / "workflows").glob("*.yml"))
@@ -227,10 +229,10 @@ def test_workflow_files_are_whole(path: Path) -> None:
 
 
 def test_releases_are_made_for_linux_and_macos_with_every_kernel() -> None:
-    (path,) = (one for one in WORKFLOWS if one.name == "wheels.yml")
+    (path,) = (workflow for workflow in WORKFLOWS if workflow.name == "wheels.yml")
     machines = yaml.safe_load(path.read_text())["jobs"]["wheel"]["strategy"]["matrix"]["os"]
-    assert [one.partition("-")[0] for one in machines] == ["ubuntu", "ubuntu", "macos"]
-    assert any(one.endswith("-arm") for one in machines)
+    assert [machine.partition("-")[0] for machine in machines] == ["ubuntu", "ubuntu", "macos"]
+    assert any(machine.endswith("-arm") for machine in machines)
     settings = tomllib.loads((MAKEFILE.parent / "pyproject.toml").read_text())["tool"]["cibuildwheel"]
     assert settings["config-settings"] == {"cmake.define.CAIRN_VARIANTS": "all"}
     assert settings["linux"]["manylinux-x86_64-image"] == "manylinux_2_28"

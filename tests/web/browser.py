@@ -90,8 +90,8 @@ class Visit:
 
     def last(self, part: str) -> str:
         """Return the text of a part of the last turn."""
-        found: str = self.page.locator(f".turn:last-child {part}").first.inner_text()
-        return found
+        result: str = self.page.locator(f".turn:last-child {part}").first.inner_text()
+        return result
 
     def button(self, name: str) -> Any:
         return self.page.get_by_role("button", name=name)

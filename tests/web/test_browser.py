@@ -68,9 +68,9 @@ def visit(browser: Any, talking: Home) -> Iterator[Visit]:
 
 
 def agent_of(visit: Visit) -> str:
-    found = re.search(r"#/chat/([\w.-]+)$", visit.page.url)
-    assert found, visit.page.url
-    return found[1]
+    hits = re.search(r"#/chat/([\w.-]+)$", visit.page.url)
+    assert hits, visit.page.url
+    return hits[1]
 
 
 def test_a_first_visit(visit: Visit) -> None:
@@ -486,18 +486,18 @@ NASTY = [
 def test_whatever_a_model_writes_becomes_harmless_nodes_in_linear_time(visit: Visit) -> None:
     visit.open()
     for text in NASTY:
-        found = visit.page.evaluate(RENDER, text)
-        assert set(found["names"]) <= TAGS and set(found["attributes"]) <= ATTRIBUTES, (text[:60], found)
-        assert set(found["links"]) <= {"https:", "http:", "mailto:"}, (text[:60], found)
-        assert found["took"] < 3000, (text[:20], found["took"])
-        assert found["same"], text[:60]  # rendering piece by piece gives what rendering at once gives
+        result = visit.page.evaluate(RENDER, text)
+        assert set(result["names"]) <= TAGS and set(result["attributes"]) <= ATTRIBUTES, (text[:60], result)
+        assert set(result["links"]) <= {"https:", "http:", "mailto:"}, (text[:60], result)
+        assert result["took"] < 3000, (text[:20], result["took"])
+        assert result["same"], text[:60]  # rendering piece by piece gives what rendering at once gives
     assert visit.page.evaluate("window.hit") is None
 
 
 def test_a_huge_line_is_shown_in_part_until_all_is_asked_for(visit: Visit) -> None:
     visit.open()
-    found = visit.page.evaluate(RENDER, "a" * 1_000_000)
-    assert 50_000 < found["shown"] < 70_000
+    result = visit.page.evaluate(RENDER, "a" * 1_000_000)
+    assert 50_000 < result["shown"] < 70_000
 
 
 def test_text_cannot_become_html_on_this_page_at_all(visit: Visit) -> None:
@@ -531,9 +531,12 @@ def test_an_accessibility_check_finds_nothing(browser: Any, talking: Home, size:
         visit.page.wait_for_timeout(400)
         if place == "docs":
             visit.page.locator("summary").first.click()
-        found = Axe().run(visit.page).response["violations"]
-        told = [(one["id"], one["impact"], [node["html"][:120] for node in one["nodes"]][:3]) for one in found]
-        assert told == [], (place, scheme, told)
+        violations = Axe().run(visit.page).response["violations"]
+        results = [
+            (violation["id"], violation["impact"], [node["html"][:120] for node in violation["nodes"]][:3])
+            for violation in violations
+        ]
+        assert results == [], (place, scheme, results)
         wide = visit.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
         assert wide <= 0, (place, wide)
     visit.close()
@@ -569,7 +572,7 @@ class Work:
 
     def _now(self) -> tuple[float, int]:
         metrics = self._session.send("Performance.getMetrics")["metrics"]
-        seconds = next(one["value"] for one in metrics if one["name"] == "TaskDuration")
+        seconds = next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration")
         return seconds, self._page.evaluate("window.added")
 
     def since(self) -> tuple[float, int]:

@@ -212,9 +212,9 @@ def test_the_command_prints_a_table(
     engine = load(model)
     identity = numerics(engine.info.identity, "q8")
     engine.close()
-    found = recall(SystemFiles(), tmp_path / "kv", identity, "q8")
-    assert found is not None and f"{found.perplexity:.4f}, raw {found.raw_perplexity:.4f}" in rows["perplexity"]
-    remember(SystemFiles(), tmp_path / "kv", identity, found)
+    result = recall(SystemFiles(), tmp_path / "kv", identity, "q8")
+    assert result is not None and f"{result.perplexity:.4f}, raw {result.raw_perplexity:.4f}" in rows["perplexity"]
+    remember(SystemFiles(), tmp_path / "kv", identity, result)
 
 
 async def test_q8_is_refused_where_it_diverges_too_much(

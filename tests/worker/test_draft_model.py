@@ -25,13 +25,13 @@ PROMPT = "The quick brown fox jumps over the lazy dog, and then"
 
 def test_a_pair_gives_the_answers_of_one_in_fewer_steps() -> None:
     """The bundled model drafts for itself: its greedy drafts are right, sampled ones in part."""
-    found = []
+    results = []
     for options in ({"speculate": "off"}, {"speculate": "3", "draft_model": "demo"}):
         with LLM("demo", kv_gb=0.1, threads=1, **options) as llm:
             answers = [llm.generate(PROMPT, temperature=temp, seed=3, max_tokens=60) for temp in (0.0, 0.7)]
-        found.append([one.text for one in answers])
-        accepted = [one.usage.accepted_prediction_tokens for one in answers]
-    assert found[0] == found[1]
+        results.append([answer.text for answer in answers])
+        accepted = [answer.usage.accepted_prediction_tokens for answer in answers]
+    assert results[0] == results[1]
     assert accepted[0] >= 30, "of a greedy answer of 60 tokens nearly all are guessed"
 
 
@@ -81,8 +81,8 @@ def test_a_models_own_head_guesses_without_being_asked_for(name: str, tmp_path: 
     for options in ({"speculate": "off"}, {"speculate": "3"}, {"speculate": "3", "draft_model": "demo"}):
         with LLM(str(folder), kv_gb=0.05, threads=1, **options) as llm:
             answers = [llm.generate(PROMPT, temperature=temp, seed=3, max_tokens=60) for temp in (0.0, 0.7)]
-        found.append([one.text for one in answers])
-        accepted.append(sum(one.usage.accepted_prediction_tokens for one in answers))
+        found.append([answer.text for answer in answers])
+        accepted.append(sum(answer.usage.accepted_prediction_tokens for answer in answers))
     assert found[0] == found[1] == found[2]
     assert accepted[0] == 0 and accepted[1] >= 10, "of 120 tokens"
 

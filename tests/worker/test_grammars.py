@@ -63,12 +63,12 @@ class Site:
         self.woken += 1
 
     def ready(self, count: int = 1) -> list[ReadyRequest]:
-        found: list[ReadyRequest] = []
+        results: list[ReadyRequest] = []
         deadline = time.monotonic() + 20
-        while len(found) < count and time.monotonic() < deadline:
-            found += self.grammars.ready()
+        while len(results) < count and time.monotonic() < deadline:
+            results += self.grammars.ready()
             time.sleep(0.001)
-        return found
+        return results
 
     def matcher(self, text: str = AB, **fields: Any) -> Matcher:
         self.grammars.add(request(text, **fields))
@@ -126,8 +126,8 @@ def test_only_the_requests_own_ends_end_it(site: Site) -> None:
 def test_a_grammar_that_does_not_compile_refuses_its_request_alone(site: Site) -> None:
     site.grammars.add(request("start: nothing"))
     site.grammars.add(request(id=2))
-    found = {one.request.id: one for one in site.ready(2)}
-    assert isinstance(found[1].error, InvalidRequest) and found[2].error is None
+    results = {one.request.id: one for one in site.ready(2)}
+    assert isinstance(results[1].error, InvalidRequest) and results[2].error is None
     assert not site.grammars.pending
 
 

@@ -41,9 +41,9 @@ def forced(matcher: Matcher) -> int | None:
     if pending is None:
         return None
     mask = pending.wait()
-    found = [token for token in range(257) if mask[token >> 3] >> (token & 7) & 1]
-    assert len(found) == 1
-    return found[0]
+    results = [token for token in range(257) if mask[token >> 3] >> (token & 7) & 1]
+    assert len(results) == 1
+    return results[0]
 
 
 def ends_at(matcher: BudgetMatcher, said: bytes) -> int | None:
@@ -217,12 +217,12 @@ def test_what_could_never_come_is_refused(close: tuple[int, ...], field: str | N
     vocabulary = byte_vocabulary()._replace(closes={"": close})
     grammars = Grammars(lambda marks: vocabulary, lambda: None, SystemClock())
     grammars.add(Request(id=1, prompt=(1,), sampling=sampling, reasoning_budget=3, output=THINKS))
-    found: list[ReadyRequest] = []
-    while not found:
-        found = grammars.ready()
+    results: list[ReadyRequest] = []
+    while not results:
+        results = grammars.ready()
     grammars.close()
-    assert (found[0].error.field if isinstance(found[0].error, InvalidRequest) else None) == field
-    assert (found[0].matcher is None) == (field is not None)
+    assert (results[0].error.field if isinstance(results[0].error, InvalidRequest) else None) == field
+    assert (results[0].matcher is None) == (field is not None)
 
 
 async def test_the_tag_comes_whatever_else_is_asked_or_it_is_refused(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ async def test_a_folder_that_cannot_be_used_is_logged_once_and_so_is_that_it_wor
     async with serving(folder, kv_dir=str(tmp_path / "in the way" / "kv")) as service:
 
         def logged() -> list[tuple[str, str]]:
-            return [(one.levelname, one.message) for one in caplog.records if "the KV store" in one.message]
+            return [(record.levelname, record.message) for record in caplog.records if "the KV store" in record.message]
 
         await until(lambda: bool(service.troubles()), 20)
         (trouble,) = service.troubles()

@@ -78,8 +78,8 @@ CONDITION = {"output": "b", "exists": True}
     ],
 )
 def test_a_bound_is_named(flow: dict[str, Any], said: str) -> None:
-    found = check(flow)
-    assert said in found and len(found) < 600
+    result = check(flow)
+    assert said in result and len(result) < 600
 
 
 LONG = "long" * 250_000
@@ -240,8 +240,8 @@ def test_a_filled_prompt_is_measured_before_it_is_made() -> None:
 
 @pytest.mark.parametrize("value", ["text", 3, True, None, [], {}, {"a": [1, {"b": "\u00e9"}]}, [[[]]], 1.5])
 def test_the_size_is_that_of_the_text(value: Any) -> None:
-    found = filling("a {{ v }} b {{v or w}}{c}", {"v": value})
-    assert len(found.text()) == found.size("p")
+    result = filling("a {{ v }} b {{v or w}}{c}", {"v": value})
+    assert len(result.text()) == result.size("p")
 
 
 async def test_a_prompt_that_is_too_long_fails_its_node_and_no_other() -> None:

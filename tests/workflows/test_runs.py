@@ -213,7 +213,7 @@ async def test_a_merge_lists_each_conflict_with_both_values_and_why_one_won() ->
     ended = (await run(MERGING, SAID.__getitem__)).state.ended
     assert ended is not None and ended.result == {"verdict": "no", "note": "slow"}
     assert ended.sources == {"verdict": "reviewer", "note": "tester"}
-    assert [tuple(one.values()) for one in ended.conflicts] == [
+    assert [tuple(conflict.values()) for conflict in ended.conflicts] == [
         ("verdict", "reviewer", "no", "tester", "yes", "reviewer comes before tester in merge.precedence"),
         ("note", "tester", "slow", "coder", "quick", "tester comes before coder in merge.precedence"),
     ]
@@ -240,8 +240,8 @@ async def results() -> list[Any]:
 
 
 async def test_a_merge_does_not_depend_on_who_was_done_first() -> None:
-    found = await results()
-    assert all(one == found[0] for one in found)
+    result = await results()
+    assert all(one == result[0] for one in result)
 
 
 async def test_a_merge_by_completion_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,8 +251,8 @@ async def test_a_merge_by_completion_is_found(monkeypatch: pytest.MonkeyPatch) -
         return merge([name for name in outputs if name in precedence], outputs)
 
     monkeypatch.setattr(runner, "merge", hasty)
-    found = await results()
-    assert any(one != found[0] for one in found)
+    result = await results()
+    assert any(one != result[0] for one in result)
 
 
 # ----------------------------------------------------------------------------------------------------------- restarts

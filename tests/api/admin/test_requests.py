@@ -28,9 +28,9 @@ async def test_models() -> None:
 
 async def test_tokenize_and_detokenize() -> None:
     async with site(ScriptedService()) as at, at.http() as http:
-        found = (await http.post("/tokenize", json={"prompt": "h\u00e9"})).json()
-        assert found == {"tokens": [0x68, 0xC3, 0xA9], "count": 3, "max_model_len": 128}
-        assert (await http.post("/detokenize", json={"tokens": [*found["tokens"], 256]})).json() == {
+        reply = (await http.post("/tokenize", json={"prompt": "h\u00e9"})).json()
+        assert reply == {"tokens": [0x68, 0xC3, 0xA9], "count": 3, "max_model_len": 128}
+        assert (await http.post("/detokenize", json={"tokens": [*reply["tokens"], 256]})).json() == {
             "prompt": "h\u00e9<256>",
             "content": "h\u00e9<256>",
         }
@@ -242,8 +242,8 @@ async def test_a_router_learns_the_role_the_speeds_and_the_queue() -> None:
         assert (await http.get("/health/role")).json() == unknown | {"queue_seconds": 0.5}
         service.metrics.token_seconds = 0.002
         service.metrics.kv = KvStats(loaded=3000, load_seconds=1.5)
-        found = (await http.get("/health/role")).json()
-        assert (found["computes"], found["loads"]) == (500.0, 2000.0)
+        body = (await http.get("/health/role")).json()
+        assert (body["computes"], body["loads"]) == (500.0, 2000.0)
 
 
 async def test_props() -> None:
@@ -294,14 +294,14 @@ async def test_a_wrong_base_url_gets_a_hint() -> None:
 async def test_a_404_speaks_the_dialect_of_its_path() -> None:
     async with site(ScriptedService()) as at, at.http() as http:
         for path in ("/v1/messages/batches", "/v1/complete"):
-            found = await http.post(path, json={})
-            body = found.json()
-            assert found.status_code == 404 and body["type"] == "error"
+            response = await http.post(path, json={})
+            body = response.json()
+            assert response.status_code == 404 and body["type"] == "error"
             assert body["error"]["type"] == "not_found_error" and "/v1/messages" in body["error"]["message"]
-            assert body["request_id"] == found.headers["x-request-id"]
+            assert body["request_id"] == response.headers["x-request-id"]
         for path in ("/api/create", "/api/blobs/sha256:0", "/api/anything"):
-            found = await http.post(path, json={})
-            assert found.status_code == 404 and isinstance(found.json()["error"], str), path
+            response = await http.post(path, json={})
+            assert response.status_code == 404 and isinstance(response.json()["error"], str), path
 
 
 async def test_routes_of_other_servers_get_a_sentence() -> None:

@@ -41,11 +41,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.fixture
 def swaps(server: Served, tmp_path: Path) -> Iterator[Swaps]:
     """Yield a helper that swaps the bundled model, and swap back to it at the end."""
-    found = Swaps(server, other_demo(tmp_path / "other"))
-    yield found
-    if shown(found)["model"] != "demo":
-        assert found.swap("demo")[1].status_code == 200
-    found.http.close()
+    result = Swaps(server, other_demo(tmp_path / "other"))
+    yield result
+    if shown(result)["model"] != "demo":
+        assert result.swap("demo")[1].status_code == 200
+    result.http.close()
 
 
 def said(swaps: Swaps) -> str:
@@ -98,7 +98,7 @@ def test_a_swap_under_streams_takes_the_grace_and_the_load_and_a_second(
     with swaps.streams(), swaps.asking():
         excess = swaps.excess(grace=1)
     assert excess < SPARE_SECONDS
-    assert [one.status_code for one in swaps.answers] == [200] * 10
+    assert [answer.status_code for answer in swaps.answers] == [200] * 10
     assert swaps.told and set(swaps.told) == {"demo is being swapped for another model; ask again"}
     figure(
         "swap of the only model under 12 streams", f"grace + load + {excess:.2f} s; 10 of 10 sent meanwhile answered"
@@ -108,7 +108,7 @@ def test_a_swap_under_streams_takes_the_grace_and_the_load_and_a_second(
 def test_a_call_waits_for_a_swap_no_longer_than_it_says(swaps: Swaps) -> None:
     with swaps.streams(), swaps.asking(**{"X-Request-Timeout": "300ms"}):
         swaps.excess(grace=2)
-    assert [one.status_code for one in swaps.answers] == [504] * 10
+    assert [answer.status_code for answer in swaps.answers] == [504] * 10
     assert "while it waited for demo to be loaded" in swaps.answers[0].json()["error"]["message"]
 
 
@@ -124,16 +124,16 @@ def test_a_caller_who_leaves_ends_the_swap(swaps: Swaps, server: Served) -> None
             wait_for(lambda: shown(swaps)["state"] == "unloading")
         wait_for(lambda: shown(swaps)["state"] == "loaded")
         assert said(swaps)
-        found = shown(swaps)
-        assert found["running"] == STREAMS and found["model"] == "demo"  # the streams go on, and nothing has changed
+        result = shown(swaps)
+        assert result["running"] == STREAMS and result["model"] == "demo"  # the streams go on, and nothing has changed
     assert not swaps.told
     for after in (0.02, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8):
         with contextlib.suppress(httpx.ReadTimeout):
             swaps.http.post("/v1/admin/models/swap", json={"model": "demo", "to": swaps.places[0]}, timeout=after)
         assert said(swaps)
-        found = shown(swaps)
-        assert found["state"] == "loaded" and not found["error"]
-        if found["model"] != "demo":
+        result = shown(swaps)
+        assert result["state"] == "loaded" and not result["error"]
+        if result["model"] != "demo":
             assert swaps.swap("demo")[1].status_code == 200
     assert swaps.http.get("/health").json()["status"] == "ok"
 

@@ -43,14 +43,14 @@ async def post(at: Site, value: Any, path: str = "/v1/messages", **headers: str)
 
 def events(text: str) -> list[tuple[str, Any]]:
     """Return each event of a stream as (event, data)."""
-    found = []
+    results = []
     for block in text.split("\n\n")[:-1]:
         first, _, data = block.partition("\n")
         assert first.startswith("event: ") and data.startswith("data: "), block
         value = json.loads(data.removeprefix("data: "))
         assert value["type"] == first.removeprefix("event: ")
-        found.append((value["type"], value))
-    return found
+        results.append((value["type"], value))
+    return results
 
 
 # ------------------------------------------------------------------------------------------------------- the answers
@@ -69,15 +69,15 @@ async def test_message_object() -> None:
     async with site(service) as at:
         response = await post(at, body(thinking={"type": "enabled", "budget_tokens": 1024}, tools=[TOOL]))
     assert response.status_code == 200 and response.headers["request-id"]
-    found = response.json()
-    assert found["id"].startswith("msg_") and found["model"] == "scripted"
-    assert (found["type"], found["role"], found["stop_reason"]) == ("message", "assistant", "tool_use")
-    thinking, text, call = found["content"]
+    reply = response.json()
+    assert reply["id"].startswith("msg_") and reply["model"] == "scripted"
+    assert (reply["type"], reply["role"], reply["stop_reason"]) == ("message", "assistant", "tool_use")
+    thinking, text, call = reply["content"]
     assert thinking["thinking"] == "hm" and thinking["signature"]
     assert text == {"type": "text", "text": "Hello"}
     assert call == {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"place": "Oslo"}}
-    assert found["usage"]["output_tokens"] == 5
-    assert found["usage"]["output_tokens_details"] == {"thinking_tokens": 2}
+    assert reply["usage"]["output_tokens"] == 5
+    assert reply["usage"]["output_tokens_details"] == {"thinking_tokens": 2}
 
 
 async def test_stream_of_thinking_text_and_a_call() -> None:
@@ -92,8 +92,8 @@ async def test_stream_of_thinking_text_and_a_call() -> None:
     async with site(ScriptedService(lambda request: list(steps))) as at:
         response = await post(at, body(stream=True, thinking={"type": "adaptive"}, tools=[TOOL]))
     assert response.headers["content-type"].startswith("text/event-stream")
-    found = events(response.text)
-    assert [kind for kind, _ in found] == [
+    chunks = events(response.text)
+    assert [kind for kind, _ in chunks] == [
         "message_start",
         "content_block_start",
         "content_block_delta",
@@ -110,11 +110,11 @@ async def test_stream_of_thinking_text_and_a_call() -> None:
         "message_delta",
         "message_stop",
     ]
-    deltas = [value["delta"]["type"] for kind, value in found if kind == "content_block_delta"]
+    deltas = [value["delta"]["type"] for kind, value in chunks if kind == "content_block_delta"]
     assert deltas == ["thinking_delta"] * 2 + ["signature_delta"] + ["text_delta"] * 2 + ["input_json_delta"]
-    assert [value["index"] for kind, value in found if kind == "content_block_start"] == [0, 1, 2]
-    assert found[-2][1]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
-    assert found[-2][1]["usage"]["output_tokens"] == 5
+    assert [value["index"] for kind, value in chunks if kind == "content_block_start"] == [0, 1, 2]
+    assert chunks[-2][1]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert chunks[-2][1]["usage"]["output_tokens"] == 5
 
 
 async def test_what_nobody_asked_to_be_thought_is_not_shown() -> None:
@@ -161,8 +161,8 @@ async def test_a_thought_that_is_omitted_comes_back_by_its_signature() -> None:
 )
 async def test_stop_reasons(reason: FinishReason, more: Any, tokens: Any, want: Any) -> None:
     async with site(ScriptedService(lambda request: [Delta(text="h", tokens=tokens), done(reason)])) as at:
-        found = (await post(at, body(**more))).json()
-        assert (found["stop_reason"], found["stop_sequence"]) == want
+        reply = (await post(at, body(**more))).json()
+        assert (reply["stop_reason"], reply["stop_sequence"]) == want
         *_, (_, delta), _ = events((await post(at, body(stream=True, **more))).text)
         assert (delta["delta"]["stop_reason"], delta["delta"]["stop_sequence"]) == want
 
@@ -230,12 +230,12 @@ async def test_a_message_reports_what_differs_from_the_one_before(tmp_path: Path
             ({"messages": [{"role": "user", "content": "Another question"}]}, "messages_changed"),
             ({"diagnostics": {"previous_message_id": "msg_x"}}, "previous_message_not_found"),
         ):
-            found = (await post(at, first | asked | more)).json()["diagnostics"]["cache_miss_reason"]
-            assert found["type"] == reason
-            assert found.get("cache_missed_input_tokens", 1) > 0
+            cache_miss_reason = (await post(at, first | asked | more)).json()["diagnostics"]["cache_miss_reason"]
+            assert cache_miss_reason["type"] == reason
+            assert cache_miss_reason.get("cache_missed_input_tokens", 1) > 0
             said.add(reason)
             (_, start), *_ = events((await post(at, first | asked | more | {"stream": True})).text)
-            assert start["message"]["diagnostics"]["cache_miss_reason"] == found
+            assert start["message"]["diagnostics"]["cache_miss_reason"] == cache_miss_reason
     assert said <= literals
 
 
@@ -421,10 +421,10 @@ async def test_errors_are_anthropics(error: CairnError, status: int, kind: str) 
     async with site(ScriptedService(lambda request: [error])) as at:
         response = await post(at, body())
         assert response.status_code == status
-        found = response.json()
-        assert found["type"] == "error" and found["error"]["type"] == kind
+        reply = response.json()
+        assert reply["type"] == "error" and reply["error"]["type"] == kind
         if isinstance(error, ContextTooLong):
-            assert found["error"]["message"] == "prompt is too long: 9000 tokens > 128 maximum"
+            assert reply["error"]["message"] == "prompt is too long: 9000 tokens > 128 maximum"
     async with site(ScriptedService(lambda request: [Delta(text="h", tokens=(1,)), 0.01, error])) as at:
         *_, (name, value) = events((await post(at, body(stream=True))).text)
         assert name == "error" and value["error"]["type"] == kind
@@ -479,11 +479,11 @@ PARTS = st.dictionaries(
 def test_no_body_gets_past_the_reader_but_as_a_chat_or_an_error(messages: Any, parts: dict[str, Any]) -> None:
     heard: Any = Heard()
     try:
-        found = chat_of(parse(MessagesBody, body(messages=messages) | parts, Config()), heard, lambda name: True)
+        result = chat_of(parse(MessagesBody, body(messages=messages) | parts, Config()), heard, lambda name: True)
     except CairnError as error:
         assert 400 <= error.status < 500
     else:
-        assert isinstance(found["messages"], list)
+        assert isinstance(result["messages"], list)
 
 
 async def test_a_stream_that_is_resumed_keeps_its_dialect() -> None:

@@ -160,7 +160,7 @@ def test_the_text_depends_on_the_bytes_alone() -> None:
         {"type": "input_image", "image_url": url},
         {"type": "image", "source": {"type": "url", "url": url}},
     ]
-    assert {attachments.digest(one) for one in addresses} == {hashlib.sha256(url.encode()).hexdigest()[:8]}
+    assert {attachments.digest(address) for address in addresses} == {hashlib.sha256(url.encode()).hexdigest()[:8]}
     assert attachments.digest({"type": "input_image", "file_id": "file_1"}) != SHORT
     assert attachments.digest({"type": "image"}) == attachments.digest({"type": "image"})
     assert attachments.digest("nothing of base64!") != SHORT
@@ -226,8 +226,8 @@ async def test_a_conversation_and_an_agent_keep_the_text(tmp_path: Path) -> None
     async with keeping(tmp_path / "agents", make_model(tmp_path / "tiny")) as at, at.http() as http:
         items = [{"role": "user", "content": [INPUT_IMAGE]}, {"role": "assistant", "content": "ok"}]
         made = (await http.post("/v1/conversations", json={"items": items})).json()
-        found = (await http.get(f"/v1/conversations/{made['id']}/items?order=asc")).json()["data"]
-        assert found[0]["content"][0]["text"] == TEXT
+        entries = (await http.get(f"/v1/conversations/{made['id']}/items?order=asc")).json()["data"]
+        assert entries[0]["content"][0]["text"] == TEXT
         await http.post("/v1/agents", json={"id": "a", "messages": [{"role": "user", "content": [IMAGE_URL]}, SAY]})
         turn = {"messages": [ASK], "max_tokens": 2}
         assert (await http.post("/v1/agents/a/turns", json=turn)).status_code == 200

@@ -235,8 +235,8 @@ async def test_calls_of_a_clients_own_tools_are_items_of_their_own(
         (item,) = whole["output"]
         assert item["type"] == kind and item["call_id"] == "call_0" and {**item, **said} == item
         text = (await post(at, RESPONSES, body | {"stream": True})).text
-        found = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
-        added, finished = (next(one["item"] for one in found if one["type"] == f"response.output_item.{when}")
+        results = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
+        added, finished = (next(one["item"] for one in results if one["type"] == f"response.output_item.{when}")
                            for when in ("added", "done"))  # fmt: skip
         assert added["type"] == kind and added["status"] == "in_progress"
         assert finished | {"id": ""} == item | {"id": ""}

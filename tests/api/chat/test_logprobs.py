@@ -59,14 +59,16 @@ async def test_chats(at: Site) -> None:
     assert choice["message"]["reasoning_content"] == "".join(THOUGHT)
     assert texts(choice["logprobs"]["content"]) == SAID and texts(choice["logprobs"]["reasoning_content"]) == THOUGHT
     assert all(len(entry["top_logprobs"]) == 2 for entry in choice["logprobs"]["content"])
-    chunks = [one["choices"][0] for one in data(await post(at, "/v1/chat/completions", body | {"stream": True}))]
+    chunks = [item["choices"][0] for item in data(await post(at, "/v1/chat/completions", body | {"stream": True}))]
     for kind in ("content", "reasoning_content"):
-        told = [
-            (one["delta"][kind], texts((one["logprobs"] or {}).get(kind))) for one in chunks if one["delta"].get(kind)
+        results = [
+            (chunk["delta"][kind], texts((chunk["logprobs"] or {}).get(kind)))
+            for chunk in chunks
+            if chunk["delta"].get(kind)
         ]
-        assert all(scores for _, scores in told), "each chunk with a text has its own"
-        assert "".join(text for text, _ in told) == "".join(token for _, scores in told for token in scores)
-    left = [one["logprobs"] for one in chunks if not one["delta"].get("content")]
+        assert all(scores for _, scores in results), "each chunk with a text has its own"
+        assert "".join(text for text, _ in results) == "".join(token for _, scores in results for token in scores)
+    left = [chunk["logprobs"] for chunk in chunks if not chunk["delta"].get("content")]
     assert all(not (scores or {}).get("content") for scores in left)
 
 
@@ -75,8 +77,8 @@ async def test_chats_without_reasoning_have_none_of_it(at: Site) -> None:
     (choice,) = json.loads(await post(at, "/v1/chat/completions", body))["choices"]
     assert texts(choice["logprobs"]["content"]) == SAID and "reasoning_content" not in choice["logprobs"]
     streamed = await post(at, "/v1/chat/completions", body | {"stream": True})
-    found = [one["choices"][0]["logprobs"] for one in data(streamed)]
-    assert [token for one in found if one for token in texts(one["content"])] == SAID
+    results = [item["choices"][0]["logprobs"] for item in data(streamed)]
+    assert [token for result in results if result for token in texts(result["content"])] == SAID
     assert "see" not in streamed
 
 
@@ -88,8 +90,10 @@ async def test_responses(at: Site) -> None:
     for output in (events[-1]["response"]["output"], whole["output"]):
         (message,) = [item for item in output if item["type"] == "message"]
         assert texts(message["content"][0]["logprobs"]) == SAID
-    told = [(one["delta"], texts(one["logprobs"])) for one in events if one["type"] == "response.output_text.delta"]
-    assert all("".join(scores) == text for text, scores in told)
+    results = [
+        (event["delta"], texts(event["logprobs"])) for event in events if event["type"] == "response.output_text.delta"
+    ]
+    assert all("".join(scores) == text for text, scores in results)
     tokens = whole["usage"]["output_tokens_details"]["reasoning_tokens"]
     assert tokens == PIECES.index("It "), "reasoning and its tags"
     assert events[-1]["response"]["usage"]["output_tokens_details"]["reasoning_tokens"] == tokens
@@ -119,10 +123,10 @@ async def test_every_chunk_of_a_text_completion_has_them(at: Site, count: int, e
     assert all(chunk["logprobs"]["tokens"] for chunk in chunks)
     for choice in whole:
         pieces = [one for one in chunks if one["index"] == choice["index"]]
-        assert [one["finish_reason"] for one in pieces] == [None] * (len(pieces) - 1) + [choice["finish_reason"]]
-        assert "".join(one["text"] for one in pieces) == choice["text"]
+        assert [piece["finish_reason"] for piece in pieces] == [None] * (len(pieces) - 1) + [choice["finish_reason"]]
+        assert "".join(piece["text"] for piece in pieces) == choice["text"]
         for name in ("tokens", "token_logprobs", "text_offset"):
-            assert [value for one in pieces for value in one["logprobs"][name]] == choice["logprobs"][name]
+            assert [value for piece in pieces for value in piece["logprobs"][name]] == choice["logprobs"][name]
 
 
 async def test_reasoning_is_counted_alike_however_it_is_read(at: Site) -> None:

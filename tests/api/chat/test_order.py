@@ -76,11 +76,11 @@ def in_order(found: list[tuple[str, str]]) -> list[str]:
 async def test_chats(together: bool) -> None:
     async with site(service(together=together)) as at:
         chunks = data(await post(at, "/v1/chat/completions", {"messages": HI, "tools": [TOOL], "stream": True}))
-    found = []
+    results = []
     for delta in (chunk["choices"][0]["delta"] for chunk in chunks):
-        found += [("text", delta["content"])] if delta.get("content") else []
-        found += [("call", one.get("id", "")) for one in delta.get("tool_calls", ())]
-    assert in_order(found) == ORDER
+        results += [("text", delta["content"])] if delta.get("content") else []
+        results += [("call", tool_call.get("id", "")) for tool_call in delta.get("tool_calls", ())]
+    assert in_order(results) == ORDER
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -89,13 +89,13 @@ async def test_messages(together: bool) -> None:
     async with site(service(together=together)) as at:
         events = data(await post(at, "/v1/messages", body | {"stream": True}))
         whole = json.loads(await post(at, "/v1/messages", body))["content"]
-    found = []
-    for one in events:
-        if one.get("content_block", {}).get("type") == "tool_use":
-            found.append(("call", one["content_block"]["id"]))
-        elif one.get("delta", {}).get("type") == "text_delta":
-            found.append(("text", one["delta"]["text"]))
-    assert in_order(found) == ORDER
+    results = []
+    for event in events:
+        if event.get("content_block", {}).get("type") == "tool_use":
+            results.append(("call", event["content_block"]["id"]))
+        elif event.get("delta", {}).get("type") == "text_delta":
+            results.append(("text", event["delta"]["text"]))
+    assert in_order(results) == ORDER
     assert [block.get("text") or block["id"] for block in whole] == ORDER
     assert [block["input"] for block in whole if block["type"] == "tool_use"] == [{"city": "Oslo"}] * 3
 
@@ -110,7 +110,7 @@ async def test_responses(together: bool) -> None:
     def shown(items: list[dict[str, Any]]) -> list[str]:
         return [item["call_id"] if item["type"] == "function_call" else item["content"][0]["text"] for item in items]
 
-    assert shown([one["item"] for one in events if one["type"] == "response.output_item.done"]) == ORDER
+    assert shown([event["item"] for event in events if event["type"] == "response.output_item.done"]) == ORDER
     assert shown(events[-1]["response"]["output"]) == shown(whole) == ORDER
     assert [item["arguments"] for item in whole if item["type"] == "function_call"] == ['{"city": "Oslo"}'] * 3
 
@@ -120,12 +120,14 @@ async def test_ollama(together: bool) -> None:
     async with site(service(together=together)) as at:
         lines = [json.loads(line) for line in (await post(at, "/api/chat", {"messages": HI})).splitlines()]
         whole = json.loads(await post(at, "/api/chat", {"messages": HI, "stream": False}))["message"]
-    found = []
+    results = []
     for message in (line["message"] for line in lines):
-        found += [("text", message["content"])] if message["content"] else []
-        found += [("call", one["id"]) for one in message.get("tool_calls", ())]
-        assert all(one["function"]["arguments"] == {"city": "Oslo"} for one in message.get("tool_calls", ()))
-    assert in_order(found) == ORDER
+        results += [("text", message["content"])] if message["content"] else []
+        results += [("call", tool_call["id"]) for tool_call in message.get("tool_calls", ())]
+        assert all(
+            tool_call["function"]["arguments"] == {"city": "Oslo"} for tool_call in message.get("tool_calls", ())
+        )
+    assert in_order(results) == ORDER
     assert whole["content"] == "First this.Then that.At last." and len(whole["tool_calls"]) == 3
 
 

@@ -37,10 +37,10 @@ def chat(**more: Any) -> dict[str, Any]:
 
 
 def checked(body: dict[str, Any], config: Config | None = None) -> ChatBody:
-    found = parse(ChatBody, body, config or Config())
-    check_chat(found, config or Config())
-    found.wanted()
-    return found
+    result = parse(ChatBody, body, config or Config())
+    check_chat(result, config or Config())
+    result.wanted()
+    return result
 
 
 def refused(body: dict[str, Any], field: str, *words: str, config: Config | None = None) -> InvalidRequest:
@@ -153,8 +153,8 @@ async def test_clients_of_mlx_lm_find_their_routes_and_fields() -> None:
     async with site(ScriptedService()) as at, at.http() as http:
         assert (await http.get("/v1/models")).status_code == 200
         for path, body in (("/v1/chat/completions", chat()), ("/v1/completions", {"prompt": "hi"})):
-            found = await http.post(path, json={"model": "default_model", **body, **own})
-            assert found.status_code == 200, found.text
+            response = await http.post(path, json={"model": "default_model", **body, **own})
+            assert response.status_code == 200, response.text
         for name, value in (("adapters", "my-lora"), ("repetition_context_size", 64), ("role_mapping", {"user": "U:"})):
             wrong = await http.post("/v1/chat/completions", json=chat() | {name: value})
             assert wrong.status_code == 400 and wrong.json()["error"]["param"] == name
@@ -407,13 +407,13 @@ def invalid_values(schema: dict[str, Any], known: dict[str, Any]) -> Iterator[An
         yield from invalid_values(one, known)
     if schema.get("type") == "array":
         yield [valid_value(schema["items"], known), *WRONG]
-        yield from ([one] for one in invalid_values(schema["items"], known))
+        yield from ([invalid_value] for invalid_value in invalid_values(schema["items"], known))
     if schema.get("type") == "object":
         base, fields = valid_value(schema, known), schema.get("properties", {})
         if schema.get("additionalProperties") is not True:
             yield base | {f"{n}": one for n, one in enumerate(WRONG)}
         for name, field in fields.items():
-            yield from (base | {name: one} for one in invalid_values(field, known))
+            yield from (base | {name: invalid_value} for invalid_value in invalid_values(field, known))
 
 
 def bodies(kind: type[Body] = Body) -> Iterator[type[Body]]:

@@ -162,22 +162,22 @@ async def test_a_call_that_is_cut_ends_for_want_of_tokens(pieces: list[str], tmp
     async with saying(tmp_path / "m.gguf", pieces) as at:
         for path, reason in zip(PATHS, reasons, strict=True):
             for stream in (True, False):
-                found = await heard(at, path, stream=stream, tokens=CUT)
-                assert (found.reason, found.text) == (reason, ""), path
+                result = await heard(at, path, stream=stream, tokens=CUT)
+                assert (result.reason, result.text) == (reason, ""), path
                 if path == "/api/chat":  # arguments are an object there, so half of one cannot be sent
-                    assert (found.name, found.arguments) == ("", "")
+                    assert (result.name, result.arguments) == ("", "")
                 else:
-                    assert found.name == "write" and '{"text": "word0 word' in found.arguments.replace("\\", ""), path
-                    assert len(found.arguments) < len(WHOLE)
+                    assert result.name == "write" and '{"text": "word0 word' in result.arguments.replace("\\", ""), path
+                    assert len(result.arguments) < len(WHOLE)
 
 
 async def test_a_broken_call_is_sent_as_written(tmp_path: Path) -> None:
     async with saying(tmp_path / "m.gguf", BROKEN) as at:
         for path in PATHS:
             for stream in (True, False):
-                found = await heard(at, path, stream=stream)
-                assert found.name == "write" and "oops" in found.arguments and found.text == "", path
-                assert found.reason in ("tool_calls", "tool_use", "completed", "stop")
+                result = await heard(at, path, stream=stream)
+                assert result.name == "write" and "oops" in result.arguments and result.text == "", path
+                assert result.reason in ("tool_calls", "tool_use", "completed", "stop")
 
 
 @pytest.mark.parametrize("tokens", [CUT, 99], ids=["cut", "broken"])

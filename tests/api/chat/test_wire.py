@@ -94,9 +94,9 @@ def test_a_delta_that_says_nothing_is_no_chunk() -> None:
 @given(st.lists(st.tuples(st.integers(0, 299), st.floats(max_value=0)), max_size=5))
 def test_logprobs_are_finite_json(pairs: list[tuple[int, float]]) -> None:
     entries = [TokenLogprob(token, value, tuple(pairs)) for token, value in pairs]
-    found = json.loads(json.dumps(chat_logprobs(entries, (), Bytes()), allow_nan=False))
-    assert len(found["content"]) == len(pairs)
-    for entry, (token, _) in zip(found["content"], pairs, strict=True):
+    parsed = json.loads(json.dumps(chat_logprobs(entries, (), Bytes()), allow_nan=False))
+    assert len(parsed["content"]) == len(pairs)
+    for entry, (token, _) in zip(parsed["content"], pairs, strict=True):
         assert bytes(entry["bytes"]) == Bytes().token_bytes(token) and len(entry["top_logprobs"]) == len(pairs)
 
 
@@ -104,9 +104,9 @@ def test_text_offsets_count_characters_not_bytes() -> None:
     logprobs = TextLogprobs(Bytes(), 0)
     for token in "h\u00e9y".encode():
         logprobs.add(token, TokenLogprob(token, float("-inf")))
-    found = logprobs.take()
-    assert found["tokens"] == ["h", "bytes:\\xc3", "bytes:\\xa9", "y"] and found["top_logprobs"] is None
-    assert found["token_logprobs"] == [-9999.0] * 4
+    result = logprobs.take()
+    assert result["tokens"] == ["h", "bytes:\\xc3", "bytes:\\xa9", "y"] and result["top_logprobs"] is None
+    assert result["token_logprobs"] == [-9999.0] * 4
     assert logprobs.take()["tokens"] == []
 
 
@@ -116,12 +116,12 @@ def test_tokens_that_read_alike_do_not_hide_each_other() -> None:
     likely, unlikely = 0xC3, 0xA9
     logprobs.add(unlikely, TokenLogprob(unlikely, -5.0, ((likely, -0.1), (104, -2.0), (0xC4, -3.0))))
     logprobs.add(104, TokenLogprob(104, -2.0, ((likely, -0.1), (unlikely, -5.0), (104, -2.0))))
-    found = logprobs.take()
-    assert found["top_logprobs"] == [
+    result = logprobs.take()
+    assert result["top_logprobs"] == [
         {"bytes:\\xc3": -0.1, "h": -2.0, "bytes:\\xc4": -3.0, "bytes:\\xa9": -5.0},
         {"bytes:\\xc3": -0.1, "bytes:\\xa9": -5.0, "h": -2.0},
     ]
-    assert found["tokens"] == ["bytes:\\xa9", "h"]
+    assert result["tokens"] == ["bytes:\\xa9", "h"]
     asked = TextLogprobs(Twins(), 20)
     asked.add(120, TokenLogprob(120, -3.0, tuple((token, -0.1 * token) for token in range(110, 130))))
     (top,) = asked.take()["top_logprobs"]
@@ -139,8 +139,8 @@ def offsets(tokenizer: Any, tokens: Sequence[int]) -> list[int]:
     logprobs = TextLogprobs(tokenizer, 0)
     for token in tokens:
         logprobs.add(token, TokenLogprob(token, -1.0))
-    found: list[int] = logprobs.take()["text_offset"]
-    return found
+    text_offset: list[int] = logprobs.take()["text_offset"]
+    return text_offset
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,9 @@ async def test_headers_at_the_limit_and_one_byte_more(cut: int) -> None:
         for size, wanted in ((32 * 1024, 200), (32 * 1024 + 1, 431)):
             data = head(size)
             pieces = [data[start : start + cut] for start in range(0, len(data), cut)]
-            found = await send(at, *pieces, pause=0.002)
-            assert found[0] == wanted
-        assert in_shape(*found) == "headers_too_large" and "32768" in found[2]["error"]["message"]
+            result = await send(at, *pieces, pause=0.002)
+            assert result[0] == wanted
+        assert in_shape(*result) == "headers_too_large" and "32768" in result[2]["error"]["message"]
 
 
 async def test_endless_headers_do_not_fill_memory() -> None:
@@ -87,9 +87,9 @@ async def test_endless_trailers_do_not_fill_memory(line: bytes) -> None:
     """Known failure 44: trailers of a chunked body have the limit of headers."""
     async with site(ScriptedService()) as at:
         pieces = [line * 8] * 16
-        found = await send(at, chunked(CHAT) + b"X-First: ", *pieces, pause=0.002)
-    assert found[0] == 431 and in_shape(*found) == "headers_too_large"
-    assert found[2]["error"]["message"].startswith("the trailers")
+        result = await send(at, chunked(CHAT) + b"X-First: ", *pieces, pause=0.002)
+    assert result[0] == 431 and in_shape(*result) == "headers_too_large"
+    assert result[2]["error"]["message"].startswith("the trailers")
 
 
 async def test_trailers_are_read_over() -> None:
@@ -117,11 +117,11 @@ async def test_body_at_the_limit_and_one_byte_more(chunked: bool) -> None:
                 head = request_bytes(
                     "POST", "/v1/chat/completions", b"", "Content-Type: application/json", "Transfer-Encoding: chunked"
                 )
-                found = await send(at, head + framed)
+                result = await send(at, head + framed)
             else:
-                found = await send(at, request_bytes("POST", "/v1/chat/completions", body))
-            assert found[0] == wanted
-        assert in_shape(*found) == "request_too_large" and str(limit) in found[2]["error"]["message"]
+                result = await send(at, request_bytes("POST", "/v1/chat/completions", body))
+            assert result[0] == wanted
+        assert in_shape(*result) == "request_too_large" and str(limit) in result[2]["error"]["message"]
 
 
 async def test_an_announced_body_over_the_limit_is_refused_before_it_is_sent() -> None:

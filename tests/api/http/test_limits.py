@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tenants(**limits: TenantLimits) -> dict[str, Any]:
-    return {"tenants": tuple(TenantKeys(name, (Secret(f"key-of-{name}"),), one) for name, one in limits.items())}
+    return {"tenants": tuple(TenantKeys(name, (Secret(f"key-of-{name}"),), value) for name, value in limits.items())}
 
 
 def key(name: str) -> dict[str, str]:

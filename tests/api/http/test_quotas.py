@@ -130,7 +130,7 @@ async def test_uploads_at_once_do_not_pass_a_quota_together(folder: Path, tmp_pa
         assert taken == 2 or (chunked and taken == 1)  # without lengths, all three may be well on their way at once
         assert any(b"MiB of yours are on their way, and this brings" in one and b"max_disk_mib" in one for one in said)
         files = (await http.get("/v1/files")).json()["data"]
-        assert [one["bytes"] for one in files] == [4 << 20] * taken
+        assert [file["bytes"] for file in files] == [4 << 20] * taken
         # deletion frees its bytes at once, and refused uploads hold none
         assert (await http.delete(f"/v1/files/{files[0]['id']}")).status_code == 200
         again = {"files": {"file": bytes((14 - 4 * taken) << 20)}, "data": {"purpose": "user_data"}}

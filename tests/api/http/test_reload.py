@@ -69,9 +69,9 @@ async def test_keys_and_limits_change_and_what_cannot_is_named(folder: Path) -> 
             request_timeout=1.0,
             strict_model=True,
         )
-        told = (await reload()).json()
-        assert told["changed"] == ["alias", "requests_per_minute", "tenants"]
-        assert {one["option"]: one["why"] for one in told["unchanged"]} == dict.fromkeys(
+        body = (await reload()).json()
+        assert body["changed"] == ["alias", "requests_per_minute", "tenants"]
+        assert {one["option"]: one["why"] for one in body["unchanged"]} == dict.fromkeys(
             ("kv_gb", "request_timeout", "strict_model", "tenants.bob.weight", "tenants.bob.priority"),
             "it takes a restart of the server",
         )
@@ -225,8 +225,8 @@ async def test_aliases_of_several_models_move(tmp_path: Path) -> None:
         with pytest.raises(Exception, match="two models would be called chat"):
             models.configure(config(("chat",), ("chat",)))
         assert models.find("chat") is models.models[1]
-        told = models.configure(config((), (), kv_share=0.5))
-        assert told == {"models.beta.kv_share": "it takes a restart of the server"} and not models.has("chat")
+        result = models.configure(config((), (), kv_share=0.5))
+        assert result == {"models.beta.kv_share": "it takes a restart of the server"} and not models.has("chat")
         left = Config(models=(ModelOptions(model=str(alpha)), ModelOptions(model="/other")))
         assert set(models.configure(left)) == {f"models.{beta}", "models./other"}
 
@@ -286,7 +286,7 @@ def test_sighup_reads_the_file_again_and_the_owner_has_a_listener(folder: Path, 
         assert get(admin + "/health/ready") == get(server.url + "/health/ready") == 200
         resolved = resolve({"port": server.port, "admin_port": port, "admin_key": "the-owners"}, {})
         with connect(resolved) as client:
-            assert [one["state"] for one in client.get("/v1/admin/models", admin=True)["data"]] == ["loaded"]
+            assert [item["state"] for item in client.get("/v1/admin/models", admin=True)["data"]] == ["loaded"]
         server.signal(signal.SIGTERM)
         assert server.wait() == 0
     said = [json.loads(line) for line in server.errors.decode().splitlines()]  # each line, from the first on
@@ -297,10 +297,10 @@ def test_sighup_reads_the_file_again_and_the_owner_has_a_listener(folder: Path, 
 def test_options_can_be_resolved_again(tmp_path: Path) -> None:
     file = tmp_path / "cairn.toml"
     file.write_text("max_concurrent = 3\n")
-    found: Resolved = resolve({"port": "9"}, {}, file)
+    result: Resolved = resolve({"port": "9"}, {}, file)
     file.write_text("max_concurrent = 4\n")
-    assert (found.config.max_concurrent, found.again().config.max_concurrent) == (3, 4)
-    assert found.again().config.port == 9
+    assert (result.config.max_concurrent, result.again().config.max_concurrent) == (3, 4)
+    assert result.again().config.port == 9
 
 
 def test_an_owners_listener_that_others_reach_needs_a_key(folder: Path) -> None:

@@ -41,14 +41,14 @@ def chat(**more: Any) -> dict[str, Any]:
 
 def numbered(text: str) -> list[tuple[int, Any]]:
     """Return each event as (id, data)."""
-    found = []
+    results = []
     for block in text.split("\n\n"):
         if not block or block.startswith(":"):
             continue
         first, second = block.split("\n")
         data = second.removeprefix("data: ")
-        found.append((int(first.removeprefix("id: ")), data if data == "[DONE]" else json.loads(data)))
-    return found
+        results.append((int(first.removeprefix("id: ")), data if data == "[DONE]" else json.loads(data)))
+    return results
 
 
 def said(found: list[tuple[int, Any]]) -> str:
@@ -95,8 +95,8 @@ async def test_every_event_has_an_id_and_an_ordinary_stream_has_none() -> None:
         marked = await http.post("/v1/chat/completions", json=chat(), headers=MARK)
         plain = await http.post("/v1/chat/completions", json=chat())
         off = await http.post("/v1/chat/completions", json=chat(), headers={"X-Cairn-Resumable": "0"})
-    found = numbered(marked.text)
-    assert [number for number, _ in found] == [1, 2, 3, 4] and found[-1][1] == "[DONE]" and said(found) == "hi"
+    result = numbered(marked.text)
+    assert [number for number, _ in result] == [1, 2, 3, 4] and result[-1][1] == "[DONE]" and said(result) == "hi"
     assert "id: " not in plain.text and "id: " not in off.text
     assert marked.headers["content-type"] == plain.headers["content-type"]
 
@@ -210,9 +210,9 @@ async def test_an_error_before_the_first_event_is_a_status() -> None:
     broken = ScriptedService(lambda request: [Delta(text="a"), Overloaded("no more")])
     async with site(broken) as at, at.http() as http:
         response = await http.post("/v1/chat/completions", json=chat(), headers=MARK)
-        found = numbered(response.text)
-        assert response.status_code == 200 and found[-1][1]["error"]["message"] == "no more"
-        assert numbered((await follow(at, response.headers["x-request-id"], after=2)).text) == found[2:]
+        result = numbered(response.text)
+        assert response.status_code == 200 and result[-1][1]["error"]["message"] == "no more"
+        assert numbered((await follow(at, response.headers["x-request-id"], after=2)).text) == result[2:]
 
 
 async def test_an_error_after_a_heartbeat_and_before_the_first_event_is_an_event() -> None:
@@ -298,12 +298,12 @@ async def test_text_completions_and_choices_are_resumable_too() -> None:
     body = {"model": "scripted", "prompt": "x", "stream": True, "n": 2, "stream_options": {"include_usage": True}}
     async with site(service) as at, at.http() as http:
         whole = await http.post("/v1/completions", json=body, headers=MARK)
-        found = numbered(whole.text)
+        result = numbered(whole.text)
         texts = ["", ""]
-        for _, event in found[:-2]:
+        for _, event in result[:-2]:
             texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
-        assert texts == ["ab", "ab"] and found[-2][1]["usage"]["completion_tokens"] == 4
-        assert numbered((await follow(at, whole.headers["x-request-id"])).text) == found
+        assert texts == ["ab", "ab"] and result[-2][1]["usage"]["completion_tokens"] == 4
+        assert numbered((await follow(at, whole.headers["x-request-id"])).text) == result
 
 
 # ------------------------------------------------------------------------------------------------------------ logs
@@ -315,16 +315,16 @@ def event(number: int, size: int = 60) -> bytes:
 
 def rest(log: EventLog, after: int) -> list[bytes]:
     """Return all following events; fail if their numbers have a gap."""
-    found = []
+    results = []
     while True:
         data, to = log.read(after)
         if to == after:
-            return found
+            return results
         for block in data.split(b"\n\n")[:-1]:
             first, second = block.split(b"\n")
             after += 1
             assert first == b"id: %d" % after
-            found.append(second + b"\n\n")
+            results.append(second + b"\n\n")
         assert to == after
 
 
@@ -409,8 +409,8 @@ async def test_a_reader_that_is_slow_does_not_hold_up_the_answer() -> None:
         writer.write(request_bytes("POST", "/v1/chat/completions", json.dumps(chat()).encode(), "X-Cairn-Resumable: 1"))
         await until(lambda: service.streams and service.streams[0].over, 20)
         (id,) = at.app.state.logs._logs
-        found = numbered((await follow(at, f"{id:016x}")).text)
-        assert len(said(found)) == 2000 * 2000 and found[-1][1] == "[DONE]"
+        result = numbered((await follow(at, f"{id:016x}")).text)
+        assert len(said(result)) == 2000 * 2000 and result[-1][1] == "[DONE]"
 
 
 def lines_of(url: str, body: dict[str, Any] | None = None, **headers: str) -> Any:

@@ -67,7 +67,7 @@ def test_the_methods_of_a_path_need_the_same_key() -> None:
     for route in table.routes:
         path = route.path.replace("{id:resp_}", "resp_").replace("{id:conv_}", "conv_")
         methods = (table.find(path) or {}).values()
-        assert len({(one.access, one.always) for one in methods}) == 1, route
+        assert len({(method.access, method.always) for method in methods}) == 1, route
 
 
 def test_which_paths_take_files() -> None:

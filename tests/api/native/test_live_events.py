@@ -76,14 +76,14 @@ class Listener:
 
     async def snapshot(self) -> dict[str, Any]:
         """Return the agents of a complete snapshot, by id."""
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         while True:
             data = await self.until("snapshot")
             if data["begin"]:
-                found = {}
-            found |= {agent["id"]: agent for agent in data["agents"]}
+                results = {}
+            results |= {agent["id"]: agent for agent in data["agents"]}
             if data["end"]:
-                return found
+                return results
 
 
 @contextlib.asynccontextmanager
@@ -105,8 +105,8 @@ async def test_a_stream_begins_with_a_snapshot_and_continues_with_changes(folder
         async with listening(http) as stream:
             hello = await stream.until("hello")
             assert hello["agents"] is True and hello["server"] is True
-            found = await stream.snapshot()
-            assert set(found) == {"a"} and found["a"] == (await http.get("/v1/agents")).json()["data"][0]
+            result = await stream.snapshot()
+            assert set(result) == {"a"} and result["a"] == (await http.get("/v1/agents")).json()["data"][0]
             await make(http, "b")
             news = await stream.until("agents")
             assert [agent["id"] for agent in news["changed"]] == ["b"] and news["gone"] == []
@@ -155,15 +155,15 @@ async def test_a_reconnecting_client_gets_missed_events_once(folder: Path) -> No
             await make(http, name)
             await asyncio.sleep(0.05)
         async with listening(http, seen) as stream:
-            found: list[str] = []
+            results: list[str] = []
             async with asyncio.timeout(10):
-                while "c" not in found:
+                while "c" not in results:
                     _, name, data = await stream.next()
                     assert name != "snapshot"
                     if name == "agents":
-                        found += [agent["id"] for agent in data["changed"]]
-            found = [name for name in found if name != "a"]
-            assert found == sorted(found) and set(found) == {"b", "c"}
+                        results += [agent["id"] for agent in data["changed"]]
+            results = [name for name in results if name != "a"]
+            assert results == sorted(results) and set(results) == {"b", "c"}
 
 
 @pytest.mark.parametrize("seen", ["", "nonsense", "0123456789abcdef-1", "-1", "x-99999999999999999999"])
@@ -216,7 +216,7 @@ async def test_events_are_bounded_by_bytes_and_large_lists_come_in_pieces(
                 await at.agents.pin("default", f"a{number}", True)
             await asyncio.sleep(0.1)
             assert feed._bytes <= 4000 or len(feed._events) == 1
-            assert feed._bytes == sum(len(one.data) for one in feed._events)
+            assert feed._bytes == sum(len(event.data) for event in feed._events)
 
 
 async def test_a_tenant_sees_its_own_alone_and_figures_of_the_server_need_the_admin_key(folder: Path) -> None:
@@ -320,8 +320,8 @@ async def test_days_that_are_too_long_ago_are_forgotten(folder: Path) -> None:
         assert (await http.get("/v1/savings")).json()["days"] == []
         await at.again(clean=True)
         web.app.state.attribution.agents = at.agents
-        found = (await http.get("/v1/savings")).json()
-        assert found["days"] == [] and found["total"]["requests"] == 1
+        answer = (await http.get("/v1/savings")).json()
+        assert answer["days"] == [] and answer["total"]["requests"] == 1
 
 
 async def test_a_listening_client_keeps_no_model_loaded(folder: Path) -> None:

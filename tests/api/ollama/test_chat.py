@@ -80,9 +80,9 @@ def service(*steps: Any, reason: FinishReason = FinishReason.STOP) -> ScriptedSe
 
 async def test_the_last_line_of_a_chat_reports_its_cost() -> None:
     async with site(service(reason=FinishReason.TOOL_CALLS)) as at:
-        found = lines(await post(at, CHAT, {"model": "any", "messages": HI, "tools": [TOOL], "think": True}))
+        streamed = lines(await post(at, CHAT, {"model": "any", "messages": HI, "tools": [TOOL], "think": True}))
         whole = (await post(at, CHAT, {"messages": HI, "tools": [TOOL], "stream": False})).json()
-    messages = [line["message"] for line in found]
+    messages = [line["message"] for line in streamed]
     assert messages[:3] == [
         {"role": "assistant", "content": "", "thinking": "hm"},
         {"role": "assistant", "content": "Hel"},
@@ -90,9 +90,9 @@ async def test_the_last_line_of_a_chat_reports_its_cost() -> None:
     ]
     call = {"id": "call_1", "function": {"index": 0, "name": "weather", "arguments": {"place": "Oslo"}}}
     assert messages[3]["tool_calls"] == [call] and messages[4] == {"role": "assistant", "content": ""}
-    assert [line["done"] for line in found] == [False] * 4 + [True]
-    assert {line["model"] for line in found} == {"scripted"} and found[0]["created_at"].endswith("Z")
-    last = found[-1]
+    assert [line["done"] for line in streamed] == [False] * 4 + [True]
+    assert {line["model"] for line in streamed} == {"scripted"} and streamed[0]["created_at"].endswith("Z")
+    last = streamed[-1]
     assert (last["done_reason"], last["prompt_eval_count"], last["eval_count"]) == ("stop", 2, 5)
     assert isinstance(last["total_duration"], int) and last["total_duration"] > 0
     assert whole["message"] == {
@@ -107,13 +107,13 @@ async def test_the_last_line_of_a_chat_reports_its_cost() -> None:
 async def test_a_text_is_given_back_with_its_tokens_which_may_come_before_the_next() -> None:
     scripted = service(Delta(text="Hello", tokens=(72, 73)), reason=FinishReason.LENGTH)
     async with site(scripted) as at:
-        found = (await post(at, GENERATE, {"prompt": "hi", "system": "be kind", "stream": False})).json()
-        assert (found["response"], found["done_reason"]) == ("Hello", "length")
+        answer = (await post(at, GENERATE, {"prompt": "hi", "system": "be kind", "stream": False})).json()
+        assert (answer["response"], answer["done_reason"]) == ("Hello", "length")
         assert scripted.prompts[-1][0] == [{"role": "system", "content": "be kind"}, HI[0]]
-        assert found["context"] == [*b"be kindhi", 72, 73]
-        more = lines(await post(at, GENERATE, {"prompt": "more", "context": found["context"]}))
+        assert answer["context"] == [*b"be kindhi", 72, 73]
+        more = lines(await post(at, GENERATE, {"prompt": "more", "context": answer["context"]}))
         assert more[0]["response"] == "Hello" and scripted.streams[-1].request.prompt == (
-            *found["context"],
+            *answer["context"],
             *b"more",
         )
         wrong = await post(at, GENERATE, {"prompt": "more", "context": [300]})
@@ -140,11 +140,11 @@ async def test_options_reach_the_sampler_and_are_called_as_the_client_calls_them
     options = {"num_predict": 7, "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "seed": 5, "stop": ["x"]}
     more = {"repeat_penalty": 1.5, "num_ctx": 1 << 20, "num_gpu": 99, "mirostat": 0, "unheard_of": 1}
     async with site(scripted) as at:
-        found = await post(at, CHAT, {"messages": HI, "options": options | more, "keep_alive": "5m"})
-        assert found.status_code == 200
-        told = found.headers.get_list("x-cairn-warning")
-        assert any("options.unheard_of" in one for one in told) and any(
-            "options.num_ctx is 1048576" in one for one in told
+        response = await post(at, CHAT, {"messages": HI, "options": options | more, "keep_alive": "5m"})
+        assert response.status_code == 200
+        result = response.headers.get_list("x-cairn-warning")
+        assert any("options.unheard_of" in one for one in result) and any(
+            "options.num_ctx is 1048576" in one for one in result
         )
         request = scripted.streams[-1].request
         params = request.sampling
@@ -204,9 +204,9 @@ async def test_thinking_is_turned_on_and_off_and_never_shown_where_it_is_off() -
     scripted = service()
     async with site(scripted) as at:
         for think in (True, False, "high"):
-            found = lines(await post(at, CHAT, {"messages": HI, "think": think}))
+            streamed = lines(await post(at, CHAT, {"messages": HI, "think": think}))
             assert scripted.prompts[-1][3] == {"enable_thinking": think is not False}
-            assert any("thinking" in line["message"] for line in found) == (think is not False)
+            assert any("thinking" in line["message"] for line in streamed) == (think is not False)
         scripted.thinks = False
         refused = await post(at, CHAT, {"messages": HI, "think": True})
         assert refused.status_code == 400 and "does not support thinking" in refused.json()["error"]
@@ -258,8 +258,8 @@ async def test_a_failure_after_the_beginning_is_a_line() -> None:
 async def test_a_silent_stream_is_kept_awake_by_lines() -> None:
     scripted = ScriptedService(lambda request: [0.3, Delta(text="hi", tokens=(1,)), done()])
     async with site(scripted, Config(heartbeat=0.1)) as at:
-        found = lines(await post(at, CHAT, {"messages": HI}))
-    assert found[0]["message"] == {"role": "assistant", "content": ""} and not found[0]["done"]
+        streamed = lines(await post(at, CHAT, {"messages": HI}))
+    assert streamed[0]["message"] == {"role": "assistant", "content": ""} and not streamed[0]["done"]
 
 
 async def test_without_a_prompt_the_model_is_loaded_already() -> None:
@@ -316,14 +316,14 @@ def pulls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 async def test_a_pull_tells_how_far_it_is(pulls: list[str]) -> None:
     async with site(service()) as at:
-        found = lines(await post(at, "/api/pull", {"name": "org/model"}))
-        assert [line["status"] for line in found] == [
+        streamed = lines(await post(at, "/api/pull", {"name": "org/model"}))
+        assert [line["status"] for line in streamed] == [
             "pulling manifest",
             "pulling a.gguf",
             "verifying sha256 digest",
             "success",
         ]
-        assert (found[1]["total"], found[1]["completed"]) == (10, 5)
+        assert (streamed[1]["total"], streamed[1]["completed"]) == (10, 5)
         assert (await post(at, "/api/pull", {"model": "org/model", "stream": False})).json() == {"status": "success"}
         assert pulls == ["org/model"] * 2
         assert lines(await post(at, "/api/pull", {"model": "scripted"}))[-1] == {"status": "success"}
@@ -373,8 +373,8 @@ async def test_copies_must_be_existing_names() -> None:
             ("scripted", "mine", 400),
             ("other", "mine", 404),
         ):
-            found = await post(at, "/api/copy", {"source": source, "destination": destination})
-            assert found.status_code == status, found.text
+            response = await post(at, "/api/copy", {"source": source, "destination": destination})
+            assert response.status_code == status, response.text
 
 
 # --------------------------------------------------------------------------------------------------- the real client
@@ -432,7 +432,7 @@ def test_results_are_put_to_calls_in_a_moment_each() -> None:
         chat = chat_of(
             OllamaChatBody(messages=[*messages, {"role": "user", "content": "q"}]), lambda name: False, thinks=False
         )
-        return [one["tool_call_id"] for one in chat["messages"] if one["role"] == "tool"]
+        return [message["tool_call_id"] for message in chat["messages"] if message["role"] == "tool"]
 
     def calls(*names: str) -> dict[str, Any]:
         return {"role": "assistant", "tool_calls": [{"function": {"name": name}} for name in names]}

@@ -63,9 +63,9 @@ async def test_a_request_to_load_says_how_long_that_took(path: str) -> None:
     """`ollama run` begins with such a request."""
     empty = {"messages": None} if path == "/api/chat" else {"prompt": "", "suffix": "", "system": "", "template": ""}
     async with site(service()) as at:
-        found = (await post(at, path, {"model": "scripted", "options": None} | empty)).json()
-    assert found["done"] and found["done_reason"] == "load"
-    assert isinstance(found["load_duration"], int) and isinstance(found["total_duration"], int)
+        answer = (await post(at, path, {"model": "scripted", "options": None} | empty)).json()
+    assert answer["done"] and answer["done_reason"] == "load"
+    assert isinstance(answer["load_duration"], int) and isinstance(answer["total_duration"], int)
 
 
 @pytest.mark.parametrize(
@@ -128,9 +128,9 @@ async def test_names_have_no_case(tmp_path: Path) -> None:
 async def test_a_text_that_is_empty_loads_the_model(tmp_path: Path) -> None:
     async with serving(make_model(tmp_path / "tiny")) as served, site(served) as at:
         for body in ({"input": ""}, {"input": None}, {"input": []}, {}):
-            found = await post(at, "/api/embed", {"model": "m", "options": None} | body)
-            assert found.status_code == 200, found.text
-            assert found.json()["embeddings"] == [] and found.json()["load_duration"] == 0
+            response = await post(at, "/api/embed", {"model": "m", "options": None} | body)
+            assert response.status_code == 200, response.text
+            assert response.json()["embeddings"] == [] and response.json()["load_duration"] == 0
         older = await post(at, "/api/embeddings", {"model": "m", "prompt": "", "options": None})
         assert older.json() == {"embedding": []}
 

@@ -341,9 +341,9 @@ async def test_the_servers_order_of_samplers_and_a_requests_own() -> None:
         assert wrong.json()["error"]["message"].startswith("samplers must be a list of names")
         assert (await post(at, chat(samplers=["top_k", "dry", "xtc"], dry_multiplier=0))).status_code == 200
         props = (await http.get("/props")).json()["default_generation_settings"]["params"]
-    found = [one.request.sampling for one in service.streams]
-    assert [one.temperature_last for one in found[:6]] == [True, True, False, False, False, False]
-    assert [one.top_p for one in found[4:6]] == [1.0, 1.0], "what is not in the list does not apply"
+    results = [stream.request.sampling for stream in service.streams]
+    assert [result.temperature_last for result in results[:6]] == [True, True, False, False, False, False]
+    assert [result.top_p for result in results[4:6]] == [1.0, 1.0], "what is not in the list does not apply"
     assert props["samplers"] == ["penalties", "top_k", "top_p", "min_p", "temperature"]
 
 
@@ -379,7 +379,7 @@ async def test_prompt_forms(prompt: Any, tokens: list[tuple[int, ...]]) -> None:
     service = ScriptedService(lambda request: [Delta(text=f"<{len(request.prompt)}>"), done()])
     async with site(service) as at:
         body = (await post(at, complete(prompt=prompt, n=2), "/v1/completions")).json()
-    assert [stream.request.prompt for stream in service.streams] == [one for one in tokens for _ in range(2)]
+    assert [stream.request.prompt for stream in service.streams] == [token for token in tokens for _ in range(2)]
     assert [choice["index"] for choice in body["choices"]] == list(range(2 * len(tokens)))
     assert body["usage"]["prompt_tokens"] == 3 * len(tokens)
 
@@ -394,8 +394,8 @@ async def test_a_suffix_is_what_the_middle_is_filled_in_before() -> None:
         plain = await post(at, complete(prompt="a", suffix="c"), "/v1/completions")
         service.tokenizer.middle = Middle(prefix=257, suffix=258, middle=259)
         for prompt in ("a<256>", [97, 256]):
-            found = await post(at, complete(prompt=prompt, suffix="c<256>"), "/v1/completions")
-            assert found.json()["choices"][0]["text"] == "b"
+            response = await post(at, complete(prompt=prompt, suffix="c<256>"), "/v1/completions")
+            assert response.json()["choices"][0]["text"] == "b"
         await post(at, complete(prompt="<256>", suffix="<256>", parse_special=False), "/v1/completions")
         await post(at, complete(prompt="<256>", suffix="", parse_special=False), "/v1/completions")
         echoed = await post(at, complete(suffix="c", echo=True), "/v1/completions")
@@ -456,17 +456,17 @@ async def test_the_prompts_log_probabilities_as_vllm_tells_them(path: str) -> No
     async with site(ScriptedService(script)) as at:
         make = chat if chats else complete
         more = {"logprobs": True, "top_logprobs": 2} if chats else {"logprobs": 2}
-        found = (await post(at, make(prompt_logprobs=1, **more), path)).json()
-        told = found["prompt_logprobs"] if chats else found["choices"][0]["prompt_logprobs"]
+        body = (await post(at, make(prompt_logprobs=1, **more), path)).json()
+        told = body["prompt_logprobs"] if chats else body["choices"][0]["prompt_logprobs"]
         first = {"logprob": -0.5, "rank": 1, "decoded_token": "j"}
         assert told == [
             None,
             {"105": {"logprob": -1.0, "rank": None, "decoded_token": "i"}, "106": first},
             {"104": {"logprob": -5.0, "rank": None, "decoded_token": "h"}, "106": first},
         ]
-        found = (await post(at, make(prompt_logprobs=2), path)).json()
-        told = found["prompt_logprobs"] if chats else found["choices"][0]["prompt_logprobs"]
-        assert told[1]["105"]["rank"] == 2 and found["choices"][0]["logprobs"] is None
+        body = (await post(at, make(prompt_logprobs=2), path)).json()
+        told = body["prompt_logprobs"] if chats else body["choices"][0]["prompt_logprobs"]
+        assert told[1]["105"]["rank"] == 2 and body["choices"][0]["logprobs"] is None
         for wrong in ({"prompt_logprobs": 21}, {"prompt_logprobs": -1}, {"prompt_logprobs": 1, "stream": True}):
             refused = await post(at, make(**wrong), path)
             assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt_logprobs"
@@ -489,8 +489,8 @@ async def test_a_completion_keeps_its_space_and_the_offsets_fit(echo: bool, tmp_
     service.tokenizer = tokenizer  # type: ignore[assignment]
     service.spec = msgspec.structs.replace(SPEC, vocab=1000)
     async with site(service) as at:
-        found = await post(at, complete(prompt="the quick", echo=echo, logprobs=1), "/v1/completions")
-    choice = found.json()["choices"][0]
+        response = await post(at, complete(prompt="the quick", echo=echo, logprobs=1), "/v1/completions")
+    choice = response.json()["choices"][0]
     assert choice["text"] == ("the quick The lazy dog" if echo else " The lazy dog")
     ends = [*choice["logprobs"]["text_offset"][1:], len(choice["text"])]
     for start, end, token in zip(choice["logprobs"]["text_offset"], ends, choice["logprobs"]["tokens"], strict=True):
@@ -528,15 +528,15 @@ async def test_what_could_never_wait_together_is_refused_for_good() -> None:
             (7, 1, 200),
             (8, 1, 400),
         ):
-            found = await post(at, complete(prompt=["x" * length] * prompts), "/v1/completions")
-            assert found.status_code == status, (prompts, length)
+            response = await post(at, complete(prompt=["x" * length] * prompts), "/v1/completions")
+            assert response.status_code == status, (prompts, length)
             if status == 400:
-                assert found.json()["error"]["param"] == "prompt"
-                assert ("40" if prompts < 8 else "7") in found.json()["error"]["message"]
+                assert response.json()["error"]["param"] == "prompt"
+                assert ("40" if prompts < 8 else "7") in response.json()["error"]["message"]
         for n, text, status in ((3, "x" * 60, 200), (4, "x" * 60, 400), (7, "x", 200), (8, "x", 400)):
-            found = await post(at, chat(n=n, messages=[{"role": "user", "content": text}]))
-            assert found.status_code == status, n
-            assert status == 200 or found.json()["error"]["param"] == "n"
+            response = await post(at, chat(n=n, messages=[{"role": "user", "content": text}]))
+            assert response.status_code == status, n
+            assert status == 200 or response.json()["error"]["param"] == "n"
 
 
 # ----------------------------------------------------------------------------------------------- the openai client

@@ -60,13 +60,17 @@ async def test_an_answer_cites_what_was_found(tmp_path: Path) -> None:
         search, message = whole.output
         assert search.type == "file_search_call" and search.status == "completed"
         assert search.queries == ["What is a cairn?"] and search.results is not None
-        assert {one.text for one in search.results} == {"A cairn is a heap of stones.", "Bread is made of flour."}
-        assert {(one.file_id, one.filename) for one in search.results} == {(file, "cairns.md")}
+        assert {result.text for result in search.results} == {"A cairn is a heap of stones.", "Bread is made of flour."}
+        assert {(result.file_id, result.filename) for result in search.results} == {(file, "cairns.md")}
         assert search.results[0].attributes == {"year": 1999.0}
         assert message.type == "message" and whole.output_text == TEXT, "[9] names no source"
         (part,) = message.content
         assert part.type == "output_text"
-        cited = [(one.index, one.file_id, one.filename) for one in part.annotations if one.type == "file_citation"]
+        cited = [
+            (annotation.index, annotation.file_id, annotation.filename)
+            for annotation in part.annotations
+            if annotation.type == "file_citation"
+        ]
         assert cited == [(TEXT.index("[1]"), file, "cairns.md"), (TEXT.index("[2]"), file, "cairns.md")]
 
         events: list[Any] = []

@@ -105,9 +105,9 @@ async def test_missing_items_are_one_404(tmp_path: Path) -> None:
         await http.delete(f"/v1/responses/{gone['id']}", headers={"authorization": "Bearer bob"})
         made_up = ("msg_00000000000000ff_0", mine[:-1] + "7", "msg_x", "", "rs_" + "9" * 100 + "_0", "resp_1")
         for id in (mine, aside, gone["output"][0]["id"], *made_up):
-            found = await ask("bob", input=[ASK, reference(id)])
-            assert found.status_code == 404, found.text
-            error = found.json()["error"]
+            result = await ask("bob", input=[ASK, reference(id)])
+            assert result.status_code == 404, result.text
+            error = result.json()["error"]
             assert error["param"] == "input[1]" and error["message"].startswith("input[1]: there is no item")
             said.add(error["message"].replace(repr(id[:100]), "ID"))
         assert (await ask("ada", input=[reference(mine)])).status_code == 200
@@ -118,8 +118,8 @@ async def test_missing_items_are_one_404(tmp_path: Path) -> None:
 
 async def test_a_server_that_keeps_nothing_says_the_same() -> None:
     async with site(ScriptedService()) as at:
-        found = await post(at, {"input": [reference("msg_00000000000000ff_0")]})
-        assert found.status_code == 404 and "there is no item" in found.json()["error"]["message"]
+        response = await post(at, {"input": [reference("msg_00000000000000ff_0")]})
+        assert response.status_code == 404 and "there is no item" in response.json()["error"]["message"]
         wrong = await post(at, {"input": [{"type": "item_reference"}]})
         assert wrong.status_code == 400 and "input[0].id" in wrong.json()["error"]["message"]
 

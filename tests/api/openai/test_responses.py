@@ -58,7 +58,7 @@ async def post(at: Site, value: Any, path: str = "/v1/responses") -> httpx.Respo
 
 def events(text: str) -> list[Any]:
     """Return the events of a stream without comments; fail unless their numbers rise by one."""
-    found = []
+    results = []
     for block in text.split("\n\n"):
         lines = [line for line in block.split("\n") if line and not line.startswith(("id: ", ":"))]
         if not lines:
@@ -66,10 +66,10 @@ def events(text: str) -> list[Any]:
         kind, data = lines
         value = json.loads(data.removeprefix("data: "))
         assert kind == "event: " + value["type"]
-        found.append(value)
-    numbers = [value["sequence_number"] for value in found]
+        results.append(value)
+    numbers = [value["sequence_number"] for value in results]
     assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-    return found
+    return results
 
 
 KNOWN = {get_args(kind.model_fields["type"].annotation)[0] for kind in get_args(get_args(ResponseStreamEvent)[0])}
@@ -83,28 +83,28 @@ async def test_response_object() -> None:
     async with site(ScriptedService(lambda request: list(STEPS))) as at:
         answer = await post(at, body(tools=[TOOL], include=["reasoning.encrypted_content"]))
     assert answer.status_code == 200, answer.text
-    found = answer.json()
-    TypeAdapter(Response).validate_python(found)
-    assert found["id"].startswith("resp_") and found["object"] == "response" and found["status"] == "completed"
-    reasoning, message, call = found["output"]
+    reply = answer.json()
+    TypeAdapter(Response).validate_python(reply)
+    assert reply["id"].startswith("resp_") and reply["object"] == "response" and reply["status"] == "completed"
+    reasoning, message, call = reply["output"]
     assert reasoning["content"] == [{"type": "reasoning_text", "text": "hm"}] and reasoning["summary"] == []
     assert message["content"][0]["text"] == "Hello" and message["status"] == "completed"
     assert (call["type"], call["call_id"], call["name"]) == ("function_call", "call_1", "weather")
     assert call["arguments"] == '{"place": "Oslo"}'
-    assert found["usage"]["output_tokens_details"] == {
+    assert reply["usage"]["output_tokens_details"] == {
         "reasoning_tokens": 2,
         "accepted_prediction_tokens": 1,
         "rejected_prediction_tokens": 2,
     }
-    assert found["usage"]["input_tokens_details"]["cached_tokens"] == 0 and found["usage"]["total_tokens"] == 7
+    assert reply["usage"]["input_tokens_details"]["cached_tokens"] == 0 and reply["usage"]["total_tokens"] == 7
 
 
 @pytest.mark.parametrize("summary", [None, "auto"])
 async def test_stream_of_all_kinds_of_items(summary: str | None) -> None:
     async with site(ScriptedService(lambda request: list(STEPS))) as at:
         answer = await post(at, body(stream=True, tools=[TOOL], reasoning={"summary": summary, "effort": "high"}))
-    found = events(answer.text)
-    kinds = [value["type"] for value in found]
+    chunks = events(answer.text)
+    kinds = [value["type"] for value in chunks]
     thought = [
         "response.reasoning_summary_part.added" if summary else "response.content_part.added",
         *[f"response.reasoning_{'summary_text' if summary else 'text'}.delta"] * 2,
@@ -132,11 +132,11 @@ async def test_stream_of_all_kinds_of_items(summary: str | None) -> None:
     ]
     assert set(kinds) <= KNOWN
     adapter: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-    for value in found:
+    for value in chunks:
         adapter.validate_python(value)
-    items = [value["item"] for value in found if value["type"] == "response.output_item.done"]
-    assert found[-1]["response"]["output"] == items and found[-1]["response"]["usage"]["output_tokens"] == 5
-    assert [value["output_index"] for value in found if value["type"] == "response.output_item.added"] == [0, 1, 2]
+    items = [value["item"] for value in chunks if value["type"] == "response.output_item.done"]
+    assert chunks[-1]["response"]["output"] == items and chunks[-1]["response"]["usage"]["output_tokens"] == 5
+    assert [value["output_index"] for value in chunks if value["type"] == "response.output_item.added"] == [0, 1, 2]
 
 
 async def test_an_answer_that_was_cut_is_incomplete() -> None:
@@ -231,8 +231,8 @@ class Heard:
 
 def read(value: dict[str, Any]) -> dict[str, Any]:
     heard: Any = Heard()
-    found = parse(ResponseBody, value, Config())
-    return chat_of(found, Tools(found.tools, heard), heard)
+    result = parse(ResponseBody, value, Config())
+    return chat_of(result, Tools(result.tools, heard), heard)
 
 
 def test_texts_and_parts_of_equal_text_are_the_same_chat() -> None:
@@ -368,11 +368,11 @@ PARTS = st.dictionaries(
 @given(JSON, PARTS)
 def test_no_body_gets_past_the_reader_but_as_a_chat_or_an_error(given_input: Any, parts: dict[str, Any]) -> None:
     try:
-        found = read(body(input=given_input) | parts)
+        result = read(body(input=given_input) | parts)
     except CairnError as error:
         assert 400 <= error.status < 500
     else:
-        assert isinstance(found["messages"], list)
+        assert isinstance(result["messages"], list)
 
 
 # ---------------------------------------------------------------------------------------------- responses that are kept
@@ -453,8 +453,8 @@ async def test_a_response_reports_what_differs_from_another(tmp_path: Path) -> N
         ):
             answer = (await post(at, same | more)).json()
             TypeAdapter(Response).validate_python(answer)
-            found = answer["prompt_cache_diagnostics"]
-            assert (found["type"], found.get("reason")) == (kind, reason)
+            prompt_cache_diagnostics = answer["prompt_cache_diagnostics"]
+            assert (prompt_cache_diagnostics["type"], prompt_cache_diagnostics.get("reason")) == (kind, reason)
 
 
 async def test_a_conversation_is_compacted_to_items_that_stand_for_it(tmp_path: Path) -> None:
@@ -466,15 +466,15 @@ async def test_a_conversation_is_compacted_to_items_that_stand_for_it(tmp_path: 
         {"role": "assistant", "content": "hello"},
     ]
     async with site(service) as at:
-        found = (
+        answer = (
             await post(at, {"model": "any", "input": said, "instructions": "rules"}, "/v1/responses/compact")
         ).json()
-        assert found["object"] == "response.compaction" and found["usage"]["total_tokens"] > 0
-        developer, item = found["output"]
+        assert answer["object"] == "response.compaction" and answer["usage"]["total_tokens"] > 0
+        developer, item = answer["output"]
         assert developer["role"] == "developer" and item["type"] == "compaction"
         asked = [message["role"] for message in service.prompts[-1][0]]
         assert asked == ["system", "developer", "user", "assistant", "user"]
-        await post(at, body(input=[*found["output"], {"role": "user", "content": "more"}]))
+        await post(at, body(input=[*answer["output"], {"role": "user", "content": "more"}]))
         kept, summary, more = service.prompts[-1][0]
         assert kept == {"role": "developer", "content": "be kind"} and more["content"] == "more"
         assert summary == {"role": "user", "content": "Summary of the conversation so far:\nThey said hi."}
@@ -588,8 +588,8 @@ async def test_a_conversation_is_gone_on_with_by_name(tmp_path: Path) -> None:
         texts = [item.content[0].text for item in items if item.type == "message" and item.role == "user"]
         assert texts == ["before", "first", "aside", "second"]
         assert len(items) == 6
-        found = await client.conversations.items.retrieve(items[2].id, conversation_id=made.id)  # type: ignore[arg-type]
-        assert found == items[2]
+        result = await client.conversations.items.retrieve(items[2].id, conversation_id=made.id)  # type: ignore[arg-type]
+        assert result == items[2]
         await client.conversations.items.delete(items[0].id, conversation_id=made.id)  # type: ignore[arg-type]
         left = [item async for item in await client.conversations.items.list(made.id, order="asc", limit=2)]
         assert len(left) == 5
@@ -739,7 +739,7 @@ async def test_fields_of_open_responses_are_reported_and_sampling_applies(tmp_pa
     sampling = {"presence_penalty": 0.5, "frequency_penalty": -0.25, "seed": 7, "stop": ["END"]}
     async with site(service) as at:
         asked = body(max_tool_calls=3, safety_identifier="me", service_tier="flex", **sampling)
-        found = (await post(at, asked)).json()
+        answer = (await post(at, asked)).json()
         plain = (await post(at, body(stop=""))).json()
         wrong = await post(at, body(presence_penalty=9))
     params = service.streams[0].request.sampling
@@ -747,7 +747,7 @@ async def test_fields_of_open_responses_are_reported_and_sampling_applies(tmp_pa
     assert service.streams[0].request.stop == ("END",) and not service.streams[1].request.stop
     assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "presence_penalty"
     five = ("presence_penalty", "frequency_penalty", "max_tool_calls", "safety_identifier", "service_tier")
-    assert [found[name] for name in five] == [0.5, -0.25, 3, "me", "default"]
+    assert [answer[name] for name in five] == [0.5, -0.25, 3, "me", "default"]
     assert [plain[name] for name in five] == [0.0, 0.0, None, None, "default"]
     async with keeping(tmp_path / "agents", make_model(tmp_path / "tiny")) as at, at.http() as http:
         made = (await post(at, kept(max_tool_calls=3, presence_penalty=0.5))).json()

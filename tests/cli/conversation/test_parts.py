@@ -135,8 +135,8 @@ class Narrow:
         self.asked: list[list[dict[str, Any]]] = []
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> Any:
-        self.asked.append([dict(one) for one in messages])
-        size = sum(len(one["content"]) for one in messages)
+        self.asked.append([dict(message) for message in messages])
+        size = sum(len(message["content"]) for message in messages)
         if size >= self.context:
             raise ContextTooLong("too long", prompt_tokens=size, context=self.context)
         room = min(self.context - size, sampling["max_tokens"])

@@ -58,7 +58,7 @@ def chat(canned, *more: str) -> Terminal:  # noqa: F811
 
 
 def questions(body: dict[str, Any]) -> list[str]:
-    return [one["content"] for one in body["messages"] if one["role"] == "user"]
+    return [message["content"] for message in body["messages"] if message["role"] == "user"]
 
 
 def leave(terminal: Terminal) -> None:
@@ -168,7 +168,12 @@ def test_a_chat_is_kept_and_goes_on(canned, asked, elsewhere):  # noqa: F811
         terminal.type("Who am I?\r")
         terminal.expect("tokens in")
         leave(terminal)
-    assert [one["content"] for one in asked[-1]["messages"]] == ["Be brief.", "I am Ada.", "answer 1", "Who am I?"]
+    assert [message["content"] for message in asked[-1]["messages"]] == [
+        "Be brief.",
+        "I am Ada.",
+        "answer 1",
+        "Who am I?",
+    ]
     with Terminal("chat", "--host", canned.url, "--resume") as terminal:
         terminal.expect("continuing: I am Ada.; 2 questions so far")
         terminal.expect("> ")
@@ -244,7 +249,7 @@ def test_a_full_context_offers_three_ways_on(canned, asked, elsewhere, way, left
     if left is not None:
         assert questions(asked[-1]) == left
         kept = [
-            json.loads(one.read_text())["messages"] for one in (elsewhere / ".local/share/cairn/chats").glob("*.json")
+            json.loads(path.read_text())["messages"] for path in (elsewhere / ".local/share/cairn/chats").glob("*.json")
         ]
         assert [one["content"] for one in min(kept, key=lambda one: one[0]["content"] != "a")] == [
             "a",

@@ -99,18 +99,18 @@ def test_a_folder_of_mlx_community_is_computed_as_it_is_stored(
     plain, packed = write_quantized(
         tmp_path, mlx(bits, group), {"group_size": group, "bits": bits}, num_hidden_layers=2
     )
-    found = []
+    results = []
     for folder, options in ((plain, {"kernels": "reference", "weights": "f32"}), (packed, {"device": "mlx-cpu"})):
         engine = load(folder, kv_dtype="f32", **{"weights": "stored", **options})
         driver = Driver(engine, monkeypatch)
-        found.append(driver.logits(prompt(40), [40], driver.tables(40)))
+        results.append(driver.logits(prompt(40), [40], driver.tables(40)))
         if options.get("device"):
             called = [call for call in engine._body.calls if call.kernel == "project"]
             parts = [part for call in called for part in call.arguments[1].parts if isinstance(part, CodedPart)]
             assert {(part.group, part.bits) for part in parts} == {(group, bits)} and len(parts) == 14
             assert bits == 8 or all(part.scale.dtype == mx.bfloat16 for part in parts)
         engine.close()
-    assert np.abs(found[0] - found[1]).max() <= BOUND * np.abs(found[0]).max()
+    assert np.abs(results[0] - results[1]).max() <= BOUND * np.abs(results[0]).max()
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_a_compiled_step_computes_what_its_operations_do(
 
     monkeypatch.setattr("cairn.kernels.devices.load", kernels)
     folder, tokens = write_model(tmp_path, **MODELS[name]), prompt(24)
-    found = []
+    results = []
     for _ in range(2):
         engine = load(folder, device="mlx-cpu", kv_dtype="f32")
         driver = Driver(engine, monkeypatch)
@@ -147,6 +147,6 @@ def test_a_compiled_step_computes_what_its_operations_do(
         for at in range(4):
             one = driver.row(tokens, 20 + at, 21 + at, first, 20 + at)
             driver.step([one, driver.row(tokens, 9 + at, 10 + at, second, 9 + at)])
-        found.append(np.concatenate([logits for _, logits in driver.seen]))
+        results.append(np.concatenate([logits for _, logits in driver.seen]))
         engine.close()
-    assert np.abs(found[0] - found[1]).max() <= BOUND * np.abs(found[0]).max()
+    assert np.abs(results[0] - results[1]).max() <= BOUND * np.abs(results[0]).max()

@@ -84,7 +84,7 @@ def test_weights_take_the_memory_that_was_estimated(
 ) -> None:
     folder = write_model(tmp_path, **{**MODELS[name], "hidden_size": 64, "intermediate_size": 128})
     spec = load_spec(folder)
-    told = weight_memory(spec, HeldWeights(open_weights(folder, spec), form), "mlx")
+    result = weight_memory(spec, HeldWeights(open_weights(folder, spec), form), "mlx")
     made: list[Any] = []
     # The self-test makes matrices, too
     monkeypatch.setattr("cairn.kernels.self_test.worst", lambda kernels: ("norm", 0.0))
@@ -109,7 +109,7 @@ def test_weights_take_the_memory_that_was_estimated(
                     arrays[id(getattr(part, field))] = getattr(part, field)
     engine.close()
     # The estimate's maximum: scales in bfloat16 and groups of 64 take less.
-    assert 0.7 * told.held < held(arrays.values()) <= told.held + 4096, (told, held(arrays.values()))
+    assert 0.7 * result.held < held(arrays.values()) <= result.held + 4096, (result, held(arrays.values()))
 
 
 def test_kv_of_8_bits_is_for_the_cpu(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def bound(call: Call) -> float:
     """Return the noise of another order of sums; with packed weights also of the rounded activations, which MLX has
     not.
     """
-    packed = [part for one in call.arguments if isinstance(one, Weights) for part in one.parts]
+    packed = [part for argument in call.arguments if isinstance(argument, Weights) for part in argument.parts]
     return 0.02 if any(isinstance(part, Packed) for part in packed) else 2e-4
 
 
@@ -155,7 +155,7 @@ def test_experts_whose_scales_have_other_types_are_joined_as_codes() -> None:
         one[...] = 2.0**-6
     kernels = MlxKernels("cpu")
     matrices = [kernels.matrix([one], [None]) for one in (first, second)]
-    assert len({one.parts[0].group for one in matrices}) == 2
+    assert len({matrix.parts[0].group for matrix in matrices}) == 2
     numbers = [dequantized(one) for one in (first, second)]
     with kernels.active():
         joined = stacked(matrices)

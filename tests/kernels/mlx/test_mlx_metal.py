@@ -68,7 +68,7 @@ def test_the_body_computes_what_the_operations_do(compiled: Any, corrected: bool
     given = {name: rng.standard_normal(shapes[name]).astype(np.float32) for name in metal.INPUTS}
     made, after = np.zeros(shapes["value"], np.float32), np.zeros(shapes["state"], np.float32)
     arrays = [np.ascontiguousarray(one) for one in (*given.values(), made, after)]
-    pointers = [one.ctypes.data_as(ctypes.c_void_p) for one in arrays]
+    pointers = [array.ctypes.data_as(ctypes.c_void_p) for array in arrays]
     shape = (ctypes.c_int * 4)(*shapes["value"])
     compiled(*pointers, shape, int(corrected))
     wanted = scan(*(from_numpy(given[name]) for name in metal.INPUTS), corrected)
@@ -81,7 +81,7 @@ def test_a_program_hands_it_what_the_operations_would_get(kernel: str, monkeypat
     asked = []
 
     def instead(*arguments: Any) -> Any:
-        asked.append([one.shape for one in arguments[:-1]])
+        asked.append([argument.shape for argument in arguments[:-1]])
         return scan(*arguments)
 
     monkeypatch.setattr(metal, "scan", instead)

@@ -78,16 +78,16 @@ def test_16_writes_into_a_pool_of_256_mib_copy_nothing(
     monkeypatch.setattr(step.program, "_compiled", compiled)
     step.run()
     held = mx.get_active_memory()
-    found = [step.run() for _ in range(5)]
-    assert max(more for _, more in found) < 32, found
+    results = [step.run() for _ in range(5)]
+    assert max(more for _, more in results) < 32, results
     assert mx.get_peak_memory() - before < (256 + 48) * MIB
     copying = []
     with step.kernels.active():
         for _ in range(3):
             start = time.perf_counter()
-            mx.eval([one + 1 for one in step.pool.as_pool().arrays])
+            mx.eval([array + 1 for array in step.pool.as_pool().arrays])
             copying.append(time.perf_counter() - start)
-    assert min(seconds for seconds, _ in found) < min(copying), (found, copying)
+    assert min(seconds for seconds, _ in results) < min(copying), (results, copying)
     assert abs(mx.get_active_memory() - held) < 8 * MIB
 
 
@@ -179,7 +179,7 @@ def test_a_step_that_cannot_be_built_leaves_the_pools(compiled: bool, monkeypatc
     with pytest.raises(ValueError, match="not built"):
         step.run()
     for _ in range(2):
-        found = step.kernels.read_pages(step.pool, [2, BLOCKS - 1])
-        assert [bytes(one) for one in found] == [page, bytes(filled)]
+        result = step.kernels.read_pages(step.pool, [2, BLOCKS - 1])
+        assert [bytes(one) for one in result] == [page, bytes(filled)]
         step.run()
     mx.enable_compile()

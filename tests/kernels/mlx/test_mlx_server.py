@@ -22,8 +22,8 @@ TIDE = "The tide comes in twice a day, and the harbour lives by it. " * 8
 def turn(server: Served, text: str) -> dict[str, Any]:
     messages = [{"role": "user", "content": text}]
     body = {"messages": messages, "max_tokens": 24, "temperature": 0}
-    found: dict[str, Any] = server.post("/v1/agents/ada/turns", body)
-    return found
+    result: dict[str, Any] = server.post("/v1/agents/ada/turns", body)
+    return result
 
 
 def said(answer: dict[str, Any]) -> tuple[str, int]:

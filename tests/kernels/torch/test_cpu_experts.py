@@ -94,8 +94,8 @@ class Model:
         for array, source in ((self.x, values), (self.chosen, chosen), (self.shares, shares)):
             array[:count] = torch.from_numpy(source[first:last])
         self.program.replay({"tokens": count, "rows": 1, "logits": 0, "blocks": 1})
-        found: np.ndarray = self.kernels.fetch(self.x[:count])
-        return found
+        result: np.ndarray = self.kernels.fetch(self.x[:count])
+        return result
 
 
 @pytest.fixture

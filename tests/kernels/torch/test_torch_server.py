@@ -84,8 +84,8 @@ def whole(events: list[Any]) -> None:
 
 
 def test_the_bundled_model_answers_with_torch(plain: Served, undisturbed: dict[str, str]) -> None:
-    found = health(plain)
-    assert (found["status"], found["devices"]) == ("ok", ["torch-cpu"])
+    result = health(plain)
+    assert (result["status"], result["devices"]) == ("ok", ["torch-cpu"])
     with urllib.request.urlopen(plain.url + "/v1/models", timeout=60) as answer:
         name = json.load(answer)["data"][0]["id"]
     with urllib.request.urlopen(plain.url + f"/v1/models/{name}", timeout=60) as answer:
@@ -111,15 +111,15 @@ def test_streams_go_on_where_torch_fails_in_a_step(
             assert text(events)[:8] == undisturbed[prompt][:8], "what was sent before stays"
         with asked(server, PROMPTS[0]) as later:
             assert "X-Cairn-Warning" not in later.headers and json.load(later)["usage"]["completion_tokens"] == LENGTH
-        found = health(server)
-        assert found["devices"] == (["torch-cpu"] if faults == 1 else ["cpu"])
+        result = health(server)
+        assert result["devices"] == (["torch-cpu"] if faults == 1 else ["cpu"])
         if faults == 1:
-            assert not found["troubles"]
+            assert not result["troubles"]
         else:
-            assert found["troubles"][0].startswith(
+            assert result["troubles"][0].startswith(
                 "the device torch-cpu failed twice (the device failed: CUDA error: an"
             )
-            assert "more lines" not in found["troubles"][0]
+            assert "more lines" not in result["troubles"][0]
         server.signal()
         assert server.wait() == 0
         assert ("failed twice" in server.stderr()) == (faults == 2)

@@ -131,7 +131,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[Baked]:
 
         def reads(self: Any, *given: Any, plain: Any = plain, name: str = name, **named: Any) -> Any:
             caller = sys._getframe(1).f_code.co_filename
-            assert "/cairn/" not in caller or not any(one.busy for one in graphs), f"{name} in a graph, by {caller}"
+            assert "/cairn/" not in caller or not any(graph.busy for graph in graphs), f"{name} in a graph, by {caller}"
             return plain(self, *given, **named)
 
         monkeypatch.setattr(torch.Tensor, name, reads)
@@ -151,8 +151,8 @@ def test_whole_models_decode_from_graphs_with_the_same_bits(
     driver = Driver(load(folder, **options), monkeypatch)
     whole = driver.logits(tokens, [20], driver.tables(20))
     assert not any(one.captured for one in captured), "a prompt was captured"
-    found = driver.logits(tokens, [16, 1, 1, 1, 1], driver.tables(20))
-    np.testing.assert_array_equal(found, whole)
+    result = driver.logits(tokens, [16, 1, 1, 1, 1], driver.tables(20))
+    np.testing.assert_array_equal(result, whole)
     body, head = captured[0], captured[1]
     assert (body.captured, body.launched) == (head.captured, head.launched) == (1, 3)
     driver.engine.embed([Row(tokens, 0, 20, driver.tables(20), None, 20, GREEDY, 0, want="hidden")]).wait()
@@ -168,7 +168,7 @@ def test_rows_with_adapters_run_kernel_by_kernel(
     folder = write_model(tmp_path / "model", **MODELS["llama 2"])
     engine = load(folder, device=devices.INTERPRETED, kv_dtype="f32")
     places = [random_peft(tmp_path / f"adapter {seed}", folder, seed) for seed in (1, 2)]
-    digests = [engine.attach(engine.read_adapter(one)).digest for one in places]
+    digests = [engine.attach(engine.read_adapter(place)).digest for place in places]
     tokens, answers = prompt(6), list[list[int | None]]()
     for digest in (digests[0], digests[1]):
         tables, found = tuple([0] for _ in engine.info.groups), list[int | None]()

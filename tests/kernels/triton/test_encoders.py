@@ -57,7 +57,7 @@ def test_a_text_is_near_the_reference_and_the_same_in_any_company(name: str, tmp
         pytest.skip("only with --prove")
     FOLDERS[name](folder := tmp_path / "model")
     rows = [text_row([token + 3 for token in prompt(length, 110, seed=length)]) for length in LENGTHS]
-    found = []
+    results = []
     for options in ({"kernels": "reference"}, {"device": devices.INTERPRETED}):
         config = Config(step_tokens=256, max_running=4, threads=1, kv_gb=0.01, kv_dtype="f32", context=100, **options)
         spec, engine = load_engine(config, folder)
@@ -67,10 +67,10 @@ def test_a_text_is_near_the_reference_and_the_same_in_any_company(name: str, tmp
             given = [msgspec.structs.replace(row, tables=table) for row, table in zip(rows, tables, strict=True)]
         answers = engine.embed(given).wait()
         alone = [engine.embed([row]).wait()[0].hidden for row in given]
-        assert not any(one.error for one in answers)
-        assert [one.hidden for one in answers] == alone
-        found.append([np.frombuffer(one.hidden, np.float32) for one in answers])
+        assert not any(answer.error for answer in answers)
+        assert [answer.hidden for answer in answers] == alone
+        results.append([np.frombuffer(answer.hidden, np.float32) for answer in answers])
         engine.close()
-    for ours, theirs in zip(found[1], found[0], strict=True):
+    for ours, theirs in zip(results[1], results[0], strict=True):
         assert np.abs(ours - theirs).max() <= BOUND * max(1.0, float(np.abs(theirs).max()))
         assert len(ours) == 1 or ours.std() > 0.001, "numbers that hardly differ would hide mistakes"

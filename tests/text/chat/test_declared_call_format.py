@@ -112,7 +112,7 @@ def read(form: CallFormat, text: str, seed: int) -> list[tuple[str, Any]]:
         pieces += reader.push(text[at : at + size])
         at += size
     pieces += reader.finish(by_model=True)
-    assert "".join(one[1] for one in pieces if not isinstance(one, ToolCallDelta)) == "Well."
+    assert "".join(piece[1] for piece in pieces if not isinstance(piece, ToolCallDelta)) == "Well."
     return read_calls(pieces)
 
 

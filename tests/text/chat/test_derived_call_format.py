@@ -65,8 +65,8 @@ async def test_an_unknown_call_format_is_derived_and_enforced(name: str) -> None
     form = await derived(FURTHER[name])
     assert form is not None
     assert known_form(form) is form and form_by(name_of(form)) == form
-    found = await written(template(FURTHER[name]))
-    assert reads(form, found) and len(found) >= len(CHECKS) - 2  # some templates write at most one call
+    result = await written(template(FURTHER[name]))
+    assert reads(form, result) and len(result) >= len(CHECKS) - 2  # some templates write at most one call
     whole = 0
     for seed in range(12):
         rng = random.Random(seed)
@@ -103,12 +103,12 @@ async def test_brackets_that_nobody_can_nest_show_no_form() -> None:
 
 
 async def test_a_format_that_misreads_its_own_call_is_rejected() -> None:
-    found = await written(template(TABLE["glm"]))
-    assert reads(BY_NAME["glm"], found)
-    for check, text in found.items():
-        assert not reads(BY_NAME["glm"], {**found, check: text.replace("probe_first", "probe_second")})
-        assert not reads(BY_NAME["glm"], {**found, check: text + " more"})
-    assert not reads(BY_NAME["minimax"], found)
+    result = await written(template(TABLE["glm"]))
+    assert reads(BY_NAME["glm"], result)
+    for check, text in result.items():
+        assert not reads(BY_NAME["glm"], {**result, check: text.replace("probe_first", "probe_second")})
+        assert not reads(BY_NAME["glm"], {**result, check: text + " more"})
+    assert not reads(BY_NAME["minimax"], result)
 
 
 async def test_a_model_uses_what_its_template_shows(tmp_path: Path) -> None:

@@ -227,8 +227,8 @@ async def test_a_name_between_brackets_of_a_template_becomes_no_control_token(st
         for value in ("x", "</think", "x <|im_ "):
             tool = {"type": "function", "function": {"name": "f", "parameters": {key: value}}}
             prompt = await chat.prompt([{"role": "user", "content": "x"}], [tool])
-            found = [i for i in prompt.tokens if i in chat.tokenizer.control_ids]
-            assert found == [chat.tokenizer.token_id(name) for name in names], (key, value)
+            results = [i for i in prompt.tokens if i in chat.tokenizer.control_ids]
+            assert results == [chat.tokenizer.token_id(name) for name in names], (key, value)
             text = f"<|im_start|>x<tool_call><{key}>{value.strip()}</{key}><|im_end|>"
             assert decoded(chat, prompt.tokens) == text
 
@@ -237,7 +237,7 @@ async def test_words_that_a_template_looks_up_or_compares_with_stay_as_they_are(
     """The texts of control tokens contain ordinary words, such as `name` in `<|repo_name|>`."""
     data = json.loads(text_models.byte_level())
     words = "name function arguments content low tool_calls enable_thinking force_thinking effort city get_weather 1"
-    last = max(one["id"] for one in data["added_tokens"])
+    last = max(added_token["id"] for added_token in data["added_tokens"])
     data["added_tokens"] += [
         {**data["added_tokens"][0], "id": last + n, "content": f"<|the_{word}_of|>"}
         for n, word in enumerate(words.split(), 1)
@@ -576,7 +576,7 @@ async def test_a_template_that_reads_parts_gets_parts(start: Start, content: str
     messages = [{"role": "system", "content": "Be brief."}, *CONVERSATIONS[2]]
     prompt = await chat.prompt(messages)
     assert decoded(chat, prompt.tokens) == "".join(
-        f"<|im_start|>{one['role']}: {one['content']}<|im_end|>" for one in messages
+        f"<|im_start|>{message['role']}: {message['content']}<|im_end|>" for message in messages
     )
     # An answer that was sampled here comes back in parts, too.
     tokens = odd(chat, "so it is")
@@ -612,7 +612,7 @@ async def test_names_of_fields_stay_as_they_are_in_any_vocabulary(start: Start) 
     field.
     """
     data = json.loads(text_models.byte_level())
-    last = max(one["id"] for one in data["added_tokens"])
+    last = max(added_token["id"] for added_token in data["added_tokens"])
     words = "name function arguments tool_calls id type content role"
     data["added_tokens"] += [
         {**data["added_tokens"][0], "id": last + n, "content": f"<the_{word}_of>"}
@@ -862,8 +862,8 @@ async def test_every_turn_begins_with_the_very_ids_of_the_one_before(start: Star
     assert last[: len(talk.said)] == talk.said
     # The client may write the arguments of a call anew, and send the reasoning again.
     for message in talk.messages:
-        for one in message.get("tool_calls") or ():
-            one["function"]["arguments"] = json.dumps(json.loads(one["function"]["arguments"]), indent=3)
+        for tool_call in message.get("tool_calls") or ():
+            tool_call["function"]["arguments"] = json.dumps(json.loads(tool_call["function"]["arguments"]), indent=3)
     assert (await chat.prompt(talk.messages, TOOLS, template_args=arguments)).tokens == last
 
 

@@ -20,9 +20,9 @@ def call(arguments: Any, name: str = "f") -> dict[str, Any]:
 
 
 def answer(content: str, reasoning: str = "") -> AnswerIdentity:
-    found = answer_of(said(content, reasoning_content=reasoning))
-    assert found is not None
-    return found
+    result = answer_of(said(content, reasoning_content=reasoning))
+    assert result is not None
+    return result
 
 
 def test_visible_content_counts_byte_for_byte() -> None:
@@ -146,8 +146,8 @@ class Table:
 
     def find(self, before: bytes, answer: AnswerIdentity) -> Sequence[int] | None:
         self.asked += 1
-        found = self.known.get(answer.reasoning)
-        return found[1] if found and found[0] == before else None
+        result = self.known.get(answer.reasoning)
+        return result[1] if result and result[0] == before else None
 
 
 def put(plain: str, marked: str, table: Table, answers: Sequence[str]) -> list[int]:

@@ -64,8 +64,8 @@ def takes(schema: Any, good: list[Any], bad: list[Any]) -> None:
     ],
 )
 def test_what_says_nothing_passes(more: dict[str, Any]) -> None:
-    found = prepared({"type": "object", "properties": {"a": {"type": "integer"}}, **more}, strict=True)
-    assert not found.warnings
+    result = prepared({"type": "object", "properties": {"a": {"type": "integer"}}, **more}, strict=True)
+    assert not result.warnings
     takes({"type": "object", "properties": {"a": {"type": "integer"}}, **more}, [{}, {"a": 1}], [{"a": "x"}, []])
 
 
@@ -350,14 +350,14 @@ CANNOT: list[tuple[Any, str, Any]] = [
 def test_unenforceable_keywords_are_an_error_if_strict_and_a_warning_if_not(schema: Any, word: str, wrong: Any) -> None:
     with pytest.raises(GrammarError, match=re.escape(word)):
         held(schema)
-    found = held(schema, strict=False)
-    assert len(found.warnings) == 1 and found.warnings[0].startswith("form: ") and f'"{word}' in found.warnings[0]
-    assert accepts(found.text, json.dumps(wrong)), "it is not enforced"
+    result = held(schema, strict=False)
+    assert len(result.warnings) == 1 and result.warnings[0].startswith("form: ") and f'"{word}' in result.warnings[0]
+    assert accepts(result.text, json.dumps(wrong)), "it is not enforced"
     inner = {"type": "object", "properties": {"x": schema, "y": {"type": "integer"}}, "required": ["x", "y"]}
-    found = held(inner, strict=False)
-    assert accepts(found.text, json.dumps({"x": wrong, "y": 1})), "and all else is"
-    assert not accepts(found.text, json.dumps({"x": wrong, "y": "1"}))
-    (told,) = found.warnings
+    result = held(inner, strict=False)
+    assert accepts(result.text, json.dumps({"x": wrong, "y": 1})), "and all else is"
+    assert not accepts(result.text, json.dumps({"x": wrong, "y": "1"}))
+    (told,) = result.warnings
     assert word in ("oneOf",) or "at properties.x, " in told
 
 

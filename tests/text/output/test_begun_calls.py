@@ -74,7 +74,7 @@ def output_of(name: str, **more: Any) -> OutputFormat:
 
 
 def said(pieces: list[Piece]) -> str:
-    return "".join(one[1] for one in pieces if not isinstance(one, ToolCallDelta))
+    return "".join(piece[1] for piece in pieces if not isinstance(piece, ToolCallDelta))
 
 
 def read(
@@ -91,10 +91,10 @@ def read(
 
 
 def alike(text: str, output: OutputFormat, *, by_model: bool = True) -> tuple[str, list[tuple[str, str]], int, bool]:
-    found = read(text, output, by_model=by_model)
+    result = read(text, output, by_model=by_model)
     for seed in range(CUTS):
-        assert read(text, output, random.Random(seed), by_model=by_model) == found, f"how it is cut decides: {text!r}"
-    return found
+        assert read(text, output, random.Random(seed), by_model=by_model) == result, f"how it is cut decides: {text!r}"
+    return result
 
 
 @pytest.mark.parametrize("held", [False, True])
@@ -213,7 +213,7 @@ def test_ids_are_those_that_stand_before_the_arguments() -> None:
             reader, pieces = splitter(output, 1, 0), []
             for at in range(0, len(text), size):
                 pieces += reader.push(text[at : at + size])
-            ids |= {one.id for one in pieces if isinstance(one, ToolCallDelta) and one.id}
+            ids |= {piece.id for piece in pieces if isinstance(piece, ToolCallDelta) and piece.id}
         (id,) = ids
         assert written_id(id) == ("" if where == "behind" else "abcdefghi"), where
 

@@ -71,8 +71,8 @@ def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
 def random_object(rng: random.Random, depth: int = 0) -> dict[str, Any]:
     names = rng.sample(["path", "old_text", "n", "x-y", "a.b", "über", "values", "flag"], rng.randint(0, 4))
     required = [name for name in names if rng.random() < 0.6]
-    found: dict[str, Any] = {"type": "object", "properties": {name: random_schema(rng, depth) for name in names}}
-    return {**found, "required": required, "additionalProperties": False}
+    results: dict[str, Any] = {"type": "object", "properties": {name: random_schema(rng, depth) for name in names}}
+    return {**results, "required": required, "additionalProperties": False}
 
 
 def random_tools(rng: random.Random) -> list[dict[str, Any]]:
@@ -88,9 +88,9 @@ def forms() -> list[CallFormat]:
         return [await derived(section) for section in FURTHER.values()]
 
     said = [declared_form(template, {"<|eot|>"}) for template, _, _ in DECLARED.values()]
-    found = [form for form in [*asyncio.run(told()), *said] if form is not None]
-    assert len(found) == len(FURTHER) + len(DECLARED)
-    return [*FORMATS, *found]
+    results = [form for form in [*asyncio.run(told()), *said] if form is not None]
+    assert len(results) == len(FURTHER) + len(DECLARED)
+    return [*FORMATS, *results]
 
 
 @pytest.mark.parametrize("part", range(10))

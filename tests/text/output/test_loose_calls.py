@@ -72,10 +72,10 @@ def read_once(text: str, output: OutputFormat, rng: random.Random | None = None,
 
 def read(name: str, text: str, *, by_model: bool = True, **more: Any) -> Read:
     output = output_of(BY_NAME[name], **more)
-    found = read_once(text, output, by_model=by_model)
+    result = read_once(text, output, by_model=by_model)
     for seed in range(15):
-        assert read_once(text, output, random.Random(seed), by_model=by_model) == found, "how a text is cut decides"
-    return found
+        assert read_once(text, output, random.Random(seed), by_model=by_model) == result, "how a text is cut decides"
+    return result
 
 
 # ---------------------------------------------------------------------------------------- in the marks of a form
@@ -120,7 +120,7 @@ def test_calls_of_glm(text: str, content: str | None, calls: Any) -> None:
 
 
 def xml(*parameters: str, name: str = "write") -> str:
-    return f"<function={name}>\n" + "".join(f"<parameter={one}\n" for one in parameters) + "</function>"
+    return f"<function={name}>\n" + "".join(f"<parameter={parameter}\n" for parameter in parameters) + "</function>"
 
 
 @pytest.mark.parametrize(

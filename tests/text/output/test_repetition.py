@@ -52,8 +52,8 @@ def test_a_loop_is_the_same_as_the_plain_definition() -> None:
     for _ in range(30):
         piece = [rng.randrange(3) for _ in range(rng.randint(1, 70))]
         tokens = [rng.randrange(3) for _ in range(rng.randint(0, 300))] + piece * rng.randint(1, 14)
-        found = looped_at(tokens)
-        assert found == next((n for n in range(1, len(tokens) + 1) if plain(tokens[:n])), None)
+        result = looped_at(tokens)
+        assert result == next((n for n in range(1, len(tokens) + 1) if plain(tokens[:n])), None)
 
 
 @pytest.fixture(scope="module")

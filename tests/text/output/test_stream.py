@@ -26,11 +26,15 @@ ARGUMENTS = '{"city": "Århus", "days": [1, 2]}'
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """Return a tokenizer whose reasoning and tool call tags are plain text, added tokens, or special tokens."""
     data = json.loads(text_models.byte_level())
-    tags = [one for one in data["added_tokens"] if one["content"].strip("</>") in ("think", "tool_call")]
+    tags = [
+        added_token
+        for added_token in data["added_tokens"]
+        if added_token["content"].strip("</>") in ("think", "tool_call")
+    ]
     if request.param == "plain":
-        data["added_tokens"] = [one for one in data["added_tokens"] if one["special"]]
-    for one in tags:
-        one["special"] = request.param == "special"
+        data["added_tokens"] = [added_token for added_token in data["added_tokens"] if added_token["special"]]
+    for tag in tags:
+        tag["special"] = request.param == "special"
     folder = tmp_path_factory.mktemp("model")
     return Tokenizer.load(text_models.write_model(folder, json.dumps(data), text_models.QWEN_CONFIG))
 
@@ -79,7 +83,7 @@ def calls_of(deltas: Sequence[Delta]) -> list[tuple[str, str, str]]:
         else:
             assert not piece.id
             calls[piece.index][2] += piece.arguments
-    return [(one[0], one[1], one[2]) for one in calls]
+    return [(call[0], call[1], call[2]) for call in calls]
 
 
 def test_plain_text_streams_exactly(tokenizer: Tokenizer) -> None:
@@ -330,7 +334,7 @@ def test_order_is_kept_where_kinds_alternate(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, request(output=BOTH))
     tokens = tokenizer.encode(f"<think>a</think>b{CALL}c{CALL}", special=True)
     deltas = stream.push(tokens) + stream.finish(FinishReason.STOP)[0]
-    assert [(one.reasoning, one.text, len(one.tool_calls)) for one in deltas] == [("a", "b", 1), ("", "c", 1)]
+    assert [(delta.reasoning, delta.text, len(delta.tool_calls)) for delta in deltas] == [("a", "b", 1), ("", "c", 1)]
 
 
 def test_a_tag_in_content_is_shown_whatever_its_token_is(tokenizer: Tokenizer) -> None:

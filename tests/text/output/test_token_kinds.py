@@ -49,7 +49,7 @@ C, R, T, H = (bytes([kind]) for kind in (TokenKind.CONTENT, TokenKind.REASONING,
 
 
 def shown_as(pieces: Sequence[Piece], kind: str) -> str:
-    return "".join(one[1] for one in pieces if not isinstance(one, ToolCallDelta) and one[0] == kind)
+    return "".join(piece[1] for piece in pieces if not isinstance(piece, ToolCallDelta) and piece[0] == kind)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -79,8 +79,8 @@ def test_every_character_is_of_the_kind_as_which_it_is_shown(output: OutputForma
 
 
 def run(stream: TextStream, tokens: Sequence[int], rng: random.Random | None = None) -> list[Delta]:
-    found = [delta for piece in chunks(tokens, rng) for delta in stream.push(piece)]
-    return [*found, *stream.finish(FinishReason.STOP)[0]]
+    results = [delta for piece in chunks(tokens, rng) for delta in stream.push(piece)]
+    return [*results, *stream.finish(FinishReason.STOP)[0]]
 
 
 def kinds_of(deltas: Sequence[Delta]) -> bytes:
@@ -130,8 +130,8 @@ def test_kinds_of_one_byte_tokens(tmp_path: Path, text: str, kinds: bytes) -> No
     assert eos is not None
     request = Request(id=1, prompt=(1,), sampling=SCORED, stop=("stop",), output=BOTH)
     stream = TextStream(bytewise, request)
-    found = kinds_of(run(stream, [*tokens, eos]))
-    assert found == (kinds if stream.stopped else kinds + H)
+    result = kinds_of(run(stream, [*tokens, eos]))
+    assert result == (kinds if stream.stopped else kinds + H)
     plain = TextStream(bytewise, Request(id=1, prompt=(1,), sampling=SCORED))
     assert kinds_of(run(plain, [*tokens, eos])) == C * len(tokens) + H
 
@@ -152,7 +152,7 @@ def test_log_probabilities_are_those_of_the_kinds(tokenizer: Tokenizer) -> None:
             deltas += [event for event in state.take() if isinstance(event, Delta)]
         state.end(FinishReason.STOP, None, None)
         deltas += [event for event in state.take() if isinstance(event, Delta)]
-        assert [one for delta in deltas for one in delta.logprobs] == scores[known:]
+        assert [logprob for delta in deltas for logprob in delta.logprobs] == scores[known:]
         content = [one.token for d in deltas for one in logprobs_of(TokenKind.CONTENT, d.kinds, d.logprobs)]
         assert tokenizer.decode(content) == "Hello there <tool_x>"
         assert all(len(delta.kinds) == len(delta.logprobs) for delta in deltas)

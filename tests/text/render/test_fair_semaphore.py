@@ -135,8 +135,8 @@ async def test_a_tenant_that_keeps_the_template_busy_makes_no_others_chat_a_429(
         busy = [asyncio.create_task(renderer.render(job, "a")) for _ in range(9)]
         await settle()
         assert await renderer.render(job, "b") == ["slow"]
-        found = await asyncio.gather(*busy, return_exceptions=True)
-        assert sum(isinstance(one, Overloaded) for one in found) >= 7
+        results = await asyncio.gather(*busy, return_exceptions=True)
+        assert sum(isinstance(result, Overloaded) for result in results) >= 7
     finally:
         await renderer.close()
 

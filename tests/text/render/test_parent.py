@@ -249,9 +249,9 @@ async def test_bombs_cost_their_own_request_and_little_memory(bomb: str) -> None
             lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         except (FileNotFoundError, ProcessLookupError):
             return False
-        found = [int(line.split()[1]) for line in lines if line.startswith("VmHWM")]
-        peaks.extend(found)
-        return bool(found)
+        results = [int(line.split()[1]) for line in lines if line.startswith("VmHWM")]
+        peaks.extend(results)
+        return bool(results)
 
     def watch() -> None:
         while look():

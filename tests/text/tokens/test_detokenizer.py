@@ -64,7 +64,7 @@ def test_a_character_is_passed_on_with_its_last_byte_and_not_before() -> None:
     """Known failure 19."""
     ours = Tokenizer(Library.from_str(text_models.byte_level()), {"type": "ByteLevel"}, {})
     # The four bytes of U+1F600 in the vocabulary's alphabet
-    ids = [ours.encode("a")[0]] + [ours.token_id(one) for one in "ðŁĺĢ"]
+    ids = [ours.encode("a")[0]] + [ours.token_id(char) for char in "ðŁĺĢ"]
     stream = ours.detokenizer()
     assert [stream.push((i,)) for i in ids] == ["a", "", "", "", "😀"]
     stream = ours.detokenizer()
@@ -78,9 +78,9 @@ def test_byte_fallback_runs() -> None:
     ours = Tokenizer(library, json.loads(text)["decoder"], {})
 
     def byte(value: int) -> int:
-        found = library.token_to_id(f"<0x{value:02X}>")
-        assert found is not None
-        return found
+        result = library.token_to_id(f"<0x{value:02X}>")
+        assert result is not None
+        return result
 
     euro = [byte(value) for value in "€".encode()]
     stream = ours.detokenizer()
@@ -116,7 +116,7 @@ def test_bytes_that_are_no_text_are_not_decoded_ever_again() -> None:
     data["decoder"] = {"type": "Sequence", "decoders": [data["decoder"], replace]}
     library = Library.from_str(json.dumps(data))
     ours = Tokenizer(library, data["decoder"], {})
-    bad, *character = (library.token_to_id(one) for one in "ĢðŁĺĢ")  # byte 0x80, then the four of U+1F600
+    bad, *character = (library.token_to_id(char) for char in "ĢðŁĺĢ")  # byte 0x80, then the four of U+1F600
     stream = ours.detokenizer()
     pieces = []
     for _ in range(4000):

@@ -230,8 +230,8 @@ def test_control_tokens_that_a_normaliser_hides_are_seen_in_a_template(tmp_path:
     """Known failure 21: early Llama files mark them as normalised, with a normaliser that puts a space in front."""
     data = json.loads(text_models.sentencepiece())
     plain = Tokenizer.load(text_models.write_model(tmp_path / "a", json.dumps(data), text_models.LLAMA2_CONFIG))
-    for one in data["added_tokens"]:
-        one["normalized"] = True
+    for added_token in data["added_tokens"]:
+        added_token["normalized"] = True
     hidden = Tokenizer.load(text_models.write_model(tmp_path / "b", json.dumps(data), text_models.LLAMA2_CONFIG))
     text = "<s>the fox</s><s> quick</s>"
     assert hidden.encode("x</s>x", special=True).count(hidden.eos_id or 0) == 0
@@ -398,7 +398,9 @@ def test_a_vocabulary_with_holes(tmp_path: Path) -> None:
     piece = max(vocab, key=lambda one: vocab[one])
     # The control token is in the vocabulary, behind a hole, and the id that an alias would get is taken.
     vocab["<|im_end|>"], vocab[piece] = size, size + 1
-    data["added_tokens"] = [one for one in data["added_tokens"] if one["content"] == "<|im_end|>"]
+    data["added_tokens"] = [
+        added_token for added_token in data["added_tokens"] if added_token["content"] == "<|im_end|>"
+    ]
     data["added_tokens"][0]["id"] = size
     made = Tokenizer.load(text_models.write_model(tmp_path, json.dumps(data), {}))
     library = Library.from_str(json.dumps(data))
