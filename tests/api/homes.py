@@ -17,7 +17,7 @@ from cairn.frontend.service import Service
 from cairn.router.models import Models
 from cairn.router.served_model import ServedModel
 from tests.agents.house import House, house
-from tests.api.sockets import events, site
+from tests.api.sockets import Site, events, site
 from tests.service import tiny
 
 NAMES = ("any", "m")
@@ -25,13 +25,20 @@ NAMES = ("any", "m")
 
 
 @contextlib.asynccontextmanager
-async def home(
-    folder: Path, embedder: Path | None = None, **options: Any
-) -> AsyncIterator[tuple[House, httpx.AsyncClient]]:
-    """Yield a server with agents in a folder; `embedder` adds a model for embeddings, which collections need."""
+async def open_house(folder: Path, **options: Any) -> AsyncIterator[tuple[House, Site, httpx.AsyncClient]]:
+    """Yield agents, their server and a client of it."""
     config = Config(**options)
     async with house(folder, salts(config)) as at, site(at.service, config) as web, web.http() as http:
         web.app.state.attribution.agents = at.agents
+        yield at, web, http
+
+
+@contextlib.asynccontextmanager
+async def home(
+    folder: Path, embedder: Path | None = None, **options: Any
+) -> AsyncIterator[tuple[House, httpx.AsyncClient]]:
+    """Yield agents and a client of their server; `embedder` adds a model for embeddings, which collections need."""
+    async with open_house(folder, **options) as (at, web, http):
         at.web = web  # type: ignore[attr-defined]
         async with contextlib.nullcontext() if embedder is None else embedding(web.app, at.service, embedder):
             yield at, http

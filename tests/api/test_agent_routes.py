@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 
@@ -31,9 +28,10 @@ from cairn.frontend.service import Service
 from cairn.kv.disk.chunk_file import parse_name
 from cairn.text.grammar.grammar import ToolChoice, Wanted
 from cairn.types.request import Request
-from tests.agents.house import House, hear, house, talking_model
+from tests.agents.house import hear, house, talking_model
 from tests.agents.test_portable import forged, with_agent, with_turn
-from tests.api.sockets import Site, request_bytes, site
+from tests.api.homes import open_house
+from tests.api.sockets import request_bytes, site
 from tests.text.walks import accepts
 
 TURN = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
@@ -42,15 +40,6 @@ TURN = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return talking_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@contextlib.asynccontextmanager
-async def home(folder: Path, **options: Any) -> AsyncIterator[tuple[House, Site, httpx.AsyncClient]]:
-    """Yield agents, their server and a client of it."""
-    config = Config(**options)
-    async with house(folder, salts(config)) as at, site(at.service, config) as web, web.http() as http:
-        web.app.state.attribution.agents = at.agents
-        yield at, web, http
 
 
 def chunk_files(store: Path) -> list[Path]:
@@ -83,7 +72,7 @@ def chunks(text: str) -> list[dict[str, Any]]:
 
 
 async def test_an_agent_from_creation_to_deletion(folder: Path) -> None:
-    async with home(folder) as (_, _, http):
+    async with open_house(folder) as (_, _, http):
         made = await http.post("/v1/agents", json={"id": "ada", "system": "You remember.", "metadata": {"a": "b"}})
         assert made.status_code == 201 and made.json()["id"] == "ada" and made.json()["state"] == "idle"
         first = await http.post("/v1/agents/ada/turns", json=ask("My name is Ada."))
@@ -116,7 +105,7 @@ async def test_an_agent_from_creation_to_deletion(folder: Path) -> None:
 
 
 async def test_a_turn_is_what_the_whole_conversation_would_be_as_a_chat(folder: Path) -> None:
-    async with home(folder) as (_, _, http):
+    async with open_house(folder) as (_, _, http):
         await http.post("/v1/agents", json={"id": "ada", "system": "You remember."})
         messages: list[Any] = [{"role": "system", "content": "You remember."}]
         for text in ("one", "two", "three"):
@@ -128,7 +117,7 @@ async def test_a_turn_is_what_the_whole_conversation_would_be_as_a_chat(folder: 
 
 
 async def test_a_turn_goes_on_when_its_client_has_left_and_can_be_followed(folder: Path) -> None:
-    async with home(folder) as (_, _, http):
+    async with open_house(folder) as (_, _, http):
         await http.post("/v1/agents", json={"id": "ada"})
         long = ask("Tell me a story", stream=True, max_tokens=1900)
         async with http.stream("POST", "/v1/agents/ada/turns", json=long) as response:
@@ -143,7 +132,7 @@ async def test_a_turn_goes_on_when_its_client_has_left_and_can_be_followed(folde
 
 
 async def test_without_a_reader_it_is_interrupted_after_the_grace_and_can_be_resumed(folder: Path) -> None:
-    async with home(folder, reconnect_grace=0.1) as (_, _, http):
+    async with open_house(folder, reconnect_grace=0.1) as (_, _, http):
         await http.post("/v1/agents", json={"id": "ada"})
         long = ask("Tell me a story", stream=True, max_tokens=1900)
         async with http.stream("POST", "/v1/agents/ada/turns", json=long) as response:
@@ -163,7 +152,7 @@ async def test_without_a_reader_it_is_interrupted_after_the_grace_and_can_be_res
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_resumed_answer_has_log_probabilities_of_all_its_tokens_or_of_none(folder: Path, stream: bool) -> None:
-    async with home(folder, reconnect_grace=0.1) as (at, _, http):
+    async with open_house(folder, reconnect_grace=0.1) as (at, _, http):
         await http.post("/v1/agents", json={"id": "ada"})
         long = ask("Tell me a story", stream=True, max_tokens=1900, logprobs=True, top_logprobs=2)
         async with http.stream("POST", "/v1/agents/ada/turns", json=long) as response:
@@ -181,7 +170,7 @@ async def test_a_resumed_answer_has_log_probabilities_of_all_its_tokens_or_of_no
 
 
 async def test_a_client_that_waits_for_a_whole_answer_and_leaves_cancels_nothing_at_once(folder: Path) -> None:
-    async with home(folder) as (_, _, http):
+    async with open_house(folder) as (_, _, http):
         await http.post("/v1/agents", json={"id": "ada"})
         waiting = asyncio.create_task(http.post("/v1/agents/ada/turns", json=ask("long", max_tokens=1500)))
         while not (await http.get("/v1/agents/ada/turns")).json()["data"]:
@@ -203,7 +192,7 @@ async def test_a_turn_that_is_being_written_down_runs(folder: Path, monkeypatch:
         await held.wait()
         await sync(pending, *records)
 
-    async with home(folder) as (_, _, http):
+    async with open_house(folder) as (_, _, http):
         await http.post("/v1/agents", json={"id": "ada"})
         monkeypatch.setattr(PendingWrites, "sync", late)
         waiting = asyncio.create_task(http.post("/v1/agents/ada/turns", json=ask("x", max_tokens=4)))
@@ -215,7 +204,7 @@ async def test_a_turn_that_is_being_written_down_runs(folder: Path, monkeypatch:
 
 
 async def test_a_cancelled_turn_is_interrupted(folder: Path) -> None:
-    async with home(folder) as (_, _, http):
+    async with open_house(folder) as (_, _, http):
         await http.post("/v1/agents", json={"id": "ada"})
         async with http.stream("POST", "/v1/agents/ada/turns", json=ask("x", stream=True, max_tokens=1900)) as stream:
             lines = stream.aiter_lines()
@@ -253,7 +242,7 @@ WRONG: list[tuple[str, Any, int, str]] = [
 
 
 async def test_an_agent_is_given_other_metadata(folder: Path) -> None:
-    async with home(folder) as (at, _, http):
+    async with open_house(folder) as (at, _, http):
         await at.agents.create("default", id="ada", metadata={"title": "One", "kind": "test"})
         response = await http.patch("/v1/agents/ada", json={"metadata": {"title": "Two"}})
         assert response.status_code == 200 and response.json()["metadata"] == {"title": "Two"}
@@ -270,7 +259,7 @@ async def test_an_agent_is_given_other_metadata(folder: Path) -> None:
 
 
 async def test_invalid_input_is_named_in_the_error(folder: Path) -> None:
-    async with home(folder) as (at, _, http):
+    async with open_house(folder) as (at, _, http):
         await at.agents.create("default", id="ada")
         at.service.strict = True
         for path, body, status, what in [*WRONG, ("/v1/agents", {"model": "gpt"}, 404, "there is no model")]:
@@ -281,7 +270,7 @@ async def test_invalid_input_is_named_in_the_error(folder: Path) -> None:
 
 
 async def test_a_number_that_the_log_cannot_hold_is_named(folder: Path) -> None:
-    async with home(folder) as (_, _, http):
+    async with open_house(folder) as (_, _, http):
         said = [{"role": "system", "content": "You count."}]
         function = {"name": "count", "parameters": {"maximum": 1 << 64}}
         for messages in (None, said):
@@ -292,7 +281,7 @@ async def test_a_number_that_the_log_cannot_hold_is_named(folder: Path) -> None:
 
 
 async def test_a_request_whose_fields_are_all_optional_needs_no_body(folder: Path) -> None:
-    async with home(folder) as (at, _, http):
+    async with open_house(folder) as (at, _, http):
         await at.agents.create("default", id="ada")
         await at.say("ada", "one")
         for order in ("pin", "unpin", "prefetch", "evict"):
@@ -308,7 +297,7 @@ async def test_a_request_whose_fields_are_all_optional_needs_no_body(folder: Pat
 
 
 async def test_the_turns_of_an_agent_are_listed_in_pages(folder: Path) -> None:
-    async with home(folder) as (at, _, http):
+    async with open_house(folder) as (at, _, http):
         await at.agents.create("default", id="ada")
         for text in ("one", "two", "three"):
             await at.say("ada", text)
@@ -326,7 +315,7 @@ async def test_the_turns_of_an_agent_are_listed_in_pages(folder: Path) -> None:
 
 
 async def test_a_turn_is_on_the_account_of_its_own_agent_only(folder: Path) -> None:
-    async with home(folder) as (at, _, http):
+    async with open_house(folder) as (at, _, http):
         for id in ("ada", "bob"):
             await at.agents.create("default", id=id)
         given: list[tuple[str, dict[str, Any], dict[str, str]]] = [
@@ -346,7 +335,7 @@ async def test_a_turn_is_on_the_account_of_its_own_agent_only(folder: Path) -> N
 
 
 async def test_odd_parameters_of_the_list_are_refused(folder: Path) -> None:
-    async with home(folder) as (_, _, http):
+    async with open_house(folder) as (_, _, http):
         for query in ("limit=0", "limit=101", "limit=0000000011000", "limit=x", "page=2", "after=", "a&b", "limit"):
             response = await http.get("/v1/agents?" + query)
             assert response.status_code == 400, query
@@ -354,7 +343,7 @@ async def test_odd_parameters_of_the_list_are_refused(folder: Path) -> None:
 
 async def test_tenants_have_their_own_agents(folder: Path) -> None:
     tenants = tuple(TenantKeys(name, (Secret(name * 4),)) for name in ("ada", "bob"))
-    async with home(folder, tenants=tenants) as (_, _, http):
+    async with open_house(folder, tenants=tenants) as (_, _, http):
         mine, other = ({"authorization": f"Bearer {name * 4}"} for name in ("ada", "bob"))
         assert (await http.post("/v1/agents", json={"id": "x"})).status_code == 401
         await http.post("/v1/agents", json={"id": "x"}, headers=mine)
@@ -374,14 +363,17 @@ async def test_tenants_have_their_own_agents(folder: Path) -> None:
 
 
 async def test_a_server_without_agents_says_why(folder: Path) -> None:
-    async with home(folder) as (_, web, http):
+    async with open_house(folder) as (_, web, http):
         web.app.state.attribution.agents = None
         response = await http.get("/v1/agents")
         assert response.status_code == 503 and "keeps no agents" in response.json()["error"]["message"]
 
 
 async def test_an_agent_moves_to_another_server_as_a_file(folder: Path) -> None:
-    async with home(folder) as (_, _, http), home(folder, max_body_mib=1, max_import_mib=2) as (_, _, other):
+    async with (
+        open_house(folder) as (_, _, http),
+        open_house(folder, max_body_mib=1, max_import_mib=2) as (_, _, other),
+    ):
         await http.post("/v1/agents", json={"id": "ada", "system": "You remember. " * 40_000})
         await http.post("/v1/agents", json={"id": "small", "system": "You remember."})
         await http.post("/v1/agents/small/turns", json=ask("one"))
@@ -414,7 +406,7 @@ async def test_an_agent_moves_to_another_server_as_a_file(folder: Path) -> None:
 
 
 async def test_where_the_kv_of_an_agent_lies_is_shown_and_moved(folder: Path) -> None:
-    async with home(folder) as (_, _, http):
+    async with open_house(folder) as (_, _, http):
         await http.post("/v1/agents", json={"id": "ada", "system": "You remember. " * 20, "pin": True})
         await http.post("/v1/agents/ada/turns", json=ask("one"))
         shown = (await http.get("/v1/agents/ada")).json()
@@ -430,7 +422,7 @@ async def test_where_the_kv_of_an_agent_lies_is_shown_and_moved(folder: Path) ->
 
 async def test_ordinary_requests_are_on_the_account_of_the_agent_they_name(folder: Path) -> None:
     chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 3}
-    async with home(folder) as (_, web, http):
+    async with open_house(folder) as (_, web, http):
         await http.post("/v1/agents", json={"id": "ada"})
 
         async def counted() -> int:
@@ -467,7 +459,7 @@ async def test_a_name_that_is_not_known_opens_an_account(folder: Path, monkeypat
         return generate(self, request, *more, **named)
 
     monkeypatch.setattr(Service, "generate", spied)
-    async with home(folder) as (_, _, http):
+    async with open_house(folder) as (_, _, http):
 
         async def opened() -> dict[str, int]:
             data = (await http.get("/v1/agents")).json()["data"]
@@ -534,7 +526,7 @@ async def test_requests_that_open_an_account_again_at_once_share_it(
         await go_on.wait()
         return await drop(self, agent)
 
-    async with home(folder) as (at, _, http):
+    async with open_house(folder) as (at, _, http):
         assert (await http.post("/v1/chat/completions", json=chat)).status_code == 200
         at.clock.ahead = ACCOUNT_TTL + 60
         with monkeypatch.context() as patched:
@@ -559,7 +551,7 @@ async def test_an_account_that_is_deleted_while_it_is_opened_costs_no_answer(
         await self.delete(tenant, id)
 
     monkeypatch.setattr(Agents, "create", deleted)
-    async with home(folder) as (_, _, http):
+    async with open_house(folder) as (_, _, http):
         assert (await http.post("/v1/chat/completions", json=chat)).status_code == 200
         assert (await http.get("/v1/agents")).json()["data"] == []
 
@@ -568,7 +560,7 @@ async def test_answers_of_store_false_are_kept_where_the_server_says_so(folder: 
     """The sampled token ids are then in the log, and are found again after a restart."""
     chat = {"messages": [{"role": "user", "content": "hi"}], "store": False, "prompt_cache_key": "pi", **TURN}
     for store_kv, kept in (("asked", 0), ("always", 1)):
-        async with home(folder, store_kv=store_kv) as (at, _, http):
+        async with open_house(folder, store_kv=store_kv) as (at, _, http):
             assert (await http.post("/v1/chat/completions", json=chat)).status_code == 200
             assert len(at.agents._replays._kept) == kept
             assert len((await http.get("/v1/agents")).json()["data"]) == kept, "an account too"
@@ -579,7 +571,7 @@ async def test_requests_that_were_refused_take_no_place_from_those_that_were_com
     KV is deleted with the agent.
     """
     chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 3}
-    async with home(folder) as (at, _, http):
+    async with open_house(folder) as (at, _, http):
         await http.post("/v1/agents", json={"id": "ada"})
         named = {"X-Cairn-Agent": "ada"}
         assert (await http.post("/v1/chat/completions", json=chat, headers=named)).status_code == 200
@@ -595,7 +587,7 @@ async def test_requests_that_were_refused_take_no_place_from_those_that_were_com
 async def test_a_request_that_ended_early_belongs_to_its_agent_all_the_same(folder: Path) -> None:
     """Its KV is deleted with the agent; otherwise chunks would stay that nobody is told of."""
     chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi " * 40}], "ignore_eos": True, "stream": True}
-    async with home(folder) as (at, _, http):
+    async with open_house(folder) as (at, _, http):
         await http.post("/v1/agents", json={"id": "ada"})
         for more in ({}, {"X-Cairn-Resumable": "1"}):
             body = chat | {"max_tokens": 1500}
@@ -657,7 +649,7 @@ async def test_the_text_of_a_deleted_agent_is_shown_to_nobody_though_a_request_i
     """
     quick = held_back(monkeypatch)
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Code: SWORDFISH"}], "max_tokens": 1000}
-    async with home(folder) as (at, _, http):
+    async with open_house(folder) as (at, _, http):
         await http.post("/v1/agents", json={"id": "ada"})
         agent = at.agents.chats.named("default", "ada")
         more = {"stream": True, "ignore_eos": True}
@@ -686,7 +678,7 @@ async def test_an_agent_does_not_expire_while_a_request_in_its_name_runs(folder:
     """However long the request takes and however it ends; afterwards the agent's time begins again."""
     chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "ignore_eos": True, "stream": True}
     headers = {"X-Cairn-Agent": "ada"} | ({"X-Cairn-Resumable": "1"} if resumable else {})
-    async with home(folder) as (at, _, http):
+    async with open_house(folder) as (at, _, http):
 
         def named() -> list[str]:
             return [agent.id for agent in at.agents.page("default").agents]
@@ -730,18 +722,18 @@ async def test_an_agents_first_messages_are_checked_like_its_turns(folder: Path,
     settings = json.loads((picky / "tokenizer_config.json").read_text())
     (picky / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": wants + "{{ messages }}"}))
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
-    async with home(picky) as (_, _, http):
+    async with open_house(picky) as (_, _, http):
         assert (await http.post("/v1/agents", json={"id": "ada", "system": "Be brief."})).status_code == 201
         refused = await http.post("/v1/agents", json={"id": "eve", "tools": [tool]})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "messages[0].content"
-    async with home(folder) as (_, _, http):
+    async with open_house(folder) as (_, _, http):
         body = {"system": "Be brief.", "messages": [{"role": "tool", "content": "y"}]}
         refused = await http.post("/v1/agents", json=body)
         assert refused.json()["error"]["param"] == "messages[0].tool_call_id"
 
 
 async def test_an_answer_that_must_not_be_stored_is_not(folder: Path) -> None:
-    async with home(folder) as (at, _, http):
+    async with open_house(folder) as (at, _, http):
         chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], **TURN}
         await at.agents.writer.sync()
         before = sum(map(len, at.files.files().values()))
@@ -775,7 +767,7 @@ async def test_the_kv_of_what_must_not_be_stored_stays_off_the_disk(folder: Path
 async def test_a_changed_chat_reports_where_it_changed(folder: Path) -> None:
     """The chat is edited, rendered anew or sent by another tenant; the answer is whole or streamed."""
     keys = (TenantKeys(name="acme", keys=(Secret("k1"),)), TenantKeys(name="other", keys=(Secret("k2"),)))
-    async with home(folder, tenants=keys) as (at, _, http):
+    async with open_house(folder, tenants=keys) as (at, _, http):
         said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "My cat is called Tom."}]
 
         async def ask(messages: list[dict[str, str]], key: str = "k1", **more: Any) -> Any:
@@ -800,7 +792,7 @@ async def test_a_changed_chat_reports_where_it_changed(folder: Path) -> None:
 
 
 async def test_a_damaged_agent_is_shown_with_what_can_be_done(folder: Path) -> None:
-    async with home(folder) as (at, _, http):
+    async with open_house(folder) as (at, _, http):
         await http.post("/v1/agents", json={"id": "ada", "system": "You remember."})
         for text in ("the first message", "the second message"):
             assert (await http.post("/v1/agents/ada/turns", json=ask(text))).status_code == 200
@@ -838,7 +830,7 @@ async def test_a_strict_tool_of_an_agent_binds_in_every_turn_and_wherever_the_ag
     strict = {"type": "function", "function": function | {"strict": True}}
     call = '<tool_call>\n{"name": "count", "arguments": {"n": %s}}\n</tool_call>'
 
-    async with home(folder) as (at, _, http):
+    async with open_house(folder) as (at, _, http):
 
         async def held(id: str) -> bool:
             running = await at.begin(id, "How many?", options=SHORT)
@@ -874,7 +866,7 @@ async def test_a_strict_tool_of_an_agent_binds_in_every_turn_and_wherever_the_ag
 async def test_a_strict_tool_that_cannot_be_held_to_is_refused_when_the_agent_is_made(folder: Path) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "array", "uniqueItems": True}}}
     function = {"name": "count", "parameters": schema}
-    async with home(folder) as (_, _, http):
+    async with open_house(folder) as (_, _, http):
         for strict, status in ((True, 400), (False, 201)):
             tool = {"type": "function", "function": function | {"strict": strict}}
             made = await http.post("/v1/agents", json={"tools": [tool]})
@@ -883,7 +875,7 @@ async def test_a_strict_tool_that_cannot_be_held_to_is_refused_when_the_agent_is
 
 
 async def test_a_turn_tells_its_time_where_it_is_asked(folder: Path) -> None:
-    async with home(folder) as (_, _, http):
+    async with open_house(folder) as (_, _, http):
         await http.post("/v1/agents", json={"id": "ada", "system": "You remember all that you were ever told."})
         assert "timings" not in (await http.post("/v1/agents/ada/turns", json=ask("one"))).json()
         more = {"timings_per_token": True, "return_progress": True}

@@ -510,11 +510,15 @@ def test_a_model_cannot_steer_the_terminal(monkeypatch, capsys):
 # ------------------------------------------------------------------------------------------------- a running server
 
 
+NOT_FOUND = (404, '{"error": {"message": "no such thing"}}')
+
+
 class Canned(http.server.BaseHTTPRequestHandler):
     """A server that answers each path with what a test put there, and records what it was asked."""
 
     answers: dict[str, tuple[int, str]]
     seen: list[tuple[str, str, object]]
+    url: str
 
     def do_GET(self) -> None:
         self.answer(None)
@@ -524,7 +528,9 @@ class Canned(http.server.BaseHTTPRequestHandler):
 
     def answer(self, body: object) -> None:
         self.seen.append((self.path, self.headers.get("authorization", ""), body))
-        status, text = self.answers.get(self.path, (404, '{"error": {"message": "no such thing"}}'))
+        self.reply(*self.answers.get(self.path, NOT_FOUND))
+
+    def reply(self, status: int, text: str) -> None:
         self.send_response(status)
         self.send_header("content-length", str(len(text.encode())))
         self.end_headers()
@@ -534,6 +540,18 @@ class Canned(http.server.BaseHTTPRequestHandler):
         pass
 
 
+@contextlib.contextmanager
+def listening(handler: type[Canned]) -> Iterator[None]:
+    """Serve with this handler, whose `url` is set, until the block ends."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    handler.url = f"http://127.0.0.1:{server.server_address[1]}"
+    yield
+    server.shutdown()
+    server.server_close()
+
+
 @pytest.fixture
 def canned():
     class Handler(Canned):
@@ -541,13 +559,8 @@ def canned():
 
     Handler.answers = {"/v1/models": (200, '{"data": [{"id": "m", "max_model_len": 64}]}')}
     Handler.seen = []
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    Handler.url = f"http://127.0.0.1:{server.server_address[1]}"
-    yield Handler
-    server.shutdown()
-    server.server_close()
+    with listening(Handler):
+        yield Handler
 
 
 def sse(*chunks: object) -> str:

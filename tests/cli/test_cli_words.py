@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
@@ -21,7 +19,15 @@ from cairn.cli import answer_source, app
 from cairn.models.hub import hub, removal
 from cairn.models.hub.removal import plan, remove
 from cairn.types.errors import ModelError
-from tests.cli.test_cli import elsewhere, run, sentence, sse  # noqa: F401  (elsewhere: used by its name)
+from tests.cli.test_cli import (  # noqa: F401  (elsewhere: used by its name)
+    NOT_FOUND,
+    Canned,
+    elsewhere,
+    listening,
+    run,
+    sentence,
+    sse,
+)
 
 ANSWER = sse(
     {"choices": [{"index": 0, "delta": {"content": "Hello you"}}]},
@@ -31,30 +37,17 @@ ANSWER = sse(
 READY = '{"status": "ready", "reasons": [], "troubles": []}'
 
 
-class Running(http.server.BaseHTTPRequestHandler):
-    """A server on this machine with canned answers by path, which records what it was asked."""
+class Running(Canned):
+    """A server on this machine that gives the answers of a path in order, and then the last one again and again."""
 
     answers: ClassVar[dict[str, list[tuple[int, str]]]]
     asked: ClassVar[list[tuple[str, dict[str, object]]]]
     port: ClassVar[str]
 
-    def do_GET(self) -> None:
-        self.answer({})
-
-    def do_POST(self) -> None:
-        self.answer(json.loads(self.rfile.read(int(self.headers["content-length"]))))
-
-    def answer(self, body: dict[str, object]) -> None:
-        self.asked.append((self.path, body))
-        given = self.answers.get(self.path, [(404, '{"error": {"message": "no such thing"}}')])
-        status, text = given.pop(0) if len(given) > 1 else given[0]
-        self.send_response(status)
-        self.send_header("content-length", str(len(text.encode())))
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, *_: object) -> None:
-        pass
+    def answer(self, body: object) -> None:
+        self.asked.append((self.path, body or {}))
+        answers = self.answers.get(self.path, [NOT_FOUND])
+        self.reply(*(answers.pop(0) if len(answers) > 1 else answers[0]))
 
 
 @pytest.fixture
@@ -70,14 +63,10 @@ def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Running]]:
         }
         asked: ClassVar = []
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    Handler.port = str(server.server_address[1])
-    monkeypatch.setenv("CAIRN_PORT", Handler.port)
-    yield Handler
-    server.shutdown()
-    server.server_close()
+    with listening(Handler):
+        Handler.port = Handler.url.rpartition(":")[2]
+        monkeypatch.setenv("CAIRN_PORT", Handler.port)
+        yield Handler
 
 
 @pytest.fixture

@@ -32,25 +32,10 @@ from cairn.types.errors import (
 )
 from cairn.types.outputs import Delta, Done, FinishReason, ToolCallDelta, Usage
 from cairn.types.stats import CacheReport
+from tests.entrypoints.conftest import SMALL
 
-SMALL = {"engine": "cpu", "kv_gb": 0.1, "threads": 1}
 NINE = {"max_tokens": 9, "ignore_eos": True}
 HELLO = [{"role": "user", "content": "Hello, who are you?"}]
-
-
-@pytest.fixture(autouse=True)
-def no_options(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for name in list(os.environ):
-        if name.startswith(("CAIRN_", "XDG_")):
-            monkeypatch.delenv(name)
-
-
-@pytest.fixture(scope="module")
-def llm():
-    with LLM("demo", config=None, **SMALL) as loaded:
-        yield loaded
 
 
 @pytest.mark.parametrize("prompt", [[True], [1.0], ["a", [False, 3]], [[3, True]]])

@@ -6,7 +6,6 @@ import enum
 import functools
 import inspect
 import json
-import os
 import re
 import subprocess
 import sys
@@ -29,26 +28,11 @@ from cairn.entrypoints.keywords import ModelKeywords, SamplingKeywords
 from cairn.entrypoints.progress import BatchProgress
 from cairn.frontend.requests import SamplingOptions
 from cairn.types.errors import ConfigError, GenerationFailed, InvalidRequest, ModelError, Unavailable
+from tests.entrypoints.conftest import SMALL
 from tests.scripted_model import write_scripted
 
-SMALL = {"engine": "cpu", "kv_gb": 0.1, "threads": 1}
 GREEDY = {"temperature": 0, "max_tokens": 8}
 HELLO = [{"role": "user", "content": "Hello, who are you?"}]
-
-
-@pytest.fixture(autouse=True)
-def no_options(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for name in list(os.environ):
-        if name.startswith(("CAIRN_", "XDG_")):
-            monkeypatch.delenv(name)
-
-
-@pytest.fixture(scope="module")
-def llm():
-    with LLM("demo", **SMALL) as loaded:
-        yield loaded
 
 
 # --------------------------------------------------------------------------------------------- a running event loop

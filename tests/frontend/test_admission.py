@@ -11,8 +11,7 @@ from cairn.frontend.admission import LONGEST_RETRY, Queue, QueuePace
 from cairn.types.errors import Overloaded
 from cairn.types.request import Request, SamplingParams
 from cairn.worker import wire
-from tests.frontend.test_service import serving
-from tests.service.tiny import collect, request
+from tests.service.tiny import collect, request, serving
 
 
 def of(share: str, tokens: int = 1) -> Request:

@@ -43,16 +43,7 @@ from cairn.types.request import OutputFormat, Request, SamplingParams
 from cairn.types.stats import CacheReport
 from cairn.worker import wire
 from cairn.worker.worker import serve
-from tests.service.tiny import Answer, collect, config, request, until
-
-
-@contextlib.asynccontextmanager
-async def serving(folder: Path, **options: Any) -> AsyncIterator[Service]:
-    service = await Service.start(config(folder, **options), in_process=True)
-    try:
-        yield service
-    finally:
-        await service.close()
+from tests.service.tiny import Answer, collect, config, request, serving, until
 
 
 @pytest.fixture

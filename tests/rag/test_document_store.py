@@ -1,7 +1,8 @@
-"""Collections in their file: search, ownership, and erasure."""
+"""Collections and uploaded files in their databases: search, ownership, and erasure."""
 
 from __future__ import annotations
 
+import io
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from cairn.rag.attachments import Attachments, WantedFile
 from cairn.rag.chunking import Piece
 from cairn.rag.definition import Collection, NewDocument, Search
 from cairn.rag.document_store import SLACK, DocumentStore, bytes_of
+from cairn.rag.file_store import FileStore
 from cairn.rag.filters import filter_of
 from cairn.types.errors import Conflict, NotFound, Overloaded
 
@@ -245,3 +247,15 @@ def test_long_filters_are_looked_up(shelf: Shelf) -> None:
     assert shelf.found(one, "text", vector(1, 0, 0), documents=names) == ["text 9"]
     assert len(shelf.found(one, "word " * 3_000_000, vector(1, 0, 0))) == 5
     assert time.process_time() - began < 2.0
+
+
+def test_a_file_that_is_deleted_while_it_is_read_does_not_become_anothers(tmp_path: Path) -> None:
+    store, size = FileStore(tmp_path / "files.sqlite", lambda: 1000.0), 3 << 20
+    file = store.add("me", "file-a", "a", "assistants", io.BytesIO(b"a" * size), size)
+    pieces = store.pieces(file)
+    assert next(pieces)[:2] == b"aa"
+    store.delete("me", "file-a")
+    store.add("you", "file-b", "b", "assistants", io.BytesIO(b"b" * size), size)
+    with pytest.raises(NotFound, match="no file file-a"):
+        next(pieces)
+    store.close()

@@ -13,13 +13,12 @@ from typing import Any
 import httpx
 import pytest
 
-from cairn.api.http.auth import salts
 from cairn.api.native import live_events as changes
-from cairn.config.config import Config
 from cairn.config.values import Secret, TenantKeys
 from cairn.engine.fake import FakeEngine
-from tests.agents.house import House, house, talking_model
-from tests.api.sockets import Site, site
+from tests.agents.house import talking_model
+from tests.api.homes import open_house
+from tests.api.sockets import Site
 
 TURN = {"temperature": 0, "max_tokens": 4, "ignore_eos": True, "messages": [{"role": "user", "content": "hi"}]}
 Event = tuple[str, str, Any]
@@ -35,14 +34,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(changes, "TICK", 0.02)
     monkeypatch.setattr(changes, "SHARE", 0)
-
-
-@contextlib.asynccontextmanager
-async def home(folder: Path, **options: Any) -> AsyncIterator[tuple[House, Site, httpx.AsyncClient]]:
-    config = Config(**options)
-    async with house(folder, salts(config)) as at, site(at.service, config) as web, web.http() as http:
-        web.app.state.attribution.agents = at.agents
-        yield at, web, http
 
 
 class Listener:
@@ -100,7 +91,7 @@ async def make(http: httpx.AsyncClient, id: str, **headers: str) -> None:
 
 
 async def test_a_stream_begins_with_a_snapshot_and_continues_with_changes(folder: Path) -> None:
-    async with home(folder) as (_, _, http):
+    async with open_house(folder) as (_, _, http):
         await make(http, "a")
         async with listening(http) as stream:
             hello = await stream.until("hello")
@@ -124,7 +115,7 @@ async def test_a_turn_shows_while_it_runs_and_after_it(folder: Path, monkeypatch
         return prefill(self, rows)
 
     monkeypatch.setattr(FakeEngine, "prefill", slow)
-    async with home(folder) as (_, _, http):
+    async with open_house(folder) as (_, _, http):
         await make(http, "a")
         async with listening(http) as stream:
             await stream.snapshot()
@@ -145,7 +136,7 @@ async def test_a_turn_shows_while_it_runs_and_after_it(folder: Path, monkeypatch
 
 
 async def test_a_reconnecting_client_gets_missed_events_once(folder: Path) -> None:
-    async with home(folder) as (_, _, http):
+    async with open_house(folder) as (_, _, http):
         async with listening(http) as stream:
             await stream.snapshot()
             await make(http, "a")
@@ -168,7 +159,7 @@ async def test_a_reconnecting_client_gets_missed_events_once(folder: Path) -> No
 
 @pytest.mark.parametrize("seen", ["", "nonsense", "0123456789abcdef-1", "-1", "x-99999999999999999999"])
 async def test_an_unknown_event_id_brings_a_snapshot(folder: Path, seen: str) -> None:
-    async with home(folder) as (_, _, http):
+    async with open_house(folder) as (_, _, http):
         await make(http, "a")
         async with listening(http, seen) as stream:
             assert set(await stream.snapshot()) == {"a"}
@@ -176,7 +167,7 @@ async def test_an_unknown_event_id_brings_a_snapshot(folder: Path, seen: str) ->
 
 async def test_an_expired_event_id_brings_a_snapshot(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(changes, "KEPT_EVENTS", 3)
-    async with home(folder) as (_, web, http):
+    async with open_house(folder) as (_, web, http):
         async with listening(http) as stream:
             await stream.snapshot()
             seen = stream.last
@@ -201,7 +192,7 @@ async def test_events_are_bounded_by_bytes_and_large_lists_come_in_pieces(
 ) -> None:
     monkeypatch.setattr(changes, "PIECE", 4)
     monkeypatch.setattr(changes, "KEPT_BYTES", 4000)
-    async with home(folder) as (at, web, http):
+    async with open_house(folder) as (at, web, http):
         for number in range(10):
             await make(http, f"a{number}")
         async with listening(http) as stream:
@@ -221,7 +212,7 @@ async def test_events_are_bounded_by_bytes_and_large_lists_come_in_pieces(
 
 async def test_a_tenant_sees_its_own_alone_and_figures_of_the_server_need_the_admin_key(folder: Path) -> None:
     tenants = tuple(TenantKeys(name=name, keys=(Secret(name),)) for name in ("one", "two"))
-    async with home(folder, tenants=tenants, admin_key=Secret("root")) as (_, _, http):
+    async with open_house(folder, tenants=tenants, admin_key=Secret("root")) as (_, _, http):
         one, two = ({"Authorization": f"Bearer {name}"} for name in ("one", "two"))
         await make(http, "mine", **one)
         async with listening(http, **two) as stream:
@@ -240,7 +231,7 @@ async def test_a_tenant_sees_its_own_alone_and_figures_of_the_server_need_the_ad
 
 
 async def test_what_one_admin_reads_another_reader_does_not_get(folder: Path) -> None:
-    async with home(folder, api_key=(Secret("k"),), admin_key=Secret("root")) as (_, _, http):
+    async with open_house(folder, api_key=(Secret("k"),), admin_key=Secret("root")) as (_, _, http):
         key = {"Authorization": "Bearer k"}
         async with listening(http, **key, **{"X-Cairn-Admin-Key": "root"}) as first:
             await first.until("server")
@@ -263,7 +254,7 @@ async def test_what_one_admin_reads_another_reader_does_not_get(folder: Path) ->
 
 async def test_so_many_may_listen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(changes, "MOST_READERS", 1)
-    async with home(folder) as (_, _, http):
+    async with open_house(folder) as (_, _, http):
         async with listening(http) as stream:
             await stream.snapshot()
             refused = await http.get("/v1/events")
@@ -275,7 +266,7 @@ async def test_so_many_may_listen(folder: Path, monkeypatch: pytest.MonkeyPatch)
 
 async def test_nothing_is_looked_at_once_nobody_listens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(changes, "GRACE", 0.05)
-    async with home(folder) as (_, web, http):
+    async with open_house(folder) as (_, web, http):
         assert feeds(web) == []
         async with listening(http) as stream:
             await stream.snapshot()
@@ -288,7 +279,7 @@ async def test_nothing_is_looked_at_once_nobody_listens(folder: Path, monkeypatc
 
 
 async def test_a_server_that_ends_ends_the_stream(folder: Path) -> None:
-    async with home(folder) as (_, web, http), listening(http) as stream:
+    async with open_house(folder) as (_, web, http), listening(http) as stream:
         await stream.snapshot()
         web.app.state.draining = True
         with pytest.raises(EOFError):
@@ -296,7 +287,7 @@ async def test_a_server_that_ends_ends_the_stream(folder: Path) -> None:
 
 
 async def test_savings_by_day_survive_a_restart_and_add_up(folder: Path) -> None:
-    async with home(folder) as (at, web, http):
+    async with open_house(folder) as (at, web, http):
         await make(http, "a")
         (await http.post("/v1/agents/a/turns", json=TURN)).raise_for_status()
         before = (await http.get("/v1/savings")).json()
@@ -312,7 +303,7 @@ async def test_savings_by_day_survive_a_restart_and_add_up(folder: Path) -> None
 
 
 async def test_days_that_are_too_long_ago_are_forgotten(folder: Path) -> None:
-    async with home(folder) as (at, web, http):
+    async with open_house(folder) as (at, web, http):
         await make(http, "a")
         (await http.post("/v1/agents/a/turns", json=TURN)).raise_for_status()
         at.clock.ahead += 500 * 86_400
@@ -325,7 +316,7 @@ async def test_days_that_are_too_long_ago_are_forgotten(folder: Path) -> None:
 
 
 async def test_a_listening_client_keeps_no_model_loaded(folder: Path) -> None:
-    async with home(folder) as (_, web, http), listening(http) as stream:
+    async with open_house(folder) as (_, web, http), listening(http) as stream:
         await stream.snapshot()
         assert web.app.state.models is not None
         (model,) = web.app.state.models.models
