@@ -1,4 +1,4 @@
-"""Cairn's own regular expressions: `\Z` marks the end, as `$` also matches before a final line break."""
+r"""Cairn's own regular expressions: `\Z` marks the end, as `$` also matches before a final line break."""
 
 from __future__ import annotations
 

@@ -47,9 +47,7 @@ def test_any_text_survives_the_chat_chunks(text: str, reasoning: str, arguments:
 
 
 LINES = "a\u2028b\u2029c\u0085d\u00e9e\x0bf\x0cg\x1ch"
-r"""Every line break known to Python except \
- and \\r.
-"""
+r"""Every line break known to Python except \n and \r."""
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ from cairn.config.values import Secret, TenantKeys
 from cairn.types.errors import Overloaded, Unavailable
 from cairn.types.outputs import Delta
 from tests.agents.house import talking_model
+from tests.api.homes import open_house
 from tests.api.scripted import ScriptedService, done
 from tests.api.sockets import Site, site
-from tests.api.test_agent_routes import home
 
 TENANTS = tuple(TenantKeys(name, (Secret(name * 4),)) for name in ("ada", "bob", "eve"))
 OCTETS = {"content-type": "application/octet-stream"}
@@ -120,7 +120,7 @@ async def test_an_import_refused_by_a_full_disk_says_so(
         def write(self, data: Any) -> int:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    async with home(talking_model(tmp_path / "tiny")) as (_, _, http):
+    async with open_house(talking_model(tmp_path / "tiny")) as (_, _, http):
         with monkeypatch.context() as patched:
             patched.setattr(tempfile, "TemporaryFile", Full)
             answer = await http.post("/v1/agents/import", content=b"x", headers=OCTETS)
@@ -132,7 +132,7 @@ async def test_an_import_refused_by_a_full_disk_says_so(
 
 async def test_imports_go_to_the_disk_and_are_bounded_by_number(tmp_path: Path) -> None:
     folder = talking_model(tmp_path / "tiny")
-    async with home(folder) as (_, web, http):
+    async with open_house(folder) as (_, web, http):
         for _ in range(MAX_IMPORTS):
             _, writer = await web.raw()
             head = "POST /v1/agents/import HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/octet-stream\r\n"
