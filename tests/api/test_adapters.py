@@ -281,7 +281,7 @@ async def test_an_agent_goes_on_with_the_adapter_of_its_last_turn(tmp_path: Path
         assert kv["model"] == "tiny:poems"
 
 
-async def test_combinations_without_end_take_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_endless_combinations_of_scales_take_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from cairn.frontend import adapters
 
     monkeypatch.setattr(adapters, "MOST_VIEWS", 3)

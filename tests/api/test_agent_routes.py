@@ -314,7 +314,7 @@ async def test_the_turns_of_an_agent_are_listed_in_pages(folder: Path) -> None:
             assert (await http.get(f"/v1/agents/ada/turns?{query}")).status_code == 400, query
 
 
-async def test_a_turn_is_on_the_account_of_its_own_agent_only(folder: Path) -> None:
+async def test_a_turn_counts_for_its_own_agent_only(folder: Path) -> None:
     async with open_house(folder) as (at, _, http):
         for id in ("ada", "bob"):
             await at.agents.create("default", id=id)
@@ -420,7 +420,7 @@ async def test_where_the_kv_of_an_agent_lies_is_shown_and_moved(folder: Path) ->
         assert (await http.post("/v1/agents/ada/pin", json={})).json()["pinned"] is True
 
 
-async def test_ordinary_requests_are_on_the_account_of_the_agent_they_name(folder: Path) -> None:
+async def test_ordinary_requests_count_for_the_agent_they_name(folder: Path) -> None:
     chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 3}
     async with open_house(folder) as (_, web, http):
         await http.post("/v1/agents", json={"id": "ada"})
@@ -448,7 +448,7 @@ async def test_ordinary_requests_are_on_the_account_of_the_agent_they_name(folde
         assert without.status_code == 503
 
 
-async def test_a_name_that_is_not_known_opens_an_account(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unknown_name_opens_an_account(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such an account is an agent without turns that expires on its own."""
     chat = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 3}
     text = {"prompt": "hi", "max_tokens": 3}
@@ -566,7 +566,7 @@ async def test_answers_of_store_false_are_kept_where_the_server_says_so(folder: 
             assert len((await http.get("/v1/agents")).json()["data"]) == kept, "an account too"
 
 
-async def test_requests_that_were_refused_take_no_place_from_those_that_were_computed(folder: Path) -> None:
+async def test_refused_requests_do_not_push_out_computed_ones(folder: Path) -> None:
     """The number of requests remembered per agent is limited; refused requests must not push out computed ones, whose
     KV is deleted with the agent.
     """
@@ -584,7 +584,7 @@ async def test_requests_that_were_refused_take_no_place_from_those_that_were_com
         assert len(left) == 1
 
 
-async def test_a_request_that_ended_early_belongs_to_its_agent_all_the_same(folder: Path) -> None:
+async def test_a_request_that_ended_early_still_belongs_to_its_agent(folder: Path) -> None:
     """Its KV is deleted with the agent; otherwise chunks would stay that nobody is told of."""
     chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi " * 40}], "ignore_eos": True, "stream": True}
     async with open_house(folder) as (at, _, http):
@@ -604,7 +604,7 @@ async def test_a_request_that_ended_early_belongs_to_its_agent_all_the_same(fold
             assert [len(one.ids) > 60 for one in left] == [True]
 
 
-async def test_all_that_was_computed_for_a_client_that_does_not_read_goes_with_the_agent(
+async def test_kv_of_unread_output_is_deleted_with_the_agent(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker may have computed and stored far more than the stream had sent before its client left."""
@@ -641,7 +641,7 @@ async def test_all_that_was_computed_for_a_client_that_does_not_read_goes_with_t
 
 
 @pytest.mark.parametrize("cut", [False, True])
-async def test_the_text_of_a_deleted_agent_is_shown_to_nobody_though_a_request_in_its_name_went_on(
+async def test_the_text_of_a_deleted_agent_is_in_no_miss_report(
     folder: Path, monkeypatch: pytest.MonkeyPatch, cut: bool
 ) -> None:
     """Reasons for a cache miss are found by comparing with the tenant's last contexts, and this one ends after the
@@ -874,7 +874,7 @@ async def test_a_strict_tool_that_cannot_be_held_to_is_refused_when_the_agent_is
             assert status == 201 or made.json()["error"]["param"] == "tools"
 
 
-async def test_a_turn_tells_its_time_where_it_is_asked(folder: Path) -> None:
+async def test_a_turn_has_timings_if_asked_for(folder: Path) -> None:
     async with open_house(folder) as (_, _, http):
         await http.post("/v1/agents", json={"id": "ada", "system": "You remember all that you were ever told."})
         assert "timings" not in (await http.post("/v1/agents/ada/turns", json=ask("one"))).json()

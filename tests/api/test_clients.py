@@ -169,7 +169,7 @@ async def test_reasoning_is_turned_off_where_the_template_can(
     assert service.prompts[0][3] == wanted
 
 
-async def test_thinking_and_reasoning_mean_what_they_say() -> None:
+async def test_thinking_and_reasoning_switch_the_template() -> None:
     service = ScriptedService(
         lambda request: [Delta(reasoning="hm", tokens=(1,)), Delta(text="hi", tokens=(2,)), done()]
     )

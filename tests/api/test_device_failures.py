@@ -105,7 +105,7 @@ def test_answers_in_flight_are_the_same_after_a_device_failed(
         assert ("the device cuda:0 failed twice" in server.stderr()) == (faults == 2)
 
 
-def test_a_request_that_is_too_much_for_the_device_ends_alone(undisturbed: list[str]) -> None:
+def test_a_request_too_large_for_the_device_fails_alone(undisturbed: list[str]) -> None:
     with served(**options("device_short")) as server, ThreadPoolExecutor(len(PROMPTS)) as threads:
         others = [threads.submit(streamed, server, prompt) for prompt in PROMPTS]
         for _ in range(4):  # also in sequence, with no success in between

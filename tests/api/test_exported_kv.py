@@ -132,7 +132,7 @@ async def test_damage_costs_only_the_damaged_chunks(folder: Path, tmp_path: Path
         assert (await http.get("/v1/agents/ada/export?kv=perhaps")).status_code == 400
 
 
-async def test_chunks_that_no_model_has_are_refused_before_they_are_read(folder: Path, tmp_path: Path) -> None:
+async def test_chunks_of_impossible_sizes_are_refused_before_they_are_read(folder: Path, tmp_path: Path) -> None:
     """Millions of small chunks would hold up all imports, and a large one the worker that decompresses it."""
     async with server(folder, tmp_path / "a") as http:
         file = await exported(http)

@@ -63,7 +63,7 @@ async def test_a_response_that_failed_says_so_later(tmp_path: Path, monkeypatch:
         assert shown["error"]["message"] in answer.text
 
 
-async def test_responses_and_conversations_are_not_gone_on_with_as_agents(tmp_path: Path) -> None:
+async def test_responses_and_conversations_cannot_be_continued_as_agents(tmp_path: Path) -> None:
     async with keeping(tmp_path / "agents", make_model(tmp_path / "tiny")) as at, at.http() as http:
         response = (await post(at, kept())).json()["id"]
         conversation = (await http.post("/v1/conversations", json={})).json()["id"]

@@ -13,7 +13,7 @@ from tests.scripted_model import write_scripted
 ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 500, "temperature": 0}
 
 
-def test_a_loop_ends_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_a_repeating_answer_ends_if_asked_for(tmp_path: Path) -> None:
     model = write_scripted(tmp_path / "loops.gguf", [" a", " b", " c", " d", "."], end=None)
     options = {"model": str(model), "kv_gb": 0.1, "threads": 1, "engine": "auto"}
     with served(**options) as server, httpx.Client(base_url=server.url, timeout=100) as client:

@@ -133,7 +133,7 @@ def test_a_conversation_that_is_resent_is_computed_once(demo: Home, client: Ask)
     assert report["disk"] >= CHUNK * 4 and report["computed"] + cached(last) == last["usage"]["prompt_tokens"]
 
 
-def test_a_tool_call_may_be_written_otherwise_and_an_edited_answer_counts(demo: Home, tmp_path: Path) -> None:
+def test_a_reformatted_tool_call_is_the_same_and_an_edited_one_is_not(demo: Home, tmp_path: Path) -> None:
     messages: Messages = [{"role": "system", "content": BOOK}]
     for question in ("What is the weather in Paris?", "Please look up the weather in Oslo.", "Weather in Rome?"):
         asked = [*messages, {"role": "user", "content": question}]

@@ -369,7 +369,7 @@ def test_a_second_server_is_refused_with_the_two_options_named(tmp_path: Path, o
         pass  # the first server has ended
 
 
-def test_a_server_that_is_on_its_way_out_is_waited_for_but_no_signal_is_kept_waiting(tmp_path: Path) -> None:
+def test_a_start_waits_for_an_ending_server_but_heeds_signals(tmp_path: Path) -> None:
     first = usual(tmp_path, Pauses())
     first.__enter__()
 
@@ -388,7 +388,7 @@ def test_a_server_that_is_on_its_way_out_is_waited_for_but_no_signal_is_kept_wai
         assert hasty.seconds <= 3
 
 
-def test_where_no_lock_can_be_had_the_server_goes_on(tmp_path: Path) -> None:
+def test_a_server_starts_even_if_no_lock_can_be_taken(tmp_path: Path) -> None:
     """Whoever opens the folder later reports what is wrong with it."""
     (tmp_path / "data").write_text("in the way")
     with usual(tmp_path, Pauses()), pytest.raises(ConfigError, match="keeps its KV in"), usual(tmp_path, Pauses()):
@@ -491,7 +491,7 @@ async def test_prompts_are_not_logged() -> None:
         assert "xyzzy" not in process.stderr()
 
 
-def test_a_log_that_nobody_reads_any_more_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_log_pipe_does_not_end_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C ends both sides of `cairn serve 2>&1 | tee log`, and running requests must still finish."""
     read, write = os.pipe()
     os.close(read)

@@ -166,7 +166,7 @@ def test_a_call_that_waits_for_its_model_says_how_long_that_took(server: Served)
     assert again["load_duration"] == 0
 
 
-def test_keep_alive_of_nothing_unloads(server: Served) -> None:
+def test_keep_alive_0_unloads_the_model(server: Served) -> None:
     asked = {"model": "beta", "messages": HELLO, "stream": False, "options": {"num_predict": 2}}
     assert post(server, "/api/chat", **asked, keep_alive="10m").status_code == 200
     (beta,) = [model for model in get(server, "/api/ps")["models"] if model["name"] == "beta"]

@@ -84,7 +84,7 @@ def test_a_stop_text_ends_an_answer_in_the_middle_of_guesses(servers: tuple[Serv
     assert details(results[0]["usage"])[0] > 0
 
 
-def test_metrics_and_other_dialects_tell_it(servers: tuple[Served, Served]) -> None:
+def test_metrics_and_other_dialects_report_guesses(servers: tuple[Served, Served]) -> None:
     guessing, _ = servers
 
     def counted(name: str) -> float:
@@ -135,7 +135,7 @@ def test_a_predicted_answer_takes_fewer_steps_and_is_the_same(servers: tuple[Ser
         ({"type": "content", "content": [{"type": "image_url", "text": "x"}]}, "prediction.content[0].type"),
     ],
 )
-def test_what_is_no_prediction_is_refused(servers: tuple[Served, Served], prediction: Any, field: str) -> None:
+def test_an_invalid_prediction_is_refused(servers: tuple[Served, Served], prediction: Any, field: str) -> None:
     response = post(servers[0], "/v1/chat/completions", asked(servers[0], prediction=prediction))
     assert response["status"] == 400 and response["error"]["param"] == field, response
 

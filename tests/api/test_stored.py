@@ -40,7 +40,7 @@ class Stored(ScriptedService):
         return Swept(checked=1200, removed=1000, bytes=8_000_000)
 
 
-async def test_what_is_stored_can_be_seen_and_looked_after() -> None:
+async def test_stored_kv_can_be_listed_flushed_scrubbed_and_pruned() -> None:
     service = Stored()
     async with site(service) as at, at.http() as http:
         answer = (await http.get("/v1/cache")).json()
@@ -67,7 +67,7 @@ async def test_what_is_stored_can_be_seen_and_looked_after() -> None:
         assert late.status_code == 503 and "12 chunks" in late.json()["error"]["message"]
 
 
-async def test_a_page_of_elsewhere_cannot_order_what_needs_no_body() -> None:
+async def test_a_foreign_page_cannot_send_an_order_without_a_body() -> None:
     """A request without a body needs no preflight, so its Origin decides."""
     config = Config(cors_origins=("https://app.example",))
     async with site(Stored(), config) as at, at.http() as http:
@@ -84,7 +84,7 @@ async def test_a_page_of_elsewhere_cannot_order_what_needs_no_body() -> None:
         assert (await http.post("/v1/cache/flush", headers=behind_a_proxy)).status_code == 200
 
 
-async def test_on_a_server_with_keys_they_need_the_admin_key() -> None:
+async def test_cache_routes_need_the_admin_key() -> None:
     config = Config(api_key=(Secret("user"),), admin_key=Secret("admin"))
     async with site(Stored(), config) as at, at.http() as http:
         for key, status in (("user", 401), ("none", 401), ("admin", 200)):

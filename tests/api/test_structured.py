@@ -113,7 +113,7 @@ def test_openai_python_parses_calls_of_strict_tools(server: Served) -> None:
         ({"response_format": {"type": "grammar", "grammar": 'root ::= "a" "b"'}}, ["ab"]),
     ],
 )
-def test_every_way_to_say_it(server: Served, more: dict[str, Any], allowed: list[str]) -> None:
+def test_every_field_for_a_schema_is_enforced(server: Served, more: dict[str, Any], allowed: list[str]) -> None:
     assert content(ask(server, **more)) in allowed
     text = httpx.post(
         server.url + "/v1/completions",
@@ -234,7 +234,7 @@ def test_length_may_cut_an_object(server: Served) -> None:
         ({"tools": [TIME], "tool_choice": {"type": "allowed_tools", "tools": 5}}, "tool_choice", "names a tool"),
     ],
 )
-def test_what_cannot_be_followed_is_named(server: Served, more: dict[str, Any], field: str, words: str) -> None:
+def test_an_unfollowable_schema_is_named(server: Served, more: dict[str, Any], field: str, words: str) -> None:
     answer = ask(server, **more)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == field, answer.text
     assert words in answer.json()["error"]["message"]
@@ -244,7 +244,7 @@ def test_what_cannot_be_followed_is_named(server: Served, more: dict[str, Any], 
     "more",
     [{"json_schema": {"$ref": "#"}}, {"grammar": "root ::= root"}, {"guided_choice": ["a"], "allowed_token_ids": [5]}],
 )
-def test_an_answer_that_nobody_could_give_is_the_requests_own_fault(server: Served, more: dict[str, Any]) -> None:
+def test_an_impossible_answer_is_a_4xx(server: Served, more: dict[str, Any]) -> None:
     """Clients retry after a 5xx, which would never succeed."""
     assert ask(server, **more).status_code == 400
     assert '"invalid_request"' in ask(server, **more, stream=True).text

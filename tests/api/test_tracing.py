@@ -169,7 +169,7 @@ async def test_kv_that_is_loaded_is_a_span(folder: Path, tmp_path: Path) -> None
     PRESENT.set(None)
 
 
-async def test_without_traces_nothing_is_noted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_traces_nothing_is_recorded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     taken = service_module.RequestState
 

@@ -88,7 +88,7 @@ def size(at: Prompter, body: dict[str, Any]) -> int:
     return int(json.loads(ask(at, begun, "/v1/messages/count_tokens"))["input_tokens"]) - 12
 
 
-def test_they_share_tools_and_system(server: Prompter, tmp_path: Path) -> None:
+def test_sessions_share_the_kv_of_tools_and_system(server: Prompter, tmp_path: Path) -> None:
     first = session("003", "11111111-aaaa", "What is in this folder?")
     second = session("d13", "22222222-bbbb", "Write a test, please.")
     shared = size(server, first)

@@ -146,7 +146,7 @@ def turn(script: Any, agent: int, prompt: int, before: int, cached: int | None =
     return script.Turn(agent, first, 2 * first, prompt, 5, cached, before)
 
 
-def test_what_is_new_counts_the_instruction_once_and_no_answer_twice(script: Any) -> None:
+def test_new_tokens_count_the_instruction_once_and_no_answer_twice(script: Any) -> None:
     day = script.Day("text", (("a", "b"), ("c", "d")), (1, 0, 1, 0))
     side = script.Side("s", script.Running("http://x/v1"), day, "one at a time", 5, [], instruction=100)
     first = [turn(script, 1, 120, 0, 0, 9.0), turn(script, 0, 130, 0, 96, 3.0)]

@@ -58,7 +58,7 @@ def test_a_name_stays_with_its_server_and_moves_when_it_is_down_or_crowded() -> 
     assert set(least) == {0, 1, 3, 4, 6, 7} and np.bincount(least).max() <= 12
 
 
-def test_what_was_written_over_is_gone() -> None:
+def test_overwritten_kv_is_gone() -> None:
     run = Simulation(FLEET, LOAD, RULES[0])
     who, where = np.array([7]), np.array([3])
     run.agents.visit(who, where, np.array([500]), run.servers)

@@ -136,7 +136,7 @@ def test_an_option_of_another_program_gets_the_right_name(given, right):
     )
 
 
-def test_choices_that_are_wide_stand_in_the_help():
+def test_long_lists_of_choices_stand_in_the_help_text():
     """Next to the flag they would be wrapped anywhere."""
     shown = CliRunner().invoke(app, ["serve", "--help"], terminal_width=80).output
     assert "auto|bf16" not in shown and "one of auto, bf16" in " ".join(shown.replace("│", " ").split())
@@ -444,7 +444,7 @@ def test_prompts_are_talk_where_stdout_is_a_file(monkeypatch, capsys):
     assert capsys.readouterr() == ("", "> ")
 
 
-def test_what_stdout_cannot_write_is_replaced():
+def test_characters_that_stdout_cannot_write_are_replaced():
     script = "from cairn.cli import _open_standard_streams; _open_standard_streams(); print('caf\\u00e9 \\udcff')"
     for encoding, said in (("ascii", b"caf? ?\n"), ("latin-1", b"caf\xe9 ?\n"), ("utf-8", b"caf\xc3\xa9 \xff\n")):
         env = os.environ | {"PYTHONIOENCODING": encoding}
@@ -995,7 +995,7 @@ def test_cancel_ends_a_request_of_a_server(elsewhere):
         assert server.wait(30) == 0
 
 
-def test_a_process_that_may_take_little_memory_says_so(tmp_path: Path) -> None:
+def test_a_memory_limit_of_the_process_is_reported(tmp_path: Path) -> None:
     """`ulimit -v`: a pool that does not fit is refused with an error that names the option; the default pool is
     smaller.
     """

@@ -196,7 +196,7 @@ def test_a_turn_that_is_still_ending_is_waited_for(monkeypatch: pytest.MonkeyPat
     assert ("took back: two" in said) == taken and ("not yet" in said) != taken
 
 
-def test_an_agent_that_is_not_there_is_made_whatever_the_server_calls_that() -> None:
+def test_a_missing_agent_is_created_whatever_the_servers_wording() -> None:
     asked: list[tuple[str, str]] = []
 
     def handler(request: httpx.Request) -> httpx.Response:

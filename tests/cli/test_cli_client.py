@@ -132,7 +132,7 @@ def test_an_answer_that_breaks_off_is_a_short_error() -> None:
                 one.post("/tokenize", {})
 
 
-def test_an_object_without_what_ours_have_is_no_cairn_server() -> None:
+def test_a_response_without_cairns_fields_is_no_cairn_server() -> None:
     with (
         pytest.raises(CairnError, match="the server at http://h is not a Cairn server"),
         client(lambda _: httpx.Response(200, json={"status": "ok"})) as one,
@@ -281,7 +281,7 @@ def late() -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("order", "code"), [("scrub", 0), ("flush", 0), ("prune", 0), ("stats", 1)])
-def test_only_what_reads_a_whole_store_may_take_as_long_as_it_takes(
+def test_only_orders_that_read_a_whole_store_have_no_timeout(
     order: str,
     code: int,
     late: str,

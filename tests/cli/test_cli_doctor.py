@@ -19,7 +19,7 @@ CONFIG = Config(step_tokens=256, max_running=16, threads=1, kv_gb=0.05)
 
 
 @pytest.mark.parametrize("kinds", [["full_attention"] * 2, ["sliding_attention", "full_attention"]])
-def test_the_pool_holds_what_its_full_layers_do(kinds: list[str], tmp_path: Path) -> None:
+def test_the_pools_tokens_are_those_of_its_full_layers(kinds: list[str], tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m", **WINDOWS, layer_types=kinds)
     engine = load(folder)
     tokens = Cache(engine.info).longest

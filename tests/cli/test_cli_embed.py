@@ -53,7 +53,7 @@ def test_lines_of_stdin_and_texts_become_lines(
     assert [len(one["embedding"]) for one in found] == [3, 3]  # type: ignore[arg-type]
 
 
-def test_what_cannot_be_is_a_sentence(
+def test_impossible_requests_get_a_readable_error(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = "a " * 400

@@ -55,7 +55,7 @@ def test_serve_pulls_nothing_that_is_here(monkeypatch: pytest.MonkeyPatch, capsy
     assert capsys.readouterr().err == ""
 
 
-def test_what_does_not_fit_is_reported_before_anything_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_fit_is_reported_before_it_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     from cairn.cli.models import check_fits
     from cairn.engine import machine
     from cairn.types.errors import ModelError
@@ -106,7 +106,7 @@ def test_short_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     ("kind", "command"),
     [("chat", "cairn chat org/m"), ("embed", "cairn embed org/m -t"), ("rerank", "cairn serve org/m")],
 )
-def test_what_was_pulled_is_tried_as_its_kind_is(kind: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pulled_model_is_tried_by_its_kind(kind: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cairn.models.spec.config.load_spec", lambda *_, **more: SimpleNamespace(kind=kind))
     assert first_command(hub.demo_folder(), "org/m").startswith(command)
 

@@ -162,7 +162,7 @@ def run_alone(*arguments: str) -> str:
     return out
 
 
-def test_what_a_model_says_cannot_steer_the_terminal() -> None:
+def test_a_models_text_cannot_steer_the_terminal() -> None:
     line = line_of({"type": "turn", "member": "ada", "content": "\x1b[2Jgone\nnext"})
     assert line == "ada: \N{REPLACEMENT CHARACTER}[2Jgone next"
 

@@ -143,13 +143,13 @@ def test_a_server_that_wants_a_key_is_reported(running, loaded):
     assert "a key is needed; give the key with CAIRN_API_KEY" in done.stderr and "Loading a model here" in done.stderr
 
 
-def test_an_order_of_the_admin_names_the_admins_key(running):
+def test_an_admin_order_names_the_admin_key(running):
     refused = '{"error": {"message": "this needs the admin key; send it as \'Authorization: Bearer KEY\'"}}'
     running.answers["/v1/admin/models/unload"] = [(401, refused)]
     assert sentence(run("unload", "m"), 1).endswith("this needs the admin key; give the key with CAIRN_ADMIN_KEY")
 
 
-def test_a_time_that_no_server_could_read_is_refused(running):
+def test_an_invalid_keepalive_is_refused(running):
     """A server of one model ignores it, so the command checks it."""
     assert "--keepalive is '10x' but must be a number of seconds" in sentence(
         run("run", "m", "hi", "--keepalive", "10x")

@@ -115,7 +115,7 @@ def test_precedence_is_flag_environment_file_default(elsewhere):
     ]
 
 
-def test_a_mark_before_a_file_is_passed_over(elsewhere):
+def test_a_byte_order_mark_is_ignored(elsewhere):
     """Some editors write a byte order mark."""
     Path("cairn.toml").write_bytes(b"\xef\xbb\xbfport = 3\n")
     Path("keys").write_bytes(b"\xef\xbb\xbfone\ntwo\n")
@@ -158,7 +158,7 @@ def test_unknown_names_are_errors_with_a_suggestion(elsewhere):
     assert refused({}, {}).startswith("unknown key 'server' in cairn.toml")
 
 
-def test_a_list_of_nothing_is_no_list(elsewhere):
+def test_a_list_of_empty_entries_is_refused(elsewhere):
     """`CAIRN_API_KEY="$A,$B"` with both unset would open the server, whatever keys the file has."""
     Path("cairn.toml").write_text('api_key = "k"\n')
     for option in options():
@@ -442,7 +442,7 @@ def test_models_of_a_file_have_options_of_their_own(elsewhere):
         ("model = 'a'\nname = 'n'\n[[models]]\nmodel = 'b'\naliases = ['n']", "two models are called n"),
     ],
 )
-def test_what_a_table_of_a_model_may_not_say(elsewhere, text, said):
+def test_a_models_table_rejects_options_of_the_server(elsewhere, text, said):
     Path("cairn.toml").write_text(f"[[models]]\n{text}\n")
     with pytest.raises(ConfigError, match=said.replace("?", "[?]")):
         resolve({}, {})

@@ -118,7 +118,7 @@ def test_messages_and_tools_may_come_from_a_generator(llm, monkeypatch):
         assert asked.pop() == (HELLO, tools or None)
 
 
-def test_only_what_continues_a_text_is_read_as_its_end(llm, monkeypatch):
+def test_only_a_continuation_is_decoded_as_the_end_of_a_text(llm, monkeypatch):
     seen, service = [], llm._llm.service
     generate = service.generate
     monkeypatch.setattr(service, "generate", lambda request, *told: seen.append(request) or generate(request, *told))
@@ -331,7 +331,7 @@ def test_close_leaves_nothing():
             call()
 
 
-def test_letting_go_of_it_closes_it():
+def test_dropping_the_last_reference_closes_the_model():
     before = children()
     loaded = LLM("demo", **SMALL)
     assert children() != before
@@ -707,7 +707,7 @@ async def test_a_close_ends_the_start_of_a_task_that_was_cancelled_before():
     assert workers() <= before
 
 
-def test_it_may_be_used_in_one_event_loop_after_another():
+def test_a_model_may_be_used_in_one_event_loop_after_another():
     """Two starts at once: a lock of asyncio belongs to the loop in which somebody waited for it."""
     llm = AsyncLLM("demo", **SMALL)
 

@@ -38,7 +38,7 @@ HELLO = [{"role": "user", "content": "Hello, who are you?"}]
 # --------------------------------------------------------------------------------------------- a running event loop
 
 
-async def test_it_works_where_an_event_loop_runs(tmp_path):
+async def test_calls_work_inside_a_running_event_loop(tmp_path):
     """As in Jupyter, where every cell runs in one."""
     with LLM("demo", **SMALL) as llm:
         assert llm.chat("Hello", **GREEDY).text
@@ -50,7 +50,7 @@ async def test_it_works_where_an_event_loop_runs(tmp_path):
     assert not [thread for thread in threading.enumerate() if thread.name == "cairn-llm"]
 
 
-def test_it_works_in_the_shell_of_notebooks():
+def test_calls_work_in_the_shell_of_notebooks():
     """With IPython's own way to run a cell if it is installed, else with code compiled with a top-level await."""
     script = textwrap.dedent("""
         import ast, asyncio, inspect
@@ -74,7 +74,7 @@ def test_it_works_in_the_shell_of_notebooks():
     assert (done.returncode, done.stdout, done.stderr) == (0, "True\nTrue\n", "")
 
 
-async def test_one_that_was_not_started_says_how_to():
+async def test_a_model_that_was_not_started_says_how_to_start_it():
     llm = AsyncLLM("demo", **SMALL)
     with pytest.raises(Unavailable, match=r"async with AsyncLLM\(\.\.\.\) as llm.*await AsyncLLM.start"):
         await llm.chat(HELLO)
@@ -172,7 +172,7 @@ def scripted(folder, text, pieces=None):
         (Colour, '"blue"', Colour.BLUE),
     ],
 )
-def test_a_class_is_held_to_and_read_back(tmp_path, form, text, expected):
+def test_an_answer_follows_a_class_and_is_parsed_into_it(tmp_path, form, text, expected):
     with scripted(tmp_path, text) as llm:
         whole = llm.chat("Say", response_format=form, temperature=0)
         assert (whole.text, whole.parsed) == (text, expected)
@@ -186,7 +186,7 @@ def test_a_class_is_held_to_and_read_back(tmp_path, form, text, expected):
         assert llm.generate("x", response_format=form, temperature=0).parsed == expected
 
 
-def test_the_form_holds_for_a_model_that_would_say_something_else(llm):
+def test_the_schema_is_enforced_on_an_unwilling_model(llm):
     """The class becomes a schema that is enforced, not only asked for."""
     assert llm.chat("Hello", response_format=Colour, temperature=0).parsed in list(Colour)
     assert isinstance(llm.chat("Hello", response_format=Paint, temperature=0, max_tokens=400).parsed, Paint)
@@ -200,7 +200,7 @@ def test_a_class_has_no_fields_that_it_does_not_name(llm):
     assert loose["json_schema"]["schema"]["additionalProperties"] == {"type": "integer"}
 
 
-def test_what_cannot_be_read_back_says_why_when_it_is_asked_for(tmp_path):
+def test_an_unparsable_answer_says_why_when_parsed(tmp_path):
     with scripted(tmp_path, '{"name":"Nobody","age":36}') as llm:
         cut = llm.chat("Say", response_format=Person, max_tokens=4)
         assert cut.text == '{"na'
@@ -254,7 +254,7 @@ def test_a_function_is_a_tool():
         ("weather", "or functions"),
     ],
 )
-def test_what_can_be_no_tool_is_named(llm, function, said):
+def test_a_function_that_cannot_be_a_tool_is_named(llm, function, said):
     with pytest.raises(InvalidRequest, match=said) as caught:
         llm.chat("Hello", [function])
     assert caught.value.field == "tools"
@@ -338,7 +338,7 @@ def test_the_bar_counts_tokens_by_the_clock(capfd):
     assert "50 tokens/s" in capfd.readouterr().err
 
 
-def test_a_watched_batch_shows_itself(monkeypatch):
+def test_a_batch_in_a_terminal_shows_its_progress(monkeypatch):
     monkeypatch.setattr(sys, "stderr", type("Terminal", (), {"isatty": lambda self: True, "write": len})())
     assert BatchProgress(2, None)._shown and not BatchProgress(1, None)._shown and not BatchProgress(2, False)._shown
 

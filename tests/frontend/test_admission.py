@@ -98,7 +98,7 @@ async def test_while_one_tenants_requests_wait_another_is_let_in_and_comes_next(
             stream.close()
 
 
-def test_what_waits_is_held_against_the_pool_before_it_waits() -> None:
+def test_a_queue_larger_than_the_pool_is_refused_at_once() -> None:
     queue = Queue(Config(max_queue_pools=2.0))
     asked = [Request(id=n, prompt=(7,) * 100, sampling=SamplingParams(max_tokens=9000)) for n in range(9)]
     for _ in range(200):

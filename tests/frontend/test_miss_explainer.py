@@ -41,7 +41,7 @@ def recent() -> RecentContexts:
     return made
 
 
-def test_where_two_contexts_part_and_how_both_go_on(recent: RecentContexts) -> None:
+def test_a_miss_shows_where_two_contexts_part_and_how_both_continue(recent: RecentContexts) -> None:
     result = why(recent, [*KNOWN[:70], 7, 8, *KNOWN[72:]], 64)
     assert result.reason == "different tokens" and result.differs is not None
     assert result.differs.position == 70
@@ -110,7 +110,7 @@ def test_evicted_tokens_are_not_reported_as_different_tokens(recent: RecentConte
     assert why(recent, [*KNOWN[:60], 7, 8], 48).reason == "different tokens"
 
 
-def test_of_conversations_that_begin_alike_the_one_that_goes_on_alike_is_compared() -> None:
+def test_the_context_with_the_most_common_messages_is_compared() -> None:
     """An early message was edited; another conversation with the same beginning came later."""
     recent = RecentContexts()
     system, old, new = (
@@ -162,13 +162,13 @@ def test_a_history_that_leaves_an_answer_out_is_other_tokens() -> None:
     )
 
 
-def test_what_the_caller_knows_comes_before_a_comparison(recent: RecentContexts) -> None:
+def test_the_callers_reason_comes_before_a_comparison(recent: RecentContexts) -> None:
     assert why(recent, [*KNOWN[:70], 7], 64, PromptOrigin(why="model changed")) == Miss(
         position=64, reason="model changed"
     )
 
 
-def test_what_is_forgotten_is_shown_no_more(recent: RecentContexts) -> None:
+def test_forgotten_contexts_are_in_no_report(recent: RecentContexts) -> None:
     recent.forget(MINE)
     recent.forget(THEIRS)
     assert why(recent, [*KNOWN[:70], 7], 64) == Miss(position=64, reason="never seen")
@@ -198,7 +198,7 @@ def test_a_context_that_is_continued_counts_once() -> None:
     assert len(context.ids) == 4 * (1 + 3 * CONTEXTS)
 
 
-async def test_a_service_says_it_to_the_same_tenant_only(folder: Path) -> None:
+async def test_a_service_explains_a_miss_to_the_same_tenant_only(folder: Path) -> None:
     """Through the worker: an edited prompt, another tenant's, one with store: false, and the metric."""
     service = await Service.start(config(folder), in_process=True)
 

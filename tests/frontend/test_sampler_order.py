@@ -76,7 +76,7 @@ def test_where_the_order_changes_nothing_it_is_the_usual_one(changed: dict[str, 
     assert made(LLAMA, **changed) == made(None, **changed)
 
 
-def test_what_changes_nothing_may_stand_anywhere() -> None:
+def test_samplers_without_effect_may_stand_anywhere() -> None:
     params = made(["top_p", "top_k", "min_p", "temperature", "penalties"], top_k=0, repetition_penalty=1)
     assert params.temperature_last
     assert made(["min_p", "top_p", "temperature"], min_p=0).temperature_last

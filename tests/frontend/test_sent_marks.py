@@ -22,7 +22,7 @@ def told(marks: SentMarks) -> list[tuple[int, str, int]]:
     return [(len(one.tokens), one.standing, one.keep) for one in marks]
 
 
-def test_the_marks_that_count_are_kept_in_order_and_within_a_bound() -> None:
+def test_needed_marks_are_kept_in_order_and_bounded() -> None:
     first, other = [1] * 100, [2] * 100
     marks = SentMarks(most=400)
     marks.add(mark(other, "idle"))

@@ -302,7 +302,7 @@ async def test_a_stopped_worker_is_replaced_and_its_streams_go_on(
         assert not os.path.exists(f"/proc/{first}")
 
 
-async def test_a_step_that_stands_still_is_seen_although_the_process_lives(
+async def test_a_stuck_step_is_detected_although_the_process_lives(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Known failure 16."""
@@ -405,7 +405,7 @@ async def test_an_idle_worker_is_left_alone(folder: Path) -> None:
         assert pid_of(service) == first
 
 
-async def test_a_front_that_stood_still_blames_nobody(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_suspended_front_does_not_blame_its_worker(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Known failure 16: after a laptop's suspend, the worker is not dead."""
     faulty(monkeypatch, "paced")
     async with serving(folder, Patience(silence=1.2)) as service:
@@ -455,7 +455,7 @@ async def test_several_killers_are_all_found(folder: Path, monkeypatch: pytest.M
                 assert list(answer.tokens) == truth(one)
 
 
-async def test_after_many_deaths_in_a_row_requests_end_and_another_worker_is_tried_all_the_same(
+async def test_after_many_deaths_in_a_row_requests_fail_and_restarts_go_on(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Half a minute without memory left the server without a worker for ever."""

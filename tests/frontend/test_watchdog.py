@@ -141,7 +141,7 @@ def test_a_scheduler_that_forgets_a_waiting_request_is_detected(monkeypatch: pyt
     assert any(alarm == "steps brought none of 40 requests further for 120 s" for alarm in load.alarms)
 
 
-def test_each_way_not_to_get_on() -> None:
+def test_every_kind_of_stall_is_reported() -> None:
     clock, patience = VirtualClock(), Patience(silence=6, notice=15, stall=120, step=1800)
 
     def fresh() -> Watchdog:

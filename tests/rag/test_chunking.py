@@ -79,7 +79,7 @@ def test_headings_take_no_longer_than_they_are() -> None:
         assert found == (Section("", f"{line}\ntext") if title is None else Section(title, "text"))
 
 
-def test_what_headings_repeat_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_headings_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     levels = Outline()
     for level in range(1, 1000):
         levels.head(level, f"{level} " + "x" * 1000)
@@ -91,7 +91,7 @@ def test_what_headings_repeat_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
         sections("# a\ntext\n" * 4, "md")
 
 
-def test_a_text_is_cut_into_so_many_chunks_and_no_more() -> None:
+def test_the_number_of_chunks_is_bounded() -> None:
     """A text may be crafted so that its chunks begin a letter apart, so they are counted while they are made."""
     breaks = ["\n\n", "\n", ". ", "? ", "! ", "; ", ", ", " "]
     text = "".join("x" * 40 + one for one in breaks) * 20_000

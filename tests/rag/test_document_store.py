@@ -118,7 +118,7 @@ def test_a_document_that_cannot_be_added_leaves_nothing(shelf: Shelf) -> None:
     assert shelf.store.collection("me", "c").model == "m"
 
 
-def test_a_collection_has_so_many_documents_and_chunks(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_and_chunks_of_a_collection_are_bounded(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (document_store.MAX_DOCUMENTS, document_store.MAX_CHUNKS) == (10_000, 50_000)
     monkeypatch.setattr(document_store, "MAX_DOCUMENTS", 2)
     monkeypatch.setattr(document_store, "MAX_CHUNKS", 3)

@@ -81,7 +81,7 @@ def test_what_cannot_be_read_is_reported(kind: DocumentKind, data: bytes, said: 
         read(kind, data)
 
 
-def test_a_pdf_has_so_many_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_of_a_pdf_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extract_process, "MAX_PAGES", 2)
     assert len(read("pdf", pdf(["a", "b"]))) == 2
     with pytest.raises(ValueError, match="3 pages; the limit is 2"):
@@ -103,7 +103,7 @@ def test_a_zip_is_not_unpacked_beyond_its_bound(monkeypatch: pytest.MonkeyPatch)
     assert read("docx", docx(paragraph("x"), styles=STYLES.replace("heading 1", "title"))) == [Section("", "x")]
 
 
-async def test_what_takes_too_much_costs_its_process_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_costly_file_ends_its_process_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = zlib.compress(b" " * (120 << 20), 1)
     bomb = pdf(["x"]).replace(b"<</Length", b"<</Filter/FlateDecode/Length")
     at = bomb.index(b"stream\n") + 7

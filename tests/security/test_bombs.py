@@ -62,7 +62,7 @@ def bombs() -> dict[str, tuple[str, bytes]]:
     }
 
 
-async def test_bombs_cost_little(figure: Figure) -> None:
+async def test_bombs_are_refused_and_do_not_disturb_other_streams(figure: Figure) -> None:
     """Other streams go on, whole and exact, and the memory for one body of 16 MiB is bounded."""
     slowest: dict[str, float] = {}
     with served() as server:

@@ -82,7 +82,7 @@ def late(took: list[float]) -> float:
     return sorted(took)[int(0.95 * len(took))]
 
 
-async def test_grammars_that_would_take_the_worker_leave_the_others_theirs(figure: Figure, prove: bool) -> None:
+async def test_costly_grammars_hardly_delay_other_tenants(figure: Figure, prove: bool) -> None:
     """Plain requests are not delayed.
 
     A request with a grammar waits for at most one of each other tenant, of at most 2 s.

@@ -85,7 +85,7 @@ def working(server: Served) -> set[int]:
 
 
 @pytest.mark.parametrize("kind", [workflows, conversations, options, calls, houses, addresses])
-async def test_input_that_should_cost_much_holds_nobody_up(
+async def test_hostile_input_delays_nobody(
     server: Served, figure: Figure, kind: Callable[[], dict[str, HostileInput]]
 ) -> None:
     truth, workers, before = canary(server), working(server), peak(server)

@@ -61,12 +61,12 @@ def test_no_pattern_of_ours_ends_before_a_line_break() -> None:
 
 
 @pytest.mark.parametrize("pattern", ["a$", "(?:^|x)(a|b$)", "[a]$|b", "(?=/|$)", "(a(?:$)){2}"])
-def test_a_loose_end_is_seen(pattern: str) -> None:
+def test_a_dollar_that_means_the_end_is_found(pattern: str) -> None:
     assert ends_loosely(pattern) and re.compile(pattern)
 
 
 @pytest.mark.parametrize("pattern", [r"a\Z", r"[$]", r"\$", "a"])
-def test_a_tight_pattern_passes(pattern: str) -> None:
+def test_a_pattern_without_one_passes(pattern: str) -> None:
     assert not ends_loosely(pattern)
 
 

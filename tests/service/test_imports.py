@@ -44,7 +44,7 @@ CUT = b"(the answer was cut at the token limit: finish_reason length)\n"
 """The whole output: no traceback."""
 
 
-def test_many_starts_under_load(prove: bool) -> None:
+def test_many_starts_under_load_import_whole_modules(prove: bool) -> None:
     """Five at once, so that each is interrupted at different places."""
     if not prove:
         pytest.skip("fifty starts: for `make prove`")

@@ -109,7 +109,7 @@ def test_a_load_reports_its_phase_and_progress(tmp_path: Path, monkeypatch: pyte
     tell("nobody", 1, 2)  # no listener is left
 
 
-def test_a_worker_of_a_server_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_servers_worker_shows_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
     class Seen:

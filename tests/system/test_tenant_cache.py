@@ -55,7 +55,7 @@ def test_bounds_hold_whatever_comes() -> None:
             assert all(cache.bytes(char) <= 1000 // PARTS for char in "abcdefg")
 
 
-def test_what_grows_counts_when_the_next_one_comes() -> None:
+def test_growth_counts_when_the_next_entry_comes() -> None:
     grown = {"x": 10}
     cache = TenantCache[str](400, lambda name: grown[name], lambda _: False)
     assert cache.make_room("a", 10)

@@ -177,7 +177,7 @@ async def test_the_workflow() -> None:
         ("name: x\nteam: {documents: [{file: nowhere.md}]}", "cannot be read"),
     ],
 )
-def test_an_invalid_scenario_is_named(tmp_path: Path, text: str, said: str) -> None:
+def test_an_invalid_scenario_names_its_fault(tmp_path: Path, text: str, said: str) -> None:
     file = tmp_path / "x.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=said.replace("`", "`")):

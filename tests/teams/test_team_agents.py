@@ -94,7 +94,7 @@ async def test_members_share_the_beginning_and_it_is_computed_once(
             assert (info.origin, info.turns, info.metadata["member"]) == ("t..shared", 1, name)
 
 
-async def test_what_a_round_tells_is_what_the_agents_hold(folder: Path) -> None:
+async def test_a_rounds_events_equal_the_agents_contexts(folder: Path) -> None:
     async with company(folder) as at:
         await at.teams.create("default", some(kind="round_robin"))
         await at.teams.post("default", "t", "psst", ["bob"])

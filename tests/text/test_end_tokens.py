@@ -315,7 +315,7 @@ TURNS = {
 
 
 @pytest.mark.parametrize("name", TURNS)
-def test_what_a_template_ends_turns_with(name: str, tmp_path: Path) -> None:
+def test_the_end_of_a_turn_is_found_in_the_template(name: str, tmp_path: Path) -> None:
     template, end = TURNS[name]
     tokenizer = Tokenizer.load(write_scripted(tmp_path / "m.gguf", ["x"]))
     roles = ("user", "assistant", "user")

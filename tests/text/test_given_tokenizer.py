@@ -85,7 +85,7 @@ def test_an_invalid_tokenizer_is_a_short_error(tmp_path: Path) -> None:
         LLM(str(model), tokenizer=str(tmp_path / "broken.json"), kv_gb=0.05)
 
 
-def test_ids_that_mean_other_texts_are_another_models(bare: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_tokenizer_of_other_ids_changes_the_models_identity(bare: tuple[Path, Path], tmp_path: Path) -> None:
     """Agents' contexts in ids of one tokenizer are never read with another."""
     spec = load_spec(bare[0])
     one = with_tokenizer(spec, str(bare[1]))

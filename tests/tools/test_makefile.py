@@ -70,7 +70,7 @@ def test_too_old_a_python_is_reported_and_leaves_nothing(folder: Path, target: s
 
 @pytest.mark.parametrize("target", [".venv/.installed", ".venv/.test"])
 @pytest.mark.parametrize("old", ["3.10", "3.11", "3.12", "gone"])
-def test_an_environment_of_another_python_goes(folder: Path, target: str, old: str) -> None:
+def test_an_environment_of_another_python_is_replaced(folder: Path, target: str, old: str) -> None:
     stub(folder / "python", "3.12")
     if old == "gone":
         (folder / ".venv" / "bin").mkdir(parents=True)
@@ -85,7 +85,7 @@ def test_an_environment_of_another_python_goes(folder: Path, target: str, old: s
 
 
 @pytest.mark.parametrize("target", [".venv/.installed", ".venv/.test"])
-def test_what_a_python_says_on_stderr_is_not_its_version(folder: Path, target: str) -> None:
+def test_output_on_stderr_is_not_pythons_version(folder: Path, target: str) -> None:
     """PYTHONWARNINGS=bogus is enough for a line on stderr."""
     stub(folder / "python", "3.12")
     stub(folder / ".venv" / "bin" / "python", "3.12", noise="Invalid -W option ignored")

@@ -283,7 +283,7 @@ def test_the_tree_by_keys(visit: Visit, talking: Home) -> None:
             http.delete(f"/v1/agents/{id}")
 
 
-def test_a_change_of_somebody_else_shows_at_once(visit: Visit, talking: Home) -> None:
+def test_a_change_by_another_client_shows_at_once(visit: Visit, talking: Home) -> None:
     page = visit.open("#/contexts").page
     with httpx.Client(base_url=talking.url, trust_env=False, timeout=20) as http:
         http.post("/v1/agents", json={"id": "from-elsewhere"}).raise_for_status()

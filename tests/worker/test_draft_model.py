@@ -55,7 +55,7 @@ def test_tokenizers_are_compared_by_their_tokens() -> None:
     assert token_difference(one, Tokenizer.load(demo_folder())) == ""
 
 
-def test_its_memory_counts(tmp_path: Path) -> None:
+def test_a_draft_models_memory_counts(tmp_path: Path) -> None:
     plain, pair = Config(kv_gb=0.1), Config(kv_gb=0.1, draft_model="demo", draft_kv_gb=0.05)
     place = demo_folder()
     alone, both = needs(plain, place, 1 << 34), needs(pair, place, 1 << 34)

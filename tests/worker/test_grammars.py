@@ -89,7 +89,7 @@ def allowed(matcher: Matcher) -> set[int]:
     return {token for token in range(257) if mask[token >> 3] >> (token & 7) & 1}
 
 
-def test_a_mask_has_what_may_come_and_the_end_where_it_may(site: Site) -> None:
+def test_a_mask_has_the_allowed_tokens_and_the_end(site: Site) -> None:
     matcher = site.matcher()
     assert allowed(matcher) == {ord("a")}
     matcher.consume(ord("a"))
@@ -103,13 +103,13 @@ def test_a_mask_has_what_may_come_and_the_end_where_it_may(site: Site) -> None:
     assert matcher.over, "nothing can follow"
 
 
-def test_what_was_generated_is_consumed_and_copies_do_not_disturb_each_other(site: Site) -> None:
+def test_generated_tokens_are_consumed_and_copies_are_independent(site: Site) -> None:
     first, second = site.matcher(), site.matcher(id=2, generated=tuple(b"aba"))
     assert allowed(first) == {ord("a")} and allowed(second) == {ord("b")}
     assert site.read == 1, "the vocabulary is read once"
 
 
-def test_a_token_that_cannot_come_puts_it_out_of_action(site: Site) -> None:
+def test_a_disallowed_token_disables_the_matcher(site: Site) -> None:
     matcher = site.matcher()
     matcher.consume(ord("x"))
     assert matcher.mask().wait() == b"" and not matcher.over
@@ -240,7 +240,7 @@ def test_random_company_changes_no_mask(site: Site) -> None:
                 said[number] += token
 
 
-def test_a_mark_that_is_a_token_of_the_model_is_forced_as_that(tmp_path: Path) -> None:
+def test_a_tag_that_is_a_token_is_forced_as_that_token(tmp_path: Path) -> None:
     """Spelled in letters, the model would not recognise it."""
     folder = text_models.write_model(tmp_path / "m", text_models.byte_level(), text_models.QWEN_CONFIG)
     tokenizer = Tokenizer.load(folder)
@@ -277,7 +277,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return made
 
 
-def test_what_is_compiled_is_kept_by_its_bytes(site: Site, compilations: list[str]) -> None:
+def test_compiled_grammars_are_cached_by_their_bytes(site: Site, compilations: list[str]) -> None:
     """The limit is not a number of grammars: 64 of one client took 3.6 GB."""
     for number in range(5):
         site.matcher(numbered(number), bytes=20 * MIB)
@@ -294,7 +294,7 @@ def test_what_is_compiled_is_kept_by_its_bytes(site: Site, compilations: list[st
     assert site.grammars.kept_bytes <= 256 * MIB
 
 
-def test_what_answers_follow_is_not_given_up_and_the_next_one_waits(site: Site) -> None:
+def test_a_grammar_in_use_is_not_evicted_and_the_next_one_waits(site: Site) -> None:
     """64 answers of one tenant that each follow a grammar of 40 MiB would take 2.5 GB."""
     first = site.matcher(numbered(1), bytes=40 * MIB)
     site.grammars.add(request(numbered(2), id=2, bytes=40 * MIB))
@@ -317,7 +317,7 @@ def test_waiting_for_room_has_a_time_limit(site: Site) -> None:
     assert first is not None
 
 
-def test_what_answers_add_counts(site: Site, compilations: list[str]) -> None:
+def test_growth_while_following_counts(site: Site, compilations: list[str]) -> None:
     """A string of bounded length has a state for each of its characters."""
     matcher = site.matcher(AB, bytes=MIB, growth=4 * MIB)
     for token in b"ab" * 5:

@@ -212,7 +212,9 @@ async def test_a_turn_that_is_resumed_keeps_its_budget(tmp_path: Path) -> None:
         ((5, 6), None, {"allowed_token_ids": (1, 5, 6), "bad_words": ((6, 2),)}),
     ],
 )
-def test_what_could_never_come_is_refused(close: tuple[int, ...], field: str | None, extras: dict[str, Any]) -> None:
+def test_a_budget_whose_tag_cannot_come_is_refused(
+    close: tuple[int, ...], field: str | None, extras: dict[str, Any]
+) -> None:
     sampling = SamplingParams(max_tokens=9, extras=SamplingExtras(**extras))
     vocabulary = byte_vocabulary()._replace(closes={"": close})
     grammars = Grammars(lambda marks: vocabulary, lambda: None, SystemClock())

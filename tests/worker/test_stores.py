@@ -54,7 +54,7 @@ async def test_kv_survives_the_service(folder: Path, tmp_path: Path) -> None:
         assert again.cache.pool == 0 and again.cache.load > 0
 
 
-async def test_what_a_folder_has_to_bring_up_is_known_before_the_model(
+async def test_stored_kv_is_counted_before_the_model_is_loaded(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored = config(folder, kv_dir=str(tmp_path / "kv"))
@@ -128,7 +128,7 @@ def test_a_start_waits_for_one_folder_of_its_model_and_no_longer(
     assert waited == [5.0, 0.0, 0.0, 0.0]
 
 
-async def test_the_users_own_folder_is_done_without_where_it_cannot_be_used(
+async def test_an_unusable_default_folder_is_no_error(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

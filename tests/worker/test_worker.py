@@ -48,7 +48,7 @@ class World:
         return True
 
 
-def test_while_an_answer_is_owed_the_front_hears_that_the_loop_lives() -> None:
+def test_heartbeats_continue_while_a_reply_is_pending() -> None:
     """Known failure 16: otherwise a worker that waits for a slow disk looks stalled."""
     world = World()
     figures = SchedulerStats(

@@ -54,7 +54,7 @@ async def test_tokenize_and_detokenize() -> None:
         assert (await http.post("/tokenize", json={"prompt": "a", "model": "other"})).status_code == 200
 
 
-async def test_tokenize_as_llama_server_has_it() -> None:
+async def test_tokenize_takes_llama_servers_fields() -> None:
     service = ScriptedService()
     service.tokenizer.encode_prompt = lambda text, special=True: [257, *text.encode()]  # type: ignore[method-assign]
     async with site(service) as at, at.http() as http:
@@ -79,7 +79,7 @@ async def test_tokenize_as_llama_server_has_it() -> None:
             assert await tokens(**wrong) == 400, wrong
 
 
-async def test_tokenize_as_vllms_clients_ask() -> None:
+async def test_tokenize_takes_vllms_fields() -> None:
     service = ScriptedService()
     service.tokenizer.encode_raw = lambda text, suffix, special=True: [257, *text.encode()]  # type: ignore
     async with site(service) as at, at.http() as http:
@@ -215,7 +215,7 @@ async def test_while_draining() -> None:
         assert (await http.get("/v1/models")).status_code == 200
 
 
-async def test_health_for_people_who_know_llama_server() -> None:
+async def test_health_answers_as_llama_servers_does() -> None:
     async with site(None) as at, at.http() as http:
         for path in ("/health", "/health/startup"):
             assert (await http.get(path)).status_code == 503

@@ -78,7 +78,7 @@ def test_an_idle_swap_takes_the_load_and_a_second(swaps: Swaps, figure: Callable
     figure("swap of the only model, idle", f"load + {statistics.median(excess):.2f} s")
 
 
-def test_calls_that_use_no_model_hold_no_swap_up(swaps: Swaps, server: Served) -> None:
+def test_calls_without_a_model_do_not_delay_a_swap(swaps: Swaps, server: Served) -> None:
     """An open stream of /v1/events and a body that never ends, on a route without a model."""
     half = request_bytes("POST", "/v1/agents/import", b"x" * 100)
     with (
@@ -105,14 +105,14 @@ def test_a_swap_under_streams_takes_the_grace_and_the_load_and_a_second(
     )
 
 
-def test_a_call_waits_for_a_swap_no_longer_than_it_says(swaps: Swaps) -> None:
+def test_a_call_waits_for_a_swap_no_longer_than_its_deadline(swaps: Swaps) -> None:
     with swaps.streams(), swaps.asking(**{"X-Request-Timeout": "300ms"}):
         swaps.excess(grace=2)
     assert [answer.status_code for answer in swaps.answers] == [504] * 10
     assert "while it waited for demo to be loaded" in swaps.answers[0].json()["error"]["message"]
 
 
-def test_a_caller_who_leaves_ends_the_swap(swaps: Swaps, server: Served) -> None:
+def test_a_disconnected_caller_ends_the_swap(swaps: Swaps, server: Served) -> None:
     """The client disconnects while the old model's requests are drained, and later at several moments of the swap.
 
     Either the old or the new model answers afterwards.
@@ -198,7 +198,7 @@ MISTAKES: dict[str, tuple[str, int, str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_what_can_be_no_model_is_the_callers_mistake(swaps: Swaps, mistake: str) -> None:
+def test_a_swap_to_what_is_no_model_is_a_4xx(swaps: Swaps, mistake: str) -> None:
     to, status, field = MISTAKES[mistake]
     _, answer = swaps.swap(to)
     assert answer.status_code == status, answer.text

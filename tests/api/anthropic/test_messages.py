@@ -117,7 +117,7 @@ async def test_stream_of_thinking_text_and_a_call() -> None:
     assert chunks[-2][1]["usage"]["output_tokens"] == 5
 
 
-async def test_what_nobody_asked_to_be_thought_is_not_shown() -> None:
+async def test_thinking_is_shown_only_if_asked_for() -> None:
     steps = [Delta(reasoning="hm", tokens=(1,)), Delta(text="Hello", tokens=(2,)), done()]
     service = ScriptedService(lambda request: list(steps))
     async with site(service) as at:
@@ -131,7 +131,7 @@ async def test_what_nobody_asked_to_be_thought_is_not_shown() -> None:
         assert service.prompts[0][3] == {"enable_thinking": True}
 
 
-async def test_a_thought_that_is_omitted_comes_back_by_its_signature() -> None:
+async def test_omitted_thinking_is_restored_from_its_signature() -> None:
     steps = [Delta(reasoning="a secret thought", tokens=(1,)), Delta(text="Hello", tokens=(2,)), done()]
     service = ScriptedService(lambda request: list(steps))
     omitted = {"type": "adaptive", "display": "omitted"}
@@ -182,7 +182,7 @@ async def test_the_parts_of_usage_sum_to_the_prompt() -> None:
 
 @pytest.mark.parametrize("size", range(14, 35))
 @pytest.mark.parametrize("cached", [0, 16])
-async def test_something_of_a_prompt_is_always_input(size: int, cached: int) -> None:
+async def test_input_tokens_are_never_zero(size: int, cached: int) -> None:
     """Clients read `input_tokens:
 
     0` as "not counted", so a fully cached prompt of whole blocks reports one token as not cached.
@@ -274,7 +274,7 @@ def test_blocks_and_texts_of_equal_text_are_the_same_chat() -> None:
 
 
 @pytest.mark.parametrize("version", ["2.1.331.003; cc_entrypoint=cli; cch=ab12f;", "2.1.331.d13;", "1"])
-def test_the_line_that_changes_with_every_session_is_left_out(version: str) -> None:
+def test_the_attribution_line_is_dropped(version: str) -> None:
     line = f"x-anthropic-billing-header: cc_version={version}"
     text = "You are Claude Code."
     want = read(body(system=text))
@@ -391,9 +391,7 @@ HOISTING = (
 
 
 @pytest.mark.parametrize("template", [STRICT, HOISTING])
-async def test_a_system_message_in_the_middle_stays_there_where_a_template_knows_none(
-    tmp_path: Path, template: str
-) -> None:
+async def test_a_later_system_message_keeps_its_place_in_any_template(tmp_path: Path, template: str) -> None:
     """Covers templates that raise on a later system message, and templates that move it to the front."""
     folder = make_model(tmp_path / "strict")
     details = json.loads((folder / "tokenizer_config.json").read_text())
@@ -476,7 +474,7 @@ PARTS = st.dictionaries(
 
 @settings(max_examples=60 if settings.default.derandomize else 150, suppress_health_check=list(HealthCheck))
 @given(JSON, PARTS)
-def test_no_body_gets_past_the_reader_but_as_a_chat_or_an_error(messages: Any, parts: dict[str, Any]) -> None:
+def test_any_body_becomes_a_chat_or_an_error(messages: Any, parts: dict[str, Any]) -> None:
     heard: Any = Heard()
     try:
         result = chat_of(parse(MessagesBody, body(messages=messages) | parts, Config()), heard, lambda name: True)

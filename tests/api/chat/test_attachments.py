@@ -112,7 +112,7 @@ def told(answer: httpx.Response) -> str:
 
 
 @pytest.mark.parametrize(("path", "body"), OLDER, ids=[f"{n}-{path}" for n, (path, _) in enumerate(OLDER)])
-async def test_an_image_that_is_no_new_question_becomes_a_text(path: str, body: Any) -> None:
+async def test_an_image_in_the_history_becomes_a_text(path: str, body: Any) -> None:
     service = ScriptedService()
     async with site(service) as at:
         answer = await post(at, path, body)
@@ -124,9 +124,7 @@ async def test_an_image_that_is_no_new_question_becomes_a_text(path: str, body: 
 
 
 @pytest.mark.parametrize(("path", "body", "where"), NEWEST, ids=[path for path, _, _ in NEWEST])
-async def test_an_image_that_a_user_has_just_sent_is_refused_unless_the_server_says_otherwise(
-    path: str, body: Any, where: str
-) -> None:
+async def test_a_new_image_is_refused_by_default(path: str, body: Any, where: str) -> None:
     refusing, taking = ScriptedService(), ScriptedService()
     async with site(refusing) as at, site(taking, Config(images="text")) as other:
         answer = await post(at, path, body)
@@ -188,7 +186,7 @@ async def test_a_turn_after_an_image_computes_nothing_again(tmp_path: Path) -> N
         ({"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": DATA}}, "file"),
     ],
 )
-async def test_sound_videos_and_files_are_the_same_kind(part: Any, kind: str) -> None:
+async def test_audio_video_and_files_are_replaced_alike(part: Any, kind: str) -> None:
     service = ScriptedService()
     dialect = MESSAGES if part["type"] == "document" else CHAT
     async with site(service) as at:
@@ -243,7 +241,7 @@ async def test_a_conversation_and_an_agent_keep_the_text(tmp_path: Path) -> None
         ("assistant", {"type": "refusal", "refusal": "words"}),
     ],
 )
-async def test_parts_of_the_other_api_are_texts(role: str, part: Any) -> None:
+async def test_parts_of_the_other_dialect_become_texts(role: str, part: Any) -> None:
     service = ScriptedService()
     async with site(service) as at:
         answer = await post(at, CHAT, messages({"role": role, "content": [part]}, ASK))

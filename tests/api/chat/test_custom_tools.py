@@ -262,7 +262,7 @@ async def test_a_kept_response_shows_a_clients_own_tools(tmp_path: Path) -> None
     assert shown["output"] == made["output"] and shown["tools"] == made["tools"] == tools
 
 
-def test_every_schema_is_one_that_answers_can_be_held_to() -> None:
+def test_every_schema_of_a_clients_own_tool_can_be_enforced() -> None:
     for tool in (*ANTHROPIC.values(), *OPENAI.values()):
         assert set(tool.parameters.get("required", ())) <= tool.parameters["properties"].keys()
         assert tool.description.endswith(".") and tool.function("x")["name"] == "x"

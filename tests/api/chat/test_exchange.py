@@ -49,7 +49,7 @@ class Slow:
         await self.stored.wait()
 
 
-async def test_no_client_hears_of_an_end_whose_tokens_a_killed_server_would_not_know() -> None:
+async def test_an_answer_is_stored_before_its_end_is_sent() -> None:
     """A client may send the answer back at once.
 
     If a killed server no longer knew its token ids, the prompt would be another one.

@@ -72,7 +72,7 @@ async def test_chats(at: Site) -> None:
     assert all(not (scores or {}).get("content") for scores in left)
 
 
-async def test_chats_without_reasoning_have_none_of_it(at: Site) -> None:
+async def test_chats_without_reasoning_have_no_logprobs_of_it(at: Site) -> None:
     body = asked(logprobs=True, reasoning={"exclude": True})
     (choice,) = json.loads(await post(at, "/v1/chat/completions", body))["choices"]
     assert texts(choice["logprobs"]["content"]) == SAID and "reasoning_content" not in choice["logprobs"]

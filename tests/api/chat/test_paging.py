@@ -27,7 +27,7 @@ async def test_only_the_items_of_a_page_are_made() -> None:
         await page_by_id(IDS, 3, "x", show)
 
 
-async def test_others_get_their_turn_between_two_items_and_one_that_is_gone_is_left_out() -> None:
+async def test_the_loop_runs_between_items_and_deleted_ones_are_skipped() -> None:
     made: list[str] = []
 
     def show(id: str) -> dict[str, Any]:

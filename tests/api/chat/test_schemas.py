@@ -117,7 +117,7 @@ def test_the_table_has_a_field_once() -> None:
     assert not ChatBody.model_fields.keys() & ROWS["request"].keys()
 
 
-def test_true_is_not_one() -> None:
+def test_a_boolean_is_no_number() -> None:
     checked(chat(best_of=1.0, tfs_z=1.0))
     refused(chat(best_of=True), "best_of")
     refused(chat(n_probs=False), "n_probs")
@@ -423,7 +423,7 @@ def bodies(kind: type[Body] = Body) -> Iterator[type[Body]]:
 
 
 @pytest.mark.parametrize("kind", dict.fromkeys(bodies()))
-def test_a_wrong_body_costs_an_error_however_much_of_it_is_wrong(kind: type[Body]) -> None:
+def test_a_wrong_body_costs_one_error_however_much_of_it_is_wrong(kind: type[Body]) -> None:
     """Every error used to be collected and formatted on the event loop: 260,000 of them took most of a second."""
     schema = kind.model_json_schema()
     for body in invalid_values(schema, schema.get("$defs", {})):
@@ -566,7 +566,7 @@ SENTENCES = [
 
 
 @pytest.mark.parametrize(("more", "sentence"), SENTENCES, ids=[str(n) for n in range(len(SENTENCES))])
-def test_a_sentence_for_people(more: dict[str, Any], sentence: str) -> None:
+def test_an_error_is_a_readable_sentence(more: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         checked(chat(**more))
     assert str(caught.value) == sentence

@@ -47,7 +47,7 @@ async def text_of(at: Site, path: str, body: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize(("what", "path", "body", "delta", "beat"), CASES, ids=[f"{c[1]}: {c[0]}" for c in CASES])
 @pytest.mark.parametrize("wait", [WAIT, 0.8 * BEAT])
-async def test_hidden_output_does_not_break_the_silence(
+async def test_heartbeats_continue_while_output_is_hidden(
     what: str, path: str, body: dict[str, Any], delta: Delta, beat: str, wait: float
 ) -> None:
     """Whether hidden tokens come faster or slower than heartbeats, the time between two heartbeats stays the same."""
@@ -64,7 +64,7 @@ async def test_hidden_output_does_not_break_the_silence(
 
 
 @pytest.mark.parametrize("path", [case[1] for case in CASES[::2]])
-async def test_what_is_shown_breaks_it(path: str) -> None:
+async def test_shown_output_replaces_heartbeats(path: str) -> None:
     body = next(case[2] for case in CASES if case[1] == path)
     beat = next(case[4] for case in CASES if case[1] == path)
     script = [*(step for _ in range(20) for step in (Delta(text="x", tokens=(1,)), WAIT)), done()]

@@ -156,7 +156,7 @@ async def test_names_and_arguments_come_as_they_are_written(
 
 
 @pytest.mark.parametrize("pieces", [CALL, XML], ids=["JSON", "tags"])
-async def test_a_call_that_is_cut_ends_for_want_of_tokens(pieces: list[str], tmp_path: Path) -> None:
+async def test_a_cut_call_ends_with_the_length_reason(pieces: list[str], tmp_path: Path) -> None:
     """Dialects with argument pieces show a part of it; it never becomes content."""
     reasons = ("length", "max_tokens", "incomplete", "length")
     async with saying(tmp_path / "m.gguf", pieces) as at:
@@ -181,7 +181,7 @@ async def test_a_broken_call_is_sent_as_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tokens", [CUT, 99], ids=["cut", "broken"])
-async def test_the_session_goes_on_behind_a_call_that_is_no_json(tokens: int, tmp_path: Path) -> None:
+async def test_a_session_continues_after_a_call_with_invalid_json(tokens: int, tmp_path: Path) -> None:
     """Its KV is reused, too."""
     async with saying(tmp_path / "m.gguf", BROKEN) as at, at.http() as http:
         path = "/v1/chat/completions"

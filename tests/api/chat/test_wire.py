@@ -85,7 +85,7 @@ def test_any_text_survives_the_text_chunks(text: str, index: int) -> None:
     assert three["choices"] == [{"index": index, "text": "", "logprobs": None, "finish_reason": "length"}]
 
 
-def test_a_delta_that_says_nothing_is_no_chunk() -> None:
+def test_an_empty_delta_is_no_chunk() -> None:
     assert ChatChunks(HEAD, 1, False, Bytes()).delta(0, Delta(tokens=(1,))) == b""
 
 

@@ -454,7 +454,7 @@ async def test_a_body_may_be_compressed_with_gzip(coding: str) -> None:
         assert not at.app.bodies.held
 
 
-async def test_a_small_body_does_not_become_a_large_one() -> None:
+async def test_decompressed_bodies_are_bounded() -> None:
     """The decompressed size counts against the limit of bodies and the body budget."""
     headers = {"content-type": "application/json", "content-encoding": "gzip"}
     bomb = gzip.compress(b" " * (8 << 20))
@@ -469,7 +469,7 @@ async def test_a_small_body_does_not_become_a_large_one() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/models/", "/models/", "/health/", "/v1/models/scripted/", "/docs/", "/livez/"])
-async def test_a_slash_at_the_end_means_nothing(path: str) -> None:
+async def test_a_trailing_slash_is_ignored(path: str) -> None:
     async with site(ScriptedService()) as at:
         found, plain = await call(at, path), await call(at, path.rstrip("/"))
         assert found.status_code == plain.status_code == 200 and found.text == plain.text
@@ -532,7 +532,9 @@ async def test_a_request_takes_the_share_of_its_tenant() -> None:
         (None, None, ""),
     ],
 )
-def test_without_keys_a_share_is_a_clients(client: tuple[str, int] | None, agent: str | None, share: str) -> None:
+def test_without_keys_each_client_has_its_own_share(
+    client: tuple[str, int] | None, agent: str | None, share: str
+) -> None:
     """A share by client-chosen agent name applies on this machine only: a remote client could claim any number of
     names.
     """

@@ -92,7 +92,7 @@ async def test_endless_trailers_do_not_fill_memory(line: bytes) -> None:
     assert result[2]["error"]["message"].startswith("the trailers")
 
 
-async def test_trailers_are_read_over() -> None:
+async def test_trailers_are_ignored() -> None:
     """Trailers are not headers of the request: they are neither validated nor obeyed."""
     service = ScriptedService()
     trailers = b"X-Cairn-Agent: nobody\r\nX-Pad: " + b"x" * (31 << 10) + b"\r\n"
@@ -291,7 +291,7 @@ async def test_connect_never_reaches_the_application(
         assert not seen and not caplog.records
 
 
-async def test_an_upgrade_is_not_made_and_the_request_is_answered() -> None:
+async def test_an_upgrade_is_ignored_and_the_request_is_answered() -> None:
     async with site(ScriptedService()) as at:
         data = request_bytes("POST", "/v1/chat/completions", CHAT, "Connection: Upgrade", "Upgrade: h2c")
         assert (await send(at, data))[0] == 200
@@ -299,7 +299,7 @@ async def test_an_upgrade_is_not_made_and_the_request_is_answered() -> None:
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 @pytest.mark.parametrize("options", ["close, Upgrade", "Upgrade,close", "upgrade, HTTP2-Settings , Close"])
-async def test_what_else_a_client_wants_beside_an_upgrade_is_heard(options: str, version: str) -> None:
+async def test_other_connection_options_beside_an_upgrade_apply(options: str, version: str) -> None:
     async with site(ScriptedService()) as at:
         reader, writer = await at.raw()
         data = request_bytes("POST", "/v1/chat/completions", CHAT, f"Connection: {options}", "Upgrade: h2c")

@@ -62,7 +62,7 @@ def test_a_body_that_is_not_a_json_object_is_refused(body: bytes) -> None:
         parse_json(body, max_depth=64)
 
 
-def test_a_mark_before_the_object_is_passed_over() -> None:
+def test_a_byte_order_mark_is_ignored() -> None:
     """Some editors and .NET write a byte order mark."""
     assert parse_json(b'\xef\xbb\xbf{"a":1}', max_depth=1, max_values=1) == {"a": 1}
 

@@ -253,7 +253,7 @@ KEEP_NOTHING = frozenset(
 """Routes whose POST stores nothing for a tenant, or only a mark, or a replacement for what was stored."""
 
 
-def test_each_route_that_keeps_something_is_bounded() -> None:
+def test_each_route_that_stores_something_has_a_quota() -> None:
     routes = [route for route in build_app(None, Config()).router.routes if route.method == "POST"]
     taken = {re.sub(r"{[a-z]+}", "x", route.public_path) for route in routes}
     bounded = {re.sub(r"{[a-z]+}", "x", route.public_path) for route in routes if route.keeps}

@@ -122,7 +122,7 @@ async def test_keys_and_limits_change_and_what_cannot_is_named(folder: Path) -> 
         ({"admin_key": Secret("another")}, "", ""),
     ],
 )
-async def test_a_reload_takes_no_server_its_keys(folder: Path, lost: dict[str, Any], field: str, said: str) -> None:
+async def test_a_reload_cannot_remove_all_keys(folder: Path, lost: dict[str, Any], field: str, said: str) -> None:
     keys: dict[str, Any] = {"api_key": (Secret("k"),), "tenants": (tenant("ada", "a"), tenant("bob", "b"))}
     first = Config(**keys, admin_key=Secret("the-owners"))
     async with serving(folder) as service, site(service, first) as at, at.http() as http:
@@ -152,7 +152,7 @@ async def test_a_reload_does_not_take_the_last_key_of_a_server_without_tenants(f
 
 
 @pytest.mark.parametrize("how", ["cut to nothing", "comments alone", "gone"])
-def test_a_file_of_options_that_says_nothing_any_more_is_refused(tmp_path: Path, how: str) -> None:
+def test_an_options_file_that_became_empty_is_refused(tmp_path: Path, how: str) -> None:
     """Otherwise a server without keys would lose all its limits, with a 200."""
     file = tmp_path / "cairn.toml"
     file.write_text("requests_per_minute = 5\n")
@@ -165,9 +165,7 @@ def test_a_file_of_options_that_says_nothing_any_more_is_refused(tmp_path: Path,
     assert resolved.again().again().config.requests_per_minute == 7
 
 
-def test_a_file_of_options_that_nobody_named_does_not_give_way_to_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_found_options_file_is_not_replaced_by_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     other = tmp_path / "config" / "cairn" / "cairn.toml"
     other.parent.mkdir(parents=True)
@@ -180,7 +178,7 @@ def test_a_file_of_options_that_nobody_named_does_not_give_way_to_another(
         resolved.again()
 
 
-async def test_pages_that_may_call_change_for_forms_too(folder: Path) -> None:
+async def test_reloaded_cors_origins_apply_to_forms_too(folder: Path) -> None:
     async with home(folder) as (house, http):
         app = house.web.app  # type: ignore[attr-defined]
 

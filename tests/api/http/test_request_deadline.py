@@ -36,7 +36,7 @@ async def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[t
         yield at, service, http
 
 
-async def test_a_call_ends_when_its_headers_say(at: tuple[Site, Service, httpx.AsyncClient]) -> None:
+async def test_a_call_ends_at_the_deadline_in_its_header(at: tuple[Site, Service, httpx.AsyncClient]) -> None:
     _, service, http = at
     soon = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=0.5)
     for headers in (

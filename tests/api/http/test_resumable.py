@@ -224,7 +224,7 @@ async def test_an_error_after_a_heartbeat_and_before_the_first_event_is_an_event
         assert json.loads(response.text.split("data: ")[-1])["error"]["message"] == "no more"
 
 
-async def test_the_first_heartbeat_comes_when_its_time_has_passed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_first_heartbeat_comes_after_one_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     """The head is sent with it: some proxies give up on a connection that is silent for twice as long."""
     times, real = iter([False]), Waker.sleep
 
@@ -284,7 +284,7 @@ async def test_only_a_stream_is_resumable() -> None:
             assert response.json()["error"]["param"] == "X-Cairn-Resumable"
 
 
-async def test_head_says_that_it_is_there() -> None:
+async def test_head_tells_whether_a_stream_exists() -> None:
     service = ScriptedService(endless)
     async with site(service, Config(reconnect_grace=GRACE)) as at, at.http() as http:
         id, _ = await begin(at, service, 1)

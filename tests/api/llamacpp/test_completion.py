@@ -71,7 +71,7 @@ async def test_a_stream_ends_with_what_the_whole_is() -> None:
 @pytest.mark.parametrize(
     ("path", "asked"), [("/v1/chat/completions", {"messages": HI}), ("/v1/completions", {"prompt": "one"})]
 )
-async def test_openais_routes_tell_the_time_where_they_are_asked(path: str, asked: dict[str, Any]) -> None:
+async def test_openais_routes_have_timings_if_asked_for(path: str, asked: dict[str, Any]) -> None:
     figures = ("cache_n", "prompt_n", "predicted_n")
     async with site(service()) as at:
         assert "timings" not in (await post(at, path, **asked)).json()

@@ -230,7 +230,7 @@ async def test_a_tenant_sees_its_own_alone_and_figures_of_the_server_need_the_ad
         assert (await http.get("/v1/events")).status_code == 401
 
 
-async def test_what_one_admin_reads_another_reader_does_not_get(folder: Path) -> None:
+async def test_an_admins_events_reach_no_other_reader(folder: Path) -> None:
     async with open_house(folder, api_key=(Secret("k"),), admin_key=Secret("root")) as (_, _, http):
         key = {"Authorization": "Bearer k"}
         async with listening(http, **key, **{"X-Cairn-Admin-Key": "root"}) as first:
@@ -252,7 +252,7 @@ async def test_what_one_admin_reads_another_reader_does_not_get(folder: Path) ->
                 assert "server" not in names
 
 
-async def test_so_many_may_listen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_number_of_listeners_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(changes, "MOST_READERS", 1)
     async with open_house(folder) as (_, _, http):
         async with listening(http) as stream:
@@ -264,7 +264,7 @@ async def test_so_many_may_listen(folder: Path, monkeypatch: pytest.MonkeyPatch)
             await stream.snapshot()
 
 
-async def test_nothing_is_looked_at_once_nobody_listens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_listeners_nothing_is_watched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(changes, "GRACE", 0.05)
     async with open_house(folder) as (_, web, http):
         assert feeds(web) == []

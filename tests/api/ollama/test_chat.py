@@ -104,7 +104,7 @@ async def test_the_last_line_of_a_chat_reports_its_cost() -> None:
     assert whole["done"] and whole["eval_count"] == 5
 
 
-async def test_a_text_is_given_back_with_its_tokens_which_may_come_before_the_next() -> None:
+async def test_a_generated_context_continues_in_the_next_request() -> None:
     scripted = service(Delta(text="Hello", tokens=(72, 73)), reason=FinishReason.LENGTH)
     async with site(scripted) as at:
         answer = (await post(at, GENERATE, {"prompt": "hi", "system": "be kind", "stream": False})).json()
@@ -135,7 +135,7 @@ async def test_raw_prompts_and_infills() -> None:
         assert refused.status_code == 400 and "system needs a chat template" in refused.json()["error"]
 
 
-async def test_options_reach_the_sampler_and_are_called_as_the_client_calls_them() -> None:
+async def test_options_reach_the_sampler_and_errors_use_the_clients_names() -> None:
     scripted = service()
     options = {"num_predict": 7, "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "seed": 5, "stop": ["x"]}
     more = {"repeat_penalty": 1.5, "num_ctx": 1 << 20, "num_gpu": 99, "mirostat": 0, "unheard_of": 1}
@@ -182,7 +182,7 @@ async def test_options_reach_the_sampler_and_are_called_as_the_client_calls_them
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ],
 )
-async def test_what_is_refused_has_ollamas_shape(more: dict[str, Any], error: str) -> None:
+async def test_errors_have_ollamas_shape(more: dict[str, Any], error: str) -> None:
     async with site(service()) as at:
         refused = await post(at, CHAT, {"messages": HI} | more)
     assert refused.status_code == 400 and list(refused.json()) == ["error"]
@@ -191,7 +191,7 @@ async def test_what_is_refused_has_ollamas_shape(more: dict[str, Any], error: st
 
 @settings(max_examples=60 if settings.default.derandomize else 150)
 @given(st.lists(MESSAGE, min_size=1) | JSON, FIELDS, OPTIONS)
-def test_no_body_gets_past_the_reader_but_as_a_chat_or_an_error(messages: Any, fields: Any, options: Any) -> None:
+def test_any_body_becomes_a_chat_or_an_error(messages: Any, fields: Any, options: Any) -> None:
     try:
         body = parse(OllamaChatBody, {"messages": messages, "options": options} | fields, Config())
         if body.messages:
@@ -200,7 +200,7 @@ def test_no_body_gets_past_the_reader_but_as_a_chat_or_an_error(messages: Any, f
         assert 400 <= error.status < 500
 
 
-async def test_thinking_is_turned_on_and_off_and_never_shown_where_it_is_off() -> None:
+async def test_thinking_is_switched_and_not_shown_while_off() -> None:
     scripted = service()
     async with site(scripted) as at:
         for think in (True, False, "high"):
@@ -270,7 +270,7 @@ async def test_without_a_prompt_the_model_is_loaded_already() -> None:
     assert (text["response"], text["done"], text["done_reason"]) == ("", True, "load")
 
 
-async def test_a_page_from_elsewhere_may_send_no_body_that_need_not_be_asked_for() -> None:
+async def test_a_foreign_page_may_not_send_a_body_without_a_preflight() -> None:
     async with site(service()) as at:
         refused = await post(at, CHAT, {"messages": HI}, Origin="http://evil.example")
         assert refused.status_code == 403 and "evil.example" in refused.json()["error"]
@@ -314,7 +314,7 @@ def pulls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-async def test_a_pull_tells_how_far_it_is(pulls: list[str]) -> None:
+async def test_a_pull_reports_progress(pulls: list[str]) -> None:
     async with site(service()) as at:
         streamed = lines(await post(at, "/api/pull", {"name": "org/model"}))
         assert [line["status"] for line in streamed] == [
@@ -341,7 +341,7 @@ async def test_a_pull_that_fails(pulls: list[str]) -> None:
         assert nothing.status_code == 400 and "hub id" in nothing.json()["error"] and "../x" not in pulls
 
 
-async def test_downloads_are_the_owners(pulls: list[str]) -> None:
+async def test_downloads_need_the_admin_key(pulls: list[str]) -> None:
     closed = Config(api_key=(Secret("k"),), admin_key=Secret("a"))
     async with site(service(), closed) as at, site(service(), Config(host="0.0.0.0", unsafe_no_auth=True)) as bare:
         for path, method in (("/api/pull", "POST"), ("/api/delete", "DELETE")):
@@ -427,7 +427,7 @@ async def test_a_chat_that_goes_on_finds_its_kv(tmp_path: Path) -> None:
         assert second["cairn"]["pool"] > first["prompt_eval_count"] - 16
 
 
-def test_results_are_put_to_calls_in_a_moment_each() -> None:
+def test_results_are_matched_to_calls_in_linear_time() -> None:
     def ids(*messages: dict[str, Any]) -> list[str]:
         chat = chat_of(
             OllamaChatBody(messages=[*messages, {"role": "user", "content": "q"}]), lambda name: False, thinks=False

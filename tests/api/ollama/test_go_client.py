@@ -51,7 +51,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES, ids=[str(n) for n in range(len(BODIES))])
-async def test_what_is_empty_asks_for_nothing(path: str, body: dict[str, Any]) -> None:
+async def test_empty_fields_count_as_absent(path: str, body: dict[str, Any]) -> None:
     async with site(service()) as at:
         assert lines(await post(at, path, body))[-1]["done"]
         whole = await post(at, path, body | {"stream": False})
@@ -59,7 +59,7 @@ async def test_what_is_empty_asks_for_nothing(path: str, body: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
-async def test_a_request_to_load_says_how_long_that_took(path: str) -> None:
+async def test_a_load_request_reports_its_duration(path: str) -> None:
     """`ollama run` begins with such a request."""
     empty = {"messages": None} if path == "/api/chat" else {"prompt": "", "suffix": "", "system": "", "template": ""}
     async with site(service()) as at:
@@ -87,7 +87,7 @@ async def test_one_of_two_names_is_empty(names: tuple[str, str], pulls: list[str
     assert not pulls
 
 
-async def test_a_pull_of_another_is_of_the_name_that_is_given(pulls: list[str]) -> None:
+async def test_a_pull_uses_the_name_that_is_not_empty(pulls: list[str]) -> None:
     async with site(service()) as at:
         for names in (("org/model", ""), ("", "org/model")):
             body = dict(zip(("model", "name"), names, strict=True))

@@ -388,7 +388,7 @@ def entry(token: int, logprob: float) -> TokenLogprob:
     return TokenLogprob(token, logprob, ((token, logprob), (120, -3.0)))
 
 
-async def test_a_suffix_is_what_the_middle_is_filled_in_before() -> None:
+async def test_a_suffix_makes_a_fill_in_the_middle_prompt() -> None:
     service = ScriptedService(lambda request: [Delta(text="b", tokens=(98,)), done()])
     async with site(service) as at:
         plain = await post(at, complete(prompt="a", suffix="c"), "/v1/completions")
@@ -440,7 +440,7 @@ async def test_echo_with_logprobs() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-async def test_the_prompts_log_probabilities_as_vllm_tells_them(path: str) -> None:
+async def test_prompt_logprobs_have_vllms_shape(path: str) -> None:
     """It has as many alternatives as the prompt or the answer asked for, whichever is more."""
 
     def script(request: Request) -> list[Any]:
@@ -516,7 +516,7 @@ async def test_default_max_tokens_fits_the_context() -> None:
     assert service.streams[0].request.sampling.max_tokens == 8
 
 
-async def test_what_could_never_wait_together_is_refused_for_good() -> None:
+async def test_choices_beyond_an_empty_queues_limits_are_a_400() -> None:
     """A 429 would make the client retry for ever."""
     config = Config(max_running=2, max_queue=5, max_queue_tokens=40)
     async with site(ScriptedService(), config) as at:
@@ -646,7 +646,7 @@ async def test_a_queued_stream_has_its_headers_at_once_and_can_be_cancelled_by_i
         assert json.loads(text)["error"]["code"] == "cancelled"
 
 
-async def test_a_name_in_flight_twice_cancels_nobody_and_is_no_other_tenants() -> None:
+async def test_an_ambiguous_name_cancels_nobody_and_is_private_to_its_tenant() -> None:
     config = Config(api_key=(Secret("alpha"), Secret("beta")))
     service = ScriptedService(lambda request: [Delta(text="x"), 600.0])
     async with site(service, config) as at, at.http() as http, contextlib.AsyncExitStack() as stack:
@@ -669,7 +669,7 @@ async def test_a_name_in_flight_twice_cancels_nobody_and_is_no_other_tenants() -
 
 
 @pytest.mark.parametrize("name", ["a/b", "x" * 129, "two words", "\u00e9".encode().decode("latin-1")])
-async def test_a_name_that_cannot_be_used_means_nothing(name: str) -> None:
+async def test_an_unusable_name_is_ignored(name: str) -> None:
     async with site(ScriptedService()) as at:
         response = await post(at, chat(), headers={"X-Request-ID": name.encode("latin-1")})
         assert response.json()["id"] == "chatcmpl-" + response.headers["x-request-id"]
@@ -844,7 +844,7 @@ async def test_connections_are_reused() -> None:
 
 
 @pytest.mark.parametrize(("stream", "headers"), [(False, {}), (True, {}), (True, {"X-Cairn-Resumable": "1"})])
-async def test_what_is_refused_late_names_the_field_that_the_client_sent(stream: bool, headers: dict[str, str]) -> None:
+async def test_a_late_refusal_names_the_clients_field(stream: bool, headers: dict[str, str]) -> None:
     """A prompt larger than the KV pool is only noticed when it reaches the worker, and a chat has no field `prompt`."""
 
     def refuse(request: Request) -> Any:
@@ -876,7 +876,7 @@ async def test_a_budget_of_reasoning_by_any_of_its_names(name: str) -> None:
 @pytest.mark.parametrize(
     "error", [OSError(errno.EMFILE, "too many files"), MemoryError(), RuntimeError("can't start new thread")]
 )
-async def test_a_machine_that_has_nothing_left_is_a_503_that_says_when_to_come_back(error: Exception) -> None:
+async def test_an_exhausted_machine_is_a_503_with_retry_after(error: Exception) -> None:
     def script(request: Request) -> list[Any]:
         raise error
 

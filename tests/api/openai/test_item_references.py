@@ -116,7 +116,7 @@ async def test_missing_items_are_one_404(tmp_path: Path) -> None:
     assert len(said) == 1
 
 
-async def test_a_server_that_keeps_nothing_says_the_same() -> None:
+async def test_a_server_without_storage_gives_the_same_404() -> None:
     async with site(ScriptedService()) as at:
         response = await post(at, {"input": [reference("msg_00000000000000ff_0")]})
         assert response.status_code == 404 and "there is no item" in response.json()["error"]["message"]

@@ -148,7 +148,7 @@ async def test_an_answer_that_was_cut_is_incomplete() -> None:
         assert found["status"] == "incomplete" and found["incomplete_details"] == {"reason": "max_output_tokens"}
 
 
-async def test_silence_is_broken_by_events() -> None:
+async def test_silent_streams_get_heartbeat_events() -> None:
     service = ScriptedService(lambda request: [0.35, Delta(text="hi", tokens=(1,)), done()])
     async with site(service, Config(heartbeat=0.1)) as at:
         kinds = [value["type"] for value in events((await post(at, body(stream=True))).text)]
@@ -366,7 +366,7 @@ PARTS = st.dictionaries(
 
 @settings(max_examples=60 if settings.default.derandomize else 150, suppress_health_check=list(HealthCheck))
 @given(JSON, PARTS)
-def test_no_body_gets_past_the_reader_but_as_a_chat_or_an_error(given_input: Any, parts: dict[str, Any]) -> None:
+def test_any_body_becomes_a_chat_or_an_error(given_input: Any, parts: dict[str, Any]) -> None:
     try:
         result = read(body(input=given_input) | parts)
     except CairnError as error:
@@ -534,7 +534,7 @@ async def test_a_response_in_the_background_needs_no_reader(tmp_path: Path) -> N
         assert (await post(at, asked | {"store": False})).status_code == 400
 
 
-async def test_a_prewarmed_prompt_is_found_and_says_nothing(tmp_path: Path) -> None:
+async def test_a_prewarming_request_fills_the_cache_and_has_no_output(tmp_path: Path) -> None:
     text = "What is asked later. " * 10
     async with keeping(tmp_path / "agents", make_model(tmp_path / "tiny")) as at, at.http() as http:
         warm = (await post(at, kept(input=text, prompt_cache_options={"prewarm": True}))).json()
@@ -563,7 +563,7 @@ async def test_a_client_that_sends_everything_again_finds_the_answers_as_they_we
     assert agent["messages"][1]["reasoning_content"] == "I see."
 
 
-async def test_a_conversation_is_gone_on_with_by_name(tmp_path: Path) -> None:
+async def test_a_conversation_is_continued_by_name(tmp_path: Path) -> None:
     model = make_model(tmp_path / "tiny")
     async with keeping(tmp_path / "agents", model) as at:
         client = at.openai()
@@ -634,7 +634,7 @@ async def test_erasing_the_last_response_restores_the_conversation_before_it(tmp
         assert (await post(at, ask)).status_code == 200
 
 
-async def test_what_is_held_of_a_conversation_is_bounded(tmp_path: Path) -> None:
+async def test_memory_for_a_conversation_is_bounded(tmp_path: Path) -> None:
     async with keeping(tmp_path / "agents", make_model(tmp_path / "tiny")) as at:
         path = f"/v1/conversations/{(await post(at, {}, '/v1/conversations')).json()['id']}"
         item = {"role": "user", "content": "x" * 3_000_000}

@@ -168,7 +168,7 @@ class Said:
 
 @pytest.mark.parametrize("context", [600, None])
 @pytest.mark.parametrize("sizes", [(500, 90), (250, 200, 120), (100, 150, 100)])
-def test_a_summary_is_made_of_what_has_room(sizes: tuple[int, ...], context: int | None) -> None:
+def test_a_summary_is_made_of_the_turns_that_fit(sizes: tuple[int, ...], context: int | None) -> None:
     """Some cases have one turn that fills the context, so that the summary's prompt does not fit; others have
     several.
     """

@@ -90,7 +90,7 @@ def test_lines_in_triple_quotes_or_with_alt_enter_are_one_question(canned, asked
     assert questions(asked[-1]) == ["first\nsecond", "a\nb", "c\nd"]
 
 
-def test_what_is_typed_during_an_answer_waits_for_the_next_prompt(canned, asked):  # noqa: F811
+def test_keys_typed_during_an_answer_wait_for_the_next_prompt(canned, asked):  # noqa: F811
     """It is neither mixed into the answer nor lost, and pasted lines stay one question."""
     going, shown = threading.Event(), threading.Event()
 
@@ -191,7 +191,7 @@ def test_a_script_keeps_no_chats(canned, asked, elsewhere):  # noqa: F811
     assert not (elsewhere / ".local").exists()
 
 
-def test_what_can_be_set(canned, asked):  # noqa: F811
+def test_options_can_be_set_in_a_conversation(canned, asked):  # noqa: F811
     lines = [
         "/set parameter temperature 0.5",
         "/set repeat_penalty 1.1",

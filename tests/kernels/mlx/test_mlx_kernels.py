@@ -67,7 +67,7 @@ def test_narrow_products_hold_numbers_beyond_float16() -> None:
 
 @pytest.mark.parametrize("kernel", ["attention", "latent_attention"])
 @pytest.mark.parametrize("single", [False, True])
-def test_what_a_row_does_not_see_may_be_anything(kernel: str, single: bool) -> None:
+def test_memory_that_a_row_does_not_see_may_hold_anything(kernel: str, single: bool) -> None:
     """Non-finite numbers behind its end, and in other sequences' blocks."""
     for call in (call for call in calls() if call.kernel == kernel):
         query, kv, layer, rows, tables, *more = call.arguments

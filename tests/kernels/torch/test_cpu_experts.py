@@ -125,7 +125,7 @@ def test_a_row_has_the_same_bits_alone_and_beside_others(kernels: str, made: Cal
         np.testing.assert_array_equal(model.run(first, last), whole[first:last])
 
 
-def test_the_device_goes_on_where_it_has_something_to_do(
+def test_the_device_works_while_the_cpu_computes_experts(
     made: Callable[..., Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first layer has a shared expert. In the second, the thread that drives the device computes, too."""

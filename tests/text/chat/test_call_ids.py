@@ -133,14 +133,14 @@ async def test_an_agents_turn_goes_on_with_the_same_ids(template: str, tmp_path:
 
 @pytest.mark.parametrize("kind", ["nine", "kimi"])
 @pytest.mark.parametrize("client", CLIENTS)
-def test_what_follows_changes_no_id_before_it(kind: Any, client: str) -> None:
+def test_later_messages_change_no_earlier_id(kind: Any, client: str) -> None:
     messages = CLIENTS[client]
     whole = with_ids(messages, kind)
     for size in range(len(messages)):
         assert with_ids(messages[:size], kind) == whole[:size]
 
 
-def test_an_id_that_the_model_wrote_goes_with_its_call_through_the_client() -> None:
+def test_an_id_written_by_the_model_survives_the_client() -> None:
     from cairn.text.output.call_formats import BY_NAME, name_of
     from cairn.types.request import OfferedTool, OutputFormat
 

@@ -117,7 +117,7 @@ def read(form: CallFormat, text: str, seed: int) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("name", DECLARED)
-def test_what_a_model_declares_is_read_as_transformers_reads_it(name: str) -> None:
+def test_a_declaration_is_read_as_transformers_reads_it(name: str) -> None:
     template, text, known = DECLARED[name]
     form = declared_form(template, {"<|eot|>"})
     assert form is not None and sound(form)

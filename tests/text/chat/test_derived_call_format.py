@@ -46,7 +46,7 @@ def read(text: str, name: str, rng: random.Random) -> tuple[str, list[tuple[str,
 
 
 @pytest.mark.parametrize("name", TABLE)
-async def test_a_form_of_the_table_is_what_its_template_shows(name: str) -> None:
+async def test_a_known_call_format_is_derived_from_its_template(name: str) -> None:
     """Markers in the template's source are not used: the renderings alone identify the table's format."""
     form = await derived(TABLE[name], "<escape>" if name == "function_gemma" else '<|"|>')
     assert form is not None
@@ -88,14 +88,14 @@ async def test_an_ambiguous_rendering_gives_no_format(name: str) -> None:
 
 
 @pytest.mark.parametrize("more", ["{{ c.name }} " * 9, "x" * 100_000])
-async def test_what_a_template_writes_at_length_is_not_read(more: str) -> None:
+async def test_an_overlong_rendering_is_not_read(more: str) -> None:
     """Deriving takes time that grows with a power of the length."""
     section = f"<call>{EACH}{more}{{{{ c.name }}}}|{{{{ c.arguments | tojson }}}}{{% endfor %}}</call>"
     assert await written(template(section)) == {}
     assert await written(template(section.replace(more, "x"))) != {}
 
 
-async def test_brackets_that_nobody_can_nest_show_no_form() -> None:
+async def test_brackets_nested_too_deep_give_no_format() -> None:
     deep = '{"a":' + "[" * 30_000
     section = f"<call>{EACH}{deep}{{{{ c.name }}}}|{{{{ c.arguments | tojson }}}}{{% endfor %}}</call>"
     assert await written(template(section)) != {}
@@ -131,9 +131,7 @@ async def test_a_model_uses_what_its_template_shows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tags", "keys of its own", "objects"])
-async def test_what_a_model_declares_comes_first_if_it_reads_what_its_template_writes(
-    name: str, tmp_path: Path
-) -> None:
+async def test_a_declaration_comes_first_if_it_reads_the_templates_calls(name: str, tmp_path: Path) -> None:
     declared, _, _ = DECLARED[name]
     section = {"tags": TABLE["qwen_xml"], "objects": TABLE["hermes"]}.get(name, "")
     own = '<|invoke|>{"tool": "{{ c.name }}", "args": {{ c.arguments | tojson }}}<|over|>{% endfor %}'
@@ -153,7 +151,7 @@ async def test_what_a_model_declares_comes_first_if_it_reads_what_its_template_w
         await chat.close()
 
 
-async def test_what_a_model_declares_counts_where_its_template_shows_no_calls(tmp_path: Path) -> None:
+async def test_a_declaration_counts_where_the_template_shows_no_calls(tmp_path: Path) -> None:
     declared, _, _ = DECLARED["a name in a tag"]
     text = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
     folder = write_model(tmp_path / "m", byte_level(), {**QWEN_CONFIG, "response_template": declared}, text)
@@ -165,7 +163,7 @@ async def test_what_a_model_declares_counts_where_its_template_shows_no_calls(tm
         await chat.close()
 
 
-async def test_a_given_template_stands_in_place_of_what_a_model_declares(tmp_path: Path) -> None:
+async def test_a_given_template_overrides_a_declaration(tmp_path: Path) -> None:
     declared, _, _ = DECLARED["keys of its own"]
     folder = write_model(tmp_path / "m", byte_level(), {**QWEN_CONFIG, "response_template": declared}, "{{ messages }}")
     chat = await Chat.start(folder, Config(chat_template="chatml"))

@@ -69,14 +69,14 @@ def test_a_tokenizer_that_gguf_has_no_name_for_is_refused(tmp_path: Path) -> Non
         texts_of(folder, VOCAB, ())
 
 
-def test_more_ends_than_have_names_are_a_list(tmp_path: Path) -> None:
+def test_end_tokens_without_a_key_become_a_list(tmp_path: Path) -> None:
     folder = text_models.write_model(tmp_path / "m", published("qwen2"), text_models.QWEN_CONFIG)
     eos = Tokenizer.load(folder).eos_id
     assert texts_of(folder, VOCAB, (1, 2, 3))["tokenizer.ggml.eos_token_ids"] == [eos, 1, 2, 3]
     assert "tokenizer.ggml.eos_token_ids" not in texts_of(folder, VOCAB, (1, 2))
 
 
-def test_a_tokenizer_that_became_another_one_is_seen(tmp_path: Path) -> None:
+def test_a_tokenizer_that_does_not_come_back_is_detected(tmp_path: Path) -> None:
     folder = text_models.write_model(tmp_path / "m", published("qwen2"), text_models.QWEN_CONFIG, "{{ messages }}")
     result = texts_of(folder, VOCAB, ())
     for number, change in enumerate(({"ggml.pre": "gpt-2"}, {"ggml.merges": result["tokenizer.ggml.merges"][:50]})):

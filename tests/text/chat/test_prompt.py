@@ -163,7 +163,7 @@ async def test_ids_are_those_of_transformers_for_a_sentencepiece_model(start: St
 # -- what a user types is text ------------------------------------------------------------------------------------
 
 
-async def test_control_tokens_in_any_field_are_ordinary_text_and_the_ids_else_as_of_the_whole(start: Start) -> None:
+async def test_control_tokens_in_any_field_are_ordinary_text(start: Start) -> None:
     """Known failure 23."""
     chat = await start()
     tokenizer = chat.tokenizer
@@ -380,9 +380,7 @@ async def test_long_texts_are_encoded_off_the_event_loop(start: Start, monkeypat
     assert threads == [chat._check, chat._encode]
 
 
-async def test_what_a_template_makes_far_too_long_is_not_encoded_whole(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_prompt_far_too_long_is_not_encoded_whole(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Known failure 44. This includes tools and calls; what the template leaves out does not count."""
     chat = await start(context=64)
     long, short = "a b " * 20_000, [{"role": "user", "content": "x"}]
@@ -656,7 +654,7 @@ async def test_a_message_that_a_template_leaves_out_is_named(start: Start, templ
 
 @pytest.mark.parametrize("write", ["m.content | upper", "m.content | tojson(ensure_ascii=True)", "m.content | trim",
                                    "m.content.split('</think>')[-1]", "m.content.replace('\\n', ' ')"])  # fmt: skip
-async def test_a_message_that_a_template_writes_in_its_own_way_is_there(start: Start, write: str) -> None:
+async def test_a_message_that_a_template_rewrites_is_recognised(start: Start, write: str) -> None:
     chat = await start(template=EACH + "{{ " + write + " }}" + END)
     messages = [{"role": "user", "content": " Größe\n?\n"}, {"role": "assistant", "content": "r</think>a"}]
     assert (await chat.prompt([*messages, {"role": "user", "content": ""}])).tokens
@@ -895,7 +893,7 @@ async def test_reasoning_may_be_left_to_the_template(start: Start) -> None:
         assert tokens[: len(talk.said)] == talk.said
 
 
-async def test_whatever_the_client_changed_wins(start: Start) -> None:
+async def test_an_answer_that_the_client_changed_is_used_as_changed(start: Start) -> None:
     chat = await start()
     fresh = await start()
     talk = Talk(chat)
@@ -920,7 +918,7 @@ async def test_whatever_the_client_changed_wins(start: Start) -> None:
     assert other == (await fresh.prompt(talk.messages, TOOLS)).tokens != replayed
 
 
-async def test_what_a_stop_string_cut_off_does_not_come_back(start: Start) -> None:
+async def test_text_behind_a_stop_string_does_not_come_back(start: Start) -> None:
     """Known failure 22."""
     chat = await start()
     talk = Talk(chat)
@@ -1020,7 +1018,7 @@ def test_an_open_thought_is_read_in_one_pass() -> None:
     assert (closed["reasoning_content"], closed["content"]) == ("a\n", "b")
 
 
-def test_marks_are_characters_that_nothing_has() -> None:
+def test_marks_are_characters_that_no_text_has() -> None:
     first = unused_marks(["plain", "\u00e9"])
     second = unused_marks(["plain " + first[0], first[1]])
     assert not {*first} & {*second} and len({*first, *second}) == 4
@@ -1063,12 +1061,12 @@ async def test_many_values_without_text_are_read_beside_the_loop(start: Start, m
 
 
 @pytest.mark.parametrize("value", ["", None, 1, [], {}])
-def test_what_has_no_characters_counts_too(value: object) -> None:
+def test_values_without_characters_count_too(value: object) -> None:
     assert json_texts.length([value] * 5000) > INLINE
     assert json_texts.length([value] * 5) == 6
 
 
-def test_counting_ends_where_there_is_more_than_enough() -> None:
+def test_counting_stops_beyond_the_limit() -> None:
     read = []
 
     class Told(list[str]):
@@ -1081,7 +1079,7 @@ def test_counting_ends_where_there_is_more_than_enough() -> None:
     assert len(read) < INLINE // 2
 
 
-def test_texts_are_those_of_keys_and_values() -> None:
+def test_counted_texts_include_keys_and_values() -> None:
     value = {"a": ["b", ("c", 1, None), {"d": "e"}], "f": {}, "g": [[]]}
     assert sorted(json_texts.texts_in(value)) == ["a", "b", "c", "d", "e", "f", "g"]
     with pytest.raises(InvalidRequest, match="the key 1"):

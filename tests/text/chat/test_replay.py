@@ -191,7 +191,7 @@ def test_an_empty_thought_before_an_answer_belongs_to_it() -> None:
     "marked",
     ["#q#r", "#q*0**0*#r", "#q* 0 *#r", "#Q*0*#r", "#q*0*#R", "#q*0*r", "*#q*0*#r", "#qhello#r#q*0*#qhello#r"],
 )
-def test_where_the_renderings_do_not_fit_the_plain_one_is_used(marked: str) -> None:
+def test_the_plain_rendering_is_used_where_the_marked_one_differs(marked: str) -> None:
     table = Table(one=("#q", [1000]))
     assert put("#qhello#r", marked, table, ["one"]) == encode("#qhello#r")
 

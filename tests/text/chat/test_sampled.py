@@ -202,7 +202,7 @@ REQUIRED = OutputFormat(tools=True, calls_only=True)
 AGAIN = CALL.replace("   1", "1")
 
 
-def test_a_call_that_comes_again_where_calls_were_asked_for_is_dropped(qwen: Tokenizer) -> None:
+def test_a_repeated_forced_call_is_dropped(qwen: Tokenizer) -> None:
     """The answer ends there, and the next prompt holds the first call alone."""
     whole = f"{CALL}\n{AGAIN}\n"
     message, tokens = seen(qwen, split_ids(qwen, whole), REQUIRED)
@@ -217,7 +217,7 @@ def test_a_call_that_comes_again_where_calls_were_asked_for_is_dropped(qwen: Tok
 
 
 @pytest.mark.parametrize("cut", [3, 8, len("<tool_call>"), len("<tool_call>") + 9, len(CALL) - 20])
-def test_what_a_limit_leaves_of_a_call_is_no_content_where_calls_alone_may_come(cut: int, qwen: Tokenizer) -> None:
+def test_a_forced_call_cut_by_the_limit_is_no_content(cut: int, qwen: Tokenizer) -> None:
     message, tokens = seen(qwen, split_ids(qwen, f"{CALL}\n{CALL.replace('1', '2')[:cut]}"), REQUIRED)
     assert len(message["tool_calls"]) == 1 and not message["content"]
     ids = visible_ids(qwen, tokens, message, REQUIRED)

@@ -23,7 +23,7 @@ def said(content: str, role: str = "user", *names: str) -> dict[str, Any]:
     return message | ({"tool_calls": [call(name) for name in names]} if names else {})
 
 
-def test_what_is_left_out_is_found_wherever_the_rest_stands() -> None:
+def test_left_out_messages_are_found_whatever_the_order() -> None:
     messages = [said("one"), said(" two\n"), said("three", "assistant", "f", "g"), said("four", "tool"), said("")]
     assert left_out(messages, "one two three f g four") == []
     assert left_out(messages, "four three f one g two") == []  # moved
@@ -57,7 +57,7 @@ NAMES = [f"tool_number_{at}" for at in range(15_000)]
     ],
     ids=["calls", "calls behind", "calls the other way", "no calls", "one name", "no contents", "moved", "nearly"],
 )  # fmt: skip
-def test_looking_takes_about_one_pass(messages: list[dict[str, Any]], text: str) -> None:
+def test_the_search_takes_about_one_pass(messages: list[dict[str, Any]], text: str) -> None:
     began = time.process_time()
     left_out(messages, text)
     assert time.process_time() - began < SECONDS

@@ -76,7 +76,7 @@ def children_seconds(pid: int | None) -> float:
     return (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
 
 
-async def test_a_verdict_has_what_a_grammar_holds_and_how_it_grows(helper: GrammarHelper) -> None:
+async def test_a_verdict_has_a_grammars_memory_and_its_growth(helper: GrammarHelper) -> None:
     small = await helper.compile(schema({"type": "boolean"}), "x", "a")
     large = await helper.compile(schema({"type": "integer", "multipleOf": 99_991}), "x", "a")
     growing = await helper.compile(regex(r"\p{L}{1,1000}\p{N}"), "x", "a")

@@ -32,11 +32,11 @@ def test_a_large_multiple_is_refused(multiple: Any) -> None:
 
 
 @pytest.mark.parametrize("multiple", [1, 2.5, 100_000, 1e5, 0.00001, 99999.0, True, "x"])
-def test_others_are_not(multiple: Any) -> None:
+def test_a_large_bound_is_not_refused(multiple: Any) -> None:
     assert text_of("json", json.dumps({"type": "number", "multipleOf": multiple}))
 
 
-def test_an_object_has_so_many_optional_properties() -> None:
+def test_optional_properties_are_bounded() -> None:
     def schema(count: int, needed: int) -> str:
         names = [f"p{n}" for n in range(count)]
         return json.dumps({"type": "object", "properties": {name: {} for name in names}, "required": names[:needed]})

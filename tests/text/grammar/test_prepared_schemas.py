@@ -63,7 +63,7 @@ def takes(schema: Any, good: list[Any], bad: list[Any]) -> None:
         {"contentSchema": {"type": "object"}},
     ],
 )
-def test_what_says_nothing_passes(more: dict[str, Any]) -> None:
+def test_keywords_without_effect_are_accepted(more: dict[str, Any]) -> None:
     result = prepared({"type": "object", "properties": {"a": {"type": "integer"}}, **more}, strict=True)
     assert not result.warnings
     takes({"type": "object", "properties": {"a": {"type": "integer"}}, **more}, [{}, {"a": 1}], [{"a": "x"}, []])
@@ -316,14 +316,14 @@ def test_look_ahead_is_rewritten_where_possible(pattern: str, good: list[str], b
     "pattern",
     [r"^(?!a)b", r"a(?=b)", r"(?<=a)b", r"(?<!a)b", r"(a)\1", r"^(?=a)b|c", r"^(?=a(?!b))c", r"(?<n>a)\k<n>", r"(?=a)"],
 )
-def test_look_ahead_that_cannot(pattern: str) -> None:
+def test_look_ahead_that_cannot_be_rewritten_is_reported(pattern: str) -> None:
     assert without_look_ahead(pattern) is None
 
 
 @pytest.mark.parametrize(
     "pattern", [r"a\(?=b", r"[(?=]", r"\\(a)", r"(?:a)", r"(?<n>a)", r"(?P<n>a)", r"[(]?=", r"\d\\1"]
 )
-def test_what_only_looks_like_look_ahead(pattern: str) -> None:
+def test_text_that_only_looks_like_look_ahead_is_kept(pattern: str) -> None:
     assert without_look_ahead(pattern) == [pattern]
 
 

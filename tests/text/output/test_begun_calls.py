@@ -133,7 +133,7 @@ def test_a_call_that_is_cut_stays_cut(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_a_call_that_its_model_breaks_off_is_one_all_the_same(name: str) -> None:
+def test_a_call_that_its_model_breaks_off_is_still_a_call(name: str) -> None:
     text = WRITTEN[name][: len(HEADS[name]) + 300]
     content, calls, complete, unread = alike(text, output_of(name))
     assert (content, complete, unread) == ("", 1, True)
@@ -158,7 +158,7 @@ def test_what_only_looks_like_the_beginning_of_a_call_is_content(name: str) -> N
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_whatever_is_broken_is_read_alike_at_every_cut(name: str) -> None:
+def test_broken_calls_are_read_alike_at_every_cut(name: str) -> None:
     form, output = BY_NAME[name], output_of(name)
     parts = ["", "{", "}", '"', "\\", "\\d", "x", "]", ",", "\n", form.end, form.close, form.begin, "</parameter>", "é"]
     short = WRITTEN[name].replace(json.dumps(TEXT)[1:-1], "a, b").replace(TEXT, "a, b")
@@ -176,7 +176,7 @@ def test_whatever_is_broken_is_read_alike_at_every_cut(name: str) -> None:
         alike(text[: rng.randrange(len(text))], output, by_model=False)
 
 
-def test_what_follows_a_broken_call_is_read() -> None:
+def test_text_behind_a_broken_call_is_read() -> None:
     hermes, xml, kimi = output_of("hermes"), output_of("qwen_xml"), output_of("kimi")
     good = WRITTEN["hermes"]
     bad = '<tool_call>{"name": "write", "arguments": {"path": "a" "b"}}'
@@ -190,7 +190,7 @@ def test_what_follows_a_broken_call_is_read() -> None:
     assert (content, complete) == ("Done.", 1) and calls[0][1].startswith('{"pa"th')
 
 
-def test_a_path_that_may_be_meant_otherwise_is_passed_on_as_written() -> None:
+def test_an_ambiguous_path_is_passed_on_as_written() -> None:
     """Its backslashes are ambiguous, so it must not be streamed with the wrong meaning."""
     text = '<tool_call>{"name": "write", "arguments": {"path": "C:\\dir\\new", "mode": 1}}</tool_call>'
     content, calls, complete, unread = alike(text, output_of("hermes"))

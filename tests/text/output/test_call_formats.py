@@ -94,7 +94,7 @@ def forms() -> list[CallFormat]:
 
 
 @pytest.mark.parametrize("part", range(10))
-def test_what_a_grammar_allows_is_read_as_calls(part: int, prove: bool, forms: list[CallFormat]) -> None:
+def test_everything_a_grammar_allows_is_read_as_calls(part: int, prove: bool, forms: list[CallFormat]) -> None:
     whole, sets = 0, 10_000 if prove else 250
     for seed in range(part, sets, 10):
         rng = random.Random(seed)

@@ -83,7 +83,7 @@ def test_a_call_that_was_cut_stays_cut_and_one_that_is_not_offered_is_content() 
     assert read(CALL, without) == ("", CALL, [])
 
 
-def test_the_answer_ends_with_its_first_call_where_one_is_wanted() -> None:
+def test_the_answer_ends_with_its_first_call_without_parallel_calls() -> None:
     reader = splitter(OutputFormat(thoughts="harmony", tools=True, one_call=True), 1, 0)
     pieces = reader.push(CALL + "<|end|><|start|>assistant" + FINAL + "more")
     assert len(pieces) == 1 and reader.over and not reader.finish(by_model=True)

@@ -84,7 +84,7 @@ def test_a_long_answer_is_read_in_one_pass(name: str, step: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["members of a bare call", "a text value", "sections"])
-def test_it_is_so_token_by_token(name: str) -> None:
+def test_a_long_answer_is_read_in_one_pass_token_by_token(name: str) -> None:
     kind, text = LONG[name]
     assert seconds(form(kind), text[: SIZE // 2], 4) < SECONDS
 
@@ -172,7 +172,7 @@ def test_no_mixture_of_parts_takes_longer_than_its_length(prove: bool) -> None:
             assert any(seconds(form(one.name), text, step) < limit for _ in range(3)), (one.name, before, unit, step)
 
 
-def test_calls_in_python_are_as_they_were() -> None:
+def test_python_calls_are_parsed_or_refused() -> None:
     assert python_calls("[f(x=[1]]") is None
     assert python_calls("[f(x=1]") is None
     assert python_calls("f(x=1") is None

@@ -373,7 +373,7 @@ NEVER_ENDING = {
 
 @pytest.mark.parametrize(("name", "piece"), [(name, piece) for name in NEVER_ENDING for piece in NEVER_ENDING[name]])
 @pytest.mark.parametrize("before", ["", "<think>"])
-def test_what_never_ends_is_read_in_linear_time(name: str, piece: str, before: str) -> None:
+def test_a_call_that_never_ends_is_read_in_linear_time(name: str, piece: str, before: str) -> None:
     times = []
     for size in (1500, 6000):
         text, reader = before + piece * size, splitter(output_of(BY_NAME[name]), 1, 0)

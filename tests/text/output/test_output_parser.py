@@ -144,7 +144,7 @@ def test_a_call_cut_before_its_arguments_is_all_content() -> None:
             assert run("x\n" + CALL[:size], by_model=by_model) == ("x\n" + CALL[:size], "", [], 0)
 
 
-def test_a_brace_that_lacks_is_added_only_if_the_model_ended_there() -> None:
+def test_a_missing_brace_is_added_only_if_the_model_ended_there() -> None:
     """Known failure 15."""
     whole = [("f", '{"x": [1, "a"]}')]
     assert run(BROKEN, by_model=True) == ("", "", whole, 1)

@@ -305,7 +305,7 @@ def test_tokens_generated_before_are_context_and_not_reported(tokenizer: Tokeniz
 
 
 @pytest.mark.parametrize("kind", text_models.KINDS)
-def test_what_continues_a_text_keeps_its_space(kind: str, tmp_path: Path) -> None:
+def test_a_continued_text_keeps_its_space(kind: str, tmp_path: Path) -> None:
     """A decoder may drop the space before the first word of a text, which the first word of an answer need not be."""
     made = Tokenizer.load(text_models.write_model(tmp_path, text_models.KINDS[kind](), {}))
     ids = made.encode("the quick brown fox jumps over the lazy dog")

@@ -54,7 +54,7 @@ def shown_as(pieces: Sequence[Piece], kind: str) -> str:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("output", "words"), [(BOTH, HERMES), (OPENED, HERMES), (HARMONY, CHANNELS)])
-def test_every_character_is_of_the_kind_as_which_it_is_shown(output: OutputFormat, words: list[str], seed: int) -> None:
+def test_every_character_has_the_kind_as_which_it_is_shown(output: OutputFormat, words: list[str], seed: int) -> None:
     rng = random.Random(seed)
     texts = ["".join(rng.choice(words) for _ in range(rng.randrange(9))) for _ in range(400)]
     texts += [text for text, *_ in CASES] if output is BOTH else []

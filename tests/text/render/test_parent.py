@@ -103,7 +103,7 @@ async def test_overrunning_is_an_error_and_the_process_is_replaced(renderer: Ren
     assert renderer.pid != before
 
 
-async def test_what_a_template_refuses_or_cannot_do_is_the_requests_fault(renderer: Renderer) -> None:
+async def test_an_error_in_a_template_is_a_4xx(renderer: Renderer) -> None:
     pid = renderer.pid
     with pytest.raises(InvalidRequest, match="refuses these messages: no way"):
         await renderer.render(job("raise", "way"))
@@ -169,7 +169,7 @@ def ticks(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11])
 
 
-async def test_time_in_which_it_has_no_processor_counts_for_nothing(renderer: Renderer) -> None:
+async def test_time_without_a_processor_does_not_count(renderer: Renderer) -> None:
     """The process is stopped in the middle of a job for longer than the job's limit."""
     pid = renderer.pid
     assert pid is not None
@@ -313,7 +313,7 @@ async def test_a_bomb_that_goes_off_while_compiling_is_the_models_fault(template
         await one(template)
 
 
-async def test_what_hub_templates_rely_on() -> None:
+async def test_features_that_hub_templates_rely_on_work() -> None:
     assert await one("{% for x in [1, 2, 3] %}{% if x == 2 %}{% continue %}{% endif %}{{ x }}{% endfor %}") == "13"
     assert await one("{% for x in [1, 2, 3] %}{% if x == 2 %}{% break %}{% endif %}{{ x }}{% endfor %}") == "1"
     assert await one("a\n    {% if true %}\nb\n    {% endif %}\nc") == "a\nb\nc"
@@ -362,7 +362,7 @@ def test_frames_have_a_longest_length() -> None:
         frame(Job(template="x", payload=bytes(MAX_FRAME + 1), marks="", now=0.0))
 
 
-async def test_templates_are_rendered_where_no_key_is(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_rendering_process_has_no_api_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """Templates come with a model: whatever one may reach in its process, there is no API key."""
     monkeypatch.setenv("CAIRN_API_KEY", "hush")
     monkeypatch.setenv("HF_TOKEN", "hush")

@@ -109,7 +109,7 @@ def test_an_unusual_decoder_streams_ordinary_text(tmp_path: Path) -> None:
     assert "".join([*pieces, stream.flush()]).split() == Library.from_str(text).decode(ids).split()
 
 
-def test_bytes_that_are_no_text_are_not_decoded_ever_again() -> None:
+def test_invalid_bytes_are_not_decoded_again_and_again() -> None:
     """With an unknown kind of decoder, what is held back is bounded, and a character behind it comes out whole."""
     data = json.loads(text_models.byte_level())
     replace = {"type": "Replace", "pattern": {"String": "\0"}, "content": "0"}

@@ -302,7 +302,7 @@ def test_marks_never_stand_at_an_end() -> None:
         assert broken == broken.strip(MARK)
 
 
-def test_what_counts_as_control() -> None:
+def test_flags_and_names_make_a_token_a_control_token() -> None:
     def token(text: str, special: bool = False) -> bool:
         return is_control(AddedToken(text, special=special))
 

@@ -83,7 +83,7 @@ def test_a_table_that_fails_on_text_is_refused() -> None:
     assert wrong is not None and "fails on a text made to try it" in wrong
 
 
-def test_what_tries_a_tokenizer_has_limits_of_time_and_memory() -> None:
+def test_the_process_that_tries_a_tokenizer_has_limits() -> None:
     """The process that tries the first text reports its own limits."""
     told = (
         "import resource; from cairn.text.tokens import tokenizer_checks as checks; "
