@@ -62,14 +62,14 @@ class Restarts:
         return seconds, answer, report["disk"]
 
 
-def measure(shape: str, lengths: list[int], given: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(shape: str, lengths: list[int], args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure all lengths of one file."""
-    path = model_file(given.files, shape, SHAPES[shape].kind, given.llama_python)
+    path = model_file(args.files, shape, SHAPES[shape].kind, args.llama_python)
     results = []
-    with tempfile.TemporaryDirectory(dir=given.files) as home, Side(given.llama_python, "llama_side.py") as llama:
-        vocab = llama("load", path=str(path), threads=1 if given.busy else given.threads)["vocab"]
-        llama("clock", name="cpu" if given.busy else "wall")
-        ours = Restarts(path, given.files, Path(home), max(lengths))
+    with tempfile.TemporaryDirectory(dir=args.files) as home, Side(args.llama_python, "llama_side.py") as llama:
+        vocab = llama("load", path=str(path), threads=1 if args.busy else args.threads)["vocab"]
+        llama("clock", name="cpu" if args.busy else "wall")
+        ours = Restarts(path, args.files, Path(home), max(lengths))
         try:
             for length in lengths:
                 rng = random.Random(length)
@@ -78,9 +78,9 @@ def measure(shape: str, lengths: list[int], given: argparse.Namespace) -> list[d
                 cold, answer, _ = ours.ask(prompt)
                 row |= {"cold": cold, "restarted": [], "llama": [], "disk": []}
                 row["stored"] = ours.server.flush()["bytes"]
-                computed = min(length, given.llama_most)
+                computed = min(length, args.llama_most)
                 llama("begin", batch=1, depth=0, room=computed + ROOM)
-                for _ in range(given.rounds):
+                for _ in range(args.rounds):
                     ours.server.kill()
                     ours.start()
                     seconds, again, disk = ours.ask(prompt)
@@ -89,7 +89,7 @@ def measure(shape: str, lengths: list[int], given: argparse.Namespace) -> list[d
                     row["restarted"].append(seconds)
                     row["disk"].append(disk)
                     (taken,) = llama("prefill", tokens=computed)["seconds"]
-                    row["llama"].append(taken * length / computed / (2 if given.busy else 1))
+                    row["llama"].append(taken * length / computed / (2 if args.busy else 1))
                 row["llama_computed"], row["ready"] = computed, statistics.median(ours.started[1:])
                 ratios = [b / a for a, b in zip(row["restarted"], row["llama"], strict=True)]
                 row["ratio"] = statistics.median(ratios)

@@ -102,20 +102,20 @@ def processes(server: Server) -> dict[str, int]:
     return results
 
 
-def run(server: Server, given: argparse.Namespace) -> bool:
+def run(server: Server, args: argparse.Namespace) -> bool:
     """Run all rounds; return whether memory stayed within its limit."""
     rng = random.Random(1)
-    ids = [f"agent-{number}" for number in range(given.agents)]
+    ids = [f"agent-{number}" for number in range(args.agents)]
     for id in ids:
-        server.post("/v1/agents", {"id": id, "system": story(server, given.tokens, rng)})
+        server.post("/v1/agents", {"id": id, "system": story(server, args.tokens, rng)})
     last: dict[str, Turn] = {}
     turns: list[Turn] = []
     memory: list[dict[str, int]] = []
     pids = processes(server)
-    for number in range(1, given.turns + 1):
+    for number in range(1, args.turns + 1):
         began = time.monotonic()
         for id in ids:
-            now = turn(server, id, number, given.answer)
+            now = turn(server, id, number, args.answer)
             if id in last:
                 check(id, number, now, last[id])
                 turns.append(now)
@@ -123,9 +123,9 @@ def run(server: Server, given: argparse.Namespace) -> bool:
         disk = server.flush()
         memory.append({name: resident(pid) for name, pid in pids.items()})
         held = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in memory[-1].items())
-        seconds = statistics.median(one.total for one in turns[-given.agents :] or last.values())
+        seconds = statistics.median(one.total for one in turns[-args.agents :] or last.values())
         print(f"round {number:>3}: {seconds * 1000:.0f} ms a turn, {held}", file=sys.stderr, flush=True)
-        time.sleep(max(0.0, began + given.round_seconds - time.monotonic()))
+        time.sleep(max(0.0, began + args.round_seconds - time.monotonic()))
     report(turns, disk)
     return judge(memory)
 

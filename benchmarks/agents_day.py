@@ -340,23 +340,23 @@ def named(text: str) -> tuple[str, str]:
     return name, value
 
 
-def servers(given: argparse.Namespace, path: Path) -> dict[str, Callable[[Path], Server | Running]]:
+def servers(args: argparse.Namespace, path: Path) -> dict[str, Callable[[Path], Server | Running]]:
     """Return how to start each server."""
 
     def by_command(name: str, command: list[str], ready: str) -> Callable[[Path], Server]:
         return lambda home: Server(name, command, ready, "model", home)
 
     results: dict[str, Callable[[Path], Server | Running]] = {}
-    if not given.without_cairn:
-        results["cairn"] = by_command("cairn", cairn_command(path, given.threads, given.serve), "/health/ready")
-    if given.llama_server:
-        room = ["-np", str(given.agents), "-c", str(given.agents * SLOT_CONTEXT)]
-        command = [*llama_command(given.llama_server, path, given.threads), *room]
+    if not args.without_cairn:
+        results["cairn"] = by_command("cairn", cairn_command(path, args.threads, args.serve), "/health/ready")
+    if args.llama_server:
+        room = ["-np", str(args.agents), "-c", str(args.agents * SLOT_CONTEXT)]
+        command = [*llama_command(args.llama_server, path, args.threads), *room]
         results["llama-server"] = by_command("llama-server", command, "/health")
-    for name, command in given.server:
+    for name, command in args.server:
         words = [str(path) if word == "{model}" else word for word in shlex.split(command)]
-        results[name] = by_command(name, words, given.ready)
-    for name, base in given.url:
+        results[name] = by_command(name, words, args.ready)
+    for name, base in args.url:
         results[name] = lambda _, base=base: Running(base)  # type: ignore[misc]
     return results
 
@@ -386,22 +386,22 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    given = parsed()
+    args = parsed()
     end_when_told()
-    path = given.model or smollm2()
-    starts = servers(given, path)
+    path = args.model or smollm2()
+    starts = servers(args, path)
     if not starts:
         raise SystemExit("no server to measure")
-    day = drawn(given.seed, given.agents, given.turns, given.instruction, *given.output)
-    about = {"machine": machine(given.threads), "model": path.name, "python": platform.python_version()}
-    about |= {"rounds": given.rounds, "options": given.serve, "day": day.digest}
-    about |= {key: getattr(given, key) for key in ("seed", "agents", "turns", "instruction", "output", "answer")}
-    found = about | play(starts, day, given.mode or MODES, given.rounds, given.answer) | {"load_after": load()}
-    write_json(given.json, found)
-    if given.plot:
-        draw_day(found, given.plot)
+    day = drawn(args.seed, args.agents, args.turns, args.instruction, *args.output)
+    about = {"machine": machine(args.threads), "model": path.name, "python": platform.python_version()}
+    about |= {"rounds": args.rounds, "options": args.serve, "day": day.digest}
+    about |= {key: getattr(args, key) for key in ("seed", "agents", "turns", "instruction", "output", "answer")}
+    figures = about | play(starts, day, args.mode or MODES, args.rounds, args.answer) | {"load_after": load()}
+    write_json(args.json, figures)
+    if args.plot:
+        draw_day(figures, args.plot)
     table = Table(*DAY_HEAD)
-    for row in day_rows(found):
+    for row in day_rows(figures):
         table.add_row(*row)
     Console(width=None if sys.stdout.isatty() else 150).print(table)
 

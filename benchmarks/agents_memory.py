@@ -62,16 +62,16 @@ def watched(server: Server) -> Iterator[list[int]]:
         thread.join()
 
 
-def work(server: Server, count: int, given: argparse.Namespace) -> int:
+def work(server: Server, count: int, args: argparse.Namespace) -> int:
     """Let this many agents take their turns at once; return the tokens of their contexts."""
     rng, tokens, failed = random.Random(count), [0] * count, list[BaseException]()
     for number in range(count):
-        server.post("/v1/agents", {"id": f"agent-{number}", "system": story(server, given.tokens, rng)})
+        server.post("/v1/agents", {"id": f"agent-{number}", "system": story(server, args.tokens, rng)})
 
     def live(number: int) -> None:
         try:
-            for day in range(given.turns):
-                now = turn(server, f"agent-{number}", day, given.answer)
+            for day in range(args.turns):
+                now = turn(server, f"agent-{number}", day, args.answer)
                 tokens[number] = now.prompt + now.completion
         except BaseException as error:  # a SystemExit would only end its thread
             failed.append(error)

@@ -27,11 +27,11 @@ GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0)
 
 def kv_gb(spec: ModelSpec, tokens: int) -> float:
     """Return the GB of a float32 pool for this many tokens, and for the states of 8 sequences, two each."""
-    found = 0
+    size = 0
     for number, group in enumerate(spec.groups):
         numbers = len(group.layers) * math.prod(spec.page(number))
-        found += 4 * numbers * (40 if group.kind == "state" else -(-tokens // BLOCK_TOKENS))
-    return found / 1e9
+        size += 4 * numbers * (40 if group.kind == "state" else -(-tokens // BLOCK_TOKENS))
+    return size / 1e9
 
 
 class Side(Timed):

@@ -149,11 +149,11 @@ def compare(sessions: int = SESSIONS) -> list[str]:
             asked, computed = run(turns, way, store=store)
             shares[way], counts[way] = computed / asked, computed
         seen = shares["round-robin"] / shares["names"]
-        told = foretold("round-robin", store=store, sessions=sessions) / foretold(
+        predicted = foretold("round-robin", store=store, sessions=sessions) / foretold(
             "names", store=store, sessions=sessions
         )
         lines.append(
             f"| {'shared store' if store else 'no store'} | {counts['round-robin']:,} | {counts['names']:,} | "
-            f"{seen:.2f} | {told:.2f} | {abs(told / seen - 1):.0%} |"
+            f"{seen:.2f} | {predicted:.2f} | {abs(predicted / seen - 1):.0%} |"
         )
     return lines

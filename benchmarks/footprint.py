@@ -73,15 +73,15 @@ def processes(server: Server) -> dict[str, dict[str, int]]:
     return results
 
 
-def measure(path: Path, given: argparse.Namespace, home: Path) -> dict[str, Any]:
+def measure(path: Path, args: argparse.Namespace, home: Path) -> dict[str, Any]:
     command = [sys.executable, "-c", "from cairn.cli import main; main()", "serve", str(path), "--log-level", "warning"]
-    command += ["--served-name", "model", "--threads", str(given.threads), "--kv-gb", str(given.kv_gb)]
-    config = Config(model=str(path), threads=given.threads, kv_gb=given.kv_gb)
+    command += ["--served-name", "model", "--threads", str(args.threads), "--kv-gb", str(args.kv_gb)]
+    config = Config(model=str(path), threads=args.threads, kv_gb=args.kv_gb)
     weights, pool, tokens = expected(path, config)
     server = Server("cairn", command, "/health/ready", "model", home)
     results: dict[str, Any] = {"first_start": server.start_seconds, "starts": []}
     try:
-        for _ in range(given.starts):
+        for _ in range(args.starts):
             server.kill()
             server.start()
             results["starts"].append(server.start_seconds)

@@ -93,7 +93,7 @@ def steps(vocabulary: Vocabulary, text: str, rows: int, count: int) -> tuple[lis
             matchers[row].consume(token)
             matchers[row] = fresh() if matchers[row].over else matchers[row]
 
-    matchers, found, masks = [fresh() for _ in range(rows)], list[Spent](), list[bytes]()
+    matchers, spent, masks = [fresh() for _ in range(rows)], list[Spent](), list[bytes]()
     for _ in range(count):
         start, cpu = time.perf_counter(), time.process_time()
         pending = [matcher.mask() for matcher in matchers]
@@ -103,12 +103,12 @@ def steps(vocabulary: Vocabulary, text: str, rows: int, count: int) -> tuple[lis
             advance(row, allowed(mask, vocabulary.tokenizer.vocab_size, rng) if mask else None)
         cpu = time.process_time()
         runs = [matcher.forced() for matcher in matchers]
-        found.append(Spent(masks_took, masks_cpu, time.process_time() - cpu))
+        spent.append(Spent(masks_took, masks_cpu, time.process_time() - cpu))
         for row, token in enumerate(runs):
             if token is not None:
                 advance(row, token)
     computing.close()
-    return found, masks
+    return spent, masks
 
 
 def applied(masks: Sequence[bytes], vocab: int, count: int) -> tuple[float, float]:

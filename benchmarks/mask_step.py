@@ -99,12 +99,12 @@ def pairs(engine: RecordedEngine, held: Held, asked: Any) -> list[tuple[Step, St
         if with_masks:
             held.follow([result.token for result in results])
 
-    found = []
+    measured = []
     for number in range(asked.pairs + 5):
         plain = timed(lambda: step(number, with_masks=False))  # noqa: B023  it runs before the next number
-        found.append((plain, timed(lambda: step(number, with_masks=True))))  # noqa: B023
+        measured.append((plain, timed(lambda: step(number, with_masks=True))))  # noqa: B023
         held.renew()
-    return found[5:]
+    return measured[5:]
 
 
 def main() -> None:
@@ -127,10 +127,10 @@ def main() -> None:
         computing = Masks()
         result = pairs(engine, Held(vocabulary, text, ends, computing, args.rows), args)
         computing.close()
-        for what in ("wall", "cpu"):
-            plain = 1e3 * statistics.median(getattr(one, what) for one, _ in result)
-            more = 1e3 * statistics.median(getattr(two, what) - getattr(one, what) for one, two in result)
-            print(f"{name:30} {what:4} {plain:7.2f} without   {more:+6.2f} with masks   {100 * more / plain:+6.1f} %")
+        for clock in ("wall", "cpu"):
+            plain = 1e3 * statistics.median(getattr(one, clock) for one, _ in result)
+            more = 1e3 * statistics.median(getattr(two, clock) - getattr(one, clock) for one, two in result)
+            print(f"{name:30} {clock:4} {plain:7.2f} without   {more:+6.2f} with masks   {100 * more / plain:+6.1f} %")
     engine.close()
 
 

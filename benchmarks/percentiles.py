@@ -118,12 +118,12 @@ async def measured(url: str, clients: int, seconds: float) -> dict[str, Any]:
     return times.table(warm, time.perf_counter() - warm)
 
 
-def text(found: dict[str, Any]) -> str:
+def text(row: dict[str, Any]) -> str:
     lines = [
         "| clients | first token, p50 / p95 / p99 ms | between tokens | whole answer | tok/s | whole, last third |"
     ]
     lines.append("|---|---|---|---|---|---|")
-    for clients, one in found["clients"].items():
+    for clients, one in row["clients"].items():
         cells = [" / ".join(f"{ms:g}" for ms in one[name]) for name in ("first", "between", "whole")]
         late = " / ".join(f"{ms:g}" for ms in one["whole_last_third"])
         lines.append(f"| {clients} | {' | '.join(cells)} | {one['tokens_per_second']:g} | {late} |")

@@ -289,11 +289,11 @@ def main() -> None:
         for length in args.lengths:
             store = Path(temporary) / f"kv-{length}"
             vocab = SHAPES[args.shape]["vocab_size"]
-            found, taken = measure(folder, store, length, args.repeats, vocab, args.kernels)
+            row_seconds, taken = measure(folder, store, length, args.repeats, vocab, args.kernels)
             shutil.rmtree(store)
-            row = results[length] = {name: statistics.median(seconds) for name, seconds in found.items()}
+            row = results[length] = {name: statistics.median(seconds) for name, seconds in row_seconds.items()}
             figures = "".join(f"{row[name]:15.3f}" for name in ROWS)
-            ratio, low, high = spread(found["cold"], found["off"])
+            ratio, low, high = spread(row_seconds["cold"], row_seconds["off"])
             print(f"{length:>7}{figures}{taken / 1e6:12.1f}  {ratio:.3f} ({low:.3f} to {high:.3f})", flush=True)
     if args.plot:
         plot(args.plot, f"{args.shape}, random weights, {args.kernels} kernels", results)

@@ -240,8 +240,8 @@ async def savings(count: int) -> None:
     foretold = {how: simulated(order, turns, 3, pool, how) for how in ("round", "names")}
     print(f"\n| computed prompt tokens, {count} sessions, {len(order)} turns, 3 servers | in turn | by names | |")
     print("|---|---|---|---|")
-    for name, found in (("simulated", foretold), ("run", real)):
-        print(f"| {name} | {found['round']:,} | {found['names']:,} | {found['round'] / found['names']:.1f} times |")
+    for name, tokens in (("simulated", foretold), ("run", real)):
+        print(f"| {name} | {tokens['round']:,} | {tokens['names']:,} | {tokens['round'] / tokens['names']:.1f} times |")
 
 
 def main() -> None:

@@ -140,10 +140,10 @@ class Client:
         if self.model == EVENTS_ONLY:
             # An end token may come early, and some tokens are only a part of a character.
             return {**times, "tokens": tokens if answer.events > 0.8 * tokens else answer.events}
-        found = usage["completion_tokens"] if usage else 0
-        if not usage or found != tokens or answer.reason != "length" or usage["prompt_tokens"] != len(prompt):
-            raise SystemExit(f"{self.base}: {found} tokens in {answer.events} events, {tokens} wanted; usage {usage}")
-        return {**times, "tokens": found}
+        counted = usage["completion_tokens"] if usage else 0
+        if not usage or counted != tokens or answer.reason != "length" or usage["prompt_tokens"] != len(prompt):
+            raise SystemExit(f"{self.base}: {counted} tokens in {answer.events} events, {tokens} wanted; usage {usage}")
+        return {**times, "tokens": counted}
 
     async def load(self, connections: int, requests: int, seed: int) -> dict[str, Any]:
         """Send `requests` requests over this many connections."""
@@ -303,28 +303,28 @@ def end_when_told() -> None:
 # -------------------------------------------------------------------------------------------------------- cases
 
 
-def measure(cairn: Server, slots: Server, many: Server, library: Server, given: argparse.Namespace) -> dict[str, Any]:
+def measure(cairn: Server, slots: Server, many: Server, library: Server, args: argparse.Namespace) -> dict[str, Any]:
     """Measure everything, in turns."""
     results: dict[str, Any] = {"load": [], "prefix": [], "beside": [], "context": []}
     for connections in CONNECTIONS:
         servers = [cairn, slots, *([many] if connections > 8 else [])]
-        for number in range(given.rounds):
+        for number in range(args.rounds):
             # It answers one request at a time: more rounds would show nothing new, and take long.
             for server in (*servers, library) if number == 0 else servers:
                 done = server.ask("load", connections=connections, requests=2 * connections + 2, seed=number)
                 results["load"].append({"server": server.name, "connections": connections, **done})
                 print(f"  {server.name}, {connections} at once: {done['tok_s']:.1f} tok/s", file=sys.stderr)
-    for number in range(given.rounds):
+    for number in range(args.rounds):
         for server in (cairn, slots):
             results["prefix"].append({"server": server.name, **server.ask("prefix", seed=number)})
             print(f"  {results['prefix'][-1]}", file=sys.stderr)
             settle(server)
-    for number in range(given.rounds):
+    for number in range(args.rounds):
         for server in (cairn, slots):
             results["beside"].append({"server": server.name, **server.ask("beside", seed=number)})
             print(f"  {results['beside'][-1]}", file=sys.stderr)
             settle(server)
-    for number in range(min(given.rounds, 2)):
+    for number in range(min(args.rounds, 2)):
         for server in (cairn, slots):
             results["context"].append({"server": server.name, **context(server, number)})
             print(f"  {results['context'][-1]}", file=sys.stderr)

@@ -112,7 +112,7 @@ def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
-def write_json(path: Path | None, found: dict[str, Any]) -> None:
+def write_json(path: Path | None, run: dict[str, Any]) -> None:
     """Write the whole run for the pages in docs/."""
     if path is not None:
-        path.write_text(json.dumps(found, indent=1) + "\n")
+        path.write_text(json.dumps(run, indent=1) + "\n")

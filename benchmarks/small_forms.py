@@ -59,12 +59,12 @@ def said(side: Side, asked: list[list[int]]) -> list[dict[int, float]]:
     return [{int(token): value for token, value in answer[0]} for answer in answers]
 
 
-def error(found: list[dict[int, float]], exact: list[dict[int, float]]) -> tuple[float, float]:
+def error(guesses: list[dict[int, float]], exact: list[dict[int, float]]) -> tuple[float, float]:
     """Return the RMS and the largest difference over the exact side's best tokens that both sides name."""
     off = np.array(
         [
             one[token] - value
-            for one, other in zip(found, exact, strict=True)
+            for one, other in zip(guesses, exact, strict=True)
             for token, value in sorted(other.items(), key=lambda pair: -pair[1])[:TOP]
             if token in one
         ]
@@ -72,9 +72,9 @@ def error(found: list[dict[int, float]], exact: list[dict[int, float]]) -> tuple
     return float(np.sqrt(np.mean(off**2))), float(np.abs(off).max())
 
 
-def told(name: str, what: dict[str, Any]) -> str:
-    ours, theirs = (statistics.median(what[side]) for side in ("cairn", "llama"))
-    return f"{name:28} {ours:8.1f} {theirs:8.1f} {median_ratio(what['cairn'], what['llama']):6.2f}"
+def told(name: str, measured: dict[str, Any]) -> str:
+    ours, theirs = (statistics.median(measured[side]) for side in ("cairn", "llama"))
+    return f"{name:28} {ours:8.1f} {theirs:8.1f} {median_ratio(measured['cairn'], measured['llama']):6.2f}"
 
 
 def errors(name: str, ours: tuple[float, float], theirs: tuple[float, float]) -> str:

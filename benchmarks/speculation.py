@@ -197,13 +197,13 @@ def measure(engine: Replaying, tokenizer: Tokenizer, kinds: Sequence[str], count
 
 def turns(parts: Sequence[Part], tokenizer: Tokenizer, context: int) -> list[tuple[list[int], list[int]]]:
     """Return (prompt, answer) of each piece that the model said, as far as the context has room."""
-    found, tokens = [], list[int]()
+    pairs, tokens = [], list[int]()
     for part in parts:
         ids = tokenizer.encode(part.text)
         if part.said and len(ids) > 8 and len(tokens) + len(ids) < context:
-            found.append((list(tokens), ids))
+            pairs.append((list(tokens), ids))
         tokens += ids
-    return found
+    return pairs
 
 
 def main() -> None:

@@ -54,10 +54,10 @@ def _source(chance: random.Random, lines: int) -> tuple[str, list[str], str]:
         if len(whole) < lines + 10:
             continue
         start = chance.randrange(len(whole) - lines)
-        found = whole[start : start + lines]
-        names = [line.split("(")[0].split()[-1] for line in found if line.lstrip().startswith("def ")]
+        excerpt = whole[start : start + lines]
+        names = [line.split("(")[0].split()[-1] for line in excerpt if line.lstrip().startswith("def ")]
         if names:
-            return str(file.relative_to(ROOT)), found, chance.choice(names)
+            return str(file.relative_to(ROOT)), excerpt, chance.choice(names)
 
 
 def _numbered(lines: list[str], first: int = 1) -> str:

@@ -94,8 +94,8 @@ def as_team(server: Any, text: str, members: int, answer: int) -> tuple[Figures,
     before, began = steps(server), time.perf_counter()
     server.post("/v1/teams/team/rounds", {"content": QUESTION})
     seconds = time.perf_counter() - began
-    with urllib.request.urlopen(server.url + "/v1/teams/team", timeout=60) as found:
-        report = json.load(found)["report"]
+    with urllib.request.urlopen(server.url + "/v1/teams/team", timeout=60) as response:
+        report = json.load(response)["report"]
     at_once = since(server, before)
     figures = Figures(report["prompt_tokens"], report["computed_tokens"], seconds, at_once)
     return figures, int(report["shared_tokens"] or 0)

@@ -138,26 +138,24 @@ def tokens_held(rows: list[Row]) -> int:
     return max(row.sequences * (row.depth + ROOM // min(row.sequences, 8) + 16) for row in rows)
 
 
-def measure_file(rows: list[Row], given: argparse.Namespace) -> dict[str, Any]:
+def measure_file(rows: list[Row], args: argparse.Namespace) -> dict[str, Any]:
     """Measure all rows of one file."""
     shape, kind = rows[0].shape, rows[0].kind
-    path = model_file(given.files, shape, kind, given.llama_python)
+    path = model_file(args.files, shape, kind, args.llama_python)
     print(f"{path.name}: load {load():.1f}", file=sys.stderr)
-    with Side(sys.executable, "cairn_side.py") as cairn, Side(given.llama_python, "llama_side.py") as llama:
+    with Side(sys.executable, "cairn_side.py") as cairn, Side(args.llama_python, "llama_side.py") as llama:
         sides = Sides(cairn, llama)
         ready = {
-            "cairn": cairn(
-                "load", path=str(path), threads=given.threads, tokens=tokens_held(rows), options=given.option
-            ),
-            "llama": llama("load", path=str(path), threads=given.threads),
+            "cairn": cairn("load", path=str(path), threads=args.threads, tokens=tokens_held(rows), options=args.option),
+            "llama": llama("load", path=str(path), threads=args.threads),
         }
-        sides.both("clock", name=given.clock)
+        sides.both("clock", name=args.clock)
         checked = sides.check(ready["cairn"]["vocab"])
         print(f"  answers: {checked}", file=sys.stderr)
         results = []
         for row in rows:
             began = time.monotonic()
-            results.append(sides.measure(row, given.rounds, given.steps))
+            results.append(sides.measure(row, args.rounds, args.steps))
             print(f"  {row.name}: {results[-1]['ratio']:.2f}x ({time.monotonic() - began:.0f} s)", file=sys.stderr)
         peaks = {"cairn": cairn("memory")["bytes"], "llama": llama("memory")["bytes"]}
         version = llama.hello
@@ -166,9 +164,9 @@ def measure_file(rows: list[Row], given: argparse.Namespace) -> dict[str, Any]:
     return {"rows": results, "file": {**about, "check": checked, "load": load()}, "llama.cpp": version}
 
 
-def show(found: list[dict[str, Any]]) -> None:
+def show(files: list[dict[str, Any]]) -> None:
     table = Table("file", "work", "Cairn tok/s", "llama.cpp tok/s", "ratio", "goal")
-    for row in found:
+    for row in files:
         speeds = (f"{statistics.median(row[name]):,.1f}" for name in ("cairn", "llama"))
         table.add_row(f"{row['shape']} {row['kind']}", row["name"], *speeds, f"{row['ratio']:.2f}", f"{row['goal']}")
     Console(width=None if sys.stdout.isatty() else 120).print(table)

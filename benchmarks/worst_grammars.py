@@ -147,15 +147,15 @@ async def rows(table: TokenTable, tokens: int, tell: Callable[[str, Row], None],
 
 def line(name: str, row: Row) -> str:
     """Return a line of the table."""
-    verdict, found = row
-    if found is None:
+    verdict, cost = row
+    if cost is None:
         why = verdict.error if verdict.ended == "wrong" else f"too much {verdict.ended.replace('seconds', 'time')}"
         why = why.partition(";")[0].partition(" (")[0]
         return f"| {name} | refused: {why} | {verdict.seconds:.2f} s | - | - | - | - |"
-    ended = found.error.removeprefix("lexer error: ").removeprefix("parser error: ").partition(" (")[0]
+    ended = cost.error.removeprefix("lexer error: ").removeprefix("parser error: ").partition(" (")[0]
     ended = ended.partition(":")[0].lower() or "goes on"
-    slowest = 1e3 * found.slowest if math.isfinite(found.slowest) else 0.0
-    figures = f"{verdict.bytes / MIB:.1f} MiB | {found.grown / MIB:.1f} MiB | {found.tokens} | {slowest:.1f} ms"
+    slowest = 1e3 * cost.slowest if math.isfinite(cost.slowest) else 0.0
+    figures = f"{verdict.bytes / MIB:.1f} MiB | {cost.grown / MIB:.1f} MiB | {cost.tokens} | {slowest:.1f} ms"
     return f"| {name} | {ended} | {verdict.seconds:.2f} s | {figures} |"
 
 

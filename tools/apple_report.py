@@ -214,11 +214,11 @@ def measured(small: bool, model: str) -> dict[str, Any]:
 
     from cairn.kernels.mlx import device
 
-    sizes, found = Sizes(small), {"small": small, "machine": machine(mx)}
+    sizes, report = Sizes(small), {"small": small, "machine": machine(mx)}
     kernels = device.load(device.chosen("mlx"))
     whole: Kernels = kernels
     kernel, share = worst(whole)
-    found["self_test"] = {"largest_difference_in": kernel, "share_of_the_tolerance": share}
+    report["self_test"] = {"largest_difference_in": kernel, "share_of_the_tolerance": share}
     parts: dict[str, Callable[[], Any]] = {
         "products": lambda: products(kernels, sizes),
         "paged": lambda: paged(kernels, mx, sizes),
@@ -229,17 +229,17 @@ def measured(small: bool, model: str) -> dict[str, Any]:
     for name, work in parts.items():
         print(f"{name} ...", file=sys.stderr, flush=True)
         try:
-            found[name] = work()
+            report[name] = work()
         except (CairnError, RuntimeError, ValueError) as error:
-            found[name] = {"error": f"{type(error).__name__}: {error}"}
+            report[name] = {"error": f"{type(error).__name__}: {error}"}
     kernels.close()
-    return found
+    return report
 
 
-def table(found: dict[str, Any]) -> str:
+def table(report: dict[str, Any]) -> str:
     """Return the figures as lines for people."""
-    lines = [found["machine"]["report"], found["machine"]["system"], ""]
-    for name, value in found.items():
+    lines = [report["machine"]["report"], report["machine"]["system"], ""]
+    for name, value in report.items():
         if name in ("machine", "small"):
             continue
         lines.append(name)

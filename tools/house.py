@@ -294,13 +294,13 @@ def table(
     for name in entered:
         rows.append((f"files that a {name} enters", len(entered[name]), f"{len(entered[name])}", MOST[name], ENTERED))
     yield "| what | figure | target, at most |\n|---|---|---|"
-    for what, _, figure, target, _ in rows:
+    for label, _, figure, target, _ in rows:
         most = "few" if target == math.inf else f"{target:.0%}" if 0 < target < 1 else f"{target:,}"
-        yield f"| {what} | {figure} | {most} |"
+        yield f"| {label} | {figure} | {most} |"
     missed: dict[str, list[str]] = {}
-    for what, value, _, target, why in rows:
+    for label, value, _, target, why in rows:
         if value > target:
-            missed.setdefault(why, []).append(what)
+            missed.setdefault(why, []).append(label)
     for why, names in missed.items():
         yield f"\n{'; '.join(names)}: {why or 'no reason is known.'}"
 

@@ -222,19 +222,21 @@ def _cubin(cubin: bytes) -> dict[str, int]:
     return {"registers": int(usage["REG"]), "spills": int(usage["LOCAL"]) + int(usage["STACK"])}
 
 
-def trouble(found: dict[str, Any]) -> str:
+def trouble(compiled_kernel: dict[str, Any]) -> str:
     """Return what is wrong with a compiled kernel, or an empty text."""
     if (
-        found["spills"]
-        and not MAY_SPILL & {(found["case"], ""), (found["case"], found["target"])}
-        and "float32" not in found["case"]
-        and "256" not in found["case"]
+        compiled_kernel["spills"]
+        and not MAY_SPILL & {(compiled_kernel["case"], ""), (compiled_kernel["case"], compiled_kernel["target"])}
+        and "float32" not in compiled_kernel["case"]
+        and "256" not in compiled_kernel["case"]
     ):
-        return f"{found['case']} spills {found['spills']} on {found['target']}"
-    multiplies = found["kernel"] in ("_dense", "_packed", "_attend") and "float32" not in found["case"]
+        return f"{compiled_kernel['case']} spills {compiled_kernel['spills']} on {compiled_kernel['target']}"
+    multiplies = (
+        compiled_kernel["kernel"] in ("_dense", "_packed", "_attend") and "float32" not in compiled_kernel["case"]
+    )
     # Triton 3.9 uses none on Turing.
-    if multiplies and not found["matrix"] and found["target"] != "sm_75":
-        return f"{found['case']} uses no matrix unit on {found['target']}"
+    if multiplies and not compiled_kernel["matrix"] and compiled_kernel["target"] != "sm_75":
+        return f"{compiled_kernel['case']} uses no matrix unit on {compiled_kernel['target']}"
     return ""
 
 
@@ -266,12 +268,12 @@ def _quiet() -> None:
     os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="cairn-triton-")
 
 
-def table(found: list[dict[str, Any]]) -> str:
+def table(kernels: list[dict[str, Any]]) -> str:
     """Return a Markdown table: a row per kernel and case, a column per target with registers and spills."""
-    targets = list(dict.fromkeys(one["target"] for one in found))
+    targets = list(dict.fromkeys(one["target"] for one in kernels))
     lines = [f"| case | kernel | {' | '.join(targets)} | seconds |", "|---" * (len(targets) + 3) + "|"]
     rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for one in found:
+    for one in kernels:
         rows.setdefault((one["case"], one["kernel"]), []).append(one)
     for (case, kernel), group in rows.items():
         cells = []

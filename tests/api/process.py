@@ -126,14 +126,14 @@ class Served:
 
     def family(self) -> set[int]:
         """Return the process ids of the server and all its descendants."""
-        found, todo = set(), [self.pid]
+        pids, todo = set(), [self.pid]
         while todo:
             pid = todo.pop()
-            found.add(pid)
+            pids.add(pid)
             for children in Path(f"/proc/{pid}/task").glob("*/children"):
                 with contextlib.suppress(OSError):
                     todo += [int(child) for child in children.read_text().split()]
-        return found
+        return pids
 
     def rss(self) -> int:
         """Return the resident bytes of the front process."""

@@ -162,10 +162,10 @@ async def test_a_resumed_answer_has_log_probabilities_of_all_its_tokens_or_of_no
         (turn,) = await at.agents.turns("default", "ada")
         assert 0 < turn.completion_tokens < 1900
         resumed = await http.post("/v1/agents/ada/resume", json={"stream": stream})
-        found = chunks(resumed.text) if stream else [resumed.json()]
-        assert found[-1]["usage"]["completion_tokens"] == 1900
+        parts = chunks(resumed.text) if stream else [resumed.json()]
+        assert parts[-1]["usage"]["completion_tokens"] == 1900
         assert [
-            choice["logprobs"] for chunk in found for choice in chunk["choices"] if choice["logprobs"] is not None
+            choice["logprobs"] for chunk in parts for choice in chunk["choices"] if choice["logprobs"] is not None
         ] == []
 
 
@@ -247,7 +247,7 @@ async def test_an_agent_is_given_other_metadata(folder: Path) -> None:
         response = await http.patch("/v1/agents/ada", json={"metadata": {"title": "Two"}})
         assert response.status_code == 200 and response.json()["metadata"] == {"title": "Two"}
         assert (await http.get("/v1/agents/ada")).json()["metadata"] == {"title": "Two"}
-        for path, body, status, what in (
+        for path, body, status, word in (
             ("ada", {}, 400, "metadata is missing"),
             ("ada", {"metadata": {"title": "x" * 600}}, 400, "metadata.title is longer than 512 characters"),
             ("ada", {"metadata": {"title": 5}}, 400, "metadata"),
@@ -255,17 +255,17 @@ async def test_an_agent_is_given_other_metadata(folder: Path) -> None:
             ("nobody", {"metadata": {}}, 404, "no agent nobody"),
         ):
             refused = await http.patch(f"/v1/agents/{path}", json=body)
-            assert (refused.status_code, what in refused.text) == (status, True), refused.text
+            assert (refused.status_code, word in refused.text) == (status, True), refused.text
 
 
 async def test_invalid_input_is_named_in_the_error(folder: Path) -> None:
     async with open_house(folder) as (at, _, http):
         await at.agents.create("default", id="ada")
         at.service.strict = True
-        for path, body, status, what in [*WRONG, ("/v1/agents", {"model": "gpt"}, 404, "there is no model")]:
+        for path, body, status, word in [*WRONG, ("/v1/agents", {"model": "gpt"}, 404, "there is no model")]:
             response = await http.post(path, json=body)
             said = response.json()["error"]["message"]
-            assert (response.status_code, what in said) == (status, True), (path, body, response.text)
+            assert (response.status_code, word in said) == (status, True), (path, body, response.text)
         assert (await at.agents.turns("default", "ada")) == ()
 
 
@@ -303,12 +303,12 @@ async def test_the_turns_of_an_agent_are_listed_in_pages(folder: Path) -> None:
             await at.say("ada", text)
         whole = (await http.get("/v1/agents/ada/turns")).json()
         assert [turn["number"] for turn in whole["data"]] == [1, 2, 3] and whole["has_more"] is False
-        found, after = [], 0
+        listed, after = [], 0
         for more in (True, False):
             page = (await http.get(f"/v1/agents/ada/turns?limit=2&after={after}")).json()
             assert page["has_more"] is more
-            found, after = [*found, *page["data"]], page["next"]
-        assert found == whole["data"] and after is None
+            listed, after = [*listed, *page["data"]], page["next"]
+        assert listed == whole["data"] and after is None
         assert (await http.get("/v1/agents/ada/turns?after=3")).json()["data"] == []
         for query in ("limit=0", "limit=101", "after=x", "after=-1", f"after={'0' * 20}5", "page=2"):
             assert (await http.get(f"/v1/agents/ada/turns?{query}")).status_code == 400, query
@@ -318,16 +318,16 @@ async def test_a_turn_counts_for_its_own_agent_only(folder: Path) -> None:
     async with open_house(folder) as (at, _, http):
         for id in ("ada", "bob"):
             await at.agents.create("default", id=id)
-        given: list[tuple[str, dict[str, Any], dict[str, str]]] = [
+        requests: list[tuple[str, dict[str, Any], dict[str, str]]] = [
             ("metadata.agent", {"metadata": {"agent": "bob"}}, {}),
             ("prompt_cache_key", {"prompt_cache_key": "bob"}, {}),
             ("X-Cairn-Agent", {}, {"x-cairn-agent": "bob"}),
         ]
-        for field, more, headers in given:
+        for field, more, headers in requests:
             other = await http.post("/v1/agents/ada/turns", json=ask("x", **more), headers=headers)
             assert other.status_code == 400 and other.json()["error"]["param"] == field, other.text
         assert (await at.agents.turns("default", "ada")) == ()
-        for _, more, headers in given:
+        for _, more, headers in requests:
             text = json.dumps(ask("x", **more)).replace("bob", "ada")
             headers = {"content-type": "application/json"} | {name: "ada" for name in headers}
             assert (await http.post("/v1/agents/ada/turns", content=text, headers=headers)).status_code == 200
@@ -774,8 +774,8 @@ async def test_a_changed_chat_reports_where_it_changed(folder: Path) -> None:
             body = {"model": at.service.name, "messages": messages, "max_tokens": 2, **more}
             response = await http.post("/v1/chat/completions", json=body, headers={"authorization": f"Bearer {key}"})
             assert response.status_code == 200, response.text
-            told = chunks(response.text)[-1] if more.get("stream") else response.json()["usage"]
-            return next(iter(told["cairn"]["miss"]), None)
+            usage = chunks(response.text)[-1] if more.get("stream") else response.json()["usage"]
+            return next(iter(usage["cairn"]["miss"]), None)
 
         assert (await ask(said, store=False))["reason"] == "never seen"
         await ask(said)

@@ -69,7 +69,7 @@ async def test_a_strict_server_answers_to_its_names_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "names"),
+    ("model", "names"),
     [
         ("/models/Qwen3-0.6B", {"/models/Qwen3-0.6B", "Qwen3-0.6B"}),
         ("/models/q.Q4_K_M.gguf", {"/models/q.Q4_K_M.gguf", "q.Q4_K_M.gguf", "q.Q4_K_M"}),
@@ -78,10 +78,10 @@ async def test_a_strict_server_answers_to_its_names_only() -> None:
         ("demo", {"demo"}),
     ],
 )
-def test_the_names_of_a_model(given: str, names: set[str]) -> None:
+def test_the_names_of_a_model(model: str, names: set[str]) -> None:
     spec = ScriptedService().spec
-    assert names_of(Config(model=given), spec) >= names | {spec.name}
-    assert names_of(Config(model=given, served_name="mine", alias=("a", "b")), spec) >= names | {"mine", "a", "b"}
+    assert names_of(Config(model=model), spec) >= names | {spec.name}
+    assert names_of(Config(model=model, served_name="mine", alias=("a", "b")), spec) >= names | {"mine", "a", "b"}
 
 
 # ----------------------------------------------------------------------------------------------------- unknown fields
@@ -89,7 +89,7 @@ def test_the_names_of_a_model(given: str, names: set[str]) -> None:
 
 async def test_unknown_fields_are_reported_and_slips_refused_unless_lenient() -> None:
     body = {"messages": [HI[0] | {"mood": "good"}], "temprature": 1}
-    told = [
+    warnings = [
         "messages[0].mood is not a field of a message and has no effect",
         "temprature is not a field of this route and has no effect; did you mean temperature?",
     ]
@@ -98,21 +98,21 @@ async def test_unknown_fields_are_reported_and_slips_refused_unless_lenient() ->
     async with site(ScriptedService()) as at, site(ScriptedService(), Config(lenient=True)) as lenient:
         assert (await post(at, CHAT, body)).status_code == 400
         foreign = await post(at, CHAT, {"messages": body["messages"]})
-        assert foreign.status_code == 200 and foreign.headers.get_list("x-cairn-warning") == told[:1]
+        assert foreign.status_code == 200 and foreign.headers.get_list("x-cairn-warning") == warnings[:1]
         assert (await post(at, TEXT, {"prompt": "hi", "of_another_maker": 1})).headers["x-cairn-warning"]
         async with site(ScriptedService(), strict) as refusing:
             assert (await post(refusing, CHAT, {"messages": body["messages"]})).status_code == 400
             assert (await post(refusing, CHAT, body, X_Cairn_Lenient="1")).status_code == 200
         assert (await post(at, CHAT, body, X_Cairn_Lenient="0")).status_code == 400
         for answer in (await post(at, CHAT, body, X_Cairn_Lenient="1"), await post(lenient, CHAT, body)):
-            assert answer.status_code == 200 and answer.json()["warnings"] == told
-            assert answer.headers.get_list("x-cairn-warning") == told
+            assert answer.status_code == 200 and answer.json()["warnings"] == warnings
+            assert answer.headers.get_list("x-cairn-warning") == warnings
         for usage in ({}, {"stream_options": {"include_usage": True}}):
             stream = await post(lenient, CHAT, body | {"stream": True} | usage)
             results = [chunk["warnings"] for chunk in events(stream.text)[:-1] if "warnings" in chunk]
-            assert results == [told] and stream.headers.get_list("x-cairn-warning") == told
+            assert results == [warnings] and stream.headers.get_list("x-cairn-warning") == warnings
         text = await post(lenient, TEXT, {"prompt": "hi", "temprature": 1, "stream": True})
-        assert [chunk["warnings"] for chunk in events(text.text)[:-1] if "warnings" in chunk] == [told[1:]]
+        assert [chunk["warnings"] for chunk in events(text.text)[:-1] if "warnings" in chunk] == [warnings[1:]]
         tokens = await post(lenient, "/tokenize", {"prompt": "hi", "add": 1})
         assert tokens.status_code == 200 and "add is not a field" in tokens.json()["warnings"][0]
         quiet = await post(lenient, CHAT, plain)

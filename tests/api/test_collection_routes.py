@@ -96,8 +96,8 @@ async def test_documents_of_all_kinds_and_ways(folder: Path, tmp_path: Path) -> 
         steps = [(event["embedded"], event["chunks"]) for event in events if event["type"] == "document.embedding"]
         assert steps == [(64, 100), (100, 100)] and events[-1]["type"] == "document.done"
         assert events[-1]["document"]["chunks"] == 100
-        for content, given, status, said in WRONG_FILES:
-            answer = await http.post(path, data=given, files={"file": content})
+        for content, fields, status, said in WRONG_FILES:
+            answer = await http.post(path, data=fields, files={"file": content})
             assert answer.status_code == status and said in answer.json()["error"]["message"], answer.text
         evil = {"origin": "https://evil.example"}
         assert (await http.post(path, files={"file": ("a.txt", "x")}, headers=evil)).status_code == 403

@@ -84,19 +84,19 @@ def test_answers_in_flight_are_the_same_after_a_device_failed(
     """
     for name, value in (("FAIL_AT", 20), ("FAULTS", tmp_path), ("FAULTS_MOST", faults)):
         monkeypatch.setenv(name, str(value))
-    told = [MOVED] if faults == 2 else []
+    warnings = [MOVED] if faults == 2 else []
     with served(**options("device_fails")) as server, ThreadPoolExecutor(2 * len(PROMPTS)) as threads:
         streams = [threads.submit(streamed, server, prompt) for prompt in PROMPTS]
         others = [threads.submit(whole, server, prompt) for prompt in PROMPTS]
         for answer, known in zip(streams, undisturbed, strict=True):
             events = answer.result()
-            assert text(events) == known and warned(events) == [told] * len(told)
-            assert not told or events[-1]["warnings"] == told or events[-1]["choices"] == []
-        assert [other.result() for other in others] == [(known, told, told) for known in undisturbed]
+            assert text(events) == known and warned(events) == [warnings] * len(warnings)
+            assert not warnings or events[-1]["warnings"] == warnings or events[-1]["choices"] == []
+        assert [other.result() for other in others] == [(known, warnings, warnings) for known in undisturbed]
         assert len(list(tmp_path.iterdir())) == faults
         assert whole(server, PROMPTS[0]) == (undisturbed[0], [], []), "nobody is told who began afterwards"
         result = health(server)
-        assert result["status"] == "ok" and len(result["troubles"]) == len(told)
+        assert result["status"] == "ok" and len(result["troubles"]) == len(warnings)
         assert all(
             line.startswith("the device cuda:0 failed twice (the device failed: an") for line in result["troubles"]
         )

@@ -56,7 +56,7 @@ async def chat(http: httpx.AsyncClient, **more: Any) -> Any:
 async def test_every_dialect_gets_the_call(name: str, tmp_path: Path) -> None:
     form, pieces, content, thought = CALLS[name]
     async with served(tmp_path, form, pieces) as http:
-        (choice,) = (found := (await chat(http)).json())["choices"]
+        (choice,) = (first := (await chat(http)).json())["choices"]
         message = choice["message"]
         assert (message["content"], message.get("reasoning_content")) == (content, thought)
         assert choice["finish_reason"] == "tool_calls"
@@ -68,7 +68,7 @@ async def test_every_dialect_gets_the_call(name: str, tmp_path: Path) -> None:
         assert sum(len(delta.get("tool_calls") or []) for delta in deltas) == 1
         history = [*ASKED, message, {"role": "tool", "tool_call_id": call["id"], "content": "7"}]
         usage = (await chat(http, messages=history)).json()["usage"]
-        whole = found["usage"]["total_tokens"] // 16 * 16 - 16
+        whole = first["usage"]["total_tokens"] // 16 * 16 - 16
         assert usage["prompt_tokens_details"]["cached_tokens"] >= whole, "the answer is put back as it was sampled"
 
         tool = {"name": "f", "description": "f", "input_schema": SCHEMA}

@@ -45,15 +45,15 @@ async def test_a_malformed_call_is_text_with_a_note_and_history_goes_on(name: st
     try:
         async with site(service) as at, at.http() as http:
             response = await http.post("/v1/chat/completions", json=body | {"messages": asked})
-            choice, told = response.json()["choices"][0], response.json()["warnings"]
+            choice, warnings = response.json()["choices"][0], response.json()["warnings"]
             said = choice["message"]["content"]
             assert "tool_calls" not in choice["message"]
             assert (said, choice["finish_reason"]) == ("".join(pieces), "stop"), "nothing of it is lost"
-            assert len(told) == 1 and "cannot be read as one" in told[0]
+            assert len(warnings) == 1 and "cannot be read as one" in warnings[0]
             stream = await http.post("/v1/chat/completions", json=body | {"messages": asked, "stream": True})
             chunks = events(stream.text)[:-1]
             assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == said
-            assert chunks[-1]["choices"][0]["finish_reason"] == "stop" and chunks[-1]["warnings"] == told
+            assert chunks[-1]["choices"][0]["finish_reason"] == "stop" and chunks[-1]["warnings"] == warnings
             answer = {"role": "assistant", "content": said}
             more = [*asked, answer, {"role": "user", "content": "and?"}]
             again = await http.post("/v1/chat/completions", json=body | {"messages": more})

@@ -152,7 +152,7 @@ def test_a_reformatted_tool_call_is_the_same_and_an_edited_one_is_not(demo: Home
         assert cached(again) >= whole(answer) > 250
     edited = {**call, "function": {**call["function"], "arguments": '{"city": "Xanadu by the sea"}'}}
     resent = [*asked, {"role": "assistant", "content": None, "tool_calls": [edited]}, result]
-    told = with_openai(demo.server, resent, tools=[WEATHER])
+    changed = with_openai(demo.server, resent, tools=[WEATHER])
     stranger = Home(tmp_path / "stranger", **DEMO)  # knows nothing but what it is sent
     try:
         stranger.server.wait_ready()
@@ -160,9 +160,9 @@ def test_a_reformatted_tool_call_is_the_same_and_an_edited_one_is_not(demo: Home
     finally:
         stranger.server.end()
     assert cached(reference) == 0
-    assert told["usage"]["prompt_tokens"] == reference["usage"]["prompt_tokens"]
-    assert wording(told) == wording(reference)
-    (miss,) = told["usage"]["cairn"]["miss"]
+    assert changed["usage"]["prompt_tokens"] == reference["usage"]["prompt_tokens"]
+    assert wording(changed) == wording(reference)
+    (miss,) = changed["usage"]["cairn"]["miss"]
     assert "Xanadu" in json.dumps(miss), "what was edited is read, and the report shows it"
 
 

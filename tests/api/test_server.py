@@ -306,9 +306,9 @@ def test_a_missing_model_is_exit_code_2(tmp_path: Any) -> None:
 )
 def test_kv_and_agents_in_one_folder_are_refused_before_one_is_made(kv: str, agents: str, tmp_path: Path) -> None:
     (tmp_path / "l").symlink_to(tmp_path / "x")
-    given = Config(kv_dir=f"{tmp_path}/{kv}", agents_dir=f"{tmp_path}/{agents}", port=free_port())
+    config = Config(kv_dir=f"{tmp_path}/{kv}", agents_dir=f"{tmp_path}/{agents}", port=free_port())
     with pytest.raises(ConfigError, match="must be two folders") as refused:
-        server.serve(given)
+        server.serve(config)
     assert refused.value.field == "agents_dir" and not (tmp_path / "x").exists()
 
 

@@ -71,8 +71,8 @@ def test_a_stream_tells_the_same(servers: tuple[Served, Served]) -> None:
     )
     usage = chunks[-1].usage
     assert usage and usage.completion_tokens_details
-    found = usage.completion_tokens_details
-    assert (found.accepted_prediction_tokens, found.rejected_prediction_tokens) == details(whole["usage"])
+    counted = usage.completion_tokens_details
+    assert (counted.accepted_prediction_tokens, counted.rejected_prediction_tokens) == details(whole["usage"])
 
 
 def test_a_stop_text_ends_an_answer_in_the_middle_of_guesses(servers: tuple[Served, Served]) -> None:

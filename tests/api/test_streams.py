@@ -128,8 +128,8 @@ async def test_concurrent_streams_are_complete_in_order_and_once(
             params = SamplingParams(max_tokens=TOKENS, **({"temperature": 0.0} | sampling))
             tokens = truth.engine.oracle(prompts[index], params, TOKENS, choice)
             assert said[choice] == truth.tokenizer.decode(tokens), (name, index, choice)
-    for found, _ in results:
-        texts(found, choices)
+    for chunks, _ in results:
+        texts(chunks, choices)
 
 
 async def test_stream_and_whole_say_the_same(truth: Truth) -> None:
@@ -138,18 +138,18 @@ async def test_stream_and_whole_say_the_same(truth: Truth) -> None:
     with served() as server:
         for _ in range(5):
             body = body_of(truth.prompt(rng), temperature=0.8, seed=rng.getrandbits(32), stop=["e ", "xq"])
-            found, _ = await stream(server.port, body)
+            chunks, _ = await stream(server.port, body)
             plain = {key: value for key, value in body.items() if not key.startswith("stream")}
             whole = server.post("/v1/completions", plain)
-            said = "".join(choice["text"] for chunk in found[:-1] for choice in chunk["choices"])
+            said = "".join(choice["text"] for chunk in chunks[:-1] for choice in chunk["choices"])
             assert said == whole["choices"][0]["text"]
-            assert found[-2]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+            assert chunks[-2]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
             assert "e " not in said and "xq" not in said
 
 
 async def read_to_the_end(port: int, body: dict[str, Any]) -> list[Any]:
-    found, _ = await stream(port, body)
-    return found
+    chunks, _ = await stream(port, body)
+    return chunks
 
 
 async def test_sigterm_under_load_cuts_nothing_within_the_grace(truth: Truth, figure: Figure, prove: bool) -> None:
@@ -172,12 +172,12 @@ async def test_sigterm_under_load_cuts_nothing_within_the_grace(truth: Truth, fi
                 server.signal_all(signal.SIGINT)
             else:
                 server.signal()
-            for index, found in enumerate(await asyncio.gather(*running, return_exceptions=True)):
-                if isinstance(found, ConnectionRefusedError | AssertionError):
-                    assert "503" in str(found) or isinstance(found, ConnectionRefusedError), found
+            for index, outcome in enumerate(await asyncio.gather(*running, return_exceptions=True)):
+                if isinstance(outcome, ConnectionRefusedError | AssertionError):
+                    assert "503" in str(outcome) or isinstance(outcome, ConnectionRefusedError), outcome
                     continue
-                assert not isinstance(found, BaseException), found
-                assert texts(found, tokens=LONG) == [truth.text(prompts[index], LONG)]
+                assert not isinstance(outcome, BaseException), outcome
+                assert texts(outcome, tokens=LONG) == [truth.text(prompts[index], LONG)]
                 whole += 1
             assert await asyncio.to_thread(server.wait, 60) == 0
             assert not alive(family)
@@ -229,8 +229,8 @@ async def test_cancels_leave_nothing_behind(truth: Truth, figure: Figure, prove:
                     break
                 await asyncio.sleep(0.05)
         prompt = truth.prompt(rng)
-        found, _ = await stream(server.port, body_of(prompt))
-        assert texts(found) == [truth.text(prompt)]
+        chunks, _ = await stream(server.port, body_of(prompt))
+        assert texts(chunks) == [truth.text(prompt)]
         usage = next(value for name, value in (await metrics(server)).items() if "cache_usage" in name)
         assert usage == 0.0
     figure("cancels over HTTP", f"{count}: nothing running, waiting or held at the end")

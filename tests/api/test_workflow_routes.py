@@ -56,8 +56,8 @@ async def test_a_run_from_its_check_to_its_deletion(folder: Path) -> None:
         state = (await http.get(f"/v1/workflows/runs/{run}")).json()
         assert state["state"] == "finished" and 0 <= state["result"]["n"] <= 9 and state["sources"] == {"n": "sum"}
         assert len(state["nodes"]["code"]["output"]) == len(state["nodes"]["plan"]["output"]["steps"]) >= 2
-        told = "".join(one.get("content", "") for one in result if one["type"] == "node.delta" and one["key"] == "sum")
-        assert json.loads(told) == state["nodes"]["sum"]["output"]
+        text = "".join(one.get("content", "") for one in result if one["type"] == "node.delta" and one["key"] == "sum")
+        assert json.loads(text) == state["nodes"]["sum"]["output"]
         whole = (await http.post("/v1/workflows/runs", json=body)).json()
         outputs = {key: value["output"] for key, value in whole["nodes"].items()}
         assert outputs == {key: value["output"] for key, value in state["nodes"].items()}  # the same seed
@@ -116,8 +116,8 @@ def test_a_killed_server_goes_on_with_the_run_and_says_the_same(folder: Path, tm
     cut = str(tmp_path / "cut")
     with served(model=str(folder), agents_dir=cut) as server:
         expected = outputs_of(server.url, server.post("/v1/workflows/runs", body)["id"])
-        given = json.dumps(body | {"stream": True}).encode()
-        asked = urllib.request.Request(server.url + "/v1/workflows/runs", given, {"Content-Type": "application/json"})
+        content = json.dumps(body | {"stream": True}).encode()
+        asked = urllib.request.Request(server.url + "/v1/workflows/runs", content, {"Content-Type": "application/json"})
         with urllib.request.urlopen(asked) as stream:
             run = stream.headers["x-cairn-run"]
             for line in stream:

@@ -58,10 +58,10 @@ def process(*arguments: str, **more) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **more)
 
 
-def run(*arguments: str, env: dict[str, str] | None = None, given: str = "") -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, env: dict[str, str] | None = None, typed: str = "") -> subprocess.CompletedProcess[str]:
     """Run the command in this process, which is much faster; `env` is added to the environment."""
     out, err = io.StringIO(), io.StringIO()
-    stdin = io.TextIOWrapper(io.BytesIO(given.encode()))
+    stdin = io.TextIOWrapper(io.BytesIO(typed.encode()))
     with (
         pytest.MonkeyPatch.context() as patch,
         contextlib.redirect_stdout(out),
@@ -126,13 +126,13 @@ def test_help_shows_some_twenty_options_in_groups():
 
 
 @pytest.mark.parametrize(
-    ("given", "right"),
+    ("option", "right"),
     [("--num-ctx", "called --context"), ("--n_ctx=5", "called --context"), ("--num-predict", "called --max-tokens"),
      ("--model-path", "the argument MODEL")],
 )  # fmt: skip
-def test_an_option_of_another_program_gets_the_right_name(given, right):
-    assert f"there is no option {given.partition('=')[0]}: it is {right} here" in sentence(
-        run("run", "demo", given, "5")
+def test_an_option_of_another_program_gets_the_right_name(option, right):
+    assert f"there is no option {option.partition('=')[0]}: it is {right} here" in sentence(
+        run("run", "demo", option, "5")
     )
 
 
@@ -385,10 +385,10 @@ class Scripted:
 
 
 def converse(monkeypatch, model, *lines: str | BaseException, system=None) -> Conversation:
-    given = iter(lines)
+    remaining = iter(lines)
 
     def read(prompt: str = "") -> str:
-        line = next(given, EOFError())
+        line = next(remaining, EOFError())
         if isinstance(line, BaseException):
             raise line
         return line
@@ -582,7 +582,7 @@ def test_generate_through_a_server(canned):
         ),
     )
     env = {"CAIRN_API_KEY": "k"}
-    done = run("generate", "-p", "-", "--system", "s", "--host", canned.url, "--seed", "7", env=env, given="hi\n")
+    done = run("generate", "-p", "-", "--system", "s", "--host", canned.url, "--seed", "7", env=env, typed="hi\n")
     assert (done.returncode, done.stdout, done.stderr) == (0, "Hello you\n", "")
     path, key, body = canned.seen[-1]
     assert (path, key) == ("/v1/chat/completions", "Bearer k")
@@ -858,8 +858,8 @@ class Terminal:
                 self.seen += os.read(self.master, 65536).decode(errors="replace")
             except OSError:
                 raise AssertionError(f"ended without {words!r}: {self.seen!r}") from None
-        found, _, self.seen = self.seen.partition(words)
-        return found
+        shown, _, self.seen = self.seen.partition(words)
+        return shown
 
     def rest(self) -> str:
         """Return the output until the program ends."""

@@ -87,10 +87,10 @@ class House:
 
 def talk(house: House, monkeypatch: pytest.MonkeyPatch, *lines: str) -> str:
     """Return the stderr of a conversation; a line "up" restarts the server."""
-    given = iter(lines)
+    remaining = iter(lines)
 
     def line(_: str = "") -> str:
-        text = next(given, None)
+        text = next(remaining, None)
         if text == "up":
             house.down = False
             return line()
@@ -105,7 +105,7 @@ def talk(house: House, monkeypatch: pytest.MonkeyPatch, *lines: str) -> str:
     client._http = httpx.Client(transport=httpx.MockTransport(house))
     with client, contextlib.redirect_stderr(io.StringIO()) as said:
         AgentConversation(client, "ada", {}).run()
-    assert next(given, None) is None, "the conversation ended early"
+    assert next(remaining, None) is None, "the conversation ended early"
     return said.getvalue()
 
 

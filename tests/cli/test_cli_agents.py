@@ -33,7 +33,7 @@ def server() -> Iterator[Served]:
         yield process
 
 
-def run(server: Served, *arguments: str, given: str = "") -> tuple[int, str, str]:
+def run(server: Served, *arguments: str, typed: str = "") -> tuple[int, str, str]:
     """Return exit code, stdout and stderr of a command."""
     out, err = io.StringIO(), io.StringIO()
     with (
@@ -42,7 +42,7 @@ def run(server: Served, *arguments: str, given: str = "") -> tuple[int, str, str
         contextlib.redirect_stderr(err),
         pytest.raises(SystemExit) as left,
     ):
-        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given.encode())))
+        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed.encode())))
         main([*arguments, "--host", server.url])
     return int(left.value.code or 0), out.getvalue(), err.getvalue()
 
@@ -194,17 +194,17 @@ class _Full(io.FileIO):
 
 def test_a_chat_with_an_agent_goes_on_where_it_was_left(server: Served) -> None:
     options = ["--agent", "mona", "--max-tokens", "6", "--temperature", "0"]
-    code, first, err = run(server, "chat", *options, "--system", "Be brief.", given="My name is Mona.\n")
+    code, first, err = run(server, "chat", *options, "--system", "Be brief.", typed="My name is Mona.\n")
     assert code == 0 and first.strip() and "agent mona is new" in err
-    code, second, err = run(server, "chat", *options, given="And now?\n/undo\nAnd now?\n/nonsense\n")
+    code, second, err = run(server, "chat", *options, typed="And now?\n/undo\nAnd now?\n/nonsense\n")
     assert code == 0 and "continues after turn 1" in err and "took back: And now?" in err and "unknown command" in err
     answers = second.split("\n")
     assert answers[0] == answers[1] != "", "the same question behind the same turn"
     turns = [row for row in rows(server, "agents", "show", "mona") if row[0] == "turn"]
     assert [row[3] for row in turns] == ["current", "abandoned", "current"]
-    code, _, err = run(server, "chat", *options, "--system", "Be long.", given="")
+    code, _, err = run(server, "chat", *options, "--system", "Be long.", typed="")
     assert code == 1 and "--system is for a new one" in err
-    code, _, err = run(server, "chat", *options, "--kv-gb", "1", given="")
+    code, _, err = run(server, "chat", *options, "--kv-gb", "1", typed="")
     assert code == 2 and "--kv-gb is for a model in this process" in err
 
 

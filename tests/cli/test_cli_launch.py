@@ -59,8 +59,8 @@ def test_values_of_the_table() -> None:
 
 def test_unknown_agents_and_missing_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    for given in ((), ("vim",)):
-        done = run("launch", *given)
+    for arguments in ((), ("vim",)):
+        done = run("launch", *arguments)
         assert done.returncode == 2 and ", ".join(AGENTS) in done.stderr
     done = run("launch", "claude")
     assert done.returncode == 1 and AGENTS["claude"].install in done.stderr

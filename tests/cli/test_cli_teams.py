@@ -53,8 +53,8 @@ def test_a_scenario_is_played_kept_and_played_again(server: Served, tmp_path: Pa
     assert "met\trounds: 2 (2)" in lines and "met\tspeakers of round 1: ada, bob (ada, bob)" in lines
     results = [line for line in lines if line.startswith(("ada: ", "bob: "))]
     assert len(results) == 4
-    for what in ("two", str(saved)):
-        code, out, err = run(server, "team", "replay", what)
+    for source in ("two", str(saved)):
+        code, out, err = run(server, "team", "replay", source)
         again = [line for line in out.splitlines() if line.startswith(("ada: ", "bob: "))]
         assert (code, again) == (0, results), err
     assert rows(server, "team", "list") == [["two", "2", "round_robin", "2", "idle"]]

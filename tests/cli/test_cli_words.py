@@ -90,7 +90,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_chat_talks_to_the_server_that_runs_and_says_so(running, loaded):
-    done = run("chat", given="hi\n")
+    done = run("chat", typed="hi\n")
     assert (done.returncode, done.stdout, loaded) == (0, "Hello you\n", []), done.stderr
     url = f"http://127.0.0.1:{running.port}"
     assert f"The server at {url} answers, with m; --local loads a model here instead." in done.stderr
@@ -111,9 +111,9 @@ def test_chat_loads_a_model_with_local_options(running, loaded, more):
 
 
 def test_a_model_that_is_named_is_asked_of_a_server_that_has_it(running, loaded, elsewhere):  # noqa: F811
-    assert run("chat", "m", given="hi\n").stdout == "Hello you\n"
+    assert run("chat", "m", typed="hi\n").stdout == "Hello you\n"
     (elsewhere / "m.gguf").write_bytes(b"GGUF")
-    assert run("chat", str(elsewhere / "m.gguf"), given="hi\n").stdout == "Hello you\n"  # the server's name for it
+    assert run("chat", str(elsewhere / "m.gguf"), typed="hi\n").stdout == "Hello you\n"  # the server's name for it
     assert (running.asked[-1][1]["model"], loaded) == ("m", [])
     done = run("chat", "demo")
     assert loaded == ["demo"]
@@ -125,7 +125,7 @@ def test_a_model_that_is_named_is_asked_of_a_server_that_has_it(running, loaded,
 def test_a_server_that_loads_its_model_is_waited_for(running, loaded):
     loading = '{"status": "not ready", "reasons": ["the model is still being loaded"], "troubles": []}'
     running.answers["/health/ready"] = [(503, loading), (503, loading), (200, READY)]
-    assert run("chat", given="hi\n").stdout == "Hello you\n"
+    assert run("chat", typed="hi\n").stdout == "Hello you\n"
     assert [path for path, _ in running.asked].count("/health/ready") == 3
 
 
@@ -188,7 +188,7 @@ def test_run_answers_a_prompt_or_talks(running):
     assert run("run", "m", "hi there").stdout == "Hello you\n"
     assert running.asked[-1][1]["repetition_stop"] is True, "nobody reads the same words for minutes"
     assert running.asked[-1][1]["messages"] == [{"role": "user", "content": "hi there"}]
-    assert run("run", "m", given="hi\n").stdout == "Hello you\n"
+    assert run("run", "m", typed="hi\n").stdout == "Hello you\n"
 
 
 def test_run_pulls_what_is_not_here(running, loaded, monkeypatch):
@@ -197,7 +197,7 @@ def test_run_pulls_what_is_not_here(running, loaded, monkeypatch):
     assert run("run", "org/name").returncode == 0
     assert run("run", "demo").returncode == 0
     assert (pulled, loaded) == (["org/name"], ["org/name", "demo"])
-    assert run("run", "m", given="hi\n").returncode == 0  # the server has it
+    assert run("run", "m", typed="hi\n").returncode == 0  # the server has it
     assert pulled == ["org/name"]
 
 
@@ -239,8 +239,8 @@ def test_stop_unloads_a_model_and_says_how_a_server_is_ended(running):
 
 def test_models_of_a_server_are_changed_by_name(running):
     said = {"id": "m", "state": "loaded", "model": "/models/m", "load_seconds": 1.25, "success": True}
-    for what in ("load", "unload", "swap"):
-        running.answers[f"/v1/admin/models/{what}"] = [(200, json.dumps(said))]
+    for order in ("load", "unload", "swap"):
+        running.answers[f"/v1/admin/models/{order}"] = [(200, json.dumps(said))]
     assert run("load", "m").stdout.splitlines() == [
         "model\tm",
         "state\tloaded",

@@ -51,7 +51,7 @@ def secure(canned, tmp_path: Path):  # noqa: F811
 def test_the_configured_certificate_is_trusted_and_no_other(secure, tmp_path):
     done = run("status")
     assert (done.returncode, done.stderr) == (0, "") and f"server\t{secure.secure}\n" in done.stdout
-    done = run("chat", given="/bye\n")
+    done = run("chat", typed="/bye\n")
     assert f"The server at {secure.secure} answers, with m" in done.stderr
     certificate(tmp_path, "other")
     options = (tmp_path / "cairn.toml").read_text().replace("server.pem", "other.pem")

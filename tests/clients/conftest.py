@@ -20,8 +20,8 @@ def at(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prompter]:
     JSON.
     """
     answers = [calling("weather", {"city": "Oslo"}), [SAID]]
-    with stage(tmp_path_factory.mktemp("sdks"), answers, [json.dumps(FACTS)], natural=True) as found:
-        yield found
+    with stage(tmp_path_factory.mktemp("sdks"), answers, [json.dumps(FACTS)], natural=True) as prompter:
+        yield prompter
 
 
 @pytest.fixture

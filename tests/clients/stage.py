@@ -210,7 +210,7 @@ def usage_of(text: str) -> tuple[int, int]:
     """Return the usage of an answer in any dialect: prompt tokens and cached ones."""
 
     def largest(name: str) -> int:
-        return max((int(found) for found in re.findall(rf'"{name}":\s*(\d+)', text)), default=0)
+        return max((int(number) for number in re.findall(rf'"{name}":\s*(\d+)', text)), default=0)
 
     if '"cache_read_input_tokens"' in text:  # Anthropic's counts do not overlap
         parts = [largest(f"{name}input_tokens") for name in ("cache_read_", "cache_creation_", "")]

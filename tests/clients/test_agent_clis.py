@@ -85,8 +85,8 @@ PARTS = {
 
 def answers(part: Part, folder: Path) -> list[list[str]]:
     def filled(turn: int) -> dict[str, Any]:
-        given = part.seen if turn in PICTURED else part.given
-        text = json.dumps(given).replace("{n}", str(turn)).replace("{folder}", str(folder))
+        arguments = part.seen if turn in PICTURED else part.given
+        text = json.dumps(arguments).replace("{n}", str(turn)).replace("{folder}", str(folder))
         parsed: dict[str, Any] = json.loads(text)
         return parsed
 
@@ -159,15 +159,15 @@ def test_ten_turns_with_a_tool_and_a_kill(name: str, tmp_path: Path, prove: bool
     # codex always sends `store: false`, and the server's option stores its answers nevertheless.
     with stage(tmp_path, answers(PARTS[name], folder), kill_before=KILLED, store_kv="always") as at:
         done = run(name, at, folder, home)
-        told = f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}\n{at.others}"
-        assert done.returncode == 0 and LAST in done.stdout, told
-        assert len(at.answered) == TURNS + 1 and at.killed == 1, told
+        report = f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}\n{at.others}"
+        assert done.returncode == 0 and LAST in done.stdout, report
+        assert len(at.answered) == TURNS + 1 and at.killed == 1, report
         for turn, (prompt, cached) in enumerate(at.cached()[1:], 2):
             assert cached >= 0.95 * prompt, f"turn {turn}: {cached} of {prompt}: {at.cached()}"
         kinds = ("image", "input_image", "image_url")
         images = [part for part in parts_of(at.asked[-1]) if part.get("type") in kinds]
         wanted = len(PICTURED) if PARTS[name].sends else 0
-        assert len(images) == wanted, f"{len(images)} images in the last request: {told}"
+        assert len(images) == wanted, f"{len(images)} images in the last request: {report}"
 
 
 def test_two_sessions_of_claude_code_in_one_folder_share_tools_and_system(tmp_path: Path, prove: bool) -> None:

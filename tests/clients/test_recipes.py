@@ -108,9 +108,9 @@ def keys(value: Any) -> Iterator[str]:
 def launched(name: str) -> set[str]:
     """Return every name that `cairn launch` has for an agent: variables, and keys of its configuration."""
     agent = AGENTS[name]
-    told = set(agent.env) | set(re.findall(r"[\w.]+(?==)", " ".join(agent.arguments)))
+    names = set(agent.env) | set(re.findall(r"[\w.]+(?==)", " ".join(agent.arguments)))
     held: Iterable[Any] = [*agent.env.values(), *agent.files.values()]
-    return told | {part for one in told for part in one.split(".")} | {key for one in held for key in keys(one)}
+    return names | {part for one in names for part in one.split(".")} | {key for one in held for key in keys(one)}
 
 
 def test_every_client_has_a_recipe_of_three_lines() -> None:

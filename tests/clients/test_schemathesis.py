@@ -93,8 +93,8 @@ def test_no_request_that_the_document_allows_is_a_5xx(server: Served, prove: boo
     there = things(server)
     wrong: dict[str, list[str]] = collections.defaultdict(list)
     asked = 0
-    for found in openapi.from_url(server.url + "/openapi.json").get_all_operations():
-        operation = found.ok()
+    for result in openapi.from_url(server.url + "/openapi.json").get_all_operations():
+        operation = result.ok()
         key = (operation.method.upper(), operation.path)
         if key in LEFT_OUT:
             continue

@@ -308,8 +308,8 @@ def test_a_key_is_what_a_header_can_hold(elsewhere):
     resolved = resolve({"api_key": ["one\n"]}, {"CAIRN_ADMIN_KEY": " two\n", "CAIRN_TENANTS": "ada=three\n"})
     assert [key.reveal() for key in (*resolved.config.api_key, resolved.config.admin_key)] == ["one", "two"]
     for key in ("hush\nmore", "hush more", "hush\u00e9", " "):
-        for given, env in (({"api_key": [key]}, {}), ({}, {"CAIRN_ADMIN_KEY": key}), ({"tenants": [f"ada={key}"]}, {})):
-            sentence = refused(given, env)
+        for flags, env in (({"api_key": [key]}, {}), ({}, {"CAIRN_ADMIN_KEY": key}), ({"tenants": [f"ada={key}"]}, {})):
+            sentence = refused(flags, env)
             assert "key" in sentence and "hush" not in sentence
 
 
@@ -481,10 +481,10 @@ def test_a_near_word_is_looked_for_in_a_moment() -> None:
     assert time.process_time() - began < 1.0
 
 
-@pytest.mark.parametrize("given", ["on", "0", "-1", "16", "3.5", "auto ", "Off", "", 0, 16, 3.0, True])
-def test_guesses_are_auto_off_or_a_number_within_bounds(given):
+@pytest.mark.parametrize("value", ["on", "0", "-1", "16", "3.5", "auto ", "Off", "", 0, 16, 3.0, True])
+def test_guesses_are_auto_off_or_a_number_within_bounds(value):
     with pytest.raises(ConfigError, match=r"speculate.* but must be") as caught:
-        resolve({"speculate": given}, {})
+        resolve({"speculate": value}, {})
     assert caught.value.field == "speculate"
 
 
@@ -493,10 +493,10 @@ def test_a_number_of_guesses_needs_no_quotes_in_a_file(elsewhere):
     assert resolve({}, {}).config.speculate == "7"
 
 
-@pytest.mark.parametrize("given", ["on", "0", "-1", "10000", "3.5", "auto ", "All", "", "some", 0, 10000, 3.0, True])
-def test_cpu_experts_are_auto_all_off_or_a_number_of_layers(given):
+@pytest.mark.parametrize("value", ["on", "0", "-1", "10000", "3.5", "auto ", "All", "", "some", 0, 10000, 3.0, True])
+def test_cpu_experts_are_auto_all_off_or_a_number_of_layers(value):
     with pytest.raises(ConfigError, match=r"cpu-experts .* but must be") as caught:
-        resolve({"cpu_experts": given}, {})
+        resolve({"cpu_experts": value}, {})
     assert caught.value.field == "cpu_experts"
 
 
@@ -516,8 +516,8 @@ def test_an_unknown_device_is_refused_with_the_known_ones(name):
 
 
 def test_adapters_are_pairs_or_tables(elsewhere):
-    found = resolve({"adapters": ["a=x=y", "b = z"]}, {}).config.adapters
-    assert found == (AdapterOptions(name="a", path="x=y"), AdapterOptions(name="b", path="z"))
+    adapters = resolve({"adapters": ["a=x=y", "b = z"]}, {}).config.adapters
+    assert adapters == (AdapterOptions(name="a", path="x=y"), AdapterOptions(name="b", path="z"))
     Path("cairn.toml").write_text("[[adapters]]\nname = 'a'\npath = 'x'\nmodel = 'm'\n")
     assert resolve({}, {}).config.adapters == (AdapterOptions(name="a", path="x", model="m"),)
     for written, said in (

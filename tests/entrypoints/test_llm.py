@@ -403,8 +403,8 @@ def test_a_forked_child_gets_an_error_and_ends():
         """
     )
     out, err = process.communicate(timeout=180)
-    told = "the model belongs to the process that loaded it\n"
-    assert (process.returncode, out, err) == (0, told * 2 + "0\nidle\n0\n9\n", "")
+    message = "the model belongs to the process that loaded it\n"
+    assert (process.returncode, out, err) == (0, message * 2 + "0\nidle\n0\n9\n", "")
 
 
 def test_a_forked_child_gets_an_error_at_once_while_a_thread_reads():

@@ -413,11 +413,11 @@ def test_names_of_other_libraries_say_what_to_import():
     assert not hasattr(__import__("cairn"), "anything_else")
 
 
-@pytest.mark.parametrize("given", [[{"role": "user", "text": "hi"}], ["hi", [{"role": "user"}]]])
-def test_a_message_without_content_is_refused(llm, given):
+@pytest.mark.parametrize("message", [[{"role": "user", "text": "hi"}], ["hi", [{"role": "user"}]]])
+def test_a_message_without_content_is_refused(llm, message):
     """It would be answered as if nothing had been said."""
     with pytest.raises(InvalidRequest, match=r"has no content; it must look like .*its fields are: role"):
-        llm.chat(given)
+        llm.chat(message)
 
 
 def test_a_model_and_an_answer_show_what_matters(llm):

@@ -56,9 +56,9 @@ async def test_states_are_right_beside_chats_and_over_cached_prefixes(folder: Pa
         texts = [f"{'the same beginning of each ' * (n % 7)}text {n}" for n in range(60)]
         chats = [asyncio.create_task(collect(service.generate(request(service, texts[n], 40)))) for n in range(5)]
         for at_once in (1, 7, 256):
-            found, tokens = await vectors(service, texts, Asking(at_once=at_once))
+            states, tokens = await vectors(service, texts, Asking(at_once=at_once))
             ids = [service.tokenizer.encode(text) for text in texts]
-            assert [one.tobytes() for one in found] == [truth.oracle_vector(one) for one in ids]
+            assert [one.tobytes() for one in states] == [truth.oracle_vector(one) for one in ids]
             assert tokens == sum(map(len, ids))
         assert [len(chat.tokens) for chat in await asyncio.gather(*chats)] == [40] * 5
         assert service.metrics.prefix_hits > 0
@@ -75,10 +75,10 @@ async def test_texts_in_flight_survive_a_killed_worker(folder: Path) -> None:
         pid = service.stats().worker_pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        found, _ = await asked
+        states, _ = await asked
         truth = oracle(service)
         want = [truth.oracle_vector(service.tokenizer.encode(text)) for text in texts]
-        assert [one.tobytes() for one in found] == want
+        assert [one.tobytes() for one in states] == want
         assert service.stats().worker_restarts == 1
     finally:
         await service.close()
@@ -87,8 +87,8 @@ async def test_texts_in_flight_survive_a_killed_worker(folder: Path) -> None:
 async def test_a_full_queue_refuses_the_first_and_waits_with_the_rest(folder: Path) -> None:
     async with serving(folder, max_queue=4, max_running=2) as service:
         texts = [f"text {n}" for n in range(40)]
-        found, _ = await vectors(service, texts, Asking(at_once=4))
-        assert len(found) == 40
+        states, _ = await vectors(service, texts, Asking(at_once=4))
+        assert len(states) == 40
         with pytest.raises(Overloaded):
             await vectors(service, texts, Asking(at_once=40))
 

@@ -56,8 +56,8 @@ def test_a_system_text_that_changed_is_named(recent: RecentContexts, at: int, re
     """The system text is at positions 4 to 79; a session id or a git status in it costs everything behind it."""
     ids = [*KNOWN[:at], 7, *KNOWN[at + 1 :]]
     system = spell(ids[4:80])
-    told = describe_prompt([{"role": "system", "content": f" {system}\n"}, {"role": "user", "content": "Hello"}])
-    result = why(recent, ids, at // 16 * 16, told)
+    origin = describe_prompt([{"role": "system", "content": f" {system}\n"}, {"role": "user", "content": "Hello"}])
+    result = why(recent, ids, at // 16 * 16, origin)
     assert result.reason == reason and result.differs is not None and result.differs.position == at
     assert (
         why(recent, ids, at // 16 * 16, describe_prompt([{"role": "user", "content": system}])).reason
@@ -208,10 +208,10 @@ async def test_a_service_explains_a_miss_to_the_same_tenant_only(folder: Path) -
     first, edited = "The quick brown fox jumps over it.", "The quick brown fox leaps over it."
     try:
         await ask(first)
-        found = (await ask(edited)).cache.miss
-        assert found is not None and (found.position, found.reason) == (first.index("jumps"), "different tokens")
-        assert found.differs is not None and found.differs.position == first.index("jumps")
-        assert found.differs.known.startswith("jumps over") and found.differs.given == "leaps over it."[:16]
+        miss = (await ask(edited)).cache.miss
+        assert miss is not None and (miss.position, miss.reason) == (first.index("jumps"), "different tokens")
+        assert miss.differs is not None and miss.differs.position == first.index("jumps")
+        assert miss.differs.known.startswith("jumps over") and miss.differs.given == "leaps over it."[:16]
         assert (await ask(edited, THEIRS)).cache.miss == Miss(position=0, reason="never seen")
         assert (await ask(first, THEIRS)).cache.miss != Miss(position=0, reason="never seen"), "their own is known"
         await ask("A secret of somebody, not to be kept.", told=PromptOrigin(store=False))

@@ -585,8 +585,8 @@ async def test_gauges_fall_when_the_worker_ends_for_good(
 ) -> None:
     """Nothing runs any more, and ended requests stay counted once."""
     monkeypatch.setattr(supervisor, "launch", none)
-    given, patience = config(folder, kv_dir=str(tmp_path / "kv")), Patience(restarts=0, backoff=(0.0,))
-    service = await Service.start(given, in_process=True, patience=patience)
+    options, patience = config(folder, kv_dir=str(tmp_path / "kv")), Patience(restarts=0, backoff=(0.0,))
+    service = await Service.start(options, in_process=True, patience=patience)
     try:
         await collect(service.generate(request(service, "a context " * 30, 20)))
         await service.flush()

@@ -75,8 +75,8 @@ def test_headings_take_no_longer_than_they_are() -> None:
         sections(f"{line}\ntext", "md")
     assert time.process_time() - began < 1.0
     for line, title in (("#  a \t##\t ", "a"), ("   ## #a# b ", "#a# b"), ("# #", ""), ("#\ta#", "a"), ("#", None)):
-        (found,) = sections(f"{line}\ntext", "md")
-        assert found == (Section("", f"{line}\ntext") if title is None else Section(title, "text"))
+        (section,) = sections(f"{line}\ntext", "md")
+        assert section == (Section("", f"{line}\ntext") if title is None else Section(title, "text"))
 
 
 def test_repeated_headings_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

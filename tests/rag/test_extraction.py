@@ -150,9 +150,9 @@ async def test_a_process_that_is_refused_for_a_moment_is_asked_for_again(
     times = 2
     assert await read_apart("txt", b"A fact.", tmp_path) == [Section("", "A fact.")]
     times = 9
-    with pytest.raises(Unavailable, match="cannot be read now") as found:
+    with pytest.raises(Unavailable, match="cannot be read now") as caught:
         await read_apart("txt", b"A fact.", tmp_path)
-    assert found.value.retry_after == 5.0 and len(refused) == 3 + 3
+    assert caught.value.retry_after == 5.0 and len(refused) == 3 + 3
 
 
 def test_a_disk_that_refuses_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,5 +181,5 @@ async def test_a_chat_model_answers_and_its_citations_are_valid(
     assert recall >= 0.85
 
 
-def _text(found: Any) -> str:
-    return f"{found.chunk.heading}\n{found.chunk.text}".lower()
+def _text(hit: Any) -> str:
+    return f"{hit.chunk.heading}\n{hit.chunk.text}".lower()

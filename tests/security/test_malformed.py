@@ -308,14 +308,14 @@ def odd_bytes(rng: random.Random) -> bytes:
     return bytes(data)
 
 
-def check_error(status: int, body: bytes, what: Any) -> None:
-    assert 400 <= status < 500, (status, body[:300], what)
+def check_error(status: int, body: bytes, sent: Any) -> None:
+    assert 400 <= status < 500, (status, body[:300], sent)
     error = json.loads(body)["error"]
     figures = {"n_prompt_tokens", "n_ctx"} if error["code"] == "context_length_exceeded" else set()
     fields = set(error)
-    assert {"message", "type", "param", "code"} <= fields <= {"message", "type", "param", "code"} | figures, what
-    assert error["message"] and error["code"], what
-    assert len(error["message"]) < 1000, what
+    assert {"message", "type", "param", "code"} <= fields <= {"message", "type", "param", "code"} | figures, sent
+    assert error["message"] and error["code"], sent
+    assert len(error["message"]) < 1000, sent
 
 
 def odd_host(rng: random.Random) -> str:
@@ -332,11 +332,11 @@ QUOTA_MIB = 4
 
 def form(parts: list[tuple[str, str | None, bytes]]) -> bytes:
     """Return a multipart body from each part's name, file name and content."""
-    found = b""
+    body = b""
     for name, filename, data in parts:
-        told = f'name="{name}"' + ("" if filename is None else f'; filename="{filename}"')
-        found += f"--edge\r\nContent-Disposition: form-data; {told}\r\n\r\n".encode() + data + b"\r\n"
-    return found + b"--edge--\r\n"
+        disposition = f'name="{name}"' + ("" if filename is None else f'; filename="{filename}"')
+        body += f"--edge\r\nContent-Disposition: form-data; {disposition}\r\n\r\n".encode() + data + b"\r\n"
+    return body + b"--edge--\r\n"
 
 
 def odd_form(rng: random.Random) -> bytes:
@@ -384,11 +384,11 @@ async def exchange(port: int, data: bytes, *, over: bool = False) -> bytes:
         writer.write(data)
         if over:
             writer.write_eof()
-        found = b""
+        received = b""
         async with asyncio.timeout(60):
-            while not complete(found):
+            while not complete(received):
                 try:
-                    piece = await asyncio.wait_for(reader.read(1 << 16), 0.2 if found else 0.5)
+                    piece = await asyncio.wait_for(reader.read(1 << 16), 0.2 if received else 0.5)
                 except TimeoutError:
                     if writer.transport.is_closing() or not writer.can_write_eof():
                         break
@@ -396,16 +396,16 @@ async def exchange(port: int, data: bytes, *, over: bool = False) -> bytes:
                     piece = await reader.read(1 << 16)
                 if not piece:
                     break
-                found += piece
-        return found
+                received += piece
+        return received
     except ConnectionError:
         return b""
     finally:
         writer.close()
 
 
-def complete(found: bytes) -> bool:
-    head, separator, rest = found.partition(b"\r\n\r\n")
+def complete(received: bytes) -> bool:
+    head, separator, rest = received.partition(b"\r\n\r\n")
     if not separator or b" 100 " in head[:13]:
         return False
     for line in head.lower().split(b"\r\n"):

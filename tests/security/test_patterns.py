@@ -25,16 +25,16 @@ def patterns(tree: ast.AST) -> Iterator[tuple[int, str]]:
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
         owner = node.func.value.id if isinstance(node.func.value, ast.Name) else ""
-        given: ast.expr | None = None
+        argument: ast.expr | None = None
         if owner == "re" and node.func.attr in CALLS and node.args:
-            given = node.args[0]
+            argument = node.args[0]
         elif owner == "msgspec" and node.func.attr == "Meta":
-            given = next((keyword.value for keyword in node.keywords if keyword.arg == "pattern"), None)
-        if isinstance(given, ast.Constant) and isinstance(given.value, str | bytes):
-            text = given.value
+            argument = next((keyword.value for keyword in node.keywords if keyword.arg == "pattern"), None)
+        if isinstance(argument, ast.Constant) and isinstance(argument.value, str | bytes):
+            text = argument.value
             yield node.lineno, text if isinstance(text, str) else text.decode("latin-1")
-        elif isinstance(given, ast.JoinedStr):
-            parts = [value.value if isinstance(value, ast.Constant) else "x" for value in given.values]
+        elif isinstance(argument, ast.JoinedStr):
+            parts = [value.value if isinstance(value, ast.Constant) else "x" for value in argument.values]
             yield node.lineno, "".join(map(str, parts))
 
 
@@ -50,13 +50,13 @@ def ends_loosely(pattern: str) -> bool:
 
 
 def test_no_pattern_of_ours_ends_before_a_line_break() -> None:
-    found, seen = [], 0
+    loose, seen = [], 0
     for path in sorted(SOURCE.rglob("*.py")):
         for line, pattern in patterns(ast.parse(path.read_text())):
             seen += 1
             if ends_loosely(pattern):
-                found.append(f"{path.relative_to(SOURCE)}:{line}: {pattern}")
-    assert not found
+                loose.append(f"{path.relative_to(SOURCE)}:{line}: {pattern}")
+    assert not loose
     assert seen > 100
 
 

@@ -161,8 +161,8 @@ async def test_a_helper_gets_nothing_and_is_bounded(name: str, tmp_path: Path, m
     with inheritable():
         async with HELPERS[name](tmp_path / "m") as pid:
             environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            given = {line.partition(b"=")[0].decode() for line in environment if line}
-            assert given <= {*KEPT_VARIABLES} and "TZ" in given
+            variables = {line.partition(b"=")[0].decode() for line in environment if line}
+            assert variables <= {*KEPT_VARIABLES} and "TZ" in variables
             handles = sorted(int(path.name) for path in Path(f"/proc/{pid}/fd").iterdir())
             assert 77 not in handles and len(handles) <= 5, handles
             assert limit(pid, "Max core file size") == "0" == limit(pid, "Max file size")

@@ -70,19 +70,19 @@ class ScriptedVoice:
     async def _say(
         self, agent: str, messages: Sequence[dict[str, Any]], options: SamplingOptions, wanted: Wanted
     ) -> str:
-        member, told = agent.rpartition(".")[2], messages[0]["content"]
+        member, content = agent.rpartition(".")[2], messages[0]["content"]
         if self.die_at is not None and len(self.asked) >= self.die_at:
             self.die_at = None
             await asyncio.sleep(0)
             while self.at_once or not self.settled():
                 await asyncio.sleep(0.001)
             raise KilledError
-        self.asked.append((member, told, options.seed))
+        self.asked.append((member, content, options.seed))
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         await asyncio.sleep(0)
         self.at_once -= 1
-        return self.script(member, told, choices_of(wanted))
+        return self.script(member, content, choices_of(wanted))
 
 
 class KilledError(Exception):

@@ -72,14 +72,14 @@ async def test_a_whisper_is_never_in_another_members_context(kind: TopologyKind)
 
 async def test_a_leak_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bug: whoever is told of messages is told of whispers."""
-    told = prompts.visible
+    visible = prompts.visible
 
     def leaky(entry: JournalEntry, member: str) -> str | None:
         value = entry.value
         return (
-            told(entry._replace(value=Posted(round=0, sender="x", content=value.content)), member)
+            visible(entry._replace(value=Posted(round=0, sender="x", content=value.content)), member)
             if isinstance(value, Posted)
-            else told(entry, member)
+            else visible(entry, member)
         )
 
     monkeypatch.setattr(prompts, "visible", leaky)

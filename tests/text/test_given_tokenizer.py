@@ -39,8 +39,8 @@ def test_a_gguf_file_without_a_tokenizer_answers_with_one_that_is_given(bare: tu
     model, file = bare
     with pytest.raises(ModelError), LLM(str(model), kv_gb=0.05):
         pass
-    for given in (file, file.parent):  # the file, or its folder
-        with LLM(str(model), tokenizer=str(given), kv_gb=0.05) as llm:
+    for place in (file, file.parent):  # the file, or its folder
+        with LLM(str(model), tokenizer=str(place), kv_gb=0.05) as llm:
             said = llm.chat([{"role": "user", "content": "Say it."}], temperature=0)
         assert (said.text, said.finish_reason) == ("Hello world!", "stop")
 

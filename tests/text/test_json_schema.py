@@ -77,10 +77,10 @@ def _items(given: Any, value: Any, schema: Schema, root: Schema) -> bool:
 
 
 def _reference(given: Any, value: Any, schema: Schema, root: Schema) -> bool:
-    found = root
+    target = root
     for part in given.removeprefix("#").strip("/").split("/") if given != "#" else ():
-        found = found[part]
-    return valid(found, value, root)
+        target = target[part]
+    return valid(target, value, root)
 
 
 def _of(kind: str, test: Callable[[Any, Any], bool]) -> Callable[[Any, Any, Schema, Schema], bool]:

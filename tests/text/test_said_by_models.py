@@ -51,7 +51,9 @@ def test_an_answer_is_reasoning_content_and_whole_calls(
         answer = llm.chat(ASKED, TOOLS, temperature=0, max_tokens=20)
         assert (answer.text, answer.reasoning, answer.finish_reason) == (text, reasoning, reason)
         made = [(tool_call.name, tool_call.arguments) for tool_call in answer.tool_calls]
-        assert made == [(name, given if isinstance(given, str) else json.dumps(given)) for name, given in calls]
+        assert made == [
+            (name, arguments if isinstance(arguments, str) else json.dumps(arguments)) for name, arguments in calls
+        ]
         stream = llm.chat(ASKED, TOOLS, temperature=0, max_tokens=20, stream=True)
         assert "".join(delta.text for delta in stream) == text
         # The next turn begins with this one's very ids, so its whole KV is reused.

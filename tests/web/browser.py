@@ -144,5 +144,5 @@ def scripted(path: Path, text: str, **more: Any) -> Path:
 def browser() -> Iterator[Any]:
     if why := missing():
         pytest.skip(why)
-    with chromium() as found:
-        yield found
+    with chromium() as launched:
+        yield launched

@@ -25,8 +25,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     scripted(folder / "loop.gguf", "One two three four five six. ", end=None, context=4000)
     lines = [f"[[models]]\nmodel = {json.dumps(str(folder / name))}\n" for name in ("brief.gguf", "loop.gguf")]
     (folder / "cairn.toml").write_text("".join(lines))
-    given = {"config_file": str(folder / "cairn.toml"), "kv_dir": str(folder / "kv"), "kv_gb": 0.02}
-    server = Served(**given, engine="auto", agents_dir=str(folder / "agents"), keep_packed=False)
+    options = {"config_file": str(folder / "cairn.toml"), "kv_dir": str(folder / "kv"), "kv_gb": 0.02}
+    server = Served(**options, engine="auto", agents_dir=str(folder / "agents"), keep_packed=False)
     try:
         server.wait_ready()
         yield server

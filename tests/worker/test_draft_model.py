@@ -96,16 +96,16 @@ def test_on_a_device_without_exact_bits_only_a_number_turns_drafts_on(
     """
     folder = with_demo_tokens(write_with_head(tmp_path / "model", "glm 4.5", vocab_size=DEMO_VOCAB))
     caplog.set_level("INFO")
-    guessed, told = [], []
+    guessed, logs = [], []
     for speculate in ("auto", "3"):
         caplog.clear()
         with LLM(str(folder), kv_gb=0.05, threads=1, device="torch-cpu", speculate=speculate) as llm:
             usage = llm.generate(PROMPT, temperature=0.0, max_tokens=60).usage
         guessed.append(usage.accepted_prediction_tokens + usage.rejected_prediction_tokens)
-        told.append(caplog.text)
+        logs.append(caplog.text)
     assert guessed[0] == 0 < guessed[1]
-    assert "guessed tokens are off: on torch-cpu" in told[0]
-    assert "guessed tokens are on, and on torch-cpu" in told[1]
+    assert "guessed tokens are off: on torch-cpu" in logs[0]
+    assert "guessed tokens are on, and on torch-cpu" in logs[1]
 
 
 def with_demo_tokens(folder: Path) -> Path:

@@ -34,10 +34,10 @@ class Overlapping:
         """Submitted steps whose results were not read yet: their number, and its maximum."""
 
     def prefill(self, rows: Sequence[Row]) -> EngineCall[list[RowResult]]:
-        given = [msgspec.structs.replace(row, tables=tuple(list(table) for table in row.tables)) for row in rows]
+        copies = [msgspec.structs.replace(row, tables=tuple(list(table) for table in row.tables)) for row in rows]
         self.waiting += 1
         self.most = max(self.most, self.waiting)
-        call = self.stream.submit(lambda: self.inner.prefill(given).wait())
+        call = self.stream.submit(lambda: self.inner.prefill(copies).wait())
 
         def wait() -> list[RowResult]:
             self.waiting -= 1

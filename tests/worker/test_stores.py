@@ -71,9 +71,11 @@ async def test_stored_kv_is_counted_before_the_model_is_loaded(
     assert stored_bytes(stored, SystemFiles()) == 1000
 
 
-@pytest.mark.parametrize(("given", "kept"), [({}, 30 * 86400.0), ({"kv_ttl": 90.0}, 90.0), ({"kv_ttl": 0}, math.inf)])
+@pytest.mark.parametrize(
+    ("settings", "kept"), [({}, 30 * 86400.0), ({"kv_ttl": 90.0}, 90.0), ({"kv_ttl": 0}, math.inf)]
+)
 async def test_the_option_says_how_long_unused_kv_is_kept(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, float], kept: float
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, float], kept: float
 ) -> None:
     made: list[float] = []
 
@@ -83,7 +85,7 @@ async def test_the_option_says_how_long_unused_kv_is_kept(
             super().__init__(*args, **how)
 
     monkeypatch.setattr("cairn.worker.stores.DiskStore", Watched)
-    async with serving(folder, kv_dir=str(tmp_path / "kv"), **given):
+    async with serving(folder, kv_dir=str(tmp_path / "kv"), **settings):
         assert made == [kept]
 
 
@@ -211,9 +213,9 @@ def test_host_memory_for_kv_is_what_is_asked_and_free(
     if isinstance(kept, int):
         assert ram_bytes(config(folder, **given), info, elsewhere, 8 * 10**9) == kept
         return
-    with pytest.raises(ConfigError, match=kept) as told:
+    with pytest.raises(ConfigError, match=kept) as caught:
         ram_bytes(config(folder, **given), info, elsewhere, 8 * 10**9)
-    assert told.value.field == "kv_ram_gb"
+    assert caught.value.field == "kv_ram_gb"
 
 
 def test_the_cpu_keeps_kv_beside_a_small_pool(tmp_path: Path) -> None:
@@ -297,11 +299,11 @@ async def test_a_folder_of_another_kv_type_is_left_alone(folder: Path, tmp_path:
             await service.flush()
             return tuple(got.tokens), got.cache.disk
 
-    before, found = await ask("bf16", "shared")
-    assert found == 0
+    before, cached = await ask("bf16", "shared")
+    assert cached == 0
     assert await ask("f16", "shared") == await ask("f16", "alone")
-    again, found = await ask("bf16", "shared")
-    assert again == before and found > 0
+    again, cached = await ask("bf16", "shared")
+    assert again == before and cached > 0
 
 
 async def test_the_stores_answer_what_is_asked_about_a_context(folder: Path, tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def random_graph(rng: random.Random) -> tuple[list[dict[str, Any]], bool]:
 
 
 def wrong_verdicts() -> int:
-    rng, found = random.Random(1), 0
+    rng, wrong = random.Random(1), 0
     for _ in range(2_000):
         nodes, cyclic = random_graph(rng)
         try:
@@ -173,13 +173,13 @@ def wrong_verdicts() -> int:
             refused = ""
         except InvalidRequest as error:
             refused = str(error)
-        found += bool(refused) != cyclic
+        wrong += bool(refused) != cyclic
         if refused:
             ring = refused.partition("cycle: ")[2].split(" -> ")
             needs = {one["id"]: one["needs"] for one in nodes}
             assert ring[0] == ring[-1] and len(set(ring)) == len(ring) - 1
             assert all(after in needs[before] for before, after in pairwise(ring))
-    return found
+    return wrong
 
 
 def test_a_cycle_is_always_refused_and_nothing_else_is() -> None:

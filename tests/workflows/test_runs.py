@@ -64,11 +64,11 @@ def answers(prompt: str) -> Any:
 
 
 def shape(events: list[dict[str, Any]]) -> list[str]:
-    found = []
+    short = []
     for event in events:
         if event["type"] not in ("node.delta", "node.started"):
-            found.append(" ".join([event["type"], *([event["key"]] if "key" in event else [])]))
-    return found
+            short.append(" ".join([event["type"], *([event["key"]] if "key" in event else [])]))
+    return short
 
 
 async def test_a_run_from_its_task_to_its_result() -> None:
@@ -227,16 +227,16 @@ def test_items_of_a_fan_out_are_merged_in_their_order() -> None:
 
 async def results() -> list[Any]:
     """Return the merge's outputs for 25 random orders of completion."""
-    found = []
+    outputs = []
     for seed in range(25):
         bench = Bench(SAID.__getitem__)
         bench.answerer.rng = random.Random(seed)
         try:
             await bench.begin(MERGING)
-            found.append(await bench.work())
+            outputs.append(await bench.work())
         finally:
             await bench.close()
-    return found
+    return outputs
 
 
 async def test_a_merge_does_not_depend_on_who_was_done_first() -> None:
@@ -279,8 +279,8 @@ async def whole(deaths: list[int]) -> tuple[Any, Any, list[tuple[str, int | None
 async def test_a_run_goes_on_after_a_crash_at_any_question() -> None:
     ended, nodes, asked = await whole([])
     for death in range(len(asked)):
-        found, others, again = await whole([death])
-        assert (found, others) == (ended, nodes), death
+        result, others, again = await whole([death])
+        assert (result, others) == (ended, nodes), death
         assert set(again) == set(asked)  # with the same seeds
         assert len(again) <= len(asked) + 1  # the other item of the fan-out may not have been done
     assert (await whole([1, 2, 3, 5, 6]))[:2] == (ended, nodes)

@@ -57,8 +57,8 @@ def said(swaps: Swaps) -> str:
 
 def shown(swaps: Swaps) -> dict[str, Any]:
     """Return the model's entry in the admin list."""
-    found: dict[str, Any] = swaps.http.get("/v1/admin/models").json()["data"][0]
-    return found
+    model: dict[str, Any] = swaps.http.get("/v1/admin/models").json()["data"][0]
+    return model
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:

@@ -173,9 +173,9 @@ async def test_the_parts_of_usage_sum_to_the_prompt() -> None:
     service = ScriptedService(lambda request: [Delta(text="x", tokens=(1,)), end])
     text = [{"role": "user", "content": "x" * 100}]
     async with site(service) as at:
-        found = (await post(at, body(messages=text))).json()["usage"]
+        used = (await post(at, body(messages=text))).json()["usage"]
         *_, (_, delta), _ = events((await post(at, body(messages=text, stream=True))).text)
-    for one in (found, delta["usage"]):
+    for one in (used, delta["usage"]):
         assert one["cache_read_input_tokens"] == 48 and one["cache_creation_input_tokens"] == 48
         assert one["input_tokens"] == 4 and one["cache_creation"]["ephemeral_5m_input_tokens"] == 48
 
@@ -193,12 +193,12 @@ async def test_input_tokens_are_never_zero(size: int, cached: int) -> None:
     service = ScriptedService(lambda request: [Delta(text="x", tokens=(1,)), end])
     asked = [{"role": "user", "content": "x" * size}]
     async with site(service) as at:
-        found = (await post(at, body(messages=asked))).json()["usage"]
+        used = (await post(at, body(messages=asked))).json()["usage"]
         response = (await post(at, {"input": "x" * size, "store": False}, "/v1/responses")).json()["usage"]
-    assert 1 <= found["input_tokens"] <= 16 and found["cache_read_input_tokens"] == cached
+    assert 1 <= used["input_tokens"] <= 16 and used["cache_read_input_tokens"] == cached
     parts = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
-    assert sum(found[part] for part in parts) == size
-    assert response["input_tokens_details"]["cache_write_tokens"] == found["cache_creation_input_tokens"]
+    assert sum(used[part] for part in parts) == size
+    assert response["input_tokens_details"]["cache_write_tokens"] == used["cache_creation_input_tokens"]
 
 
 async def test_a_message_of_no_tokens_warms_the_cache(tmp_path: Path) -> None:

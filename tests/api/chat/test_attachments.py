@@ -270,11 +270,11 @@ async def test_models_say_what_they_read(path: str, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "tiny")
     async with serving(folder, served_name="scripted") as service, site(service) as at, at.http() as http:
         if path == "/api/show":
-            found = (await http.post(path, json={"model": "scripted"})).json()
+            answer = (await http.post(path, json={"model": "scripted"})).json()
         else:
-            found = (await http.get(path)).json()
-            (found,) = found.get("data") or found.get("models") or [found]
-    assert found["input_modalities"] == ["text"]
+            answer = (await http.get(path)).json()
+            (answer,) = answer.get("data") or answer.get("models") or [answer]
+    assert answer["input_modalities"] == ["text"]
 
 
 @pytest.mark.parametrize(

@@ -64,9 +64,9 @@ async def test_a_custom_tool_is_called_with_one_text() -> None:
         assert "".join(piece["function"]["arguments"] for piece in pieces[1:]) == '{"city": "Oslo"}'
         assert deltas[-2] == {"content": "done"}, "and what follows calls follows them"
     (tools,) = {json.dumps(tools) for _, tools, _, _ in service.prompts}
-    told = json.loads(tools)[0]["function"]
-    assert told["name"] == "patch" and "has this grammar:\n[a-z]+ [0-9]+" in told["description"]
-    assert told["parameters"]["properties"]["input"]["pattern"] == "^(?:[a-z]+ [0-9]+)$"
+    rendered = json.loads(tools)[0]["function"]
+    assert rendered["name"] == "patch" and "has this grammar:\n[a-z]+ [0-9]+" in rendered["description"]
+    assert rendered["parameters"]["properties"]["input"]["pattern"] == "^(?:[a-z]+ [0-9]+)$"
     assert service.wanted[0].choice.strict == ("patch",), "its input is held to the grammar"
 
 
@@ -135,9 +135,9 @@ async def test_tools_that_claudes_clients_run_are_functions(tool: Any, name: str
     async with site(service) as at:
         answer = await post(at, MESSAGES, {"messages": HI, "max_tokens": 9, "tools": [tool]})
     assert answer.status_code == 200 and "x-cairn-warning" not in answer.headers, answer.text
-    (told,) = service.prompts[0][1]
-    assert told["function"]["name"] == name and told["function"]["description"]
-    assert properties <= told["function"]["parameters"]["properties"].keys()
+    (rendered,) = service.prompts[0][1]
+    assert rendered["function"]["name"] == name and rendered["function"]["description"]
+    assert properties <= rendered["function"]["parameters"]["properties"].keys()
     assert answer.json()["content"] == [{"type": "tool_use", "id": "call_0", "name": name, "input": {"command": "ls"}}]
 
 

@@ -37,8 +37,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def at(model: Path) -> AsyncIterator[Site]:
     service = await Service.start(Config(model=str(model), kv_gb=0.05, kv_disk=False), in_process=True)
     try:
-        async with site(service) as found:
-            yield found
+        async with site(service) as scripted:
+            yield scripted
     finally:
         await service.close()
 
@@ -103,9 +103,9 @@ async def test_ollama(at: Site) -> None:
     body = {"messages": HI, "tools": [TOOL], "options": {"temperature": 0}, "logprobs": True}
     lines = [json.loads(line) for line in (await post(at, "/api/chat", body)).splitlines()]
     whole = json.loads(await post(at, "/api/chat", body | {"stream": False}))
-    for found in (lines, [whole]):
-        assert [token for line in found for token in texts(line.get("logprobs"))] == SAID
-        assert [token for line in found for token in texts(line.get("thinking_logprobs"))] == THOUGHT
+    for chunks in (lines, [whole]):
+        assert [token for line in chunks for token in texts(line.get("logprobs"))] == SAID
+        assert [token for line in chunks for token in texts(line.get("thinking_logprobs"))] == THOUGHT
     assert all(line.get("logprobs") for line in lines if line["message"]["content"])
     hidden = json.loads(await post(at, "/api/chat", body | {"stream": False, "think": False}))
     assert texts(hidden["logprobs"]) == SAID and "thinking_logprobs" not in hidden

@@ -59,11 +59,11 @@ def data(text: str) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]
 
 
-def in_order(found: list[tuple[str, str]]) -> list[str]:
+def in_order(pieces: list[tuple[str, str]]) -> list[str]:
     """Join adjacent pieces of text; a call is represented by its id, once."""
     order: list[str] = []
     texts = False
-    for kind, value in found:
+    for kind, value in pieces:
         if kind == "text" and texts:
             order[-1] += value
         elif value:

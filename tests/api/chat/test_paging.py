@@ -43,6 +43,6 @@ async def test_the_loop_runs_between_items_and_deleted_ones_are_skipped() -> Non
             turns.append(len(made))
             await asyncio.sleep(0)
 
-    found, _ = await asyncio.gather(page_by_id(IDS, 5, None, show), other())
-    assert [item["id"] for item in found["data"]] == ["i0", "i2", "i3", "i4"]
+    page, _ = await asyncio.gather(page_by_id(IDS, 5, None, show), other())
+    assert [item["id"] for item in page["data"]] == ["i0", "i2", "i3", "i4"]
     assert turns == [1, 2, 3, 4]

@@ -45,8 +45,8 @@ async def test_progress_goes_from_what_is_cached_to_the_whole(path: str, body: d
         else:  # another prompt that shares the prefix of the first
             body = {key: value + LONG[::-1] if value == LONG else value for key, value in body.items()}
             body |= {"messages": [{"role": "user", "content": LONG + LONG[::-1]}]} if "messages" in body else {}
-        result = await streamed(at, path, body | {"return_progress": True})
-    results = [one for one in result if "prompt_progress" in one]
+        chunks = await streamed(at, path, body | {"return_progress": True})
+    results = [one for one in chunks if "prompt_progress" in one]
     progress = [one["prompt_progress"] for one in results]
     first, last = progress[0], progress[-1]
     assert first["processed"] == first["cache"] > 300 and last["processed"] == last["total"]
@@ -58,7 +58,7 @@ async def test_progress_goes_from_what_is_cached_to_the_whole(path: str, body: d
         timings, prompt = one["timings"], one["prompt_progress"]
         assert timings["cache_n"] == prompt["cache"] and timings["prompt_n"] == prompt["processed"] - prompt["cache"]
         assert timings["predicted_n"] == 0
-    assert results == result[result.index(results[0]) : result.index(results[0]) + len(results)], (
+    assert results == chunks[chunks.index(results[0]) : chunks.index(results[0]) + len(results)], (
         "before all that is said"
     )
     if path == "/v1/responses":

@@ -430,8 +430,8 @@ def test_a_wrong_body_costs_one_error_however_much_of_it_is_wrong(kind: type[Bod
         with pytest.raises(InvalidRequest) as caught:
             parse(kind, body, Config())
         assert "~" not in (caught.value.field or ""), "a union's tag"
-        found = caught.value.__context__
-        assert not isinstance(found, ValidationError) or found.error_count() <= 2, str(body)[:200]
+        cause = caught.value.__context__
+        assert not isinstance(cause, ValidationError) or cause.error_count() <= 2, str(body)[:200]
 
 
 def test_the_wrong_bodies_are_wrong_in_every_list() -> None:

@@ -45,10 +45,10 @@ async def text_of(at: Site, path: str, body: dict[str, Any]) -> str:
         return answer.text
 
 
-@pytest.mark.parametrize(("what", "path", "body", "delta", "beat"), CASES, ids=[f"{c[1]}: {c[0]}" for c in CASES])
+@pytest.mark.parametrize(("case", "path", "body", "delta", "beat"), CASES, ids=[f"{c[1]}: {c[0]}" for c in CASES])
 @pytest.mark.parametrize("wait", [WAIT, 0.8 * BEAT])
 async def test_heartbeats_continue_while_output_is_hidden(
-    what: str, path: str, body: dict[str, Any], delta: Delta, beat: str, wait: float
+    case: str, path: str, body: dict[str, Any], delta: Delta, beat: str, wait: float
 ) -> None:
     """Whether hidden tokens come faster or slower than heartbeats, the time between two heartbeats stays the same."""
     count = round(6 * BEAT / wait)

@@ -58,8 +58,8 @@ async def saying(path: Path, pieces: list[str]) -> AsyncIterator[Site]:
     write_scripted(path, pieces, template=template, kinds=dict.fromkeys(("<tool_call>", "</tool_call>"), CONTROL))
     service = await Service.start(Config(model=str(path), kv_gb=0.05, kv_disk=False), in_process=True)
     try:
-        async with site(service) as found:
-            yield found
+        async with site(service) as scripted:
+            yield scripted
     finally:
         await service.close()
 
@@ -83,8 +83,8 @@ class Heard:
         return "".join(self.pieces)
 
 
-def chats(found: list[dict[str, Any]], heard: Heard) -> None:
-    for choice in (one["choices"][0] for one in found):
+def chats(chunks: list[dict[str, Any]], heard: Heard) -> None:
+    for choice in (one["choices"][0] for one in chunks):
         said = choice.get("delta") or choice.get("message") or {}
         heard.text += said.get("content") or ""
         for call in said.get("tool_calls") or ():
@@ -93,8 +93,8 @@ def chats(found: list[dict[str, Any]], heard: Heard) -> None:
         heard.reason = choice["finish_reason"] or heard.reason
 
 
-def messages(found: list[dict[str, Any]], heard: Heard) -> None:
-    for one in found:
+def messages(chunks: list[dict[str, Any]], heard: Heard) -> None:
+    for one in chunks:
         for block in (*one.get("content", ()), one.get("content_block", {})):
             heard.text += block.get("text", "")
             heard.name += block.get("name", "")
@@ -105,19 +105,19 @@ def messages(found: list[dict[str, Any]], heard: Heard) -> None:
         heard.reason = delta.get("stop_reason") or heard.reason
 
 
-def responses(found: list[dict[str, Any]], heard: Heard) -> None:
-    if "output" not in found[0]:
-        heard.pieces = [one["delta"] for one in found if one["type"] == "response.function_call_arguments.delta"]
-    heard.text = "".join(one["delta"] for one in found if one.get("type") == "response.output_text.delta")
-    (last,) = (found[-1].get("response") or found[-1])["output"][-1:]
-    assert last["type"] == "function_call" and last["status"] == found[-1].get("response", found[-1])["status"]
+def responses(chunks: list[dict[str, Any]], heard: Heard) -> None:
+    if "output" not in chunks[0]:
+        heard.pieces = [one["delta"] for one in chunks if one["type"] == "response.function_call_arguments.delta"]
+    heard.text = "".join(one["delta"] for one in chunks if one.get("type") == "response.output_text.delta")
+    (last,) = (chunks[-1].get("response") or chunks[-1])["output"][-1:]
+    assert last["type"] == "function_call" and last["status"] == chunks[-1].get("response", chunks[-1])["status"]
     heard.name, heard.reason = last["name"], last["status"]
     heard.pieces = heard.pieces or [last["arguments"]]
     assert heard.arguments == last["arguments"]
 
 
-def ollama(found: list[dict[str, Any]], heard: Heard) -> None:
-    for one in found:
+def ollama(chunks: list[dict[str, Any]], heard: Heard) -> None:
+    for one in chunks:
         heard.text += one["message"]["content"]
         for call in one["message"].get("tool_calls") or ():
             heard.name += call["function"]["name"]
@@ -129,10 +129,10 @@ READ = dict(zip(PATHS, (chats, messages, responses, ollama), strict=True))
 
 
 async def heard(at: Site, path: str, *, stream: bool, tokens: int = 99) -> Heard:
-    text, found = await post(at, path, asked(path, tokens) | {"stream": stream}), Heard()
+    text, collected = await post(at, path, asked(path, tokens) | {"stream": stream}), Heard()
     lines = [json.loads(line) for line in text.splitlines()] if stream and path == "/api/chat" else None
-    READ[path](lines or (data(text) if stream else [json.loads(text)]), found)
-    return found
+    READ[path](lines or (data(text) if stream else [json.loads(text)]), collected)
+    return collected
 
 
 @pytest.mark.parametrize("pieces", [CALL, XML], ids=["JSON", "tags"])

@@ -202,6 +202,6 @@ def test_error_events() -> None:
         (Unauthorized("a"), "authentication_error"),
         (Overloaded("a"), "rate_limit_error"),
     ):
-        (found,) = events(error_event(error))
+        (event,) = events(error_event(error))
         expected: dict[str, Any] = {"message": "a", "type": kind, "param": error.field, "code": error.code}
-        assert found == {"error": expected}
+        assert event == {"error": expected}

@@ -140,7 +140,7 @@ async def seen(config: Config, key: str) -> tuple[bytes, str]:
 
 
 def tenants(**keys: str) -> tuple[TenantKeys, ...]:
-    return tuple(TenantKeys(name, tuple(Secret(key) for key in given.split())) for name, given in keys.items())
+    return tuple(TenantKeys(name, tuple(Secret(key) for key in words.split())) for name, words in keys.items())
 
 
 async def test_a_named_tenant_keeps_its_salt_when_its_keys_change() -> None:
@@ -471,8 +471,8 @@ async def test_decompressed_bodies_are_bounded() -> None:
 @pytest.mark.parametrize("path", ["/v1/models/", "/models/", "/health/", "/v1/models/scripted/", "/docs/", "/livez/"])
 async def test_a_trailing_slash_is_ignored(path: str) -> None:
     async with site(ScriptedService()) as at:
-        found, plain = await call(at, path), await call(at, path.rstrip("/"))
-        assert found.status_code == plain.status_code == 200 and found.text == plain.text
+        slashed, plain = await call(at, path), await call(at, path.rstrip("/"))
+        assert slashed.status_code == plain.status_code == 200 and slashed.text == plain.text
         assert (await call(at, "/v1/chat/completions/", "POST", CHAT)).status_code == 200
         assert (await call(at, "/v1/models//")).status_code == 404
     async with site(ScriptedService(), ONE) as at:

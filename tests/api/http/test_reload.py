@@ -89,7 +89,7 @@ async def test_keys_and_limits_change_and_what_cannot_is_named(folder: Path) -> 
             assert logging.getLogger("cairn").level == logging.ERROR
         finally:
             logging.getLogger("cairn").setLevel(level)
-        for bad, what in (
+        for bad, word in (
             (ConfigError("port is 'x' but must be a whole number", field="port"), "must be a whole number"),
             (msgspec.structs.replace(wanted, cors_origins=("nonsense",)), "nothing is changed"),
             (
@@ -102,7 +102,7 @@ async def test_keys_and_limits_change_and_what_cannot_is_named(folder: Path) -> 
             options = at.app.state.options.config
             wanted = bad  # type: ignore[assignment]
             refused = await reload()
-            assert refused.status_code == 400 and what in refused.text, refused.text
+            assert refused.status_code == 400 and word in refused.text, refused.text
             assert (await ask("new")).status_code == 200
             assert at.app.state.options.config is options and at.app.state.config is options
             assert at.app.state.models is not None and at.app.state.models.config.load_timeout == options.load_timeout

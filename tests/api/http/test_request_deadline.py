@@ -83,9 +83,9 @@ async def test_waiting_for_a_model_counts(tmp_path: Path, monkeypatch: pytest.Mo
     async with several(tmp_path, "alpha beta") as models:
         start = Service.start
 
-        async def slowly(*given: Any, **more: Any) -> Service:
+        async def slowly(*arguments: Any, **more: Any) -> Service:
             await asyncio.sleep(4)
-            return await start(*given, **more)
+            return await start(*arguments, **more)
 
         monkeypatch.setattr(Service, "start", slowly)
         async with site(models.services.first, Config()) as at, at.http() as http:

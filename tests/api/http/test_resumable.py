@@ -51,8 +51,8 @@ def numbered(text: str) -> list[tuple[int, Any]]:
     return results
 
 
-def said(found: list[tuple[int, Any]]) -> str:
-    texts = [event["choices"][0]["delta"].get("content", "") for _, event in found if event != "[DONE]"]
+def said(numbered_events: list[tuple[int, Any]]) -> str:
+    texts = [event["choices"][0]["delta"].get("content", "") for _, event in numbered_events if event != "[DONE]"]
     return "".join(texts)
 
 
@@ -110,14 +110,14 @@ async def test_a_client_that_comes_back_gets_every_event_once() -> None:
         assert not service.streams[0].closed
         rest = await follow(at, id, after=seen[-1][0])
         assert rest.status_code == 200 and rest.headers["content-type"].startswith("text/event-stream")
-        found = seen + numbered(rest.text)
-        assert [number for number, _ in found] == list(range(1, len(found) + 1))
-        assert said(found) == "abc" and found[-1][1] == "[DONE]"
+        received = seen + numbered(rest.text)
+        assert [number for number, _ in received] == list(range(1, len(received) + 1))
+        assert said(received) == "abc" and received[-1][1] == "[DONE]"
         everything = numbered((await follow(at, id)).text)
-        assert everything == found
-        assert numbered((await follow(at, "chatcmpl-" + id, after=len(found) - 1)).text) == found[-1:]
-        assert (await follow(at, id, after=len(found))).text == ""
-        assert numbered((await follow(at, id, after=0, **{"Last-Event-ID": "2"})).text) == found[2:]
+        assert everything == received
+        assert numbered((await follow(at, "chatcmpl-" + id, after=len(received) - 1)).text) == received[-1:]
+        assert (await follow(at, id, after=len(received))).text == ""
+        assert numbered((await follow(at, id, after=0, **{"Last-Event-ID": "2"})).text) == received[2:]
     assert service.remembered and len(service.streams) == 1
 
 

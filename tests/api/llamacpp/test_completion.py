@@ -26,8 +26,8 @@ async def post(at: Site, path: str, **body: Any) -> httpx.Response:
 
 
 def service(*steps: Any, reason: FinishReason = FinishReason.STOP) -> ScriptedService:
-    given = steps or (Delta(text="Hel", tokens=(72,)), Delta(text="lo\n", tokens=(73, 74)))
-    return ScriptedService(lambda request: [*given, done(reason, prompt=3, completion=3, cached=1)])
+    script = steps or (Delta(text="Hel", tokens=(72,)), Delta(text="lo\n", tokens=(73, 74)))
+    return ScriptedService(lambda request: [*script, done(reason, prompt=3, completion=3, cached=1)])
 
 
 async def test_a_completion_in_one_piece() -> None:

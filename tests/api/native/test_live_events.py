@@ -61,8 +61,8 @@ class Listener:
         """Return the data of the next event with this name."""
         async with asyncio.timeout(10):
             while True:
-                _, found, data = await self.next()
-                if found == name:
+                _, event, data = await self.next()
+                if event == name:
                     return data
 
     async def snapshot(self) -> dict[str, Any]:
@@ -79,8 +79,8 @@ class Listener:
 
 @contextlib.asynccontextmanager
 async def listening(http: httpx.AsyncClient, seen: str = "", **headers: str) -> AsyncIterator[Listener]:
-    given = {"Last-Event-ID": seen} if seen else {}
-    async with http.stream("GET", "/v1/events", headers=given | headers) as response:
+    last_id = {"Last-Event-ID": seen} if seen else {}
+    async with http.stream("GET", "/v1/events", headers=last_id | headers) as response:
         assert response.status_code == 200, await response.aread()
         assert response.headers["content-type"].startswith("text/event-stream")
         yield Listener(response)
@@ -183,8 +183,8 @@ async def test_an_expired_event_id_brings_a_snapshot(folder: Path, monkeypatch: 
 
 def feeds(web: Site) -> list[changes.ChangeFeed]:
     route = web.app.router.find("/v1/events")["GET"]  # type: ignore[index]
-    found: changes.ChangeFeeds = route.endpoint.__self__  # type: ignore[attr-defined]
-    return list(found._feeds.values())
+    change_feeds: changes.ChangeFeeds = route.endpoint.__self__  # type: ignore[attr-defined]
+    return list(change_feeds._feeds.values())
 
 
 async def test_events_are_bounded_by_bytes_and_large_lists_come_in_pieces(

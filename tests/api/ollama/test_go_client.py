@@ -143,7 +143,7 @@ async def test_capabilities_stand_in_the_list_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "seconds"),
+    ("duration", "seconds"),
     [
         *(("5m0s", 300), ("1h30m", 5400), ("1h30m0s", 5400), ("1.5h", 5400), ("300ms", 0.3), ("2h45m30.5s", 9930.5)),
         *(("0", 0), ("0s", 0), ("-1", math.inf), ("-1s", math.inf), ("-1h30m", math.inf), ("+2s", 2), ("300", 300)),
@@ -151,13 +151,13 @@ async def test_capabilities_stand_in_the_list_too(tmp_path: Path) -> None:
         *((300, 300), (0, 0), (-1, math.inf), (1.5, 1.5), (-0.5, math.inf)),
     ],
 )
-def test_durations_as_go_writes_them(given: Any, seconds: float) -> None:
-    assert seconds_of(given) == pytest.approx(seconds)
+def test_durations_as_go_writes_them(duration: Any, seconds: float) -> None:
+    assert seconds_of(duration) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
-    "given", ["", "x", "5 m", "5m x", "1d", "m", "1.2.3", "--1s", "1h" * 9, "9" * 19, True, [], {}]
+    "duration", ["", "x", "5 m", "5m x", "1d", "m", "1.2.3", "--1s", "1h" * 9, "9" * 19, True, [], {}]
 )
-def test_invalid_durations(given: Any) -> None:
+def test_invalid_durations(duration: Any) -> None:
     with pytest.raises(InvalidRequest, match="keep_alive must be"):
-        seconds_of(given)
+        seconds_of(duration)

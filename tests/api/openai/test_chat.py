@@ -285,7 +285,7 @@ async def test_messages_as_the_chat_gets_them() -> None:
 
 async def test_every_sampling_option_reaches_the_request() -> None:
     """Known failures 10, 50: no option is accepted and ignored."""
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "temperature": 0.3,
         "top_k": 7,
         "top_p": 0.8,
@@ -306,7 +306,7 @@ async def test_every_sampling_option_reaches_the_request() -> None:
     }
     service = ScriptedService()
     async with site(service) as at:
-        assert (await post(at, chat(**given))).status_code == 200
+        assert (await post(at, chat(**options))).status_code == 200
         assert (await post(at, chat())).status_code == 200
     request = service.streams[0].request
     sampling = request.sampling
@@ -457,16 +457,16 @@ async def test_prompt_logprobs_have_vllms_shape(path: str) -> None:
         make = chat if chats else complete
         more = {"logprobs": True, "top_logprobs": 2} if chats else {"logprobs": 2}
         body = (await post(at, make(prompt_logprobs=1, **more), path)).json()
-        told = body["prompt_logprobs"] if chats else body["choices"][0]["prompt_logprobs"]
+        logprobs = body["prompt_logprobs"] if chats else body["choices"][0]["prompt_logprobs"]
         first = {"logprob": -0.5, "rank": 1, "decoded_token": "j"}
-        assert told == [
+        assert logprobs == [
             None,
             {"105": {"logprob": -1.0, "rank": None, "decoded_token": "i"}, "106": first},
             {"104": {"logprob": -5.0, "rank": None, "decoded_token": "h"}, "106": first},
         ]
         body = (await post(at, make(prompt_logprobs=2), path)).json()
-        told = body["prompt_logprobs"] if chats else body["choices"][0]["prompt_logprobs"]
-        assert told[1]["105"]["rank"] == 2 and body["choices"][0]["logprobs"] is None
+        logprobs = body["prompt_logprobs"] if chats else body["choices"][0]["prompt_logprobs"]
+        assert logprobs[1]["105"]["rank"] == 2 and body["choices"][0]["logprobs"] is None
         for wrong in ({"prompt_logprobs": 21}, {"prompt_logprobs": -1}, {"prompt_logprobs": 1, "stream": True}):
             refused = await post(at, make(**wrong), path)
             assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt_logprobs"
@@ -582,8 +582,8 @@ async def test_openai_client_takes_a_message_of_its_stream_helper_back(tools: An
     """The stream helper adds fields of its own to the message and its calls."""
     service = ScriptedService(lambda request: list(TOOL_STEPS) if tools else [Delta(text="hi", tokens=(97,)), done()])
     async with site(service) as at, at.openai() as client:
-        given: Any = {"tools": tools} if tools else {}
-        async with client.chat.completions.stream(model="scripted", messages=HI, **given) as stream:
+        more: Any = {"tools": tools} if tools else {}
+        async with client.chat.completions.stream(model="scripted", messages=HI, **more) as stream:
             message = (await stream.get_final_completion()).choices[0].message
         results = [{"role": "tool", "tool_call_id": call.id, "content": "ok"} for call in message.tool_calls or ()]
         history: Any = [*HI, message, *results, {"role": "user", "content": "more"}]

@@ -110,7 +110,7 @@ PARTS = {"content": [{"type": "text", "text": "hello "}, {"type": "text", "text"
 
 
 @pytest.mark.parametrize(
-    ("given", "count"),
+    ("content", "count"),
     [
         ("", 1),
         ("hello there", 1),
@@ -125,13 +125,13 @@ PARTS = {"content": [{"type": "text", "text": "hello "}, {"type": "text", "text"
         (["one", OBJECT, PARTS], 3),
     ],
 )
-def test_every_form_of_llamas_input(given: Any, count: int, server: Served) -> None:
+def test_every_form_of_llamas_input(content: Any, count: int, server: Served) -> None:
     """Texts, ids and lists that mix them, one and several at a time, give the same vectors on both routes."""
-    data = post(server, "/v1/embeddings", input=given).json()["data"]
+    data = post(server, "/v1/embeddings", input=content).json()["data"]
     assert len(data) == count and all(abs(np.linalg.norm(item["embedding"]) - 1) < 1e-5 for item in data)
     assert [item["index"] for item in data] == list(range(count))
     for name in ("input", "content"):
-        answer = post(server, "/embedding", **{name: given}).json()
+        answer = post(server, "/embedding", **{name: content}).json()
         assert answer == [{"index": item["index"], "embedding": [item["embedding"]]} for item in data]
 
 

@@ -93,9 +93,9 @@ async def test_an_answer_cites_what_was_found(tmp_path: Path) -> None:
         assert shown.output_text == TEXT and shown.output[1] == message and shown.tools == whole.tools
         assert shown.output[0].type == "file_search_call" and shown.output[0].queries == search.queries
         items = await ai.responses.input_items.list(whole.id)
-        (told,) = items.data
-        assert told.type == "message" and told.content[0].type == "input_text"
-        assert told.content[0].text == "What is a cairn?", "what was found is none of the client's message"
+        (item,) = items.data
+        assert item.type == "message" and item.content[0].type == "input_text"
+        assert item.content[0].text == "What is a cairn?", "what was found is none of the client's message"
         again = await ai.responses.create(**ask | {"input": "And bread?"}, previous_response_id=whole.id)
         assert again.usage is not None and whole.usage is not None
         assert again.usage.input_tokens_details.cached_tokens >= whole.usage.input_tokens // 16 * 16
@@ -138,13 +138,13 @@ def test_citations_have_their_places_however_the_text_comes() -> None:
     text = "".join(SAID)
     sources = [CitedFile("a", "a.md"), CitedFile("b", "b.md")]
     for size in (1, 2, 5, 100):
-        cites, told, found = CitedText(sources), "", list[dict[str, Any]]()
+        cites, shown, citations = CitedText(sources), "", list[dict[str, Any]]()
         for at in range(0, len(text), size):
             piece, some = cites.push(text[at : at + size])
-            told, found = told + piece, found + some
+            shown, citations = shown + piece, citations + some
         piece, some = cites.finish()
-        assert told + piece == TEXT
-        assert [(one["index"], one["file_id"]) for one in found + some] == [
+        assert shown + piece == TEXT
+        assert [(one["index"], one["file_id"]) for one in citations + some] == [
             (TEXT.index("[1]"), "a"),
             (TEXT.index("[2]"), "b"),
         ]

@@ -144,8 +144,8 @@ async def test_an_answer_that_was_cut_is_incomplete() -> None:
         whole = (await post(at, body(max_output_tokens=1))).json()
         last = events((await post(at, body(stream=True, max_output_tokens=1))).text)[-1]
     assert last["type"] == "response.incomplete"
-    for found in (whole, last["response"]):
-        assert found["status"] == "incomplete" and found["incomplete_details"] == {"reason": "max_output_tokens"}
+    for response in (whole, last["response"]):
+        assert response["status"] == "incomplete" and response["incomplete_details"] == {"reason": "max_output_tokens"}
 
 
 async def test_silent_streams_get_heartbeat_events() -> None:
@@ -199,12 +199,12 @@ async def test_a_free_text_tool_follows_its_grammar_or_gives_a_warning() -> None
         assert answer.headers["x-cairn-warning"] == (
             "tools[2]: the model reads this grammar and is not held to it: it comes back to its rule start"
         )
-        (_, (regex, lark, told), *_), wanted = at.app.service.prompts[0], at.app.service.wanted[0]  # type: ignore[union-attr]
+        (_, (regex, lark, function), *_), wanted = at.app.service.prompts[0], at.app.service.wanted[0]  # type: ignore[union-attr]
         assert regex["function"]["parameters"]["properties"]["input"]["pattern"] == "^(?:[a-z]+)$"
         pattern = lark["function"]["parameters"]["properties"]["input"]["pattern"]
         assert re.fullmatch(pattern, "abc") and not re.fullmatch(pattern, "a1")
-        assert "start: X+" in lark["function"]["description"] and nested in told["function"]["description"]
-        assert "pattern" not in told["function"]["parameters"]["properties"]["input"]
+        assert "start: X+" in lark["function"]["description"] and nested in function["function"]["description"]
+        assert "pattern" not in function["function"]["parameters"]["properties"]["input"]
         assert wanted.choice.strict == ("of_regex", "of_lark")
         for wrong, field in ((custom("ebnf"), "syntax"), (custom("lark", 5), "definition")):
             refused = await post(at, body(tools=[wrong]))
@@ -417,9 +417,9 @@ async def test_a_response_goes_on_from_another_and_is_found_in_the_cache(tmp_pat
         assert shown["usage"]["input_tokens"] == one["usage"]["input_tokens"]
         two = (await post(at, kept(instructions=rules, input="more", previous_response_id=one["id"]))).json()
         other = (await post(at, kept(instructions=rules, input="else", previous_response_id=one["id"]))).json()
-        for found in (two, other):
+        for later in (two, other):
             before = one["usage"]["total_tokens"]
-            assert found["usage"]["input_tokens_details"]["cached_tokens"] >= before - 16 - 1
+            assert later["usage"]["input_tokens_details"]["cached_tokens"] >= before - 16 - 1
         items = (await http.get(f"/v1/responses/{two['id']}/input_items")).json()
         texts = [item["content"][0]["text"] for item in items["data"]]
         assert texts == ["more", one["output"][0]["content"][0]["text"], "hi"], "all that it was made from, last first"
@@ -524,10 +524,10 @@ async def test_a_response_in_the_background_needs_no_reader(tmp_path: Path) -> N
         asked = kept(background=True, max_output_tokens=600)
         queued = (await post(at, asked)).json()
         assert queued["status"] == "queued" and queued["output"] == []
-        while (found := (await http.get(f"/v1/responses/{queued['id']}")).json())["status"] == "in_progress":
+        while (response := (await http.get(f"/v1/responses/{queued['id']}")).json())["status"] == "in_progress":
             await asyncio.sleep(0.02)
-        assert found["status"] in ("completed", "incomplete") and found["background"] is True
-        assert found["usage"]["output_tokens"] > 0
+        assert response["status"] in ("completed", "incomplete") and response["background"] is True
+        assert response["usage"]["output_tokens"] > 0
         streamed = events((await post(at, asked | {"stream": True})).text)
         kinds = [value["type"] for value in streamed]
         assert kinds[:3] == ["response.created", "response.queued", "response.in_progress"]

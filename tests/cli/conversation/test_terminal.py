@@ -186,7 +186,7 @@ def test_a_chat_is_kept_and_goes_on(canned, asked, elsewhere):  # noqa: F811
 
 
 def test_a_script_keeps_no_chats(canned, asked, elsewhere):  # noqa: F811
-    assert run("chat", "--host", canned.url, given='"""a\nb"""\nc\n').returncode == 0
+    assert run("chat", "--host", canned.url, typed='"""a\nb"""\nc\n').returncode == 0
     assert questions(asked[-1]) == ["a\nb", "c"]
     assert not (elsewhere / ".local").exists()
 
@@ -210,7 +210,7 @@ def test_options_can_be_set_in_a_conversation(canned, asked):  # noqa: F811
         "/bye",
         "never",
     ]
-    done = run("chat", "--host", canned.url, given="\n".join(lines) + "\n")
+    done = run("chat", "--host", canned.url, typed="\n".join(lines) + "\n")
     first, second = asked
     assert (first["temperature"], first["repetition_penalty"]) == (0.5, 1.1)
     assert first["messages"][0] == {"role": "system", "content": "Be kind."}
@@ -261,14 +261,14 @@ def test_a_full_context_offers_three_ways_on(canned, asked, elsewhere, way, left
 
 def test_a_full_context_is_no_dead_end_in_a_script(canned, asked):  # noqa: F811
     canned.refuse = lambda body: FULL if len(questions(body)) > 1 else None
-    done = run("chat", "--host", canned.url, given="a\nb\n/drop\nc\n")
+    done = run("chat", "--host", canned.url, typed="a\nb\n/drop\nc\n")
     assert "/drop, /summarise or /clear make room" in done.stderr and "taken back" in done.stderr
     assert questions(asked[-1]) == ["c"] and done.returncode == 0
 
 
 def test_a_context_filled_by_an_answer_is_reported(canned, asked):  # noqa: F811
     canned.answers["/v1/models"] = (200, '{"data": [{"id": "m", "max_model_len": 13}]}')
-    done = run("chat", "--host", canned.url, given="a\n")
+    done = run("chat", "--host", canned.url, typed="a\n")
     assert "the context of 13 tokens is full: /drop, /summarise or /clear make room" in done.stderr
 
 
@@ -278,7 +278,7 @@ def test_a_context_filled_by_an_answer_is_reported(canned, asked):  # noqa: F811
 @pytest.mark.parametrize("command", ["run", "chat", "generate"])
 def test_model_and_prompt_are_given_alike_and_a_pipe_comes_behind(canned, asked, command):  # noqa: F811
     where = ("--host", canned.url)
-    done = run(command, "m", "Summarise:", *where, given="a long text\n")
+    done = run(command, "m", "Summarise:", *where, typed="a long text\n")
     assert (done.returncode, done.stdout) == (0, "answer 1\n"), done.stderr
     assert questions(asked[-1]) == ["Summarise:\n\na long text"] and asked[-1]["model"] == "m"
     assert run(command, "m", "No pipe", *where).returncode == 0
@@ -287,7 +287,7 @@ def test_model_and_prompt_are_given_alike_and_a_pipe_comes_behind(canned, asked,
 
 @pytest.mark.parametrize("command", ["run", "generate"])
 def test_a_pipe_alone_is_the_prompt(canned, asked, command):  # noqa: F811
-    assert run(command, "m", "--host", canned.url, given="one\ntwo\n").stdout == "answer 1\n"
+    assert run(command, "m", "--host", canned.url, typed="one\ntwo\n").stdout == "answer 1\n"
     assert questions(asked[-1]) == ["one\ntwo"]
 
 

@@ -65,13 +65,13 @@ def test_the_body_computes_what_the_operations_do(compiled: Any, corrected: bool
         **{name: (ROWS, TOKENS, HEADS) for name in ("decay", "share")},
         **{"value": (ROWS, TOKENS, HEADS, VALUES), "state": (ROWS, HEADS, KEYS, VALUES)},
     }
-    given = {name: rng.standard_normal(shapes[name]).astype(np.float32) for name in metal.INPUTS}
+    inputs = {name: rng.standard_normal(shapes[name]).astype(np.float32) for name in metal.INPUTS}
     made, after = np.zeros(shapes["value"], np.float32), np.zeros(shapes["state"], np.float32)
-    arrays = [np.ascontiguousarray(one) for one in (*given.values(), made, after)]
+    arrays = [np.ascontiguousarray(one) for one in (*inputs.values(), made, after)]
     pointers = [array.ctypes.data_as(ctypes.c_void_p) for array in arrays]
     shape = (ctypes.c_int * 4)(*shapes["value"])
     compiled(*pointers, shape, int(corrected))
-    wanted = scan(*(from_numpy(given[name]) for name in metal.INPUTS), corrected)
+    wanted = scan(*(from_numpy(inputs[name]) for name in metal.INPUTS), corrected)
     for ours, theirs in zip(arrays[-2:], wanted, strict=True):
         np.testing.assert_allclose(ours, np.array(theirs), rtol=0, atol=1e-5)
 

@@ -52,9 +52,9 @@ class PoolStep:
         tables = np.arange(4 * TOKENS, dtype=np.int32).reshape(TOKENS, 4)
         slots = tables[:, 2] * BLOCK_TOKENS + starts % BLOCK_TOKENS
         rows = np.stack([np.arange(TOKENS), np.ones(TOKENS), starts], axis=1)
-        given: list[tuple[Cell, np.ndarray]] = [(self.cells["qkv"], numbers), (self.cells["tables"], tables)]
-        given += [(self.cells["slots"], slots.astype(np.int32)), (self.cells["rows"], rows.astype(np.int32))]
-        self.kernels.upload(given)
+        uploads: list[tuple[Cell, np.ndarray]] = [(self.cells["qkv"], numbers), (self.cells["tables"], tables)]
+        uploads += [(self.cells["slots"], slots.astype(np.int32)), (self.cells["rows"], rows.astype(np.int32))]
+        self.kernels.upload(uploads)
 
     def run(self) -> tuple[float, float]:
         """Return the seconds of a step, and its additional peak memory in MiB."""

@@ -34,11 +34,11 @@ def test_a_line_gets_what_the_reference_gives(prove: bool) -> None:
         lines = [line_of(random_row(rng, vocab), random_mask(rng, vocab)) for _ in logits]
         lines[:2] = [Line(None), Line(None, 3, asked=(0,))]
         lines[4] = lines[4]._replace(place=max(1, lines[4].length - 3))
-        given = torch.from_numpy(logits.copy())
-        expected, found = NUMPY.choose(lines, logits.copy()), sampler.choose(lines, given)
-        for line, one, other in zip(lines, expected, found, strict=True):
+        on_device = torch.from_numpy(logits.copy())
+        expected, chosen = NUMPY.choose(lines, logits.copy()), sampler.choose(lines, on_device)
+        for line, one, other in zip(lines, expected, chosen, strict=True):
             assert one == other, f"seed {seed}, {line.row and line.row.sampling}"
-        assert np.array_equal(given.numpy(), logits, equal_nan=True), "the logits were changed"
+        assert np.array_equal(on_device.numpy(), logits, equal_nan=True), "the logits were changed"
 
 
 def with_extras(row: Row, extras: SamplingExtras) -> Row:
@@ -63,11 +63,11 @@ def test_a_line_with_extras_gets_what_the_reference_gives(prove: bool) -> None:
                 taken += sampler.takes(extras)
                 cut += sampler.takes(extras) and cuts_top(Line(row), extras)
             lines.append(line_of(row, random_mask(rng, vocab)))
-        given = torch.from_numpy(logits.copy())
-        expected, found = extras_of.choose(NUMPY, lines, logits.copy()), extras_of.choose(sampler, lines, given)
-        for line, one, other in zip(lines, expected, found, strict=True):
+        on_device = torch.from_numpy(logits.copy())
+        expected, chosen = extras_of.choose(NUMPY, lines, logits.copy()), extras_of.choose(sampler, lines, on_device)
+        for line, one, other in zip(lines, expected, chosen, strict=True):
             assert one == other, f"seed {seed}, {line.row and line.row.sampling}"
-        assert np.array_equal(given.numpy(), logits), "the logits were changed"
+        assert np.array_equal(on_device.numpy(), logits), "the logits were changed"
     assert taken > 300 and cut > 50
 
 

@@ -141,9 +141,9 @@ def test_a_request_that_needs_too_much_memory_ends_alone(undisturbed: dict[str, 
         assert "the device has no memory left" in events and "finish_reason" not in events.replace(
             '"finish_reason":null', ""
         )
-        for prompt, found in zip(PROMPTS, others.result(), strict=True):
-            whole(found)
-            assert not warned(found) and text(found) == undisturbed[prompt]
+        for prompt, answer in zip(PROMPTS, others.result(), strict=True):
+            whole(answer)
+            assert not warned(answer) and text(answer) == undisturbed[prompt]
         assert health(server)["troubles"] == []
         server.signal()
         assert server.wait() == 0

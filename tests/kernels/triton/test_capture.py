@@ -171,11 +171,11 @@ def test_rows_with_adapters_run_kernel_by_kernel(
     digests = [engine.attach(engine.read_adapter(place)).digest for place in places]
     tokens, answers = prompt(6), list[list[int | None]]()
     for digest in (digests[0], digests[1]):
-        tables, found = tuple([0] for _ in engine.info.groups), list[int | None]()
+        tables, used = tuple([0] for _ in engine.info.groups), list[int | None]()
         for at in range(6):
             row = Row(tokens, at, at + 1, tables, at, 6, GREEDY, 0, adapters=((digest, 1.0),))
-            found.append(engine.decode([row]).wait()[0].token)
-        answers.append(found)
+            used.append(engine.decode([row]).wait()[0].token)
+        answers.append(used)
     assert answers[0] != answers[1], "the adapters do something else"
     assert not any(one.captured for one in captured if one is not captured[1]), "only the head is captured"
     engine.close()

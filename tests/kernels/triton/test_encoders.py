@@ -61,12 +61,12 @@ def test_a_text_is_near_the_reference_and_the_same_in_any_company(name: str, tmp
     for options in ({"kernels": "reference"}, {"device": devices.INTERPRETED}):
         config = Config(step_tokens=256, max_running=4, threads=1, kv_gb=0.01, kv_dtype="f32", context=100, **options)
         spec, engine = load_engine(config, folder)
-        given = rows
+        batch = rows
         if not spec.whole:  # a reranking decoder keeps KV
             tables = [tuple([[at, at + 1, at + 2]] * len(engine.info.groups)) for at in range(0, 3 * len(rows), 3)]
-            given = [msgspec.structs.replace(row, tables=table) for row, table in zip(rows, tables, strict=True)]
-        answers = engine.embed(given).wait()
-        alone = [engine.embed([row]).wait()[0].hidden for row in given]
+            batch = [msgspec.structs.replace(row, tables=table) for row, table in zip(rows, tables, strict=True)]
+        answers = engine.embed(batch).wait()
+        alone = [engine.embed([row]).wait()[0].hidden for row in batch]
         assert not any(answer.error for answer in answers)
         assert [answer.hidden for answer in answers] == alone
         results.append([np.frombuffer(answer.hidden, np.float32) for answer in answers])

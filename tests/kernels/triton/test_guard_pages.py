@@ -60,8 +60,8 @@ def run(kernels: list[str]) -> None:
     seen = set()
     for call in calls():
         if call.kernel in kernels:
-            given = [guarded(one) if isinstance(one, torch.Tensor) else one for one in call.given(k)]
-            getattr(k, call.kernel)(*given)
+            guarded_arguments = [guarded(one) if isinstance(one, torch.Tensor) else one for one in call.given(k)]
+            getattr(k, call.kernel)(*guarded_arguments)
             seen.add(call.kernel)
     assert seen == set(kernels)
     print("done")

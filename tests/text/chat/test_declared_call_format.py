@@ -105,8 +105,8 @@ DECLARED: dict[str, tuple[dict[str, Any], str, str]] = {
 
 def read(form: CallFormat, text: str, seed: int) -> list[tuple[str, Any]]:
     rng, at, pieces = random.Random(seed), 0, []
-    told = "" if form.plain else name_of(form)
-    reader = splitter(OutputFormat(tools=True, calls=told, xml=form.name == "qwen_xml", offered=OFFERED), 1, 0)
+    name = "" if form.plain else name_of(form)
+    reader = splitter(OutputFormat(tools=True, calls=name, xml=form.name == "qwen_xml", offered=OFFERED), 1, 0)
     while at < len(text):
         size = rng.choice([1, 2, 5, 60])
         pieces += reader.push(text[at : at + size])

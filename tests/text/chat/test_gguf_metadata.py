@@ -22,9 +22,9 @@ from tests.text.test_gguf_text import published, rescored, strings
 VOCAB = 1000
 
 
-def wrote(path: Path, found: dict[str, Any]) -> Path:
+def wrote(path: Path, metadata: dict[str, Any]) -> Path:
     writer = gguf.GGUFWriter(path, "llama")
-    gguf_files.put(writer, found)
+    gguf_files.put(writer, metadata)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -526,13 +526,13 @@ async def test_another_template_is_given_by_name_or_file(start: Start, tmp_path:
     file.write_text("{% broken")
     folder = tmp_path / "folder"
     folder.mkdir()
-    for given, why in (
+    for option, why in (
         (str(file), "not a valid jinja2"),
         ("no-such", "nor one of chatml"),
         (str(folder), "file"),
     ):
         with pytest.raises(ConfigError, match=why) as caught:
-            await start(chat_template=given)
+            await start(chat_template=option)
         assert caught.value.field == "chat_template"
 
 

@@ -62,8 +62,8 @@ def regex(text: str) -> Compile:
     return made("regex", text)
 
 
-def schema(given: Any, **more: Any) -> Compile:
-    return made("json", json.dumps(given), **more)
+def schema(value: Any, **more: Any) -> Compile:
+    return made("json", json.dumps(value), **more)
 
 
 def children(pid: int | None) -> list[str]:
@@ -158,10 +158,10 @@ async def test_only_the_tenant_that_keeps_it_busy_is_refused(
     try:
         await helper.compile(regex("a"), "x", "a")
         asked = [helper.compile(schema({"multipleOf": 99_991 - 2 * n, "type": "integer"}), "x", "a") for n in range(5)]
-        *found, other = await asyncio.gather(*asked, helper.compile(regex("b"), "x", "b"), return_exceptions=True)
+        *verdicts, other = await asyncio.gather(*asked, helper.compile(regex("b"), "x", "b"), return_exceptions=True)
     finally:
         await helper.close()
-    assert any(isinstance(one, Overloaded) and "the compiler of grammars is busy" in str(one) for one in found)
+    assert any(isinstance(one, Overloaded) and "the compiler of grammars is busy" in str(one) for one in verdicts)
     assert isinstance(other, GrammarVerdict) and not other.ended
 
 

@@ -169,10 +169,10 @@ def test_a_schema_that_comes_back_to_itself_is_closed_at_every_depth() -> None:
 
 
 def test_closing_changes_nothing_of_the_schema_that_was_given() -> None:
-    given = {"properties": {"in": {"properties": {"a": {}}}}, "items": [A], "anyOf": [A]}
-    before = json.dumps(given)
-    closed(given)
-    assert json.dumps(given) == before
+    schema = {"properties": {"in": {"properties": {"a": {}}}}, "items": [A], "anyOf": [A]}
+    before = json.dumps(schema)
+    closed(schema)
+    assert json.dumps(schema) == before
 
 
 # ----------------------------------------------------------------------------------------- numbers
@@ -357,8 +357,8 @@ def test_unenforceable_keywords_are_an_error_if_strict_and_a_warning_if_not(sche
     result = held(inner, strict=False)
     assert accepts(result.text, json.dumps({"x": wrong, "y": 1})), "and all else is"
     assert not accepts(result.text, json.dumps({"x": wrong, "y": "1"}))
-    (told,) = result.warnings
-    assert word in ("oneOf",) or "at properties.x, " in told
+    (warning,) = result.warnings
+    assert word in ("oneOf",) or "at properties.x, " in warning
 
 
 @pytest.mark.parametrize(
@@ -424,8 +424,8 @@ def test_a_count_may_be_written_as_a_float() -> None:
 
 def test_half_a_surrogate_in_a_tools_schema_is_no_error() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", "description": "\ud800"}}}
-    (found,) = callable_tools([{"function": {"name": "f", "parameters": schema}}], None, None)
-    assert found.schema["properties"].keys() == {"a"}
+    (callable_tool,) = callable_tools([{"function": {"name": "f", "parameters": schema}}], None, None)
+    assert callable_tool.schema["properties"].keys() == {"a"}
 
 
 def test_schemas_of_tools_are_bounded() -> None:

@@ -201,7 +201,7 @@ def test_calls_in_xml_tags(body: str, arguments: dict[str, Any] | None) -> None:
             assert (content, calls) == (text + "\n.", [])
         else:
             assert (content, complete) == (".", 1)
-            assert [(name, json.loads(given)) for name, given in calls] == [("f", arguments)]
+            assert [(name, json.loads(text_of_arguments)) for name, text_of_arguments in calls] == [("f", arguments)]
 
 
 def test_xml_goes_on_where_json_may_stand_and_ends_with_the_answer() -> None:

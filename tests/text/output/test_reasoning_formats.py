@@ -30,7 +30,7 @@ MARKS = {
 def read(name: str, text: str, **more: Any) -> tuple[str, str, int]:
     """Return content, reasoning and number of calls; fail if they depend on how the text is cut."""
     output = OutputFormat(reasoning=True, thoughts=name, **more)
-    found = None
+    first = None
     for seed in range(20):
         rng, reader, at, pieces = random.Random(seed), splitter(output, 1, 0), 0, []
         while at < len(text):
@@ -43,10 +43,10 @@ def read(name: str, text: str, **more: Any) -> tuple[str, str, int]:
             if not isinstance(piece, ToolCallDelta):
                 said[piece[0]] += piece[1]
         calls = len(read_calls(pieces))
-        found = found or (said["text"], said["reasoning"], calls)
-        assert (said["text"], said["reasoning"], calls) == found, "how a text is cut decides"
-    assert found is not None
-    return found
+        first = first or (said["text"], said["reasoning"], calls)
+        assert (said["text"], said["reasoning"], calls) == first, "how a text is cut decides"
+    assert first is not None
+    return first
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

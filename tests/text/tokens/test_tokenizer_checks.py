@@ -85,14 +85,14 @@ def test_a_table_that_fails_on_text_is_refused() -> None:
 
 def test_the_process_that_tries_a_tokenizer_has_limits() -> None:
     """The process that tries the first text reports its own limits."""
-    told = (
+    program = (
         "import resource; from cairn.text.tokens import tokenizer_checks as checks; "
         "checks.probes = lambda _: [print(*(resource.getrlimit(kind)[0] for kind in "
         "(resource.RLIMIT_CPU, resource.RLIMIT_AS)))] and (); checks.main()"
     )
     parts = json.dumps([charsmap(), None])
     run = subprocess.run(
-        [sys.executable, "-c", told], input=parts, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program], input=parts, capture_output=True, text=True, timeout=60, check=True
     )
     assert f"{CPU_SECONDS} {MEMORY}" in run.stdout.splitlines()
 
@@ -136,13 +136,13 @@ def test_counts_that_no_model_has_are_refused_before_anything_is_built(
     Tokenizer.load(spoilt(tmp_path / "m", model=bpe))
     Tokenizer.load(spoilt(tmp_path / "m", model=bpe | {"merges": [["a", "b"]] * 8}))
     monkeypatch.setattr(tokenizer, "_library", lambda *_: pytest.fail("it was built"))
-    for model, what in (
+    for model, counted in (
         (bpe | {"merges": ["a b"] * 12}, "12 merges"),
         (bpe | {"merges": [["a", "b"]] * 12}, "12 merges"),
         (bpe | {"vocab": {str(i): i for i in range(12)}}, "12 tokens"),
         ({"type": "Unigram", "vocab": [["a", 0]] * 12}, "12 tokens"),
     ):
-        with pytest.raises(ModelFileError, match=f"holds some {what}; the limit is 8"):
+        with pytest.raises(ModelFileError, match=f"holds some {counted}; the limit is 8"):
             Tokenizer.load(spoilt(tmp_path / "m", model=model))
     monkeypatch.setattr(tokenizer, "MAX_JSON_VALUES", 100)
     with pytest.raises(ModelFileError, match="more than 100 values beside its tokens and merges"):
