@@ -128,7 +128,7 @@ class Side(Timed):
         return {}
 
     def step(self, tokens: Sequence[tuple[int, int, int]], last: bool = False) -> None:
-        """Run one step over (sequence, position, token); return the logits of all of them, or of the last."""
+        """Run one step over (sequence, position, token), with logits for all of them, or for the last."""
         batch = self.space
         batch.n_tokens = len(tokens)
         for at, (sequence, position, token) in enumerate(tokens):

@@ -136,7 +136,7 @@ def faults(team: Figures, shared: int, members: int) -> list[str]:
 
 
 def table(rows: Sequence[tuple[str, Figures]]) -> None:
-    """Return the figures of all ways."""
+    """Print the figures of all ways."""
     print(f"{'':28}{'prompts':>10}{'computed':>10}{'seconds':>10}{'a step':>8}")
     for name, one in rows:
         print(f"{name:28}{one.prompt:>10}{one.computed:>10}{one.seconds:>10.2f}{one.at_once:>8.1f}")

@@ -192,7 +192,7 @@ async def test_adapters_come_and_go_while_others_run(tmp_path: Path) -> None:
         going = asyncio.create_task(chat(http, "a long one", model="tiny:prose", max_tokens=100))
         await asyncio.sleep(0.02)
         assert (await http.post("/v1/unload_lora_adapter", json={"lora_name": "prose"})).status_code == 200
-        assert (await going)["usage"]["completion_tokens"] == 100, "what runs may end"
+        assert (await going)["usage"]["completion_tokens"] == 100, "running requests may finish"
         gone = await http.post("/v1/chat/completions", json={"messages": HELLO, "model": "tiny:prose"})
         assert gone.status_code == 404
         assert [one["id"] for one in (await http.get("/lora-adapters")).json()] == [0, 1]

@@ -490,7 +490,7 @@ async def test_an_unknown_name_opens_an_account(folder: Path, monkeypatch: pytes
                 assert answer.status_code == 200, answer.text
                 wanted |= {name: wanted.get(name, 0) + 1} if name else {}
                 assert await opened() == wanted
-                assert durable.pop() == bool(name) and not durable, "its KV is stored before that of others"
+                assert durable.pop() == bool(name) and not durable, "its KV is stored first"
         for name, path, body in (
             ("s-6", "messages", {"messages": HI, "metadata": {"user_id": '{"session_id": "s-6"}'}, "max_tokens": 3}),
             ("s-7", "messages", {"messages": HI, "max_tokens": 3}),
@@ -503,15 +503,15 @@ async def test_an_unknown_name_opens_an_account(folder: Path, monkeypatch: pytes
         for path in ("chat/completions", "messages"):
             durable.clear()
             assert (await http.post(f"/v1/{path}", json={"messages": talk, "max_tokens": 3})).status_code == 200
-            assert durable == [True], "who sends an answer goes on with it"
+            assert durable == [True], "a request with an earlier answer continues that agent"
         wrong = await http.post("/v1/chat/completions", json=chat | {"n": 99}, headers={"X-Cairn-Agent": "joe"})
-        assert wrong.status_code == 400 and await opened() == wanted, "for nothing no account is opened"
+        assert wrong.status_code == 400 and await opened() == wanted, "an empty request opens no account"
         answers = [http.post("/v1/chat/completions", json=chat, headers={"X-Cairn-Agent": "two"}) for _ in range(2)]
         assert [one.status_code for one in await asyncio.gather(*answers)] == [200, 200]
         assert (await opened())["two"] == 2
         monkeypatch.setattr("cairn.agents.agent_service.MAX_AGENTS", 4)
         answer = await http.post("/v1/chat/completions", json=chat, headers={"X-Cairn-Agent": "joe"})
-        assert answer.status_code == 200 and "joe" not in await opened(), "served, on nobody's account"
+        assert answer.status_code == 200 and "joe" not in await opened(), "served, without an account"
 
 
 async def test_requests_that_open_an_account_again_at_once_share_it(

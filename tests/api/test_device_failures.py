@@ -94,7 +94,7 @@ def test_answers_in_flight_are_the_same_after_a_device_failed(
             assert not warnings or events[-1]["warnings"] == warnings or events[-1]["choices"] == []
         assert [other.result() for other in others] == [(known, warnings, warnings) for known in undisturbed]
         assert len(list(tmp_path.iterdir())) == faults
-        assert whole(server, PROMPTS[0]) == (undisturbed[0], [], []), "nobody is told who began afterwards"
+        assert whole(server, PROMPTS[0]) == (undisturbed[0], [], []), "later requests get no warning"
         result = health(server)
         assert result["status"] == "ok" and len(result["troubles"]) == len(warnings)
         assert all(

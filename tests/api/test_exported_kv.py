@@ -114,7 +114,7 @@ async def test_damage_costs_only_the_damaged_chunks(folder: Path, tmp_path: Path
         bent[spot] ^= 1
         async with server(folder, tmp_path / f"b{number}") as http:
             kv = await imported(http, bytes(bent))
-            assert kv["chunks"] == 2 and "damaged" in kv["why"], "nor is what extends it"
+            assert kv["chunks"] == 2 and "damaged" in kv["why"], "nor are its extensions"
             again, cache = await next_turn(http)
             assert again == said and cache["disk"] == 128
     async with server(folder, tmp_path / "swapped") as http:
@@ -123,7 +123,7 @@ async def test_damage_costs_only_the_damaged_chunks(folder: Path, tmp_path: Path
         kv = await imported(http, swapped)
         again, _ = await next_turn(http)
         assert again == said and kv["chunks"] == 2
-        assert kv["why"], "a chunk before what it extends is refused, and what extends that"
+        assert kv["why"], "a chunk that comes before its prefix is refused, and so are its extensions"
         for cut in (len(MAGIC) + 2, place + 5):
             bad = await http.post("/v1/agents/import?kv=true&id=x", content=file[:cut], headers=OCTETS)
             assert bad.status_code == 400 and "damaged or cut off" in bad.text

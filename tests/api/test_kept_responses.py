@@ -70,7 +70,7 @@ async def test_responses_and_conversations_cannot_be_continued_as_agents(tmp_pat
         mine = (await http.post("/v1/agents", json={"metadata": {"object": "response"}})).json()["id"]
         assert [item["id"] for item in (await http.get("/v1/agents")).json()["data"]] == [mine]
         for id in (response, conversation):
-            assert (await http.get(f"/v1/agents/{id}")).status_code == 200, "it can be looked at"
+            assert (await http.get(f"/v1/agents/{id}")).status_code == 200, "it can be read"
             for path, body in (
                 ("turns", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}),
                 ("fork", {}),

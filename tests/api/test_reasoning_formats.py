@@ -191,7 +191,7 @@ async def test_an_answer_that_comes_back_is_the_tokens_that_were_sampled(
         *whole, last = said[0]
         assert ids[0] == whole[: len(ids[0])] and len(whole) == len(ids[0]) + len(pieces)
         for later in ids[1:]:
-            assert later[: len(whole)] == whole, "a conversation begins with all that was computed for it"
+            assert later[: len(whole)] == whole, "a conversation begins with everything computed so far"
         behind = ids[1][len(whole)]
         if end == "<|return|>":  # the template ends a past answer with `<|end|>`
             (last,) = (await http.post("/tokenize", json={"content": "<|end|>", "add_special": False})).json()["tokens"]
@@ -264,6 +264,6 @@ async def test_a_turn_goes_on_behind_the_tokens_of_an_answer(name: str, tmp_path
         going_on = await chat.extend([*before, *ids[:-1]], [*asked, answer], new, [F])
         assert going_on is not None and going_on.tokens == whole.tokens
         cut = await chat.extend([*before, *ids[:-2]], [*asked, answer], new, [F])
-        assert (cut is None) == name.startswith("cohere"), "behind an answer that was cut stands what the template says"
+        assert (cut is None) == name.startswith("cohere"), "a cut answer is followed by the template's own text"
     finally:
         await chat.close()

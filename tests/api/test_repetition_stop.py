@@ -30,7 +30,7 @@ def test_a_repeating_answer_ends_if_asked_for(tmp_path: Path) -> None:
             client.post("/v1/chat/completions", json=ASKED | few | more).json()["choices"][0]
             for more in ({}, {"repetition_stop": True})
         )
-        assert watched == plain and len(watched["logprobs"]["content"]) == 20, "all else is as without"
+        assert watched == plain and len(watched["logprobs"]["content"]) == 20, "everything else is unchanged"
         text = {"prompt": "x", "max_tokens": 500, "temperature": 0, "repetition_stop": True}
         (choice,) = client.post("/v1/completions", json=text).json()["choices"]
         assert choice["finish_detail"] == "repetition"

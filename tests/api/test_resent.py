@@ -125,7 +125,7 @@ def test_a_conversation_that_is_resent_is_computed_once(demo: Home, client: Ask)
         if last is not None:
             assert cached(answer) >= whole(last) > 250, f"question {number}"
         elif number == 0:
-            assert cached(answer) < 16, "at most how every chat begins"
+            assert cached(answer) < 16, "at most the beginning that all chats share"
         messages.append({"role": "assistant", "content": said(answer)["content"]})
         last = answer
     assert last is not None
@@ -163,7 +163,7 @@ def test_a_reformatted_tool_call_is_the_same_and_an_edited_one_is_not(demo: Home
     assert changed["usage"]["prompt_tokens"] == reference["usage"]["prompt_tokens"]
     assert wording(changed) == wording(reference)
     (miss,) = changed["usage"]["cairn"]["miss"]
-    assert "Xanadu" in json.dumps(miss), "what was edited is read, and the report shows it"
+    assert "Xanadu" in json.dumps(miss), "the edited text is used, and the report shows it"
 
 
 def test_reasoning_that_a_client_leaves_out_is_put_back(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_reasoning_that_a_client_leaves_out_is_put_back(tmp_path: Path) -> None:
         spoken = again["usage"]["prompt_tokens"]
         resent[2] = {"role": "assistant", "content": message["content"] + " No."}
         edited = with_openai(home.server, resent, **more)
-        assert edited["usage"]["prompt_tokens"] < spoken, "what was edited is read without the thoughts before it"
+        assert edited["usage"]["prompt_tokens"] < spoken, "the edited answer is rendered without its former reasoning"
     finally:
         home.server.end()
 
@@ -210,7 +210,7 @@ def test_a_first_exchange_is_there_after_a_restart(tmp_path: Path) -> None:
         first = server.post("/completion", asked)
         assert first["cairn"]["computed"] == len(prompt) and len(first["tokens"]) == 190
         twice = server.post("/completion", asked | {"prompt": prompt[:9]})
-        assert twice["timings"]["cache_n"] == 8, "of a part of a block, too, but for the last token"
+        assert twice["timings"]["cache_n"] == 8, "also a part of a block is reused, except the last token"
         server.signal()
         assert server.wait() == 0
     with served(**options) as server:

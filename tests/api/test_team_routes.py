@@ -140,7 +140,7 @@ async def test_members_have_tools_of_their_own_and_share_their_beginning(folder:
             assert given["calls"] == [] and given["state"] == "interrupted"
         assert calls and body["rounds"] >= 2
         shown = (await http.get("/v1/teams/t")).json()
-        assert shown["report"]["shared_tokens"] > 200, "what a member's tools are stands behind what all share"
+        assert shown["report"]["shared_tokens"] > 200, "a member's tools come behind the shared prefix"
         for name, sees in (("ada", True), ("cy", False)):
             response = await http.get("/v1/teams/t/transcript", params={"member": name, "format": "markdown"})
             assert ("A stone." in response.text) <= sees

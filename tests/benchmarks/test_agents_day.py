@@ -158,9 +158,9 @@ def test_new_tokens_count_the_instruction_once_and_no_answer_twice(script: Any) 
     assert (before["first"], after["first"], side.found["killed"]) == (9.0, 2.0, False)
     side.mode = "all at once"
     side.halves[1] = (0.0, 6.0, second[::-1])
-    assert side.found["halves"][1]["first"] == 3.0, "of all agents that were asked at once, the median"
+    assert side.found["halves"][1]["first"] == 3.0, "the median of all agents that were asked at once"
     side.halves[1] = (0.0, 6.0, [turn(script, 1, 150, 124, None), second[1]])
-    assert side.found["halves"][1]["computed"] is None, "a server that does not say has computed not nothing"
+    assert side.found["halves"][1]["computed"] is None, "an unreported figure is not zero"
 
 
 def test_servers_are_those_of_the_options(script: Any, capsys: pytest.CaptureFixture[str]) -> None:

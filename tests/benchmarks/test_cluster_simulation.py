@@ -33,7 +33,7 @@ def test_names_compute_least_and_the_store_moves_what_they_keep(runs: dict[str, 
     assert 1 - shares["Cairn: names, load and store"] > 0.85
     for run in runs.values():
         assert 0 < run.computed <= run.prompt and run.turns > 1000 and 0 < run.first(0.5) <= run.first(0.99)
-        assert run.computed + run.loaded <= run.prompt + 1e6, "nothing is brought twice but after a death"
+        assert run.computed + run.loaded <= run.prompt + 1e6, "nothing is loaded twice except after a death"
 
 
 def test_the_same_seed_gives_the_same_figures(runs: dict[str, Found]) -> None:

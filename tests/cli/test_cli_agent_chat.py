@@ -120,10 +120,10 @@ def test_the_chat_goes_on_when_the_server_goes_away(monkeypatch: pytest.MonkeyPa
     assert "the connection to http://h was lost: reset" in said
     assert said.count("no server answers at http://h; start one with: cairn serve") == 4
     assert said.count("your question was not taken back yet") == 1
-    assert said.count("(your question was taken back)") == 1, "of the third, which never arrived"
+    assert said.count("(your question was taken back)") == 1, "the third, which never arrived"
     assert said.count("took back: two") == 1
     assert house.head == 1
-    assert saved(file) == ["one", "half and half"], "what the server still has"
+    assert saved(file) == ["one", "half and half"], "the server still has it"
 
 
 def test_a_resumed_answer_is_saved_and_can_be_taken_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def wait_up(port: int, count: int) -> None:
 def wait_until(holds: Callable[[], bool]) -> None:
     end = time.monotonic() + 60
     while not holds():
-        assert time.monotonic() < end, "it did not come to hold"
+        assert time.monotonic() < end, "the condition did not become true"
         time.sleep(0.1)
 
 
@@ -151,7 +151,7 @@ def test_up_starts_all_restarts_what_ends_and_leaves_nothing(tmp_path: Path, pro
         wait_up(port, 2)
         said = f"2 servers serve demo at http://127.0.0.1:{port}/v1. Ctrl-C ends all."
         wait_until(lambda: said in log_file.read_text())
-        assert "curl" not in log_file.read_text(), "each server's own address is not the one to use"
+        assert "curl" not in log_file.read_text(), "clients must use the router's address"
         family = children(process.pid)
         servers = direct_children(process.pid)
         assert len(servers) == 2

@@ -31,7 +31,7 @@ def test_the_pools_tokens_are_those_of_its_full_layers(kinds: list[str], tmp_pat
 def test_a_pool_of_windows_alone_holds_any_context(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m", **WINDOWS, layer_types=["sliding_attention"] * 2)
     assert " of KV pool holds any context, context 4,096" in _fit(str(folder), CONFIG)
-    assert "tokens/s" not in _fit(str(folder), CONFIG), "nothing is known of this machine"
+    assert "tokens/s" not in _fit(str(folder), CONFIG), "nothing is measured on this machine"
     small = msgspec.structs.replace(CONFIG, context=64)
     assert " of KV pool holds any context, context 64" in _fit(str(folder), small)
 

@@ -101,7 +101,7 @@ def test_an_agent_finds_the_server_that_runs(fake: dict[str, str], tmp_path: Pat
         )
         shown = launch(fake, "pi", "--print", "--host", server.url)
         assert shown.stdout.startswith("export PI_CODING_AGENT_DIR=") and model["id"] in shown.stdout
-        assert not (tmp_path / "cache" / "cairn" / "launch" / "pi").exists(), "what is shown is not written"
+        assert not (tmp_path / "cache" / "cairn" / "launch" / "pi").exists(), "--print writes no files"
 
 
 def test_a_server_is_started_and_ended_with_the_agent(fake: dict[str, str], tmp_path: Path) -> None:

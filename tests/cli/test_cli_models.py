@@ -71,7 +71,7 @@ def test_a_model_that_does_not_fit_is_reported_before_it_is_fetched(monkeypatch:
         check_fits("a/b", 20_000_000_000, False, said.append)
     check_fits("a/b", 20_000_000_000, True, said.append)
     check_fits("gpt-oss", 12_100_000_000, False, said.append)
-    assert len(said) == 3, "what is wanted anyway, and a model of experts, is told of and fetched"
+    assert len(said) == 3, "forced downloads and models with experts are reported and fetched"
 
 
 def test_a_short_name_that_is_far_too_large_is_refused_before_the_hub_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

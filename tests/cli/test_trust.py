@@ -66,7 +66,9 @@ def test_a_certificate_can_be_named_or_anyone_trusted(secure, tmp_path):
     assert "--cacert FILE" in sentence(run("status", *host), 1)
     assert run("status", *host, "--insecure").returncode == 0
     said = sentence(run("status", *host, "--cacert", str(tmp_path / "server.pem")), 1)
-    assert "IP address mismatch" in said or "not valid for" in said, "what is named has to be the machine that answers"
+    assert "IP address mismatch" in said or "not valid for" in said, (
+        "the certificate must name the machine that answers"
+    )
     assert "give --host a name that is in its certificate" in said and "--cacert" not in said
     assert run("status", "--host", f"https://localhost:{secure.port}", "--insecure").returncode == 0
 

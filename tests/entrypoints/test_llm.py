@@ -751,14 +751,14 @@ def test_a_model_of_an_ended_event_loop_is_loaded_anew():
         with pytest.raises(Unavailable, match="another event loop"):
             await llm.generate("x")
         async with llm:
-            assert not any(helper.runs for helper in helpers), "what renders and what compiles are gone, too"
+            assert not any(helper.runs for helper in helpers), "the rendering and compiling processes are gone, too"
             assert (await llm.generate("x", max_tokens=2, ignore_eos=True)).tokens
 
     asyncio.run(use())
     asyncio.run(llm.__aenter__())
     asyncio.run(llm.close())
     asyncio.run(llm.close())
-    assert workers() <= before, "what was computed is stored before it ends"
+    assert workers() <= before, "computed KV is stored before it ends"
     gc.collect()  # a socket left open is reported here, and not in another test
 
 

@@ -21,10 +21,10 @@ from tests.service.tiny import collect, config, request, serving, until
 
 
 class Blind:
-    """A tokenizer that must not be called."""
+    """A tokenizer that must not see a caller's text."""
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        assert special, "a text of the caller was read"
+        assert special, "a caller's text was tokenized"
         return [1]
 
 
@@ -123,7 +123,7 @@ async def test_a_call_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(service.tokenizer, "encode", noted)
         with pytest.raises(InvalidRequest, match="input has more than 100 tokens together"):
             await vectors(service, ["a text"] * 1000, Asking())
-        assert len(read) == 17, "no more is encoded than is needed to know"
+        assert len(read) == 17, "no more is encoded than needed"
         monkeypatch.setattr(embeddings, "MAX_TOKENS", 1 << 20)
         (_,), tokens = await vectors(service, ["x" * (1 << 20)], Asking(truncate=True))
         assert tokens == 2048 and read[-1] == 64 * 2048

@@ -154,11 +154,11 @@ def test_a_history_that_leaves_an_answer_out_is_other_tokens() -> None:
     left_out = [*KNOWN[:80], 1, 5, 6, 7]
     assert why(recent, left_out, 80, describe_prompt([*asked, question])).reason == "different tokens"
     assert why(recent, left_out, 80, describe_prompt([*asked, answer, question])).reason == "template", (
-        "none is left out"
+        "no answer is left out"
     )
     early = [*KNOWN[:40], *range(60)]
     assert why(recent, early, 32, describe_prompt([*asked, question])).reason == "template", (
-        "what comes first differs too"
+        "the beginning differs, too"
     )
 
 
@@ -183,7 +183,7 @@ def test_the_table_is_bounded() -> None:
     recent.note(MINE, range(TOKENS), 4)
     assert why(recent, [CONTEXTS, 1, 9], 0).reason == "never seen" and why(recent, [0, 9], 0).differs is not None
     recent.note(MINE, range(10, TOKENS + 11), 4)
-    assert why(recent, [10, 9], 0).reason == "never seen", "more than fits"
+    assert why(recent, [10, 9], 0).reason == "never seen", "more than the table holds"
     for n in range(TENANTS):
         recent.note(b"%d" % n, KNOWN, 4)
     assert why(recent, [0, 9], 0).reason == "never seen" and why(recent, [1000, 9], 0, salt=b"0").differs is not None
@@ -213,7 +213,9 @@ async def test_a_service_explains_a_miss_to_the_same_tenant_only(folder: Path) -
         assert miss.differs is not None and miss.differs.position == first.index("jumps")
         assert miss.differs.known.startswith("jumps over") and miss.differs.given == "leaps over it."[:16]
         assert (await ask(edited, THEIRS)).cache.miss == Miss(position=0, reason="never seen")
-        assert (await ask(first, THEIRS)).cache.miss != Miss(position=0, reason="never seen"), "their own is known"
+        assert (await ask(first, THEIRS)).cache.miss != Miss(position=0, reason="never seen"), (
+            "their own context is known"
+        )
         await ask("A secret of somebody, not to be kept.", told=PromptOrigin(store=False))
         kept = (await ask("A secret of nobody, which may be kept.")).cache.miss
         assert kept is not None and kept.reason == "never seen" and kept.differs is None

@@ -246,7 +246,7 @@ async def test_a_stop_string_ends_in_the_worker_and_what_follows_is_not_counted(
     assert answer.done is not None
     assert answer.done.reason is FinishReason.STOP
     assert answer.done.usage.completion_tokens == len(answer.tokens) < 60
-    assert answer.done.timing.prefill > 0, "the start and the first token are heard of at once, and lie apart"
+    assert answer.done.timing.prefill > 0, "the start and the first token are reported at once, with different times"
     await until(lambda: service._stats.running == 0)
 
 

@@ -193,7 +193,7 @@ async def test_an_answer_that_has_no_room_in_a_smaller_pool_is_an_error_and_no_s
         assert list(whole.tokens) == truth(full) and whole.done is not None
         assert whole.done.reason is FinishReason.LENGTH
         again = await collect(service.generate(request(service, (8,) * 50, 1900, stop_token_ids=())))
-        assert again.done is not None and again.done.reason is FinishReason.LENGTH, "it is told of the pool of today"
+        assert again.done is not None and again.done.reason is FinishReason.LENGTH, "it sees the current pool"
 
 
 async def test_an_answer_that_stops_with_the_last_token_of_a_smaller_pool_is_whole(
@@ -376,7 +376,7 @@ async def test_a_worker_that_owes_an_answer_is_left_alone_while_its_loop_lives()
             await say(wire.Beat(cpu=0.0))
             await say(wire.StepOutputs(stats=wire.Stats()))
             assert passes(5) == 0, "the disk is slow"
-        assert passes(1.25) == 1, "nothing is heard of it"
+        assert passes(1.25) == 1, "no heartbeat arrives"
         process.returncode, process.poll = -9, lambda: -9
         with pytest.raises(Unavailable, match="ended before it answered"):
             await asked
@@ -781,7 +781,7 @@ async def test_a_close_that_is_cut_off_kills_the_worker() -> None:
         closing = asyncio.create_task(watch.close())
         await until(link.ended.done)
         await asyncio.sleep(0)
-        assert process.kills == 0, "it has its time to store what waits"
+        assert process.kills == 0, "it may store pending KV first"
         closing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await closing

@@ -75,7 +75,7 @@ def test_names_of_sources_are_no_citations_and_other_words_are_text() -> None:
 
 
 class Says:
-    """An asker that answers with a text, in pieces of three characters."""
+    """An answerer with a given text, in pieces of three characters."""
 
     def __init__(self, said: str) -> None:
         self.said = said

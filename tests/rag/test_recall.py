@@ -86,7 +86,7 @@ FOREIGN = (
 
 
 class Talker:
-    """An asker whose answer has citations, some of them invalid."""
+    """An answerer whose text has citations, some of them invalid."""
 
     async def answer(
         self, asker: Asker, messages: Sequence[dict[str, Any]], options: SamplingOptions, wanted: Wanted, heard: Heard

@@ -59,7 +59,7 @@ async def test_bodies_that_never_end_take_a_bounded_part_of_the_memory(figure: F
         )
         grown = server.rss() - before
         refused = [status for _, status in sent if status]
-        assert set(refused) == {429}, "for the tenant alone, and to be asked again"
+        assert set(refused) == {429}, "for this tenant only, and to be retried"
         held = sum(not status for _, status in sent[:chats])
         assert held == most * MIB // 2 // chat and len(refused) == len(sent) - held - 4, "half is one tenant's"
         assert await ask(server, OTHER) == 200, "another tenant is served all the same"

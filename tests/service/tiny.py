@@ -119,7 +119,7 @@ async def collect(stream: AsyncIterable[Event], answer: Answer | None = None) ->
 
 
 async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
-    """Wait until `done` returns true; the limit is generous, because the machine may be busy."""
+    """Wait until the condition holds; the limit is generous, because the machine may be busy."""
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)

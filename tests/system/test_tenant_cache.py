@@ -27,7 +27,7 @@ def test_the_least_recently_used_goes_first_and_a_tenant_has_a_quarter() -> None
     assert [key for _, key in sizes(cache)] == ["1", "3"], "the second was used longest ago, and 120 is above a quarter"
     for tenant in "bcde":
         assert keep(cache, tenant, "1", 100)
-    assert cache.bytes() == 400 and cache.get("a", "1") is None, "all is bounded too"
+    assert cache.bytes() == 400 and cache.get("a", "1") is None, "the whole is bounded, too"
     assert cache.get("b", "3") is None, "no tenant has what another has"
 
 

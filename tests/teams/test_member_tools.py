@@ -83,7 +83,7 @@ async def test_a_round_waits_for_what_a_tool_returns() -> None:
         results = [text for member, text, _ in at.voice.asked if member == "bob"]
         assert results[0].startswith("You are bob.") and "look: Looks something up." in results[0]
         assert 'You called look with {"what": 0}. It returned: a secret!' in results[4]
-        assert "a secret!" not in results[-1], "what was told once is not told again"
+        assert "a secret!" not in results[-1], "a known result is not sent again"
     finally:
         await at.close()
 
@@ -121,7 +121,7 @@ async def test_a_round_with_tools_resumes_after_a_crash_privately(monkeypatch: p
     for death in random.Random(1).sample(range(asked), 6):
         said, again, leaked = await played([death])
         assert said == expected and not leaked
-        assert again <= asked + 1, "at most the question of arguments is asked twice"
+        assert again <= asked + 1, "only the question for arguments may be asked twice"
 
     visible = prompts.visible
 

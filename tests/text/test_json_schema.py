@@ -259,9 +259,9 @@ def test_nothing_that_is_invalid_is_accepted(prove: bool, figure: Callable[[str,
             right += good
             missed += good and not taken
         said = walk(grammar, rng, most=300)
-        assert said is None or valid(schema, json.loads(said)), f"seed {seed}: {schema} may say {said}"
+        assert said is None or valid(schema, json.loads(said)), f"seed {seed}: {schema} may generate {said}"
     assert right > schemas and missed < right / 20, f"{missed} of {right} valid values were not accepted"
-    assert held >= 0.84 * schemas, f"only {held} of {schemas} schemas can be held to"
+    assert held >= 0.84 * schemas, f"only {held} of {schemas} schemas can be enforced"
     figure(
         "JSON schemas held to",
         f"{held:,} of {schemas:,}; {wrong} invalid values accepted, {missed} of {right:,} valid ones not",

@@ -220,7 +220,7 @@ def test_workflow_files_are_whole(path: Path) -> None:
     """What a hosted runner would refuse: triggers, machines, time limits, steps, and actions without a version."""
     workflow = yaml.safe_load(path.read_text())
     assert set(workflow) <= {"name", True, "permissions", "jobs", "concurrency"} and workflow["permissions"]
-    assert workflow[True], "when it runs; YAML reads the word on as true"
+    assert workflow[True], "its triggers; YAML reads the key `on` as true"
     for job in workflow["jobs"].values():
         assert job["runs-on"] and 0 < job["timeout-minutes"] <= 120
         for step in job["steps"]:

@@ -633,7 +633,7 @@ def test_thousands_of_agents_open_within_a_second(browser: Any, models: Path, tm
         seconds, drawn = work.since()
         print("figures", opened, nodes, cold, seconds / 60, drawn / 60)
         assert opened < 1 and cold < 3 and seconds / 60 < 0.05, (opened, cold, seconds)
-        assert 10 < nodes < 500 and 0 < drawn / 60 < 500, "only what is seen is drawn"
+        assert 10 < nodes < 500 and 0 < drawn / 60 < 500, "only visible rows are drawn"
         assert _idle_share(home, page) < 0.01
         assert visit.errors == []
         visit.close()

@@ -32,7 +32,7 @@ def test_a_pair_gives_the_answers_of_one_in_fewer_steps() -> None:
         results.append([answer.text for answer in answers])
         accepted = [answer.usage.accepted_prediction_tokens for answer in answers]
     assert results[0] == results[1]
-    assert accepted[0] >= 30, "of a greedy answer of 60 tokens nearly all are guessed"
+    assert accepted[0] >= 30, "of a greedy answer of 60 tokens nearly all are drafted"
 
 
 def test_a_model_with_other_tokens_is_refused() -> None:
@@ -72,9 +72,9 @@ def test_a_model_with_recurrent_states_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["glm 4.5", "qwen 3.5"])
 def test_a_models_own_head_guesses_without_being_asked_for(name: str, tmp_path: Path) -> None:
-    """The head drafts by default, with the same text in fewer steps, and usage counts it.
+    """The text is the same, and usage counts the head's drafts.
 
-    A draft model takes its place.
+    A draft model takes the head's place.
     """
     folder = with_demo_tokens(write_with_head(tmp_path / "model", name, vocab_size=DEMO_VOCAB))
     found, accepted = [], []

@@ -283,7 +283,7 @@ def test_compiled_grammars_are_cached_by_their_bytes(site: Site, compilations: l
         site.matcher(numbered(number), bytes=20 * MIB)
     assert site.grammars.kept_bytes == 60 * MIB, "a quarter of 256 MiB is the tenant's"
     site.matcher(numbered(4), bytes=20 * MIB)
-    assert len(compilations) == 5, "the newest are there"
+    assert len(compilations) == 5, "the newest are cached"
     site.matcher(numbered(0), bytes=20 * MIB)
     assert len(compilations) == 6, "the oldest is not"
     for tenant in "bcdefgh":
@@ -300,7 +300,9 @@ def test_a_grammar_in_use_is_not_evicted_and_the_next_one_waits(site: Site) -> N
     site.grammars.add(request(numbered(2), id=2, bytes=40 * MIB))
     site.grammars.add(request(numbered(1), id=3, bytes=40 * MIB))
     site.grammars.add(request(AB, id=4, bytes=40 * MIB, share="other"))
-    assert {one.request.id for one in site.ready(2)} == {3, 4}, "who needs no more room passes, and other tenants"
+    assert {one.request.id for one in site.ready(2)} == {3, 4}, (
+        "requests that need no more room pass, and so do other tenants"
+    )
     time.sleep(0.05)
     assert site.grammars.ready() == [] and site.grammars.pending
     del first
@@ -327,10 +329,10 @@ def test_growth_while_following_counts(site: Site, compilations: list[str]) -> N
     assert len(compilations) == 1
     for token in b"ab" * 20:
         again.consume(token)
-    assert site.grammars.kept_bytes == 129 * MIB, "there is a most that it can grow"
+    assert site.grammars.kept_bytes == 129 * MIB, "its growth has a limit"
     del matcher, again
     site.matcher(AB, bytes=MIB, growth=4 * MIB)
-    assert len(compilations) == 2 and site.grammars.kept_bytes == MIB, "what has grown so far is compiled anew"
+    assert len(compilations) == 2 and site.grammars.kept_bytes == MIB, "a grown grammar is compiled anew"
 
 
 def test_a_cancelled_request_is_not_compiled(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,7 +353,7 @@ def test_a_cancelled_request_is_not_compiled(site: Site, monkeypatch: pytest.Mon
     go.set()
     site.grammars.add(request(AB, id=100))
     (one,) = site.ready()
-    assert one.request.id == 100 and len(made) == 2, "the one that was begun, and the one that is waited for"
+    assert one.request.id == 100 and len(made) == 2, "the running one, and the one that is waited for"
 
 
 def test_the_next_tenant_waits_for_one_grammar_of_each_other(site: Site, compilations: list[str]) -> None:
@@ -395,7 +397,7 @@ def test_an_answer_that_becomes_too_complex_ends_and_no_other(
     assert {ord("a"), END} <= allowed(cheap) and ord("b") in allowed(site.matcher(STATES, generated=tuple(b"aba")))
     cheap.consume(ord("a"))
     assert ord("b") in allowed(cheap) and cheap.forced() is None
-    assert len(compilations) == 4, "the first, its own of each of the two, and that of who came later"
+    assert len(compilations) == 4, "the first, one for each of the two, and the late one's"
 
 
 def test_masks_that_take_too_long_together_end_their_answer(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,4 +410,4 @@ def test_masks_that_take_too_long_together_end_their_answer(site: Site, monkeypa
         if not matcher.mask().wait():
             break
         matcher.consume(b"ab"[number % 2])
-    assert 60 <= number <= 70, "fifteen milliseconds too long each, and a second in all"
+    assert 60 <= number <= 70, "15 ms over the limit each, and a second in all"

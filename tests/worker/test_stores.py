@@ -314,7 +314,7 @@ async def test_the_stores_answer_what_is_asked_about_a_context(folder: Path, tmp
         whole, blocks, chunks = len(tokens) // 64 * 64, len(tokens) // 16 * 16, -(-(len(tokens) // 16) // 4)
         await collect(service.generate(request(service, prompt, 2)))
         await service.flush()
-        assert service.kv().disk is not None and service.kv().disk.chunks == chunks, "figures of after the flush"
+        assert service.kv().disk is not None and service.kv().disk.chunks == chunks, "figures from after the flush"
         assert service.kv().queued == 0
         await service.pin("agent", tokens)
         await until(lambda: service.kv().disk is not None and service.kv().disk.pinned == chunks)

@@ -64,7 +64,7 @@ def shown(swaps: Swaps) -> dict[str, Any]:
 def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it did not become true"
+        assert time.monotonic() < end, "the condition did not become true"
         time.sleep(0.01)
 
 

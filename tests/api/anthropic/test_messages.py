@@ -401,7 +401,7 @@ async def test_a_later_system_message_keeps_its_place_in_any_template(tmp_path: 
         prompt = await service.chat.prompt([{"role": "system", "content": "first"}, *messages])
         text = service.tokenizer.decode(prompt.tokens, skip_special=False)
     assert text.index("hi") < text.index("<system-reminder>\nlate\n</system-reminder>") < text.index("more")
-    assert text.count("<|im_start|>user") == 1, "users' turns that would follow each other are one"
+    assert text.count("<|im_start|>user") == 1, "consecutive user turns are merged"
 
 
 # -------------------------------------------------------------------------------------------------------- the errors

@@ -58,4 +58,4 @@ def test_anthropic(beta: bool) -> None:
         reason = result["cache_miss_reason"]
         literals[reason["type"]].model_validate(reason, strict=True)
         said.add(reason["type"])
-    assert said == literals.keys() - {"unavailable"}, "a message's prompt is compared with what is known, or it is not"
+    assert said == literals.keys() - {"unavailable"}, "a message's prompt is compared with a known one, or not at all"

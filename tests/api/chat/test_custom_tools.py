@@ -59,15 +59,15 @@ async def test_a_custom_tool_is_called_with_one_text() -> None:
         *chunks, _ = events((await post(at, CHAT, body | {"stream": True})).text)
         deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
         pieces = [call for delta in deltas for call in delta.get("tool_calls", ())]
-        assert pieces[0] == {"index": 0} | custom, "told once, when it is whole"
+        assert pieces[0] == {"index": 0} | custom, "sent once, when it is complete"
         assert [piece["index"] for piece in pieces] == [0, 1, 1]
         assert "".join(piece["function"]["arguments"] for piece in pieces[1:]) == '{"city": "Oslo"}'
-        assert deltas[-2] == {"content": "done"}, "and what follows calls follows them"
+        assert deltas[-2] == {"content": "done"}, "text behind calls stays behind them"
     (tools,) = {json.dumps(tools) for _, tools, _, _ in service.prompts}
     rendered = json.loads(tools)[0]["function"]
     assert rendered["name"] == "patch" and "has this grammar:\n[a-z]+ [0-9]+" in rendered["description"]
     assert rendered["parameters"]["properties"]["input"]["pattern"] == "^(?:[a-z]+ [0-9]+)$"
-    assert service.wanted[0].choice.strict == ("patch",), "its input is held to the grammar"
+    assert service.wanted[0].choice.strict == ("patch",), "its input follows the grammar"
 
 
 async def test_a_custom_call_comes_back_and_is_chosen() -> None:

@@ -73,7 +73,7 @@ async def test_an_answer_is_stored_before_its_end_is_sent() -> None:
 
         reading = asyncio.create_task(read())
         await asyncio.wait_for(disk.asked.wait(), 10)
-        assert kept, "it is given to the disk first"
+        assert kept, "it is stored first"
         await asyncio.sleep(0)
         assert not reading.done()
         disk.stored.set()

@@ -66,7 +66,7 @@ async def test_chats(at: Site) -> None:
             for chunk in chunks
             if chunk["delta"].get(kind)
         ]
-        assert all(scores for _, scores in results), "each chunk with a text has its own"
+        assert all(scores for _, scores in results), "each chunk with a text has its log-probabilities"
         assert "".join(text for text, _ in results) == "".join(token for _, scores in results for token in scores)
     left = [chunk["logprobs"] for chunk in chunks if not chunk["delta"].get("content")]
     assert all(not (scores or {}).get("content") for scores in left)

@@ -59,7 +59,7 @@ async def test_progress_goes_from_what_is_cached_to_the_whole(path: str, body: d
         assert timings["cache_n"] == prompt["cache"] and timings["prompt_n"] == prompt["processed"] - prompt["cache"]
         assert timings["predicted_n"] == 0
     assert results == chunks[chunks.index(results[0]) : chunks.index(results[0]) + len(results)], (
-        "before all that is said"
+        "progress comes before all text"
     )
     if path == "/v1/responses":
         assert {one["type"] for one in results} == {"response.in_progress"}

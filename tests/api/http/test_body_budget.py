@@ -127,7 +127,7 @@ async def test_an_import_refused_by_a_full_disk_says_so(
         assert answer.status_code == 503, answer.text
         assert "the body cannot be kept in" in answer.text and "No space left on device" in answer.text
         again = await http.post("/v1/agents/import", content=b"x", headers=OCTETS)
-        assert again.status_code == 400 and "not an exported agent" in again.text, "and gives its place back"
+        assert again.status_code == 400 and "not an exported agent" in again.text, "and frees its slot"
 
 
 async def test_imports_go_to_the_disk_and_are_bounded_by_number(tmp_path: Path) -> None:

@@ -327,7 +327,7 @@ async def test_a_pull_reports_progress(pulls: list[str]) -> None:
         assert (await post(at, "/api/pull", {"model": "org/model", "stream": False})).json() == {"status": "success"}
         assert pulls == ["org/model"] * 2
         assert lines(await post(at, "/api/pull", {"model": "scripted"}))[-1] == {"status": "success"}
-        assert pulls == ["org/model"] * 2, "it is served, and so it is here"
+        assert pulls == ["org/model"] * 2, "a served model is present"
 
 
 async def test_a_pull_that_fails(pulls: list[str]) -> None:
@@ -410,7 +410,7 @@ async def test_the_ollama_client(tmp_path: Path) -> None:
         (loaded,) = (await client.ps()).models
         assert loaded.context_length == served.info.context and loaded.expires_at.year == 9999
         assert (await client.pull("mine")).status == "success"
-        assert (await client.show("other")).template == template, "as a chat with it is answered"
+        assert (await client.show("other")).template == template, "as a chat with this name is answered"
         served.strict = True
         with pytest.raises(ollama.ResponseError, match="not found"):
             await client.show("other")

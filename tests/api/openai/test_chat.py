@@ -55,7 +55,7 @@ async def test_chat_object() -> None:
     body = response.json()
     assert body["id"] == "chatcmpl-" + response.headers["x-request-id"]
     assert body["object"] == "chat.completion" and body["model"] == "scripted"
-    assert body["system_fingerprint"] == "fp_111213141516", "of what computes, not only of the model"
+    assert body["system_fingerprint"] == "fp_111213141516", "it depends on the kernels, too, not only on the model"
     assert isinstance(body["created"], int)
     assert body["choices"] == [
         {
@@ -343,7 +343,7 @@ async def test_the_servers_order_of_samplers_and_a_requests_own() -> None:
         props = (await http.get("/props")).json()["default_generation_settings"]["params"]
     results = [stream.request.sampling for stream in service.streams]
     assert [result.temperature_last for result in results[:6]] == [True, True, False, False, False, False]
-    assert [result.top_p for result in results[4:6]] == [1.0, 1.0], "what is not in the list does not apply"
+    assert [result.top_p for result in results[4:6]] == [1.0, 1.0], "a sampler that is not listed does not apply"
     assert props["samplers"] == ["penalties", "top_k", "top_p", "min_p", "temperature"]
 
 

@@ -95,7 +95,7 @@ async def test_an_answer_cites_what_was_found(tmp_path: Path) -> None:
         items = await ai.responses.input_items.list(whole.id)
         (item,) = items.data
         assert item.type == "message" and item.content[0].type == "input_text"
-        assert item.content[0].text == "What is a cairn?", "what was found is none of the client's message"
+        assert item.content[0].text == "What is a cairn?", "results are not part of the client's message"
         again = await ai.responses.create(**ask | {"input": "And bread?"}, previous_response_id=whole.id)
         assert again.usage is not None and whole.usage is not None
         assert again.usage.input_tokens_details.cached_tokens >= whole.usage.input_tokens // 16 * 16

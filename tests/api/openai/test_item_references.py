@@ -112,7 +112,7 @@ async def test_missing_items_are_one_404(tmp_path: Path) -> None:
             said.add(error["message"].replace(repr(id[:100]), "ID"))
         assert (await ask("ada", input=[reference(mine)])).status_code == 200
         many = await ask("bob", input=[reference(f"msg_{n:016x}_in_0") for n in range(MAX_SOURCES + 1)])
-        assert many.status_code == 404, "the first that is not there"
+        assert many.status_code == 404, "the first missing item"
     assert len(said) == 1
 
 

@@ -422,7 +422,7 @@ async def test_a_response_goes_on_from_another_and_is_found_in_the_cache(tmp_pat
             assert later["usage"]["input_tokens_details"]["cached_tokens"] >= before - 16 - 1
         items = (await http.get(f"/v1/responses/{two['id']}/input_items")).json()
         texts = [item["content"][0]["text"] for item in items["data"]]
-        assert texts == ["more", one["output"][0]["content"][0]["text"], "hi"], "all that it was made from, last first"
+        assert texts == ["more", one["output"][0]["content"][0]["text"], "hi"], "all items it was made from, last first"
         changed = (await post(at, kept(instructions="Other rules.", input="x", previous_response_id=two["id"]))).json()
         count = {"instructions": "Other rules.", "input": "x", "previous_response_id": two["id"]}
         counted = (await post(at, count, "/v1/responses/input_tokens")).json()
@@ -435,7 +435,7 @@ async def test_a_response_goes_on_from_another_and_is_found_in_the_cache(tmp_pat
         gone = await post(at, kept(previous_response_id=one["id"]))
         assert gone.status_code == 400 and gone.json()["error"]["code"] == "previous_response_not_found"
         three = await post(at, kept(instructions=rules, previous_response_id=two["id"]))
-        assert three.status_code == 200, "what followed it stays"
+        assert three.status_code == 200, "later responses stay"
 
 
 async def test_a_response_reports_what_differs_from_another(tmp_path: Path) -> None:
@@ -559,7 +559,7 @@ async def test_a_client_that_sends_everything_again_finds_the_answers_as_they_we
         ids = await whole.context("default", again.json()["id"])
         assert at.app.service is not None
         text = at.app.service.tokenizer.decode(ids, skip_special=False)
-    assert text.count("<think>I see.</think>") == 2, "a template that knows no reasoning has not said it"
+    assert text.count("<think>I see.</think>") == 2, "a template without reasoning did not render it"
     assert agent["messages"][1]["reasoning_content"] == "I see."
 
 
@@ -768,7 +768,9 @@ async def test_only_a_response_that_runs_is_cancelled(tmp_path: Path, monkeypatc
         slowly(monkeypatch)
         running = (await post(at, kept(background=True, max_output_tokens=1500))).json()["id"]
         answers = [(await http.post(f"/v1/responses/{running}/cancel")) for _ in range(2)]
-        assert [answer.json()["status"] for answer in answers] == ["cancelled"] * 2, "twice is as once"
+        assert [answer.json()["status"] for answer in answers] == ["cancelled"] * 2, (
+            "deleting twice is like deleting once"
+        )
         assert (await http.post("/v1/responses/resp_00000000000000ff/cancel")).status_code == 404
 
 

@@ -201,7 +201,7 @@ def test_chats_of_files(tmp_path: Path) -> None:
         (tmp_path / "chats" / "bad.json").write_text(text)
         with pytest.raises(CairnError, match=words):
             chats.load("bad")
-    assert len(chats.newest(9)) == 3, "a file that is broken hides no other"
+    assert len(chats.newest(9)) == 3, "a broken file hides no other"
     chats.delete("20261122-x")
     chats.delete("20261122-x")
     assert len(chats.newest(9)) == 2

@@ -256,7 +256,7 @@ def test_a_full_context_offers_three_ways_on(canned, asked, elsewhere, way, left
             "answer 1",
             "b",
             "answer 2",
-        ], "what was said is still kept whole"
+        ], "the conversation is still stored whole"
 
 
 def test_a_full_context_is_no_dead_end_in_a_script(canned, asked):  # noqa: F811

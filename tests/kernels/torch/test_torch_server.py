@@ -108,7 +108,7 @@ def test_streams_go_on_where_torch_fails_in_a_step(
         for prompt, events in zip(PROMPTS, answers, strict=True):
             whole(events)
             assert warned(events) == [MOVED] * (faults - 1)
-            assert text(events)[:8] == undisturbed[prompt][:8], "what was sent before stays"
+            assert text(events)[:8] == undisturbed[prompt][:8], "events sent before stay"
         with asked(server, PROMPTS[0]) as later:
             assert "X-Cairn-Warning" not in later.headers and json.load(later)["usage"]["completion_tokens"] == LENGTH
         result = health(server)

@@ -73,4 +73,4 @@ def test_a_text_is_near_the_reference_and_the_same_in_any_company(name: str, tmp
         engine.close()
     for ours, theirs in zip(results[1], results[0], strict=True):
         assert np.abs(ours - theirs).max() <= BOUND * max(1.0, float(np.abs(theirs).max()))
-        assert len(ours) == 1 or ours.std() > 0.001, "numbers that hardly differ would hide mistakes"
+        assert len(ours) == 1 or ours.std() > 0.001, "nearly equal numbers would hide mistakes"

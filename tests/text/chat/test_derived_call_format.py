@@ -52,7 +52,7 @@ async def test_a_known_call_format_is_derived_from_its_template(name: str) -> No
     assert form is not None
     assert known_form(form) is BY_NAME[name]
     if name != "llama":  # a call that is a bare JSON object has no section to derive
-        assert form is not BY_NAME[name], "what was told of it, and not taken from the table"
+        assert form is not BY_NAME[name], "derived, not taken from the table"
 
 
 def test_the_table_has_a_template_for_every_form() -> None:

@@ -130,7 +130,7 @@ async def test_a_cancelled_compilation_stops(helper: GrammarHelper) -> None:
         task.cancel()
         before = children_seconds(helper.pid)
         verdict = await helper.compile(regex("b"), "x", "b")
-        assert not verdict.ended and not children(helper.pid), "and nobody else's is given up for it"
+        assert not verdict.ended and not children(helper.pid), "and nobody else's compilation is cancelled for it"
         assert children_seconds(helper.pid) - before < moment + 1.0 < SECONDS, "processor time, not the clock's"
         assert task.cancelled()
 

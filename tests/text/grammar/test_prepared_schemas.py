@@ -355,7 +355,7 @@ def test_unenforceable_keywords_are_an_error_if_strict_and_a_warning_if_not(sche
     assert accepts(result.text, json.dumps(wrong)), "it is not enforced"
     inner = {"type": "object", "properties": {"x": schema, "y": {"type": "integer"}}, "required": ["x", "y"]}
     result = held(inner, strict=False)
-    assert accepts(result.text, json.dumps({"x": wrong, "y": 1})), "and all else is"
+    assert accepts(result.text, json.dumps({"x": wrong, "y": 1})), "and everything else is"
     assert not accepts(result.text, json.dumps({"x": wrong, "y": "1"}))
     (warning,) = result.warnings
     assert word in ("oneOf",) or "at properties.x, " in warning
@@ -437,7 +437,7 @@ def test_schemas_of_tools_are_bounded() -> None:
         callable_tools([tool("f", MAX_TEXT)], None, None)
     with pytest.raises(GrammarError, match=f"^f4: .*of all tools {4 * MAX_TEXT}"):
         callable_tools([tool(f"f{at}", MAX_TEXT - 100) for at in range(5)], None, None)
-    assert len(callable_tools([tool(f"f{at}", MAX_TEXT) for at in range(5)], None, ())) == 5, "those that hold nothing"
+    assert len(callable_tools([tool(f"f{at}", MAX_TEXT) for at in range(5)], None, ())) == 5, "those without effect"
 
 
 def test_a_schema_takes_time_that_grows_with_its_length() -> None:

@@ -93,7 +93,9 @@ def read(
 def alike(text: str, output: OutputFormat, *, by_model: bool = True) -> tuple[str, list[tuple[str, str]], int, bool]:
     result = read(text, output, by_model=by_model)
     for seed in range(CUTS):
-        assert read(text, output, random.Random(seed), by_model=by_model) == result, f"how it is cut decides: {text!r}"
+        assert read(text, output, random.Random(seed), by_model=by_model) == result, (
+            f"the result depends on how it is cut: {text!r}"
+        )
     return result
 
 
@@ -244,7 +246,7 @@ def test_a_forced_call_without_marks_is_passed_on() -> None:
     pieces += reader.push(text[300:]) + reader.finish(by_model=True)
     assert whole_calls(pieces) == [("write", JSON)] and reader.complete_calls == 1
     free = splitter(output_of("llama"), 1, 0)
-    assert free.push(text[:300]) == [], "what nothing holds to it may go on as text"
+    assert free.push(text[:300]) == [], "an unconstrained answer may continue as text"
 
 
 def test_what_is_certain_of_json_never_changes() -> None:
@@ -288,7 +290,7 @@ def test_what_is_certain_of_json_never_changes() -> None:
             assert whole.text.startswith(passed) or whole.failed
             alone = JsonScanner()
             alone.feed(text[:place] + " ")  # ends a number
-            assert alone.text.startswith(passed), "it was read from so many characters"
+            assert alone.text.startswith(passed), "it was certain after this many characters"
         assert (scanner.done, scanner.failed, scanner.text) == (whole.done, whole.failed, whole.text)
         assert scanner.certain[1] == whole.certain[1] and scanner.ends == whole.ends
         for (_, value), end in zip(scanner.members, scanner.ends, strict=True):

@@ -182,9 +182,9 @@ def test_a_call_that_is_broken_anywhere_is_text(name: str) -> None:
         start = rng.randrange(len(text))
         broken = "Hi " + text[:start] + rng.choice(["", "{", "x", "]"]) + text[start + rng.randint(0, 9) :] + " more"
         content, calls = read(broken, output)
-        assert read(broken, output, rng) == (content, calls), "how a text is cut decides what it is"
+        assert read(broken, output, rng) == (content, calls), "the result depends on how the text is cut"
         if not calls:
-            assert content.replace("\n", "") == broken.replace("\n", ""), "a text that is no call is content, all of it"
+            assert content.replace("\n", "") == broken.replace("\n", ""), "a text that is no call is content as a whole"
 
 
 @pytest.mark.parametrize("name", [*CALLS, "llama"])

@@ -72,7 +72,7 @@ def read(text: str, output: OutputFormat = OUTPUT, seed: int | None = None, *, b
 def test_answers_of_gpt_oss(text: str, wanted: Any) -> None:
     assert read(text) == wanted
     for seed in range(20):
-        assert read(text, seed=seed) == wanted, "how a text is cut decides what it is"
+        assert read(text, seed=seed) == wanted, "the result depends on how the text is cut"
 
 
 def test_a_call_that_was_cut_stays_cut_and_one_that_is_not_offered_is_content() -> None:

@@ -74,7 +74,9 @@ def read(name: str, text: str, *, by_model: bool = True, **more: Any) -> Read:
     output = output_of(BY_NAME[name], **more)
     result = read_once(text, output, by_model=by_model)
     for seed in range(15):
-        assert read_once(text, output, random.Random(seed), by_model=by_model) == result, "how a text is cut decides"
+        assert read_once(text, output, random.Random(seed), by_model=by_model) == result, (
+            "the result depends on how the text is cut"
+        )
     return result
 
 
@@ -460,4 +462,4 @@ def test_random_answers_are_read_alike_however_they_are_cut(name: str, thoughts:
             assert read_once(text, output, rng, by_model=by_model) == (content, reasoning, calls), (seed, text)
         if not calls:
             left = re.sub(r"</?(?:think|answer)>|\s", "", reasoning + content)
-            assert left == re.sub(r"</?(?:think|answer)>|\s", "", text), "a text that is no call is there, all of it"
+            assert left == re.sub(r"</?(?:think|answer)>|\s", "", text), "a text that is no call is content as a whole"

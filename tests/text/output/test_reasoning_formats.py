@@ -44,7 +44,7 @@ def read(name: str, text: str, **more: Any) -> tuple[str, str, int]:
                 said[piece[0]] += piece[1]
         calls = len(read_calls(pieces))
         first = first or (said["text"], said["reasoning"], calls)
-        assert (said["text"], said["reasoning"], calls) == first, "how a text is cut decides"
+        assert (said["text"], said["reasoning"], calls) == first, "the result depends on how the text is cut"
     assert first is not None
     return first
 

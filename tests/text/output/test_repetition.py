@@ -31,7 +31,7 @@ def test_a_loop_is_found_once_it_is_long_enough(period: int) -> None:
 
 
 def test_texts_without_a_loop() -> None:
-    assert looped_at(list(range(MAX_PERIOD + 1)) * 40) is None, "the piece is longer than what is looked for"
+    assert looped_at(list(range(MAX_PERIOD + 1)) * 40) is None, "the piece is longer than the longest that is detected"
     assert looped_at([1, 2, 3] * (MIN_REPEATED // 3)) is None, "a little too short"
     rows = [token for number in range(200) for token in (1, 2, 3, 4, 100 + number)]
     assert looped_at(rows) is None, "a table, whose rows differ"
@@ -75,6 +75,6 @@ def test_an_answer_that_loops_ends(loops: Path) -> None:
         assert whole.tokens[: len(ended.tokens)] == ended.tokens
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "string", "minLength": 500}}}
         held = llm.chat(asked, repetition_stop=True, max_tokens=400, temperature=0, response_format=form)
-        assert held.detail == "" and len(held.tokens) == 400, "an answer that is held to a form goes on"
+        assert held.detail == "" and len(held.tokens) == 400, "an answer with a grammar goes on"
         with pytest.raises(InvalidRequest, match="repetition_stop must be true or false"):
             llm.chat(asked, repetition_stop=1)

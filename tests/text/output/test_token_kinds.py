@@ -103,7 +103,7 @@ def test_kinds_come_with_the_text_of_their_tokens(tokenizer: Tokenizer) -> None:
         assert len(kinds) == len(stream.tokens)
         for delta, text_, kind in itertools.product(whole, ("text", "reasoning"), (C, R)):
             if (text_ == "text") == (kind == C) and kind in delta.kinds:
-                assert getattr(delta, text_), "a token of a text comes with it"
+                assert getattr(delta, text_), "a token comes together with its text"
         again = TextStream(tokenizer, request)
         assert kinds_of(run(again, tokens, rng)) == kinds
 

@@ -15,7 +15,7 @@ from tests.text import text_models
 
 @pytest.fixture(scope="module", params=text_models.KINDS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Library]:
-    """Return each kind of tokenizer, ours and the library's own."""
+    """Return a tokenizer of each kind, ours and the library's own."""
     text = text_models.KINDS[request.param]()
     folder = text_models.write_model(tmp_path_factory.mktemp("model"), text, {})
     return Tokenizer.load(folder), Library.from_str(text)
