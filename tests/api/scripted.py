@@ -43,6 +43,19 @@ SPEC = ModelSpec(
 )
 
 
+class Heard:
+    """Stand in for a call that collects warnings."""
+
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+
+    def header(self, name: bytes) -> None:
+        return None
+
+    def warn(self, sentence: str) -> None:
+        self.warnings.append(sentence)
+
+
 class Bytes:
     """A tokenizer in which token n is byte n; ids of 256 and more are control tokens."""
 

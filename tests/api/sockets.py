@@ -68,6 +68,11 @@ def request_bytes(method: str, path: str, body: bytes = b"", *headers: str) -> b
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
+async def post(at: Site, path: str, body: Any) -> httpx.Response:
+    async with at.http() as http:
+        return await http.post(path, json=body)
+
+
 async def answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
     """Read one answer with a Content-Length; return its status, headers and body."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")

@@ -17,7 +17,7 @@ import pytest
 from cairn.cli.launch import ServerAddress, check_context, filled, start
 from cairn.cli.launch_table import AGENTS
 from cairn.types.errors import ConfigError
-from tests.api.process import served
+from tests.api.process import free_port, served
 from tests.cli.test_cli import run
 
 PLACE = ServerAddress("http://127.0.0.1:8000", "org/model:Q8_0", "secret", 32768)
@@ -64,12 +64,6 @@ def test_unknown_agents_and_missing_programs(monkeypatch: pytest.MonkeyPatch) ->
         assert done.returncode == 2 and ", ".join(AGENTS) in done.stderr
     done = run("launch", "claude")
     assert done.returncode == 1 and AGENTS["claude"].install in done.stderr
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @pytest.fixture

@@ -22,8 +22,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from cairn.engine.device import load_engine
-from cairn.engine.fake import FakeEngine, fake_spec
+from cairn.engine.fake import fake_spec
 from cairn.frontend import launch, supervisor
 from cairn.frontend import worker_connection as link_module
 from cairn.frontend.service import Service
@@ -33,10 +32,9 @@ from cairn.system.interfaces import Clock
 from cairn.system.posix import SystemClock
 from cairn.types.errors import GenerationFailed, ModelError, Unavailable
 from cairn.types.outputs import Event, FinishReason
-from cairn.types.request import Request
 from cairn.worker import wire
 from tests.laws.simulator import VirtualClock
-from tests.service.tiny import VOCAB, Answer, collect, config, make_model, request, until
+from tests.service.tiny import VOCAB, Answer, collect, config, make_model, oracle, request, until
 from tests.tiny_models import MODELS, write_model
 
 FAULTY = Path(__file__).parents[1] / "service" / "faulty_worker.py"
@@ -65,12 +63,6 @@ def faulty(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
 def exits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make workers exit at once."""
     monkeypatch.setattr(launch, "WORKER", (sys.executable, "-c", "raise SystemExit(3)"))
-
-
-def oracle(service: Service) -> Callable[[Request], list[int]]:
-    _, engine = load_engine(service._config, Path(service._config.model))
-    assert isinstance(engine, FakeEngine)
-    return lambda r: engine.oracle(r.prompt, r.sampling, r.sampling.max_tokens, r.choice)
 
 
 def pid_of(service: Service) -> int:

@@ -15,14 +15,11 @@ from typing import Any
 
 import pytest
 
-from cairn.engine.device import load_engine
-from cairn.engine.fake import FakeEngine
 from cairn.frontend import launch
 from cairn.frontend.service import Service
 from cairn.frontend.worker_connection import Patience
 from cairn.types.errors import Overloaded
-from cairn.types.request import Request
-from tests.service.tiny import collect, config, request, until
+from tests.service.tiny import collect, config, oracle, request, until
 
 FAULTY = Path(__file__).parent / "faulty_worker.py"
 Figure = Callable[[str, str], None]
@@ -39,12 +36,6 @@ async def serving(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any)
         yield service
     finally:
         await service.close()
-
-
-def truth_of(service: Service) -> Callable[[Request], list[int]]:
-    _, engine = load_engine(service._config, Path(service._config.model))
-    assert isinstance(engine, FakeEngine)
-    return lambda r: engine.oracle(r.prompt, r.sampling, r.sampling.max_tokens, r.choice)
 
 
 async def test_overload_is_refused_at_once_and_what_was_taken_finishes(
@@ -122,7 +113,7 @@ async def test_worker_deaths_at_random_moments_change_no_answer(
     """Known failures 2, 16, 17: killed and stopped workers under steady load, with new requests, cancels and stops."""
     rounds, dice = 50 if prove else 5, random.Random(23)
     async with serving(folder, monkeypatch, max_running=16, max_queue=100) as service:
-        truth = truth_of(service)
+        truth = oracle(service)
         wrong: list[int] = []
         done = 0
 

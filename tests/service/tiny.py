@@ -14,6 +14,8 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cairn.config.config import Config
+from cairn.engine.device import load_engine
+from cairn.engine.fake import FakeEngine
 from cairn.frontend.service import Service
 from cairn.types.outputs import Delta, Done, Event
 from cairn.types.request import Request, SamplingParams
@@ -116,6 +118,13 @@ async def collect(stream: AsyncIterable[Event], answer: Answer | None = None) ->
     async for event in stream:
         answer.add(event)
     return answer
+
+
+def oracle(service: Service) -> Callable[[Request], list[int]]:
+    """Return a function from a request to the tokens that the fake engine must give it."""
+    _, engine = load_engine(service._config, Path(service._config.model))
+    assert isinstance(engine, FakeEngine)
+    return lambda r: engine.oracle(r.prompt, r.sampling, r.sampling.max_tokens, r.choice)
 
 
 async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:

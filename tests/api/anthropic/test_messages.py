@@ -21,7 +21,7 @@ from cairn.types.errors import CairnError, ContextTooLong, GenerationFailed, Ove
 from cairn.types.outputs import Delta, Done, FinishReason, TokenKind, ToolCallDelta, Usage
 from cairn.types.request import OutputFormat
 from cairn.types.stats import CacheReport
-from tests.api.scripted import ScriptedService, done
+from tests.api.scripted import Heard, ScriptedService, done
 from tests.api.sockets import Site, answer, request_bytes, site
 from tests.scripted_model import CONTROLS, write_scripted
 from tests.service.tiny import TEMPLATE, make_model, serving
@@ -248,14 +248,6 @@ async def test_pings_while_the_prompt_is_read() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- the prompts
-
-
-class Heard:
-    def __init__(self) -> None:
-        self.warnings: list[str] = []
-
-    def warn(self, sentence: str) -> None:
-        self.warnings.append(sentence)
 
 
 def read(value: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from cairn.api.chat.schemas import ChatBody
 from cairn.config.config import Config
 from tests.api.openai.test_responses import keeping
 from tests.api.scripted import ScriptedService
-from tests.api.sockets import Site, site
+from tests.api.sockets import post, site
 from tests.service.tiny import make_model, serving
 
 PIXELS = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
@@ -94,11 +94,6 @@ NEWEST = [
     ("/apply-template", {"messages": [{"role": "user", "content": [IMAGE_URL]}]}, "messages[0].content[0]"),
 ]
 """Bodies with an image in the newest message, and the field that holds it."""
-
-
-async def post(at: Site, path: str, body: Any) -> httpx.Response:
-    async with at.http() as http:
-        return await http.post(path, json=body)
 
 
 def said(service: ScriptedService) -> str:

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
@@ -17,7 +16,7 @@ from cairn.config.config import Config
 from cairn.types.outputs import Delta, FinishReason, ToolCallDelta
 from tests.api.openai.test_responses import keeping
 from tests.api.scripted import ScriptedService, done
-from tests.api.sockets import Site, events, site
+from tests.api.sockets import events, post, site
 from tests.scripted_model import CONTROLS, write_scripted
 from tests.text import text_models
 
@@ -26,11 +25,6 @@ CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/respons
 GRAMMAR = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "[a-z]+ [0-9]+"}}
 CUSTOM = {"type": "custom", "custom": {"name": "patch", "description": "Edit a file.", "format": GRAMMAR}}
 FUNCTION = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
-
-
-async def post(at: Site, path: str, body: Any) -> httpx.Response:
-    async with at.http() as http:
-        return await http.post(path, json=body)
 
 
 def calling(*calls: tuple[str, str], after: str = "") -> ScriptedService:

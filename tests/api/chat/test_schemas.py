@@ -24,7 +24,7 @@ from cairn.api.openai.embeddings import EmbeddingBody, RerankBody
 from cairn.api.openai.responses_schemas import ResponseBody
 from cairn.config.config import Config
 from cairn.types.errors import InvalidRequest, Unsupported
-from tests.api.scripted import SPEC, ScriptedService
+from tests.api.scripted import SPEC, Heard, ScriptedService
 from tests.api.sockets import site
 
 USER = {"role": "user", "content": "hi"}
@@ -200,26 +200,13 @@ def test_unknown_fields_are_reported_once_and_bounded() -> None:
     heard = Heard()
     many = [{"role": "user", "content": "x", "mood": "good", "uuid": str(n)} for n in range(1000)]
     parse(ChatBody, chat(messages=many), Config(), heard)  # type: ignore[arg-type]
-    assert heard.said == [
+    assert heard.warnings == [
         f"messages[0].{name} is not a field of a message and has no effect" for name in ("mood", "uuid")
     ]
     few = [{"role": "user", "content": "x", f"field{n}": 1} for n in range(64)]
     parse(ChatBody, chat(messages=few), Config())
     with pytest.raises(InvalidRequest, match="more than 64 different unknown fields"):
         parse(ChatBody, chat(messages=[*few, {"role": "user", "content": "x", "field64": 1}]), Config())
-
-
-class Heard:
-    """Stand in for a call that collects warnings."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def header(self, name: bytes) -> None:
-        return None
-
-    def warn(self, sentence: str) -> None:
-        self.said.append(sentence)
 
 
 def test_a_misspelt_field_is_reported_with_the_likely_name() -> None:

@@ -30,7 +30,7 @@ from cairn.system.posix import SystemClock, SystemFiles, SystemRng
 from cairn.types.errors import CairnError, ContextTooLong, GenerationFailed, Overloaded
 from cairn.types.outputs import Delta, FinishReason, TokenKind, ToolCallDelta
 from tests.api.process import Served, served
-from tests.api.scripted import ScriptedService, done
+from tests.api.scripted import Heard, ScriptedService, done
 from tests.api.sockets import Site, site
 from tests.scripted_model import CONTROLS, write_scripted
 from tests.service.tiny import TEMPLATE, make_model, serving
@@ -219,14 +219,6 @@ async def test_a_warning_that_no_header_can_hold_is_still_sent() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- the prompts
-
-
-class Heard:
-    def __init__(self) -> None:
-        self.warnings: list[str] = []
-
-    def warn(self, sentence: str) -> None:
-        self.warnings.append(sentence)
 
 
 def read(value: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.api.process import Served, served
+from tests.api.test_device_failures import health, text
 
 pytest.importorskip("torch", reason="torch is not installed: no server computes with it")
 
@@ -45,17 +46,8 @@ def streamed(server: Served, prompt: str) -> list[Any]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-def text(events: list[Any]) -> str:
-    return "".join(choice["text"] for event in events for choice in event["choices"])
-
-
 def warned(events: list[Any]) -> list[str]:
     return [warning for event in events for warning in event.get("warnings", ())]
-
-
-def health(server: Served) -> Any:
-    with urllib.request.urlopen(server.url + "/health", timeout=60) as answer:
-        return json.load(answer)
 
 
 @pytest.fixture(scope="module")
