@@ -16,10 +16,11 @@ from typing import Any
 from cairn.models.hub.hub import locate
 from cairn.text.chat.templates import load_text
 from cairn.text.grammar.grammar import Shape, Structure, grammar_text
-from cairn.text.grammar.vocabulary import Vocabulary, read_vocabulary
+from cairn.text.grammar.vocabulary import Vocabulary
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.request import Grammar
 from cairn.worker.grammar_matcher import CompiledGrammar, GrammarMatcher, Masks
+from cairn.worker.grammars import read_vocabulary
 from mask_cost import called
 
 TEXT = {"type": "string"}

@@ -27,11 +27,12 @@ from cairn.models.hub.hub import locate
 from cairn.text.chat.templates import load_text
 from cairn.text.grammar.call_grammar import callable_tools, lark_of_calls
 from cairn.text.grammar.grammar import Shape, Structure, grammar_text
-from cairn.text.grammar.vocabulary import Vocabulary, read_vocabulary
+from cairn.text.grammar.vocabulary import Vocabulary
 from cairn.text.output.call_formats import BY_NAME
 from cairn.types.request import Grammar, SamplingParams
 from cairn.types.step import Row
 from cairn.worker.grammar_matcher import CompiledGrammar, GrammarMatcher, Masks
+from cairn.worker.grammars import read_vocabulary
 
 TEXT = {"type": "string"}
 EDIT = {"path": TEXT, "old": TEXT, "new": TEXT, "all": {"type": "boolean"}, "line": {"type": "integer"}}

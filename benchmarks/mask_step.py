@@ -22,11 +22,12 @@ from cairn.engine.recorded import RecordedEngine
 from cairn.models.hub.hub import locate
 from cairn.models.spec.config import check_decodes, load_spec
 from cairn.text.chat.templates import load_text
-from cairn.text.grammar.vocabulary import Vocabulary, read_vocabulary
+from cairn.text.grammar.vocabulary import Vocabulary
 from cairn.types.model_spec import BLOCK_TOKENS
 from cairn.types.request import Grammar, SamplingParams
 from cairn.types.step import Row
 from cairn.worker.grammar_matcher import CompiledGrammar, GrammarMatcher, Masks
+from cairn.worker.grammars import read_vocabulary
 from mask_cost import grammars
 
 PARAMS = SamplingParams(max_tokens=1 << 20, temperature=0.8, top_k=40, top_p=0.95, min_p=0.05, seed=1)
