@@ -68,9 +68,9 @@ def visit(browser: Any, talking: Home) -> Iterator[Visit]:
 
 
 def agent_of(visit: Visit) -> str:
-    hits = re.search(r"#/chat/([\w.-]+)$", visit.page.url)
-    assert hits, visit.page.url
-    return hits[1]
+    match = re.search(r"#/chat/([\w.-]+)$", visit.page.url)
+    assert match, visit.page.url
+    return match[1]
 
 
 def test_a_first_visit(visit: Visit) -> None:
