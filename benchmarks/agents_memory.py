@@ -1,9 +1,9 @@
-"""How much memory do agents that work at once take?  `python benchmarks/agents_memory.py [MODEL] [--agents 1 5 10] ...`
+"""Memory of agents that work at once.  `python benchmarks/agents_memory.py [MODEL] [--agents 1 5 10] ...`
 
 For each number of agents a fresh `cairn serve MODEL` with default options. Each agent begins with a system prompt of
-some 1,000 tokens of its own; then all of them take turns at the same time, as agents on one machine do. Printed: what
-the front, the worker and the template helper have in memory afterwards, the most that all had together meanwhile, and
-the tokens of KV. Memory is the proportional set size (Pss): pages that processes share are counted once.
+some 1,000 tokens of its own; then all of them take turns at the same time, as agents on one machine do. Printed: the
+memory of the front, the worker and the template helper afterwards, the peak of all together, and the tokens of KV.
+Memory is the proportional set size (Pss): pages that processes share are counted once.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from resume import Server
 
 SAMPLE_SECONDS = 0.1
 REST_SECONDS = 3.0
-"""Between the last answer and the look at what is held: KV is stored, buffers are given back."""
+"""Seconds between the last answer and the measurement: KV is stored, buffers are freed."""
 
 
 def memory(server: Server) -> dict[str, int]:
-    """Bytes of each process that are its own, with its part of what is shared."""
-    found = {"front": _pss(server.process.pid)}
+    """Return each process's own bytes plus its share of what is shared (Pss)."""
+    results = {"front": _pss(server.process.pid)}
     for task in Path(f"/proc/{server.process.pid}/task").glob("*/children"):
         for pid in task.read_text().split():
             with contextlib.suppress(OSError):
                 worker = "cairn.worker.worker" in Path(f"/proc/{pid}/cmdline").read_text()
                 name = "worker" if worker else "helper"
-                found[name] = found.get(name, 0) + _pss(int(pid))
-    return found
+                results[name] = results.get(name, 0) + _pss(int(pid))
+    return results
 
 
 def _pss(pid: int) -> int:
@@ -46,7 +46,7 @@ def _pss(pid: int) -> int:
 
 @contextlib.contextmanager
 def watched(server: Server) -> Iterator[list[int]]:
-    """Inside, the memory of all processes together is sampled."""
+    """Sample the memory of all processes together inside the block."""
     samples, over = [sum(memory(server).values())], threading.Event()
 
     def sample() -> None:
@@ -62,18 +62,18 @@ def watched(server: Server) -> Iterator[list[int]]:
         thread.join()
 
 
-def work(server: Server, count: int, given: argparse.Namespace) -> int:
-    """Let so many agents take their turns at once; the tokens of their contexts."""
+def work(server: Server, count: int, args: argparse.Namespace) -> int:
+    """Let this many agents take their turns at once; return the tokens of their contexts."""
     rng, tokens, failed = random.Random(count), [0] * count, list[BaseException]()
     for number in range(count):
-        server.post("/v1/agents", {"id": f"agent-{number}", "system": story(server, given.tokens, rng)})
+        server.post("/v1/agents", {"id": f"agent-{number}", "system": story(server, args.tokens, rng)})
 
     def live(number: int) -> None:
         try:
-            for day in range(given.turns):
-                now = turn(server, f"agent-{number}", day, given.answer)
+            for day in range(args.turns):
+                now = turn(server, f"agent-{number}", day, args.answer)
                 tokens[number] = now.prompt + now.completion
-        except BaseException as error:  # a thread's SystemExit would end nothing
+        except BaseException as error:  # a SystemExit would only end its thread
             failed.append(error)
 
     threads = [threading.Thread(target=live, args=(number,)) for number in range(count)]
@@ -91,24 +91,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="demo")
     parser.add_argument("--agents", type=int, nargs="+", default=[1, 5, 10])
-    parser.add_argument("--turns", type=int, default=8, help="of each agent")
-    parser.add_argument("--tokens", type=int, default=1000, help="of an agent's beginning")
+    parser.add_argument("--turns", type=int, default=8, help="turns of each agent")
+    parser.add_argument("--tokens", type=int, default=1000, help="tokens of an agent's system prompt")
     parser.add_argument("--answer", type=int, default=48, help="tokens of an answer")
-    given = parser.parse_args()
+    args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # no server outlives the run
     print("| agents | tokens of KV | front | worker | helper | all | most of all meanwhile |")
     print("|---|---|---|---|---|---|---|")
-    for count in (0, *given.agents):
+    for count in (0, *args.agents):
         with tempfile.TemporaryDirectory(prefix="cairn-memory-") as name:
-            server = Server(given.model, Path(name))
+            server = Server(args.model, Path(name))
             try:
                 with watched(server) as samples:
-                    tokens = work(server, count, given)
+                    tokens = work(server, count, args)
                 time.sleep(REST_SECONDS)
-                found = memory(server)
+                result = memory(server)
             finally:
                 server.kill()
-        shown = [found.get(one, 0) for one in ("front", "worker", "helper")]
+        shown = [result.get(one, 0) for one in ("front", "worker", "helper")]
         cells = " | ".join(f"{size / 1e6:.0f} MB" for size in (*shown, sum(shown), max(samples)))
         print(f"| {count} | {tokens:,} | {cells} |", flush=True)
 

@@ -1,4 +1,7 @@
-"""What the two sides of a benchmark share. Standard library only: the other side's interpreter has nothing of Cairn."""
+"""Common parts of both sides of a benchmark.
+
+Standard library only: the other side's interpreter has nothing of Cairn.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,19 @@ from pathlib import Path
 from typing import Any
 
 STEP = 512
-"""Most tokens of a prompt in one step."""
+"""Most prompt tokens in one step."""
 
 
 def tokens_of(count: int, vocab: int, seed: int = 0) -> list[int]:
-    """Tokens that differ from each other; never the last of the vocabulary, which ends an answer."""
+    """Return tokens that all differ, without the last of the vocabulary, which ends an answer."""
     return [(7919 * (at + 1) + 104_729 * seed) % (vocab - 1) for at in range(count)]
 
 
 class Timed:
-    """A side's clock: the wall's, or the CPU seconds of this process. With one thread these hardly depend on what else
-    the machine does, but for what shares its caches and its memory."""
+    """A side's clock: wall time, or CPU seconds of this process.
+
+    With one thread, CPU seconds hardly depend on the machine's other work, except through shared caches and memory.
+    """
 
     def __init__(self) -> None:
         self.now = time.perf_counter
@@ -30,13 +35,13 @@ class Timed:
 
 
 def peak() -> int:
-    """Most bytes that this process held at once."""
+    """Return the peak memory of this process in bytes."""
     line = next(one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
 
 
 def answer_lines(side: Any, hello: dict[str, Any]) -> None:
-    """Say hello; then each line of standard input names a method and its arguments, and what it returns is printed."""
+    """Print a greeting, then call the method named by each input line and print what it returns."""
     print(json.dumps(hello), flush=True)
     for line in sys.stdin:
         asked = json.loads(line)

@@ -1,7 +1,6 @@
 """Cairn's side of the benchmarks: a process that does what lines of JSON on its standard input ask for.
 
-It calls the engine as the worker does, rows in and sampled tokens out, with the options that `cairn serve` has unless
-told otherwise.
+It calls the engine as the worker does, rows in and sampled tokens out, with the default options of `cairn serve`.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0)
 
 
 def kv_gb(spec: ModelSpec, tokens: int) -> float:
-    """GB of a pool for so many tokens in float32, and of states enough for 8 sequences, which have two each."""
-    found = 0
+    """Return the GB of a float32 pool for this many tokens, and for the states of 8 sequences, two each."""
+    size = 0
     for number, group in enumerate(spec.groups):
         numbers = len(group.layers) * math.prod(spec.page(number))
-        found += 4 * numbers * (40 if group.kind == "state" else -(-tokens // BLOCK_TOKENS))
-    return found / 1e9
+        size += 4 * numbers * (40 if group.kind == "state" else -(-tokens // BLOCK_TOKENS))
+    return size / 1e9
 
 
 class Side(Timed):
@@ -41,24 +40,24 @@ class Side(Timed):
     sizes: tuple[int, int, int] | None = None
 
     def machine(self, threads: int) -> dict[str, Any]:
-        """The kernels that run here, and what the machine can do at most."""
+        """Return the kernels in use, and the machine's limits."""
         kernels = chosen("auto")
         limits = roofline.measure(kernels, threads, SystemClock().now)
         return {"kernels": kernels, "read": limits.read, "arithmetic": limits.arithmetic}
 
     def load(self, path: str, threads: int, tokens: int, options: dict[str, Any]) -> dict[str, Any]:
-        """An engine whose pool holds `tokens` tokens."""
+        """Load an engine whose pool holds `tokens` tokens."""
         began = time.perf_counter()
         spec = load_spec(Path(path), identify=False)
         context = min(spec.context, 8192)
-        whole = {"keep_packed": False, **options}  # the time to load is that of a first start
+        whole = {"keep_packed": False, **options}  # measure the load time of a first start
         config = Config(model=path, threads=threads, context=context, kv_gb=max(kv_gb(spec, tokens), 0.3), **whole)
         self.engine = RecordedEngine.load(spec, Path(path), config)
         self.vocab = spec.vocab
         return {"seconds": time.perf_counter() - began, "vocab": spec.vocab}
 
     def begin(self, batch: int, depth: int, room: int) -> dict[str, Any]:
-        """Blocks for `batch` sequences with `depth` tokens each and `room` for more; kept where it is there."""
+        """Make blocks for `batch` sequences of `depth` tokens with `room` for more, or keep those that are there."""
         if self.sizes == (batch, depth, room):
             return {}
         self.sizes = (batch, depth, room)
@@ -81,17 +80,17 @@ class Side(Timed):
         return {}
 
     def prefill(self, tokens: int) -> dict[str, Any]:
-        """A prompt of `tokens` after the depth, and the choice of the token after it."""
+        """Compute a prompt of `tokens` behind the depth, and choose the next token."""
         whole = self.context + tokens_of(tokens, self.vocab, 1)
         began = self.now()
         for start in range(self.depth, len(whole), STEP):
             end = min(start + STEP, len(whole))
-            found = self.step([self.row(0, whole, start, end, wanted=end == len(whole))])
-        chosen_of(found)
+            result = self.step([self.row(0, whole, start, end, wanted=end == len(whole))])
+        chosen_of(result)
         return {"seconds": [self.now() - began], "tokens": tokens}
 
     def decode(self, steps: int) -> dict[str, Any]:
-        """`steps` steps of all sequences, each token the greedy choice of the step before."""
+        """Run `steps` steps of all sequences, each with the greedy choice of the step before."""
         texts = [[*self.context, (31 * number + 7) % self.vocab] for number in range(self.batch)]
         times = []
         for _ in range(steps):
@@ -103,9 +102,9 @@ class Side(Timed):
         return {"seconds": times, "tokens": self.batch}
 
     def answers(self, prompts: list[list[int]], steps: int, top: int) -> dict[str, Any]:
-        """Greedy answers, with the `top` log-probabilities of each step."""
+        """Return greedy answers, with the `top` log-probabilities of each step."""
         sampling = SamplingParams(max_tokens=1 << 20, temperature=0, logprobs=True, top_logprobs=top)
-        found = []
+        results = []
         for prompt in prompts:
             self.sizes = None
             self.begin(1, 0, len(prompt) + steps)
@@ -117,14 +116,14 @@ class Side(Timed):
                 text += chosen_of([result])
                 assert result.logprob is not None
                 said.append([list(one) for one in result.logprob.top])
-            found.append(said)
-        return {"answers": found}
+            results.append(said)
+        return {"answers": results}
 
     def row(self, number: int, tokens: Sequence[int], start: int, end: int, wanted: bool = True) -> Row:
         return Row(tokens, start, end, self.tables_of(number), end - 1 if wanted else None, self.depth + 1, GREEDY, 0)
 
     def tables_of(self, number: int) -> tuple[Sequence[int], ...]:
-        """The blocks of a sequence in every group; of states two, in turns."""
+        """Return the blocks of a sequence in every group; of states two, in turns."""
         own = self.tables[number]
         turns = [2 * number + place % 2 for place in range(len(own))]
         return tuple(turns if group.kind == "state" else own for group in self.engine.info.groups)
@@ -137,11 +136,11 @@ class Side(Timed):
 
 
 def chosen_of(results: Sequence[RowResult]) -> list[int]:
-    """The sampled tokens; a row without one ends the run."""
-    for one in results:
-        if one.token is None:
-            raise RuntimeError(one.error or "a row without a token")
-    return [one.token for one in results if one.token is not None]
+    """Return the sampled tokens; end the run if a row has none."""
+    for result in results:
+        if result.token is None:
+            raise RuntimeError(result.error or "a row without a token")
+    return [result.token for result in results if result.token is not None]
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Three real servers beside the simulation: computed tokens by names and in turn, with and without the shared store.
+"""Three real servers compared with the simulation: tokens computed with routing by name and with round robin.
 
     python benchmarks/cluster_simulation.py --real [--sessions N]
 
-The servers are those of `cairn cluster up demo`, with the bundled model. All lengths are divided by `SCALE`, since its
-context is short. Turns come one after another; each agent's are far enough apart for its KV to be in the store.
+Each is run with and without the shared store. The servers are those of `cairn cluster up demo`, with the bundled model.
+All lengths are divided by `SCALE`, since its context is short. Turns come one after another; an agent's are far enough
+apart for its KV to be in the store.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from router import Caller
 SCALE, CONTEXT, TURNS = 90, 1900, 43
 SESSIONS = 12
 GAP = 0.12
-"""Seconds between two turns; an agent has one of `SESSIONS` on average."""
+"""Seconds between two turns; each agent has every `SESSIONS`th on average."""
 LAG = 0.4
 """Seconds until KV is in the store (`--shared-lag`)."""
 WAYS = {"round-robin": "turns", "names": "names"}
@@ -57,21 +58,22 @@ async def served(turns: list[tuple[int, int, int]], port: int, way: str) -> tupl
         body = {"prompt": context, "max_tokens": answer, "ignore_eos": True, "temperature": 0}
         body["prompt_cache_key"] = f"{way}-{session}"
         data, _, _ = await caller.post("/v1/completions", body)
-        found = json.loads(data)
-        asked += found["usage"]["prompt_tokens"]
-        computed += found["usage"]["cairn"]["computed"]
-        context += [rng.randrange(300, 2000) for _ in range(answer)]  # not the answer: they count as new, too
+        parsed = json.loads(data)
+        asked += parsed["usage"]["prompt_tokens"]
+        computed += parsed["usage"]["cairn"]["computed"]
+        # These are not the answer's tokens: they count as new, too
+        context += [rng.randrange(300, 2000) for _ in range(answer)]
         await asyncio.sleep(max(0.0, GAP - (time.monotonic() - began)))
     return asked, computed
 
 
 async def up(port: int, count: int) -> None:
-    """Wait until a router has so many servers."""
+    """Wait until a router has this many servers."""
     caller = Caller(port)
     for _ in range(600):
         try:
             data = await get(caller, "/router/replicas")
-            if sum(one["up"] for one in json.loads(data)["data"]) >= count:
+            if sum(item["up"] for item in json.loads(data)["data"]) >= count:
                 return
         except (OSError, AssertionError):
             pass
@@ -80,7 +82,7 @@ async def up(port: int, count: int) -> None:
 
 
 async def get(caller: Caller, path: str) -> bytes:
-    """Return the answer of a GET."""
+    """Return the answer to a GET."""
     from cairn.cluster.router.upstream import request_bytes
 
     connection = await caller.pool.take()
@@ -121,7 +123,7 @@ def run(turns: list[tuple[int, int, int]], way: str, *, store: bool) -> tuple[in
 
 
 def foretold(way: str, *, store: bool, sessions: int) -> float:
-    """Return the share of prompt tokens that the simulation computes, of a thousand such agents."""
+    """Return the share of prompt tokens that the simulation computes, for a thousand such agents."""
     fleet = Fleet(
         replicas=3, regions=1, prefill=5_000, decode=2_000, stream=500, token_bytes=1, load=1e9, latency=0,
         pool=1e12, lag=LAG, lifetime=1e12,
@@ -130,12 +132,12 @@ def foretold(way: str, *, store: bool, sessions: int) -> float:
         agents=600, seconds=2_000.0, question=(QUESTION + ANSWER) / SCALE, answer=0, think=GAP * sessions,
         context=CONTEXT, slot=0.1,
     )  # fmt: skip
-    found = Simulation(fleet, load, Rule(way, WAYS[way], store), seed=7).run()
-    return found.computed / found.prompt
+    result = Simulation(fleet, load, Rule(way, WAYS[way], store), seed=7).run()
+    return result.computed / result.prompt
 
 
 def compare(sessions: int = SESSIONS) -> list[str]:
-    """Return the table of what was foretold and what was seen."""
+    """Return the table of predicted and measured figures."""
     turns = scripted(random.Random(5), sessions)
     lines = [
         f"| {len(turns)} turns, 3 servers | in turn | by names | ratio | foretold | off |",
@@ -147,11 +149,11 @@ def compare(sessions: int = SESSIONS) -> list[str]:
             asked, computed = run(turns, way, store=store)
             shares[way], counts[way] = computed / asked, computed
         seen = shares["round-robin"] / shares["names"]
-        told = foretold("round-robin", store=store, sessions=sessions) / foretold(
+        predicted = foretold("round-robin", store=store, sessions=sessions) / foretold(
             "names", store=store, sessions=sessions
         )
         lines.append(
             f"| {'shared store' if store else 'no store'} | {counts['round-robin']:,} | {counts['names']:,} | "
-            f"{seen:.2f} | {told:.2f} | {abs(told / seen - 1):.0%} |"
+            f"{seen:.2f} | {predicted:.2f} | {abs(predicted / seen - 1):.0%} |"
         )
     return lines

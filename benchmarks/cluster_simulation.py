@@ -1,11 +1,11 @@
-"""A million agents on a thousand servers, simulated: what routing computes, moves, costs, and what breaks first.
+"""Simulation of a million agents on a thousand servers: what routing computes, moves and costs, and what breaks first.
 
     python benchmarks/cluster_simulation.py [--agents N] [--replicas N] [--svg FILE] [--real]
 
-Agents come in the shape of published traces of coding agents: a median of 43 turns, 3,300 new tokens and 444 tokens of
-answer a turn, so that above 96 % of a prompt's tokens were in the one before. Time goes in slots. In each, the turns
-that are due choose a server by a rule of routing; a server works off its turns in order. Servers fail, and for a while
-one region is away. `--real` runs three real servers by `cairn cluster up` and compares them with what is foretold.
+Agents follow published traces of coding agents: a median of 43 turns, with 3,300 new tokens and an answer of 444 tokens
+per turn, so that more than 96 % of a prompt's tokens were in the one before. Time advances in slots. In each slot, the
+due turns choose a server by a routing rule; a server works off its turns in order. Servers fail, and one region is down
+for a while. `--real` runs three real servers with `cairn cluster up` and compares them with the prediction.
 """
 
 from __future__ import annotations
@@ -26,74 +26,74 @@ Floats = NDArray[np.float64]
 TURNS, ANSWER, QUESTION = 43, 444, 3300
 BLOCK, CHUNK = 16, 64
 VISITS = 4
-"""Servers whose KV of an agent is remembered: one that it visited before these has mostly evicted it."""
+"""Servers whose KV of an agent is tracked: earlier ones have mostly evicted it."""
 RANKS = 6
-"""Servers that a name is tried on before its first one is taken after all."""
+"""Servers that are tried for a name before its first one is taken after all."""
 CROWDED, SLACK = 1.5, 4
 """As in `cairn.cluster.router.replicas`."""
 SILENCE = 3.0
 """Seconds after which a turn's server counts as dead."""
 PUT, GET = 5e-6, 0.4e-6
-"""Dollars a request of an object store: to write or list, to read."""
+"""Dollars per request to an object store: to write or list, to read."""
 ACROSS = 0.02
-"""Dollars a GB between regions."""
+"""Dollars per GB between regions."""
 GROUP_LIMIT = 5500
-"""Reads a second that an object store gives of one prefix."""
+"""Reads per second of one prefix of an object store."""
 ROUTER_REQUEST, ROUTER_EVENT = 0.3e-3, 20e-6
-"""Seconds of CPU in the router, as `benchmarks/router.py` measured them."""
+"""CPU seconds in the router, as measured by `benchmarks/router.py`."""
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """The servers, and what one of them can do: about an 8B model in 16 bits on one large GPU."""
+    """The servers, and the speed of each: about that of an 8B model in 16 bits on one large GPU."""
 
     replicas: int = 1000
     regions: int = 4
     prefill: float = 20_000.0
-    """Prompt tokens a second."""
+    """Prompt tokens per second."""
     decode: float = 3_000.0
-    """Tokens a second of all answers together."""
+    """Tokens per second of all answers together."""
     stream: float = 60.0
-    """Tokens a second of one answer."""
+    """Tokens per second of one answer."""
     token_bytes: int = 131_072
-    """KV of a token."""
+    """Bytes of KV per token."""
     load: float = 5e9
-    """Bytes a second from the region's store."""
+    """Bytes per second from the region's store."""
     load_across: float = 1e9
-    """From another region's."""
+    """Bytes per second from another region's store."""
     latency: float = 0.05
     """Seconds before the first bytes."""
     pool: float = 16e6
-    """Tokens of KV that a server keeps, in memory and on its disk."""
+    """Tokens of KV that a server keeps, in memory and on disk."""
     lag: float = 2.0
     """Seconds until KV is in the store."""
     lifetime: float = 100 * 3600.0
     """Mean seconds between two failures of a server."""
     repair: float = 180.0
     outage: tuple[float, float] = (0.6, 600.0)
-    """When the first region goes away, as a share of the time, and for how many seconds."""
+    """Start of the first region's outage, as a share of the run, and its seconds."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What agents ask."""
+    """The agents' requests."""
 
     agents: int = 1_000_000
     seconds: float = 19_600.0
-    """Time in which they come. Each stays as long as its turns take."""
+    """Seconds in which agents arrive; each stays as long as its turns take."""
     turns: int = TURNS
     question: float = QUESTION
     answer: float = ANSWER
     think: float = 30.0
-    """Seconds between an answer and the next turn, at the mean."""
+    """Mean seconds between an answer and the next turn."""
     context: int = 1_000_000
-    """An agent whose context is longer than this ends."""
+    """Tokens of context at which an agent ends."""
     slot: float = 1.0
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A way to choose servers."""
+    """A routing rule."""
 
     title: str
     choose: str
@@ -112,7 +112,7 @@ RULES = (
 
 @dataclass
 class Found:
-    """What a run counted."""
+    """Counters of a run."""
 
     turns: int = 0
     offered: int = 0
@@ -130,21 +130,21 @@ class Found:
     seconds: float = 0.0
 
     def first(self, share: float) -> float:
-        """Seconds to the first token that a share of the turns did not exceed."""
+        """Return the time to first token, in seconds, at this quantile of turns."""
         return float(np.quantile(np.concatenate(self.waits), share)) if self.waits else 0.0
 
     def failover(self, share: float) -> float:
-        """The same of turns whose server died: until the answer goes on."""
+        """Return the same for turns whose server died: seconds until the answer goes on."""
         return float(np.quantile(np.concatenate(self.failovers), share)) if self.failovers else 0.0
 
     def dollars(self, fleet: Fleet) -> float:
-        """Dollars of requests to the store and of bytes between regions, for a million turns."""
+        """Return dollars per million turns for requests to the store and for bytes between regions."""
         whole = self.puts * PUT + self.gets * GET + self.across * fleet.token_bytes / 1e9 * ACROSS
         return 1e6 * whole / max(1, self.turns)
 
 
 def mixed(names: Ints, salt: Ints | int) -> Ints:
-    """Return hashes of names (splitmix64), not negative."""
+    """Return non-negative hashes of names (splitmix64)."""
     x = names.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.asarray(salt, np.uint64) * np.uint64(
         0xD1B54A32D192ED03
     )
@@ -164,36 +164,37 @@ class Servers:
         self.each = fleet.replicas // fleet.regions
         count = self.each * fleet.regions
         self.backlog = np.zeros(count)
-        """Seconds of work in hand."""
+        """Seconds of queued work."""
         self.busy = np.zeros(count, np.int64)
         self.up_at = np.zeros(count)
-        """Time from which it is up."""
+        """Time from which the server is up."""
         self.written = np.zeros(count)
-        """Tokens of KV that it ever kept: what was written `pool` tokens ago is evicted."""
+        """Tokens of KV written so far: anything written `pool` tokens ago is evicted."""
         self._turn = np.zeros(fleet.regions, np.int64)
 
     def choose(self, rule: str, agents: Ints, regions: Ints, now: float) -> Ints:
-        """Return a server of each agent's region."""
+        """Return a server for each agent in its region."""
         up = self.up_at <= now
         if rule in ("names", "cairn"):
             return self._by_name(agents, regions, up, crowded=rule == "cairn")
-        found = np.empty(len(agents), np.int64)
+        result = np.empty(len(agents), np.int64)
         for region in np.unique(regions):
             here = np.flatnonzero(regions == region)
             able = np.flatnonzero(up[region * self.each : (region + 1) * self.each]) + region * self.each
             if rule == "turns":
-                found[here] = able[(self._turn[region] + np.arange(len(here))) % len(able)]
+                result[here] = able[(self._turn[region] + np.arange(len(here))) % len(able)]
                 self._turn[region] += len(here)
             else:
-                found[here] = self._least(able, len(here))
-        return found
+                result[here] = self._least(able, len(here))
+        return result
 
     def _least(self, able: Ints, count: int) -> Ints:
-        """Deal turns to the servers that have the fewest, one after another."""
+        """Deal turns to the servers with the fewest, one after another."""
         busy = self.busy[able].astype(float)
         order = np.argsort(busy, kind="stable")
         have = busy[order]
-        filled = have * np.arange(1, len(have) + 1) - np.cumsum(have)  # turns that bring all before it to its level
+        # Turns that raise all servers before it to its level
+        filled = have * np.arange(1, len(have) + 1) - np.cumsum(have)
         level = int(np.searchsorted(filled, count, side="right"))
         return able[order[np.arange(count) % max(1, level)]]
 
@@ -209,27 +210,27 @@ class Servers:
         return ranked[np.arange(len(agents)), able.argmax(axis=1)]
 
     def fail(self, server: int, until: float) -> None:
-        """End a server: what it kept is gone."""
+        """End a server; its KV is lost."""
         self.up_at[server] = until
         self.backlog[server] = self.busy[server] = 0
         self.written[server] += 2 * self.fleet.pool
 
 
 class Agents:
-    """What is known of each agent."""
+    """The state of every agent."""
 
     def __init__(self, load: Load, fleet: Fleet, rng: np.random.Generator) -> None:
         count = load.agents
         self.left = np.maximum(1, np.rint(rng.lognormal(0, 0.5, count) * load.turns)).astype(np.int64)
         self.context = np.zeros(count, np.int64)
         self.stored = np.zeros(count, np.int64)
-        """Tokens in the store, of the turn before the last one."""
+        """Tokens in the store up to the turn before the last one."""
         self.ended = np.full(count, -np.inf)
         """Time at which the last answer ended."""
         self.region = rng.integers(0, fleet.regions, count)
         self.server = np.full((count, VISITS), -1, np.int64)
         self.kept = np.zeros((count, VISITS), np.int64)
-        """Tokens of KV that each of the visited servers had of it."""
+        """Tokens of KV that each of the visited servers had of the agent."""
         self.stamp = np.zeros((count, VISITS))
         """`Servers.written` at that visit."""
         self.visits = np.zeros(count, np.int64)
@@ -241,7 +242,7 @@ class Agents:
         return np.where(match & fresh, self.kept[who], 0).max(axis=1)
 
     def visit(self, who: Ints, chosen: Ints, kept: Ints, servers: Servers) -> None:
-        """Note what the chosen servers have now."""
+        """Record the KV that the chosen servers have now."""
         match = self.server[who] == chosen[:, None]
         place = np.where(match.any(axis=1), match.argmax(axis=1), self.visits[who] % VISITS)
         self.visits[who] += ~match.any(axis=1)
@@ -257,7 +258,7 @@ class Calendar:
         self._due: dict[int, list[Ints]] = {}
 
     def add(self, who: Ints, at: Floats) -> None:
-        """Enter agents."""
+        """Add agents."""
         places = (at / self._slot).astype(np.int64)
         order = np.argsort(places, kind="stable")
         cuts = np.flatnonzero(np.diff(places[order])) + 1
@@ -266,9 +267,9 @@ class Calendar:
                 self._due.setdefault(int(places[part[0]]), []).append(who[part])
 
     def take(self, place: int) -> Ints:
-        """Return the agents of a slot."""
-        found = self._due.pop(place, [])
-        return np.concatenate(found) if found else np.empty(0, np.int64)
+        """Remove and return the agents of a slot."""
+        result = self._due.pop(place, [])
+        return np.concatenate(result) if result else np.empty(0, np.int64)
 
 
 class Simulation:
@@ -311,7 +312,7 @@ class Simulation:
                     parts[:] = [part[part != server] for part in parts]
 
     def _take_over(self, server: int, now: float) -> None:
-        """Let other servers go on with the turns of one that dies: they load or compute the prompts."""
+        """Move turns of dead servers to others, which load or compute the prompts."""
         last = (self.agents.visits - 1) % VISITS
         mine = self.agents.server[np.arange(self.load.agents), last] == server
         cut = np.flatnonzero(mine & (self.finish > now))
@@ -325,7 +326,7 @@ class Simulation:
         self.found.failovers.append(SILENCE + seconds)
 
     def _bring(self, prompt: Ints, had: Ints, stored: Ints, rate: float | Floats) -> tuple[Floats, Ints, Ints]:
-        """Return seconds until the first token, and tokens computed and loaded. The store is read where it pays."""
+        """Return seconds to the first token, and tokens computed and loaded; the store is read where that is faster."""
         more = np.maximum(0, np.minimum(stored, prompt - 1) // BLOCK * BLOCK - had)
         seconds = self.fleet.latency + more * self.fleet.token_bytes / rate
         loaded = np.where(seconds < more / self.fleet.prefill, more, 0)
@@ -366,7 +367,7 @@ class Simulation:
         self.calendar.add(who[more], (end + self.rng.exponential(self.load.think, len(who)))[more] + self.load.slot)
 
     def _serving(self, home: Ints, who: Ints, now: float) -> Ints:
-        """Return the regions that serve agents: their own, or others while it is away."""
+        """Return the regions that serve agents: their own, or others while it is down."""
         began, length = self.fleet.outage[0] * self.load.seconds, self.fleet.outage[1]
         if self.fleet.regions == 1 or not began <= now < began + length:
             return home
@@ -403,7 +404,10 @@ class Simulation:
 
 
 def limits(rate: float, replicas: int) -> list[tuple[str, str, str]]:
-    """Return what breaks with more servers: where, at how many, and what then. `rate`: turns a second of one server."""
+    """Return what breaks with more servers: where, at how many, and how;
+
+    `rate` is in turns per second of one server.
+    """
     a_turn = ROUTER_REQUEST + ANSWER * ROUTER_EVENT
     routers = rate * replicas * a_turn
     beats = int((GROUP_LIMIT / 2) ** 0.5)
@@ -453,7 +457,7 @@ def table(fleet: Fleet, runs: list[tuple[Rule, Found]]) -> list[str]:
 
 
 def picture(runs: list[tuple[Rule, Found]]) -> str:
-    """Return bars of the tokens computed a turn, and the median time to the first token, as SVG."""
+    """Return bars of the tokens computed per turn, and the median time to first token, as SVG."""
     most = max(one.computed / max(1, one.turns) for _, one in runs)
     rows = []
     for number, (rule, one) in enumerate(runs):
@@ -488,23 +492,23 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=Fleet.replicas)
     parser.add_argument("--svg", type=Path)
     parser.add_argument("--real", action="store_true", help="three real servers instead, beside what is foretold")
-    given = parser.parse_args()
-    if given.real:
+    args = parser.parse_args()
+    if args.real:
         sys.path.insert(0, str(Path(__file__).parent.parent))
         from cluster_real import compare
 
         print(*compare(), sep="\n")
         return
-    fleet = replace(Fleet(), replicas=given.replicas)
-    load = replace(Load(), agents=given.agents)
+    fleet = replace(Fleet(), replicas=args.replicas)
+    load = replace(Load(), agents=args.agents)
     runs = simulate(fleet, load, lambda line: print(line, file=sys.stderr))
     print(*table(fleet, runs), sep="\n")
     best = runs[-1][1]
     print("\n| what breaks first | at | what then |\n|---|---|---|")
-    for line in limits(best.turns / best.seconds / given.replicas, given.replicas):
+    for line in limits(best.turns / best.seconds / args.replicas, args.replicas):
         print(f"| {' | '.join(line)} |")
-    if given.svg:
-        given.svg.write_text(picture(runs))
+    if args.svg:
+        args.svg.write_text(picture(runs))
 
 
 if __name__ == "__main__":

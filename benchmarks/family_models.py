@@ -1,8 +1,9 @@
-"""GGUF files of today's families in real shapes, with random weights that are drawn as packed blocks.
+"""GGUF files of today's families in real shapes, with random weights drawn as packed blocks.
 
-What is random are the bytes of the blocks; their scales give the weights the deviation 1 / sqrt(inputs). The kinds are
-those of files in circulation: llama.cpp's Q4_K_M mixture for Qwen, Q4_0 as Google publishes Gemma, MXFP4 experts beside
-Q8_0 for gpt-oss. Routers, convolutions and what steers a state are F32. A cut shape has fewer layers and is else whole.
+The bytes of the blocks are random; their scales give the weights the deviation 1 / sqrt(inputs). The types are those of
+files in circulation: llama.cpp's Q4_K_M mixture for Qwen, Q4_0 as Google publishes Gemma, MXFP4 experts beside Q8_0 for
+gpt-oss. Routers, convolutions and the parameters of recurrent states are F32. A cut shape has fewer layers and is
+otherwise whole.
 """
 
 from __future__ import annotations
@@ -23,24 +24,24 @@ from cairn.models.packing.gguf_writer import put
 from random_models import add_tokenizer
 
 Tensor = tuple[str, tuple[int, ...], str]
-"""GGUF's name, shape with the outputs first, and kind."""
+"""A GGUF tensor: name, shape with the outputs first, and type."""
 NEVER = 1e30
-"""Divides the frequency of a pair that is not turned."""
+"""Divisor for the frequency of a pair that is not rotated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One model: how it is called in GGUF, its widths, and what its kind of layers has beside them."""
+    """One model: its GGUF architecture, its widths, and the particulars of its layers."""
 
     architecture: str
     kind: str
-    """The mixture of number formats, as in names of files."""
+    """Quantisation mixture, as in file names."""
     layers: int
     hidden: int
     heads: int
     kv_heads: int
     size: int
-    """Numbers of a head."""
+    """Numbers per head."""
     ffn: int
     vocab: int
     theta: float
@@ -49,7 +50,7 @@ class Shape:
     """Further keys below the architecture's name."""
     tied: bool = True
     of_layers: int = 0
-    """How many layers the whole model has, where this is a part of it."""
+    """Layers of the whole model, where this is a part of it."""
 
 
 SHAPES = {
@@ -84,15 +85,15 @@ SHAPES = {
         },
     ),
 }
-"""The widths are those of the published models."""
+"""Widths are those of the published models."""
 SWA_SIZE = 256
-"""Numbers of a head of Gemma's layers with a window."""
+"""Numbers per head in Gemma's layers with a sliding window."""
 STATE = 128
-"""Numbers of a key and of a value of a head that keeps a state."""
+"""Numbers in a key and in a value of a head with a recurrent state."""
 
 
 def write_family(path: Path, name: str) -> None:
-    """The shape with random weights."""
+    """Write the shape with random weights."""
     shape = SHAPES[name]
     writer = gguf.GGUFWriter(path, shape.architecture)
     for key, value in _keys(shape).items():
@@ -115,8 +116,8 @@ def write_family(path: Path, name: str) -> None:
 
 
 def _keys(shape: Shape) -> dict[str, Any]:
-    """What is below the architecture's name."""
-    found: dict[str, Any] = {
+    """Return the metadata keys below the architecture's name."""
+    results: dict[str, Any] = {
         **{"block_count": shape.layers, "context_length": shape.context, "embedding_length": shape.hidden},
         **{"attention.head_count": shape.heads, "attention.head_count_kv": shape.kv_heads},
         **{"attention.key_length": shape.size, "attention.value_length": shape.size},
@@ -125,7 +126,7 @@ def _keys(shape: Shape) -> dict[str, Any]:
         **shape.more,
     }
     if shape.architecture == "qwen35":
-        found |= {
+        results |= {
             **{"ssm.conv_kernel": 4, "ssm.state_size": STATE, "full_attention_interval": 4},
             **{"ssm.inner_size": STATE * shape.more["ssm.time_step_rank"], "rope.dimension_count": shape.size // 4},
             "rope.dimension_sections": [11, 11, 10, 0],
@@ -133,22 +134,22 @@ def _keys(shape: Shape) -> dict[str, Any]:
     if shape.architecture == "gemma4":
         swa = ("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa")
         first = shape.layers - shape.more["attention.shared_kv_layers"]
-        found |= {
+        results |= {
             **dict.fromkeys(swa, SWA_SIZE),
             "attention.sliding_window_pattern": [_limited(layer) for layer in range(shape.layers)],
             # Layers that read the keys of earlier ones have an MLP twice as wide.
             "feed_forward_length": [shape.ffn * (1 if layer < first else 2) for layer in range(shape.layers)],
         }
-    return found
+    return results
 
 
 def _limited(layer: int) -> bool:
-    """Whether a layer of the Gemma has a window."""
+    """Return whether a layer of Gemma has a sliding window."""
     return (layer + 1) % 5 != 0
 
 
 def _tensors(shape: Shape) -> Iterator[Tensor]:
-    """Every tensor of a file."""
+    """Yield every tensor of a file."""
     table, plain, _ = _kinds(shape, 0)
     yield "token_embd.weight", (shape.vocab, shape.hidden), table if shape.tied else plain
     yield "output_norm.weight", (shape.hidden,), "F32"
@@ -168,7 +169,7 @@ def _tensors(shape: Shape) -> Iterator[Tensor]:
 
 
 def _kinds(shape: Shape, layer: int) -> tuple[str, str, str]:
-    """Kinds of the output, of most matrices, and of a layer's values and down projection."""
+    """Return the types of the output, of most matrices, and of a layer's value and down projections."""
     if shape.kind == "MXFP4":
         return "Q8_0", "Q8_0", "Q8_0"
     if shape.kind != "Q4_K_M":
@@ -179,7 +180,10 @@ def _kinds(shape: Shape, layer: int) -> tuple[str, str, str]:
 
 
 def _attention(shape: Shape, layer: int, size: int, gates: int = 1, own: bool = True) -> Iterator[Tensor]:
-    """Projections of a layer, and of keys and values where they are its `own`; `gates` is 2 where queries have some."""
+    """Yield the projections of a layer, with keys and values if they are its `own`;
+
+    `gates` is 2 if queries have gates.
+    """
     _, plain, finer = _kinds(shape, layer)
     yield "attn_q.weight", (shape.heads * size * gates, shape.hidden), plain
     if own:
@@ -261,7 +265,7 @@ def _gemma(shape: Shape, layer: int) -> Iterator[Tensor]:
 
 
 def _drawn(name: str, shape: tuple[int, ...], kind: str) -> NDArray[Any]:
-    """A tensor's bytes: the same for the same name."""
+    """Return a tensor's bytes, the same for the same name."""
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     if kind in ("F32", "BF16"):
         values = _numbers(rng, name, shape)
@@ -270,7 +274,7 @@ def _drawn(name: str, shape: tuple[int, ...], kind: str) -> NDArray[Any]:
     each, taken = gguf.GGML_QUANT_SIZES[number]
     blocks = rng.integers(0, 256, (math.prod(shape) // each, taken), np.uint8)
     wanted = 1 / math.sqrt(shape[-1])
-    if kind == "MXFP4":  # whose values have the deviation 2.93 times the scale, which is a power of two
+    if kind == "MXFP4":  # its values have the deviation 2.93 times the scale, a power of two
         blocks[:, 0] = round(127 + math.log2(wanted / 2.93)) + rng.integers(-1, 2, len(blocks))
         return blocks.reshape(*shape[:-1], -1)
     _scale(rng, number, blocks, wanted)
@@ -278,7 +282,7 @@ def _drawn(name: str, shape: tuple[int, ...], kind: str) -> NDArray[Any]:
 
 
 _SCALES = {"Q4_0": {0: 1.0}, "Q8_0": {0: 1.0}, "Q6_K": {208: 1.0}, "Q4_K": {0: 1.0, 2: 7.5}, "Q5_K": {0: 1.0, 2: 15.5}}
-"""Where a block's scale stands and, where there is one, the minimum's, which puts the mean at zero."""
+"""Offsets of a block's scale and, where there is one, of the minimum's, which puts the mean at zero."""
 
 
 def _scale(rng: np.random.Generator, number: Type, blocks: NDArray[np.uint8], wanted: float) -> None:
@@ -295,7 +299,7 @@ def _scale(rng: np.random.Generator, number: Type, blocks: NDArray[np.uint8], wa
 
 def _numbers(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
     values = rng.standard_normal(shape, dtype=np.float32)
-    if name == "rope_freqs.weight":  # a quarter of the head is turned
+    if name == "rope_freqs.weight":  # a quarter of the head is rotated
         return np.where(np.arange(shape[0]) < shape[0] // 4, 1, NEVER).astype(np.float32)
     if name.endswith("ssm_a"):
         return -np.exp(values)

@@ -1,10 +1,10 @@
-"""How soon is a model served, and how large is its worker?  `python benchmarks/footprint.py FILE.gguf [--kv-gb 1]`
+"""Time to serve a model, and size of its worker.  `python benchmarks/footprint.py FILE.gguf [--kv-gb 1]`
 
 `cairn serve FILE.gguf` is started with an empty cache folder, so that it packs the weights and keeps them, and then
-`--starts` times again; each time from the command to the first answer that it is ready. The last one is asked for
-prompts that fill its KV pool twice, every answer checked, and told to write what it stores. Two seconds later all that
-the worker has in memory, shared libraries and pages of files too, is set beside its packed weights and its pool; and
-so is its peak, which adds the KV that was on its way to the disk (a bounded queue).
+`--starts` times again; each time is from the command to the first answer that it is ready. The last server gets prompts
+that fill its KV pool twice, with every answer checked, and writes what it stores. Two seconds later the worker's whole
+memory, shared libraries and file pages included, is compared with its packed weights and its pool; and so is its peak,
+which adds KV on its way to the disk (a bounded queue).
 
 Goals: ready again within 1.5 s for 0.6 billion weights of 4 bits; the worker at most 150 MB larger than both together.
 """
@@ -33,11 +33,11 @@ from side_by_side import load, machine, write_json
 
 PROMPT = 1024
 REST_SECONDS = 2.0
-"""Between the last write and the look at what is held."""
+"""Seconds between the last write and the measurement."""
 
 
 def expected(path: Path, config: Config) -> tuple[int, int, int]:
-    """Bytes of the packed weights, bytes of the KV pool, and tokens that it holds."""
+    """Return the bytes of the packed weights and of the KV pool, and the tokens that it holds."""
     spec = load_spec(path)
     held = weight_memory(spec, HeldWeights(open_weights(path, spec), form_of(spec, config.weights)), config.kernels)
     blocks = pool_blocks(spec, config, weights=held)
@@ -47,7 +47,7 @@ def expected(path: Path, config: Config) -> tuple[int, int, int]:
 
 
 def fill(server: Server, tokens: int) -> None:
-    """Have prompts of so many tokens in all computed. A `SystemExit` for anything but an answer of the right length."""
+    """Compute prompts of this many tokens in all; raise `SystemExit` for anything but an answer of the right length."""
     for number in range(-(-tokens // PROMPT)):
         body = {"model": "model", "prompt": letters(f"fill {number}", PROMPT), "max_tokens": 1, "ignore_eos": True}
         request = urllib.request.Request(
@@ -60,8 +60,8 @@ def fill(server: Server, tokens: int) -> None:
 
 
 def processes(server: Server) -> dict[str, dict[str, int]]:
-    """Bytes of the front, the worker and the template helper: peak, and now what is theirs alone and what is files'."""
-    found = {}
+    """Return the bytes of the front, the worker and the template helper: peak, and now, private and file-backed."""
+    results = {}
     pid = server.process.pid
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     for one in (str(pid), *children):
@@ -69,29 +69,29 @@ def processes(server: Server) -> dict[str, dict[str, int]]:
         name = "front" if one == str(pid) else "worker" if b"cairn.worker.worker" in command else "helper"
         lines = (line.split() for line in Path(f"/proc/{one}/status").read_text().splitlines())
         sizes = {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if line[0].startswith(("VmHWM", "Rss"))}
-        found[name] = {"peak": sizes["VmHWM"], "own": sizes["RssAnon"] + sizes["RssShmem"], "files": sizes["RssFile"]}
-    return found
+        results[name] = {"peak": sizes["VmHWM"], "own": sizes["RssAnon"] + sizes["RssShmem"], "files": sizes["RssFile"]}
+    return results
 
 
-def measure(path: Path, given: argparse.Namespace, home: Path) -> dict[str, Any]:
+def measure(path: Path, args: argparse.Namespace, home: Path) -> dict[str, Any]:
     command = [sys.executable, "-c", "from cairn.cli import main; main()", "serve", str(path), "--log-level", "warning"]
-    command += ["--served-name", "model", "--threads", str(given.threads), "--kv-gb", str(given.kv_gb)]
-    config = Config(model=str(path), threads=given.threads, kv_gb=given.kv_gb)
+    command += ["--served-name", "model", "--threads", str(args.threads), "--kv-gb", str(args.kv_gb)]
+    config = Config(model=str(path), threads=args.threads, kv_gb=args.kv_gb)
     weights, pool, tokens = expected(path, config)
     server = Server("cairn", command, "/health/ready", "model", home)
-    found: dict[str, Any] = {"first_start": server.start_seconds, "starts": []}
+    results: dict[str, Any] = {"first_start": server.start_seconds, "starts": []}
     try:
-        for _ in range(given.starts):
+        for _ in range(args.starts):
             server.kill()
             server.start()
-            found["starts"].append(server.start_seconds)
+            results["starts"].append(server.start_seconds)
         fill(server, 2 * tokens)
         settle(server)
         time.sleep(REST_SECONDS)
-        found |= {"weights": weights, "pool": pool, "tokens": tokens, "processes": processes(server)}
+        results |= {"weights": weights, "pool": pool, "tokens": tokens, "processes": processes(server)}
     finally:
         server.kill()
-    return found
+    return results
 
 
 def main() -> None:
@@ -101,15 +101,15 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, metavar="FILE")
-    given = parser.parse_args()
+    args = parser.parse_args()
     end_when_told()
-    about = {"machine": machine(given.threads), "file": given.file.stem}
+    about = {"machine": machine(args.threads), "file": args.file.stem}
     with tempfile.TemporaryDirectory() as folder:
-        found = {**about, **measure(given.file, given, Path(folder))}
-    found["load_after"] = load()
-    write_json(given.json, found)
-    print(footprint_text(found))
-    print(f"median of the later starts: {statistics.median(found['starts']):.2f} s", file=sys.stderr)
+        results = {**about, **measure(args.file, args, Path(folder))}
+    results["load_after"] = load()
+    write_json(args.json, results)
+    print(footprint_text(results))
+    print(f"median of the later starts: {statistics.median(results['starts']):.2f} s", file=sys.stderr)
 
 
 if __name__ == "__main__":

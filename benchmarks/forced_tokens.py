@@ -1,9 +1,9 @@
-"""How many passes do forced tokens save? The tokens of some typical answers, and how many of them a grammar leaves no
-choice about, so that they are appended without being sampled.
+"""Passes saved by forced tokens: the tokens of some typical answers, and how many of them the grammar forces.
 
     .venv/bin/python benchmarks/forced_tokens.py [MODEL]
 
-MODEL is a model's folder or file, for its vocabulary alone; without one it is the bundled model's.
+Forced tokens are appended without being sampled. MODEL is a model's folder or file, of which only the vocabulary is
+used; by default it is the bundled model.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import Any
 from cairn.models.hub.hub import locate
 from cairn.text.chat.templates import load_text
 from cairn.text.grammar.grammar import Shape, Structure, grammar_text
-from cairn.text.grammar.vocabulary import Vocabulary, read_vocabulary
+from cairn.text.grammar.vocabulary import Vocabulary
 from cairn.text.tokens.tokenizer import Tokenizer
 from cairn.types.request import Grammar
 from cairn.worker.grammar_matcher import CompiledGrammar, GrammarMatcher, Masks
+from cairn.worker.grammars import read_vocabulary
 from mask_cost import called
 
 TEXT = {"type": "string"}
@@ -70,7 +71,7 @@ def held(kind: Any, text: Any) -> str:
 
 
 def answers() -> dict[str, tuple[str, str]]:
-    """The grammar and the text of each."""
+    """Return the grammar and the text of each answer."""
     return {
         "an object of ten keys": (held("json", PERSON), json.dumps(ADA)),
         "an extraction of four keys": (held("json", FOUND), json.dumps(PARCEL)),
@@ -81,7 +82,7 @@ def answers() -> dict[str, tuple[str, str]]:
 
 
 def next_token(mask: bytes, tokenizer: Tokenizer, rest: bytes) -> int:
-    """The token that goes on with a text: the tokenizer's own, or the longest that may come."""
+    """Return the token that continues a text: the tokenizer's own, or the longest allowed one."""
 
     def may(token: int) -> bool:
         return bool(mask[token >> 3] >> (token & 7) & 1)
@@ -89,12 +90,12 @@ def next_token(mask: bytes, tokenizer: Tokenizer, rest: bytes) -> int:
     first = tokenizer.encode(rest.decode())[0]
     if may(first):
         return first
-    fits = [one for one in range(tokenizer.largest_id + 1) if may(one) and rest.startswith(tokenizer.token_bytes(one))]
+    fits = [n for n in range(tokenizer.largest_id + 1) if may(n) and rest.startswith(tokenizer.token_bytes(n))]
     return max(fits, key=lambda one: len(tokenizer.token_bytes(one)))
 
 
 def counted(vocabulary: Vocabulary, tokenizer: Tokenizer, masks: Masks, grammar: str, text: str) -> tuple[int, int]:
-    """Tokens of an answer, and how many of them are forced."""
+    """Return the number of tokens in an answer, and of those that are forced."""
     ends = sorted(vocabulary.tokenizer.eos_tokens)
     matcher = GrammarMatcher(CompiledGrammar(vocabulary, Grammar(text=grammar)), ends, masks)
     rest, count, forced = text.encode(), 0, 0

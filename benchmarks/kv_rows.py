@@ -1,10 +1,9 @@
-"""What float16 KV costs whole steps beside bfloat16: python benchmarks/kv_rows.py [--rows N] [--rounds N]
+"""The cost of float16 KV for whole steps, beside bfloat16: python benchmarks/kv_rows.py [--rows N] [--rounds N]
 
 The rows are those of docs/performance.md, over random weights of the same shapes. Engines take turns, a measurement
-each, another one first each time: one holds KV in float16, two in bfloat16, whose difference is the noise. Told are the
-medians of the rounds' ratios, and how many rows stay within 2 %, which f16 would have to if `auto` were to mean it. KV
-before the depth is zeros: its values do not change the time. It takes some five minutes of a machine that has nothing
-else to do.
+each, starting with a different one each time: one holds KV in float16, two in bfloat16, whose difference is the noise.
+Printed are the medians of the rounds' ratios, and how many rows stay within 2 %, which all must for `auto` to become
+f16. KV before the depth is zeros: its values do not change the time. It takes some five minutes on an idle machine.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ from vs_llama_cpp import ROWS, Row, numbers
 
 DTYPES = ("f16", "bf16", "bf16")
 WITHIN = 0.02
-"""How much slower a row may be if f16 is to be what `auto` means."""
+"""Largest slowdown of a row at which f16 could be what `auto` means."""
 
 
 def main() -> None:
-    """Print a line a row, and how many are within the limit."""
+    """Print a line per row, and how many are within the limit."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rows", default=f"1-{len(ROWS)}", help="as benchmarks/vs_llama_cpp.py --list numbers them")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--threads", type=int, default=cpu_count())
     parser.add_argument("--kernels", default="auto")
-    given = parser.parse_args()
-    config = Config(kernels=given.kernels, threads=given.threads)
-    print(f"{cpu_name()}, {chosen(given.kernels)} kernels, {given.threads} threads, {given.rounds} rounds\n")
+    args = parser.parse_args()
+    config = Config(kernels=args.kernels, threads=args.threads)
+    print(f"{cpu_name()}, {chosen(args.kernels)} kernels, {args.threads} threads, {args.rounds} rounds\n")
     print("| file | work | f16 beside bf16 | rounds | bf16 beside bf16 | rounds |")
     print("|---|---|---|---|---|---|", flush=True)
     slower: list[float] = []
-    for row, times in measured([ROWS[n - 1] for n in numbers(given.rows)], config, given.rounds, given.steps):
+    for row, times in measured([ROWS[n - 1] for n in numbers(args.rows)], config, args.rounds, args.steps):
         half, plain, other = zip(*times, strict=True)
         slower.append(statistics.median(beside(half, plain)))
         print(f"| {row.shape} {row.kind} | {row.name} | {told(half, plain)} | {told(other, plain)} |", flush=True)
@@ -51,7 +50,7 @@ def main() -> None:
 
 
 def measured(rows: Sequence[Row], config: Config, rounds: int, steps: int) -> Iterator[tuple[Row, list[list[float]]]]:
-    """Each row with the seconds of each engine in each round."""
+    """Return the seconds of each row and engine in each round."""
     groups = dict.fromkeys((row.shape, row.kind, row.depth) for row in rows)
     for shape, kind, depth in groups:
         some = [row for row in rows if (row.shape, row.kind, row.depth) == (shape, kind, depth)]
@@ -65,7 +64,7 @@ def measured(rows: Sequence[Row], config: Config, rounds: int, steps: int) -> It
 
 
 def opened(shape: str, kind: str, rows: Sequence[Row], steps: int, config: Config, dtype: str) -> Bench:
-    """An engine for these rows, all of one depth, that holds KV in this type."""
+    """Return an engine for rows of one depth, with KV in this type."""
     load = Workload(
         prompt=max((row.size for row in rows if row.work == "prefill"), default=1),
         decode=steps,
@@ -74,42 +73,42 @@ def opened(shape: str, kind: str, rows: Sequence[Row], steps: int, config: Confi
     )
     spec = shape_spec(shape)
     held = msgspec.structs.replace(config, kv_dtype=dtype)
-    unknown = Roofline(read=1.0, arithmetic=1.0)  # no part of it is told
+    unknown = Roofline(read=1.0, arithmetic=1.0)  # the roofline is not printed
     return open_bench(spec, RandomWeights(spec, kind.lower()), held, load, unknown, SystemClock().now)
 
 
 def work_of(bench: Bench, row: Row) -> Callable[[], float]:
-    """A measurement of the row, in seconds."""
+    """Return a measurement of the row in seconds."""
     if row.work == "prefill":
         return lambda: bench.prefill(row.depth).seconds
     return lambda: bench.decode(row.size, row.depth).seconds
 
 
 def in_turns(works: Sequence[Callable[[], float]], rounds: int) -> list[list[float]]:
-    """What each work measures in each round, another one first each time; before that a round that does not count."""
-    found = []
+    """Measure each in every round, a different one first each time, after a warm-up round."""
+    results = []
     for number in range(rounds + 1):
         times = [0.0] * len(works)
         for place in range(len(works)):
             which = (place + number) % len(works)
             times[which] = works[which]()
-        found.append(times)
-    return found[1:]
+        results.append(times)
+    return results[1:]
 
 
 def beside(seconds: Sequence[float], others: Sequence[float]) -> list[float]:
-    """How much longer the one takes in each round, as a share."""
+    """Return how much longer the first takes in each round, as a share."""
     return [one / two - 1 for one, two in zip(seconds, others, strict=True)]
 
 
 def told(seconds: Sequence[float], others: Sequence[float]) -> str:
-    """The same as two cells of the table."""
-    found = beside(seconds, others)
-    return f"{statistics.median(found):+.1%} | {min(found):+.1%} to {max(found):+.1%}"
+    """Format the same as two cells of the table."""
+    result = beside(seconds, others)
+    return f"{statistics.median(result):+.1%} | {min(result):+.1%} to {max(result):+.1%}"
 
 
 def verdict(slower: Sequence[float]) -> str:
-    """How many rows are within the limit; `slower`: by what share f16 takes longer in each."""
+    """Return how many rows are within the limit; `slower` holds the share by which f16 takes longer in each."""
     within = sum(one <= WITHIN for one in slower)
     return f"{within} of {len(slower)} rows are within {WITHIN:.0%}, the slowest takes {max(slower):+.1%}."
 

@@ -1,9 +1,9 @@
-"""What f16 and q8 KV cost in speed beside bf16: python benchmarks/kv_types.py [--kernels NAME] [--rounds N]
+"""The speed of f16 and q8 KV beside bf16: python benchmarks/kv_types.py [--kernels NAME] [--rounds N]
 
-Attention alone is timed, over KV that no cache holds: nothing else of a step reads KV, so a row of `cairn bench` is
-slower or faster by less than is shown here. The types, and a second pool of bfloat16, take turns on one thread, and
-what counts is the time that the thread computed, so that a machine that is busy with something else disturbs little.
-Told are the median of the rounds' ratios, the middle half of them, and, from the second pool, the same of the noise.
+Only attention is timed, over KV that fits no cache. Nothing else in a step reads KV, so a row of `cairn bench` differs
+by less than shown here. The types, and a second pool of bfloat16, take turns on one thread. Times are the thread's CPU
+time, so that other work on the machine disturbs little. Printed are the median of the rounds' ratios, their middle
+half, and from the second pool the same for the noise.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cairn.types.model_spec import BLOCK_TOKENS
 TYPES = {"f16": "float16", "q8": "int8", "bf16": "bfloat16"}
 LAYERS = 4
 SHAPES = {"qwen3-0.6b": (16, 8, 128), "llama-3.2-1b": (32, 8, 64), "SmolLM2-135M": (9, 3, 64)}
-"""Heads, heads of KV, size of a head."""
+"""Query heads, KV heads, head size."""
 WORK = (
     ("decode 1", 1, 1, 512),
     ("decode 1", 1, 1, 4096),
@@ -36,27 +36,27 @@ WORK = (
 
 
 def main() -> None:
-    """Print a line a row."""
+    """Print a line per row."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--rounds", type=int, default=60)
-    asked = parser.parse_args()
-    kernels = NativeKernels(chosen(asked.kernels), 1)
-    print(f"{cpu_name()}, {chosen(asked.kernels)} kernels, {asked.rounds} rounds\n")
+    args = parser.parse_args()
+    kernels = NativeKernels(chosen(args.kernels), 1)
+    print(f"{cpu_name()}, {chosen(args.kernels)} kernels, {args.rounds} rounds\n")
     print("| attention of | at |" + "".join(f" {name} beside bf16 | middle half |" for name in TYPES))
     print("|---|---|" + "---|---|" * len(TYPES), flush=True)
     for shape, sizes in SHAPES.items():
         for name, rows, tokens, depth in WORK:
             calls = [_call(kernels, dtype, sizes, rows, tokens, depth) for dtype in (*TYPES.values(), "bfloat16")]
-            *every, plain = zip(*_rounds(calls, asked.rounds), strict=True)
-            told = " | ".join(_told(one, plain) for one in every)
-            print(f"| {shape}, {name} | {depth} | {told} |", flush=True)
+            *every, plain = zip(*_rounds(calls, args.rounds), strict=True)
+            result = " | ".join(_told(one, plain) for one in every)
+            print(f"| {shape}, {name} | {depth} | {result} |", flush=True)
 
 
 def _call(
     kernels: NativeKernels, dtype: str, sizes: tuple[int, int, int], rows: int, tokens: int, depth: int
 ) -> Callable[[], None]:
-    """Attention of one step in every layer."""
+    """Return a call that computes attention of one step in every layer."""
     heads, kv_heads, size = sizes
     blocks = -(-(depth + tokens) // BLOCK_TOKENS)
     width = row_bytes(size) if dtype == "int8" else size
@@ -64,7 +64,7 @@ def _call(
     random = np.random.default_rng(1)
     numbers = random.normal(0, 1, (*kv.shape[1:5], size))
     if dtype == "int8":
-        # Codes as large as those of such numbers, and their scales, in the order of the kernels: these come first.
+        # Codes as large as those of such numbers, and their scales; in the kernels' layout scales come first.
         page = kv.reshape(*kv.shape[:4], -1)
         page[:] = (
             np.clip(np.rint(numbers * 40), -127, 127)
@@ -88,8 +88,8 @@ def _call(
 
 
 def _rounds(calls: Sequence[Callable[[], None]], count: int) -> list[list[float]]:
-    """Seconds of each, another one first each time; before that a round that does not count."""
-    found = []
+    """Return seconds of each, a different one first each time, after a warm-up round."""
+    results = []
     for number in range(count + 1):
         times = [0.0] * len(calls)
         for place in range(len(calls)):
@@ -97,12 +97,12 @@ def _rounds(calls: Sequence[Callable[[], None]], count: int) -> list[list[float]
             start = time.process_time()
             calls[which]()
             times[which] = time.process_time() - start
-        found.append(times)
-    return found[1:]
+        results.append(times)
+    return results[1:]
 
 
 def _told(seconds: Sequence[float], beside: Sequence[float]) -> str:
-    """How much longer the one takes."""
+    """Format how much longer the first takes."""
     low, middle, high = statistics.quantiles([one / two for one, two in zip(seconds, beside, strict=True)], n=4)
     return f"{100 * (middle - 1):+.1f} % | {100 * (low - 1):+.1f} to {100 * (high - 1):+.1f}"
 

@@ -1,8 +1,8 @@
 """llama.cpp's side of the benchmarks: a process that does what lines of JSON on its standard input ask for.
 
-It needs numpy and llama_cpp and nothing of Cairn, so it runs in any interpreter that has them. KV is f16, as llama.cpp
-has it, or q8_0 with flash attention if `load` asks for it. Each sequence has a stream of its own; a prompt goes in
-steps of at most 512 tokens.
+It needs numpy and llama_cpp and nothing of Cairn, so it runs in any interpreter that has them. KV is f16, llama.cpp's
+default, or q8_0 with flash attention if `load` asks for it. Each sequence has a stream of its own; a prompt is computed
+in steps of at most 512 tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from both_sides import STEP, Timed, answer_lines, peak, tokens_of
 TYPES = {"Q4_0": 2, "Q8_0": 7, "Q4_K_M": 15}
 """llama_ftype."""
 Q8_0 = 8
-"""Its ggml_type."""
+"""ggml_type of Q8_0."""
 QUIET = c.llama_log_callback(lambda level, text, _: sys.stderr.write(text.decode()) if level == 4 else None)
 
 
@@ -32,7 +32,7 @@ class Side(Timed):
     sizes: tuple[int, int, int] | None = None
 
     def load(self, path: str, threads: int, kv: str = "f16") -> dict[str, Any]:
-        """The model, with KV in f16 or q8_0."""
+        """Load the model, with KV in f16 or q8_0."""
         began = time.perf_counter()
         self.kv = kv
         self.threads = threads
@@ -43,7 +43,7 @@ class Side(Timed):
         return {"seconds": time.perf_counter() - began, "vocab": self.vocab}
 
     def begin(self, batch: int, depth: int, room: int) -> dict[str, Any]:
-        """A context of `batch` sequences with `depth` tokens each and `room` for more; kept where it is there."""
+        """Make a context of `batch` sequences of `depth` tokens with `room` for more, or keep the one that is there."""
         if self.sizes == (batch, depth, room):
             return {}
         self.end()
@@ -76,7 +76,7 @@ class Side(Timed):
         self.context = self.sizes = None
 
     def prefill(self, tokens: int) -> dict[str, Any]:
-        """A prompt of `tokens` after the depth, and the choice of the token after it."""
+        """Compute a prompt of `tokens` behind the depth, and choose the next token."""
         self.forget()
         prompt = tokens_of(tokens, self.vocab, 1)
         began = self.now()
@@ -87,7 +87,7 @@ class Side(Timed):
         return {"seconds": [self.now() - began], "tokens": tokens}
 
     def decode(self, steps: int) -> dict[str, Any]:
-        """`steps` steps of all sequences, each token the greedy choice of the step before."""
+        """Run `steps` steps of all sequences, each with the greedy choice of the step before."""
         self.forget()
         last, times = [(31 * number + 7) % self.vocab for number in range(self.batch)], []
         for at in range(self.depth, self.depth + steps):
@@ -98,8 +98,8 @@ class Side(Timed):
         return {"seconds": times, "tokens": self.batch}
 
     def answers(self, prompts: list[list[int]], steps: int, top: int) -> dict[str, Any]:
-        """Greedy answers, with the `top` log-probabilities of each step."""
-        found = []
+        """Return greedy answers, with the `top` log-probabilities of each step."""
+        results = []
         for prompt in prompts:
             self.begin(1, 0, len(prompt) + steps)
             self.step([(0, at, token) for at, token in enumerate(prompt)], last=True)
@@ -112,23 +112,23 @@ class Side(Timed):
                 best = np.argsort(-logits)[:top]
                 said.append([[int(one), float(logits[one])] for one in best])
                 self.step([(0, at, int(best[0]))])
-            found.append(said)
+            results.append(said)
             self.end()
-        return {"answers": found}
+        return {"answers": results}
 
     def scores(self, prompts: list[list[int]], into: str) -> dict[str, Any]:
-        """The logits of each prompt's last position, as float32 [prompts, vocabulary] in the file `into`."""
-        found = []
+        """Write the logits of each prompt's last position, as float32 [prompts, vocabulary], to the file `into`."""
+        results = []
         for prompt in prompts:
             self.begin(1, 0, len(prompt))
             self.step([(0, at, token) for at, token in enumerate(prompt)], last=True)
-            found.append(self.logits(-1).copy())
+            results.append(self.logits(-1).copy())
             self.end()
-        np.save(into, np.stack(found))
+        np.save(into, np.stack(results))
         return {}
 
     def step(self, tokens: Sequence[tuple[int, int, int]], last: bool = False) -> None:
-        """One step over (sequence, position, token); logits of every one, or of the last only."""
+        """Run one step over (sequence, position, token), with logits for all of them, or for the last."""
         batch = self.space
         batch.n_tokens = len(tokens)
         for at, (sequence, position, token) in enumerate(tokens):
@@ -147,7 +147,7 @@ class Side(Timed):
         return np.ctypeslib.as_array(c.llama_get_logits_ith(self.context, row), shape=(self.vocab,))
 
     def forget(self) -> None:
-        """Put every sequence back to the depth."""
+        """Cut every sequence back to the depth."""
         for number in range(self.batch):
             if not c.llama_memory_seq_rm(self.cache, number, self.depth, -1):
                 raise RuntimeError("llama.cpp cannot forget a part of a sequence")
@@ -156,7 +156,7 @@ class Side(Timed):
         return {"bytes": peak()}
 
     def quantize(self, source: str, target: str, kind: str) -> dict[str, Any]:
-        """Another number format; Q4_0 and Q8_0 for every matrix, Q4_K_M with llama.cpp's usual mixture."""
+        """Quantise a file: Q4_0 and Q8_0 for every matrix, Q4_K_M with llama.cpp's usual mixture."""
         params = c.llama_model_quantize_default_params()
         params.ftype, params.pure = TYPES[kind], kind != "Q4_K_M"
         if c.llama_model_quantize(source.encode(), target.encode(), ctypes.byref(params)) != 0:

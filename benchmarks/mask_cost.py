@@ -1,11 +1,11 @@
-"""What do grammars cost a step? Milliseconds that the masks of all rows take, until they are there while nothing else
-is computed, and of processor time; and of processor time alone, runs of forced tokens, and what the sampler does.
+"""The cost of grammars for a step: milliseconds for the masks of all rows, forced tokens and sampling.
 
     .venv/bin/python benchmarks/mask_cost.py [MODEL] [--rows 32] [--steps 100] [--step-ms 22]
 
-MODEL is a model's folder or file, for its vocabulary alone; without one it is the bundled model's. The goal is 5 % of a
-step of as many rows: give --step-ms what `cairn bench` says of one. In a server masks are computed beside the step's
-own arithmetic, so what they hold up is less; forced tokens and the sampler are not.
+For masks, wall time (while nothing else is computed) and CPU time are printed; for runs of forced tokens and for the
+sampler, CPU time. MODEL is a model's folder or file, of which only the vocabulary is used; by default it is the bundled
+model. The goal is 5 % of a step of as many rows: give --step-ms the figure of `cairn bench`. In a server, masks are
+computed beside the step's own arithmetic, so they delay it by less; forced tokens and sampling are not.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from cairn.models.hub.hub import locate
 from cairn.text.chat.templates import load_text
 from cairn.text.grammar.call_grammar import callable_tools, lark_of_calls
 from cairn.text.grammar.grammar import Shape, Structure, grammar_text
-from cairn.text.grammar.vocabulary import Vocabulary, read_vocabulary
+from cairn.text.grammar.vocabulary import Vocabulary
 from cairn.text.output.call_formats import BY_NAME
 from cairn.types.request import Grammar, SamplingParams
 from cairn.types.step import Row
 from cairn.worker.grammar_matcher import CompiledGrammar, GrammarMatcher, Masks
+from cairn.worker.grammars import read_vocabulary
 
 TEXT = {"type": "string"}
 EDIT = {"path": TEXT, "old": TEXT, "new": TEXT, "all": {"type": "boolean"}, "line": {"type": "integer"}}
@@ -58,7 +59,7 @@ def grammars() -> dict[str, str]:
 
 
 def allowed(mask: bytes, vocab: int, rng: random.Random) -> int | None:
-    """A random token that may come."""
+    """Return a random allowed token."""
     start = rng.randrange(vocab)
     for at in range(vocab):
         token = (start + at) % vocab
@@ -68,17 +69,17 @@ def allowed(mask: bytes, vocab: int, rng: random.Random) -> int | None:
 
 
 class Spent(NamedTuple):
-    """Seconds of a step."""
+    """Seconds spent on a step."""
 
     masks: float
-    """Until every row has its mask."""
+    """Seconds until every row has its mask."""
     masks_cpu: float
     forced: float
-    """To find out what is forced: on the step's own thread."""
+    """Seconds to find forced tokens, on the step's own thread."""
 
 
 def steps(vocabulary: Vocabulary, text: str, rows: int, count: int) -> tuple[list[Spent], list[bytes]]:
-    """What each step takes, and the masks of the last. A row that has come to its end begins again."""
+    """Return the seconds of each step, and the masks of the last; finished rows begin again."""
     rng, computing = random.Random(1), Masks()
     compiled = CompiledGrammar(vocabulary, Grammar(text=text))
     ends = sorted(vocabulary.tokenizer.eos_tokens)
@@ -93,7 +94,7 @@ def steps(vocabulary: Vocabulary, text: str, rows: int, count: int) -> tuple[lis
             matchers[row].consume(token)
             matchers[row] = fresh() if matchers[row].over else matchers[row]
 
-    matchers, found, masks = [fresh() for _ in range(rows)], list[Spent](), list[bytes]()
+    matchers, spent, masks = [fresh() for _ in range(rows)], list[Spent](), list[bytes]()
     for _ in range(count):
         start, cpu = time.perf_counter(), time.process_time()
         pending = [matcher.mask() for matcher in matchers]
@@ -103,30 +104,30 @@ def steps(vocabulary: Vocabulary, text: str, rows: int, count: int) -> tuple[lis
             advance(row, allowed(mask, vocabulary.tokenizer.vocab_size, rng) if mask else None)
         cpu = time.process_time()
         runs = [matcher.forced() for matcher in matchers]
-        found.append(Spent(masks_took, masks_cpu, time.process_time() - cpu))
+        spent.append(Spent(masks_took, masks_cpu, time.process_time() - cpu))
         for row, token in enumerate(runs):
             if token is not None:
                 advance(row, token)
     computing.close()
-    return found, masks
+    return spent, masks
 
 
 def applied(masks: Sequence[bytes], vocab: int, count: int) -> tuple[float, float]:
-    """Milliseconds of processor time in which the native sampler draws a token for each row, without masks and with."""
+    """Return CPU milliseconds of the native sampler per step, without masks and with."""
     kernels = load_kernels("auto", 1)
     sampler = kernels.sampler(vocab)
     logits = np.random.default_rng(1).normal(size=(len(masks), vocab)).astype(np.float32) * 3
     params = SamplingParams(max_tokens=9, temperature=0.8, top_k=40, top_p=0.95, min_p=0.05, seed=1)
     row = Row([1], 0, 1, (), 0, 1, params, 0)
-    found = []
+    results = []
     for lines in ([Line(row)] * len(masks), [Line(row, None, mask) for mask in masks]):
         sampler.choose(lines, logits)
         cpu = time.process_time()
         for _ in range(count):
             sampler.choose(lines, logits)
-        found.append(1e3 * (time.process_time() - cpu) / count)
+        results.append(1e3 * (time.process_time() - cpu) / count)
     kernels.close()
-    return found[0], found[1]
+    return results[0], results[1]
 
 
 def main() -> None:
@@ -135,19 +136,19 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--step-ms", type=float, help="what a step of so many rows takes without grammars")
-    asked = parser.parse_args()
-    folder = Path(locate(asked.model))
+    args = parser.parse_args()
+    folder = Path(locate(args.model))
     tokenizer, _ = load_text(folder, None)
     vocab = tokenizer.largest_id + 1
     vocabulary = read_vocabulary(folder, None, vocab, sorted(tokenizer.end_ids))
-    print(f"{asked.rows} rows, {vocab} tokens; milliseconds a step: median until the masks are there,")
+    print(f"{args.rows} rows, {vocab} tokens; milliseconds a step: median until the masks are there,")
     print("and processor time of the masks (mean), of finding what is forced, and of the sampler for the masks")
     for name, text in grammars().items():
-        spent, masks = steps(vocabulary, text, asked.rows, asked.steps)
+        spent, masks = steps(vocabulary, text, args.rows, args.steps)
         cpu, forced = (1e3 * statistics.mean(values) for values in list(zip(*spent, strict=True))[1:])
         without, with_masks = applied(masks, vocab, 20)
         wall, sampled = 1e3 * statistics.median(one.masks for one in spent), with_masks - without
-        share = f"   {100 * (cpu + forced + sampled) / asked.step_ms:.1f} % of a step" if asked.step_ms else ""
+        share = f"   {100 * (cpu + forced + sampled) / args.step_ms:.1f} % of a step" if args.step_ms else ""
         figures = f"{wall:7.2f}   masks {cpu:6.2f}   forced {forced:6.2f}   sampler {sampled:6.2f} of {with_masks:.2f}"
         print(f"{name:30} {figures}{share}")
 

@@ -1,11 +1,11 @@
-"""What do grammars cost a whole step? The same step of an engine with masks and without, one after the other: what more
-it takes, of time and of processor time.
+"""The cost of grammars for a whole step: the same step of an engine with masks and without, in turns.
 
     .venv/bin/python benchmarks/mask_step.py MODEL [--rows 32] [--pairs 100] [--depth 64]
 
-MODEL is a model's folder or file. Rows draw with top-k 40, top-p 0.95 and min-p 0.05, whether they are held or not.
-A step is from asking for the masks until every row has its token and has followed it, as the scheduler goes about it;
-what is forced is looked for, too, and then not used, so that both have as many rows. The goal is at most 5 %.
+Printed is the difference in wall time and in CPU time. MODEL is a model's folder or file. Rows sample with top-k 40,
+top-p 0.95 and min-p 0.05, with and without a grammar. A step lasts from the request for the masks until every row has
+its token and has consumed it, as in the scheduler; forced tokens are searched for, too, and then not used, so that both
+sides have as many rows. The goal is at most 5 %.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ from cairn.engine.recorded import RecordedEngine
 from cairn.models.hub.hub import locate
 from cairn.models.spec.config import check_decodes, load_spec
 from cairn.text.chat.templates import load_text
-from cairn.text.grammar.vocabulary import Vocabulary, read_vocabulary
+from cairn.text.grammar.vocabulary import Vocabulary
 from cairn.types.model_spec import BLOCK_TOKENS
 from cairn.types.request import Grammar, SamplingParams
 from cairn.types.step import Row
 from cairn.worker.grammar_matcher import CompiledGrammar, GrammarMatcher, Masks
+from cairn.worker.grammars import read_vocabulary
 from mask_cost import grammars
 
 PARAMS = SamplingParams(max_tokens=1 << 20, temperature=0.8, top_k=40, top_p=0.95, min_p=0.05, seed=1)
 
 
 class Step(NamedTuple):
-    """Seconds of one."""
+    """Seconds of one step."""
 
     wall: float
     cpu: float
 
 
 class Held:
-    """Rows that follow a grammar, each in another place of it. One that has come to its end begins again."""
+    """Rows that follow a grammar, each at another place in it; finished ones begin again."""
 
     def __init__(self, vocabulary: Vocabulary, text: str, ends: Sequence[int], computing: Masks, rows: int) -> None:
         self._compiled = CompiledGrammar(vocabulary, Grammar(text=text))
@@ -54,7 +55,7 @@ class Held:
         return GrammarMatcher(self._compiled, *self._made)
 
     def follow(self, tokens: Sequence[int | None]) -> None:
-        """What the rows drew."""
+        """Advance the matchers by the sampled tokens."""
         for row, token in enumerate(tokens):
             if token is None or token in self._ends or self._rng.random() < 0.01:
                 self._over.add(row)
@@ -66,7 +67,7 @@ class Held:
                 self.matchers[row].forced()
 
     def renew(self) -> None:
-        """Begin again what is over: a request's grammar is copied once, and no step's business."""
+        """Restart finished rows outside the measured time, as a grammar is copied once per request, not per step."""
         for row in self._over:
             self.matchers[row] = self._fresh()
         self._over.clear()
@@ -84,7 +85,7 @@ def timed(work: Callable[[], None]) -> Step:
 
 
 def pairs(engine: RecordedEngine, held: Held, asked: Any) -> list[tuple[Step, Step]]:
-    """Steps without masks, and right after them with."""
+    """Return steps without masks, and steps with them right after."""
     depth, vocab = asked.depth, engine.info.vocab
     known = [[(7919 * at + 104_729 * row) % vocab for at in range(depth + 1)] for row in range(asked.rows)]
     places = [tables(engine, row, depth + 1) for row in range(asked.rows)]
@@ -97,14 +98,14 @@ def pairs(engine: RecordedEngine, held: Held, asked: Any) -> list[tuple[Step, St
             rows.append(Row(tokens, depth, depth + 1, place, depth, 1, PARAMS, number, mask=mask))
         results = engine.decode(rows).wait()
         if with_masks:
-            held.follow([one.token for one in results])
+            held.follow([result.token for result in results])
 
-    found = []
+    measured = []
     for number in range(asked.pairs + 5):
         plain = timed(lambda: step(number, with_masks=False))  # noqa: B023  it runs before the next number
-        found.append((plain, timed(lambda: step(number, with_masks=True))))  # noqa: B023
+        measured.append((plain, timed(lambda: step(number, with_masks=True))))  # noqa: B023
         held.renew()
-    return found[5:]
+    return measured[5:]
 
 
 def main() -> None:
@@ -113,24 +114,24 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--pairs", type=int, default=100)
     parser.add_argument("--depth", type=int, default=64, help="tokens of each row's context")
-    asked = parser.parse_args()
-    folder = locate(asked.model)
+    args = parser.parse_args()
+    folder = locate(args.model)
     spec = check_decodes(load_spec(folder))
-    config = Config(max_running=asked.rows, step_tokens=512, context=asked.depth + BLOCK_TOKENS)
-    blocks = asked.rows * -(-(asked.depth + 1) // BLOCK_TOKENS)
+    config = Config(max_running=args.rows, step_tokens=512, context=args.depth + BLOCK_TOKENS)
+    blocks = args.rows * -(-(args.depth + 1) // BLOCK_TOKENS)
     engine = RecordedEngine.load(spec, folder, config, blocks=tuple(blocks for _ in spec.groups))
     tokenizer, _ = load_text(folder, None)
     ends = sorted(tokenizer.end_ids)
     vocabulary = read_vocabulary(folder, None, spec.vocab, ends)
-    print(f"{asked.rows} rows, {spec.vocab} tokens, {asked.pairs} pairs of steps; medians, milliseconds")
+    print(f"{args.rows} rows, {spec.vocab} tokens, {args.pairs} pairs of steps; medians, milliseconds")
     for name, text in grammars().items():
         computing = Masks()
-        found = pairs(engine, Held(vocabulary, text, ends, computing, asked.rows), asked)
+        result = pairs(engine, Held(vocabulary, text, ends, computing, args.rows), args)
         computing.close()
-        for what in ("wall", "cpu"):
-            plain = 1e3 * statistics.median(getattr(one, what) for one, _ in found)
-            more = 1e3 * statistics.median(getattr(two, what) - getattr(one, what) for one, two in found)
-            print(f"{name:30} {what:4} {plain:7.2f} without   {more:+6.2f} with masks   {100 * more / plain:+6.1f} %")
+        for clock in ("wall", "cpu"):
+            plain = 1e3 * statistics.median(getattr(one, clock) for one, _ in result)
+            more = 1e3 * statistics.median(getattr(two, clock) - getattr(one, clock) for one, two in result)
+            print(f"{name:30} {clock:4} {plain:7.2f} without   {more:+6.2f} with masks   {100 * more / plain:+6.1f} %")
     engine.close()
 
 

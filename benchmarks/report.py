@@ -1,10 +1,10 @@
-"""docs/performance.md and its charts, from what the benchmarks wrote.  `python benchmarks/report.py [--check]`
+"""docs/performance.md and its charts, from the figures of the benchmarks.  `python benchmarks/report.py [--check]`
 
 `docs/performance/` holds the figures: `cpu.json` of vs_llama_cpp.py, `http.json` of serving.py, `footprint.json` of
 footprint.py, `overhead.json` of server_overhead.py, `agents-day.json` of agents_day.py (each with `--json`);
-`*-avx2.json` and `*-zen5.json` are of two other machines.
-Everything above the mark in the page is made from them, so it cannot drift; what stands below it is written by hand and
-kept. The charts need matplotlib. `--check` only compares the page.
+`*-avx2.json` and `*-zen5.json` are from two other machines. Everything above the mark in the page is generated from
+them, so it cannot drift; the text below it is written by hand and kept. The charts need matplotlib. `--check` only
+compares the page.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 MARK = "<!-- below: by hand -->"
 CHART, HTTP_CHART, DAY_CHART = "performance.png", "performance-http.png", "performance-agents-day.png"
 
-Found = dict[str, Any]
+Figures = dict[str, Any]
 
 METHOD = """\
 How fast Cairn is beside llama.cpp, on one machine, in one run. Only ratios travel: the figures of two systems were
@@ -64,8 +64,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def machine_text(found: Found) -> str:
-    one = found["machine"]
+def machine_text(figures: Figures) -> str:
+    one = figures["machine"]
     limits = [
         f"reads {one['read'] / 1e9:.0f} GB/s from memory",
         f"does {one['arithmetic'] / 1e9:,.0f} GFLOP/s in float32",
@@ -82,7 +82,7 @@ def machine_text(found: Found) -> str:
 PEAKS = {"int8": "GOP/s in int8", "bf16": "GFLOP/s in bfloat16"}
 
 
-def middle(row: Found, side: str) -> float:
+def middle(row: Figures, side: str) -> float:
     return statistics.median(row[side])
 
 
@@ -91,14 +91,14 @@ def verdict(ratio: float, goal: float, *, below: bool = False) -> str:
     return f"**{ratio:.2f}x**" if reached else f"{ratio:.2f}x"
 
 
-def peer_text(found: Found) -> str:
-    peer = found["llama.cpp"]
+def peer_text(figures: Figures) -> str:
+    peer = figures["llama.cpp"]
     has = re.findall(r"(\w+) = 1", peer["system"])
     return f"llama.cpp: llama-cpp-python {peer['version']}, built for this machine ({', '.join(has)})."
 
 
-def speeds(row: Found) -> tuple[str, ...]:
-    """File, work and what each side does."""
+def speeds(row: Figures) -> tuple[str, ...]:
+    """Return a row's file, case, and the speed of each side."""
     sides = (f"{middle(row, side):,.0f}" for side in ("cairn", "llama"))
     return f"{row['shape']} {row['kind']}", row["name"], *sides
 
@@ -106,16 +106,16 @@ def speeds(row: Found) -> tuple[str, ...]:
 SPEEDS = ("file", "work", "Cairn tok/s", "llama.cpp tok/s", "ratio")
 
 
-def summary(found: Found) -> str:
-    faster = sum(row["ratio"] > 1 for row in found["rows"])
-    rounds = f"rounds: {found['rounds']}, steps of a decode row in each: {found['steps']}"
-    return f"in {faster} of {len(found['rows'])} rows Cairn is the faster one ({rounds})"
+def summary(figures: Figures) -> str:
+    faster = sum(row["ratio"] > 1 for row in figures["rows"])
+    rounds = f"rounds: {figures['rounds']}, steps of a decode row in each: {figures['steps']}"
+    return f"in {faster} of {len(figures['rows'])} rows Cairn is the faster one ({rounds})"
 
 
-def cpu_text(found: Found) -> str:
-    parts = ["## Computing", CPU_METHOD, peer_text(found), goals_text(found)]
+def cpu_text(figures: Figures) -> str:
+    parts = ["## Computing", CPU_METHOD, peer_text(figures), goals_text(figures)]
     parts.append(f"![Cairn's speed divided by llama.cpp's, row by row]({CHART})")
-    parts += ["### What was read at most", ceilings(found), "### The same answers, memory and loading"]
+    parts += ["### What was read at most", ceilings(figures), "### The same answers, memory and loading"]
     parts.append(
         "Before any speed, both sides answered the same prompts. Compared are the largest difference of the twenty "
         "best log-probabilities of a step, and how many greedy tokens of the steps compared were equal (all where "
@@ -125,45 +125,45 @@ def cpu_text(found: Found) -> str:
     )
     files = [
         (
-            f"{one['shape']} {one['kind']} ({one['bytes'] / 1e9:.2f} GB)",
-            f"{one['check']['largest']:.3f}",
-            f"{one['check']['same']} of {one['check']['steps']}",
-            f"{one['peak']['cairn'] / 1e9:.2f} / {one['peak']['llama'] / 1e9:.2f}",
-            f"{one['load_seconds']['cairn']:.1f} / {one['load_seconds']['llama']:.1f}",
+            f"{file['shape']} {file['kind']} ({file['bytes'] / 1e9:.2f} GB)",
+            f"{file['check']['largest']:.3f}",
+            f"{file['check']['same']} of {file['check']['steps']}",
+            f"{file['peak']['cairn'] / 1e9:.2f} / {file['peak']['llama'] / 1e9:.2f}",
+            f"{file['load_seconds']['cairn']:.1f} / {file['load_seconds']['llama']:.1f}",
         )
-        for one in found["files"]
+        for file in figures["files"]
     ]
     head = ("file", "difference", "equal", "peak GB: Cairn / llama.cpp", "seconds to load")
     parts.append(table(head, files))
     return "\n\n".join(parts)
 
 
-def goals_text(found: Found) -> str:
-    """Every row and its goal."""
-    rows = [(*speeds(row), verdict(row["ratio"], row["goal"]), f"{row['goal']:g}x") for row in found["rows"]]
-    reached = sum(row["ratio"] >= row["goal"] for row in found["rows"])
-    return f"{table((*SPEEDS, 'goal'), rows)}\n\n{reached} rows reach their goal, {summary(found)}."
+def goals_text(figures: Figures) -> str:
+    """Return every row and its goal."""
+    rows = [(*speeds(row), verdict(row["ratio"], row["goal"]), f"{row['goal']:g}x") for row in figures["rows"]]
+    reached = sum(row["ratio"] >= row["goal"] for row in figures["rows"])
+    return f"{table((*SPEEDS, 'goal'), rows)}\n\n{reached} rows reach their goal, {summary(figures)}."
 
 
-def zen5_text(found: Found) -> str:
-    """The same on the kind of machine that the goals were set on."""
-    return "\n\n".join(("## Computing on Zen 5", machine_text(found), peer_text(found), goals_text(found)))
+def zen5_text(figures: Figures) -> str:
+    """Return the same for the kind of machine that the goals are set for."""
+    return "\n\n".join(("## Computing on Zen 5", machine_text(figures), peer_text(figures), goals_text(figures)))
 
 
-def avx2_text(found: Found) -> str:
-    """The same on a machine of which the goals say nothing: they are of one with AVX-512."""
-    rows = [(*speeds(row), f"{row['ratio']:.2f}x") for row in found["rows"]]
-    parts = ["## Computing without AVX-512", machine_text(found), peer_text(found), table(SPEEDS, rows)]
-    said = summary(found)
+def avx2_text(figures: Figures) -> str:
+    """Return the same for a machine without goals: they are for AVX-512."""
+    rows = [(*speeds(row), f"{row['ratio']:.2f}x") for row in figures["rows"]]
+    parts = ["## Computing without AVX-512", machine_text(figures), peer_text(figures), table(SPEEDS, rows)]
+    said = summary(figures)
     return "\n\n".join((*parts, f"{said[0].upper()}{said[1:]}. The goals above are of machines with AVX-512."))
 
 
-def ceilings(found: Found) -> str:
-    """How near decode is to the memory's limit: bytes a step must read, and what of the bandwidth that is."""
-    read = found["machine"]["read"]
-    sizes = {(one["shape"], one["kind"]): one["bytes"] for one in found["files"]}
+def ceilings(figures: Figures) -> str:
+    """Return how near decode is to the memory's limit: bytes read per step, and the share of the bandwidth."""
+    read = figures["machine"]["read"]
+    sizes = {(file["shape"], file["kind"]): file["bytes"] for file in figures["files"]}
     rows = []
-    for row in found["rows"]:
+    for row in figures["rows"]:
         if row["work"] != "decode":
             continue
         size = sizes[row["shape"], row["kind"]]
@@ -178,48 +178,53 @@ def ceilings(found: Found) -> str:
     return text + "\n\n" + table(("file", "work", "most tok/s", "Cairn", "llama.cpp"), rows)
 
 
-def http_text(found: Found) -> str:
-    parts = ["## Over HTTP", HTTP_METHOD, run_text(found), load_table(found["load"])]
+def http_text(figures: Figures) -> str:
+    parts = ["## Over HTTP", HTTP_METHOD, run_text(figures), load_table(figures["load"])]
     parts.append(f"![Cairn's server beside llama-server, row by row]({HTTP_CHART})")
-    parts += ["### A context that is known", KNOWN_METHOD, known_table(found)]
-    if found.get("beside"):
-        parts += ["### A short prompt beside a long one", BESIDE_METHOD, beside_table(found)]
-    starts = "; ".join(f"{name} {seconds:.1f} s" for name, seconds in found["start_seconds"].items())
+    parts += ["### A context that is known", KNOWN_METHOD, known_table(figures)]
+    if figures.get("beside"):
+        parts += ["### A short prompt beside a long one", BESIDE_METHOD, beside_table(figures)]
+    starts = "; ".join(f"{name} {seconds:.1f} s" for name, seconds in figures["start_seconds"].items())
     again = (
-        f"{name} {one['ready again']:.1f} s" for name in NAMES for one in found["context"][:2] if one["server"] == name
+        f"{name} {one['ready again']:.1f} s"
+        for name in NAMES
+        for one in figures["context"][:2]
+        if one["server"] == name
     )
     parts.append(f"From the command to ready, model loaded: {starts}. The next start: {'; '.join(again)}.")
-    peaks = "; ".join(f"{name} {size / 1e9:.2f}" for name, size in found["peak"].items())
+    peaks = "; ".join(f"{name} {size / 1e9:.2f}" for name, size in figures["peak"].items())
     parts.append(f"Peak memory of all processes of a server after all of this, in GB: {peaks}.")
     return "\n\n".join(parts)
 
 
-def other_http_text(found: Found, heading: str) -> str:
-    """The same on another machine."""
-    parts = [heading, run_text(found), load_table(found["load"])]
-    return "\n\n".join((*parts, known_table(found)))
+def other_http_text(figures: Figures, heading: str) -> str:
+    """Return the same for another machine."""
+    parts = [heading, run_text(figures), load_table(figures["load"])]
+    return "\n\n".join((*parts, known_table(figures)))
 
 
-def run_text(found: Found) -> str:
-    load = f"{found['machine']['load']:.1f} before and {found['load_after']:.1f} after the run"
-    return f"qwen3-0.6b {found['type']}, rounds: {found['rounds']}. Processes that wanted a core: {load}."
+def run_text(figures: Figures) -> str:
+    load = f"{figures['machine']['load']:.1f} before and {figures['load_after']:.1f} after the run"
+    return f"qwen3-0.6b {figures['type']}, rounds: {figures['rounds']}. Processes that wanted a core: {load}."
 
 
 GOALS = {1: (1.5, 0.4), 4: (4.0, 0.3), 16: (5.0, 0.2)}
-"""Connections -> tok/s at least, TTFT at most, as multiples of llama-server's."""
+"""Connections -> least tok/s, largest TTFT, as multiples of llama-server's."""
 PREFIX_GOAL = 0.060
-"""Seconds to the first token after a prefix that is known."""
+"""Seconds to the first token behind a cached prefix."""
 KNOWN_GOALS = {("context", "new"): 0.35}
-"""(part, key) -> TTFT at most, as a multiple of llama-server's."""
+"""(part, key) -> largest TTFT, as a multiple of llama-server's."""
 
 NAMES = {"cairn": "Cairn", "llama-server, 8 slots": "llama-server"}
 """Servers of the second table."""
 
 
-def load_ratios(load: list[Found], connections: int) -> tuple[dict[str, list[Found]], float, float]:
-    """The rounds of each server, and what Cairn's tok/s and TTFT are to those of llama-server's better configuration:
-    the medians of the rounds' ratios."""
-    seen: dict[str, list[Found]] = {}
+def load_ratios(load: list[Figures], connections: int) -> tuple[dict[str, list[Figures]], float, float]:
+    """Return each server's rounds, and Cairn's tok/s and TTFT relative to llama-server's better configuration.
+
+    The ratios are medians over the rounds.
+    """
+    seen: dict[str, list[Figures]] = {}
     for one in load:
         if one["connections"] == connections:
             seen.setdefault(one["server"], []).append(one)
@@ -230,7 +235,7 @@ def load_ratios(load: list[Found], connections: int) -> tuple[dict[str, list[Fou
     return seen, faster, sooner
 
 
-def load_table(load: list[Found]) -> str:
+def load_table(load: list[Figures]) -> str:
     rows = []
     for connections, (speed_goal, first_goal) in GOALS.items():
         seen, faster, sooner = load_ratios(load, connections)
@@ -246,27 +251,27 @@ def load_table(load: list[Found]) -> str:
     return table(("connections", "server", "tok/s", "TTFT p50 / p99 ms", "tok/s ratio", "TTFT ratio"), rows)
 
 
-def known(found: Found, part: str, key: str, server: str) -> list[float]:
-    """The seconds that one server took for one row of the second table, a round each."""
-    return [one[key] for one in found[part] if one["server"] == server and key in one]
+def known(figures: Figures, part: str, key: str, server: str) -> list[float]:
+    """Return the seconds of one server for one row of the second table, one per round."""
+    return [one[key] for one in figures[part] if one["server"] == server and key in one]
 
 
-def known_ratio(found: Found, part: str, key: str) -> float | None:
-    """What Cairn's time is to llama-server's, the median of the rounds; None if only one of them has the row."""
-    ours, theirs = (known(found, part, key, name) for name in NAMES)
+def known_ratio(figures: Figures, part: str, key: str) -> float | None:
+    """Return the median ratio of Cairn's time to llama-server's, or None if only one has the row."""
+    ours, theirs = (known(figures, part, key, name) for name in NAMES)
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True)) if ours and theirs else None
 
 
-def known_table(found: Found) -> str:
-    """Seconds to the first token, medians, in milliseconds."""
+def known_table(figures: Figures) -> str:
+    """Return the table of median times to first token, in milliseconds."""
     rows = []
-    for part, what in (("prefix", "2,000 tokens, "), ("context", "4,000 tokens, ")):
-        keys = dict.fromkeys(key for one in found[part] for key in one if key not in ("server", "ready again"))
+    for part, label in (("prefix", "2,000 tokens, "), ("context", "4,000 tokens, ")):
+        keys = dict.fromkeys(key for one in figures[part] for key in one if key not in ("server", "ready again"))
         for key in keys:
             middles = [
-                statistics.median(values) if (values := known(found, part, key, name)) else None for name in NAMES
+                statistics.median(values) if (values := known(figures, part, key, name)) else None for name in NAMES
             ]
-            ratio, cell = known_ratio(found, part, key), ""
+            ratio, cell = known_ratio(figures, part, key), ""
             if part == "prefix" and key != "new" and middles[0] is not None:
                 reached = middles[0] <= PREFIX_GOAL
                 cell = f"{'**reached**' if reached else 'missed'} ({PREFIX_GOAL * 1000:.0f} ms)"
@@ -274,38 +279,38 @@ def known_table(found: Found) -> str:
                 goal = KNOWN_GOALS[part, key]
                 cell = f"{verdict(ratio, goal, below=True)} (goal {goal:g}x)"
             shown = ["" if one is None else f"{one * 1000:,.0f}" for one in middles]
-            rows.append([what + key, *shown, "" if ratio is None else f"{ratio:.2f}x", cell])
+            rows.append([label + key, *shown, "" if ratio is None else f"{ratio:.2f}x", cell])
     return table(("", *NAMES.values(), "ratio", "goal"), rows)
 
 
-def beside_table(found: Found) -> str:
-    """Seconds, medians."""
+def beside_table(figures: Figures) -> str:
+    """Return the table of a short prompt beside a long one: median seconds."""
     rows = []
-    for key, what in (("short", "short, first token"), ("whole", "short, all 16"), ("long", "long, first token")):
-        middles = [statistics.median(known(found, "beside", key, name)) for name in NAMES]
-        rows.append([what, *(f"{one:.1f}" for one in middles), f"{known_ratio(found, 'beside', key):.2f}x"])
+    for key, label in (("short", "short, first token"), ("whole", "short, all 16"), ("long", "long, first token")):
+        middles = [statistics.median(known(figures, "beside", key, name)) for name in NAMES]
+        rows.append([label, *(f"{one:.1f}" for one in middles), f"{known_ratio(figures, 'beside', key):.2f}x"])
     return table(("", *NAMES.values(), "ratio"), rows)
 
 
 BESIDE_GOAL, START_GOAL = 150e6, 1.5
-"""Bytes of a worker beside its weights and its pool; seconds until a model is served again."""
+"""A worker's bytes beyond weights and pool; seconds until a model is served again."""
 
 
-def footprint_text(found: Found, heading: str = "## Start and memory") -> str:
-    worker, again = found["processes"]["worker"], statistics.median(found["starts"])
-    both = found["weights"] + found["pool"]
+def footprint_text(figures: Figures, heading: str = "## Start and memory") -> str:
+    worker, again = figures["processes"]["worker"], statistics.median(figures["starts"])
+    both = figures["weights"] + figures["pool"]
     beside, most = worker["own"] + worker["files"] - both, worker["peak"] - both
-    others = ", ".join(f"{name} {one['own'] / 1e6:,.0f} MB" for name, one in found["processes"].items())
+    others = ", ".join(f"{name} {value['own'] / 1e6:,.0f} MB" for name, value in figures["processes"].items())
     return "\n\n".join(
         (
             heading,
-            f"`cairn serve` of {found['file']}: ready after {found['first_start']:.1f} s the first time, when the "
+            f"`cairn serve` of {figures['file']}: ready after {figures['first_start']:.1f} s the first time, when the "
             f"weights are packed and kept. It is ready after {again:.2f} s from then on "
-            f"(median of {len(found['starts'])} starts, file in the page cache; "
+            f"(median of {len(figures['starts'])} starts, file in the page cache; "
             f"goal {START_GOAL:g} s: {'reached' if again <= START_GOAL else 'missed'}). "
-            f"Processes that wanted a core before the run: {found['machine']['load']:.1f}.",
-            f"After prompts that filled the pool twice ({found['tokens']:,} tokens), the worker held "
-            f"{found['weights'] / 1e6:,.0f} MB of packed weights, {found['pool'] / 1e6:,.0f} MB of KV pool and "
+            f"Processes that wanted a core before the run: {figures['machine']['load']:.1f}.",
+            f"After prompts that filled the pool twice ({figures['tokens']:,} tokens), the worker held "
+            f"{figures['weights'] / 1e6:,.0f} MB of packed weights, {figures['pool'] / 1e6:,.0f} MB of KV pool and "
             f"{beside / 1e6:,.0f} MB beside them, libraries included (goal {BESIDE_GOAL / 1e6:.0f} MB: "
             f"{'reached' if beside <= BESIDE_GOAL else 'missed'}). It held {most / 1e6:,.0f} MB at its peak, with KV "
             f"on its way to the disk. What the processes have for themselves: {others}.",
@@ -313,7 +318,7 @@ def footprint_text(found: Found, heading: str = "## Start and memory") -> str:
     )
 
 
-def overhead_text(found: Found) -> str:
+def overhead_text(figures: Figures) -> str:
     parts = ["## What serving itself costs"]
     parts.append(
         "`cairn serve` with an engine that computes (almost) nothing, over real HTTP, the client in a process of its "
@@ -322,18 +327,18 @@ def overhead_text(found: Found) -> str:
         "plan and commit within 100 us at 32 rows."
     )
     rows = []
-    for one in found["cases"]:
-        seconds = one["seconds"]
-        shares = ", ".join(f"{one.get(part, 0.0) / seconds:.0%}" for part in ("front", "worker", "helper", "cpu"))
-        cells = [one["name"], f"{one['requests'] / seconds:,.0f}", f"{one['tokens'] / seconds:,.0f}"]
+    for case in figures["cases"]:
+        seconds = case["seconds"]
+        shares = ", ".join(f"{case.get(part, 0.0) / seconds:.0%}" for part in ("front", "worker", "helper", "cpu"))
+        cells = [case["name"], f"{case['requests'] / seconds:,.0f}", f"{case['tokens'] / seconds:,.0f}"]
         cells += [
-            f"{one['events'] / one['tokens']:.2f}",
-            f"{one['first_p50'] * 1000:.1f} / {one['first_p99'] * 1000:.1f}",
+            f"{case['events'] / case['tokens']:.2f}",
+            f"{case['first_p50'] * 1000:.1f} / {case['first_p99'] * 1000:.1f}",
         ]
         rows.append([*cells, shares])
     head = ("case", "requests/s", "tok/s", "events a token", "TTFT p50 / p99 ms", "CPU: front, worker, helper, client")
     parts.append(table(head, rows))
-    parts.append(f"Plan and commit at 32 decoding rows: {found['scheduler'] * 1e6:.0f} us a step.")
+    parts.append(f"Plan and commit at 32 decoding rows: {figures['scheduler'] * 1e6:.0f} us a step.")
     return "\n\n".join(parts)
 
 
@@ -349,32 +354,32 @@ DAY_HEAD = (
 )
 
 
-def day_sides(found: Found) -> dict[tuple[str, str], list[Found]]:
-    """The days of each mode and server, in the order of the modes and of Cairn and its peers."""
-    days = {(one["mode"], name): list[Found]() for one in found["days"] for name in found["answers"]}
-    for one in found["days"]:
-        days[one["mode"], one["server"]].append(one)
+def day_sides(figures: Figures) -> dict[tuple[str, str], list[Figures]]:
+    """Return the days of each mode and server, in the order of the modes and of Cairn and its peers."""
+    days = {(day["mode"], name): list[Figures]() for day in figures["days"] for name in figures["answers"]}
+    for day in figures["days"]:
+        days[day["mode"], day["server"]].append(day)
     return days
 
 
-def day_middle(days: Sequence[Found], half: int, key: str) -> float | None:
-    """The median of a figure of one half of the day; None if the server did not tell it."""
-    values = [one["halves"][half][key] for one in days]
+def day_middle(days: Sequence[Figures], half: int, key: str) -> float | None:
+    """Return the median of a figure of one half of the day, or None if the server did not report it."""
+    values = [day["halves"][half][key] for day in days]
     return None if None in values else statistics.median(values)
 
 
-def day_rows(found: Found) -> list[tuple[str, ...]]:
-    """A line of the table for each mode and server, medians of its rounds."""
+def day_rows(figures: Figures) -> list[tuple[str, ...]]:
+    """Return a table line per mode and server, with medians over its rounds."""
     rows = []
-    for (mode, server), days in day_sides(found).items():
+    for (mode, server), days in day_sides(figures).items():
         before, after = (day_middle(days, half, "seconds") for half in range(2))
         tokens = []
         for half in range(2):
             computed, new = (day_middle(days, half, key) for key in ("computed", "new"))
             tokens.append(f"{'not told' if computed is None else f'{computed:,.0f}'} / {new:,.0f}")
         killed = days[0]["killed"]
-        first, middle = day_middle(days, 1, "first"), statistics.median(one["first_p50"] for one in days)
-        same = found["answers"][server]
+        first, middle = day_middle(days, 1, "first"), statistics.median(day["first_p50"] for day in days)
+        same = figures["answers"][server]
         rows.append(
             (
                 mode,
@@ -389,24 +394,24 @@ def day_rows(found: Found) -> list[tuple[str, ...]]:
     return rows
 
 
-def day_text(found: Found) -> str:
+def day_text(figures: Figures) -> str:
     about = (
-        f"{found['model']}, {found['agents']} agents, {found['turns']} turns each, instruction of "
-        f"{found['instruction']:,} characters, tool outputs of {found['output'][0]:,} to {found['output'][1]:,}, "
-        f"answers of at most {found['answer']} tokens; rounds: {found['rounds']}. {found['machine']['cpu']}, "
-        f"{found['machine']['threads']} threads; processes that wanted a core: {found['machine']['load']:.1f} before "
-        f"and {found['load_after']:.1f} after the run."
+        f"{figures['model']}, {figures['agents']} agents, {figures['turns']} turns each, instruction of "
+        f"{figures['instruction']:,} characters, tool outputs of {figures['output'][0]:,} to {figures['output'][1]:,}, "
+        f"answers of at most {figures['answer']} tokens; rounds: {figures['rounds']}. {figures['machine']['cpu']}, "
+        f"{figures['machine']['threads']} threads; processes that wanted a core: {figures['machine']['load']:.1f} "
+        f"before and {figures['load_after']:.1f} after the run."
     )
     heading, picture = "## A day of agents", f"![A day of agents, server by server]({DAY_CHART})"
-    return "\n\n".join((heading, DAY_METHOD, about, table(DAY_HEAD, day_rows(found)), picture))
+    return "\n\n".join((heading, DAY_METHOD, about, table(DAY_HEAD, day_rows(figures)), picture))
 
 
 # ---------------------------------------------------------------------------------------------------------- page
 
 
 def page(folder: Path, by_hand: str) -> str:
-    """The whole page from the figures in `folder`, with what was written by hand."""
-    texts: dict[str, Callable[[Found], str]] = {
+    """Return the whole page from the figures in `folder`, with the part written by hand."""
+    texts: dict[str, Callable[[Figures], str]] = {
         "cpu": cpu_text,
         "cpu-avx2": avx2_text,
         "http": http_text,
@@ -423,12 +428,15 @@ def page(folder: Path, by_hand: str) -> str:
     for name, text in texts.items():
         path = folder / f"{name}.json"
         if path.exists():
-            found = json.loads(path.read_text())
+            parsed = json.loads(path.read_text())
             if name == "cpu":
-                parts.append(machine_text(found))
-            parts.append(text(found))
+                parts.append(machine_text(parsed))
+            parts.append(text(parsed))
     paragraphs = "\n\n".join(parts).split("\n\n")
-    wrapped = [one if one.startswith(("#", "|", "!")) else textwrap.fill(one, 118) for one in paragraphs]
+    wrapped = [
+        paragraph if paragraph.startswith(("#", "|", "!")) else textwrap.fill(paragraph, 118)
+        for paragraph in paragraphs
+    ]
     return "\n\n".join(wrapped) + f"\n\n{MARK}\n{by_hand}"
 
 
@@ -436,14 +444,14 @@ def by_hand(path: Path) -> str:
     return path.read_text().partition(MARK + "\n")[2] if path.exists() else ""
 
 
-def draw(found: Found, path: Path) -> None:
-    """The ratios of all rows as bars, the goals as ticks."""
+def draw(figures: Figures, path: Path) -> None:
+    """Draw the ratios of all rows as bars, and the goals as ticks."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = found["rows"][::-1]
+    rows = figures["rows"][::-1]
     names = [f"{row['shape']} {row['kind']}: {row['name']}" for row in rows]
     figure, axes = pyplot.subplots(figsize=(9, 0.3 * len(rows) + 1.2), layout="constrained")
     colors = ["#2a7f62" if row["ratio"] >= row["goal"] else "#8fb8a8" for row in rows]
@@ -456,8 +464,8 @@ def draw(found: Found, path: Path) -> None:
     figure.savefig(path, dpi=110, metadata={"Software": None})
 
 
-def draw_http(found: Found, path: Path) -> None:
-    """How many times faster Cairn's server is, as bars: tok/s, and how much sooner the first token comes."""
+def draw_http(figures: Figures, path: Path) -> None:
+    """Draw how many times faster Cairn's server is, as bars: tok/s and time to first token."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -465,14 +473,14 @@ def draw_http(found: Found, path: Path) -> None:
 
     rows: list[tuple[str, float, float | None]] = []
     for connections, (speed, first) in GOALS.items():
-        _, faster, sooner = load_ratios(found["load"], connections)
+        _, faster, sooner = load_ratios(figures["load"], connections)
         rows.append((f"{connections} at once: tok/s", faster, speed))
         rows.append((f"{connections} at once: first token", 1 / sooner, 1 / first))
-    for part, what in (("prefix", "2,000 tokens, "), ("context", "4,000 tokens, ")):
-        for key in dict.fromkeys(key for one in found[part] for key in one if key not in ("server", "ready again")):
-            if (ratio := known_ratio(found, part, key)) is not None:
+    for part, label in (("prefix", "2,000 tokens, "), ("context", "4,000 tokens, ")):
+        for key in dict.fromkeys(key for one in figures[part] for key in one if key not in ("server", "ready again")):
+            if (ratio := known_ratio(figures, part, key)) is not None:
                 goal = KNOWN_GOALS.get((part, key))
-                rows.append((f"{what}{key}: first token", 1 / ratio, 1 / goal if goal else None))
+                rows.append((f"{label}{key}: first token", 1 / ratio, 1 / goal if goal else None))
     rows.reverse()
     figure, axes = pyplot.subplots(figsize=(9, 0.3 * len(rows) + 1.2), layout="constrained")
     colors = ["#2a7f62" if goal is None or ratio >= goal else "#8fb8a8" for _, ratio, goal in rows]
@@ -487,25 +495,25 @@ def draw_http(found: Found, path: Path) -> None:
     figure.savefig(path, dpi=110, metadata={"Software": None})
 
 
-def draw_day(found: Found, path: Path) -> None:
-    """The seconds of both halves, and beside them the tokens computed, with those that were new as ticks."""
+def draw_day(figures: Figures, path: Path) -> None:
+    """Draw the seconds of both halves, and the tokens computed, with the new ones as ticks."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    sides = list(day_sides(found).items())[::-1]
+    sides = list(day_sides(figures).items())[::-1]
     names = [f"{server}\n{mode}" for (mode, server), _ in sides]
     figure, both = pyplot.subplots(1, 2, figsize=(11, 0.7 * len(sides) + 1.4), layout="constrained", sharey=True)
     whats = (("seconds", "seconds of all turns"), ("computed", "prompt tokens computed"))
-    for axes, (key, what) in zip(both, whats, strict=True):
+    for axes, (key, label) in zip(both, whats, strict=True):
         halves = [[day_middle(days, half, key) for half in range(2)] for _, days in sides]
-        # A server that does not say what it computed has no bar.
-        told = [(one[0] or 0.0, one[1] or 0.0) if None not in one else (0.0, 0.0) for one in halves]
-        first, second = ([one[half] for one in told] for half in range(2))
+        # A server that does not report computed tokens has no bar.
+        results = [(half[0] or 0.0, half[1] or 0.0) if None not in half else (0.0, 0.0) for half in halves]
+        first, second = ([result[half] for result in results] for half in range(2))
         axes.barh(names, first, color="#2a7f62", label="before the kill")
         axes.barh(names, second, left=first, color="#8fb8a8", label="after it")
-        axes.set_xlabel(what)
+        axes.set_xlabel(label)
     new = [sum(day_middle(days, half, "new") or 0.0 for half in range(2)) for _, days in sides]
     both[1].plot(new, range(len(sides)), "k|", markersize=24, label="new ones")
     figure.legend(*both[1].get_legend_handles_labels(), loc="outside upper center", ncols=3)
@@ -515,18 +523,18 @@ def draw_day(found: Found, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="exit 1 if the page is not what the figures make")
-    given = parser.parse_args()
-    path, figures = DOCS / "performance.md", DOCS / "performance"
-    made = page(figures, by_hand(path))
-    if given.check:
+    args = parser.parse_args()
+    path, folder = DOCS / "performance.md", DOCS / "performance"
+    made = page(folder, by_hand(path))
+    if args.check:
         sys.exit(0 if path.read_text() == made else "docs/performance.md: run python benchmarks/report.py")
     path.write_text(made)
-    if (figures / "cpu.json").exists():
-        draw(json.loads((figures / "cpu.json").read_text()), DOCS / CHART)
-    if (figures / "http.json").exists():
-        draw_http(json.loads((figures / "http.json").read_text()), DOCS / HTTP_CHART)
-    if (figures / "agents-day.json").exists():
-        draw_day(json.loads((figures / "agents-day.json").read_text()), DOCS / DAY_CHART)
+    if (folder / "cpu.json").exists():
+        draw(json.loads((folder / "cpu.json").read_text()), DOCS / CHART)
+    if (folder / "http.json").exists():
+        draw_http(json.loads((folder / "http.json").read_text()), DOCS / HTTP_CHART)
+    if (folder / "agents-day.json").exists():
+        draw_day(json.loads((folder / "agents-day.json").read_text()), DOCS / DAY_CHART)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
-"""The first token of a known context after kill -9 and after SIGTERM, in turns.  `python benchmarks/restarts.py
-[MODEL] [--lengths N ...] [--repeats N]`
+"""The first token of a known context after kill -9 and after SIGTERM, in turns.  `python benchmarks/restarts.py [MODEL]
+[--lengths N ...] [--repeats N]`
 
-A real `cairn serve MODEL` (default: SmolLM2 of the extra `models`), one client, prompts of token ids. Each round, for
-each way to end a server:
+A real `cairn serve MODEL` (default: SmolLM2 of the extra `models`), one client, prompts of token ids. In each round,
+for each way to end a server:
 
-    cold        a prompt that nobody has seen
-    (end)       kill -9 two seconds after the answer, or once it is idle, or SIGTERM at once; then a new server, of
-                which first a short prompt is asked
-    resumed     the same prompt with its answer and one new token behind it
+    cold        a new prompt
+    (end)       kill -9 two seconds after the answer, or once it is idle, or SIGTERM at once; then a new server, which
+                first gets a short prompt
+    resumed     the same prompt, followed by its answer and one new token
     pool        the first prompt again
 
-Answers must be the same as before. Said are the medians: seconds to the first token, the part of the cold time, tokens
-that were computed again, seconds from the decision to load until all lay in the pool, seconds of the steps, and what
-the new server took to become ready. The machine's load is said beside each round.
+Answers must be the same as before. Printed are the medians: seconds to the first token, their share of the cold time,
+tokens that were computed again, seconds from the decision to load until all was in the pool, seconds of the steps, and
+the time until the new server was ready. The machine's load is printed with each round.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WAYS = {"kill -9": 2.0, "kill -9, idle": 33.0, "SIGTERM": 0.0}
 
 
 class Home:
-    """Servers that come and go over one folder of stored KV."""
+    """Servers that start and die over one folder of stored KV."""
 
     def __init__(self, model: str, home: Path, options: list[str]) -> None:
         self._model, self._home = model, home
@@ -59,7 +59,7 @@ class Home:
             self.server.kill()
 
     def ask(self, prompt: list[int], count: int) -> tuple[float, list[int], dict[str, Any]]:
-        """Seconds to the first token, the answer's tokens, and the cache report with the seconds of the steps."""
+        """Return seconds to the first token, the answer's tokens, and the cache report with the seconds of steps."""
         body = {"prompt": prompt, "n_predict": count, "temperature": 0, "stream": True, "return_tokens": True}
         tokens, began, first, report = list[int](), time.perf_counter(), 0.0, None
         for chunk in self.server.stream("/completion", body):
@@ -73,9 +73,9 @@ class Home:
 
 
 def rounds(home: Home, length: int, repeats: int, vocab: int) -> dict[str, dict[str, list[float]]]:
-    """Of each way, what each round saw."""
+    """Return the figures of each round, by how the server ended."""
     rng = random.Random(length)
-    found: dict[str, dict[str, list[float]]] = {way: {} for way in WAYS}
+    results: dict[str, dict[str, list[float]]] = {way: {} for way in WAYS}
     for number in range(repeats):
         for way in tuple(WAYS) if number % 2 else reversed(WAYS):
             prompt = [rng.randrange(5, vocab) for _ in range(length)]
@@ -92,10 +92,10 @@ def rounds(home: Home, length: int, repeats: int, vocab: int) -> dict[str, dict[
             row = {"cold": cold, "resumed": again, "computed": report["computed"] - 1, "load": report["load_seconds"]}
             row |= {"steps": report["steps"], "part": again / cold, "pool": same, "ready": home.ready[-1]}
             for name, value in row.items():
-                found[way].setdefault(name, []).append(value)
+                results[way].setdefault(name, []).append(value)
             said = "  ".join(f"{name} {value:.3f}" for name, value in row.items())
             print(f"  {length:>6} {way:8} {said}  load {os.getloadavg()[0]:.1f}", file=sys.stderr, flush=True)
-    return found
+    return results
 
 
 def main() -> None:
@@ -106,18 +106,18 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--vocab", type=int, default=40_000)
     parser.add_argument("--option", action="append", default=[], help="a further option of `cairn serve`")
-    given = parser.parse_args()
+    args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # no server outlives the run
     print("| tokens | ended by | cold | resumed | of cold | computed again | loading | steps | from the pool | ready |")
     print("|---|---|---|---|---|---|---|---|---|---|")
-    for length in given.lengths:
+    for length in args.lengths:
         with tempfile.TemporaryDirectory() as temporary:
-            home = Home(given.model, Path(temporary), given.option)
+            home = Home(args.model, Path(temporary), args.option)
             try:
-                found = rounds(home, length, given.repeats, given.vocab)
+                result = rounds(home, length, args.repeats, args.vocab)
             finally:
                 home.server.kill()
-        for way, row in found.items():
+        for way, row in result.items():
             middle = {name: statistics.median(values) for name, values in row.items()}
             figures = [f"{middle[name]:.3f}" for name in ("load", "steps", "pool")]
             print(

@@ -1,25 +1,24 @@
-"""How long is the first token of a known context away?  `python benchmarks/resume.py [--shape S] [--kernels K] ...`
+"""Time to the first token of a known context.  `python benchmarks/resume.py [--shape S] [--kernels K] ...`
 
 A real `cairn serve` with random weights of a real shape, and one client. For each prompt length, the time to the first
 token of a streamed completion:
 
-    off             stored KV off, a prompt that nobody has seen
-    cold            stored KV on, a prompt that nobody has seen; after it, a flush
+    off             stored KV off, a new prompt
+    cold            stored KV on, a new prompt; after it, a flush
     pool            the same prompt again
     after restart   the same prompt, by a server that was killed (-9) and started again: from the disk
-    dropped         the same, with the files put out of the system's page cache before
-    plain read      no prompt: the bytes of one context's files, out of the page cache, read one after the other
+    dropped         the same, with the files dropped from the system's page cache before
+    plain read      no prompt: the bytes of one context's files, not in the page cache, read one after the other
 
-Every answer must have status 200, its tokens and their probabilities must be those of the other rows, and its cache
-report must name the tier that the row is about; whatever is not as it should be ends the run. The prompts are token
-ids, so nothing is tokenized. Off and cold take the same prompts in alternating order, one after the other, so that both
-see the same machine; of each pair the ratio is taken, and of the ratios the median with the range in which 95 % of
-such medians lie when the pairs are drawn again (bootstrap). With `--kernels reference` prefill is slow,
-so the ratios flatter the cache; the seconds from pool and disk are what to look at. `--plot FILE` draws it (needs
-matplotlib).
+Every answer must have status 200, with the tokens and log-probabilities of the other rows, and a cache report that
+names the row's tier; anything else ends the run. The prompts are token ids, so nothing is tokenized. Off and cold take
+the same prompts in alternating order, one after the other, so that both see the same machine; the figure is the median
+of the pairs' ratios, with the range in which 95 % of such medians lie when the pairs are drawn again (bootstrap). With
+`--kernels reference` prefill is slow, so the ratios flatter the cache; then look at the seconds from pool and disk.
+`--plot FILE` draws it (needs matplotlib).
 
-Goals: cold within 2 % of off; of 4,096 tokens, pool within 1 % of cold and after restart within 2 %; dropped within 1.5
-times the plain read and one token; a stored context never slower than computing it.
+Goals: cold within 2 % of off; for 4,096 tokens, pool within 1 % of cold and after restart within 2 %; dropped within
+1.5 times the plain read and one token; a stored context never slower than computing it.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ ROWS = ("off", "cold", "pool", "after restart", "dropped", "plain read")
 
 
 def write_model(folder: Path, shape: str) -> None:
-    """Random weights of the shape; the tokenizer is the demo model's, which nothing here uses."""
+    """Write random weights of the shape; the tokenizer is the demo model's, which nothing here uses."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(COMMON | SHAPES[shape]))
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -93,10 +92,10 @@ def write_model(folder: Path, shape: str) -> None:
 
 
 class Server:
-    """One `cairn serve MODEL`, with its own files below `home`."""
+    """A `cairn serve MODEL` process, with its own files below `home`."""
 
     def __init__(self, model: str, home: Path, *options: str, cache: Path | None = None) -> None:
-        """`cache`: where packed weights are kept, for other servers too; by default its own."""
+        """Start the server; `cache` is where packed weights are kept, for other servers too, by default its own."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -109,7 +108,7 @@ class Server:
         try:
             self._wait()
         except BaseException:
-            self.kill()  # nobody else knows of it yet
+            self.kill()  # nothing else would end it
             raise
 
     def _wait(self) -> None:
@@ -125,13 +124,13 @@ class Server:
                 time.sleep(0.1)
 
     def kill(self) -> None:
-        """-9, the worker with it."""
+        """Kill the server and its worker with -9."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def open(self, path: str, body: dict[str, Any]) -> Any:
-        """The response to a POST; exits with what an error says."""
+        """Send a POST and return the response; exit with the error's message."""
         headers = {"content-type": "application/json"}
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
         try:
@@ -140,13 +139,13 @@ class Server:
             raise SystemExit(f"{path}: {error.code} {error.read().decode(errors='replace')}") from None
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The whole answer."""
+        """Return the whole answer."""
         with self.open(path, body) as answer:
-            found: dict[str, Any] = json.load(answer)
-            return found
+            result: dict[str, Any] = json.load(answer)
+            return result
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The chunks of an answer as they come."""
+        """Yield the chunks of an answer as they arrive."""
         with self.open(path, body) as answer:
             for line in answer:
                 if line.startswith(b"data: {"):
@@ -156,12 +155,12 @@ class Server:
                     yield chunk
 
     def flush(self) -> dict[str, Any]:
-        """The figures of the disk when all is stored."""
-        found: dict[str, Any] = self.post("/v1/cache/flush", {})["disk"]
-        return found
+        """Wait until everything is stored; return the disk's figures."""
+        disk: dict[str, Any] = self.post("/v1/cache/flush", {})["disk"]
+        return disk
 
     def first_token(self, model: str, prompt: list[int]) -> tuple[float, list[Any], dict[str, Any]]:
-        """Seconds to the first token, the tokens with their log-probabilities, and the cache report."""
+        """Return seconds to the first token, the tokens with their log-probabilities, and the cache report."""
         body = {"model": model, "prompt": prompt, "max_tokens": 2, "temperature": 0, "stream": True}
         body |= {"stream_options": {"include_usage": True}, "logprobs": 0}
         tokens: list[Any] = []
@@ -169,7 +168,8 @@ class Server:
         for chunk in self.stream("/v1/completions", body):
             first = first or time.perf_counter() - began
             for choice in chunk["choices"]:
-                # Most ids of a large random model have no text in the small tokenizer: the numbers tell.
+                # Most ids of a large random model have no text in the small tokenizer, so the log-probabilities
+                # identify them.
                 said = choice.get("logprobs") or {"tokens": [], "token_logprobs": []}
                 tokens += zip(said["tokens"], said["token_logprobs"], strict=True)
             report = (chunk.get("usage") or {}).get("cairn", report)
@@ -179,7 +179,7 @@ class Server:
 
 
 def drop_pages(folder: Path) -> None:
-    """Put the store's files out of the page cache."""
+    """Drop the store's files from the page cache."""
     for path in folder.glob("?/*"):
         handle = os.open(path, os.O_RDONLY)
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -187,7 +187,7 @@ def drop_pages(folder: Path) -> None:
 
 
 def plain_read(folder: Path) -> float:
-    """Seconds to read the store's files from the drive."""
+    """Return the seconds to read the store's files from the drive."""
     drop_pages(folder)
     buffer, began = bytearray(1 << 20), time.perf_counter()
     for path in sorted(folder.glob("?/*")):
@@ -198,7 +198,7 @@ def plain_read(folder: Path) -> float:
 
 
 def check(row: str, report: dict[str, Any], length: int) -> None:
-    """The report must name the tier that the row is about."""
+    """End the run unless the report names the tier that the row is about."""
     whole = (length - 1) // 64 * 64
     expected = {"off": report["pool"] + report["disk"] == 0, "cold": report["pool"] + report["disk"] == 0}
     expected |= {"pool": report["pool"] >= whole}
@@ -209,10 +209,10 @@ def check(row: str, report: dict[str, Any], length: int) -> None:
 def measure(
     folder: Path, store: Path, length: int, repeats: int, vocab: int, kernels: str
 ) -> tuple[dict[str, list[float]], int]:
-    """Seconds of each row, and the bytes that one context takes on the disk."""
+    """Return the seconds of each row, and the bytes on disk of one context."""
     rng = random.Random(length)
     prompts = [[rng.randrange(5, vocab) for _ in range(length)] for _ in range(repeats)]
-    found: dict[str, list[float]] = {row: [] for row in ROWS}
+    results: dict[str, list[float]] = {row: [] for row in ROWS}
     on = ("--kernels", kernels, "--kv-dir", str(store), "--kv-load", "always")
     model, answers = folder.name, {}
 
@@ -221,7 +221,7 @@ def measure(
         check(row, report, length)
         if answers.setdefault(tuple(prompt), tokens) != tokens:
             raise SystemExit(f"{row}: another answer than the first")
-        found[row].append(seconds)
+        results[row].append(seconds)
         print(f"  {length:>6} {row:14} {seconds:8.3f} s", file=sys.stderr, flush=True)
 
     name, home = str(folder), folder.parent
@@ -248,15 +248,15 @@ def measure(
             for number in range(repeats):
                 ask(server, row, prompts[number])
         server.kill()
-        found["plain read"] = [plain_read(store) / repeats]
+        results["plain read"] = [plain_read(store) / repeats]
     finally:
         plain.kill()
         server.kill()
-    return found, (held - taken) // repeats
+    return results, (held - taken) // repeats
 
 
 def spread(cold: list[float], off: list[float]) -> tuple[float, float, float]:
-    """Median of the ratios of pairs, and where 95 % of such medians lie when the pairs are drawn again."""
+    """Return the median of the ratios of pairs, and the range of 95 % of medians when pairs are resampled."""
     ratios = [one / other for one, other in zip(cold, off, strict=True)]
     rng = random.Random(1)
     drawn = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(4000))
@@ -271,36 +271,36 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--repeats", type=int, default=5, help="rounds, each with a prompt of its own")
     parser.add_argument("--plot", type=Path)
-    given = parser.parse_args()
+    args = parser.parse_args()
     try:
-        given.kernels = chosen(given.kernels)
+        args.kernels = chosen(args.kernels)
     except ModelError as error:
         parser.error(str(error))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # no server outlives the run
     results: dict[int, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary) / given.shape
-        write_model(folder, given.shape)
+        folder = Path(temporary) / args.shape
+        write_model(folder, args.shape)
         print(
-            f"{given.shape}, random weights, {given.kernels} kernels; "
-            f"seconds to the first token, median of {given.repeats}"
+            f"{args.shape}, random weights, {args.kernels} kernels; "
+            f"seconds to the first token, median of {args.repeats}"
         )
         print(f"{'tokens':>7}" + "".join(f"{row:>15}" for row in ROWS) + f"{'MB on disk':>12}  cold/off (95 %)")
-        for length in given.lengths:
+        for length in args.lengths:
             store = Path(temporary) / f"kv-{length}"
-            vocab = SHAPES[given.shape]["vocab_size"]
-            found, taken = measure(folder, store, length, given.repeats, vocab, given.kernels)
+            vocab = SHAPES[args.shape]["vocab_size"]
+            row_seconds, taken = measure(folder, store, length, args.repeats, vocab, args.kernels)
             shutil.rmtree(store)
-            row = results[length] = {name: statistics.median(seconds) for name, seconds in found.items()}
+            row = results[length] = {name: statistics.median(seconds) for name, seconds in row_seconds.items()}
             figures = "".join(f"{row[name]:15.3f}" for name in ROWS)
-            ratio, low, high = spread(found["cold"], found["off"])
+            ratio, low, high = spread(row_seconds["cold"], row_seconds["off"])
             print(f"{length:>7}{figures}{taken / 1e6:12.1f}  {ratio:.3f} ({low:.3f} to {high:.3f})", flush=True)
-    if given.plot:
-        plot(given.plot, f"{given.shape}, random weights, {given.kernels} kernels", results)
+    if args.plot:
+        plot(args.plot, f"{args.shape}, random weights, {args.kernels} kernels", results)
 
 
 def plot(path: Path, title: str, results: dict[int, dict[str, float]]) -> None:
-    """Bars on a logarithmic scale."""
+    """Draw bars on a logarithmic scale."""
     import matplotlib
 
     matplotlib.use("Agg")

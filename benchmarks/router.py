@@ -1,10 +1,10 @@
-"""What the router costs, and what it saves: CPU a request and a streamed chunk, time to the first token, throughput.
+"""The router's cost and savings: CPU per request and per streamed chunk, time to the first token, throughput.
 
     python benchmarks/router.py [--requests N] [--agents N]
 
-The engine is fake, so hardly anything is measured but servers. CPU is the router process's own, user and system, as the
-kernel counts it. The last table is another question: how many tokens are computed when turns of agents go to the server
-that has their KV, and when they go to one after another, simulated and run.
+The engine is fake, so hardly anything but serving is measured. CPU is the router process's own, user and system time as
+the kernel counts it. The last table has the tokens computed when turns of agents go to the server that has their KV,
+and with round robin, simulated and measured.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from cairn.cluster.router.upstream import UpstreamPool, request_bytes  # noqa: E
 TICKS = os.sysconf("SC_CLK_TCK")
 BLOCK = 16
 TURNS, ANSWER, QUESTION = 43, 444, 3300
-"""Median turns of a session, tokens of an answer, and new tokens of a turn, of published traces of coding agents."""
+"""Median turns of a session, tokens of an answer, and new tokens of a turn, from published traces of coding agents."""
 SCALE = 90
-"""All lengths are divided by it: the bundled model's context is short."""
+"""Divisor of all lengths: the bundled model's context is short."""
 CONTEXT = 1900
 
 
 def cpu_of(pid: int) -> float:
-    """Seconds of CPU that a process has used."""
+    """Return the CPU seconds that a process has used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICKS
 
 
 class Caller:
-    """A client that costs little itself."""
+    """A client that costs little CPU itself."""
 
     def __init__(self, port: int) -> None:
         self.pool = UpstreamPool("127.0.0.1", port)
@@ -75,7 +75,7 @@ def chat(tokens: int, *, stream: bool, number: int = 0) -> dict[str, Any]:
 
 
 async def many(caller: Caller, count: int, beside: int, body: Any) -> tuple[float, list[float], int]:
-    """Make requests, some beside each other; return seconds, times to the first piece, and events."""
+    """Make requests, some concurrently; return seconds, times to the first piece, and events."""
     left, firsts, events = iter(range(count)), list[float](), 0
 
     async def one() -> None:
@@ -152,7 +152,7 @@ async def until_ready(caller: Caller) -> None:
 
 def sessions(rng: random.Random, count: int) -> list[list[tuple[int, int]]]:
     """Return the turns of sessions: new tokens and tokens of the answer, scaled down."""
-    found = []
+    results = []
     for _ in range(count):
         turns, length = list[tuple[int, int]](), 0
         for _ in range(max(1, round(rng.lognormvariate(0, 0.5) * TURNS))):
@@ -160,12 +160,12 @@ def sessions(rng: random.Random, count: int) -> list[list[tuple[int, int]]]:
             if (length := length + new + answer) > CONTEXT:
                 break
             turns.append((new, answer))
-        found.append(turns)
-    return found
+        results.append(turns)
+    return results
 
 
 def arrivals(rng: random.Random, all_turns: list[list[tuple[int, int]]]) -> list[tuple[int, int]]:
-    """Return (session, turn) in the order of arrival: each session's in order, sessions mixed."""
+    """Return (session, turn) in the order of arrival: each session's turns in order, sessions mixed."""
     left = [session for session, turns in enumerate(all_turns) for _ in turns]
     rng.shuffle(left)
     at = [0] * len(all_turns)
@@ -179,7 +179,7 @@ def arrivals(rng: random.Random, all_turns: list[list[tuple[int, int]]]) -> list
 def simulated(
     order: list[tuple[int, int]], turns: list[list[tuple[int, int]]], servers: int, pool: int, how: str
 ) -> int:
-    """Return the prompt tokens that are computed. Each server keeps contexts, least recently used first to go."""
+    """Return the number of prompt tokens computed, with an LRU cache of contexts on each server."""
     kept: list[OrderedDict[int, int]] = [OrderedDict() for _ in range(servers)]
     context, computed = [0] * len(turns), 0
     for number, (session, turn) in enumerate(order):
@@ -196,10 +196,10 @@ def simulated(
 
 
 async def run(order: list[tuple[int, int]], turns: list[list[tuple[int, int]]], ports: list[int], how: str) -> int:
-    """Return the prompt tokens that servers computed: through the router, or one server after another."""
+    """Return the prompt tokens that servers computed: through the router, or with round robin."""
     callers = [Caller(port) for port in ports]
     history: list[list[int]] = [[] for _ in turns]
-    rng, computed = random.Random(how), 0  # other tokens for each way, which share no KV
+    rng, computed = random.Random(how), 0  # other tokens for each way, so that they share no KV
     for number, (session, turn) in enumerate(order):
         new, answer = turns[session][turn]
         history[session] += [rng.randrange(300, 2000) for _ in range(new)]
@@ -214,7 +214,7 @@ async def run(order: list[tuple[int, int]], turns: list[list[tuple[int, int]]], 
 
 
 async def savings(count: int) -> None:
-    """Print how many tokens are computed by names and one after another, simulated and run."""
+    """Print the tokens computed with routing by name and with round robin, simulated and measured."""
     rng = random.Random(5)
     turns = sessions(rng, count)
     order = arrivals(rng, turns)
@@ -240,8 +240,8 @@ async def savings(count: int) -> None:
     foretold = {how: simulated(order, turns, 3, pool, how) for how in ("round", "names")}
     print(f"\n| computed prompt tokens, {count} sessions, {len(order)} turns, 3 servers | in turn | by names | |")
     print("|---|---|---|---|")
-    for name, found in (("simulated", foretold), ("run", real)):
-        print(f"| {name} | {found['round']:,} | {found['names']:,} | {found['round'] / found['names']:.1f} times |")
+    for name, tokens in (("simulated", foretold), ("run", real)):
+        print(f"| {name} | {tokens['round']:,} | {tokens['names']:,} | {tokens['round'] / tokens['names']:.1f} times |")
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
-"""What does the scheduler itself cost a step? Microseconds to plan and to commit a decode step (median), also beside
-a queue, and what a long prompt costs to look up. The goal is plan + commit <= 100 us at 32 rows.
+"""The scheduler's own cost per step: median microseconds to plan and to commit a decode step.
 
     .venv/bin/python benchmarks/scheduler_step.py
+
+Also measured are steps beside a queue, and the lookup of a long prompt. The goal is plan + commit <= 100 us at 32 rows.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ VOCAB = 3000
 
 
 def steps(rows: int, context: int) -> tuple[float, float, float, int]:
-    """Median microseconds to plan, run (on the fake engine) and commit a step of `rows` decoding requests."""
+    """Return the median microseconds to plan, run (on the fake engine) and commit a step of `rows` decoding
+    requests.
+    """
     engine = FakeEngine(fake_spec(VOCAB, 8192), blocks=40_000)
     scheduler = Scheduler(Cache(engine.info), Limits(max_running=rows), SystemClock())
     for number in range(rows):
@@ -47,9 +50,9 @@ def steps(rows: int, context: int) -> tuple[float, float, float, int]:
 
 
 def beside_queue(waiting: str, rows: int = 32, queue: int = 300, count: int = 200) -> float:
-    """Least microseconds to plan a decode step of `rows` requests while `queue` others wait, and one is computed.
+    """Return the least microseconds to plan a decode step of `rows` requests while `queue` others wait.
 
-    They wait for what that one computes (`shared`), until it is read, since they are `long` too, or for `blocks`.
+    They wait for a prefix that one computes (`shared`), for a turn at prefill (`long`), or for `blocks`.
     """
     blocks = 32 * rows + 200 if waiting == "blocks" else 200_000
     engine = FakeEngine(fake_spec(VOCAB, 1 << 17), blocks=blocks)
@@ -79,7 +82,7 @@ def beside_queue(waiting: str, rows: int = 32, queue: int = 300, count: int = 20
 
 
 def lookup(tokens: int) -> tuple[float, float]:
-    """Milliseconds to open a prompt that is not cached (keys are computed), and one that is."""
+    """Return milliseconds to open an uncached prompt, for which keys are computed, and a cached one."""
     engine = FakeEngine(fake_spec(VOCAB, 1 << 17), blocks=20_000)
     cache = Cache(engine.info)
     prompt = [place * 7 % VOCAB for place in range(tokens)]

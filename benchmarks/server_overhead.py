@@ -1,13 +1,13 @@
-"""What does serving cost when computing costs (almost) nothing?  `python benchmarks/server_overhead.py [--profile]`
+"""The cost of serving when computing costs (almost) nothing.  `python benchmarks/server_overhead.py [--profile]`
 
 A real `cairn serve demo --engine fake` process over real HTTP, and a client in its own process: raw sockets,
-keep-alive, as little work as possible. Every answer must have status 200; tokens are those of the usage block,
-checked against the stream's events; whatever is not as it should be ends the run. CPU seconds of the front, the worker
-and the client come from /proc, so the client's share is known. `--profile` adds where the front's and the worker's CPU
-time goes (sampled every 2 ms of CPU time, by module), in a run of its own.
+keep-alive, as little work as possible. Every answer must have status 200; tokens are those of the usage block, checked
+against the stream's events; anything else ends the run. CPU seconds of the front, the worker and the client come from
+/proc, so the client's share is known. `--profile` adds where the front's and the worker's CPU time goes (sampled every
+2 ms of CPU time, by module), in a run of its own.
 
 Goals: >= 1,500 requests/s and >= 15,000 tok/s at concurrency 4 with 10 tokens; with 256 streams >= 15,000 tok/s with
-one event a token, and >= 30,000 where a lagging stream's tokens are merged; plan + commit <= 100 us at 32 rows.
+one event per token, and >= 30,000 where a lagging stream's tokens are merged; plan + commit <= 100 us at 32 rows.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OPTIONS = {"max_running": 256, "max_queue": 4096, "kv_gb": 0.5, "log_level": "wa
 
 
 class Connection(asyncio.Protocol):
-    """One keep-alive connection that asks again and again."""
+    """A keep-alive connection that sends one request after another."""
 
     def __init__(self, bench: Client) -> None:
         self.bench = bench
@@ -73,7 +73,7 @@ class Connection(asyncio.Protocol):
 
 
 class Client:
-    """`requests` requests over `streams` connections; prints one JSON object."""
+    """Send `requests` requests over `streams` connections, and print one JSON object."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -163,11 +163,11 @@ class Client:
 
 
 def sample(into: str) -> None:
-    """Count, every 2 ms of this process' CPU time, which package's Python code is running or called what runs."""
-    found: collections.Counter[str] = collections.Counter()
+    """Count every 2 ms of this process's CPU time which package's Python code runs, or called what runs."""
+    result: collections.Counter[str] = collections.Counter()
 
     def tick(number: int, frame: Any) -> None:
-        found[where(frame.f_code.co_filename) + " " + frame.f_code.co_name] += 1
+        result[where(frame.f_code.co_filename) + " " + frame.f_code.co_name] += 1
 
     signal.signal(signal.SIGPROF, tick)
     signal.siginterrupt(signal.SIGPROF, False)
@@ -175,13 +175,13 @@ def sample(into: str) -> None:
 
     def end() -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
-        Path(into).write_text(json.dumps(found))
+        Path(into).write_text(json.dumps(result))
 
     atexit.register(end)
 
 
 def where(file: str) -> str:
-    """A short name for a source file: cairn's by module, others by package."""
+    """Return a short name for a source file: Cairn's by module, others by package."""
     for mark in ("site-packages/", "src/", "python3.11/"):
         if mark in file:
             parts = file.split(mark)[-1].removesuffix(".py").split("/")
@@ -190,7 +190,7 @@ def where(file: str) -> str:
 
 
 def launch(args: argparse.Namespace) -> None:
-    """A server process whose worker is this script's `worker` role: a paced engine, or sampled, or both."""
+    """Start a server process whose worker is this script's `worker` role: paced, sampled, or both."""
     from cairn.api.server import serve
     from cairn.config.config import Config
     from cairn.frontend import launch as workers
@@ -209,7 +209,7 @@ def launch(args: argparse.Namespace) -> None:
 
 
 def worker(args: argparse.Namespace) -> None:
-    """A worker whose steps take at least `pace` seconds."""
+    """Run a worker whose steps take at least `pace` seconds."""
     from cairn.engine.fake import FakeEngine
     from cairn.worker import worker
 
@@ -249,7 +249,7 @@ class Server:
         try:
             self.wait()
         except BaseException:
-            self.process.kill()  # nobody else knows of it yet
+            self.process.kill()  # nothing else would end it
             raise
 
     def wait(self) -> None:
@@ -268,7 +268,7 @@ class Server:
             return str(json.load(answer)["data"][0]["id"])
 
     def cpu(self) -> dict[str, float]:
-        """CPU seconds so far of the front, the worker and the template helper."""
+        """Return the CPU seconds so far of the front, the worker and the template helper."""
         pids = {"front": self.process.pid}
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         for pid in children:
@@ -305,7 +305,7 @@ HEAD = "| case | requests/s | tok/s | events a token | TTFT p50 / p99 ms | CPU: 
 
 
 def line(name: str, r: dict[str, Any]) -> str:
-    """One row; CPU as a share of one core."""
+    """Return one row; CPU is a share of one core."""
     seconds = r["seconds"]
     shares = ", ".join(f"{r.get(part, 0.0) / seconds:.0%}" for part in ("front", "worker", "helper", "cpu"))
     return (
@@ -318,7 +318,7 @@ Case = tuple[str, float, str, int, int, int]
 
 
 def measure(rounds: int, scale: float, into: Path | None) -> None:
-    """The cases, `rounds` times each; the median round by tok/s is shown, and written `into` a file."""
+    """Run the cases `rounds` times each; print the median round by tok/s, and write all `into` a file."""
     cases: list[Case] = [
         ("completions, 4 at once, 10 tokens", 0.0, "text", 4, 4000, 10),
         ("chat, 4 at once, 10 tokens", 0.0, "chat", 4, 3000, 10),
@@ -334,9 +334,9 @@ def measure(rounds: int, scale: float, into: Path | None) -> None:
     finally:
         for server in servers.values():
             server.close()
-    found = {"load": load, "rounds": rounds, "cases": medians, "scheduler": scheduler()}
+    results = {"load": load, "rounds": rounds, "cases": medians, "scheduler": scheduler()}
     if into is not None:
-        into.write_text(json.dumps(found, indent=1) + "\n")
+        into.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def _measure(cases: list[Case], servers: dict[float, Server], rounds: int, scale: float) -> list[dict[str, Any]]:
@@ -344,15 +344,15 @@ def _measure(cases: list[Case], servers: dict[float, Server], rounds: int, scale
     for name, pace, route, streams, requests, tokens in cases:
         server = servers.setdefault(pace, Server(pace)) if pace not in servers else servers[pace]
         ask(server, route, streams, max(streams, 100), tokens)
-        found = [ask(server, route, streams, max(streams, int(requests * scale)), tokens) for _ in range(rounds)]
-        found.sort(key=lambda r: r["tokens"] / r["seconds"])
-        medians.append({"name": name, **found[len(found) // 2]})
+        results = [ask(server, route, streams, max(streams, int(requests * scale)), tokens) for _ in range(rounds)]
+        results.sort(key=lambda r: r["tokens"] / r["seconds"])
+        medians.append({"name": name, **results[len(results) // 2]})
         print(line(name, medians[-1]), flush=True)
     return medians
 
 
 def scheduler() -> float:
-    """Seconds of plan + commit at 32 decoding rows."""
+    """Return the seconds of plan + commit at 32 decoding rows."""
     from cairn.engine.fake import FakeEngine, fake_spec
     from cairn.kv.pool.cache import Cache
     from cairn.scheduler.plan import Limits
@@ -378,7 +378,7 @@ def scheduler() -> float:
 
 
 def profile() -> None:
-    """Where CPU time goes, of the front and of the worker."""
+    """Print where the CPU time of the front and of the worker goes."""
     cases = (
         ("completions, 4 at once, 10 tokens", "text", 4, 4000, 10),
         ("chat, 4 at once, 10 tokens", "chat", 4, 3000, 10),
@@ -390,14 +390,14 @@ def profile() -> None:
             result = ask(server, route, streams, requests, tokens)
             server.close()
             for part in ("front", "worker"):
-                found = json.loads(Path(f"{folder}/found.{part}").read_text())
-                total, packages = sum(found.values()), collections.Counter[str]()
-                for key, count in found.items():
+                parsed = json.loads(Path(f"{folder}/found.{part}").read_text())
+                total, packages = sum(parsed.values()), collections.Counter[str]()
+                for key, count in parsed.items():
                     packages[key.split()[0]] += count
                 each = result[part] / result["tokens"] * 1e6
                 print(f"\n{part}, {name}: {each:.0f} us of CPU time a token")
                 print("  by module:   " + shares(packages, total))
-                print("  by function: " + shares(collections.Counter(found), total))
+                print("  by function: " + shares(collections.Counter(parsed), total))
 
 
 def shares(counts: collections.Counter[str], total: int) -> str:

@@ -51,7 +51,7 @@ from side_by_side import load, machine, model_file, write_json
 PROMPT, ANSWER, CONNECTIONS = 128, 64, (1, 4, 16)
 PREFIX, CONTEXT, TAIL = 2000, 4000, 16
 BESIDE_ANSWER, BESIDE_SECONDS = 16, 0.5
-"""Tokens that a short prompt gets beside a long one, and how much later it comes."""
+"""Tokens of a short prompt's answer beside a long one, and how many seconds later it is sent."""
 EVENTS_ONLY = "library"
 """Model name of the server that knows neither `ignore_eos` nor a usage block in streams."""
 
@@ -61,13 +61,13 @@ EVENTS_ONLY = "library"
 
 @dataclass(slots=True)
 class Answer:
-    """One streamed answer; seconds since it was asked for."""
+    """One streamed answer; seconds count from its request."""
 
     text: str
     events: int
     """Chunks with text."""
     first: float
-    """Seconds to the first text; of an answer without any, to its end."""
+    """Seconds to the first text, or to the end of an answer without any."""
     seconds: float
     usage: dict[str, Any] | None
     reason: str | None
@@ -75,8 +75,11 @@ class Answer:
 
 @asynccontextmanager
 async def connection(base: str) -> AsyncIterator[httpx.AsyncClient]:
-    """One keep-alive connection that is open: what a client loads for its first request, and that is some 50 ms, is no
-    time of the server's. Nothing is encrypted, so no certificates are loaded."""
+    """Yield an open keep-alive connection.
+
+    What a client loads for its first request takes some 50 ms, which must not count as the server's time. Nothing is
+    encrypted, so no certificates are loaded.
+    """
     limits = httpx.Limits(max_connections=1)
     async with httpx.AsyncClient(limits=limits, timeout=3600, trust_env=False, verify=False) as http:
         (await http.get(base + "/v1/models")).raise_for_status()
@@ -84,10 +87,10 @@ async def connection(base: str) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def ask(http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> Answer:
-    """The answer to a streamed completion or chat. A `SystemExit` for anything but a success.
+    """Return the answer to a streamed completion or chat; raise `SystemExit` for anything but a success.
 
-    Between two answers a server may close a connection (llama-server does, now and then): as clients do then, the
-    request is sent again on a new one, and its time begins anew.
+    Between two answers a server may close a connection (llama-server does, now and then). As real clients do, the
+    request is then sent again on a new one, and its time starts anew.
     """
     body = body | {"stream": True, "stream_options": {"include_usage": True}}
     try:
@@ -121,27 +124,29 @@ async def _ask(http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> Answe
 
 @dataclass(slots=True)
 class Client:
-    """Asks one server; `base` is its address."""
+    """A client of the server at `base`."""
 
     base: str
     model: str
 
     async def ask(self, http: httpx.AsyncClient, prompt: str, tokens: int, **more: int) -> dict[str, float]:
-        """Seconds to the first token and to the end, and the tokens. A `SystemExit` for anything but a full answer."""
+        """Return seconds to the first token and to the end, and the tokens; raise `SystemExit` for an incomplete
+        answer.
+        """
         body = {"model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, **more}
         body |= {} if self.model == EVENTS_ONLY else {"ignore_eos": True}
         answer = await ask(http, self.base + "/v1/completions", body)
         usage, times = answer.usage, {"first": answer.first, "seconds": answer.seconds}
         if self.model == EVENTS_ONLY:
-            # It may meet the end of an answer, and some tokens are only a part of a character.
+            # An end token may come early, and some tokens are only a part of a character.
             return {**times, "tokens": tokens if answer.events > 0.8 * tokens else answer.events}
-        found = usage["completion_tokens"] if usage else 0
-        if not usage or found != tokens or answer.reason != "length" or usage["prompt_tokens"] != len(prompt):
-            raise SystemExit(f"{self.base}: {found} tokens in {answer.events} events, {tokens} wanted; usage {usage}")
-        return {**times, "tokens": found}
+        counted = usage["completion_tokens"] if usage else 0
+        if not usage or counted != tokens or answer.reason != "length" or usage["prompt_tokens"] != len(prompt):
+            raise SystemExit(f"{self.base}: {counted} tokens in {answer.events} events, {tokens} wanted; usage {usage}")
+        return {**times, "tokens": counted}
 
     async def load(self, connections: int, requests: int, seed: int) -> dict[str, Any]:
-        """`requests` requests over so many connections."""
+        """Send `requests` requests over this many connections."""
         prompts = iter([letters(f"{seed}/{number}", PROMPT) for number in range(requests)])
         done: list[dict[str, float]] = []
 
@@ -164,24 +169,25 @@ class Client:
         }
 
     async def prefix(self, seed: int) -> dict[str, float]:
-        """Seconds to the first token after a shared prefix."""
+        """Return the seconds to the first token behind a shared prefix."""
         shared = letters(f"prefix {seed}", PREFIX)
         asked = (shared + letters(f"tail {seed} {number}", TAIL) for number in range(6))
         async with connection(self.base) as one, connection(self.base) as other:
-            found = {"new": (await self.ask(one, next(asked), 8))["first"]}
-            found["same connection"] = (await self.ask(one, next(asked), 8))["first"]
-            found["another connection"] = (await self.ask(other, next(asked), 8))["first"]
+            results = {"new": (await self.ask(one, next(asked), 8))["first"]}
+            results["same connection"] = (await self.ask(one, next(asked), 8))["first"]
+            results["another connection"] = (await self.ask(other, next(asked), 8))["first"]
             running = asyncio.create_task(self.ask(one, next(asked), ANSWER))
-            await asyncio.sleep(max(0.05, 2 * found["same connection"]))
+            await asyncio.sleep(max(0.05, 2 * results["same connection"]))
             if running.done():
                 raise SystemExit("the first answer was over before the second was asked for")
-            found["beside the first"] = (await self.ask(other, next(asked), 8))["first"]
+            results["beside the first"] = (await self.ask(other, next(asked), 8))["first"]
             await running
-        return found
+        return results
 
     async def beside(self, seed: int) -> dict[str, float]:
-        """Seconds to the first token of a short prompt that comes while a long one is read, to its end, and to the
-        first token of the long one."""
+        """Return the seconds of a short prompt beside a long one: to its first token and end, and to the long one's
+        first.
+        """
         async with connection(self.base) as one, connection(self.base) as other:
             long = asyncio.create_task(self.ask(one, letters(f"long {seed}", CONTEXT), 8))
             await asyncio.sleep(BESIDE_SECONDS)
@@ -191,7 +197,7 @@ class Client:
             return {"short": short["first"], "whole": short["seconds"], "long": (await long)["first"]}
 
     async def context(self, seed: int, **more: int) -> dict[str, float]:
-        """Seconds to the first token after a long context."""
+        """Return the seconds to the first token behind a long context."""
         async with connection(self.base) as http:
             return {"first": (await self.ask(http, letters(f"context {seed}", CONTEXT), 8, **more))["first"]}
 
@@ -204,7 +210,7 @@ def letters(seed: str, count: int) -> str:
 
 
 class Server:
-    """One server process; `options` after its command."""
+    """One server process; `options` follow its command."""
 
     def __init__(self, name: str, command: list[str], ready: str, model: str, home: Path) -> None:
         self.name, self.command, self.path, self.model, self.home = name, command, ready, model, home
@@ -231,7 +237,7 @@ class Server:
                     raise SystemExit(f"{self.name} did not become ready: {(self.home / 'output').read_text()[-2000:]}")
                 time.sleep(0.01)
         except BaseException:
-            self.kill()  # nobody else knows of it yet
+            self.kill()  # nothing else would end it
             raise
         self.start_seconds = time.perf_counter() - began
 
@@ -243,7 +249,7 @@ class Server:
             return False
 
     def kill(self) -> None:
-        """-9, with its children."""
+        """Kill the server and its children with -9."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -256,11 +262,11 @@ class Server:
         )
         if done.returncode:
             raise SystemExit(f"{self.name}: the client ended with exit code {done.returncode}")
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found
+        parsed: dict[str, Any] = json.loads(done.stdout)
+        return parsed
 
     def post(self, path: str, body: dict[str, Any]) -> float:
-        """Seconds of one call."""
+        """Return the seconds of one call."""
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self.base + path, json.dumps(body).encode(), headers, method="POST")
         began = time.perf_counter()
@@ -269,60 +275,60 @@ class Server:
         return time.perf_counter() - began
 
     def peak(self) -> int:
-        """Bytes that its processes held at most, all together."""
+        """Return the peak bytes of all its processes together."""
         pids = [self.process.pid]
         for pid in pids:
             for task in Path(f"/proc/{pid}/task").iterdir():
-                pids += [int(one) for one in (task / "children").read_text().split()]
+                pids += [int(part) for part in (task / "children").read_text().split()]
         lines = [line for pid in pids for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
         return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def cairn_command(path: Path, threads: int, options: Sequence[str] = ()) -> list[str]:
-    """Serve a file with Cairn as it is installed here."""
+    """Return the command that serves a file with Cairn as it is installed here."""
     program = [sys.executable, "-c", "from cairn.cli import main; main()", "serve", str(path)]
     return [*program, "--threads", str(threads), "--log-level", "warning", "--served-name", "model", *options]
 
 
 def llama_command(program: str, path: Path, threads: int) -> list[str]:
-    """Serve a file with llama.cpp's server."""
+    """Return the command that serves a file with llama.cpp's server."""
     return [program, "-m", str(path), "-t", str(threads), "--no-webui"]
 
 
 def end_when_told() -> None:
-    """SIGTERM ends the run as an error does: with its servers, which are in sessions of their own."""
+    """Make SIGTERM end the run like an error, with its servers, which are in sessions of their own."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
 
 
 # -------------------------------------------------------------------------------------------------------- cases
 
 
-def measure(cairn: Server, slots: Server, many: Server, library: Server, given: argparse.Namespace) -> dict[str, Any]:
-    """Everything, in turns."""
-    found: dict[str, Any] = {"load": [], "prefix": [], "beside": [], "context": []}
+def measure(cairn: Server, slots: Server, many: Server, library: Server, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure everything, in turns."""
+    results: dict[str, Any] = {"load": [], "prefix": [], "beside": [], "context": []}
     for connections in CONNECTIONS:
         servers = [cairn, slots, *([many] if connections > 8 else [])]
-        for number in range(given.rounds):
-            # One request at a time: more rounds of it would tell nothing new, and take long.
+        for number in range(args.rounds):
+            # It answers one request at a time: more rounds would show nothing new, and take long.
             for server in (*servers, library) if number == 0 else servers:
                 done = server.ask("load", connections=connections, requests=2 * connections + 2, seed=number)
-                found["load"].append({"server": server.name, "connections": connections, **done})
+                results["load"].append({"server": server.name, "connections": connections, **done})
                 print(f"  {server.name}, {connections} at once: {done['tok_s']:.1f} tok/s", file=sys.stderr)
-    for number in range(given.rounds):
+    for number in range(args.rounds):
         for server in (cairn, slots):
-            found["prefix"].append({"server": server.name, **server.ask("prefix", seed=number)})
-            print(f"  {found['prefix'][-1]}", file=sys.stderr)
+            results["prefix"].append({"server": server.name, **server.ask("prefix", seed=number)})
+            print(f"  {results['prefix'][-1]}", file=sys.stderr)
             settle(server)
-    for number in range(given.rounds):
+    for number in range(args.rounds):
         for server in (cairn, slots):
-            found["beside"].append({"server": server.name, **server.ask("beside", seed=number)})
-            print(f"  {found['beside'][-1]}", file=sys.stderr)
+            results["beside"].append({"server": server.name, **server.ask("beside", seed=number)})
+            print(f"  {results['beside'][-1]}", file=sys.stderr)
             settle(server)
-    for number in range(min(given.rounds, 2)):
+    for number in range(min(args.rounds, 2)):
         for server in (cairn, slots):
-            found["context"].append({"server": server.name, **context(server, number)})
-            print(f"  {found['context'][-1]}", file=sys.stderr)
-    return found
+            results["context"].append({"server": server.name, **context(server, number)})
+            print(f"  {results['context'][-1]}", file=sys.stderr)
+    return results
 
 
 def settle(server: Server) -> None:
@@ -332,27 +338,27 @@ def settle(server: Server) -> None:
 
 
 def context(server: Server, seed: int) -> dict[str, float]:
-    """The seconds of a context that nobody has seen, and of the same after the server was killed."""
+    """Return the seconds of a new context, and of the same one after the server was killed."""
     slot = {} if server.name == "cairn" else {"id_slot": 0}
 
     def first() -> float:
         return float(server.ask("context", seed=seed, **slot)["first"])
 
-    found = {"new": first(), "again": first()}
+    results = {"new": first(), "again": first()}
     settle(server)
     if server.name != "cairn":
-        found["saving"] = server.post("/slots/0?action=save", {"filename": f"slot{seed}"})
+        results["saving"] = server.post("/slots/0?action=save", {"filename": f"slot{seed}"})
     server.kill()
     server.start()
-    found["after restart"] = first()
+    results["after restart"] = first()
     settle(server)
-    found["ready again"] = server.start_seconds
+    results["ready again"] = server.start_seconds
     if server.name != "cairn":
         server.kill()
         server.start()
-        found["restoring"] = server.post("/slots/0?action=restore", {"filename": f"slot{seed}"})
-        found["after restoring"] = first()
-    return found
+        results["restoring"] = server.post("/slots/0?action=restore", {"filename": f"slot{seed}"})
+        results["after restoring"] = first()
+    return results
 
 
 def main() -> None:
@@ -363,14 +369,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="one round")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--serve", action="append", default=[], metavar="FLAG", help="more for `cairn serve`")
+    parser.add_argument("--serve", action="append", default=[], metavar="FLAG", help="a further flag of `cairn serve`")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--files", type=Path, default=Path(tempfile.gettempdir()) / "cairn-bench", metavar="FOLDER")
-    given = parser.parse_args()
+    args = parser.parse_args()
     end_when_told()
-    given.rounds = 1 if given.quick else given.rounds
-    path = model_file(given.files, "qwen3-0.6b", given.type, given.llama_python)
-    about = {"machine": machine(given.threads), "rounds": given.rounds, "type": given.type, "options": given.serve}
+    args.rounds = 1 if args.quick else args.rounds
+    path = model_file(args.files, "qwen3-0.6b", args.type, args.llama_python)
+    about = {"machine": machine(args.threads), "rounds": args.rounds, "type": args.type, "options": args.serve}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
 
         def started(name: str, command: list[str], ready: str, model: str = "model") -> Server:
@@ -380,10 +386,10 @@ def main() -> None:
             running.callback(server.kill)
             return server
 
-        threads = str(given.threads)
-        ours = cairn_command(path, given.threads, given.serve)
-        peer = [*llama_command(given.llama_server, path, given.threads), "--slot-save-path", folder]
-        library = [given.llama_python, "-m", "llama_cpp.server", "--model", str(path), "--model_alias", EVENTS_ONLY]
+        threads = str(args.threads)
+        ours = cairn_command(path, args.threads, args.serve)
+        peer = [*llama_command(args.llama_server, path, args.threads), "--slot-save-path", folder]
+        library = [args.llama_python, "-m", "llama_cpp.server", "--model", str(path), "--model_alias", EVENTS_ONLY]
         library += [
             "--n_threads",
             threads,
@@ -401,11 +407,11 @@ def main() -> None:
             started("llama_cpp.server", library, "/v1/models", EVENTS_ONLY),
         ]
         starts = {server.name: server.start_seconds for server in servers}
-        found = measure(*servers, given)
+        result = measure(*servers, args)
         peaks = {server.name: server.peak() for server in servers}
-    found = {**about, "start_seconds": starts, "peak": peaks, "load_after": load(), **found}
-    write_json(given.json, found)
-    print(http_text(found))
+    result = {**about, "start_seconds": starts, "peak": peaks, "load_after": load(), **result}
+    write_json(args.json, result)
+    print(http_text(result))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the benchmarks beside llama.cpp share: a process for each side, the machine, the files, medians."""
+"""Common parts of the benchmarks beside llama.cpp: a process for each side, the machine, model files, medians."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SETS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_int8",
 
 
 class Side:
-    """A process that answers lines of JSON; ends with the block."""
+    """A process that answers lines of JSON, and ends with the block."""
 
     def __init__(self, python: str, script: str) -> None:
         pipe = subprocess.PIPE
@@ -53,7 +53,7 @@ class Side:
 
 
 def machine(threads: int) -> dict[str, Any]:
-    """The CPU, what it has, what it can do at most on so many threads, and how busy it is now."""
+    """Return the CPU, its features and limits with this many threads, and the current load."""
     from cairn.engine.machine import cpu_name
 
     flags: set[str] = set()
@@ -75,20 +75,22 @@ def machine(threads: int) -> dict[str, Any]:
 
 
 def load() -> float:
-    """Processes that wanted a core, on average over the last minute."""
+    """Return the processes that wanted a core, on average over the last minute."""
     return os.getloadavg()[0]
 
 
 def model_file(folder: Path, shape: str, kind: str, llama: str) -> Path:
-    """The GGUF file of a shape with random weights, made if it is not there: one of `family_models`, BF16, or what
-    llama.cpp makes of that."""
+    """Return the GGUF file of a shape with random weights, written if missing.
+
+    It is one of `family_models`, BF16, or what llama.cpp makes of that.
+    """
     path = folder / f"{shape}-{kind}.gguf"
     if path.exists():
         return path
     folder.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     print(f"writing {path}", file=sys.stderr)
-    from family_models import SHAPES, write_family  # which are there where a benchmark is run, and not where a test is
+    from family_models import SHAPES, write_family  # importable where a benchmark is run, but not in a test
 
     if shape in SHAPES:
         write_family(partial, shape)
@@ -106,11 +108,11 @@ def model_file(folder: Path, shape: str, kind: str, llama: str) -> Path:
 
 
 def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Median over the rounds of what one is to the other: both sides of a round saw the same machine."""
+    """Return the median ratio over the rounds: both sides of a round saw the same machine."""
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
-def write_json(path: Path | None, found: dict[str, Any]) -> None:
-    """The whole run for the pages in docs/."""
+def write_json(path: Path | None, run: dict[str, Any]) -> None:
+    """Write the whole run for the pages in docs/."""
     if path is not None:
-        path.write_text(json.dumps(found, indent=1) + "\n")
+        path.write_text(json.dumps(run, indent=1) + "\n")

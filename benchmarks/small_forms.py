@@ -1,16 +1,14 @@
-"""Weights of IQ types and KV in 8 bits beside llama.cpp: what they cost in speed and what in error.
+"""IQ weights and 8-bit KV beside llama.cpp: speed and error.
 
     .venv/bin/python benchmarks/small_forms.py weights|kv [--types IQ2_XXS,IQ3_S] [--rounds 3] [--llama-python PYTHON]
 
-Both sides compute with the same file of random weights on one thread, in turns. Times are those that the thread
-computed.
+Both sides compute with the same file of random weights on one thread, in turns. Times are the thread's CPU time. The
+model is eight layers of qwen3-0.6b, with a vocabulary of 8,192 tokens.
 
-The model is eight layers of qwen3-0.6b, with 8,192 tokens of vocabulary.
-
-    weights   in each type. The error is that of the largest 20 log-probabilities after 64 prompts, beside Cairn's own
-              with weights and KV in float32.
+    weights   in each type. The error is that of the largest 20 log-probabilities after 64 prompts, compared with
+              Cairn's own with weights and KV in float32.
     kv        in Q4_0 at a depth of 4,096: KV of 16 bits, and of 8 bits on both sides. The error is that of the same
-              numbers after 16 prompts of 512, beside the same side with KV of 16 bits.
+              numbers after 16 prompts of 512, compared with the same side with KV of 16 bits.
 """
 
 from __future__ import annotations
@@ -37,13 +35,13 @@ FLOATS = {"weights": "f32", "kv_dtype": "f32"}
 
 
 def small_spec() -> ModelSpec:
-    """The shape qwen3-0.6b with fewer layers and a small vocabulary."""
+    """Return the shape qwen3-0.6b with fewer layers and a small vocabulary."""
     groups = (CacheGroup(kind="full", layers=tuple(range(LAYERS))),)
     return msgspec.structs.replace(shape_spec("qwen3-0.6b"), layers=LAYERS, vocab=VOCAB, groups=groups)
 
 
 def written(path: Path, spec: ModelSpec, kind: str) -> Path:
-    """The file, made if it is not there."""
+    """Return the file, written if missing."""
     if not path.exists():
         partial = path.with_suffix(".partial")
         write_random(partial, spec, kind)
@@ -56,17 +54,17 @@ def prompts(count: int, length: int, vocab: int) -> list[list[int]]:
 
 
 def said(side: Side, asked: list[list[int]]) -> list[dict[int, float]]:
-    """The largest log-probabilities after each prompt, by token."""
-    found = side("answers", prompts=asked, steps=1, top=2 * TOP)["answers"]
-    return [{int(token): value for token, value in one[0]} for one in found]
+    """Return the largest log-probabilities after each prompt, by token."""
+    answers = side("answers", prompts=asked, steps=1, top=2 * TOP)["answers"]
+    return [{int(token): value for token, value in answer[0]} for answer in answers]
 
 
-def error(found: list[dict[int, float]], exact: list[dict[int, float]]) -> tuple[float, float]:
-    """Root of the mean square, and the largest difference, over the exact side's best tokens that both sides name."""
+def error(guesses: list[dict[int, float]], exact: list[dict[int, float]]) -> tuple[float, float]:
+    """Return the RMS and the largest difference over the exact side's best tokens that both sides name."""
     off = np.array(
         [
             one[token] - value
-            for one, other in zip(found, exact, strict=True)
+            for one, other in zip(guesses, exact, strict=True)
             for token, value in sorted(other.items(), key=lambda pair: -pair[1])[:TOP]
             if token in one
         ]
@@ -74,9 +72,9 @@ def error(found: list[dict[int, float]], exact: list[dict[int, float]]) -> tuple
     return float(np.sqrt(np.mean(off**2))), float(np.abs(off).max())
 
 
-def told(name: str, what: dict[str, Any]) -> str:
-    ours, theirs = (statistics.median(what[side]) for side in ("cairn", "llama"))
-    return f"{name:28} {ours:8.1f} {theirs:8.1f} {median_ratio(what['cairn'], what['llama']):6.2f}"
+def told(name: str, measured: dict[str, Any]) -> str:
+    ours, theirs = (statistics.median(measured[side]) for side in ("cairn", "llama"))
+    return f"{name:28} {ours:8.1f} {theirs:8.1f} {median_ratio(measured['cairn'], measured['llama']):6.2f}"
 
 
 def errors(name: str, ours: tuple[float, float], theirs: tuple[float, float]) -> str:
@@ -109,7 +107,7 @@ def weights(kinds: list[str], rounds: int, files: Path, llama: str) -> None:
 
 
 def kv(rounds: int, files: Path, llama: str) -> None:
-    """Print speed and error of KV in 8 bits."""
+    """Print speed and error of 8-bit KV."""
     path = written(files / "small-Q4_0.gguf", small_spec(), "Q4_0")
     asked = prompts(16, 512, VOCAB)
     rows = [
@@ -124,10 +122,10 @@ def kv(rounds: int, files: Path, llama: str) -> None:
             ours("load", path=str(path), threads=1, tokens=tokens_held(rows), options={"kv_dtype": ours_kv})
             theirs("load", path=str(path), threads=1, kv=theirs_kv)
             sides.both("clock", name="cpu")
-            found = [said(side, asked) for side in (ours, theirs)]
+            results = [said(side, asked) for side in (ours, theirs)]
             if wide:
-                print(errors(f"{ours_kv} error", *map(error, found, wide)), flush=True)
-            wide = wide or found
+                print(errors(f"{ours_kv} error", *map(error, results, wide)), flush=True)
+            wide = wide or results
             for row in rows:
                 print(told(f"{ours_kv} {row.name}", sides.measure(row, rounds, 12)), flush=True)
 
@@ -139,13 +137,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--files", type=Path, default=Path(tempfile.gettempdir()) / "cairn-bench")
     parser.add_argument("--llama-python", default=sys.executable)
-    asked = parser.parse_args()
-    asked.files.mkdir(parents=True, exist_ok=True)
+    args = parser.parse_args()
+    args.files.mkdir(parents=True, exist_ok=True)
     print(f"{'':28} {'cairn':>8} {'llama':>8} {'ratio':>6}")
-    if asked.what == "weights":
-        weights(asked.types.split(","), asked.rounds, asked.files, asked.llama_python)
+    if args.what == "weights":
+        weights(args.types.split(","), args.rounds, args.files, args.llama_python)
     else:
-        kv(asked.rounds, asked.files, asked.llama_python)
+        kv(args.rounds, args.files, args.llama_python)
 
 
 if __name__ == "__main__":

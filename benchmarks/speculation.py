@@ -1,16 +1,16 @@
-"""How much faster are answers with guessed tokens?  `python benchmarks/speculation.py [--model M] [--kernels K ...]`
+"""Speed of answers with drafted tokens.  `python benchmarks/speculation.py [--model M] [--kernels K ...]`
 
 Sessions in the shape of public agent traces (`speculation_traces.py`) are replayed on a real engine: it computes and
-samples every step as it would for a client, and then the session's own token takes the sampled one's place. So a guess
-is right where the session goes on with it, and costs what it costs. Each answer is replayed twice, without guesses and
-with them, one after the other and in changing order. What counts is the time from the first token to the last.
+samples every step as for a client, and then the session's own token replaces the sampled one. So a draft is accepted
+where the session continues with it, and costs what it costs. Each answer is replayed without drafts and with them, one
+after the other and in changing order. The measured time is from the first token to the last.
 
-For each kind: tokens a second both ways and their ratio, steps saved, and what was expected to be saved by a replay
-without an engine at the costs measured meanwhile; the part of the steps that offered a draft; and microseconds by which
-the scheduler takes longer for a step (medians; the engine has emptied the processor's caches before).
+For each kind of session: tokens per second both ways and their ratio; steps saved, and the saving that a replay without
+an engine predicts from the costs measured meanwhile; the share of steps that offered a draft; and the additional
+microseconds of the scheduler per step (medians; the engine has flushed the CPU's caches before).
 
-Goals: 1.35 times as fast over all but chats with AVX-512, 1.7 times where files are rewritten; 1.05 and 1.15 times with
-AVX2; at most 2 % of the steps of chats offer a draft.
+Goals: 1.35 times as fast over all sessions but chats with AVX-512, 1.7 times where files are rewritten; 1.05 and 1.15
+times with AVX2; at most 2 % of the steps of chats offer a draft.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from speculation_traces import KINDS, Part, sessions
 
 
 class Replaying:
-    """An `Engine` that computes everything and returns a script's tokens in place of those that it sampled."""
+    """An `Engine` that computes everything, and returns a script's tokens in place of the sampled ones."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -77,7 +77,7 @@ class Replaying:
 
 
 class Switched(MeasuredPolicy):
-    """The policy, which can be switched off, and counts its offers."""
+    """A draft policy that can be switched off, and counts its drafts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Score:
 
 
 def replay(engine: Replaying, scheduler: Scheduler, number: int, prompt: Sequence[int], answer: Sequence[int]) -> Score:
-    """Generate an answer; return what came after its first token."""
+    """Generate an answer; return its figures after the first token."""
     engine.script = [*prompt, *answer]
     sampling = SamplingParams(max_tokens=len(answer), temperature=0.0)
     scheduler.add(Request(id=number, prompt=tuple(prompt), sampling=sampling))
@@ -197,13 +197,13 @@ def measure(engine: Replaying, tokenizer: Tokenizer, kinds: Sequence[str], count
 
 def turns(parts: Sequence[Part], tokenizer: Tokenizer, context: int) -> list[tuple[list[int], list[int]]]:
     """Return (prompt, answer) of each piece that the model said, as far as the context has room."""
-    found, tokens = [], list[int]()
+    pairs, tokens = [], list[int]()
     for part in parts:
         ids = tokenizer.encode(part.text)
         if part.said and len(ids) > 8 and len(tokens) + len(ids) < context:
-            found.append((list(tokens), ids))
+            pairs.append((list(tokens), ids))
         tokens += ids
-    return found
+    return pairs
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
-"""Sessions in the shape of public agent traces, made of this project's own files: what is given, and what is said.
+"""Sessions in the shape of public agent traces, made from this project's own files: given text, and generated text.
 
-The shape follows published ones: an agent reads files with line numbers, edits by quoting old lines and writing new
+The shape follows published traces: an agent reads files with line numbers, edits by quoting old lines and writing new
 ones, runs tests, and sums up; it rewrites whole files with a few changes; it calls tools with JSON; or it only talks.
-Their length is cut to a small model's context.
+Sessions are cut to a small model's context.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Part(NamedTuple):
     """A piece of a session."""
 
     said: bool
-    """Whether the model generated it; else it was given to it."""
+    """Whether the model generated it; otherwise it was given to it."""
     text: str
 
 
@@ -54,10 +54,10 @@ def _source(chance: random.Random, lines: int) -> tuple[str, list[str], str]:
         if len(whole) < lines + 10:
             continue
         start = chance.randrange(len(whole) - lines)
-        found = whole[start : start + lines]
-        names = [line.split("(")[0].split()[-1] for line in found if line.lstrip().startswith("def ")]
+        excerpt = whole[start : start + lines]
+        names = [line.split("(")[0].split()[-1] for line in excerpt if line.lstrip().startswith("def ")]
         if names:
-            return str(file.relative_to(ROOT)), found, chance.choice(names)
+            return str(file.relative_to(ROOT)), excerpt, chance.choice(names)
 
 
 def _numbered(lines: list[str], first: int = 1) -> str:
@@ -144,7 +144,7 @@ def _tools(chance: random.Random) -> list[Part]:
 
 
 def _chat(chance: random.Random) -> list[Part]:
-    """Questions and answers that repeat little: paragraphs of the documentation, each used once."""
+    """Make questions and answers that repeat little: paragraphs of the documentation, each used once."""
     pages = sorted((ROOT / "docs").glob("*.md"))
     text = chance.choice(pages).read_text().split("\n\n")
     prose = [part for part in text if len(part) > 200 and not {"|", "`", "#"} & set(part[:2]) and "|" not in part]

@@ -1,9 +1,9 @@
-"""What does turning tokens into text cost? Microseconds a token (median of five runs), one token a call as a stream
-gets them, beside the tokenizers library's own incremental decoder, and milliseconds to render and encode a chat.
+"""The cost of turning tokens into text: microseconds per token, and milliseconds to render and encode a chat.
 
     .venv/bin/python benchmarks/text_stream.py
 
-Every run's text is checked against decoding all tokens at once.
+Tokens come one per call, as in a stream; figures are medians of five runs, beside the incremental decoder of the
+tokenizers library. Every run's text is compared with decoding all tokens at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RUNS = 5
 
 
 def library_stream(library: Library, ids: list[int]) -> tuple[float, str]:
-    """Seconds for the library's incremental decoder, and its text."""
+    """Return the seconds of the library's incremental decoder, and its text."""
     stream = DecodeStream(skip_special_tokens=True)
     start = time.perf_counter()
     pieces = [stream.step(library, token) or "" for token in ids]
@@ -39,7 +39,7 @@ def library_stream(library: Library, ids: list[int]) -> tuple[float, str]:
 
 
 def text_stream(tokenizer: Tokenizer, ids: list[int], stop: tuple[str, ...], output: OutputFormat) -> tuple[float, str]:
-    """Seconds for `TextStream`, and the content."""
+    """Return the seconds of `TextStream`, and the content."""
     request = Request(id=1, prompt=(1,), sampling=SamplingParams(max_tokens=TOKENS), stop=stop, output=output)
     stream = TextStream(tokenizer, request)
     start = time.perf_counter()
@@ -49,7 +49,7 @@ def text_stream(tokenizer: Tokenizer, ids: list[int], stop: tuple[str, ...], out
 
 
 async def chats(tokenizer: Tokenizer) -> list[tuple[str, float]]:
-    """Milliseconds to render and encode chats of some lengths."""
+    """Return milliseconds to render and encode chats of some lengths."""
     chat = await Chat.start(DEMO, Config())
     rows = []
     for turns in (1, 10, 100):

@@ -1,7 +1,7 @@
 """Memory and quality of each form of `--weights`: python benchmarks/weight_forms.py [MODEL]
 
-Scores the pages of docs/ token by token and prints a row a form: bytes as held, mean and largest relative error of a
-tensor, perplexity, and how often the likeliest token is that of float32.
+Scores the pages of docs/ token by token and prints a row per form: bytes in memory, mean and largest relative error of
+a tensor, perplexity, and how often the likeliest token is that of float32.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ SCORED = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=True, top_l
 
 
 def texts_of(folder: Path, context: int) -> list[list[int]]:
-    """Some `TOKENS` tokens of docs/, in windows that fit the context."""
+    """Return windows of the pages in docs/ that fit the context, some `TOKENS` tokens in all."""
     ids = Tokenizer.load(folder).encode("\n".join(page.read_text() for page in sorted(PAGES.glob("*.md"))))
     size = min(context, WINDOW)
     return [list(ids[at : at + size]) for at in range(0, TOKENS, size)]
 
 
 def read(engine: RecordedEngine, texts: list[list[int]]) -> list[TokenLogprob]:
-    """Return the log-probability of each token of the texts but their first."""
+    """Return the log-probability of each token of the texts except their first."""
     said: list[TokenLogprob] = []
     for tokens in texts:
         table = (list(range(-(-len(tokens) // BLOCK_TOKENS))),) * len(engine.info.groups)

@@ -1,11 +1,11 @@
-"""What do the worst grammars cost? Each is tried as a server tries it; one that passes is followed for 1,000 tokens.
+"""The cost of the worst grammars: each is compiled as a server does it; one that passes is followed for 1,000 tokens.
 
     .venv/bin/python benchmarks/worst_grammars.py [MODEL] [--tokens 1000]
 
-MODEL is a model's folder or file, for its vocabulary alone; without one it is the bundled model's. First it says what
-the helper itself takes: seconds until the first verdict, and memory. `holds` is what a grammar takes when it is
-compiled, `grows` what following it adds, both as counted in a process of its own; `slowest` is the processor time of
-its slowest mask, which a step of all requests waits for.
+MODEL is a model's folder or file, of which only the vocabulary is used; by default it is the bundled model. First the
+helper itself is measured: seconds until the first verdict, and memory. `holds` is the memory of a compiled grammar,
+`grows` what following it adds, both as counted in a process of its own; `slowest` is the CPU time of its slowest mask,
+which a step of all requests waits for.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MIB = 1 << 20
 
 
 class Row(NamedTuple):
-    """What one grammar cost."""
+    """The cost of one grammar."""
 
     verdict: GrammarVerdict
     followed: Followed | None
@@ -57,7 +57,7 @@ def _any_of(*values: object) -> dict[str, object]:
 
 
 def _texts(count: int) -> str:
-    """A grammar of so many patterns that are all alive at every place of a text."""
+    """Return a grammar of this many patterns, all of which stay possible at every place of a text."""
     rng = random.Random(5)
     names = " | ".join(f"A{n}" for n in range(count))
     rules = [f"A{n}: /(.|\\n)*{_word(rng, 2)}(.|\\n){{{50 + n}}}X{n}/" for n in range(count)]
@@ -69,7 +69,7 @@ def _ambiguous(most: int) -> str:
 
 
 def worst() -> dict[str, tuple[Kind, str]]:
-    """The grammars by name."""
+    """Return the grammars by name."""
     rng, text = random.Random(3), {"type": "string"}
     schemas: dict[str, object] = {
         "any JSON": True,
@@ -113,8 +113,8 @@ def followed(table: TokenTable, text: str, tokens: int) -> Followed:
             tokenizer = grammar_tokenizer(table)
             matcher = compile_grammar(tokenizer, text)
             matcher.compute_bitmask()
-            found = follow(matcher, tokenizer.eos_tokens, tokens, until=cpu_seconds() + 10)
-            os.write(writing, msgspec.json.encode(found))
+            result = follow(matcher, tokenizer.eos_tokens, tokens, until=cpu_seconds() + 10)
+            os.write(writing, msgspec.json.encode(result))
         finally:
             os._exit(0)
     os.close(writing)
@@ -146,21 +146,21 @@ async def rows(table: TokenTable, tokens: int, tell: Callable[[str, Row], None],
 
 
 def line(name: str, row: Row) -> str:
-    """A line of the table."""
-    verdict, found = row
-    if found is None:
+    """Return a line of the table."""
+    verdict, cost = row
+    if cost is None:
         why = verdict.error if verdict.ended == "wrong" else f"too much {verdict.ended.replace('seconds', 'time')}"
         why = why.partition(";")[0].partition(" (")[0]
         return f"| {name} | refused: {why} | {verdict.seconds:.2f} s | - | - | - | - |"
-    ended = found.error.removeprefix("lexer error: ").removeprefix("parser error: ").partition(" (")[0]
+    ended = cost.error.removeprefix("lexer error: ").removeprefix("parser error: ").partition(" (")[0]
     ended = ended.partition(":")[0].lower() or "goes on"
-    slowest = 1e3 * found.slowest if math.isfinite(found.slowest) else 0.0
-    figures = f"{verdict.bytes / MIB:.1f} MiB | {found.grown / MIB:.1f} MiB | {found.tokens} | {slowest:.1f} ms"
+    slowest = 1e3 * cost.slowest if math.isfinite(cost.slowest) else 0.0
+    figures = f"{verdict.bytes / MIB:.1f} MiB | {cost.grown / MIB:.1f} MiB | {cost.tokens} | {slowest:.1f} ms"
     return f"| {name} | {ended} | {verdict.seconds:.2f} s | {figures} |"
 
 
 def table_of(model: str) -> TokenTable:
-    """The tokens of a model."""
+    """Return the tokens of a model."""
     tokenizer, _ = load_text(Path(locate(model)), None)
     return token_table(tokenizer, tokenizer.largest_id + 1, sorted(tokenizer.end_ids))
 
@@ -169,12 +169,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="demo")
     parser.add_argument("--tokens", type=int, default=1000)
-    asked = parser.parse_args()
-    table = table_of(asked.model)
+    args = parser.parse_args()
+    table = table_of(args.model)
     print(f"{len(table.tokens)} tokens")
     print("| grammar | what became of it | tried in | holds | grows | tokens | slowest |")
     print("|---|---|---|---|---|---|---|")
-    asyncio.run(rows(table, asked.tokens, lambda name, row: print(line(name, row), flush=True), [*worst()]))
+    asyncio.run(rows(table, args.tokens, lambda name, row: print(line(name, row), flush=True), [*worst()]))
 
 
 if __name__ == "__main__":

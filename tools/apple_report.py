@@ -1,4 +1,4 @@
-"""What MLX does on this machine, as JSON and a table: on an Apple GPU, or anywhere on the CPU to try the tool.
+"""A report of MLX on this machine, as JSON and a table: on an Apple GPU, or on any CPU to try the tool.
 
     python tools/apple_report.py [--small] [--json FILE] [--model MODEL]
 
@@ -49,7 +49,7 @@ class Sizes:
 
 
 def median(work: Callable[[], None], rounds: int) -> float:
-    """Return the median seconds of so many runs, after one that does not count."""
+    """Return the median seconds of this many runs, after a warm-up."""
     work()
     taken = []
     for _ in range(rounds):
@@ -66,7 +66,7 @@ def given(k: Any, numbers: np.ndarray) -> Any:
 
 
 def machine(mx: Any) -> dict[str, Any]:
-    """What is here."""
+    """Return the machine and its software."""
     metal = bool(mx.metal.is_available())
     info = {name: value for name, value in mx.device_info().items() if isinstance(value, int | float | str)}
     return {
@@ -80,7 +80,7 @@ def machine(mx: Any) -> dict[str, Any]:
 
 
 def products(k: Any, sizes: Sizes) -> list[dict[str, Any]]:
-    """Products of each kind of weights with few and many rows."""
+    """Return the speed of products of each kind of weights with few and many rows."""
     rng = np.random.default_rng(1)
     n = sizes.width
     codes = rng.integers(0, 16, (n, n), dtype=np.uint8)
@@ -93,7 +93,7 @@ def products(k: Any, sizes: Sizes) -> list[dict[str, Any]]:
         "4 bits, groups of 32": Quantized(4, codes, scales, -8 * scales),
         "8 bits, groups of 32": Quantized(8, wide, scales),
     }
-    found = []
+    results = []
     for name, weights in kinds.items():
         matrix = k.matrix([weights], [None])
         for rows in sizes.rows:
@@ -101,8 +101,8 @@ def products(k: Any, sizes: Sizes) -> list[dict[str, Any]]:
             out = k.allocate((rows, n), "float32")
             program = k.program([KernelCall("project", (x, matrix, out))])
             seconds = median(lambda program=program: program.replay({}), sizes.rounds)  # type: ignore[misc]
-            held = sum(one.nbytes for one in matrix.arrays)
-            found.append(
+            held = sum(array.nbytes for array in matrix.arrays)
+            results.append(
                 {
                     "weights": name,
                     "rows": rows,
@@ -111,14 +111,14 @@ def products(k: Any, sizes: Sizes) -> list[dict[str, Any]]:
                     "tflops": 2 * rows * n * n / seconds / 1e12,
                 }
             )
-    return found
+    return results
 
 
 def paged(k: Any, mx: Any, sizes: Sizes) -> list[dict[str, Any]]:
-    """A token of KV written to each of 16 layers and read with its context; no copy of the pool may be seen."""
+    """Write a token of KV to each of 16 layers and attend to it; fail if the pool was copied."""
     heads, size, layers = 4, 128, sizes.layers
     block = layers * 2 * heads * BLOCK_TOKENS * size * 2
-    found = []
+    results = []
     for context in sizes.context:
         width = context // BLOCK_TOKENS
         blocks = max(width, sizes.pool // block)
@@ -140,7 +140,7 @@ def paged(k: Any, mx: Any, sizes: Sizes) -> list[dict[str, Any]]:
         held = mx.get_active_memory()
         mx.reset_peak_memory()
         seconds = median(lambda program=program: program.replay({}), sizes.rounds)  # type: ignore[misc]
-        found.append(
+        results.append(
             {
                 "context": context,
                 "pool_mib": blocks * block / MIB,
@@ -149,17 +149,17 @@ def paged(k: Any, mx: Any, sizes: Sizes) -> list[dict[str, Any]]:
                 "peak_mib": (mx.get_peak_memory() - held) / MIB,
             }
         )
-    return found
+    return results
 
 
 def bits(k: Any, sizes: Sizes) -> dict[str, bool]:
-    """Whether a row's product has the same bits alone and among others."""
+    """Return whether a row's product has the same bits alone and among others."""
     rng = np.random.default_rng(2)
     n = sizes.width
     weights = rng.standard_normal((n, n)).astype(np.float32)
     packed = Quantized(8, rng.integers(-127, 128, (n, n), dtype=np.int8), np.full((n, n // 32), 2.0**-9, np.float32))
     x = rng.standard_normal((33, n)).astype(np.float32)
-    found = {}
+    results = {}
     for name, one in (("float32", weights), ("8 bits", packed)):
         matrix = k.matrix([one], [None])
 
@@ -169,12 +169,12 @@ def bits(k: Any, sizes: Sizes) -> dict[str, bool]:
             return np.array(k.fetch(out))
 
         whole = product(x)
-        found[name] = all(np.array_equal(product(x[at : at + 1])[0], whole[at]) for at in range(0, 33, 8))
-    return found
+        results[name] = all(np.array_equal(product(x[at : at + 1])[0], whole[at]) for at in range(0, 33, 8))
+    return results
 
 
 def steps(folder: Path, device: str, sizes: Sizes) -> dict[str, Any]:
-    """Tokens per second of a model's prompt and of its answers, one and eight at a time."""
+    """Return tokens per second of a model's prompt and of its answers, one and eight at a time."""
     config = Config(device=device, kv_gb=0.3, step_tokens=512, context=2048)
     spec, engine = load_engine(config, folder)
     try:
@@ -194,7 +194,7 @@ def steps(folder: Path, device: str, sizes: Sizes) -> dict[str, Any]:
             row = Row(tokens, 0, sizes.prompt, tables(number), sizes.prompt - 1, sizes.prompt, GREEDY, 0)
             engine.prefill([row]).wait()
 
-        found: dict[str, Any] = {"prompt_tokens_per_second": sizes.prompt / median(lambda: prompt(0), 3)}
+        results: dict[str, Any] = {"prompt_tokens_per_second": sizes.prompt / median(lambda: prompt(0), 3)}
         for batch in (1, 8):
             for number in range(batch):
                 prompt(number)
@@ -202,23 +202,23 @@ def steps(folder: Path, device: str, sizes: Sizes) -> dict[str, Any]:
             for at in range(sizes.prompt, sizes.prompt + sizes.decode):
                 rows = [Row(tokens, at, at + 1, tables(number), at, sizes.prompt, GREEDY, 0) for number in range(batch)]
                 engine.decode(rows).wait()
-            found[f"tokens_per_second_of_{batch}"] = batch * sizes.decode / (time.perf_counter() - start)
-        return found
+            results[f"tokens_per_second_of_{batch}"] = batch * sizes.decode / (time.perf_counter() - start)
+        return results
     finally:
         engine.close()
 
 
 def measured(small: bool, model: str) -> dict[str, Any]:
-    """Return everything; a part that fails is told with its error."""
+    """Return everything; a part that fails is reported with its error."""
     import mlx.core as mx
 
     from cairn.kernels.mlx import device
 
-    sizes, found = Sizes(small), {"small": small, "machine": machine(mx)}
+    sizes, report = Sizes(small), {"small": small, "machine": machine(mx)}
     kernels = device.load(device.chosen("mlx"))
     whole: Kernels = kernels
     kernel, share = worst(whole)
-    found["self_test"] = {"largest_difference_in": kernel, "share_of_the_tolerance": share}
+    report["self_test"] = {"largest_difference_in": kernel, "share_of_the_tolerance": share}
     parts: dict[str, Callable[[], Any]] = {
         "products": lambda: products(kernels, sizes),
         "paged": lambda: paged(kernels, mx, sizes),
@@ -229,17 +229,17 @@ def measured(small: bool, model: str) -> dict[str, Any]:
     for name, work in parts.items():
         print(f"{name} ...", file=sys.stderr, flush=True)
         try:
-            found[name] = work()
+            report[name] = work()
         except (CairnError, RuntimeError, ValueError) as error:
-            found[name] = {"error": f"{type(error).__name__}: {error}"}
+            report[name] = {"error": f"{type(error).__name__}: {error}"}
     kernels.close()
-    return found
+    return report
 
 
-def table(found: dict[str, Any]) -> str:
+def table(report: dict[str, Any]) -> str:
     """Return the figures as lines for people."""
-    lines = [found["machine"]["report"], found["machine"]["system"], ""]
-    for name, value in found.items():
+    lines = [report["machine"]["report"], report["machine"]["system"], ""]
+    for name, value in report.items():
         if name in ("machine", "small"):
             continue
         lines.append(name)
@@ -256,13 +256,13 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="small sizes, to try the tool")
     parser.add_argument("--json", type=Path, help="write the figures to this file, too")
     parser.add_argument("--model", default="demo", help="a model that is installed")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     if trouble := devices.report("mlx").trouble:
         sys.exit(f"mlx cannot be used: {trouble}")
-    found = measured(asked.small, asked.model)
-    print(table(found))
-    if asked.json:
-        asked.json.write_text(json.dumps(found, indent=1) + "\n")
+    result = measured(args.small, args.model)
+    print(table(result))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

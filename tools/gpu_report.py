@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure a GPU in at most ten minutes: is it right, how fast is it, and what part of its limits is that.
+"""A report of a GPU in at most ten minutes: whether results are right, how fast it is, and how near its limits.
 
 Needs Cairn, torch and Triton, and no model: weights are random. Prints a Markdown table and writes JSON. Without a GPU,
 `--device torch-cpu --quick` tries the script itself.
@@ -31,7 +31,7 @@ from cairn.types.errors import CairnError
 SHAPES = {"qwen3-0.6b": ("bf16", "q8_0", "q4_0"), "qwen3-8b": ("bf16", "q8_0", "q4_0")}
 BATCHES, DEPTHS, PROMPT, STEPS = (1, 8, 64, 256), (0, 8192), 8192, 32
 SECONDS = 600.0
-"""Most time of the whole report; what is left over is named."""
+"""Limit in seconds of the whole report; parts left out are named."""
 
 
 class Report:
@@ -45,12 +45,12 @@ class Report:
 
     @property
     def over(self) -> bool:
-        """Whether the time is used up."""
+        """Return whether the time is used up."""
         return time.monotonic() > self._end
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Run a part; an error is kept in the report and ends nothing else."""
+        """Run a part; its error is kept in the report and ends nothing else."""
         print(f"{name} ...", file=sys.stderr, flush=True)
         try:
             yield
@@ -59,13 +59,13 @@ class Report:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done everything."""
+    """Wait until the device has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def best(device: torch.device, run: Any, rounds: int = 10) -> float:
-    """Return the least seconds of a call, after two that do not count."""
+    """Return the least seconds of a call, after two warm-up calls."""
     times = []
     for number in range(rounds + 2):
         synchronize(device)
@@ -78,7 +78,7 @@ def best(device: torch.device, run: Any, rounds: int = 10) -> float:
 
 
 def limits(device: torch.device, *, quick: bool) -> Roofline:
-    """Measure bytes read in a second, and operations of a product of bfloat16 matrices."""
+    """Measure bytes read per second, and operations of a product of bfloat16 matrices."""
     numbers = torch.ones((64 << 20 if quick else 2 << 30) // 4, device=device)
     read = numbers.numel() * 4 / best(device, numbers.sum)
     size = 512 if quick else 8192
@@ -88,7 +88,7 @@ def limits(device: torch.device, *, quick: bool) -> Roofline:
 
 
 def law(kernels: Any) -> list[str]:
-    """Return the kernels whose numbers for a token change with its batch: products, norms and attention are tried."""
+    """Return the kernels whose numbers for a token change with its batch, out of products, norms and attention."""
     rng = np.random.default_rng(3)
     broken = []
     hidden, rows = 512, 37
@@ -141,7 +141,7 @@ def measure(report: Report, shape: str, kind: str, roofline: Roofline, asked: ar
 
 
 def add(report: Report, shape: str, kind: str, figure: Figure) -> None:
-    """Keep one figure."""
+    """Record one figure."""
     report.rows.append(
         {
             "shape": shape,
@@ -176,31 +176,31 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="most time to take; default: 600")
     parser.add_argument("--quick", action="store_true", help="small shapes, to try the script")
     parser.add_argument("--json", type=Path, help="write everything to this file")
-    asked = parser.parse_args()
-    said = devices.report(asked.device)
+    args = parser.parse_args()
+    said = devices.report(args.device)
     if said.trouble:
-        print(f"{asked.device} cannot be measured: {said.trouble}", file=sys.stderr)
+        print(f"{args.device} cannot be measured: {said.trouble}", file=sys.stderr)
         return 1
-    report = Report(asked.device, asked.seconds)
+    report = Report(args.device, args.seconds)
     report.facts["device"] = said.sentence
-    kernels = devices.load(asked.device, "auto", 0)
+    kernels = devices.load(args.device, "auto", 0)
     place = kernels.device
     kernel, off = worst(kernels)
     report.facts["self-test"] = f"{kernel} is farthest off, by {off:.2g} of what is allowed"
     report.facts["numbers that change with the batch"] = ", ".join(law(kernels)) or "none of those tried"
     kernels.close()
-    roofline = limits(place, quick=asked.quick)
+    roofline = limits(place, quick=args.quick)
     report.facts["reads"] = f"{roofline.read / 1e9:.0f} GB/s"
     report.facts["multiplies bf16"] = f"{roofline.arithmetic / 1e12:.1f} TFLOP/s"
     report.facts["vllm beside it"] = (
         "installed: run its bench too" if importlib.util.find_spec("vllm") else "not installed"
     )
-    for shape, kinds in ({"demo": ("bf16", "q8_0")} if asked.quick else SHAPES).items():
+    for shape, kinds in ({"demo": ("bf16", "q8_0")} if args.quick else SHAPES).items():
         for kind in kinds:
-            measure(report, shape, kind, roofline, asked)
+            measure(report, shape, kind, roofline, args)
     print(table(report))
-    if asked.json:
-        asked.json.write_text(
+    if args.json:
+        args.json.write_text(
             json.dumps({"facts": report.facts, "rows": report.rows, "left_out": report.left_out}, indent=1)
         )
     return 0

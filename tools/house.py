@@ -1,9 +1,9 @@
-"""Print how large and how plain the code is, beside the targets: python tools/house.py [--trace]
+"""The size and plainness of the code, beside the targets: python tools/house.py [--trace]
 
-Counts the package's files and lines, its import circles, the docstrings that begin with a verb and the words a sentence
-of the docs. Where a target does not hold, the table is followed by the reason and by what was tried. `--trace` also
-starts a server with the bundled model, sends one chat and one agent's turn, and counts the files that each enters, in
-all processes together. `--list circles|openings|files` prints what stands behind a figure.
+Counts the package's files and lines, its import circles, the docstrings that begin with a verb and the words per
+sentence of the docs. Where a target is missed, the reason and what was tried follow the table. `--trace` also starts a
+server with the bundled model, sends one chat and one agent's turn, and counts the files that each enters, in all
+processes together. `--list circles|openings|files` prints the places behind a figure.
 """
 
 from __future__ import annotations
@@ -86,20 +86,22 @@ def main():
         threading.Thread(target=watch, daemon=True).start()
 main()
 """
-"""Runs in each process of the traced server: notes which files of the package are entered while the mark says so."""
+"""Program for each process of the traced server: records which files of the package are entered while the mark says
+so.
+"""
 
 
 def modules() -> dict[str, Path]:
     """Return the package's modules by dotted name."""
-    found = {}
+    results = {}
     for path in sorted(SOURCE.rglob("*.py")):
         parts = path.relative_to(SOURCE.parent).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+        results[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return results
 
 
 def imports(known: Mapping[str, Path]) -> dict[str, set[str]]:
-    """Return what each module imports of the package, under TYPE_CHECKING and in functions too."""
+    """Return what each module imports of the package, also under TYPE_CHECKING and in functions."""
     graph: dict[str, set[str]] = {}
     for name, path in known.items():
         graph[name] = wanted = set()
@@ -118,7 +120,7 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
-    found: list[list[str]] = []
+    results: list[list[str]] = []
 
     def visit(name: str) -> None:
         index[name] = low[name] = len(index)
@@ -133,13 +135,13 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
             group = stack[stack.index(name) :]
             del stack[stack.index(name) :]
             if len(group) > 1:
-                found.append(sorted(group))
+                results.append(sorted(group))
 
     sys.setrecursionlimit(10_000)
     for name in sorted(graph):
         if name not in index:
             visit(name)
-    return sorted(found)
+    return sorted(results)
 
 
 def folders(graph: Mapping[str, set[str]], known: Mapping[str, Path]) -> dict[str, set[str]]:
@@ -148,13 +150,13 @@ def folders(graph: Mapping[str, set[str]], known: Mapping[str, Path]) -> dict[st
     def folder(name: str) -> str:
         return ".".join(known[name].relative_to(SOURCE.parent).parts[:-1])
 
-    found: dict[str, set[str]] = {}
+    results: dict[str, set[str]] = {}
     for name, wanted in graph.items():
-        found.setdefault(folder(name), set()).update(folder(one) for one in wanted)
-    for name, others in found.items():
+        results.setdefault(folder(name), set()).update(folder(one) for one in wanted)
+    for name, others in results.items():
         others -= {name, "cairn"}
-    found.pop("cairn", None)
-    return found
+    results.pop("cairn", None)
+    return results
 
 
 def openings(known: Mapping[str, Path]) -> Iterator[tuple[str, str, str]]:
@@ -171,7 +173,7 @@ def openings(known: Mapping[str, Path]) -> Iterator[tuple[str, str, str]]:
 
 
 def is_verb(word: str) -> bool:
-    """Tell whether a docstring's first word can be an imperative: a capitalised word that opens no noun phrase."""
+    """Return whether a docstring's first word can be an imperative: a capitalised word that opens no noun phrase."""
     lower = word.lower()
     plain = re.fullmatch(r"[A-Z][a-z]+(?:-[a-z]+)?", word) is not None
     third = lower.endswith("s") and not lower.endswith(("ss", "us", "ress", "is"))
@@ -226,7 +228,7 @@ def _traced_python(folder: Path, mark: Path, out: Path) -> str:
 
 
 def _requests(server: subprocess.Popen[bytes], base: str, mark: Path, out: Path) -> dict[str, set[str]]:
-    """Send each request once unseen and once seen, and collect what the processes noted."""
+    """Send each request once unseen and once seen, and collect what the processes recorded."""
 
     def post(path: str, body: object) -> None:
         data = json.dumps(body).encode()
@@ -245,7 +247,7 @@ def _requests(server: subprocess.Popen[bytes], base: str, mark: Path, out: Path)
             time.sleep(0.2)
     post("/v1/agents", {"id": "house", "system": "Be brief."})
     asked = {"messages": [{"role": "user", "content": "Hello, what is Cairn?"}], "stream": True, "max_tokens": 20}
-    found: dict[str, set[str]] = {}
+    results: dict[str, set[str]] = {}
     for name, path in zip(PLACES, ("/v1/chat/completions", "/v1/agents/house/turns"), strict=True):
         post(path, asked)
         time.sleep(1)
@@ -257,8 +259,8 @@ def _requests(server: subprocess.Popen[bytes], base: str, mark: Path, out: Path)
                 post(path, asked)
                 time.sleep(0.5)
         noted = [one.read_text().split("\n") for one in out.glob(f"{name}.*")]
-        found[name] = {one for lines in noted for one in lines if one and not one.endswith("__init__.py")}
-    return found
+        results[name] = {line for lines in noted for line in lines if line and not line.endswith("__init__.py")}
+    return results
 
 
 def table(
@@ -275,7 +277,7 @@ def table(
     largest, count = Counter(path.parent.relative_to(SOURCE) for path in plain).most_common(1)[0]
     long = sum(len(path.read_text().splitlines()) > 500 for path in plain)
     said = sentences()
-    verbs = sum(is_verb(one[2]) for one in words) / len(words)
+    verbs = sum(is_verb(word[2]) for word in words) / len(words)
     mean, above = sum(said) / len(said), sum(one > 30 for one in said) / len(said)
     rows: list[tuple[str, float, str, float, str]] = [
         ("Python files in src/cairn, without `__init__`", len(plain), f"{len(plain)}", 330, GROWTH),
@@ -292,13 +294,13 @@ def table(
     for name in entered:
         rows.append((f"files that a {name} enters", len(entered[name]), f"{len(entered[name])}", MOST[name], ENTERED))
     yield "| what | figure | target, at most |\n|---|---|---|"
-    for what, _, figure, target, _ in rows:
+    for label, _, figure, target, _ in rows:
         most = "few" if target == math.inf else f"{target:.0%}" if 0 < target < 1 else f"{target:,}"
-        yield f"| {what} | {figure} | {most} |"
+        yield f"| {label} | {figure} | {most} |"
     missed: dict[str, list[str]] = {}
-    for what, value, _, target, why in rows:
+    for label, value, _, target, why in rows:
         if value > target:
-            missed.setdefault(why, []).append(what)
+            missed.setdefault(why, []).append(label)
     for why, names in missed.items():
         yield f"\n{'; '.join(names)}: {why or 'no reason is known.'}"
 
@@ -318,7 +320,7 @@ def main() -> None:
     if chosen.list == "circles":
         print(*(" <-> ".join(ring) for ring in [*rings, *folder_rings]), sep="\n")
     elif chosen.list == "openings":
-        print(*(" ".join(one) for one in words if not is_verb(one[2])), sep="\n")
+        print(*(" ".join(word) for word in words if not is_verb(word[2])), sep="\n")
     elif chosen.list == "files":
         print(
             *(f"{name} {Path(one).relative_to(SOURCE)}" for name in entered for one in sorted(entered[name])), sep="\n"

@@ -1,8 +1,8 @@
-"""What llama.cpp says of a real Gemma 3: `python -m tools.make_gemma_figures http://localhost:8080`.
+"""llama.cpp's answers with a real Gemma 3, as test data: `python -m tools.make_gemma_figures http://localhost:8080`.
 
-A `llama-server` of the model that `tests.real_models.gemma3` gives must answer there. Written are `texts`, each
-with its tokens, and `answers`, each with the tokens of a prompt and those that llama.cpp says next, greedily, with
-the log-probabilities of the likeliest in each place.
+A `llama-server` with the model of `tests.real_models.gemma3` must answer there. The file has `texts`, each with its
+tokens, and `answers`, each with the tokens of a prompt and llama.cpp's greedy continuation, with the log-probabilities
+of the likeliest tokens at each place.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROMPTS = (
     "import os\n\ndef list_files(folder):\n    ",
     "Die Hauptstadt von Deutschland heißt",
     "1, 1, 2, 3, 5, 8, 13,",
-    # More tokens than the 512 of the model's window.
+    # More tokens than the 512 of the model's sliding window.
     "Count: " + ", ".join(str(number) for number in range(1, 211)) + ",",
 )
 GENERATED, TOP = 16, 10
@@ -57,7 +57,10 @@ def main() -> None:
             {
                 "prompt": tokens,
                 "tokens": [place["id"] for place in places],
-                "top": [[[one["id"], round(one["logprob"], 4)] for one in place["top_logprobs"]] for place in places],
+                "top": [
+                    [[top_logprob["id"], round(top_logprob["logprob"], 4)] for top_logprob in place["top_logprobs"]]
+                    for place in places
+                ],
             }
         )
     FILE.parent.mkdir(exist_ok=True)

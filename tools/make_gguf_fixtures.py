@@ -2,8 +2,8 @@
 
 Run from the project's folder with the extra `bench` installed (`--llama-python` names another interpreter that has
 llama_cpp). Every dimension is a multiple of 256, the block of the K formats. For each model and format it writes
-`NAME-FORMAT.gguf` and `NAME-FORMAT.npy`: float32 [prompts, vocabulary], the logits after each of `prompts()`.
-Of Q4_K_M, half of the value and down projections and the tied table are Q6_K: llama.cpp's usual mixture.
+`NAME-FORMAT.gguf` and `NAME-FORMAT.npy`: float32 [prompts, vocabulary], the logits after each of `prompts()`. In
+Q4_K_M, half of the value and down projections and the tied table are Q6_K: llama.cpp's usual mixture.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def specs() -> list[ModelSpec]:
 
 
 def prompts() -> list[list[int]]:
-    """Token ids of prompts of `LENGTHS`."""
+    """Return token ids of prompts of `LENGTHS`."""
     return [[(131 * at * at + 57 * at + 71 * length) % 511 for at in range(length)] for length in LENGTHS]
 
 

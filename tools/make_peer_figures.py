@@ -1,8 +1,8 @@
 """llama.cpp's log-probabilities of a tiny model of each architecture: `python -m tools.make_peer_figures SERVER`.
 
-Run from the project's folder; SERVER is a llama-server, and with names of models behind it only their figures are made.
-The models are those of `tests.models.test_peer_figures`, written as F32 GGUF in sizes that llama.cpp takes. For each
-it writes `NAME.npy` in `tests/models/peer_figures`: float32 [prompts, vocabulary], the log-probabilities of the token
+Run from the project's folder; SERVER is a llama-server. Names of models after it restrict the figures to these. The
+models are those of `tests.models.test_peer_figures`, written as F32 GGUF in sizes that llama.cpp accepts. For each it
+writes `NAME.npy` in `tests/models/peer_figures`: float32 [prompts, vocabulary], the log-probabilities of the token
 after each of `prompts()`.
 """
 
@@ -32,12 +32,12 @@ TOKENS: dict[str, Any] = {
     "tokenizer.ggml.token_type": [1] * VOCAB,
     "tokenizer.ggml.merges": ["t 1"],
 }
-"""A vocabulary, which llama.cpp wants of a file; it is asked with ids."""
+"""A vocabulary, which llama.cpp requires in a file; prompts are sent as ids."""
 
 
 @contextmanager
 def serving(server: str, model: Path) -> Iterator[str]:
-    """A running llama-server's address."""
+    """Yield the address of a running llama-server."""
     options = ["--port", str(PORT), "-t", "1", "-c", "512", "-np", "1", "--no-warmup", "-fa", "off"]
     options += ["--cache-type-k", "f32", "--cache-type-v", "f32"]
     process = subprocess.Popen(
@@ -60,16 +60,16 @@ def serving(server: str, model: Path) -> Iterator[str]:
 
 
 def asked(address: str, prompt: list[int]) -> np.ndarray:
-    """The log-probabilities of every token after a prompt."""
+    """Return the log-probabilities of every token after a prompt."""
     wanted = {"prompt": prompt, "n_predict": 1, "n_probs": VOCAB, "temperature": 0, "ignore_eos": False}
     body = json.dumps(wanted | {"cache_prompt": False}).encode()
     request = urllib.request.Request(f"{address}/completion", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as answer:
         (first,) = json.load(answer)["completion_probabilities"]
-    found = np.full(VOCAB, np.nan, np.float32)
-    for one in first["top_logprobs"]:
-        found[one["id"]] = one["logprob"]
-    return found
+    result = np.full(VOCAB, np.nan, np.float32)
+    for top_logprob in first["top_logprobs"]:
+        result[top_logprob["id"]] = top_logprob["logprob"]
+    return result
 
 
 def main() -> None:
@@ -85,7 +85,7 @@ def main() -> None:
             folder = Path(scratch) / "model"
             path = write_gguf(write_model(folder, **fields), Path(scratch) / "m.gguf", extra=TOKENS)
             with serving(asked_for.server, path) as address:
-                figures = np.stack([asked(address, one) for one in prompts()])
+                figures = np.stack([asked(address, prompt) for prompt in prompts()])
         np.save(figures_of(name), figures)
 
 

@@ -1,6 +1,7 @@
-"""Run an installation by pip and say every few seconds what it is doing: python say_progress.py [--every S] COMMAND ...
+"""Progress messages for an installation by pip: python say_progress.py [--every S] COMMAND ...
 
-The command's own output is shown only where it fails; of one that succeeds its warnings. pip must be verbose.
+Every few seconds it prints what pip is doing. The command's own output is shown only if it fails; if it succeeds, its
+warnings are. pip must be verbose.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections import deque
 EVERY = 5.0
 """Seconds between two lines."""
 TAIL = 60
-"""Lines that are shown of a command that failed."""
+"""Lines of output that are shown of a command that failed."""
 PHASES = (
     (re.compile(r"\s*(?:Installing build dependencies|Getting requirements to build)"), "getting the build tools"),
     (re.compile(r"\s*(?:\*\*\* )?Configuring CMake|\s*-- "), "looking at the compiler"),
@@ -29,21 +30,21 @@ PHASES = (
 _STEP = re.compile(r"\s*\[\d+/(\d+)\] (?:Building|Linking)(.*)")
 _VARIANTS = re.compile(r"\s*-- Kernels are compiled for: (\S+)")
 WORK = {"kernels_portable": 6, "kernels_": 24}
-"""Seconds that one core takes for one of a variant's two files, by what is in its name; for others OTHER."""
+"""CPU seconds for one of a variant's two files, by a part of its name; for others OTHER."""
 OTHER = 2
 FILES = 2
-"""Files of a variant."""
+"""Files per variant."""
 
 
 class CompilerWork:
-    """How much of the compiler's work is done: its files differ by a factor of ten."""
+    """The compiler's progress: its files differ by a factor of ten."""
 
     def __init__(self) -> None:
         self._variants: list[str] = []
         self._done = 0
 
     def take(self, line: str) -> str | None:
-        """Return what a line says of that; None where it says nothing."""
+        """Return the progress that a line reports, or None."""
         if match := _VARIANTS.match(line):
             self._variants = match[1].split(";")
         match = _STEP.match(line)
@@ -60,7 +61,7 @@ def _work(name: str) -> int:
 
 
 def phase(line: str) -> str | None:
-    """What a line of pip's output says is being done; None where it says nothing of that."""
+    """Return the phase that a line of pip's output reports, or None."""
     for pattern, words in PHASES:
         if match := pattern.match(line):
             return match.expand(words)

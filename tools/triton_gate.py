@@ -1,9 +1,8 @@
 #!/usr/bin/env python3
-"""Compile every Triton kernel for GPUs that are not here, and print registers, spills and seconds.
+"""Compilation of every Triton kernel for GPUs that are not here, with registers, spills and seconds.
 
-The kernels are called once in shapes of real models; instead of being launched, each launch is recorded. What was
-recorded is compiled for each target. With --check, exit with 1 if a kernel that must not spill spills, or if a product
-uses no matrix unit.
+The kernels are called once in shapes of real models; each launch is recorded instead of run, and then compiled for each
+target. With --check, exit with 1 if a kernel that must not spill spills, or if a product uses no matrix unit.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ Launch = tuple[str, str, str, dict[str, str], dict[str, Any], dict[str, int]]
 
 def recorded() -> list[Launch]:
     """Return the distinct launches of all cases."""
-    found: dict[str, Launch] = {}
+    results: dict[str, Launch] = {}
     case = ""
 
     def record(self: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> None:
@@ -79,13 +78,13 @@ def recorded() -> list[Launch]:
                 types[parameter.name] = "fp32" if isinstance(value, float) else "i32"
         options = {name: named[name] for name in OPTIONS if name in named}
         launch = case, self.fn.__module__, self.fn.__name__, types, constants, options
-        found.setdefault(json.dumps(launch[1:]), launch)
+        results.setdefault(json.dumps(launch[1:]), launch)
 
     JITFunction.run = record
     for name, call in cases():
         case = name
         call()
-    return list(found.values())
+    return list(results.values())
 
 
 def cases() -> Iterator[tuple[str, Any]]:
@@ -193,23 +192,23 @@ def _states(k: TritonKernels) -> Iterator[tuple[str, Any]]:
 
 
 def compiled(launch: Launch, target: str) -> dict[str, Any]:
-    """Compile a launch for a target and return what the compiler says of it."""
+    """Compile a launch for a target and return the compiler's figures."""
     case, module, kernel, types, constants, options = launch
     fn = getattr(__import__(module, fromlist=[kernel]), kernel)
     places = {(fn.arg_names.index(name),): value for name, value in constants.items()}
     began = time.monotonic()
     source = ASTSource(fn=fn, signature=types, constexprs=places)
     made = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
-    found: dict[str, Any] = {"case": case, "kernel": kernel, "target": target, "shared": made.metadata.shared}
-    found["seconds"] = round(time.monotonic() - began, 2)
+    results: dict[str, Any] = {"case": case, "kernel": kernel, "target": target, "shared": made.metadata.shared}
+    results["seconds"] = round(time.monotonic() - began, 2)
     text = made.asm["ptx"] if "ptx" in made.asm else made.asm["amdgcn"]
-    found["matrix"] = bool(MATRIX_UNITS.search(text))
+    results["matrix"] = bool(MATRIX_UNITS.search(text))
     if "ptx" in made.asm:
-        found |= _cubin(made.asm["cubin"])
+        results |= _cubin(made.asm["cubin"])
     else:
         counts = {key: int(value) for key, value in re.findall(r"\.(vgpr_count|vgpr_spill_count):\s*(\d+)", text)}
-        found |= {"registers": counts["vgpr_count"], "spills": counts["vgpr_spill_count"]}
-    return found
+        results |= {"registers": counts["vgpr_count"], "spills": counts["vgpr_spill_count"]}
+    return results
 
 
 def _cubin(cubin: bytes) -> dict[str, int]:
@@ -223,19 +222,21 @@ def _cubin(cubin: bytes) -> dict[str, int]:
     return {"registers": int(usage["REG"]), "spills": int(usage["LOCAL"]) + int(usage["STACK"])}
 
 
-def trouble(found: dict[str, Any]) -> str:
-    """Return what is wrong with a compiled kernel; "" if nothing is."""
+def trouble(compiled_kernel: dict[str, Any]) -> str:
+    """Return what is wrong with a compiled kernel, or an empty text."""
     if (
-        found["spills"]
-        and not MAY_SPILL & {(found["case"], ""), (found["case"], found["target"])}
-        and "float32" not in found["case"]
-        and "256" not in found["case"]
+        compiled_kernel["spills"]
+        and not MAY_SPILL & {(compiled_kernel["case"], ""), (compiled_kernel["case"], compiled_kernel["target"])}
+        and "float32" not in compiled_kernel["case"]
+        and "256" not in compiled_kernel["case"]
     ):
-        return f"{found['case']} spills {found['spills']} on {found['target']}"
-    multiplies = found["kernel"] in ("_dense", "_packed", "_attend") and "float32" not in found["case"]
+        return f"{compiled_kernel['case']} spills {compiled_kernel['spills']} on {compiled_kernel['target']}"
+    multiplies = (
+        compiled_kernel["kernel"] in ("_dense", "_packed", "_attend") and "float32" not in compiled_kernel["case"]
+    )
     # Triton 3.9 uses none on Turing.
-    if multiplies and not found["matrix"] and found["target"] != "sm_75":
-        return f"{found['case']} uses no matrix unit on {found['target']}"
+    if multiplies and not compiled_kernel["matrix"] and compiled_kernel["target"] != "sm_75":
+        return f"{compiled_kernel['case']} uses no matrix unit on {compiled_kernel['target']}"
     return ""
 
 
@@ -246,33 +247,33 @@ def main() -> int:
     parser.add_argument("--cases", default="", help="only cases whose name begins with this")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a kernel spills or lacks matrix units")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
-    asked = parser.parse_args()
-    launches = [one for one in recorded() if one[0].startswith(asked.cases)]
-    work = [(launch, target) for launch in launches for target in asked.targets.split(",")]
-    found = []
+    args = parser.parse_args()
+    launches = [one for one in recorded() if one[0].startswith(args.cases)]
+    work = [(launch, target) for launch in launches for target in args.targets.split(",")]
+    results = []
     with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) // 2), initializer=_quiet) as pool:
         for number, one in enumerate(pool.map(compiled, *zip(*work, strict=True)), 1):
-            found.append(one)
+            results.append(one)
             print(f"\r{number} of {len(work)}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    print(table(found))
-    if asked.json:
-        asked.json.write_text(json.dumps(found, indent=1))
-    wrong = [said for one in found if (said := trouble(one))]
+    print(table(results))
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+    wrong = [said for result in results if (said := trouble(result))]
     print("\n".join(wrong), file=sys.stderr)
-    return 1 if wrong and asked.check else 0
+    return 1 if wrong and args.check else 0
 
 
 def _quiet() -> None:
     os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="cairn-triton-")
 
 
-def table(found: list[dict[str, Any]]) -> str:
-    """Return a Markdown table: a row a kernel and case, a column a target with registers and spills."""
-    targets = list(dict.fromkeys(one["target"] for one in found))
+def table(kernels: list[dict[str, Any]]) -> str:
+    """Return a Markdown table: a row per kernel and case, a column per target with registers and spills."""
+    targets = list(dict.fromkeys(one["target"] for one in kernels))
     lines = [f"| case | kernel | {' | '.join(targets)} | seconds |", "|---" * (len(targets) + 3) + "|"]
     rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for one in found:
+    for one in kernels:
         rows.setdefault((one["case"], one["kernel"]), []).append(one)
     for (case, kernel), group in rows.items():
         cells = []

@@ -1,4 +1,4 @@
-"""Agents, the server that has them, and a client of it, in this process."""
+"""Agents, a server of them and a client of it, in this process."""
 
 from __future__ import annotations
 
@@ -17,21 +17,28 @@ from cairn.frontend.service import Service
 from cairn.router.models import Models
 from cairn.router.served_model import ServedModel
 from tests.agents.house import House, house
-from tests.api.sockets import events, site
+from tests.api.sockets import Site, events, site
 from tests.service import tiny
 
 NAMES = ("any", "m")
-"""What tests call a model whose name is no matter."""
+"""Model names where the name does not matter."""
+
+
+@contextlib.asynccontextmanager
+async def open_house(folder: Path, **options: Any) -> AsyncIterator[tuple[House, Site, httpx.AsyncClient]]:
+    """Yield agents, their server and a client of it."""
+    config = Config(**options)
+    async with house(folder, salts(config)) as at, site(at.service, config) as web, web.http() as http:
+        web.app.state.attribution.agents = at.agents
+        yield at, web, http
 
 
 @contextlib.asynccontextmanager
 async def home(
     folder: Path, embedder: Path | None = None, **options: Any
 ) -> AsyncIterator[tuple[House, httpx.AsyncClient]]:
-    """Yield a server with agents in a folder. `embedder`: for collections, which need a model for embeddings."""
-    config = Config(**options)
-    async with house(folder, salts(config)) as at, site(at.service, config) as web, web.http() as http:
-        web.app.state.attribution.agents = at.agents
+    """Yield agents and a client of their server; `embedder` adds a model for embeddings, which collections need."""
+    async with open_house(folder, **options) as (at, web, http):
         at.web = web  # type: ignore[attr-defined]
         async with contextlib.nullcontext() if embedder is None else embedding(web.app, at.service, embedder):
             yield at, http
@@ -39,7 +46,7 @@ async def home(
 
 @contextlib.asynccontextmanager
 async def embedding(app: App, service: Service, folder: Path) -> AsyncIterator[None]:
-    """Add a model for embeddings to an application; the other model still answers to every name."""
+    """Add a model for embeddings to an application; every model name still means the other model."""
     made = await Service.start(tiny.config(folder), in_process=True)
     try:
         listed = (ModelOptions(model="chats"), ModelOptions(model="embeds", name="embeds"))
@@ -54,8 +61,8 @@ async def embedding(app: App, service: Service, folder: Path) -> AsyncIterator[N
 
 
 def plain(text: str) -> list[dict[str, Any]]:
-    """Return the events of a stream; comments and the ids of resumable ones are left out."""
+    """Return the events of a stream without comments and without the ids of resumable streams."""
     lines = [line for line in text.split("\n") if not line.startswith("id: ")]
-    found = events("\n".join(lines))
-    assert found.pop() == "[DONE]"
-    return found
+    chunks = events("\n".join(lines))
+    assert chunks.pop() == "[DONE]"
+    return chunks

@@ -24,7 +24,7 @@ from typing import Any
 KV_GB = 0.2
 FAULTY = Path(__file__).parents[1] / "service" / "faulty_worker.py"
 FOLDERS = tempfile.mkdtemp(prefix="cairn-agents-")
-"""Each server keeps its agents in a folder of its own below, and all are removed at the end."""
+"""Each server stores its agents in a folder of its own below; all are removed at the end."""
 atexit.register(shutil.rmtree, FOLDERS, ignore_errors=True)
 _numbers = itertools.count()
 MAIN = """
@@ -54,9 +54,10 @@ def free_port() -> int:
 
 
 class Served:
-    """A server process. `options` are fields of Config, and `config_file` a file of more; `plant` is run first.
+    """A `cairn serve` process.
 
-    With `holds`, answers stop at their 100th token while the file `hold` is there, however fast the machine is.
+    `options` are fields of Config, `config_file` is a file of more options, and `plant` is Python source that runs
+    first. With `holds`, answers stop at their 100th token while the file `hold` exists, however fast the machine is.
     """
 
     def __init__(self, plant: str = "", *, holds: bool = False, **options: Any) -> None:
@@ -77,7 +78,7 @@ class Served:
             start_new_session=True,
         )
         self.errors = b""
-        # Read all the while: a server that writes into a full pipe would stand still.
+        # Read at all times: a server that writes into a full pipe would block.
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -125,14 +126,14 @@ class Served:
 
     def family(self) -> set[int]:
         """Return the process ids of the server and all its descendants."""
-        found, todo = set(), [self.pid]
+        pids, todo = set(), [self.pid]
         while todo:
             pid = todo.pop()
-            found.add(pid)
+            pids.add(pid)
             for children in Path(f"/proc/{pid}/task").glob("*/children"):
                 with contextlib.suppress(OSError):
                     todo += [int(child) for child in children.read_text().split()]
-        return found
+        return pids
 
     def rss(self) -> int:
         """Return the resident bytes of the front process."""
@@ -182,9 +183,9 @@ def served(**options: Any) -> Iterator[Served]:
 
 def alive(pids: set[int]) -> set[int]:
     """Return those of the processes that still exist; zombies do not count."""
-    found = set()
+    result = set()
     for pid in pids:
         with contextlib.suppress(OSError, IndexError):
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                found.add(pid)
-    return found
+                result.add(pid)
+    return result

@@ -1,4 +1,4 @@
-"""A service that says what a test tells it to: for wire shapes and failures that a real one produces rarely."""
+"""A service that answers as a test scripts it: for wire shapes and failures that the real one rarely produces."""
 
 from __future__ import annotations
 
@@ -43,8 +43,21 @@ SPEC = ModelSpec(
 )
 
 
+class Heard:
+    """Stand in for a call that collects warnings."""
+
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+
+    def header(self, name: bytes) -> None:
+        return None
+
+    def warn(self, sentence: str) -> None:
+        self.warnings.append(sentence)
+
+
 class Bytes:
-    """A tokenizer in which token n is byte n, and 256 and more are control tokens."""
+    """A tokenizer in which token n is byte n; ids of 256 and more are control tokens."""
 
     special_tokens: ClassVar[dict[str, str]] = {"bos_token": "<257>"}
     middle: Middle | None = None
@@ -129,19 +142,19 @@ class ScriptedStream:
         self.waker.wake()
 
     def take(self) -> list[Event]:
-        found: list[Event] = []
+        results: list[Event] = []
         while self._queue:
             head = self._queue[0]
             if isinstance(head, CairnError):
-                if found:
+                if results:
                     break
                 self.over = True
                 raise head
-            found.append(head)
+            results.append(head)
             self._queue.pop(0)
             if isinstance(head, Done):
                 self.over = True
-        return found
+        return results
 
     def close(self) -> None:
         self.closed = self.over = True
@@ -150,7 +163,7 @@ class ScriptedStream:
 
 
 class ScriptedService:
-    """A service whose answers `script(request) -> steps` decides."""
+    """A service whose answers come from `script(request) -> steps`."""
 
     def __init__(
         self,

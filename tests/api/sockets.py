@@ -32,7 +32,7 @@ class Site:
         return f"http://127.0.0.1:{self.port}"
 
     def http(self, **more: Any) -> httpx.AsyncClient:
-        # Nothing is encrypted: to read all authorities anew for each client took most of these tests' time.
+        # Nothing is encrypted, and loading all certificate authorities for each client took most of these tests' time.
         return httpx.AsyncClient(base_url=self.url, timeout=20, trust_env=False, verify=False, **more)
 
     def openai(self, key: str = "none") -> openai.AsyncOpenAI:
@@ -68,6 +68,11 @@ def request_bytes(method: str, path: str, body: bytes = b"", *headers: str) -> b
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
+async def post(at: Site, path: str, body: Any) -> httpx.Response:
+    async with at.http() as http:
+        return await http.post(path, json=body)
+
+
 async def answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
     """Read one answer with a Content-Length; return its status, headers and body."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
@@ -80,13 +85,13 @@ async def answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], byt
 
 
 def events(body: bytes | str) -> list[Any]:
-    """Return the data of a stream's events in order, parsed; `[DONE]` stays a text."""
+    """Return the parsed data of a stream's events in order; `[DONE]` stays a string."""
     text = body.decode() if isinstance(body, bytes) else body
-    found = []
+    results = []
     for block in text.split("\n\n"):
         if not block or block.startswith(":"):
             continue
         assert block.startswith("data: "), block
         data = block.removeprefix("data: ")
-        found.append(data if data == "[DONE]" else json.loads(data))
-    return found
+        results.append(data if data == "[DONE]" else json.loads(data))
+    return results

@@ -1,4 +1,4 @@
-"""Adapters as clients see them: named in every dialect, loaded and unloaded while others run, with KV of their own."""
+"""Adapters as clients see them: named in every dialect, loaded and unloaded under load, with KV of their own."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DIALECTS: dict[str, dict[str, Any]] = {
 
 
 def fake_adapters(folder: Path, names: str) -> tuple[AdapterOptions, ...]:
-    """Adapters of the fake engine, which are any files."""
+    """Make the fake engine accept any files as adapters."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in names.split():
         (folder / name).write_text(f"the adapter {name}")
@@ -45,7 +45,7 @@ def fake_adapters(folder: Path, names: str) -> tuple[AdapterOptions, ...]:
 
 @contextlib.asynccontextmanager
 async def at(folder: Path, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a server with the adapters `sql` and `poems`."""
+    """Yield a client of a server with the adapters `sql` and `poems`."""
     adapters = fake_adapters(folder / "adapters", "sql poems")
     settings = config(make_model(folder / "tiny"), adapters=adapters, kv_disk=False, **options)
     service = await Service.start(settings, in_process=True)
@@ -57,7 +57,7 @@ async def at(folder: Path, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def said(answer: Any) -> str:
-    """Return all text of an answer in any dialect: everything but ids, times and the model's name."""
+    """Return all text of an answer in any dialect: everything except ids, times and the model's name."""
     if isinstance(answer, dict):
         kept = ("choices", "message", "content", "text", "output", "response", "thinking", "reasoning_content")
         return "|".join(said(one) for name, one in sorted(answer.items()) if name in kept)
@@ -67,16 +67,16 @@ def said(answer: Any) -> str:
 @pytest.mark.parametrize("path", DIALECTS)
 async def test_every_dialect_names_an_adapter_behind_the_model(tmp_path: Path, path: str) -> None:
     async with at(tmp_path) as http:
-        found = {}
+        results = {}
         for name in ("tiny", "tiny:sql", "tiny:poems", "sql", "tiny:sql"):
             answer = await http.post(path, json={**DIALECTS[path], "model": name})
             assert answer.status_code == 200, answer.text
             whole = answer.json()
             if path != "/api/chat" and path != "/api/generate":
                 assert whole["model"] == ("tiny" if name == "tiny" else f"tiny:{name.rpartition(':')[2]}")
-            assert found.setdefault(name, said(whole)) == said(whole), "the same name gives the same answer"
-        assert found["sql"] == found["tiny:sql"]
-        assert len(set(found.values())) == 3, found
+            assert results.setdefault(name, said(whole)) == said(whole), "the same name gives the same answer"
+        assert results["sql"] == results["tiny:sql"]
+        assert len(set(results.values())) == 3, results
         unknown = await http.post(path, json={**DIALECTS[path], "model": "tiny:prose"})
         assert unknown.status_code == 404 and "poems, sql" in unknown.text
 
@@ -88,10 +88,10 @@ async def test_adapted_models_are_listed(tmp_path: Path) -> None:
         assert [one.get("parent") for one in listed] == [None, "tiny", "tiny"]
         assert (await http.get("/v1/models/tiny:sql")).json()["id"] == "tiny:sql"
         tags = (await http.get("/api/tags")).json()["models"]
-        assert [one["name"] for one in tags] == ["tiny", "tiny:poems", "tiny:sql"]
-        found = (await http.get("/lora-adapters")).json()
-        assert [(one["id"], one["name"], one["scale"]) for one in found] == [(0, "sql", 0.0), (1, "poems", 0.0)]
-        assert found[0]["path"] == str(tmp_path / "adapters" / "sql")
+        assert [tag["name"] for tag in tags] == ["tiny", "tiny:poems", "tiny:sql"]
+        answer = (await http.get("/lora-adapters")).json()
+        assert [(one["id"], one["name"], one["scale"]) for one in answer] == [(0, "sql", 0.0), (1, "poems", 0.0)]
+        assert answer[0]["path"] == str(tmp_path / "adapters" / "sql")
 
 
 async def chat(http: httpx.AsyncClient, text: str = "hello there, how are you today?", **fields: Any) -> Any:
@@ -102,8 +102,8 @@ async def chat(http: httpx.AsyncClient, text: str = "hello there, how are you to
 
 
 def cached(answer: Any) -> int:
-    found: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-    return found
+    cached_tokens: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return cached_tokens
 
 
 async def test_kv_is_found_by_the_same_adapter_at_the_same_scale_alone(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ async def test_adapters_come_and_go_while_others_run(tmp_path: Path) -> None:
         going = asyncio.create_task(chat(http, "a long one", model="tiny:prose", max_tokens=100))
         await asyncio.sleep(0.02)
         assert (await http.post("/v1/unload_lora_adapter", json={"lora_name": "prose"})).status_code == 200
-        assert (await going)["usage"]["completion_tokens"] == 100, "what runs may end"
+        assert (await going)["usage"]["completion_tokens"] == 100, "running requests may finish"
         gone = await http.post("/v1/chat/completions", json={"messages": HELLO, "model": "tiny:prose"})
         assert gone.status_code == 404
         assert [one["id"] for one in (await http.get("/lora-adapters")).json()] == [0, 1]
@@ -251,15 +251,15 @@ def test_options_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
         served_models(Config(models=models, adapters=(AdapterOptions(name="sql", path="x"),)))
     with pytest.raises(ConfigError, match="sql belongs to c, which is not served"):
         served_models(Config(models=models, adapters=(AdapterOptions(name="sql", path="x", model="c"),)))
-    found = served_models(Config(models=models, adapters=(AdapterOptions(name="sql", path="x", model="b"),)))
-    assert [len(one.config.adapters) for one in found] == [0, 1]
+    result = served_models(Config(models=models, adapters=(AdapterOptions(name="sql", path="x", model="b"),)))
+    assert [len(one.config.adapters) for one in result] == [0, 1]
 
 
 async def test_an_agent_goes_on_with_the_adapter_of_its_last_turn(tmp_path: Path) -> None:
     settings = {"kv_dir": str(tmp_path / "kv"), "agents_dir": str(tmp_path / "agents")}
     adapters = fake_adapters(tmp_path / "adapters", "sql poems")
     options = {"model": str(make_model(tmp_path / "tiny")), "kv_gb": 0.02, **settings}
-    places = [f"{one.name}={one.path}" for one in adapters]
+    places = [f"{adapter.name}={adapter.path}" for adapter in adapters]
 
     def turn(server: Any, id: str, **fields: Any) -> Any:
         body = {"messages": [{"role": "user", "content": "go on, please"}], "max_tokens": 40, "temperature": 0}
@@ -281,7 +281,7 @@ async def test_an_agent_goes_on_with_the_adapter_of_its_last_turn(tmp_path: Path
         assert kv["model"] == "tiny:poems"
 
 
-async def test_combinations_without_end_take_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_endless_combinations_of_scales_take_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from cairn.frontend import adapters
 
     monkeypatch.setattr(adapters, "MOST_VIEWS", 3)
@@ -293,7 +293,9 @@ async def test_combinations_without_end_take_no_room(tmp_path: Path, monkeypatch
 
 
 async def test_an_adapted_model_is_found_by_its_identity_from_the_start(tmp_path: Path) -> None:
-    """An agent of an earlier run has its KV pinned, and erased, before anybody names the adapter again."""
+    """The KV of an agent from an earlier run is pinned, and can be erased, before any request names the adapter
+    again.
+    """
     from cairn.frontend.adapters import AdaptedService, ServedAdapters
 
     settings = config(make_model(tmp_path / "tiny"), adapters=fake_adapters(tmp_path, "sql"), kv_disk=False)
@@ -301,8 +303,8 @@ async def test_an_adapted_model_is_found_by_its_identity_from_the_start(tmp_path
     try:
         view = ServedAdapters(service).named("tiny:sql")
         assert isinstance(view, AdaptedService) and view.spec.identity != service.spec.identity
-        found = ServedAdapters(service).of(view.spec.identity)
-        assert isinstance(found, AdaptedService) and found.applied == view.applied
-        assert found.salt(b"a") not in (b"a", found.salt(b"b"))
+        result = ServedAdapters(service).of(view.spec.identity)
+        assert isinstance(result, AdaptedService) and result.applied == view.applied
+        assert result.salt(b"a") not in (b"a", result.salt(b"b"))
     finally:
         await service.close()

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 
@@ -31,9 +28,10 @@ from cairn.frontend.service import Service
 from cairn.kv.disk.chunk_file import parse_name
 from cairn.text.grammar.grammar import ToolChoice, Wanted
 from cairn.types.request import Request
-from tests.agents.house import House, hear, house, talking_model
+from tests.agents.house import hear, house, talking_model
 from tests.agents.test_portable import forged, with_agent, with_turn
-from tests.api.sockets import Site, request_bytes, site
+from tests.api.homes import open_house
+from tests.api.sockets import request_bytes, site
 from tests.text.walks import accepts
 
 TURN = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
@@ -44,21 +42,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return talking_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
-@contextlib.asynccontextmanager
-async def home(folder: Path, **options: Any) -> AsyncIterator[tuple[House, Site, httpx.AsyncClient]]:
-    """Yield agents, their server and a client of it."""
-    config = Config(**options)
-    async with house(folder, salts(config)) as at, site(at.service, config) as web, web.http() as http:
-        web.app.state.attribution.agents = at.agents
-        yield at, web, http
-
-
 def chunk_files(store: Path) -> list[Path]:
     return [path for path in store.rglob("*") if parse_name(path.name) is not None]
 
 
 def held_back(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Let the engine's steps take 20 ms until this is set."""
+    """Make the engine's steps take 20 ms until the returned event is set."""
     quick, prefill = threading.Event(), FakeEngine.prefill
 
     def slow(self: FakeEngine, rows: Any) -> Any:
@@ -83,7 +72,7 @@ def chunks(text: str) -> list[dict[str, Any]]:
 
 
 async def test_an_agent_from_creation_to_deletion(folder: Path) -> None:
-    async with home(folder) as (_, _, http):
+    async with open_house(folder) as (_, _, http):
         made = await http.post("/v1/agents", json={"id": "ada", "system": "You remember.", "metadata": {"a": "b"}})
         assert made.status_code == 201 and made.json()["id"] == "ada" and made.json()["state"] == "idle"
         first = await http.post("/v1/agents/ada/turns", json=ask("My name is Ada."))
@@ -106,9 +95,9 @@ async def test_an_agent_from_creation_to_deletion(folder: Path) -> None:
         back = await http.post("/v1/agents/ada/rollback", json={"turn": 1})
         assert back.json()["head"] == 1
         listed = (await http.get("/v1/agents?limit=1")).json()
-        assert [one["id"] for one in listed["data"]] == ["bob"] and listed["has_more"]
+        assert [item["id"] for item in listed["data"]] == ["bob"] and listed["has_more"]
         rest = (await http.get("/v1/agents", params={"after": listed["next"]})).json()
-        assert [one["id"] for one in rest["data"]] == ["ada"] and not rest["has_more"] and rest["next"] is None
+        assert [item["id"] for item in rest["data"]] == ["ada"] and not rest["has_more"] and rest["next"] is None
         gone = await http.delete("/v1/agents/ada")
         assert gone.json() == {"id": "ada", "object": "agent.deleted", "deleted": True}
         assert (await http.get("/v1/agents/ada")).status_code == 404
@@ -116,7 +105,7 @@ async def test_an_agent_from_creation_to_deletion(folder: Path) -> None:
 
 
 async def test_a_turn_is_what_the_whole_conversation_would_be_as_a_chat(folder: Path) -> None:
-    async with home(folder) as (_, _, http):
+    async with open_house(folder) as (_, _, http):
         await http.post("/v1/agents", json={"id": "ada", "system": "You remember."})
         messages: list[Any] = [{"role": "system", "content": "You remember."}]
         for text in ("one", "two", "three"):
@@ -128,7 +117,7 @@ async def test_a_turn_is_what_the_whole_conversation_would_be_as_a_chat(folder: 
 
 
 async def test_a_turn_goes_on_when_its_client_has_left_and_can_be_followed(folder: Path) -> None:
-    async with home(folder) as (_, _, http):
+    async with open_house(folder) as (_, _, http):
         await http.post("/v1/agents", json={"id": "ada"})
         long = ask("Tell me a story", stream=True, max_tokens=1900)
         async with http.stream("POST", "/v1/agents/ada/turns", json=long) as response:
@@ -143,7 +132,7 @@ async def test_a_turn_goes_on_when_its_client_has_left_and_can_be_followed(folde
 
 
 async def test_without_a_reader_it_is_interrupted_after_the_grace_and_can_be_resumed(folder: Path) -> None:
-    async with home(folder, reconnect_grace=0.1) as (_, _, http):
+    async with open_house(folder, reconnect_grace=0.1) as (_, _, http):
         await http.post("/v1/agents", json={"id": "ada"})
         long = ask("Tell me a story", stream=True, max_tokens=1900)
         async with http.stream("POST", "/v1/agents/ada/turns", json=long) as response:
@@ -163,7 +152,7 @@ async def test_without_a_reader_it_is_interrupted_after_the_grace_and_can_be_res
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_resumed_answer_has_log_probabilities_of_all_its_tokens_or_of_none(folder: Path, stream: bool) -> None:
-    async with home(folder, reconnect_grace=0.1) as (at, _, http):
+    async with open_house(folder, reconnect_grace=0.1) as (at, _, http):
         await http.post("/v1/agents", json={"id": "ada"})
         long = ask("Tell me a story", stream=True, max_tokens=1900, logprobs=True, top_logprobs=2)
         async with http.stream("POST", "/v1/agents/ada/turns", json=long) as response:
@@ -173,13 +162,15 @@ async def test_a_resumed_answer_has_log_probabilities_of_all_its_tokens_or_of_no
         (turn,) = await at.agents.turns("default", "ada")
         assert 0 < turn.completion_tokens < 1900
         resumed = await http.post("/v1/agents/ada/resume", json={"stream": stream})
-        found = chunks(resumed.text) if stream else [resumed.json()]
-        assert found[-1]["usage"]["completion_tokens"] == 1900
-        assert [one["logprobs"] for chunk in found for one in chunk["choices"] if one["logprobs"] is not None] == []
+        parts = chunks(resumed.text) if stream else [resumed.json()]
+        assert parts[-1]["usage"]["completion_tokens"] == 1900
+        assert [
+            choice["logprobs"] for chunk in parts for choice in chunk["choices"] if choice["logprobs"] is not None
+        ] == []
 
 
 async def test_a_client_that_waits_for_a_whole_answer_and_leaves_cancels_nothing_at_once(folder: Path) -> None:
-    async with home(folder) as (_, _, http):
+    async with open_house(folder) as (_, _, http):
         await http.post("/v1/agents", json={"id": "ada"})
         waiting = asyncio.create_task(http.post("/v1/agents/ada/turns", json=ask("long", max_tokens=1500)))
         while not (await http.get("/v1/agents/ada/turns")).json()["data"]:
@@ -201,7 +192,7 @@ async def test_a_turn_that_is_being_written_down_runs(folder: Path, monkeypatch:
         await held.wait()
         await sync(pending, *records)
 
-    async with home(folder) as (_, _, http):
+    async with open_house(folder) as (_, _, http):
         await http.post("/v1/agents", json={"id": "ada"})
         monkeypatch.setattr(PendingWrites, "sync", late)
         waiting = asyncio.create_task(http.post("/v1/agents/ada/turns", json=ask("x", max_tokens=4)))
@@ -213,7 +204,7 @@ async def test_a_turn_that_is_being_written_down_runs(folder: Path, monkeypatch:
 
 
 async def test_a_cancelled_turn_is_interrupted(folder: Path) -> None:
-    async with home(folder) as (_, _, http):
+    async with open_house(folder) as (_, _, http):
         await http.post("/v1/agents", json={"id": "ada"})
         async with http.stream("POST", "/v1/agents/ada/turns", json=ask("x", stream=True, max_tokens=1900)) as stream:
             lines = stream.aiter_lines()
@@ -251,12 +242,12 @@ WRONG: list[tuple[str, Any, int, str]] = [
 
 
 async def test_an_agent_is_given_other_metadata(folder: Path) -> None:
-    async with home(folder) as (at, _, http):
+    async with open_house(folder) as (at, _, http):
         await at.agents.create("default", id="ada", metadata={"title": "One", "kind": "test"})
-        told = await http.patch("/v1/agents/ada", json={"metadata": {"title": "Two"}})
-        assert told.status_code == 200 and told.json()["metadata"] == {"title": "Two"}
+        response = await http.patch("/v1/agents/ada", json={"metadata": {"title": "Two"}})
+        assert response.status_code == 200 and response.json()["metadata"] == {"title": "Two"}
         assert (await http.get("/v1/agents/ada")).json()["metadata"] == {"title": "Two"}
-        for path, body, status, what in (
+        for path, body, status, word in (
             ("ada", {}, 400, "metadata is missing"),
             ("ada", {"metadata": {"title": "x" * 600}}, 400, "metadata.title is longer than 512 characters"),
             ("ada", {"metadata": {"title": 5}}, 400, "metadata"),
@@ -264,22 +255,22 @@ async def test_an_agent_is_given_other_metadata(folder: Path) -> None:
             ("nobody", {"metadata": {}}, 404, "no agent nobody"),
         ):
             refused = await http.patch(f"/v1/agents/{path}", json=body)
-            assert (refused.status_code, what in refused.text) == (status, True), refused.text
+            assert (refused.status_code, word in refused.text) == (status, True), refused.text
 
 
 async def test_invalid_input_is_named_in_the_error(folder: Path) -> None:
-    async with home(folder) as (at, _, http):
+    async with open_house(folder) as (at, _, http):
         await at.agents.create("default", id="ada")
         at.service.strict = True
-        for path, body, status, what in [*WRONG, ("/v1/agents", {"model": "gpt"}, 404, "there is no model")]:
+        for path, body, status, word in [*WRONG, ("/v1/agents", {"model": "gpt"}, 404, "there is no model")]:
             response = await http.post(path, json=body)
             said = response.json()["error"]["message"]
-            assert (response.status_code, what in said) == (status, True), (path, body, response.text)
+            assert (response.status_code, word in said) == (status, True), (path, body, response.text)
         assert (await at.agents.turns("default", "ada")) == ()
 
 
 async def test_a_number_that_the_log_cannot_hold_is_named(folder: Path) -> None:
-    async with home(folder) as (_, _, http):
+    async with open_house(folder) as (_, _, http):
         said = [{"role": "system", "content": "You count."}]
         function = {"name": "count", "parameters": {"maximum": 1 << 64}}
         for messages in (None, said):
@@ -290,7 +281,7 @@ async def test_a_number_that_the_log_cannot_hold_is_named(folder: Path) -> None:
 
 
 async def test_a_request_whose_fields_are_all_optional_needs_no_body(folder: Path) -> None:
-    async with home(folder) as (at, _, http):
+    async with open_house(folder) as (at, _, http):
         await at.agents.create("default", id="ada")
         await at.say("ada", "one")
         for order in ("pin", "unpin", "prefetch", "evict"):
@@ -299,44 +290,44 @@ async def test_a_request_whose_fields_are_all_optional_needs_no_body(folder: Pat
         assert (await http.post("/v1/agents")).status_code == 201
         resumed = await http.post("/v1/agents/ada/resume")
         assert resumed.status_code == 409 and "only an interrupted one" in resumed.text
-        for path in ("ada/rollback", "ada/turns"):  # these need one
+        for path in ("ada/rollback", "ada/turns"):  # these routes need one
             assert (await http.post(f"/v1/agents/{path}")).status_code == 415
         for order in ("pin", "resume", "fork"):
             assert (await http.post(f"/v1/agents/ada/{order}", content=b"x=1")).status_code == 415
 
 
 async def test_the_turns_of_an_agent_are_listed_in_pages(folder: Path) -> None:
-    async with home(folder) as (at, _, http):
+    async with open_house(folder) as (at, _, http):
         await at.agents.create("default", id="ada")
         for text in ("one", "two", "three"):
             await at.say("ada", text)
         whole = (await http.get("/v1/agents/ada/turns")).json()
         assert [turn["number"] for turn in whole["data"]] == [1, 2, 3] and whole["has_more"] is False
-        found, after = [], 0
+        listed, after = [], 0
         for more in (True, False):
             page = (await http.get(f"/v1/agents/ada/turns?limit=2&after={after}")).json()
             assert page["has_more"] is more
-            found, after = [*found, *page["data"]], page["next"]
-        assert found == whole["data"] and after is None
+            listed, after = [*listed, *page["data"]], page["next"]
+        assert listed == whole["data"] and after is None
         assert (await http.get("/v1/agents/ada/turns?after=3")).json()["data"] == []
         for query in ("limit=0", "limit=101", "after=x", "after=-1", f"after={'0' * 20}5", "page=2"):
             assert (await http.get(f"/v1/agents/ada/turns?{query}")).status_code == 400, query
 
 
-async def test_a_turn_is_on_the_account_of_its_own_agent_only(folder: Path) -> None:
-    async with home(folder) as (at, _, http):
+async def test_a_turn_counts_for_its_own_agent_only(folder: Path) -> None:
+    async with open_house(folder) as (at, _, http):
         for id in ("ada", "bob"):
             await at.agents.create("default", id=id)
-        given: list[tuple[str, dict[str, Any], dict[str, str]]] = [
+        requests: list[tuple[str, dict[str, Any], dict[str, str]]] = [
             ("metadata.agent", {"metadata": {"agent": "bob"}}, {}),
             ("prompt_cache_key", {"prompt_cache_key": "bob"}, {}),
             ("X-Cairn-Agent", {}, {"x-cairn-agent": "bob"}),
         ]
-        for field, more, headers in given:
+        for field, more, headers in requests:
             other = await http.post("/v1/agents/ada/turns", json=ask("x", **more), headers=headers)
             assert other.status_code == 400 and other.json()["error"]["param"] == field, other.text
         assert (await at.agents.turns("default", "ada")) == ()
-        for _, more, headers in given:
+        for _, more, headers in requests:
             text = json.dumps(ask("x", **more)).replace("bob", "ada")
             headers = {"content-type": "application/json"} | {name: "ada" for name in headers}
             assert (await http.post("/v1/agents/ada/turns", content=text, headers=headers)).status_code == 200
@@ -344,7 +335,7 @@ async def test_a_turn_is_on_the_account_of_its_own_agent_only(folder: Path) -> N
 
 
 async def test_odd_parameters_of_the_list_are_refused(folder: Path) -> None:
-    async with home(folder) as (_, _, http):
+    async with open_house(folder) as (_, _, http):
         for query in ("limit=0", "limit=101", "limit=0000000011000", "limit=x", "page=2", "after=", "a&b", "limit"):
             response = await http.get("/v1/agents?" + query)
             assert response.status_code == 400, query
@@ -352,7 +343,7 @@ async def test_odd_parameters_of_the_list_are_refused(folder: Path) -> None:
 
 async def test_tenants_have_their_own_agents(folder: Path) -> None:
     tenants = tuple(TenantKeys(name, (Secret(name * 4),)) for name in ("ada", "bob"))
-    async with home(folder, tenants=tenants) as (_, _, http):
+    async with open_house(folder, tenants=tenants) as (_, _, http):
         mine, other = ({"authorization": f"Bearer {name * 4}"} for name in ("ada", "bob"))
         assert (await http.post("/v1/agents", json={"id": "x"})).status_code == 401
         await http.post("/v1/agents", json={"id": "x"}, headers=mine)
@@ -372,14 +363,17 @@ async def test_tenants_have_their_own_agents(folder: Path) -> None:
 
 
 async def test_a_server_without_agents_says_why(folder: Path) -> None:
-    async with home(folder) as (_, web, http):
+    async with open_house(folder) as (_, web, http):
         web.app.state.attribution.agents = None
         response = await http.get("/v1/agents")
         assert response.status_code == 503 and "keeps no agents" in response.json()["error"]["message"]
 
 
 async def test_an_agent_moves_to_another_server_as_a_file(folder: Path) -> None:
-    async with home(folder) as (_, _, http), home(folder, max_body_mib=1, max_import_mib=2) as (_, _, other):
+    async with (
+        open_house(folder) as (_, _, http),
+        open_house(folder, max_body_mib=1, max_import_mib=2) as (_, _, other),
+    ):
         await http.post("/v1/agents", json={"id": "ada", "system": "You remember. " * 40_000})
         await http.post("/v1/agents", json={"id": "small", "system": "You remember."})
         await http.post("/v1/agents/small/turns", json=ask("one"))
@@ -412,7 +406,7 @@ async def test_an_agent_moves_to_another_server_as_a_file(folder: Path) -> None:
 
 
 async def test_where_the_kv_of_an_agent_lies_is_shown_and_moved(folder: Path) -> None:
-    async with home(folder) as (_, _, http):
+    async with open_house(folder) as (_, _, http):
         await http.post("/v1/agents", json={"id": "ada", "system": "You remember. " * 20, "pin": True})
         await http.post("/v1/agents/ada/turns", json=ask("one"))
         shown = (await http.get("/v1/agents/ada")).json()
@@ -426,9 +420,9 @@ async def test_where_the_kv_of_an_agent_lies_is_shown_and_moved(folder: Path) ->
         assert (await http.post("/v1/agents/ada/pin", json={})).json()["pinned"] is True
 
 
-async def test_ordinary_requests_are_on_the_account_of_the_agent_they_name(folder: Path) -> None:
+async def test_ordinary_requests_count_for_the_agent_they_name(folder: Path) -> None:
     chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 3}
-    async with home(folder) as (_, web, http):
+    async with open_house(folder) as (_, web, http):
         await http.post("/v1/agents", json={"id": "ada"})
 
         async def counted() -> int:
@@ -454,8 +448,8 @@ async def test_ordinary_requests_are_on_the_account_of_the_agent_they_name(folde
         assert without.status_code == 503
 
 
-async def test_a_name_that_is_not_known_opens_an_account(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent without turns, which goes by itself."""
+async def test_an_unknown_name_opens_an_account(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such an account is an agent without turns that expires on its own."""
     chat = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 3}
     text = {"prompt": "hi", "max_tokens": 3}
     durable, generate = list[bool](), Service.generate
@@ -465,12 +459,12 @@ async def test_a_name_that_is_not_known_opens_an_account(folder: Path, monkeypat
         return generate(self, request, *more, **named)
 
     monkeypatch.setattr(Service, "generate", spied)
-    async with home(folder) as (_, _, http):
+    async with open_house(folder) as (_, _, http):
 
         async def opened() -> dict[str, int]:
             data = (await http.get("/v1/agents")).json()["data"]
-            assert all(one["turns"] == 0 and one["ttl"] == 7 * 86_400 for one in data)
-            return {one["id"]: one["savings"]["requests"] for one in data}
+            assert all(item["turns"] == 0 and item["ttl"] == 7 * 86_400 for item in data)
+            return {item["id"]: item["savings"]["requests"] for item in data}
 
         calls: list[tuple[str, dict[str, Any], dict[str, str]]] = [
             ("bob", {}, {"X-Cairn-Agent": "bob"}),
@@ -496,7 +490,7 @@ async def test_a_name_that_is_not_known_opens_an_account(folder: Path, monkeypat
                 assert answer.status_code == 200, answer.text
                 wanted |= {name: wanted.get(name, 0) + 1} if name else {}
                 assert await opened() == wanted
-                assert durable.pop() == bool(name) and not durable, "its KV is stored before that of others"
+                assert durable.pop() == bool(name) and not durable, "its KV is stored first"
         for name, path, body in (
             ("s-6", "messages", {"messages": HI, "metadata": {"user_id": '{"session_id": "s-6"}'}, "max_tokens": 3}),
             ("s-7", "messages", {"messages": HI, "max_tokens": 3}),
@@ -509,21 +503,21 @@ async def test_a_name_that_is_not_known_opens_an_account(folder: Path, monkeypat
         for path in ("chat/completions", "messages"):
             durable.clear()
             assert (await http.post(f"/v1/{path}", json={"messages": talk, "max_tokens": 3})).status_code == 200
-            assert durable == [True], "who sends an answer goes on with it"
+            assert durable == [True], "a request with an earlier answer continues that agent"
         wrong = await http.post("/v1/chat/completions", json=chat | {"n": 99}, headers={"X-Cairn-Agent": "joe"})
-        assert wrong.status_code == 400 and await opened() == wanted, "for nothing no account is opened"
+        assert wrong.status_code == 400 and await opened() == wanted, "an empty request opens no account"
         answers = [http.post("/v1/chat/completions", json=chat, headers={"X-Cairn-Agent": "two"}) for _ in range(2)]
         assert [one.status_code for one in await asyncio.gather(*answers)] == [200, 200]
         assert (await opened())["two"] == 2
         monkeypatch.setattr("cairn.agents.agent_service.MAX_AGENTS", 4)
         answer = await http.post("/v1/chat/completions", json=chat, headers={"X-Cairn-Agent": "joe"})
-        assert answer.status_code == 200 and "joe" not in await opened(), "served, on nobody's account"
+        assert answer.status_code == 200 and "joe" not in await opened(), "served, without an account"
 
 
 async def test_requests_that_open_an_account_again_at_once_share_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second finds the name free while the first still removes the account whose time is over."""
+    """The second request finds the name free while the first one is still removing the expired account."""
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "prompt_cache_key": "ada"}
     removing, go_on, drop = asyncio.Event(), asyncio.Event(), AgentKv.drop
 
@@ -532,7 +526,7 @@ async def test_requests_that_open_an_account_again_at_once_share_it(
         await go_on.wait()
         return await drop(self, agent)
 
-    async with home(folder) as (at, _, http):
+    async with open_house(folder) as (at, _, http):
         assert (await http.post("/v1/chat/completions", json=chat)).status_code == 200
         at.clock.ahead = ACCOUNT_TTL + 60
         with monkeypatch.context() as patched:
@@ -557,25 +551,27 @@ async def test_an_account_that_is_deleted_while_it_is_opened_costs_no_answer(
         await self.delete(tenant, id)
 
     monkeypatch.setattr(Agents, "create", deleted)
-    async with home(folder) as (_, _, http):
+    async with open_house(folder) as (_, _, http):
         assert (await http.post("/v1/chat/completions", json=chat)).status_code == 200
         assert (await http.get("/v1/agents")).json()["data"] == []
 
 
 async def test_answers_of_store_false_are_kept_where_the_server_says_so(folder: Path) -> None:
-    """What they were sampled as is in the log then, and found again after a restart."""
+    """The sampled token ids are then in the log, and are found again after a restart."""
     chat = {"messages": [{"role": "user", "content": "hi"}], "store": False, "prompt_cache_key": "pi", **TURN}
     for store_kv, kept in (("asked", 0), ("always", 1)):
-        async with home(folder, store_kv=store_kv) as (at, _, http):
+        async with open_house(folder, store_kv=store_kv) as (at, _, http):
             assert (await http.post("/v1/chat/completions", json=chat)).status_code == 200
             assert len(at.agents._replays._kept) == kept
             assert len((await http.get("/v1/agents")).json()["data"]) == kept, "an account too"
 
 
-async def test_requests_that_were_refused_take_no_place_from_those_that_were_computed(folder: Path) -> None:
-    """Of an agent so many are remembered: the KV of those that no longer are does not go with it."""
+async def test_refused_requests_do_not_push_out_computed_ones(folder: Path) -> None:
+    """The number of requests remembered per agent is limited; refused requests must not push out computed ones, whose
+    KV is deleted with the agent.
+    """
     chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 3}
-    async with home(folder) as (at, _, http):
+    async with open_house(folder) as (at, _, http):
         await http.post("/v1/agents", json={"id": "ada"})
         named = {"X-Cairn-Agent": "ada"}
         assert (await http.post("/v1/chat/completions", json=chat, headers=named)).status_code == 200
@@ -588,10 +584,10 @@ async def test_requests_that_were_refused_take_no_place_from_those_that_were_com
         assert len(left) == 1
 
 
-async def test_a_request_that_ended_early_belongs_to_its_agent_all_the_same(folder: Path) -> None:
-    """Its KV goes with the agent: whoever deletes it is not told of chunks that stay."""
+async def test_a_request_that_ended_early_still_belongs_to_its_agent(folder: Path) -> None:
+    """Its KV is deleted with the agent; otherwise chunks would stay that nobody is told of."""
     chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi " * 40}], "ignore_eos": True, "stream": True}
-    async with home(folder) as (at, _, http):
+    async with open_house(folder) as (at, _, http):
         await http.post("/v1/agents", json={"id": "ada"})
         for more in ({}, {"X-Cairn-Resumable": "1"}):
             body = chat | {"max_tokens": 1500}
@@ -608,10 +604,10 @@ async def test_a_request_that_ended_early_belongs_to_its_agent_all_the_same(fold
             assert [len(one.ids) > 60 for one in left] == [True]
 
 
-async def test_all_that_was_computed_for_a_client_that_does_not_read_goes_with_the_agent(
+async def test_kv_of_unread_output_is_deleted_with_the_agent(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a stream has sent before its client left may be much less than what the worker has computed and stored."""
+    """The worker may have computed and stored far more than the stream had sent before its client left."""
     quick = held_back(monkeypatch)
     asked = {"model": "tiny", "prompt": "hello", "max_tokens": 300, "n": 8, "logprobs": 20, "stream": True}
     body = json.dumps(asked | {"ignore_eos": True, "temperature": 0}).encode()
@@ -628,7 +624,8 @@ async def test_all_that_was_computed_for_a_client_that_does_not_read_goes_with_t
             slow.connect(("127.0.0.1", web.port))
             slow.sendall(request_bytes("POST", "/v1/completions", body, "X-Cairn-Agent: ada"))
             async with asyncio.timeout(30):
-                for count in (20, 300):  # 20 of each choice are far more than what is sent to who reads none
+                # 20 of each choice are far more than what is sent to a client that does not read
+                for count in (20, 300):
                     while at.service.metrics.generation_tokens < 8 * count:
                         await asyncio.sleep(0.01)
                     quick.set()
@@ -644,13 +641,15 @@ async def test_all_that_was_computed_for_a_client_that_does_not_read_goes_with_t
 
 
 @pytest.mark.parametrize("cut", [False, True])
-async def test_the_text_of_a_deleted_agent_is_shown_to_nobody_though_a_request_in_its_name_went_on(
+async def test_the_text_of_a_deleted_agent_is_in_no_miss_report(
     folder: Path, monkeypatch: pytest.MonkeyPatch, cut: bool
 ) -> None:
-    """Why a prompt was not found is told from the last contexts of the tenant, and this one ends after the deletion."""
+    """Reasons for a cache miss are found by comparing with the tenant's last contexts, and this one ends after the
+    deletion.
+    """
     quick = held_back(monkeypatch)
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Code: SWORDFISH"}], "max_tokens": 1000}
-    async with home(folder) as (at, _, http):
+    async with open_house(folder) as (at, _, http):
         await http.post("/v1/agents", json={"id": "ada"})
         agent = at.agents.chats.named("default", "ada")
         more = {"stream": True, "ignore_eos": True}
@@ -675,11 +674,11 @@ async def test_the_text_of_a_deleted_agent_is_shown_to_nobody_though_a_request_i
 
 
 @pytest.mark.parametrize("resumable", [False, True])
-async def test_an_agents_time_is_not_over_while_a_request_in_its_name_runs(folder: Path, resumable: bool) -> None:
-    """However long that takes, and however it ends; then its time begins anew."""
+async def test_an_agent_does_not_expire_while_a_request_in_its_name_runs(folder: Path, resumable: bool) -> None:
+    """However long the request takes and however it ends; afterwards the agent's time begins again."""
     chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "ignore_eos": True, "stream": True}
     headers = {"X-Cairn-Agent": "ada"} | ({"X-Cairn-Resumable": "1"} if resumable else {})
-    async with home(folder) as (at, _, http):
+    async with open_house(folder) as (at, _, http):
 
         def named() -> list[str]:
             return [agent.id for agent in at.agents.page("default").agents]
@@ -714,26 +713,27 @@ async def test_an_agents_time_is_not_over_while_a_request_in_its_name_runs(folde
 
 
 async def test_an_agents_first_messages_are_checked_like_its_turns(folder: Path, tmp_path: Path) -> None:
-    """Some templates want a user's message, which an agent has not had yet; some write messages so that what tells of
-    tools in them is not there as it was."""
+    """Some templates require a user message, which a new agent does not have yet; others write messages in a way that
+    hides the marks by which tools are recognised.
+    """
     asked = "messages | selectattr('role', 'equalto', 'user') | list"
     wants = "{% if not " + asked + " %}{{ raise_exception('no user') }}{% endif %}"
     picky = talking_model(tmp_path / "tiny")
     settings = json.loads((picky / "tokenizer_config.json").read_text())
     (picky / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": wants + "{{ messages }}"}))
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
-    async with home(picky) as (_, _, http):
+    async with open_house(picky) as (_, _, http):
         assert (await http.post("/v1/agents", json={"id": "ada", "system": "Be brief."})).status_code == 201
         refused = await http.post("/v1/agents", json={"id": "eve", "tools": [tool]})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "messages[0].content"
-    async with home(folder) as (_, _, http):
+    async with open_house(folder) as (_, _, http):
         body = {"system": "Be brief.", "messages": [{"role": "tool", "content": "y"}]}
         refused = await http.post("/v1/agents", json=body)
         assert refused.json()["error"]["param"] == "messages[0].tool_call_id"
 
 
 async def test_an_answer_that_must_not_be_stored_is_not(folder: Path) -> None:
-    async with home(folder) as (at, _, http):
+    async with open_house(folder) as (at, _, http):
         chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], **TURN}
         await at.agents.writer.sync()
         before = sum(map(len, at.files.files().values()))
@@ -749,7 +749,7 @@ async def test_an_answer_that_must_not_be_stored_is_not(folder: Path) -> None:
 
 
 async def test_the_kv_of_what_must_not_be_stored_stays_off_the_disk(folder: Path, tmp_path: Path) -> None:
-    """It would hold the token ids: of a chat with an answer in it, of a text that comes twice, and of both whole."""
+    """Stored chunks hold token ids: of a chat that has an answer in it, and of a text that is sent twice."""
     async with house(folder, kv_dir=str(tmp_path / "kv")) as at, site(at.service) as web, web.http() as http:
         long = "What nobody may find on the disk when the day is over. " * 8
         said = [{"role": role, "content": long} for role in ("user", "assistant", "user")]
@@ -765,25 +765,25 @@ async def test_the_kv_of_what_must_not_be_stored_stays_off_the_disk(folder: Path
 
 
 async def test_a_changed_chat_reports_where_it_changed(folder: Path) -> None:
-    """Edited, re-rendered, or another tenant's: over HTTP, whole and streamed."""
+    """The chat is edited, rendered anew or sent by another tenant; the answer is whole or streamed."""
     keys = (TenantKeys(name="acme", keys=(Secret("k1"),)), TenantKeys(name="other", keys=(Secret("k2"),)))
-    async with home(folder, tenants=keys) as (at, _, http):
+    async with open_house(folder, tenants=keys) as (at, _, http):
         said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "My cat is called Tom."}]
 
         async def ask(messages: list[dict[str, str]], key: str = "k1", **more: Any) -> Any:
             body = {"model": at.service.name, "messages": messages, "max_tokens": 2, **more}
             response = await http.post("/v1/chat/completions", json=body, headers={"authorization": f"Bearer {key}"})
             assert response.status_code == 200, response.text
-            told = chunks(response.text)[-1] if more.get("stream") else response.json()["usage"]
-            return next(iter(told["cairn"]["miss"]), None)
+            usage = chunks(response.text)[-1] if more.get("stream") else response.json()["usage"]
+            return next(iter(usage["cairn"]["miss"]), None)
 
         assert (await ask(said, store=False))["reason"] == "never seen"
         await ask(said)
         for name, more in (("dog", {"stream": True}), ("hen", {})):
             edited = [said[0], {"role": "user", "content": f"My {name} is called Tom."}]
-            found = await ask(edited, **more)
-            assert found["reason"] == "different tokens" and found["differs"]["given"].startswith(name + " is")
-            assert found["differs"]["known"][:3] in ("cat", "dog")
+            result = await ask(edited, **more)
+            assert result["reason"] == "different tokens" and result["differs"]["given"].startswith(name + " is")
+            assert result["differs"]["known"][:3] in ("cat", "dog")
         tool = {"type": "function", "function": {"name": "feed", "parameters": {}}}
         again = await ask(said, tools=[tool])
         assert again["reason"] == "template" and again["differs"]["position"] < 40
@@ -792,7 +792,7 @@ async def test_a_changed_chat_reports_where_it_changed(folder: Path) -> None:
 
 
 async def test_a_damaged_agent_is_shown_with_what_can_be_done(folder: Path) -> None:
-    async with home(folder) as (at, _, http):
+    async with open_house(folder) as (at, _, http):
         await http.post("/v1/agents", json={"id": "ada", "system": "You remember."})
         for text in ("the first message", "the second message"):
             assert (await http.post("/v1/agents/ada/turns", json=ask(text))).status_code == 200
@@ -821,14 +821,16 @@ SHORT = SamplingOptions(temperature=0, max_tokens=12)
 
 
 async def test_a_strict_tool_of_an_agent_binds_in_every_turn_and_wherever_the_agent_goes(folder: Path) -> None:
-    """In its turns, its forks', after a restart and as a file elsewhere; the prompt's tokens are not touched by it."""
+    """The schema applies in the agent's turns, in its forks, after a restart and in an import elsewhere, without
+    changing the prompt's tokens.
+    """
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     function = {"name": "count", "parameters": schema}
     loose = {"type": "function", "function": function}
     strict = {"type": "function", "function": function | {"strict": True}}
     call = '<tool_call>\n{"name": "count", "arguments": {"n": %s}}\n</tool_call>'
 
-    async with home(folder) as (at, _, http):
+    async with open_house(folder) as (at, _, http):
 
         async def held(id: str) -> bool:
             running = await at.begin(id, "How many?", options=SHORT)
@@ -864,7 +866,7 @@ async def test_a_strict_tool_of_an_agent_binds_in_every_turn_and_wherever_the_ag
 async def test_a_strict_tool_that_cannot_be_held_to_is_refused_when_the_agent_is_made(folder: Path) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "array", "uniqueItems": True}}}
     function = {"name": "count", "parameters": schema}
-    async with home(folder) as (_, _, http):
+    async with open_house(folder) as (_, _, http):
         for strict, status in ((True, 400), (False, 201)):
             tool = {"type": "function", "function": function | {"strict": strict}}
             made = await http.post("/v1/agents", json={"tools": [tool]})
@@ -872,8 +874,8 @@ async def test_a_strict_tool_that_cannot_be_held_to_is_refused_when_the_agent_is
             assert status == 201 or made.json()["error"]["param"] == "tools"
 
 
-async def test_a_turn_tells_its_time_where_it_is_asked(folder: Path) -> None:
-    async with home(folder) as (_, _, http):
+async def test_a_turn_has_timings_if_asked_for(folder: Path) -> None:
+    async with open_house(folder) as (_, _, http):
         await http.post("/v1/agents", json={"id": "ada", "system": "You remember all that you were ever told."})
         assert "timings" not in (await http.post("/v1/agents/ada/turns", json=ask("one"))).json()
         more = {"timings_per_token": True, "return_progress": True}

@@ -1,4 +1,4 @@
-"""What a server says at its start."""
+"""Messages that a server prints when it starts."""
 
 import ipaddress
 import json
@@ -76,7 +76,7 @@ def test_the_start_says_where_and_how_the_model_is_sampled(capsys: pytest.Captur
 def test_a_log_of_json_lines_holds_facts_and_no_greeting(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Programs read it: no curl to try, no page to open."""
+    """Programs read these lines: no curl example, no page to open."""
     service = named_m()
     config = Config(host="0.0.0.0", unsafe_no_auth=True, log_format="json")
     with caplog.at_level("INFO", logger="cairn.api"):

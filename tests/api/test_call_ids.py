@@ -1,4 +1,6 @@
-"""Every second turn of a model whose template wants call ids of nine characters, or Kimi's, in every dialect."""
+"""Follow-up turns with call ids rewritten for templates that require nine characters, or Kimi's form, in every
+dialect.
+"""
 
 from __future__ import annotations
 
@@ -42,49 +44,49 @@ async def http(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
 
 
 async def post(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Any:
-    found = await http.post(path, json=body)
-    assert found.status_code == 200, found.text
-    return found.json()
+    response = await http.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
 
 
 async def test_chat_completions(http: httpx.AsyncClient) -> None:
     body: dict[str, Any] = {"temperature": 0, "max_tokens": 40, "tools": [F]}
-    told: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+    history: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
     for _ in range(3):
-        found = await post(http, "/v1/chat/completions", body | {"messages": told})
-        message = found["choices"][0]["message"]
+        response = await post(http, "/v1/chat/completions", body | {"messages": history})
+        message = response["choices"][0]["message"]
         (call,) = message["tool_calls"]
         assert json.loads(call["function"]["arguments"]) == {"x": 1}
-        told += [message, {"role": "tool", "tool_call_id": call["id"], "content": "7"}]
-    assert len({one["tool_call_id"] for one in told if one["role"] == "tool"}) == 3
+        history += [message, {"role": "tool", "tool_call_id": call["id"], "content": "7"}]
+    assert len({one["tool_call_id"] for one in history if one["role"] == "tool"}) == 3
 
 
 async def test_messages(http: httpx.AsyncClient) -> None:
     tool = {"name": "f", "description": "f", "input_schema": SCHEMA}
     body: dict[str, Any] = {"model": "m", "temperature": 0, "max_tokens": 40, "tools": [tool]}
-    told: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+    history: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
     for _ in range(3):
-        content = (await post(http, "/v1/messages", body | {"messages": told}))["content"]
+        content = (await post(http, "/v1/messages", body | {"messages": history}))["content"]
         (use,) = [one for one in content if one["type"] == "tool_use"]
         result = {"type": "tool_result", "tool_use_id": use["id"], "content": "7"}
-        told += [{"role": "assistant", "content": content}, {"role": "user", "content": [result]}]
+        history += [{"role": "assistant", "content": content}, {"role": "user", "content": [result]}]
 
 
 async def test_responses(http: httpx.AsyncClient) -> None:
     tool = {"type": "function", "name": "f", "description": "f", "parameters": SCHEMA}
     body: dict[str, Any] = {"temperature": 0, "max_output_tokens": 40, "tools": [tool], "store": False}
-    told: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+    history: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
     for _ in range(3):
-        output = (await post(http, "/v1/responses", body | {"input": told}))["output"]
+        output = (await post(http, "/v1/responses", body | {"input": history}))["output"]
         (call,) = [one for one in output if one["type"] == "function_call"]
-        told += [*output, {"type": "function_call_output", "call_id": call["call_id"], "output": "7"}]
+        history += [*output, {"type": "function_call_output", "call_id": call["call_id"], "output": "7"}]
 
 
 async def test_ollama(http: httpx.AsyncClient) -> None:
     body: dict[str, Any] = {"model": "m", "tools": [F], "stream": False, "options": {"temperature": 0}}
-    told: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+    history: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
     for _ in range(3):
-        message = (await post(http, "/api/chat", body | {"messages": told}))["message"]
+        message = (await post(http, "/api/chat", body | {"messages": history}))["message"]
         (call,) = message["tool_calls"]
-        call.pop("id", None)  # its clients send none
-        told += [message, {"role": "tool", "tool_name": "f", "content": "7"}]
+        call.pop("id", None)  # Ollama's clients send none
+        history += [message, {"role": "tool", "tool_name": "f", "content": "7"}]

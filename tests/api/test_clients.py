@@ -1,5 +1,6 @@
-"""What real clients send, and what they are told: names of the model, unknown fields, switches of the template, and
-answers that end with their first call."""
+"""Requests of real clients: model names, unknown fields, template switches, and answers that end with their first
+call.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ async def test_a_strict_server_answers_to_its_names_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "names"),
+    ("model", "names"),
     [
         ("/models/Qwen3-0.6B", {"/models/Qwen3-0.6B", "Qwen3-0.6B"}),
         ("/models/q.Q4_K_M.gguf", {"/models/q.Q4_K_M.gguf", "q.Q4_K_M.gguf", "q.Q4_K_M"}),
@@ -77,10 +78,10 @@ async def test_a_strict_server_answers_to_its_names_only() -> None:
         ("demo", {"demo"}),
     ],
 )
-def test_the_names_of_a_model(given: str, names: set[str]) -> None:
+def test_the_names_of_a_model(model: str, names: set[str]) -> None:
     spec = ScriptedService().spec
-    assert names_of(Config(model=given), spec) >= names | {spec.name}
-    assert names_of(Config(model=given, served_name="mine", alias=("a", "b")), spec) >= names | {"mine", "a", "b"}
+    assert names_of(Config(model=model), spec) >= names | {spec.name}
+    assert names_of(Config(model=model, served_name="mine", alias=("a", "b")), spec) >= names | {"mine", "a", "b"}
 
 
 # ----------------------------------------------------------------------------------------------------- unknown fields
@@ -88,7 +89,7 @@ def test_the_names_of_a_model(given: str, names: set[str]) -> None:
 
 async def test_unknown_fields_are_reported_and_slips_refused_unless_lenient() -> None:
     body = {"messages": [HI[0] | {"mood": "good"}], "temprature": 1}
-    told = [
+    warnings = [
         "messages[0].mood is not a field of a message and has no effect",
         "temprature is not a field of this route and has no effect; did you mean temperature?",
     ]
@@ -97,21 +98,21 @@ async def test_unknown_fields_are_reported_and_slips_refused_unless_lenient() ->
     async with site(ScriptedService()) as at, site(ScriptedService(), Config(lenient=True)) as lenient:
         assert (await post(at, CHAT, body)).status_code == 400
         foreign = await post(at, CHAT, {"messages": body["messages"]})
-        assert foreign.status_code == 200 and foreign.headers.get_list("x-cairn-warning") == told[:1]
+        assert foreign.status_code == 200 and foreign.headers.get_list("x-cairn-warning") == warnings[:1]
         assert (await post(at, TEXT, {"prompt": "hi", "of_another_maker": 1})).headers["x-cairn-warning"]
         async with site(ScriptedService(), strict) as refusing:
             assert (await post(refusing, CHAT, {"messages": body["messages"]})).status_code == 400
             assert (await post(refusing, CHAT, body, X_Cairn_Lenient="1")).status_code == 200
         assert (await post(at, CHAT, body, X_Cairn_Lenient="0")).status_code == 400
         for answer in (await post(at, CHAT, body, X_Cairn_Lenient="1"), await post(lenient, CHAT, body)):
-            assert answer.status_code == 200 and answer.json()["warnings"] == told
-            assert answer.headers.get_list("x-cairn-warning") == told
+            assert answer.status_code == 200 and answer.json()["warnings"] == warnings
+            assert answer.headers.get_list("x-cairn-warning") == warnings
         for usage in ({}, {"stream_options": {"include_usage": True}}):
             stream = await post(lenient, CHAT, body | {"stream": True} | usage)
-            found = [chunk["warnings"] for chunk in events(stream.text)[:-1] if "warnings" in chunk]
-            assert found == [told] and stream.headers.get_list("x-cairn-warning") == told
+            results = [chunk["warnings"] for chunk in events(stream.text)[:-1] if "warnings" in chunk]
+            assert results == [warnings] and stream.headers.get_list("x-cairn-warning") == warnings
         text = await post(lenient, TEXT, {"prompt": "hi", "temprature": 1, "stream": True})
-        assert [chunk["warnings"] for chunk in events(text.text)[:-1] if "warnings" in chunk] == [told[1:]]
+        assert [chunk["warnings"] for chunk in events(text.text)[:-1] if "warnings" in chunk] == [warnings[1:]]
         tokens = await post(lenient, "/tokenize", {"prompt": "hi", "add": 1})
         assert tokens.status_code == 200 and "add is not a field" in tokens.json()["warnings"][0]
         quiet = await post(lenient, CHAT, plain)
@@ -168,7 +169,7 @@ async def test_reasoning_is_turned_off_where_the_template_can(
     assert service.prompts[0][3] == wanted
 
 
-async def test_thinking_and_reasoning_mean_what_they_say() -> None:
+async def test_thinking_and_reasoning_switch_the_template() -> None:
     service = ScriptedService(
         lambda request: [Delta(reasoning="hm", tokens=(1,)), Delta(text="hi", tokens=(2,)), done()]
     )
@@ -183,8 +184,8 @@ async def test_thinking_and_reasoning_mean_what_they_say() -> None:
         assert "reasoning_content" not in (await post(at, CHAT, hidden)).json()["choices"][0]["message"]
         assert "hm" not in (await post(at, CHAT, hidden | {"stream": True})).text
         service.template = "no switch"
-        told = await post(at, CHAT, {"messages": HI, "thinking": {"type": "disabled"}})
-        assert "no switch for it" in told.headers["x-cairn-warning"]
+        response = await post(at, CHAT, {"messages": HI, "thinking": {"type": "disabled"}})
+        assert "no switch for it" in response.headers["x-cairn-warning"]
         for more, field in (
             ({"thinking": {"type": "sometimes"}}, "thinking.type"),
             ({"thinking": {}}, "thinking.type"),
@@ -204,8 +205,8 @@ CALLS = [
 ]  # fmt: skip
 
 
-async def test_an_answer_ends_with_its_first_call_where_one_is_wanted(tmp_path: Path) -> None:
-    """Nothing is computed beyond it, and what comes back as history is what was sampled."""
+async def test_an_answer_ends_with_its_first_call_without_parallel_calls(tmp_path: Path) -> None:
+    """Nothing is computed beyond the call, and the answer that comes back as history is what was sampled."""
     path = write_scripted(tmp_path / "m.gguf", CALLS, template=text_models.QWEN_TEMPLATE)
     service = await Service.start(Config(model=str(path), kv_gb=0.05, kv_disk=False), in_process=True)
     body = {"messages": HI, "tools": [WEATHER], "temperature": 0}

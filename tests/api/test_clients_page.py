@@ -1,4 +1,4 @@
-"""docs/clients.md shows the table of accepted fields as the code has it."""
+"""docs/clients.md: its table of accepted fields equals the code's."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ TITLES = {
     "called": "Of a call's `function`",
 }
 PROVIDER = "@ai-sdk/openai-compatible"
-"""A part of Vercel's AI SDK, which is named as a whole."""
+"""A part of Vercel's AI SDK, which the page names as a whole."""
 REWRITE = "CAIRN_TEST_WRITE_PAGES"
-"""Set it to have the tables written anew."""
+"""Environment variable that makes the test rewrite the page's tables."""
 
 
 def tables() -> str:
@@ -42,7 +42,7 @@ def tables() -> str:
         for dialect, rows in dialects.items():
             for row in rows:
                 names = " ".join(f"`{name}`" for name in row.names.split())
-                values = "any" if row.values is None else ", ".join(f"`{json.dumps(one)}`" for one in row.values)
+                values = "any" if row.values is None else ", ".join(f"`{json.dumps(value)}`" for value in row.values)
                 lines.append(f"| {names} | {dialect} | {values or 'null only'} | {row.why} |")
     return "\n".join(lines) + "\n"
 
@@ -56,7 +56,7 @@ def test_the_page_shows_the_table() -> None:
 
 
 def test_the_tested_client_versions_are_those_installed() -> None:
-    """The versions that the page names are those of the extra `clients` and of npm in the Makefile, all of them."""
+    """The page names all versions of the extra `clients` in pyproject.toml and of the npm packages in the Makefile."""
     root = PAGE.parents[1]
     text = PAGE.read_text().partition("## What was tried")[2].partition("\n## ")[0]
     extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]

@@ -44,29 +44,29 @@ async def test_a_collection_from_creation_to_deletion(folder: Path, tmp_path: Pa
         shown = (await http.get("/v1/collections/c")).json()
         assert (shown["documents"], shown["chunks"]) == (2, 3) and shown["dimensions"] > 0
         listed = (await http.get("/v1/collections/c/documents", params={"limit": 1})).json()
-        assert [one["id"] for one in listed["data"]] == ["d"] and listed["has_more"]
+        assert [item["id"] for item in listed["data"]] == ["d"] and listed["has_more"]
         hits = (await http.post("/v1/collections/c/search", json={"query": "What is flour for?", "top_k": 3})).json()
-        assert len(hits["data"]) == 3 and all(-1.01 <= one["score"] <= 1.01 for one in hits["data"])
-        assert {(one["name"], one["heading"]) for one in hits["data"]} == {
+        assert len(hits["data"]) == 3 and all(-1.01 <= item["score"] <= 1.01 for item in hits["data"])
+        assert {(item["name"], item["heading"]) for item in hits["data"]} == {
             ("cairns.md", "Cairns"),
             ("cairns.md", "Bread"),
             ("r.html", "Rivers"),
         }
         only = {"query": "flour", "filters": {"metadata": {"x": "y"}}}
-        assert [one["name"] for one in (await http.post("/v1/collections/c/search", json=only)).json()["data"]] == [
+        assert [item["name"] for item in (await http.post("/v1/collections/c/search", json=only)).json()["data"]] == [
             "r.html"
         ]
         asked = {"query": "What is a cairn?", "min_score": -1, "max_tokens": 12, "seed": 4, "temperature": 0.8}
         answer = (await http.post("/v1/collections/c/ask", json=asked)).json()
         assert answer["object"] == "collection.answer"
-        assert answer["answered"] is any(one["cited"] for one in answer["sources"])
-        assert [one["number"] for one in answer["sources"]] == [1, 2, 3]
+        assert answer["answered"] is any(source["cited"] for source in answer["sources"])
+        assert [source["number"] for source in answer["sources"]] == [1, 2, 3]
         assert answer["completion_tokens"] <= 12 and answer["prompt_tokens"] > 100
-        found = plain((await http.post("/v1/collections/c/ask", json=asked | {"stream": True})).text)
-        assert found[0]["type"] == "sources" and len(found[0]["sources"]) == 3
-        said = "".join(event["content"] for event in found if event["type"] == "answer.delta")
-        assert said == answer["answer"] == found[-1]["answer"]
-        assert found[-1]["cached_tokens"] > 100  # the sources stand before the question
+        result = plain((await http.post("/v1/collections/c/ask", json=asked | {"stream": True})).text)
+        assert result[0]["type"] == "sources" and len(result[0]["sources"]) == 3
+        said = "".join(event["content"] for event in result if event["type"] == "answer.delta")
+        assert said == answer["answer"] == result[-1]["answer"]
+        assert result[-1]["cached_tokens"] > 100  # the sources come before the question
         nothing = (await http.post("/v1/collections/c/ask", json={"query": "Zebra?", "min_score": 1})).json()
         assert nothing["answered"] is False and nothing["sources"] == [] and "no answer" in nothing["answer"]
         assert (await http.delete("/v1/collections/c/documents/d")).json()["deleted"] is True
@@ -89,15 +89,15 @@ async def test_documents_of_all_kinds_and_ways(folder: Path, tmp_path: Path) -> 
         made = (await http.post(path, data=form, files={"file": ("dir/river.docx", word)})).json()
         assert made == made | {"id": "w", "name": "river.docx", "type": "docx", "chunks": 1, "metadata": {"x": "y"}}
         hit = {"query": "river", "filters": {"documents": ["w"]}}
-        found = (await http.post("/v1/collections/c/search", json=hit)).json()["data"]
-        assert [(one["heading"], one["text"]) for one in found] == [("Rivers", "A river flows.")]
+        items = (await http.post("/v1/collections/c/search", json=hit)).json()["data"]
+        assert [(item["heading"], item["text"]) for item in items] == [("Rivers", "A river flows.")]
         files = {"file": ("long.txt", "\n\n".join("stone " * 150 for _ in range(100)))}
         events = plain((await http.post(path, data={"stream": "true"}, files=files)).text)
-        steps = [(one["embedded"], one["chunks"]) for one in events if one["type"] == "document.embedding"]
+        steps = [(event["embedded"], event["chunks"]) for event in events if event["type"] == "document.embedding"]
         assert steps == [(64, 100), (100, 100)] and events[-1]["type"] == "document.done"
         assert events[-1]["document"]["chunks"] == 100
-        for content, given, status, said in WRONG_FILES:
-            answer = await http.post(path, data=given, files={"file": content})
+        for content, fields, status, said in WRONG_FILES:
+            answer = await http.post(path, data=fields, files={"file": content})
             assert answer.status_code == status and said in answer.json()["error"]["message"], answer.text
         evil = {"origin": "https://evil.example"}
         assert (await http.post(path, files={"file": ("a.txt", "x")}, headers=evil)).status_code == 403
@@ -161,7 +161,7 @@ async def test_invalid_input_is_named_in_the_error(folder: Path, tmp_path: Path)
 async def test_without_an_embedding_model_the_error_names_the_command_that_adds_one(
     folder: Path, tmp_path: Path
 ) -> None:
-    """A chat model's vectors put right answers last, and nobody was told why."""
+    """A chat model's vectors ranked right answers last, and nothing said why."""
     commands = "'cairn pull minilm', then start the server with it beside"
     async with home(folder, folder.parent / "embedder", agents_dir=str(tmp_path / "agents")) as (house, http):
         assert (await http.post("/v1/collections", json={"id": "c"})).status_code == 201

@@ -1,4 +1,4 @@
-"""What clients see over HTTP where a device fails in the middle of their answers.
+"""A device that fails in the middle of answers, as clients see it over HTTP.
 
 Every worker gives the same tokens here, so each answer is known; `tests/kernels/torch/test_torch_server.py` is about
 torch itself.
@@ -31,7 +31,7 @@ def options(mode: str) -> dict[str, Any]:
 
 
 def asked(server: Served, path: str, prompt: list[int], stream: bool) -> Any:
-    """An open answer of so many tokens."""
+    """Start an answer of this many tokens; return the open response."""
     same = {"prompt": prompt, "temperature": 0.7, "seed": prompt[0], "ignore_eos": True, "stream": stream}
     fields = same | ({"n_predict": LENGTH} if path == "/completion" else {"max_tokens": LENGTH})
     request = urllib.request.Request(
@@ -41,14 +41,14 @@ def asked(server: Served, path: str, prompt: list[int], stream: bool) -> Any:
 
 
 def streamed(server: Served, prompt: list[int]) -> list[Any]:
-    """The events of a streamed answer."""
+    """Return the events of a streamed answer."""
     with asked(server, "/v1/completions", prompt, True) as stream:
         lines = [line.removeprefix(b"data: ").strip() for line in stream if line.startswith(b"data: ")]
     return [json.loads(line) for line in lines if line != b"[DONE]"]
 
 
 def whole(server: Served, prompt: list[int]) -> tuple[str, list[str], list[str]]:
-    """The text of an answer, the header's warnings and the body's."""
+    """Return the text of an answer, and the warnings in its header and body."""
     with asked(server, "/v1/completions", prompt, False) as answer:
         body = json.load(answer)
         return body["choices"][0]["text"], answer.headers.get_all("X-Cairn-Warning") or [], body.get("warnings", [])
@@ -69,7 +69,7 @@ def health(server: Served) -> Any:
 
 @pytest.fixture(scope="module")
 def undisturbed() -> Iterator[list[str]]:
-    """What the prompts are answered where nothing fails."""
+    """Return the answers to the prompts where nothing fails."""
     with served(model="demo") as server:
         yield [text(streamed(server, prompt)) for prompt in PROMPTS]
 
@@ -78,34 +78,37 @@ def undisturbed() -> Iterator[list[str]]:
 def test_answers_in_flight_are_the_same_after_a_device_failed(
     faults: int, undisturbed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once: the next worker is on the device, and nobody is told. Twice: the CPU goes on, and all who began are."""
+    """After one failure the next worker uses the device again, and no client is told.
+
+    After two the CPU takes over, and every answer that had begun carries a warning.
+    """
     for name, value in (("FAIL_AT", 20), ("FAULTS", tmp_path), ("FAULTS_MOST", faults)):
         monkeypatch.setenv(name, str(value))
-    told = [MOVED] if faults == 2 else []
+    warnings = [MOVED] if faults == 2 else []
     with served(**options("device_fails")) as server, ThreadPoolExecutor(2 * len(PROMPTS)) as threads:
         streams = [threads.submit(streamed, server, prompt) for prompt in PROMPTS]
         others = [threads.submit(whole, server, prompt) for prompt in PROMPTS]
         for answer, known in zip(streams, undisturbed, strict=True):
             events = answer.result()
-            assert text(events) == known and warned(events) == [told] * len(told)
-            assert not told or events[-1]["warnings"] == told or events[-1]["choices"] == []
-        assert [other.result() for other in others] == [(known, told, told) for known in undisturbed]
+            assert text(events) == known and warned(events) == [warnings] * len(warnings)
+            assert not warnings or events[-1]["warnings"] == warnings or events[-1]["choices"] == []
+        assert [other.result() for other in others] == [(known, warnings, warnings) for known in undisturbed]
         assert len(list(tmp_path.iterdir())) == faults
-        assert whole(server, PROMPTS[0]) == (undisturbed[0], [], []), "nobody is told who began afterwards"
-        found = health(server)
-        assert found["status"] == "ok" and len(found["troubles"]) == len(told)
+        assert whole(server, PROMPTS[0]) == (undisturbed[0], [], []), "later requests get no warning"
+        result = health(server)
+        assert result["status"] == "ok" and len(result["troubles"]) == len(warnings)
         assert all(
-            line.startswith("the device cuda:0 failed twice (the device failed: an") for line in found["troubles"]
+            line.startswith("the device cuda:0 failed twice (the device failed: an") for line in result["troubles"]
         )
         server.signal()
         assert server.wait() == 0
         assert ("the device cuda:0 failed twice" in server.stderr()) == (faults == 2)
 
 
-def test_a_request_that_is_too_much_for_the_device_ends_alone(undisturbed: list[str]) -> None:
+def test_a_request_too_large_for_the_device_fails_alone(undisturbed: list[str]) -> None:
     with served(**options("device_short")) as server, ThreadPoolExecutor(len(PROMPTS)) as threads:
         others = [threads.submit(streamed, server, prompt) for prompt in PROMPTS]
-        for _ in range(4):  # also one after the other, with nothing that succeeds in between
+        for _ in range(4):  # also in sequence, with no success in between
             with pytest.raises(urllib.error.HTTPError) as refused:
                 asked(server, "/v1/completions", KILLER, False)
             assert refused.value.code == 500 and SHORT in json.load(refused.value)["error"]["message"]

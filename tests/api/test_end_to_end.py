@@ -1,4 +1,4 @@
-"""A real server process with the fake engine, seen through the client libraries that people use."""
+"""A real server process with the fake engine, through the client libraries that people use."""
 
 from __future__ import annotations
 
@@ -93,7 +93,9 @@ def test_echo_scores_the_prompt(server: Served) -> None:
 
 
 async def test_a_full_queue_is_a_429_and_what_was_taken_finishes(server: Served) -> None:
-    """Known failure 41: bounded, with a Retry-After in whole seconds; nobody gets a 503 or a cut connection."""
+    """Known failure 41: the queue is bounded, Retry-After is in whole seconds, and nobody gets a 503 or a closed
+    connection.
+    """
     body = {"model": "demo", "prompt": "x", "max_tokens": 300, "ignore_eos": True, "temperature": 0}
     limits = httpx.Limits(max_connections=100)
     async with httpx.AsyncClient(base_url=server.url, trust_env=False, verify=False, timeout=60, limits=limits) as http:

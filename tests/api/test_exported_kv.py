@@ -1,4 +1,4 @@
-"""KV that travels with an exported agent: nothing of its context is computed again, and no byte is believed."""
+"""KV that travels with an exported agent: none of its context is computed again, and every byte is checked."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LONG = "You remember what was said. " * 20
 
 @contextlib.asynccontextmanager
 async def server(folder: Path, store: Path, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """A server with KV in a folder of its own; `options` are its configuration's."""
+    """Yield a client of a server that stores KV in this folder; `options` are fields of its configuration."""
     config = Config(**options)
     kept = {"kv_dir": str(store), "kv_load": "always"}
     async with house(folder, salts(config), **kept) as at, site(at.service, config) as web, web.http() as http:
@@ -58,7 +58,7 @@ async def imported(http: httpx.AsyncClient, file: bytes, query: str = "?kv=true"
 
 
 async def next_turn(http: httpx.AsyncClient, **headers: str) -> tuple[Any, dict[str, Any]]:
-    """Return what the agent says next, and where the KV of its context came from."""
+    """Return the agent's next answer and where the KV of its context came from."""
     answer = await http.post("/v1/agents/ada/turns", json=ask("three"), headers=headers)
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"], answer.json()["usage"]["cairn"]
@@ -70,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def test_an_agents_kv_goes_along_and_only_new_tokens_are_computed(folder: Path, tmp_path: Path) -> None:
-    """Another tenant of the other server has other keys, and finds it all the same."""
+    """A tenant of another server has other keys, and its KV is found nevertheless."""
     async with server(folder, tmp_path / "a") as http:
         file = await exported(http)
         said, _ = await next_turn(http)
@@ -114,7 +114,7 @@ async def test_damage_costs_only_the_damaged_chunks(folder: Path, tmp_path: Path
         bent[spot] ^= 1
         async with server(folder, tmp_path / f"b{number}") as http:
             kv = await imported(http, bytes(bent))
-            assert kv["chunks"] == 2 and "damaged" in kv["why"], "nor is what extends it"
+            assert kv["chunks"] == 2 and "damaged" in kv["why"], "nor are its extensions"
             again, cache = await next_turn(http)
             assert again == said and cache["disk"] == 128
     async with server(folder, tmp_path / "swapped") as http:
@@ -123,7 +123,7 @@ async def test_damage_costs_only_the_damaged_chunks(folder: Path, tmp_path: Path
         kv = await imported(http, swapped)
         again, _ = await next_turn(http)
         assert again == said and kv["chunks"] == 2
-        assert kv["why"], "a chunk before what it extends is refused, and what extends that"
+        assert kv["why"], "a chunk that comes before its prefix is refused, and so are its extensions"
         for cut in (len(MAGIC) + 2, place + 5):
             bad = await http.post("/v1/agents/import?kv=true&id=x", content=file[:cut], headers=OCTETS)
             assert bad.status_code == 400 and "damaged or cut off" in bad.text
@@ -132,8 +132,8 @@ async def test_damage_costs_only_the_damaged_chunks(folder: Path, tmp_path: Path
         assert (await http.get("/v1/agents/ada/export?kv=perhaps")).status_code == 400
 
 
-async def test_chunks_that_no_model_has_are_refused_before_they_are_read(folder: Path, tmp_path: Path) -> None:
-    """Millions of small ones would hold up all imports, a large one the worker that unpacks it."""
+async def test_chunks_of_impossible_sizes_are_refused_before_they_are_read(folder: Path, tmp_path: Path) -> None:
+    """Millions of small chunks would hold up all imports, and a large one the worker that decompresses it."""
     async with server(folder, tmp_path / "a") as http:
         file = await exported(http)
     small = MAGIC + (struct.pack("<I", 1) + b"x") * 1000 + file[len(MAGIC) :]
@@ -149,8 +149,8 @@ async def test_chunks_that_no_model_has_are_refused_before_they_are_read(folder:
         assert read and max(read) < 2 << 20
 
 
-async def test_no_more_kv_is_exported_than_so_many_bytes(folder: Path, tmp_path: Path) -> None:
-    """The beginning of the context; an agent whose server stores nothing goes without."""
+async def test_exported_kv_is_bounded_in_bytes(folder: Path, tmp_path: Path) -> None:
+    """The beginning of the context is exported. An agent of a server without stored KV is exported without any."""
     async with house(folder, kv_dir=str(tmp_path / "a")) as at:
         await at.agents.create("default", id="ada")
         await at.say("ada", LONG)

@@ -1,4 +1,4 @@
-"""What a response says of itself later is what it said at first, and agents that are responses are nobody else's."""
+"""Stored responses: they equal the first answer, and their agents are not other clients' agents."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def test_a_stored_response_equals_the_answer(tmp_path: Path) -> None:
             for one in (made, shown):
                 one["completed_at"] = None
                 for miss in one["usage"]["cairn"]["miss"]:
-                    miss.pop("differs", None)  # it is told once: it may quote another agent
+                    miss.pop("differs", None)  # not stored, as it may quote another agent
             assert shown == made
 
 
@@ -63,14 +63,14 @@ async def test_a_response_that_failed_says_so_later(tmp_path: Path, monkeypatch:
         assert shown["error"]["message"] in answer.text
 
 
-async def test_responses_and_conversations_are_not_gone_on_with_as_agents(tmp_path: Path) -> None:
+async def test_responses_and_conversations_cannot_be_continued_as_agents(tmp_path: Path) -> None:
     async with keeping(tmp_path / "agents", make_model(tmp_path / "tiny")) as at, at.http() as http:
         response = (await post(at, kept())).json()["id"]
         conversation = (await http.post("/v1/conversations", json={})).json()["id"]
         mine = (await http.post("/v1/agents", json={"metadata": {"object": "response"}})).json()["id"]
-        assert [one["id"] for one in (await http.get("/v1/agents")).json()["data"]] == [mine]
+        assert [item["id"] for item in (await http.get("/v1/agents")).json()["data"]] == [mine]
         for id in (response, conversation):
-            assert (await http.get(f"/v1/agents/{id}")).status_code == 200, "it can be looked at"
+            assert (await http.get(f"/v1/agents/{id}")).status_code == 200, "it can be read"
             for path, body in (
                 ("turns", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}),
                 ("fork", {}),
@@ -100,13 +100,16 @@ async def test_tools_that_the_template_ignores_give_a_warning(tmp_path: Path) ->
 def test_the_reasons_of_a_miss_are_those_that_the_client_library_knows() -> None:
     known = set(get_args(types.PromptCacheDiagnosticsCacheMiss.model_fields["reason"].annotation))
     assert {*ResponseBody().parts, "input_changed"} <= known
-    found = [response_diagnostics(None, 9, 0), response_diagnostics(Divergence(40, 50, None), 50, 0)]
-    found += [response_diagnostics(Divergence(40, 50, None), 50, 40), response_diagnostics(Divergence(5, 9, ""), 9, 0)]
+    results = [response_diagnostics(None, 9, 0), response_diagnostics(Divergence(40, 50, None), 50, 0)]
+    results += [
+        response_diagnostics(Divergence(40, 50, None), 50, 40),
+        response_diagnostics(Divergence(5, 9, ""), 9, 0),
+    ]
     kinds = [
         types.PromptCacheDiagnosticsComparisonResponseNotFound,
         types.PromptCacheDiagnosticsUnavailable,
         types.PromptCacheDiagnosticsCacheHit,
         types.PromptCacheDiagnosticsCacheMiss,
     ]
-    for value, kind in zip(found, kinds, strict=True):
+    for value, kind in zip(results, kinds, strict=True):
         assert kind.model_validate(value).type == value["type"]

@@ -1,4 +1,4 @@
-"""Calls that a model writes otherwise than its template teaches, as each dialect's client sees them."""
+"""Calls that a model writes in another form than its template's, as clients of each dialect see them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def chat(http: httpx.AsyncClient, **more: Any) -> Any:
 async def test_every_dialect_gets_the_call(name: str, tmp_path: Path) -> None:
     form, pieces, content, thought = CALLS[name]
     async with served(tmp_path, form, pieces) as http:
-        (choice,) = (found := (await chat(http)).json())["choices"]
+        (choice,) = (first := (await chat(http)).json())["choices"]
         message = choice["message"]
         assert (message["content"], message.get("reasoning_content")) == (content, thought)
         assert choice["finish_reason"] == "tool_calls"
@@ -66,9 +66,9 @@ async def test_every_dialect_gets_the_call(name: str, tmp_path: Path) -> None:
         deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
         assert "".join(delta.get("content") or "" for delta in deltas) == (content or "")
         assert sum(len(delta.get("tool_calls") or []) for delta in deltas) == 1
-        told = [*ASKED, message, {"role": "tool", "tool_call_id": call["id"], "content": "7"}]
-        usage = (await chat(http, messages=told)).json()["usage"]
-        whole = found["usage"]["total_tokens"] // 16 * 16 - 16
+        history = [*ASKED, message, {"role": "tool", "tool_call_id": call["id"], "content": "7"}]
+        usage = (await chat(http, messages=history)).json()["usage"]
+        whole = first["usage"]["total_tokens"] // 16 * 16 - 16
         assert usage["prompt_tokens_details"]["cached_tokens"] >= whole, "the answer is put back as it was sampled"
 
         tool = {"name": "f", "description": "f", "input_schema": SCHEMA}

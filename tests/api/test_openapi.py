@@ -1,4 +1,4 @@
-"""The API's description: valid, whole, and of the types that check what is sent."""
+"""The OpenAPI description: valid, complete, and with the types that validate requests."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def app() -> App:
 
 @pytest.fixture(scope="module")
 def described(app: App) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(app.described())
-    return found
+    parsed: dict[str, Any] = json.loads(app.described())
+    return parsed
 
 
 def test_it_is_valid(described: dict[str, Any]) -> None:
@@ -36,7 +36,7 @@ def test_it_names_every_route_and_no_other(app: App, described: dict[str, Any]) 
 
 
 def test_it_names_every_route_that_a_module_says_it_has(described: dict[str, Any]) -> None:
-    """Those with an id in their path stand in the docstrings of the modules that serve them."""
+    """Routes with an id in their path are listed in the docstrings of the modules that serve them."""
     from cairn.api import app
     from cairn.api.native import agents, collections, teams, workflows
     from cairn.api.openai import conversations, responses
@@ -58,7 +58,7 @@ def test_every_method_of_a_route_is_described(app: App, described: dict[str, Any
 
 def test_every_post_describes_its_body(described: dict[str, Any]) -> None:
     posts = [methods["post"] for methods in described["paths"].values() if "post" in methods]
-    assert len(posts) > 30 and all("requestBody" in one for one in posts)
+    assert len(posts) > 30 and all("requestBody" in post for post in posts)
 
 
 def test_a_body_is_the_type_that_checks_it(described: dict[str, Any]) -> None:
@@ -68,8 +68,8 @@ def test_a_body_is_the_type_that_checks_it(described: dict[str, Any]) -> None:
 
 
 def test_what_is_not_served_is_not_described() -> None:
-    found = json.loads(build_app(None, Config(page=False, docs=False)).described())
-    assert "/docs" not in found["paths"] and "/v1/agents" in found["paths"]
+    parsed = json.loads(build_app(None, Config(page=False, docs=False)).described())
+    assert "/docs" not in parsed["paths"] and "/v1/agents" in parsed["paths"]
 
 
 def test_a_stream_of_progress_is_described_beside_what_is_created(described: dict[str, Any]) -> None:

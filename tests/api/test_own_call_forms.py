@@ -1,4 +1,4 @@
-"""Models whose form of calls is in no table, over real arithmetic: told, held to, and replayed."""
+"""Models whose call format is in no table, with real arithmetic: calls are recognised, constrained and replayed."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ async def test_a_malformed_call_is_text_with_a_note_and_history_goes_on(name: st
     body = {"temperature": 0, "max_tokens": 40, "tools": [F]}
     try:
         async with site(service) as at, at.http() as http:
-            found = await http.post("/v1/chat/completions", json=body | {"messages": asked})
-            choice, told = found.json()["choices"][0], found.json()["warnings"]
+            response = await http.post("/v1/chat/completions", json=body | {"messages": asked})
+            choice, warnings = response.json()["choices"][0], response.json()["warnings"]
             said = choice["message"]["content"]
             assert "tool_calls" not in choice["message"]
             assert (said, choice["finish_reason"]) == ("".join(pieces), "stop"), "nothing of it is lost"
-            assert len(told) == 1 and "cannot be read as one" in told[0]
+            assert len(warnings) == 1 and "cannot be read as one" in warnings[0]
             stream = await http.post("/v1/chat/completions", json=body | {"messages": asked, "stream": True})
             chunks = events(stream.text)[:-1]
             assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == said
-            assert chunks[-1]["choices"][0]["finish_reason"] == "stop" and chunks[-1]["warnings"] == told
+            assert chunks[-1]["choices"][0]["finish_reason"] == "stop" and chunks[-1]["warnings"] == warnings
             answer = {"role": "assistant", "content": said}
             more = [*asked, answer, {"role": "user", "content": "and?"}]
             again = await http.post("/v1/chat/completions", json=body | {"messages": more})
@@ -62,8 +62,8 @@ async def test_a_malformed_call_is_text_with_a_note_and_history_goes_on(name: st
         await service.close()
 
 
-async def test_a_call_that_breaks_off_behind_its_arguments_is_one(tmp_path: Path) -> None:
-    """What follows them is told as text behind it."""
+async def test_a_call_that_breaks_off_behind_its_arguments_is_still_a_call(tmp_path: Path) -> None:
+    """What follows the arguments becomes content."""
     pieces = ["<|do|>", '[{"tool": "f", "with": {"x": 1}]', "<|done|>"]
     kinds = {piece: CONTROL for piece in pieces if piece.startswith("<|")}
     model = write_scripted(tmp_path / "m.gguf", pieces, template=template(FURTHER["other names"]), kinds=kinds)
@@ -79,8 +79,8 @@ async def test_a_call_that_breaks_off_behind_its_arguments_is_one(tmp_path: Path
             stream = await http.post("/v1/chat/completions", json=body | {"stream": True})
             deltas = [chunk["choices"][0]["delta"] for chunk in events(stream.text)[:-1] if chunk["choices"]]
             assert "".join(delta.get("content") or "" for delta in deltas) == "]<|done|>"
-            told = [*asked, choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": "7"}]
-            assert (await http.post("/v1/chat/completions", json=body | {"messages": told})).status_code == 200
+            history = [*asked, choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": "7"}]
+            assert (await http.post("/v1/chat/completions", json=body | {"messages": history})).status_code == 200
     finally:
         await service.close()
 
@@ -96,16 +96,16 @@ async def test_calls_in_a_form_of_its_own(name: str, choice: str, tmp_path: Path
     body: dict[str, Any] = {
         "messages": [{"role": "user", "content": "hi"}],
         "temperature": 0,
-        "max_tokens": 400,  # off its script the model writes as many blanks as the grammar allows
+        "max_tokens": 400,  # when its script is not allowed, the model writes as many blanks as the grammar allows
         "tools": [F],
         "tool_choice": choice,
         "parallel_tool_calls": choice == "auto",
     }
     try:
         async with site(service) as at, at.http() as http:
-            found = await http.post("/v1/chat/completions", json=body)
-            assert found.status_code == 200 and "X-Cairn-Warning" not in found.headers, found.text
-            (one,) = found.json()["choices"]
+            response = await http.post("/v1/chat/completions", json=body)
+            assert response.status_code == 200 and "X-Cairn-Warning" not in response.headers, response.text
+            (one,) = response.json()["choices"]
             assert one["finish_reason"] == "tool_calls" and one["message"]["content"] is None
             (call,) = one["message"]["tool_calls"]
             assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("f", {"x": 1})
@@ -115,9 +115,9 @@ async def test_calls_in_a_form_of_its_own(name: str, choice: str, tmp_path: Path
             assert [piece["id"] for piece in pieces if piece.get("id")] and {piece["index"] for piece in pieces} == {0}
             assert "".join(piece["function"]["arguments"] for piece in pieces) == call["function"]["arguments"]
             assert not any(delta.get("content") for delta in deltas)
-            told = [*body["messages"], one["message"], {"role": "tool", "tool_call_id": call["id"], "content": "7"}]
-            again = await http.post("/v1/chat/completions", json=body | {"messages": told, "max_tokens": 30})
-            usage, before = again.json()["usage"], found.json()["usage"]
+            history = [*body["messages"], one["message"], {"role": "tool", "tool_call_id": call["id"], "content": "7"}]
+            again = await http.post("/v1/chat/completions", json=body | {"messages": history, "max_tokens": 30})
+            usage, before = again.json()["usage"], response.json()["usage"]
             assert usage["prompt_tokens"] > before["total_tokens"]
             assert usage["prompt_tokens_details"]["cached_tokens"] >= before["total_tokens"] // 16 * 16 - 16
     finally:

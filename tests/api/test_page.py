@@ -1,4 +1,4 @@
-"""The page's files: what is sent with them, what they hold, and who gets them."""
+"""The page's files: headers, contents, and who may fetch them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FILES = sorted(path for path in FOLDER.iterdir() if path.is_file())
 TEXT = {path.name: path.read_text() for path in FILES}
 BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 ALLOWED_URLS = {"http://www.w3.org/2000/svg"}
-"""Names, which nobody asks for."""
+"""Names of XML namespaces, which are never fetched."""
 MOST_BYTES = 300 << 10
 KEYS = Config(api_key=(Secret("k"),), admin_key=Secret("a"))
 
@@ -45,7 +45,7 @@ async def test_every_file_is_served_with_a_policy_that_lets_nothing_else_in() ->
             policy = dict(part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";"))
             assert policy["default-src"] == "'none'" and policy["frame-ancestors"] == "'none'"
             assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
-            assert policy["img-src"] == "'self' blob:"  # the graph of a run, which is asked for with the key
+            assert policy["img-src"] == "'self' blob:"  # a run's graph, which is fetched with the key
             assert policy["require-trusted-types-for"] == "'script'" and policy["trusted-types"] == "'none'"
             assert "unsafe" not in answer.headers["content-security-policy"]
 

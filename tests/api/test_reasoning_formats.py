@@ -1,4 +1,4 @@
-"""Models that set their thoughts apart in ways of their own, over real arithmetic: gpt-oss, Gemma, Cohere."""
+"""Reasoning formats of gpt-oss, Gemma and Cohere, with real arithmetic."""
 
 from __future__ import annotations
 
@@ -139,20 +139,24 @@ async def test_reasoning_content_and_calls_are_separated(name: str, tmp_path: Pa
     template, pieces, end, (thought, said, called) = SCRIPTS[name]
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "tools": [F]}
     async with playing(tmp_path / "m.gguf", template, pieces, end) as at, at.http() as http:
-        found = (await http.post("/v1/chat/completions", json=body | {"max_tokens": 60})).json()
-        (choice,) = found["choices"]
+        answer = (await http.post("/v1/chat/completions", json=body | {"max_tokens": 60})).json()
+        (choice,) = answer["choices"]
         message = choice["message"]
         assert (message["reasoning_content"], message["content"]) == (thought, said), message
         calls = message.get("tool_calls") or []
         assert [json.loads(call["function"]["arguments"]) for call in calls] == called
         assert choice["finish_reason"] == ("tool_calls" if called else "stop")
-        assert found["usage"]["completion_tokens"] == len(pieces) + 1
+        assert answer["usage"]["completion_tokens"] == len(pieces) + 1
         stream = await http.post("/v1/chat/completions", json=body | {"max_tokens": 60, "stream": True})
         deltas = [chunk["choices"][0]["delta"] for chunk in events(stream.text)[:-1] if chunk["choices"]]
         assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == thought
         assert "".join(delta.get("content") or "" for delta in deltas) == (said or "")
-        told = [*body["messages"], message, *([{"role": "tool", "tool_call_id": "x", "content": "7"}] if calls else [])]
-        again = await http.post("/v1/chat/completions", json=body | {"messages": told, "max_tokens": 1})
+        history = [
+            *body["messages"],
+            message,
+            *([{"role": "tool", "tool_call_id": "x", "content": "7"}] if calls else []),
+        ]
+        again = await http.post("/v1/chat/completions", json=body | {"messages": history, "max_tokens": 1})
         assert again.status_code == 200, again.text
 
 
@@ -160,7 +164,7 @@ async def test_reasoning_content_and_calls_are_separated(name: str, tmp_path: Pa
 async def test_an_answer_that_comes_back_is_the_tokens_that_were_sampled(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the template makes of it: thoughts that it drops, headers in another order, JSON written anew."""
+    """Whatever the template does with it: drop the reasoning, reorder headers, write JSON anew."""
     template, pieces, end, (thought, _, called) = SCRIPTS[name]
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "tools": [F]}
     said: list[list[int]] = []
@@ -176,45 +180,49 @@ async def test_an_answer_that_comes_back_is_the_tokens_that_were_sampled(
         message = first["choices"][0]["message"]
         assert message["reasoning_content"] == thought
         result = {"role": "tool", "tool_call_id": (message.get("tool_calls") or [{}])[0].get("id"), "content": "7"}
-        told = [*body["messages"], message, result if called else {"role": "user", "content": "and?"}]
-        await http.post("/v1/chat/completions", json=body | {"messages": told, "max_tokens": 60})
-        told += [{"role": "assistant", "content": "by another"}, {"role": "user", "content": "more"}]
+        history = [*body["messages"], message, result if called else {"role": "user", "content": "and?"}]
+        await http.post("/v1/chat/completions", json=body | {"messages": history, "max_tokens": 60})
+        history += [{"role": "assistant", "content": "by another"}, {"role": "user", "content": "more"}]
         ids = []
-        left_out = [{key: value for key, value in one.items() if key != "reasoning_content"} for one in told]
-        for conversation in (body["messages"], told[:3], told, left_out):
-            found = await http.post("/tokenize", json={"messages": conversation, "tools": [F]})
-            ids.append(found.json()["tokens"])
+        left_out = [{key: value for key, value in one.items() if key != "reasoning_content"} for one in history]
+        for conversation in (body["messages"], history[:3], history, left_out):
+            response = await http.post("/tokenize", json={"messages": conversation, "tools": [F]})
+            ids.append(response.json()["tokens"])
         *whole, last = said[0]
         assert ids[0] == whole[: len(ids[0])] and len(whole) == len(ids[0]) + len(pieces)
         for later in ids[1:]:
-            assert later[: len(whole)] == whole, "a conversation begins with all that was computed for it"
+            assert later[: len(whole)] == whole, "a conversation begins with everything computed so far"
         behind = ids[1][len(whole)]
-        if end == "<|return|>":  # the template's own: what ends an answer while it is generated is `<|end|>` afterwards
+        if end == "<|return|>":  # the template ends a past answer with `<|end|>`
             (last,) = (await http.post("/tokenize", json={"content": "<|end|>", "add_special": False})).json()["tokens"]
         assert behind == last
 
 
 async def test_an_answer_that_was_cut_is_as_the_template_writes_it(tmp_path: Path) -> None:
-    """It lacks what stands behind an answer: put back as it is, it would make a history that no model has seen."""
+    """A cut answer lacks the closing tokens.
+
+    Putting its sampled tokens back would make a history that no model was trained on.
+    """
     template, pieces, end, _ = SCRIPTS["cohere"]
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
     async with playing(tmp_path / "m.gguf", template, pieces, end) as at, at.http() as http:
-        found = (await http.post("/v1/chat/completions", json=body | {"max_tokens": 5})).json()
-        message = found["choices"][0]["message"]
-        assert message["content"] == "Yes." and found["choices"][0]["finish_reason"] == "length"
-        told = [*body["messages"], message, {"role": "user", "content": "and?"}]
-        tokens = (await http.post("/tokenize", json={"messages": told})).json()["tokens"]
+        answer = (await http.post("/v1/chat/completions", json=body | {"max_tokens": 5})).json()
+        message = answer["choices"][0]["message"]
+        assert message["content"] == "Yes." and answer["choices"][0]["finish_reason"] == "length"
+        history = [*body["messages"], message, {"role": "user", "content": "and?"}]
+        tokens = (await http.post("/tokenize", json={"messages": history})).json()["tokens"]
         text = (await http.post("/detokenize", json={"tokens": tokens})).json()["content"]
         assert "<|START_RESPONSE|>Yes.<|END_RESPONSE|><|END_OF_TURN_TOKEN|>" in text and "Hm." not in text
 
 
-@pytest.mark.parametrize("name", ["gemma", "cohere"])  # off its script this model of gpt-oss begins to think again
+# When its script is not allowed, the gpt-oss model starts to reason again.
+@pytest.mark.parametrize("name", ["gemma", "cohere"])
 async def test_thoughts_have_a_budget(name: str, tmp_path: Path) -> None:
     template, pieces, end, _ = SCRIPTS[name]
     body = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 60, "reasoning_budget": 0}
     async with playing(tmp_path / "m.gguf", template, pieces, end) as at, at.http() as http:
-        found = (await http.post("/v1/chat/completions", json=body)).json()
-        assert not found["choices"][0]["message"].get("reasoning_content"), found
+        answer = (await http.post("/v1/chat/completions", json=body)).json()
+        assert not answer["choices"][0]["message"].get("reasoning_content"), answer
 
 
 @pytest.mark.parametrize(
@@ -236,7 +244,7 @@ def test_thoughts_may_stand_before_what_is_wanted(name: str, thought: str) -> No
 
 @pytest.mark.parametrize("name", ["harmony", "harmony calls", "cohere", "cohere calls"])
 async def test_a_turn_goes_on_behind_the_tokens_of_an_answer(name: str, tmp_path: Path) -> None:
-    """An agent's turn is the ids of its context, and then what the template writes of the new messages alone."""
+    """A turn's prompt is the ids of the agent's context, followed by what the template writes for the new messages."""
     template, pieces, end, (thought, said, called) = SCRIPTS[name]
     kinds = {piece: CONTROL for piece in [*pieces, end, "<|CHATBOT_TOKEN|>"] if piece.startswith("<")}
     chat = await Chat.start(
@@ -256,6 +264,6 @@ async def test_a_turn_goes_on_behind_the_tokens_of_an_answer(name: str, tmp_path
         going_on = await chat.extend([*before, *ids[:-1]], [*asked, answer], new, [F])
         assert going_on is not None and going_on.tokens == whole.tokens
         cut = await chat.extend([*before, *ids[:-2]], [*asked, answer], new, [F])
-        assert (cut is None) == name.startswith("cohere"), "behind an answer that was cut stands what the template says"
+        assert (cut is None) == name.startswith("cohere"), "a cut answer is followed by the template's own text"
     finally:
         await chat.close()

@@ -1,4 +1,4 @@
-"""`repetition_stop` over HTTP: in whole answers, streams and agents' turns, and off unless it is asked for."""
+"""`repetition_stop` over HTTP: in whole answers, streams and agents' turns, and off by default."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.scripted_model import write_scripted
 ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 500, "temperature": 0}
 
 
-def test_a_loop_ends_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_a_repeating_answer_ends_if_asked_for(tmp_path: Path) -> None:
     model = write_scripted(tmp_path / "loops.gguf", [" a", " b", " c", " d", "."], end=None)
     options = {"model": str(model), "kv_gb": 0.1, "threads": 1, "engine": "auto"}
     with served(**options) as server, httpx.Client(base_url=server.url, timeout=100) as client:
@@ -30,7 +30,7 @@ def test_a_loop_ends_where_it_is_asked_for(tmp_path: Path) -> None:
             client.post("/v1/chat/completions", json=ASKED | few | more).json()["choices"][0]
             for more in ({}, {"repetition_stop": True})
         )
-        assert watched == plain and len(watched["logprobs"]["content"]) == 20, "all else is as without"
+        assert watched == plain and len(watched["logprobs"]["content"]) == 20, "everything else is unchanged"
         text = {"prompt": "x", "max_tokens": 500, "temperature": 0, "repetition_stop": True}
         (choice,) = client.post("/v1/completions", json=text).json()["choices"]
         assert choice["finish_detail"] == "repetition"

@@ -1,4 +1,4 @@
-"""Start and end of a server: the port, the signals, the exit code, what is left behind."""
+"""Start and end of a server: the port, signals, the exit code, and what is left behind."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ from tests.api.sockets import answer, events, request_bytes
 
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
 FIRST: Any = object()
-"""A scripted service needs no worker."""
+"""The first worker of a scripted service, which needs none."""
 PATIENCE = 120
-"""Seconds after which something will not happen any more, on a machine however busy."""
+"""Seconds after which an awaited event counts as missing, however busy the machine is."""
 SCRIPTED = json.dumps(CHAT | {"model": "scripted"}).encode()
 
 
 class SlowService(ScriptedService):
-    """A service that loads when told to; `drain` waits, then ends what still runs with an error."""
+    """A service that loads when told to; `drain` waits, then ends running requests with an error."""
 
     def __init__(self, script: Any = None) -> None:
         super().__init__(script)
@@ -61,27 +61,27 @@ class SlowService(ScriptedService):
 
     @property
     def busy(self) -> bool:
-        return any(not one.over for one in self.streams)
+        return any(not stream.over for stream in self.streams)
 
     def stats(self) -> Any:
-        return SimpleNamespace(running=len([one for one in self.streams if not one.over]), waiting=0)
+        return SimpleNamespace(running=len([stream for stream in self.streams if not stream.over]), waiting=0)
 
     async def drain(self, grace: float, why: str) -> None:
         try:
             async with asyncio.timeout(grace):
-                while not all(one.over for one in self.streams):
+                while not all(stream.over for stream in self.streams):
                     await asyncio.sleep(0.01)
         except TimeoutError:
-            for one in self.streams:
-                if not one.over:
-                    one.push(Unavailable(why, retry_after=1))
+            for stream in self.streams:
+                if not stream.over:
+                    stream.push(Unavailable(why, retry_after=1))
 
     async def close(self) -> None:
         self.closed = True
 
 
 class Running:
-    """A server in this process whose service is scripted."""
+    """A server in this process with a scripted service."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, service: SlowService, config: Config) -> None:
         monkeypatch.setattr("cairn.router.loader.Service", service)
@@ -120,7 +120,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def test_the_port_answers_while_the_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Known failure 1: loading never keeps the port from answering."""
+    """Known failure 1: loading never delays the port."""
     running = Running(monkeypatch, SlowService(), Config())
     assert (await running.get("/health/live")).status_code == 200
     assert (await running.get("/health/ready")).status_code == 503
@@ -140,8 +140,8 @@ async def test_a_signal_while_the_model_loads_ends_the_server(monkeypatch: pytes
     await running.end()
 
 
-async def joined(goes_on: threading.Event) -> None:
-    """What comes at the end of a program: it waits for the threads of the loop's pool, whatever they wait for."""
+async def join_pool_threads(goes_on: threading.Event) -> None:
+    """Act as the end of a program, which joins the threads of the loop's pool whatever they wait for."""
     bound = threading.Timer(20, goes_on.set)
     bound.start()
     await asyncio.get_running_loop().shutdown_default_executor()
@@ -150,7 +150,7 @@ async def joined(goes_on: threading.Event) -> None:
 
 
 async def test_a_signal_while_the_token_log_is_opened_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Known failure 3: its disk may hang."""
+    """Known failure 3: the log's disk may hang."""
     began, goes_on = threading.Event(), threading.Event()
 
     def hangs(*_: object) -> None:
@@ -164,7 +164,7 @@ async def test_a_signal_while_the_token_log_is_opened_ends_the_server(monkeypatc
         await until(began.is_set)
         os.kill(os.getpid(), signal.SIGTERM)
         await running.end()
-        await joined(goes_on)
+        await join_pool_threads(goes_on)
     finally:
         goes_on.set()
     assert running.service.closed
@@ -188,7 +188,7 @@ async def test_a_disk_that_hangs_under_the_token_log_does_not_keep_the_server(mo
             await until(stuck.is_set)
             os.kill(os.getpid(), signal.SIGTERM)
             await running.end()
-            await joined(goes_on)
+            await join_pool_threads(goes_on)
         finally:
             goes_on.set()
             await asyncio.gather(made, return_exceptions=True)
@@ -212,7 +212,7 @@ async def test_a_model_that_cannot_be_served_ends_the_server_with_its_error(monk
 
 
 async def test_the_first_signal_lets_running_requests_finish(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Known failure 3: requests end before the server does, new ones get 503 with Retry-After meanwhile."""
+    """Known failure 3: running requests end before the server does; new ones get a 503 with Retry-After meanwhile."""
     script = [Delta(text="a"), 0.5, Delta(text="b"), done()]
     running = Running(monkeypatch, SlowService(lambda request: list(script)), Config(shutdown_grace=5))
     await running.ready()
@@ -253,7 +253,7 @@ async def test_what_runs_beyond_the_grace_ends_with_an_error_event(monkeypatch: 
 
 
 async def test_a_second_signal_is_immediate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Known failures 3, 47: at once, and yet with an error event."""
+    """Known failures 3, 47: at once, but still with an error event."""
     running = Running(monkeypatch, SlowService(lambda request: [Delta(text="a"), 60.0]), Config(shutdown_grace=600))
     await running.ready()
     reader, writer = await running.connect(True)
@@ -306,9 +306,9 @@ def test_a_missing_model_is_exit_code_2(tmp_path: Any) -> None:
 )
 def test_kv_and_agents_in_one_folder_are_refused_before_one_is_made(kv: str, agents: str, tmp_path: Path) -> None:
     (tmp_path / "l").symlink_to(tmp_path / "x")
-    given = Config(kv_dir=f"{tmp_path}/{kv}", agents_dir=f"{tmp_path}/{agents}", port=free_port())
+    config = Config(kv_dir=f"{tmp_path}/{kv}", agents_dir=f"{tmp_path}/{agents}", port=free_port())
     with pytest.raises(ConfigError, match="must be two folders") as refused:
-        server.serve(given)
+        server.serve(config)
     assert refused.value.field == "agents_dir" and not (tmp_path / "x").exists()
 
 
@@ -323,7 +323,7 @@ def test_separate_or_unused_folders_pass_the_check(tmp_path: Path) -> None:
 
 
 class Pauses:
-    """A clock that only pauses move on; after `enough` of them a signal has come."""
+    """A clock that advances with each pause; after `enough` of them a signal has arrived."""
 
     def __init__(self, enough: int = 1000) -> None:
         self.seconds, self.enough = 0.0, enough
@@ -340,7 +340,7 @@ class Pauses:
 
 
 def usual(tmp_path: Path, pauses: Pauses, **options: Any) -> Any:
-    """The user's own folders held, with the options of a server as the command line gives them."""
+    """Hold the user's default folders, with options as the command line gives them."""
     env = {"XDG_DATA_HOME": str(tmp_path / "data"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     config = with_folder(Config(**options), env)
     return data_folders.usual_held(config, env, SystemFiles(), pauses, pauses, 5.0)
@@ -356,7 +356,7 @@ def usual(tmp_path: Path, pauses: Pauses, **options: Any) -> Any:
     ],
 )
 def test_a_second_server_is_refused_with_the_two_options_named(tmp_path: Path, options: Any, words: str) -> None:
-    """Without them it would keep nothing."""
+    """Without these options the second server would store nothing."""
     places = {"data": f"{tmp_path}/data/cairn", "cache": f"{tmp_path}/cache/cairn"}
     pauses = Pauses()
     with usual(tmp_path, pauses):
@@ -364,12 +364,12 @@ def test_a_second_server_is_refused_with_the_two_options_named(tmp_path: Path, o
             pass
         assert pauses.seconds == 5
         with usual(tmp_path, pauses, agents_dir="/elsewhere", kv_dir="/else/kv"):
-            pass  # what it was told to do
+            pass  # both folders given
     with usual(tmp_path, pauses):
-        pass  # the first one has ended
+        pass  # the first server has ended
 
 
-def test_a_server_that_is_on_its_way_out_is_waited_for_but_no_signal_is_kept_waiting(tmp_path: Path) -> None:
+def test_a_start_waits_for_an_ending_server_but_heeds_signals(tmp_path: Path) -> None:
     first = usual(tmp_path, Pauses())
     first.__enter__()
 
@@ -388,8 +388,8 @@ def test_a_server_that_is_on_its_way_out_is_waited_for_but_no_signal_is_kept_wai
         assert hasty.seconds <= 3
 
 
-def test_where_no_lock_can_be_had_the_server_goes_on(tmp_path: Path) -> None:
-    """Whoever opens the folder says what is wrong with it."""
+def test_a_server_starts_even_if_no_lock_can_be_taken(tmp_path: Path) -> None:
+    """Whoever opens the folder later reports what is wrong with it."""
     (tmp_path / "data").write_text("in the way")
     with usual(tmp_path, Pauses()), pytest.raises(ConfigError, match="keeps its KV in"), usual(tmp_path, Pauses()):
         pass
@@ -405,7 +405,7 @@ def test_serve_looks_for_another_server_before_it_loads(tmp_path: Path, monkeypa
 async def test_without_the_usual_folder_of_agents_the_server_goes_on_and_tries_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The readiness says so, and names no folder to those who need no key to read it."""
+    """/health/ready reports it, without naming a folder, as this route needs no key."""
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     monkeypatch.setattr(lifetime, "AGENTS_SECONDS", 0.05)
     (tmp_path / "data").mkdir()
@@ -491,8 +491,8 @@ async def test_prompts_are_not_logged() -> None:
         assert "xyzzy" not in process.stderr()
 
 
-def test_a_log_that_nobody_reads_any_more_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C ends `cairn serve 2>&1 | tee log` on both sides, and requests are to finish all the same."""
+def test_a_closed_log_pipe_does_not_end_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C ends both sides of `cairn serve 2>&1 | tee log`, and running requests must still finish."""
     read, write = os.pipe()
     os.close(read)
     for broken in (open(write, "w"), open("/dev/full", "w")):  # noqa: SIM115  (closing fails too)
@@ -505,7 +505,7 @@ def test_a_log_that_nobody_reads_any_more_ends_nothing(monkeypatch: pytest.Monke
 async def test_a_token_log_of_zeros_is_a_trouble_and_in_the_doctors_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All agents are gone, and every answer of theirs is a 404: health says why, and names no folder."""
+    """All agents are gone and every request for one is a 404: /health says why, without naming a folder."""
     folder = tmp_path / "agents"
     config = Config(model="demo", engine="fake", kv_gb=0.01, agents_dir=str(folder), kv_dir=str(tmp_path / "kv"))
 

@@ -1,4 +1,4 @@
-"""A server with several models, as its clients see it: every dialect by name, nothing of one model from another."""
+"""A server with several models, as clients see it: every dialect by name, and nothing of one model in another."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_a_server_starts_beside_a_broken_folder(tmp_path: Path) -> None:
     (make_models(tmp_path, "beta")[0] / "config.json").write_text("{")
     (tmp_path / "alpha.gguf").symlink_to(tmp_path / "nowhere")
     with served(models_dir=str(tmp_path), kv_dir=str(tmp_path / "kv"), kv_gb=0.02) as process:
-        found = {one["id"]: one["state"] for one in get(process, "/v1/models")["data"]}
-        assert found == {"alpha": "failed", "beta": "failed", "gamma": "loaded"}
+        results = {item["id"]: item["state"] for item in get(process, "/v1/models")["data"]}
+        assert results == {"alpha": "failed", "beta": "failed", "gamma": "loaded"}
         assert post(process, "/v1/chat/completions", messages=HELLO, max_tokens=4).json()["model"] == "gamma"
         refused = post(process, "/v1/chat/completions", model="beta", messages=HELLO)
         assert refused.status_code == 503 and "beta cannot be loaded" in refused.text
@@ -97,8 +97,8 @@ def test_a_streams_model_and_a_turns(server: Served) -> None:
         assert answer.status_code == 200 and answer.json()["model"] == name
     answer = post(server, "/v1/agents/ada/turns", messages=HELLO, max_tokens=4)  # the model of its last turn
     assert answer.json()["model"] == "alpha"
-    found = post(server, "/v1/requests/" + answer.json()["id"] + "/cancel")
-    assert found.status_code == 200 and found.json()["state"] == "finished"
+    response = post(server, "/v1/requests/" + answer.json()["id"] + "/cancel")
+    assert response.status_code == 200 and response.json()["state"] == "finished"
     other = post(server, "/v1/chat/completions", model="beta", messages=HELLO, max_tokens=4).json()["id"]
     assert get(server, f"/v1/requests/{other}")["state"] == "finished"
 
@@ -106,14 +106,14 @@ def test_a_streams_model_and_a_turns(server: Served) -> None:
 def test_models_are_listed_with_their_state(server: Served) -> None:
     post(server, "/v1/chat/completions", model="alpha", messages=HELLO, max_tokens=4)
     post(server, "/v1/chat/completions", model="beta", messages=HELLO, max_tokens=4)
-    listed = {one["id"]: one for one in get(server, "/v1/models")["data"]}
+    listed = {item["id"]: item for item in get(server, "/v1/models")["data"]}
     assert list(listed) == ["alpha", "beta", "gamma"]
     assert [one["state"] for one in listed.values()] == ["loaded", "loaded", "on disk"]
     assert all(one["kind"] == "chat" and one["max_model_len"] == 2048 for one in listed.values())
     assert get(server, "/v1/models/beta")["id"] == "beta"
     assert httpx.get(server.url + "/v1/models/delta", trust_env=False, verify=False).status_code == 404
-    assert [one["name"] for one in get(server, "/api/tags")["models"]] == ["alpha", "beta", "gamma"]
-    assert [one["name"] for one in get(server, "/api/ps")["models"]] == ["alpha", "beta"]
+    assert [model["name"] for model in get(server, "/api/tags")["models"]] == ["alpha", "beta", "gamma"]
+    assert [model["name"] for model in get(server, "/api/ps")["models"]] == ["alpha", "beta"]
     assert post(server, "/api/show", model="gamma").json()["model_info"]["general.basename"] == "gamma"
     assert get(server, "/props?model=beta")["model_alias"] == "beta"
 
@@ -132,7 +132,7 @@ def test_metrics_have_each_family_once_and_a_sample_of_each_model(server: Served
 def test_a_model_is_loaded_unloaded_and_swapped_over_http(server: Served) -> None:
     loaded = post(server, "/v1/admin/models/load", model="gamma").json()
     assert loaded["success"] and loaded["state"] == "loaded"
-    states = {one["id"]: one["state"] for one in get(server, "/v1/admin/models")["data"]}
+    states = {item["id"]: item["state"] for item in get(server, "/v1/admin/models")["data"]}
     assert sorted(states.values()) == ["loaded", "loaded", "on disk"]  # max_loaded is 2
     post(server, "/v1/models/unload", model="gamma", grace=5)
     assert post(server, "/v1/models/unload", model="gamma").status_code == 409
@@ -150,7 +150,7 @@ def test_a_model_is_loaded_unloaded_and_swapped_over_http(server: Served) -> Non
 
 def until_unloaded(server: Served, name: str) -> None:
     for _ in range(100):
-        if name not in [one["name"] for one in get(server, "/api/ps")["models"]]:
+        if name not in [model["name"] for model in get(server, "/api/ps")["models"]]:
             return
         time.sleep(0.05)
     raise AssertionError(f"{name} stays loaded")
@@ -160,16 +160,16 @@ def test_a_call_that_waits_for_its_model_says_how_long_that_took(server: Served)
     assert post(server, "/api/generate", model="gamma", keep_alive=0).status_code == 200
     until_unloaded(server, "gamma")
     asked = {"model": "Gamma", "stream": False, "keep_alive": "1h30m", "options": {"num_predict": 2}}
-    found = post(server, "/api/chat", messages=HELLO, **asked).json()
-    assert found["total_duration"] > found["load_duration"] > 10**7
+    answer = post(server, "/api/chat", messages=HELLO, **asked).json()
+    assert answer["total_duration"] > answer["load_duration"] > 10**7
     again = post(server, "/api/chat", messages=HELLO, **asked).json()
     assert again["load_duration"] == 0
 
 
-def test_keep_alive_of_nothing_unloads(server: Served) -> None:
+def test_keep_alive_0_unloads_the_model(server: Served) -> None:
     asked = {"model": "beta", "messages": HELLO, "stream": False, "options": {"num_predict": 2}}
     assert post(server, "/api/chat", **asked, keep_alive="10m").status_code == 200
-    (beta,) = [one for one in get(server, "/api/ps")["models"] if one["name"] == "beta"]
+    (beta,) = [model for model in get(server, "/api/ps")["models"] if model["name"] == "beta"]
     assert not beta["expires_at"].startswith("9999")
     assert post(server, "/api/chat", **asked, keep_alive="x").status_code == 400
     assert post(server, "/api/generate", model="beta", keep_alive=0).status_code == 200
@@ -177,7 +177,10 @@ def test_keep_alive_of_nothing_unloads(server: Served) -> None:
 
 
 def test_an_agents_context_survives_its_models_absence(server: Served) -> None:
-    """The agent talks to alpha, which is unloaded; beta answers; alpha comes back: only the new message is computed."""
+    """The agent talks to alpha, which is unloaded while beta answers.
+
+    When alpha is loaded again, only the new message is computed.
+    """
     long = [{"role": "user", "content": "tell me of the sea " * 40}]
     assert post(server, "/v1/agents", id="eve").status_code == 201
     first = post(server, "/v1/agents/eve/turns", model="alpha", messages=long, max_tokens=8, temperature=0)
@@ -201,12 +204,12 @@ def test_teams_and_workflows_are_answered_by_the_model_that_they_name(server: Se
     assert done.status_code == 200, done.text
     turns = get(server, "/v1/agents/crew.ann/turns")["data"]
     assert turns, turns
-    found = get(server, "/v1/agents/crew.ann")
-    assert found["model"] == "beta", found
+    response = get(server, "/v1/agents/crew.ann")
+    assert response["model"] == "beta", response
 
 
-def test_what_is_made_for_a_model_is_made_for_the_one_that_is_named(server: Served) -> None:
-    """An agent, and what OpenAI's routes beside the response say of one."""
+def test_agents_and_routes_about_a_request_use_the_named_model(server: Served) -> None:
+    """Agents, and OpenAI's routes about a request: compact and input_tokens."""
     for name in ("beta", "alpha"):
         made = post(server, "/v1/agents", id=f"of-{name}", model=name)
         assert made.status_code == 201 and made.json()["model"] == name, made.text

@@ -1,4 +1,4 @@
-"""Guessed tokens over HTTP: the same answers with and without, what usage and metrics tell, and `prediction`."""
+"""Speculative decoding over HTTP: the same answers with and without it, usage, metrics, and `prediction`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 from tests.api.process import Served, served
 
 WORDS = " the and that with from this not are for have"
-"""Words of one token each, so that any text of them is encoded as it was generated."""
+"""Words of one token each, so that any text of them encodes to the ids that were generated."""
 PROMPT = "Say it again:" + WORDS * 4
 
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[tuple[Served, Served]]:
-    """One that guesses seven tokens wherever something repeats, and one that never does."""
+    """Yield a server that drafts seven tokens wherever text repeats, and one that never drafts."""
     with served(speculate="7") as guessing, served(speculate="off") as plain:
         yield guessing, plain
 
@@ -29,19 +29,21 @@ def post(server: Served, path: str, body: dict[str, Any]) -> Any:
 
 
 def words(server: Served) -> list[int]:
-    found: list[int] = post(server, "/tokenize", {"prompt": WORDS, "add_special_tokens": False})["tokens"]
-    return found
+    tokens: list[int] = post(server, "/tokenize", {"prompt": WORDS, "add_special_tokens": False})["tokens"]
+    return tokens
 
 
 def asked(server: Served, **more: Any) -> dict[str, Any]:
-    """A chat whose answer consists of a few words, so that it repeats itself."""
+    """Return a chat whose answer consists of a few words only, so that it repeats itself."""
     body = {"model": "demo", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 120, "ignore_eos": True}
     return body | {"allowed_token_ids": words(server)[:3], "temperature": 0} | more
 
 
 def details(usage: dict[str, Any]) -> tuple[int, int]:
-    found = usage["completion_tokens_details"]
-    return found["accepted_prediction_tokens"], found["rejected_prediction_tokens"]
+    completion_tokens_details = usage["completion_tokens_details"]
+    return completion_tokens_details["accepted_prediction_tokens"], completion_tokens_details[
+        "rejected_prediction_tokens"
+    ]
 
 
 @pytest.mark.parametrize("more", [{}, {"temperature": 0.7, "seed": 5}, {"temperature": 1, "seed": 2, "n": 3}])
@@ -69,20 +71,20 @@ def test_a_stream_tells_the_same(servers: tuple[Served, Served]) -> None:
     )
     usage = chunks[-1].usage
     assert usage and usage.completion_tokens_details
-    found = usage.completion_tokens_details
-    assert (found.accepted_prediction_tokens, found.rejected_prediction_tokens) == details(whole["usage"])
+    counted = usage.completion_tokens_details
+    assert (counted.accepted_prediction_tokens, counted.rejected_prediction_tokens) == details(whole["usage"])
 
 
 def test_a_stop_text_ends_an_answer_in_the_middle_of_guesses(servers: tuple[Served, Served]) -> None:
-    """The front ends it, perhaps before the worker knows: what was guessed until then counts all the same."""
+    """The front ends the answer, perhaps before the worker knows; drafts until then are counted nevertheless."""
     whole = post(servers[0], "/v1/chat/completions", asked(servers[0]))["choices"][0]["message"]["content"]
     stop = whole[len(whole) // 2 : len(whole) // 2 + 12]
-    found = [post(server, "/v1/chat/completions", asked(server, stop=stop)) for server in servers]
-    assert found[0]["choices"] == found[1]["choices"] and found[0]["choices"][0]["finish_reason"] == "stop"
-    assert details(found[0]["usage"])[0] > 0
+    results = [post(server, "/v1/chat/completions", asked(server, stop=stop)) for server in servers]
+    assert results[0]["choices"] == results[1]["choices"] and results[0]["choices"][0]["finish_reason"] == "stop"
+    assert details(results[0]["usage"])[0] > 0
 
 
-def test_metrics_and_other_dialects_tell_it(servers: tuple[Served, Served]) -> None:
+def test_metrics_and_other_dialects_report_guesses(servers: tuple[Served, Served]) -> None:
     guessing, _ = servers
 
     def counted(name: str) -> float:
@@ -105,19 +107,19 @@ def test_metrics_and_other_dialects_tell_it(servers: tuple[Served, Served]) -> N
 
 @pytest.mark.parametrize("parts", [False, True])
 def test_a_predicted_answer_takes_fewer_steps_and_is_the_same(servers: tuple[Served, Served], parts: bool) -> None:
-    """An answer that repeats nothing is guessed only by who is told it before."""
+    """An answer without repetition can only be drafted from a prediction."""
     guessing, plain = servers
     messages = [{"role": "user", "content": "x"}]
     more = {"messages": messages, "allowed_token_ids": words(guessing), "temperature": 1, "seed": 9, "max_tokens": 30}
     expected = post(plain, "/v1/chat/completions", asked(plain, **more))["choices"][0]["message"]["content"]
     text = " " + expected.lstrip()
     content: Any = [{"type": "text", "text": text[:9]}, {"type": "text", "text": text[9:]}] if parts else text
-    found = post(
+    response = post(
         guessing, "/v1/chat/completions", asked(guessing, **more, prediction={"type": "content", "content": content})
     )
     alone = post(guessing, "/v1/chat/completions", asked(guessing, **more))
-    assert found["choices"] == alone["choices"] and found["choices"][0]["message"]["content"] == expected
-    assert details(found["usage"])[0] >= 15 > details(alone["usage"])[0]
+    assert response["choices"] == alone["choices"] and response["choices"][0]["message"]["content"] == expected
+    assert details(response["usage"])[0] >= 15 > details(alone["usage"])[0]
 
 
 @pytest.mark.parametrize(
@@ -133,17 +135,19 @@ def test_a_predicted_answer_takes_fewer_steps_and_is_the_same(servers: tuple[Ser
         ({"type": "content", "content": [{"type": "image_url", "text": "x"}]}, "prediction.content[0].type"),
     ],
 )
-def test_what_is_no_prediction_is_refused(servers: tuple[Served, Served], prediction: Any, field: str) -> None:
-    found = post(servers[0], "/v1/chat/completions", asked(servers[0], prediction=prediction))
-    assert found["status"] == 400 and found["error"]["param"] == field, found
+def test_an_invalid_prediction_is_refused(servers: tuple[Served, Served], prediction: Any, field: str) -> None:
+    response = post(servers[0], "/v1/chat/completions", asked(servers[0], prediction=prediction))
+    assert response["status"] == 400 and response["error"]["param"] == field, response
 
 
 def test_a_prediction_longer_than_the_context_is_refused(servers: tuple[Served, Served]) -> None:
-    """By its tokens, or before it is encoded where it is far too long."""
+    """Refused by its number of tokens, or, if it is far too long, before it is tokenized."""
     for count in (6000, 200_000):
         prediction = {"type": "content", "content": WORDS * (count // 10)}
-        found = post(servers[0], "/v1/chat/completions", asked(servers[0], prediction=prediction))
-        assert found["status"] == 400 and found["error"]["param"] == "prediction" and "context" in str(found), found
+        response = post(servers[0], "/v1/chat/completions", asked(servers[0], prediction=prediction))
+        assert (
+            response["status"] == 400 and response["error"]["param"] == "prediction" and "context" in str(response)
+        ), response
 
 
 def test_an_agents_turn_takes_a_prediction_too(servers: tuple[Served, Served]) -> None:

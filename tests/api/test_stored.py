@@ -40,13 +40,13 @@ class Stored(ScriptedService):
         return Swept(checked=1200, removed=1000, bytes=8_000_000)
 
 
-async def test_what_is_stored_can_be_seen_and_looked_after() -> None:
+async def test_stored_kv_can_be_listed_flushed_scrubbed_and_pruned() -> None:
     service = Stored()
     async with site(service) as at, at.http() as http:
-        found = (await http.get("/v1/cache")).json()
-        assert found["disk"]["chunks"] == 1200 and found["disk"]["trouble"] == "the disk sulks"
-        assert found["ram"] is None and found["queued"] == 3
-        assert (await http.post("/v1/cache/flush")).json() == found
+        answer = (await http.get("/v1/cache")).json()
+        assert answer["disk"]["chunks"] == 1200 and answer["disk"]["trouble"] == "the disk sulks"
+        assert answer["ram"] is None and answer["queued"] == 3
+        assert (await http.post("/v1/cache/flush")).json() == answer
         assert (await http.post("/v1/cache/scrub")).json() == {
             "object": "scrub",
             "checked": 1200,
@@ -67,8 +67,8 @@ async def test_what_is_stored_can_be_seen_and_looked_after() -> None:
         assert late.status_code == 503 and "12 chunks" in late.json()["error"]["message"]
 
 
-async def test_a_page_of_elsewhere_cannot_order_what_needs_no_body() -> None:
-    """A request without a body needs no preflight; where it comes from decides."""
+async def test_a_foreign_page_cannot_send_an_order_without_a_body() -> None:
+    """A request without a body needs no preflight, so its Origin decides."""
     config = Config(cors_origins=("https://app.example",))
     async with site(Stored(), config) as at, at.http() as http:
         for origin, status in (
@@ -84,7 +84,7 @@ async def test_a_page_of_elsewhere_cannot_order_what_needs_no_body() -> None:
         assert (await http.post("/v1/cache/flush", headers=behind_a_proxy)).status_code == 200
 
 
-async def test_on_a_server_with_keys_they_need_the_admin_key() -> None:
+async def test_cache_routes_need_the_admin_key() -> None:
     config = Config(api_key=(Secret("user"),), admin_key=Secret("admin"))
     async with site(Stored(), config) as at, at.http() as http:
         for key, status in (("user", 401), ("none", 401), ("admin", 200)):
@@ -141,7 +141,7 @@ def test_packed_weights_removed_by_prune_are_reported_without_a_server(
 
 
 async def test_a_real_server_stores_flushes_and_finds_damage(tmp_path: Path) -> None:
-    """Through the worker: what an answer left is flushed, bent on the disk, found by a scrub, and gone."""
+    """Through the worker: an answer's KV is flushed, corrupted on disk, found by a scrub, and removed."""
     config = Config(model="demo", engine="fake", kv_dir=str(tmp_path / "kv"))
     service = await Service.start(config, in_process=True)
     try:
@@ -155,8 +155,8 @@ async def test_a_real_server_stores_flushes_and_finds_damage(tmp_path: Path) -> 
             data = bytearray(deepest.read_bytes())
             data[-1] ^= 1
             deepest.write_bytes(data)
-            found = (await http.post("/v1/cache/scrub")).json()
-            assert (found["checked"], found["removed"]) == (len(files), 1)
+            answer = (await http.post("/v1/cache/scrub")).json()
+            assert (answer["checked"], answer["removed"]) == (len(files), 1)
             assert not deepest.exists()
             assert (await http.post("/v1/cache/prune")).json()["removed"] == 0
     finally:

@@ -1,4 +1,4 @@
-"""Many streams at once over real sockets, against what the fake engine must say."""
+"""Many streams at once over real sockets, compared with what the fake engine must answer."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Figure = Callable[[str, str], None]
 
 
 class Truth:
-    """What the server must answer."""
+    """The answers that the server must give."""
 
     def __init__(self) -> None:
-        # The fake engine's noise depends on the size of its pool, so it is made as the server makes its own.
+        # The fake engine's logits depend on the size of its pool, so it is built as the server builds its own.
         self.spec, engine = load_engine(Config(engine="fake", kv_gb=KV_GB), DEMO)
         assert isinstance(engine, FakeEngine)
         self.engine = engine
@@ -76,7 +76,7 @@ async def stream(port: int, body: dict[str, Any]) -> tuple[list[Any], float]:
 
 
 def texts(found: list[Any], choices: int = 1, tokens: int = TOKENS) -> list[str]:
-    """Return each choice's text of a stream, checked to be well-formed from the first event to the last."""
+    """Return each choice's text; fail unless the stream is well-formed from the first event to the last."""
     assert found[-1] == "[DONE]"
     *chunks, usage, _ = found
     said = [""] * choices
@@ -104,7 +104,7 @@ MIXES: list[tuple[str, dict[str, Any], int]] = [
 async def test_concurrent_streams_are_complete_in_order_and_once(
     truth: Truth, figure: Figure, prove: bool, name: str, more: dict[str, Any], choices: int
 ) -> None:
-    """Known failures 2, 9, 22: nothing lost, repeated, mixed up or reordered between many streams."""
+    """Known failures 2, 9, 22: nothing is lost, repeated, mixed up or reordered."""
     count = (1000 if prove else 100) // choices
     rng = random.Random(name)
     prompts = [truth.prompt(rng) for _ in range(count)]
@@ -128,8 +128,8 @@ async def test_concurrent_streams_are_complete_in_order_and_once(
             params = SamplingParams(max_tokens=TOKENS, **({"temperature": 0.0} | sampling))
             tokens = truth.engine.oracle(prompts[index], params, TOKENS, choice)
             assert said[choice] == truth.tokenizer.decode(tokens), (name, index, choice)
-    for found, _ in results:
-        texts(found, choices)
+    for chunks, _ in results:
+        texts(chunks, choices)
 
 
 async def test_stream_and_whole_say_the_same(truth: Truth) -> None:
@@ -138,22 +138,22 @@ async def test_stream_and_whole_say_the_same(truth: Truth) -> None:
     with served() as server:
         for _ in range(5):
             body = body_of(truth.prompt(rng), temperature=0.8, seed=rng.getrandbits(32), stop=["e ", "xq"])
-            found, _ = await stream(server.port, body)
+            chunks, _ = await stream(server.port, body)
             plain = {key: value for key, value in body.items() if not key.startswith("stream")}
             whole = server.post("/v1/completions", plain)
-            said = "".join(choice["text"] for chunk in found[:-1] for choice in chunk["choices"])
+            said = "".join(choice["text"] for chunk in chunks[:-1] for choice in chunk["choices"])
             assert said == whole["choices"][0]["text"]
-            assert found[-2]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+            assert chunks[-2]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
             assert "e " not in said and "xq" not in said
 
 
 async def read_to_the_end(port: int, body: dict[str, Any]) -> list[Any]:
-    found, _ = await stream(port, body)
-    return found
+    chunks, _ = await stream(port, body)
+    return chunks
 
 
 async def test_sigterm_under_load_cuts_nothing_within_the_grace(truth: Truth, figure: Figure, prove: bool) -> None:
-    """Known failure 3: every request that runs ends whole, the process ends with 0, no process is left."""
+    """Known failure 3: every running request ends whole, the process exits with 0, and no process is left."""
     rounds = 20 if prove else 2
     rng = random.Random(9)
     whole = 0
@@ -172,12 +172,12 @@ async def test_sigterm_under_load_cuts_nothing_within_the_grace(truth: Truth, fi
                 server.signal_all(signal.SIGINT)
             else:
                 server.signal()
-            for index, found in enumerate(await asyncio.gather(*running, return_exceptions=True)):
-                if isinstance(found, ConnectionRefusedError | AssertionError):
-                    assert "503" in str(found) or isinstance(found, ConnectionRefusedError), found
+            for index, outcome in enumerate(await asyncio.gather(*running, return_exceptions=True)):
+                if isinstance(outcome, ConnectionRefusedError | AssertionError):
+                    assert "503" in str(outcome) or isinstance(outcome, ConnectionRefusedError), outcome
                     continue
-                assert not isinstance(found, BaseException), found
-                assert texts(found, tokens=LONG) == [truth.text(prompts[index], LONG)]
+                assert not isinstance(outcome, BaseException), outcome
+                assert texts(outcome, tokens=LONG) == [truth.text(prompts[index], LONG)]
                 whole += 1
             assert await asyncio.to_thread(server.wait, 60) == 0
             assert not alive(family)
@@ -186,17 +186,17 @@ async def test_sigterm_under_load_cuts_nothing_within_the_grace(truth: Truth, fi
 
 
 async def metrics(server: Served) -> dict[str, float]:
-    """Values of the metrics without labels that differ."""
+    """Return the metrics' values without labels that vary."""
     import httpx
 
     async with httpx.AsyncClient(base_url=server.url, trust_env=False, verify=False) as http:
         text = (await http.get("/metrics")).text
-    found = {}
+    results = {}
     for line in text.splitlines():
         if not line.startswith("#"):
             name, _, value = line.rpartition(" ")
-            found[name.partition("{")[0]] = float(value)
-    return found
+            results[name.partition("{")[0]] = float(value)
+    return results
 
 
 async def test_cancels_leave_nothing_behind(truth: Truth, figure: Figure, prove: bool) -> None:
@@ -229,8 +229,8 @@ async def test_cancels_leave_nothing_behind(truth: Truth, figure: Figure, prove:
                     break
                 await asyncio.sleep(0.05)
         prompt = truth.prompt(rng)
-        found, _ = await stream(server.port, body_of(prompt))
-        assert texts(found) == [truth.text(prompt)]
+        chunks, _ = await stream(server.port, body_of(prompt))
+        assert texts(chunks) == [truth.text(prompt)]
         usage = next(value for name, value in (await metrics(server)).items() if "cache_usage" in name)
         assert usage == 0.0
     figure("cancels over HTTP", f"{count}: nothing running, waiting or held at the end")

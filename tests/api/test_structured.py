@@ -1,4 +1,4 @@
-"""Structured answers and calls over a real server's process, as clients ask for them."""
+"""Structured answers and calls of a real server process."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class City(pydantic.BaseModel):
 
 
 NOT: dict[str, Any] = {"not": {"type": "string"}, "maxLength": 8}
-"""What nothing can hold an answer to."""
+"""A schema that cannot be enforced."""
 WRONG: dict[str, Any] = {"type": "strin"}
-"""What is no schema."""
+"""An invalid schema."""
 CITY = City.model_json_schema() | {"additionalProperties": False}
 
 
@@ -72,11 +72,11 @@ def content(answer: Any) -> str:
 def test_openai_python_parses_what_a_schema_was_asked_of(server: Served) -> None:
     with client(server) as api:
         for seed in range(5):
-            found = api.chat.completions.parse(
+            result = api.chat.completions.parse(
                 model="demo", messages=ASKED, response_format=City, seed=seed, temperature=1, max_tokens=400
             )
-            city = found.choices[0].message.parsed
-            assert isinstance(city, City) and found.choices[0].finish_reason == "stop"
+            city = result.choices[0].message.parsed
+            assert isinstance(city, City) and result.choices[0].finish_reason == "stop"
 
 
 def test_openai_python_parses_calls_of_strict_tools(server: Served) -> None:
@@ -84,7 +84,7 @@ def test_openai_python_parses_calls_of_strict_tools(server: Served) -> None:
         city: str = pydantic.Field(max_length=5)
 
     with client(server) as api:
-        found = api.chat.completions.parse(
+        result = api.chat.completions.parse(
             model="demo",
             messages=ASKED,
             tools=[openai.pydantic_function_tool(Weather)],
@@ -92,8 +92,8 @@ def test_openai_python_parses_calls_of_strict_tools(server: Served) -> None:
             parallel_tool_calls=False,
             max_tokens=200,
         )
-    assert found.choices[0].finish_reason == "tool_calls" and found.choices[0].message.tool_calls
-    (call,) = found.choices[0].message.tool_calls
+    assert result.choices[0].finish_reason == "tool_calls" and result.choices[0].message.tool_calls
+    (call,) = result.choices[0].message.tool_calls
     assert isinstance(call.function.parsed_arguments, Weather)
 
 
@@ -113,7 +113,7 @@ def test_openai_python_parses_calls_of_strict_tools(server: Served) -> None:
         ({"response_format": {"type": "grammar", "grammar": 'root ::= "a" "b"'}}, ["ab"]),
     ],
 )
-def test_every_way_to_say_it(server: Served, more: dict[str, Any], allowed: list[str]) -> None:
+def test_every_field_for_a_schema_is_enforced(server: Served, more: dict[str, Any], allowed: list[str]) -> None:
     assert content(ask(server, **more)) in allowed
     text = httpx.post(
         server.url + "/v1/completions",
@@ -159,18 +159,19 @@ def test_log_probabilities_are_of_the_plain_distribution(server: Served) -> None
     ],
 )
 def test_tokens_that_are_forced_change_no_answer(server: Served, more: dict[str, Any], finish: str) -> None:
-    """With log-probabilities each token has a step of its own: the answers are the same, to the token."""
+    """With log-probabilities each token takes a step of its own; the answers must be equal, token for token."""
     for seed in range(3):
         body = {"response_format": {"type": "json_object", "schema": CITY}, "seed": seed, **more}
         forced, single = ask(server, **body).json(), ask(server, **body, logprobs=True).json()
-        found = [
-            [(one["message"]["content"], one["finish_reason"]) for one in each["choices"]] for each in (forced, single)
+        results = [
+            [(choice["message"]["content"], choice["finish_reason"]) for choice in each["choices"]]
+            for each in (forced, single)
         ]
-        assert found[0] == found[1] and {reason for _, reason in found[0]} == {finish}
+        assert results[0] == results[1] and {reason for _, reason in results[0]} == {finish}
         assert forced["usage"]["completion_tokens"] == single["usage"]["completion_tokens"]
         streamed = ask(server, **body, stream=True).text
         chunks = [json.loads(line[6:])["choices"] for line in streamed.splitlines() if line.startswith("data: {")]
-        for index, (text, _) in enumerate(found[0]):
+        for index, (text, _) in enumerate(results[0]):
             parts = [one["delta"].get("content") or "" for each in chunks for one in each if one["index"] == index]
             assert "".join(parts) == text
 
@@ -196,7 +197,7 @@ def test_a_worker_that_dies_within_an_object_is_followed_by_one_that_goes_on(ser
 
 
 def _worker(server: Served) -> int:
-    """The process of the server's worker."""
+    """Return the process of the server's worker."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
@@ -233,7 +234,7 @@ def test_length_may_cut_an_object(server: Served) -> None:
         ({"tools": [TIME], "tool_choice": {"type": "allowed_tools", "tools": 5}}, "tool_choice", "names a tool"),
     ],
 )
-def test_what_cannot_be_followed_is_named(server: Served, more: dict[str, Any], field: str, words: str) -> None:
+def test_an_unfollowable_schema_is_named(server: Served, more: dict[str, Any], field: str, words: str) -> None:
     answer = ask(server, **more)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == field, answer.text
     assert words in answer.json()["error"]["message"]
@@ -243,14 +244,14 @@ def test_what_cannot_be_followed_is_named(server: Served, more: dict[str, Any], 
     "more",
     [{"json_schema": {"$ref": "#"}}, {"grammar": "root ::= root"}, {"guided_choice": ["a"], "allowed_token_ids": [5]}],
 )
-def test_an_answer_that_nobody_could_give_is_the_requests_own_fault(server: Served, more: dict[str, Any]) -> None:
-    """Clients send again what ended with a 5xx."""
+def test_an_impossible_answer_is_a_4xx(server: Served, more: dict[str, Any]) -> None:
+    """Clients retry after a 5xx, which would never succeed."""
     assert ask(server, **more).status_code == 400
     assert '"invalid_request"' in ask(server, **more, stream=True).text
 
 
 def placed(schema: dict[str, Any]) -> list[tuple[str, dict[str, Any], str]]:
-    """(path, body, the field's name) of every dialect's way to ask for a schema."""
+    """Return (path, body, field name) of every dialect's way to ask for a schema."""
     return [
         (
             "/v1/responses",
@@ -361,7 +362,7 @@ def test_an_answer_is_made_to_call(server: Served, choice: Any, names: set[str])
 
 @pytest.mark.parametrize("choice", [{"type": "custom", "name": "edit"}, "required", "auto"])
 def test_a_custom_tool_gets_what_its_lark_allows(server: Served, choice: Any) -> None:
-    """Also where the client does not ask for the call: there, whatever is called is called so."""
+    """Also with `tool_choice: auto`: any call that is made follows the grammar."""
     lark = 'start: head line{1,2}\nhead: "*** " ("add" | "cut") LF\nline: SIGN /[a-z]{1,6}/ LF\nSIGN: "+" | "-"\n'
     form = {"type": "grammar", "syntax": "lark", "definition": lark + "%import common.LF\n"}
     tools = [{"type": "custom", "name": "edit", "description": "changes a file", "format": form}]
@@ -376,7 +377,7 @@ def test_a_custom_tool_gets_what_its_lark_allows(server: Served, choice: Any) ->
 
 
 def test_tools_and_a_schema_together(server: Served) -> None:
-    """An answer calls, or it is what the schema says."""
+    """The answer either calls a tool or follows the schema."""
     for seed in range(4):
         answer = ask(server, tools=[TIME], response_format={"type": "json_object", "schema": {"const": 1}}, seed=seed)
         made = calls(answer)
@@ -404,8 +405,8 @@ def test_a_turn_of_an_agent_is_held_to_its_form(server: Served) -> None:
             answer = http.post(turns, json=body)
             message = answer.json()["choices"][0]["message"]
             assert message["content"] in ('"red"', '"green"') or message["tool_calls"][0]["function"]["name"]
-        told = http.post(turns, json={"messages": ASKED, "max_tokens": 60, "guided_json": NOT})
-        assert told.headers["x-cairn-warning"] == 'guided_json: "not" is not enforced'
+        response = http.post(turns, json={"messages": ASKED, "max_tokens": 60, "guided_json": NOT})
+        assert response.headers["x-cairn-warning"] == 'guided_json: "not" is not enforced'
         refused = http.post(turns, json={"messages": ASKED, "guided_regex": "("})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "guided_regex"
 

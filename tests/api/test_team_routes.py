@@ -38,21 +38,24 @@ async def test_a_team_from_creation_to_deletion(folder: Path) -> None:
         assert made.status_code == 201, made.text
         body = made.json()
         assert (body["id"], body["rounds"], body["state"], body["seed"]) == ("t", 0, "idle", 5)
-        assert [one["agent"] for one in body["members"]] == ["t.ada", "t.bob", "t.cy"]
+        assert [member["agent"] for member in body["members"]] == ["t.ada", "t.bob", "t.cy"]
         posted = await http.post("/v1/teams/t/messages", json={"content": "psst", "to": ["bob"]})
         assert posted.status_code == 201 and posted.json()["to"] == ["bob"]
         spoken = await http.post("/v1/teams/t/messages", json={"content": "Yes?", "from": "cy"})
         assert spoken.json()["sender"] == "cy"
         streamed = await http.post("/v1/teams/t/rounds", json={"content": "Begin.", "stream": True})
-        found = plain(streamed.text)
-        assert found[0] == {"type": "round.started", "round": 1, "topology": "broadcast", "resumed": False}
-        assert {event["member"] for event in found if event["type"] == "turn.done"} == {"ada", "bob", "cy"}
-        assert found[-1] == {"type": "round.done", "round": 1, "decision": None}
+        result = plain(streamed.text)
+        assert result[0] == {"type": "round.started", "round": 1, "topology": "broadcast", "resumed": False}
+        assert {event["member"] for event in result if event["type"] == "turn.done"} == {"ada", "bob", "cy"}
+        assert result[-1] == {"type": "round.done", "round": 1, "decision": None}
         again = await http.get(f"/v1/requests/{streamed.headers['x-request-id']}/events", params={"after": 3})
-        assert plain(again.text) == found[3:]
+        assert plain(again.text) == result[3:]
         vote = {"question": "Done?", "options": ["yes", "no"]}
         body = (await http.post("/v1/teams/t/rounds", json={"rounds": 2, "vote": vote})).json()
-        assert body["rounds"] == 3 and [one["round"] for one in body["entries"] if one["type"] == "vote"] == [2, 3]
+        assert body["rounds"] == 3 and [entry["round"] for entry in body["entries"] if entry["type"] == "vote"] == [
+            2,
+            3,
+        ]
         ranked = vote | {"options": ["x", "y", "z"], "rule": "ranked"}
         voted = (await http.post("/v1/teams/t/votes", json=ranked)).json()
         assert voted["object"] == "team.vote" and voted["decision"] in "xyz" and len(voted["ballots"]) == 3
@@ -71,7 +74,7 @@ async def test_a_team_from_creation_to_deletion(folder: Path) -> None:
         quiet = await http.post("/v1/teams/t/interrupt")
         assert quiet.json()["interrupted"] is False
         listed = (await http.get("/v1/teams", params={"limit": 1})).json()
-        assert [one["id"] for one in listed["data"]] == ["u"] and listed["has_more"]
+        assert [item["id"] for item in listed["data"]] == ["u"] and listed["has_more"]
         assert (await http.delete("/v1/teams/t")).json()["deleted"] is True
         assert (await http.get("/v1/teams/t")).status_code == 404
         assert (await http.get("/v1/agents/t.ada")).status_code == 404
@@ -117,10 +120,10 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
 
 async def test_members_have_tools_of_their_own_and_share_their_beginning(folder: Path) -> None:
     long = {"name": "facts", "text": "Every member knows this. " * 40}
-    members = [one | {"tools": [TOOL]} for one in MEMBERS[:2]] + MEMBERS[2:]
+    members = [member | {"tools": [TOOL]} for member in MEMBERS[:2]] + MEMBERS[2:]
     async with home(folder) as (_, http):
         made = await http.post("/v1/teams", json=TEAM | {"members": members, "documents": [long]})
-        assert [one["tools"] for one in made.json()["members"]] == [["look"], ["look"], []]
+        assert [member["tools"] for member in made.json()["members"]] == [["look"], ["look"], []]
         calls = 0
         for _ in range(12):
             body = (await http.post("/v1/teams/t/rounds", json={})).json()
@@ -128,17 +131,19 @@ async def test_members_have_tools_of_their_own_and_share_their_beginning(folder:
                 if body["rounds"] >= 2 and calls:
                     break
                 continue
-            assert all(json.loads(one["arguments"]).keys() <= {"n"} and one["tool"] == "look" for one in body["calls"])
+            assert all(
+                json.loads(call["arguments"]).keys() <= {"n"} and call["tool"] == "look" for call in body["calls"]
+            )
             calls += len(body["calls"])
-            results = [{"call_id": one["call_id"], "content": "A stone."} for one in body["calls"]]
+            results = [{"call_id": call["call_id"], "content": "A stone."} for call in body["calls"]]
             given = (await http.post("/v1/teams/t/tool_results", json={"results": results})).json()
             assert given["calls"] == [] and given["state"] == "interrupted"
         assert calls and body["rounds"] >= 2
         shown = (await http.get("/v1/teams/t")).json()
-        assert shown["report"]["shared_tokens"] > 200, "what a member's tools are stands behind what all share"
+        assert shown["report"]["shared_tokens"] > 200, "a member's tools come behind the shared prefix"
         for name, sees in (("ada", True), ("cy", False)):
-            told = await http.get("/v1/teams/t/transcript", params={"member": name, "format": "markdown"})
-            assert ("A stone." in told.text) <= sees
+            response = await http.get("/v1/teams/t/transcript", params={"member": name, "format": "markdown"})
+            assert ("A stone." in response.text) <= sees
         lost = {"results": [{"call_id": "call-9", "content": ""}]}
         answer = await http.post("/v1/teams/t/tool_results", json=lost)
         assert answer.status_code == 404 and "waits for no result" in answer.text
@@ -149,7 +154,7 @@ async def test_members_have_tools_of_their_own_and_share_their_beginning(folder:
 
 async def test_rounds_are_cancelled_by_the_id_of_their_request(folder: Path) -> None:
     async with home(folder) as (_, http):
-        await http.post("/v1/teams", json=TEAM | {"members": [one | {"max_tokens": 200} for one in MEMBERS]})
+        await http.post("/v1/teams", json=TEAM | {"members": [member | {"max_tokens": 200} for member in MEMBERS]})
         name = {"X-Request-ID": "my-rounds"}
         body = {"rounds": 500, "stream": True}
         async with http.stream("POST", "/v1/teams/t/rounds", json=body, headers=name) as answer:
@@ -192,7 +197,7 @@ async def test_no_tenant_sees_anothers_teams(folder: Path) -> None:
 def said_by(url: str) -> list[tuple[int, str, str]]:
     with urllib.request.urlopen(url + "/v1/teams/t/transcript") as response:
         entries = json.load(response)["entries"]
-    return [(one["round"], one["member"], one["content"]) for one in entries if one["type"] == "turn"]
+    return [(entry["round"], entry["member"], entry["content"]) for entry in entries if entry["type"] == "turn"]
 
 
 def test_a_killed_server_goes_on_with_the_round_and_says_the_same(folder: Path, tmp_path: Path) -> None:

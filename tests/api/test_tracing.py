@@ -1,4 +1,4 @@
-"""Traces by OpenTelemetry, as a collector sees them, and the log as lines of JSON."""
+"""OpenTelemetry traces as a collector sees them, and logs as JSON lines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ASKED = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 6, "te
 
 
 class Collector:
-    """An OTLP collector: what was sent to it, decoded."""
+    """An OTLP collector that keeps what it is sent, decoded."""
 
     def __init__(self) -> None:
         self.raw: list[bytes] = []
@@ -63,15 +63,15 @@ class Collector:
         return f"http://127.0.0.1:{self.server.server_port}"
 
     def spans(self) -> list[Any]:
-        found = []
+        results = []
         for body in self.raw:
             request = ExportTraceServiceRequest()
             request.ParseFromString(body)
             for resource in request.resource_spans:
-                names = {one.key: one.value.string_value for one in resource.resource.attributes}
+                names = {attribute.key: attribute.value.string_value for attribute in resource.resource.attributes}
                 assert names["service.name"] == "cairn"
-                found += [span for scope in resource.scope_spans for span in scope.spans]
-        return found
+                results += [span for scope in resource.scope_spans for span in scope.spans]
+        return results
 
     def close(self) -> None:
         self.server.shutdown()
@@ -81,9 +81,9 @@ class Collector:
 
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    found = Collector()
-    yield found
-    found.close()
+    result = Collector()
+    yield result
+    result.close()
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def attributes(span: Any) -> dict[str, Any]:
-    return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in span.attributes}
+    return {
+        attribute.key: getattr(attribute.value, attribute.value.WhichOneof("value")) for attribute in span.attributes
+    }
 
 
 async def flushed(at: Site) -> None:
@@ -106,7 +108,7 @@ async def test_a_collector_sees_the_spans_of_a_request(folder: Path, collector: 
         answer = await http.post("/v1/chat/completions", json={**ASKED, "n": 2}, headers={"traceparent": PARENT})
         assert answer.status_code == 200
         assert (await http.post("/v1/chat/completions", json={"messages": []})).status_code == 400
-        assert (await http.get("/health")).status_code == 200  # a probe, of which there is no trace
+        assert (await http.get("/health")).status_code == 200  # a probe, which leaves no trace
         await flushed(at)
     spans = collector.spans()
     server, refused = (span for span in spans if span.kind == 2)
@@ -124,7 +126,7 @@ async def test_a_collector_sees_the_spans_of_a_request(folder: Path, collector: 
     order = [of[name] for name in ("queue", "prefill", "decode")]
     for one, next in itertools.pairwise(order):
         assert one.start_time_unix_nano <= one.end_time_unix_nano
-        assert abs(one.end_time_unix_nano - next.start_time_unix_nano) < 2_000_000  # two clocks are read for it
+        assert abs(one.end_time_unix_nano - next.start_time_unix_nano) < 2_000_000  # the two times come from two clocks
     assert of["decode"].end_time_unix_nano <= server.end_time_unix_nano + 2_000_000
     assert attributes(of["decode"])["cairn.completion_tokens"] == 6
     assert attributes(of["decode"])["cairn.finish_reason"] == "length"
@@ -150,7 +152,7 @@ async def test_loading_a_model_is_a_span_and_a_trace_that_is_not_sampled_none(
 
 
 async def test_kv_that_is_loaded_is_a_span(folder: Path, tmp_path: Path) -> None:
-    """A prompt whose KV comes from the disk waits for that within its queue."""
+    """A prompt whose KV is loaded from disk waits for it while it is queued."""
     prompt = tuple(range(20, 270)) * 2
     options = {"kv_dir": str(tmp_path / "kv"), "kv_load": "always"}
     for times in range(2):
@@ -161,13 +163,13 @@ async def test_kv_that_is_loaded_is_a_span(folder: Path, tmp_path: Path) -> None
             await service.flush()
             if times:
                 assert answer.cache.disk
-                load, queue = (next(one for one in spans if one.name == name) for name in ("load", "queue"))
+                load, queue = (next(span for span in spans if span.name == name) for name in ("load", "queue"))
                 assert queue.began <= load.began <= load.ended == queue.ended
                 assert load.attributes["tokens"] == answer.cache.disk
     PRESENT.set(None)
 
 
-async def test_without_traces_nothing_is_noted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_traces_nothing_is_recorded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     taken = service_module.RequestState
 
@@ -222,8 +224,8 @@ async def test_json_log_lines_name_tenant_request_and_times_but_no_texts(folder:
         bad = {"messages": [{"role": PROMPT, "content": PROMPT}], "response_format": PROMPT}
         assert (await http.post("/v1/chat/completions", json=bad, headers=headers)).status_code == 400
     text = lines.getvalue()
-    found = [json.loads(line) for line in text.splitlines()]
-    first, second, refused, bad_line = (one for one in found if one["logger"] == "cairn.access")
+    results = [json.loads(line) for line in text.splitlines()]
+    first, second, refused, bad_line = (result for result in results if result["logger"] == "cairn.access")
     assert first["tenant"] == "ada" and first["model"] == "tiny" and first["status"] == 200
     assert first["request_id"] == answer.headers["x-cairn-request-id"] and first["client_request_id"] == "mine"
     assert first["completion_tokens"] == 6 and first["prompt_tokens"] == answer.json()["usage"]["prompt_tokens"]
@@ -232,4 +234,4 @@ async def test_json_log_lines_name_tenant_request_and_times_but_no_texts(folder:
     assert (refused["status"], refused["error"]) == (401, "invalid_api_key") and "model" not in refused
     assert (bad_line["status"], bad_line["error"]) == (400, "invalid_request")
     assert said and all(secret not in text for secret in (PROMPT, said, "key-of-ada", "wrong-key", "q=secret"))
-    assert all({"time", "level", "logger", "message"} <= set(one) for one in found)
+    assert all({"time", "level", "logger", "message"} <= set(result) for result in results)

@@ -1,7 +1,7 @@
-"""Two sessions of Claude Code in one folder: requests in the shapes that the real client sends, to a whole server.
+"""Two sessions of Claude Code in one folder, with requests in the real client's shapes, on a whole server.
 
-Its second session has another version in its attribution line, another session id, another question, and cache_control
-elsewhere; its tools and its system text are the same, and are not computed again.
+The second session differs in the version of its attribution line, session id, question and places of cache_control. Its
+tools and system text are equal and are not computed again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BETAS = "claude-code-20250219,interleaved-thinking-2025-05-14,context-management
 
 
 def tools() -> list[dict[str, Any]]:
-    """Twelve, with long descriptions."""
+    """Return twelve tools with long descriptions."""
     words = "Reads, writes, lists or runs what it is told to, in the folder it is told of. "
     return [
         {
@@ -41,7 +41,7 @@ def tools() -> list[dict[str, Any]]:
 
 
 def session(version: str, id: str, question: str) -> dict[str, Any]:
-    """A session's first request."""
+    """Return the first request of a session."""
     system = [
         {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1.331.{version}; cc_entrypoint=cli;"},
         {"type": "text", "text": "You are a coding agent.", "cache_control": EPHEMERAL},
@@ -83,12 +83,12 @@ def ask(at: Prompter, body: dict[str, Any], path: str = "/v1/messages?beta=true"
 
 
 def size(at: Prompter, body: dict[str, Any]) -> int:
-    """Tokens of a request's tools and system text."""
+    """Return the number of tokens in a request's tools and system text."""
     begun = {key: body[key] for key in ("model", "system", "tools")} | {"messages": [{"role": "user", "content": "."}]}
     return int(json.loads(ask(at, begun, "/v1/messages/count_tokens"))["input_tokens"]) - 12
 
 
-def test_they_share_tools_and_system(server: Prompter, tmp_path: Path) -> None:
+def test_sessions_share_the_kv_of_tools_and_system(server: Prompter, tmp_path: Path) -> None:
     first = session("003", "11111111-aaaa", "What is in this folder?")
     second = session("d13", "22222222-bbbb", "Write a test, please.")
     shared = size(server, first)
@@ -97,7 +97,8 @@ def test_they_share_tools_and_system(server: Prompter, tmp_path: Path) -> None:
     assert prompt > shared and cached < shared / 2, "nobody asked before"
     prompt, cached = usage_of(ask(server, second, id="22222222-bbbb"))
     assert prompt > cached >= 0.95 * shared, f"{cached} of {shared}"
-    # A later request of a session says its system message as a text, and moves cache_control: nothing of it is new.
+    # A later request of a session sends its system message as a string and moves cache_control; neither changes a
+    # token.
     later = copy.deepcopy(second)
     later["messages"][1]["content"] = later["messages"][1]["content"][0]["text"]
     del later["messages"][0]["content"][1]["cache_control"]
@@ -108,7 +109,7 @@ def test_they_share_tools_and_system(server: Prompter, tmp_path: Path) -> None:
 
 
 def test_what_differs_is_computed_again(server: Prompter) -> None:
-    """Or the figure above would say nothing: another tool in the first place leaves hardly anything to share."""
+    """The counter-check: with another first tool there is hardly anything to share."""
     other = session("e57", "33333333-cccc", "What is in this folder?")
     shared = size(server, other)
     other["tools"][0]["description"] = "Quite another tool."

@@ -1,4 +1,4 @@
-"""The routes of workflows over a real socket, on the fake engine, whose answers are held to their contracts."""
+"""The routes of workflows over a real socket, on the fake engine, whose answers are constrained to their schemas."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ async def test_a_run_from_its_check_to_its_deletion(folder: Path) -> None:
         assert checked["order"] == ["plan", "talk", "code", "sum"] and "n_plan --> n_code" in checked["mermaid"]
         body = {"workflow": FLOW, "inputs": {"task": "x"}, "seed": 4}
         streamed = await http.post("/v1/workflows/runs", json=body | {"stream": True})
-        found = plain(streamed.text)
+        result = plain(streamed.text)
         run = streamed.headers["x-cairn-run"]
-        assert found[0] == {"type": "run.started", "run": run, "resumed": False}
-        assert found[-1]["type"] == "run.done" and found[-1]["state"] == "finished"
+        assert result[0] == {"type": "run.started", "run": run, "resumed": False}
+        assert result[-1]["type"] == "run.done" and result[-1]["state"] == "finished"
         again = await http.get(f"/v1/requests/{streamed.headers['x-request-id']}/events")
-        assert plain(again.text) == found
+        assert plain(again.text) == result
         state = (await http.get(f"/v1/workflows/runs/{run}")).json()
         assert state["state"] == "finished" and 0 <= state["result"]["n"] <= 9 and state["sources"] == {"n": "sum"}
         assert len(state["nodes"]["code"]["output"]) == len(state["nodes"]["plan"]["output"]["steps"]) >= 2
-        told = "".join(one.get("content", "") for one in found if one["type"] == "node.delta" and one["key"] == "sum")
-        assert json.loads(told) == state["nodes"]["sum"]["output"]
+        text = "".join(one.get("content", "") for one in result if one["type"] == "node.delta" and one["key"] == "sum")
+        assert json.loads(text) == state["nodes"]["sum"]["output"]
         whole = (await http.post("/v1/workflows/runs", json=body)).json()
-        outputs = {key: one["output"] for key, one in whole["nodes"].items()}
-        assert outputs == {key: one["output"] for key, one in state["nodes"].items()}  # the same seed
+        outputs = {key: value["output"] for key, value in whole["nodes"].items()}
+        assert outputs == {key: value["output"] for key, value in state["nodes"].items()}  # the same seed
         done = await http.post(f"/v1/workflows/runs/{run}/resume")
         assert done.status_code == 409 and "is finished" in done.text
         picture = await http.get(f"/v1/workflows/runs/{run}/graph", params={"format": "svg"})
@@ -107,7 +107,7 @@ async def test_invalid_workflows_are_refused_before_anything_runs(folder: Path) 
 def outputs_of(url: str, run: str) -> dict[str, Any]:
     with urllib.request.urlopen(f"{url}/v1/workflows/runs/{run}") as response:
         state = json.load(response)
-    return {key: one["output"] for key, one in state["nodes"].items()} | {"": state["result"]}
+    return {key: value["output"] for key, value in state["nodes"].items()} | {"": state["result"]}
 
 
 def test_a_killed_server_goes_on_with_the_run_and_says_the_same(folder: Path, tmp_path: Path) -> None:
@@ -116,8 +116,8 @@ def test_a_killed_server_goes_on_with_the_run_and_says_the_same(folder: Path, tm
     cut = str(tmp_path / "cut")
     with served(model=str(folder), agents_dir=cut) as server:
         expected = outputs_of(server.url, server.post("/v1/workflows/runs", body)["id"])
-        given = json.dumps(body | {"stream": True}).encode()
-        asked = urllib.request.Request(server.url + "/v1/workflows/runs", given, {"Content-Type": "application/json"})
+        content = json.dumps(body | {"stream": True}).encode()
+        asked = urllib.request.Request(server.url + "/v1/workflows/runs", content, {"Content-Type": "application/json"})
         with urllib.request.urlopen(asked) as stream:
             run = stream.headers["x-cairn-run"]
             for line in stream:

@@ -1,4 +1,4 @@
-"""The day of agents: what is said is one day for all servers, and its figures are what the servers told."""
+"""The agents' day: all servers get the same day, and its figures are those that the servers report."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 class InThread:
-    """The fake engine behind a real socket, in a thread; it keeps nothing when it is killed."""
+    """The fake engine behind a real socket, in a thread; it stores nothing when it is killed."""
 
     def __init__(self, home: Path) -> None:
         self.config = Config(engine="fake", kv_gb=0.01)
@@ -65,7 +65,7 @@ class InThread:
 
 
 def test_a_tiny_day_is_played_to_its_end(script: Any, tmp_path: Path) -> None:
-    """Before the kill what is new is computed and nothing else; after it, what the server had not kept as well."""
+    """Before the kill only new tokens are computed; after it, also those that the server had not stored."""
     servers: list[InThread] = []
 
     def start(home: Path) -> InThread:
@@ -73,26 +73,26 @@ def test_a_tiny_day_is_played_to_its_end(script: Any, tmp_path: Path) -> None:
         return servers[-1]
 
     day = script.drawn(1, *TINY)
-    found = script.play({"cairn": start}, day, script.MODES, 1, 5)
+    result = script.play({"cairn": start}, day, script.MODES, 1, 5)
     assert [(server.starts, server.kills) for server in servers] == [(2, 2)] * 2
     assert not any(server.thread.is_alive() for server in servers)
     half = AGENTS * TURNS // 2
-    for one in found["days"]:
+    for one in result["days"]:
         before, after = one["halves"]
         assert (before["turns"], after["turns"]) == (half, half)
         assert before["completion"] == after["completion"] == half * 5
         assert 0 < before["new"] < before["prompt"] and 0 < one["instruction"] < before["prompt"] / half
-        # Of a block that is not whole nothing is kept, and what comes before the instruction counts as new.
+        # Incomplete blocks are not kept, and what precedes the instruction counts as new.
         assert abs(before["computed"] - before["new"]) < 16 * half
         assert after["new"] < after["computed"] - one["instruction"]
-    assert found["answers"] == {"cairn": {"equal": 12, "of": 12, "days": 2}}
-    assert len({one["answers"] for one in found["days"]}) == 1
+    assert result["answers"] == {"cairn": {"equal": 12, "of": 12, "days": 2}}
+    assert len({one["answers"] for one in result["days"]}) == 1
 
     about = {"machine": {"cpu": "C", "threads": 2, "load": 0.1}, "model": "m", "rounds": 1, "load_after": 0.2}
     about |= {"agents": AGENTS, "turns": TURNS, "instruction": 600, "output": [50, 200], "answer": 5}
-    script.write_json(tmp_path / "agents-day.json", about | found)
+    script.write_json(tmp_path / "agents-day.json", about | result)
     page = importlib.import_module("report").page(tmp_path, "by hand")
-    computed, new = (found["days"][0]["halves"][0][key] for key in ("computed", "new"))
+    computed, new = (result["days"][0]["halves"][0][key] for key in ("computed", "new"))
     assert f"| {computed:,} / {new:,} |" in page and "| 12 of 12 |" in page
 
 
@@ -119,10 +119,14 @@ def test_sides_change_over_within_a_day_and_between_days(script: Any, monkeypatc
 
     monkeypatch.setattr(script.Side, "play", play)
     running = {name: lambda home: script.Running("http://x") for name in "ab"}
-    found = script.play(running, script.Day("", (("x", "y"),), (0, 0)), script.MODES, 2, 5)
+    result = script.play(running, script.Day("", (("x", "y"),), (0, 0)), script.MODES, 2, 5)
     assert "".join(played) == "abbabaababbabaab"
-    assert [one["server"] for one in found["days"]] == list("baabbaab")
-    assert (found["answers"]["a"]["equal"], found["answers"]["b"]["equal"], found["answers"]["b"]["days"]) == (2, 0, 4)
+    assert [day["server"] for day in result["days"]] == list("baabbaab")
+    assert (result["answers"]["a"]["equal"], result["answers"]["b"]["equal"], result["answers"]["b"]["days"]) == (
+        2,
+        0,
+        4,
+    )
 
 
 def test_a_day_follows_from_its_seed_and_has_its_sizes(script: Any) -> None:
@@ -142,7 +146,7 @@ def turn(script: Any, agent: int, prompt: int, before: int, cached: int | None =
     return script.Turn(agent, first, 2 * first, prompt, 5, cached, before)
 
 
-def test_what_is_new_counts_the_instruction_once_and_no_answer_twice(script: Any) -> None:
+def test_new_tokens_count_the_instruction_once_and_no_answer_twice(script: Any) -> None:
     day = script.Day("text", (("a", "b"), ("c", "d")), (1, 0, 1, 0))
     side = script.Side("s", script.Running("http://x/v1"), day, "one at a time", 5, [], instruction=100)
     first = [turn(script, 1, 120, 0, 0, 9.0), turn(script, 0, 130, 0, 96, 3.0)]
@@ -154,9 +158,9 @@ def test_what_is_new_counts_the_instruction_once_and_no_answer_twice(script: Any
     assert (before["first"], after["first"], side.found["killed"]) == (9.0, 2.0, False)
     side.mode = "all at once"
     side.halves[1] = (0.0, 6.0, second[::-1])
-    assert side.found["halves"][1]["first"] == 3.0, "of all agents that were asked at once, the median"
+    assert side.found["halves"][1]["first"] == 3.0, "the median of all agents that were asked at once"
     side.halves[1] = (0.0, 6.0, [turn(script, 1, 150, 124, None), second[1]])
-    assert side.found["halves"][1]["computed"] is None, "a server that does not say has computed not nothing"
+    assert side.found["halves"][1]["computed"] is None, "an unreported figure is not zero"
 
 
 def test_servers_are_those_of_the_options(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,9 +174,9 @@ def test_servers_are_those_of_the_options(script: Any, capsys: pytest.CaptureFix
         "--agents",
         "4",
     ]
-    found = script.servers(script.parsed(words), Path("m.gguf"))
-    assert list(found) == ["cairn", "llama-server", "other", "far"]
-    assert found["far"](Path()).base == "http://h:1"
+    result = script.servers(script.parsed(words), Path("m.gguf"))
+    assert list(result) == ["cairn", "llama-server", "other", "far"]
+    assert result["far"](Path()).base == "http://h:1"
     assert list(script.servers(script.parsed(["--without-cairn"]), Path("m.gguf"))) == []
     with pytest.raises(SystemExit):
         script.parsed(["--url", "http://h:1"])

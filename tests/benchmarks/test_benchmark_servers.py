@@ -1,4 +1,4 @@
-"""Servers that a benchmark starts end with it, whenever it is told to end."""
+"""Servers started by a benchmark: they end with it, whenever it is interrupted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulation of a cluster: what it must show at a small size, and what its parts do."""
+"""The simulation of a cluster: its parts, and its results at a small size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def runs() -> dict[str, Found]:
 
 
 def test_names_compute_least_and_the_store_moves_what_they_keep(runs: dict[str, Found]) -> None:
-    shares = {title: one.computed / one.prompt for title, one in runs.items()}
+    shares = {title: value.computed / value.prompt for title, value in runs.items()}
     cairn = runs["Cairn: names, load and store"]
     assert min(shares, key=shares.__getitem__) == "Cairn: names, load and store"
     assert shares["round robin, no store"] > 3 * shares["Cairn: names, load and store"]
@@ -31,9 +31,9 @@ def test_names_compute_least_and_the_store_moves_what_they_keep(runs: dict[str, 
     assert runs["rendezvous alone"].puts == runs["rendezvous alone"].loaded == 0
     assert cairn.across > 0, "while a region is away, its agents' KV comes from there"
     assert 1 - shares["Cairn: names, load and store"] > 0.85
-    for one in runs.values():
-        assert 0 < one.computed <= one.prompt and one.turns > 1000 and 0 < one.first(0.5) <= one.first(0.99)
-        assert one.computed + one.loaded <= one.prompt + 1e6, "nothing is brought twice but after a death"
+    for run in runs.values():
+        assert 0 < run.computed <= run.prompt and run.turns > 1000 and 0 < run.first(0.5) <= run.first(0.99)
+        assert run.computed + run.loaded <= run.prompt + 1e6, "nothing is loaded twice except after a death"
 
 
 def test_the_same_seed_gives_the_same_figures(runs: dict[str, Found]) -> None:
@@ -58,7 +58,7 @@ def test_a_name_stays_with_its_server_and_moves_when_it_is_down_or_crowded() -> 
     assert set(least) == {0, 1, 3, 4, 6, 7} and np.bincount(least).max() <= 12
 
 
-def test_what_was_written_over_is_gone() -> None:
+def test_overwritten_kv_is_gone() -> None:
     run = Simulation(FLEET, LOAD, RULES[0])
     who, where = np.array([7]), np.array([3])
     run.agents.visit(who, where, np.array([500]), run.servers)

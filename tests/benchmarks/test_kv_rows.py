@@ -1,4 +1,4 @@
-"""The benchmark of KV types: engines of both take turns, and what is told is by how much the one is slower."""
+"""The benchmark of KV types: engines of both types take turns, and the result is the slowdown of one."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def test_rows_are_measured_in_turns_with_both_types(monkeypatch: pytest.MonkeyPa
         Row("demo", "Q4_0", "decode", 2, 0.0),
         Row("demo", "BF16", "decode", 1, 0.0, depth=40),
     ]
-    found = list(kv_rows.measured(rows, Config(threads=1), rounds=2, steps=2))
-    assert [row for row, _ in found] == rows
-    assert all(len(times) == 2 and all(len(one) == 3 and min(one) > 0 for one in times) for _, times in found)
+    results = list(kv_rows.measured(rows, Config(threads=1), rounds=2, steps=2))
+    assert [row for row, _ in results] == rows
+    assert all(len(times) == 2 and all(len(time) == 3 and min(time) > 0 for time in times) for _, times in results)
     half, plain = "float16", "bfloat16"
     first_each_time = [half, plain, plain, plain, plain, half, plain, half, plain]
     assert turns == first_each_time * 3

@@ -1,4 +1,4 @@
-"""docs/performance.md is what its figures make: nobody edits a number. Known failure 49: figures that are none."""
+"""docs/performance.md: generated from recorded figures, never edited by hand (known failure 49)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MACHINE = {"cpu": "C", "cores": 2, "threads": 2, "sets": ["avx2"], "memory": 2**
 
 
 def cpu(**row: Any) -> dict[str, Any]:
-    """Figures of one row."""
+    """Return the figures of one row."""
     file = {"shape": "s", "kind": "Q4_0", "bytes": 10**9, "load_seconds": {"cairn": 1, "llama": 1}}
     file |= {"peak": {"cairn": 1, "llama": 1}, "check": {"largest": 0.1, "same": 3, "steps": 4}}
     about = {"machine": MACHINE | {"read": 4e10, "arithmetic": 5e11}, "rounds": 3, "steps": 8}
@@ -30,8 +30,8 @@ def test_the_page_is_what_its_figures_make() -> None:
 def test_a_changed_figure_changes_the_page(tmp_path: Path) -> None:
     pages = []
     for speed in (100.0, 120.0):
-        found = cpu(goal=3.0, ratio=speed / 40, cairn=[speed], llama=[40.0])
-        (tmp_path / "cpu.json").write_text(json.dumps(found))
+        result = cpu(goal=3.0, ratio=speed / 40, cairn=[speed], llama=[40.0])
+        (tmp_path / "cpu.json").write_text(json.dumps(result))
         pages.append(report.page(tmp_path, "by hand"))
     assert "| 100 | 40 | 2.50x | 3x |" in pages[0]
     assert "| 120 | 40 | **3.00x** | 3x |" in pages[1]
@@ -64,7 +64,7 @@ def test_http_ratios_are_to_the_better_of_the_peers(first: float, bold: bool) ->
 
 
 def http(first: float) -> dict[str, Any]:
-    """Figures of two rounds, Cairn's first token after `first` seconds wherever a prefix is known."""
+    """Return the figures of two rounds; Cairn's first token comes after `first` seconds where a prefix is cached."""
     names = ("cairn", "llama-server, 8 slots")
     load = [
         {"server": name, "connections": n, "tok_s": speed, "ttft_p50": 2 / speed, "ttft_p99": 3 / speed}
@@ -115,7 +115,7 @@ def test_the_http_chart_is_drawn(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("own", "start", "words"), [(1.41e9, 1.4, "reached"), (1.50e9, 1.6, "missed")])
 def test_start_and_memory_are_held_to_their_goals(own: float, start: float, words: str) -> None:
-    found = {
+    results = {
         "machine": MACHINE,
         "file": "f",
         "first_start": 5.0,
@@ -125,7 +125,7 @@ def test_start_and_memory_are_held_to_their_goals(own: float, start: float, word
         "tokens": 8000,
         "processes": {"worker": {"peak": 1_600_000_000, "own": own, "files": 20_000_000}},
     }
-    text = " ".join(report.footprint_text(found).split())
+    text = " ".join(report.footprint_text(results).split())
     assert f"after {start:.2f} s from then on" in text
     assert f"{(own + 20e6 - 1.3e9) / 1e6:.0f} MB beside them" in text
     assert text.count(words) == 2
@@ -134,9 +134,9 @@ def test_start_and_memory_are_held_to_their_goals(own: float, start: float, word
 
 def test_every_peer_row_of_the_committed_figures_was_measured_in_all_rounds() -> None:
     for path in (report.DOCS / "performance").glob("cpu*.json"):
-        found = json.loads(path.read_text())
-        for row in found["rows"]:
-            assert len(row["cairn"]) == len(row["llama"]) == found["rounds"]
+        parsed = json.loads(path.read_text())
+        for row in parsed["rows"]:
+            assert len(row["cairn"]) == len(row["llama"]) == parsed["rounds"]
             assert all(speed > 0 for speed in row["cairn"] + row["llama"])
-        native = ("avx512f" in found["machine"]["sets"]) == ("AVX512 = 1" in found["llama.cpp"]["system"])
+        native = ("avx512f" in parsed["machine"]["sets"]) == ("AVX512 = 1" in parsed["llama.cpp"]["system"])
         assert native, "the peer was not built for the machine"

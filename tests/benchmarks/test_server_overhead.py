@@ -1,4 +1,4 @@
-"""The benchmark's client: a figure that includes failures is no figure."""
+"""The benchmark's client: runs with failures give no figure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def answer(tokens: int, counted: int) -> bytes:
 
 
 async def ask(data: bytes) -> tuple[int, bytes, bytes]:
-    """Exit code and output of the client against a server that always answers `data`."""
+    """Return exit code and output of the client against a server that always answers `data`."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while head := await reader.readuntil(b"\r\n\r\n"):

@@ -1,4 +1,4 @@
-"""The benchmark of teams: its laws find what it looks for."""
+"""The benchmark of teams: its checks catch violations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("teams")
 
 
-def test_a_beginning_that_is_computed_twice_and_a_round_that_is_no_batch_are_found(script: Any) -> None:
+def test_a_prefix_computed_twice_and_a_round_without_batches_are_reported(script: Any) -> None:
     good = script.Figures(prompt=8 * 2050, computed=2000 + 8 * 60, seconds=1.0, at_once=7.5)
     assert script.faults(good, 2000, 8) == []
     (twice,) = script.faults(good._replace(computed=2 * 2000 + 8 * 60), 2000, 8)

@@ -1,4 +1,4 @@
-"""The worst grammars that are known stay within what is promised, compiled and followed."""
+"""The worst known grammars: compiling and following them stays within the documented limits."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
 async def test_the_worst_grammars_are_refused_or_bounded(
     script: Any, prove: bool, figure: Callable[[str, str], None]
 ) -> None:
-    """All of them, for 1,000 tokens each, with --prove; else a few."""
-    found: dict[str, Any] = {}
+    """All of them, for 1,000 tokens each, with --prove; a few otherwise."""
+    results: dict[str, Any] = {}
     names = [*script.worst()] if prove else [*SOME]
-    await script.rows(script.table_of("demo"), 1000 if prove else 50, found.__setitem__, names)
-    assert len(found) == (20 if prove else 4)
-    refused = {name for name, row in found.items() if row.verdict.ended}
-    assert refused >= {name for name in REFUSED if name in found} and "any JSON" not in refused
-    followed = {name: row.followed for name, row in found.items() if row.followed is not None}
-    assert all(row.verdict.seconds < SECONDS + 5 for row in found.values())
-    assert all(row.verdict.bytes <= MOST_BYTES for row in found.values())
+    await script.rows(script.table_of("demo"), 1000 if prove else 50, results.__setitem__, names)
+    assert len(results) == (20 if prove else 4)
+    refused = {name for name, row in results.items() if row.verdict.ended}
+    assert refused >= {name for name in REFUSED if name in results} and "any JSON" not in refused
+    followed = {name: row.followed for name, row in results.items() if row.followed is not None}
+    assert all(row.verdict.seconds < SECONDS + 5 for row in results.values())
+    assert all(row.verdict.bytes <= MOST_BYTES for row in results.values())
     assert all(one.grown < MOST_GROWTH for one in followed.values()), followed
     most, slowest = max(one.grown for one in followed.values()), max(one.slowest for one in followed.values())
-    held = max(row.verdict.bytes for row in found.values())
+    held = max(row.verdict.bytes for row in results.values())
     assert slowest < 0.5
     figure(
-        f"{len(found)} worst grammars",
+        f"{len(results)} worst grammars",
         f"{len(refused)} refused within {SECONDS:g} s; the others hold at most {held >> 20} MiB, grow by at most "
         f"{most >> 20} MiB, slowest mask {1e3 * slowest:.0f} ms",
     )

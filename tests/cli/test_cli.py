@@ -41,7 +41,7 @@ MAIN = "from cairn.cli import main; main()"
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
-    """Every test runs in an empty folder with an empty home and no options in the environment."""
+    """Run every test in an empty folder, with an empty home and no options in the environment."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "200")
@@ -54,14 +54,14 @@ def elsewhere(tmp_path, monkeypatch):
 def process(*arguments: str, **more) -> subprocess.CompletedProcess[str]:
     """Run the command in a process of its own."""
     command = [sys.executable, "-c", MAIN, *arguments]
-    more.setdefault("stdin", subprocess.DEVNULL)  # a pipe that is never closed would be read
+    more.setdefault("stdin", subprocess.DEVNULL)  # the command would read a pipe that is never closed
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **more)
 
 
-def run(*arguments: str, env: dict[str, str] | None = None, given: str = "") -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, env: dict[str, str] | None = None, typed: str = "") -> subprocess.CompletedProcess[str]:
     """Run the command in this process, which is much faster; `env` is added to the environment."""
     out, err = io.StringIO(), io.StringIO()
-    stdin = io.TextIOWrapper(io.BytesIO(given.encode()))
+    stdin = io.TextIOWrapper(io.BytesIO(typed.encode()))
     with (
         pytest.MonkeyPatch.context() as patch,
         contextlib.redirect_stdout(out),
@@ -76,7 +76,7 @@ def run(*arguments: str, env: dict[str, str] | None = None, given: str = "") -> 
 
 
 def sentence(done: subprocess.CompletedProcess[str], code: int = 2) -> str:
-    """Return the one line on stderr of a command that failed with `code` and printed nothing."""
+    """Return the one line on stderr of a command that failed with `code` and printed nothing else."""
     assert (done.returncode, done.stdout) == (code, ""), done.stderr
     done.stderr = "".join(line for line in done.stderr.splitlines(True) if not line.startswith("Cairn listens on "))
     assert done.stderr.startswith("cairn: ") and done.stderr.count("\n") == 1, done.stderr
@@ -87,7 +87,7 @@ def sentence(done: subprocess.CompletedProcess[str], code: int = 2) -> str:
 
 
 def test_help_lists_the_commands_and_no_others():
-    """Known failure 50: what the help names exists, and nothing else does."""
+    """Known failure 50: what the help names exists, and nothing is missing."""
     names = {command.name or command.callback.__name__ for command in app.registered_commands}
     models = {"pull", "models", "list", "ls", "show", "rm", "quantize", "merge", "tune"}
     servers = {"status", "ps", "load", "unload", "swap", "reload", "stop", "cancel", "launch", "route"}
@@ -104,10 +104,10 @@ def test_help_lists_the_commands_and_no_others():
 
 
 def test_serve_has_a_flag_for_every_option():
-    """Known failure 50: the flags are the fields of Config, each with its help and bounds."""
+    """Known failure 50: the flags are the fields of Config, each with its help text and bounds."""
     shown = " ".join(CliRunner().invoke(app, ["serve", "--help-all"]).output.replace("│", " ").split())
     for option in options():
-        if option.name == "models":  # which are arguments
+        if option.name == "models":  # these are arguments
             continue
         assert (option.flag in shown) or option.name == "model"
         assert option.help.split(";")[0] in shown
@@ -115,7 +115,7 @@ def test_serve_has_a_flag_for_every_option():
 
 
 def test_help_shows_some_twenty_options_in_groups():
-    """`--help-all` shows the rest, and every one of them can be given, shown or not."""
+    """`--help-all` shows the others. Options work whether or not they are shown."""
     few, all_of_them = (CliRunner().invoke(app, ["serve", name]).output for name in ("--help", "--help-all"))
     shown = [option.name for option in options() if f" {option.flag} " in few]
     assert 15 <= len(shown) <= 25 and {"port", "context", "api_key", "tls_cert"} <= set(shown)
@@ -126,18 +126,18 @@ def test_help_shows_some_twenty_options_in_groups():
 
 
 @pytest.mark.parametrize(
-    ("given", "right"),
+    ("option", "right"),
     [("--num-ctx", "called --context"), ("--n_ctx=5", "called --context"), ("--num-predict", "called --max-tokens"),
      ("--model-path", "the argument MODEL")],
 )  # fmt: skip
-def test_an_option_of_another_program_gets_the_right_name(given, right):
-    assert f"there is no option {given.partition('=')[0]}: it is {right} here" in sentence(
-        run("run", "demo", given, "5")
+def test_an_option_of_another_program_gets_the_right_name(option, right):
+    assert f"there is no option {option.partition('=')[0]}: it is {right} here" in sentence(
+        run("run", "demo", option, "5")
     )
 
 
-def test_choices_that_are_wide_stand_in_the_help():
-    """Beside the flag they would be broken anywhere."""
+def test_long_lists_of_choices_stand_in_the_help_text():
+    """Next to the flag they would be wrapped anywhere."""
     shown = CliRunner().invoke(app, ["serve", "--help"], terminal_width=80).output
     assert "auto|bf16" not in shown and "one of auto, bf16" in " ".join(shown.replace("│", " ").split())
 
@@ -276,14 +276,14 @@ def test_models_that_cannot_be_served_are_one_sentence_and_exit_2(elsewhere, com
         ("empty", "empty/"),
         ("pickles", "safetensors"),
     ):
-        # A server starts a worker for what it finds: that is not for this process.
+        # A server starts a worker for the model it finds, which must not happen in this process.
         how = process if command == ["serve"] and model in ("empty", "pickles") else run
         said = sentence(how(command[0], model, *command[1:]))
         assert words in said, said
 
 
 def test_a_failed_start_restores_garbage_collection():
-    """Whoever called the command in a process of his own goes on with it."""
+    """Whoever called the command from Python goes on in this process."""
     assert gc.isenabled()
     try:
         for arguments in (["absent", "--port", "0"], ["demo", "--host", "0.0.0.0"]):
@@ -314,7 +314,7 @@ def test_a_model_without_a_chat_template_can_continue_text(elsewhere):
 
 
 class Pieces:
-    """An answer that comes in given pieces; an exception among them is raised."""
+    """An answer that comes in these pieces; an exception among them is raised."""
 
     def __init__(self, *pieces: str | BaseException, reason: FinishReason = FinishReason.STOP) -> None:
         self._pieces = iter(pieces)
@@ -345,7 +345,7 @@ class Pieces:
     [(["a", "b"], "ab\n"), (["a", "b\n"], "ab\n"), (["a\n", "\n"], "a\n\n"), ([""], ""), ([" a"], " a\n")],
 )
 def test_stdout_is_the_text_and_one_newline(capsys, stream, pieces, written):
-    """Known failure 25: no extra blank line, nothing but the text, streamed or not."""
+    """Known failure 25: no extra blank line and nothing but the text, streamed or not."""
     answering = Pieces(*pieces)
     write(answering, stream)
     assert capsys.readouterr() == (written, "")
@@ -355,7 +355,7 @@ def test_stdout_is_the_text_and_one_newline(capsys, stream, pieces, written):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), GenerationFailed("no")])
 def test_a_partial_answer_is_printed_when_it_breaks_off(capsys, stream, error):
-    """Known failure 15: an answer that broke off is printed, and still is no success."""
+    """Known failure 15: a broken-off answer is printed, but is not a success."""
     answering = Pieces("par", "tial", error)
     with pytest.raises(type(error)):
         write(answering, stream)
@@ -367,7 +367,7 @@ def test_a_partial_answer_is_printed_when_it_breaks_off(capsys, stream, error):
 
 
 class Scripted:
-    """A model that answers with given pieces and records what it was asked."""
+    """A model that answers with these pieces and records what it was asked."""
 
     def __init__(self, *answers: Pieces | Exception) -> None:
         self.answers = list(answers)
@@ -385,10 +385,10 @@ class Scripted:
 
 
 def converse(monkeypatch, model, *lines: str | BaseException, system=None) -> Conversation:
-    given = iter(lines)
+    remaining = iter(lines)
 
     def read(prompt: str = "") -> str:
-        line = next(given, EOFError())
+        line = next(remaining, EOFError())
         if isinstance(line, BaseException):
             raise line
         return line
@@ -405,7 +405,7 @@ def test_a_conversation_remembers(monkeypatch, capsys):
     assert [message["content"] for message in model.asked[1]] == ["Be brief.", "I am Ada.", "Hi Ada.", "Who am I?"]
     assert [message["role"] for message in conversation.messages] == ["user", "assistant"] * 2
     out, err = capsys.readouterr()
-    assert out == "Hi Ada.\nAda.\n"  # stdout is data
+    assert out == "Hi Ada.\nAda.\n"  # stdout has the answers only
     assert "prompt 9 tokens, 6 of them already computed" in err
 
 
@@ -444,7 +444,7 @@ def test_prompts_are_talk_where_stdout_is_a_file(monkeypatch, capsys):
     assert capsys.readouterr() == ("", "> ")
 
 
-def test_what_stdout_cannot_write_is_replaced():
+def test_characters_that_stdout_cannot_write_are_replaced():
     script = "from cairn.cli import _open_standard_streams; _open_standard_streams(); print('caf\\u00e9 \\udcff')"
     for encoding, said in (("ascii", b"caf? ?\n"), ("latin-1", b"caf\xe9 ?\n"), ("utf-8", b"caf\xc3\xa9 \xff\n")):
         env = os.environ | {"PYTHONIOENCODING": encoding}
@@ -510,11 +510,15 @@ def test_a_model_cannot_steer_the_terminal(monkeypatch, capsys):
 # ------------------------------------------------------------------------------------------------- a running server
 
 
+NOT_FOUND = (404, '{"error": {"message": "no such thing"}}')
+
+
 class Canned(http.server.BaseHTTPRequestHandler):
     """A server that answers each path with what a test put there, and records what it was asked."""
 
     answers: dict[str, tuple[int, str]]
     seen: list[tuple[str, str, object]]
+    url: str
 
     def do_GET(self) -> None:
         self.answer(None)
@@ -524,7 +528,9 @@ class Canned(http.server.BaseHTTPRequestHandler):
 
     def answer(self, body: object) -> None:
         self.seen.append((self.path, self.headers.get("authorization", ""), body))
-        status, text = self.answers.get(self.path, (404, '{"error": {"message": "no such thing"}}'))
+        self.reply(*self.answers.get(self.path, NOT_FOUND))
+
+    def reply(self, status: int, text: str) -> None:
         self.send_response(status)
         self.send_header("content-length", str(len(text.encode())))
         self.end_headers()
@@ -534,6 +540,18 @@ class Canned(http.server.BaseHTTPRequestHandler):
         pass
 
 
+@contextlib.contextmanager
+def listening(handler: type[Canned]) -> Iterator[None]:
+    """Serve with this handler, whose `url` is set, until the block ends."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    handler.url = f"http://127.0.0.1:{server.server_address[1]}"
+    yield
+    server.shutdown()
+    server.server_close()
+
+
 @pytest.fixture
 def canned():
     class Handler(Canned):
@@ -541,13 +559,8 @@ def canned():
 
     Handler.answers = {"/v1/models": (200, '{"data": [{"id": "m", "max_model_len": 64}]}')}
     Handler.seen = []
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    Handler.url = f"http://127.0.0.1:{server.server_address[1]}"
-    yield Handler
-    server.shutdown()
-    server.server_close()
+    with listening(Handler):
+        yield Handler
 
 
 def sse(*chunks: object) -> str:
@@ -569,7 +582,7 @@ def test_generate_through_a_server(canned):
         ),
     )
     env = {"CAIRN_API_KEY": "k"}
-    done = run("generate", "-p", "-", "--system", "s", "--host", canned.url, "--seed", "7", env=env, given="hi\n")
+    done = run("generate", "-p", "-", "--system", "s", "--host", canned.url, "--seed", "7", env=env, typed="hi\n")
     assert (done.returncode, done.stdout, done.stderr) == (0, "Hello you\n", "")
     path, key, body = canned.seen[-1]
     assert (path, key) == ("/v1/chat/completions", "Bearer k")
@@ -626,7 +639,7 @@ def test_errors_of_a_server_are_its_own_sentences(canned):
 
 
 def test_an_error_in_a_stream_is_no_success(canned):
-    """Known failures 15, 47: text that came is printed, the error is said, the exit code is not 0."""
+    """Known failures 15, 47: the text so far and the error are printed, and the exit code is not 0."""
     start = {"choices": [{"index": 0, "delta": {"content": "half"}}]}
     canned.answers["/v1/chat/completions"] = (200, sse(start, {"error": {"message": "the worker died"}}))
     done = run("generate", "-p", "x", "--host", canned.url)
@@ -683,7 +696,7 @@ def test_status_reports_trouble_and_needs_no_key(canned):
 
 @pytest.mark.parametrize("command", ["cancel x", "status", "cache stats", "cache flush", "cache scrub"])
 def test_another_server_that_answers_everything_is_no_cairn_server(canned, command):
-    """Above all an order that it knows nothing of is not said to be done."""
+    """Above all, an unknown order must not be reported as done."""
     said = '{"ok": true, "status": "ready", "reasons": null, "data": 5}'
     for path in ("health/ready", "v1/requests/x/cancel", "v1/cache", "v1/cache/flush", "v1/cache/scrub"):
         canned.answers["/" + path] = (200, said)
@@ -730,7 +743,7 @@ def test_addresses_of_servers():
 
 
 def test_local_options_beside_a_server_are_refused(canned):
-    """Known failure 50: an option that would do nothing is an error."""
+    """Known failure 50: an option without effect is an error."""
     said = sentence(run("generate", "-p", "x", "--host", canned.url, "--threads", "1"))
     assert said == "--threads is for a model in this process; the server at --host has its own"
     assert "give --host too" in sentence(run("generate", "-p", "x", "--api-key", "k"))
@@ -742,9 +755,9 @@ def test_local_options_beside_a_server_are_refused(canned):
 
 @pytest.fixture
 def slow(canned):
-    """A server whose answers go on for ten seconds, a word every 20 ms.
+    """Yield a server whose answers go on for ten seconds, a word every 20 ms.
 
-    `spoken` is set after 50 words, `gone` when the client has left.
+    `spoken` is set after 50 words, `gone` when the client has disconnected.
     """
     canned.gone = threading.Event()
     canned.spoken = threading.Event()
@@ -782,7 +795,7 @@ def test_ctrl_c_prints_the_partial_text(slow, stream):
     assert (process.returncode, err) == (130, "")
     words = out.removesuffix("\n")
     assert out == words + "\n" and 1 <= words.count("word ") < 500 and words.replace("word ", "") == ""
-    assert slow.gone.wait(10)  # and the server was told
+    assert slow.gone.wait(10)  # and the server noticed
 
 
 def test_a_reader_that_leaves_is_no_traceback(slow):
@@ -808,7 +821,7 @@ def test_a_full_stdout_is_a_short_error(slow):
 
 
 def test_closed_standard_streams_are_no_trap():
-    """A file opened later would otherwise get the number of stdout and be written to."""
+    """A file opened later would otherwise get the descriptor of stdout and be written to."""
     closed = "import os, sys\nfor n in (0, 1, 2): os.close(n)\n" + MAIN
     done = subprocess.run([sys.executable, "-c", closed, "config"], capture_output=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
@@ -845,12 +858,12 @@ class Terminal:
                 self.seen += os.read(self.master, 65536).decode(errors="replace")
             except OSError:
                 raise AssertionError(f"ended without {words!r}: {self.seen!r}") from None
-        found, _, self.seen = self.seen.partition(words)
-        return found
+        shown, _, self.seen = self.seen.partition(words)
+        return shown
 
     def rest(self) -> str:
         """Return the output until the program ends."""
-        with contextlib.suppress(OSError):  # the end, as a terminal tells it
+        with contextlib.suppress(OSError):  # how a terminal reports the end
             while data := os.read(self.master, 65536):
                 self.seen += data.decode(errors="replace")
         return self.seen
@@ -917,7 +930,7 @@ with open(os.path.join(os.path.dirname(__file__), "started"), "a") as file:
 
 
 def serving(process: subprocess.Popen[str]) -> str:
-    """Return the address at which a started server says it serves."""
+    """Return the address that a started server prints."""
     for line in process.stderr:
         if " serves " in line:
             return line.partition("http://")[2].partition("/v1")[0]
@@ -925,7 +938,7 @@ def serving(process: subprocess.Popen[str]) -> str:
 
 
 def test_serve_generate_status_and_cancel_where_torch_cannot_be_imported(elsewhere):
-    """The whole way on real input, in every process without torch: front, worker, template helper, CLI."""
+    """End to end on real input, with torch blocked in every process: front, worker, template helper, CLI."""
     (elsewhere / "sitecustomize.py").write_text(NO_TORCH)
     started = elsewhere / "started"
     env = {**os.environ, "PYTHONPATH": str(elsewhere), "OMP_NUM_THREADS": "1"}
@@ -962,7 +975,7 @@ def test_cancel_ends_a_request_of_a_server(elsewhere):
     server = start("serve", "demo", *arguments, stderr=subprocess.PIPE)
     try:
         host = serving(server)
-        # Eight long choices one after another: they cannot have ended by themselves when the cancel comes.
+        # Eight long choices one after another: they cannot have ended by themselves when the cancel arrives.
         body = {"model": "demo", "prompt": "x", "max_tokens": 2000, "stream": True, "ignore_eos": True, "n": 8}
         with httpx.stream("POST", f"http://{host}/v1/completions", json=body, verify=False) as response:
             assert response.status_code == 200
@@ -982,8 +995,10 @@ def test_cancel_ends_a_request_of_a_server(elsewhere):
         assert server.wait(30) == 0
 
 
-def test_a_process_that_may_take_little_memory_says_so(tmp_path: Path) -> None:
-    """`ulimit -v`: a pool that has no room in it is refused with the option, and by default the pool is smaller."""
+def test_a_memory_limit_of_the_process_is_reported(tmp_path: Path) -> None:
+    """`ulimit -v`: a pool that does not fit is refused with an error that names the option; the default pool is
+    smaller.
+    """
 
     command = [sys.executable, "-m", "cairn", "generate", "demo", "-p", "Hi", "--max-tokens", "2"]
 

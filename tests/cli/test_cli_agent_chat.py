@@ -1,4 +1,4 @@
-"""`cairn chat --agent` where the server goes away, comes back, or says no."""
+"""`cairn chat --agent` where the server stops, comes back, or refuses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SECOND = {"role": "user", "content": "two"}
 
 
 class House:
-    """A server with one agent. It goes away in the middle of the answer to "two"."""
+    """A server with one agent, which stops in the middle of the answer to "two"."""
 
     def __init__(self) -> None:
         self.turns: list[dict[str, Any]] = []
@@ -37,7 +37,7 @@ class House:
         self.down = False
         self.busy = 0
         self.mute = False
-        """Ctrl-C comes before the answer begins."""
+        """Whether the server sends nothing, so that Ctrl-C comes before the answer begins."""
         self.orders: list[str] = []
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
@@ -47,13 +47,13 @@ class House:
             raise httpx.ConnectError("refused") from ConnectionRefusedError()
         if order.startswith("POST /v1/requests/"):
             return httpx.Response(200, json={})
-        found: dict[str, Any] = {
+        results: dict[str, Any] = {
             "GET /v1/models": {"data": [{"id": "m"}]},
             "GET /v1/agents/ada": {"head": self.head, "tokens": 5, "state": "idle"},
             "GET /v1/agents/ada/turns": {"data": self.turns},
         }
-        if order in found:
-            return httpx.Response(200, json=found[order])
+        if order in results:
+            return httpx.Response(200, json=results[order])
         return self._change(order, json.loads(request.content))
 
     def _change(self, order: str, body: dict[str, Any]) -> httpx.Response:
@@ -86,11 +86,11 @@ class House:
 
 
 def talk(house: House, monkeypatch: pytest.MonkeyPatch, *lines: str) -> str:
-    """Return the stderr of a conversation; a line "up" brings the server back."""
-    given = iter(lines)
+    """Return the stderr of a conversation; a line "up" restarts the server."""
+    remaining = iter(lines)
 
     def line(_: str = "") -> str:
-        text = next(given, None)
+        text = next(remaining, None)
         if text == "up":
             house.down = False
             return line()
@@ -105,7 +105,7 @@ def talk(house: House, monkeypatch: pytest.MonkeyPatch, *lines: str) -> str:
     client._http = httpx.Client(transport=httpx.MockTransport(house))
     with client, contextlib.redirect_stderr(io.StringIO()) as said:
         AgentConversation(client, "ada", {}).run()
-    assert next(given, None) is None, "the conversation ended early"
+    assert next(remaining, None) is None, "the conversation ended early"
     return said.getvalue()
 
 
@@ -120,10 +120,10 @@ def test_the_chat_goes_on_when_the_server_goes_away(monkeypatch: pytest.MonkeyPa
     assert "the connection to http://h was lost: reset" in said
     assert said.count("no server answers at http://h; start one with: cairn serve") == 4
     assert said.count("your question was not taken back yet") == 1
-    assert said.count("(your question was taken back)") == 1, "of the third, which never arrived"
+    assert said.count("(your question was taken back)") == 1, "the third, which never arrived"
     assert said.count("took back: two") == 1
     assert house.head == 1
-    assert saved(file) == ["one", "half and half"], "what the server still has"
+    assert saved(file) == ["one", "half and half"], "the server still has it"
 
 
 def test_a_resumed_answer_is_saved_and_can_be_taken_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -151,8 +151,8 @@ def test_a_stopped_answer_takes_nothing_else_back(monkeypatch: pytest.MonkeyPatc
     assert "took back: two" in said and saved(file) == ["one", "half and half"]
 
 
-def test_a_question_is_taken_back_that_was_stopped_before_its_answer_began(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is in the server's log by then: the next question would be answered behind it."""
+def test_a_question_stopped_before_its_answer_began_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The question is in the server's log by then, and the next one would be answered after it."""
     house = House()
     house.mute = True
     said = talk(house, monkeypatch, "one")
@@ -160,7 +160,7 @@ def test_a_question_is_taken_back_that_was_stopped_before_its_answer_began(monke
 
 
 def test_the_turn_of_another_client_is_not_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It began between the look at the head and the question, which is then refused."""
+    """That turn began after the command had read the head, so the question was refused."""
     house = House()
     real = house._answer
 
@@ -185,7 +185,7 @@ def test_a_question_that_got_an_empty_answer_is_taken_back(monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("busy", "taken"), [(2, True), (9, False)])
 def test_a_turn_that_is_still_ending_is_waited_for(monkeypatch: pytest.MonkeyPatch, busy: int, taken: bool) -> None:
-    """By what the error is, not by how it is said."""
+    """Recognised by the error's code, not by its wording."""
     house = House()
     house.turns, house.head, house.busy = (
         [{"number": 1, "parent": 0, "messages": [SECOND], "state": "running"}],
@@ -196,7 +196,7 @@ def test_a_turn_that_is_still_ending_is_waited_for(monkeypatch: pytest.MonkeyPat
     assert ("took back: two" in said) == taken and ("not yet" in said) != taken
 
 
-def test_an_agent_that_is_not_there_is_made_whatever_the_server_calls_that() -> None:
+def test_a_missing_agent_is_created_whatever_the_servers_wording() -> None:
     asked: list[tuple[str, str]] = []
 
     def handler(request: httpx.Request) -> httpx.Response:
@@ -250,7 +250,7 @@ def test_resume_against_a_real_server(tmp_path: Path) -> None:
     ("way", "begins"), [("d", ["system"]), ("s", ["system", "user", "assistant"]), ("n", ["system"])]
 )
 def test_a_full_agent_offers_three_ways_on(way: str, begins: list[str]) -> None:
-    """The full one stays as it is, and a new one goes on."""
+    """The full agent stays as it is, and a new one continues."""
     with served(context=256) as server:
         server.post("/v1/agents", {"id": "ada", "system": "Be kind."})
         body = {"messages": [{"role": "user", "content": "Tell me."}], "max_tokens": 999, "ignore_eos": True}
@@ -266,10 +266,12 @@ def test_a_full_agent_offers_three_ways_on(way: str, begins: list[str]) -> None:
             assert terminal.process.wait(60) == 0
         with Client(server.url) as client:
             assert client.get("/v1/agents/ada")["turns"] == 1
-            found = client.get("/v1/agents/ada-2")
+            result = client.get("/v1/agents/ada-2")
             turns = client.get("/v1/agents/ada-2/turns")["data"]
-    assert [one["role"] for one in found["messages"]] == begins and found["messages"][0]["content"] == "Be kind."
-    assert [one["content"] for turn in turns for one in turn["messages"]] == ["And then?"]
+    assert [message["role"] for message in result["messages"]] == begins and result["messages"][0][
+        "content"
+    ] == "Be kind."
+    assert [message["content"] for turn in turns for message in turn["messages"]] == ["And then?"]
 
 
 def test_a_client_is_closed_behind_its_with() -> None:

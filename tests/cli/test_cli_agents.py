@@ -33,7 +33,7 @@ def server() -> Iterator[Served]:
         yield process
 
 
-def run(server: Served, *arguments: str, given: str = "") -> tuple[int, str, str]:
+def run(server: Served, *arguments: str, typed: str = "") -> tuple[int, str, str]:
     """Return exit code, stdout and stderr of a command."""
     out, err = io.StringIO(), io.StringIO()
     with (
@@ -42,7 +42,7 @@ def run(server: Served, *arguments: str, given: str = "") -> tuple[int, str, str
         contextlib.redirect_stderr(err),
         pytest.raises(SystemExit) as left,
     ):
-        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given.encode())))
+        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed.encode())))
         main([*arguments, "--host", server.url])
     return int(left.value.code or 0), out.getvalue(), err.getvalue()
 
@@ -103,7 +103,7 @@ def test_an_agents_kv_is_given_up_and_brought_back(server: Served) -> None:
     assert before.startswith("pool ")
     [(_, gone)] = rows(server, "agents", "evict", "kay", "--disk")
     assert gone == "-"
-    assert rows(server, "agents", "prefetch", "kay") == [["KV", "-"]]  # nothing is left to bring up
+    assert rows(server, "agents", "prefetch", "kay") == [["KV", "-"]]  # nothing is left to load
     assert run(server, "agents", "rm", "kay")[0] == 0
 
 
@@ -183,7 +183,7 @@ def test_an_unusable_file_is_a_short_error(server: Served, tmp_path: Path) -> No
 
 
 class _Full(io.FileIO):
-    """A new file on a disk that is full."""
+    """A new file on a full disk."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, "xb")
@@ -194,22 +194,22 @@ class _Full(io.FileIO):
 
 def test_a_chat_with_an_agent_goes_on_where_it_was_left(server: Served) -> None:
     options = ["--agent", "mona", "--max-tokens", "6", "--temperature", "0"]
-    code, first, err = run(server, "chat", *options, "--system", "Be brief.", given="My name is Mona.\n")
+    code, first, err = run(server, "chat", *options, "--system", "Be brief.", typed="My name is Mona.\n")
     assert code == 0 and first.strip() and "agent mona is new" in err
-    code, second, err = run(server, "chat", *options, given="And now?\n/undo\nAnd now?\n/nonsense\n")
+    code, second, err = run(server, "chat", *options, typed="And now?\n/undo\nAnd now?\n/nonsense\n")
     assert code == 0 and "continues after turn 1" in err and "took back: And now?" in err and "unknown command" in err
     answers = second.split("\n")
     assert answers[0] == answers[1] != "", "the same question behind the same turn"
     turns = [row for row in rows(server, "agents", "show", "mona") if row[0] == "turn"]
     assert [row[3] for row in turns] == ["current", "abandoned", "current"]
-    code, _, err = run(server, "chat", *options, "--system", "Be long.", given="")
+    code, _, err = run(server, "chat", *options, "--system", "Be long.", typed="")
     assert code == 1 and "--system is for a new one" in err
-    code, _, err = run(server, "chat", *options, "--kv-gb", "1", given="")
+    code, _, err = run(server, "chat", *options, "--kv-gb", "1", typed="")
     assert code == 2 and "--kv-gb is for a model in this process" in err
 
 
 def answered(seen: bytes) -> str:
-    """What was said behind the question: without the terminal's codes, and without the sign that it is on its way."""
+    """Return the text behind the question, without terminal codes and the progress sign."""
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen.decode(errors="replace").rpartition("a story")[2])
     return re.sub(r"\S thinking|\s", "", text)
 
@@ -235,10 +235,10 @@ def test_ctrl_c_takes_the_question_back(server: Served) -> None:
     server.hold.touch()
     try:
         read_until(b"agent zoe is new")
-        read_until(b"[?2004h")  # the prompt reads from here on; what came before is not its
+        read_until(b"[?2004h")  # the prompt reads from here on; earlier input is not for it
         os.write(lead, b"Tell me a story\n")
         read_until(b"story")
-        until = time.monotonic() + 10  # the server holds the answer; the rest of a line may wait until it is whole
+        until = time.monotonic() + 10  # the server holds the answer; the terminal may hold back an incomplete line
         while len(answered(seen)) < 20 and time.monotonic() < until:
             if select.select([lead], [], [], 0.5)[0]:
                 seen += os.read(lead, 4096)
@@ -287,7 +287,7 @@ def test_the_tree_shows_branches_and_the_head() -> None:
 
 
 def test_a_long_conversation_is_shown_to_its_end() -> None:
-    """On a narrow terminal, also after a branch, whose turns are told from what follows."""
+    """On a narrow terminal, also after a branch, whose turns are marked as such."""
     side = [one(100, 30, False), one(101, 100, False)]
     lines = drawn(60, [*(one(n, n - 1, True) for n in range(1, 61)), *side], 80).splitlines()
     for number in (1, 29, 30, 31, 59, 60, 100, 101):

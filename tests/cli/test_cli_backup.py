@@ -1,4 +1,4 @@
-"""`cairn backup` while a server works, and `cairn restore` of it elsewhere."""
+"""`cairn backup` of a busy server, and `cairn restore` elsewhere."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 class Load:
-    """Clients that work all the time: turns, agents made and deleted, documents added and removed."""
+    """Clients that work all the time: turns, agents created and deleted, documents added and removed."""
 
     def __init__(self, server: Served) -> None:
         self.server = server
         self.turns: dict[str, list[str]] = {}
-        """What each agent was told in turns that are over."""
+        """What each agent was told in turns that have ended."""
         self.doomed: set[str] = set()
         """Agents that are being deleted, or were."""
         self.deleted: set[str] = set()
@@ -86,7 +86,7 @@ class Load:
             self.deleted.add(agent)
 
     def _file(self, number: int, who: int) -> None:
-        if number > 80:  # as many as one page of the list shows
+        if number > 80:  # one page of the list shows as many
             self._stop.wait(0.1)
             return
         made = self.server.post(
@@ -102,10 +102,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture
 def kept(tmp_path: Path, models: list[str]) -> Iterator[tuple[Path, Served]]:
-    """Yield a server, and the folder of its agents."""
+    """Yield the folder of a server's agents, and the server."""
     with served(models=models, agents_dir=str(tmp_path / "kept" / "agents")) as server:
         made = False
-        while not made:  # until the second model's files are read, too
+        while not made:  # until the second model is loaded, too
             try:
                 made = bool(server.post("/v1/collections", {"id": "docs"}))
             except urllib.error.HTTPError as error:
@@ -116,7 +116,7 @@ def kept(tmp_path: Path, models: list[str]) -> Iterator[tuple[Path, Served]]:
 
 
 def test_a_backup_under_load_is_restored_whole(kept: tuple[Path, Served], models: list[str], tmp_path: Path) -> None:
-    """Whatever was over when the backup began is in it, nothing is damaged, and what was deleted is not there."""
+    """Everything that had ended when the backup began is in it, nothing is damaged, and deleted agents stay deleted."""
     folder, server = kept
     copies = []
     with Load(server) as load:
@@ -146,13 +146,13 @@ def test_a_backup_under_load_is_restored_whole(kept: tuple[Path, Served], models
                     assert id in later, f"{id} is lost"
                     continue
                 assert web.get(f"/v1/agents/{id}").json()["damage"] is None
-                told = [turn["messages"][-1]["content"] for turn in answer.json()["data"]]
-                assert told[: len(texts)] == texts, id
+                results = [turn["messages"][-1]["content"] for turn in answer.json()["data"]]
+                assert results[: len(texts)] == texts, id
             assert all(web.get(f"/v1/agents/{id}").status_code == 404 for id in deleted)
-            held = {one["id"] for one in web.get("/v1/collections/docs/documents?limit=100").json()["data"]}
+            held = {item["id"] for item in web.get("/v1/collections/docs/documents?limit=100").json()["data"]}
             assert documents <= held
-            found = second.post("/v1/collections/docs/search", {"query": "stone", "top_k": 1})
-            assert len(found["data"]) == 1
+            result = second.post("/v1/collections/docs/search", {"query": "stone", "top_k": 1})
+            assert len(result["data"]) == 1
             second.post("/v1/agents", {"id": "later"})
             second.post("/v1/agents/later/turns", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1})
 
@@ -168,7 +168,7 @@ def test_options_are_restored_too_and_say_where_agents_go(
         assert code == 0, err
         code, _, err = command("backup", str(tmp_path / "copy"), "--config", str(tmp_path / "options.toml"))
         assert code == 2 and "is not empty" in err
-        # The same place, where the server runs and agents are.
+        # The same place, where the server runs and has agents.
         code, _, err = command("restore", str(tmp_path / "copy"), "--agents-dir", str(tmp_path / "none" / "agents"))
         assert code == 0, err
     assert (home / ".config" / "cairn" / "cairn.toml").read_text() == text.replace("moved", "mine")

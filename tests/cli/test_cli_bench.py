@@ -13,7 +13,7 @@ SMALL = ("--prompt", "20", "--decode", "3", "--batch", "1,2", "--threads", "1")
 
 @pytest.fixture(autouse=True)
 def quick(tmp_path, monkeypatch):
-    """Make the probe short, in a folder without options."""
+    """Shorten the probe, and run in a folder without options."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("cairn.kernels.roofline.SECONDS", 0)
     monkeypatch.setattr("cairn.kernels.roofline.measure.__defaults__", (4 << 20,))
@@ -37,14 +37,18 @@ def test_figures_go_to_stdout_and_progress_to_stderr(model: tuple[str, ...]) -> 
 
 
 def test_json_has_every_figure(capsys) -> None:
-    found = json.loads(bench("--shape", "demo", *SMALL, "--depth", "30", "--json").stdout)
-    assert (found["model"], found["threads"], found["load"]["depth"]) == ("demo", 1, [30])
-    assert [(one["work"], one["batch"]) for one in found["figures"]] == [("prefill", 1), ("decode", 1), ("decode", 2)]
-    assert found["peak_memory_bytes"] > 10_000_000
-    for one in found["figures"]:
-        assert one["bytes"] > 9_000_000 and one["operations"] > 0
-        assert 0 < one["read_fraction"] <= min(1, one["bytes"] / one["seconds"] / found["bytes_per_second"])
-        assert 0 < one["arithmetic_fraction"] <= 1
+    parsed = json.loads(bench("--shape", "demo", *SMALL, "--depth", "30", "--json").stdout)
+    assert (parsed["model"], parsed["threads"], parsed["load"]["depth"]) == ("demo", 1, [30])
+    assert [(figure["work"], figure["batch"]) for figure in parsed["figures"]] == [
+        ("prefill", 1),
+        ("decode", 1),
+        ("decode", 2),
+    ]
+    assert parsed["peak_memory_bytes"] > 10_000_000
+    for figure in parsed["figures"]:
+        assert figure["bytes"] > 9_000_000 and figure["operations"] > 0
+        assert 0 < figure["read_fraction"] <= min(1, figure["bytes"] / figure["seconds"] / parsed["bytes_per_second"])
+        assert 0 < figure["arithmetic_fraction"] <= 1
 
 
 @pytest.mark.parametrize(
@@ -60,6 +64,6 @@ def test_json_has_every_figure(capsys) -> None:
     ],
 )
 def test_an_unmeasurable_model_is_a_short_error(arguments: tuple[str, ...], words: str) -> None:
-    found = bench(*arguments)
-    assert isinstance(found.exception, ConfigError)
-    assert words in str(found.exception)
+    result = bench(*arguments)
+    assert isinstance(result.exception, ConfigError)
+    assert words in str(result.exception)

@@ -1,4 +1,4 @@
-"""A server over HTTP, as the command line reads it."""
+"""The command line's HTTP client."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def test_only_a_line_feed_ends_a_line_wherever_the_bytes_are_cut(ending: bytes) 
 def test_the_cache_report_is_read_as_servers_write_it(miss: Miss | None) -> None:
     report = CacheReport(computed=3, pool=16, ram=1, disk=2, load=0.5, miss=miss)
     done = Done(reason=FinishReason.STOP, usage=Usage(prompt_tokens=22, completion_tokens=1), cache=report)
-    told = json.dumps({"usage": usage_object([(done, True)])})
-    answering = stream(f"data: {told}\n\ndata: [DONE]\n\n".encode())
+    result = json.dumps({"usage": usage_object([(done, True)])})
+    answering = stream(f"data: {result}\n\ndata: [DONE]\n\n".encode())
     assert list(answering) == [] and answering.answer.cache == report
 
 
@@ -132,7 +132,7 @@ def test_an_answer_that_breaks_off_is_a_short_error() -> None:
                 one.post("/tokenize", {})
 
 
-def test_an_object_without_what_ours_have_is_no_cairn_server() -> None:
+def test_a_response_without_cairns_fields_is_no_cairn_server() -> None:
     with (
         pytest.raises(CairnError, match="the server at http://h is not a Cairn server"),
         client(lambda _: httpx.Response(200, json={"status": "ok"})) as one,
@@ -213,12 +213,12 @@ SM49BAMCA0gAMEUCIECPcm0ErOHiQpUTGdWSQlwNaq/uSGvzS9FPfXI7BQaDAiEA
 vE2M+a/k+VmxduiiRXSw3qgPKJL6iOu9fMdhtG1WMrk=
 -----END CERTIFICATE-----
 """
-"""For 127.0.0.1, until 2120, with its key; made for this test alone."""
+"""A certificate for 127.0.0.1, valid until 2120, with its key; made for this test alone."""
 
 
 @pytest.fixture
 def private(tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """A server whose certificate only its own CA vouches for, and the file of that."""
+    """Yield a server whose certificate only its own CA vouches for, and the CA's file."""
     file = tmp_path / "ca.pem"
     file.write_text(PRIVATE_CA)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -235,7 +235,7 @@ def private(tmp_path: Path) -> Iterator[tuple[str, Path]]:
 def test_a_private_authority_is_trusted_where_the_environment_names_it(
     private: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server that cannot be verified is there: to start one would not help."""
+    """A server that cannot be verified is running nevertheless, so starting another would not help."""
     url, authority = private
     with Client(url) as one, pytest.raises(Unavailable, match=f"the server at {url} did not answer: .*CERTIFICATE"):
         one.get("/v1/cache")
@@ -250,7 +250,7 @@ def test_a_private_authority_is_trusted_where_the_environment_names_it(
 
 
 class Late(http.server.BaseHTTPRequestHandler):
-    """A server that answers everything after a while, as one that first reads a disk full of KV."""
+    """A server that answers everything with a delay, as one that first reads a disk full of KV."""
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["content-length"]))
@@ -264,7 +264,7 @@ class Late(http.server.BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("content-length", str(len(data)))
         self.end_headers()
-        with contextlib.suppress(OSError):  # who asked may be gone
+        with contextlib.suppress(OSError):  # the client may be gone
             self.wfile.write(data)
 
     def log_message(self, *_: object) -> None:
@@ -281,7 +281,7 @@ def late() -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("order", "code"), [("scrub", 0), ("flush", 0), ("prune", 0), ("stats", 1)])
-def test_only_what_reads_a_whole_store_may_take_as_long_as_it_takes(
+def test_only_orders_that_read_a_whole_store_have_no_timeout(
     order: str,
     code: int,
     late: str,
@@ -293,6 +293,6 @@ def test_only_what_reads_a_whole_store_may_take_as_long_as_it_takes(
     monkeypatch.setattr(client_module, "_TIMEOUT", httpx.Timeout(10, read=0.2))
     with pytest.raises(SystemExit) as ended:
         main(["cache", order, "--host", late])
-    told = capsys.readouterr()
-    assert ended.value.code == code, told.err
-    assert ("did not answer" in told.err) == bool(code)
+    result = capsys.readouterr()
+    assert ended.value.code == code, result.err
+    assert ("did not answer" in result.err) == bool(code)

@@ -48,8 +48,8 @@ def test_old_kv_is_pruned_and_agents_stay(tmp_path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"x")
         os.utime(path, (time.time() - days * 86400,) * 2)
-    found = CliRunner().invoke(app, ["cluster", "prune", "--shared-store", str(tmp_path), "--days", "30"])
-    assert found.exit_code == 0 and "2 files" in found.output
+    result = CliRunner().invoke(app, ["cluster", "prune", "--shared-store", str(tmp_path), "--days", "30"])
+    assert result.exit_code == 0 and "2 files" in result.output
     assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["0", "new"]
     refused = CliRunner().invoke(app, ["cluster", "prune", "--shared-store", "s3://bucket"])
     assert isinstance(refused.exception, ConfigError) and "folder" in str(refused.exception)
@@ -57,12 +57,12 @@ def test_old_kv_is_pruned_and_agents_stay(tmp_path: Path) -> None:
 
 def test_a_shared_store_without_a_key_file_is_refused() -> None:
     command = [sys.executable, "-m", "cairn", "serve", "demo", "--port", "0", "--shared-store", "/nowhere/x"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert found.returncode == 2 and "cairn cluster key" in found.stderr
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2 and "cairn cluster key" in result.stderr
 
 
 def three_ports() -> int:
-    """The first of three ports that follow each other and are free."""
+    """Return the first of three consecutive free ports."""
     while True:
         port = free_port()
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
@@ -73,15 +73,15 @@ def three_ports() -> int:
 
 def replicas(port: int) -> list[dict[str, object]]:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/router/replicas", timeout=10) as answer:
-        found: list[dict[str, object]] = json.load(answer)["data"]
-        return found
+        items: list[dict[str, object]] = json.load(answer)["data"]
+        return items
 
 
 def wait_up(port: int, count: int) -> None:
     end = time.monotonic() + 120
     while time.monotonic() < end:
         with contextlib.suppress(OSError):
-            if sum(bool(one["up"]) for one in replicas(port)) == count:
+            if sum(bool(replica["up"]) for replica in replicas(port)) == count:
                 return
         time.sleep(0.1)
     raise AssertionError("the servers did not come up")
@@ -90,23 +90,25 @@ def wait_up(port: int, count: int) -> None:
 def wait_until(holds: Callable[[], bool]) -> None:
     end = time.monotonic() + 60
     while not holds():
-        assert time.monotonic() < end, "it did not come to hold"
+        assert time.monotonic() < end, "the condition did not become true"
         time.sleep(0.1)
 
 
 def children(pid: int) -> set[int]:
     with contextlib.suppress(OSError):
-        found = {int(one) for path in Path(f"/proc/{pid}/task").glob("*/children") for one in path.read_text().split()}
-        return found | {deeper for one in found for deeper in children(one)}
+        results = {
+            int(part) for path in Path(f"/proc/{pid}/task").glob("*/children") for part in path.read_text().split()
+        }
+        return results | {deeper for result in results for deeper in children(result)}
     return set()
 
 
 def direct_children(pid: int) -> set[int]:
-    return {int(one) for path in Path(f"/proc/{pid}/task").glob("*/children") for one in path.read_text().split()}
+    return {int(part) for path in Path(f"/proc/{pid}/task").glob("*/children") for part in path.read_text().split()}
 
 
 def restarted_one_after_another(port: int, pid: int) -> None:
-    """Restart all servers while a client asks all the time: each is another process, and no answer is missing."""
+    """Restart all servers while a client keeps asking: each is a new process, and no answer is missing."""
     before, over = direct_children(pid), threading.Event()
     statuses: Counter[int] = Counter()
 
@@ -132,7 +134,7 @@ def restarted_one_after_another(port: int, pid: int) -> None:
     assert done.stdout.splitlines() == [f"http://127.0.0.1:{port + n}: restarted" for n in (1, 2)]
     assert not before & direct_children(pid) and len(direct_children(pid)) == 2
     assert set(statuses) == {200}, statuses
-    assert not any(one["draining"] for one in replicas(port))
+    assert not any(replica["draining"] for replica in replicas(port))
 
 
 def test_up_starts_all_restarts_what_ends_and_leaves_nothing(tmp_path: Path, prove: bool) -> None:
@@ -149,7 +151,7 @@ def test_up_starts_all_restarts_what_ends_and_leaves_nothing(tmp_path: Path, pro
         wait_up(port, 2)
         said = f"2 servers serve demo at http://127.0.0.1:{port}/v1. Ctrl-C ends all."
         wait_until(lambda: said in log_file.read_text())
-        assert "curl" not in log_file.read_text(), "each server's own address is not the one to use"
+        assert "curl" not in log_file.read_text(), "clients must use the router's address"
         family = children(process.pid)
         servers = direct_children(process.pid)
         assert len(servers) == 2
@@ -169,7 +171,7 @@ def test_up_starts_all_restarts_what_ends_and_leaves_nothing(tmp_path: Path, pro
             time.sleep(0.1)
         assert not alive(family)
         assert {"store", "cluster.key", "agents-1", "agents-2", "kv-1", "kv-2"} <= {
-            one.name for one in tmp_path.iterdir()
+            path.name for path in tmp_path.iterdir()
         }
     finally:
         for pid in children(process.pid) | {process.pid}:

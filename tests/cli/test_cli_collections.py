@@ -37,8 +37,8 @@ def test_documents_are_added_searched_asked_and_deleted(server: Served, folder: 
     assert [row[:3] for row in listed if row[0] == "mine"] == [["mine", "2", "2"]]
     shown = rows(server, "collection", "show", "mine")
     assert [row[1:3] for row in shown] == [["cairns.md", "md"], ["river.docx", "docx"]]
-    found = rows(server, "collection", "search", "mine", "What is a cairn?", "-k", "1", "--no-rerank")
-    assert len(found) == 1 and len(found[0]) == 3
+    result = rows(server, "collection", "search", "mine", "What is a cairn?", "-k", "1", "--no-rerank")
+    assert len(result) == 1 and len(result[0]) == 3
     code, out, _ = run(server, "collection", "ask", "mine", "Zebra?", "--min-score", "1")
     assert (code, out) == (0, "There is no answer in the documents.\n")
     code, out, err = run(server, "collection", "ask", "mine", "Zebra?", "--min-score", "-1")

@@ -1,4 +1,4 @@
-"""What `cairn doctor` says of a model is what an engine would have of it."""
+"""`cairn doctor` on models: it reports what an engine would find."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONFIG = Config(step_tokens=256, max_running=16, threads=1, kv_gb=0.05)
 
 
 @pytest.mark.parametrize("kinds", [["full_attention"] * 2, ["sliding_attention", "full_attention"]])
-def test_the_pool_holds_what_its_full_layers_do(kinds: list[str], tmp_path: Path) -> None:
+def test_the_pools_tokens_are_those_of_its_full_layers(kinds: list[str], tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m", **WINDOWS, layer_types=kinds)
     engine = load(folder)
     tokens = Cache(engine.info).longest
@@ -31,7 +31,7 @@ def test_the_pool_holds_what_its_full_layers_do(kinds: list[str], tmp_path: Path
 def test_a_pool_of_windows_alone_holds_any_context(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m", **WINDOWS, layer_types=["sliding_attention"] * 2)
     assert " of KV pool holds any context, context 4,096" in _fit(str(folder), CONFIG)
-    assert "tokens/s" not in _fit(str(folder), CONFIG), "nothing is known of this machine"
+    assert "tokens/s" not in _fit(str(folder), CONFIG), "nothing is measured on this machine"
     small = msgspec.structs.replace(CONFIG, context=64)
     assert " of KV pool holds any context, context 64" in _fit(str(folder), small)
 

@@ -1,4 +1,4 @@
-"""`cairn embed`, and the vectors of `LLM`: a line of JSON a text, and a sentence for what cannot be."""
+"""`cairn embed`, and embeddings of `LLM`: one line of JSON per text, and readable errors."""
 
 from __future__ import annotations
 
@@ -33,32 +33,32 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 
 def run(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str, given: str = ""
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str, typed: str = ""
 ) -> tuple[int, list[dict[str, object]], str]:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given.encode())))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed.encode())))
     with pytest.raises(SystemExit) as left:
         main(["embed", *arguments])
-    told = capsys.readouterr()
-    return int(left.value.code or 0), [json.loads(line) for line in told.out.splitlines()], told.err
+    result = capsys.readouterr()
+    return int(left.value.code or 0), [json.loads(line) for line in result.out.splitlines()], result.err
 
 
 def test_lines_of_stdin_and_texts_become_lines(
     folder: Path, llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, found, _ = run(capsys, monkeypatch, str(folder), "--threads", "1", given="one text\n\nünd another\r\nlast")
-    assert code == 0 and [one["text"] for one in found] == ["one text", "ünd another", "last"]
+    code, out, _ = run(capsys, monkeypatch, str(folder), "--threads", "1", typed="one text\n\nünd another\r\nlast")
+    assert code == 0 and [one["text"] for one in out] == ["one text", "ünd another", "last"]
     want = llm.embed(["one text", "ünd another", "last"])
-    assert np.float32([one["embedding"] for one in found]).tobytes() == want.tobytes()
-    code, found, _ = run(capsys, monkeypatch, str(folder), "-t", "last", "-t", "x", "--dimensions", "3")
-    assert [len(one["embedding"]) for one in found] == [3, 3]  # type: ignore[arg-type]
+    assert np.float32([one["embedding"] for one in out]).tobytes() == want.tobytes()
+    code, out, _ = run(capsys, monkeypatch, str(folder), "-t", "last", "-t", "x", "--dimensions", "3")
+    assert [len(one["embedding"]) for one in out] == [3, 3]  # type: ignore[arg-type]
 
 
-def test_what_cannot_be_is_a_sentence(
+def test_impossible_requests_get_a_readable_error(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = "a " * 400
-    code, found, said = run(capsys, monkeypatch, str(folder), "-t", long)
-    assert (code, found) == (1, []) and "402 tokens" in said and "at most 300" in said
+    code, out, said = run(capsys, monkeypatch, str(folder), "-t", long)
+    assert (code, out) == (1, []) and "402 tokens" in said and "at most 300" in said
     assert run(capsys, monkeypatch, str(folder), "-t", long, "--truncate")[0] == 0
     code, _, said = run(capsys, monkeypatch, str(folder), "-t", "x", "--prompt-name", "other")
     assert code == 1 and "has no prompt of the name 'other'; it has document, query" in said
@@ -76,14 +76,14 @@ def test_one_text_several_and_ids(llm: LLM) -> None:
 
 def test_more_texts_than_are_under_way_at_once(llm: LLM) -> None:
     texts = [f"text {chr(97 + number % 26)}" for number in range(600)]
-    found = llm.embed(texts)
-    assert found.shape == (600, 48) and found[0].tobytes() == found[26].tobytes() == llm.embed(texts[0]).tobytes()
+    result = llm.embed(texts)
+    assert result.shape == (600, 48) and result[0].tobytes() == result[26].tobytes() == llm.embed(texts[0]).tobytes()
 
 
-@pytest.mark.parametrize("given", [3, [3.5], {"a": 1}, b"x", [["x"]]])
-def test_invalid_texts(given: object, llm: LLM) -> None:
+@pytest.mark.parametrize("texts", [3, [3.5], {"a": 1}, b"x", [["x"]]])
+def test_invalid_texts(texts: object, llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="texts must be a text"):
-        llm.embed(given)  # type: ignore[arg-type]
+        llm.embed(texts)  # type: ignore[arg-type]
 
 
 def test_refusals(llm: LLM) -> None:

@@ -1,4 +1,4 @@
-"""`cairn launch`: what an agent is told, and that nothing of its own is touched."""
+"""`cairn launch`: what an agent is started with, and that its own files are left alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from cairn.cli.launch import ServerAddress, check_context, filled, start
 from cairn.cli.launch_table import AGENTS
 from cairn.types.errors import ConfigError
-from tests.api.process import served
+from tests.api.process import free_port, served
 from tests.cli.test_cli import run
 
 PLACE = ServerAddress("http://127.0.0.1:8000", "org/model:Q8_0", "secret", 32768)
@@ -41,12 +41,12 @@ sys.exit(7)
 @pytest.mark.parametrize("name", AGENTS)
 def test_every_agent_gets_the_servers_address_model_and_context(name: str, tmp_path: Path) -> None:
     begun = start(AGENTS[name], PLACE, tmp_path, ("--more",))
-    told = json.dumps([begun.command, begun.env, {str(path): text for path, text in begun.files.items()}])
-    # Copilot is told how much of the context a prompt may take, and how much an answer.
+    result = json.dumps([begun.command, begun.env, {str(path): text for path, text in begun.files.items()}])
+    # Copilot gets two numbers: how much of the context a prompt may take, and how much an answer.
     context = "24576" if name == "copilot" else str(PLACE.context)
     for wanted in (PLACE.url, PLACE.model, PLACE.key, context):
-        assert wanted in told, wanted
-    assert not re.search(r"\{(url|model|key|context|answer|prompt|folder)\}", told)
+        assert wanted in result, wanted
+    assert not re.search(r"\{(url|model|key|context|answer|prompt|folder)\}", result)
     assert begun.command[0] == AGENTS[name].program and begun.command[-1] == "--more"
     assert all(path.parent == tmp_path and json.loads(text) for path, text in begun.files.items())
     assert not any(variable.startswith("CAIRN_") for variable in begun.env), "cairn would not know it"
@@ -59,17 +59,11 @@ def test_values_of_the_table() -> None:
 
 def test_unknown_agents_and_missing_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    for given in ((), ("vim",)):
-        done = run("launch", *given)
+    for arguments in ((), ("vim",)):
+        done = run("launch", *arguments)
         assert done.returncode == 2 and ", ".join(AGENTS) in done.stderr
     done = run("launch", "claude")
     assert done.returncode == 1 and AGENTS["claude"].install in done.stderr
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @pytest.fixture
@@ -92,23 +86,25 @@ def test_an_agent_finds_the_server_that_runs(fake: dict[str, str], tmp_path: Pat
     with served() as server:
         done = launch(fake, "claude", "--anyway", "--host", server.url, "--", "-p", "hi")
         assert done.returncode == 7, done.stderr
-        told = json.loads(done.stdout)
-        (model,) = told["models"]["data"]
+        parsed = json.loads(done.stdout)
+        (model,) = parsed["models"]["data"]
         assert (
-            told["seen"] == 400 and told["arguments"] == ["-p", "hi"] and told["window"] == str(model["max_model_len"])
+            parsed["seen"] == 400
+            and parsed["arguments"] == ["-p", "hi"]
+            and parsed["window"] == str(model["max_model_len"])
         )
         shown = launch(fake, "pi", "--print", "--host", server.url)
         assert shown.stdout.startswith("export PI_CODING_AGENT_DIR=") and model["id"] in shown.stdout
-        assert not (tmp_path / "cache" / "cairn" / "launch" / "pi").exists(), "what is shown is not written"
+        assert not (tmp_path / "cache" / "cairn" / "launch" / "pi").exists(), "--print writes no files"
 
 
 def test_a_server_is_started_and_ended_with_the_agent(fake: dict[str, str], tmp_path: Path) -> None:
     port = free_port()
     done = launch(fake, "claude", "--port", str(port), "--context", "2048", "--model", "demo", "--anyway", "--", "x")
     assert done.returncode == 7, done.stderr
-    told = json.loads(done.stdout)
-    assert told["window"] == "2048" and told["arguments"] == ["x"]
-    assert told["seen"] == 200, "an image that a user pastes does not end the session"
+    parsed = json.loads(done.stdout)
+    assert parsed["window"] == "2048" and parsed["arguments"] == ["x"]
+    assert parsed["seen"] == 200, "an image that a user pastes does not end the session"
     with socket.socket() as sock, pytest.raises(ConnectionRefusedError):
         sock.connect(("127.0.0.1", port))
     log = tmp_path / "cache" / "cairn" / "launch" / "server" / "serve.log"

@@ -1,4 +1,4 @@
-"""Models with a short name on the command line."""
+"""Short names of models on the command line."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_serve_pulls_nothing_that_is_here(monkeypatch: pytest.MonkeyPatch, capsy
     assert capsys.readouterr().err == ""
 
 
-def test_what_does_not_fit_is_reported_before_anything_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_fit_is_reported_before_it_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     from cairn.cli.models import check_fits
     from cairn.engine import machine
     from cairn.types.errors import ModelError
@@ -71,7 +71,7 @@ def test_what_does_not_fit_is_reported_before_anything_is_fetched(monkeypatch: p
         check_fits("a/b", 20_000_000_000, False, said.append)
     check_fits("a/b", 20_000_000_000, True, said.append)
     check_fits("gpt-oss", 12_100_000_000, False, said.append)
-    assert len(said) == 3, "what is wanted anyway, and a model of experts, is told of and fetched"
+    assert len(said) == 3, "forced downloads and models with experts are reported and fetched"
 
 
 def test_a_short_name_that_is_far_too_large_is_refused_before_the_hub_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ def test_short_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     ("kind", "command"),
     [("chat", "cairn chat org/m"), ("embed", "cairn embed org/m -t"), ("rerank", "cairn serve org/m")],
 )
-def test_what_was_pulled_is_tried_as_its_kind_is(kind: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pulled_model_is_tried_by_its_kind(kind: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cairn.models.spec.config.load_spec", lambda *_, **more: SimpleNamespace(kind=kind))
     assert first_command(hub.demo_folder(), "org/m").startswith(command)
 
@@ -118,7 +118,7 @@ def test_bytes_that_a_vocabulary_lacks_are_reported_where_the_model_comes(
     shutil.copytree(hub.demo_folder(), folder)
     text = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     vocab = text["model"]["vocab"]
-    vocab["unused"] = vocab.pop("\u0104")  # the byte 4
+    vocab["unused"] = vocab.pop("\u0104")  # byte 4
     (folder / "tokenizer.json").write_text(json.dumps(text), "utf-8")
     monkeypatch.setattr(hub, "pull", lambda name, **more: folder)
     with pytest.raises(SystemExit):

@@ -1,4 +1,4 @@
-"""`cairn quantize`: from a folder to a file that chats, whole or not at all."""
+"""`cairn quantize`: from a folder to a file that can chat, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def cairn(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_what_is_written_chats_as_its_source_does(folder: Path, tmp_path: Path) -> None:
+def test_a_quantised_model_chats_as_its_source_does(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     done = cairn("quantize", str(folder), str(path), "--type", "f32")
     assert (done.returncode, done.stderr) == (0, "")
@@ -83,7 +83,7 @@ def test_an_unwritable_model_is_a_short_error(folder: Path, tmp_path: Path, monk
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ModelError, match=r"pip install gguf"):
         quantize.write(str(folder), tmp_path / "m.gguf", "Q8_0")
-    assert [one.name for one in tmp_path.iterdir()] == ["m"]
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
 def test_a_quantisation_in_the_download_cache_chats_by_its_name(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -100,7 +100,7 @@ def test_a_quantisation_in_the_download_cache_chats_by_its_name(folder: Path, tm
     assert quantize.write("org/m:Q8_0", tmp_path / "small.gguf", "Q4_0")
 
 
-def test_what_a_killed_run_left_goes_with_the_next_and_what_runs_stays(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_run_are_removed_by_the_next(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     dead, living = tmp_path / f".m.{process.pid}.gguf", tmp_path / f".m.{os.getpid()}.gguf"

@@ -51,12 +51,12 @@ def test_a_scenario_is_played_kept_and_played_again(server: Served, tmp_path: Pa
     lines = out.splitlines()
     assert lines[0] == "user whispers to bob: psst" and lines[1] == "== round 1" and lines[2].startswith("ada: ")
     assert "met\trounds: 2 (2)" in lines and "met\tspeakers of round 1: ada, bob (ada, bob)" in lines
-    told = [line for line in lines if line.startswith(("ada: ", "bob: "))]
-    assert len(told) == 4
-    for what in ("two", str(saved)):
-        code, out, err = run(server, "team", "replay", what)
+    results = [line for line in lines if line.startswith(("ada: ", "bob: "))]
+    assert len(results) == 4
+    for source in ("two", str(saved)):
+        code, out, err = run(server, "team", "replay", source)
         again = [line for line in out.splitlines() if line.startswith(("ada: ", "bob: "))]
-        assert (code, again) == (0, told), err
+        assert (code, again) == (0, results), err
     assert rows(server, "team", "list") == [["two", "2", "round_robin", "2", "idle"]]
     shown = dict(rows(server, "team", "show", "two"))
     assert shown["member ada"] == "Be first." and shown["rounds"] == "2"
@@ -109,16 +109,16 @@ def test_a_scenario_that_cannot_be_played_leaves_no_team_behind(
 
 
 def test_a_team_that_never_spoke_is_erased_and_one_that_did_stays(server: Served, tmp_path: Path) -> None:
-    """What this command lets pass a server may refuse all the same."""
+    """A scenario that this command accepts may still be refused by the server."""
     file = tmp_path / "late.yaml"
     file.write_text(SCENARIO.replace("content: psst", f"content: {'x' * 30_000}"))  # longer than the context
     code, _, err = run(server, "team", "run", str(file))
     assert code == 1 and "context" in err and rows(server, "team", "list") == [], err
     file.write_text(file.read_text().replace("to: [bob]", "to: [bob], before_round: 2"))
     assert run(server, "team", "run", str(file))[0] == 1
-    assert [row[0] for row in rows(server, "team", "list")] == ["two"]  # there is something to look at
+    assert [row[0] for row in rows(server, "team", "list")] == ["two"]  # it has a round to look at
     code, _, err = run(server, "team", "run", str(file))
-    assert code == 1 and "already" in err  # its id is taken, and that team is not this one's to erase
+    assert code == 1 and "already" in err  # its id is taken, and the existing team must not be erased
     assert [row[0] for row in rows(server, "team", "list")] == ["two"]
     assert rows(server, "team", "rm", "two") == []
     assert run(server, "team", "run", str(file), "--rm")[0] == 1
@@ -162,7 +162,7 @@ def run_alone(*arguments: str) -> str:
     return out
 
 
-def test_what_a_model_says_cannot_steer_the_terminal() -> None:
+def test_a_models_text_cannot_steer_the_terminal() -> None:
     line = line_of({"type": "turn", "member": "ada", "content": "\x1b[2Jgone\nnext"})
     assert line == "ada: \N{REPLACEMENT CHARACTER}[2Jgone next"
 

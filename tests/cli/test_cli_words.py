@@ -1,14 +1,12 @@
-"""Commands that people know from elsewhere, and what `cairn chat` talks to."""
+"""Commands known from other programs, and which server or model `cairn chat` talks to."""
 
 from __future__ import annotations
 
-import http.server
 import json
 import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
@@ -21,7 +19,15 @@ from cairn.cli import answer_source, app
 from cairn.models.hub import hub, removal
 from cairn.models.hub.removal import plan, remove
 from cairn.types.errors import ModelError
-from tests.cli.test_cli import elsewhere, run, sentence, sse  # noqa: F401  (elsewhere: used by its name)
+from tests.cli.test_cli import (  # noqa: F401  (elsewhere: used by its name)
+    NOT_FOUND,
+    Canned,
+    elsewhere,
+    listening,
+    run,
+    sentence,
+    sse,
+)
 
 ANSWER = sse(
     {"choices": [{"index": 0, "delta": {"content": "Hello you"}}]},
@@ -31,35 +37,22 @@ ANSWER = sse(
 READY = '{"status": "ready", "reasons": [], "troubles": []}'
 
 
-class Running(http.server.BaseHTTPRequestHandler):
-    """A server on this machine, with answers by path and all that it was asked."""
+class Running(Canned):
+    """A server on this machine that gives the answers of a path in order, and then the last one again and again."""
 
     answers: ClassVar[dict[str, list[tuple[int, str]]]]
     asked: ClassVar[list[tuple[str, dict[str, object]]]]
     port: ClassVar[str]
 
-    def do_GET(self) -> None:
-        self.answer({})
-
-    def do_POST(self) -> None:
-        self.answer(json.loads(self.rfile.read(int(self.headers["content-length"]))))
-
-    def answer(self, body: dict[str, object]) -> None:
-        self.asked.append((self.path, body))
-        given = self.answers.get(self.path, [(404, '{"error": {"message": "no such thing"}}')])
-        status, text = given.pop(0) if len(given) > 1 else given[0]
-        self.send_response(status)
-        self.send_header("content-length", str(len(text.encode())))
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, *_: object) -> None:
-        pass
+    def answer(self, body: object) -> None:
+        self.asked.append((self.path, body or {}))
+        answers = self.answers.get(self.path, [NOT_FOUND])
+        self.reply(*(answers.pop(0) if len(answers) > 1 else answers[0]))
 
 
 @pytest.fixture
 def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Running]]:
-    """A server at the configured port."""
+    """Yield a server at the configured port."""
 
     class Handler(Running):
         answers: ClassVar = {
@@ -70,38 +63,34 @@ def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Running]]:
         }
         asked: ClassVar = []
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    Handler.port = str(server.server_address[1])
-    monkeypatch.setenv("CAIRN_PORT", Handler.port)
-    yield Handler
-    server.shutdown()
-    server.server_close()
+    with listening(Handler):
+        Handler.port = Handler.url.rpartition(":")[2]
+        monkeypatch.setenv("CAIRN_PORT", Handler.port)
+        yield Handler
 
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The models that were loaded in this process, in place of loading them."""
-    found: list[str] = []
+    """Collect the names of models loaded in this process, instead of loading them."""
+    results: list[str] = []
 
     class Local:
         def __init__(self, resolved) -> None:
-            found.append(resolved.config.model)
+            results.append(resolved.config.model)
             self.llm = self
 
         def close(self) -> None:
             pass
 
     monkeypatch.setattr("cairn.cli.common.sampling._Local", Local)
-    return found
+    return results
 
 
 # ---------------------------------------------------------------------------------------------------- who answers
 
 
 def test_chat_talks_to_the_server_that_runs_and_says_so(running, loaded):
-    done = run("chat", given="hi\n")
+    done = run("chat", typed="hi\n")
     assert (done.returncode, done.stdout, loaded) == (0, "Hello you\n", []), done.stderr
     url = f"http://127.0.0.1:{running.port}"
     assert f"The server at {url} answers, with m; --local loads a model here instead." in done.stderr
@@ -122,9 +111,9 @@ def test_chat_loads_a_model_with_local_options(running, loaded, more):
 
 
 def test_a_model_that_is_named_is_asked_of_a_server_that_has_it(running, loaded, elsewhere):  # noqa: F811
-    assert run("chat", "m", given="hi\n").stdout == "Hello you\n"
+    assert run("chat", "m", typed="hi\n").stdout == "Hello you\n"
     (elsewhere / "m.gguf").write_bytes(b"GGUF")
-    assert run("chat", str(elsewhere / "m.gguf"), given="hi\n").stdout == "Hello you\n"  # as the server calls it
+    assert run("chat", str(elsewhere / "m.gguf"), typed="hi\n").stdout == "Hello you\n"  # the server's name for it
     assert (running.asked[-1][1]["model"], loaded) == ("m", [])
     done = run("chat", "demo")
     assert loaded == ["demo"]
@@ -136,7 +125,7 @@ def test_a_model_that_is_named_is_asked_of_a_server_that_has_it(running, loaded,
 def test_a_server_that_loads_its_model_is_waited_for(running, loaded):
     loading = '{"status": "not ready", "reasons": ["the model is still being loaded"], "troubles": []}'
     running.answers["/health/ready"] = [(503, loading), (503, loading), (200, READY)]
-    assert run("chat", given="hi\n").stdout == "Hello you\n"
+    assert run("chat", typed="hi\n").stdout == "Hello you\n"
     assert [path for path, _ in running.asked].count("/health/ready") == 3
 
 
@@ -154,14 +143,14 @@ def test_a_server_that_wants_a_key_is_reported(running, loaded):
     assert "a key is needed; give the key with CAIRN_API_KEY" in done.stderr and "Loading a model here" in done.stderr
 
 
-def test_an_order_of_the_admin_names_the_admins_key(running):
+def test_an_admin_order_names_the_admin_key(running):
     refused = '{"error": {"message": "this needs the admin key; send it as \'Authorization: Bearer KEY\'"}}'
     running.answers["/v1/admin/models/unload"] = [(401, refused)]
     assert sentence(run("unload", "m"), 1).endswith("this needs the admin key; give the key with CAIRN_ADMIN_KEY")
 
 
-def test_a_time_that_no_server_could_read_is_refused(running):
-    """A server of one model does not look at it."""
+def test_an_invalid_keepalive_is_refused(running):
+    """A server of one model ignores it, so the command checks it."""
     assert "--keepalive is '10x' but must be a number of seconds" in sentence(
         run("run", "m", "hi", "--keepalive", "10x")
     )
@@ -199,7 +188,7 @@ def test_run_answers_a_prompt_or_talks(running):
     assert run("run", "m", "hi there").stdout == "Hello you\n"
     assert running.asked[-1][1]["repetition_stop"] is True, "nobody reads the same words for minutes"
     assert running.asked[-1][1]["messages"] == [{"role": "user", "content": "hi there"}]
-    assert run("run", "m", given="hi\n").stdout == "Hello you\n"
+    assert run("run", "m", typed="hi\n").stdout == "Hello you\n"
 
 
 def test_run_pulls_what_is_not_here(running, loaded, monkeypatch):
@@ -208,7 +197,7 @@ def test_run_pulls_what_is_not_here(running, loaded, monkeypatch):
     assert run("run", "org/name").returncode == 0
     assert run("run", "demo").returncode == 0
     assert (pulled, loaded) == (["org/name"], ["org/name", "demo"])
-    assert run("run", "m", given="hi\n").returncode == 0  # the server has it
+    assert run("run", "m", typed="hi\n").returncode == 0  # the server has it
     assert pulled == ["org/name"]
 
 
@@ -250,8 +239,8 @@ def test_stop_unloads_a_model_and_says_how_a_server_is_ended(running):
 
 def test_models_of_a_server_are_changed_by_name(running):
     said = {"id": "m", "state": "loaded", "model": "/models/m", "load_seconds": 1.25, "success": True}
-    for what in ("load", "unload", "swap"):
-        running.answers[f"/v1/admin/models/{what}"] = [(200, json.dumps(said))]
+    for order in ("load", "unload", "swap"):
+        running.answers[f"/v1/admin/models/{order}"] = [(200, json.dumps(said))]
     assert run("load", "m").stdout.splitlines() == [
         "model\tm",
         "state\tloaded",
@@ -337,7 +326,7 @@ def test_help_names_completion_and_the_usual_short_flag_works():
 
 
 def repository(folder: Path, **files: str) -> Path:
-    """A repository in the download cache below `folder`, with files by their names and contents."""
+    """Make a repository in the download cache below `folder`, with files by name and content."""
     place = folder / ".cache/huggingface/hub/models--org--name"
     snapshot = place / "snapshots" / ("a" * 40)
     snapshot.mkdir(parents=True)
@@ -359,13 +348,13 @@ def test_rm_removes_one_quantisation_and_leaves_the_other(elsewhere):  # noqa: F
     assert run("rm", "org/name:Q8_0", "--yes").returncode == 0
     assert sorted(path.name for path in (place / "blobs").iterdir()) == ["blob-four"]
     assert run("rm", "org/name:Q4_0", "-y").returncode == 0
-    assert (place / "blobs" / "blob-four").exists()  # another name of it is left
+    assert (place / "blobs" / "blob-four").exists()  # it has another name left
     assert run("rm", "hf.co/org/name:Q4_1", "-y").returncode == 0
     assert not place.exists()  # nothing is left of it
 
 
 def left(place: Path) -> list[str]:
-    """The names of the downloads that a repository still has, and of what they hold."""
+    """Return the names of the files that a repository still has, and of its blobs."""
     files = [path for part in ("snapshots/" + "a" * 40, "blobs") for path in (place / part).rglob("*")]
     return sorted(path.relative_to(place).as_posix().removeprefix(f"snapshots/{'a' * 40}/") for path in files)
 
@@ -379,8 +368,8 @@ def test_rm_sees_an_ending_in_capitals(elsewhere):  # noqa: F811
 @pytest.mark.parametrize("own", ["model", "m-Q4_0"])
 def test_rm_removes_one_of_two_that_only_their_folders_tell_apart(elsewhere, own):  # noqa: F811
     place = repository(elsewhere, **{f"a/{own}": "one", f"b/{own}": "two"})
-    found = [hub.locate(f"org/name:{folder}/{own}").read_text() for folder in "ab"]
-    assert found == ["one", "two"]
+    results = [hub.locate(f"org/name:{folder}/{own}").read_text() for folder in "ab"]
+    assert results == ["one", "two"]
     planned = plan(f"org/name:a/{own}")
     assert planned.name == f"org/name:a/{own}"
     remove(planned)
@@ -398,7 +387,7 @@ def test_rm_removes_a_file_from_every_commit_that_has_it(elsewhere):  # noqa: F8
 
 
 def test_a_tag_without_files_removes_nothing(elsewhere, monkeypatch):  # noqa: F811
-    """Such as one that another program has removed meanwhile."""
+    """Such as a tag whose files another program has removed meanwhile."""
     place = repository(elsewhere, **{"m-Q4_0": "four", "m-Q8_0": "eight"})
     monkeypatch.setattr(removal, "gguf_names", lambda snapshot: [])
     with pytest.raises(ModelError, match="org/name:m-Q4_0 is not downloaded"):

@@ -1,4 +1,4 @@
-"""The command line over https: the configured certificate, `--cacert`, `--insecure`, and what it says otherwise."""
+"""The command line over https: the configured certificate, `--cacert`, `--insecure`, and the errors without them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def certificate(folder: Path, name: str, alternative: str = "DNS:cairn.example")
 
 @pytest.fixture
 def secure(canned, tmp_path: Path):  # noqa: F811
-    """A server over https, whose certificate names another machine; its configuration is in cairn.toml."""
+    """Yield an https server whose certificate names another machine; cairn.toml has its configuration."""
     import http.server
     import threading
 
@@ -51,7 +51,7 @@ def secure(canned, tmp_path: Path):  # noqa: F811
 def test_the_configured_certificate_is_trusted_and_no_other(secure, tmp_path):
     done = run("status")
     assert (done.returncode, done.stderr) == (0, "") and f"server\t{secure.secure}\n" in done.stdout
-    done = run("chat", given="/bye\n")
+    done = run("chat", typed="/bye\n")
     assert f"The server at {secure.secure} answers, with m" in done.stderr
     certificate(tmp_path, "other")
     options = (tmp_path / "cairn.toml").read_text().replace("server.pem", "other.pem")
@@ -66,7 +66,9 @@ def test_a_certificate_can_be_named_or_anyone_trusted(secure, tmp_path):
     assert "--cacert FILE" in sentence(run("status", *host), 1)
     assert run("status", *host, "--insecure").returncode == 0
     said = sentence(run("status", *host, "--cacert", str(tmp_path / "server.pem")), 1)
-    assert "IP address mismatch" in said or "not valid for" in said, "what is named has to be the machine that answers"
+    assert "IP address mismatch" in said or "not valid for" in said, (
+        "the certificate must name the machine that answers"
+    )
     assert "give --host a name that is in its certificate" in said and "--cacert" not in said
     assert run("status", "--host", f"https://localhost:{secure.port}", "--insecure").returncode == 0
 

@@ -1,8 +1,8 @@
-"""A stage for real clients: a model that plays a part, its server as a process, and a prompter between the two.
+"""A stage for real clients: a scripted model, its server as a process, and a proxy in front of it.
 
-The part is a list of answers. Which one comes is told by how many results of tools the conversation has, so an agent
-that calls a tool a turn is led through all of them; where no tools are offered another one comes, always the same.
-The prompter passes everything on, notes what the server said of its cache, and may kill the server between two answers.
+The script is a list of answers. The number of tool results in the conversation selects one, so an agent that calls a
+tool a turn is led through all of them; a request without tools gets another answer, always the same. The proxy records
+the server's cache figures, and may kill the server between two answers.
 """
 
 from __future__ import annotations
@@ -75,10 +75,11 @@ def write_part(
     natural: bool = False,
     context: int = 65_536,
 ) -> Path:
-    """A model that says these answers, and `alone` where there are no tools. Its tokenizer has words: agents' prompts
-    are long.
+    """Write a model that gives these answers, and `alone` where there are no tools.
 
-    Answers are single tokens, which no grammar forces; `natural`: they are cut as the tokenizer cuts them.
+    Its tokenizer has whole words, since agents' prompts are long.
+
+    Answers are single tokens, which no grammar forces; with `natural` they are tokenized as usual.
     """
     learnt = learn()
     merges = [tuple(pair) for pair in json.loads(learnt.to_str())["model"]["merges"]]
@@ -91,7 +92,7 @@ def write_part(
 
 
 def learn() -> Tokenizer:
-    """Train a tokenizer of English."""
+    """Train a tokenizer on English text."""
     learnt = Tokenizer(models.BPE())
     learnt.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
@@ -102,21 +103,21 @@ def learn() -> Tokenizer:
 
 
 def cut(learnt: Tokenizer, text: str) -> list[bytes]:
-    """Split a text into the tokens in which it would be read."""
+    """Split a text into the tokens that encode it."""
     return [bytes(_BYTES[char] for char in token) for token in learnt.encode(text).tokens]
 
 
 class Prompter:
-    """A proxy in front of a server, whichever process that is, which records the answers."""
+    """A proxy in front of a server process, which may be replaced; it records the answers."""
 
     def __init__(self, start: Callable[[], Served], kill_before: int = -1) -> None:
-        """The server is killed, and another started, before the answer of this number, of those that generate."""
+        """Start a server, which is killed and replaced before the generating answer number `kill_before`."""
         self.server = start()
         self.server.wait_ready()
         self.asked: list[dict[str, Any]] = []
-        """Bodies of requests that generate and have tools."""
+        """Bodies of generating requests with tools."""
         self.answered: list[str] = []
-        """What was answered to them."""
+        """Answers to these."""
         self.others: list[str] = []
         """Other requests: method, path and status."""
         self.killed = 0
@@ -152,7 +153,7 @@ class Prompter:
         self.server.end()
 
     def cached(self) -> list[tuple[int, int]]:
-        """(tokens of the prompt, those that were not computed again) of each answer."""
+        """Return (prompt tokens, cached tokens) of each answer."""
         return [usage_of(text) for text in self.answered]
 
     def _pass(self, handler: http.server.BaseHTTPRequestHandler, body: bytes) -> None:
@@ -171,7 +172,7 @@ class Prompter:
         try:
             self._forward(handler, body, connection, counts=counts)
         except (ConnectionError, http.client.HTTPException):
-            handler.close_connection = True  # one of both is gone
+            handler.close_connection = True  # one of the two has closed
         finally:
             connection.close()
 
@@ -209,9 +210,9 @@ def usage_of(text: str) -> tuple[int, int]:
     """Return the usage of an answer in any dialect: prompt tokens and cached ones."""
 
     def largest(name: str) -> int:
-        return max((int(found) for found in re.findall(rf'"{name}":\s*(\d+)', text)), default=0)
+        return max((int(number) for number in re.findall(rf'"{name}":\s*(\d+)', text)), default=0)
 
-    if '"cache_read_input_tokens"' in text:  # Anthropic's do not overlap
+    if '"cache_read_input_tokens"' in text:  # Anthropic's counts do not overlap
         parts = [largest(f"{name}input_tokens") for name in ("cache_read_", "cache_creation_", "")]
         return sum(parts), parts[0]
     return max(largest("prompt_tokens"), largest("input_tokens")), largest("cached_tokens")
@@ -258,7 +259,7 @@ def run_script(script: str, *arguments: str) -> str:
 
 
 def environment(program: str, home: Path, **more: str) -> dict[str, str]:
-    """Return an agent's environment: a home of its own, and nothing of whoever runs the tests."""
+    """Return an agent's environment: a home of its own, and nothing of the user's."""
     kept = {key: os.environ[key] for key in ("PATH", "LANG", "TERM") if key in os.environ}
     kept["PATH"] = f"{Path(program).parent}:{kept.get('PATH', '')}"
     return kept | {"HOME": str(home), "NO_COLOR": "1", "CI": "1"} | more

@@ -1,8 +1,7 @@
-"""Real coding agents, each led through ten turns with a tool, the server killed between the fifth and the sixth.
+"""Real coding agents, each led through ten turns with a tool, with the server killed between the fifth and the sixth.
 
-In one turn before that, and in one behind it, the tool reads an image.
-
-They are programs of npm (`make clients`), there or anywhere on the path; where one is not, its test is skipped.
+In one turn before that, and in one after it, the tool reads an image. The agents are npm programs (`make clients`),
+installed there or anywhere on the path; a test without its agent is skipped.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ class Part(NamedTuple):
     tool: str
     """The tool that it calls each turn."""
     given: dict[str, Any]
-    """What the tool is given; {n} is the turn, {folder} where the agent works."""
+    """The tool's arguments; {n} is the turn, {folder} where the agent works."""
     seer: str
-    """The tool that reads an image, and what that is given."""
+    """The tool that reads an image, and its arguments."""
     seen: dict[str, Any]
     sends: bool = True
     """Whether it sends images to a model that is not in its own catalogue."""
@@ -86,17 +85,17 @@ PARTS = {
 
 def answers(part: Part, folder: Path) -> list[list[str]]:
     def filled(turn: int) -> dict[str, Any]:
-        given = part.seen if turn in PICTURED else part.given
-        text = json.dumps(given).replace("{n}", str(turn)).replace("{folder}", str(folder))
-        found: dict[str, Any] = json.loads(text)
-        return found
+        arguments = part.seen if turn in PICTURED else part.given
+        text = json.dumps(arguments).replace("{n}", str(turn)).replace("{folder}", str(folder))
+        parsed: dict[str, Any] = json.loads(text)
+        return parsed
 
     tools = [part.seer if turn in PICTURED else part.tool for turn in range(TURNS)]
     return [calling(tool, filled(turn)) for turn, tool in enumerate(tools)] + [[LAST]]
 
 
 def picture(seed: int) -> bytes:
-    """Return a PNG of 32 by 32 grey points."""
+    """Return a PNG of 32 by 32 grey pixels."""
     rows = b"".join(b"\0" + bytes((seed + 8 * y + x) % 256 for x in range(32)) for y in range(32))
     parts = ((b"IHDR", struct.pack(">IIBBBBB", 32, 32, 8, 0, 0, 0, 0)), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
     chunks = [
@@ -106,16 +105,16 @@ def picture(seed: int) -> bytes:
 
 
 def seeing(settings: str) -> str:
-    """Tell opencode and qwen-code, which would leave images out themselves, that the model takes them."""
+    """Return the configuration that tells opencode and qwen-code that the model accepts images."""
     if not settings.startswith("{"):
         return settings
-    found = json.loads(settings)
-    if "provider" in found:
-        model = found["provider"]["cairn"]["models"]["part"]
+    parsed = json.loads(settings)
+    if "provider" in parsed:
+        model = parsed["provider"]["cairn"]["models"]["part"]
         model |= {"attachment": True, "modalities": {"input": ["text", "image"], "output": ["text"]}}
-    elif "model" in found:
-        found["model"]["generationConfig"]["modalities"] = {"image": True}
-    return json.dumps(found)
+    elif "model" in parsed:
+        parsed["model"]["generationConfig"]["modalities"] = {"image": True}
+    return json.dumps(parsed)
 
 
 def parts_of(body: Any) -> Iterator[dict[str, Any]]:
@@ -157,18 +156,18 @@ def test_ten_turns_with_a_tool_and_a_kill(name: str, tmp_path: Path, prove: bool
     for turn in range(TURNS):
         (folder / f"note{turn}.txt").write_text(f"This is note number {turn}.\n" * 20)
         (folder / f"note{turn}.png").write_bytes(picture(turn))
-    # codex says `store: false` unasked: what it asks is kept where the server's owner wants it kept.
+    # codex always sends `store: false`, and the server's option stores its answers nevertheless.
     with stage(tmp_path, answers(PARTS[name], folder), kill_before=KILLED, store_kv="always") as at:
         done = run(name, at, folder, home)
-        told = f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}\n{at.others}"
-        assert done.returncode == 0 and LAST in done.stdout, told
-        assert len(at.answered) == TURNS + 1 and at.killed == 1, told
+        report = f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}\n{at.others}"
+        assert done.returncode == 0 and LAST in done.stdout, report
+        assert len(at.answered) == TURNS + 1 and at.killed == 1, report
         for turn, (prompt, cached) in enumerate(at.cached()[1:], 2):
             assert cached >= 0.95 * prompt, f"turn {turn}: {cached} of {prompt}: {at.cached()}"
         kinds = ("image", "input_image", "image_url")
         images = [part for part in parts_of(at.asked[-1]) if part.get("type") in kinds]
         wanted = len(PICTURED) if PARTS[name].sends else 0
-        assert len(images) == wanted, f"{len(images)} images in the last request: {told}"
+        assert len(images) == wanted, f"{len(images)} images in the last request: {report}"
 
 
 def test_two_sessions_of_claude_code_in_one_folder_share_tools_and_system(tmp_path: Path, prove: bool) -> None:

@@ -1,7 +1,7 @@
-"""The recipes of docs/clients.md, taken from the page: what is said there of a client is what it is run with here.
+"""The recipes of docs/clients.md, taken from the page and run as they stand there.
 
-Libraries and agents that are not installed (`make clients`) are skipped; of every recipe the addresses are asked, and
-its names are those by which `cairn launch` starts the same client, or that are listed here.
+Libraries and agents that are not installed (`make clients`) are skipped. The addresses of every recipe are requested,
+and its names must be those by which `cairn launch` starts the same client, or be listed here.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ MODULES = {
 
 
 class Led(NamedTuple):
-    """How an agent that is pointed here by a recipe is asked something."""
+    """How to ask an agent something that a recipe has configured."""
 
     agent: str
     arguments: tuple[str, ...] = ()
     file: str = ""
-    """Where the block is to stand, in the agent's home; "": it is run."""
+    """File in the agent's home that gets the block; if empty, the block is run."""
 
 
 LED = {
@@ -61,7 +61,7 @@ LED = {
 LIBRARIES = "OpenAI's and Anthropic's libraries, and what is built on them"
 OTHERS = {"Vercel's AI SDK", LIBRARIES}
 FREE = {"name", "cairn", "any"}
-"""Keys that are a name of ours, and those that say it."""
+"""Keys whose values are names of the user's choice."""
 
 
 class Recipe(NamedTuple):
@@ -72,7 +72,7 @@ class Recipe(NamedTuple):
     text: str
 
     def lines(self) -> list[str]:
-        """Without what only imports."""
+        """Return the lines without mere imports."""
         return [line for line in self.text.splitlines() if line and not re.match(r"(from|import) ", line)]
 
     def at(self, url: str) -> str:
@@ -82,20 +82,20 @@ class Recipe(NamedTuple):
 def recipes() -> dict[str, Recipe]:
     page = (PAGES / "clients.md").read_text()
     part = page.partition("\n## Each client in three lines\n")[2].partition("\n## ")[0]
-    found = re.findall(r"^### ([^\n]+)\n((?:(?!^### ).)*?)^```(\w+)\n(.*?)^```$", part, re.M | re.S)
-    return {client: Recipe(client, language, text) for client, _, language, text in found}
+    results = re.findall(r"^### ([^\n]+)\n((?:(?!^### ).)*?)^```(\w+)\n(.*?)^```$", part, re.M | re.S)
+    return {client: Recipe(client, language, text) for client, _, language, text in results}
 
 
 RECIPES = recipes()
 
 
 def variables(text: str) -> dict[str, str]:
-    """What a block of a shell exports."""
+    """Return the variables that a shell block exports."""
     return dict(re.findall(r"([A-Z_]+)=(\S+)", " ".join(re.findall(r"^export (.*)$", text, re.M))))
 
 
 def keys(value: Any) -> Iterator[str]:
-    """All names of a configuration, and what is no number of its texts."""
+    """Yield all keys of a configuration, and its texts that are no numbers."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield key
@@ -106,16 +106,16 @@ def keys(value: Any) -> Iterator[str]:
 
 
 def launched(name: str) -> set[str]:
-    """Every name that `cairn launch` has for an agent: variables, and keys of its configuration."""
+    """Return every name that `cairn launch` has for an agent: variables, and keys of its configuration."""
     agent = AGENTS[name]
-    told = set(agent.env) | set(re.findall(r"[\w.]+(?==)", " ".join(agent.arguments)))
+    names = set(agent.env) | set(re.findall(r"[\w.]+(?==)", " ".join(agent.arguments)))
     held: Iterable[Any] = [*agent.env.values(), *agent.files.values()]
-    return told | {part for one in told for part in one.split(".")} | {key for one in held for key in keys(one)}
+    return names | {part for one in names for part in one.split(".")} | {key for one in held for key in keys(one)}
 
 
 def test_every_client_has_a_recipe_of_three_lines() -> None:
     assert set(RECIPES) == {*MODULES, *LED, *OTHERS}
-    long = {one.client: one.lines() for one in RECIPES.values() if len(one.lines()) > 3}
+    long = {recipe.client: recipe.lines() for recipe in RECIPES.values() if len(recipe.lines()) > 3}
     assert not long
 
 
@@ -137,7 +137,7 @@ def test_every_name_in_a_recipe_is_one_that_its_client_reads() -> None:
 
 
 def test_every_address_in_a_recipe_answers(at: Prompter) -> None:
-    """What ends in /v1 lists its models there, and what does not is asked for /v1/models and as Ollama."""
+    """An address that ends in /v1 lists its models; any other is requested as /v1/models and as Ollama's."""
     with httpx.Client(trust_env=False, verify=False) as http:
         for recipe in RECIPES.values():
             urls = re.findall(r"http://[^\s\"'`,]+", recipe.at(at.url))
@@ -152,7 +152,7 @@ def test_every_address_in_a_recipe_answers(at: Prompter) -> None:
 def test_a_librarys_recipe(client: str, at: Prompter) -> None:
     pytest.importorskip(MODULES[client], reason=f"{client} is not installed: make clients")
     code = RECIPES[client].at(at.url)
-    # A process of its own, as of whoever copies it: some libraries leave an event loop behind.
+    # A process of its own, as a user would run it: some libraries leave an event loop behind.
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert all(str(value) in done.stdout for value in FACTS.values()), done.stdout

@@ -1,7 +1,7 @@
-"""What /openapi.json says is so: requests made of it by schemathesis, to a whole server on the fake engine.
+"""/openapi.json against a whole server on the fake engine, with requests made by schemathesis.
 
-No answer is a 5xx, every answer has a type and a form that the document names, and the server lives on. Left out are
-what would end the server, what asks the hub, and streams that do not end.
+No answer is a 5xx, every answer has a type and shape that the document names, and the server survives. Left out are
+routes that end the server, use the hub, or stream without end.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ LEFT_OUT = {
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("whole")
     places = {"kv_dir": str(folder / "kv"), "agents_dir": str(folder / "agents")}
-    models = ["demo", str(make_embedder(folder / "embedder"))]  # without which there are no collections
+    models = ["demo", str(make_embedder(folder / "embedder"))]  # collections need an embedding model
     served = Served(models=models, **places, context=512, request_timeout=50)
     assert served.process.stderr is not None
     log = threading.Thread(target=served.process.stderr.read, daemon=True)
-    log.start()  # who writes thousands of lines to a pipe that nobody reads waits for ever
+    log.start()  # a process that writes thousands of lines to a pipe that nobody reads blocks
     served.wait_ready()
     yield served
     served.signal()
@@ -51,7 +51,7 @@ FLOW = {"name": "flow", "nodes": {"say": {"type": "agent", "prompt": "Say someth
 
 
 def things(server: Served) -> dict[str, str]:
-    """An id of each kind of thing that there is, by the beginning of its address."""
+    """Create one of each kind of object; return their ids by the beginning of their path."""
     hi = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
     server.post("/v1/agents", {"id": "ada", "system": "You remember."})
     server.post("/v1/agents/ada/turns", hi)
@@ -93,21 +93,21 @@ def test_no_request_that_the_document_allows_is_a_5xx(server: Served, prove: boo
     there = things(server)
     wrong: dict[str, list[str]] = collections.defaultdict(list)
     asked = 0
-    for found in openapi.from_url(server.url + "/openapi.json").get_all_operations():
-        operation = found.ok()
+    for result in openapi.from_url(server.url + "/openapi.json").get_all_operations():
+        operation = result.ok()
         key = (operation.method.upper(), operation.path)
         if key in LEFT_OUT:
             continue
         known = next((id for begin, id in there.items() if operation.path.startswith(begin + "{id}")), None)
         if key[0] == "DELETE" and key[1].count("{") == 1:
-            known = None  # what others ask about stays
+            known = None  # what other requests use stays
 
         def ask(case: Any) -> None:
             nonlocal asked
             asked += 1
             if known is not None and asked % 2:  # noqa: B023  it is asked before the next one
                 case.path_parameters["id"] = known  # noqa: B023
-            answer = case.call(timeout=60)  # more than the server's own limit: on a slow machine neither is reached
+            answer = case.call(timeout=60)  # more than the server's own limit, so that a slow machine reaches neither
             try:
                 case.validate_response(answer, checks=checks)
             except* Exception as group:

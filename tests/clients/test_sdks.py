@@ -1,7 +1,7 @@
-"""Real client libraries, each at what people do with it: a chat, a tool, a structure. Where one is not installed
-(`make clients`) its test is skipped.
+"""Real client libraries, each with a chat, a tool and a structured answer.
 
-The model calls `weather` where it is offered tools, then says SAID; without tools it answers in JSON.
+A test whose library is not installed (`make clients`) is skipped. The model calls `weather` where it is offered tools,
+then says SAID; without tools it answers in JSON.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def weather(city: str) -> str:
 
 
 def needs(*names: str) -> list[Any]:
-    """The modules of a client; the test is skipped where one is not installed."""
+    """Return the modules of a client; skip the test if one is not installed."""
     return [pytest.importorskip(name, reason=f"{name} is not installed: make clients") for name in names]
 
 
@@ -47,8 +47,8 @@ def test_openai(at: Prompter) -> None:
     first = client.chat.completions.create(model="any", messages=asked, tools=[TOOL])
     (call,) = first.choices[0].message.tool_calls
     assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Oslo"})
-    told = [*asked, first.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "7"}]
-    with client.chat.completions.stream(model="any", messages=told, tools=[TOOL]) as stream:
+    history = [*asked, first.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "7"}]
+    with client.chat.completions.stream(model="any", messages=history, tools=[TOOL]) as stream:
         assert stream.get_final_completion().choices[0].message.content == SAID
     parsed = client.chat.completions.parse(model="any", messages=asked, response_format=Weather)
     assert parsed.choices[0].message.parsed == Weather(**FACTS)
@@ -64,7 +64,7 @@ def test_openai(at: Prompter) -> None:
 
 
 def test_openai_agents(at: Prompter) -> None:
-    openai, _ = needs("openai", "agents.run")  # a folder of our own tests is named agents, and has no run
+    openai, _ = needs("openai", "agents.run")  # our own tests have a folder named agents, without such a module
     agents = importlib.import_module("agents")
     agents.set_tracing_disabled(True)
 
@@ -89,8 +89,8 @@ def test_anthropic(at: Prompter) -> None:
     (use,) = [block for block in first.content if block.type == "tool_use"]
     assert (use.name, use.input, first.stop_reason) == ("weather", {"city": "Oslo"}, "tool_use")
     result = {"type": "tool_result", "tool_use_id": use.id, "content": "7"}
-    told = [*asked, {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
-    with client.messages.stream(model="any", max_tokens=500, messages=told, tools=tools) as stream:
+    history = [*asked, {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+    with client.messages.stream(model="any", max_tokens=500, messages=history, tools=tools) as stream:
         assert stream.get_final_text() == SAID
     counted = client.messages.count_tokens(model="any", messages=asked, tools=tools)
     assert counted.input_tokens == sum(
@@ -105,8 +105,8 @@ def test_langchain(at: Prompter) -> None:
     first = bound.invoke(ASKED)
     (call,) = first.tool_calls
     assert (call["name"], call["args"]) == ("weather", {"city": "Oslo"})
-    told = [messages.HumanMessage(ASKED), first, messages.ToolMessage("7", tool_call_id=call["id"])]
-    pieces = list(bound.stream(told))
+    results = [messages.HumanMessage(ASKED), first, messages.ToolMessage("7", tool_call_id=call["id"])]
+    pieces = list(bound.stream(results))
     assert "".join(piece.content for piece in pieces) == SAID
     assert model.with_structured_output(Weather).invoke(ASKED) == Weather(**FACTS)
     vectors = chat.OpenAIEmbeddings(
@@ -116,7 +116,7 @@ def test_langchain(at: Prompter) -> None:
 
 
 class OtherTokens:
-    """Stands for the tokenizer of OpenAI's models, which tiktoken would download."""
+    """A stand-in for the tokenizer of OpenAI's models, which tiktoken would download."""
 
     def encode_ordinary(self, text: str) -> list[int]:
         return list(text.encode())
@@ -137,8 +137,8 @@ def test_llama_index(at: Prompter) -> None:
     model = likes.OpenAILike(
         api_base=at.url + "/v1", api_key="none", model="any", is_chat_model=True, is_function_calling_model=True
     )
-    found = model.chat_with_tools([tools.FunctionTool.from_defaults(weather)], user_msg=ASKED)
-    (call,) = model.get_tool_calls_from_response(found)
+    result = model.chat_with_tools([tools.FunctionTool.from_defaults(weather)], user_msg=ASKED)
+    (call,) = model.get_tool_calls_from_response(result)
     assert (call.tool_name, call.tool_kwargs) == ("weather", {"city": "Oslo"})
     said = [piece.delta or "" for piece in model.stream_chat([llms.ChatMessage(role="user", content=ASKED)])]
     assert json.loads("".join(said)) == FACTS
@@ -159,16 +159,16 @@ def test_instructor(at: Prompter) -> None:
     for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
         client = instructor.from_openai(openai.OpenAI(base_url=at.url + "/v1", api_key="none"), mode=mode)
         asked = [{"role": "user", "content": ASKED}]
-        found = client.chat.completions.create(model="any", messages=asked, response_model=Weather, max_retries=0)
-        assert isinstance(found, Weather)
+        result = client.chat.completions.create(model="any", messages=asked, response_model=Weather, max_retries=0)
+        assert isinstance(result, Weather)
 
 
 def test_litellm(at: Prompter) -> None:
     (litellm,) = needs("litellm")
     asked = [{"role": "user", "content": ASKED}]
     for name, base in (("openai/any", at.url + "/v1"), ("anthropic/any", at.url), ("ollama_chat/any", at.url)):
-        found = litellm.completion(model=name, api_base=base, api_key="none", messages=asked, tools=[TOOL])
-        (call,) = found.choices[0].message.tool_calls
+        result = litellm.completion(model=name, api_base=base, api_key="none", messages=asked, tools=[TOOL])
+        (call,) = result.choices[0].message.tool_calls
         assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Oslo"}), name
         pieces = litellm.completion(model=name, api_base=base, api_key="none", messages=asked, stream=True)
         assert json.loads("".join(piece.choices[0].delta.content or "" for piece in pieces)) == FACTS, name
@@ -181,11 +181,11 @@ def test_ollama(at: Prompter) -> None:
     first = client.chat(model="any", messages=asked, tools=[weather])
     (call,) = first.message.tool_calls
     assert (call.function.name, call.function.arguments) == ("weather", {"city": "Oslo"})
-    told = [*asked, first.message, {"role": "tool", "content": "7", "tool_name": "weather"}]
-    pieces = list(client.chat(model="any", messages=told, tools=[weather], stream=True))
+    history = [*asked, first.message, {"role": "tool", "content": "7", "tool_name": "weather"}]
+    pieces = list(client.chat(model="any", messages=history, tools=[weather], stream=True))
     assert "".join(piece.message.content or "" for piece in pieces) == SAID
-    found = client.chat(model="any", messages=asked, format=Weather.model_json_schema())
-    assert Weather.model_validate_json(found.message.content) == Weather(**FACTS)
+    result = client.chat(model="any", messages=asked, format=Weather.model_json_schema())
+    assert Weather.model_validate_json(result.message.content) == Weather(**FACTS)
     assert len(client.embed(model="any", input=["one", "two"]).embeddings) == 2
     assert client.list().models and client.ps().models
 
@@ -208,15 +208,15 @@ console.log(JSON.stringify({ said: told.text, steps: told.steps.length, streamed
 
 @pytest.mark.usefixtures("node")
 def test_vercels_ai_sdk(at: Prompter) -> None:
-    told = json.loads(run_script(SCRIPT, at.url + "/v1", json.dumps(SCHEMA)))
-    assert told == {"said": SAID, "steps": 2, "streamed": FACTS}
+    parsed = json.loads(run_script(SCRIPT, at.url + "/v1", json.dumps(SCHEMA)))
+    assert parsed == {"said": SAID, "steps": 2, "streamed": FACTS}
 
 
 def test_the_server_says_what_it_is(at: Prompter) -> None:
-    """Without any of them: the stage stands."""
+    """The stage works without any client library."""
     body = {"messages": [{"role": "user", "content": ASKED}]}
     with httpx.Client(base_url=at.url, trust_env=False, verify=False) as http:
-        found = http.post("/v1/chat/completions", json=body).json()
-        assert json.loads(found["choices"][0]["message"]["content"]) == FACTS
+        answer = http.post("/v1/chat/completions", json=body).json()
+        assert json.loads(answer["choices"][0]["message"]["content"]) == FACTS
         called = http.post("/v1/chat/completions", json=body | {"tools": [TOOL]}).json()
         assert called["choices"][0]["finish_reason"] == "tool_calls"

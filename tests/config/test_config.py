@@ -15,7 +15,7 @@ from cairn.types.errors import ConfigError
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
-    """Every test runs in an empty folder with an empty home."""
+    """Run every test in an empty folder with an empty home."""
     monkeypatch.chdir(tmp_path)
     home = tmp_path / "home"
     home.mkdir()
@@ -27,7 +27,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 def test_every_field_is_an_option():
-    """Known failure 50: what is declared is what can be set, by flag, variable and key."""
+    """Known failure 50: every field can be set by flag, variable and key."""
     assert [option.name for option in options()] == list(Config.__struct_fields__)
     for option in options():
         assert option.help, option.name
@@ -35,7 +35,7 @@ def test_every_field_is_an_option():
 
 
 def sample(option):
-    """A valid value of an option that is not its default, and what a command line would say."""
+    """Return a valid value of an option that is not its default, and its spelling on a command line."""
     if option.kind == "bool":
         return True, "true"
     if option.kind == "secret":
@@ -63,7 +63,7 @@ def sample(option):
 
 @pytest.mark.parametrize("option", options(), ids=lambda option: option.name)
 def test_each_option_is_read_from_flag_variable_and_file(option, elsewhere):
-    """Known failure 50: no option is accepted and then read by nothing, whatever way it comes."""
+    """Known failure 50: no option is accepted and then ignored, whatever way it is set."""
     value, text = sample(option)
     expected = (value,) if option.many else value
     for resolved, origin in (
@@ -115,8 +115,8 @@ def test_precedence_is_flag_environment_file_default(elsewhere):
     ]
 
 
-def test_a_mark_before_a_file_is_passed_over(elsewhere):
-    """As some editors write it."""
+def test_a_byte_order_mark_is_ignored(elsewhere):
+    """Some editors write a byte order mark."""
     Path("cairn.toml").write_bytes(b"\xef\xbb\xbfport = 3\n")
     Path("keys").write_bytes(b"\xef\xbb\xbfone\ntwo\n")
     config = resolve({"api_key": ["@keys"]}, {}).config
@@ -158,7 +158,7 @@ def test_unknown_names_are_errors_with_a_suggestion(elsewhere):
     assert refused({}, {}).startswith("unknown key 'server' in cairn.toml")
 
 
-def test_a_list_of_nothing_is_no_list(elsewhere):
+def test_a_list_of_empty_entries_is_refused(elsewhere):
     """`CAIRN_API_KEY="$A,$B"` with both unset would open the server, whatever keys the file has."""
     Path("cairn.toml").write_text('api_key = "k"\n')
     for option in options():
@@ -168,7 +168,7 @@ def test_a_list_of_nothing_is_no_list(elsewhere):
 
 
 def test_container_variables_of_a_service_named_cairn_are_ignored(elsewhere):
-    told = {
+    results = {
         "CAIRN_PORT": "tcp://10.0.0.7:8000",
         "CAIRN_SERVICE_HOST": "10.0.0.7",
         "CAIRN_SERVICE_PORT": "8000",
@@ -184,7 +184,7 @@ def test_container_variables_of_a_service_named_cairn_are_ignored(elsewhere):
         "CAIRN_ENV_PATH": "/usr/bin:/bin",
         "CAIRN_ENV_MOTD": "two\nlines",
     }
-    assert resolve({}, told).config == Config()
+    assert resolve({}, results).config == Config()
     assert resolve({}, {"CAIRN_SERVED_NAME": "/web/cairn"}).config.served_name == "/web/cairn"
     for variable in ("CAIRN_NAME", "CAIRN_LLM_PORT"):
         assert f"unknown environment variable {variable}" in refused({}, {variable: "1"})
@@ -304,12 +304,12 @@ def test_secrets_do_not_print(elsewhere):
 
 
 def test_a_key_is_what_a_header_can_hold(elsewhere):
-    """A line break behind it is no part of it; of one that cannot be sent nothing is quoted."""
+    """A trailing line break is dropped. The error for a key that cannot be sent does not quote it."""
     resolved = resolve({"api_key": ["one\n"]}, {"CAIRN_ADMIN_KEY": " two\n", "CAIRN_TENANTS": "ada=three\n"})
     assert [key.reveal() for key in (*resolved.config.api_key, resolved.config.admin_key)] == ["one", "two"]
     for key in ("hush\nmore", "hush more", "hush\u00e9", " "):
-        for given, env in (({"api_key": [key]}, {}), ({}, {"CAIRN_ADMIN_KEY": key}), ({"tenants": [f"ada={key}"]}, {})):
-            sentence = refused(given, env)
+        for flags, env in (({"api_key": [key]}, {}), ({}, {"CAIRN_ADMIN_KEY": key}), ({"tenants": [f"ada={key}"]}, {})):
+            sentence = refused(flags, env)
             assert "key" in sentence and "hush" not in sentence
 
 
@@ -320,7 +320,7 @@ def test_a_missing_home_is_reported(elsewhere, given):
 
 
 def test_keys_come_from_a_file(elsewhere):
-    """A key on the command line is seen by everybody on the machine; in a file it is not."""
+    """Everybody on the machine sees a key on the command line."""
     keys = elsewhere / "keys"
     keys.write_text("one\n\n  two  \n")
     config = resolve({"api_key": [f"@{keys}", "three"]}, {}).config
@@ -334,7 +334,7 @@ def test_keys_come_from_a_file(elsewhere):
 
 
 def test_a_key_in_a_file_is_no_name_of_another(elsewhere):
-    """It would be quoted in the message that this file cannot be read."""
+    """The message that this file cannot be read would quote it."""
     keys = elsewhere / "keys"
     keys.write_text("first\n@second\n")
     config = resolve({"api_key": [f"@{keys}"], "tenants": [f"ada=@{keys}"]}, {}).config
@@ -427,7 +427,7 @@ def test_models_of_a_file_have_options_of_their_own(elsewhere):
     )
     assert small.options == {"context": 64} and big.options == {"weights": "int8"}
     assert resolve({"model": "other"}, {}).config.models == ()
-    assert [one.model for one in resolve({"models": ["a", "b"]}, {}).config.models] == ["a", "b"]
+    assert [model.model for model in resolve({"models": ["a", "b"]}, {}).config.models] == ["a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -442,7 +442,7 @@ def test_models_of_a_file_have_options_of_their_own(elsewhere):
         ("model = 'a'\nname = 'n'\n[[models]]\nmodel = 'b'\naliases = ['n']", "two models are called n"),
     ],
 )
-def test_what_a_table_of_a_model_may_not_say(elsewhere, text, said):
+def test_a_models_table_rejects_options_of_the_server(elsewhere, text, said):
     Path("cairn.toml").write_text(f"[[models]]\n{text}\n")
     with pytest.raises(ConfigError, match=said.replace("?", "[?]")):
         resolve({}, {})
@@ -481,10 +481,10 @@ def test_a_near_word_is_looked_for_in_a_moment() -> None:
     assert time.process_time() - began < 1.0
 
 
-@pytest.mark.parametrize("given", ["on", "0", "-1", "16", "3.5", "auto ", "Off", "", 0, 16, 3.0, True])
-def test_guesses_are_auto_off_or_a_number_within_bounds(given):
+@pytest.mark.parametrize("value", ["on", "0", "-1", "16", "3.5", "auto ", "Off", "", 0, 16, 3.0, True])
+def test_guesses_are_auto_off_or_a_number_within_bounds(value):
     with pytest.raises(ConfigError, match=r"speculate.* but must be") as caught:
-        resolve({"speculate": given}, {})
+        resolve({"speculate": value}, {})
     assert caught.value.field == "speculate"
 
 
@@ -493,10 +493,10 @@ def test_a_number_of_guesses_needs_no_quotes_in_a_file(elsewhere):
     assert resolve({}, {}).config.speculate == "7"
 
 
-@pytest.mark.parametrize("given", ["on", "0", "-1", "10000", "3.5", "auto ", "All", "", "some", 0, 10000, 3.0, True])
-def test_cpu_experts_are_auto_all_off_or_a_number_of_layers(given):
+@pytest.mark.parametrize("value", ["on", "0", "-1", "10000", "3.5", "auto ", "All", "", "some", 0, 10000, 3.0, True])
+def test_cpu_experts_are_auto_all_off_or_a_number_of_layers(value):
     with pytest.raises(ConfigError, match=r"cpu-experts .* but must be") as caught:
-        resolve({"cpu_experts": given}, {})
+        resolve({"cpu_experts": value}, {})
     assert caught.value.field == "cpu_experts"
 
 
@@ -516,8 +516,8 @@ def test_an_unknown_device_is_refused_with_the_known_ones(name):
 
 
 def test_adapters_are_pairs_or_tables(elsewhere):
-    found = resolve({"adapters": ["a=x=y", "b = z"]}, {}).config.adapters
-    assert found == (AdapterOptions(name="a", path="x=y"), AdapterOptions(name="b", path="z"))
+    adapters = resolve({"adapters": ["a=x=y", "b = z"]}, {}).config.adapters
+    assert adapters == (AdapterOptions(name="a", path="x=y"), AdapterOptions(name="b", path="z"))
     Path("cairn.toml").write_text("[[adapters]]\nname = 'a'\npath = 'x'\nmodel = 'm'\n")
     assert resolve({}, {}).config.adapters == (AdapterOptions(name="a", path="x", model="m"),)
     for written, said in (

@@ -32,25 +32,10 @@ from cairn.types.errors import (
 )
 from cairn.types.outputs import Delta, Done, FinishReason, ToolCallDelta, Usage
 from cairn.types.stats import CacheReport
+from tests.entrypoints.conftest import SMALL
 
-SMALL = {"engine": "cpu", "kv_gb": 0.1, "threads": 1}
 NINE = {"max_tokens": 9, "ignore_eos": True}
 HELLO = [{"role": "user", "content": "Hello, who are you?"}]
-
-
-@pytest.fixture(autouse=True)
-def no_options(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for name in list(os.environ):
-        if name.startswith(("CAIRN_", "XDG_")):
-            monkeypatch.delenv(name)
-
-
-@pytest.fixture(scope="module")
-def llm():
-    with LLM("demo", config=None, **SMALL) as loaded:
-        yield loaded
 
 
 @pytest.mark.parametrize("prompt", [[True], [1.0], ["a", [False, 3]], [[3, True]]])
@@ -86,7 +71,7 @@ def busy(llm: LLM) -> int:
 
 
 def settled(llm: LLM) -> bool:
-    """Whether nothing runs any more; a cancel takes a step to arrive."""
+    """Return whether nothing runs any more; a cancel takes a step to arrive."""
     end = time.monotonic() + 20
     while busy(llm) and time.monotonic() < end:
         time.sleep(0.01)
@@ -94,12 +79,12 @@ def settled(llm: LLM) -> bool:
 
 
 def children() -> set[str]:
-    """Processes that this one started and that have not been waited for."""
-    found: set[str] = set()
+    """Return the child processes that have not been waited for."""
+    result: set[str] = set()
     for task in Path(f"/proc/{os.getpid()}/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has just ended
-            found |= set((task / "children").read_text().split())
-    return found
+            result |= set((task / "children").read_text().split())
+    return result
 
 
 # --------------------------------------------------------------------------------------------------------- answers
@@ -133,7 +118,7 @@ def test_messages_and_tools_may_come_from_a_generator(llm, monkeypatch):
         assert asked.pop() == (HELLO, tools or None)
 
 
-def test_only_what_continues_a_text_is_read_as_its_end(llm, monkeypatch):
+def test_only_a_continuation_is_decoded_as_the_end_of_a_text(llm, monkeypatch):
     seen, service = [], llm._llm.service
     generate = service.generate
     monkeypatch.setattr(service, "generate", lambda request, *told: seen.append(request) or generate(request, *told))
@@ -143,7 +128,7 @@ def test_only_what_continues_a_text_is_read_as_its_end(llm, monkeypatch):
 
 
 def test_the_next_turn_computes_only_what_is_new(llm):
-    """An answer that comes back as history is the exact tokens that were sampled, and they are in the cache."""
+    """An answer that comes back as history becomes the sampled tokens, whose KV is cached."""
     question = {"role": "user", "content": "Tell me a long story about a cat, a dog and a very small horse."}
     # Wild sampling gives tokens that the tokenizer would not choose for the same text.
     wild = {"temperature": 5, "seed": 3, "top_k": 0, "top_p": 1, "min_p": 0, "max_tokens": 80, "ignore_eos": True}
@@ -176,7 +161,7 @@ def test_a_top_p_of_0_keeps_the_likeliest_token_alone(llm):
 
 
 def test_many_more_prompts_than_places():
-    """Offline work is not refused for being much: it waits for its turn."""
+    """A large batch is not refused: prompts wait for a slot."""
     with LLM("demo", **SMALL, max_running=3, max_queue=2, max_queue_tokens=40) as llm:
         answers = llm.generate(
             [f"number {n}, and then some more words" for n in range(20)], max_tokens=3, temperature=0
@@ -265,7 +250,7 @@ def test_options_come_from_the_environment_and_files_too(tmp_path, monkeypatch):
 
 
 def scripted(*events) -> SimpleNamespace:
-    """A service that says what a test wants."""
+    """Return a service that generates these events."""
 
     async def generate(request):
         for event in events:
@@ -279,7 +264,7 @@ def done(reason=FinishReason.STOP):
 
 
 async def test_tool_calls_and_reasoning_are_joined():
-    """Known failure 24: a call is in tool_calls and nowhere else, its arguments whole."""
+    """Known failure 24: a call is in tool_calls and nowhere else, with whole arguments."""
     kept = []
     events = (
         Delta(reasoning="let me "),
@@ -346,7 +331,7 @@ def test_close_leaves_nothing():
             call()
 
 
-def test_letting_go_of_it_closes_it():
+def test_dropping_the_last_reference_closes_the_model():
     before = children()
     loaded = LLM("demo", **SMALL)
     assert children() != before
@@ -390,7 +375,7 @@ def test_a_script_may_just_end():
 
 
 def test_a_forked_child_gets_an_error_and_ends():
-    """The model's thread is not there: to wait for it is to wait for ever."""
+    """The model's thread does not exist in the child, so waiting for it would never end."""
     process = script(
         """
         import multiprocessing
@@ -418,12 +403,12 @@ def test_a_forked_child_gets_an_error_and_ends():
         """
     )
     out, err = process.communicate(timeout=180)
-    told = "the model belongs to the process that loaded it\n"
-    assert (process.returncode, out, err) == (0, told * 2 + "0\nidle\n0\n9\n", "")
+    message = "the model belongs to the process that loaded it\n"
+    assert (process.returncode, out, err) == (0, message * 2 + "0\nidle\n0\n9\n", "")
 
 
 def test_a_forked_child_gets_an_error_at_once_while_a_thread_reads():
-    """It has the stream's lock as that thread held it, and no thread that would let go of it."""
+    """The child inherits the stream's lock as held, without the thread that would release it."""
     process = script(
         """
         import multiprocessing, threading
@@ -459,7 +444,7 @@ def test_a_forked_child_gets_an_error_at_once_while_a_thread_reads():
 
 
 def test_a_fork_that_outlives_the_model_keeps_nothing_of_it(tmp_path):
-    """It has a copy of every socket: the worker would wait for its end, and keep the model and the folder of KV."""
+    """The child has a copy of every socket: the worker would wait for its end, and keep the model and the KV folder."""
     process = script(
         f"""
         import multiprocessing, threading, time
@@ -518,7 +503,7 @@ def test_ctrl_c_cancels_the_request_and_the_model_goes_on():
     try:
         out, err = process.communicate(timeout=10)
     except subprocess.TimeoutExpired as waited:
-        # Python drops a Ctrl-C that comes while a weak reference is cleared, and says so: it is pressed again then.
+        # Python drops a Ctrl-C that arrives while a weak reference is cleared, and reports that: press it again then.
         assert b"Exception ignored in" in (waited.stderr or b"") and b"KeyboardInterrupt" in (waited.stderr or b"")
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)[0], ""
@@ -537,21 +522,21 @@ def test_ctrl_c_while_it_waits_for_a_whole_answer(llm):
 
 
 def test_threads_share_one_model(llm):
-    found: dict[int, tuple[int, ...]] = {}
+    results: dict[int, tuple[int, ...]] = {}
 
     def work(number: int) -> None:
-        found[number] = llm.generate("The same", temperature=0, max_tokens=10, ignore_eos=True).tokens
+        results[number] = llm.generate("The same", temperature=0, max_tokens=10, ignore_eos=True).tokens
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 6 and len(set(found.values())) == 1
+    assert len(results) == 6 and len(set(results.values())) == 1
 
 
 def test_threads_share_one_stream(llm):
-    """Each piece goes to one of them, and both come to the end."""
+    """Each piece goes to one of them, and both reach the end."""
     stream, seen = llm.generate("x", stream=True, max_tokens=300, ignore_eos=True), []
 
     def read():
@@ -578,17 +563,17 @@ def test_a_stream_may_be_closed_while_another_thread_reads_it(llm):
 
 
 def joined(work, seconds=60):
-    """What `work` gives, on a thread that may hang."""
-    found = []
-    thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
+    """Return the result of `work`, run on a thread because it may hang."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
     thread.start()
     thread.join(seconds)
-    assert found, "it hangs, or has failed"
-    return found[0]
+    assert results, "it hangs, or has failed"
+    return results[0]
 
 
 def test_a_generator_of_messages_may_ask_the_model(llm):
-    """It would run on the model's own thread, which waits for nobody else."""
+    """It would run on the model's own thread, which serves everything else, too."""
 
     def messages():
         yield {"role": "user", "content": llm.generate("Say", max_tokens=3, ignore_eos=True).text}
@@ -610,7 +595,7 @@ def test_a_call_from_the_loops_own_thread_is_refused():
 
 
 def test_a_coroutine_is_made_where_it_is_awaited():
-    """An interrupt between the two in the caller's thread would lose it: Python warns of one that nobody awaited."""
+    """An interrupt between the two in the caller's thread would lose it: Python warns of a coroutine never awaited."""
     run, made = _Loop(), []
 
     def make():
@@ -657,7 +642,7 @@ def workers() -> set[threading.Thread]:
 
 
 async def test_two_starts_at_once_load_one_model():
-    """Nothing would close the other."""
+    """Nothing would close the second one."""
     before, llm = workers(), AsyncLLM("demo", **SMALL)
     assert await asyncio.gather(llm.__aenter__(), llm.__aenter__()) == [llm, llm]
     assert len(workers() - before) == 1
@@ -666,7 +651,7 @@ async def test_two_starts_at_once_load_one_model():
 
 
 async def test_a_close_while_it_is_loaded_ends_the_start():
-    """The model would be there after its end, and nothing would close it."""
+    """The model would exist after its end, and nothing would close it."""
     before, llm = workers(), AsyncLLM("demo", **SMALL)
     starting = asyncio.create_task(llm.__aenter__())
     while not workers() - before:
@@ -683,7 +668,7 @@ async def test_a_close_while_it_is_loaded_ends_the_start():
 
 
 async def test_a_close_ends_every_start_asked_for_before_it():
-    """One that waited for its turn would load the whole model again, and the close would wait for that."""
+    """A start that waited for its turn would load the whole model again, and the close would wait for that."""
     before, llm = workers(), AsyncLLM("demo", **SMALL)
     starting = [asyncio.create_task(llm.__aenter__()) for _ in range(2)]
     while not workers() - before:
@@ -702,7 +687,7 @@ async def test_a_close_ends_every_start_asked_for_before_it():
 
 
 async def test_a_close_ends_the_start_of_a_task_that_was_cancelled_before():
-    """A task that caught its cancellation and went on, as a clean-up does, still counts it."""
+    """A task that caught its cancellation and continued, as a cleanup does, still counts it."""
     before, llm = workers(), AsyncLLM("demo", **SMALL)
 
     async def clean_up():
@@ -722,7 +707,7 @@ async def test_a_close_ends_the_start_of_a_task_that_was_cancelled_before():
     assert workers() <= before
 
 
-def test_it_may_be_used_in_one_event_loop_after_another():
+def test_a_model_may_be_used_in_one_event_loop_after_another():
     """Two starts at once: a lock of asyncio belongs to the loop in which somebody waited for it."""
     llm = AsyncLLM("demo", **SMALL)
 
@@ -735,7 +720,7 @@ def test_it_may_be_used_in_one_event_loop_after_another():
 
 
 def test_a_model_of_another_event_loop_is_refused():
-    """Nothing would answer there: the worker's messages are read in the loop that loaded it."""
+    """Nothing would answer there: the worker's messages are read in the loop that loaded the model."""
     llm = AsyncLLM("demo", **SMALL)
 
     async def use():
@@ -766,15 +751,15 @@ def test_a_model_of_an_ended_event_loop_is_loaded_anew():
         with pytest.raises(Unavailable, match="another event loop"):
             await llm.generate("x")
         async with llm:
-            assert not any(helper.runs for helper in helpers), "what renders and what compiles are gone, too"
+            assert not any(helper.runs for helper in helpers), "the rendering and compiling processes are gone, too"
             assert (await llm.generate("x", max_tokens=2, ignore_eos=True)).tokens
 
     asyncio.run(use())
     asyncio.run(llm.__aenter__())
     asyncio.run(llm.close())
     asyncio.run(llm.close())
-    assert workers() <= before, "what was computed is stored before it ends"
-    gc.collect()  # a socket that is left open is told of here, and not in another test
+    assert workers() <= before, "computed KV is stored before it ends"
+    gc.collect()  # a socket left open is reported here, and not in another test
 
 
 def test_two_event_loops_do_not_load_it_both():
@@ -839,7 +824,7 @@ def test_the_package_exports_it():
 
 
 def test_closing_ends_what_other_threads_wait_for():
-    """A thread that loads a model, or waits for a place, would wait for ever."""
+    """A thread that loads a model, or waits for a slot, would wait for ever."""
     loop, ended = _Loop(), []
 
     def wait():
@@ -857,7 +842,7 @@ def test_closing_ends_what_other_threads_wait_for():
 
 
 def test_a_call_that_comes_while_the_loop_closes_is_refused():
-    """It comes after the loop's last turn, so nobody would run it or say so."""
+    """It comes after the loop's last iteration, so nothing would run it or report it."""
     run, said = _Loop(), []
     close = run._loop.close
 
@@ -902,7 +887,7 @@ def test_a_thread_may_close_the_loop_while_it_asks_something_of_it(monkeypatch):
 
 
 def test_the_order_of_samplers_is_an_option_and_a_request_may_name_its_own():
-    """As llama.cpp's clients name it."""
+    """The names are llama.cpp's."""
     sampling = {"temperature": 2.0, "top_p": 0.6, "top_k": 0, "min_p": 0, "seed": 5, **NINE}
     llama = ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]
     with LLM("demo", engine="fake") as llm:

@@ -1,4 +1,4 @@
-"""What a call of `LLM` takes and gives: conversations, classes as answers, functions as tools, batches, keywords."""
+"""Calls of `LLM`: conversations, classes as answers, functions as tools, batches, keywords."""
 
 import asyncio
 import dataclasses
@@ -6,7 +6,6 @@ import enum
 import functools
 import inspect
 import json
-import os
 import re
 import subprocess
 import sys
@@ -29,32 +28,17 @@ from cairn.entrypoints.keywords import ModelKeywords, SamplingKeywords
 from cairn.entrypoints.progress import BatchProgress
 from cairn.frontend.requests import SamplingOptions
 from cairn.types.errors import ConfigError, GenerationFailed, InvalidRequest, ModelError, Unavailable
+from tests.entrypoints.conftest import SMALL
 from tests.scripted_model import write_scripted
 
-SMALL = {"engine": "cpu", "kv_gb": 0.1, "threads": 1}
 GREEDY = {"temperature": 0, "max_tokens": 8}
 HELLO = [{"role": "user", "content": "Hello, who are you?"}]
-
-
-@pytest.fixture(autouse=True)
-def no_options(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for name in list(os.environ):
-        if name.startswith(("CAIRN_", "XDG_")):
-            monkeypatch.delenv(name)
-
-
-@pytest.fixture(scope="module")
-def llm():
-    with LLM("demo", **SMALL) as loaded:
-        yield loaded
 
 
 # --------------------------------------------------------------------------------------------- a running event loop
 
 
-async def test_it_works_where_an_event_loop_runs(tmp_path):
+async def test_calls_work_inside_a_running_event_loop(tmp_path):
     """As in Jupyter, where every cell runs in one."""
     with LLM("demo", **SMALL) as llm:
         assert llm.chat("Hello", **GREEDY).text
@@ -66,8 +50,8 @@ async def test_it_works_where_an_event_loop_runs(tmp_path):
     assert not [thread for thread in threading.enumerate() if thread.name == "cairn-llm"]
 
 
-def test_it_works_in_the_shell_of_notebooks():
-    """IPython's own way to run a cell, where IPython is there; else code compiled with a top-level await."""
+def test_calls_work_in_the_shell_of_notebooks():
+    """With IPython's own way to run a cell if it is installed, else with code compiled with a top-level await."""
     script = textwrap.dedent("""
         import ast, asyncio, inspect
         from cairn import LLM, AsyncLLM
@@ -90,7 +74,7 @@ def test_it_works_in_the_shell_of_notebooks():
     assert (done.returncode, done.stdout, done.stderr) == (0, "True\nTrue\n", "")
 
 
-async def test_one_that_was_not_started_says_how_to():
+async def test_a_model_that_was_not_started_says_how_to_start_it():
     llm = AsyncLLM("demo", **SMALL)
     with pytest.raises(Unavailable, match=r"async with AsyncLLM\(\.\.\.\) as llm.*await AsyncLLM.start"):
         await llm.chat(HELLO)
@@ -188,7 +172,7 @@ def scripted(folder, text, pieces=None):
         (Colour, '"blue"', Colour.BLUE),
     ],
 )
-def test_a_class_is_held_to_and_read_back(tmp_path, form, text, expected):
+def test_an_answer_follows_a_class_and_is_parsed_into_it(tmp_path, form, text, expected):
     with scripted(tmp_path, text) as llm:
         whole = llm.chat("Say", response_format=form, temperature=0)
         assert (whole.text, whole.parsed) == (text, expected)
@@ -202,21 +186,21 @@ def test_a_class_is_held_to_and_read_back(tmp_path, form, text, expected):
         assert llm.generate("x", response_format=form, temperature=0).parsed == expected
 
 
-def test_the_form_holds_for_a_model_that_would_say_something_else(llm):
+def test_the_schema_is_enforced_on_an_unwilling_model(llm):
     """The class becomes a schema that is enforced, not only asked for."""
     assert llm.chat("Hello", response_format=Colour, temperature=0).parsed in list(Colour)
     assert isinstance(llm.chat("Hello", response_format=Paint, temperature=0, max_tokens=400).parsed, Paint)
 
 
 def test_a_class_has_no_fields_that_it_does_not_name(llm):
-    """pydantic lets others in, and a small model makes up one after another."""
+    """pydantic allows extra fields, and a small model invents one after another."""
     form, _ = form_of(list[Person])
     assert form["json_schema"]["schema"]["$defs"]["Person"]["additionalProperties"] is False
     loose, _ = form_of(dict[str, int])
     assert loose["json_schema"]["schema"]["additionalProperties"] == {"type": "integer"}
 
 
-def test_what_cannot_be_read_back_says_why_when_it_is_asked_for(tmp_path):
+def test_an_unparsable_answer_says_why_when_parsed(tmp_path):
     with scripted(tmp_path, '{"name":"Nobody","age":36}') as llm:
         cut = llm.chat("Say", response_format=Person, max_tokens=4)
         assert cut.text == '{"na'
@@ -252,9 +236,9 @@ def test_a_function_is_a_tool():
     (tool,) = offered_tools([weather]).tools
     function = tool["function"]
     assert (function["name"], function["description"]) == ("weather", "Tell the weather of a city.")
-    found = function["parameters"]
-    assert found["required"] == ["city"] and found["properties"]["unit"]["enum"] == ["C", "F"]
-    assert {name: one["description"] for name, one in found["properties"].items()} == {
+    parameters = function["parameters"]
+    assert parameters["required"] == ["city"] and parameters["properties"]["unit"]["enum"] == ["C", "F"]
+    assert {name: value["description"] for name, value in parameters["properties"].items()} == {
         "city": "its name, without the country",
         "unit": "of the temperature",
         "days": "How many.",
@@ -270,7 +254,7 @@ def test_a_function_is_a_tool():
         ("weather", "or functions"),
     ],
 )
-def test_what_can_be_no_tool_is_named(llm, function, said):
+def test_a_function_that_cannot_be_a_tool_is_named(llm, function, said):
     with pytest.raises(InvalidRequest, match=said) as caught:
         llm.chat("Hello", [function])
     assert caught.value.field == "tools"
@@ -332,7 +316,7 @@ def test_a_batch_shows_how_far_it_is(llm, capfd):
     assert "3/3" in said and re.search(r"[1-9][\d,]* tokens/s", said)
     assert len(llm.chat(["a", "b"], progress_bar=True, **GREEDY)) == 2
     assert "2/2" in capfd.readouterr().err
-    llm.generate(["a", "b"], **GREEDY)  # nobody looks: stderr is no terminal
+    llm.generate(["a", "b"], **GREEDY)  # no progress bar: stderr is no terminal
     llm.generate(["a", "b"], progress_bar=False, **GREEDY)
     assert capfd.readouterr().err == ""
 
@@ -354,7 +338,7 @@ def test_the_bar_counts_tokens_by_the_clock(capfd):
     assert "50 tokens/s" in capfd.readouterr().err
 
 
-def test_a_watched_batch_shows_itself(monkeypatch):
+def test_a_batch_in_a_terminal_shows_its_progress(monkeypatch):
     monkeypatch.setattr(sys, "stderr", type("Terminal", (), {"isatty": lambda self: True, "write": len})())
     assert BatchProgress(2, None)._shown and not BatchProgress(1, None)._shown and not BatchProgress(2, False)._shown
 
@@ -363,7 +347,7 @@ def test_a_watched_batch_shows_itself(monkeypatch):
 
 
 def test_keywords_are_those_of_the_options():
-    """A type for each, so that editors complete them and `mypy` finds a wrong one."""
+    """Each has a type, so that editors complete it and `mypy` checks it."""
     assert tuple(typing.get_type_hints(SamplingKeywords)) == SamplingOptions.__struct_fields__
     for name, kind in typing.get_type_hints(SamplingOptions).items():
         wanted = typing.get_type_hints(SamplingKeywords)[name]
@@ -429,11 +413,11 @@ def test_names_of_other_libraries_say_what_to_import():
     assert not hasattr(__import__("cairn"), "anything_else")
 
 
-@pytest.mark.parametrize("given", [[{"role": "user", "text": "hi"}], ["hi", [{"role": "user"}]]])
-def test_a_message_without_content_is_refused(llm, given):
+@pytest.mark.parametrize("message", [[{"role": "user", "text": "hi"}], ["hi", [{"role": "user"}]]])
+def test_a_message_without_content_is_refused(llm, message):
     """It would be answered as if nothing had been said."""
     with pytest.raises(InvalidRequest, match=r"has no content; it must look like .*its fields are: role"):
-        llm.chat(given)
+        llm.chat(message)
 
 
 def test_a_model_and_an_answer_show_what_matters(llm):
@@ -445,7 +429,7 @@ def test_a_model_and_an_answer_show_what_matters(llm):
 
 
 def test_an_option_that_is_for_a_server_is_not_suggested():
-    assert set(OTHER_NAMES.values()) <= {one.name for one in options()}
+    assert set(OTHER_NAMES.values()) <= {option.name for option in options()}
     with pytest.raises(ConfigError, match=r"unknown option 'agentdir'$"):
         LLM("demo", agentdir="x")
     with pytest.raises(ConfigError, match="device says what the model is computed on"):

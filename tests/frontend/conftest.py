@@ -1,4 +1,4 @@
-"""One tiny model folder for all service tests."""
+"""One tiny model folder for all tests of the service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The queue's bounds among tenants, and the time that those who are refused are told."""
+"""Admission: the queue's limits among tenants, and the Retry-After of refused requests."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from cairn.frontend.admission import LONGEST_RETRY, Queue, QueuePace
 from cairn.types.errors import Overloaded
 from cairn.types.request import Request, SamplingParams
 from cairn.worker import wire
-from tests.frontend.test_service import serving
-from tests.service.tiny import collect, request
+from tests.service.tiny import collect, request, serving
 
 
 def of(share: str, tokens: int = 1) -> Request:
@@ -20,7 +19,7 @@ def of(share: str, tokens: int = 1) -> Request:
 
 
 def fill(queue: Queue, share: str, count: int, tokens: int = 1) -> int:
-    """Let in as many requests of a tenant as there are places for, of so many; how many that were."""
+    """Admit up to `count` requests of a tenant, of this many tokens each; return how many were admitted."""
     for done in range(count):
         try:
             queue.check(of(share, tokens), 4, 4, 0.0)
@@ -39,7 +38,7 @@ def test_one_tenant_fills_the_queue_and_another_finds_its_half() -> None:
         Overloaded, match=r"15 requests .* 10 of them with 10 yours \(limits: 10 .* half of that for one"
     ):
         queue.check(of("a"), 4, 4, 0.0)
-    for _ in range(6):  # what is free goes to all; one beyond its half gets nothing of it
+    for _ in range(6):  # free places go to all tenants, but none to one that holds more than its half
         queue.leave(of("a"))
     assert fill(queue, "a", 9) == 1
     assert fill(queue, "c", 9) == 0 and fill(queue, "b", 9) == 0
@@ -68,13 +67,13 @@ def test_retry_after_is_what_the_work_that_waits_will_take() -> None:
     queue = Queue(Config(max_queue=100, max_queue_tokens=1 << 30))
     assert fill(queue, "a", 330, 400) == 100
     queue.note(0.0, wire.Stats(running=4, waiting=100, token_seconds=0.01))
-    assert 395 <= queue.retry_after(0.0) <= 410  # 40,000 tokens of 10 ms, and a place of 4 s
+    assert 395 <= queue.retry_after(0.0) <= 410  # 40,000 tokens at 10 ms, and 4 s for a slot
     queue.note(0.0, wire.Stats(running=4, waiting=100, token_seconds=0.1))
     assert queue.retry_after(0.0) == LONGEST_RETRY
 
 
-def test_what_left_the_queue_tells_more_than_the_machines_speed() -> None:
-    """Prompts whose beginning is cached are read faster, and long answers hold the places up."""
+def test_departures_from_the_queue_beat_an_estimate_from_speed() -> None:
+    """Prompts with a cached prefix are prefilled faster, and long answers hold their slots longer."""
     for seconds, tokens, least, most in ((0.1, 1000, 10, 12), (2.0, 1, 195, 210)):
         pace, now = QueuePace(), 0.0
         pace.token_seconds = 0.01
@@ -99,12 +98,13 @@ async def test_while_one_tenants_requests_wait_another_is_let_in_and_comes_next(
             stream.close()
 
 
-def test_what_waits_is_held_against_the_pool_before_it_waits() -> None:
+def test_a_queue_larger_than_the_pool_is_refused_at_once() -> None:
     queue = Queue(Config(max_queue_pools=2.0))
     asked = [Request(id=n, prompt=(7,) * 100, sampling=SamplingParams(max_tokens=9000)) for n in range(9)]
     for _ in range(200):
         queue.answered(50)
-    for one in asked[:6]:  # each will need 150 tokens, as answers are, not the 9,100 that it may have
+    # Each is estimated at 150 tokens, as past answers suggest, not at the 9,100 that it may reach
+    for one in asked[:6]:
         queue.check(one, 4, 4, 0.0, 500)
         queue.enter(one)
     assert queue.needed == 900
@@ -115,7 +115,8 @@ def test_what_waits_is_held_against_the_pool_before_it_waits() -> None:
     assert queue.needed == 750
     queue.check(asked[6], 4, 4, 0.0, 500)
     empty = Queue(Config(max_queue_pools=0.1))
-    empty.check(asked[0], 4, 4, 0.0, 500)  # where nobody waits it is let in: that it fits at all is looked at elsewhere
+    # With an empty queue it is admitted; whether it fits the pool at all is checked elsewhere
+    empty.check(asked[0], 4, 4, 0.0, 500)
 
 
 def test_a_request_that_would_not_begin_in_time_is_refused_at_once() -> None:

@@ -1,4 +1,4 @@
-"""What computes after a device failed twice: the CPU alone, or ranks on the CPU once more."""
+"""The engine after a device failed twice: the CPU alone, or ranks on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model did in each of the last minutes."""
+"""A model's activity in each of the last minutes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Clock(SystemClock):
 
 def test_each_minute_has_what_came_in_it() -> None:
     clock, metrics, hour = Clock(), Metrics("cairn", "m"), LastHour()
-    metrics.generation_tokens = 100  # before anybody looked
+    metrics.generation_tokens = 100  # before the first look
     hour.note(clock, metrics)
     metrics.generation_tokens += 5
     clock.passed += 30

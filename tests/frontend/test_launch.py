@@ -1,4 +1,4 @@
-"""The first worker is on its way before the rest of a server is: nothing of it may stay when that does not come."""
+"""The first worker, started before the rest of a server: nothing of it stays if the server fails to start."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ START = (
 
 
 def group(pgid: int) -> list[str]:
-    """The processes of a group that still run."""
-    found = []
+    """Return the processes of a group that still run."""
+    results = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, _, number = stat.read_text().rpartition(")")[2].split()[:3]
         except (OSError, ValueError):
             continue
         if int(number) == pgid and state != "Z":
-            found.append(stat.parent.name)
-    return found
+            results.append(stat.parent.name)
+    return results
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.003, 0.01, 0.02, 0.1, 0.3, 0.45])
@@ -47,7 +47,7 @@ def group(pgid: int) -> list[str]:
 def test_a_signal_while_a_server_starts_leaves_no_worker_and_no_traceback(
     delay: float, everybody: bool, tmp_path: Path, prove: bool
 ) -> None:
-    """Known failure 3: a terminal sends it to every process at once, also to one that still imports."""
+    """Known failure 3: a terminal signals every process at once, also one that is still importing."""
     if not prove and delay not in (0.0, 0.1):
         pytest.skip("every moment of a start: for `make prove`")
     env = without_secrets() | {"XDG_DATA_HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
@@ -66,13 +66,13 @@ def test_a_signal_while_a_server_starts_leaves_no_worker_and_no_traceback(
 
 
 def test_two_servers_cannot_have_one_port() -> None:
-    """Known failure 3: the second says so before it starts a worker, however short after the first it comes."""
+    """Known failure 3: the second server refuses before it starts a worker, however soon after the first it comes."""
     with server.bind("127.0.0.1", 0) as first, pytest.raises(ConfigError, match="is used by another program"):
         server.bind("127.0.0.1", first.getsockname()[1])
 
 
 def test_little_is_imported_before_the_first_worker_is_started() -> None:
-    """Else the model would be loaded as much later."""
+    """Otherwise the model would be loaded that much later."""
     script = """if True:
         import sys
         from cairn.frontend import launch
@@ -111,7 +111,7 @@ def test_a_worker_that_cannot_be_started_is_a_model_error(monkeypatch: pytest.Mo
 async def test_no_process_runs_what_lies_in_the_working_directory(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A folder that was downloaded may hold Python files too, and servers are started in it."""
+    """A server may be started in a downloaded folder, which may hold Python files, too."""
     for name in ("ml_dtypes", "jinja2"):
         text = "import pathlib\npathlib.Path(__file__ + '.ran').touch()\nraise SystemExit\n"
         (tmp_path / f"{name}.py").write_text(text)
@@ -172,7 +172,7 @@ async def test_a_model_without_a_template_needs_no_rendering_process(monkeypatch
 
 
 def test_an_option_that_is_not_utf_8_is_a_short_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A home whose name was made with another encoding is in the names of the folders below it."""
+    """A home directory named in another encoding is part of all folder names below it."""
     monkeypatch.setattr(launch, "_process", lambda _: pytest.fail("a worker was started"))
     with pytest.raises(ConfigError, match=r"^'/mod.udce8le/kv' is not UTF-8"):
         launch.launch_first(Config(model="demo", kv_dir="/mod\udce8le/kv"))

@@ -1,4 +1,4 @@
-"""Why a prompt was not found: the worker's reason made better by what the same tenant asked before."""
+"""Reasons for cache misses: the worker's reason, refined by the same tenant's recent contexts."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def spell(ids: object) -> str:
 
 
 def why(recent: RecentContexts, ids: list[int], at: int, told: PromptOrigin | None = None, salt: bytes = MINE) -> Miss:
-    found = recent.explain(Miss(position=at, reason="never seen"), salt, ids, told or PromptOrigin(), spell)
-    assert found.position == at
-    return found
+    result = recent.explain(Miss(position=at, reason="never seen"), salt, ids, told or PromptOrigin(), spell)
+    assert result.position == at
+    return result
 
 
 @pytest.fixture
@@ -41,24 +41,24 @@ def recent() -> RecentContexts:
     return made
 
 
-def test_where_two_contexts_part_and_how_both_go_on(recent: RecentContexts) -> None:
-    found = why(recent, [*KNOWN[:70], 7, 8, *KNOWN[72:]], 64)
-    assert found.reason == "different tokens" and found.differs is not None
-    assert found.differs.position == 70
-    assert found.differs.given.startswith("7 8 1072 ") and found.differs.known.startswith("1070 1071 1072 ")
-    assert len(found.differs.known) == len(found.differs.given) == SHOWN
+def test_a_miss_shows_where_two_contexts_part_and_how_both_continue(recent: RecentContexts) -> None:
+    result = why(recent, [*KNOWN[:70], 7, 8, *KNOWN[72:]], 64)
+    assert result.reason == "different tokens" and result.differs is not None
+    assert result.differs.position == 70
+    assert result.differs.given.startswith("7 8 1072 ") and result.differs.known.startswith("1070 1071 1072 ")
+    assert len(result.differs.known) == len(result.differs.given) == SHOWN
 
 
 @pytest.mark.parametrize(
     ("at", "reason"), [(64, "system text changed"), (5, "system text changed"), (100, "different tokens")]
 )
 def test_a_system_text_that_changed_is_named(recent: RecentContexts, at: int, reason: str) -> None:
-    """The system's text stands at the places 4 to 79; a session's id or a git status in it costs all behind it."""
+    """The system text is at positions 4 to 79; a session id or a git status in it costs everything behind it."""
     ids = [*KNOWN[:at], 7, *KNOWN[at + 1 :]]
     system = spell(ids[4:80])
-    told = describe_prompt([{"role": "system", "content": f" {system}\n"}, {"role": "user", "content": "Hello"}])
-    found = why(recent, ids, at // 16 * 16, told)
-    assert found.reason == reason and found.differs is not None and found.differs.position == at
+    origin = describe_prompt([{"role": "system", "content": f" {system}\n"}, {"role": "user", "content": "Hello"}])
+    result = why(recent, ids, at // 16 * 16, origin)
+    assert result.reason == reason and result.differs is not None and result.differs.position == at
     assert (
         why(recent, ids, at // 16 * 16, describe_prompt([{"role": "user", "content": system}])).reason
         == "different tokens"
@@ -68,12 +68,12 @@ def test_a_system_text_that_changed_is_named(recent: RecentContexts, at: int, re
 def test_the_nearest_context_is_compared(recent: RecentContexts) -> None:
     recent.note(MINE, [*KNOWN[:90], 1, 2, 3], 90)
     recent.note(MINE, [*KNOWN[:20], 1, 2, 3], 20)
-    found = why(recent, [*KNOWN[:90], 1, 2, 4, 5], 80)
-    assert found.differs == Differs(position=92, known="3", given="4 5")
+    result = why(recent, [*KNOWN[:90], 1, 2, 4, 5], 80)
+    assert result.differs == Differs(position=92, known="3", given="4 5")
 
 
-def test_another_tenants_context_is_as_if_it_were_not_there(recent: RecentContexts) -> None:
-    """What another tenant asked shows in nothing."""
+def test_another_tenants_context_changes_nothing(recent: RecentContexts) -> None:
+    """Nothing in the answer depends on what another tenant asked."""
     changed = [*KNOWN[:70], 7, 8, *KNOWN[72:]]
     for ids in (changed, KNOWN, KNOWN[:64]):
         assert why(recent, ids, 0, salt=THEIRS) == Miss(position=0, reason="never seen")
@@ -94,23 +94,23 @@ def test_new_tokens_behind_a_known_context_were_never_seen(recent: RecentContext
 
 
 def test_evicted_tokens_are_explained(recent: RecentContexts) -> None:
-    """A worker that has just begun does not remember; the front does."""
+    """A worker that has just started does not remember its predecessor's pool, but the front does."""
     assert why(recent, [*KNOWN, 1, 2, 3], 0) == Miss(position=0, reason="evicted")
     assert why(recent, [*KNOWN[:130], 1], CHUNK_TOKENS).reason == "evicted"
     recent.note(MINE, [*range(60), *KNOWN], 30)
-    whole = CHUNK_TOKENS * 3 + BLOCK_TOKENS + 4  # its last chunk was never whole
+    whole = CHUNK_TOKENS * 3 + BLOCK_TOKENS + 4  # its last chunk was incomplete
     assert why(recent, [*range(60), *KNOWN, 1, 2, 3], whole - whole % CHUNK_TOKENS).reason == "evicted"
     recent.note(THEIRS, KNOWN[: CHUNK_TOKENS + 40], 30)
     assert why(recent, [*KNOWN[: CHUNK_TOKENS + 40], 1, 2, 3], CHUNK_TOKENS, salt=THEIRS).reason == "not stored"
 
 
 def test_evicted_tokens_are_not_reported_as_different_tokens(recent: RecentContexts) -> None:
-    """The first that is missing was known, wherever the two part later."""
+    """The first missing token was known, wherever the contexts differ later."""
     assert why(recent, [*KNOWN[:60], 7, 8], 16).reason == "not stored"
     assert why(recent, [*KNOWN[:60], 7, 8], 48).reason == "different tokens"
 
 
-def test_of_conversations_that_begin_alike_the_one_that_goes_on_alike_is_compared() -> None:
+def test_the_context_with_the_most_common_messages_is_compared() -> None:
     """An early message was edited; another conversation with the same beginning came later."""
     recent = RecentContexts()
     system, old, new = (
@@ -121,13 +121,13 @@ def test_of_conversations_that_begin_alike_the_one_that_goes_on_alike_is_compare
     recent.note(
         MINE, [*KNOWN[:40], 2, *range(60)], 100, describe_prompt([system, {"role": "user", "content": "c"}]).messages
     )
-    found = why(recent, [*KNOWN[:40], 3, *range(60)], 40, describe_prompt([system, new, *rest]))
-    assert found.reason == "different tokens" and found.differs is not None
-    assert found.differs.known.startswith("1 0 1") and found.differs.position == 40
+    result = why(recent, [*KNOWN[:40], 3, *range(60)], 40, describe_prompt([system, new, *rest]))
+    assert result.reason == "different tokens" and result.differs is not None
+    assert result.differs.known.startswith("1 0 1") and result.differs.position == 40
 
 
 def test_the_same_messages_that_became_other_tokens() -> None:
-    """A template, its arguments or the tools have changed, and not what was said."""
+    """The template, its arguments or the tools have changed, but not the messages."""
     recent = RecentContexts()
     first = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     then = [*first, {"role": "assistant", "content": "Hi"}, {"role": "user", "content": "And?"}]
@@ -146,7 +146,7 @@ def test_the_same_messages_that_became_other_tokens() -> None:
 
 
 def test_a_history_that_leaves_an_answer_out_is_other_tokens() -> None:
-    """The two part where a template opens the answer, within what was rendered from the same messages before."""
+    """The contexts part where the template opens the answer, within text rendered from the same messages before."""
     recent = RecentContexts()
     asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     question, answer = {"role": "user", "content": "And?"}, {"role": "assistant", "content": "Hi"}
@@ -154,21 +154,21 @@ def test_a_history_that_leaves_an_answer_out_is_other_tokens() -> None:
     left_out = [*KNOWN[:80], 1, 5, 6, 7]
     assert why(recent, left_out, 80, describe_prompt([*asked, question])).reason == "different tokens"
     assert why(recent, left_out, 80, describe_prompt([*asked, answer, question])).reason == "template", (
-        "none is left out"
+        "no answer is left out"
     )
     early = [*KNOWN[:40], *range(60)]
     assert why(recent, early, 32, describe_prompt([*asked, question])).reason == "template", (
-        "what comes first differs too"
+        "the beginning differs, too"
     )
 
 
-def test_what_the_caller_knows_comes_before_a_comparison(recent: RecentContexts) -> None:
+def test_the_callers_reason_comes_before_a_comparison(recent: RecentContexts) -> None:
     assert why(recent, [*KNOWN[:70], 7], 64, PromptOrigin(why="model changed")) == Miss(
         position=64, reason="model changed"
     )
 
 
-def test_what_is_forgotten_is_shown_no_more(recent: RecentContexts) -> None:
+def test_forgotten_contexts_are_in_no_report(recent: RecentContexts) -> None:
     recent.forget(MINE)
     recent.forget(THEIRS)
     assert why(recent, [*KNOWN[:70], 7], 64) == Miss(position=64, reason="never seen")
@@ -183,7 +183,7 @@ def test_the_table_is_bounded() -> None:
     recent.note(MINE, range(TOKENS), 4)
     assert why(recent, [CONTEXTS, 1, 9], 0).reason == "never seen" and why(recent, [0, 9], 0).differs is not None
     recent.note(MINE, range(10, TOKENS + 11), 4)
-    assert why(recent, [10, 9], 0).reason == "never seen", "more than fits"
+    assert why(recent, [10, 9], 0).reason == "never seen", "more than the table holds"
     for n in range(TENANTS):
         recent.note(b"%d" % n, KNOWN, 4)
     assert why(recent, [0, 9], 0).reason == "never seen" and why(recent, [1000, 9], 0, salt=b"0").differs is not None
@@ -198,8 +198,8 @@ def test_a_context_that_is_continued_counts_once() -> None:
     assert len(context.ids) == 4 * (1 + 3 * CONTEXTS)
 
 
-async def test_a_service_says_it_to_the_same_tenant_only(folder: Path) -> None:
-    """Through the worker: an edited prompt, another tenant's, one that is not to be kept, and the metric."""
+async def test_a_service_explains_a_miss_to_the_same_tenant_only(folder: Path) -> None:
+    """Through the worker: an edited prompt, another tenant's, one with store: false, and the metric."""
     service = await Service.start(config(folder), in_process=True)
 
     async def ask(text: str, salt: bytes = MINE, told: PromptOrigin | None = None) -> Answer:
@@ -208,12 +208,14 @@ async def test_a_service_says_it_to_the_same_tenant_only(folder: Path) -> None:
     first, edited = "The quick brown fox jumps over it.", "The quick brown fox leaps over it."
     try:
         await ask(first)
-        found = (await ask(edited)).cache.miss
-        assert found is not None and (found.position, found.reason) == (first.index("jumps"), "different tokens")
-        assert found.differs is not None and found.differs.position == first.index("jumps")
-        assert found.differs.known.startswith("jumps over") and found.differs.given == "leaps over it."[:16]
+        miss = (await ask(edited)).cache.miss
+        assert miss is not None and (miss.position, miss.reason) == (first.index("jumps"), "different tokens")
+        assert miss.differs is not None and miss.differs.position == first.index("jumps")
+        assert miss.differs.known.startswith("jumps over") and miss.differs.given == "leaps over it."[:16]
         assert (await ask(edited, THEIRS)).cache.miss == Miss(position=0, reason="never seen")
-        assert (await ask(first, THEIRS)).cache.miss != Miss(position=0, reason="never seen"), "their own is known"
+        assert (await ask(first, THEIRS)).cache.miss != Miss(position=0, reason="never seen"), (
+            "their own context is known"
+        )
         await ask("A secret of somebody, not to be kept.", told=PromptOrigin(store=False))
         kept = (await ask("A secret of nobody, which may be kept.")).cache.miss
         assert kept is not None and kept.reason == "never seen" and kept.differs is None

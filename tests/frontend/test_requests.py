@@ -73,10 +73,10 @@ def test_nothing_that_is_asked_for_is_dropped():
         "prompt_logprobs": True,
         "min_tokens": 2,
     }
-    found = params(**options, logit_bias={3: 1, 2: -5.5}, stop_token_ids=[50, 7])
-    assert {name: getattr(found, name) for name in options} == options
-    assert found.logit_bias == ((2, -5.5), (3, 1.0))
-    assert found.stop_token_ids == (7, 9, 50)
+    result = params(**options, logit_bias={3: 1, 2: -5.5}, stop_token_ids=[50, 7])
+    assert {name: getattr(result, name) for name in options} == options
+    assert result.logit_bias == ((2, -5.5), (3, 1.0))
+    assert result.stop_token_ids == (7, 9, 50)
     assert params(ignore_eos=True, stop_token_ids=[50]).stop_token_ids == (50,)
     used = {*options, "logit_bias", "stop_token_ids", "ignore_eos"}
     assert set(SamplingOptions.__struct_fields__) - used == {
@@ -101,7 +101,7 @@ def test_nothing_that_is_asked_for_is_dropped():
         ids=counter(),
         timeout=9.0,
     )
-    assert (first.stop, first.priority, first.timeout, first.salt) == (("a", "b"), -3, 9.0, b"s")  # 3 comes later
+    assert (first.stop, first.priority, first.timeout, first.salt) == (("a", "b"), -3, 9.0, b"s")  # 3 is added later
     assert (first.id, first.choice, second.id, second.choice) == (100, 0, 101, 1)
     for tools in (True, False):
         plan = SamplingOptions(parallel_tool_calls=False)

@@ -1,4 +1,6 @@
-"""Lists of samplers as llama.cpp's clients send them: what is followed, and what is refused by name."""
+"""Lists of samplers as llama.cpp's clients send them: supported orders, and errors that name the unsupported
+sampler.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def test_what_llama_cpps_clients_send_is_its_order(samplers: Any) -> None:
     ("samplers", "last"),
     [
         (["penalties", "temperature", "top_k", "top_p", "min_p"], False),
-        (["penalties", "top_k", "temperature", "top_p", "min_p"], False),  # top_k looks past it
+        (["penalties", "top_k", "temperature", "top_p", "min_p"], False),  # top_k commutes with it
         (["penalties", "top_p", "min_p", "top_k", "temperature"], None),
         (["penalties", "temperature", "top_k", "top_p", "min_p", "dry"], False),
         ("etkpm", False),
@@ -43,7 +45,7 @@ def test_what_llama_cpps_clients_send_is_its_order(samplers: Any) -> None:
     ],
 )
 def test_the_place_of_the_temperature(samplers: Any, last: bool | None) -> None:
-    """None: there is no such order."""
+    """`last` is None where the order is not supported."""
     if last is None:
         with pytest.raises((Unsupported, InvalidRequest)):
             made(samplers)
@@ -70,11 +72,11 @@ def test_samplers_not_listed_do_not_apply() -> None:
     [{"temperature": 1.0}, {"temperature": 0}, {"top_p": 1.0, "min_p": 0}, {"top_p": 1, "min_p": 0, "top_k": 0}],
 )
 def test_where_the_order_changes_nothing_it_is_the_usual_one(changed: dict[str, float]) -> None:
-    """The draw goes along tokens by id in the one order, by rank in the other: the same seed keeps its answer."""
+    """One order draws tokens by id, the other by rank, so an equal order must not change the answer of a seed."""
     assert made(LLAMA, **changed) == made(None, **changed)
 
 
-def test_what_changes_nothing_may_stand_anywhere() -> None:
+def test_samplers_without_effect_may_stand_anywhere() -> None:
     params = made(["top_p", "top_k", "min_p", "temperature", "penalties"], top_k=0, repetition_penalty=1)
     assert params.temperature_last
     assert made(["min_p", "top_p", "temperature"], min_p=0).temperature_last

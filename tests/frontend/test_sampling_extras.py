@@ -1,4 +1,4 @@
-"""Samplers beyond the usual ones as clients ask for them: what is made of it, and what is refused by name."""
+"""Further samplers as clients ask for them: the parameters they become, and values that are refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def made(**options: Any) -> SamplingParams:
     )
 
 
-def test_all_of_them_reach_the_sampler() -> None:
+def test_all_extras_reach_the_sampler() -> None:
     assert set(ALL) == set(BEYOND)
     assert made(**ALL).extras == SamplingExtras(
         typical_p=0.9,
@@ -70,7 +70,7 @@ def test_all_of_them_reach_the_sampler() -> None:
         {"dry_multiplier": 1, "dry_penalty_last_n": 0},
     ],
 )
-def test_what_is_off_leaves_the_usual_samplers_alone(off: dict[str, Any]) -> None:
+def test_extras_that_are_off_change_nothing(off: dict[str, Any]) -> None:
     assert made(**off).extras is None
 
 

@@ -1,4 +1,4 @@
-"""What stores were told of contexts is told again to the worker that takes the place of a dead one."""
+"""Marks of contexts: what stores were told is sent again to the worker that replaces a dead one."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def told(marks: SentMarks) -> list[tuple[int, str, int]]:
     return [(len(one.tokens), one.standing, one.keep) for one in marks]
 
 
-def test_the_marks_that_count_are_kept_in_order_and_within_a_bound() -> None:
+def test_needed_marks_are_kept_in_order_and_bounded() -> None:
     first, other = [1] * 100, [2] * 100
     marks = SentMarks(most=400)
     marks.add(mark(other, "idle"))
-    assert told(marks) == [], "it is idle without being told so"
+    assert told(marks) == [], "idle is the default"
     marks.add(mark(first))
     marks.add(mark([*first, 7, 8], "idle"))
     marks.add(mark(other, "superseded", 64))
@@ -44,7 +44,7 @@ def test_erased_content_is_not_kept() -> None:
         marks.add(one)
     marks.forget([*first, 9], b"", 100)
     marks.forget([], b"", 0)
-    assert len(told(marks)) == 3, "what is beyond was none of these"
+    assert len(told(marks)) == 3, "no mark reaches beyond"
     marks.forget(first, b"", 80)
     assert told(marks) == [(71, "waiting", 0), (101, "waiting", 0)]
     marks.forget(first, b"", 0)

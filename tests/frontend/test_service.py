@@ -1,4 +1,4 @@
-"""The service on the fake engine, with the worker on a thread: the same code as with a process."""
+"""The service on the fake engine, with the worker on a thread; the code is the same as with a process."""
 
 from __future__ import annotations
 
@@ -43,16 +43,7 @@ from cairn.types.request import OutputFormat, Request, SamplingParams
 from cairn.types.stats import CacheReport
 from cairn.worker import wire
 from cairn.worker.worker import serve
-from tests.service.tiny import Answer, collect, config, request, until
-
-
-@contextlib.asynccontextmanager
-async def serving(folder: Path, **options: Any) -> AsyncIterator[Service]:
-    service = await Service.start(config(folder, **options), in_process=True)
-    try:
-        yield service
-    finally:
-        await service.close()
+from tests.service.tiny import Answer, collect, config, request, serving, until
 
 
 @pytest.fixture
@@ -63,7 +54,7 @@ async def service(folder: Path) -> AsyncIterator[Service]:
 
 @pytest.fixture
 def slow_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every step take 3 ms, as if something were computed."""
+    """Make every step take 3 ms, as if something were computed."""
     prefill = FakeEngine.prefill
 
     def slow(self: FakeEngine, rows: Any) -> Any:
@@ -117,7 +108,7 @@ async def test_a_late_request_starts_while_others_run(folder: Path) -> None:
 
 
 async def test_nothing_waits_for_a_poll(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Known failure 5: consumers are woken by what arrives; the one periodic check only looks for what is stuck."""
+    """Known failure 5: arrivals wake consumers; the one periodic check only looks for stuck requests."""
     assert service._ticker is not None
     service._ticker.cancel()
     monkeypatch.setattr(asyncio, "sleep", None)
@@ -181,7 +172,7 @@ async def test_an_id_that_runs_is_refused(service: Service) -> None:
 
 
 async def test_a_full_queue_refuses_before_anything_is_computed(folder: Path) -> None:
-    """Known failure 41: a bounded queue, a refusal at once, with a time that was measured."""
+    """Known failure 41: the queue is bounded, and the refusal is immediate, with a measured Retry-After."""
     async with serving(folder, max_running=2, max_queue=3) as service:
         streams = [service.generate(request(service, f"r{n}", 300)) for n in range(5)]
         with pytest.raises(Overloaded, match="limits: 3") as caught:
@@ -255,7 +246,7 @@ async def test_a_stop_string_ends_in_the_worker_and_what_follows_is_not_counted(
     assert answer.done is not None
     assert answer.done.reason is FinishReason.STOP
     assert answer.done.usage.completion_tokens == len(answer.tokens) < 60
-    assert answer.done.timing.prefill > 0, "the start and the first token are heard of at once, and lie apart"
+    assert answer.done.timing.prefill > 0, "the start and the first token are reported at once, with different times"
     await until(lambda: service._stats.running == 0)
 
 
@@ -301,7 +292,7 @@ async def test_leaving_the_loop_or_cancelling_the_task_cancels(service: Service)
 
 
 async def test_a_stream_that_is_being_read_refuses_a_second_reader(service: Service, folder: Path) -> None:
-    """Only one of two could be woken, and the other would wait for ever."""
+    """Only one of two readers could be woken, and the other would wait for ever."""
     asked = request(service, "two readers", 30, stop_token_ids=())
     stream = service.generate(asked)
     first, second = await asyncio.wait_for(
@@ -371,7 +362,7 @@ async def test_an_engine_that_raises_fails_its_rows_and_the_worker_goes_on(
 async def test_a_text_that_cannot_be_built_fails_that_request_alone(
     service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Known failure 19. What the error says may quote the answer, and is not logged."""
+    """Known failure 19. The error's text may quote the answer, so it is not logged."""
     bad = service.generate(request(service, "bad", 500, stop=("never",)))
     good = service.generate(request(service, "good", 100))
 
@@ -392,7 +383,7 @@ async def test_a_text_that_cannot_be_built_fails_that_request_alone(
 
 
 async def test_a_lagging_consumer_gets_missed_tokens_as_one_event(service: Service) -> None:
-    """Known failure 43: one merged event instead of a growing queue of them, and nothing lost."""
+    """Known failure 43: one merged event instead of a growing queue, and nothing is lost."""
     asked = request(service, "lag", 400)
     stream = service.generate(asked)
     await until(lambda: service.status(stream.id).state == "finished")  # type: ignore[union-attr]
@@ -403,7 +394,7 @@ async def test_a_lagging_consumer_gets_missed_tokens_as_one_event(service: Servi
 
 
 async def test_a_consumer_that_lags_misses_no_logprob(service: Service) -> None:
-    """Known failure 43: log-probabilities are packed while nobody reads, and all are there in order."""
+    """Known failure 43: log-probabilities are packed while nobody reads, and all come out in order."""
     asked = request(service, "lag", 200, logprobs=True, top_logprobs=2)
     stream = service.generate(asked)
     await until(lambda: service.status(stream.id).state == "finished")  # type: ignore[union-attr]
@@ -449,8 +440,8 @@ async def test_merge_gives_all_choices_as_they_come(service: Service, folder: Pa
 
 
 def states(service: Service, asked: list[Request]) -> list[str]:
-    found = [service.status(one.id) for one in asked]
-    return [status.state for status in found if status]
+    results = [service.status(one.id) for one in asked]
+    return [status.state for status in results if status]
 
 
 async def test_closing_merge_cancels_every_choice(service: Service) -> None:
@@ -475,7 +466,7 @@ async def test_a_choice_that_is_refused_takes_the_others_with_it(service: Servic
 
 @pytest.mark.parametrize("failing", [0, 1])
 async def test_what_the_other_choices_have_said_comes_before_the_error(service: Service, failing: int) -> None:
-    """All of it is there in one round, whichever of them is asked first."""
+    """The text and the error are there in one round, whichever choice is read first."""
     said: list[Event] = [
         Delta(text="text"),
         Done(reason=FinishReason.STOP, usage=Usage(prompt_tokens=1, completion_tokens=1), cache=CacheReport()),
@@ -599,7 +590,7 @@ def test_ids_are_unique_and_survive_restarts(folder: Path) -> None:
 
 
 async def test_drain_finishes_what_runs_and_takes_nothing_new(folder: Path) -> None:
-    """Known failure 3: a drain that waits for the requests, not for a fixed time."""
+    """Known failure 3: a drain waits for the requests, not for a fixed time."""
     async with serving(folder) as service:
         streams = [service.generate(request(service, f"r{n}", 200)) for n in range(5)]
         readers = [asyncio.create_task(collect(stream)) for stream in streams]
@@ -664,7 +655,7 @@ async def test_a_queued_request_is_cancelled_and_one_without_a_token_in_time_end
         with pytest.raises(Cancelled):
             await collect(waiting)
         running.close()
-        # A token that came in time ends the watch: the rest may take as long as it takes.
+        # A token in time satisfies the deadline; the rest may take as long as it takes.
         slow = request(service, "x", 40, first_token_timeout=20.0)
         flight = service.generate(slow)
         first = await anext(flight)
@@ -676,7 +667,7 @@ async def test_a_queued_request_is_cancelled_and_one_without_a_token_in_time_end
 
 @pytest.mark.usefixtures("slow_engine")
 async def test_a_service_is_ready_once_it_has_loaded_and_while_the_pool_has_room(service: Service) -> None:
-    """Known failure 46: health that always says yes."""
+    """Known failure 46: a health check that always says yes."""
     assert service.unready() == []
     stream = service.generate(request(service, (7,) * 1900, 100))
     await until(lambda: service._stats.kv_usage > 0)
@@ -695,25 +686,25 @@ async def test_requests_are_in_the_metrics(service: Service) -> None:
         stream = service.generate(request(service, f"cancelled {n}", 1900))
         await anext(stream)
         stream.close()
-    found = {}
+    results = {}
     for family in text_string_to_metric_families(service.metrics.render().decode()):
         for sample in family.samples:
             assert sample.labels["model_name"] == service.name
-            found[sample.name, sample.labels.get("finished_reason", "")] = sample.value
-    assert found["cairn:request_success_total", "length"] == 3
-    assert found["cairn:request_success_total", "cancelled"] == 3
-    assert found["cairn:prompt_tokens_total", ""] == 3 * 38 + 3 * 11
-    assert found["cairn:prefix_cache_queries_total", ""] == 3 * 38 + 3 * 11
+            results[sample.name, sample.labels.get("finished_reason", "")] = sample.value
+    assert results["cairn:request_success_total", "length"] == 3
+    assert results["cairn:request_success_total", "cancelled"] == 3
+    assert results["cairn:prompt_tokens_total", ""] == 3 * 38 + 3 * 11
+    assert results["cairn:prefix_cache_queries_total", ""] == 3 * 38 + 3 * 11
     cached = 2 * 37 + 2 * len("cancelled ")
-    assert found["cairn:prefix_cache_hits_total", ""] == cached
-    assert found["cairn:prompt_tokens_cached_total", ""] == cached
-    assert found["cairn:generation_tokens_total", ""] >= 63
-    assert found["cairn:time_to_first_token_seconds_count", ""] == 6
-    assert found["cairn:inter_token_latency_seconds_count", ""] >= 57
+    assert results["cairn:prefix_cache_hits_total", ""] == cached
+    assert results["cairn:prompt_tokens_cached_total", ""] == cached
+    assert results["cairn:generation_tokens_total", ""] >= 63
+    assert results["cairn:time_to_first_token_seconds_count", ""] == 6
+    assert results["cairn:inter_token_latency_seconds_count", ""] >= 57
     for name in ("e2e_request_latency", "request_queue_time", "request_prefill_time", "request_decode_time"):
-        assert found[f"cairn:{name}_seconds_count", ""] == 6
-        assert found[f"cairn:{name}_seconds_sum", ""] > 0
-    assert found["cairn:request_generation_tokens_sum", ""] >= 63
+        assert results[f"cairn:{name}_seconds_count", ""] == 6
+        assert results[f"cairn:{name}_seconds_sum", ""] > 0
+    assert results["cairn:request_generation_tokens_sum", ""] >= 63
 
 
 async def test_reasoning_is_separate_in_the_status(service: Service) -> None:
@@ -735,7 +726,7 @@ async def test_a_waker_sleeps_until_woken_or_until_the_last_deadline() -> None:
     for _ in range(5):
         loop.call_soon(waker.wake)
         assert await waker.sleep(0.05)
-    assert not await waker.sleep(0.1)  # the timer of the first sleep fires before, and is no reason to wake
+    assert not await waker.sleep(0.1)  # the timer of the first sleep fires earlier, and must not wake this one
     assert loop.time() - started >= 0.1
     loop.call_later(0.02, waker.wake)
     assert await waker.sleep()
@@ -780,7 +771,7 @@ async def test_a_start_that_is_given_up_leaves_nothing_behind(folder: Path, tmp_
 
 @pytest.mark.usefixtures("slow_engine")
 async def test_generated_tokens_are_counted_as_requests_report_them(service: Service) -> None:
-    """A worker goes on for some steps until it hears that a request has ended: nobody got those tokens."""
+    """A worker runs some steps until it hears that a request has ended, and nobody gets those tokens."""
     whole = await collect(service.generate(request(service, "whole", 40)))
     await collect(service.generate(request(service, "whole", 400, stop=(whole.text[20:23],))))
     for _ in range(5):
@@ -795,8 +786,10 @@ async def test_generated_tokens_are_counted_as_requests_report_them(service: Ser
     assert service.metrics.generation_tokens == service.metrics.generation_length.sum > 80
 
 
-async def test_a_start_that_fails_twice_leaves_no_error_unseen(folder: Path, tmp_path: Path) -> None:
-    """The tokenizer cannot be read and the worker cannot load: whichever is first, the other is nobody's."""
+async def test_a_start_that_fails_twice_leaves_no_unretrieved_error(folder: Path, tmp_path: Path) -> None:
+    """The tokenizer cannot be read and the worker cannot load: whichever fails first, the other error must be
+    consumed.
+    """
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_text("{}")
     unseen: list[str] = []
@@ -830,11 +823,11 @@ async def test_bytes_that_the_vocabulary_lacks_are_no_warning_at_every_start(
 ) -> None:
     text = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     vocab = text["model"]["vocab"]
-    vocab["unused"] = vocab.pop("\u0104")  # the byte 4
+    vocab["unused"] = vocab.pop("\u0104")  # byte 4
     shutil.copytree(folder, tmp_path / "m")
     (tmp_path / "m" / "tokenizer.json").write_text(json.dumps(text), "utf-8")
     async with serving(tmp_path / "m") as service:
-        assert not any("lacks" in message for message in caplog.messages)  # `cairn pull` and `cairn show` say it
+        assert not any("lacks" in message for message in caplog.messages)  # `cairn pull` and `cairn show` report it
         with pytest.raises(InvalidRequest, match="only bytes that the vocabulary lacks: 0x04"):
             service.tokenizer.encode_raw("\x04", "")
 
@@ -842,7 +835,7 @@ async def test_bytes_that_the_vocabulary_lacks_are_no_warning_at_every_start(
 async def test_too_little_memory_for_the_pool_is_an_error_with_the_option(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Where the system told of more than it gives: under `ulimit -v`, or beside others that took it meanwhile."""
+    """The system promised more memory than it gives: under `ulimit -v`, or if other processes took it meanwhile."""
 
     def load(*_: Any) -> None:
         raise MemoryError

@@ -1,4 +1,4 @@
-"""Worker processes that die, stall, spin and lie, and the requests in flight that must not notice."""
+"""Worker processes that die, stall, spin or misreport, and requests in flight, which must not notice."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from cairn.engine.device import load_engine
-from cairn.engine.fake import FakeEngine, fake_spec
+from cairn.engine.fake import fake_spec
 from cairn.frontend import launch, supervisor
 from cairn.frontend import worker_connection as link_module
 from cairn.frontend.service import Service
@@ -33,10 +32,9 @@ from cairn.system.interfaces import Clock
 from cairn.system.posix import SystemClock
 from cairn.types.errors import GenerationFailed, ModelError, Unavailable
 from cairn.types.outputs import Event, FinishReason
-from cairn.types.request import Request
 from cairn.worker import wire
 from tests.laws.simulator import VirtualClock
-from tests.service.tiny import VOCAB, Answer, collect, config, make_model, request, until
+from tests.service.tiny import VOCAB, Answer, collect, config, make_model, oracle, request, until
 from tests.tiny_models import MODELS, write_model
 
 FAULTY = Path(__file__).parents[1] / "service" / "faulty_worker.py"
@@ -63,14 +61,8 @@ def faulty(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
 
 
 def exits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers that end at once."""
+    """Make workers exit at once."""
     monkeypatch.setattr(launch, "WORKER", (sys.executable, "-c", "raise SystemExit(3)"))
-
-
-def oracle(service: Service) -> Callable[[Request], list[int]]:
-    _, engine = load_engine(service._config, Path(service._config.model))
-    assert isinstance(engine, FakeEngine)
-    return lambda r: engine.oracle(r.prompt, r.sampling, r.sampling.max_tokens, r.choice)
 
 
 def pid_of(service: Service) -> int:
@@ -91,7 +83,7 @@ def resident(pid: int) -> int:
 async def test_requests_in_flight_survive_a_killed_worker(
     folder: Path, figure: Figure, monkeypatch: pytest.MonkeyPatch, kind: signal.Signals, prove: bool
 ) -> None:
-    """Known failures 2, 17: streams that are greedy and sampled, with stops and log-probabilities; the same tokens."""
+    """Known failures 2, 17: greedy and sampled streams with stops and log-probabilities get the same tokens."""
     faulty(monkeypatch, "paced")
     many = 50 if prove or kind is signal.SIGKILL else 12
     async with serving(folder) as service:
@@ -137,7 +129,7 @@ async def test_streams_survive_death_after_death(folder: Path, monkeypatch: pyte
 async def test_the_next_worker_has_the_same_pool_whatever_memory_is_free_then(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests were let in by the size of the first one's: a smaller pool would cut some, and refuse others."""
+    """Requests were admitted for the first worker's pool: a smaller one would cut some and refuse others."""
     faulty(monkeypatch, "paced")
     async with serving(folder, kv_gb=None, max_running=8) as service:
         info, truth = service.info, oracle(service)
@@ -169,7 +161,7 @@ async def test_where_there_is_no_memory_for_as_large_a_pool_a_worker_with_a_smal
 async def test_an_answer_that_has_no_room_in_a_smaller_pool_is_an_error_and_no_short_answer(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Known failure 15: it was let in for more tokens than the next worker can compute."""
+    """Known failure 15: the answer was admitted for more tokens than the next worker can hold."""
     faulty(monkeypatch, "paced")
     async with serving(folder, kv_gb=None, max_running=8) as service:
         truth = oracle(service)
@@ -193,14 +185,17 @@ async def test_an_answer_that_has_no_room_in_a_smaller_pool_is_an_error_and_no_s
         assert list(whole.tokens) == truth(full) and whole.done is not None
         assert whole.done.reason is FinishReason.LENGTH
         again = await collect(service.generate(request(service, (8,) * 50, 1900, stop_token_ids=())))
-        assert again.done is not None and again.done.reason is FinishReason.LENGTH, "it is told of the pool of today"
+        assert again.done is not None and again.done.reason is FinishReason.LENGTH, "it sees the current pool"
 
 
 async def test_an_answer_that_stops_with_the_last_token_of_a_smaller_pool_is_whole(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After one prompt the last token ends its text; after the other it is a part of a character, shown at the end:
-    with one more token it might have been another one, so nothing has stopped that answer."""
+    """After one prompt the last token ends its text.
+
+    After the other it ends within a character, whose bytes are shown at the end: one more token might have completed
+    it, so that answer has not stopped.
+    """
     faulty(monkeypatch, "paced")
     async with serving(folder, kv_gb=None, max_running=8) as service:
         truth, streams, seen = oracle(service), list[RequestStream](), list[list[int]]()
@@ -252,7 +247,7 @@ async def test_a_new_request_waits_while_the_worker_is_replaced(folder: Path) ->
 async def test_a_new_worker_has_its_experts_where_the_first_one_had_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever memory is free then: of other kernels the answers that have begun would go on with other numbers."""
+    """However much memory is free then: on another device, answers in flight would go on with other numbers."""
     pytest.importorskip("torch", reason="torch is not installed: there is no other device")
     loads: list[wire.LoadModel] = []
     real = supervisor.launch
@@ -299,7 +294,7 @@ async def test_a_stopped_worker_is_replaced_and_its_streams_go_on(
         assert not os.path.exists(f"/proc/{first}")
 
 
-async def test_a_step_that_stands_still_is_seen_although_the_process_lives(
+async def test_a_stuck_step_is_detected_although_the_process_lives(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Known failure 16."""
@@ -316,7 +311,7 @@ async def test_a_step_that_stands_still_is_seen_although_the_process_lives(
 
 
 async def test_a_stopped_worker_that_owes_only_an_answer_is_replaced(folder: Path) -> None:
-    """Known failure 16: it had no request, so nobody looked, and whoever asked waited for ever."""
+    """Known failure 16: it had no running request, so nothing watched it, and callers waited for ever."""
     async with serving(folder) as service:
         first = pid_of(service)
         os.kill(first, signal.SIGSTOP)
@@ -328,7 +323,7 @@ async def test_a_stopped_worker_that_owes_only_an_answer_is_replaced(folder: Pat
 
 
 def watching(clock: Clock) -> supervisor.Supervisor:
-    """With nobody who wants to know."""
+    """Return a supervisor whose callbacks do nothing."""
     return supervisor.Supervisor(
         patience=Patience(),
         clock=clock,
@@ -341,8 +336,9 @@ def watching(clock: Clock) -> supervisor.Supervisor:
 
 
 async def test_a_worker_that_owes_an_answer_is_left_alone_while_its_loop_lives() -> None:
-    """Known failure 16: like a step, an answer may take for ever by computing or by waiting for a disk, but not if
-    nothing is heard."""
+    """Known failure 16: like a step, a reply may take as long as it computes or waits for a disk, provided
+    heartbeats arrive.
+    """
     clock, (worker, theirs) = VirtualClock(), undying()
     process: Any = worker.process
     load: Any = None
@@ -350,7 +346,7 @@ async def test_a_worker_that_owes_an_answer_is_left_alone_while_its_loop_lives()
     watch.start(launch.First(load, b"", worker))
 
     async def say(message: wire.ToFront) -> None:
-        clock.time += 0.001  # so that it is seen to be heard
+        clock.time += 0.001  # so that the time of the heartbeat advances
         theirs.sendall(wire.encode(message))
         link: Any = watch._link
         async with asyncio.timeout(20):
@@ -372,7 +368,7 @@ async def test_a_worker_that_owes_an_answer_is_left_alone_while_its_loop_lives()
             await say(wire.Beat(cpu=0.0))
             await say(wire.StepOutputs(stats=wire.Stats()))
             assert passes(5) == 0, "the disk is slow"
-        assert passes(1.25) == 1, "nothing is heard of it"
+        assert passes(1.25) == 1, "no heartbeat arrives"
         process.returncode, process.poll = -9, lambda: -9
         with pytest.raises(Unavailable, match="ended before it answered"):
             await asked
@@ -401,8 +397,8 @@ async def test_an_idle_worker_is_left_alone(folder: Path) -> None:
         assert pid_of(service) == first
 
 
-async def test_a_front_that_stood_still_blames_nobody(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Known failure 16: a suspended laptop is no dead worker."""
+async def test_a_suspended_front_does_not_blame_its_worker(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known failure 16: after a laptop's suspend, the worker is not dead."""
     faulty(monkeypatch, "paced")
     async with serving(folder, Patience(silence=1.2)) as service:
         first = pid_of(service)
@@ -420,7 +416,7 @@ async def test_a_front_that_stood_still_blames_nobody(folder: Path, monkeypatch:
 
 
 async def test_a_request_that_kills_the_worker_fails_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others finish with the right tokens, and the server serves again."""
+    """The others finish with the right tokens, and the server continues."""
     faulty(monkeypatch, "dies")
     async with serving(folder) as service:
         good = [request(service, f"good {n}", 100) for n in range(6)]
@@ -441,9 +437,9 @@ async def test_several_killers_are_all_found(folder: Path, monkeypatch: pytest.M
     faulty(monkeypatch, "dies")
     async with serving(folder) as service:
         asked = [request(service, (KILLER if n % 3 == 0 else 1, n), 20) for n in range(6)]
-        found = await asyncio.gather(*(collect(service.generate(one)) for one in asked), return_exceptions=True)
+        results = await asyncio.gather(*(collect(service.generate(one)) for one in asked), return_exceptions=True)
         truth = oracle(service)
-        for n, (one, answer) in enumerate(zip(asked, found, strict=True)):
+        for n, (one, answer) in enumerate(zip(asked, results, strict=True)):
             if n % 3 == 0:
                 assert isinstance(answer, GenerationFailed)
             else:
@@ -451,10 +447,10 @@ async def test_several_killers_are_all_found(folder: Path, monkeypatch: pytest.M
                 assert list(answer.tokens) == truth(one)
 
 
-async def test_after_many_deaths_in_a_row_requests_end_and_another_worker_is_tried_all_the_same(
+async def test_after_many_deaths_in_a_row_requests_fail_and_restarts_go_on(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Half a minute without memory, and the server was without a worker for ever."""
+    """Half a minute without memory left the server without a worker for ever."""
     async with serving(folder, Patience(restarts=3, backoff=(0.0, 0.01, 0.01, 0.01, 0.5))) as service:
         exits(monkeypatch)
         streams = [service.generate(request(service, f"r{n}", 1900)) for n in range(3)]
@@ -479,7 +475,7 @@ async def test_after_many_deaths_in_a_row_requests_end_and_another_worker_is_tri
 
 
 def metric(service: Service, name: str) -> float:
-    """A gauge as it is scraped."""
+    """Return a gauge's value as it is scraped."""
     lines = service.metrics.render().decode().splitlines()
     return next(float(line.split()[-1]) for line in lines if line.startswith(f"cairn:{name}{{"))
 
@@ -490,7 +486,7 @@ def test_the_pause_between_workers_grows_to_a_minute() -> None:
 
 
 async def test_deaths_far_apart_of_a_worker_that_answers_are_not_in_a_row(folder: Path) -> None:
-    """Known failure 2: an idle server whose worker is ended now and then would end for good one night."""
+    """Known failure 2: otherwise an idle server whose worker is killed now and then would give up one night."""
     async with serving(folder, Patience(restarts=2, backoff=(0.0,))) as service:
         for _ in range(3):
             await until(lambda: service._supervisor.up)
@@ -541,7 +537,10 @@ async def test_a_worker_that_could_not_be_started_is_no_restart(folder: Path, mo
 
 
 async def test_an_idle_worker_that_others_kill_is_replaced_at_once(folder: Path) -> None:
-    """However often: after seven in a row the pause was 20 s. One that crashes by itself is paused after."""
+    """However often: the pause had grown to 20 s after seven times.
+
+    Only workers that crash by themselves are delayed.
+    """
     async with serving(folder, Patience(backoff=(0.0, 3600.0))) as service:
         for _ in range(4):
             dead = pid_of(service)
@@ -576,10 +575,10 @@ def none(*_: object) -> launch.Worker:
 async def test_gauges_fall_when_the_worker_ends_for_good(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing runs any more, and what was counted stays counted once."""
+    """Nothing runs any more, and ended requests stay counted once."""
     monkeypatch.setattr(supervisor, "launch", none)
-    given, patience = config(folder, kv_dir=str(tmp_path / "kv")), Patience(restarts=0, backoff=(0.0,))
-    service = await Service.start(given, in_process=True, patience=patience)
+    options, patience = config(folder, kv_dir=str(tmp_path / "kv")), Patience(restarts=0, backoff=(0.0,))
+    service = await Service.start(options, in_process=True, patience=patience)
     try:
         await collect(service.generate(request(service, "a context " * 30, 20)))
         await service.flush()
@@ -633,7 +632,7 @@ async def test_an_engine_that_keeps_raising_is_replaced(folder: Path, monkeypatc
 async def test_after_a_second_failure_of_its_device_a_model_goes_on_on_the_cpu(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Streams in flight go on, also one that is there alone both times: it is not to blame."""
+    """Streams in flight go on, also one that was alone both times: it is not to blame."""
     faulty(monkeypatch, "device_fails")
     monkeypatch.setenv("FAIL_AT", "20")
     for count in (1, 6):
@@ -718,7 +717,7 @@ async def test_no_worker_outlives_a_killed_front(folder: Path, state: str) -> No
 
 
 async def test_the_worker_leaves_signals_to_the_front(folder: Path) -> None:
-    """Known failure 3: Ctrl-C reaches every process of the terminal; the worker must go on during the drain."""
+    """Known failure 3: Ctrl-C reaches every process of the terminal, but the worker must run on during the drain."""
     async with serving(folder) as service:
         first = pid_of(service)
         asked = request(service, "x", 300)
@@ -740,7 +739,7 @@ async def test_an_idle_service_closes_at_once(folder: Path) -> None:
 
 
 class Undying:
-    """A process that waits for a device and does not even heed SIGKILL."""
+    """A process that waits for a device and does not react to SIGKILL yet."""
 
     pid, returncode, kills = 1, None, 0
 
@@ -763,7 +762,7 @@ def undying() -> tuple[launch.Worker, socket.socket]:
 
 
 async def test_a_close_that_is_cut_off_kills_the_worker() -> None:
-    """Known failure 3: nobody else kills one that came in the place of another, and it would keep its folder."""
+    """Known failure 3: nothing else kills a replacement worker, which would keep its folder locked."""
     worker, theirs = undying()
     process: Any = worker.process
     load: Any = None
@@ -774,7 +773,7 @@ async def test_a_close_that_is_cut_off_kills_the_worker() -> None:
         closing = asyncio.create_task(watch.close())
         await until(link.ended.done)
         await asyncio.sleep(0)
-        assert process.kills == 0, "it has its time to store what waits"
+        assert process.kills == 0, "it may store pending KV first"
         closing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await closing
@@ -791,7 +790,7 @@ async def test_the_end_does_not_wait_for_ever_for_a_worker_that_cannot_be_killed
         link.end("closed")
         assert "does not end" in await asyncio.wait_for(link.reap(0.01), 20)
         caplog.clear()
-        # Two models might not fit into memory: another worker is started only once this one is gone.
+        # Two models might not fit into memory: the replacement starts only once this worker is gone.
         replacing = asyncio.create_task(link.reap(0.01, surely=True))
         process: Any = worker.process
         await until(lambda: "does not end" in caplog.text)
@@ -845,7 +844,7 @@ async def cancel_at_random(service: Service, stream: RequestStream, after: int, 
 
 
 async def test_cancels_at_random_points_leave_nothing_held(folder: Path, figure: Figure, prove: bool) -> None:
-    """Known failures 12, 42: blocks and slots are free within one step and 100 ms, none is held at the end."""
+    """Known failures 12, 42: blocks and slots are free within one step and 100 ms, and none is held at the end."""
     count, dice = 2000 if prove else 200, random.Random(11)
     async with serving(folder, max_running=8, max_queue=3000, kv_gb=0.0006) as service:
         common = tuple(dice.randrange(256) for _ in range(300))
@@ -866,7 +865,7 @@ async def test_cancels_at_random_points_leave_nothing_held(folder: Path, figure:
         assert not service._supervisor._sent
         assert sum(service.metrics.finished.values()) == count
         unread = service.metrics.generation_tokens - service.metrics.generation_length.sum
-        assert unread < 100 * count  # what was under way when the cancel came, and not all that was asked for
+        assert unread < 100 * count  # tokens that were in flight at the cancel, not all that were asked for
         asked = request(service, "after", 20)
         assert list((await collect(service.generate(asked))).tokens) == oracle(service)(asked)
         assert service.stats().worker_restarts == 0
@@ -898,7 +897,7 @@ async def test_the_workers_memory_does_not_grow_with_requests(folder: Path, figu
 async def test_a_package_that_was_changed_on_the_disk_gets_no_second_worker(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The new files may not understand the old front: a typed error says what to do, at once."""
+    """The new files may not understand the old front: a typed error says at once what to do."""
     async with serving(folder) as service:
         monkeypatch.setattr(launch, "code_digest", lambda: b"other files")
         pid = service.stats().worker_pid
@@ -915,7 +914,7 @@ async def test_a_package_that_was_changed_on_the_disk_gets_no_second_worker(
 async def test_a_model_that_was_changed_on_the_disk_is_not_served(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half an answer of one model and half of another is the answer of none."""
+    """Half an answer from one model and half from another would be an answer of neither."""
     faulty(monkeypatch, "paced")
     model = shutil.copytree(folder, tmp_path / "model")
     async with serving(model) as service:
@@ -935,7 +934,7 @@ async def test_a_model_that_was_changed_on_the_disk_is_not_served(
 
 
 async def test_a_package_that_cannot_be_read_now_is_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Known failure 2: without file descriptors for a moment nothing is known to have changed."""
+    """Known failure 2: when file descriptors run out for a moment, that does not mean that files have changed."""
     digest, looks = launch.code_digest, []
 
     def fails_once() -> bytes:
@@ -979,7 +978,7 @@ async def test_a_signal_without_a_name_is_a_death_like_any_other(folder: Path) -
 
 
 async def test_the_reason_a_worker_is_not_replaced_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for the task that replaces it: without a word every request would wait for its deadline."""
+    """Nothing awaits the task that replaces it: without a report every request would wait for its deadline."""
 
     def none() -> bytes:
         raise RuntimeError("can't start new thread")
@@ -1009,7 +1008,7 @@ def test_the_digest_of_the_package_changes_with_any_file(tmp_path: Path, monkeyp
 
 
 def test_a_package_that_cannot_be_read_has_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would be another one than before, as if the files had been changed."""
+    """Otherwise its digest would differ, as if the files had been changed."""
     monkeypatch.setattr(launch, "PACKAGE", tmp_path)
     (tmp_path / "gone.py").symlink_to(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Who watches the worker: found is what does not get on, and nothing else."""
+"""The watchdog of the worker: it finds what makes no progress, and nothing else."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ KILLER = 13
 
 
 class Load:
-    """Ten minutes of a server that has always more to do than it can, on a virtual clock: the worker's real loop and
-    scheduler over an engine whose steps take between nothing and minutes."""
+    """Ten minutes of an overloaded server on a virtual clock.
+
+    The worker's real loop and scheduler run over an engine whose steps take between nothing and minutes.
+    """
 
     SECONDS = 600.0
     MANY = 40
@@ -73,14 +75,15 @@ class Load:
         ]
 
     def tick(self, seconds: float, share: float) -> None:
-        """Time goes on, with signs of life, in which the process has this share of a CPU."""
+        """Advance the clock, with heartbeats, while the process gets this share of a CPU."""
         end = self.clock.time + seconds
         while self.clock.time < end:
             moved = min(end - self.clock.time, 0.25)
             self.clock.time += moved
             self.cpu += moved * share
             if self.clock.time - self.beat_at >= BEAT_SECONDS:
-                self.beat_at = self.clock.time + self.chance.choice((0.0, 0.0, 0.0, 2.0))  # others have the CPU
+                # Other processes have the CPU
+                self.beat_at = self.clock.time + self.chance.choice((0.0, 0.0, 0.0, 2.0))
                 self.watchdog.heard()
                 self.watchdog.beat(self.cpu)
             self.look()
@@ -97,15 +100,15 @@ class Load:
             raise EOFError
         if wait:
             self.tick(wait, 0.01)
-        found: list[wire.ToWorker] = []
+        results: list[wire.ToWorker] = []
         while self.alive < self.MANY:
             self.number += 1
             self.alive += 1
             size = self.chance.choice((3, 20, 120, 300))
             prompt = tuple(self.chance.randrange(1, 23) for _ in range(size))
             sampling = SamplingParams(max_tokens=self.chance.randrange(1, 40), temperature=0.0)
-            found.append(wire.Add(Request(id=self.number, prompt=prompt, sampling=sampling)))
-        return found
+            results.append(wire.Add(Request(id=self.number, prompt=prompt, sampling=sampling)))
+        return results
 
     def send(self, message: object) -> None:
         assert isinstance(message, wire.StepOutputs)
@@ -129,7 +132,7 @@ def test_ten_minutes_of_full_load_raise_no_alarm(seed: int) -> None:
 
 
 def test_a_scheduler_that_forgets_a_waiting_request_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same load, and after five minutes the scheduler finds nothing to do any more."""
+    """The same load; after five minutes the scheduler returns no more work."""
     load = Load(0, Patience())
     plan = Scheduler.plan
     monkeypatch.setattr(Scheduler, "plan", lambda self: plan(self) if load.clock.time - load.began < 300 else None)
@@ -138,7 +141,7 @@ def test_a_scheduler_that_forgets_a_waiting_request_is_detected(monkeypatch: pyt
     assert any(alarm == "steps brought none of 40 requests further for 120 s" for alarm in load.alarms)
 
 
-def test_each_way_not_to_get_on() -> None:
+def test_every_kind_of_stall_is_reported() -> None:
     clock, patience = VirtualClock(), Patience(silence=6, notice=15, stall=120, step=1800)
 
     def fresh() -> Watchdog:
@@ -180,12 +183,12 @@ def test_each_way_not_to_get_on() -> None:
     assert "brought none of 2 requests further for 16 s" in fruitless.stalled(patience)
     beating(fruitless, 1, 0.5, wire.Stats(running=2, progress=2))
     assert not fruitless.stalled(patience)
-    beating(fruitless, 500, 0.5, wire.Stats(running=0, progress=2))  # what it does is for no request: KV, a grammar
+    beating(fruitless, 500, 0.5, wire.Stats(running=0, progress=2))  # its work is for no request: KV, a grammar
     assert not fruitless.stalled(patience) and not fruitless.overdue(patience)
 
 
 async def test_a_wedged_worker_is_reported_and_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop turns, signs of life come, it uses some CPU, and no request gets further."""
+    """The loop turns, heartbeats arrive, it uses some CPU, and no request makes progress."""
     monkeypatch.setattr(launch, "WORKER", (sys.executable, str(FAULTY), "wedges"))
     patience = Patience(silence=30, notice=0.6, stall=2.2, backoff=(0.0,))
     service = await Service.start(config(folder), patience=patience)

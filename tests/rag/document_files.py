@@ -1,4 +1,4 @@
-"""Documents as files, made here: PDFs of pages of text, DOCX of paragraphs."""
+"""Documents made in memory: PDFs of pages of text, DOCX of paragraphs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STYLES = (
 
 
 def pdf(pages: Sequence[str], *, stream: bytes | None = None) -> bytes:
-    """A PDF with a line of text on each page; `stream` stands in the place of what draws them."""
+    """Return a PDF with a line of text on each page; `stream` replaces the drawing operators."""
     objects: dict[int, bytes] = {}
     kids = " ".join(f"{4 + 2 * at} 0 R" for at in range(len(pages)))
     objects[1] = b"<</Type/Catalog/Pages 2 0 R>>"
@@ -37,7 +37,7 @@ def pdf(pages: Sequence[str], *, stream: bytes | None = None) -> bytes:
 
 
 def docx(body: str, *, head: str = "", styles: str = STYLES) -> bytes:
-    """A DOCX with this body; `head` stands before its root."""
+    """Return a DOCX with this body; `head` goes before its root."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as parts:
         parts.writestr("word/styles.xml", styles)
@@ -46,7 +46,7 @@ def docx(body: str, *, head: str = "", styles: str = STYLES) -> bytes:
 
 
 def paragraph(text: str, style: str = "") -> str:
-    """A paragraph in two runs."""
+    """Return a paragraph in two runs."""
     style = f'<w:pPr><w:pStyle w:val="{style}"/></w:pPr>' if style else ""
     half = len(text) // 2
     runs = "".join(f'<w:r><w:t xml:space="preserve">{part}</w:t></w:r>' for part in (text[:half], text[half:]))

@@ -1,4 +1,4 @@
-"""Documents by their structure, and the chunks that are cut of them."""
+"""Documents' structure, and the chunks they are split into."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def test_chunks_have_all_of_a_text_and_are_no_longer_than_they_may_be() -> None:
         text = " ".join(words).strip()
         most = rng.randint(100, 400)
         overlap = rng.randint(0, most // 2)
-        found = [piece.text for piece in chunks([Section("h", text)], most, overlap)]
-        assert all(0 < len(piece) <= most for piece in found)
+        results = [piece.text for piece in chunks([Section("h", text)], most, overlap)]
+        assert all(0 < len(piece) <= most for piece in results)
         at = covered = 0
-        for piece in found:
+        for piece in results:
             at = text.index(piece, at)
             assert not text[covered:at].strip(), "a part of the text is in no chunk"
             covered = max(covered, at + len(piece))
@@ -75,24 +75,24 @@ def test_headings_take_no_longer_than_they_are() -> None:
         sections(f"{line}\ntext", "md")
     assert time.process_time() - began < 1.0
     for line, title in (("#  a \t##\t ", "a"), ("   ## #a# b ", "#a# b"), ("# #", ""), ("#\ta#", "a"), ("#", None)):
-        (found,) = sections(f"{line}\ntext", "md")
-        assert found == (Section("", f"{line}\ntext") if title is None else Section(title, "text"))
+        (section,) = sections(f"{line}\ntext", "md")
+        assert section == (Section("", f"{line}\ntext") if title is None else Section(title, "text"))
 
 
-def test_what_headings_repeat_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_headings_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     levels = Outline()
     for level in range(1, 1000):
         levels.head(level, f"{level} " + "x" * 1000)
     levels.add("text")
-    assert MAX_TITLE == 200 and [len(one) for one in levels.sections[0].heading.split(" > ")] == [200] * 9
+    assert MAX_TITLE == 200 and [len(part) for part in levels.sections[0].heading.split(" > ")] == [200] * 9
     monkeypatch.setattr(chunking, "MAX_CHUNKS", 3)
     assert len(sections("# a\ntext\n" * 3, "md")) == 3
     with pytest.raises(UnreadableDocument, match="more than 3 sections"):
         sections("# a\ntext\n" * 4, "md")
 
 
-def test_a_text_is_cut_into_so_many_chunks_and_no_more() -> None:
-    """A text may be made so that its chunks begin a letter apart: they are counted while they are made."""
+def test_the_number_of_chunks_is_bounded() -> None:
+    """A text may be crafted so that its chunks begin a letter apart, so they are counted while they are made."""
     breaks = ["\n\n", "\n", ". ", "? ", "! ", "; ", ", ", " "]
     text = "".join("x" * 40 + one for one in breaks) * 20_000
     made = islice(chunks([Section("", text)], 100, 50), 1_000)

@@ -1,4 +1,4 @@
-"""Citations of an answer, however its text comes: what names a source is told, what names none is not."""
+"""Citations in answers, however the text is streamed: valid ones are reported, others are not."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_brackets_that_are_not_citations_are_ignored(
         found, checked = read(text, size, strict=strict)
         assert found == (text if told is None else told), size
         assert (checked.cited, checked.removed) == (cited, removed), size
-        assert all(found[one.at :].startswith(f"[{one.number}]") for one in checked.places)
+        assert all(found[place.at :].startswith(f"[{place.number}]") for place in checked.places)
 
 
 def test_names_of_sources_are_no_citations_and_other_words_are_text() -> None:
@@ -75,7 +75,7 @@ def test_names_of_sources_are_no_citations_and_other_words_are_text() -> None:
 
 
 class Says:
-    """Answers with a text, in pieces of three characters."""
+    """An answerer with a given text, in pieces of three characters."""
 
     def __init__(self, said: str) -> None:
         self.said = said
@@ -99,13 +99,13 @@ class Says:
     ],
 )
 async def test_an_answer_without_a_citation_is_not_answered(said: str, told: str, answered: bool) -> None:
-    """It may be what the model has always known: a caller that wants an answer from the documents has none."""
+    """Such an answer may come from the model's own knowledge, and the caller asked for one from the documents."""
     collections = Collections(None, Says(said))  # type: ignore[arg-type]
-    found = [SearchHit(chunk=chunk(key), score=0.5, rank=0.1) for key in (1, 2)]
+    results = [SearchHit(chunk=chunk(key), score=0.5, rank=0.1) for key in (1, 2)]
     events: list[dict[str, Any]] = []
-    answer = await collections.ask(Asker("me"), "What is a cairn?", found, SamplingOptions(), events.append)
+    answer = await collections.ask(Asker("me"), "What is a cairn?", results, SamplingOptions(), events.append)
     assert (answer.answer, answer.answered) == (told, answered)
-    assert "".join(one["content"] for one in events if one["type"] == "answer.delta") == told
+    assert "".join(event["content"] for event in events if event["type"] == "answer.delta") == told
     assert events[-1]["type"] == "answer.done" and events[-1]["answered"] is answered
 
 
@@ -144,7 +144,7 @@ def test_a_text_is_read_the_same_however_it_comes() -> None:
                 assert (told, other.places, other.removed) == (whole, checked.places, checked.removed), (text, size)
 
 
-def test_no_text_takes_longer_than_it_is() -> None:
+def test_reading_takes_linear_time() -> None:
     began = time.process_time()
     for text in ("[" * 20_000, "[1 " * 10_000, "`" * 20_000, "[n n n n ", "[" + "source " * 11, "[1-" * 10_000):
         read(text * (1 if len(text) > 1000 else 500), 1, strict=True)

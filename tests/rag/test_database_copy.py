@@ -1,4 +1,4 @@
-"""A SQLite file is copied while it is written: the copy is the file at one moment."""
+"""Copies of a SQLite file that is being written: each is the file at one moment."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def test_a_file_that_is_written_meanwhile(tmp_path: Path) -> None:
             before = durable
             copy_database(tmp_path / "made.sqlite", tmp_path / f"{number}.sqlite")
             with sqlite3.connect(tmp_path / f"{number}.sqlite") as db:
-                found = set(db.execute("SELECT one, other FROM pairs"))
+                result = set(db.execute("SELECT one, other FROM pairs"))
                 assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
             db.close()
-            ((one, other),) = found
+            ((one, other),) = result
             assert one == other and before <= one <= rounds
     finally:
         stop.set()

@@ -1,7 +1,8 @@
-"""Collections in their file: what is found, whose it is, and that what is erased is gone."""
+"""Collections and uploaded files in their databases: search, ownership, and erasure."""
 
 from __future__ import annotations
 
+import io
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from cairn.rag.attachments import Attachments, WantedFile
 from cairn.rag.chunking import Piece
 from cairn.rag.definition import Collection, NewDocument, Search
 from cairn.rag.document_store import SLACK, DocumentStore, bytes_of
+from cairn.rag.file_store import FileStore
 from cairn.rag.filters import filter_of
 from cairn.types.errors import Conflict, NotFound, Overloaded
 
@@ -116,7 +118,7 @@ def test_a_document_that_cannot_be_added_leaves_nothing(shelf: Shelf) -> None:
     assert shelf.store.collection("me", "c").model == "m"
 
 
-def test_a_collection_has_so_many_documents_and_chunks(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_and_chunks_of_a_collection_are_bounded(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (document_store.MAX_DOCUMENTS, document_store.MAX_CHUNKS) == (10_000, 50_000)
     monkeypatch.setattr(document_store, "MAX_DOCUMENTS", 2)
     monkeypatch.setattr(document_store, "MAX_CHUNKS", 3)
@@ -147,7 +149,7 @@ def test_a_deleted_collections_id_is_not_reused(shelf: Shelf) -> None:
     shelf.add(gone, "a", "mine")
     shelf.store.delete("me", "c")
     shelf.store.close()
-    shelf.open()  # not only while the server runs
+    shelf.open()  # also after a restart
     other = shelf.store.create("you", "c", 1000, 100, {})
     shelf.add(other, "a", "a secret")
     assert shelf.found(gone, "secret", vector(1, 0, 0)) == []
@@ -201,7 +203,7 @@ def test_a_file_of_the_form_before_knows_what_its_documents_take(tmp_path: Path)
 
 @pytest.mark.parametrize("early", [False, True])
 def test_what_is_erased_is_given_back_to_the_disk(tmp_path: Path, early: bool) -> None:
-    """A file of an earlier form, which cannot give back single pages, is written anew once half of it is free."""
+    """A file of an older format cannot free single pages, so it is rewritten once half of it is free."""
     path = tmp_path / "collections.sqlite"
     if early:
         with sqlite3.connect(path) as db:
@@ -245,3 +247,15 @@ def test_long_filters_are_looked_up(shelf: Shelf) -> None:
     assert shelf.found(one, "text", vector(1, 0, 0), documents=names) == ["text 9"]
     assert len(shelf.found(one, "word " * 3_000_000, vector(1, 0, 0))) == 5
     assert time.process_time() - began < 2.0
+
+
+def test_a_file_that_is_deleted_while_it_is_read_does_not_become_anothers(tmp_path: Path) -> None:
+    store, size = FileStore(tmp_path / "files.sqlite", lambda: 1000.0), 3 << 20
+    file = store.add("me", "file-a", "a", "assistants", io.BytesIO(b"a" * size), size)
+    pieces = store.pieces(file)
+    assert next(pieces)[:2] == b"aa"
+    store.delete("me", "file-a")
+    store.add("you", "file-b", "b", "assistants", io.BytesIO(b"b" * size), size)
+    with pytest.raises(NotFound, match="no file file-a"):
+        next(pieces)
+    store.close()

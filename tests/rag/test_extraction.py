@@ -1,4 +1,4 @@
-"""PDFs and DOCX, read in a process of their own: what they say, and what becomes of those that are broken or bombs."""
+"""Text of PDFs and DOCX, extracted in a process of its own, and broken or malicious files."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.rag.document_files import STYLES, docx, paragraph, pdf
 
 
 def read(kind: DocumentKind, data: bytes) -> list[Section]:
-    """In this process."""
-    found = extract_process.extract(kind, io.BytesIO(data))
-    if found.error:
-        raise ValueError(found.error)
-    return found.sections
+    """Extract a document's text in this process."""
+    result = extract_process.extract(kind, io.BytesIO(data))
+    if result.error:
+        raise ValueError(result.error)
+    return result.sections
 
 
 async def read_apart(kind: DocumentKind, data: bytes, folder: Path) -> list[Section]:
@@ -81,7 +81,7 @@ def test_what_cannot_be_read_is_reported(kind: DocumentKind, data: bytes, said: 
         read(kind, data)
 
 
-def test_a_pdf_has_so_many_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_of_a_pdf_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extract_process, "MAX_PAGES", 2)
     assert len(read("pdf", pdf(["a", "b"]))) == 2
     with pytest.raises(ValueError, match="3 pages; the limit is 2"):
@@ -103,7 +103,7 @@ def test_a_zip_is_not_unpacked_beyond_its_bound(monkeypatch: pytest.MonkeyPatch)
     assert read("docx", docx(paragraph("x"), styles=STYLES.replace("heading 1", "title"))) == [Section("", "x")]
 
 
-async def test_what_takes_too_much_costs_its_process_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_costly_file_ends_its_process_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = zlib.compress(b" " * (120 << 20), 1)
     bomb = pdf(["x"]).replace(b"<</Length", b"<</Filter/FlateDecode/Length")
     at = bomb.index(b"stream\n") + 7
@@ -150,9 +150,9 @@ async def test_a_process_that_is_refused_for_a_moment_is_asked_for_again(
     times = 2
     assert await read_apart("txt", b"A fact.", tmp_path) == [Section("", "A fact.")]
     times = 9
-    with pytest.raises(Unavailable, match="cannot be read now") as found:
+    with pytest.raises(Unavailable, match="cannot be read now") as caught:
         await read_apart("txt", b"A fact.", tmp_path)
-    assert found.value.retry_after == 5.0 and len(refused) == 3 + 3
+    assert caught.value.retry_after == 5.0 and len(refused) == 3 + 3
 
 
 def test_a_disk_that_refuses_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:

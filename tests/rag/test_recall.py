@@ -1,6 +1,6 @@
-"""Whether the right chunk is found: a real embedding model, this project's own pages, and questions written by hand.
+"""Recall: a real embedding model, this project's own pages, and questions written by hand.
 
-It takes longer than others because a real model reads the pages, all of them with `make prove`.
+It takes long because a real model reads the pages, all of them with `make prove`.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ FOREIGN = (
 
 
 class Talker:
-    """Says something with citations, some of them of nothing."""
+    """An answerer whose text has citations, some of them invalid."""
 
     async def answer(
         self, asker: Asker, messages: Sequence[dict[str, Any]], options: SamplingOptions, wanted: Wanted, heard: Heard
@@ -112,10 +112,10 @@ async def test_the_right_chunk_is_found_and_none_if_there_is_none(
         missed = []
         for question, page, needle in QUESTIONS:
             wanted = Search(min_score=MIN_SCORE)
-            found = await collections.search("me", "docs", embedder, question, wanted)
-            if not any(one.chunk.document == page and needle.lower() in _text(one) for one in found):
+            hits = await collections.search("me", "docs", embedder, question, wanted)
+            if not any(hit.chunk.document == page and needle.lower() in _text(hit) for hit in hits):
                 missed.append(question)
-            answer = await collections.ask(asker, question, found, SamplingOptions(), lambda event: None)
+            answer = await collections.ask(asker, question, hits, SamplingOptions(), lambda event: None)
             checked = CitationFilter(len(answer.sources))
             assert checked.push(answer.answer) + checked.finish() == answer.answer and not checked.removed
         recall = 1 - len(missed) / len(QUESTIONS)
@@ -123,9 +123,9 @@ async def test_the_right_chunk_is_found_and_none_if_there_is_none(
         assert recall >= 0.85, missed
         answered = []
         for question in FOREIGN:
-            found = await collections.search("me", "docs", embedder, question, Search(min_score=MIN_SCORE))
-            answer = await collections.ask(asker, question, found, SamplingOptions(), lambda event: None)
-            answered += [(question, round(found[0].score, 3))] if answer.answered else []
+            hits = await collections.search("me", "docs", embedder, question, Search(min_score=MIN_SCORE))
+            answer = await collections.ask(asker, question, hits, SamplingOptions(), lambda event: None)
+            answered += [(question, round(hits[0].score, 3))] if answer.answered else []
         assert not answered
     finally:
         store.close()
@@ -135,8 +135,10 @@ async def test_the_right_chunk_is_found_and_none_if_there_is_none(
 async def test_a_chat_model_answers_and_its_citations_are_valid(
     tmp_path: Path, prove: bool, figure: Callable[[str, str], None]
 ) -> None:
-    """All questions to a real chat model over the pages; in a few minutes, so with `make prove` alone. What a model of
-    this size says is no matter: that it names chunks that were given, and is not asked where there are none, is."""
+    """All questions to a real chat model over the pages, which takes minutes, so only with `make prove`.
+
+    What a small model says does not matter; it must cite chunks that it was given, and must not be asked without any.
+    """
     if not prove:
         pytest.skip("in make prove: a real chat model answers 40 questions")
     encoder = await Service.start(Config(model=str(minilm()), threads=1, kv_disk=False), in_process=True)
@@ -153,21 +155,21 @@ async def test_a_chat_model_answers_and_its_citations_are_valid(
             text = (DOCS / f"{page}.md").read_text()
             await collections.add("me", "docs", embedder, NewDocument(page, page, "md", text, len(text), {}))
         for question, page, needle in QUESTIONS:
-            found = await collections.search("me", "docs", embedder, question, wanted)
-            found_there += any(one.chunk.document == page and needle.lower() in _text(one) for one in found)
+            hits = await collections.search("me", "docs", embedder, question, wanted)
+            found_there += any(hit.chunk.document == page and needle.lower() in _text(hit) for hit in hits)
             events: list[dict[str, Any]] = []
-            answer = await collections.ask(asker, question, found, options, events.append)
+            answer = await collections.ask(asker, question, hits, options, events.append)
             assert answer.answer.strip(), question
-            numbers = {int(one) for group in CITED.findall(answer.answer) for one in group.split(",")}
-            assert numbers <= {one["number"] for one in answer.sources}, answer.answer
-            assert numbers == {one["number"] for one in answer.sources if one["cited"]}
+            numbers = {int(part) for group in CITED.findall(answer.answer) for part in group.split(",")}
+            assert numbers <= {source["number"] for source in answer.sources}, answer.answer
+            assert numbers == {source["number"] for source in answer.sources if source["cited"]}
             assert answer.answered is bool(numbers)
             assert "".join(one["content"] for one in events if one["type"] == "answer.delta") == answer.answer
             cited, removed = cited + bool(numbers), removed + answer.citations_removed
             cached, prompts = cached + answer.cached_tokens, prompts + answer.prompt_tokens
         for question in FOREIGN:
-            found = await collections.search("me", "docs", embedder, question, wanted)
-            answer = await collections.ask(asker, question, found, options, lambda event: None)
+            hits = await collections.search("me", "docs", embedder, question, wanted)
+            answer = await collections.ask(asker, question, hits, options, lambda event: None)
             assert not answer.answered and answer.answer == NO_ANSWER and answer.completion_tokens == 0, question
     finally:
         store.close()
@@ -179,5 +181,5 @@ async def test_a_chat_model_answers_and_its_citations_are_valid(
     assert recall >= 0.85
 
 
-def _text(found: Any) -> str:
-    return f"{found.chunk.heading}\n{found.chunk.text}".lower()
+def _text(hit: Any) -> str:
+    return f"{hit.chunk.heading}\n{hit.chunk.text}".lower()

@@ -1,5 +1,7 @@
-"""Requests that are small, or no larger than the limit of a body, and made to cost their server much: each once froze
-it, filled its memory or was a 500, or is of the same kind."""
+"""Requests that fit the limits and are crafted to cost their server much.
+
+Each once blocked it, filled its memory or was a 500, or is of the same kind.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 BODY = 15 << 20
-"""Bytes of the largest: under the limit of a body with all that is around them."""
+"""Bytes of the largest inputs: with everything around them they fit the limit of a body."""
 WORDS = "word " * 200
 
 
 class HostileInput(NamedTuple):
-    """One request, and the statuses with which it may be answered."""
+    """A request, and the statuses that may answer it."""
 
     path: str
     body: Mapping[str, Any] | bytes
@@ -26,12 +28,12 @@ def node(id: str, prompt: str = "Go on.", **more: Any) -> dict[str, Any]:
 
 
 def flow(*nodes: Mapping[str, Any], **more: Any) -> HostileInput:
-    """A check of a workflow."""
+    """Return a check of a workflow."""
     return HostileInput("/v1/workflows/check", {"workflow": {"nodes": list(nodes), **more}})
 
 
 def good(*nodes: Mapping[str, Any]) -> HostileInput:
-    """A check of a workflow that can run."""
+    """Return a check of a workflow that can run."""
     return HostileInput("/v1/workflows/check", {"workflow": {"nodes": list(nodes)}}, (200,))
 
 
@@ -75,13 +77,13 @@ def team(**more: Any) -> HostileInput:
 
 
 def nested_rules(count: int, depth: int) -> str:
-    """Rules within rules, each in brackets."""
+    """Return rules nested in rules, each in brackets."""
     rules = [f"r{at}: {'(' * depth}r{at + 1}{')' * depth}" for at in range(count)]
     return "\n".join(["start: r0", *rules, f'r{count}: "x"'])
 
 
 def workflows() -> dict[str, HostileInput]:
-    """What freezes a check, and what no contract can be."""
+    """Yield workflows that block a check, or whose contracts are impossible."""
     listed = {"type": "object", "properties": {"x": {"enum": [f"v{at}" for at in range(20_000)]}}, "required": ["x"]}
     long = "long" * (BODY // 5)
     lists = {"enum": [["a"], ["b"]]}
@@ -185,7 +187,7 @@ def workflows() -> dict[str, HostileInput]:
 
 
 def conversations() -> dict[str, HostileInput]:
-    """What each dialect has to put together, look up or walk through in what was said."""
+    """Yield histories that each dialect must assemble, search or walk through."""
     names = [f"tool_number_{at}" for at in range(15_000)]
     results = [{"role": "tool", "content": "x", "tool_name": "nobody"} for _ in range(4_000)]
     open_calls = {
@@ -245,7 +247,7 @@ def conversations() -> dict[str, HostileInput]:
 
 
 def options() -> dict[str, HostileInput]:
-    """What answers are asked for: tools, grammars, samplers."""
+    """Yield costly options: tools, grammars, samplers."""
     lark = 'start: "x"\n' + "%ignore A\n" * (BODY // 12)
     return {
         "allowed tools": chat(
@@ -320,7 +322,7 @@ def _nested(value: dict[str, Any], name: str, depth: int) -> dict[str, Any]:
 
 
 def houses() -> dict[str, HostileInput]:
-    """Teams, collections and agents."""
+    """Yield teams, collections and agents."""
     return {
         "members": team(members=[{"name": f"m{at}"} for at in range(30_000)]),
         "members with tools": team(
@@ -342,7 +344,7 @@ def houses() -> dict[str, HostileInput]:
 
 
 def addresses() -> dict[str, HostileInput]:
-    """Paths and parameters."""
+    """Yield paths and parameters."""
     digits = "1" * 5_000
 
     def get(path: str, *statuses: int) -> HostileInput:
@@ -368,12 +370,12 @@ def addresses() -> dict[str, HostileInput]:
 
 
 def forced(text: str, *tools: Mapping[str, Any]) -> HostileInput:
-    """An answer of exactly this text, where a client's tools may be called."""
+    """Return a request that forces the model to say exactly this text while a client's tools may be called."""
     return chat(tools=[*tools] or [tool()], guided_choice=[text], max_tokens=1_600)
 
 
 def calls() -> dict[str, HostileInput]:
-    """Tools whose schemas or names cost much, and answers that cost the readers of calls much."""
+    """Yield tools with costly schemas or names, and answers that are costly to parse for calls."""
     call = '<tool_call>{"name": "f", "arguments": {}}'
     blanks, kilobyte = " " * 1_400, "x" * 1_000
     wide = {f"p{at}": {"type": "string", "description": "x" * 100} for at in range(90_000)}
@@ -406,10 +408,10 @@ def calls() -> dict[str, HostileInput]:
 
 
 def hostile_inputs() -> dict[str, HostileInput]:
-    """All of them by name."""
+    """Return all of them by name."""
     return workflows() | conversations() | options() | calls() | houses() | addresses()
 
 
 def encoded(one: HostileInput) -> bytes:
-    """The body as it is sent."""
+    """Return the body as it is sent."""
     return one.body if isinstance(one.body, bytes) else json.dumps(one.body).encode()

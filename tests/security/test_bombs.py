@@ -1,4 +1,4 @@
-"""Small requests that would cost much: an answer soon, and the streams beside them go on."""
+"""Small requests that would cost much: they are answered soon, and other streams go on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 
 def bombs() -> dict[str, tuple[str, bytes]]:
-    """Name -> route and body; each is refused."""
+    """Return route and body of each bomb by name; each is refused."""
     rng = random.Random(1)
     text = "".join(rng.choice("abcdefgh ,.\u00e9") for _ in range(6 * MIB))
 
@@ -62,8 +62,8 @@ def bombs() -> dict[str, tuple[str, bytes]]:
     }
 
 
-async def test_bombs_cost_little(figure: Figure) -> None:
-    """Other streams go on, whole and exact; memory that one body of 16 MiB can take is bounded."""
+async def test_bombs_are_refused_and_do_not_disturb_other_streams(figure: Figure) -> None:
+    """Other streams go on, whole and exact, and the memory for one body of 16 MiB is bounded."""
     slowest: dict[str, float] = {}
     with served() as server:
         before = server.rss()

@@ -1,4 +1,4 @@
-"""Bodies that never end: one tenant sends many at once, the front's memory stays bounded, and the others are served."""
+"""Bodies that never end, many of one tenant at once: the front's memory stays bounded, and others are served."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ TALK = json.dumps({"messages": [{"role": "user", "content": "hi"}], "max_tokens"
 
 
 async def half_sent(server: Served, path: str, kind: str, size: int) -> tuple[asyncio.StreamWriter, int]:
-    """A request whose last byte never comes, and the status of a refusal, or 0 where it is waited for."""
+    """Send a request without its last byte; return the status of a refusal, or 0 if the server waits for the rest."""
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {MINE}\r\nContent-Type: {kind}\r\n"
     writer.write(f"{head}Content-Length: {size + 1}\r\n\r\n".encode())
     status = 0
     piece = bytes(MIB // 2)
-    with contextlib.suppress(ConnectionError):  # what is refused is not read to its end
+    with contextlib.suppress(ConnectionError):  # a refused body is not read to its end
         for start in range(0, size, len(piece)):
             writer.write(piece[: size - start])
             await writer.drain()
@@ -37,7 +37,7 @@ async def half_sent(server: Served, path: str, kind: str, size: int) -> tuple[as
 
 
 async def ask(server: Served, key: str) -> int:
-    """The status of a short chat."""
+    """Return the status of a short chat."""
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(request_bytes("POST", CHAT, TALK, f"Authorization: Bearer {key}"))
     status, _, _ = await asyncio.wait_for(answer(reader), 30)
@@ -59,14 +59,14 @@ async def test_bodies_that_never_end_take_a_bounded_part_of_the_memory(figure: F
         )
         grown = server.rss() - before
         refused = [status for _, status in sent if status]
-        assert set(refused) == {429}, "for the tenant alone, and to be asked again"
+        assert set(refused) == {429}, "for this tenant only, and to be retried"
         held = sum(not status for _, status in sent[:chats])
         assert held == most * MIB // 2 // chat and len(refused) == len(sent) - held - 4, "half is one tenant's"
         assert await ask(server, OTHER) == 200, "another tenant is served all the same"
         for writer, _ in sent:
             writer.transport.abort()
         async with asyncio.timeout(30):
-            while await ask(server, MINE) != 200:  # what its clients left behind is given back
+            while await ask(server, MINE) != 200:  # until the memory of its disconnected clients is freed
                 await asyncio.sleep(0.1)
         assert server.family() == family
     figure(

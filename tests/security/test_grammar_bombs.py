@@ -1,4 +1,4 @@
-"""Schemas and grammars that would take all of a worker: they are refused or bounded, and others hardly notice."""
+"""Schemas and grammars that would occupy a whole worker: they are refused or bounded, and others hardly notice."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.security.test_malformed import check_error
 Figure = Callable[[str, str], None]
 MIB = 1 << 20
 QUIET = 4.0
-"""Times as long as alone, and a quarter of a second: so long a neighbour's plain requests may take."""
+"""Limit of a neighbour's plain requests: this many times their time alone, plus a quarter of a second."""
 
 
 def bombs(number: int) -> Iterator[dict[str, Any]]:
-    """Fields of requests, no two alike: what is known is not compiled again."""
+    """Yield fields of requests, no two alike, since compiled grammars are cached."""
     text = {"type": "string"}
     names = [f"property_{number}_{n}" for n in range(4_000)]
     for schema in (
@@ -40,7 +40,7 @@ def bombs(number: int) -> Iterator[dict[str, Any]]:
 
 
 def memory(pid: int) -> int:
-    """The most bytes that a process ever held."""
+    """Return a process's peak memory in bytes."""
     with contextlib.suppress(OSError):
         return int(Path(f"/proc/{pid}/status").read_text().partition("VmHWM:")[2].split()[0]) << 10
     return 0
@@ -56,7 +56,7 @@ async def ask(server: Served, key: str, body: dict[str, Any]) -> tuple[int, byte
 
 
 async def neighbour(server: Served, held: bool, until: asyncio.Event) -> list[float]:
-    """Seconds of each of a quiet client's requests: plain ones, or each with a small grammar of its own."""
+    """Return the seconds that each request of a quiet client took: plain ones, or each with a new small grammar."""
     took: list[float] = []
     while not until.is_set():
         more = {"guided_choice": ["yes", "no", str(len(took))]} if held else {}
@@ -69,7 +69,7 @@ async def neighbour(server: Served, held: bool, until: asyncio.Event) -> list[fl
 
 
 async def beside(server: Served, work: Callable[[], Awaitable[object]]) -> tuple[float, float]:
-    """The 95th percentile of a neighbour's plain requests, and of those with grammars, while something is done."""
+    """Return the 95th percentile of a neighbour's plain requests, and of those with grammars, while `work` runs."""
     over = asyncio.Event()
     clients = [asyncio.ensure_future(neighbour(server, held, over)) for held in (False, True)]
     await work()
@@ -82,8 +82,11 @@ def late(took: list[float]) -> float:
     return sorted(took)[int(0.95 * len(took))]
 
 
-async def test_grammars_that_would_take_the_worker_leave_the_others_theirs(figure: Figure, prove: bool) -> None:
-    """Plain requests are as before; who sends a grammar waits for one of each other tenant, at most 2 s each."""
+async def test_costly_grammars_hardly_delay_other_tenants(figure: Figure, prove: bool) -> None:
+    """Plain requests are not delayed.
+
+    A request with a grammar waits for at most one of each other tenant, of at most 2 s.
+    """
     with served(api_key=["hostile", "quiet"], max_running=32) as server:
         before, held_before = await beside(server, lambda: asyncio.sleep(2.0))
         family = server.family()

@@ -1,4 +1,4 @@
-"""Clients that mean harm beside clients that do not: the former are cut, the latter get what they always get."""
+"""Hostile clients beside well-behaved ones: the former are disconnected, the latter get what they always get."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FLOOD = {
 
 
 class Good:
-    """Well-behaved streams that go on until told to stop."""
+    """Well-behaved streams that repeat until told to stop."""
 
     def __init__(self, server: Served, count: int) -> None:
         self.server = server
@@ -54,15 +54,18 @@ class Good:
                 self.gaps.append(now - last)
                 last = now
             await reader.readexactly(2)
-            found = events(data)
-            assert found[-1] == "[DONE]"
-            text = "".join(choice["text"] for chunk in found[:-1] for choice in chunk["choices"])
+            chunks = events(data)
+            assert chunks[-1] == "[DONE]"
+            text = "".join(choice["text"] for chunk in chunks[:-1] for choice in chunk["choices"])
             self.answers.setdefault(prompt, set()).add(text)
             await asyncio.sleep(0.05)
         writer.close()
 
     async def end(self) -> float:
-        """Stop; every answer was whole and always the same. The 99th percentile of the gaps in seconds."""
+        """Stop; fail unless every answer was whole and always the same.
+
+        Return the 99th percentile of the gaps in seconds.
+        """
         self.running = False
         await asyncio.gather(*self.tasks)
         assert len(self.answers) == len(self.tasks)
@@ -72,7 +75,7 @@ class Good:
 
 
 async def slow_header(port: int) -> float:
-    """Sends a header a piece at a time; seconds until it was cut."""
+    """Send a header piece by piece; return the seconds until the connection was closed."""
     return await trickle(port, b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n", b"X-A: b\r\n")
 
 
@@ -105,7 +108,7 @@ async def trickle(port: int, start: bytes, more: bytes) -> float:
 
 
 async def never_reading(port: int, hold: asyncio.Event) -> bytes:
-    """Asks for a flood and reads nothing until told; what was left to read then."""
+    """Ask for a flood of output and read nothing until `hold` is set; return what was left to read."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     sock.setblocking(False)
@@ -119,14 +122,14 @@ async def never_reading(port: int, hold: asyncio.Event) -> bytes:
             while piece := await asyncio.wait_for(loop.sock_recv(sock, 1 << 20), 10):
                 said += piece
         except (ConnectionError, TimeoutError):
-            pass  # closed by the server, which `open_files` says; a kernel may give up what was unsent without a word
+            pass  # closed by the server, as `open_files` shows; a kernel may drop unsent data silently
         return said
     finally:
         sock.close()
 
 
 async def resetting(port: int, rng: random.Random) -> None:
-    """Sends a part or the whole of a request and resets the connection."""
+    """Send a part or the whole of a request and reset the connection."""
     sock = socket.socket()
     sock.setblocking(False)
     loop = asyncio.get_running_loop()
@@ -141,7 +144,7 @@ async def resetting(port: int, rng: random.Random) -> None:
 
 
 async def test_hostile_clients_are_cut_and_good_streams_go_on(figure: Figure, prove: bool) -> None:
-    """Known failures 42, 43, 44: slow headers, slow bodies, readers that never read, resets, all at once."""
+    """Known failures 42, 43, 44: slow headers, slow bodies, readers that never read, and resets, all at once."""
     scale, rounds = (1, 3) if prove else (10, 1)
     seconds = 10.0 if prove else 1.5
     options: dict[str, Any] = {"header_timeout": seconds, "body_timeout": seconds, "stream_stall": 3 * seconds}
@@ -167,7 +170,7 @@ async def test_hostile_clients_are_cut_and_good_streams_go_on(figure: Figure, pr
                     await asyncio.sleep(0.1)
             gap = await good.end()
             grown = server.rss() - before
-            await idle(server)  # nothing of the flood still runs either
+            await idle(server)  # nor does any request of the flood still run
             hold.set()
             cut = sum(b"data: [DONE]" not in said for said in await asyncio.gather(*readers))
             assert cut > len(readers) // 2  # the others' answers fitted the kernel's buffers
@@ -181,12 +184,12 @@ async def test_hostile_clients_are_cut_and_good_streams_go_on(figure: Figure, pr
 
 
 def open_files(server: Served) -> int:
-    """File descriptors of the front process: its connections, and a few that stay."""
+    """Return the number of the front's file descriptors: its connections, and a few that stay."""
     return len(os.listdir(f"/proc/{server.pid}/fd"))
 
 
 async def idle(server: Served) -> None:
-    """Until no request runs or waits."""
+    """Wait until no request runs or waits."""
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     async with asyncio.timeout(90):
         while True:

@@ -1,4 +1,4 @@
-"""Input that nobody should send: a typed 4xx, never a 500, and the server goes on as if nothing had happened."""
+"""Malformed input: a typed 4xx, never a 500, and the server goes on as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -230,15 +230,15 @@ TEXTS: list[bytes] = [
 
 
 def paths(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Every place in a JSON value."""
-    found = [at]
+    """Yield every place in a JSON value."""
+    results = [at]
     if isinstance(value, dict):
         for key, item in value.items():
-            found += paths(item, (*at, key))
+            results += paths(item, (*at, key))
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            found += paths(item, (*at, index))
-    return found
+            results += paths(item, (*at, index))
+    return results
 
 
 def replaced(value: Any, at: tuple[Any, ...], new: Callable[[Any], Any]) -> Any:
@@ -250,7 +250,7 @@ def replaced(value: Any, at: tuple[Any, ...], new: Callable[[Any], Any]) -> Any:
 
 
 def odd_body(rng: random.Random) -> tuple[str, bytes]:
-    """A body that is nearly right."""
+    """Return a body that is nearly right."""
     path, body = rng.choice(BODIES)
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         at = rng.choice(paths(body)[1:] or [()])
@@ -281,7 +281,7 @@ def _get(value: Any, at: tuple[Any, ...]) -> Any:
 
 
 def odd_bytes(rng: random.Random) -> bytes:
-    """A raw request that is nearly right."""
+    """Return a raw request that is nearly right."""
     path, body = rng.choice(BODIES)
     data = bytearray(request_bytes("POST", path, json.dumps(body).encode()))
     if rng.random() < 0.3:
@@ -308,18 +308,18 @@ def odd_bytes(rng: random.Random) -> bytes:
     return bytes(data)
 
 
-def check_error(status: int, body: bytes, what: Any) -> None:
-    assert 400 <= status < 500, (status, body[:300], what)
+def check_error(status: int, body: bytes, sent: Any) -> None:
+    assert 400 <= status < 500, (status, body[:300], sent)
     error = json.loads(body)["error"]
     figures = {"n_prompt_tokens", "n_ctx"} if error["code"] == "context_length_exceeded" else set()
     fields = set(error)
-    assert {"message", "type", "param", "code"} <= fields <= {"message", "type", "param", "code"} | figures, what
-    assert error["message"] and error["code"], what
-    assert len(error["message"]) < 1000, what
+    assert {"message", "type", "param", "code"} <= fields <= {"message", "type", "param", "code"} | figures, sent
+    assert error["message"] and error["code"], sent
+    assert len(error["message"]) < 1000, sent
 
 
 def odd_host(rng: random.Random) -> str:
-    """A Host that may look like one of this machine's names."""
+    """Return a Host that may look like one of this machine's names."""
     name = rng.choice(["localhost", "127.0.0.1", "[::1]", "[localhost]", "[127.0.0.1]", "[]", "evil.com", "LOCALHOST"])
     before = rng.choice(["", "", "", "evil.com.", "evil.com@", "[", "evil.com:80,", "\u00ed", "localhost "])
     behind = rng.choice(["", "", "", "evil.com", ".evil.com", "]", "[", "@evil.com", "%00", "/", "#", ".", ",evil.com"])
@@ -331,16 +331,16 @@ QUOTA_MIB = 4
 
 
 def form(parts: list[tuple[str, str | None, bytes]]) -> bytes:
-    """A multipart body: of each part the name, the file name and what it holds."""
-    found = b""
+    """Return a multipart body from each part's name, file name and content."""
+    body = b""
     for name, filename, data in parts:
-        told = f'name="{name}"' + ("" if filename is None else f'; filename="{filename}"')
-        found += f"--edge\r\nContent-Disposition: form-data; {told}\r\n\r\n".encode() + data + b"\r\n"
-    return found + b"--edge--\r\n"
+        disposition = f'name="{name}"' + ("" if filename is None else f'; filename="{filename}"')
+        body += f"--edge\r\nContent-Disposition: form-data; {disposition}\r\n\r\n".encode() + data + b"\r\n"
+    return body + b"--edge--\r\n"
 
 
 def odd_form(rng: random.Random) -> bytes:
-    """An upload that is nearly right: its parts, its bytes, its length or who sends it."""
+    """Return an upload that is nearly right: wrong are its parts, bytes, length or sender."""
     parts: list[tuple[str, str | None, bytes]] = [("purpose", None, b"user_data"), ("file", "a.txt", FILE)]
     kind = rng.randrange(6)
     if kind == 0:
@@ -370,7 +370,7 @@ def odd_form(rng: random.Random) -> bytes:
 
 
 def is_ours(host: str) -> bool:
-    """Whether a host is this machine's: names below `localhost` are nobody else's."""
+    """Return whether a host means this machine: names below `localhost` belong to nobody else."""
     return (
         re.fullmatch(r"(([^@:/,\[\]]+\.)?localhost|127\.0\.0\.1|\[::1\])(:[0-9]{0,5})?", host, re.IGNORECASE)
         is not None
@@ -378,34 +378,34 @@ def is_ours(host: str) -> bool:
 
 
 async def exchange(port: int, data: bytes, *, over: bool = False) -> bytes:
-    """All that the server says to these bytes and the end of the client's side. `over`: that follows them at once."""
+    """Return all that the server answers to these bytes; with `over`, the client closes its side right behind them."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(data)
         if over:
             writer.write_eof()
-        found = b""
+        received = b""
         async with asyncio.timeout(60):
-            while not complete(found):
+            while not complete(received):
                 try:
-                    piece = await asyncio.wait_for(reader.read(1 << 16), 0.2 if found else 0.5)
+                    piece = await asyncio.wait_for(reader.read(1 << 16), 0.2 if received else 0.5)
                 except TimeoutError:
                     if writer.transport.is_closing() or not writer.can_write_eof():
                         break
-                    writer.write_eof()  # the server waits for more: there is none
+                    writer.write_eof()  # the server waits for more, which never comes
                     piece = await reader.read(1 << 16)
                 if not piece:
                     break
-                found += piece
-        return found
+                received += piece
+        return received
     except ConnectionError:
         return b""
     finally:
         writer.close()
 
 
-def complete(found: bytes) -> bool:
-    head, separator, rest = found.partition(b"\r\n\r\n")
+def complete(received: bytes) -> bool:
+    head, separator, rest = received.partition(b"\r\n\r\n")
     if not separator or b" 100 " in head[:13]:
         return False
     for line in head.lower().split(b"\r\n"):
@@ -435,7 +435,7 @@ def canary(server: Served) -> Any:
 
 
 def all_processes(server: Served) -> set[int]:
-    """Return the server's processes, the one that compiles grammars among them: it starts with the first."""
+    """Return the server's processes with the one that compiles grammars, which starts with the first grammar."""
     server.post("/v1/completions", {"prompt": "hi", "max_tokens": 2, "guided_regex": "a"})
     return server.family()
 
@@ -444,8 +444,8 @@ async def test_the_bodies_are_right_before_they_are_changed(server: Served) -> N
     for path, body in BODIES:
         data = request_bytes("POST", path, json.dumps(body).encode())
         for over in (False, True):  # the second as nc -N does
-            found = await exchange(server.port, data, over=over)
-            assert found.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n").startswith(b"HTTP/1.1 200"), found
+            result = await exchange(server.port, data, over=over)
+            assert result.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n").startswith(b"HTTP/1.1 200"), result
 
 
 LARGE = "9" * 5000
@@ -510,7 +510,7 @@ GRAMMARS: list[dict[str, Any]] = [
     {"response_format": {"type": "json_schema", "json_schema": {"schema": LARGE}}},
     {"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"multipleOf": 10**6}}}]},
 ]
-"""What would be costly or wrong to hold an answer to."""
+"""Grammars and schemas that are costly or wrong."""
 
 
 async def test_odd_grammars_are_typed_4xx_or_followed(server: Served, figure: Figure) -> None:
@@ -521,7 +521,7 @@ async def test_odd_grammars_are_typed_4xx_or_followed(server: Served, figure: Fi
         server.port, request_bytes("POST", "/v1/chat/completions", json.dumps({**body, "guided_regex": "a"}).encode())
     )
     assert first.startswith(b"HTTP/1.1 200"), first
-    family |= server.family()  # the process that compiles is there now
+    family |= server.family()  # the compiling process runs now
     refused = 0
     for more in GRAMMARS:
         data = json.dumps({**body, **more}).encode()
@@ -547,8 +547,8 @@ async def test_odd_json_is_a_typed_4xx(server: Served, figure: Figure, prove: bo
     async def each(number: int) -> None:
         nonlocal refused
         path, data = odd_body(random.Random(number))
-        found = await exchange(server.port, request_bytes("POST", path, data))
-        head, _, body = found.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n").partition(b"\r\n\r\n")
+        result = await exchange(server.port, request_bytes("POST", path, data))
+        head, _, body = result.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n").partition(b"\r\n\r\n")
         assert head, (number, data)
         status = int(head.split()[1])
         if status == 200:
@@ -571,7 +571,7 @@ async def test_odd_json_is_a_typed_4xx(server: Served, figure: Figure, prove: bo
 
 
 async def test_odd_hosts_are_refused(server: Served, figure: Figure, prove: bool) -> None:
-    """A page may call by a name of its own (DNS rebinding); however it is written, it is none of this machine."""
+    """DNS rebinding: a page may call under a host name of its own; however it is written, it is not this machine."""
     hosts = sorted({odd_host(random.Random(number)) for number in range(5_000 if prove else 500)})
     served = 0
 
@@ -581,9 +581,9 @@ async def test_odd_hosts_are_refused(server: Served, figure: Figure, prove: bool
         head = f"GET /v1/models HTTP/1.1\r\nHost: {host}\r\n\r\n"
         if number % 2 and re.fullmatch(r"[!-~]+", host):  # the same in the request line
             head = f"GET http://{host}/v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
-        found = await exchange(server.port, head.encode("latin-1"))
-        status = int(found.split()[1])
-        assert (status == 200) is is_ours(host) and (status == 200 or 400 <= status < 500), (host, found[:300])
+        result = await exchange(server.port, head.encode("latin-1"))
+        status = int(result.split()[1])
+        assert (status == 200) is is_ours(host) and (status == 200 or 400 <= status < 500), (host, result[:300])
         served += status == 200
 
     await attacks(len(hosts), each)
@@ -592,7 +592,7 @@ async def test_odd_hosts_are_refused(server: Served, figure: Figure, prove: bool
 
 
 async def test_odd_uploads_are_a_typed_4xx_and_hold_no_room(figure: Figure, prove: bool) -> None:
-    """Whatever becomes of them, the bytes that were on their way count against nobody's disk afterwards."""
+    """Whatever becomes of them, none of their bytes count against a quota afterwards."""
     count, kept, refused = 3_000 if prove else 300, 0, 0
     with served(context=256, max_disk_mib=QUOTA_MIB, body_timeout=3.0, header_timeout=3.0) as server:
         family = server.family()
@@ -605,24 +605,25 @@ async def test_odd_uploads_are_a_typed_4xx_and_hold_no_room(figure: Figure, prov
         async def each(number: int) -> None:
             nonlocal kept, refused
             sent = odd_form(random.Random(number))
-            found = await exchange(server.port, sent)
-            head, _, body = found.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n").partition(b"\r\n\r\n")
+            result = await exchange(server.port, sent)
+            head, _, body = result.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n").partition(b"\r\n\r\n")
             if not head:
-                return  # closed: what it announced did not come
+                return  # closed, as the announced bytes did not come
             status = int(head.split()[1])
             kept += status == 200
-            if status not in (200, 429):  # eight uploads of one client at once, the limit
+            if status not in (200, 429):  # one client may upload eight at once
                 refused += 1
                 check_error(status, body, (number, sent[:500]))
 
         await attacks(count, each)
         assert kept and refused > count // 2
         with urllib.request.urlopen(server.url + "/v1/files?limit=1000") as answer:
-            files = [one["id"] for one in json.load(answer)["data"]]
+            files = [item["id"] for item in json.load(answer)["data"]]
         assert len(files) == kept + 1
         for id in files:
             urllib.request.urlopen(urllib.request.Request(f"{server.url}/v1/files/{id}", method="DELETE")).close()
-        for size, status in (((QUOTA_MIB << 20), b"HTTP/1.1 200"), (1, b"HTTP/1.1 403")):  # all of it is there again
+        # The whole quota is free again
+        for size, status in (((QUOTA_MIB << 20), b"HTTP/1.1 200"), (1, b"HTTP/1.1 403")):
             data = form([("purpose", None, b"user_data"), ("file", "a.txt", bytes(size))])
             head = request_bytes(
                 "POST",
@@ -643,8 +644,8 @@ async def test_odd_http_is_a_typed_4xx_or_a_closed_connection(server: Served, fi
 
     async def each(number: int) -> None:
         data = odd_bytes(random.Random(number))
-        found = await exchange(server.port, data)
-        head, _, body = found.partition(b"\r\n\r\n")
+        result = await exchange(server.port, data)
+        head, _, body = result.partition(b"\r\n\r\n")
         if head.startswith(b"HTTP/1.1 100"):
             head, _, body = body.partition(b"\r\n\r\n")
         if not head:

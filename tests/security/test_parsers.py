@@ -1,4 +1,4 @@
-"""Input that is made to cost much: refused soon, or served, and nobody beside it waits."""
+"""Input that is crafted to be costly: it is refused or served soon, and other clients do not wait."""
 
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ from tests.security.test_malformed import canary, check_error
 Figure = Callable[[str, str], None]
 MIB = 1 << 20
 SILENCE = 2.0
-"""Seconds for which the server may not answer others, on a busy machine. Each input that froze it did so for longer,
-most of them for minutes."""
+"""Seconds for which the server may not answer others, on a busy machine.
+
+Each input that blocked it did so for longer, most of them for minutes.
+"""
 MEMORY = 384 * MIB
-"""What all of one kind may add to the front's memory at most, the bodies themselves and their parts included."""
+"""Limit in bytes of what all inputs of one kind may add to the front's memory, including the bodies and their parts."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def server() -> Iterator[Served]:
 
 
 async def look(port: int, gaps: list[float], over: asyncio.Event) -> None:
-    """Ask every 20 ms whether the server is alive, and note how long each answer takes."""
+    """Ask every 20 ms whether the server is alive, and record how long each answer takes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     while not over.is_set():
         began = time.monotonic()
@@ -51,7 +53,7 @@ async def look(port: int, gaps: list[float], over: asyncio.Event) -> None:
 
 
 async def tried(server: Served, name: str, one: HostileInput) -> float:
-    """Send one input; the longest silence while it was answered."""
+    """Send one input; return the longest silence while it was answered."""
     data = request_bytes(one.method, one.path, encoded(one))
     gaps: list[float] = []
     over = asyncio.Event()
@@ -71,19 +73,19 @@ async def tried(server: Served, name: str, one: HostileInput) -> float:
 
 
 def peak(server: Served) -> int:
-    """The most memory that the front had so far, in bytes."""
+    """Return the front's peak memory in bytes."""
     return int(Path(f"/proc/{server.pid}/status").read_text().partition("VmHWM:")[2].split()[0]) << 10
 
 
 def working(server: Served) -> set[int]:
-    """Return the front and its worker, without the helpers: those start when needed and may be replaced."""
+    """Return the front and its worker without the helpers, which start when needed and may be replaced."""
     helpers = (b"cairn.text.render", b"cairn.text.grammar", b"cairn.rag.extract_process")
     commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in server.family()}
     return {pid for pid, command in commands.items() if not any(name in command for name in helpers)}
 
 
 @pytest.mark.parametrize("kind", [workflows, conversations, options, calls, houses, addresses])
-async def test_input_that_should_cost_much_holds_nobody_up(
+async def test_hostile_input_delays_nobody(
     server: Served, figure: Figure, kind: Callable[[], dict[str, HostileInput]]
 ) -> None:
     truth, workers, before = canary(server), working(server), peak(server)
@@ -91,7 +93,7 @@ async def test_input_that_should_cost_much_holds_nobody_up(
     silences: dict[str, float] = {}
     for name, one in inputs.items():
         silence = await tried(server, name, one)
-        if silence > SILENCE:  # something else may have kept the machine busy
+        if silence > SILENCE:  # the machine may have been busy with something else
             silence = min(silence, await tried(server, name, one))
         silences[name] = silence
     worst = max(silences, key=lambda name: silences[name])

@@ -1,4 +1,4 @@
-"""Cairn's own patterns end where they say: `$` lets a line break through behind a name, and `\\Z` does not."""
+r"""Cairn's own regular expressions: `\Z` marks the end, as `$` also matches before a final line break."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ CALLS = frozenset({"compile", "match", "search", "fullmatch", "sub", "subn", "sp
 
 
 def patterns(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and text of each pattern of `re` and of msgspec; what is put into one of them counts as a letter."""
+    """Yield line and text of each pattern given to `re` and msgspec; interpolated values count as one letter."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
         owner = node.func.value.id if isinstance(node.func.value, ast.Name) else ""
-        given: ast.expr | None = None
+        argument: ast.expr | None = None
         if owner == "re" and node.func.attr in CALLS and node.args:
-            given = node.args[0]
+            argument = node.args[0]
         elif owner == "msgspec" and node.func.attr == "Meta":
-            given = next((one.value for one in node.keywords if one.arg == "pattern"), None)
-        if isinstance(given, ast.Constant) and isinstance(given.value, str | bytes):
-            text = given.value
+            argument = next((keyword.value for keyword in node.keywords if keyword.arg == "pattern"), None)
+        if isinstance(argument, ast.Constant) and isinstance(argument.value, str | bytes):
+            text = argument.value
             yield node.lineno, text if isinstance(text, str) else text.decode("latin-1")
-        elif isinstance(given, ast.JoinedStr):
-            parts = [one.value if isinstance(one, ast.Constant) else "x" for one in given.values]
+        elif isinstance(argument, ast.JoinedStr):
+            parts = [value.value if isinstance(value, ast.Constant) else "x" for value in argument.values]
             yield node.lineno, "".join(map(str, parts))
 
 
 def ends_loosely(pattern: str) -> bool:
-    """Whether a pattern holds a `$` that means the end."""
+    """Return whether a pattern has a `$` that means the end."""
 
     def holds(value: object) -> bool:
         if value == (_constants.AT, _constants.AT_END):
@@ -50,28 +50,28 @@ def ends_loosely(pattern: str) -> bool:
 
 
 def test_no_pattern_of_ours_ends_before_a_line_break() -> None:
-    found, seen = [], 0
+    loose, seen = [], 0
     for path in sorted(SOURCE.rglob("*.py")):
         for line, pattern in patterns(ast.parse(path.read_text())):
             seen += 1
             if ends_loosely(pattern):
-                found.append(f"{path.relative_to(SOURCE)}:{line}: {pattern}")
-    assert not found
+                loose.append(f"{path.relative_to(SOURCE)}:{line}: {pattern}")
+    assert not loose
     assert seen > 100
 
 
 @pytest.mark.parametrize("pattern", ["a$", "(?:^|x)(a|b$)", "[a]$|b", "(?=/|$)", "(a(?:$)){2}"])
-def test_a_loose_end_is_seen(pattern: str) -> None:
+def test_a_dollar_that_means_the_end_is_found(pattern: str) -> None:
     assert ends_loosely(pattern) and re.compile(pattern)
 
 
 @pytest.mark.parametrize("pattern", [r"a\Z", r"[$]", r"\$", "a"])
-def test_a_tight_pattern_passes(pattern: str) -> None:
+def test_a_pattern_without_one_passes(pattern: str) -> None:
     assert not ends_loosely(pattern)
 
 
 def test_names_of_tools_teams_and_members_end_with_their_last_letter() -> None:
-    """A tool's name is matched by another library, where `$` is the end of the text and nothing else."""
+    """A tool's name is matched by another library, in which `$` matches at the end of the text only."""
     adapter = TypeAdapter(FunctionTool)
     assert adapter.validate_python({"name": "a"}).name == "a"
     for name in ("a\n", "a\r\n", "\na", "a\n\n"):

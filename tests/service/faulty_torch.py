@@ -1,6 +1,6 @@
-"""A worker whose torch goes wrong in a chosen way, but for the CPU's own kernels: `faulty_torch.py MODE FD`.
+"""A worker whose torch fails in a chosen way, except in the CPU's own kernels: `faulty_torch.py MODE FD`.
 
-`FAULTS` names a folder with one file for each step that has failed, and `FAULTS_MOST` is how many may.
+`FAULTS` names a folder that gets one file for each failed step; `FAULTS_MOST` is how many steps may fail.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from cairn.kernels.torch import torch_kernels
 from cairn.worker import worker
 
 ANSWERED = 12
-"""Tokens of its answer after which a request's step fails."""
+"""Number of tokens after which a request's step fails."""
 LONG = 600
-"""Tokens of a prompt that needs too much memory."""
+"""Number of prompt tokens that need too much memory."""
 
 NORM, COMPUTE = torch_kernels.rms_norm, RecordedEngine._compute
 armed: list[Exception] = []
-"""What the next norm raises, in the middle of its step."""
+"""Errors that the next norm raises, in the middle of a step."""
 
 
 def norm(x: Any, weight: Any, eps: float) -> Any:
-    """Raise what is planned, as torch does for a kernel that fails."""
+    """Raise the planned error, as torch does for a kernel that fails."""
     if armed:
         raise armed.pop()
     return NORM(x, weight, eps)
@@ -39,7 +39,7 @@ def wrong(x: Any, weight: Any, eps: float) -> Any:
 
 
 def fails(step: Any) -> None:
-    """The device fails in a step of an answer that has so many tokens."""
+    """Make the device fail in a step of an answer with a given number of tokens."""
     faults = Path(os.environ["FAULTS"])
     due = any(len(row.tokens) >= row.prompt_len + ANSWERED for row in step.rows)
     if due and len(list(faults.iterdir())) < int(os.environ["FAULTS_MOST"]):
@@ -48,7 +48,7 @@ def fails(step: Any) -> None:
 
 
 def short(step: Any) -> None:
-    """A step with part of a long prompt needs more memory than there is."""
+    """Make a step with part of a long prompt need more memory than there is."""
     if any(row.prompt_len >= LONG for row in step.rows):
         armed.append(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.\nmore lines"))
 

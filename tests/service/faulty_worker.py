@@ -1,4 +1,4 @@
-"""A worker that goes wrong in a chosen way: `faulty_worker.py MODE FD`."""
+"""A worker that fails in a chosen way: `faulty_worker.py MODE FD`."""
 
 from __future__ import annotations
 
@@ -24,73 +24,73 @@ KILLER = 13
 
 
 def dies(rows: Sequence[Row]) -> None:
-    """The process is killed by every step that computes a request whose prompt begins with `KILLER`."""
+    """Kill the process in every step with a request whose prompt begins with `KILLER`."""
     if any(row.tokens[0] == KILLER for row in rows):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def stops(rows: Sequence[Row]) -> None:
-    """A step of such a request waits for ever, without computing."""
+    """Make a step with such a request wait for ever, without computing."""
     if any(row.tokens[0] == KILLER for row in rows):
         time.sleep(3600)
 
 
 def takes_long(rows: Sequence[Row]) -> None:
-    """A step of such a request takes 2.5 seconds."""
+    """Make a step with such a request wait for 2.5 seconds."""
     if any(row.tokens[0] == KILLER for row in rows):
         time.sleep(2.5)
 
 
 def computes_long(rows: Sequence[Row]) -> None:
-    """The same, computing all the time."""
+    """Make a step with such a request compute for 2.5 seconds."""
     end = time.monotonic() + 2.5
     while any(row.tokens[0] == KILLER for row in rows) and time.monotonic() < end:
         pass
 
 
 def raises(rows: Sequence[Row]) -> None:
-    """A step of such a request raises."""
+    """Raise in a step with such a request."""
     if any(row.tokens[0] == KILLER for row in rows):
         raise RuntimeError("the engine broke")
 
 
 def paced(rows: Sequence[Row]) -> None:
-    """Every step takes 5 ms."""
+    """Make every step take 5 ms."""
     time.sleep(0.005)
 
 
 def held(rows: Sequence[Row]) -> None:
-    """A step waits at the 100th token of an answer while there is the file that `HOLD` names."""
+    """Make a step wait at the 100th token of an answer while the file named by `HOLD` exists."""
     while any(len(row.tokens) >= row.prompt_len + 100 for row in rows) and os.path.exists(os.environ["HOLD"]):
         time.sleep(0.005)
 
 
 def warns(rows: Sequence[Row]) -> None:
-    """Every step warns of a store."""
+    """Make every step report a warning of a store."""
     logging.getLogger("cairn.kv.tiers.tiers").warning("a slow disk")
 
 
 def short(rows: Sequence[Row]) -> None:
-    """No memory was free when the model was loaded."""
+    """Pretend that no memory was free when the model was loaded."""
 
 
 def tight(rows: Sequence[Row]) -> None:
-    """There was no memory for a pool as large as the one before."""
+    """Pretend that there is no memory for a pool of the former size."""
 
 
 def small(rows: Sequence[Row]) -> None:
-    """The same, and there is memory for a pool of 640 tokens."""
+    """Pretend the same, with memory for a pool of 640 tokens."""
 
 
 def wedges(rows: Sequence[Row]) -> None:
-    """Every step takes 5 ms; with such a request in it the scheduler finds nothing to do any more."""
+    """Make every step take 5 ms; once such a request is in one, the scheduler finds no more work."""
     paced(rows)
 
 
 def device_fails(rows: Sequence[Row]) -> None:
-    """Every step takes 5 ms, and with a token more than `FAIL_AT` says the device fails, but for the CPU.
+    """Make every step take 5 ms, and the device fail at a token greater than `FAIL_AT`, except on the CPU.
 
-    `FAULTS` may name a folder with one file for each failure; there are no more than `FAULTS_MOST`.
+    `FAULTS` may name a folder that gets one file for each failure; `FAULTS_MOST` limits their number.
     """
     paced(rows)
     if DEVICE and any(len(row.tokens) >= row.prompt_len + int(os.environ["FAIL_AT"]) for row in rows):
@@ -103,14 +103,14 @@ def device_fails(rows: Sequence[Row]) -> None:
 
 
 def device_short(rows: Sequence[Row]) -> None:
-    """Every step takes 5 ms, and one with such a request needs more memory than the device has."""
+    """Make every step take 5 ms, and one with such a request need more memory than the device has."""
     paced(rows)
     if any(row.tokens[0] == KILLER for row in rows):
         raise DeviceMemoryError("the device has no memory left: 9.00 GiB were wanted")
 
 
 DEVICE: list[str] = []
-"""The device that the worker was told to compute on, unless it is the CPU."""
+"""The device that the worker was told to use, unless it is the CPU."""
 
 MODES: dict[str, Callable[[Sequence[Row]], None]] = {
     mode.__name__: mode
@@ -164,10 +164,10 @@ def main() -> int:
         plan = Scheduler.plan
 
         def stuck(self: Scheduler) -> Any:
-            return None if any(one.tokens[0] == KILLER for one in self._sequences.values()) else plan(self)
+            return None if any(sequence.tokens[0] == KILLER for sequence in self._sequences.values()) else plan(self)
 
         Scheduler.plan = stuck  # type: ignore[method-assign]
-        worker.BEAT_SECONDS = 0.25  # so often it says that nothing has come
+        worker.BEAT_SECONDS = 0.25  # how often it reports that nothing has arrived
 
     if mode == "short":
         memory.memory_available = lambda *_: 0  # type: ignore[attr-defined]

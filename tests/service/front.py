@@ -1,6 +1,6 @@
-"""A front for the tests to kill: `front.py FOLDER MODE` serves the model with a worker of that mode of `faulty_worker`.
+"""A front for tests to kill: `front.py FOLDER MODE` serves the model with a worker of this mode of `faulty_worker`.
 
-It starts requests, of which the last makes the mode show, and prints the worker's pid.
+It starts requests, the last of which triggers the mode, and prints the worker's pid.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Folders of several models, each with weights of its own, and the models of a server on the fake engine."""
+"""Folders of several models, each with weights of its own, and a server of them on the fake engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.service.tiny import make_model
 
 
 def make_models(folder: Path, names: str) -> list[Path]:
-    """A folder for each name, below this one."""
+    """Make a model folder for each name, below this one."""
     made = []
     for number, name in enumerate(names.split()):
         place = make_model(folder / name)
@@ -28,7 +28,10 @@ def make_models(folder: Path, names: str) -> list[Path]:
 
 @contextlib.asynccontextmanager
 async def several(folder: Path, names: str, **options: Any) -> AsyncIterator[Models]:
-    """The models of these names in one server, the first of which is loaded. `load`: those to load at the start."""
+    """Yield the models of these names in one server;
+
+    `load` names those that are loaded at the start, else the first.
+    """
     starting = options.pop("load", names.split()[0]).split()
     pinned = options.pop("pin", "").split()
     free = options.pop("free", lambda: 8 << 30)

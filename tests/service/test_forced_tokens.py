@@ -1,4 +1,4 @@
-"""Tokens that a grammar leaves no choice about are appended without sampling: the same answer, in fewer steps."""
+"""Tokens that a grammar forces: they are appended without sampling, for the same answer in fewer steps."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LONG = "([a-f]{2}-name){3}[a-f]{20}"
 
 @cache
 def vocabulary() -> Vocabulary:
-    """64 tokens, as the rig's engine has: letters, some pieces of words, and one that ends an answer."""
+    """Return the 64 tokens of the rig's engine: letters, some pieces of words, and one that ends an answer."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     tokens = [bytes([97 + i]) for i in range(26)] + [bytes([byte]) for byte in b'-{}:," '] + list(PIECES)
@@ -58,7 +58,7 @@ def compiled(pattern: str) -> CompiledGrammar:
 
 
 class OneByOne:
-    """A matcher that knows of nothing that is forced."""
+    """A matcher that never reports a forced token."""
 
     def __init__(self, inner: Matcher) -> None:
         self.inner = inner
@@ -108,7 +108,7 @@ def answers(
 
 
 def some(count: int, chance: random.Random) -> tuple[list[Request], list[str]]:
-    """Requests with all kinds of options, and what each is held to."""
+    """Return requests with all kinds of options, and the pattern of each."""
     requests = [
         made(
             id,
@@ -131,7 +131,7 @@ def some(count: int, chance: random.Random) -> tuple[list[Request], list[str]]:
 
 
 def test_the_answer_is_the_same_in_fewer_steps() -> None:
-    """In company, with too few blocks for all, in small steps and large ones, over groups with windows and states."""
+    """In batches with too few blocks, in small steps and large ones, over layer groups with windows and states."""
     preemptions = 0
     for seed in range(6):
         chance = random.Random(seed)
@@ -149,28 +149,28 @@ def test_the_answer_is_the_same_in_fewer_steps() -> None:
     assert preemptions > 1
 
 
-def test_what_a_form_asks_for_is_guessed_where_it_cannot_be_appended() -> None:
-    """With log-probabilities, which each token has from its own logits: the same ones, in fewer steps."""
+def test_forced_tokens_are_drafted_where_they_cannot_be_appended() -> None:
+    """With log-probabilities each token needs logits of its own: they are the same, in fewer steps."""
     steps, accepted = [0, 0], 0
     for pattern, seed in itertools.product((*GRAMMARS, LONG), range(4)):
-        found = []
+        results = []
         for place, policy in enumerate((None, MeasuredPolicy(fixed=7))):
             rig = Rig(drafts=policy)
             request = made(1, sampling={"logprobs": True, "seed": seed})
             rig.scheduler.add(request, follows(request, pattern, appended=True))
             rig.run()
             assert rig.nothing_held()
-            found.append([one for output in rig.outputs[1] for one in output.logprobs])
-            assert [one.token for one in found[-1]] == rig.tokens(1)
+            results.append([logprob for output in rig.outputs[1] for logprob in output.logprobs])
+            assert [one.token for one in results[-1]] == rig.tokens(1)
             steps[place] += len(rig.plans)
             accepted += rig.scheduler.stats().accepted
-        assert found[0] == found[1]
+        assert results[0] == results[1]
     assert steps[1] < 0.7 * steps[0] and accepted >= steps[0] - steps[1]
 
 
 @pytest.mark.parametrize("pattern", GRAMMARS)
 def test_a_death_anywhere_changes_nothing(pattern: str) -> None:
-    """In the middle of a run too: what was told goes on as if nothing had happened."""
+    """Also in the middle of a run of forced tokens: a new worker continues from what was sent."""
     request = made(1)
     ((whole, finish),), _ = answers([request], [pattern], appended=False)
     for count in range(len(whole)):
@@ -181,7 +181,7 @@ def test_a_death_anywhere_changes_nothing(pattern: str) -> None:
 
 @pytest.mark.parametrize("form", [1, 2])
 def test_mirostat_goes_on_where_it_was(form: int) -> None:
-    """Its state goes out with the tokens and comes back with them; one that was not kept is no beginning."""
+    """Its state is sent with the tokens and comes back with them; without it, a resumed request cannot start anew."""
     extras = SamplingExtras(mirostat=form, mirostat_tau=1.5, mirostat_eta=0.9)
     for pattern in ("", LONG, GRAMMARS[0]):
 
@@ -228,7 +228,7 @@ def test_an_answer_without_any_choice_takes_no_step() -> None:
 
 
 def test_any_of_several_tokens_ends_an_answer_and_only_where_the_grammar_may_end() -> None:
-    """As of Llama 3, whose messages end with one and turns with another; a third control token never comes."""
+    """As in Llama 3, where one token ends messages and another turns; a third control token never comes."""
     other, ends = END - 1, set()
     for appended in (False, True):
         for seed in range(60):
@@ -244,8 +244,8 @@ def test_any_of_several_tokens_ends_an_answer_and_only_where_the_grammar_may_end
     assert ends == {other, END}
 
 
-def test_a_long_run_holds_nobody_up_for_long() -> None:
-    """It is looked at in parts."""
+def test_a_long_run_is_appended_in_parts() -> None:
+    """Long runs are processed in parts."""
     text = "abcdefghij" * 12
     (one,), rig = answers([made(1, sampling={"max_tokens": 300})], [text], appended=True)
     assert (one,) == tuple(answers([made(1, sampling={"max_tokens": 300})], [text], appended=False)[0])
@@ -253,8 +253,8 @@ def test_a_long_run_holds_nobody_up_for_long() -> None:
     assert max(added) <= 2 * MOST_FORCED + 1 and len(rig.plans) < 6
 
 
-def test_looking_for_them_holds_a_step_up_for_a_bounded_time() -> None:
-    """Of a clock that goes on with every look: what there is no time for is sampled, and the answer is the same."""
+def test_looking_for_forced_tokens_takes_bounded_time_of_a_step() -> None:
+    """The clock advances with every look. Tokens for which no time is left are sampled, and the answer is the same."""
     plain, slow = answers([made(1)], [GRAMMARS[1]], appended=True), Rig()
     now = itertools.count()
     slow.clock.now = lambda: next(now) * 0.002  # type: ignore[method-assign]
@@ -266,35 +266,35 @@ def test_looking_for_them_holds_a_step_up_for_a_bounded_time() -> None:
 
 def test_log_probabilities_are_those_of_every_token() -> None:
     request = made(1, sampling={"logprobs": True, "top_logprobs": 2})
-    found = [answers([request], [GRAMMARS[0]], appended=appended)[1].outputs[1] for appended in (False, True)]
-    scores = [[score for output in outputs for score in output.logprobs] for outputs in found]
-    tokens = [[token for output in outputs for token in output.tokens] for outputs in found]
+    results = [answers([request], [GRAMMARS[0]], appended=appended)[1].outputs[1] for appended in (False, True)]
+    scores = [[score for output in outputs for score in output.logprobs] for outputs in results]
+    tokens = [[token for output in outputs for token in output.tokens] for outputs in results]
     assert scores[0] == scores[1] and [score.token for score in scores[0]] == tokens[0] == tokens[1]
 
 
 def test_a_grammar_without_an_allowed_token_ends_with_an_error() -> None:
-    """The sampler says so, not the grammar."""
+    """The sampler reports it, not the grammar."""
     extras = SamplingExtras(allowed_token_ids=(1, 2, 3))
     request = made(1, sampling={"extras": extras})
-    found = [answers([request], ["thename"], appended=appended)[0] for appended in (False, True)]
-    assert found[0] == found[1] and found[0][0][1] is FinishReason.ERROR
+    results = [answers([request], ["thename"], appended=appended)[0] for appended in (False, True)]
+    assert results[0] == results[1] and results[0][0][1] is FinishReason.ERROR
 
 
 def test_the_end_of_a_budget_is_appended() -> None:
-    """The tag that ends reasoning is the only thing that may come."""
-    found = []
+    """The tag that ends reasoning is the only allowed continuation."""
+    results = []
     for appended in (False, True):
         rig = Rig()
         request = made(1)
         matcher = follows(request, "[a-z]{3,12}(the)?namename", appended=appended, budget=2)
         rig.scheduler.add(request, matcher)
         rig.run()
-        found.append((rig.tokens(1), rig.finish(1), len(rig.plans)))
-    assert found[0][:2] == found[1][:2] and found[1][2] < found[0][2]
+        results.append((rig.tokens(1), rig.finish(1), len(rig.plans)))
+    assert results[0][:2] == results[1][:2] and results[1][2] < results[0][2]
 
 
 def test_a_run_is_what_the_masks_say_one_by_one() -> None:
-    """What is cut into tokens as a whole may not be what is cut anew after each: then that counts."""
+    """Tokenizing a forced text as a whole may differ from tokenizing it token by token, which is what counts."""
     for pattern, seed in itertools.product(GRAMMARS, range(4)):
         chance = random.Random(seed)
         matcher = GrammarMatcher(compiled(pattern), (END,), MASKS)

@@ -1,4 +1,4 @@
-"""Harnesses of the service with a worker process: overload, and worker deaths of every kind at random moments."""
+"""The service with a worker process under load: overload, and worker deaths of every kind at random moments."""
 
 from __future__ import annotations
 
@@ -15,14 +15,11 @@ from typing import Any
 
 import pytest
 
-from cairn.engine.device import load_engine
-from cairn.engine.fake import FakeEngine
 from cairn.frontend import launch
 from cairn.frontend.service import Service
 from cairn.frontend.worker_connection import Patience
 from cairn.types.errors import Overloaded
-from cairn.types.request import Request
-from tests.service.tiny import collect, config, request, until
+from tests.service.tiny import collect, config, oracle, request, until
 
 FAULTY = Path(__file__).parent / "faulty_worker.py"
 Figure = Callable[[str, str], None]
@@ -30,7 +27,7 @@ Figure = Callable[[str, str], None]
 
 @contextlib.asynccontextmanager
 async def serving(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> AsyncIterator[Service]:
-    """A service whose worker takes 5 ms a step."""
+    """Yield a service whose worker takes 5 ms a step."""
     monkeypatch.setattr(launch, "WORKER", (sys.executable, str(FAULTY), "paced"))
     service = await Service.start(
         config(folder, **options), patience=Patience(silence=1.5, backoff=(0.0, 0.01), restarts=50)
@@ -41,16 +38,10 @@ async def serving(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any)
         await service.close()
 
 
-def truth_of(service: Service) -> Callable[[Request], list[int]]:
-    _, engine = load_engine(service._config, Path(service._config.model))
-    assert isinstance(engine, FakeEngine)
-    return lambda r: engine.oracle(r.prompt, r.sampling, r.sampling.max_tokens, r.choice)
-
-
 async def test_overload_is_refused_at_once_and_what_was_taken_finishes(
     folder: Path, monkeypatch: pytest.MonkeyPatch, figure: Figure, prove: bool
 ) -> None:
-    """Known failure 41: four times what can be served; the queue stays bounded and the accepted requests finish."""
+    """Known failure 41: at four times the capacity the queue stays bounded, and accepted requests finish."""
     seconds = 30.0 if prove else 2.0
     async with serving(folder, monkeypatch, max_running=8, max_queue=16) as service:
 
@@ -92,7 +83,7 @@ async def test_overload_is_refused_at_once_and_what_was_taken_finishes(
 async def test_a_client_that_heeds_retry_after_gets_in(
     folder: Path, monkeypatch: pytest.MonkeyPatch, figure: Figure, prove: bool
 ) -> None:
-    """Known failure 41: the time is neither invented nor the same for everybody."""
+    """Known failure 41: the time is measured, and not the same for everybody."""
     async with serving(folder, monkeypatch, max_running=4, max_queue=8) as service:
         await asyncio.gather(*(collect(service.generate(request(service, f"warm {n}", 20))) for n in range(12)))
         attempts, many = [], 150 if prove else 60
@@ -119,10 +110,10 @@ async def test_a_client_that_heeds_retry_after_gets_in(
 async def test_worker_deaths_at_random_moments_change_no_answer(
     folder: Path, monkeypatch: pytest.MonkeyPatch, figure: Figure, prove: bool
 ) -> None:
-    """Known failures 2, 16, 17: killed and stopped workers under steady load, joins, cancels and stops included."""
+    """Known failures 2, 16, 17: killed and stopped workers under steady load, with new requests, cancels and stops."""
     rounds, dice = 50 if prove else 5, random.Random(23)
     async with serving(folder, monkeypatch, max_running=16, max_queue=100) as service:
-        truth = truth_of(service)
+        truth = oracle(service)
         wrong: list[int] = []
         done = 0
 

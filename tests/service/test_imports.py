@@ -1,4 +1,4 @@
-"""Threads of one process that start at once do not import at once."""
+"""Imports by threads of one process that start together."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ print(*sorted(name for name in set(sys.modules) - before if name.startswith(room
 
 @pytest.mark.parametrize("engine", ["cpu", "fake"])
 def test_a_worker_on_a_thread_finds_all_heavy_modules_imported(engine: str) -> None:
-    """`cairn generate` on a busy machine once saw half of numpy: two threads imported it."""
+    """`cairn generate` on a busy machine once got half-imported numpy, since two threads imported it at once."""
     command = [sys.executable, "-c", STARTS, DEMO, engine]
     done = subprocess.run(
         command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
-    assert set(done.stdout.split()) <= {"cairn.kernels._native"}  # one file of ours, which imports nothing
+    assert set(done.stdout.split()) <= {"cairn.kernels._native"}  # only our own extension module, which imports nothing
 
 
 CUT = b"(the answer was cut at the token limit: finish_reason length)\n"
-"""All that is said: no traceback."""
+"""The whole output: no traceback."""
 
 
-def test_many_starts_under_load(prove: bool) -> None:
-    """Five at once, so that each is interrupted at every place."""
+def test_many_starts_under_load_import_whole_modules(prove: bool) -> None:
+    """Five at once, so that each is interrupted at different places."""
     if not prove:
         pytest.skip("fifty starts: for `make prove`")
     ask = ["generate", DEMO, "-p", "hi", "--max-tokens", "1", "--threads", "1", "--kv-gb", "0.05"]
@@ -55,5 +55,5 @@ def test_many_starts_under_load(prove: bool) -> None:
             subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
             for _ in range(5)
         ]
-        assert [one.communicate()[1] for one in starts] == [CUT] * 5
-        assert [one.returncode for one in starts] == [0] * 5
+        assert [start.communicate()[1] for start in starts] == [CUT] * 5
+        assert [start.returncode for start in starts] == [0] * 5

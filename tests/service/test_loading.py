@@ -1,4 +1,4 @@
-"""What is said while a model is loaded."""
+"""Progress reports while a model is loaded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Screen(io.StringIO):
 
 
 class Hand:
-    """A clock that is set by hand."""
+    """A clock that a test sets."""
 
     def __init__(self) -> None:
         self.at = 100.0
@@ -95,21 +95,21 @@ def test_a_load_reports_its_phase_and_progress(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(digests, "REMEMBER_FROM", 0)
     model = write_model(tmp_path / "model", **MODELS["llama with biases, tied"])
     for doing in ("packing the weights", "reading the packed weights"):
-        told: dict[str, list[tuple[int, int]]] = {}
-        with watched(lambda what, done, total, told=told: told.setdefault(what, []).append((done, total))):
+        results: dict[str, list[tuple[int, int]]] = {}
+        with watched(lambda what, done, total, told=results: told.setdefault(what, []).append((done, total))):
             load(model).close()
-        assert doing in told
-        for steps in told.values():
+        assert doing in results
+        for steps in results.values():
             assert all(0 <= done <= total for done, total in steps)
-        dones = [done for done, _ in told[doing]]
+        dones = [done for done, _ in results[doing]]
         assert dones == sorted(dones) and dones[-1] > 0
         digests._hashed.clear()
         (tmp_path / "cache" / "cairn" / "digests.json").unlink()
-    assert "checking the files" in told
-    tell("nobody", 1, 2)  # watches any more
+    assert "checking the files" in results
+    tell("nobody", 1, 2)  # no listener is left
 
 
-def test_a_worker_of_a_server_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_servers_worker_shows_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
     class Seen:

@@ -1,4 +1,4 @@
-"""What applies where a request says nothing, and from where."""
+"""Sampling defaults: which value applies where a request has none, and where it comes from."""
 
 import msgspec
 import pytest
@@ -19,8 +19,8 @@ def spec(**said: float):
 
 
 def drawn(said: dict[str, float], **asked) -> dict[str, float]:
-    found = sampling_params(spec(**said), SamplingOptions(**asked), prompt_tokens=4)
-    return {name: getattr(found, name) for name in OURS}
+    result = sampling_params(spec(**said), SamplingOptions(**asked), prompt_tokens=4)
+    return {name: getattr(result, name) for name in OURS}
 
 
 def test_a_model_that_says_nothing_is_sampled_as_people_expect():
@@ -60,10 +60,10 @@ def test_a_penalty_alone_sets_no_sampling_recipe():
 CARD = MakersSampling(values={"temperature": 0.2, "top_p": 0.9}, source="https://x/card", read="2026-11-28")
 
 
-def test_a_card_of_the_makers_is_a_whole_recipe_where_the_files_say_nothing_of_the_draw():
+def test_the_model_card_is_the_recipe_if_the_files_have_none():
     carded = msgspec.structs.replace(spec(repetition_penalty=1.1), makers=CARD)
     applied = sampling_defaults(carded)
-    values = {name: one.value for name, one in applied.items() if name in OURS}
+    values = {name: value.value for name, value in applied.items() if name in OURS}
     assert values == {"temperature": 0.2, "top_k": 0, "top_p": 0.9, "min_p": 0}
     assert {applied[name].source for name in OURS} == {"makers"}
     assert (applied["repetition_penalty"].value, applied["repetition_penalty"].source) == (1.1, "model")
@@ -75,7 +75,7 @@ def test_a_card_of_the_makers_is_a_whole_recipe_where_the_files_say_nothing_of_t
 
 
 @pytest.mark.parametrize("said", [{"temperature": 0.7}, {"top_k": 20.0}, {"min_p": 0.1}])
-def test_files_that_say_something_of_the_draw_say_it_alone(said):
+def test_files_with_a_recipe_replace_the_model_card(said):
     carded = msgspec.structs.replace(spec(**said), makers=CARD)
     assert sampling_defaults(carded) == sampling_defaults(spec(**said))
 
@@ -93,15 +93,15 @@ def test_options_come_before_files_and_cards_each_by_itself():
 
 def test_every_value_says_where_it_comes_from():
     applied = sampling_defaults(spec(temperature=0.6, top_p=0.9))
-    assert {name: one.source for name, one in applied.items()} == {
+    assert {name: value.source for name, value in applied.items()} == {
         **dict.fromkeys(OURS, "model"),
         **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), "default"),
     }
-    assert {one.source for one in sampling_defaults(SPEC).values()} == {"default"}
+    assert {sampling_default.source for sampling_default in sampling_defaults(SPEC).values()} == {"default"}
     assert list(applied) == list(NEUTRAL) == list(SAMPLING_RANGES)
 
 
-def test_a_line_says_it_all():
+def test_one_line_describes_the_defaults():
     def said(**values: float) -> str:
         return sentence(sampling_defaults(spec(**values)))
 
@@ -132,21 +132,21 @@ def of_mode(own: dict[str, float], output: OutputFormat | None) -> dict[str, flo
 
 
 @pytest.mark.parametrize("own", [{}, {"temperature": 0.6, "top_p": 0.95, "top_k": 20.0}])
-def test_the_card_s_row_follows_whether_the_answer_has_reasoning(own: dict[str, float]):
-    """Also where the model's file repeats what the card says for answers with reasoning."""
+def test_the_model_cards_row_depends_on_reasoning(own: dict[str, float]):
+    """Also where the model's file repeats the model card's values for answers with reasoning."""
     assert of_mode(own, OutputFormat(reasoning=True)) == THINKING
     assert of_mode(own, OutputFormat(reasoning=True, reasoning_open=True)) == THINKING
     assert of_mode(own, OutputFormat(reasoning=True, reasoning_closed=True)) == PLAIN
     assert of_mode(own, OutputFormat()) == of_mode(own, None) == PLAIN
 
 
-def test_a_file_that_says_what_no_row_says_applies_in_both_modes():
+def test_a_file_with_values_of_no_row_applies_in_both_modes():
     own = {"temperature": 0.5, "top_p": 0.95}
     want = {"temperature": 0.5, "top_k": 0, "top_p": 0.95, "min_p": 0}
     assert of_mode(own, OutputFormat(reasoning=True)) == of_mode(own, None) == want
 
 
-def test_a_line_says_both_rows():
+def test_one_line_describes_both_modes():
     assert described(msgspec.structs.replace(spec(), makers=CARD)) == "temperature 0.2, top_p 0.9 (its makers' card)"
     assert described(msgspec.structs.replace(spec(), makers=MODES)) == (
         "temperature 0.7, top_k 20, top_p 0.8 (its makers' card); with reasoning: "

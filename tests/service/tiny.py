@@ -1,4 +1,4 @@
-"""A model folder for tests of the service: a byte tokenizer, a tiny config, weights that nobody reads."""
+"""A model folder for tests of the service: a byte tokenizer, a tiny config, weights that nothing reads."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cairn.config.config import Config
+from cairn.engine.device import load_engine
+from cairn.engine.fake import FakeEngine
 from cairn.frontend.service import Service
 from cairn.types.outputs import Delta, Done, Event
 from cairn.types.request import Request, SamplingParams
@@ -62,7 +64,7 @@ def make_model(folder: Path) -> Path:
 
 
 def make_embedder(folder: Path) -> Path:
-    """The same as a model for embeddings, of the last token's state."""
+    """Write the same as an embedding model with last-token pooling."""
     make_model(folder)
     modules = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
     modules.append({"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"})
@@ -84,7 +86,7 @@ def request(service: Service, prompt: str | tuple[int, ...] = "hello", max_token
 
 
 class Answer:
-    """Everything a stream said."""
+    """Everything that a stream delivered."""
 
     def __init__(self) -> None:
         self.deltas: list[Delta] = []
@@ -118,8 +120,15 @@ async def collect(stream: AsyncIterable[Event], answer: Answer | None = None) ->
     return answer
 
 
+def oracle(service: Service) -> Callable[[Request], list[int]]:
+    """Return a function from a request to the tokens that the fake engine must give it."""
+    _, engine = load_engine(service._config, Path(service._config.model))
+    assert isinstance(engine, FakeEngine)
+    return lambda r: engine.oracle(r.prompt, r.sampling, r.sampling.max_tokens, r.choice)
+
+
 async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
-    """Wait for something that must become true; generous, because the machine may be busy."""
+    """Wait until the condition holds; the limit is generous, because the machine may be busy."""
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)
@@ -127,7 +136,7 @@ async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
 
 @contextlib.asynccontextmanager
 async def serving(folder: Path, **options: Any) -> AsyncIterator[Service]:
-    """A service in this process, closed at the end."""
+    """Yield a service in this process, and close it at the end."""
     service = await Service.start(config(folder, **options), in_process=True)
     try:
         yield service

@@ -1,4 +1,4 @@
-"""Work that waits for a disk, on threads that nobody waits for."""
+"""Disk work on threads that nothing joins."""
 
 from __future__ import annotations
 

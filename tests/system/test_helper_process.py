@@ -1,4 +1,4 @@
-"""What every process gets that reads what a stranger wrote: no variable, no descriptor, and limits."""
+"""Isolation of every helper process that reads untrusted data: environment, descriptors, and limits."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def grammars(folder: Path) -> AsyncIterator[int]:
 
 @asynccontextmanager
 async def grammar_trial(folder: Path) -> AsyncIterator[int]:
-    """The process that is made for one grammar, stopped in the midst of it."""
+    """Yield the process for one grammar, stopped in the middle of it."""
     text_models.write_model(folder, text_models.byte_level(), text_models.QWEN_CONFIG)
     chat = await Chat.start(folder, Config())
     await chat.grammar(Structure(kind="regex", text="a"), OutputFormat())
@@ -77,7 +77,7 @@ async def grammar_trial(folder: Path) -> AsyncIterator[int]:
 
 @asynccontextmanager
 async def extraction(folder: Path) -> AsyncIterator[int]:
-    """The process that reads a document, which waits for the end of a pipe."""
+    """Yield the process that reads a document, which waits for the end of a pipe."""
     pipe, other = os.pipe()
     with os.fdopen(pipe, "rb") as file:
         process = await extract_parent._started("txt", file)
@@ -94,7 +94,7 @@ async def extraction(folder: Path) -> AsyncIterator[int]:
 
 @asynccontextmanager
 async def tokenizer_check(folder: Path) -> AsyncIterator[int]:
-    """The process that tries a tokenizer, which waits for its input."""
+    """Yield the process that tries a tokenizer, which waits for its input."""
     made: list[subprocess.Popen[bytes]] = []
     real = subprocess.Popen.communicate
 
@@ -119,7 +119,7 @@ async def tokenizer_check(folder: Path) -> AsyncIterator[int]:
 
 
 async def settled(pid: int) -> None:
-    """Wait until it has set its limits."""
+    """Wait until the process has set its limits."""
     for _ in range(2000):
         if limit(pid, "Max cpu time") != "unlimited":
             return
@@ -128,14 +128,14 @@ async def settled(pid: int) -> None:
 
 
 def limit(pid: int, name: str) -> str:
-    """The soft limit of a process."""
+    """Return the soft limit of a process."""
     (line,) = [line for line in Path(f"/proc/{pid}/limits").read_text().splitlines() if line.startswith(name)]
     return line.removeprefix(name).split()[0]
 
 
 @contextmanager
 def inheritable() -> Iterator[int]:
-    """A descriptor that a careless parent hands on."""
+    """Yield a descriptor that a careless parent passes on."""
     with tempfile.TemporaryFile() as file:
         handle = os.dup2(file.fileno(), 77, inheritable=True)
         try:
@@ -161,9 +161,9 @@ async def test_a_helper_gets_nothing_and_is_bounded(name: str, tmp_path: Path, m
     with inheritable():
         async with HELPERS[name](tmp_path / "m") as pid:
             environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            given = {line.partition(b"=")[0].decode() for line in environment if line}
-            assert given <= {*KEPT_VARIABLES} and "TZ" in given
-            handles = sorted(int(one.name) for one in Path(f"/proc/{pid}/fd").iterdir())
+            variables = {line.partition(b"=")[0].decode() for line in environment if line}
+            assert variables <= {*KEPT_VARIABLES} and "TZ" in variables
+            handles = sorted(int(path.name) for path in Path(f"/proc/{pid}/fd").iterdir())
             assert 77 not in handles and len(handles) <= 5, handles
             assert limit(pid, "Max core file size") == "0" == limit(pid, "Max file size")
             assert limit(pid, "Max open files") == str(OPEN_FILES)
@@ -174,7 +174,7 @@ async def test_a_helper_gets_nothing_and_is_bounded(name: str, tmp_path: Path, m
 
 
 def test_a_process_over_its_processor_limit_is_ended_by_the_system() -> None:
-    """And not killed without a word: the parent tells its caller which limit it was."""
+    """The parent tells its caller which limit it was."""
     loop = "from cairn.system.helper_limits import restrict\nrestrict(seconds=1)\nwhile True: pass\n"
     run = subprocess.run([sys.executable, "-c", loop], check=False, timeout=120)
     assert run.returncode == -signal.SIGXCPU

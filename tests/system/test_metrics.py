@@ -1,4 +1,4 @@
-"""The metrics' names, and that recording shows in what is rendered."""
+"""Metrics: their names, and that what is recorded is rendered."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ VLLM = {
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, str], float]:
-    found = {}
+    results = {}
     for family in text_string_to_metric_families(metrics.render().decode()):
         for sample in family.samples:
             rest = {k: v for k, v in sample.labels.items() if k != "model_name"}
-            found[sample.name, ",".join(rest.values())] = sample.value
-    return found
+            results[sample.name, ",".join(rest.values())] = sample.value
+    return results
 
 
 @pytest.mark.parametrize("prefix", ["cairn", "vllm"])
@@ -53,7 +53,7 @@ def test_the_names_are_vllms(prefix: str) -> None:
 
 
 def test_every_instrument_shows_what_was_recorded() -> None:
-    """Known failure 46: declared and never recorded."""
+    """Known failure 46: metrics that are declared and never recorded."""
     metrics = Metrics("cairn", "m")
     before = samples(metrics)
     for name in ("running", "waiting", "kv_usage", "prefix_queries", "prefix_hits", "prompt_tokens"):
@@ -95,7 +95,7 @@ def test_every_instrument_shows_what_was_recorded() -> None:
 
 
 def test_the_only_labels_are_the_model_and_reasons() -> None:
-    """Known failure 46: labels that grow."""
+    """Known failure 46: labels that grow without bound."""
     metrics = Metrics("cairn", "m")
     for family in text_string_to_metric_families(metrics.render().decode()):
         for sample in family.samples:
@@ -118,14 +118,14 @@ def test_counters_of_stores_go_on_when_a_worker_is_replaced() -> None:
     metrics.running, metrics.waiting, metrics.kv_usage = 3, 2, 0.5
     metrics.worker_replaced()
     assert (metrics.running, metrics.waiting, metrics.kv_usage) == (0, 0, 0.0)
-    found = samples(metrics)
-    assert found["cairn:kv_disk_written_bytes_total", ""] == 100
-    assert found["cairn:kv_disk_chunks", ""] == found["cairn:kv_disk_up", ""] == 0
+    result = samples(metrics)
+    assert result["cairn:kv_disk_written_bytes_total", ""] == 100
+    assert result["cairn:kv_disk_chunks", ""] == result["cairn:kv_disk_up", ""] == 0
     metrics.kv = KvStats(disk=TierStats(chunks=7, budget=9, written=11), dropped=1, load_seconds=0.25)
-    found = samples(metrics)
-    assert found["cairn:kv_disk_written_bytes_total", ""] == 111
-    assert found["cairn:kv_chunks_dropped_total", ""] == 3
-    assert found["cairn:kv_load_seconds_total", ""] == 0.75
-    assert found["cairn:kv_disk_chunks", ""] == 7 and found["cairn:kv_disk_up", ""] == 1
+    result = samples(metrics)
+    assert result["cairn:kv_disk_written_bytes_total", ""] == 111
+    assert result["cairn:kv_chunks_dropped_total", ""] == 3
+    assert result["cairn:kv_load_seconds_total", ""] == 0.75
+    assert result["cairn:kv_disk_chunks", ""] == 7 and result["cairn:kv_disk_up", ""] == 1
     metrics.kv = KvStats(disk=TierStats(chunks=7, budget=9, trouble="the disk failed"))
     assert samples(metrics)["cairn:kv_disk_up", ""] == 0

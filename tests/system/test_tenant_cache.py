@@ -1,4 +1,4 @@
-"""Bytes of a cache that tenants share."""
+"""The byte-bounded cache that tenants share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_least_recently_used_goes_first_and_a_tenant_has_a_quarter() -> None
     assert [key for _, key in sizes(cache)] == ["1", "3"], "the second was used longest ago, and 120 is above a quarter"
     for tenant in "bcde":
         assert keep(cache, tenant, "1", 100)
-    assert cache.bytes() == 400 and cache.get("a", "1") is None, "all is bounded too"
+    assert cache.bytes() == 400 and cache.get("a", "1") is None, "the whole is bounded, too"
     assert cache.get("b", "3") is None, "no tenant has what another has"
 
 
@@ -52,10 +52,10 @@ def test_bounds_hold_whatever_comes() -> None:
             held ^= {rng.randint(1, 250)}
             keep(cache, tenant, str(rng.randint(0, 9)), size)
             assert cache.bytes() <= 1000
-            assert all(cache.bytes(one) <= 1000 // PARTS for one in "abcdefg")
+            assert all(cache.bytes(char) <= 1000 // PARTS for char in "abcdefg")
 
 
-def test_what_grows_counts_when_the_next_one_comes() -> None:
+def test_growth_counts_when_the_next_entry_comes() -> None:
     grown = {"x": 10}
     cache = TenantCache[str](400, lambda name: grown[name], lambda _: False)
     assert cache.make_room("a", 10)

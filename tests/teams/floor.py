@@ -1,4 +1,4 @@
-"""A team's rounds over a token log of the test, with no model behind it."""
+"""A team's rounds over a token log, without a model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def team(*names: str, **more: Any) -> Team:
 
 
 class Floor:
-    """`again` opens the log as a restart does after a loss of power."""
+    """A team over a token log; `again` reopens the log as a restart after a power failure does."""
 
     def __init__(self, made: Team, voice: ScriptedVoice) -> None:
         self.team, self.voice, self.files = made, voice, CrashFiles()

@@ -1,4 +1,4 @@
-"""Members that say what a test tells them to, and the prompts that they were given."""
+"""Members that say what a test scripts, and records of what they were told."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def choices_of(wanted: Wanted) -> list[str]:
 
 
 class ScriptedVoice:
-    """`contexts` has what each agent was told and has said, as its context would hold it."""
+    """A voice with scripted answers; `contexts` has what each agent was told and has said, as its context would."""
 
     def __init__(self, script: Script | None = None) -> None:
         self.script = script or (lambda member, told, choices: choices[0] if choices else f"{member} speaks")
@@ -32,7 +32,7 @@ class ScriptedVoice:
         """(member, what it was asked, seed) in order."""
         self.at_once = self.most_at_once = 0
         self.die_at: int | None = None
-        """Fail, as a crash would, at the turn or question of that number, once all that runs beside it is done."""
+        """Number of the turn or question at which to fail like a crash, once everything running beside it is done."""
         self.settled: Callable[[], bool] = lambda: True
         self.turns: dict[str, int] = defaultdict(int)
 
@@ -70,20 +70,20 @@ class ScriptedVoice:
     async def _say(
         self, agent: str, messages: Sequence[dict[str, Any]], options: SamplingOptions, wanted: Wanted
     ) -> str:
-        member, told = agent.rpartition(".")[2], messages[0]["content"]
+        member, content = agent.rpartition(".")[2], messages[0]["content"]
         if self.die_at is not None and len(self.asked) >= self.die_at:
             self.die_at = None
             await asyncio.sleep(0)
             while self.at_once or not self.settled():
                 await asyncio.sleep(0.001)
             raise KilledError
-        self.asked.append((member, told, options.seed))
+        self.asked.append((member, content, options.seed))
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         await asyncio.sleep(0)
         self.at_once -= 1
-        return self.script(member, told, choices_of(wanted))
+        return self.script(member, content, choices_of(wanted))
 
 
 class KilledError(Exception):
-    """The process was killed here."""
+    """Stands for the death of the process."""

@@ -1,4 +1,4 @@
-"""How ballots are counted."""
+"""Counting of ballots."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ OPTIONS = ("a", "b", "c", "d", "e")
 
 
 def slow_runoff(options: tuple[str, ...], rankings: list[tuple[str, ...]]) -> str | None:
-    """The rule as it is stated, with nothing shared: every count of the past is made anew from the ballots."""
+    """Apply the rule as it is stated, and share no code: every earlier count is made anew from the ballots."""
 
     def firsts(gone: frozenset[str], option: str) -> int:
-        found = 0
+        votes = 0
         for ranking in rankings:
             rest = [one for one in ranking if one not in gone]
-            found += bool(rest) and rest[0] == option
-        return found
+            votes += bool(rest) and rest[0] == option
+        return votes
 
     taken: list[str] = []
     while True:
@@ -52,11 +52,11 @@ def random_ballots(rng: random.Random) -> tuple[tuple[str, ...], list[tuple[str,
 
 def disagreements(times: int) -> int:
     rng = random.Random(1)
-    found = 0
+    different = 0
     for _ in range(times):
         options, rankings = random_ballots(rng)
-        found += instant_runoff(options, rankings).decision != slow_runoff(options, rankings)
-    return found
+        different += instant_runoff(options, rankings).decision != slow_runoff(options, rankings)
+    return different
 
 
 def test_instant_runoff_is_what_a_slow_reference_says_of_10000_random_ballots() -> None:
@@ -64,7 +64,7 @@ def test_instant_runoff_is_what_a_slow_reference_says_of_10000_random_ballots() 
 
 
 def test_a_wrong_tie_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted bugs: the first of those that tie is taken off, and no count before is looked at."""
+    """The planted bug: among tied options the first is eliminated, without a look at earlier counts."""
     last = team_round._last
     monkeypatch.setattr(team_round, "_last", lambda left, counts: last(left[::-1], counts))
     assert disagreements(2_000) > 0
@@ -100,10 +100,10 @@ WEIGHTS = {"x": 1.0, "y": 1.0, "z": 3.0}
     ],
 )
 def test_the_other_rules(rule: str, cast: str, decision: str | None) -> None:
-    given = {name: (option,) for name, option in zip("xyz", cast, strict=False)}
-    assert count(rule, ("a", "b", "c"), given, WEIGHTS).decision == decision  # type: ignore[arg-type]
+    ballots = {name: (option,) for name, option in zip("xyz", cast, strict=False)}
+    assert count(rule, ("a", "b", "c"), ballots, WEIGHTS).decision == decision  # type: ignore[arg-type]
 
 
 def test_a_weighted_tie_decides_nothing() -> None:
-    given = {"x": ("a",), "y": ("a",), "z": ("b",)}
-    assert count("weighted", ("a", "b"), given, {"x": 1.0, "y": 2.0, "z": 3.0}).decision is None
+    ballots = {"x": ("a",), "y": ("a",), "z": ("b",)}
+    assert count("weighted", ("a", "b"), ballots, {"x": 1.0, "y": 2.0, "z": 3.0}).decision is None

@@ -1,4 +1,4 @@
-"""The worked examples, each played to its end with scripted answers, every event of it; and on the fake engine."""
+"""The worked examples, each played to its end with scripted answers, event by event, and on the fake engine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def played(folder: Path, name: str, script: Script | None) -> tuple[Outcome, list[dict[str, Any]], ScriptedVoice]:
-    """A scenario over a socket, as `cairn team run` plays it; with a script its members say that."""
+    """Return the outcome of a scenario over a socket, as `cairn team run` plays it; `script` says what members say."""
     path = EXAMPLES / "teams" / f"{name}.yaml"
     scenario, events, voice = scenario_of(load_yaml(path), path), [], ScriptedVoice(script)
     async with home(folder) as (at, http):
@@ -110,8 +110,8 @@ async def test_the_prisoners_dilemma(folder: Path) -> None:
         "points: alice 5, bob 10",
         "points: alice 6, bob 11",
     ]
-    told = next(told for member, told, _ in voice.asked[2:] if member == "alice")
-    assert "user: Points of this round: alice said cooperate and gets 3; bob said cooperate and gets 3." in told
+    result = next(told for member, told, _ in voice.asked[2:] if member == "alice")
+    assert "user: Points of this round: alice said cooperate and gets 3; bob said cooperate and gets 3." in result
     assert [one.met for one in outcome.met] == [True, True, False]  # no tokens, so none are shared
 
 
@@ -163,7 +163,9 @@ async def test_the_workflow() -> None:
     ]
     ended = bench.state.ended
     assert ended is not None and ended.result == {"passed": True, "why": "it is so"}
-    assert [(one["field"], one["won"], one["lost"]) for one in ended.conflicts] == [("passed", "review", "lint")]
+    assert [(conflict["field"], conflict["won"], conflict["lost"]) for conflict in ended.conflicts] == [
+        ("passed", "review", "lint")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +177,7 @@ async def test_the_workflow() -> None:
         ("name: x\nteam: {documents: [{file: nowhere.md}]}", "cannot be read"),
     ],
 )
-def test_an_invalid_scenario_is_named(tmp_path: Path, text: str, said: str) -> None:
+def test_an_invalid_scenario_names_its_fault(tmp_path: Path, text: str, said: str) -> None:
     file = tmp_path / "x.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=said.replace("`", "`")):

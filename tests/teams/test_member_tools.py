@@ -1,5 +1,4 @@
-"""Tools of members: a round waits for what they return, tells it to nobody else, and goes on after a crash as it would
-have."""
+"""Tools of team members: a round waits for their results, tells nobody else, and survives crashes unchanged."""
 
 from __future__ import annotations
 
@@ -27,14 +26,16 @@ ADD = MemberTool(name="add", parameters='{"type": "object", "properties": {"n": 
 
 
 def armed(*tools: MemberTool, **more: Any) -> Team:
-    """Three members, of whom bob has tools."""
+    """Return a team of three, of whom bob has tools."""
     made = team("ada", "bob", "cy", **more)
-    members = tuple(msgspec.structs.replace(one, tools=tools if one.name == "bob" else ()) for one in made.members)
+    members = tuple(
+        msgspec.structs.replace(member, tools=tools if member.name == "bob" else ()) for member in made.members
+    )
     return msgspec.structs.replace(made, members=members)
 
 
 def script(member: str, told: str, choices: Sequence[str]) -> str:
-    """Bob looks twice, then speaks; with arguments that are cut he calls nothing."""
+    """Let bob look twice, then speak; with arguments that are cut he calls nothing."""
     if "with its arguments as JSON" in told:
         return json.dumps({"what": told.count("It returned")})
     if "Do you call a tool" in told:
@@ -43,12 +44,18 @@ def script(member: str, told: str, choices: Sequence[str]) -> str:
 
 
 async def answer(at: Floor, content: str) -> list[str]:
-    """Give back what all open calls return; their ids."""
+    """Answer all open calls; return their ids."""
     ids = []
-    for one in open_calls(at.journal.read(Item)):
-        result = ToolAnswered(round=one.round, step=one.step, member=one.member, number=one.number, content=content)
+    for open_call in open_calls(at.journal.read(Item)):
+        result = ToolAnswered(
+            round=open_call.round,
+            step=open_call.step,
+            member=open_call.member,
+            number=open_call.number,
+            content=content,
+        )
         await at.journals.append(at.journal, result)
-        ids.append(one.id)
+        ids.append(open_call.id)
     return ids
 
 
@@ -60,7 +67,7 @@ async def test_a_round_waits_for_what_a_tool_returns() -> None:
             await at.play()
         assert {one.member for one in at.values(Stated)} == {"ada", "cy"}, "nobody else waits"
         calls = [event for event in at.events if event["type"] == "tool.call"]
-        assert [(one["member"], one["tool"], one["arguments"]) for one in calls] == [("bob", "look", '{"what": 0}')]
+        assert [(call["member"], call["tool"], call["arguments"]) for call in calls] == [("bob", "look", '{"what": 0}')]
         assert await answer(at, "a secret!") == [calls[0]["call_id"]] == ["call-1-1-bob-0"]
         at.events.clear()
         with pytest.raises(ToolsWaitError):
@@ -73,22 +80,22 @@ async def test_a_round_waits_for_what_a_tool_returns() -> None:
         assert len(at.values(RoundDone)) == 1
         with pytest.raises(ToolsWaitError):
             await at.play()
-        told = [text for member, text, _ in at.voice.asked if member == "bob"]
-        assert told[0].startswith("You are bob.") and "look: Looks something up." in told[0]
-        assert 'You called look with {"what": 0}. It returned: a secret!' in told[4]
-        assert "a secret!" not in told[-1], "what was told once is not told again"
+        results = [text for member, text, _ in at.voice.asked if member == "bob"]
+        assert results[0].startswith("You are bob.") and "look: Looks something up." in results[0]
+        assert 'You called look with {"what": 0}. It returned: a secret!' in results[4]
+        assert "a secret!" not in results[-1], "a known result is not sent again"
     finally:
         await at.close()
 
 
 def leaks(at: Floor) -> list[str]:
-    told = [(member, text) for member, text, _ in at.voice.asked]
-    told += [(name, prompts.markdown(at.team, at.journal.read(Item), name)) for name in at.team.names]
-    return [member for member, text in told if "secret!" in text and member != "bob"]
+    results = [(member, text) for member, text, _ in at.voice.asked]
+    results += [(name, prompts.markdown(at.team, at.journal.read(Item), name)) for name in at.team.names]
+    return [member for member, text in results if "secret!" in text and member != "bob"]
 
 
 async def played(deaths: Sequence[int] = ()) -> tuple[list[Any], int, list[str]]:
-    """Two rounds with restarts: what was said, how much was asked, and who else was told of a result."""
+    """Play two rounds with restarts; return what was said, the number of questions, and who else saw a result."""
     at = Floor(armed(LOOK, ADD), ScriptedVoice(script))
     await at.begin()
     todo = list(deaths)
@@ -114,7 +121,7 @@ async def test_a_round_with_tools_resumes_after_a_crash_privately(monkeypatch: p
     for death in random.Random(1).sample(range(asked), 6):
         said, again, leaked = await played([death])
         assert said == expected and not leaked
-        assert again <= asked + 1, "at most the question of arguments is asked twice"
+        assert again <= asked + 1, "only the question for arguments may be asked twice"
 
     visible = prompts.visible
 
@@ -162,7 +169,7 @@ def test_invalid_tools_are_named_in_the_error(tools: list[MemberTool], said: str
 
 
 class Stage:
-    """A round that waits for a result once, and then goes on from its beginning."""
+    """A round that waits for a result once, and then starts again from its beginning."""
 
     def __init__(self) -> None:
         self.given: list[Any] = []
@@ -191,8 +198,8 @@ class Stage:
 
 
 def test_a_scenario_says_what_tools_return() -> None:
-    told = {"name": "n", "team": {"members": [{"name": "bob"}]}, "results": {"look": "a stone"}, "expect": []}
-    scenario = scenario_of(told | {"expect": [{"speakers": ["bob"]}]}, Path("x.yaml"))
+    results = {"name": "n", "team": {"members": [{"name": "bob"}]}, "results": {"look": "a stone"}, "expect": []}
+    scenario = scenario_of(results | {"expect": [{"speakers": ["bob"]}]}, Path("x.yaml"))
     stage, events = Stage(), list[dict[str, Any]]()
     outcome = play(scenario, stage, events.append)
     assert stage.given == [{"results": [{"call_id": "c", "content": "a stone"}]}]

@@ -1,4 +1,4 @@
-"""Teams whose members are agents of a service on the fake engine, which answers by every token of a context."""
+"""Teams whose members are agents on the fake engine, whose answers depend on every token of a context."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def some(id: str = "t", kind: Any = "broadcast", names: tuple[str, ...] = NAMES,
 
 
 class Company:
-    """Teams of a house."""
+    """Teams on the agents of a server."""
 
     def __init__(self, at: House) -> None:
         self.at = at
@@ -53,8 +53,8 @@ class Company:
 
     def said(self, id: str = "t") -> list[tuple[int, str, str]]:
         _, entries = self.teams.entries("default", id)
-        found = [one.value for one in entries if isinstance(one.value, Stated)]
-        return sorted((one.round, one.member, one.content) for one in found)
+        results = [entry.value for entry in entries if isinstance(entry.value, Stated)]
+        return sorted((result.round, result.member, result.content) for result in results)
 
 
 @contextlib.asynccontextmanager
@@ -71,7 +71,7 @@ async def test_members_share_the_beginning_and_it_is_computed_once(
 
     def noted(self: FakeEngine, some: Any) -> Any:
         rows.append(len(some))
-        time.sleep(0.02 if max(rows) < 8 else 0.0)  # a step of a real model, in which the others come
+        time.sleep(0.02 if max(rows) < 8 else 0.0)  # as a step of a real model, during which the others arrive
         return decode(self, some)
 
     monkeypatch.setattr(FakeEngine, "decode", noted)
@@ -94,18 +94,20 @@ async def test_members_share_the_beginning_and_it_is_computed_once(
             assert (info.origin, info.turns, info.metadata["member"]) == ("t..shared", 1, name)
 
 
-async def test_what_a_round_tells_is_what_the_agents_hold(folder: Path) -> None:
+async def test_a_rounds_events_equal_the_agents_contexts(folder: Path) -> None:
     async with company(folder) as at:
         await at.teams.create("default", some(kind="round_robin"))
         await at.teams.post("default", "t", "psst", ["bob"])
         await at.rounds(many=2)
-        told = {
+        results = {
             name: "".join(
-                one["content"] for turn in await at.at.agents.turns("default", f"t.{name}") for one in turn.messages
+                message["content"]
+                for turn in await at.at.agents.turns("default", f"t.{name}")
+                for message in turn.messages
             )
             for name in NAMES
         }
-        assert "psst" in told["bob"] and "psst" not in told["ada"] + told["cy"]
+        assert "psst" in results["bob"] and "psst" not in results["ada"] + results["cy"]
         done = [event for event in at.events if event["type"] == "turn.done"]
         assert [event["member"] for event in done] == ["ada", "bob", "cy", "bob", "cy", "ada"]
         for event in done:
@@ -132,7 +134,7 @@ async def test_votes_are_held_to_their_options_and_leave_no_trace_in_a_context(f
 
 
 async def interrupted(at: Company, deltas: int) -> None:
-    """A round that is cut off once so much was said."""
+    """Play a round that is interrupted after this many deltas."""
 
     def emit(event: dict[str, Any]) -> None:
         at.events.append(event)
@@ -153,7 +155,7 @@ async def test_an_interrupted_round_ends_as_an_uninterrupted_one(folder: Path, k
         await at.teams.create("default", some(kind=kind))
         await interrupted(at, 3)
         assert at.teams.get("default", "t").state == "interrupted"
-        await at.again()  # a loss of power
+        await at.again()  # a power failure
         assert at.teams.get("default", "t").state == "interrupted"
         at.events.clear()
         await at.rounds(many=2)
@@ -206,7 +208,7 @@ async def test_an_agent_of_that_name_is_left_alone(folder: Path) -> None:
         await at.at.agents.create("default", id="t.bob")
         with pytest.raises(Conflict):
             await at.teams.create("default", some())
-        assert [one.id for one in at.at.agents.page("default").agents] == ["t.bob"]
+        assert [agent.id for agent in at.at.agents.page("default").agents] == ["t.bob"]
         assert at.teams.ids("default") == []
 
 
@@ -228,4 +230,4 @@ async def test_a_message_that_was_acknowledged_survives_a_crash(folder: Path) ->
         await at.teams.post("default", "t", "remember this")
         await at.again()
         _, entries = at.teams.entries("default", "t")
-        assert [one.value.content for one in entries if isinstance(one.value, Posted)] == ["remember this"]
+        assert [entry.value.content for entry in entries if isinstance(entry.value, Posted)] == ["remember this"]

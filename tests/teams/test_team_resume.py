@@ -1,4 +1,4 @@
-"""A round that a crash cut off goes on: what was acknowledged is kept, and all is said as it would have been."""
+"""Rounds after a crash: acknowledged turns are kept, and the rest is as it would have been."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VOTE = Poll(question="Which?", options=("x", "y", "z"), rule="ranked")
 
 
 def script(member: str, told: str, choices: Sequence[str]) -> str:
-    """An answer that depends on all that was told."""
+    """Return an answer that depends on everything the member was told."""
     rng = random.Random(f"{member} {told}")
     return rng.choice(choices) if choices else f"{member} says {rng.randrange(1000)}"
 
@@ -32,7 +32,7 @@ def said(at: Floor) -> list[Any]:
 
 
 async def whole(kind: TopologyKind, deaths: Sequence[int] = ()) -> tuple[list[Any], int]:
-    """Two rounds; the process is killed at these questions. What was said, and how much was asked."""
+    """Play two rounds, with the process killed at these questions; return what was said and the number of questions."""
     voice = ScriptedVoice(script)
     at = Floor(team(*NAMES, topology=KINDS[kind]), voice)
     await at.begin()
@@ -65,7 +65,7 @@ async def test_a_round_goes_on_after_many_crashes() -> None:
 
 
 async def test_a_step_that_forgets_an_event_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted bug: a step that is done again takes notice of all that is there."""
+    """The planted bug: a replayed step sees events that came after it."""
     opened = TeamRound._open
 
     def forgetful(self: TeamRound) -> tuple[int, int]:
@@ -74,8 +74,8 @@ async def test_a_step_that_forgets_an_event_is_detected(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(TeamRound, "_open", forgetful)
     expected, asked = await whole("broadcast")
-    found = [(await whole("broadcast", [death]))[0] for death in range(asked)]
-    assert any(one != expected for one in found)
+    results = [(await whole("broadcast", [death]))[0] for death in range(asked)]
+    assert any(result != expected for result in results)
 
 
 async def test_a_message_during_a_round_is_heard_once_by_the_next_speaker() -> None:

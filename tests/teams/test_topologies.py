@@ -1,4 +1,4 @@
-"""Who speaks when, by topology: every event of a round, with members that say what the test tells them to."""
+"""Turn order by topology: every event of a round, with scripted members."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ async def floor(made: Team, script: Script | None = None) -> AsyncIterator[Floor
 
 
 def shape(events: Sequence[dict[str, object]]) -> list[str]:
-    """The events in short, without deltas."""
-    found = []
+    """Return the events in short form, without deltas."""
+    results = []
     for event in events:
         match event["type"]:
             case "turn.started" | "turn.delta":
                 continue
             case "turn.done":
-                found.append(f"{event['member']}: {event['content']}")
+                results.append(f"{event['member']}: {event['content']}")
             case "choice":
-                found.append(f"{event['member']} {event['about']} {event['choice']}")
+                results.append(f"{event['member']} {event['about']} {event['choice']}")
             case "vote.ballot":
-                found.append(f"{event['member']} votes {' > '.join(event['ballot'])}")  # type: ignore[arg-type]
+                results.append(f"{event['member']} votes {' > '.join(event['ballot'])}")  # type: ignore[arg-type]
             case "vote.decided":
-                found.append(f"decided {event['decision']}")
+                results.append(f"decided {event['decision']}")
             case other:
-                found.append(str(other))
-    return found
+                results.append(str(other))
+    return results
 
 
 async def test_round_robin_begins_each_round_with_the_next_member() -> None:

@@ -1,4 +1,4 @@
-"""The law of whispers: what is whispered to some is in no other member's context, whatever is said, asked and voted."""
+"""Whispers: what is whispered to some members is in no other member's context, whatever is said, asked and voted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS: dict[TopologyKind, Topology] = {
 
 
 async def leaks(topology: Topology, seed: int) -> list[str]:
-    """Whispers that somebody else was told, in some rounds with votes, restarts and messages at random."""
+    """Return whispers that reached somebody else, in rounds with random messages, votes and restarts."""
     rng = random.Random(seed)
     whispers: dict[str, set[str]] = {}
 
@@ -48,17 +48,17 @@ async def leaks(topology: Topology, seed: int) -> list[str]:
             await at.play(vote)
             if rng.random() < 0.3:
                 await at.again()
-        told = [(member, text) for member, text, _ in at.voice.asked]
-        told += [(name, prompts.markdown(at.team, at.journal.read(Item), name)) for name in NAMES]
+        results = [(member, text) for member, text, _ in at.voice.asked]
+        results += [(name, prompts.markdown(at.team, at.journal.read(Item), name)) for name in NAMES]
     finally:
         await at.close()
     for name in NAMES:
-        mine = "".join(text for member, text in told if member == name)
+        mine = "".join(text for member, text in results if member == name)
         reached = {secret for secret, known in whispers.items() if name in known}
         assert all(secret in mine for secret in reached), name
     return [
         f"{member}: {secret}"
-        for member, text in told
+        for member, text in results
         for secret, known in whispers.items()
         if secret in text and member not in known
     ]
@@ -72,14 +72,14 @@ async def test_a_whisper_is_never_in_another_members_context(kind: TopologyKind)
 
 async def test_a_leak_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bug: whoever is told of messages is told of whispers."""
-    told = prompts.visible
+    visible = prompts.visible
 
     def leaky(entry: JournalEntry, member: str) -> str | None:
         value = entry.value
         return (
-            told(entry._replace(value=Posted(round=0, sender="x", content=value.content)), member)
+            visible(entry._replace(value=Posted(round=0, sender="x", content=value.content)), member)
             if isinstance(value, Posted)
-            else told(entry, member)
+            else visible(entry, member)
         )
 
     monkeypatch.setattr(prompts, "visible", leaky)

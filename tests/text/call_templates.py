@@ -1,4 +1,4 @@
-"""Small chat templates that write calls in many forms: those of the table, and some that are in none."""
+"""Small chat templates that write calls in many formats: the known ones of the table, and some that are in none."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ TABLE = {
     "hermes": EACH + "<tool_call>\n" + _JSON + "\n</tool_call>\n{% endfor %}",
     "llama": _FIRST + '{"name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}',
 }  # fmt: skip
-"""What writes an answer's calls, in each form of the table but that of gpt-oss, whose calls are messages."""
+"""Template sections that write an answer's calls in each format of the table, except gpt-oss's, whose calls are
+messages.
+"""
 
 FURTHER = {
     "name in a tag": EACH + "<run={{ c.name }}>{{ c.arguments | tojson }}</run>{% endfor %}",
@@ -85,7 +87,7 @@ FURTHER = {
     "a fence": "Action:\n```json\n[" + EACH + _JSON + _COMMA + "{% endfor %}]\n```",
     "other braces": EACH + "<do>{{ c.name }}{{ braced(c.arguments) }}</do>{% endfor %}",
 }  # fmt: skip
-"""Forms of nobody's."""
+"""Call formats that no published model uses."""
 
 NOT_TOLD = {
     "values without marks": EACH + "<do>{{ c.name }} " + _ARGUMENTS + "{{ k }} {{ v }} {% endfor %}</do>{% endfor %}",
@@ -96,11 +98,11 @@ NOT_TOLD = {
     "texts cut": EACH + "<do>{{ c.name }}" + _ARGUMENTS + "<k>{{ k }}</k><v>{{ (v | string)[:20] }}</v>{% endfor %}"
     "</do>{% endfor %}",
 }
-"""What no form can be told of."""
+"""Sections from which no format can be derived."""
 
 
 def template(section: str, mark: str = '<|"|>') -> str:
-    """A whole chat template whose answers' calls are written so."""
+    """Return a whole chat template that writes calls in this way."""
     return (
         _BRACED.replace("MARK", mark) + "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.tool_calls %}{{ m.content }}"
@@ -111,7 +113,7 @@ def template(section: str, mark: str = '<|"|>') -> str:
 
 
 async def written(text: str) -> dict[str, str]:
-    """What a template writes in the place of answers that are calls."""
+    """Return what a template writes in place of answers that are calls."""
     compiled = environment(lambda: "", lambda: 0.0).from_string(text)
 
     async def render(messages: list[Message], given: dict[str, Any]) -> str | None:
@@ -127,5 +129,5 @@ async def written(text: str) -> dict[str, str]:
 
 
 async def derived(section: str, mark: str = '<|"|>') -> CallFormat | None:
-    """The form that is derived of a template's renderings."""
+    """Return the call format derived from a template's renderings."""
     return derive_form(await written(template(section, mark)))

@@ -1,4 +1,4 @@
-"""An answer ends where a turn does, whatever a model's files call the token; raw prompts; stops that are no text."""
+"""End of turn tokens, whatever a model's files call them; raw prompts; stop sequences that are control tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FINIS = CHATML.replace("<|im_end|>", "<|finis|>")
 
 
 def other_eos(path: Path, pieces: list[str], *, kinds: dict[str, int] | None = None, **how: Any) -> Path:
-    """A model that says the pieces, whose file names <|endoftext|> as what ends an answer."""
+    """Return a model that says the pieces, whose file names <|endoftext|> as its EOS."""
     write_scripted(path, pieces, kinds=kinds, **how)
     number = Tokenizer.load(path).token_id("<|endoftext|>")
     extra = {"tokenizer.ggml.eos_token_id": number} | how.pop("extra", {})
@@ -97,7 +97,7 @@ def test_an_answer_with_the_end_token_as_a_stop_is_the_answer_without_it(pieces:
 
 
 def test_a_stop_that_is_a_control_token_is_a_stop_token(tmp_path: Path) -> None:
-    """Also within reasoning, where texts are not looked for; a token that is text to a reader is looked for as text."""
+    """It also ends reasoning, where stop texts are not matched. A token that is text to a reader is matched as text."""
     kinds = {"<think>": USER, "<b>": USER}
     path = write_scripted(tmp_path / "m.gguf", ["<think>", "a", "<|im_start|>", "b"], kinds=kinds, template=THINKS)
     with LLM(str(path), kv_gb=0.05, threads=1) as llm:
@@ -112,7 +112,7 @@ def test_a_stop_that_is_a_control_token_is_a_stop_token(tmp_path: Path) -> None:
 
 
 async def begun(path: Path, template: str, **extra: Any) -> tuple[list[int], list[int], int]:
-    """Ids of a chat and of a raw prompt, and BOS."""
+    """Return the ids of a chat, those of a raw prompt, and BOS."""
     kinds = {BOS: CONTROL}
     write_scripted(path, ["x"], kinds=kinds, template=template)
     number = Tokenizer.load(path).token_id(BOS)
@@ -131,7 +131,7 @@ async def test_a_file_that_wants_a_first_token_has_it_once(tmp_path: Path) -> No
     for template in (CHATML, "{{ bos_token }}" + CHATML, "\n" + BOS + CHATML):
         chat, raw, bos = await begun(tmp_path / "m.gguf", template, add_bos_token=True)
         assert chat.count(bos) == raw.count(bos) == 1 and raw[0] == bos and bos in chat[:2]
-    for wanted in ({}, {"add_bos_token": False}):  # this kind of tokenizer has none unless it is told
+    for wanted in ({}, {"add_bos_token": False}):  # this kind of tokenizer adds none by default
         chat, raw, bos = await begun(tmp_path / "m.gguf", CHATML, **wanted)
         assert bos not in chat and bos not in raw
     chat, raw, bos = await begun(tmp_path / "m.gguf", CHATML, pre="llama-bpe")
@@ -176,12 +176,12 @@ def test_spelt_ids_are_read_back_also_where_every_text_begins_with_a_space(tmp_p
 
 @pytest.mark.parametrize("named", [False, True])
 def test_the_middle_is_filled_in(named: bool, tmp_path: Path) -> None:
-    """Known texts, or those that the file names."""
+    """With known control tokens, or with those that the file names."""
     texts = ("<|a|>", "<|b|>", "<|c|>") if named else FIM[0]
     path, kinds = tmp_path / "m.gguf", dict.fromkeys(texts, CONTROL)
     write_scripted(path, ["mid"], kinds=kinds)
-    found = Tokenizer.load(path)
-    prefix, suffix, middle = (found.controls.ids[text] for text in texts)
+    result = Tokenizer.load(path)
+    prefix, suffix, middle = (result.controls.ids[text] for text in texts)
     keys = [f"tokenizer.ggml.fim_{key}_token_id" for key in ("pre", "suf", "mid")]
     extra = dict(zip(keys, (prefix, suffix, middle), strict=True)) if named else {}
     write_scripted(path, ["mid"], kinds=kinds, extra=extra)
@@ -196,7 +196,7 @@ def test_the_middle_is_filled_in(named: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wanted", [True, False])
 def test_a_first_token_comes_once_before_the_middle(wanted: bool, tmp_path: Path) -> None:
-    """Also where the prompt, as text or as ids, begins with it."""
+    """Also where the prompt, as text or as ids, begins with BOS itself."""
     path, kinds = tmp_path / "m.gguf", dict.fromkeys((BOS, *FIM[0]), CONTROL)
     write_scripted(path, ["x"], kinds=kinds)
     bos = Tokenizer.load(path).controls.ids[BOS]
@@ -215,18 +215,20 @@ def test_a_first_token_comes_once_before_the_middle(wanted: bool, tmp_path: Path
 
 
 def test_a_folder_ends_with_its_tokenizers_token_and_with_known_ones(tmp_path: Path) -> None:
-    """Also where only special_tokens_map.json names it, and where the vocabulary has it as an ordinary piece."""
+    """Also where only special_tokens_map.json names it, or where the vocabulary has it as an ordinary piece."""
     data = json.loads(text_models.byte_level())
-    ids = {one["content"]: one["id"] for one in data["added_tokens"]}
+    ids = {added_token["content"]: added_token["id"] for added_token in data["added_tokens"]}
     folder = text_models.write_model(tmp_path, json.dumps(data), {})
     (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<think>"}))
     ends = {ids["<think>"], ids["<|endoftext|>"], ids["<|im_end|>"]}
     assert Tokenizer.load(folder).end_ids == ends
-    for one in data["added_tokens"]:
-        one["special"] = False
+    for added_token in data["added_tokens"]:
+        added_token["special"] = False
     text_models.write_model(tmp_path, json.dumps(data), {})
     assert Tokenizer.load(folder).end_ids == ends
-    data["added_tokens"] = [one for one in data["added_tokens"] if one["content"] != "<|im_end|>"]
+    data["added_tokens"] = [
+        added_token for added_token in data["added_tokens"] if added_token["content"] != "<|im_end|>"
+    ]
     spare = len(data["model"]["vocab"])
     data["model"]["vocab"]["<|eot_id|>"] = spare
     data["added_tokens"] = []
@@ -247,7 +249,7 @@ def test_ends_are_known_by_text() -> None:
 
 
 def test_a_tag_of_html_that_a_vocabulary_holds_ends_nothing(tmp_path: Path) -> None:
-    """Unless the file calls it a control token or names it, or the template ends turns with it."""
+    """Unless the file declares it a control token or an end token, or the template ends turns with it."""
     tag = "</s>"
     html = CHATML + "<s></s>"
     for kind, template, ends in (
@@ -313,7 +315,7 @@ TURNS = {
 
 
 @pytest.mark.parametrize("name", TURNS)
-def test_what_a_template_ends_turns_with(name: str, tmp_path: Path) -> None:
+def test_the_end_of_a_turn_is_found_in_the_template(name: str, tmp_path: Path) -> None:
     template, end = TURNS[name]
     tokenizer = Tokenizer.load(write_scripted(tmp_path / "m.gguf", ["x"]))
     roles = ("user", "assistant", "user")

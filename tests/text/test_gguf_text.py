@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF file is the one that the model came with: the same ids and the same text, on any text."""
+"""Tokenizers in GGUF files: the same ids and text as the tokenizer that the model came with."""
 
 # ruff: noqa: RUF001  (odd characters are the point)
 
@@ -73,7 +73,7 @@ PIECES = [
 
 
 def strings(count: int, seed: int = 3) -> Iterator[str]:
-    """Edge cases joined at random, words of the training texts, and characters from anywhere."""
+    """Return edge cases joined at random, words of the training texts, and random characters."""
     rng = random.Random(seed)
     words = [word for text in TEXTS for word in text.split(" ")]
     yield from ("", " ", "\n", *PIECES, *TEXTS)
@@ -93,7 +93,7 @@ def strings(count: int, seed: int = 3) -> Iterator[str]:
 
 @functools.cache
 def published(pre: str) -> str:
-    """tokenizer.json of a small byte-level BPE that splits as the models of `pre` do."""
+    """Return a tokenizer.json of a small byte-level BPE that splits text as models with this `pre` do."""
     made = Tokenizer(models.BPE(ignore_merges=pre in WHOLE))
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -128,13 +128,13 @@ def published(pre: str) -> str:
     made.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in names])
     made.add_tokens([AddedToken(text, normalized=False) for text in ("<think>", "</think>", "        ")])
     data = json.loads(made.to_str())
-    # Some words can then be met only by who takes a word that is a token as it is.
+    # Without the last merges, some words can only be encoded by looking up the whole word (`ignore_merges`).
     data["model"]["merges"] = data["model"]["merges"][:-80]
     return json.dumps(data)
 
 
-def same(ours: Ours, theirs: Ours, peer: Any, text: str) -> None:
-    """Ids and text by transformers and by the tokenizer.json that the file was made from."""
+def assert_same(ours: Ours, theirs: Ours, peer: Any, text: str) -> None:
+    """Compare ids and text with transformers and with the tokenizer.json that the file was made from."""
     ids = peer.encode(text, add_special_tokens=False)
     assert ours.encode(text, special=True) == ids, text
     assert ours.encode(text) == theirs.encode(text), text
@@ -151,13 +151,13 @@ def test_byte_level_tokenizers_equal_transformers(pre: str, tmp_path: Path, prov
     controls = ["<|im_start|>user\n", "<|im_end|>", "<think>", "a<|endoftext|>b", "<|eot_id|"]
     fewer = 400 if pre in ("gpt-2", "llama-bpe", "qwen2", "tekken", "smollm") else 100
     for text in [*strings(10_000 if prove else fewer), *(f"{a}x {b}" for a in controls for b in controls)]:
-        same(ours, theirs, peer, text)
+        assert_same(ours, theirs, peer, text)
     assert ours.special_tokens == theirs.special_tokens
     assert ours.special_ids == theirs.special_ids and ours.controls.ids == theirs.controls.ids
 
 
-def spaced() -> str:
-    """tokenizer.json in the manner of Gemma 4: as Llama 2's, but that nothing stands before a text."""
+def gemma4_tokenizer() -> str:
+    """Return a tokenizer.json like Gemma 4's: Llama 2's without the space before a text."""
     data = json.loads(text_models.sentencepiece())
     data["normalizer"] = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     data["decoder"]["decoders"] = data["decoder"]["decoders"][:-1]
@@ -165,24 +165,26 @@ def spaced() -> str:
 
 
 def test_spaced_tokenizers_equal_transformers(tmp_path: Path, prove: bool) -> None:
-    """Gemma 4's: merges as they are listed, over whole texts."""
-    folder = text_models.write_model(tmp_path / "model", spaced(), LLAMA2_CONFIG)
-    merges = [" ".join(pair) for pair in json.loads(spaced())["model"]["merges"]]
+    """Gemma 4's: merges in the listed order, over whole texts."""
+    folder = text_models.write_model(tmp_path / "model", gemma4_tokenizer(), LLAMA2_CONFIG)
+    merges = [" ".join(pair) for pair in json.loads(gemma4_tokenizer())["model"]["merges"]]
     extra = {"ggml__model": "gemma4", "ggml__merges": merges, "ggml__scores": None, "ggml__add_space_prefix": False}
     ours = Ours.load(write_tokenizer(folder, tmp_path / "m.gguf", **extra))
     theirs, peer = Ours.load(folder), transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     for text in [*strings(10_000 if prove else 500), "<s> a", "a</s>b", " x", "  x"]:
-        same(ours, theirs, peer, text)
+        assert_same(ours, theirs, peer, text)
     assert ours.encode_prompt("a")[0] == ours.bos_id
 
 
 def rescored(folder: Path) -> dict[str, float]:
-    """Give the folder's tokenizer.json all merges that its pieces' scores imply, as converters do; the scores."""
+    """Give the folder's tokenizer.json all merges that its pieces' scores imply, as converters do; return the
+    scores.
+    """
     data = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     rank = {"".join(pair): number for number, pair in reversed(list(enumerate(data["model"]["merges"])))}
     # Shuffled, so that the order of ids is not the order of scores.
     rank = dict(zip(rank, random.Random(5).sample(sorted(rank.values()), len(rank)), strict=True))
-    special = {one["content"] for one in data["added_tokens"]}
+    special = {added_token["content"] for added_token in data["added_tokens"]}
     scores = {piece: -float(rank.get(piece, -1000)) for piece in data["model"]["vocab"] if piece not in special}
     pairs = [(p[:cut], p[cut:]) for p in scores if not p.startswith("<0x") for cut in range(1, len(p))]
     known = [pair for pair in pairs if pair[0] in scores and pair[1] in scores]
@@ -193,7 +195,7 @@ def rescored(folder: Path) -> dict[str, float]:
 
 
 def sentencepiece(text: str, scores: dict[str, float]) -> list[str]:
-    """The algorithm itself: again and again the neighbours that make the best piece are joined, the leftmost first."""
+    """Encode by SentencePiece's algorithm: join the best-scoring neighbours, the leftmost first, until none is left."""
     symbols = list("▁" + text.replace(" ", "▁")) if text else []
     while True:
         joined = [a + b for a, b in itertools.pairwise(symbols)]
@@ -220,7 +222,7 @@ def test_sentencepiece_tokenizers_equal_transformers_and_the_algorithm(tmp_path:
     theirs = Ours.load(folder)
     peer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **LLAMA2_CONFIG)
     for text in strings(10_000 if prove else 1_000):
-        same(ours, theirs, peer, text)
+        assert_same(ours, theirs, peer, text)
         if not any(name in text for name in ("<s>", "</s>", "<unk>")):
             assert [peer.convert_ids_to_tokens(i) for i in ours.encode(text)] == sentencepiece(text, scores), text
     assert ours.encode_prompt("a") == theirs.encode_prompt("a")
@@ -275,7 +277,7 @@ def test_templates_of_a_file(tmp_path: Path) -> None:
 
 
 def llama(path: Path, tokens: list[str] | None = None, **extra: Any) -> Path:
-    """A SentencePiece tokenizer of few pieces."""
+    """Return a SentencePiece tokenizer of few pieces."""
     folder = path.parent / "llama"
     if not folder.exists():
         text_models.write_model(folder, text_models.sentencepiece(), LLAMA2_CONFIG)
@@ -287,7 +289,7 @@ def llama(path: Path, tokens: list[str] | None = None, **extra: Any) -> Path:
 
 
 def test_pieces_with_too_many_ways_to_make_them_are_refused(tmp_path: Path) -> None:
-    """A file of 136 KB took 144 MB so, and one ten times as large killed the process."""
+    """A file of 136 KB took 144 MB this way, and one ten times as large killed the process."""
     long = llama(tmp_path / "long.gguf", ["a" * count for count in range(1, 513)])
     tracemalloc.start()
     try:
@@ -314,7 +316,7 @@ def test_sentencepiece_without_named_tokens_has_those_of_llama_cpp(tmp_path: Pat
         ours.special_tokens == named.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     )
     assert ours.encode_prompt("a") == named.encode_prompt("a") and ours.encode_prompt("a")[0] == 1
-    # Where other tokens stand there, they are none.
+    # If other tokens have these ids, they are not control tokens.
     texts = ["▁", "a", "b"]
     odd = {"ggml__tokens": texts, "ggml__token_type": [1, 1, 1], "ggml__scores": [0.0] * 3}
     assert Ours.load(llama(tmp_path / "c.gguf", **unnamed, **odd)).special_tokens == {}
@@ -340,7 +342,7 @@ def test_kinds_and_scores_that_are_no_numbers_are_one_sentence(name: str, tmp_pa
 
 
 def test_a_file_without_kinds_has_what_the_texts_tell(tmp_path: Path) -> None:
-    """Names of the file, texts of the template, known ends and bytes are control tokens; all else is text."""
+    """Names in the file, texts in the template, known end tokens and bytes are control tokens; the rest is text."""
     folder = text_models.write_model(tmp_path / "model", published("qwen2"), QWEN_CONFIG, "<|im_start|>{{ 1 }}<b>")
     theirs = Ours.load(write_tokenizer(folder, tmp_path / "a.gguf"))
     ours = Ours.load(write_tokenizer(folder, tmp_path / "b.gguf", ggml__token_type=None))
@@ -402,8 +404,8 @@ def test_bytes_that_a_vocabulary_lacks_are_known(tmp_path: Path) -> None:
     data = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     vocab = data["model"]["vocab"]
     assert Ours.load(folder).missing_bytes == frozenset()
-    vocab["unused"] = vocab.pop("\u0104")  # the byte 4
-    vocab["unused too"] = vocab.pop("\u00c0")  # no byte of UTF-8
+    vocab["unused"] = vocab.pop("\u0104")  # byte 4
+    vocab["unused too"] = vocab.pop("\u00c0")  # not a byte of UTF-8
     data["model"]["merges"] = [pair for pair in data["model"]["merges"] if "\u0104" not in "".join(pair)]
     (folder / "tokenizer.json").write_text(json.dumps(data), "utf-8")
     ours = Ours.load(folder)

@@ -1,4 +1,4 @@
-"""`--tokenizer`: a tokenizer.json in place of the model's own."""
+"""`--tokenizer`: a tokenizer.json that replaces the model's own."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ BARE = ("tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.ggml.tokens", "
 
 
 def json_of(model: Path, file: Path) -> Path:
-    """A model's tokenizer as a tokenizer.json."""
+    """Return a model's tokenizer as a tokenizer.json."""
     Tokenizer.load(model)._full.save(str(file))
     return file
 
 
 @pytest.fixture
 def bare(tmp_path: Path) -> tuple[Path, Path]:
-    """A GGUF file without a tokenizer, and the tokenizer.json that it needs."""
+    """Return a GGUF file without a tokenizer, and the tokenizer.json that it needs."""
     file = json_of(write_scripted(tmp_path / "whole.gguf", PIECES), tmp_path / "tokenizer.json")
     model = write_scripted(tmp_path / "bare.gguf", PIECES, without=(*BARE, "tokenizer.ggml.merges"))
     return model, file
@@ -39,8 +39,8 @@ def test_a_gguf_file_without_a_tokenizer_answers_with_one_that_is_given(bare: tu
     model, file = bare
     with pytest.raises(ModelError), LLM(str(model), kv_gb=0.05):
         pass
-    for given in (file, file.parent):  # the file, or its folder
-        with LLM(str(model), tokenizer=str(given), kv_gb=0.05) as llm:
+    for place in (file, file.parent):  # the file, or its folder
+        with LLM(str(model), tokenizer=str(place), kv_gb=0.05) as llm:
             said = llm.chat([{"role": "user", "content": "Say it."}], temperature=0)
         assert (said.text, said.finish_reason) == ("Hello world!", "stop")
 
@@ -85,14 +85,14 @@ def test_an_invalid_tokenizer_is_a_short_error(tmp_path: Path) -> None:
         LLM(str(model), tokenizer=str(tmp_path / "broken.json"), kv_gb=0.05)
 
 
-def test_ids_that_mean_other_texts_are_another_models(bare: tuple[Path, Path], tmp_path: Path) -> None:
-    """What agents said with one tokenizer is never read with another."""
+def test_a_tokenizer_of_other_ids_changes_the_models_identity(bare: tuple[Path, Path], tmp_path: Path) -> None:
+    """Agents' contexts in ids of one tokenizer are never read with another."""
     spec = load_spec(bare[0])
     one = with_tokenizer(spec, str(bare[1]))
     assert with_tokenizer(spec, None) == spec and one.identity != spec.identity
     copy = tmp_path / "copy"
     copy.mkdir()
     shutil.copy(bare[1], copy)
-    assert with_tokenizer(spec, str(copy)) == one  # where it lies is no matter
+    assert with_tokenizer(spec, str(copy)) == one  # its path does not matter
     (copy / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
     assert with_tokenizer(spec, str(copy)).identity not in (spec.identity, one.identity)

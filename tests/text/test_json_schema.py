@@ -1,7 +1,7 @@
-"""How far JSON schemas are held to: what a grammar accepts is what a schema calls valid, and what cannot be is refused.
+"""JSON schemas: the grammar accepts exactly the valid values, and what cannot be enforced is refused.
 
-The judge of validity is written here, straight from the words of the specification (draft 2020-12), for the keywords
-that are tried; it knows nothing of grammars.
+The validator is written here, straight from the specification (draft 2020-12), for the keywords tested; it knows
+nothing of grammars.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def valid(schema: Schema, value: Any, root: Schema = None) -> bool:
-    """Whether a value is an instance of a schema."""
+    """Return whether a value is an instance of a schema."""
     root = schema if root is None else root
     if isinstance(schema, bool):
         return schema
@@ -60,7 +60,7 @@ def _additional(given: Any, value: Any, schema: Schema, root: Schema) -> bool:
     others = [
         name
         for name in value
-        if name not in schema.get("properties", {}) and not any(re.search(one, name) for one in patterns)
+        if name not in schema.get("properties", {}) and not any(re.search(pattern, name) for pattern in patterns)
     ]
     return all(valid(given, value[name], root) for name in others)
 
@@ -77,10 +77,10 @@ def _items(given: Any, value: Any, schema: Schema, root: Schema) -> bool:
 
 
 def _reference(given: Any, value: Any, schema: Schema, root: Schema) -> bool:
-    found = root
+    target = root
     for part in given.removeprefix("#").strip("/").split("/") if given != "#" else ():
-        found = found[part]
-    return valid(found, value, root)
+        target = target[part]
+    return valid(target, value, root)
 
 
 def _of(kind: str, test: Callable[[Any, Any], bool]) -> Callable[[Any, Any, Schema, Schema], bool]:
@@ -137,7 +137,7 @@ _RULES: dict[str, Callable[[Any, Any, Schema, Schema], bool]] = {
 
 
 def random_schema(rng: random.Random, depth: int = 0) -> Schema:
-    """Schemas as people and programs write them, and now and then a keyword that few know."""
+    """Return a schema as people and programs write them, now and then with a rare keyword."""
     kinds = ["string", "integer", "number", "boolean", "null", "enum", "const"]
     kind = rng.choice(kinds if depth > 2 else [*kinds, "object", "object", "array", "any", "several", "all", "one"])
     made: dict[str, Any]
@@ -216,7 +216,7 @@ def random_value(rng: random.Random, depth: int = 0) -> Any:
 
 
 def like(schema: Schema, rng: random.Random) -> Any:
-    """A value with the schema's names, in its order, valid now and then."""
+    """Return a value with the schema's names, in its order, which is valid now and then."""
     if not isinstance(schema, dict):
         return random_value(rng)
     for key in ("anyOf", "oneOf", "allOf"):
@@ -234,7 +234,7 @@ def like(schema: Schema, rng: random.Random) -> Any:
 
 
 def compiled(schema: Schema) -> str | None:
-    """The grammar; None where the schema is refused."""
+    """Return the grammar, or None if the schema is refused."""
     try:
         return checked(Shape(structure=Structure(kind="json", text=json.dumps(schema))))
     except GrammarError:
@@ -259,9 +259,9 @@ def test_nothing_that_is_invalid_is_accepted(prove: bool, figure: Callable[[str,
             right += good
             missed += good and not taken
         said = walk(grammar, rng, most=300)
-        assert said is None or valid(schema, json.loads(said)), f"seed {seed}: {schema} may say {said}"
+        assert said is None or valid(schema, json.loads(said)), f"seed {seed}: {schema} may generate {said}"
     assert right > schemas and missed < right / 20, f"{missed} of {right} valid values were not accepted"
-    assert held >= 0.84 * schemas, f"only {held} of {schemas} schemas can be held to"
+    assert held >= 0.84 * schemas, f"only {held} of {schemas} schemas can be enforced"
     figure(
         "JSON schemas held to",
         f"{held:,} of {schemas:,}; {wrong} invalid values accepted, {missed} of {right:,} valid ones not",

@@ -1,4 +1,4 @@
-"""Reasoning and calls over the real engine: what a caller gets of an answer, in the next turn too."""
+"""Reasoning and calls on the real engine: what clients get, also in the next turn."""
 
 from __future__ import annotations
 
@@ -50,11 +50,13 @@ def test_an_answer_is_reasoning_content_and_whole_calls(
     with LLM(str(path), kv_gb=0.05, threads=1) as llm:
         answer = llm.chat(ASKED, TOOLS, temperature=0, max_tokens=20)
         assert (answer.text, answer.reasoning, answer.finish_reason) == (text, reasoning, reason)
-        made = [(one.name, one.arguments) for one in answer.tool_calls]
-        assert made == [(name, given if isinstance(given, str) else json.dumps(given)) for name, given in calls]
+        made = [(tool_call.name, tool_call.arguments) for tool_call in answer.tool_calls]
+        assert made == [
+            (name, arguments if isinstance(arguments, str) else json.dumps(arguments)) for name, arguments in calls
+        ]
         stream = llm.chat(ASKED, TOOLS, temperature=0, max_tokens=20, stream=True)
         assert "".join(delta.text for delta in stream) == text
-        # The next turn has the very ids of this one, so all of it is found again.
+        # The next turn begins with this one's very ids, so its whole KV is reused.
         more = {"role": "tool", "content": "4"} if calls else {"role": "user", "content": "And?"}
         again = llm.chat([*ASKED, answer.message, more], TOOLS, temperature=0, max_tokens=2)
         assert again.usage is not None and answer.usage is not None
@@ -71,8 +73,9 @@ def test_an_answer_is_reasoning_content_and_whole_calls(
     ],
 )
 def test_text_that_is_not_nfc_comes_back_to_its_cache(tmp_path: Path, pieces: list[str]) -> None:
-    """The tokenizer of such a model makes NFC of a text, so what it said in another form is no encoding of it:
-    the answer is put back as its ids, and a question in that form is the same prompt as in NFC."""
+    """Its tokenizer normalises to NFC, so an answer in another form cannot be encoded to its ids: it is put back as
+    ids. A question in another form gives the same prompt as in NFC.
+    """
     path = write_scripted(tmp_path / "m.gguf", pieces, extra={"tokenizer.ggml.pre": "qwen2"})
     with LLM(str(path), kv_gb=0.05, threads=1) as llm:
         asked = [{"role": "user", "content": "Where is the cafe\u0301 of A\u030angstro\u0308m, which is so good?"}]

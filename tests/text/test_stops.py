@@ -8,7 +8,7 @@ from cairn.text.output.stream import StopScanner
 
 
 def reference(text: str, stops: list[str]) -> tuple[str, bool]:
-    """What may be shown: character by character, the obvious way."""
+    """Return what may be shown, found character by character in the obvious way."""
     for end in range(len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
@@ -59,7 +59,7 @@ def test_held_back_text_comes_at_the_end() -> None:
 
 @pytest.mark.parametrize(("text", "shown"), [("abcd", "a"), ("xabcd", "xa"), ("abc", "a")])
 def test_the_stop_completed_first_counts(text: str, shown: str) -> None:
-    """Known failure 22: so the answer is the same whether or not text comes in large pieces."""
+    """Known failure 22: so the answer does not depend on how its text is chunked."""
     assert StopScanner(["abcd", "bc"]).push(text) == shown
 
 
@@ -74,7 +74,7 @@ def test_long_stops_stay_linear() -> None:
 
 
 def test_control_tokens_count_for_a_stop_and_are_never_shown() -> None:
-    """A character in upper case stands for a control token's text."""
+    """Upper case characters stand for the texts of control tokens."""
     rng = random.Random(2)
     for _ in range(4000):
         stops = ["".join(rng.choice("abAB") for _ in range(rng.randint(1, 4))) for _ in range(rng.randint(1, 3))]

@@ -1,4 +1,4 @@
-"""What is wanted of an answer, from the chat to its grammar, whether or not the template shows calls."""
+"""Grammars for answers, from the chat to the compiled grammar, with templates that show calls and ones that do not."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def test_an_answer_that_must_call_calls(qwen: Chat) -> None:
     assert [tool.name for tool in prompt.output.offered] == ["time"], "no other is read as a call"
 
 
-async def test_nothing_is_held_to_where_nothing_is_wanted(qwen: Chat) -> None:
+async def test_without_a_constraint_there_is_no_grammar(qwen: Chat) -> None:
     assert (await qwen.prompt(ASKED)).grammar is None is (await qwen.prompt(ASKED, TOOLS)).grammar
 
 
@@ -75,8 +75,8 @@ async def test_the_same_grammar_is_compiled_once(qwen: Chat) -> None:
     assert (await qwen.prompt(ASKED, TOOLS, wanted=MUST)).grammar == first
 
 
-async def test_a_grammar_of_before_a_restart_is_tried_again(qwen: Chat) -> None:
-    """The log has its text alone, and what it costs is for the worker to know."""
+async def test_a_grammar_from_before_a_restart_is_compiled_again(qwen: Chat) -> None:
+    """The log keeps only its text, and only compiling tells what it costs."""
     first = (await qwen.prompt(ASKED, TOOLS, wanted=MUST)).grammar
     assert first is not None and first.bytes > 0
     again = await qwen.same_grammar(first.text, OutputFormat())
@@ -86,19 +86,19 @@ async def test_a_grammar_of_before_a_restart_is_tried_again(qwen: Chat) -> None:
         await qwen.same_grammar("start: nothing", OutputFormat())
 
 
-async def test_what_takes_too_long_or_too_much_is_refused_and_the_next_is_not(tmp_path: Path) -> None:
+async def test_a_too_costly_grammar_is_refused_and_the_next_is_not(tmp_path: Path) -> None:
     chat = await started(tmp_path / "m", PLAIN)
     patterns = [{"type": "string", "pattern": f"a{{{least},{least + 900}}}b"} for least in range(60)]
     slow = Structure(kind="json", text=json.dumps({"allOf": patterns}), field="guided_json")
     try:
         with pytest.raises(InvalidRequest) as caught:
             await chat.grammar(slow, OutputFormat())
-        # Which bound it meets first is the machine's affair; either is named.
+        # Which limit it hits first depends on the machine; the error names either.
         assert caught.value.field == "guided_json"
         assert any(why in str(caught.value) for why in ("2 s of processor time", "more than 256 MiB of memory"))
         small = Structure(kind="regex", text="a")
-        found = await asyncio.gather(*(chat.grammar(small, OutputFormat()) for _ in range(3)))
-        assert all(accepts(one.grammar, "a") for one in found)
+        results = await asyncio.gather(*(chat.grammar(small, OutputFormat()) for _ in range(3)))
+        assert all(accepts(result.grammar, "a") for result in results)
         assert len((await chat.prompt(ASKED)).tokens) > 5, "and it renders"
     finally:
         await chat.close()
@@ -132,8 +132,8 @@ async def test_a_template_without_tools_gets_instructions_unless_forbidden(tmp_p
         await chat.close()
 
 
-def test_what_is_sent_is_measured_before_it_is_read() -> None:
-    """JSON within a text of JSON is bounded by nothing else; names are looked up however many there are."""
+def test_nested_json_is_bounded_before_it_is_parsed() -> None:
+    """Nothing else bounds JSON within a JSON string; names are looked up however many there are."""
     long = "[" + "{}," * 4_000_000 + "1]"
     many = [{"type": "function", "function": {"name": "f127"}}] * 60_000
     began = time.process_time()

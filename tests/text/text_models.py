@@ -1,4 +1,4 @@
-"""Tiny tokenizers and chat templates of the kinds that models come with, made on the spot."""
+"""Tiny tokenizers and chat templates of the kinds that models come with, built in memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ BYTE_LEVEL_SPLIT = (
 
 @functools.cache
 def byte_level(style: str = "qwen") -> str:
-    """tokenizer.json of a byte-level BPE: `qwen` (ChatML, no BOS) or `llama3` (headers, BOS by post-processor)."""
+    """Return a tokenizer.json of a byte-level BPE:
+
+    `qwen` (ChatML, no BOS) or `llama3` (headers, BOS by post-processor).
+    """
     made = Tokenizer(models.BPE(ignore_merges=style == "llama3"))
     made.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -72,7 +75,7 @@ def byte_level(style: str = "qwen") -> str:
 
 @functools.cache
 def sentencepiece(first_only: bool = False) -> str:
-    """tokenizer.json in the manner of Llama 2: BPE with byte fallback, control tokens among the vocabulary."""
+    """Return a tokenizer.json like Llama 2's: BPE with byte fallback, control tokens in the vocabulary."""
     made = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
     control = ["<unk>", "<s>", "</s>"]
@@ -80,7 +83,7 @@ def sentencepiece(first_only: bool = False) -> str:
     latin = [text.encode("ascii", "ignore").decode() for text in TEXTS]
     made.train_from_iterator(latin * 3, trainers.BpeTrainer(vocab_size=600, special_tokens=[*control, *units]))
     data = json.loads(made.to_str())
-    data["added_tokens"] = [one for one in data["added_tokens"] if one["content"] in control]
+    data["added_tokens"] = [added_token for added_token in data["added_tokens"] if added_token["content"] in control]
     # A vocabulary that can spell a control token by itself, as some converted ones can.
     vocab = data["model"]["vocab"]
     for piece in ("<", "s", ">", "s>"):
@@ -106,7 +109,7 @@ def sentencepiece(first_only: bool = False) -> str:
 
 @functools.cache
 def unigram(byte_fallback: bool = False) -> str:
-    """tokenizer.json of a Unigram model with Metaspace, control tokens among the vocabulary."""
+    """Return a tokenizer.json of a Unigram model with Metaspace, control tokens in the vocabulary."""
     made = Tokenizer(models.Unigram())
     made.pre_tokenizer = pre_tokenizers.Metaspace()
     made.decoder = decoders.Metaspace()
@@ -119,7 +122,7 @@ def unigram(byte_fallback: bool = False) -> str:
 
 @functools.cache
 def wordpiece() -> str:
-    """tokenizer.json of a WordPiece model: an unusual decoder."""
+    """Return a tokenizer.json of a WordPiece model: an unusual decoder."""
     made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     made.decoder = decoders.WordPiece()
@@ -129,7 +132,7 @@ def wordpiece() -> str:
 
 @functools.cache
 def suffix_bpe() -> str:
-    """tokenizer.json of a BPE with end-of-word suffixes: a decoder that is none of the usual."""
+    """Return a tokenizer.json of a BPE with end-of-word suffixes: another unusual decoder."""
     made = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     made.decoder = decoders.BPEDecoder(suffix="</w>")
@@ -250,7 +253,7 @@ LLAMA3_TEMPLATE = """\
 
 
 def write_model(folder: Path, tokenizer: str, config: dict[str, Any], template: str | None = None) -> Path:
-    """The text part of a model folder."""
+    """Write the text part of a model folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(tokenizer, "utf-8")
     data = {"tokenizer_class": "PreTrainedTokenizerFast", **config}

@@ -1,4 +1,4 @@
-"""Random answers under a grammar: at each place any byte that may come, with those preferred that lead to an end."""
+"""Random answers that a grammar allows: at each place any allowed byte, preferring those that lead to an end."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ TRAPS = (
         "<think>",
     ),
 )
-"""What may end a call, or begin another one, where it stands in a text by chance."""
+"""Characters that may end a call, or begin another one, by chance."""
 _LETTERS = b"abcxyz01 -<>/\\\"'{}[]()=:,.\n\tuE\xc3\xa9"
 
 
 @functools.cache
 def byte_vocabulary() -> Vocabulary:
-    """Every byte is a token, and one token ends an answer."""
+    """Return a vocabulary of one token per byte, and one that ends an answer."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     tokens = [bytes([byte]) for byte in range(256)] + [b"\xff<|end|>"]
@@ -45,17 +45,17 @@ def byte_vocabulary() -> Vocabulary:
 
 
 def checked(shape: Shape) -> str:
-    """Return the text of a grammar, which compiles. Raises GrammarError."""
+    """Return the text of a grammar that compiles. Raises GrammarError."""
     return compiled(shape).text
 
 
 def compiled(shape: Shape) -> CompiledJob:
-    """Return a grammar that compiles, and what it does not hold answers to. Raises GrammarError."""
+    """Return a grammar that compiles, and what it does not enforce. Raises GrammarError."""
     return compile_job(byte_vocabulary().tokenizer, Compile(vocab=(), shape=shape))
 
 
 def accepts(grammar: Grammar | str | None, text: str) -> bool:
-    """Whether a whole answer may be this text."""
+    """Return whether a whole answer may be this text."""
     assert grammar is not None
     made = grammar.text if isinstance(grammar, Grammar) else grammar
     matcher = compile_grammar(byte_vocabulary().tokenizer, made)
@@ -64,7 +64,7 @@ def accepts(grammar: Grammar | str | None, text: str) -> bool:
 
 
 def walk(grammar: str, rng: random.Random, most: int = 1500) -> str | None:
-    """A whole random answer; None where it came to no end."""
+    """Return a whole random answer, or None if it did not end."""
     matcher = compile_grammar(byte_vocabulary().tokenizer, grammar)
     data = bytearray()
     while len(data) < most:

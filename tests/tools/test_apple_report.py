@@ -1,4 +1,4 @@
-"""The report of an Apple machine, tried on MLX's CPU."""
+"""The report of an Apple machine, on MLX's CPU."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from tools import apple_report
 
 
 def test_the_report_has_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With sizes as small as can be; a part that fails is told and the others go on."""
+    """With the smallest sizes; a part that fails is reported, and the others go on."""
     monkeypatch.setattr(apple_report.Sizes, "__init__", tiny)
-    found = apple_report.measured(True, "demo")
-    json.dumps(found)
-    text = apple_report.table(found)
+    result = apple_report.measured(True, "demo")
+    json.dumps(result)
+    text = apple_report.table(result)
     for part in ("self_test", "products", "paged", "demo on mlx", "demo on cpu", "float16", "peak_mib"):
         assert part in text, part
-    assert "error" not in text and len(found["products"]) == 8
-    assert found["paged"][0]["peak_mib"] < 8 and found["same_bits_alone_and_in_a_batch"].keys() == {"float32", "8 bits"}
-    assert found["demo on mlx"]["tokens_per_second_of_8"] > 0
+    assert "error" not in text and len(result["products"]) == 8
+    assert result["paged"][0]["peak_mib"] < 8 and result["same_bits_alone_and_in_a_batch"].keys() == {
+        "float32",
+        "8 bits",
+    }
+    assert result["demo on mlx"]["tokens_per_second_of_8"] > 0
     wrong = apple_report.measured(True, "no-such-model-here")
     assert "error" in wrong["no-such-model-here on mlx"] and wrong["products"]
 

@@ -1,5 +1,4 @@
-"""What `make` does before it installs anything (which Python an environment is made of), what it says meanwhile, and
-what `make serve` serves."""
+"""The Makefile: the Python an environment is made with, progress messages, and `make serve`."""
 
 from __future__ import annotations
 
@@ -20,9 +19,9 @@ REACHED = "made by the Python of PYTHON"
 
 
 def stub(path: Path, version: str, *, without: str = "", noise: str = "") -> Path:
-    """A Python that says it is this version; `-m venv` is where it stops, after it made a folder.
+    """Write a Python that reports this version; it stops at `-m venv`, after it made the folder.
 
-    It lacks the module `without`, and begins with `noise` on stderr.
+    It lacks the module `without`, and first writes `noise` to stderr.
     """
     said = f"import sys; sys.version_info = tuple(map(int, {version!r}.split('.'))) + (0,)"
     said += f"; sys.modules[{without!r}] = None; exec(sys.argv[1])"
@@ -38,8 +37,10 @@ def stub(path: Path, version: str, *, without: str = "", noise: str = "") -> Pat
 
 
 def test_the_first_installation_reports_what_takes_long(folder: Path) -> None:
-    told = subprocess.run(["make", "-n", "install"], cwd=folder, capture_output=True, text=True, timeout=60, check=True)
-    assert "The first time this takes one to two minutes, half of it the compiler" in told.stdout
+    result = subprocess.run(
+        ["make", "-n", "install"], cwd=folder, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "The first time this takes one to two minutes, half of it the compiler" in result.stdout
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def make(folder: Path, target: str) -> tuple[str, str]:
-    """What it says, and what of it went to stderr; it fails, because a stub makes no environment."""
+    """Return the output of a command that fails, as a stub makes no environment, and its stderr."""
     done = subprocess.run(
         ["make", target, f"PYTHON={folder / 'python'}"], cwd=folder, capture_output=True, text=True, timeout=60
     )
@@ -69,7 +70,7 @@ def test_too_old_a_python_is_reported_and_leaves_nothing(folder: Path, target: s
 
 @pytest.mark.parametrize("target", [".venv/.installed", ".venv/.test"])
 @pytest.mark.parametrize("old", ["3.10", "3.11", "3.12", "gone"])
-def test_an_environment_of_another_python_goes(folder: Path, target: str, old: str) -> None:
+def test_an_environment_of_another_python_is_replaced(folder: Path, target: str, old: str) -> None:
     stub(folder / "python", "3.12")
     if old == "gone":
         (folder / ".venv" / "bin").mkdir(parents=True)
@@ -84,8 +85,8 @@ def test_an_environment_of_another_python_goes(folder: Path, target: str, old: s
 
 
 @pytest.mark.parametrize("target", [".venv/.installed", ".venv/.test"])
-def test_what_a_python_says_on_stderr_is_not_its_version(folder: Path, target: str) -> None:
-    """PYTHONWARNINGS=bogus is enough for a line of it."""
+def test_output_on_stderr_is_not_pythons_version(folder: Path, target: str) -> None:
+    """PYTHONWARNINGS=bogus is enough for a line on stderr."""
     stub(folder / "python", "3.12")
     stub(folder / ".venv" / "bin" / "python", "3.12", noise="Invalid -W option ignored")
     kept = folder / ".venv" / "kept"
@@ -141,7 +142,7 @@ esac
 def test_make_serve_begins_with_a_real_model(
     folder: Path, arguments: list[str], env: dict[str, str], calls: list[str]
 ) -> None:
-    """Without the registry, or where it is asked for, with the bundled one; what is configured comes before both."""
+    """Without the registry, or if asked for, with the bundled one; a configured model comes before both."""
     stub(folder / ".venv" / "bin" / "python", "3.12")
     cairn = folder / ".venv" / "bin" / "cairn"
     cairn.write_text(CAIRN)
@@ -194,7 +195,7 @@ def test_an_installation_says_what_it_is_doing(code: int) -> None:
 def test_bytecode_is_kept_although_the_environment_says_otherwise(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each process of a server, and of the tests, would compile all that it imports."""
+    """Otherwise each process of a server, and of the tests, would compile all that it imports."""
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     stub(folder / "python", "3.12", noise=r"none is kept: <$PYTHONDONTWRITEBYTECODE>\n")
     _, err = make(folder, ".venv/.installed")
@@ -203,12 +204,12 @@ def test_bytecode_is_kept_although_the_environment_says_otherwise(
 
 def test_an_installation_compiles_for_this_cpu_and_tests_for_all(folder: Path) -> None:
     for target, variants in (("install", "native"), (".venv/.test", "all")):
-        told = subprocess.run(
+        result = subprocess.run(
             ["make", "-n", target], cwd=folder, capture_output=True, text=True, timeout=60, check=True
         )
-        assert f"cmake.define.CAIRN_VARIANTS={variants}'" in told.stdout
-    told = subprocess.run(["make", "-n", "wheel"], cwd=folder, capture_output=True, text=True, timeout=60, check=True)
-    assert "CAIRN_VARIANTS=all" in told.stdout and "auditwheel repair" in told.stdout
+        assert f"cmake.define.CAIRN_VARIANTS={variants}'" in result.stdout
+    result = subprocess.run(["make", "-n", "wheel"], cwd=folder, capture_output=True, text=True, timeout=60, check=True)
+    assert "CAIRN_VARIANTS=all" in result.stdout and "auditwheel repair" in result.stdout
 
 
 WORKFLOWS = sorted((MAKEFILE.parent / ".github" / "workflows").glob("*.yml"))
@@ -219,7 +220,7 @@ def test_workflow_files_are_whole(path: Path) -> None:
     """What a hosted runner would refuse: triggers, machines, time limits, steps, and actions without a version."""
     workflow = yaml.safe_load(path.read_text())
     assert set(workflow) <= {"name", True, "permissions", "jobs", "concurrency"} and workflow["permissions"]
-    assert workflow[True], "when it runs; YAML reads the word on as true"
+    assert workflow[True], "its triggers; YAML reads the key `on` as true"
     for job in workflow["jobs"].values():
         assert job["runs-on"] and 0 < job["timeout-minutes"] <= 120
         for step in job["steps"]:
@@ -228,17 +229,17 @@ def test_workflow_files_are_whole(path: Path) -> None:
 
 
 def test_releases_are_made_for_linux_and_macos_with_every_kernel() -> None:
-    (path,) = (one for one in WORKFLOWS if one.name == "wheels.yml")
+    (path,) = (workflow for workflow in WORKFLOWS if workflow.name == "wheels.yml")
     machines = yaml.safe_load(path.read_text())["jobs"]["wheel"]["strategy"]["matrix"]["os"]
-    assert [one.partition("-")[0] for one in machines] == ["ubuntu", "ubuntu", "macos"]
-    assert any(one.endswith("-arm") for one in machines)
+    assert [machine.partition("-")[0] for machine in machines] == ["ubuntu", "ubuntu", "macos"]
+    assert any(machine.endswith("-arm") for machine in machines)
     settings = tomllib.loads((MAKEFILE.parent / "pyproject.toml").read_text())["tool"]["cibuildwheel"]
     assert settings["config-settings"] == {"cmake.define.CAIRN_VARIANTS": "all"}
     assert settings["linux"]["manylinux-x86_64-image"] == "manylinux_2_28"
 
 
 def test_a_wheel_is_installed_where_there_is_no_compiler(prove: bool, tmp_path: Path) -> None:
-    """The whole way: `make wheel`, then an environment of its own whose PATH has no compiler. It takes minutes."""
+    """`make wheel`, then a new environment whose PATH has no compiler. It takes minutes."""
     if not prove:
         pytest.skip("make prove")
     root = tmp_path / "source"

@@ -1,4 +1,4 @@
-"""A headless Chromium, and the page of a real server in it. Where there is none, tests are skipped and say so."""
+"""Headless Chromium, and the page of a real server in it. Without Chromium, tests are skipped."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
 WAIT = 20_000
-"""Milliseconds that anything on the page may take: the machine may be busy."""
+"""Milliseconds that anything on the page may take, as the machine may be busy."""
 
 
 def missing() -> str:
-    """Why there is no browser here; empty where there is one."""
+    """Return why there is no browser here, or an empty text."""
     if importlib.util.find_spec("playwright") is None or importlib.util.find_spec("axe_playwright_python") is None:
         return "the extra web-test is not installed: pip install -e '.[web-test]'"
     return "" if CHROMIUM else "there is no Chromium here: apt-get install chromium"
@@ -32,7 +32,7 @@ def missing() -> str:
 
 @contextlib.contextmanager
 def chromium() -> Iterator[Any]:
-    """A browser."""
+    """Yield a browser."""
     from playwright.sync_api import sync_playwright
 
     # As root, which CI is, Chromium has no sandbox of its own.
@@ -46,7 +46,7 @@ def chromium() -> Iterator[Any]:
 
 
 class Visit:
-    """One person's tab. What it complains of, and whom it asks, is noted."""
+    """A browser tab of one person, which records errors and requested hosts."""
 
     def __init__(self, browser: Any, url: str, *, size: tuple[int, int] = (1200, 800), scheme: str = "light") -> None:
         width, height = size
@@ -76,7 +76,7 @@ class Visit:
         return self
 
     def send(self, text: str, *, wait: bool = True) -> None:
-        """Write a message and send it by key; wait until it is answered."""
+        """Type a message and send it by key; wait until it is answered."""
         self.page.get_by_label("Message", exact=True).fill(text)
         self.page.get_by_label("Message", exact=True).press("Enter")
         said = "t => [...document.querySelectorAll('.turn:last-child .asked .text')].some((one) => one.innerText === t)"
@@ -85,13 +85,13 @@ class Visit:
             self.answered()
 
     def answered(self) -> None:
-        """Wait until nothing is being answered."""
+        """Wait until no answer is in progress."""
         self.page.wait_for_selector(".log:not([aria-busy])")
 
     def last(self, part: str) -> str:
-        """The text of a part of the last turn."""
-        found: str = self.page.locator(f".turn:last-child {part}").first.inner_text()
-        return found
+        """Return the text of a part of the last turn."""
+        result: str = self.page.locator(f".turn:last-child {part}").first.inner_text()
+        return result
 
     def button(self, name: str) -> Any:
         return self.page.get_by_role("button", name=name)
@@ -101,7 +101,7 @@ class Visit:
 
 
 class Home:
-    """A server that keeps everything in one folder, so that it can be started again."""
+    """A server with everything in one folder, so that it can be restarted."""
 
     def __init__(self, folder: Path, model: Path, **options: Any) -> None:
         self.options = {
@@ -134,7 +134,7 @@ class Home:
 
 
 def scripted(path: Path, text: str, **more: Any) -> Path:
-    """The model that says this text, whatever it is asked."""
+    """Write a model that says this text, whatever it is asked."""
     pieces = re.findall(r"<\|?/?[a-z_]+\|?>|\s*[^\s<]{1,6}|\s+|<", text)
     assert "".join(pieces) == text
     return write_scripted(path, pieces, **more)
@@ -144,5 +144,5 @@ def scripted(path: Path, text: str, **more: Any) -> Path:
 def browser() -> Iterator[Any]:
     if why := missing():
         pytest.skip(why)
-    with chromium() as found:
-        yield found
+    with chromium() as launched:
+        yield launched

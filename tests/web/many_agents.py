@@ -1,4 +1,4 @@
-"""A token log with many agents, written at once: through the routes each would cost a sync."""
+"""A token log with many agents, written directly: through the routes each would cost a sync."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from cairn.system.posix import SystemFiles, SystemRng
 import msgspec  # isort: skip
 
 BATCH = 20_000
-"""Records that are written together."""
+"""Records per write."""
 
 
 def write_agents(folder: Path, agents: int, turns: int) -> None:
-    """So many agents with so many turns each, ended; a tenth of them forked off the one before."""
+    """Write agents with finished turns; a tenth of them are forks of the one before."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     log = TokenLog.open(SystemFiles(), folder, SystemRng())
     assert log is not None

@@ -1,4 +1,4 @@
-"""Makes the pictures of docs/page.md: `python -m tests.web.pictures`. The bundled model answers; nothing is painted."""
+"""The screenshots of docs/page.md, made by `python -m tests.web.pictures` with answers of the bundled model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TASKS = (
 
 
 def fill(url: str) -> None:
-    """Some agents with turns and branches."""
+    """Create some agents with turns and branches."""
     with httpx.Client(base_url=url, trust_env=False, timeout=60) as http:
         for number, task in enumerate(TASKS):
             id = f"worker-{number + 1}"

@@ -1,6 +1,6 @@
-"""What a person does with the page, done in headless Chromium against a real server.
+"""The page as a person uses it, in headless Chromium against a real server.
 
-These take longer than other tests: a browser, and servers that load a model, are started for them.
+These take longer than other tests, as they start a browser and servers that load a model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("page-models")
     scripted(folder / "talk.gguf", TALK)
     scripted(folder / "hostile.gguf", HOSTILE)
-    # It begins anew after 150 words: the page ends an answer that repeats a piece of up to 64 tokens.
+    # It repeats after 150 words: the page ends an answer that repeats a piece of up to 64 tokens.
     scripted(folder / "long.gguf", " ".join(f"w{number:03}" for number in range(150)) + " ", end=None, context=30_000)
     return folder
 
@@ -68,9 +68,9 @@ def visit(browser: Any, talking: Home) -> Iterator[Visit]:
 
 
 def agent_of(visit: Visit) -> str:
-    found = re.search(r"#/chat/([\w.-]+)$", visit.page.url)
-    assert found, visit.page.url
-    return found[1]
+    match = re.search(r"#/chat/([\w.-]+)$", visit.page.url)
+    assert match, visit.page.url
+    return match[1]
 
 
 def test_a_first_visit(visit: Visit) -> None:
@@ -182,7 +182,7 @@ def test_streaming_stop_and_going_on(browser: Any, endless: Home) -> None:
     visit.button("Stop").click()
     visit.page.wait_for_selector(".status:has-text('This answer was interrupted.')")
     assert visit.last(".answer > .text").startswith(cut[:200])
-    visit.send("Something else", wait=False)  # what was cut is left where it was
+    visit.send("Something else", wait=False)  # the interrupted turn is left as it is
     visit.button("Stop").click()
     visit.page.wait_for_selector(".status:has-text('This answer was interrupted.')")
     assert visit.page.locator(".asked .text").all_inner_texts() == ["Something else"]
@@ -283,7 +283,7 @@ def test_the_tree_by_keys(visit: Visit, talking: Home) -> None:
             http.delete(f"/v1/agents/{id}")
 
 
-def test_a_change_of_somebody_else_shows_at_once(visit: Visit, talking: Home) -> None:
+def test_a_change_by_another_client_shows_at_once(visit: Visit, talking: Home) -> None:
     page = visit.open("#/contexts").page
     with httpx.Client(base_url=talking.url, trust_env=False, timeout=20) as http:
         http.post("/v1/agents", json={"id": "from-elsewhere"}).raise_for_status()
@@ -303,7 +303,7 @@ def test_savings_are_shown(visit: Visit) -> None:
 
 
 def test_models_are_unloaded_and_loaded_while_pages_are_open(browser: Any, tmp_path: Path) -> None:
-    """A page follows the server all the time, and holds up no model's end."""
+    """A page follows the server's events all the time, which must not delay a model's unloading."""
     places = make_models(tmp_path / "models", "alpha beta")
     lines = [f"[[models]]\nmodel = {json.dumps(str(place))}\n" for place in places]
     (tmp_path / "cairn.toml").write_text("".join(lines))
@@ -359,7 +359,7 @@ def test_a_key_is_asked_for_and_a_wrong_one_refused(browser: Any, tmp_path: Path
         page.get_by_text("room for").wait_for()
         assert page.evaluate("[sessionStorage.length, JSON.stringify(localStorage).includes('right')]") == [2, False]
         other = Visit(browser, server.url).open(live=False)
-        other.page.get_by_role("dialog", name="Keys").wait_for()  # another tab knows nothing of it
+        other.page.get_by_role("dialog", name="Keys").wait_for()  # another tab does not have it
         other.close()
         visit.close()
     finally:
@@ -400,7 +400,7 @@ def test_a_run_of_a_workflow_is_shown_with_its_graph(visit: Visit, talking: Home
     page = visit.open(f"#/teams/run/{made.json()['id']}").page
     page.get_by_role("heading", name="Two steps").wait_for()
     page.wait_for_function("() => document.querySelector('.graph img')?.naturalWidth > 10")
-    page.set_viewport_size({"width": 380, "height": 700})  # it keeps its size, and scrolls
+    page.set_viewport_size({"width": 380, "height": 700})  # the table keeps its size, and scrolls
     shown = "(n) => [n.offsetWidth, n.naturalWidth, getComputedStyle(n.parentNode).overflowX]"
     width, drawn, overflow = page.locator(".graph img").evaluate(shown)
     assert width == drawn and overflow == "auto"
@@ -486,18 +486,18 @@ NASTY = [
 def test_whatever_a_model_writes_becomes_harmless_nodes_in_linear_time(visit: Visit) -> None:
     visit.open()
     for text in NASTY:
-        found = visit.page.evaluate(RENDER, text)
-        assert set(found["names"]) <= TAGS and set(found["attributes"]) <= ATTRIBUTES, (text[:60], found)
-        assert set(found["links"]) <= {"https:", "http:", "mailto:"}, (text[:60], found)
-        assert found["took"] < 3000, (text[:20], found["took"])
-        assert found["same"], text[:60]  # what grew piece by piece is what is made at once
+        result = visit.page.evaluate(RENDER, text)
+        assert set(result["names"]) <= TAGS and set(result["attributes"]) <= ATTRIBUTES, (text[:60], result)
+        assert set(result["links"]) <= {"https:", "http:", "mailto:"}, (text[:60], result)
+        assert result["took"] < 3000, (text[:20], result["took"])
+        assert result["same"], text[:60]  # rendering piece by piece gives what rendering at once gives
     assert visit.page.evaluate("window.hit") is None
 
 
 def test_a_huge_line_is_shown_in_part_until_all_is_asked_for(visit: Visit) -> None:
     visit.open()
-    found = visit.page.evaluate(RENDER, "a" * 1_000_000)
-    assert 50_000 < found["shown"] < 70_000
+    result = visit.page.evaluate(RENDER, "a" * 1_000_000)
+    assert 50_000 < result["shown"] < 70_000
 
 
 def test_text_cannot_become_html_on_this_page_at_all(visit: Visit) -> None:
@@ -506,7 +506,7 @@ def test_text_cannot_become_html_on_this_page_at_all(visit: Visit) -> None:
         "() => { try { document.createElement('p').innerHTML = '<b>x</b>'; return ''; } catch (e) { return e.name; } }"
     )
     assert refused == "TypeError"
-    visit.errors.clear()  # the console tells of the refusal
+    visit.errors.clear()  # the console reports the refusal
 
 
 # ------------------------------------------------------------------------------------------------ for all, and much
@@ -531,9 +531,12 @@ def test_an_accessibility_check_finds_nothing(browser: Any, talking: Home, size:
         visit.page.wait_for_timeout(400)
         if place == "docs":
             visit.page.locator("summary").first.click()
-        found = Axe().run(visit.page).response["violations"]
-        told = [(one["id"], one["impact"], [node["html"][:120] for node in one["nodes"]][:3]) for one in found]
-        assert told == [], (place, scheme, told)
+        violations = Axe().run(visit.page).response["violations"]
+        results = [
+            (violation["id"], violation["impact"], [node["html"][:120] for node in violation["nodes"]][:3])
+            for violation in violations
+        ]
+        assert results == [], (place, scheme, results)
         wide = visit.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
         assert wide <= 0, (place, wide)
     visit.close()
@@ -552,7 +555,7 @@ AGENTS, TURNS = 5000, 20
 
 
 class Work:
-    """What a page has done: seconds of processor time of its main thread, and nodes that were added to it."""
+    """What a page has done: CPU seconds of its main thread, and nodes added to it."""
 
     def __init__(self, visit: Visit) -> None:
         self._page = visit.page
@@ -569,7 +572,7 @@ class Work:
 
     def _now(self) -> tuple[float, int]:
         metrics = self._session.send("Performance.getMetrics")["metrics"]
-        seconds = next(one["value"] for one in metrics if one["name"] == "TaskDuration")
+        seconds = next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration")
         return seconds, self._page.evaluate("window.added")
 
     def since(self) -> tuple[float, int]:
@@ -581,7 +584,7 @@ class Work:
 def test_thousands_of_agents_open_within_a_second(browser: Any, models: Path, tmp_path: Path) -> None:
     """5,000 agents of 20 turns each, written into the log as the server writes them.
 
-    Seconds are processor time of the page: the clock would measure what else the machine does.
+    The limit is the page's CPU time: the clock would measure what else the machine does.
     """
     from tests.web.many_agents import write_agents
 
@@ -630,7 +633,7 @@ def test_thousands_of_agents_open_within_a_second(browser: Any, models: Path, tm
         seconds, drawn = work.since()
         print("figures", opened, nodes, cold, seconds / 60, drawn / 60)
         assert opened < 1 and cold < 3 and seconds / 60 < 0.05, (opened, cold, seconds)
-        assert 10 < nodes < 500 and 0 < drawn / 60 < 500, "only what is seen is drawn"
+        assert 10 < nodes < 500 and 0 < drawn / 60 < 500, "only visible rows are drawn"
         assert _idle_share(home, page) < 0.01
         assert visit.errors == []
         visit.close()
@@ -639,7 +642,7 @@ def test_thousands_of_agents_open_within_a_second(browser: Any, models: Path, tm
 
 
 def _idle_share(home: Home, page: Any) -> float:
-    """The share of a core that the front takes more with the page open than without it."""
+    """Return the additional share of a core that the front takes with the page open."""
 
     def used() -> float:
         parts = Path(f"/proc/{home.server.pid}/stat").read_text().rpartition(")")[2].split()
@@ -720,7 +723,7 @@ def test_new_chat_is_not_squeezed_by_a_long_list(browser: Any, talking: Home) ->
 
 @pytest.fixture(scope="module")
 def narrow_room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
-    """A model whose context some turns fill."""
+    """Return a model whose context some turns fill."""
     folder = tmp_path_factory.mktemp("narrow-room")
     home = Home(folder, scripted(folder / "brief.gguf", TALK, context=600))
     try:

@@ -1,4 +1,4 @@
-"""What a newcomer meets on the page: the model of a chat, why an answer ended, lists on a phone, and refusals."""
+"""A newcomer's first minutes: a chat's model, why an answer ended, lists on a phone, and refusals."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["browser"]
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server of two models: one answers, the other repeats itself without end."""
+    """Yield a server of two models: one answers, the other repeats itself without end."""
     folder = tmp_path_factory.mktemp("first-minutes")
     scripted(folder / "brief.gguf", "A cairn is a heap of stones.")
     scripted(folder / "loop.gguf", "One two three four five six. ", end=None, context=4000)
     lines = [f"[[models]]\nmodel = {json.dumps(str(folder / name))}\n" for name in ("brief.gguf", "loop.gguf")]
     (folder / "cairn.toml").write_text("".join(lines))
-    given = {"config_file": str(folder / "cairn.toml"), "kv_dir": str(folder / "kv"), "kv_gb": 0.02}
-    server = Served(**given, engine="auto", agents_dir=str(folder / "agents"), keep_packed=False)
+    options = {"config_file": str(folder / "cairn.toml"), "kv_dir": str(folder / "kv"), "kv_gb": 0.02}
+    server = Served(**options, engine="auto", agents_dir=str(folder / "agents"), keep_packed=False)
     try:
         server.wait_ready()
         yield server

@@ -1,4 +1,4 @@
-"""`--kv-codec q8`, `--kv-dtype q8`, and the check that each needs."""
+"""`--kv-codec q8` and `--kv-dtype q8`, and the quality check that each requires."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PROMPT = "a context " * 30
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A folder with weights that compute something."""
+    """Return a folder with weights that compute something."""
     folder = make_model(tmp_path / "model")
     save_file(random_tensors(folder), folder / "model.safetensors")
     return folder
@@ -49,7 +49,7 @@ def check(model: Path, folder: Path, text: Path | None = None) -> CheckResult:
 
 
 async def ask(settings: Config) -> Answer:
-    """The answer of a service that is started for it, with all its KV stored."""
+    """Return the answer of a service that is started for it, with all its KV stored."""
     service = await Service.start(settings, in_process=True)
     try:
         answer = await collect(service.generate(request(service, PROMPT, 8)))
@@ -61,7 +61,7 @@ async def ask(settings: Config) -> Answer:
 
 
 async def test_q8_is_refused_until_it_was_compared_and_never_mixes_with_raw(model: Path, tmp_path: Path) -> None:
-    """Known failures 28, 50: chunks of one codec are nothing to the other, in keys and in files."""
+    """Known failures 28, 50: chunks of one codec are invisible to the other, by key and by file."""
     folder = tmp_path / "kv"
     q8, raw = options(model, folder, kv_codec="q8"), options(model, folder)
     with pytest.raises(ConfigError, match=r"kv_codec: q8 was not compared with raw on this model; run: cairn cache ch"):
@@ -89,7 +89,10 @@ async def test_q8_is_refused_until_it_was_compared_and_never_mixes_with_raw(mode
 async def test_a_pool_of_q8_is_refused_until_it_was_compared_and_never_mixes_with_full_kv(
     model: Path, tmp_path: Path
 ) -> None:
-    """Known failures 28, 50: what a pool of one type stored is nothing to the other, and is as good as computed."""
+    """Known failures 28, 50:
+
+    KV that a pool of one type stored is invisible to the other, and answers are as if computed.
+    """
     folder = tmp_path / "kv"
     q8, full = options(model, folder, kv_dtype="q8"), options(model, folder)
     with pytest.raises(ConfigError, match=r"kv_dtype: q8 was not compared with the usual type on this model; run: "):
@@ -172,8 +175,8 @@ def test_a_store_in_use_is_not_checked(model: Path, tmp_path: Path, monkeypatch:
         store.close()
 
 
-def test_a_disk_that_fails_is_done_without(model: Path) -> None:
-    """Known failure 34: a memory that cannot be read now is no reason not to serve."""
+def test_a_failing_disk_does_not_stop_the_check(model: Path) -> None:
+    """Known failure 34: a stored verdict that cannot be read is no reason to refuse to serve."""
     engine = load(model)
     spec, info = load_spec(model), keyed(engine.info, "q8")
     engine.close()
@@ -209,9 +212,9 @@ def test_the_command_prints_a_table(
     engine = load(model)
     identity = numerics(engine.info.identity, "q8")
     engine.close()
-    found = recall(SystemFiles(), tmp_path / "kv", identity, "q8")
-    assert found is not None and f"{found.perplexity:.4f}, raw {found.raw_perplexity:.4f}" in rows["perplexity"]
-    remember(SystemFiles(), tmp_path / "kv", identity, found)
+    result = recall(SystemFiles(), tmp_path / "kv", identity, "q8")
+    assert result is not None and f"{result.perplexity:.4f}, raw {result.raw_perplexity:.4f}" in rows["perplexity"]
+    remember(SystemFiles(), tmp_path / "kv", identity, result)
 
 
 async def test_q8_is_refused_where_it_diverges_too_much(

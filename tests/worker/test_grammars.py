@@ -1,4 +1,4 @@
-"""The worker's side of grammars: what follows one, through preemption, a worker's death and whatever else comes."""
+"""Grammars in the worker: answers follow them through preemption, a worker's death and every other event."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def request(text: str = AB, id: int = 1, *, bytes: int = 0, growth: int = 0, **f
 
 
 class Site:
-    """Grammars over bytes."""
+    """Grammars over a vocabulary of bytes."""
 
     def __init__(self, vocabulary: Any = byte_vocabulary) -> None:
         self.woken = 0
@@ -63,12 +63,12 @@ class Site:
         self.woken += 1
 
     def ready(self, count: int = 1) -> list[ReadyRequest]:
-        found: list[ReadyRequest] = []
+        results: list[ReadyRequest] = []
         deadline = time.monotonic() + 20
-        while len(found) < count and time.monotonic() < deadline:
-            found += self.grammars.ready()
+        while len(results) < count and time.monotonic() < deadline:
+            results += self.grammars.ready()
             time.sleep(0.001)
-        return found
+        return results
 
     def matcher(self, text: str = AB, **fields: Any) -> Matcher:
         self.grammars.add(request(text, **fields))
@@ -89,7 +89,7 @@ def allowed(matcher: Matcher) -> set[int]:
     return {token for token in range(257) if mask[token >> 3] >> (token & 7) & 1}
 
 
-def test_a_mask_has_what_may_come_and_the_end_where_it_may(site: Site) -> None:
+def test_a_mask_has_the_allowed_tokens_and_the_end(site: Site) -> None:
     matcher = site.matcher()
     assert allowed(matcher) == {ord("a")}
     matcher.consume(ord("a"))
@@ -103,13 +103,13 @@ def test_a_mask_has_what_may_come_and_the_end_where_it_may(site: Site) -> None:
     assert matcher.over, "nothing can follow"
 
 
-def test_what_was_generated_is_consumed_and_copies_do_not_disturb_each_other(site: Site) -> None:
+def test_generated_tokens_are_consumed_and_copies_are_independent(site: Site) -> None:
     first, second = site.matcher(), site.matcher(id=2, generated=tuple(b"aba"))
     assert allowed(first) == {ord("a")} and allowed(second) == {ord("b")}
     assert site.read == 1, "the vocabulary is read once"
 
 
-def test_a_token_that_cannot_come_puts_it_out_of_action(site: Site) -> None:
+def test_a_disallowed_token_disables_the_matcher(site: Site) -> None:
     matcher = site.matcher()
     matcher.consume(ord("x"))
     assert matcher.mask().wait() == b"" and not matcher.over
@@ -126,8 +126,8 @@ def test_only_the_requests_own_ends_end_it(site: Site) -> None:
 def test_a_grammar_that_does_not_compile_refuses_its_request_alone(site: Site) -> None:
     site.grammars.add(request("start: nothing"))
     site.grammars.add(request(id=2))
-    found = {one.request.id: one for one in site.ready(2)}
-    assert isinstance(found[1].error, InvalidRequest) and found[2].error is None
+    results = {one.request.id: one for one in site.ready(2)}
+    assert isinstance(results[1].error, InvalidRequest) and results[2].error is None
     assert not site.grammars.pending
 
 
@@ -154,8 +154,8 @@ def test_a_dropped_request_does_not_return(site: Site) -> None:
     assert site.woken >= 1
 
 
-def test_preemption_goes_on_within_the_grammar() -> None:
-    """Blocks for one sequence only: the others are preempted, and each says what it says alone."""
+def test_a_preempted_answer_continues_within_its_grammar() -> None:
+    """There are blocks for one sequence only: the others are preempted, and each answer is the one it gets alone."""
     vocabulary, masks = letters(), Masks()
     text = grammar("regex", "([a-f]{2}-){4}[a-f]{9}")
 
@@ -180,7 +180,7 @@ def test_preemption_goes_on_within_the_grammar() -> None:
 
 
 def letters() -> Vocabulary:
-    """64 tokens, as the rig's engine has: 1 is a dash, from 2 on come letters."""
+    """Return the 64 tokens of the rig's engine: 1 is a dash, letters follow from 2 on."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     tokens = [b"\xff<|0|>", b"-", *(bytes([97 + i]) for i in range(26))]
@@ -191,7 +191,7 @@ def letters() -> Vocabulary:
 
 
 def test_the_vocabulary_of_a_model(tmp_path: Any) -> None:
-    """Text is bytes, marks of reasoning are text, and other control tokens are not."""
+    """Text is bytes, reasoning tags are text, and other control tokens are not."""
     folder = tiny.make_model(tmp_path / "m")
     tokenizer = Tokenizer.load(folder)
     vocabulary = read_vocabulary(folder, None, tiny.VOCAB, (tokenizer.token_id("<|im_end|>") or 0,))
@@ -224,7 +224,7 @@ def test_reasoning_may_stand_before_what_is_wanted(reasoning: Any, good: list[st
 
 
 def test_random_company_changes_no_mask(site: Site) -> None:
-    """Masks are computed in threads, of matchers that were copied from one."""
+    """Masks are computed in threads, by copies of one matcher."""
     rng = random.Random(3)
     matchers = [site.matcher(id=id) for id in range(8)]
     said = [b"" for _ in matchers]
@@ -240,8 +240,8 @@ def test_random_company_changes_no_mask(site: Site) -> None:
                 said[number] += token
 
 
-def test_a_mark_that_is_a_token_of_the_model_is_forced_as_that(tmp_path: Path) -> None:
-    """In letters it would be nothing that the model has learnt."""
+def test_a_tag_that_is_a_token_is_forced_as_that_token(tmp_path: Path) -> None:
+    """Spelled in letters, the model would not recognise it."""
     folder = text_models.write_model(tmp_path / "m", text_models.byte_level(), text_models.QWEN_CONFIG)
     tokenizer = Tokenizer.load(folder)
     vocabulary = read_vocabulary(folder, None, tokenizer.largest_id + 1, sorted(tokenizer.end_ids))
@@ -265,7 +265,7 @@ def numbered(number: int) -> str:
 
 @pytest.fixture
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The texts that are compiled, in their order."""
+    """Collect the grammars that are compiled, in order."""
     made: list[str] = []
     real = grammar_matcher.compile_grammar
 
@@ -277,13 +277,13 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return made
 
 
-def test_what_is_compiled_is_kept_by_its_bytes(site: Site, compilations: list[str]) -> None:
-    """Not by number: 64 of one client took 3.6 GB."""
+def test_compiled_grammars_are_cached_by_their_bytes(site: Site, compilations: list[str]) -> None:
+    """The limit is not a number of grammars: 64 of one client took 3.6 GB."""
     for number in range(5):
         site.matcher(numbered(number), bytes=20 * MIB)
     assert site.grammars.kept_bytes == 60 * MIB, "a quarter of 256 MiB is the tenant's"
     site.matcher(numbered(4), bytes=20 * MIB)
-    assert len(compilations) == 5, "the newest are there"
+    assert len(compilations) == 5, "the newest are cached"
     site.matcher(numbered(0), bytes=20 * MIB)
     assert len(compilations) == 6, "the oldest is not"
     for tenant in "bcdefgh":
@@ -294,13 +294,15 @@ def test_what_is_compiled_is_kept_by_its_bytes(site: Site, compilations: list[st
     assert site.grammars.kept_bytes <= 256 * MIB
 
 
-def test_what_answers_follow_is_not_given_up_and_the_next_one_waits(site: Site) -> None:
+def test_a_grammar_in_use_is_not_evicted_and_the_next_one_waits(site: Site) -> None:
     """64 answers of one tenant that each follow a grammar of 40 MiB would take 2.5 GB."""
     first = site.matcher(numbered(1), bytes=40 * MIB)
     site.grammars.add(request(numbered(2), id=2, bytes=40 * MIB))
     site.grammars.add(request(numbered(1), id=3, bytes=40 * MIB))
     site.grammars.add(request(AB, id=4, bytes=40 * MIB, share="other"))
-    assert {one.request.id for one in site.ready(2)} == {3, 4}, "who needs no more room passes, and other tenants"
+    assert {one.request.id for one in site.ready(2)} == {3, 4}, (
+        "requests that need no more room pass, and so do other tenants"
+    )
     time.sleep(0.05)
     assert site.grammars.ready() == [] and site.grammars.pending
     del first
@@ -317,8 +319,8 @@ def test_waiting_for_room_has_a_time_limit(site: Site) -> None:
     assert first is not None
 
 
-def test_what_answers_add_counts(site: Site, compilations: list[str]) -> None:
-    """A text of bounded length has a state for each of its characters."""
+def test_growth_while_following_counts(site: Site, compilations: list[str]) -> None:
+    """A string of bounded length has a state for each of its characters."""
     matcher = site.matcher(AB, bytes=MIB, growth=4 * MIB)
     for token in b"ab" * 5:
         matcher.consume(token)
@@ -327,10 +329,10 @@ def test_what_answers_add_counts(site: Site, compilations: list[str]) -> None:
     assert len(compilations) == 1
     for token in b"ab" * 20:
         again.consume(token)
-    assert site.grammars.kept_bytes == 129 * MIB, "there is a most that it can grow"
+    assert site.grammars.kept_bytes == 129 * MIB, "its growth has a limit"
     del matcher, again
     site.matcher(AB, bytes=MIB, growth=4 * MIB)
-    assert len(compilations) == 2 and site.grammars.kept_bytes == MIB, "what has grown so far is compiled anew"
+    assert len(compilations) == 2 and site.grammars.kept_bytes == MIB, "a grown grammar is compiled anew"
 
 
 def test_a_cancelled_request_is_not_compiled(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,7 +353,7 @@ def test_a_cancelled_request_is_not_compiled(site: Site, monkeypatch: pytest.Mon
     go.set()
     site.grammars.add(request(AB, id=100))
     (one,) = site.ready()
-    assert one.request.id == 100 and len(made) == 2, "the one that was begun, and the one that is waited for"
+    assert one.request.id == 100 and len(made) == 2, "the running one, and the one that is waited for"
 
 
 def test_the_next_tenant_waits_for_one_grammar_of_each_other(site: Site, compilations: list[str]) -> None:
@@ -366,11 +368,11 @@ def test_the_next_tenant_waits_for_one_grammar_of_each_other(site: Site, compila
 
 
 STATES = grammar("regex", r"(ab)+|((.|\n)*a(.|\n){300}x)+")
-"""One way through it is cheap; of the other any text makes new states, until there are too many."""
+"""One branch is cheap to follow. In the other, any text makes new states, until there are too many."""
 
 
 def follow_to_its_end(matcher: Matcher, rng: random.Random) -> bool:
-    """Whether a random answer becomes too complex to follow."""
+    """Return whether a random answer becomes too complex to follow."""
     for _ in range(2000):
         mask = matcher.mask().wait()
         if not mask:
@@ -383,8 +385,9 @@ def follow_to_its_end(matcher: Matcher, rng: random.Random) -> bool:
 def test_an_answer_that_becomes_too_complex_ends_and_no_other(
     site: Site, compilations: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """llguidance lets copies share what they find out, so one of them put all others, and all later ones, out of
-    action."""
+    """Copies of a llguidance matcher share what they learn, so that one of them disabled all others and all later
+    ones.
+    """
     monkeypatch.setitem(LIMITS, "max_lexer_states", 500)
     cheap, costly = site.matcher(STATES, id=1), site.matcher(STATES, id=2)
     for token in b"abab":
@@ -394,11 +397,11 @@ def test_an_answer_that_becomes_too_complex_ends_and_no_other(
     assert {ord("a"), END} <= allowed(cheap) and ord("b") in allowed(site.matcher(STATES, generated=tuple(b"aba")))
     cheap.consume(ord("a"))
     assert ord("b") in allowed(cheap) and cheap.forced() is None
-    assert len(compilations) == 4, "the first, its own of each of the two, and that of who came later"
+    assert len(compilations) == 4, "the first, one for each of the two, and the late one's"
 
 
 def test_masks_that_take_too_long_together_end_their_answer(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step waits for them, and all other answers with it."""
+    """Every step waits for masks, and so do all other answers."""
     seconds = itertools.count(0.0, 0.02)
     monkeypatch.setattr(grammar_matcher, "thread_time", lambda: next(seconds))
     monkeypatch.setattr(grammar_matcher, "perf_counter", lambda: next(seconds))
@@ -407,4 +410,4 @@ def test_masks_that_take_too_long_together_end_their_answer(site: Site, monkeypa
         if not matcher.mask().wait():
             break
         matcher.consume(b"ab"[number % 2])
-    assert 60 <= number <= 70, "fifteen milliseconds too long each, and a second in all"
+    assert 60 <= number <= 70, "15 ms over the limit each, and a second in all"

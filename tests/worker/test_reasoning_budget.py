@@ -1,4 +1,4 @@
-"""A budget of reasoning: the tag that ends it comes when it is used up, and nothing else is changed by it."""
+"""Reasoning budgets: the end tag is forced when the budget is used up, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def budget(tokens: int, *, opened: bool = True, inner: Matcher | None = None) ->
 
 
 def forced(matcher: Matcher) -> int | None:
-    """The only token that may come, or None where any may."""
+    """Return the only allowed token, or None if any is allowed."""
     pending = matcher.mask()
     if pending is None:
         return None
     mask = pending.wait()
-    found = [token for token in range(257) if mask[token >> 3] >> (token & 7) & 1]
-    assert len(found) == 1
-    return found[0]
+    results = [token for token in range(257) if mask[token >> 3] >> (token & 7) & 1]
+    assert len(results) == 1
+    return results[0]
 
 
 def ends_at(matcher: BudgetMatcher, said: bytes) -> int | None:
-    """After how many tokens of what the model would say it is made to say the tag, and nothing more, if ever."""
+    """Return after how many tokens of `said` the end tag is forced, or None; fail if anything else is forced."""
     for at, token in enumerate(said):
         if (only := forced(matcher)) is not None:
             assert only == TAG[0]
@@ -73,10 +73,10 @@ def ends_at(matcher: BudgetMatcher, said: bytes) -> int | None:
         (0, False, b"<think>I think that", 7),
         (5, False, b" \n<think>I think that", 14),
         (5, False, b"I answer at once. <think>I think that", None),
-        (5, False, b" " * 17 + b"<think>I think that", None),  # it is content, as the front reads it
+        (5, False, b" " * 17 + b"<think>I think that", None),  # content, as the front parses it
         (5, False, b"<thinner than that>", None),
         (2, True, "a\u20acbc".encode(), 4),  # not within a character
-        (2, True, b"a\xe2\xe2\xe2\xe2\xe2", None),  # what never becomes one holds it up no longer than it lasts
+        (2, True, b"a\xe2\xe2\xe2\xe2\xe2", None),  # bytes that never become a character delay it only while they last
         (2, True, b"a\xe2\xe2b and so on", 4),
         (3, True, bytes([97, END & 255, 98, 99, 100]), 3),
     ],
@@ -112,7 +112,7 @@ def test_a_grammar_goes_on_behind_the_tag(reasoning: Any) -> None:
 
 
 def test_preemption_changes_nothing() -> None:
-    """Blocks for one sequence only: the others are preempted, and each says what it says alone."""
+    """There are blocks for one sequence only: the others are preempted, and each answer is the one it gets alone."""
     vocabulary = letters()._replace(closes={"": (9, 1, 8)})
 
     def answers(blocks: int, ids: Sequence[int], most: int | None) -> tuple[dict[int, list[int]], int]:
@@ -135,7 +135,7 @@ def test_preemption_changes_nothing() -> None:
 
 
 def test_generated_tokens_count() -> None:
-    """A request that goes on elsewhere is where it was, at every token."""
+    """A request that is resumed elsewhere keeps its count, at every token."""
     said = b"<think>abc" + TAG + b"more"
     for cut in range(len(said)):
         here, there = budget(3, opened=False), budget(3, opened=False)
@@ -170,7 +170,7 @@ def spec() -> Any:
 
 @contextlib.asynccontextmanager
 async def thinker(folder: Path) -> AsyncIterator[House]:
-    """Agents of a model whose prompts end within reasoning, and which never ends it."""
+    """Yield agents of a model whose prompts open the reasoning, and which never ends it."""
     talking_model(folder)
     path = folder / "tokenizer_config.json"
     opening = QWEN_TEMPLATE.replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<think>\\n'")
@@ -181,7 +181,7 @@ async def thinker(folder: Path) -> AsyncIterator[House]:
 
 
 async def test_a_turn_that_is_resumed_keeps_its_budget(tmp_path: Path) -> None:
-    """End to end: the answer is what it would be, cut at the budget; and it is the same after a crash."""
+    """End to end: the answer is what it would be, cut at the budget, also after a crash."""
     options = SamplingOptions(temperature=1, seed=4, max_tokens=600, ignore_eos=True)
     few = SamplingOptions(temperature=1, seed=4, max_tokens=600, ignore_eos=True, reasoning_budget=20)
     async with thinker(tmp_path / "m") as at:
@@ -212,17 +212,19 @@ async def test_a_turn_that_is_resumed_keeps_its_budget(tmp_path: Path) -> None:
         ((5, 6), None, {"allowed_token_ids": (1, 5, 6), "bad_words": ((6, 2),)}),
     ],
 )
-def test_what_could_never_come_is_refused(close: tuple[int, ...], field: str | None, extras: dict[str, Any]) -> None:
+def test_a_budget_whose_tag_cannot_come_is_refused(
+    close: tuple[int, ...], field: str | None, extras: dict[str, Any]
+) -> None:
     sampling = SamplingParams(max_tokens=9, extras=SamplingExtras(**extras))
     vocabulary = byte_vocabulary()._replace(closes={"": close})
     grammars = Grammars(lambda marks: vocabulary, lambda: None, SystemClock())
     grammars.add(Request(id=1, prompt=(1,), sampling=sampling, reasoning_budget=3, output=THINKS))
-    found: list[ReadyRequest] = []
-    while not found:
-        found = grammars.ready()
+    results: list[ReadyRequest] = []
+    while not results:
+        results = grammars.ready()
     grammars.close()
-    assert (found[0].error.field if isinstance(found[0].error, InvalidRequest) else None) == field
-    assert (found[0].matcher is None) == (field is not None)
+    assert (results[0].error.field if isinstance(results[0].error, InvalidRequest) else None) == field
+    assert (results[0].matcher is None) == (field is not None)
 
 
 async def test_the_tag_comes_whatever_else_is_asked_or_it_is_refused(tmp_path: Path) -> None:
@@ -243,4 +245,4 @@ async def test_the_tag_comes_whatever_else_is_asked_or_it_is_refused(tmp_path: P
             heard = await ask(**more)
             assert heard.error is None and len(heard.tokens) == 12 and close in heard.tokens[:8], (
                 more
-            )  # within a character it waits
+            )  # the tag waits for the end of a character

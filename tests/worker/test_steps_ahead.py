@@ -24,20 +24,20 @@ from cairn.worker.worker import WorkerLoop
 
 
 class Overlapping:
-    """The fake engine on a thread of its own, as a device's: tables are copied when a step is submitted."""
+    """The fake engine on a thread of its own, like a device: tables are copied when a step is submitted."""
 
     def __init__(self) -> None:
         self.inner = FakeEngine(fake_spec(64), blocks=200, block_tokens=4)
         self.info = replace(self.inner.info, overlaps=True)
         self.stream = ThreadStream("test")
         self.waiting = self.most = 0
-        """Steps that are submitted and whose results nobody has asked for, now and at most."""
+        """Submitted steps whose results were not read yet: their number, and its maximum."""
 
     def prefill(self, rows: Sequence[Row]) -> EngineCall[list[RowResult]]:
-        given = [msgspec.structs.replace(row, tables=tuple(list(table) for table in row.tables)) for row in rows]
+        copies = [msgspec.structs.replace(row, tables=tuple(list(table) for table in row.tables)) for row in rows]
         self.waiting += 1
         self.most = max(self.most, self.waiting)
-        call = self.stream.submit(lambda: self.inner.prefill(given).wait())
+        call = self.stream.submit(lambda: self.inner.prefill(copies).wait())
 
         def wait() -> list[RowResult]:
             self.waiting -= 1
@@ -53,7 +53,7 @@ class Overlapping:
 
 
 class Front:
-    """Asks for two answers at first, for a third when the first have some tokens, drops one, and goes."""
+    """A front that asks for two answers, later for a third, drops one, and leaves."""
 
     def __init__(self, requests: list[Request]) -> None:
         self.requests, self.asked = requests, 0

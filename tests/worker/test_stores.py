@@ -1,4 +1,4 @@
-"""Stores as the options of a service name them."""
+"""KV stores as a service's options configure them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def test_kv_survives_the_service(folder: Path, tmp_path: Path) -> None:
         assert again.cache.pool == 0 and again.cache.load > 0
 
 
-async def test_what_a_folder_has_to_bring_up_is_known_before_the_model(
+async def test_stored_kv_is_counted_before_the_model_is_loaded(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored = config(folder, kv_dir=str(tmp_path / "kv"))
@@ -71,9 +71,11 @@ async def test_what_a_folder_has_to_bring_up_is_known_before_the_model(
     assert stored_bytes(stored, SystemFiles()) == 1000
 
 
-@pytest.mark.parametrize(("given", "kept"), [({}, 30 * 86400.0), ({"kv_ttl": 90.0}, 90.0), ({"kv_ttl": 0}, math.inf)])
+@pytest.mark.parametrize(
+    ("settings", "kept"), [({}, 30 * 86400.0), ({"kv_ttl": 90.0}, 90.0), ({"kv_ttl": 0}, math.inf)]
+)
 async def test_the_option_says_how_long_unused_kv_is_kept(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, float], kept: float
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, float], kept: float
 ) -> None:
     made: list[float] = []
 
@@ -83,14 +85,14 @@ async def test_the_option_says_how_long_unused_kv_is_kept(
             super().__init__(*args, **how)
 
     monkeypatch.setattr("cairn.worker.stores.DiskStore", Watched)
-    async with serving(folder, kv_dir=str(tmp_path / "kv"), **given):
+    async with serving(folder, kv_dir=str(tmp_path / "kv"), **settings):
         assert made == [kept]
 
 
-async def test_a_model_that_two_servers_have_is_stored_by_both_and_found_by_the_next(
+async def test_two_servers_of_one_model_store_its_kv_and_the_next_one_finds_it(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each has a folder of its own meanwhile; more than four are one too many."""
+    """Each has a folder of its own meanwhile; a fifth server is refused one."""
     monkeypatch.setattr("cairn.worker.stores.PATIENCE", 0.0)
     stored = {"kv_dir": str(tmp_path / "kv"), "kv_load": "always"}
     prompts = ["a context " * 30, "another one " * 30]
@@ -113,7 +115,7 @@ async def test_a_model_that_two_servers_have_is_stored_by_both_and_found_by_the_
 def test_a_start_waits_for_one_folder_of_its_model_and_no_longer(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker on its way out holds the usual one. To wait for each of four took 20 s."""
+    """A worker that is about to end holds the usual folder. Waiting for each of four took 20 s."""
     waited: list[float] = []
 
     class Taken(DiskStore):
@@ -128,7 +130,7 @@ def test_a_start_waits_for_one_folder_of_its_model_and_no_longer(
     assert waited == [5.0, 0.0, 0.0, 0.0]
 
 
-async def test_the_users_own_folder_is_done_without_where_it_cannot_be_used(
+async def test_an_unusable_default_folder_is_no_error(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -159,12 +161,12 @@ async def test_a_folder_that_cannot_be_used_is_logged_once_and_so_is_that_it_wor
     async with serving(folder, kv_dir=str(tmp_path / "in the way" / "kv")) as service:
 
         def logged() -> list[tuple[str, str]]:
-            return [(one.levelname, one.message) for one in caplog.records if "the KV store" in one.message]
+            return [(record.levelname, record.message) for record in caplog.records if "the KV store" in record.message]
 
         await until(lambda: bool(service.troubles()), 20)
         (trouble,) = service.troubles()
         assert logged() == [("WARNING", trouble)] and str(tmp_path / "in the way" / "kv") in trouble
-        for _ in range(3):  # each has the same figures again
+        for _ in range(3):  # the same figures again each time
             await service.flush()
         assert logged() == [("WARNING", trouble)]
         (tmp_path / "in the way").unlink()
@@ -206,18 +208,18 @@ async def test_kv_that_leaves_the_pool_is_found_in_memory(folder: Path, tmp_path
 def test_host_memory_for_kv_is_what_is_asked_and_free(
     folder: Path, given: dict[str, Any], elsewhere: bool, kept: int | str
 ) -> None:
-    """With 8 GB free and a pool of 1 GB: on the CPU that is in the same memory."""
+    """With 8 GB free and a pool of 1 GB, which is in the same memory on the CPU."""
     info = dataclasses.replace(FakeEngine(fake_spec(), blocks=4).info, blocks=(1000,), block_bytes=(10**6,))
     if isinstance(kept, int):
         assert ram_bytes(config(folder, **given), info, elsewhere, 8 * 10**9) == kept
         return
-    with pytest.raises(ConfigError, match=kept) as told:
+    with pytest.raises(ConfigError, match=kept) as caught:
         ram_bytes(config(folder, **given), info, elsewhere, 8 * 10**9)
-    assert told.value.field == "kv_ram_gb"
+    assert caught.value.field == "kv_ram_gb"
 
 
 def test_the_cpu_keeps_kv_beside_a_small_pool(tmp_path: Path) -> None:
-    """Real kernels: the pool has room for little, memory for more."""
+    """With real kernels: the pool holds little, host memory holds more."""
     written = write_model(tmp_path / "model", max_position_embeddings=256)
     engine = RecordedEngine.load(load_spec(written), written, Config(step_tokens=64, threads=1), blocks=(12,))
     stores, trouble = open_stores(
@@ -240,7 +242,7 @@ def test_the_cpu_keeps_kv_beside_a_small_pool(tmp_path: Path) -> None:
                     got += output.tokens
                     report = output.cache or report
             tiers.turn(True)
-        for _ in range(50):  # the writer's thread may get no processor for a while
+        for _ in range(50):  # the writer's thread may not be scheduled for a while
             tiers.turn(True)
             time.sleep(0.01)
         answers.append((got, report))
@@ -252,7 +254,7 @@ def test_the_cpu_keeps_kv_beside_a_small_pool(tmp_path: Path) -> None:
 
 
 async def test_a_worker_that_was_killed_leaves_its_store_to_the_next(folder: Path, tmp_path: Path) -> None:
-    """Known failures 27, 31: nothing is closed, and the lock is free for the worker that follows."""
+    """Known failures 27, 31: nothing was closed, and the lock is free for the next worker."""
     options = {"kv_dir": str(tmp_path / "kv"), "kv_load": "always"}
     service = await Service.start(config(folder, **options), patience=Patience(backoff=(0.0, 0.01)))
     try:
@@ -272,7 +274,7 @@ async def test_a_worker_that_was_killed_leaves_its_store_to_the_next(folder: Pat
 
 
 async def test_a_foreign_folder_is_set_aside_if_configured(folder: Path, tmp_path: Path) -> None:
-    """Known failure 50: the option does something."""
+    """Known failure 50: the option has an effect."""
     own = tmp_path / "kv"
     own.mkdir(mode=0o700)
     (own / "letter").write_text("not a store")
@@ -285,7 +287,7 @@ async def test_a_foreign_folder_is_set_aside_if_configured(folder: Path, tmp_pat
 
 
 async def test_a_folder_of_another_kv_type_is_left_alone(folder: Path, tmp_path: Path) -> None:
-    """Nothing of it is loaded, the answer is that of an empty folder, and whoever wrote it finds it again."""
+    """None of it is loaded, the answer is that of an empty folder, and its owner finds it unchanged."""
     prompt = "a context " * 30
     folder = Path(shutil.copytree(folder, tmp_path / "model"))
     save_file(random_tensors(folder), folder / "model.safetensors")
@@ -297,8 +299,35 @@ async def test_a_folder_of_another_kv_type_is_left_alone(folder: Path, tmp_path:
             await service.flush()
             return tuple(got.tokens), got.cache.disk
 
-    before, found = await ask("bf16", "shared")
-    assert found == 0
+    before, cached = await ask("bf16", "shared")
+    assert cached == 0
     assert await ask("f16", "shared") == await ask("f16", "alone")
-    again, found = await ask("bf16", "shared")
-    assert again == before and found > 0
+    again, cached = await ask("bf16", "shared")
+    assert again == before and cached > 0
+
+
+async def test_the_stores_answer_what_is_asked_about_a_context(folder: Path, tmp_path: Path) -> None:
+    stored = {"kv_dir": str(tmp_path / "kv"), "kv_load": "always"}
+    prompt = "a context " * 30
+    async with serving(folder, **stored) as service:
+        tokens = service.tokenizer.encode(prompt)
+        whole, blocks, chunks = len(tokens) // 64 * 64, len(tokens) // 16 * 16, -(-(len(tokens) // 16) // 4)
+        await collect(service.generate(request(service, prompt, 2)))
+        await service.flush()
+        assert service.kv().disk is not None and service.kv().disk.chunks == chunks, "figures from after the flush"
+        assert service.kv().queued == 0
+        await service.pin("agent", tokens)
+        await until(lambda: service.kv().disk is not None and service.kv().disk.pinned == chunks)
+        assert (await service.evict(tokens)).disk == blocks
+        assert (await service.where(tokens)).pool == 0
+        assert (await service.prefetch(tokens)).pool == blocks
+        again = await collect(service.generate(request(service, prompt, 2)))
+        assert again.cache.pool >= whole - 64 and again.cache.disk == 0
+        swept = await service.scrub()
+        assert swept.checked == chunks and swept.removed == 0
+        assert (await service.prune()).removed == 0
+        placed = await service.evict(tokens, keep=64, disk=True)
+        assert (placed.disk, placed.pool) == (64, 64)
+        await service.unpin("agent")
+        await until(lambda: service.kv().disk is not None and service.kv().disk.pinned == 0)
+        assert service.troubles() == []

@@ -1,4 +1,4 @@
-"""Frames: what is sent is what arrives, however it is cut; anything else ends the connection."""
+"""Frames: messages arrive as they were sent, however they are cut; anything else ends the connection."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_frames_longer_than_the_cap_are_refused_on_both_sides(monkeypatch: pytes
 
 
 def test_nonsense_ends_the_connection_and_nothing_else() -> None:
-    """No bytes make the reader do anything but raise `WireError` or return messages of the known kinds."""
+    """Whatever the bytes, the reader raises `WireError` or returns messages of known types."""
     random_bytes = random.Random(5)
     good = wire.encode(wire.Add(REQUEST))
     broken = 0
@@ -109,7 +109,7 @@ def test_an_unknown_error_code_is_our_own_fault() -> None:
 
 
 def test_a_channel_blocks_while_the_front_does_not_read() -> None:
-    """A slow front holds the worker up; the worker's memory does not grow. Known failure 43."""
+    """A slow front delays the worker, whose memory does not grow. Known failure 43."""
     front, worker = socket.socketpair()
     with front, worker:
         channel = wire.Channel(worker)
@@ -152,7 +152,7 @@ def test_receive_waits_no_longer_than_asked_and_tells_when_the_front_is_gone() -
 
 
 def test_a_channel_can_be_woken_up() -> None:
-    """Known failure 5: a store that has something for the loop is heard at once, also before anybody listens."""
+    """Known failure 5: the loop hears at once of a store that has something for it, also before anybody listens."""
     front, worker = socket.socketpair()
     channel = wire.Channel(worker)
     with front:

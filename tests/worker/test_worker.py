@@ -1,4 +1,4 @@
-"""The worker's loop, with nothing around it that is real."""
+"""The worker's loop with fakes all around it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cairn.worker.worker import BEAT_SECONDS, WorkerLoop
 
 
 class World:
-    """A clock, a channel on which the front asks one thing, and a store whose disk takes three beats for it."""
+    """A clock, a channel on which the front asks one thing, and a store whose disk takes three heartbeats for it."""
 
     def __init__(self) -> None:
         self.at = 100.0
@@ -48,8 +48,8 @@ class World:
         return True
 
 
-def test_while_an_answer_is_owed_the_front_hears_that_the_loop_lives() -> None:
-    """Known failure 16: else a worker that waits for a slow disk looks like one that has stopped."""
+def test_heartbeats_continue_while_a_reply_is_pending() -> None:
+    """Known failure 16: otherwise a worker that waits for a slow disk looks stalled."""
     world = World()
     figures = SchedulerStats(
         running=0, waiting=0, waiting_tokens=0, groups=(), prefix_queries=0, prefix_hits=0, preemptions=0

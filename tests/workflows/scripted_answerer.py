@@ -1,4 +1,4 @@
-"""Nodes whose answers a test says."""
+"""Workflow nodes with scripted answers."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ ASKER = Asker(tenant="me")
 
 
 class KilledError(Exception):
-    """The process was killed here."""
+    """Stands for the death of the process."""
 
 
 class ScriptedAnswerer:
-    """`script(prompt)` gives a value, which is said as JSON, or a text."""
+    """An answerer: `script(prompt)` returns a text, or a value that is answered as JSON."""
 
     def __init__(self, script: Callable[[str], Any]) -> None:
         self.script = script
         self.asked: list[tuple[str, int | None]] = []
-        """(the last message, seed) in order."""
+        """(last message, seed) in order."""
         self.chats: list[list[dict[str, Any]]] = []
         self.rng: random.Random | None = None
-        """Answers come after different times, drawn by this."""
+        """Draws how long each answer takes."""
         self.at_once = self.most_at_once = 0
         self.die_at: int | None = None
 
@@ -64,7 +64,7 @@ class ScriptedAnswerer:
 
 
 class Bench:
-    """Runs over a token log of the test. `again` opens the log as a restart does after a loss of power."""
+    """Runs over a token log; `again` reopens the log as a restart after a power failure does."""
 
     def __init__(self, script: Callable[[str], Any]) -> None:
         self.answerer, self.files = ScriptedAnswerer(script), CrashFiles()
@@ -99,7 +99,7 @@ class Bench:
 
 
 async def run(workflow: dict[str, Any], script: Callable[[str], Any], **inputs: Any) -> Bench:
-    """A run to its end; the bench is closed."""
+    """Play a run to its end, and close the bench."""
     bench = Bench(script)
     try:
         await bench.begin(workflow, **inputs)

@@ -1,4 +1,4 @@
-"""What a workflow may hold: each bound is named, and what is within them is checked and filled in little time."""
+"""Limits of workflows: each is named in the error, and workflows within them are checked and filled quickly."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.workflows.scripted_answerer import Bench, run
 from tests.workflows.test_checks import PLAN, node
 
 SECONDS = 2.0
-"""Of processor time for the check of one workflow; each of these took many times as long, or did not end."""
+"""Limit in CPU seconds for checking a workflow; each of these took many times as long, or did not end."""
 
 
 def check(flow: dict[str, Any]) -> str:
-    """Check a workflow; what it is refused with, or an empty text."""
+    """Check a workflow; return the error, or an empty text."""
     try:
         check_workflow(workflow_of(flow))
     except InvalidRequest as error:
@@ -78,8 +78,8 @@ CONDITION = {"output": "b", "exists": True}
     ],
 )
 def test_a_bound_is_named(flow: dict[str, Any], said: str) -> None:
-    found = check(flow)
-    assert said in found and len(found) < 600
+    result = check(flow)
+    assert said in result and len(result) < 600
 
 
 LONG = "long" * 250_000
@@ -240,8 +240,8 @@ def test_a_filled_prompt_is_measured_before_it_is_made() -> None:
 
 @pytest.mark.parametrize("value", ["text", 3, True, None, [], {}, {"a": [1, {"b": "\u00e9"}]}, [[[]]], 1.5])
 def test_the_size_is_that_of_the_text(value: Any) -> None:
-    found = filling("a {{ v }} b {{v or w}}{c}", {"v": value})
-    assert len(found.text()) == found.size("p")
+    result = filling("a {{ v }} b {{v or w}}{c}", {"v": value})
+    assert len(result.text()) == result.size("p")
 
 
 async def test_a_prompt_that_is_too_long_fails_its_node_and_no_other() -> None:
@@ -256,7 +256,7 @@ async def test_a_prompt_that_is_too_long_fails_its_node_and_no_other() -> None:
 
 
 async def test_items_are_begun_as_places_get_free() -> None:
-    """Ten nodes of 256 items are 2,560 answers; no more tasks than nodes and places are there at any time."""
+    """Ten nodes of 256 items are 2,560 answers; there are never more tasks than nodes and slots."""
     flow = {
         "inputs": {"items": list(range(256))},
         "nodes": [node(f"n{at}", "{{ item }}", each={"in": "inputs.items"}) for at in range(10)],

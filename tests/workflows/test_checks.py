@@ -1,4 +1,4 @@
-"""What is wrong with a workflow is found before anything runs, and named."""
+"""Checks of workflows: errors are found before anything runs, and named."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_merge_names_nodes_with_fields() -> None:
 
 
 def test_a_slot_may_be_empty() -> None:
-    """As the last of its alternatives: for what a contract does not require, and for the first run of a loop."""
+    """An empty text as the last alternative: for an optional field of a contract, and for a loop's first run."""
     nodes = [
         node("plan", "{{ inputs.task }}", output=PLAN),
         node("code", '{{ plan.risk or "" }}'),
@@ -144,7 +144,7 @@ def test_a_graph_is_in_order_and_knows_what_waits_for_what() -> None:
 
 
 def random_graph(rng: random.Random) -> tuple[list[dict[str, Any]], bool]:
-    """Nodes with random needs, and whether there is a cycle, told by walking from each node."""
+    """Return nodes with random needs, and whether there is a cycle, found by walking from each node."""
     count = rng.randint(1, 9)
     names = [f"n{number}" for number in range(count)]
     needs = {name: rng.sample(names, rng.randint(0, min(2, count))) for name in names}
@@ -165,7 +165,7 @@ def random_graph(rng: random.Random) -> tuple[list[dict[str, Any]], bool]:
 
 
 def wrong_verdicts() -> int:
-    rng, found = random.Random(1), 0
+    rng, wrong = random.Random(1), 0
     for _ in range(2_000):
         nodes, cyclic = random_graph(rng)
         try:
@@ -173,13 +173,13 @@ def wrong_verdicts() -> int:
             refused = ""
         except InvalidRequest as error:
             refused = str(error)
-        found += bool(refused) != cyclic
+        wrong += bool(refused) != cyclic
         if refused:
             ring = refused.partition("cycle: ")[2].split(" -> ")
             needs = {one["id"]: one["needs"] for one in nodes}
             assert ring[0] == ring[-1] and len(set(ring)) == len(ring) - 1
             assert all(after in needs[before] for before, after in pairwise(ring))
-    return found
+    return wrong
 
 
 def test_a_cycle_is_always_refused_and_nothing_else_is() -> None:
@@ -187,7 +187,7 @@ def test_a_cycle_is_always_refused_and_nothing_else_is() -> None:
 
 
 def test_a_check_that_lets_cycles_through_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted bug: a node that waits for itself is let through."""
+    """The planted bug: a node that waits for itself is accepted."""
     ordered = checks._ordered
 
     def blind(nodes: Any, needs: Any, where: str) -> Any:

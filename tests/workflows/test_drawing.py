@@ -1,4 +1,4 @@
-"""Pictures of workflows."""
+"""Drawings of workflows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of workflows, with answers that the test says: every event, retries, loops, fan-outs, merges and restarts."""
+"""Runs of workflows with scripted answers: every event, retries, loops, fan-outs, merges and restarts."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def answers(prompt: str) -> Any:
 
 
 def shape(events: list[dict[str, Any]]) -> list[str]:
-    found = []
+    short = []
     for event in events:
         if event["type"] not in ("node.delta", "node.started"):
-            found.append(" ".join([event["type"], *([event["key"]] if "key" in event else [])]))
-    return found
+            short.append(" ".join([event["type"], *([event["key"]] if "key" in event else [])]))
+    return short
 
 
 async def test_a_run_from_its_task_to_its_result() -> None:
@@ -213,7 +213,7 @@ async def test_a_merge_lists_each_conflict_with_both_values_and_why_one_won() ->
     ended = (await run(MERGING, SAID.__getitem__)).state.ended
     assert ended is not None and ended.result == {"verdict": "no", "note": "slow"}
     assert ended.sources == {"verdict": "reviewer", "note": "tester"}
-    assert [tuple(one.values()) for one in ended.conflicts] == [
+    assert [tuple(conflict.values()) for conflict in ended.conflicts] == [
         ("verdict", "reviewer", "no", "tester", "yes", "reviewer comes before tester in merge.precedence"),
         ("note", "tester", "slow", "coder", "quick", "tester comes before coder in merge.precedence"),
     ]
@@ -226,33 +226,33 @@ def test_items_of_a_fan_out_are_merged_in_their_order() -> None:
 
 
 async def results() -> list[Any]:
-    """What the merge says, in as many orders of completion."""
-    found = []
+    """Return the merge's outputs for 25 random orders of completion."""
+    outputs = []
     for seed in range(25):
         bench = Bench(SAID.__getitem__)
         bench.answerer.rng = random.Random(seed)
         try:
             await bench.begin(MERGING)
-            found.append(await bench.work())
+            outputs.append(await bench.work())
         finally:
             await bench.close()
-    return found
+    return outputs
 
 
 async def test_a_merge_does_not_depend_on_who_was_done_first() -> None:
-    found = await results()
-    assert all(one == found[0] for one in found)
+    result = await results()
+    assert all(one == result[0] for one in result)
 
 
 async def test_a_merge_by_completion_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted bug: who was done first stands first."""
+    """The planted bug: inputs are merged in order of completion."""
 
     def hasty(precedence: Any, outputs: Any) -> Merged:
         return merge([name for name in outputs if name in precedence], outputs)
 
     monkeypatch.setattr(runner, "merge", hasty)
-    found = await results()
-    assert any(one != found[0] for one in found)
+    result = await results()
+    assert any(one != result[0] for one in result)
 
 
 # ----------------------------------------------------------------------------------------------------------- restarts
@@ -279,8 +279,8 @@ async def whole(deaths: list[int]) -> tuple[Any, Any, list[tuple[str, int | None
 async def test_a_run_goes_on_after_a_crash_at_any_question() -> None:
     ended, nodes, asked = await whole([])
     for death in range(len(asked)):
-        found, others, again = await whole([death])
-        assert (found, others) == (ended, nodes), death
+        result, others, again = await whole([death])
+        assert (result, others) == (ended, nodes), death
         assert set(again) == set(asked)  # with the same seeds
         assert len(again) <= len(asked) + 1  # the other item of the fan-out may not have been done
     assert (await whole([1, 2, 3, 5, 6]))[:2] == (ended, nodes)

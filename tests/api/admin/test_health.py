@@ -1,4 +1,4 @@
-"""What /health says where a part of the server refuses."""
+"""/health while one part of the server refuses requests."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ async def trouble(http: httpx.AsyncClient) -> str:
 
 
 async def test_health_is_degraded_while_the_disk_refuses_turns(folder: Path) -> None:
-    """A monitor that asks /health alone saw ok, and every turn was a 503."""
+    """A monitor that read only /health saw `ok` while every turn got a 503."""
     async with home(folder) as (house, http):
         await http.post("/v1/agents", json={"id": "ada"})
         assert (await http.get("/health")).json() == WELL
         house.files.fail(Fault(house.files.calls, errno.ENOSPC, sticky=True))
         assert (await http.post("/v1/agents/ada/turns", json=TURN)).status_code == 503
-        assert (await http.post("/v1/chat/completions", json=TURN)).status_code == 200  # which keeps nothing
+        assert (await http.post("/v1/chat/completions", json=TURN)).status_code == 200  # stores nothing
         assert "cannot be written: No space left on device" in await trouble(http)
         house.files.heal()
         await house.agents.tend()
@@ -50,11 +50,11 @@ async def test_health_is_degraded_while_the_disk_refuses_turns(folder: Path) -> 
         assert (await http.post("/v1/agents/ada/turns", json=TURN)).status_code == 200
 
 
-async def test_health_is_degraded_where_there_are_no_agents(folder: Path) -> None:
+async def test_health_is_degraded_where_agents_cannot_be_opened(folder: Path) -> None:
     async with home(folder) as (house, http):
         attribution = house.web.app.state.attribution  # type: ignore[attr-defined]
         attribution.agents = None
-        assert (await http.get("/health")).json() == WELL  # nobody wants any
+        assert (await http.get("/health")).json() == WELL  # no agents were asked for
         attribution.missing("another server has their folder")
         assert (await http.post("/v1/agents", json={"id": "ada"})).status_code == 503
         assert "another server has their folder" in await trouble(http)
@@ -68,11 +68,11 @@ async def test_health_is_degraded_while_the_disk_refuses_documents(
         assert (await http.post("/v1/files", **form)).status_code == 200
         files = house.web.app.state.library._opened.files  # type: ignore[attr-defined]
         with files.database.read() as db:
-            db.execute("PRAGMA max_page_count=1")  # as a disk that is full
+            db.execute("PRAGMA max_page_count=1")  # acts like a full disk
         assert (await http.post("/v1/files", **form)).status_code == 503
         assert len((await http.get("/v1/files")).json()["data"]) == 1
         assert "disk is full" in await trouble(http)
-        monkeypatch.setattr(document_store, "TROUBLE_SECONDS", 0.0)  # nobody has tried for a minute
+        monkeypatch.setattr(document_store, "TROUBLE_SECONDS", 0.0)  # as if the last failure were a minute ago
         assert (await http.get("/health")).json() == WELL
         monkeypatch.undo()
         with files.database.read() as db:

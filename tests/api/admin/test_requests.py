@@ -1,4 +1,4 @@
-"""Routes beside generation."""
+"""Requests that run: the list, cancellation, and the routes of health, metrics and models."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ async def test_models() -> None:
 
 async def test_tokenize_and_detokenize() -> None:
     async with site(ScriptedService()) as at, at.http() as http:
-        found = (await http.post("/tokenize", json={"prompt": "h\u00e9"})).json()
-        assert found == {"tokens": [0x68, 0xC3, 0xA9], "count": 3, "max_model_len": 128}
-        assert (await http.post("/detokenize", json={"tokens": [*found["tokens"], 256]})).json() == {
+        reply = (await http.post("/tokenize", json={"prompt": "h\u00e9"})).json()
+        assert reply == {"tokens": [0x68, 0xC3, 0xA9], "count": 3, "max_model_len": 128}
+        assert (await http.post("/detokenize", json={"tokens": [*reply["tokens"], 256]})).json() == {
             "prompt": "h\u00e9<256>",
             "content": "h\u00e9<256>",
         }
         chat = (await http.post("/tokenize", json={"messages": CHAT["messages"]})).json()
         assert chat["tokens"] == [104, 105]
-        long = "x" * 16_384  # as much as is encoded without a closer look
+        long = "x" * 16_384  # the most text that is tokenized without a check of its length first
         assert (await http.post("/tokenize", json={"prompt": long})).json()["count"] == 16_384
         for body in ({"prompt": long + "x"}, {"messages": [{"role": "user", "content": long}] * 2}):
             beyond = await http.post("/tokenize", json=body)
@@ -54,7 +54,7 @@ async def test_tokenize_and_detokenize() -> None:
         assert (await http.post("/tokenize", json={"prompt": "a", "model": "other"})).status_code == 200
 
 
-async def test_tokenize_as_llama_server_has_it() -> None:
+async def test_tokenize_takes_llama_servers_fields() -> None:
     service = ScriptedService()
     service.tokenizer.encode_prompt = lambda text, special=True: [257, *text.encode()]  # type: ignore[method-assign]
     async with site(service) as at, at.http() as http:
@@ -79,7 +79,7 @@ async def test_tokenize_as_llama_server_has_it() -> None:
             assert await tokens(**wrong) == 400, wrong
 
 
-async def test_tokenize_as_vllms_clients_ask() -> None:
+async def test_tokenize_takes_vllms_fields() -> None:
     service = ScriptedService()
     service.tokenizer.encode_raw = lambda text, suffix, special=True: [257, *text.encode()]  # type: ignore
     async with site(service) as at, at.http() as http:
@@ -138,7 +138,9 @@ async def test_a_request_can_be_seen_and_cancelled_by_either_id() -> None:
 
 
 async def test_a_cancellation_takes_no_body_and_none_from_a_foreign_page() -> None:
-    """Any page may send a request without a body, and one that says what is not built must not be half obeyed."""
+    """Any web page may send a POST without a body; a body that asks for something unsupported must not be half
+    obeyed.
+    """
     service = ScriptedService(lambda request: [Delta(text="hi", tokens=(1,)), 60.0])
     async with site(service) as at, at.http() as http:
         running = asyncio.create_task(http.post("/v1/chat/completions", json=CHAT))
@@ -168,13 +170,13 @@ async def test_a_report_counts_every_prompt_once_and_keeps_the_index_of_each_cho
         path = f"/v1/requests/{response.headers['x-request-id']}"
         report = (await http.get(path)).json()
         assert report["prompt_tokens"] == 8 and report["completion_tokens"] == 8
-        del service.streams[0]  # as one that ended long before the others
+        del service.streams[0]  # as if this request had ended long before the others
         report = (await http.get(path)).json()
         assert [choice["index"] for choice in report["choices"]] == [1, 2, 3]
 
 
 async def test_health_and_metrics() -> None:
-    """Known failure 46: readiness is not always 200, and the metrics are the service's."""
+    """Known failure 46: readiness answers 503 where it should, and the metrics are the service's own."""
     service = ScriptedService()
     async with site(service) as at, at.http() as http:
         assert (await http.get("/health/live")).status_code == 200
@@ -191,7 +193,7 @@ async def test_health_and_metrics() -> None:
 
 
 async def test_before_the_model_is_loaded() -> None:
-    """Known failures 1, 46: the port answers while the model loads, and says that it is not ready."""
+    """Known failures 1, 46: the port answers while the model loads, and /health/ready says so with a 503."""
     async with site(None) as at, at.http() as http:
         assert (await http.get("/health/live")).status_code == 200
         ready = await http.get("/health/ready")
@@ -213,7 +215,7 @@ async def test_while_draining() -> None:
         assert (await http.get("/v1/models")).status_code == 200
 
 
-async def test_health_for_people_who_know_llama_server() -> None:
+async def test_health_answers_as_llama_servers_does() -> None:
     async with site(None) as at, at.http() as http:
         for path in ("/health", "/health/startup"):
             assert (await http.get(path)).status_code == 503
@@ -240,8 +242,8 @@ async def test_a_router_learns_the_role_the_speeds_and_the_queue() -> None:
         assert (await http.get("/health/role")).json() == unknown | {"queue_seconds": 0.5}
         service.metrics.token_seconds = 0.002
         service.metrics.kv = KvStats(loaded=3000, load_seconds=1.5)
-        found = (await http.get("/health/role")).json()
-        assert (found["computes"], found["loads"]) == (500.0, 2000.0)
+        body = (await http.get("/health/role")).json()
+        assert (body["computes"], body["loads"]) == (500.0, 2000.0)
 
 
 async def test_props() -> None:
@@ -280,7 +282,7 @@ async def test_a_wrong_base_url_gets_a_hint() -> None:
             ("/agents", "/v1/agents"),
             ("/metrics//", "/metrics"),
         ):
-            # By hand: httpx reads a path of two slashes as a host.
+            # Over a raw socket: httpx reads a path that begins with two slashes as a host.
             reader, writer = await at.raw()
             writer.write(request_bytes("GET", path))
             status, _, body = await answer(reader)
@@ -292,14 +294,14 @@ async def test_a_wrong_base_url_gets_a_hint() -> None:
 async def test_a_404_speaks_the_dialect_of_its_path() -> None:
     async with site(ScriptedService()) as at, at.http() as http:
         for path in ("/v1/messages/batches", "/v1/complete"):
-            found = await http.post(path, json={})
-            body = found.json()
-            assert found.status_code == 404 and body["type"] == "error"
+            response = await http.post(path, json={})
+            body = response.json()
+            assert response.status_code == 404 and body["type"] == "error"
             assert body["error"]["type"] == "not_found_error" and "/v1/messages" in body["error"]["message"]
-            assert body["request_id"] == found.headers["x-request-id"]
+            assert body["request_id"] == response.headers["x-request-id"]
         for path in ("/api/create", "/api/blobs/sha256:0", "/api/anything"):
-            found = await http.post(path, json={})
-            assert found.status_code == 404 and isinstance(found.json()["error"], str), path
+            response = await http.post(path, json={})
+            assert response.status_code == 404 and isinstance(response.json()["error"], str), path
 
 
 async def test_routes_of_other_servers_get_a_sentence() -> None:

@@ -1,6 +1,6 @@
-"""Swaps of a server's only model, on the real engine: how long they take, who waits for them, and who does not.
+"""Swaps of a server's only model on the real engine: how long they take, who waits for them, and who does not.
 
-Some take more than five seconds: a swap here is a process that loads a real model while streams go on for seconds.
+Some take more than five seconds: each swap starts a process that loads a real model while streams go on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.laws.swap_bounds import LONG, SPARE_SECONDS, STREAMS, TELLING, Swaps,
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    # No call may wait for a load: what it waits for is the swap.
+    # Requests sent during a swap wait for the swap itself, so `load_timeout` must not cut them off.
     server = one_model(tmp_path_factory.mktemp("only"), load_timeout=0.05)
     try:
         server.wait_ready()
@@ -40,31 +40,31 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture
 def swaps(server: Served, tmp_path: Path) -> Iterator[Swaps]:
-    """Yield swaps of the bundled model, which is served again at the end."""
-    found = Swaps(server, other_demo(tmp_path / "other"))
-    yield found
-    if shown(found)["model"] != "demo":
-        assert found.swap("demo")[1].status_code == 200
-    found.http.close()
+    """Yield a helper that swaps the bundled model, and swap back to it at the end."""
+    result = Swaps(server, other_demo(tmp_path / "other"))
+    yield result
+    if shown(result)["model"] != "demo":
+        assert result.swap("demo")[1].status_code == 200
+    result.http.close()
 
 
 def said(swaps: Swaps) -> str:
-    """Return the model's answer to a question that its other form answers differently."""
+    """Return the model's answer to a question that the swapped-in variant answers differently."""
     answer = swaps.http.post("/v1/chat/completions", json=TELLING)
     assert answer.status_code == 200, answer.text
     return str(answer.json()["choices"][0]["message"]["content"])
 
 
 def shown(swaps: Swaps) -> dict[str, Any]:
-    """Return the model as its owner sees it."""
-    found: dict[str, Any] = swaps.http.get("/v1/admin/models").json()["data"][0]
-    return found
+    """Return the model's entry in the admin list."""
+    model: dict[str, Any] = swaps.http.get("/v1/admin/models").json()["data"][0]
+    return model
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it did not become true"
+        assert time.monotonic() < end, "the condition did not become true"
         time.sleep(0.01)
 
 
@@ -78,8 +78,8 @@ def test_an_idle_swap_takes_the_load_and_a_second(swaps: Swaps, figure: Callable
     figure("swap of the only model, idle", f"load + {statistics.median(excess):.2f} s")
 
 
-def test_calls_that_use_no_model_hold_no_swap_up(swaps: Swaps, server: Served) -> None:
-    """A feed that is followed, and a body of a route without a model that never ends."""
+def test_calls_without_a_model_do_not_delay_a_swap(swaps: Swaps, server: Served) -> None:
+    """An open stream of /v1/events and a body that never ends, on a route without a model."""
     half = request_bytes("POST", "/v1/agents/import", b"x" * 100)
     with (
         httpx.Client(base_url=server.url, timeout=60, trust_env=False) as http,
@@ -94,26 +94,29 @@ def test_calls_that_use_no_model_hold_no_swap_up(swaps: Swaps, server: Served) -
 def test_a_swap_under_streams_takes_the_grace_and_the_load_and_a_second(
     swaps: Swaps, figure: Callable[[str, str], None]
 ) -> None:
-    """Ten requests that are sent meanwhile wait for the new model, however short the time is that a load may take."""
+    """Ten requests sent during the swap wait for the new model, even where `load_timeout` is short."""
     with swaps.streams(), swaps.asking():
         excess = swaps.excess(grace=1)
     assert excess < SPARE_SECONDS
-    assert [one.status_code for one in swaps.answers] == [200] * 10
+    assert [answer.status_code for answer in swaps.answers] == [200] * 10
     assert swaps.told and set(swaps.told) == {"demo is being swapped for another model; ask again"}
     figure(
         "swap of the only model under 12 streams", f"grace + load + {excess:.2f} s; 10 of 10 sent meanwhile answered"
     )
 
 
-def test_a_call_waits_for_a_swap_no_longer_than_it_says(swaps: Swaps) -> None:
+def test_a_call_waits_for_a_swap_no_longer_than_its_deadline(swaps: Swaps) -> None:
     with swaps.streams(), swaps.asking(**{"X-Request-Timeout": "300ms"}):
         swaps.excess(grace=2)
-    assert [one.status_code for one in swaps.answers] == [504] * 10
+    assert [answer.status_code for answer in swaps.answers] == [504] * 10
     assert "while it waited for demo to be loaded" in swaps.answers[0].json()["error"]["message"]
 
 
-def test_a_caller_who_leaves_ends_the_swap(swaps: Swaps, server: Served) -> None:
-    """While the old model's requests are waited for, and at any moment of a swap: then the one or the other answers."""
+def test_a_disconnected_caller_ends_the_swap(swaps: Swaps, server: Served) -> None:
+    """The client disconnects while the old model's requests are drained, and later at several moments of the swap.
+
+    Either the old or the new model answers afterwards.
+    """
     asked = {"model": "demo", "to": swaps.places[0], "grace": 60}
     with swaps.streams():
         with socket.create_connection(("127.0.0.1", server.port)) as caller:
@@ -121,16 +124,16 @@ def test_a_caller_who_leaves_ends_the_swap(swaps: Swaps, server: Served) -> None
             wait_for(lambda: shown(swaps)["state"] == "unloading")
         wait_for(lambda: shown(swaps)["state"] == "loaded")
         assert said(swaps)
-        found = shown(swaps)
-        assert found["running"] == STREAMS and found["model"] == "demo"  # they go on, and nothing has changed
+        result = shown(swaps)
+        assert result["running"] == STREAMS and result["model"] == "demo"  # the streams go on, and nothing has changed
     assert not swaps.told
     for after in (0.02, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8):
         with contextlib.suppress(httpx.ReadTimeout):
             swaps.http.post("/v1/admin/models/swap", json={"model": "demo", "to": swaps.places[0]}, timeout=after)
         assert said(swaps)
-        found = shown(swaps)
-        assert found["state"] == "loaded" and not found["error"]
-        if found["model"] != "demo":
+        result = shown(swaps)
+        assert result["state"] == "loaded" and not result["error"]
+        if result["model"] != "demo":
             assert swaps.swap("demo")[1].status_code == 200
     assert swaps.http.get("/health").json()["status"] == "ok"
 
@@ -149,7 +152,7 @@ def test_broken_files_are_refused_while_the_old_model_answers(swaps: Swaps, tmp_
             seconds, answer = swaps.swap(str(broken), grace=60)
             assert answer.status_code == 400, answer.text
             assert answer.json()["error"]["param"] == "to" and "broken" in answer.json()["error"]["message"]
-            assert seconds < 30  # of the grace nothing is waited for
+            assert seconds < 30  # far less than the grace of 60 s: a broken model is refused at once
             (broken / name).write_bytes(data)
     assert not swaps.told and said(swaps)
     (broken / "model.safetensors").write_bytes(b"no weights")
@@ -158,7 +161,9 @@ def test_broken_files_are_refused_while_the_old_model_answers(swaps: Swaps, tmp_
 
 
 def test_a_load_that_fails_brings_the_old_model_back_as_fast(swaps: Swaps, tmp_path: Path) -> None:
-    """Its files break between their check and their load, while the old model's requests go on."""
+    """The new model's files break after they were checked and before they are loaded, while the old model still
+    streams.
+    """
     before, broken = said(swaps), shutil.copytree(locate("demo"), tmp_path / "broken")
     with swaps.streams():
         usual, answer = swaps.swap(grace=1)
@@ -173,7 +178,7 @@ def test_a_load_that_fails_brings_the_old_model_back_as_fast(swaps: Swaps, tmp_p
         swapping.join()
     ((seconds, answer),) = answers
     assert answer.status_code == 400 and "model.safetensors" in answer.json()["error"]["message"], answer.text
-    assert seconds < 2 * usual + SPARE_SECONDS  # the grace, the load that failed, and that of the old one
+    assert seconds < 2 * usual + SPARE_SECONDS  # the grace, the failed load and the reload of the old model
     assert [one.status_code for one in swaps.answers] == [200] * 10
     assert said(swaps) == before
 
@@ -193,7 +198,7 @@ MISTAKES: dict[str, tuple[str, int, str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_what_can_be_no_model_is_the_callers_mistake(swaps: Swaps, mistake: str) -> None:
+def test_a_swap_to_what_is_no_model_is_a_4xx(swaps: Swaps, mistake: str) -> None:
     to, status, field = MISTAKES[mistake]
     _, answer = swaps.swap(to)
     assert answer.status_code == status, answer.text
@@ -206,7 +211,7 @@ def test_what_can_be_no_model_is_the_callers_mistake(swaps: Swaps, mistake: str)
 
 
 def test_agents_go_on_after_a_swap(swaps: Swaps) -> None:
-    """Their KV is asked of the model that is served now, also after it was away."""
+    """Their KV is looked up for the model that is served now, also for one that was away."""
 
     def turn(text: str) -> Any:
         asked = {"messages": [{"role": "user", "content": text}], "max_tokens": 8, "temperature": 0}

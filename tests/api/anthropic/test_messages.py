@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: wire shapes, what becomes of a prompt, and the anthropic client over a real port."""
+"""Anthropic's Messages API: wire shapes, prompts, errors, and the anthropic client over a real port."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cairn.types.errors import CairnError, ContextTooLong, GenerationFailed, Ove
 from cairn.types.outputs import Delta, Done, FinishReason, TokenKind, ToolCallDelta, Usage
 from cairn.types.request import OutputFormat
 from cairn.types.stats import CacheReport
-from tests.api.scripted import ScriptedService, done
+from tests.api.scripted import Heard, ScriptedService, done
 from tests.api.sockets import Site, answer, request_bytes, site
 from tests.scripted_model import CONTROLS, write_scripted
 from tests.service.tiny import TEMPLATE, make_model, serving
@@ -42,15 +42,15 @@ async def post(at: Site, value: Any, path: str = "/v1/messages", **headers: str)
 
 
 def events(text: str) -> list[tuple[str, Any]]:
-    """Return (event, data) of each event of a stream."""
-    found = []
+    """Return each event of a stream as (event, data)."""
+    results = []
     for block in text.split("\n\n")[:-1]:
         first, _, data = block.partition("\n")
         assert first.startswith("event: ") and data.startswith("data: "), block
         value = json.loads(data.removeprefix("data: "))
         assert value["type"] == first.removeprefix("event: ")
-        found.append((value["type"], value))
-    return found
+        results.append((value["type"], value))
+    return results
 
 
 # ------------------------------------------------------------------------------------------------------- the answers
@@ -69,15 +69,15 @@ async def test_message_object() -> None:
     async with site(service) as at:
         response = await post(at, body(thinking={"type": "enabled", "budget_tokens": 1024}, tools=[TOOL]))
     assert response.status_code == 200 and response.headers["request-id"]
-    found = response.json()
-    assert found["id"].startswith("msg_") and found["model"] == "scripted"
-    assert (found["type"], found["role"], found["stop_reason"]) == ("message", "assistant", "tool_use")
-    thinking, text, call = found["content"]
+    reply = response.json()
+    assert reply["id"].startswith("msg_") and reply["model"] == "scripted"
+    assert (reply["type"], reply["role"], reply["stop_reason"]) == ("message", "assistant", "tool_use")
+    thinking, text, call = reply["content"]
     assert thinking["thinking"] == "hm" and thinking["signature"]
     assert text == {"type": "text", "text": "Hello"}
     assert call == {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"place": "Oslo"}}
-    assert found["usage"]["output_tokens"] == 5
-    assert found["usage"]["output_tokens_details"] == {"thinking_tokens": 2}
+    assert reply["usage"]["output_tokens"] == 5
+    assert reply["usage"]["output_tokens_details"] == {"thinking_tokens": 2}
 
 
 async def test_stream_of_thinking_text_and_a_call() -> None:
@@ -92,8 +92,8 @@ async def test_stream_of_thinking_text_and_a_call() -> None:
     async with site(ScriptedService(lambda request: list(steps))) as at:
         response = await post(at, body(stream=True, thinking={"type": "adaptive"}, tools=[TOOL]))
     assert response.headers["content-type"].startswith("text/event-stream")
-    found = events(response.text)
-    assert [kind for kind, _ in found] == [
+    chunks = events(response.text)
+    assert [kind for kind, _ in chunks] == [
         "message_start",
         "content_block_start",
         "content_block_delta",
@@ -110,14 +110,14 @@ async def test_stream_of_thinking_text_and_a_call() -> None:
         "message_delta",
         "message_stop",
     ]
-    deltas = [value["delta"]["type"] for kind, value in found if kind == "content_block_delta"]
+    deltas = [value["delta"]["type"] for kind, value in chunks if kind == "content_block_delta"]
     assert deltas == ["thinking_delta"] * 2 + ["signature_delta"] + ["text_delta"] * 2 + ["input_json_delta"]
-    assert [value["index"] for kind, value in found if kind == "content_block_start"] == [0, 1, 2]
-    assert found[-2][1]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
-    assert found[-2][1]["usage"]["output_tokens"] == 5
+    assert [value["index"] for kind, value in chunks if kind == "content_block_start"] == [0, 1, 2]
+    assert chunks[-2][1]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert chunks[-2][1]["usage"]["output_tokens"] == 5
 
 
-async def test_what_nobody_asked_to_be_thought_is_not_shown() -> None:
+async def test_thinking_is_shown_only_if_asked_for() -> None:
     steps = [Delta(reasoning="hm", tokens=(1,)), Delta(text="Hello", tokens=(2,)), done()]
     service = ScriptedService(lambda request: list(steps))
     async with site(service) as at:
@@ -131,7 +131,7 @@ async def test_what_nobody_asked_to_be_thought_is_not_shown() -> None:
         assert service.prompts[0][3] == {"enable_thinking": True}
 
 
-async def test_a_thought_that_is_omitted_comes_back_by_its_signature() -> None:
+async def test_omitted_thinking_is_restored_from_its_signature() -> None:
     steps = [Delta(reasoning="a secret thought", tokens=(1,)), Delta(text="Hello", tokens=(2,)), done()]
     service = ScriptedService(lambda request: list(steps))
     omitted = {"type": "adaptive", "display": "omitted"}
@@ -161,8 +161,8 @@ async def test_a_thought_that_is_omitted_comes_back_by_its_signature() -> None:
 )
 async def test_stop_reasons(reason: FinishReason, more: Any, tokens: Any, want: Any) -> None:
     async with site(ScriptedService(lambda request: [Delta(text="h", tokens=tokens), done(reason)])) as at:
-        found = (await post(at, body(**more))).json()
-        assert (found["stop_reason"], found["stop_sequence"]) == want
+        reply = (await post(at, body(**more))).json()
+        assert (reply["stop_reason"], reply["stop_sequence"]) == want
         *_, (_, delta), _ = events((await post(at, body(stream=True, **more))).text)
         assert (delta["delta"]["stop_reason"], delta["delta"]["stop_sequence"]) == want
 
@@ -173,29 +173,32 @@ async def test_the_parts_of_usage_sum_to_the_prompt() -> None:
     service = ScriptedService(lambda request: [Delta(text="x", tokens=(1,)), end])
     text = [{"role": "user", "content": "x" * 100}]
     async with site(service) as at:
-        found = (await post(at, body(messages=text))).json()["usage"]
+        used = (await post(at, body(messages=text))).json()["usage"]
         *_, (_, delta), _ = events((await post(at, body(messages=text, stream=True))).text)
-    for one in (found, delta["usage"]):
+    for one in (used, delta["usage"]):
         assert one["cache_read_input_tokens"] == 48 and one["cache_creation_input_tokens"] == 48
         assert one["input_tokens"] == 4 and one["cache_creation"]["ephemeral_5m_input_tokens"] == 48
 
 
 @pytest.mark.parametrize("size", range(14, 35))
 @pytest.mark.parametrize("cached", [0, 16])
-async def test_something_of_a_prompt_is_always_input(size: int, cached: int) -> None:
-    """Clients take 0 for a prompt that was not counted: a prompt of whole blocks has one that is not written."""
+async def test_input_tokens_are_never_zero(size: int, cached: int) -> None:
+    """Clients read `input_tokens:
+
+    0` as "not counted", so a fully cached prompt of whole blocks reports one token as not cached.
+    """
     cached = min(cached, (size - 1) // 16 * 16)
     usage = Usage(prompt_tokens=size, completion_tokens=2, cached_tokens=cached)
     end = Done(reason=FinishReason.STOP, usage=usage, cache=CacheReport(computed=size - cached, pool=cached))
     service = ScriptedService(lambda request: [Delta(text="x", tokens=(1,)), end])
     asked = [{"role": "user", "content": "x" * size}]
     async with site(service) as at:
-        found = (await post(at, body(messages=asked))).json()["usage"]
+        used = (await post(at, body(messages=asked))).json()["usage"]
         response = (await post(at, {"input": "x" * size, "store": False}, "/v1/responses")).json()["usage"]
-    assert 1 <= found["input_tokens"] <= 16 and found["cache_read_input_tokens"] == cached
+    assert 1 <= used["input_tokens"] <= 16 and used["cache_read_input_tokens"] == cached
     parts = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
-    assert sum(found[part] for part in parts) == size
-    assert response["input_tokens_details"]["cache_write_tokens"] == found["cache_creation_input_tokens"]
+    assert sum(used[part] for part in parts) == size
+    assert response["input_tokens_details"]["cache_write_tokens"] == used["cache_creation_input_tokens"]
 
 
 async def test_a_message_of_no_tokens_warms_the_cache(tmp_path: Path) -> None:
@@ -227,12 +230,12 @@ async def test_a_message_reports_what_differs_from_the_one_before(tmp_path: Path
             ({"messages": [{"role": "user", "content": "Another question"}]}, "messages_changed"),
             ({"diagnostics": {"previous_message_id": "msg_x"}}, "previous_message_not_found"),
         ):
-            found = (await post(at, first | asked | more)).json()["diagnostics"]["cache_miss_reason"]
-            assert found["type"] == reason
-            assert found.get("cache_missed_input_tokens", 1) > 0
+            cache_miss_reason = (await post(at, first | asked | more)).json()["diagnostics"]["cache_miss_reason"]
+            assert cache_miss_reason["type"] == reason
+            assert cache_miss_reason.get("cache_missed_input_tokens", 1) > 0
             said.add(reason)
             (_, start), *_ = events((await post(at, first | asked | more | {"stream": True})).text)
-            assert start["message"]["diagnostics"]["cache_miss_reason"] == found
+            assert start["message"]["diagnostics"]["cache_miss_reason"] == cache_miss_reason
     assert said <= literals
 
 
@@ -245,14 +248,6 @@ async def test_pings_while_the_prompt_is_read() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- the prompts
-
-
-class Heard:
-    def __init__(self) -> None:
-        self.warnings: list[str] = []
-
-    def warn(self, sentence: str) -> None:
-        self.warnings.append(sentence)
 
 
 def read(value: dict[str, Any]) -> dict[str, Any]:
@@ -271,7 +266,7 @@ def test_blocks_and_texts_of_equal_text_are_the_same_chat() -> None:
 
 
 @pytest.mark.parametrize("version", ["2.1.331.003; cc_entrypoint=cli; cch=ab12f;", "2.1.331.d13;", "1"])
-def test_the_line_that_changes_with_every_session_is_left_out(version: str) -> None:
+def test_the_attribution_line_is_dropped(version: str) -> None:
     line = f"x-anthropic-billing-header: cc_version={version}"
     text = "You are Claude Code."
     want = read(body(system=text))
@@ -345,7 +340,9 @@ async def test_what_claude_code_sends_is_accepted(tmp_path: Path) -> None:
 
 
 async def test_equal_texts_are_found_in_the_cache_however_they_are_sent(tmp_path: Path) -> None:
-    """Over real tokens: the second request differs in shape, attribution and cache marks, and nothing is computed."""
+    """With a real tokenizer: the second request differs in shape, attribution and cache_control, and nothing is
+    computed again.
+    """
     long = "An agent's rules are long. " * 8
     first = body(
         max_tokens=2,
@@ -386,10 +383,8 @@ HOISTING = (
 
 
 @pytest.mark.parametrize("template", [STRICT, HOISTING])
-async def test_a_system_message_in_the_middle_stays_there_where_a_template_knows_none(
-    tmp_path: Path, template: str
-) -> None:
-    """Templates that want system messages first, or put them there."""
+async def test_a_later_system_message_keeps_its_place_in_any_template(tmp_path: Path, template: str) -> None:
+    """Covers templates that raise on a later system message, and templates that move it to the front."""
     folder = make_model(tmp_path / "strict")
     details = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(details | {"chat_template": template}))
@@ -398,7 +393,7 @@ async def test_a_system_message_in_the_middle_stays_there_where_a_template_knows
         prompt = await service.chat.prompt([{"role": "system", "content": "first"}, *messages])
         text = service.tokenizer.decode(prompt.tokens, skip_special=False)
     assert text.index("hi") < text.index("<system-reminder>\nlate\n</system-reminder>") < text.index("more")
-    assert text.count("<|im_start|>user") == 1, "users' turns that would follow each other are one"
+    assert text.count("<|im_start|>user") == 1, "consecutive user turns are merged"
 
 
 # -------------------------------------------------------------------------------------------------------- the errors
@@ -416,10 +411,10 @@ async def test_errors_are_anthropics(error: CairnError, status: int, kind: str) 
     async with site(ScriptedService(lambda request: [error])) as at:
         response = await post(at, body())
         assert response.status_code == status
-        found = response.json()
-        assert found["type"] == "error" and found["error"]["type"] == kind
+        reply = response.json()
+        assert reply["type"] == "error" and reply["error"]["type"] == kind
         if isinstance(error, ContextTooLong):
-            assert found["error"]["message"] == "prompt is too long: 9000 tokens > 128 maximum"
+            assert reply["error"]["message"] == "prompt is too long: 9000 tokens > 128 maximum"
     async with site(ScriptedService(lambda request: [Delta(text="h", tokens=(1,)), 0.01, error])) as at:
         *_, (name, value) = events((await post(at, body(stream=True))).text)
         assert name == "error" and value["error"]["type"] == kind
@@ -471,14 +466,14 @@ PARTS = st.dictionaries(
 
 @settings(max_examples=60 if settings.default.derandomize else 150, suppress_health_check=list(HealthCheck))
 @given(JSON, PARTS)
-def test_no_body_gets_past_the_reader_but_as_a_chat_or_an_error(messages: Any, parts: dict[str, Any]) -> None:
+def test_any_body_becomes_a_chat_or_an_error(messages: Any, parts: dict[str, Any]) -> None:
     heard: Any = Heard()
     try:
-        found = chat_of(parse(MessagesBody, body(messages=messages) | parts, Config()), heard, lambda name: True)
+        result = chat_of(parse(MessagesBody, body(messages=messages) | parts, Config()), heard, lambda name: True)
     except CairnError as error:
         assert 400 <= error.status < 500
     else:
-        assert isinstance(found["messages"], list)
+        assert isinstance(result["messages"], list)
 
 
 async def test_a_stream_that_is_resumed_keeps_its_dialect() -> None:
@@ -583,4 +578,4 @@ def test_many_blocks_of_one_message_are_joined_once() -> None:
     ]
     began = time.process_time()
     assert len(chat({"role": "user", "content": [text] * 30_000})[0]["content"]) == 451 * 30_000 - 1
-    assert time.process_time() - began < 2.0  # it took half a minute
+    assert time.process_time() - began < 2.0  # it took half a minute before

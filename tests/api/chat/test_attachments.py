@@ -1,4 +1,4 @@
-"""Images and files in histories, in every dialect: a text stands in their place, always the same for the same bytes."""
+"""Images and files in histories, in every dialect: a placeholder text stands for them, equal for equal bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cairn.api.chat.schemas import ChatBody
 from cairn.config.config import Config
 from tests.api.openai.test_responses import keeping
 from tests.api.scripted import ScriptedService
-from tests.api.sockets import Site, site
+from tests.api.sockets import post, site
 from tests.service.tiny import make_model, serving
 
 PIXELS = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
@@ -83,7 +83,7 @@ OLDER = [
          "stream": False},
     ),
 ]  # fmt: skip
-"""Bodies with an image where a session must not end with it."""
+"""Bodies with an image in their history, which must not end the session."""
 NEWEST = [
     (CHAT, messages(SAY, {"role": "user", "content": of_openai(IMAGE_URL)}), "messages[1].content[1]"),
     (MESSAGES, messages({"role": "user", "content": of_openai(BLOCK)}), "messages[0].content[1]"),
@@ -93,16 +93,11 @@ NEWEST = [
     ("/tokenize", {"messages": [{"role": "user", "content": [IMAGE_URL]}]}, "messages[0].content[0]"),
     ("/apply-template", {"messages": [{"role": "user", "content": [IMAGE_URL]}]}, "messages[0].content[0]"),
 ]
-"""Bodies with an image that a user has just sent, and where it stands."""
-
-
-async def post(at: Site, path: str, body: Any) -> httpx.Response:
-    async with at.http() as http:
-        return await http.post(path, json=body)
+"""Bodies with an image in the newest message, and the field that holds it."""
 
 
 def said(service: ScriptedService) -> str:
-    """Return all texts that the template was given."""
+    """Return all texts that the template received."""
     return json.dumps(service.prompts[-1][0])
 
 
@@ -112,7 +107,7 @@ def told(answer: httpx.Response) -> str:
 
 
 @pytest.mark.parametrize(("path", "body"), OLDER, ids=[f"{n}-{path}" for n, (path, _) in enumerate(OLDER)])
-async def test_an_image_that_is_no_new_question_becomes_a_text(path: str, body: Any) -> None:
+async def test_an_image_in_the_history_becomes_a_text(path: str, body: Any) -> None:
     service = ScriptedService()
     async with site(service) as at:
         answer = await post(at, path, body)
@@ -124,14 +119,12 @@ async def test_an_image_that_is_no_new_question_becomes_a_text(path: str, body: 
 
 
 @pytest.mark.parametrize(("path", "body", "where"), NEWEST, ids=[path for path, _, _ in NEWEST])
-async def test_an_image_that_a_user_has_just_sent_is_refused_unless_the_server_says_otherwise(
-    path: str, body: Any, where: str
-) -> None:
+async def test_a_new_image_is_refused_by_default(path: str, body: Any, where: str) -> None:
     refusing, taking = ScriptedService(), ScriptedService()
     async with site(refusing) as at, site(taking, Config(images="text")) as other:
         answer = await post(at, path, body)
         assert answer.status_code == 400 and where in told(answer) and "--images text" in told(answer), answer.text
-        if path != "/apply-template":  # the scripted service spells no template
+        if path != "/apply-template":  # the scripted service's /apply-template does not render
             assert (await post(other, path, body)).status_code == 200
             assert TEXT in said(taking)
     assert not refusing.prompts
@@ -160,14 +153,16 @@ def test_the_text_depends_on_the_bytes_alone() -> None:
         {"type": "input_image", "image_url": url},
         {"type": "image", "source": {"type": "url", "url": url}},
     ]
-    assert {attachments.digest(one) for one in addresses} == {hashlib.sha256(url.encode()).hexdigest()[:8]}
+    assert {attachments.digest(address) for address in addresses} == {hashlib.sha256(url.encode()).hexdigest()[:8]}
     assert attachments.digest({"type": "input_image", "file_id": "file_1"}) != SHORT
     assert attachments.digest({"type": "image"}) == attachments.digest({"type": "image"})
     assert attachments.digest("nothing of base64!") != SHORT
 
 
 async def test_a_turn_after_an_image_computes_nothing_again(tmp_path: Path) -> None:
-    """The same image in two dialects, and with another line of base64: the tokens are the same, so KV is found."""
+    """The same image in two dialects, and with base64 wrapped differently, becomes the same tokens, so its KV is
+    reused.
+    """
     ask, more = "Look at this picture. " * 8, {"role": "user", "content": "and now?"}
     first = [{"role": "user", "content": [{"type": "text", "text": ask}, IMAGE_URL]}, SAY, more]
     other = [{"role": "user", "content": [{"type": "text", "text": ask}, BLOCK]}, SAY, more]
@@ -186,7 +181,7 @@ async def test_a_turn_after_an_image_computes_nothing_again(tmp_path: Path) -> N
         ({"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": DATA}}, "file"),
     ],
 )
-async def test_sound_videos_and_files_are_the_same_kind(part: Any, kind: str) -> None:
+async def test_audio_video_and_files_are_replaced_alike(part: Any, kind: str) -> None:
     service = ScriptedService()
     dialect = MESSAGES if part["type"] == "document" else CHAT
     async with site(service) as at:
@@ -198,7 +193,7 @@ async def test_sound_videos_and_files_are_the_same_kind(part: Any, kind: str) ->
 
 
 async def test_documents_of_text_are_read() -> None:
-    """Not everything beside a text is an attachment."""
+    """Text documents are content, not attachments without text."""
     service = ScriptedService()
     plain = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "the words"}}
     within = {
@@ -224,8 +219,8 @@ async def test_a_conversation_and_an_agent_keep_the_text(tmp_path: Path) -> None
     async with keeping(tmp_path / "agents", make_model(tmp_path / "tiny")) as at, at.http() as http:
         items = [{"role": "user", "content": [INPUT_IMAGE]}, {"role": "assistant", "content": "ok"}]
         made = (await http.post("/v1/conversations", json={"items": items})).json()
-        found = (await http.get(f"/v1/conversations/{made['id']}/items?order=asc")).json()["data"]
-        assert found[0]["content"][0]["text"] == TEXT
+        entries = (await http.get(f"/v1/conversations/{made['id']}/items?order=asc")).json()["data"]
+        assert entries[0]["content"][0]["text"] == TEXT
         await http.post("/v1/agents", json={"id": "a", "messages": [{"role": "user", "content": [IMAGE_URL]}, SAY]})
         turn = {"messages": [ASK], "max_tokens": 2}
         assert (await http.post("/v1/agents/a/turns", json=turn)).status_code == 200
@@ -241,7 +236,7 @@ async def test_a_conversation_and_an_agent_keep_the_text(tmp_path: Path) -> None
         ("assistant", {"type": "refusal", "refusal": "words"}),
     ],
 )
-async def test_parts_of_the_other_api_are_texts(role: str, part: Any) -> None:
+async def test_parts_of_the_other_dialect_become_texts(role: str, part: Any) -> None:
     service = ScriptedService()
     async with site(service) as at:
         answer = await post(at, CHAT, messages({"role": role, "content": [part]}, ASK))
@@ -270,11 +265,11 @@ async def test_models_say_what_they_read(path: str, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "tiny")
     async with serving(folder, served_name="scripted") as service, site(service) as at, at.http() as http:
         if path == "/api/show":
-            found = (await http.post(path, json={"model": "scripted"})).json()
+            answer = (await http.post(path, json={"model": "scripted"})).json()
         else:
-            found = (await http.get(path)).json()
-            (found,) = found.get("data") or found.get("models") or [found]
-    assert found["input_modalities"] == ["text"]
+            answer = (await http.get(path)).json()
+            (answer,) = answer.get("data") or answer.get("models") or [answer]
+    assert answer["input_modalities"] == ["text"]
 
 
 @pytest.mark.parametrize(

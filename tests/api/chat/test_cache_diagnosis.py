@@ -1,4 +1,4 @@
-"""Why a prefix was not used again is said in the words that the SDKs know, all of them and no other."""
+"""Cache diagnosis: every reason for a miss is one of the values that the SDKs know."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NEVER = {
     "prompt_cache_key_changed": "a key is whose account it is, and parts no prefix of a tenant's",
     "service_tier_changed": "all requests are served alike",
 }
-"""What OpenAI's API may say and this server has no cause to."""
+"""Reasons in OpenAI's API that this server never has."""
 
 
 def told(parts: dict[str, Any], change: str | None, prompt: list[int]) -> Any:
@@ -30,16 +30,16 @@ def test_openai() -> None:
     types = {get_args(kind.model_fields["type"].annotation)[0] for kind in kinds}
     reasons = set(get_args(response.PromptCacheDiagnosticsCacheMiss.model_fields["reason"].annotation))
     parts = {"model_changed": "m"} | ResponseBody(input="hi").parts
-    found = [response_diagnostics(told(parts, change, OTHER), 100, 0) for change in (*parts, None)]
-    for one in found:
-        response.PromptCacheDiagnosticsCacheMiss.model_validate(one, strict=True)
-    assert {one["reason"] for one in found} == reasons - NEVER.keys()
+    results = [response_diagnostics(told(parts, change, OTHER), 100, 0) for change in (*parts, None)]
+    for result in results:
+        response.PromptCacheDiagnosticsCacheMiss.model_validate(result, strict=True)
+    assert {result["reason"] for result in results} == reasons - NEVER.keys()
     others = [
         response_diagnostics(None, 100, 0),
         response_diagnostics(told(parts, None, [*BEFORE, 7]), 101, 100),
         response_diagnostics(told(parts, None, [*BEFORE, 7]), 101, 0),
     ]
-    assert {one["type"] for one in [*found, *others]} == types
+    assert {one["type"] for one in [*results, *others]} == types
 
 
 @pytest.mark.parametrize("beta", [False, True])
@@ -49,13 +49,13 @@ def test_anthropic(beta: bool) -> None:
     union = get_args(module.BetaCacheMissReason if beta else module.CacheMissReason)[0]
     literals = {get_args(one.model_fields["type"].annotation)[0]: one for one in get_args(union)}
     parts = {"model": "m"} | MessagesBody(messages=[], max_tokens=1).parts
-    found = [message_diagnostics(told(parts, change, OTHER)) for change in (*parts, None)]
-    found.append(message_diagnostics(None))
+    results = [message_diagnostics(told(parts, change, OTHER)) for change in (*parts, None)]
+    results.append(message_diagnostics(None))
     assert message_diagnostics(told(parts, None, [*BEFORE, 7])) is None
     said = set()
-    for one in found:
-        assert one is not None
-        reason = one["cache_miss_reason"]
+    for result in results:
+        assert result is not None
+        reason = result["cache_miss_reason"]
         literals[reason["type"]].model_validate(reason, strict=True)
         said.add(reason["type"])
-    assert said == literals.keys() - {"unavailable"}, "a message's prompt is compared with what is known, or it is not"
+    assert said == literals.keys() - {"unavailable"}, "a message's prompt is compared with a known one, or not at all"

@@ -1,4 +1,4 @@
-"""Custom tools in chats, whose input is one text, and tools that a client runs and names by their type alone."""
+"""Custom tools in chats, whose input is one text, and built-in tools that a client runs and names by type alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
@@ -17,7 +16,7 @@ from cairn.config.config import Config
 from cairn.types.outputs import Delta, FinishReason, ToolCallDelta
 from tests.api.openai.test_responses import keeping
 from tests.api.scripted import ScriptedService, done
-from tests.api.sockets import Site, events, site
+from tests.api.sockets import events, post, site
 from tests.scripted_model import CONTROLS, write_scripted
 from tests.text import text_models
 
@@ -28,13 +27,8 @@ CUSTOM = {"type": "custom", "custom": {"name": "patch", "description": "Edit a f
 FUNCTION = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
 
-async def post(at: Site, path: str, body: Any) -> httpx.Response:
-    async with at.http() as http:
-        return await http.post(path, json=body)
-
-
 def calling(*calls: tuple[str, str], after: str = "") -> ScriptedService:
-    """A service that calls tools, each call in two pieces, and says something after that."""
+    """Return a service that calls tools, each call in two pieces, with text after them."""
     steps: list[Any] = []
     for index, (name, arguments) in enumerate(calls):
         half = len(arguments) // 2
@@ -59,15 +53,15 @@ async def test_a_custom_tool_is_called_with_one_text() -> None:
         *chunks, _ = events((await post(at, CHAT, body | {"stream": True})).text)
         deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
         pieces = [call for delta in deltas for call in delta.get("tool_calls", ())]
-        assert pieces[0] == {"index": 0} | custom, "told once, when it is whole"
+        assert pieces[0] == {"index": 0} | custom, "sent once, when it is complete"
         assert [piece["index"] for piece in pieces] == [0, 1, 1]
         assert "".join(piece["function"]["arguments"] for piece in pieces[1:]) == '{"city": "Oslo"}'
-        assert deltas[-2] == {"content": "done"}, "and what follows calls follows them"
+        assert deltas[-2] == {"content": "done"}, "text behind calls stays behind them"
     (tools,) = {json.dumps(tools) for _, tools, _, _ in service.prompts}
-    told = json.loads(tools)[0]["function"]
-    assert told["name"] == "patch" and "has this grammar:\n[a-z]+ [0-9]+" in told["description"]
-    assert told["parameters"]["properties"]["input"]["pattern"] == "^(?:[a-z]+ [0-9]+)$"
-    assert service.wanted[0].choice.strict == ("patch",), "its input is held to the grammar"
+    rendered = json.loads(tools)[0]["function"]
+    assert rendered["name"] == "patch" and "has this grammar:\n[a-z]+ [0-9]+" in rendered["description"]
+    assert rendered["parameters"]["properties"]["input"]["pattern"] == "^(?:[a-z]+ [0-9]+)$"
+    assert service.wanted[0].choice.strict == ("patch",), "its input follows the grammar"
 
 
 async def test_a_custom_call_comes_back_and_is_chosen() -> None:
@@ -135,9 +129,9 @@ async def test_tools_that_claudes_clients_run_are_functions(tool: Any, name: str
     async with site(service) as at:
         answer = await post(at, MESSAGES, {"messages": HI, "max_tokens": 9, "tools": [tool]})
     assert answer.status_code == 200 and "x-cairn-warning" not in answer.headers, answer.text
-    (told,) = service.prompts[0][1]
-    assert told["function"]["name"] == name and told["function"]["description"]
-    assert properties <= told["function"]["parameters"]["properties"].keys()
+    (rendered,) = service.prompts[0][1]
+    assert rendered["function"]["name"] == name and rendered["function"]["description"]
+    assert properties <= rendered["function"]["parameters"]["properties"].keys()
     assert answer.json()["content"] == [{"type": "tool_use", "id": "call_0", "name": name, "input": {"command": "ls"}}]
 
 
@@ -225,18 +219,18 @@ TEXTS = {
 async def test_calls_of_a_clients_own_tools_are_items_of_their_own(
     name: str, arguments: str, kind: str, said: Any
 ) -> None:
-    """They come back as the same call, and so do their results."""
+    """They come back in history as the same call, and so do their results."""
     service = calling((name, arguments))
     body = {"input": "hi", "tools": [{"type": name}], "tool_choice": {"type": name}, "store": False}
     async with site(service) as at:
         whole = (await post(at, RESPONSES, body)).json()
-        if name != "local_shell":  # it is older than choices of a tool
+        if name != "local_shell":  # it is older than `tool_choice` for such tools
             TypeAdapter(Response).validate_python(whole)
         (item,) = whole["output"]
         assert item["type"] == kind and item["call_id"] == "call_0" and {**item, **said} == item
         text = (await post(at, RESPONSES, body | {"stream": True})).text
-        found = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
-        added, finished = (next(one["item"] for one in found if one["type"] == f"response.output_item.{when}")
+        results = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
+        added, finished = (next(one["item"] for one in results if one["type"] == f"response.output_item.{when}")
                            for when in ("added", "done"))  # fmt: skip
         assert added["type"] == kind and added["status"] == "in_progress"
         assert finished | {"id": ""} == item | {"id": ""}
@@ -262,7 +256,7 @@ async def test_a_kept_response_shows_a_clients_own_tools(tmp_path: Path) -> None
     assert shown["output"] == made["output"] and shown["tools"] == made["tools"] == tools
 
 
-def test_every_schema_is_one_that_answers_can_be_held_to() -> None:
+def test_every_schema_of_a_clients_own_tool_can_be_enforced() -> None:
     for tool in (*ANTHROPIC.values(), *OPENAI.values()):
         assert set(tool.parameters.get("required", ())) <= tool.parameters["properties"].keys()
         assert tool.description.endswith(".") and tool.function("x")["name"] == "x"

@@ -1,4 +1,4 @@
-"""The loop of an exchange: what has happened before a client hears that its answer is over."""
+"""The loop of an exchange: what must have happened before a client is told that its answer has ended."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ENDED = Done(reason=FinishReason.STOP, usage=Usage(prompt_tokens=1, completion_t
 
 
 class Plain:
-    """An adapter with plain words in place of events."""
+    """Stand in for a dialect: events are plain words."""
 
     def begin(self) -> bytes:
         return b"begin "
@@ -35,7 +35,7 @@ class Plain:
 
 
 class Slow:
-    """An attribution that keeps answers on a slow disk."""
+    """Stand in for the attribution of answers to agents, on a slow disk."""
 
     def __init__(self) -> None:
         self.asked, self.stored = asyncio.Event(), asyncio.Event()
@@ -49,8 +49,11 @@ class Slow:
         await self.stored.wait()
 
 
-async def test_no_client_hears_of_an_end_whose_tokens_a_killed_server_would_not_know() -> None:
-    """It sends the answer back at once, and other ids for it would be another prompt."""
+async def test_an_answer_is_stored_before_its_end_is_sent() -> None:
+    """A client may send the answer back at once.
+
+    If a killed server no longer knew its token ids, the prompt would be another one.
+    """
     request = Request(id=1, prompt=(1,), sampling=SamplingParams(max_tokens=1))
     for stream in (True, False):
         disk: Any = Slow()
@@ -70,7 +73,7 @@ async def test_no_client_hears_of_an_end_whose_tokens_a_killed_server_would_not_
 
         reading = asyncio.create_task(read())
         await asyncio.wait_for(disk.asked.wait(), 10)
-        assert kept, "it is given to the disk first"
+        assert kept, "it is stored first"
         await asyncio.sleep(0)
         assert not reading.done()
         disk.stored.set()

@@ -1,5 +1,6 @@
-"""Log-probabilities go with the text of their tokens, in every dialect that tells them: content's apart from
-reasoning's, and none of calls, tags and what ends an answer."""
+"""Log-probabilities in every dialect that has them: with the text of their tokens, content and reasoning apart, none
+for calls, tags and stop sequences.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def at(model: Path) -> AsyncIterator[Site]:
     service = await Service.start(Config(model=str(model), kv_gb=0.05, kv_disk=False), in_process=True)
     try:
-        async with site(service) as found:
-            yield found
+        async with site(service) as scripted:
+            yield scripted
     finally:
         await service.close()
 
@@ -58,24 +59,26 @@ async def test_chats(at: Site) -> None:
     assert choice["message"]["reasoning_content"] == "".join(THOUGHT)
     assert texts(choice["logprobs"]["content"]) == SAID and texts(choice["logprobs"]["reasoning_content"]) == THOUGHT
     assert all(len(entry["top_logprobs"]) == 2 for entry in choice["logprobs"]["content"])
-    chunks = [one["choices"][0] for one in data(await post(at, "/v1/chat/completions", body | {"stream": True}))]
+    chunks = [item["choices"][0] for item in data(await post(at, "/v1/chat/completions", body | {"stream": True}))]
     for kind in ("content", "reasoning_content"):
-        told = [
-            (one["delta"][kind], texts((one["logprobs"] or {}).get(kind))) for one in chunks if one["delta"].get(kind)
+        results = [
+            (chunk["delta"][kind], texts((chunk["logprobs"] or {}).get(kind)))
+            for chunk in chunks
+            if chunk["delta"].get(kind)
         ]
-        assert all(scores for _, scores in told), "each chunk with a text has its own"
-        assert "".join(text for text, _ in told) == "".join(token for _, scores in told for token in scores)
-    left = [one["logprobs"] for one in chunks if not one["delta"].get("content")]
+        assert all(scores for _, scores in results), "each chunk with a text has its log-probabilities"
+        assert "".join(text for text, _ in results) == "".join(token for _, scores in results for token in scores)
+    left = [chunk["logprobs"] for chunk in chunks if not chunk["delta"].get("content")]
     assert all(not (scores or {}).get("content") for scores in left)
 
 
-async def test_chats_without_reasoning_have_none_of_it(at: Site) -> None:
+async def test_chats_without_reasoning_have_no_logprobs_of_it(at: Site) -> None:
     body = asked(logprobs=True, reasoning={"exclude": True})
     (choice,) = json.loads(await post(at, "/v1/chat/completions", body))["choices"]
     assert texts(choice["logprobs"]["content"]) == SAID and "reasoning_content" not in choice["logprobs"]
     streamed = await post(at, "/v1/chat/completions", body | {"stream": True})
-    found = [one["choices"][0]["logprobs"] for one in data(streamed)]
-    assert [token for one in found if one for token in texts(one["content"])] == SAID
+    results = [item["choices"][0]["logprobs"] for item in data(streamed)]
+    assert [token for result in results if result for token in texts(result["content"])] == SAID
     assert "see" not in streamed
 
 
@@ -87,8 +90,10 @@ async def test_responses(at: Site) -> None:
     for output in (events[-1]["response"]["output"], whole["output"]):
         (message,) = [item for item in output if item["type"] == "message"]
         assert texts(message["content"][0]["logprobs"]) == SAID
-    told = [(one["delta"], texts(one["logprobs"])) for one in events if one["type"] == "response.output_text.delta"]
-    assert all("".join(scores) == text for text, scores in told)
+    results = [
+        (event["delta"], texts(event["logprobs"])) for event in events if event["type"] == "response.output_text.delta"
+    ]
+    assert all("".join(scores) == text for text, scores in results)
     tokens = whole["usage"]["output_tokens_details"]["reasoning_tokens"]
     assert tokens == PIECES.index("It "), "reasoning and its tags"
     assert events[-1]["response"]["usage"]["output_tokens_details"]["reasoning_tokens"] == tokens
@@ -98,9 +103,9 @@ async def test_ollama(at: Site) -> None:
     body = {"messages": HI, "tools": [TOOL], "options": {"temperature": 0}, "logprobs": True}
     lines = [json.loads(line) for line in (await post(at, "/api/chat", body)).splitlines()]
     whole = json.loads(await post(at, "/api/chat", body | {"stream": False}))
-    for found in (lines, [whole]):
-        assert [token for line in found for token in texts(line.get("logprobs"))] == SAID
-        assert [token for line in found for token in texts(line.get("thinking_logprobs"))] == THOUGHT
+    for chunks in (lines, [whole]):
+        assert [token for line in chunks for token in texts(line.get("logprobs"))] == SAID
+        assert [token for line in chunks for token in texts(line.get("thinking_logprobs"))] == THOUGHT
     assert all(line.get("logprobs") for line in lines if line["message"]["content"])
     hidden = json.loads(await post(at, "/api/chat", body | {"stream": False, "think": False}))
     assert texts(hidden["logprobs"]) == SAID and "thinking_logprobs" not in hidden
@@ -110,7 +115,7 @@ async def test_ollama(at: Site) -> None:
 @pytest.mark.parametrize("echo", [False, True])
 @pytest.mark.parametrize("stop", [None, "so"])
 async def test_every_chunk_of_a_text_completion_has_them(at: Site, count: int, echo: bool, stop: str | None) -> None:
-    """The last one too, which says why it ended."""
+    """Also the last chunk, which holds the finish reason."""
     body = {"prompt": ["hi", "you"][: 1 + (count > 1)], "temperature": 0, "max_tokens": 12, "logprobs": count}
     body |= {"echo": echo, "stop": stop, "n": 1 if echo else 2}
     whole = json.loads(await post(at, "/v1/completions", body))["choices"]
@@ -118,14 +123,14 @@ async def test_every_chunk_of_a_text_completion_has_them(at: Site, count: int, e
     assert all(chunk["logprobs"]["tokens"] for chunk in chunks)
     for choice in whole:
         pieces = [one for one in chunks if one["index"] == choice["index"]]
-        assert [one["finish_reason"] for one in pieces] == [None] * (len(pieces) - 1) + [choice["finish_reason"]]
-        assert "".join(one["text"] for one in pieces) == choice["text"]
+        assert [piece["finish_reason"] for piece in pieces] == [None] * (len(pieces) - 1) + [choice["finish_reason"]]
+        assert "".join(piece["text"] for piece in pieces) == choice["text"]
         for name in ("tokens", "token_logprobs", "text_offset"):
-            assert [value for one in pieces for value in one["logprobs"][name]] == choice["logprobs"][name]
+            assert [value for piece in pieces for value in piece["logprobs"][name]] == choice["logprobs"][name]
 
 
 async def test_reasoning_is_counted_alike_however_it_is_read(at: Site) -> None:
-    """In a stream, whole, and where an answer was all there when it was read."""
+    """In a stream, as a whole answer, and where all events were there before the first read."""
     body = {"messages": HI, "max_tokens": 40, "temperature": 0, "thinking": {"type": "enabled", "budget_tokens": 1024}}
     whole = json.loads(await post(at, "/v1/messages", body))["usage"]["output_tokens_details"]
     streamed = data(await post(at, "/v1/messages", body | {"stream": True}))

@@ -1,4 +1,6 @@
-"""What follows a call is told after it, in streams and whole, in every dialect whose answers have an order."""
+"""Order of text and calls: text behind a call stays behind it, in streams and whole answers of every ordered
+dialect.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ ORDER = ["First this.", "call_0", "Then that.", "call_1", "call_2", "At last."]
 
 
 def service(*, together: bool) -> ScriptedService:
-    """Return a scripted service. `together`: all events are there when the reader looks."""
+    """Return a scripted service; with `together` all events arrive in one batch."""
     steps: list[Any] = (
         [joined([*SAID, done(FinishReason.TOOL_CALLS)])] if together else [*SAID, done(FinishReason.TOOL_CALLS)]
     )
@@ -57,11 +59,11 @@ def data(text: str) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]
 
 
-def in_order(found: list[tuple[str, str]]) -> list[str]:
-    """Join pieces of texts; a call becomes its id, once."""
+def in_order(pieces: list[tuple[str, str]]) -> list[str]:
+    """Join adjacent pieces of text; a call is represented by its id, once."""
     order: list[str] = []
     texts = False
-    for kind, value in found:
+    for kind, value in pieces:
         if kind == "text" and texts:
             order[-1] += value
         elif value:
@@ -74,11 +76,11 @@ def in_order(found: list[tuple[str, str]]) -> list[str]:
 async def test_chats(together: bool) -> None:
     async with site(service(together=together)) as at:
         chunks = data(await post(at, "/v1/chat/completions", {"messages": HI, "tools": [TOOL], "stream": True}))
-    found = []
+    results = []
     for delta in (chunk["choices"][0]["delta"] for chunk in chunks):
-        found += [("text", delta["content"])] if delta.get("content") else []
-        found += [("call", one.get("id", "")) for one in delta.get("tool_calls", ())]
-    assert in_order(found) == ORDER
+        results += [("text", delta["content"])] if delta.get("content") else []
+        results += [("call", tool_call.get("id", "")) for tool_call in delta.get("tool_calls", ())]
+    assert in_order(results) == ORDER
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -87,13 +89,13 @@ async def test_messages(together: bool) -> None:
     async with site(service(together=together)) as at:
         events = data(await post(at, "/v1/messages", body | {"stream": True}))
         whole = json.loads(await post(at, "/v1/messages", body))["content"]
-    found = []
-    for one in events:
-        if one.get("content_block", {}).get("type") == "tool_use":
-            found.append(("call", one["content_block"]["id"]))
-        elif one.get("delta", {}).get("type") == "text_delta":
-            found.append(("text", one["delta"]["text"]))
-    assert in_order(found) == ORDER
+    results = []
+    for event in events:
+        if event.get("content_block", {}).get("type") == "tool_use":
+            results.append(("call", event["content_block"]["id"]))
+        elif event.get("delta", {}).get("type") == "text_delta":
+            results.append(("text", event["delta"]["text"]))
+    assert in_order(results) == ORDER
     assert [block.get("text") or block["id"] for block in whole] == ORDER
     assert [block["input"] for block in whole if block["type"] == "tool_use"] == [{"city": "Oslo"}] * 3
 
@@ -108,7 +110,7 @@ async def test_responses(together: bool) -> None:
     def shown(items: list[dict[str, Any]]) -> list[str]:
         return [item["call_id"] if item["type"] == "function_call" else item["content"][0]["text"] for item in items]
 
-    assert shown([one["item"] for one in events if one["type"] == "response.output_item.done"]) == ORDER
+    assert shown([event["item"] for event in events if event["type"] == "response.output_item.done"]) == ORDER
     assert shown(events[-1]["response"]["output"]) == shown(whole) == ORDER
     assert [item["arguments"] for item in whole if item["type"] == "function_call"] == ['{"city": "Oslo"}'] * 3
 
@@ -118,12 +120,14 @@ async def test_ollama(together: bool) -> None:
     async with site(service(together=together)) as at:
         lines = [json.loads(line) for line in (await post(at, "/api/chat", {"messages": HI})).splitlines()]
         whole = json.loads(await post(at, "/api/chat", {"messages": HI, "stream": False}))["message"]
-    found = []
+    results = []
     for message in (line["message"] for line in lines):
-        found += [("text", message["content"])] if message["content"] else []
-        found += [("call", one["id"]) for one in message.get("tool_calls", ())]
-        assert all(one["function"]["arguments"] == {"city": "Oslo"} for one in message.get("tool_calls", ()))
-    assert in_order(found) == ORDER
+        results += [("text", message["content"])] if message["content"] else []
+        results += [("call", tool_call["id"]) for tool_call in message.get("tool_calls", ())]
+        assert all(
+            tool_call["function"]["arguments"] == {"city": "Oslo"} for tool_call in message.get("tool_calls", ())
+        )
+    assert in_order(results) == ORDER
     assert whole["content"] == "First this.Then that.At last." and len(whole["tool_calls"]) == 3
 
 

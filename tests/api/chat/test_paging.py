@@ -1,4 +1,4 @@
-"""Lists whose items take time to make: only those of the page are made, and others get their turn between them."""
+"""Pages of lists whose items are slow to build: only the page's items are built, and the event loop runs in between."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ async def test_only_the_items_of_a_page_are_made() -> None:
         made.append(id)
         return {"id": id, "large": True}
 
-    found = await page_by_id(IDS, 3, "i4", show)
-    assert made == ["i5", "i6", "i7"] and found["data"] == [{"id": id, "large": True} for id in made]
-    assert (found["first_id"], found["last_id"], found["has_more"]) == ("i5", "i7", True)
+    result = await page_by_id(IDS, 3, "i4", show)
+    assert made == ["i5", "i6", "i7"] and result["data"] == [{"id": id, "large": True} for id in made]
+    assert (result["first_id"], result["last_id"], result["has_more"]) == ("i5", "i7", True)
     with pytest.raises(NotFound, match="there is no item 'x' here"):
         await page_by_id(IDS, 3, "x", show)
 
 
-async def test_others_get_their_turn_between_two_items_and_one_that_is_gone_is_left_out() -> None:
+async def test_the_loop_runs_between_items_and_deleted_ones_are_skipped() -> None:
     made: list[str] = []
 
     def show(id: str) -> dict[str, Any]:
@@ -43,6 +43,6 @@ async def test_others_get_their_turn_between_two_items_and_one_that_is_gone_is_l
             turns.append(len(made))
             await asyncio.sleep(0)
 
-    found, _ = await asyncio.gather(page_by_id(IDS, 5, None, show), other())
-    assert [one["id"] for one in found["data"]] == ["i0", "i2", "i3", "i4"]
+    page, _ = await asyncio.gather(page_by_id(IDS, 5, None, show), other())
+    assert [item["id"] for item in page["data"]] == ["i0", "i2", "i3", "i4"]
     assert turns == [1, 2, 3, 4]

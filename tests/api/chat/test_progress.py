@@ -1,4 +1,4 @@
-"""How far a prompt is, step by step, in every dialect that tells it: from what was cached to the whole."""
+"""Progress of prefill in every dialect that reports it: from the cached tokens to the whole prompt, step by step."""
 
 from __future__ import annotations
 
@@ -42,39 +42,41 @@ async def test_progress_goes_from_what_is_cached_to_the_whole(path: str, body: d
         assert not any("prompt_progress" in one for one in await streamed(at, path, body | {"return_progress": False}))
         if path.endswith("/turns"):
             body = body | {"messages": [*body["messages"], {"role": "user", "content": LONG[::-1]}]}
-        else:  # another prompt that begins as the one before did
+        else:  # another prompt that shares the prefix of the first
             body = {key: value + LONG[::-1] if value == LONG else value for key, value in body.items()}
             body |= {"messages": [{"role": "user", "content": LONG + LONG[::-1]}]} if "messages" in body else {}
-        found = await streamed(at, path, body | {"return_progress": True})
-    told = [one for one in found if "prompt_progress" in one]
-    progress = [one["prompt_progress"] for one in told]
+        chunks = await streamed(at, path, body | {"return_progress": True})
+    results = [one for one in chunks if "prompt_progress" in one]
+    progress = [one["prompt_progress"] for one in results]
     first, last = progress[0], progress[-1]
     assert first["processed"] == first["cache"] > 300 and last["processed"] == last["total"]
     assert {(one["cache"], one["total"]) for one in progress} == {(first["cache"], first["total"])}
     steps = [after["processed"] - before["processed"] for before, after in itertools.pairwise(progress)]
     assert len(steps) == -(-(last["total"] - first["cache"]) // STEP) > 3 and all(0 < step <= STEP for step in steps)
     assert [one["time_ms"] for one in progress] == sorted(one["time_ms"] for one in progress)
-    for one in told:
+    for one in results:
         timings, prompt = one["timings"], one["prompt_progress"]
         assert timings["cache_n"] == prompt["cache"] and timings["prompt_n"] == prompt["processed"] - prompt["cache"]
         assert timings["predicted_n"] == 0
-    assert told == found[found.index(told[0]) : found.index(told[0]) + len(told)], "before all that is said"
+    assert results == chunks[chunks.index(results[0]) : chunks.index(results[0]) + len(results)], (
+        "progress comes before all text"
+    )
     if path == "/v1/responses":
-        assert {one["type"] for one in told} == {"response.in_progress"}
+        assert {one["type"] for one in results} == {"response.in_progress"}
 
 
 async def test_unrequested_progress_sends_no_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker tells of steps of a prompt only where somebody wants to know."""
-    told: list[Any] = []
+    """The worker reports prefill steps only if the request asks for them."""
+    results: list[Any] = []
     accept = RequestState.accept
 
     def noted(self: RequestState, output: Any) -> None:
-        told.append(output.progress)
+        results.append(output.progress)
         accept(self, output)
 
     monkeypatch.setattr(RequestState, "accept", noted)
     async with keeping(tmp_path / "agents", make_model(tmp_path / "tiny"), step_tokens=STEP) as at:
         await streamed(at, "/v1/completions", {"prompt": LONG, "max_tokens": 2})
-        assert told and not any(told)
+        assert results and not any(results)
         await streamed(at, "/v1/completions", {"prompt": LONG[::-1], "max_tokens": 2, "return_progress": True})
-        assert any(told)
+        assert any(results)

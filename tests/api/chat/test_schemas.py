@@ -1,4 +1,4 @@
-"""What a body may hold: shapes, limits at the limit and one beyond, and the tables of fields without effect."""
+"""Request bodies: shapes, limits at the limit and one beyond, and the tables of fields without effect."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from cairn.api.openai.embeddings import EmbeddingBody, RerankBody
 from cairn.api.openai.responses_schemas import ResponseBody
 from cairn.config.config import Config
 from cairn.types.errors import InvalidRequest, Unsupported
-from tests.api.scripted import SPEC, ScriptedService
+from tests.api.scripted import SPEC, Heard, ScriptedService
 from tests.api.sockets import site
 
 USER = {"role": "user", "content": "hi"}
@@ -37,10 +37,10 @@ def chat(**more: Any) -> dict[str, Any]:
 
 
 def checked(body: dict[str, Any], config: Config | None = None) -> ChatBody:
-    found = parse(ChatBody, body, config or Config())
-    check_generation(found, config or Config())
-    found.wanted()
-    return found
+    result = parse(ChatBody, body, config or Config())
+    check_generation(result, config or Config())
+    result.wanted()
+    return result
 
 
 def refused(body: dict[str, Any], field: str, *words: str, config: Config | None = None) -> InvalidRequest:
@@ -55,8 +55,8 @@ def refused(body: dict[str, Any], field: str, *words: str, config: Config | None
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
-def placed(place: str, more: dict[str, Any]) -> dict[str, Any]:
-    """A chat with these fields in an object of that kind."""
+def chat_with(place: str, more: dict[str, Any]) -> dict[str, Any]:
+    """Return a chat with these fields inside the named kind of object."""
     objects: dict[str, dict[str, Any]] = {
         "request": chat(**more),
         "stream_options": chat(stream=True, stream_options=more),
@@ -73,19 +73,19 @@ def placed(place: str, more: dict[str, Any]) -> dict[str, Any]:
 
 
 OWN = ("tokenize", "embedding", "messages", "responses", "ollama", "options", "model")
-"""Places with a route of their own."""
+"""Objects that have a route of their own."""
 PLACED = [(place, name, row) for place, rows in ROWS.items() if place not in OWN for name, row in rows.items()]
 
 
 @pytest.mark.parametrize(("place", "name", "row"), PLACED, ids=[f"{place}-{name}" for place, name, _ in PLACED])
 def test_fields_of_the_table(place: str, name: str, row: FieldRow) -> None:
-    """They have no effect, or only values that ask for nothing; null is as if they were absent."""
-    plain = checked(placed(place, {}))
+    """Fields without effect are ignored, or accepted only with values that ask for nothing; null counts as absent."""
+    plain = checked(chat_with(place, {}))
     for value in (None, *(("x", 1, True, {"a": 1}) if row.values is None else row.values)):
-        assert checked(placed(place, {name: value})) == plain
+        assert checked(chat_with(place, {name: value})) == plain
     if row.values is not None:
         with pytest.raises(Unsupported, match=name) as caught:
-            checked(placed(place, {name: {"not": "built"}}))
+            checked(chat_with(place, {name: {"not": "built"}}))
         assert row.why in str(caught.value)
 
 
@@ -117,14 +117,14 @@ def test_the_table_has_a_field_once() -> None:
     assert not ChatBody.model_fields.keys() & ROWS["request"].keys()
 
 
-def test_true_is_not_one() -> None:
+def test_a_boolean_is_no_number() -> None:
     checked(chat(best_of=1.0, tfs_z=1.0))
     refused(chat(best_of=True), "best_of")
     refused(chat(n_probs=False), "n_probs")
 
 
 def test_every_field_of_openais_client_is_known() -> None:
-    """Some it sends unasked; one without effect must not end in a 400."""
+    """The client sends some of them unasked, so one without effect must not end in a 400."""
     for kind, theirs in ((ChatBody, chat_params), (CompletionBody, completion_params)):
         known = kind.model_fields.keys() | ROWS["request"].keys()
         both = ChatBody.model_fields.keys() if kind is CompletionBody else set()
@@ -144,7 +144,7 @@ async def test_hints_about_caching_have_no_effect() -> None:
 
 
 async def test_clients_of_mlx_lm_find_their_routes_and_fields() -> None:
-    """All that its server reads, with what it takes where a client says nothing."""
+    """Covers every field that mlx_lm's server reads, with its defaults."""
     own: dict[str, Any] = {
         **{"repetition_penalty": 1.1, "repetition_context_size": 20, "xtc_probability": 0.0, "xtc_threshold": 0.0},
         **{"draft_model": "default_model", "num_draft_tokens": 3, "adapters": None, "role_mapping": None},
@@ -153,8 +153,8 @@ async def test_clients_of_mlx_lm_find_their_routes_and_fields() -> None:
     async with site(ScriptedService()) as at, at.http() as http:
         assert (await http.get("/v1/models")).status_code == 200
         for path, body in (("/v1/chat/completions", chat()), ("/v1/completions", {"prompt": "hi"})):
-            found = await http.post(path, json={"model": "default_model", **body, **own})
-            assert found.status_code == 200, found.text
+            response = await http.post(path, json={"model": "default_model", **body, **own})
+            assert response.status_code == 200, response.text
         for name, value in (("adapters", "my-lora"), ("repetition_context_size", 64), ("role_mapping", {"user": "U:"})):
             wrong = await http.post("/v1/chat/completions", json=chat() | {name: value})
             assert wrong.status_code == 400 and wrong.json()["error"]["param"] == name
@@ -190,36 +190,23 @@ def test_a_field_of_another_maker_is_passed_over_unless_the_server_refuses_it(fi
 
 @pytest.mark.parametrize("place", ["message", "part", "tool", "function", "call", "called", "stream_options"])
 def test_unknown_fields_within_a_chat(place: str) -> None:
-    assert checked(placed(place, {"of_another_maker": {"a": 1}})) == checked(placed(place, {}))
+    assert checked(chat_with(place, {"of_another_maker": {"a": 1}})) == checked(chat_with(place, {}))
     with pytest.raises(InvalidRequest, match=f"of_another_maker is not a field of a {place}"):
-        checked(placed(place, {"of_another_maker": 1}), Config(strict_fields=True))
+        checked(chat_with(place, {"of_another_maker": 1}), Config(strict_fields=True))
 
 
 def test_unknown_fields_are_reported_once_and_bounded() -> None:
-    """Each is compared with all known ones, so a body may not hold thousands of different ones."""
+    """Each unknown field is compared with all known ones, so a body must not hold thousands of different ones."""
     heard = Heard()
     many = [{"role": "user", "content": "x", "mood": "good", "uuid": str(n)} for n in range(1000)]
     parse(ChatBody, chat(messages=many), Config(), heard)  # type: ignore[arg-type]
-    assert heard.said == [
+    assert heard.warnings == [
         f"messages[0].{name} is not a field of a message and has no effect" for name in ("mood", "uuid")
     ]
     few = [{"role": "user", "content": "x", f"field{n}": 1} for n in range(64)]
     parse(ChatBody, chat(messages=few), Config())
     with pytest.raises(InvalidRequest, match="more than 64 different unknown fields"):
         parse(ChatBody, chat(messages=[*few, {"role": "user", "content": "x", "field64": 1}]), Config())
-
-
-class Heard:
-    """A stand-in for a call that collects warnings."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def header(self, name: bytes) -> None:
-        return None
-
-    def warn(self, sentence: str) -> None:
-        self.said.append(sentence)
 
 
 def test_a_misspelt_field_is_reported_with_the_likely_name() -> None:
@@ -350,7 +337,7 @@ def test_a_missing_field_is_named() -> None:
 
 
 def test_messages_and_tools_at_the_limit_and_one_more() -> None:
-    """Known failure 50: the configured limits are the ones that hold."""
+    """Known failure 50: the configured limits are the ones that apply."""
     checked(chat(messages=[USER] * 4096))
     refused(chat(messages=[USER] * 4097), "messages", "4097", "4096")
     checked(chat(tools=[TOOL] * 1024))
@@ -366,7 +353,7 @@ def test_messages_and_tools_at_the_limit_and_one_more() -> None:
     [("messages", 1, 4096), ("tools", 1, 1024), ("logit_bias", "x", 1024), ("metadata", 1, 16)],
 )
 def test_what_is_too_long_is_refused_before_it_is_read(field: str, item: Any, most: int) -> None:
-    """To look at 86,000 messages takes a third of a second, in which nobody else is served."""
+    """Validating 86,000 messages takes a third of a second, in which nobody else is served."""
     for more, said in ((0, f"{field}"), (1, str(most + 1))):
         items = [item] * (most + more)
         many = items if field in ("messages", "tools") else {str(n): one for n, one in enumerate(items)}
@@ -376,42 +363,44 @@ def test_what_is_too_long_is_refused_before_it_is_read(field: str, item: Any, mo
 
 
 WRONG = [None] * 2000
-"""Wrong in every list, map and object that a body has."""
+"""Members that are wrong in every list, map and object of a body."""
 
 
-def fine(schema: dict[str, Any], known: dict[str, Any]) -> Any:
+def valid_value(schema: dict[str, Any], known: dict[str, Any]) -> Any:
     """Return a short valid value of a JSON schema."""
     if "$ref" in schema:
-        return fine(known[schema["$ref"].rpartition("/")[2]], known)
+        return valid_value(known[schema["$ref"].rpartition("/")[2]], known)
     for several in ("anyOf", "oneOf"):
         if several in schema:
-            return fine(schema[several][0], known)
+            return valid_value(schema[several][0], known)
     if "const" in schema or "enum" in schema:
         return schema.get("const", schema.get("enum", [None])[0])
     match schema.get("type"):
         case "array":
-            return [fine(schema["items"], known)]
+            return [valid_value(schema["items"], known)]
         case "object":
-            return {name: fine(schema["properties"][name], known) for name in schema.get("required", ())}
+            return {name: valid_value(schema["properties"][name], known) for name in schema.get("required", ())}
         case kind:
             return {"string": "1", "integer": 1, "number": 1.5, "boolean": True}.get(kind)
 
 
-def spoilt(schema: dict[str, Any], known: dict[str, Any]) -> Iterator[Any]:
-    """Values of a JSON schema but for one list, map or object of each, which holds two thousand wrong members."""
+def invalid_values(schema: dict[str, Any], known: dict[str, Any]) -> Iterator[Any]:
+    """Yield values of a JSON schema that are valid except for one list, map or object with two thousand wrong
+    members.
+    """
     if "$ref" in schema:
-        yield from spoilt(known[schema["$ref"].rpartition("/")[2]], known)
+        yield from invalid_values(known[schema["$ref"].rpartition("/")[2]], known)
     for one in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
-        yield from spoilt(one, known)
+        yield from invalid_values(one, known)
     if schema.get("type") == "array":
-        yield [fine(schema["items"], known), *WRONG]
-        yield from ([one] for one in spoilt(schema["items"], known))
+        yield [valid_value(schema["items"], known), *WRONG]
+        yield from ([invalid_value] for invalid_value in invalid_values(schema["items"], known))
     if schema.get("type") == "object":
-        base, fields = fine(schema, known), schema.get("properties", {})
+        base, fields = valid_value(schema, known), schema.get("properties", {})
         if schema.get("additionalProperties") is not True:
             yield base | {f"{n}": one for n, one in enumerate(WRONG)}
         for name, field in fields.items():
-            yield from (base | {name: one} for one in spoilt(field, known))
+            yield from (base | {name: invalid_value} for invalid_value in invalid_values(field, known))
 
 
 def bodies(kind: type[Body] = Body) -> Iterator[type[Body]]:
@@ -421,26 +410,26 @@ def bodies(kind: type[Body] = Body) -> Iterator[type[Body]]:
 
 
 @pytest.mark.parametrize("kind", dict.fromkeys(bodies()))
-def test_a_wrong_body_costs_an_error_however_much_of_it_is_wrong(kind: type[Body]) -> None:
-    """Every error is collected and written out while nobody else is served: 260,000 of them took most of a second."""
+def test_a_wrong_body_costs_one_error_however_much_of_it_is_wrong(kind: type[Body]) -> None:
+    """Every error used to be collected and formatted on the event loop: 260,000 of them took most of a second."""
     schema = kind.model_json_schema()
-    for body in spoilt(schema, schema.get("$defs", {})):
+    for body in invalid_values(schema, schema.get("$defs", {})):
         with pytest.raises(InvalidRequest) as caught:
             parse(kind, body, Config())
         assert "~" not in (caught.value.field or ""), "a union's tag"
-        found = caught.value.__context__
-        assert not isinstance(found, ValidationError) or found.error_count() <= 2, str(body)[:200]
+        cause = caught.value.__context__
+        assert not isinstance(cause, ValidationError) or cause.error_count() <= 2, str(body)[:200]
 
 
 def test_the_wrong_bodies_are_wrong_in_every_list() -> None:
     schema = agent_schemas.CreateBody.model_json_schema()
-    tried = [str(body)[:120] for body in spoilt(schema, schema["$defs"])]
+    tried = [str(body)[:120] for body in invalid_values(schema, schema["$defs"])]
     for wrong in ("'messages': [{", "'content': [{", "'tool_calls': [{", "'tools': [{", "'metadata': {"):
         assert any(wrong in body for body in tried), wrong
 
 
 def test_instructions_beside_system_count_with_it() -> None:
-    """Or an agent that was made so could be exported and not imported."""
+    """Otherwise an agent could be created and exported, but not imported."""
     body = parse(agent_schemas.CreateBody, {"system": "Be brief.", "messages": [USER] * 2}, Config(max_messages=2))
     assert len(agent_schemas.beginning(body, Config(max_messages=3))) == 3
     with pytest.raises(InvalidRequest, match="3 messages with system; the limit is 2"):
@@ -483,13 +472,13 @@ SENT: dict[str, dict[str, Any]] = {
         for place in ("message", "part", "tool", "call")
     },
 }
-"""What clients send at their defaults, by the object that has it."""
+"""Fields that clients send at their defaults, by the object that holds them."""
 
 
 @pytest.mark.parametrize(("place", "field"), [(place, field) for place, fields in SENT.items() for field in fields])
 def test_a_field_that_real_clients_send_is_accepted(place: str, field: str) -> None:
-    """Named here, too, so that none leaves the table unseen."""
-    checked(placed(place, {field: SENT[place][field]}))
+    """The fields are listed here too, so that none can leave the table unnoticed."""
+    checked(chat_with(place, {field: SENT[place][field]}))
 
 
 def test_the_id_of_a_tool_message_names_its_call() -> None:
@@ -515,7 +504,7 @@ def test_names_of_other_servers() -> None:
 
 
 def test_a_number_without_a_fraction_is_whole() -> None:
-    """Of clients whose numbers are all floats."""
+    """Some clients send every number as a float."""
     body = checked(chat(max_tokens=4.0, seed=1.0, n=1.0, top_k=5.0, logprobs=True, top_logprobs=2.0))
     assert [body.max_tokens, body.seed, body.n, body.top_k, body.top_logprobs] == [4, 1, 1, 5, 2]
     assert isinstance(body.max_tokens, int)
@@ -564,20 +553,20 @@ SENTENCES = [
 
 
 @pytest.mark.parametrize(("more", "sentence"), SENTENCES, ids=[str(n) for n in range(len(SENTENCES))])
-def test_a_sentence_for_people(more: dict[str, Any], sentence: str) -> None:
+def test_an_error_is_a_readable_sentence(more: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         checked(chat(**more))
     assert str(caught.value) == sentence
 
 
 def test_broken_arguments_in_history_are_accepted() -> None:
-    """Known failure 24: a call that was cut off does not make every later turn a 400."""
+    """Known failure 24: a call that was cut off must not turn every later turn into a 400."""
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": '}}
     checked(chat(messages=[USER, {"role": "assistant", "content": None, "tool_calls": [call]}]))
 
 
 def test_arguments_in_history_hold_no_more_values_than_a_body() -> None:
-    """They are read, and walked through, like the body itself; half of them in each of two calls."""
+    """Arguments are parsed and walked through like the body. The values are split over two calls."""
     calls = [{"function": {"name": "f", "arguments": '{"a":[' + "[]," * 40 + "[]]}"}}] * 2
     message = {"role": "assistant", "content": "a", "tool_calls": calls}
     check_generation(checked(chat(messages=[message])), Config(max_json_values=200))
@@ -590,7 +579,9 @@ def test_arguments_in_history_hold_no_more_values_than_a_body() -> None:
 
 
 def test_values_in_each_call_are_counted_by_themselves() -> None:
-    """Joined, a call that was cut inside of a text turned the texts of the next one inside out."""
+    """When the arguments were joined, a call that was cut inside a string inverted what counted as string in the next
+    one.
+    """
 
     def check(*arguments: str) -> None:
         calls = [{"function": {"name": "f", "arguments": each}} for each in arguments]
@@ -671,8 +662,8 @@ AT_LIMITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 async def test_at_the_limit_and_one_beyond(good: dict[str, Any], bad: dict[str, Any], field: str) -> None:
     async with site(ScriptedService()) as at, at.http() as http:
         body = {"model": "scripted", "messages": [USER]}
-        fine = await http.post("/v1/chat/completions", json=body | good)
-        assert fine.status_code == 200, fine.text
+        response = await http.post("/v1/chat/completions", json=body | good)
+        assert response.status_code == 200, response.text
         wrong = await http.post("/v1/chat/completions", json=body | bad)
         assert wrong.status_code == 400
         assert wrong.json()["error"]["param"] == field and field in wrong.json()["error"]["message"]

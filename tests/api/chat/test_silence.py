@@ -1,4 +1,4 @@
-"""Streams in which much is generated and nothing shown: they are kept awake by what was sent, in every dialect."""
+"""Streams that generate much and show nothing: heartbeats keep them awake, in every dialect."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BEAT = 0.1
 WAIT = 0.02
 HIDDEN = Delta(reasoning="hm", tokens=(1,))
 NOTHING = Delta(tokens=(1,))
-"""A token whose text is held back: it may belong to a call."""
+"""A token whose text is held back, as it may belong to a call."""
 EXCLUDED = {"messages": HI, "reasoning": {"exclude": True}}
 OMITTED = {"messages": HI, "max_tokens": 99, "thinking": {"type": "adaptive", "display": "omitted"}}
 CASES: list[tuple[str, str, dict[str, Any], Delta, str]] = [
@@ -45,26 +45,26 @@ async def text_of(at: Site, path: str, body: dict[str, Any]) -> str:
         return answer.text
 
 
-@pytest.mark.parametrize(("what", "path", "body", "delta", "beat"), CASES, ids=[f"{c[1]}: {c[0]}" for c in CASES])
+@pytest.mark.parametrize(("case", "path", "body", "delta", "beat"), CASES, ids=[f"{c[1]}: {c[0]}" for c in CASES])
 @pytest.mark.parametrize("wait", [WAIT, 0.8 * BEAT])
-async def test_hidden_output_does_not_break_the_silence(
-    what: str, path: str, body: dict[str, Any], delta: Delta, beat: str, wait: float
+async def test_heartbeats_continue_while_output_is_hidden(
+    case: str, path: str, body: dict[str, Any], delta: Delta, beat: str, wait: float
 ) -> None:
-    """Tokens come faster than heartbeats would, and slower ones do not double the time between them."""
+    """Whether hidden tokens come faster or slower than heartbeats, the time between two heartbeats stays the same."""
     count = round(6 * BEAT / wait)
     script = [*(step for _ in range(count) for step in (delta, wait)), Delta(text="said", tokens=(2,)), done()]
     async with site(ScriptedService(lambda request: list(script)), Config(heartbeat=BEAT)) as at:
         began = time.monotonic()
         text = await text_of(at, path, body)
     most = (time.monotonic() - began) / BEAT + 1
-    ends = 1 if path.startswith("/api/") else 0  # its last line says nothing either
+    ends = 1 if path.startswith("/api/") else 0  # the final line has no text either
     begun = 1 if path == "/v1/responses" else 0
     assert 3 <= text.count(beat) - ends - begun <= most, text[:2000]
     assert "said" in text
 
 
 @pytest.mark.parametrize("path", [case[1] for case in CASES[::2]])
-async def test_what_is_shown_breaks_it(path: str) -> None:
+async def test_shown_output_replaces_heartbeats(path: str) -> None:
     body = next(case[2] for case in CASES if case[1] == path)
     beat = next(case[4] for case in CASES if case[1] == path)
     script = [*(step for _ in range(20) for step in (Delta(text="x", tokens=(1,)), WAIT)), done()]
@@ -75,7 +75,7 @@ async def test_what_is_shown_breaks_it(path: str) -> None:
 
 
 async def test_a_stored_response_and_a_turn_are_kept_awake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those are read from an event log, where heartbeats of a response are events with numbers."""
+    """Both are read from an event log, where a response's heartbeats are numbered events."""
     slowly(monkeypatch)
     config = Config(heartbeat=BEAT)
     async with keeping(tmp_path / "agents", make_model(tmp_path / "tiny"), config) as at, at.http() as http:

@@ -1,5 +1,4 @@
-"""Calls over the real engine: told while they are written, in the dialects that have pieces of them, and what becomes
-of one that is cut or broken, in every dialect, in streams and whole."""
+"""Calls on the real engine: streamed piece by piece where the dialect can, and what becomes of cut or broken ones."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ XML = ["<tool_call>", "\n", "<function=write>", "\n", "<parameter=text>", "\n", 
 TEMPLATE = "{# {{ tools | tojson }} <tool_call>FORM #}{% for t in tools or [] %}{{ t }}{% endfor %}" + CHATML
 WHOLE = json.dumps({"text": "".join(WORDS)})
 CUT = 14
-"""Tokens, of which the last is within the arguments."""
+"""Token limit that cuts the answer within the arguments."""
 PATHS = {
     "/v1/chat/completions": {"messages": HI, "tools": [TOOL], "temperature": 0, "max_tokens": 99},
     "/v1/messages": {"messages": HI, "tools": [OWN], "temperature": 0, "max_tokens": 99},
@@ -59,8 +58,8 @@ async def saying(path: Path, pieces: list[str]) -> AsyncIterator[Site]:
     write_scripted(path, pieces, template=template, kinds=dict.fromkeys(("<tool_call>", "</tool_call>"), CONTROL))
     service = await Service.start(Config(model=str(path), kv_gb=0.05, kv_disk=False), in_process=True)
     try:
-        async with site(service) as found:
-            yield found
+        async with site(service) as scripted:
+            yield scripted
     finally:
         await service.close()
 
@@ -73,7 +72,7 @@ def asked(path: str, tokens: int = 99) -> dict[str, Any]:
 
 
 class Heard:
-    """What a client assembles from the answer to one request."""
+    """Collect what a client assembles from the answer to one request."""
 
     def __init__(self) -> None:
         self.text = self.name = self.reason = ""
@@ -84,8 +83,8 @@ class Heard:
         return "".join(self.pieces)
 
 
-def chats(found: list[dict[str, Any]], heard: Heard) -> None:
-    for choice in (one["choices"][0] for one in found):
+def chats(chunks: list[dict[str, Any]], heard: Heard) -> None:
+    for choice in (one["choices"][0] for one in chunks):
         said = choice.get("delta") or choice.get("message") or {}
         heard.text += said.get("content") or ""
         for call in said.get("tool_calls") or ():
@@ -94,8 +93,8 @@ def chats(found: list[dict[str, Any]], heard: Heard) -> None:
         heard.reason = choice["finish_reason"] or heard.reason
 
 
-def messages(found: list[dict[str, Any]], heard: Heard) -> None:
-    for one in found:
+def messages(chunks: list[dict[str, Any]], heard: Heard) -> None:
+    for one in chunks:
         for block in (*one.get("content", ()), one.get("content_block", {})):
             heard.text += block.get("text", "")
             heard.name += block.get("name", "")
@@ -106,19 +105,19 @@ def messages(found: list[dict[str, Any]], heard: Heard) -> None:
         heard.reason = delta.get("stop_reason") or heard.reason
 
 
-def responses(found: list[dict[str, Any]], heard: Heard) -> None:
-    if "output" not in found[0]:
-        heard.pieces = [one["delta"] for one in found if one["type"] == "response.function_call_arguments.delta"]
-    heard.text = "".join(one["delta"] for one in found if one.get("type") == "response.output_text.delta")
-    (last,) = (found[-1].get("response") or found[-1])["output"][-1:]
-    assert last["type"] == "function_call" and last["status"] == found[-1].get("response", found[-1])["status"]
+def responses(chunks: list[dict[str, Any]], heard: Heard) -> None:
+    if "output" not in chunks[0]:
+        heard.pieces = [one["delta"] for one in chunks if one["type"] == "response.function_call_arguments.delta"]
+    heard.text = "".join(one["delta"] for one in chunks if one.get("type") == "response.output_text.delta")
+    (last,) = (chunks[-1].get("response") or chunks[-1])["output"][-1:]
+    assert last["type"] == "function_call" and last["status"] == chunks[-1].get("response", chunks[-1])["status"]
     heard.name, heard.reason = last["name"], last["status"]
     heard.pieces = heard.pieces or [last["arguments"]]
     assert heard.arguments == last["arguments"]
 
 
-def ollama(found: list[dict[str, Any]], heard: Heard) -> None:
-    for one in found:
+def ollama(chunks: list[dict[str, Any]], heard: Heard) -> None:
+    for one in chunks:
         heard.text += one["message"]["content"]
         for call in one["message"].get("tool_calls") or ():
             heard.name += call["function"]["name"]
@@ -130,10 +129,10 @@ READ = dict(zip(PATHS, (chats, messages, responses, ollama), strict=True))
 
 
 async def heard(at: Site, path: str, *, stream: bool, tokens: int = 99) -> Heard:
-    text, found = await post(at, path, asked(path, tokens) | {"stream": stream}), Heard()
+    text, collected = await post(at, path, asked(path, tokens) | {"stream": stream}), Heard()
     lines = [json.loads(line) for line in text.splitlines()] if stream and path == "/api/chat" else None
-    READ[path](lines or (data(text) if stream else [json.loads(text)]), found)
-    return found
+    READ[path](lines or (data(text) if stream else [json.loads(text)]), collected)
+    return collected
 
 
 @pytest.mark.parametrize("pieces", [CALL, XML], ids=["JSON", "tags"])
@@ -157,33 +156,33 @@ async def test_names_and_arguments_come_as_they_are_written(
 
 
 @pytest.mark.parametrize("pieces", [CALL, XML], ids=["JSON", "tags"])
-async def test_a_call_that_is_cut_ends_for_want_of_tokens(pieces: list[str], tmp_path: Path) -> None:
-    """A part of it is told where a dialect has parts, and never is it content."""
+async def test_a_cut_call_ends_with_the_length_reason(pieces: list[str], tmp_path: Path) -> None:
+    """Dialects with argument pieces show a part of it; it never becomes content."""
     reasons = ("length", "max_tokens", "incomplete", "length")
     async with saying(tmp_path / "m.gguf", pieces) as at:
         for path, reason in zip(PATHS, reasons, strict=True):
             for stream in (True, False):
-                found = await heard(at, path, stream=stream, tokens=CUT)
-                assert (found.reason, found.text) == (reason, ""), path
-                if path == "/api/chat":  # whose calls have objects for arguments
-                    assert (found.name, found.arguments) == ("", "")
+                result = await heard(at, path, stream=stream, tokens=CUT)
+                assert (result.reason, result.text) == (reason, ""), path
+                if path == "/api/chat":  # arguments are an object there, so half of one cannot be sent
+                    assert (result.name, result.arguments) == ("", "")
                 else:
-                    assert found.name == "write" and '{"text": "word0 word' in found.arguments.replace("\\", ""), path
-                    assert len(found.arguments) < len(WHOLE)
+                    assert result.name == "write" and '{"text": "word0 word' in result.arguments.replace("\\", ""), path
+                    assert len(result.arguments) < len(WHOLE)
 
 
 async def test_a_broken_call_is_sent_as_written(tmp_path: Path) -> None:
     async with saying(tmp_path / "m.gguf", BROKEN) as at:
         for path in PATHS:
             for stream in (True, False):
-                found = await heard(at, path, stream=stream)
-                assert found.name == "write" and "oops" in found.arguments and found.text == "", path
-                assert found.reason in ("tool_calls", "tool_use", "completed", "stop")
+                result = await heard(at, path, stream=stream)
+                assert result.name == "write" and "oops" in result.arguments and result.text == "", path
+                assert result.reason in ("tool_calls", "tool_use", "completed", "stop")
 
 
 @pytest.mark.parametrize("tokens", [CUT, 99], ids=["cut", "broken"])
-async def test_the_session_goes_on_behind_a_call_that_is_no_json(tokens: int, tmp_path: Path) -> None:
-    """And what was computed of it is found again."""
+async def test_a_session_continues_after_a_call_with_invalid_json(tokens: int, tmp_path: Path) -> None:
+    """Its KV is reused, too."""
     async with saying(tmp_path / "m.gguf", BROKEN) as at, at.http() as http:
         path = "/v1/chat/completions"
         first = (await http.post(path, json=asked(path, tokens))).json()

@@ -1,4 +1,4 @@
-"""Chunks as bytes: every one is valid JSON in a well-formed event, whatever the model says."""
+"""Chunks as bytes: each is valid JSON in a well-formed event, whatever the model generates."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_any_text_survives_the_chat_chunks(text: str, reasoning: str, arguments:
 
 
 LINES = "a\u2028b\u2029c\u0085d\u00e9e\x0bf\x0cg\x1ch"
-"""Everything that Python takes for the end of a line, but \\n and \\r."""
+r"""Every line break known to Python except \n and \r."""
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,9 @@ LINES = "a\u2028b\u2029c\u0085d\u00e9e\x0bf\x0cg\x1ch"
     ],
 )
 async def test_a_line_stays_one_line_for_every_reader(path: str, body: dict[str, Any]) -> None:
-    """httpx's `iter_lines`, and clients that read lines by `splitlines`, cut JSON in the middle of a text."""
+    """httpx's `iter_lines` and clients that use `splitlines` also split at U+2028 and its kin, in the middle of
+    JSON.
+    """
     service = ScriptedService(lambda request: [Delta(text=LINES, tokens=(1,)), done()])
     async with site(service) as at, at.http() as http:
         text = (await http.post(path, json=body | {"stream": True})).text
@@ -83,16 +85,16 @@ def test_any_text_survives_the_text_chunks(text: str, index: int) -> None:
     assert three["choices"] == [{"index": index, "text": "", "logprobs": None, "finish_reason": "length"}]
 
 
-def test_a_delta_that_says_nothing_is_no_chunk() -> None:
+def test_an_empty_delta_is_no_chunk() -> None:
     assert ChatChunks(HEAD, 1, False, Bytes()).delta(0, Delta(tokens=(1,))) == b""
 
 
 @given(st.lists(st.tuples(st.integers(0, 299), st.floats(max_value=0)), max_size=5))
 def test_logprobs_are_finite_json(pairs: list[tuple[int, float]]) -> None:
     entries = [TokenLogprob(token, value, tuple(pairs)) for token, value in pairs]
-    found = json.loads(json.dumps(chat_logprobs(entries, (), Bytes()), allow_nan=False))
-    assert len(found["content"]) == len(pairs)
-    for entry, (token, _) in zip(found["content"], pairs, strict=True):
+    parsed = json.loads(json.dumps(chat_logprobs(entries, (), Bytes()), allow_nan=False))
+    assert len(parsed["content"]) == len(pairs)
+    for entry, (token, _) in zip(parsed["content"], pairs, strict=True):
         assert bytes(entry["bytes"]) == Bytes().token_bytes(token) and len(entry["top_logprobs"]) == len(pairs)
 
 
@@ -100,24 +102,24 @@ def test_text_offsets_count_characters_not_bytes() -> None:
     logprobs = TextLogprobs(Bytes(), 0)
     for token in "h\u00e9y".encode():
         logprobs.add(token, TokenLogprob(token, float("-inf")))
-    found = logprobs.take()
-    assert found["tokens"] == ["h", "bytes:\\xc3", "bytes:\\xa9", "y"] and found["top_logprobs"] is None
-    assert found["token_logprobs"] == [-9999.0] * 4
+    result = logprobs.take()
+    assert result["tokens"] == ["h", "bytes:\\xc3", "bytes:\\xa9", "y"] and result["top_logprobs"] is None
+    assert result["token_logprobs"] == [-9999.0] * 4
     assert logprobs.take()["tokens"] == []
 
 
 def test_tokens_that_read_alike_do_not_hide_each_other() -> None:
-    """Halves of characters all read U+FFFD, and a tokenizer may spell one text in two ways."""
+    """Halves of characters all decode to U+FFFD, and a tokenizer may have two tokens with one text."""
     logprobs = TextLogprobs(Bytes(), 3)
     likely, unlikely = 0xC3, 0xA9
     logprobs.add(unlikely, TokenLogprob(unlikely, -5.0, ((likely, -0.1), (104, -2.0), (0xC4, -3.0))))
     logprobs.add(104, TokenLogprob(104, -2.0, ((likely, -0.1), (unlikely, -5.0), (104, -2.0))))
-    found = logprobs.take()
-    assert found["top_logprobs"] == [
+    result = logprobs.take()
+    assert result["top_logprobs"] == [
         {"bytes:\\xc3": -0.1, "h": -2.0, "bytes:\\xc4": -3.0, "bytes:\\xa9": -5.0},
         {"bytes:\\xc3": -0.1, "bytes:\\xa9": -5.0, "h": -2.0},
     ]
-    assert found["tokens"] == ["bytes:\\xa9", "h"]
+    assert result["tokens"] == ["bytes:\\xa9", "h"]
     asked = TextLogprobs(Twins(), 20)
     asked.add(120, TokenLogprob(120, -3.0, tuple((token, -0.1 * token) for token in range(110, 130))))
     (top,) = asked.take()["top_logprobs"]
@@ -125,7 +127,7 @@ def test_tokens_that_read_alike_do_not_hide_each_other() -> None:
 
 
 class Twins(Bytes):
-    """A tokenizer whose odd tokens read like the even ones before them."""
+    """A tokenizer whose odd tokens decode like the even ones before them."""
 
     def token_bytes(self, id: int) -> bytes:
         return super().token_bytes(id & ~1)
@@ -135,8 +137,8 @@ def offsets(tokenizer: Any, tokens: Sequence[int]) -> list[int]:
     logprobs = TextLogprobs(tokenizer, 0)
     for token in tokens:
         logprobs.add(token, TokenLogprob(token, -1.0))
-    found: list[int] = logprobs.take()["text_offset"]
-    return found
+    text_offset: list[int] = logprobs.take()["text_offset"]
+    return text_offset
 
 
 @pytest.mark.parametrize(
@@ -153,7 +155,7 @@ def offsets(tokenizer: Any, tokens: Sequence[int]) -> list[int]:
     ],
 )
 def test_a_token_begins_after_the_incomplete_character(raw: bytes, wanted: list[int], tmp_path: Path) -> None:
-    """Bytes that wait in vain for the rest of their character come out with the next token, and stand before it."""
+    """Bytes that wait for a character that never completes come out with the next token, in front of its text."""
     folder = text_models.write_model(tmp_path, text_models.byte_level(), text_models.QWEN_CONFIG)
     tokenizer = Tokenizer.load(folder)
     one = {tokenizer.token_bytes(token): token for token in range(256)}
@@ -161,7 +163,7 @@ def test_a_token_begins_after_the_incomplete_character(raw: bytes, wanted: list[
 
 
 def test_a_token_begins_behind_a_run_of_bytes(tmp_path: Path) -> None:
-    """SentencePiece shows a run of bytes when it ends, an invalid one as one U+FFFD a byte."""
+    """SentencePiece decodes a run of byte tokens when it ends; an invalid run becomes one U+FFFD per byte."""
     folder = text_models.write_model(tmp_path, text_models.sentencepiece(), text_models.LLAMA2_CONFIG)
     tokenizer = Tokenizer.load(folder)
     word = tokenizer.encode("the lazy")[-1]
@@ -170,8 +172,10 @@ def test_a_token_begins_behind_a_run_of_bytes(tmp_path: Path) -> None:
 
 
 def merged(one: Any, other: Any) -> Any:
-    """Two usages as LangChain's ChatOpenAI adds them up (`_update_token_usage`): numbers are added, objects entered,
-    and what one of them lacks is 0; of anything else the later one counts."""
+    """Add two usages as LangChain's ChatOpenAI does (`_update_token_usage`).
+
+    Numbers are added, objects merged, and missing keys count as 0; of anything else the later value wins.
+    """
     if isinstance(other, int):
         assert isinstance(one, int), (one, other)
         return one + other
@@ -182,7 +186,7 @@ def merged(one: Any, other: Any) -> Any:
 
 
 def test_clients_that_add_up_usages_can_add_up_any_two() -> None:
-    """ChatOpenAI.generate([a, b]) failed where one answer's miss was null and the next one's an object."""
+    """ChatOpenAI.generate([a, b]) failed where one answer's `miss` was null and the next one's an object."""
     differs = Differs(position=20, known="cat", given="dog")
     misses = [None, Miss(position=16, reason="evicted"), Miss(position=16, reason="template", differs=differs)]
     reports = [CacheReport(computed=3, pool=16, load=load, miss=miss) for miss in misses for load in (0.0, 0.5)]
@@ -198,6 +202,6 @@ def test_error_events() -> None:
         (Unauthorized("a"), "authentication_error"),
         (Overloaded("a"), "rate_limit_error"),
     ):
-        (found,) = events(error_event(error))
+        (event,) = events(error_event(error))
         expected: dict[str, Any] = {"message": "a", "type": kind, "param": error.field, "code": error.code}
-        assert found == {"error": expected}
+        assert event == {"error": expected}

@@ -1,4 +1,4 @@
-"""Who may call what: closed by default, one layer over every route."""
+"""Authentication: closed by default, one layer over every route."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def preflight(at: Site, origin: str, **headers: str) -> Any:
 
 
 def every_route(app: App) -> list[tuple[str, str]]:
-    """Return each path and method that the application knows, from its own table."""
+    """Return each path and method in the application's own table of routes."""
     ids = {"{id:resp_}": "resp_0", "{id:conv_}": "conv_0", "{id:*}": "x"}
     routes = [route for route in app.router.routes if route.access != "open" and not route.always]
     return [(one.method, re.sub(r"{[^}]*}", lambda id: ids.get(id[0], "0" * 16), one.path)) for one in routes]
@@ -53,7 +53,7 @@ def every_route(app: App) -> list[tuple[str, str]]:
     ],
 )
 async def test_every_route_needs_a_key(headers: dict[str, str]) -> None:
-    """Known failure 45: no route is open because nobody thought of it."""
+    """Known failure 45: no route is open because somebody forgot it."""
     async with site(ScriptedService(), ONE) as at:
         routes = [
             *every_route(at.app),
@@ -85,7 +85,7 @@ async def test_only_health_and_the_files_of_the_page_are_open() -> None:
 
 
 async def test_an_unknown_route_is_a_404_without_a_key_and_lists_no_routes() -> None:
-    """A wrong base URL must not look like a wrong key; whether an object exists is told to nobody without one."""
+    """A wrong base URL must not look like a wrong key. Whether an object exists is told only to callers with a key."""
     async with site(ScriptedService(), ONE) as at:
         for path in ("/v1", "/nowhere", "//health/live", "/v1/v1/models", "/v1/cache/nothing", "/v1/requests/1/2"):
             assert (await call(at, path)).status_code == 404, path
@@ -115,7 +115,7 @@ async def test_admin_routes_need_their_own_key() -> None:
 
 
 async def test_one_key_is_the_default_tenant_and_several_never_share() -> None:
-    """Known failure 40 as far as the front goes: each key has its own salt."""
+    """Known failure 40, at the front: each key has its own salt."""
     salts = {}
     for config, key in ((ONE, "alpha"), (TWO, "alpha"), (TWO, "beta")):
         service = ScriptedService()
@@ -132,7 +132,7 @@ async def test_one_key_is_the_default_tenant_and_several_never_share() -> None:
 
 
 async def seen(config: Config, key: str) -> tuple[bytes, str]:
-    """Return the salt and name that a call with this key gets."""
+    """Return the salt and tenant name of a call with this key."""
     service = ScriptedService()
     async with site(service, config) as at:
         assert (await call(at, "/v1/chat/completions", "POST", CHAT, authorization=f"Bearer {key}")).status_code == 200
@@ -140,11 +140,11 @@ async def seen(config: Config, key: str) -> tuple[bytes, str]:
 
 
 def tenants(**keys: str) -> tuple[TenantKeys, ...]:
-    return tuple(TenantKeys(name, tuple(Secret(key) for key in given.split())) for name, given in keys.items())
+    return tuple(TenantKeys(name, tuple(Secret(key) for key in words.split())) for name, words in keys.items())
 
 
 async def test_a_named_tenant_keeps_its_salt_when_its_keys_change() -> None:
-    """Known failure 40 as far as the front goes: one salt a name, whatever the keys."""
+    """Known failure 40, at the front: the salt belongs to the name, whatever the keys."""
     before = Config(tenants=tenants(ada="old", bob="other"))
     after = Config(tenants=tenants(ada="new newer", bob="other"))
     salts = [await seen(before, "old"), await seen(after, "new"), await seen(after, "newer")]
@@ -157,7 +157,7 @@ async def test_a_named_tenant_keeps_its_salt_when_its_keys_change() -> None:
 
 
 async def test_bare_keys_beside_named_tenants() -> None:
-    """A single bare key is `default`, as without tenants; several never share, with nobody."""
+    """A single bare key is `default`, as without tenants; several bare keys share nothing with anybody."""
     named = tenants(ada="a", default="d")
     assert await seen(Config(api_key=(Secret("x"),), tenants=named), "x") == (b"", "default")
     assert await seen(Config(api_key=(Secret("x"),), tenants=named), "d") == (b"", "default")
@@ -198,7 +198,7 @@ async def test_requests_of_another_tenant_do_not_exist() -> None:
     ],
 )
 async def test_hosts_that_cannot_be_rebound(host: str) -> None:
-    """Nobody can make one of them another machine's: the check of the page's origin is the same with each."""
+    """These names and addresses cannot be pointed at another machine. The Origin check is the same for each."""
     async with site(ScriptedService()) as at, at.http() as http:
         assert (await call(at, "/v1/models", host=host)).status_code == 200
         for origin, status in ((f"http://{host}", 200), ("https://evil.example", 403), ("null", 403)):
@@ -242,7 +242,7 @@ async def test_hosts_that_cannot_be_rebound(host: str) -> None:
     ],
 )
 async def test_another_host_is_refused(host: str) -> None:
-    """DNS rebinding: a page's own name never reaches the API, not even health."""
+    """DNS rebinding: a page's own host name never reaches the API, not even /health."""
     async with site(ScriptedService()) as at:
         for path in ("/v1/models", "/health/live"):
             response = await call(at, path, host=host)
@@ -270,7 +270,7 @@ async def test_another_host_is_refused(host: str) -> None:
     ],
 )
 async def test_a_host_in_the_request_line_is_checked_as_host_is(target: bytes, status: int) -> None:
-    """RFC 9112, 3.2.2: it is what the client asks for, whatever stands in Host."""
+    """RFC 9112, 3.2.2: the authority in the request line takes precedence over Host."""
     async with site(ScriptedService()) as at:
         reader, writer = await at.raw()
         writer.write(b"GET " + target + b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
@@ -383,7 +383,7 @@ async def test_cors_for_configured_origins_only() -> None:
 
 
 async def test_a_page_may_send_what_its_client_adds() -> None:
-    """OpenAI's client for browsers names itself in a dozen headers, all of which a preflight must allow."""
+    """OpenAI's client for browsers sends a dozen headers about itself, and a preflight must allow all of them."""
     names = "authorization,content-type,x-stainless-lang,x-stainless-package-version"
     async with site(ScriptedService(), Config(cors_origins=("https://app.example",))) as at:
         for asked, allowed in ((names, names), ("x-a\tb", "")):
@@ -406,7 +406,7 @@ ALLOWED = {
     [("localhost", "http://localhost:5173"), ("https://web.example", "https://web.example"), ("*", "null")],
 )
 async def test_a_preflight_is_answered_as_browsers_need_it(entry: str, page: str, header: str) -> None:
-    """A key is a header, so no page needs cookies; some ask with credentials all the same."""
+    """The key travels in a header, so no page needs cookies; some pages ask with credentials all the same."""
     config = Config(cors_origins=(entry,), api_key=(Secret("alpha"),))
     async with site(ScriptedService(), config) as at:
         asked = await preflight(at, page, access_control_request_headers="Authorization")
@@ -415,7 +415,7 @@ async def test_a_preflight_is_answered_as_browsers_need_it(entry: str, page: str
 
 
 async def test_a_preflight_allows_every_method_of_a_route() -> None:
-    """A page of another address renames a chat with PATCH."""
+    """A page of another origin renames a chat with PATCH."""
     methods = {route.method for route in build_app(None, Config()).router.routes}
     assert "PATCH" in methods
     async with site(ScriptedService(), Config(cors_origins=("https://app.example",))) as at:
@@ -424,7 +424,7 @@ async def test_a_preflight_allows_every_method_of_a_route() -> None:
 
 
 async def test_a_page_cannot_post_without_a_preflight() -> None:
-    """A form or a plain fetch cannot send application/json, and nothing else is read."""
+    """A form or a plain fetch cannot send application/json, and nothing else is parsed."""
     async with site(ScriptedService()) as at, at.http() as http:
         for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""):
             response = await http.post("/v1/chat/completions", content=b"{}", headers={"content-type": kind})
@@ -454,8 +454,8 @@ async def test_a_body_may_be_compressed_with_gzip(coding: str) -> None:
         assert not at.app.bodies.held
 
 
-async def test_a_small_body_does_not_become_a_large_one() -> None:
-    """What gzip unpacks is held to the limit of bodies and counts as held."""
+async def test_decompressed_bodies_are_bounded() -> None:
+    """The decompressed size counts against the limit of bodies and the body budget."""
     headers = {"content-type": "application/json", "content-encoding": "gzip"}
     bomb = gzip.compress(b" " * (8 << 20))
     assert len(bomb) < 10_000
@@ -469,10 +469,10 @@ async def test_a_small_body_does_not_become_a_large_one() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/models/", "/models/", "/health/", "/v1/models/scripted/", "/docs/", "/livez/"])
-async def test_a_slash_at_the_end_means_nothing(path: str) -> None:
+async def test_a_trailing_slash_is_ignored(path: str) -> None:
     async with site(ScriptedService()) as at:
-        found, plain = await call(at, path), await call(at, path.rstrip("/"))
-        assert found.status_code == plain.status_code == 200 and found.text == plain.text
+        slashed, plain = await call(at, path), await call(at, path.rstrip("/"))
+        assert slashed.status_code == plain.status_code == 200 and slashed.text == plain.text
         assert (await call(at, "/v1/chat/completions/", "POST", CHAT)).status_code == 200
         assert (await call(at, "/v1/models//")).status_code == 404
     async with site(ScriptedService(), ONE) as at:
@@ -490,7 +490,7 @@ async def test_probes_by_the_names_of_kubernetes() -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.com"])
 def test_another_address_needs_a_key(host: str) -> None:
-    """Known failure 45: nothing listens beyond this machine without a key unless told so in so many words."""
+    """Known failure 45: nothing listens beyond this machine without a key unless an option says so explicitly."""
     assert Config().host == "127.0.0.1"
     with pytest.raises(ConfigError, match="--unsafe-no-auth"):
         check_exposure(Config(host=host))
@@ -532,8 +532,12 @@ async def test_a_request_takes_the_share_of_its_tenant() -> None:
         (None, None, ""),
     ],
 )
-def test_without_keys_a_share_is_a_clients(client: tuple[str, int] | None, agent: str | None, share: str) -> None:
-    """A name that a client may choose counts on this machine only: elsewhere it could have any number of shares."""
+def test_without_keys_each_client_has_its_own_share(
+    client: tuple[str, int] | None, agent: str | None, share: str
+) -> None:
+    """A share by client-chosen agent name applies on this machine only: a remote client could claim any number of
+    names.
+    """
     headers = [] if agent is None else [(b"x-cairn-agent", agent.encode())]
     scope: Any = {"type": "http", "path": "/v1/models", "method": "GET", "headers": headers, "client": client}
     made = HTTPCall(scope, None, None, 1, BodyBudget(1, 1))  # type: ignore[arg-type]

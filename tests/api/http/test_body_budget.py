@@ -1,4 +1,4 @@
-"""Request bodies together are bounded: the server's, and each tenant's."""
+"""Memory for request bodies: bounded for the server and for each tenant."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from cairn.config.values import Secret, TenantKeys
 from cairn.types.errors import Overloaded, Unavailable
 from cairn.types.outputs import Delta
 from tests.agents.house import talking_model
+from tests.api.homes import open_house
 from tests.api.scripted import ScriptedService, done
 from tests.api.sockets import Site, site
-from tests.api.test_agent_routes import home
 
 TENANTS = tuple(TenantKeys(name, (Secret(name * 4),)) for name in ("ada", "bob", "eve"))
 OCTETS = {"content-type": "application/octet-stream"}
@@ -47,7 +47,7 @@ def chat(size: int) -> bytes:
 
 
 async def half_sent(at: Site, key: str, size: int) -> None:
-    """Send a chat whose last byte never comes."""
+    """Send a chat request without its last byte."""
     _, writer = await at.raw()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {key}\r\n"
     head += f"content-type: application/json\r\ncontent-length: {size + 1}\r\n\r\n"
@@ -80,7 +80,7 @@ async def test_half_sent_bodies_of_one_tenant_leave_the_others_theirs() -> None:
         await half_sent(at, "bobbobbobbob", 1_000_000)
         await held(at, 1_900_000)
         assert (await ask("eve", 300_000)).status_code == 503
-        at.writers[0].transport.abort()  # ada's client is gone, and so are its bytes
+        at.writers[0].transport.abort()  # ada's client disconnects, which frees its bytes
         for _ in range(500):
             if at.app.bodies.held < 1_900_000:
                 break
@@ -120,19 +120,19 @@ async def test_an_import_refused_by_a_full_disk_says_so(
         def write(self, data: Any) -> int:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    async with home(talking_model(tmp_path / "tiny")) as (_, _, http):
+    async with open_house(talking_model(tmp_path / "tiny")) as (_, _, http):
         with monkeypatch.context() as patched:
             patched.setattr(tempfile, "TemporaryFile", Full)
             answer = await http.post("/v1/agents/import", content=b"x", headers=OCTETS)
         assert answer.status_code == 503, answer.text
         assert "the body cannot be kept in" in answer.text and "No space left on device" in answer.text
         again = await http.post("/v1/agents/import", content=b"x", headers=OCTETS)
-        assert again.status_code == 400 and "not an exported agent" in again.text, "and gives its place back"
+        assert again.status_code == 400 and "not an exported agent" in again.text, "and frees its slot"
 
 
 async def test_imports_go_to_the_disk_and_are_bounded_by_number(tmp_path: Path) -> None:
     folder = talking_model(tmp_path / "tiny")
-    async with home(folder) as (_, web, http):
+    async with open_house(folder) as (_, web, http):
         for _ in range(MAX_IMPORTS):
             _, writer = await web.raw()
             head = "POST /v1/agents/import HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/octet-stream\r\n"

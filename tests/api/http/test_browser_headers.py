@@ -1,4 +1,4 @@
-"""What a browser may do with an answer: whatever kind it is, nothing that stands in it is guessed at or run."""
+"""Security headers of every kind of answer: a browser neither sniffs nor runs what stands in it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def test_every_answer_has_its_own_content_type(folder: Path, tmp_path: Pat
             *(f"/v1/workflows/runs/{run}/graph?format={form}" for form in ("svg", "mermaid", "png")),
         ):
             answer = await http.get(path)
-            assert answer.status_code in (200, 400) and safe(answer), (path, answer.headers)  # png needs a package
+            assert answer.status_code in (200, 400) and safe(answer), (path, answer.headers)  # png may be missing
             kinds.add(answer.headers["content-type"].partition(";")[0])
         for path in ("/v1/chat/completions", "/api/chat", "/v1/messages"):
             answer = await http.post(path, json=CHAT | {"stream": True})
@@ -63,7 +63,7 @@ async def test_every_answer_has_its_own_content_type(folder: Path, tmp_path: Pat
         preflight = await http.options("/v1/models", headers=asked)
         assert preflight.status_code == 200 and safe(preflight)
 
-        # what never reaches the application
+        # an error of the parser, which never reaches the application
         reader, writer = await house.web.raw()  # type: ignore[attr-defined]
         writer.write(b"GET /<script> nonsense\r\n\r\n")
         said = (await reader.read()).lower()

@@ -5,7 +5,7 @@ from cairn.types.errors import Conflict
 
 
 class Hands:
-    """A clock that is set by hand."""
+    """A clock that a test sets."""
 
     time = 0.0
 
@@ -28,7 +28,7 @@ def test_calls_are_found_while_they_run_and_after() -> None:
 
 
 def test_ended_calls_are_forgotten() -> None:
-    """Known failure 11: at most 1,000 and ten minutes; what runs is never forgotten."""
+    """Known failure 11: at most 1,000 of them for at most ten minutes; running calls are never forgotten."""
     clock = Hands()
     registry = CallTable(clock)
     registry.open(10**9, [10**9, 1])
@@ -45,7 +45,7 @@ def test_ended_calls_are_forgotten() -> None:
 @pytest.mark.parametrize("ends", [(1, 2), (2, 1)])
 @pytest.mark.parametrize("apart", [0.0, 2 * KEEP_SECONDS])
 def test_a_name_that_calls_had_at_once_is_forgotten_with_the_last_of_them(ends: tuple[int, int], apart: float) -> None:
-    """Whichever ends first, and also where one of them runs on after the other was forgotten."""
+    """Whichever ends first, also where one of them still runs after the other was forgotten."""
     clock = Hands()
     registry = CallTable(clock)
 

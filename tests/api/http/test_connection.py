@@ -1,4 +1,4 @@
-"""Bounds in front of the parser, each at its limit and one beyond."""
+"""Limits enforced before and by the HTTP parser, each at the limit and one beyond."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def send(at: Site, *pieces: bytes, pause: float = 0.0) -> tuple[int, dict[
 
 
 def in_shape(status: int, headers: dict[str, str], body: Any) -> str:
-    """Return the error's code, after checking that the error has the API's shape."""
+    """Return the error's code; fail unless the error has the API's shape."""
     assert status >= 400 and headers["content-type"] == "application/json" and headers["x-request-id"]
     assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
     assert body["error"]["message"]
@@ -45,18 +45,18 @@ def in_shape(status: int, headers: dict[str, str], body: Any) -> str:
 
 @pytest.mark.parametrize("cut", [1 << 20, 1000, 32 * 1024])
 async def test_headers_at_the_limit_and_one_byte_more(cut: int) -> None:
-    """Known failure 44: 32 KiB of headers in all, in one piece or in several."""
+    """Known failure 44: 32 KiB of headers in all, sent at once or in pieces."""
     async with site(ScriptedService()) as at:
         for size, wanted in ((32 * 1024, 200), (32 * 1024 + 1, 431)):
             data = head(size)
             pieces = [data[start : start + cut] for start in range(0, len(data), cut)]
-            found = await send(at, *pieces, pause=0.002)
-            assert found[0] == wanted
-        assert in_shape(*found) == "headers_too_large" and "32768" in found[2]["error"]["message"]
+            result = await send(at, *pieces, pause=0.002)
+            assert result[0] == wanted
+        assert in_shape(*result) == "headers_too_large" and "32768" in result[2]["error"]["message"]
 
 
 async def test_endless_headers_do_not_fill_memory() -> None:
-    """Known failure 44: a header that never ends is cut at the limit, not collected."""
+    """Known failure 44: a header that never ends is cut off at the limit instead of being buffered."""
     async with site(ScriptedService()) as at:
         reader, writer = await at.raw()
         writer.write(b"GET / HTTP/1.1\r\nX-Pad: ")
@@ -76,7 +76,7 @@ async def test_endless_headers_do_not_fill_memory() -> None:
 
 
 def chunked(body: bytes) -> bytes:
-    """Return a request up to the last chunk, each byte in a chunk of its own."""
+    """Return a chunked request without its last chunk, one byte per chunk."""
     kind, coding = "Content-Type: application/json", "Transfer-Encoding: chunked"
     pieces = b"".join(b"1;x=%s\r\n%c\r\n" % (b"y" * 30, byte) for byte in body)
     return request_bytes("POST", "/v1/chat/completions", b"", kind, coding) + pieces + b"0\r\n"
@@ -84,16 +84,16 @@ def chunked(body: bytes) -> bytes:
 
 @pytest.mark.parametrize("line", [b"X-T: " + b"v" * 1000 + b"\r\n", b"v" * 1000], ids=["lines", "one line"])
 async def test_endless_trailers_do_not_fill_memory(line: bytes) -> None:
-    """Known failure 44: what follows a chunked body has the limit of headers."""
+    """Known failure 44: trailers of a chunked body have the limit of headers."""
     async with site(ScriptedService()) as at:
         pieces = [line * 8] * 16
-        found = await send(at, chunked(CHAT) + b"X-First: ", *pieces, pause=0.002)
-    assert found[0] == 431 and in_shape(*found) == "headers_too_large"
-    assert found[2]["error"]["message"].startswith("the trailers")
+        result = await send(at, chunked(CHAT) + b"X-First: ", *pieces, pause=0.002)
+    assert result[0] == 431 and in_shape(*result) == "headers_too_large"
+    assert result[2]["error"]["message"].startswith("the trailers")
 
 
-async def test_trailers_are_read_over() -> None:
-    """They are no headers of the request: nothing is checked against them or tied to what they name."""
+async def test_trailers_are_ignored() -> None:
+    """Trailers are not headers of the request: they are neither validated nor obeyed."""
     service = ScriptedService()
     trailers = b"X-Cairn-Agent: nobody\r\nX-Pad: " + b"x" * (31 << 10) + b"\r\n"
     whole = chunked(CHAT) + trailers + b"\r\n"
@@ -106,7 +106,7 @@ async def test_trailers_are_read_over() -> None:
 
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_body_at_the_limit_and_one_byte_more(chunked: bool) -> None:
-    """Known failure 44: the same limit for chunked bodies."""
+    """Known failure 44: chunked bodies have the same limit."""
     limit = 1 << 20
     async with site(ScriptedService(), Config(max_body_mib=1)) as at:
         for size, wanted in ((limit, 200), (limit + 1, 413)):
@@ -117,11 +117,11 @@ async def test_body_at_the_limit_and_one_byte_more(chunked: bool) -> None:
                 head = request_bytes(
                     "POST", "/v1/chat/completions", b"", "Content-Type: application/json", "Transfer-Encoding: chunked"
                 )
-                found = await send(at, head + framed)
+                result = await send(at, head + framed)
             else:
-                found = await send(at, request_bytes("POST", "/v1/chat/completions", body))
-            assert found[0] == wanted
-        assert in_shape(*found) == "request_too_large" and str(limit) in found[2]["error"]["message"]
+                result = await send(at, request_bytes("POST", "/v1/chat/completions", body))
+            assert result[0] == wanted
+        assert in_shape(*result) == "request_too_large" and str(limit) in result[2]["error"]["message"]
 
 
 async def test_an_announced_body_over_the_limit_is_refused_before_it_is_sent() -> None:
@@ -140,7 +140,7 @@ async def test_an_announced_body_over_the_limit_is_refused_before_it_is_sent() -
     ],
 )
 async def test_slow_headers_are_cut(start: bytes) -> None:
-    """Known failure 44: a connection that does not finish its headers in time gets a 408; trickling does not help."""
+    """Known failure 44: headers that do not finish in time get a 408, even if bytes keep trickling in."""
     async with site(ScriptedService(), Config(header_timeout=0.3)) as at:
         reader, writer = await at.raw()
         writer.write(start)
@@ -169,7 +169,7 @@ async def test_an_unused_connection_is_closed() -> None:
 
 @pytest.mark.parametrize("trickle", [False, True])
 async def test_slow_bodies_are_cut(trickle: bool) -> None:
-    """Known failure 44: no piece in time, or pieces far too small, is a 408 and the end."""
+    """Known failure 44: no bytes in time, or far too few, get a 408 and the connection closes."""
     async with site(ScriptedService(), Config(body_timeout=0.3, min_body_rate=1024 if trickle else 0)) as at:
         reader, writer = await at.raw()
         writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5000\r\n")
@@ -187,7 +187,7 @@ async def test_slow_bodies_are_cut(trickle: bool) -> None:
 
 
 async def test_a_reader_that_never_reads_is_cut() -> None:
-    """Known failure 43: bounded memory, and the generation is cancelled when the client is cut."""
+    """Known failure 43: memory is bounded, and the generation is cancelled when the client is disconnected."""
     big = Delta(text="x" * 20_000)
     service = ScriptedService(lambda request: [*[big, 0.001] * 5_000, done()])
     async with site(service, Config(stream_buffer_kib=64, stream_stall=0.5)) as at:
@@ -201,17 +201,18 @@ async def test_a_reader_that_never_reads_is_cut() -> None:
                 await asyncio.sleep(0.02)
                 for guard in at.listener.guards():
                     most = max(most, guard.output.raw.get_write_buffer_size())
-        assert 0 < most <= 1 << 20  # of 100 MB: the bound and what one wake-up wrote
+        assert 0 < most <= 1 << 20  # of 100 MB: the send buffer's limit and one write
         assert not at.listener.guards()
         writer.close()
 
 
 async def test_a_slow_reader_that_reads_gets_everything() -> None:
-    """Known failure 43: backpressure, not a cut, for a client that makes progress."""
+    """Known failure 43: a slow client that makes progress gets back-pressure, not a disconnect."""
     big = Delta(text="x" * 20_000)
     service = ScriptedService(lambda request: [*[big] * 400, done()])
     async with site(service, Config(stream_buffer_kib=16, stream_stall=0.5)) as at:
-        reader, writer = await at.raw(limit=1 << 16)  # beyond twice this the client leaves it in the socket
+        # Beyond twice this the client's reader pauses and leaves bytes in the socket.
+        reader, writer = await at.raw(limit=1 << 16)
         body = json.loads(CHAT) | {"stream": True}
         writer.write(request_bytes("POST", "/v1/chat/completions", json.dumps(body).encode(), "Connection: close"))
         data = b""
@@ -271,7 +272,7 @@ async def test_garbage_gets_a_typed_answer(data: bytes) -> None:
 async def test_connect_never_reaches_the_application(
     target: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It asks for a tunnel, and the parser offers no way to read it as anything else."""
+    """CONNECT asks for a tunnel, and the parser cannot read it as a plain request."""
     async with site(ScriptedService()) as at:
         seen: list[str] = []
         start = Guard._start_asgi_task
@@ -290,7 +291,7 @@ async def test_connect_never_reaches_the_application(
         assert not seen and not caplog.records
 
 
-async def test_an_upgrade_is_not_made_and_the_request_is_answered() -> None:
+async def test_an_upgrade_is_ignored_and_the_request_is_answered() -> None:
     async with site(ScriptedService()) as at:
         data = request_bytes("POST", "/v1/chat/completions", CHAT, "Connection: Upgrade", "Upgrade: h2c")
         assert (await send(at, data))[0] == 200
@@ -298,7 +299,7 @@ async def test_an_upgrade_is_not_made_and_the_request_is_answered() -> None:
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 @pytest.mark.parametrize("options", ["close, Upgrade", "Upgrade,close", "upgrade, HTTP2-Settings , Close"])
-async def test_what_else_a_client_wants_beside_an_upgrade_is_heard(options: str, version: str) -> None:
+async def test_other_connection_options_beside_an_upgrade_apply(options: str, version: str) -> None:
     async with site(ScriptedService()) as at:
         reader, writer = await at.raw()
         data = request_bytes("POST", "/v1/chat/completions", CHAT, f"Connection: {options}", "Upgrade: h2c")
@@ -330,7 +331,7 @@ async def test_a_request_sent_before_the_answer_is_not_read() -> None:
 
 
 async def test_a_refusal_before_the_body_arrived_can_be_read() -> None:
-    """The client still sends when it is refused: it gets the answer, not a reset."""
+    """A client that is still sending its body gets the answer, not a connection reset."""
     async with site(ScriptedService()) as at:
         reader, writer = await at.raw()
         writer.write(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3000000\r\n\r\n")
@@ -353,7 +354,7 @@ async def test_head_and_errors_have_request_ids() -> None:
 
 
 async def old(at: Site, data: bytes) -> tuple[bytes, bytes]:
-    """Return head and body of the answer to a client that speaks HTTP/1.0."""
+    """Return head and body of the answer to an HTTP/1.0 client."""
     reader, writer = await at.raw()
     writer.write(data.replace(b"HTTP/1.1", b"HTTP/1.0"))
     head, _, body = (await asyncio.wait_for(reader.read(), 5)).partition(b"\r\n\r\n")
@@ -363,7 +364,7 @@ async def old(at: Site, data: bytes) -> tuple[bytes, bytes]:
 
 
 async def test_stream_over_http_1_0_ends_with_the_connection() -> None:
-    """RFC 9112, 6.1: such a client knows no chunks, and would take their sizes for a part of the answer."""
+    """RFC 9112, 6.1: an HTTP/1.0 client does not know chunked coding and would read chunk sizes as content."""
     async with site(ScriptedService(lambda request: [Delta(text="a"), 0.05, Delta(text="b"), done()])) as at:
         body = json.dumps(json.loads(CHAT) | {"stream": True}).encode()
         head, text = await old(at, request_bytes("POST", "/v1/chat/completions", body))
@@ -378,7 +379,7 @@ async def test_stream_over_http_1_0_ends_with_the_connection() -> None:
 @pytest.mark.parametrize("version", ["1.1", "1.0"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_has_closed_only_its_own_side_gets_its_answer(stream: bool, version: str) -> None:
-    """As `nc -N` does it, with a body that takes a while to answer."""
+    """As `nc -N` does; the body takes a while to answer."""
     service = ScriptedService(lambda request: [60.0])
     body = json.dumps({"model": "scripted", "messages": [{"role": "user", "content": "hi"}], "stream": stream}).encode()
     async with site(service) as at:
@@ -391,7 +392,7 @@ async def test_a_client_that_has_closed_only_its_own_side_gets_its_answer(stream
             await asyncio.sleep(0.001)
         while (guard := at.listener.guards()[0]).cycle.keep_alive is not False:
             await asyncio.sleep(0.001)
-        await asyncio.sleep(3 * FIRST_LOOK)  # it is looked at, and found to be there
+        await asyncio.sleep(3 * FIRST_LOOK)  # long enough for several checks of the connection
         assert guard.phase is Phase.ANSWER and not service.streams[0].closed
         service.streams[0].push(Delta(text="still here", tokens=(1,)))
         service.streams[0].push(done())

@@ -9,7 +9,7 @@ from cairn.types.errors import InvalidRequest
 
 
 def nested(depth: int) -> bytes:
-    """Return an object of exactly this depth."""
+    """Return an object with exactly this depth."""
     return b'{"a":' + b"[" * (depth - 1) + b"]" * (depth - 1) + b"}"
 
 
@@ -62,8 +62,8 @@ def test_a_body_that_is_not_a_json_object_is_refused(body: bytes) -> None:
         parse_json(body, max_depth=64)
 
 
-def test_a_mark_before_the_object_is_passed_over() -> None:
-    """As some editors and .NET write it."""
+def test_a_byte_order_mark_is_ignored() -> None:
+    """Some editors and .NET write a byte order mark."""
     assert parse_json(b'\xef\xbb\xbf{"a":1}', max_depth=1, max_values=1) == {"a": 1}
 
 
@@ -86,7 +86,7 @@ def test_half_a_surrogate_pair_is_replaced_and_reported(body: bytes, want: objec
 
 
 def test_messages_do_not_quote_the_body() -> None:
-    """Bodies hold prompts, and messages may end up in logs."""
+    """Bodies hold prompts, and error messages may end up in logs."""
     with pytest.raises(InvalidRequest) as caught:
         parse_json(b'{"a": secret-prompt}', max_depth=64)
     assert "secret" not in str(caught.value)
@@ -121,7 +121,10 @@ def test_recursion_limit_is_not_needed() -> None:
 
 
 def test_objects_are_bounded_apart() -> None:
-    """Of an object of a schema is made what takes longest; braces in texts are none."""
+    """Objects have a limit of their own: building model instances from them is the slowest part.
+
+    Braces in strings do not count.
+    """
     assert parse_json(b'{"a":["' + b"{" * 100_000 + b'"]}', max_depth=64)
     assert len(parse_json(b'{"a":[' + b"{}," * 32_766 + b"{}]}", max_depth=64)["a"]) == 32_767
     with pytest.raises(InvalidRequest, match="more than 32768 JSON objects, the limit"):

@@ -1,4 +1,4 @@
-"""Limits of tenants: requests and tokens a minute, requests at once."""
+"""Rate limits of tenants: requests and tokens per minute, concurrent requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.service.tiny import make_model, serving
 
 
 class Time:
-    """A clock of a test."""
+    """A clock that a test sets."""
 
     def __init__(self) -> None:
         self.at = 1000.0
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tenants(**limits: TenantLimits) -> dict[str, Any]:
-    return {"tenants": tuple(TenantKeys(name, (Secret(f"key-of-{name}"),), one) for name, one in limits.items())}
+    return {"tenants": tuple(TenantKeys(name, (Secret(f"key-of-{name}"),), value) for name, value in limits.items())}
 
 
 def key(name: str) -> dict[str, str]:
@@ -88,7 +88,7 @@ async def test_tokens_are_counted_once_they_are_known(folder: Path) -> None:
 
 @pytest.mark.parametrize("limit", ["requests_per_minute", "tokens_per_minute", "max_concurrent"])
 async def test_a_new_agent_with_each_request_passes_no_limit(folder: Path, limit: str) -> None:
-    """Without keys a client names its agents as it likes: they take turns, and count against one limit."""
+    """Without keys a client may name any agent: agents take turns, but count against one limit."""
     async with home(folder, **{limit: 1}) as (house, http):
         house.web.app.state.rates._clock = Time()  # type: ignore[attr-defined]
         asked = {"messages": HELLO["messages"], "max_tokens": 400, "ignore_eos": True, "stream": True}

@@ -1,4 +1,4 @@
-"""What tenants may keep: agents, and bytes on the disk; and that one's limits are nothing to another."""
+"""Quotas of tenants: agents and bytes on disk, independent of other tenants."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def test_two_tenants_have_their_own_limits(folder: Path, monkeypatch: pyte
         async def post(name: str, path: str, **body: Any) -> httpx.Response:
             return await http.post(path, json=body, headers=key(name))
 
-        # agents: ada may have two, however they are made; bob as many as he likes
+        # agents: ada may have two, however they are made; bob any number
         assert (await post("ada", "/v1/agents", id="one")).status_code == 201
         assert (await post("ada", "/v1/agents", id="two")).status_code == 201
         assert refused(await post("ada", "/v1/agents", id="three"), "max_agents")
@@ -62,9 +62,9 @@ async def test_two_tenants_have_their_own_limits(folder: Path, monkeypatch: pyte
         assert (await http.delete("/v1/agents/one", headers=key("ada"))).status_code == 200
         assert (await post("ada", "/v1/agents", id="three")).status_code == 201
         chat = await http.post("/v1/chat/completions", json=TURN, headers={**key("ada"), "x-cairn-agent": "four"})
-        assert chat.status_code == 200  # it is answered, and no account is opened for it
+        assert chat.status_code == 200  # it is answered, but creates no agent
 
-        # bytes on the disk: bob may keep one MiB
+        # bytes on disk: bob may store one MiB
         assert 0 < await house.agents.bytes_of("bob") < 10_000
         monkeypatch.setattr(quotas, "FRESH_SECONDS", 0.0)
         monkeypatch.setattr(quotas, "MIB", 2000)
@@ -77,7 +77,7 @@ async def test_two_tenants_have_their_own_limits(folder: Path, monkeypatch: pyte
         assert (await post("ada", "/v1/agents/two/turns", **long)).status_code == 200
         held = await house.agents.bytes_of("bob")
         assert held > 2000 > await house.agents.bytes_of("nobody") == 0
-        assert (await post("bob", "/v1/chat/completions", **TURN)).status_code == 200  # it keeps nothing of his
+        assert (await post("bob", "/v1/chat/completions", **TURN)).status_code == 200  # which stores nothing of his
         assert (await http.get("/v1/agents/b0/turns", headers=key("bob"))).status_code == 200
         for number in range(3):
             assert (await http.delete(f"/v1/agents/b{number}", headers=key("bob"))).status_code == 200
@@ -92,7 +92,7 @@ FORM += b'--x\r\nContent-Disposition: form-data; name="file"; filename="a.bin"\r
 
 
 class Sent:
-    """A request of which a half was sent."""
+    """An upload of which half has been sent."""
 
     async def begin(self, web: Site, path: str, kind: str, body: bytes, chunked: bool) -> None:
         self.reader, self.writer = await web.raw()
@@ -106,7 +106,7 @@ class Sent:
         await self.writer.drain()
 
     async def end(self) -> bytes:
-        """Send the rest and return the answer."""
+        """Send the other half and return the answer."""
         with contextlib.suppress(ConnectionError):
             self.writer.write(self.rest)
             await self.writer.drain()
@@ -117,7 +117,9 @@ class Sent:
 
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_uploads_at_once_do_not_pass_a_quota_together(folder: Path, tmp_path: Path, chunked: bool) -> None:
-    """Each was let in while the others were on their way, since nothing of them was on the disk yet."""
+    """Each upload used to be admitted while the others were on their way, since none of their bytes was on the disk
+    yet.
+    """
     body = FORM % bytes(4 << 20)
     async with home(folder, agents_dir=str(tmp_path / "agents"), **FULL) as (house, http):
         sent = [Sent() for _ in range(4)]
@@ -125,11 +127,11 @@ async def test_uploads_at_once_do_not_pass_a_quota_together(folder: Path, tmp_pa
             await one.begin(house.web, "/v1/files", "multipart/form-data; boundary=x", body, chunked)  # type: ignore[attr-defined]
         said = await asyncio.gather(*(one.end() for one in sent))
         taken = sum(b" 200 OK" in one[:20] for one in said)
-        assert taken == 2 or (chunked and taken == 1)  # without lengths three may be far on their way at once
+        assert taken == 2 or (chunked and taken == 1)  # without lengths, all three may be well on their way at once
         assert any(b"MiB of yours are on their way, and this brings" in one and b"max_disk_mib" in one for one in said)
         files = (await http.get("/v1/files")).json()["data"]
-        assert [one["bytes"] for one in files] == [4 << 20] * taken
-        # what is deleted gives its bytes back at once, and what was refused holds none
+        assert [file["bytes"] for file in files] == [4 << 20] * taken
+        # deletion frees its bytes at once, and refused uploads hold none
         assert (await http.delete(f"/v1/files/{files[0]['id']}")).status_code == 200
         again = {"files": {"file": bytes((14 - 4 * taken) << 20)}, "data": {"purpose": "user_data"}}
         assert (await http.post("/v1/files", **again)).status_code == 200
@@ -137,7 +139,7 @@ async def test_uploads_at_once_do_not_pass_a_quota_together(folder: Path, tmp_pa
 
 
 async def test_documents_count_by_the_size_that_is_stored(folder: Path, tmp_path: Path) -> None:
-    """A small file that holds a long text takes no more than there is room for, whichever way it comes."""
+    """A small file may contain a long text: what counts is the size that is stored, whichever route it comes by."""
     async with home(folder, folder.parent / "embedder", agents_dir=str(tmp_path / "agents"), max_disk_mib=1) as (
         _,
         http,
@@ -248,10 +250,10 @@ KEEP_NOTHING = frozenset(
         "/v1/unload_lora_adapter",
     )
 )
-"""Routes whose POST keeps nothing of a tenant's, but for a mark, or what stands in the place of what was there."""
+"""Routes whose POST stores nothing for a tenant, or only a mark, or a replacement for what was stored."""
 
 
-def test_each_route_that_keeps_something_is_bounded() -> None:
+def test_each_route_that_stores_something_has_a_quota() -> None:
     routes = [route for route in build_app(None, Config()).router.routes if route.method == "POST"]
     taken = {re.sub(r"{[a-z]+}", "x", route.public_path) for route in routes}
     bounded = {re.sub(r"{[a-z]+}", "x", route.public_path) for route in routes if route.keeps}
@@ -274,7 +276,7 @@ async def test_tokens_in_and_out_have_limits_of_their_own(folder: Path) -> None:
 
 
 class Still:
-    """A clock that stands still: no bucket fills again."""
+    """A clock that stands still, so that no bucket refills."""
 
     def now(self) -> float:
         return 1000.0

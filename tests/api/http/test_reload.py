@@ -1,4 +1,4 @@
-"""A running server whose options change, and the listener of its owner."""
+"""Reloading a running server's options, and the owner's admin listener."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ async def test_keys_and_limits_change_and_what_cannot_is_named(folder: Path) -> 
             request_timeout=1.0,
             strict_model=True,
         )
-        told = (await reload()).json()
-        assert told["changed"] == ["alias", "requests_per_minute", "tenants"]
-        assert {one["option"]: one["why"] for one in told["unchanged"]} == dict.fromkeys(
+        body = (await reload()).json()
+        assert body["changed"] == ["alias", "requests_per_minute", "tenants"]
+        assert {one["option"]: one["why"] for one in body["unchanged"]} == dict.fromkeys(
             ("kv_gb", "request_timeout", "strict_model", "tenants.bob.weight", "tenants.bob.priority"),
             "it takes a restart of the server",
         )
@@ -89,7 +89,7 @@ async def test_keys_and_limits_change_and_what_cannot_is_named(folder: Path) -> 
             assert logging.getLogger("cairn").level == logging.ERROR
         finally:
             logging.getLogger("cairn").setLevel(level)
-        for bad, what in (
+        for bad, word in (
             (ConfigError("port is 'x' but must be a whole number", field="port"), "must be a whole number"),
             (msgspec.structs.replace(wanted, cors_origins=("nonsense",)), "nothing is changed"),
             (
@@ -102,12 +102,12 @@ async def test_keys_and_limits_change_and_what_cannot_is_named(folder: Path) -> 
             options = at.app.state.options.config
             wanted = bad  # type: ignore[assignment]
             refused = await reload()
-            assert refused.status_code == 400 and what in refused.text, refused.text
+            assert refused.status_code == 400 and word in refused.text, refused.text
             assert (await ask("new")).status_code == 200
             assert at.app.state.options.config is options and at.app.state.config is options
             assert at.app.state.models is not None and at.app.state.models.config.load_timeout == options.load_timeout
             assert "gpt-4o" in service.names and "gpt-5" not in service.names
-            _reload(at.app)  # as a signal: it is said in the log
+            _reload(at.app)  # as SIGHUP does: the outcome is in the log
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ async def test_keys_and_limits_change_and_what_cannot_is_named(folder: Path) -> 
         ({"admin_key": Secret("another")}, "", ""),
     ],
 )
-async def test_a_reload_takes_no_server_its_keys(folder: Path, lost: dict[str, Any], field: str, said: str) -> None:
+async def test_a_reload_cannot_remove_all_keys(folder: Path, lost: dict[str, Any], field: str, said: str) -> None:
     keys: dict[str, Any] = {"api_key": (Secret("k"),), "tenants": (tenant("ada", "a"), tenant("bob", "b"))}
     first = Config(**keys, admin_key=Secret("the-owners"))
     async with serving(folder) as service, site(service, first) as at, at.http() as http:
@@ -135,7 +135,7 @@ async def test_a_reload_takes_no_server_its_keys(folder: Path, lost: dict[str, A
         assert (answer.status_code, error["param"]) == (400, field) and said in error["message"]
         assert "nothing is changed" in error["message"] and "restart the server" in error["message"]
         assert (await http.get("/v1/models")).status_code == (await http.get("/metrics")).status_code == 401
-        _reload(at.app)  # a signal asks for the same
+        _reload(at.app)  # SIGHUP reloads the same options
         assert (await http.get("/v1/models")).status_code == 401
 
 
@@ -147,13 +147,13 @@ async def test_a_reload_does_not_take_the_last_key_of_a_server_without_tenants(f
         with pytest.raises(InvalidRequest, match="no API key any more"):
             app.state.options(app.state.models)
         assert (await http.get("/v1/models")).status_code == 401
-        app.state.options.again = lambda: Config(tenants=(tenant("ada", "k"),))  # the same key, of a tenant now
+        app.state.options.again = lambda: Config(tenants=(tenant("ada", "k"),))  # the same key, now a tenant's
         assert app.state.options(app.state.models).changed == ("api_key", "tenants")
 
 
 @pytest.mark.parametrize("how", ["cut to nothing", "comments alone", "gone"])
-def test_a_file_of_options_that_says_nothing_any_more_is_refused(tmp_path: Path, how: str) -> None:
-    """Of a server without keys its limits would be gone, with a 200."""
+def test_an_options_file_that_became_empty_is_refused(tmp_path: Path, how: str) -> None:
+    """Otherwise a server without keys would lose all its limits, with a 200."""
     file = tmp_path / "cairn.toml"
     file.write_text("requests_per_minute = 5\n")
     resolved = resolve({}, {}, file)
@@ -165,9 +165,7 @@ def test_a_file_of_options_that_says_nothing_any_more_is_refused(tmp_path: Path,
     assert resolved.again().again().config.requests_per_minute == 7
 
 
-def test_a_file_of_options_that_nobody_named_does_not_give_way_to_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_found_options_file_is_not_replaced_by_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     other = tmp_path / "config" / "cairn" / "cairn.toml"
     other.parent.mkdir(parents=True)
@@ -180,12 +178,12 @@ def test_a_file_of_options_that_nobody_named_does_not_give_way_to_another(
         resolved.again()
 
 
-async def test_pages_that_may_call_change_for_forms_too(folder: Path) -> None:
+async def test_reloaded_cors_origins_apply_to_forms_too(folder: Path) -> None:
     async with home(folder) as (house, http):
         app = house.web.app  # type: ignore[attr-defined]
 
         async def post(page: str) -> list[int]:
-            """A body without a type, none at all, and a form."""
+            """Send a POST without a content type, without a body, and as a form."""
             asked: list[tuple[str, dict[str, Any]]] = [
                 ("/api/show", {"content": b"{}"}),
                 ("/v1/agents", {}),
@@ -225,8 +223,8 @@ async def test_aliases_of_several_models_move(tmp_path: Path) -> None:
         with pytest.raises(Exception, match="two models would be called chat"):
             models.configure(config(("chat",), ("chat",)))
         assert models.find("chat") is models.models[1]
-        told = models.configure(config((), (), kv_share=0.5))
-        assert told == {"models.beta.kv_share": "it takes a restart of the server"} and not models.has("chat")
+        result = models.configure(config((), (), kv_share=0.5))
+        assert result == {"models.beta.kv_share": "it takes a restart of the server"} and not models.has("chat")
         left = Config(models=(ModelOptions(model=str(alpha)), ModelOptions(model="/other")))
         assert set(models.configure(left)) == {f"models.{beta}", "models./other"}
 
@@ -278,7 +276,7 @@ def test_sighup_reads_the_file_again_and_the_owner_has_a_listener(folder: Path, 
         time.sleep(0.3)
         assert models("two") == 200
 
-        # what is the owner's answers on the listener of its own alone, and nothing else does there
+        # the owner's routes answer on the admin listener and nowhere else
         assert get(server.url + "/metrics", **ADMIN) == 404 and get(admin + "/metrics", **ADMIN) == 200
         assert get(server.url + "/v1/admin/models", **ADMIN) == 404 and get(admin + "/v1/admin/models", **ADMIN) == 200
         assert get(admin + "/metrics", authorization="Bearer two") == 401
@@ -286,7 +284,7 @@ def test_sighup_reads_the_file_again_and_the_owner_has_a_listener(folder: Path, 
         assert get(admin + "/health/ready") == get(server.url + "/health/ready") == 200
         resolved = resolve({"port": server.port, "admin_port": port, "admin_key": "the-owners"}, {})
         with connect(resolved) as client:
-            assert [one["state"] for one in client.get("/v1/admin/models", admin=True)["data"]] == ["loaded"]
+            assert [item["state"] for item in client.get("/v1/admin/models", admin=True)["data"]] == ["loaded"]
         server.signal(signal.SIGTERM)
         assert server.wait() == 0
     said = [json.loads(line) for line in server.errors.decode().splitlines()]  # each line, from the first on
@@ -297,10 +295,10 @@ def test_sighup_reads_the_file_again_and_the_owner_has_a_listener(folder: Path, 
 def test_options_can_be_resolved_again(tmp_path: Path) -> None:
     file = tmp_path / "cairn.toml"
     file.write_text("max_concurrent = 3\n")
-    found: Resolved = resolve({"port": "9"}, {}, file)
+    result: Resolved = resolve({"port": "9"}, {}, file)
     file.write_text("max_concurrent = 4\n")
-    assert (found.config.max_concurrent, found.again().config.max_concurrent) == (3, 4)
-    assert found.again().config.port == 9
+    assert (result.config.max_concurrent, result.again().config.max_concurrent) == (3, 4)
+    assert result.again().config.port == 9
 
 
 def test_an_owners_listener_that_others_reach_needs_a_key(folder: Path) -> None:

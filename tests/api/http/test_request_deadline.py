@@ -1,4 +1,4 @@
-"""Deadlines by header."""
+"""Deadlines sent in a header."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[t
         yield at, service, http
 
 
-async def test_a_call_ends_when_its_headers_say(at: tuple[Site, Service, httpx.AsyncClient]) -> None:
+async def test_a_call_ends_at_the_deadline_in_its_header(at: tuple[Site, Service, httpx.AsyncClient]) -> None:
     _, service, http = at
     soon = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=0.5)
     for headers in (
@@ -51,7 +51,7 @@ async def test_a_call_ends_when_its_headers_say(at: tuple[Site, Service, httpx.A
         assert time.monotonic() - began < 5
     assert service.stats().running == 0
     made = await http.post("/v1/agents", json={"id": "ada"})
-    if made.status_code == 201:  # a turn of an agent as well
+    if made.status_code == 201:  # also for a turn of an agent
         turn = await http.post("/v1/agents/ada/turns", json=ASKED, headers={"X-Request-Timeout": "0.3"})
         assert turn.status_code == 504
     in_time = await http.post(
@@ -83,9 +83,9 @@ async def test_waiting_for_a_model_counts(tmp_path: Path, monkeypatch: pytest.Mo
     async with several(tmp_path, "alpha beta") as models:
         start = Service.start
 
-        async def slowly(*given: Any, **more: Any) -> Service:
+        async def slowly(*arguments: Any, **more: Any) -> Service:
             await asyncio.sleep(4)
-            return await start(*given, **more)
+            return await start(*arguments, **more)
 
         monkeypatch.setattr(Service, "start", slowly)
         async with site(models.services.first, Config()) as at, at.http() as http:

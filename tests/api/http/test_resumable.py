@@ -1,4 +1,4 @@
-"""Requests that outlive their connection: every event once, in order, whoever reads and from where on."""
+"""Resumable streams: every event once and in order, whoever reads and from whatever event on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.api.sockets import Site, request_bytes, site
 MARK = {"X-Cairn-Resumable": "1"}
 GRACE = 0.15
 LONG = 777.0
-"""A time of grace that no test waits for: `Graces` ends it."""
+"""Grace period in seconds that no test waits for: `Graces` ends it."""
 
 
 def chat(**more: Any) -> dict[str, Any]:
@@ -40,19 +40,19 @@ def chat(**more: Any) -> dict[str, Any]:
 
 
 def numbered(text: str) -> list[tuple[int, Any]]:
-    """Return (id, data) of each event."""
-    found = []
+    """Return each event as (id, data)."""
+    results = []
     for block in text.split("\n\n"):
         if not block or block.startswith(":"):
             continue
         first, second = block.split("\n")
         data = second.removeprefix("data: ")
-        found.append((int(first.removeprefix("id: ")), data if data == "[DONE]" else json.loads(data)))
-    return found
+        results.append((int(first.removeprefix("id: ")), data if data == "[DONE]" else json.loads(data)))
+    return results
 
 
-def said(found: list[tuple[int, Any]]) -> str:
-    texts = [event["choices"][0]["delta"].get("content", "") for _, event in found if event != "[DONE]"]
+def said(numbered_events: list[tuple[int, Any]]) -> str:
+    texts = [event["choices"][0]["delta"].get("content", "") for _, event in numbered_events if event != "[DONE]"]
     return "".join(texts)
 
 
@@ -72,7 +72,7 @@ async def follow(at: Site, id: str, after: int | None = None, **headers: str) ->
 
 
 async def begin(at: Site, service: ScriptedService, events: int) -> tuple[str, list[tuple[int, Any]]]:
-    """Start a resumable chat, read some events and leave."""
+    """Start a resumable chat, read some events and disconnect."""
     async with at.http() as http, http.stream("POST", "/v1/chat/completions", json=chat(), headers=MARK) as response:
         assert response.status_code == 200
         seen = await read(response.aiter_lines(), events)
@@ -95,14 +95,14 @@ async def test_every_event_has_an_id_and_an_ordinary_stream_has_none() -> None:
         marked = await http.post("/v1/chat/completions", json=chat(), headers=MARK)
         plain = await http.post("/v1/chat/completions", json=chat())
         off = await http.post("/v1/chat/completions", json=chat(), headers={"X-Cairn-Resumable": "0"})
-    found = numbered(marked.text)
-    assert [number for number, _ in found] == [1, 2, 3, 4] and found[-1][1] == "[DONE]" and said(found) == "hi"
+    result = numbered(marked.text)
+    assert [number for number, _ in result] == [1, 2, 3, 4] and result[-1][1] == "[DONE]" and said(result) == "hi"
     assert "id: " not in plain.text and "id: " not in off.text
     assert marked.headers["content-type"] == plain.headers["content-type"]
 
 
 async def test_a_client_that_comes_back_gets_every_event_once() -> None:
-    """Live until the end: what was said while nobody read, what is said now, and the conclusion."""
+    """Events from while nobody read, live events, and the end."""
     service = ScriptedService(lambda request: [Delta(text="a"), 0.05, Delta(text="b"), Delta(text="c"), 0.1, done()])
     async with site(service) as at:
         id, seen = await begin(at, service, 2)
@@ -110,14 +110,14 @@ async def test_a_client_that_comes_back_gets_every_event_once() -> None:
         assert not service.streams[0].closed
         rest = await follow(at, id, after=seen[-1][0])
         assert rest.status_code == 200 and rest.headers["content-type"].startswith("text/event-stream")
-        found = seen + numbered(rest.text)
-        assert [number for number, _ in found] == list(range(1, len(found) + 1))
-        assert said(found) == "abc" and found[-1][1] == "[DONE]"
+        received = seen + numbered(rest.text)
+        assert [number for number, _ in received] == list(range(1, len(received) + 1))
+        assert said(received) == "abc" and received[-1][1] == "[DONE]"
         everything = numbered((await follow(at, id)).text)
-        assert everything == found
-        assert numbered((await follow(at, "chatcmpl-" + id, after=len(found) - 1)).text) == found[-1:]
-        assert (await follow(at, id, after=len(found))).text == ""
-        assert numbered((await follow(at, id, after=0, **{"Last-Event-ID": "2"})).text) == found[2:]
+        assert everything == received
+        assert numbered((await follow(at, "chatcmpl-" + id, after=len(received) - 1)).text) == received[-1:]
+        assert (await follow(at, id, after=len(received))).text == ""
+        assert numbered((await follow(at, id, after=0, **{"Last-Event-ID": "2"})).text) == received[2:]
     assert service.remembered and len(service.streams) == 1
 
 
@@ -130,7 +130,7 @@ async def test_two_readers_at_once() -> None:
 
 
 class Graces:
-    """The grace times that began: each ends when the test says so, not by the clock."""
+    """Grace periods that have begun: each ends when the test says so, not by the clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun: list[asyncio.TimerHandle] = []
@@ -150,7 +150,7 @@ class Graces:
         return [one for one in self.begun if not one.cancelled()]
 
     async def pass_by(self) -> None:
-        """Wait for the running grace time, and end it."""
+        """Wait for the current grace period to begin, and end it."""
         await until(lambda: self.running)
         (handle,) = self.running
         handle._run()
@@ -158,7 +158,7 @@ class Graces:
 
 
 async def test_after_the_grace_it_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Known failure 42: a client that does not come back does not keep its generation running."""
+    """Known failure 42: the generation does not go on for a client that never comes back."""
     service = ScriptedService(endless)
     graces = Graces(monkeypatch)
     async with site(service, Config(reconnect_grace=LONG)) as at:
@@ -198,7 +198,7 @@ async def test_any_other_request_ends_with_its_connection() -> None:
 
 
 async def test_an_error_before_the_first_event_is_a_status() -> None:
-    """Known failure 47: and one behind it is an event, which comes again to a reader that comes back."""
+    """Known failure 47: a later error is an event, which is replayed to a client that comes back."""
 
     def refuse(request: Request) -> Any:
         raise Overloaded("the queue is full", retry_after=3.0)
@@ -210,13 +210,13 @@ async def test_an_error_before_the_first_event_is_a_status() -> None:
     broken = ScriptedService(lambda request: [Delta(text="a"), Overloaded("no more")])
     async with site(broken) as at, at.http() as http:
         response = await http.post("/v1/chat/completions", json=chat(), headers=MARK)
-        found = numbered(response.text)
-        assert response.status_code == 200 and found[-1][1]["error"]["message"] == "no more"
-        assert numbered((await follow(at, response.headers["x-request-id"], after=2)).text) == found[2:]
+        result = numbered(response.text)
+        assert response.status_code == 200 and result[-1][1]["error"]["message"] == "no more"
+        assert numbered((await follow(at, response.headers["x-request-id"], after=2)).text) == result[2:]
 
 
 async def test_an_error_after_a_heartbeat_and_before_the_first_event_is_an_event() -> None:
-    """The status has been sent by then, and an end without a word would look like an empty answer."""
+    """The status has been sent by then, and ending without an event would look like an empty answer."""
     broken = ScriptedService(lambda request: [0.3, Overloaded("no more")])
     async with site(broken, Config(heartbeat=0.05)) as at, at.http() as http:
         response = await http.post("/v1/chat/completions", json=chat(), headers=MARK)
@@ -224,8 +224,8 @@ async def test_an_error_after_a_heartbeat_and_before_the_first_event_is_an_event
         assert json.loads(response.text.split("data: ")[-1])["error"]["message"] == "no more"
 
 
-async def test_the_first_heartbeat_comes_when_its_time_has_passed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the head with it: a proxy may give up a connection on which nothing comes for twice as long."""
+async def test_the_first_heartbeat_comes_after_one_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head is sent with it: some proxies give up on a connection that is silent for twice as long."""
     times, real = iter([False]), Waker.sleep
 
     async def sleep(self: Waker, timeout: float | None = None) -> bool:
@@ -284,7 +284,7 @@ async def test_only_a_stream_is_resumable() -> None:
             assert response.json()["error"]["param"] == "X-Cairn-Resumable"
 
 
-async def test_head_says_that_it_is_there() -> None:
+async def test_head_tells_whether_a_stream_exists() -> None:
     service = ScriptedService(endless)
     async with site(service, Config(reconnect_grace=GRACE)) as at, at.http() as http:
         id, _ = await begin(at, service, 1)
@@ -298,12 +298,12 @@ async def test_text_completions_and_choices_are_resumable_too() -> None:
     body = {"model": "scripted", "prompt": "x", "stream": True, "n": 2, "stream_options": {"include_usage": True}}
     async with site(service) as at, at.http() as http:
         whole = await http.post("/v1/completions", json=body, headers=MARK)
-        found = numbered(whole.text)
+        result = numbered(whole.text)
         texts = ["", ""]
-        for _, event in found[:-2]:
+        for _, event in result[:-2]:
             texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
-        assert texts == ["ab", "ab"] and found[-2][1]["usage"]["completion_tokens"] == 4
-        assert numbered((await follow(at, whole.headers["x-request-id"])).text) == found
+        assert texts == ["ab", "ab"] and result[-2][1]["usage"]["completion_tokens"] == 4
+        assert numbered((await follow(at, whole.headers["x-request-id"])).text) == result
 
 
 # ------------------------------------------------------------------------------------------------------------ logs
@@ -314,17 +314,17 @@ def event(number: int, size: int = 60) -> bytes:
 
 
 def rest(log: EventLog, after: int) -> list[bytes]:
-    """Return everything that follows, checked to be numbered without a gap."""
-    found = []
+    """Return all following events; fail if their numbers have a gap."""
+    results = []
     while True:
         data, to = log.read(after)
         if to == after:
-            return found
+            return results
         for block in data.split(b"\n\n")[:-1]:
             first, second = block.split(b"\n")
             after += 1
             assert first == b"id: %d" % after
-            found.append(second + b"\n\n")
+            results.append(second + b"\n\n")
         assert to == after
 
 
@@ -347,7 +347,7 @@ def test_a_tape_reads_from_any_event_on() -> None:
 
 
 class Line:
-    """The part of a call that a log needs."""
+    """The part of a call that an event log needs."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -363,7 +363,7 @@ async def noise(events: int, seed: int) -> AsyncGenerator[bytes, None]:
 
 
 async def test_tapes_keep_to_their_memory() -> None:
-    """Known failure 43: what nobody reads is given up, ended logs first, and the figure is true."""
+    """Known failure 43: logs that nobody reads are dropped, ended ones first, and the reported memory is exact."""
     limit = 8 * PAGE
     logs = EventLogs(60.0, limit)
     for number in range(1, 6):
@@ -409,8 +409,8 @@ async def test_a_reader_that_is_slow_does_not_hold_up_the_answer() -> None:
         writer.write(request_bytes("POST", "/v1/chat/completions", json.dumps(chat()).encode(), "X-Cairn-Resumable: 1"))
         await until(lambda: service.streams and service.streams[0].over, 20)
         (id,) = at.app.state.logs._logs
-        found = numbered((await follow(at, f"{id:016x}")).text)
-        assert len(said(found)) == 2000 * 2000 and found[-1][1] == "[DONE]"
+        result = numbered((await follow(at, f"{id:016x}")).text)
+        assert len(said(result)) == 2000 * 2000 and result[-1][1] == "[DONE]"
 
 
 def lines_of(url: str, body: dict[str, Any] | None = None, **headers: str) -> Any:
@@ -420,7 +420,7 @@ def lines_of(url: str, body: dict[str, Any] | None = None, **headers: str) -> An
 
 
 def test_a_broken_connection_costs_nothing_end_to_end() -> None:
-    """A stream read in pieces over many connections is the stream read over one, event for event."""
+    """A stream read over many connections equals the same stream read over one, event for event."""
     body = {"model": "demo", "prompt": [400, 401, 402], "max_tokens": 400, "ignore_eos": True, "temperature": 0}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     with served(reconnect_grace=1.0) as server:
@@ -452,7 +452,7 @@ def test_a_broken_connection_costs_nothing_end_to_end() -> None:
 
 
 def test_after_the_grace_the_worker_is_free_end_to_end() -> None:
-    """Known failure 42: the request is cancelled in the worker, and says so."""
+    """Known failure 42: the request is cancelled in the worker, and reported as cancelled."""
     body = {"model": "demo", "prompt": [400], "max_tokens": 1900, "ignore_eos": True, "stream": True}
     with served(reconnect_grace=0.05) as server:
         response = lines_of(server.url + "/v1/completions", body, **MARK)
@@ -471,7 +471,7 @@ def test_after_the_grace_the_worker_is_free_end_to_end() -> None:
 
 
 async def test_a_finished_event_log_holds_no_reference_to_its_source() -> None:
-    """It is kept for the time of grace, and a request holds its whole prompt."""
+    """The log is kept for the grace period, and a request holds its whole prompt."""
 
     class Running:
         def cancel(self) -> None:

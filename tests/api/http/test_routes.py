@@ -1,4 +1,4 @@
-"""The table of routes: how paths are found, and what it says of keys and uploads."""
+"""The table of routes: how a path is matched, and which routes need which key or accept uploads."""
 
 from __future__ import annotations
 
@@ -51,23 +51,23 @@ def test_a_route_is_in_the_table_once() -> None:
 
 
 def test_routes_of_the_servers_owner_need_the_admin_key() -> None:
-    """All below these prefixes, whatever is added there, and some others."""
+    """Every route below these prefixes, also future ones, and a few others."""
     table = build_app(None, Config()).router.routes
     admin = {route.path for route in table if route.access == "admin"}
     prefixed = {route.path for route in table if route.path.startswith(("/v1/admin/", "/v1/cache"))}
-    assert admin >= prefixed - {"/v1/cache/share"}  # a router asks for it with the key of the client that it serves
+    assert admin >= prefixed - {"/v1/cache/share"}  # a router asks for it with the key of the client it serves
     others = {path for path in admin if not path.startswith(("/v1/admin/", "/v1/cache"))}
     adapters = {"/lora-adapters", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
     assert others == {"/metrics", "/v1/models/load", "/v1/models/unload", "/api/pull", "/api/delete", *adapters}
 
 
 def test_the_methods_of_a_path_need_the_same_key() -> None:
-    """Which key is needed is told before whether a path has a method."""
+    """Authentication comes before the answer whether a path has a method."""
     table = build_app(None, Config()).router
     for route in table.routes:
         path = route.path.replace("{id:resp_}", "resp_").replace("{id:conv_}", "conv_")
         methods = (table.find(path) or {}).values()
-        assert len({(one.access, one.always) for one in methods}) == 1, route
+        assert len({(method.access, method.always) for method in methods}) == 1, route
 
 
 def test_which_paths_take_files() -> None:

@@ -1,4 +1,4 @@
-"""llama-server's own routes: wire shapes, and what becomes of a prompt."""
+"""llama-server's own routes: wire shapes and prompts."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ async def post(at: Site, path: str, **body: Any) -> httpx.Response:
 
 
 def service(*steps: Any, reason: FinishReason = FinishReason.STOP) -> ScriptedService:
-    given = steps or (Delta(text="Hel", tokens=(72,)), Delta(text="lo\n", tokens=(73, 74)))
-    return ScriptedService(lambda request: [*given, done(reason, prompt=3, completion=3, cached=1)])
+    script = steps or (Delta(text="Hel", tokens=(72,)), Delta(text="lo\n", tokens=(73, 74)))
+    return ScriptedService(lambda request: [*script, done(reason, prompt=3, completion=3, cached=1)])
 
 
 async def test_a_completion_in_one_piece() -> None:
     async with site(service(reason=FinishReason.LENGTH)) as at:
-        found = (await post(at, "/completion", prompt="one", n_predict=3, return_tokens=True, id_slot=2)).json()
-    assert (found["content"], found["tokens"], found["stop"], found["stop_type"]) == (
+        answer = (await post(at, "/completion", prompt="one", n_predict=3, return_tokens=True, id_slot=2)).json()
+    assert (answer["content"], answer["tokens"], answer["stop"], answer["stop_type"]) == (
         "Hello\n",
         [72, 73, 74],
         True,
         "limit",
     )
-    assert (found["tokens_predicted"], found["tokens_evaluated"], found["tokens_cached"]) == (3, 3, 1)
-    assert (found["prompt"], found["model"], found["has_new_line"], found["truncated"]) == (
+    assert (answer["tokens_predicted"], answer["tokens_evaluated"], answer["tokens_cached"]) == (3, 3, 1)
+    assert (answer["prompt"], answer["model"], answer["has_new_line"], answer["truncated"]) == (
         "one",
         "scripted",
         True,
         False,
     )
-    settings = found["generation_settings"]
+    settings = answer["generation_settings"]
     assert (settings["n_predict"], settings["temperature"], settings["n_ctx"]) == (3, 0.7, 128)
-    told = found["timings"]
-    assert (told["cache_n"], told["prompt_n"], told["predicted_n"]) == (1, 2, 3)
+    timings = answer["timings"]
+    assert (timings["cache_n"], timings["prompt_n"], timings["predicted_n"]) == (1, 2, 3)
 
 
 async def test_a_stream_ends_with_what_the_whole_is() -> None:
@@ -71,13 +71,13 @@ async def test_a_stream_ends_with_what_the_whole_is() -> None:
 @pytest.mark.parametrize(
     ("path", "asked"), [("/v1/chat/completions", {"messages": HI}), ("/v1/completions", {"prompt": "one"})]
 )
-async def test_openais_routes_tell_the_time_where_they_are_asked(path: str, asked: dict[str, Any]) -> None:
+async def test_openais_routes_have_timings_if_asked_for(path: str, asked: dict[str, Any]) -> None:
     figures = ("cache_n", "prompt_n", "predicted_n")
     async with site(service()) as at:
         assert "timings" not in (await post(at, path, **asked)).json()
         whole = (await post(at, path, **asked, timings_per_token=True, n=2)).json()
-        told = whole.pop("timings")
-        assert (told["cache_n"], told["predicted_n"]) == (1, 3) and len(whole["choices"]) == 2
+        result = whole.pop("timings")
+        assert (result["cache_n"], result["predicted_n"]) == (1, 3) and len(whole["choices"]) == 2
         plain = events((await post(at, path, **asked, stream=True)).text)
         more = {"timings_per_token": True, "return_progress": True, "stream_options": {"include_usage": True}}
         timed = events((await post(at, path, **asked, stream=True, **more)).text)
@@ -86,8 +86,12 @@ async def test_openais_routes_tell_the_time_where_they_are_asked(path: str, aske
     total = progress[0]["total"]
     assert [(one["processed"], one["total"]) for one in progress] == [(0, total), (total, total)]
     assert all(one["time_ms"] >= 0 and one["cache"] == 0 for one in progress)
-    found = [one["timings"] for one in timed[:-1] if "timings" in one and "prompt_progress" not in one]
-    assert [tuple(one[name] for name in figures) for one in found] == [(0, total, 1), (0, total, 3), (1, total - 1, 3)]
+    results = [one["timings"] for one in timed[:-1] if "timings" in one and "prompt_progress" not in one]
+    assert [tuple(one[name] for name in figures) for one in results] == [
+        (0, total, 1),
+        (0, total, 3),
+        (1, total - 1, 3),
+    ]
     kept = [one for one in timed[:-1] if "prompt_progress" not in one and one["choices"]]
     assert [one["choices"] for one in kept] == [one["choices"] for one in plain[:-1]], "nothing else is changed"
     assert timed[-1] == "[DONE]" and timed[-2]["usage"] and "timings" in timed[-3]
@@ -96,8 +100,8 @@ async def test_openais_routes_tell_the_time_where_they_are_asked(path: str, aske
 async def test_a_matched_stop_text_is_reported() -> None:
     scripted = service(Delta(text="a", tokens=(97, 98)))
     async with site(scripted) as at:
-        found = (await post(at, "/completion", prompt="one", stop=["b"])).json()
-        assert (found["stop_type"], found["stopping_word"]) == ("word", "b")
+        answer = (await post(at, "/completion", prompt="one", stop=["b"])).json()
+        assert (answer["stop_type"], answer["stopping_word"]) == ("word", "b")
 
 
 async def test_prompts_of_texts_and_tokens() -> None:
@@ -113,9 +117,9 @@ async def test_prompts_of_texts_and_tokens() -> None:
             ({"prompt_string": "a"}, [(97,)]),
         ):
             scripted.streams.clear()
-            found = (await post(at, "/completion", prompt=prompt)).json()
+            answer = (await post(at, "/completion", prompt=prompt)).json()
             assert [stream.request.prompt for stream in scripted.streams] == tokens, prompt
-            assert isinstance(found, list) == (len(tokens) > 1)
+            assert isinstance(answer, list) == (len(tokens) > 1)
         for prompt in ([], [[]], 3, [True], {"multimodal_data": ["x"], "prompt_string": "a"}, [1.5], [[1], 2], None):
             refused = await post(at, "/completion", prompt=prompt)
             assert refused.status_code == 400 and "prompt" in refused.json()["error"]["message"], prompt
@@ -125,13 +129,13 @@ async def test_probabilities_fields_and_biases() -> None:
     logprobs = (TokenLogprob(token=72, logprob=-0.5, top=((73, -1.0),)),)
     scripted = service(Delta(text="H", tokens=(72,), logprobs=logprobs))
     async with site(scripted) as at:
-        found = (await post(at, "/completion", prompt="a", n_probs=1)).json()
-        (entry,) = found["completion_probabilities"]
+        answer = (await post(at, "/completion", prompt="a", n_probs=1)).json()
+        (entry,) = answer["completion_probabilities"]
         assert (entry["id"], entry["token"], entry["top_logprobs"][0]["id"]) == (72, "H", 73)
         assert scripted.streams[-1].request.sampling.top_logprobs == 1
         fields = ["content", "generation_settings/n_predict", "nothing/here"]
-        found = (await post(at, "/completion", prompt="a", response_fields=fields, n_predict=4)).json()
-        assert found == {"content": "H", "generation_settings/n_predict": 4}
+        answer = (await post(at, "/completion", prompt="a", response_fields=fields, n_predict=4)).json()
+        assert answer == {"content": "H", "generation_settings/n_predict": 4}
         await post(at, "/completion", prompt="a", logit_bias=[[5, 1.5], [6, False]])
         assert scripted.streams[-1].request.sampling.logit_bias == ((5, 1.5), (6, -100.0))
         await post(at, "/completion", prompt="a", mirostat=2, mirostat_tau=4, mirostat_eta=0.2)
@@ -194,7 +198,7 @@ async def test_a_rendered_chat_is_a_prompt_of_the_same_tokens(tmp_path: Path, to
         count = (await post(at, "/v1/chat/completions/input_tokens", **chat)).json()["input_tokens"]
         said = (await post(at, "/completion", prompt=text, n_predict=0)).json()
         assert (said["tokens_evaluated"], said["tokens_predicted"], said["content"]) == (count, 0, "")
-        found = (await post(at, "/v1/chat/completions", **chat, max_tokens=4, temperature=0)).json()
+        answer = (await post(at, "/v1/chat/completions", **chat, max_tokens=4, temperature=0)).json()
         again = (await post(at, "/completion", prompt=text, n_predict=4, temperature=0)).json()
-        assert again["tokens_cached"] > 0 and again["tokens_evaluated"] == found["usage"]["prompt_tokens"]
-        assert again["tokens_predicted"] == found["usage"]["completion_tokens"]
+        assert again["tokens_cached"] > 0 and again["tokens_evaluated"] == answer["usage"]["prompt_tokens"]
+        assert again["tokens_predicted"] == answer["usage"]["completion_tokens"]

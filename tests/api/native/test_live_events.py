@@ -1,4 +1,4 @@
-"""GET /v1/events: what changes, once and in order, within bounds, and to nobody else."""
+"""GET /v1/events: every change once and in order, bounded, and only to its tenant."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from typing import Any
 import httpx
 import pytest
 
-from cairn.api.http.auth import salts
 from cairn.api.native import live_events as changes
-from cairn.config.config import Config
 from cairn.config.values import Secret, TenantKeys
 from cairn.engine.fake import FakeEngine
-from tests.agents.house import House, house, talking_model
-from tests.api.sockets import Site, site
+from tests.agents.house import talking_model
+from tests.api.homes import open_house
+from tests.api.sockets import Site
 
 TURN = {"temperature": 0, "max_tokens": 4, "ignore_eos": True, "messages": [{"role": "user", "content": "hi"}]}
 Event = tuple[str, str, Any]
@@ -35,14 +34,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(changes, "TICK", 0.02)
     monkeypatch.setattr(changes, "SHARE", 0)
-
-
-@contextlib.asynccontextmanager
-async def home(folder: Path, **options: Any) -> AsyncIterator[tuple[House, Site, httpx.AsyncClient]]:
-    config = Config(**options)
-    async with house(folder, salts(config)) as at, site(at.service, config) as web, web.http() as http:
-        web.app.state.attribution.agents = at.agents
-        yield at, web, http
 
 
 class Listener:
@@ -67,29 +58,29 @@ class Listener:
         raise EOFError
 
     async def until(self, name: str) -> Any:
-        """Return the data of the next event of this name."""
+        """Return the data of the next event with this name."""
         async with asyncio.timeout(10):
             while True:
-                _, found, data = await self.next()
-                if found == name:
+                _, event, data = await self.next()
+                if event == name:
                     return data
 
     async def snapshot(self) -> dict[str, Any]:
-        """Return the agents of a whole snapshot, by id."""
-        found: dict[str, Any] = {}
+        """Return the agents of a complete snapshot, by id."""
+        results: dict[str, Any] = {}
         while True:
             data = await self.until("snapshot")
             if data["begin"]:
-                found = {}
-            found |= {agent["id"]: agent for agent in data["agents"]}
+                results = {}
+            results |= {agent["id"]: agent for agent in data["agents"]}
             if data["end"]:
-                return found
+                return results
 
 
 @contextlib.asynccontextmanager
 async def listening(http: httpx.AsyncClient, seen: str = "", **headers: str) -> AsyncIterator[Listener]:
-    given = {"Last-Event-ID": seen} if seen else {}
-    async with http.stream("GET", "/v1/events", headers=given | headers) as response:
+    last_id = {"Last-Event-ID": seen} if seen else {}
+    async with http.stream("GET", "/v1/events", headers=last_id | headers) as response:
         assert response.status_code == 200, await response.aread()
         assert response.headers["content-type"].startswith("text/event-stream")
         yield Listener(response)
@@ -100,13 +91,13 @@ async def make(http: httpx.AsyncClient, id: str, **headers: str) -> None:
 
 
 async def test_a_stream_begins_with_a_snapshot_and_continues_with_changes(folder: Path) -> None:
-    async with home(folder) as (_, _, http):
+    async with open_house(folder) as (_, _, http):
         await make(http, "a")
         async with listening(http) as stream:
             hello = await stream.until("hello")
             assert hello["agents"] is True and hello["server"] is True
-            found = await stream.snapshot()
-            assert set(found) == {"a"} and found["a"] == (await http.get("/v1/agents")).json()["data"][0]
+            result = await stream.snapshot()
+            assert set(result) == {"a"} and result["a"] == (await http.get("/v1/agents")).json()["data"][0]
             await make(http, "b")
             news = await stream.until("agents")
             assert [agent["id"] for agent in news["changed"]] == ["b"] and news["gone"] == []
@@ -124,7 +115,7 @@ async def test_a_turn_shows_while_it_runs_and_after_it(folder: Path, monkeypatch
         return prefill(self, rows)
 
     monkeypatch.setattr(FakeEngine, "prefill", slow)
-    async with home(folder) as (_, _, http):
+    async with open_house(folder) as (_, _, http):
         await make(http, "a")
         async with listening(http) as stream:
             await stream.snapshot()
@@ -145,7 +136,7 @@ async def test_a_turn_shows_while_it_runs_and_after_it(folder: Path, monkeypatch
 
 
 async def test_a_reconnecting_client_gets_missed_events_once(folder: Path) -> None:
-    async with home(folder) as (_, _, http):
+    async with open_house(folder) as (_, _, http):
         async with listening(http) as stream:
             await stream.snapshot()
             await make(http, "a")
@@ -155,20 +146,20 @@ async def test_a_reconnecting_client_gets_missed_events_once(folder: Path) -> No
             await make(http, name)
             await asyncio.sleep(0.05)
         async with listening(http, seen) as stream:
-            found: list[str] = []
+            results: list[str] = []
             async with asyncio.timeout(10):
-                while "c" not in found:
+                while "c" not in results:
                     _, name, data = await stream.next()
                     assert name != "snapshot"
                     if name == "agents":
-                        found += [agent["id"] for agent in data["changed"]]
-            found = [name for name in found if name != "a"]
-            assert found == sorted(found) and set(found) == {"b", "c"}
+                        results += [agent["id"] for agent in data["changed"]]
+            results = [name for name in results if name != "a"]
+            assert results == sorted(results) and set(results) == {"b", "c"}
 
 
 @pytest.mark.parametrize("seen", ["", "nonsense", "0123456789abcdef-1", "-1", "x-99999999999999999999"])
 async def test_an_unknown_event_id_brings_a_snapshot(folder: Path, seen: str) -> None:
-    async with home(folder) as (_, _, http):
+    async with open_house(folder) as (_, _, http):
         await make(http, "a")
         async with listening(http, seen) as stream:
             assert set(await stream.snapshot()) == {"a"}
@@ -176,7 +167,7 @@ async def test_an_unknown_event_id_brings_a_snapshot(folder: Path, seen: str) ->
 
 async def test_an_expired_event_id_brings_a_snapshot(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(changes, "KEPT_EVENTS", 3)
-    async with home(folder) as (_, web, http):
+    async with open_house(folder) as (_, web, http):
         async with listening(http) as stream:
             await stream.snapshot()
             seen = stream.last
@@ -192,8 +183,8 @@ async def test_an_expired_event_id_brings_a_snapshot(folder: Path, monkeypatch: 
 
 def feeds(web: Site) -> list[changes.ChangeFeed]:
     route = web.app.router.find("/v1/events")["GET"]  # type: ignore[index]
-    found: changes.ChangeFeeds = route.endpoint.__self__  # type: ignore[attr-defined]
-    return list(found._feeds.values())
+    change_feeds: changes.ChangeFeeds = route.endpoint.__self__  # type: ignore[attr-defined]
+    return list(change_feeds._feeds.values())
 
 
 async def test_events_are_bounded_by_bytes_and_large_lists_come_in_pieces(
@@ -201,7 +192,7 @@ async def test_events_are_bounded_by_bytes_and_large_lists_come_in_pieces(
 ) -> None:
     monkeypatch.setattr(changes, "PIECE", 4)
     monkeypatch.setattr(changes, "KEPT_BYTES", 4000)
-    async with home(folder) as (at, web, http):
+    async with open_house(folder) as (at, web, http):
         for number in range(10):
             await make(http, f"a{number}")
         async with listening(http) as stream:
@@ -216,12 +207,12 @@ async def test_events_are_bounded_by_bytes_and_large_lists_come_in_pieces(
                 await at.agents.pin("default", f"a{number}", True)
             await asyncio.sleep(0.1)
             assert feed._bytes <= 4000 or len(feed._events) == 1
-            assert feed._bytes == sum(len(one.data) for one in feed._events)
+            assert feed._bytes == sum(len(event.data) for event in feed._events)
 
 
 async def test_a_tenant_sees_its_own_alone_and_figures_of_the_server_need_the_admin_key(folder: Path) -> None:
     tenants = tuple(TenantKeys(name=name, keys=(Secret(name),)) for name in ("one", "two"))
-    async with home(folder, tenants=tenants, admin_key=Secret("root")) as (_, _, http):
+    async with open_house(folder, tenants=tenants, admin_key=Secret("root")) as (_, _, http):
         one, two = ({"Authorization": f"Bearer {name}"} for name in ("one", "two"))
         await make(http, "mine", **one)
         async with listening(http, **two) as stream:
@@ -239,8 +230,8 @@ async def test_a_tenant_sees_its_own_alone_and_figures_of_the_server_need_the_ad
         assert (await http.get("/v1/events")).status_code == 401
 
 
-async def test_what_one_admin_reads_another_reader_does_not_get(folder: Path) -> None:
-    async with home(folder, api_key=(Secret("k"),), admin_key=Secret("root")) as (_, _, http):
+async def test_an_admins_events_reach_no_other_reader(folder: Path) -> None:
+    async with open_house(folder, api_key=(Secret("k"),), admin_key=Secret("root")) as (_, _, http):
         key = {"Authorization": "Bearer k"}
         async with listening(http, **key, **{"X-Cairn-Admin-Key": "root"}) as first:
             await first.until("server")
@@ -261,9 +252,9 @@ async def test_what_one_admin_reads_another_reader_does_not_get(folder: Path) ->
                 assert "server" not in names
 
 
-async def test_so_many_may_listen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_number_of_listeners_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(changes, "MOST_READERS", 1)
-    async with home(folder) as (_, _, http):
+    async with open_house(folder) as (_, _, http):
         async with listening(http) as stream:
             await stream.snapshot()
             refused = await http.get("/v1/events")
@@ -273,9 +264,9 @@ async def test_so_many_may_listen(folder: Path, monkeypatch: pytest.MonkeyPatch)
             await stream.snapshot()
 
 
-async def test_nothing_is_looked_at_once_nobody_listens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_listeners_nothing_is_watched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(changes, "GRACE", 0.05)
-    async with home(folder) as (_, web, http):
+    async with open_house(folder) as (_, web, http):
         assert feeds(web) == []
         async with listening(http) as stream:
             await stream.snapshot()
@@ -288,7 +279,7 @@ async def test_nothing_is_looked_at_once_nobody_listens(folder: Path, monkeypatc
 
 
 async def test_a_server_that_ends_ends_the_stream(folder: Path) -> None:
-    async with home(folder) as (_, web, http), listening(http) as stream:
+    async with open_house(folder) as (_, web, http), listening(http) as stream:
         await stream.snapshot()
         web.app.state.draining = True
         with pytest.raises(EOFError):
@@ -296,7 +287,7 @@ async def test_a_server_that_ends_ends_the_stream(folder: Path) -> None:
 
 
 async def test_savings_by_day_survive_a_restart_and_add_up(folder: Path) -> None:
-    async with home(folder) as (at, web, http):
+    async with open_house(folder) as (at, web, http):
         await make(http, "a")
         (await http.post("/v1/agents/a/turns", json=TURN)).raise_for_status()
         before = (await http.get("/v1/savings")).json()
@@ -312,7 +303,7 @@ async def test_savings_by_day_survive_a_restart_and_add_up(folder: Path) -> None
 
 
 async def test_days_that_are_too_long_ago_are_forgotten(folder: Path) -> None:
-    async with home(folder) as (at, web, http):
+    async with open_house(folder) as (at, web, http):
         await make(http, "a")
         (await http.post("/v1/agents/a/turns", json=TURN)).raise_for_status()
         at.clock.ahead += 500 * 86_400
@@ -320,12 +311,12 @@ async def test_days_that_are_too_long_ago_are_forgotten(folder: Path) -> None:
         assert (await http.get("/v1/savings")).json()["days"] == []
         await at.again(clean=True)
         web.app.state.attribution.agents = at.agents
-        found = (await http.get("/v1/savings")).json()
-        assert found["days"] == [] and found["total"]["requests"] == 1
+        answer = (await http.get("/v1/savings")).json()
+        assert answer["days"] == [] and answer["total"]["requests"] == 1
 
 
 async def test_a_listening_client_keeps_no_model_loaded(folder: Path) -> None:
-    async with home(folder) as (_, web, http), listening(http) as stream:
+    async with open_house(folder) as (_, web, http), listening(http) as stream:
         await stream.snapshot()
         assert web.app.state.models is not None
         (model,) = web.app.state.models.models

@@ -1,4 +1,4 @@
-"""Ollama's API: wire shapes, what becomes of a prompt, downloads, and ollama-python over a real port."""
+"""Ollama's API: wire shapes, prompts, downloads, and ollama-python over a real port."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CHAT, GENERATE = "/api/chat", "/api/generate"
 
 
 async def post(at: Site, path: str, value: Any, method: str = "POST", **headers: str) -> httpx.Response:
-    """As Ollama's own client sends it: JSON that does not say that it is."""
+    """Send a POST as Ollama's own client does: JSON without a content type."""
     async with at.http() as http:
         named = {name.replace("_", "-"): text for name, text in headers.items()}
         return await http.request(method, path, content=json.dumps(value), headers=named)
@@ -80,9 +80,9 @@ def service(*steps: Any, reason: FinishReason = FinishReason.STOP) -> ScriptedSe
 
 async def test_the_last_line_of_a_chat_reports_its_cost() -> None:
     async with site(service(reason=FinishReason.TOOL_CALLS)) as at:
-        found = lines(await post(at, CHAT, {"model": "any", "messages": HI, "tools": [TOOL], "think": True}))
+        streamed = lines(await post(at, CHAT, {"model": "any", "messages": HI, "tools": [TOOL], "think": True}))
         whole = (await post(at, CHAT, {"messages": HI, "tools": [TOOL], "stream": False})).json()
-    messages = [line["message"] for line in found]
+    messages = [line["message"] for line in streamed]
     assert messages[:3] == [
         {"role": "assistant", "content": "", "thinking": "hm"},
         {"role": "assistant", "content": "Hel"},
@@ -90,9 +90,9 @@ async def test_the_last_line_of_a_chat_reports_its_cost() -> None:
     ]
     call = {"id": "call_1", "function": {"index": 0, "name": "weather", "arguments": {"place": "Oslo"}}}
     assert messages[3]["tool_calls"] == [call] and messages[4] == {"role": "assistant", "content": ""}
-    assert [line["done"] for line in found] == [False] * 4 + [True]
-    assert {line["model"] for line in found} == {"scripted"} and found[0]["created_at"].endswith("Z")
-    last = found[-1]
+    assert [line["done"] for line in streamed] == [False] * 4 + [True]
+    assert {line["model"] for line in streamed} == {"scripted"} and streamed[0]["created_at"].endswith("Z")
+    last = streamed[-1]
     assert (last["done_reason"], last["prompt_eval_count"], last["eval_count"]) == ("stop", 2, 5)
     assert isinstance(last["total_duration"], int) and last["total_duration"] > 0
     assert whole["message"] == {
@@ -104,16 +104,16 @@ async def test_the_last_line_of_a_chat_reports_its_cost() -> None:
     assert whole["done"] and whole["eval_count"] == 5
 
 
-async def test_a_text_is_given_back_with_its_tokens_which_may_come_before_the_next() -> None:
+async def test_a_generated_context_continues_in_the_next_request() -> None:
     scripted = service(Delta(text="Hello", tokens=(72, 73)), reason=FinishReason.LENGTH)
     async with site(scripted) as at:
-        found = (await post(at, GENERATE, {"prompt": "hi", "system": "be kind", "stream": False})).json()
-        assert (found["response"], found["done_reason"]) == ("Hello", "length")
+        answer = (await post(at, GENERATE, {"prompt": "hi", "system": "be kind", "stream": False})).json()
+        assert (answer["response"], answer["done_reason"]) == ("Hello", "length")
         assert scripted.prompts[-1][0] == [{"role": "system", "content": "be kind"}, HI[0]]
-        assert found["context"] == [*b"be kindhi", 72, 73]
-        more = lines(await post(at, GENERATE, {"prompt": "more", "context": found["context"]}))
+        assert answer["context"] == [*b"be kindhi", 72, 73]
+        more = lines(await post(at, GENERATE, {"prompt": "more", "context": answer["context"]}))
         assert more[0]["response"] == "Hello" and scripted.streams[-1].request.prompt == (
-            *found["context"],
+            *answer["context"],
             *b"more",
         )
         wrong = await post(at, GENERATE, {"prompt": "more", "context": [300]})
@@ -128,23 +128,23 @@ async def test_raw_prompts_and_infills() -> None:
         assert scripted.streams[-1].request.prompt == (97, 257) and not scripted.prompts
         await post(at, GENERATE, {"prompt": "a", "suffix": "b"})
         assert scripted.streams[-1].request.prompt == (258, 97, 259, 98, 260)
-        scripted.template = ""  # a base model: the prompt stands as it is
+        scripted.template = ""  # a base model: the prompt is used as it is
         assert (await post(at, GENERATE, {"prompt": "a"})).status_code == 200
         assert scripted.streams[-1].request.prompt == (97,)
         refused = await post(at, GENERATE, {"prompt": "a", "system": "be kind"})
         assert refused.status_code == 400 and "system needs a chat template" in refused.json()["error"]
 
 
-async def test_options_reach_the_sampler_and_are_called_as_the_client_calls_them() -> None:
+async def test_options_reach_the_sampler_and_errors_use_the_clients_names() -> None:
     scripted = service()
     options = {"num_predict": 7, "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "seed": 5, "stop": ["x"]}
     more = {"repeat_penalty": 1.5, "num_ctx": 1 << 20, "num_gpu": 99, "mirostat": 0, "unheard_of": 1}
     async with site(scripted) as at:
-        found = await post(at, CHAT, {"messages": HI, "options": options | more, "keep_alive": "5m"})
-        assert found.status_code == 200
-        told = found.headers.get_list("x-cairn-warning")
-        assert any("options.unheard_of" in one for one in told) and any(
-            "options.num_ctx is 1048576" in one for one in told
+        response = await post(at, CHAT, {"messages": HI, "options": options | more, "keep_alive": "5m"})
+        assert response.status_code == 200
+        result = response.headers.get_list("x-cairn-warning")
+        assert any("options.unheard_of" in one for one in result) and any(
+            "options.num_ctx is 1048576" in one for one in result
         )
         request = scripted.streams[-1].request
         params = request.sampling
@@ -182,7 +182,7 @@ async def test_options_reach_the_sampler_and_are_called_as_the_client_calls_them
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ],
 )
-async def test_what_is_refused_has_ollamas_shape(more: dict[str, Any], error: str) -> None:
+async def test_errors_have_ollamas_shape(more: dict[str, Any], error: str) -> None:
     async with site(service()) as at:
         refused = await post(at, CHAT, {"messages": HI} | more)
     assert refused.status_code == 400 and list(refused.json()) == ["error"]
@@ -191,7 +191,7 @@ async def test_what_is_refused_has_ollamas_shape(more: dict[str, Any], error: st
 
 @settings(max_examples=60 if settings.default.derandomize else 150)
 @given(st.lists(MESSAGE, min_size=1) | JSON, FIELDS, OPTIONS)
-def test_no_body_gets_past_the_reader_but_as_a_chat_or_an_error(messages: Any, fields: Any, options: Any) -> None:
+def test_any_body_becomes_a_chat_or_an_error(messages: Any, fields: Any, options: Any) -> None:
     try:
         body = parse(OllamaChatBody, {"messages": messages, "options": options} | fields, Config())
         if body.messages:
@@ -200,13 +200,13 @@ def test_no_body_gets_past_the_reader_but_as_a_chat_or_an_error(messages: Any, f
         assert 400 <= error.status < 500
 
 
-async def test_thinking_is_turned_on_and_off_and_never_shown_where_it_is_off() -> None:
+async def test_thinking_is_switched_and_not_shown_while_off() -> None:
     scripted = service()
     async with site(scripted) as at:
         for think in (True, False, "high"):
-            found = lines(await post(at, CHAT, {"messages": HI, "think": think}))
+            streamed = lines(await post(at, CHAT, {"messages": HI, "think": think}))
             assert scripted.prompts[-1][3] == {"enable_thinking": think is not False}
-            assert any("thinking" in line["message"] for line in found) == (think is not False)
+            assert any("thinking" in line["message"] for line in streamed) == (think is not False)
         scripted.thinks = False
         refused = await post(at, CHAT, {"messages": HI, "think": True})
         assert refused.status_code == 400 and "does not support thinking" in refused.json()["error"]
@@ -258,8 +258,8 @@ async def test_a_failure_after_the_beginning_is_a_line() -> None:
 async def test_a_silent_stream_is_kept_awake_by_lines() -> None:
     scripted = ScriptedService(lambda request: [0.3, Delta(text="hi", tokens=(1,)), done()])
     async with site(scripted, Config(heartbeat=0.1)) as at:
-        found = lines(await post(at, CHAT, {"messages": HI}))
-    assert found[0]["message"] == {"role": "assistant", "content": ""} and not found[0]["done"]
+        streamed = lines(await post(at, CHAT, {"messages": HI}))
+    assert streamed[0]["message"] == {"role": "assistant", "content": ""} and not streamed[0]["done"]
 
 
 async def test_without_a_prompt_the_model_is_loaded_already() -> None:
@@ -270,7 +270,7 @@ async def test_without_a_prompt_the_model_is_loaded_already() -> None:
     assert (text["response"], text["done"], text["done_reason"]) == ("", True, "load")
 
 
-async def test_a_page_from_elsewhere_may_send_no_body_that_need_not_be_asked_for() -> None:
+async def test_a_foreign_page_may_not_send_a_body_without_a_preflight() -> None:
     async with site(service()) as at:
         refused = await post(at, CHAT, {"messages": HI}, Origin="http://evil.example")
         assert refused.status_code == 403 and "evil.example" in refused.json()["error"]
@@ -314,20 +314,20 @@ def pulls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-async def test_a_pull_tells_how_far_it_is(pulls: list[str]) -> None:
+async def test_a_pull_reports_progress(pulls: list[str]) -> None:
     async with site(service()) as at:
-        found = lines(await post(at, "/api/pull", {"name": "org/model"}))
-        assert [line["status"] for line in found] == [
+        streamed = lines(await post(at, "/api/pull", {"name": "org/model"}))
+        assert [line["status"] for line in streamed] == [
             "pulling manifest",
             "pulling a.gguf",
             "verifying sha256 digest",
             "success",
         ]
-        assert (found[1]["total"], found[1]["completed"]) == (10, 5)
+        assert (streamed[1]["total"], streamed[1]["completed"]) == (10, 5)
         assert (await post(at, "/api/pull", {"model": "org/model", "stream": False})).json() == {"status": "success"}
         assert pulls == ["org/model"] * 2
         assert lines(await post(at, "/api/pull", {"model": "scripted"}))[-1] == {"status": "success"}
-        assert pulls == ["org/model"] * 2, "it is served, and so it is here"
+        assert pulls == ["org/model"] * 2, "a served model is present"
 
 
 async def test_a_pull_that_fails(pulls: list[str]) -> None:
@@ -341,7 +341,7 @@ async def test_a_pull_that_fails(pulls: list[str]) -> None:
         assert nothing.status_code == 400 and "hub id" in nothing.json()["error"] and "../x" not in pulls
 
 
-async def test_downloads_are_the_owners(pulls: list[str]) -> None:
+async def test_downloads_need_the_admin_key(pulls: list[str]) -> None:
     closed = Config(api_key=(Secret("k"),), admin_key=Secret("a"))
     async with site(service(), closed) as at, site(service(), Config(host="0.0.0.0", unsafe_no_auth=True)) as bare:
         for path, method in (("/api/pull", "POST"), ("/api/delete", "DELETE")):
@@ -373,8 +373,8 @@ async def test_copies_must_be_existing_names() -> None:
             ("scripted", "mine", 400),
             ("other", "mine", 404),
         ):
-            found = await post(at, "/api/copy", {"source": source, "destination": destination})
-            assert found.status_code == status, found.text
+            response = await post(at, "/api/copy", {"source": source, "destination": destination})
+            assert response.status_code == status, response.text
 
 
 # --------------------------------------------------------------------------------------------------- the real client
@@ -410,7 +410,7 @@ async def test_the_ollama_client(tmp_path: Path) -> None:
         (loaded,) = (await client.ps()).models
         assert loaded.context_length == served.info.context and loaded.expires_at.year == 9999
         assert (await client.pull("mine")).status == "success"
-        assert (await client.show("other")).template == template, "as a chat with it is answered"
+        assert (await client.show("other")).template == template, "as a chat with this name is answered"
         served.strict = True
         with pytest.raises(ollama.ResponseError, match="not found"):
             await client.show("other")
@@ -427,12 +427,12 @@ async def test_a_chat_that_goes_on_finds_its_kv(tmp_path: Path) -> None:
         assert second["cairn"]["pool"] > first["prompt_eval_count"] - 16
 
 
-def test_results_are_put_to_calls_in_a_moment_each() -> None:
+def test_results_are_matched_to_calls_in_linear_time() -> None:
     def ids(*messages: dict[str, Any]) -> list[str]:
         chat = chat_of(
             OllamaChatBody(messages=[*messages, {"role": "user", "content": "q"}]), lambda name: False, thinks=False
         )
-        return [one["tool_call_id"] for one in chat["messages"] if one["role"] == "tool"]
+        return [message["tool_call_id"] for message in chat["messages"] if message["role"] == "tool"]
 
     def calls(*names: str) -> dict[str, Any]:
         return {"role": "assistant", "tool_calls": [{"function": {"name": name}} for name in names]}
@@ -448,4 +448,4 @@ def test_results_are_put_to_calls_in_a_moment_each() -> None:
     began = time.process_time()
     many = [result(tool_name="nobody"), result(tool_call_id="none")] * 2_000
     assert len(ids(calls(*(f"f{at}" for at in range(15_000))), *many)) == 4_000
-    assert time.process_time() - began < 2.0  # it took twice as long, and grew with the product of both
+    assert time.process_time() - began < 2.0  # before: twice that, and quadratic

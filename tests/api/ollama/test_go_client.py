@@ -1,4 +1,4 @@
-"""Bodies as Ollama's own client writes them: Go leaves few fields out, so most of them are empty."""
+"""Bodies as Ollama's own client writes them: Go omits few fields, so most of them are empty."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES, ids=[str(n) for n in range(len(BODIES))])
-async def test_what_is_empty_asks_for_nothing(path: str, body: dict[str, Any]) -> None:
+async def test_empty_fields_count_as_absent(path: str, body: dict[str, Any]) -> None:
     async with site(service()) as at:
         assert lines(await post(at, path, body))[-1]["done"]
         whole = await post(at, path, body | {"stream": False})
@@ -59,13 +59,13 @@ async def test_what_is_empty_asks_for_nothing(path: str, body: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
-async def test_a_request_to_load_says_how_long_that_took(path: str) -> None:
-    """`ollama run` begins so."""
+async def test_a_load_request_reports_its_duration(path: str) -> None:
+    """`ollama run` begins with such a request."""
     empty = {"messages": None} if path == "/api/chat" else {"prompt": "", "suffix": "", "system": "", "template": ""}
     async with site(service()) as at:
-        found = (await post(at, path, {"model": "scripted", "options": None} | empty)).json()
-    assert found["done"] and found["done_reason"] == "load"
-    assert isinstance(found["load_duration"], int) and isinstance(found["total_duration"], int)
+        answer = (await post(at, path, {"model": "scripted", "options": None} | empty)).json()
+    assert answer["done"] and answer["done_reason"] == "load"
+    assert isinstance(answer["load_duration"], int) and isinstance(answer["total_duration"], int)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ async def test_one_of_two_names_is_empty(names: tuple[str, str], pulls: list[str
     assert not pulls
 
 
-async def test_a_pull_of_another_is_of_the_name_that_is_given(pulls: list[str]) -> None:
+async def test_a_pull_uses_the_name_that_is_not_empty(pulls: list[str]) -> None:
     async with site(service()) as at:
         for names in (("org/model", ""), ("", "org/model")):
             body = dict(zip(("model", "name"), names, strict=True))
@@ -128,9 +128,9 @@ async def test_names_have_no_case(tmp_path: Path) -> None:
 async def test_a_text_that_is_empty_loads_the_model(tmp_path: Path) -> None:
     async with serving(make_model(tmp_path / "tiny")) as served, site(served) as at:
         for body in ({"input": ""}, {"input": None}, {"input": []}, {}):
-            found = await post(at, "/api/embed", {"model": "m", "options": None} | body)
-            assert found.status_code == 200, found.text
-            assert found.json()["embeddings"] == [] and found.json()["load_duration"] == 0
+            response = await post(at, "/api/embed", {"model": "m", "options": None} | body)
+            assert response.status_code == 200, response.text
+            assert response.json()["embeddings"] == [] and response.json()["load_duration"] == 0
         older = await post(at, "/api/embeddings", {"model": "m", "prompt": "", "options": None})
         assert older.json() == {"embedding": []}
 
@@ -143,7 +143,7 @@ async def test_capabilities_stand_in_the_list_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "seconds"),
+    ("duration", "seconds"),
     [
         *(("5m0s", 300), ("1h30m", 5400), ("1h30m0s", 5400), ("1.5h", 5400), ("300ms", 0.3), ("2h45m30.5s", 9930.5)),
         *(("0", 0), ("0s", 0), ("-1", math.inf), ("-1s", math.inf), ("-1h30m", math.inf), ("+2s", 2), ("300", 300)),
@@ -151,13 +151,13 @@ async def test_capabilities_stand_in_the_list_too(tmp_path: Path) -> None:
         *((300, 300), (0, 0), (-1, math.inf), (1.5, 1.5), (-0.5, math.inf)),
     ],
 )
-def test_durations_as_go_writes_them(given: Any, seconds: float) -> None:
-    assert seconds_of(given) == pytest.approx(seconds)
+def test_durations_as_go_writes_them(duration: Any, seconds: float) -> None:
+    assert seconds_of(duration) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
-    "given", ["", "x", "5 m", "5m x", "1d", "m", "1.2.3", "--1s", "1h" * 9, "9" * 19, True, [], {}]
+    "duration", ["", "x", "5 m", "5m x", "1d", "m", "1.2.3", "--1s", "1h" * 9, "9" * 19, True, [], {}]
 )
-def test_invalid_durations(given: Any) -> None:
+def test_invalid_durations(duration: Any) -> None:
     with pytest.raises(InvalidRequest, match="keep_alive must be"):
-        seconds_of(given)
+        seconds_of(duration)

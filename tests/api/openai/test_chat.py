@@ -1,4 +1,4 @@
-"""Wire shapes of both generating routes over a real socket, raw and through the openai client."""
+"""Chat and text completions of OpenAI's API: wire shapes over a real socket, raw and through the openai client."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_chat_object() -> None:
     body = response.json()
     assert body["id"] == "chatcmpl-" + response.headers["x-request-id"]
     assert body["object"] == "chat.completion" and body["model"] == "scripted"
-    assert body["system_fingerprint"] == "fp_111213141516", "of what computes, not only of the model"
+    assert body["system_fingerprint"] == "fp_111213141516", "it depends on the kernels, too, not only on the model"
     assert isinstance(body["created"], int)
     assert body["choices"] == [
         {
@@ -122,7 +122,7 @@ def reported(request: Request) -> list[Any]:
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", chat), ("/v1/completions", complete)])
 async def test_every_answer_says_where_its_prompts_kv_came_from(path: str, body: Any) -> None:
-    """Whole, in the usage chunk, and in the last chunk of a stream without one."""
+    """In a whole answer, in the usage chunk, and in the last chunk of a stream without one."""
     async with site(ScriptedService(reported)) as at:
         whole = (await post(at, body(n=2), path)).json()
         asked = events((await post(at, body(stream=True, stream_options={"include_usage": True}), path)).text)
@@ -135,7 +135,7 @@ async def test_every_answer_says_where_its_prompts_kv_came_from(path: str, body:
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", chat), ("/v1/completions", complete)])
 async def test_an_answer_that_another_device_finished_says_so_once(path: str, body: Any) -> None:
-    """In a header and the body, and in the last chunk of a stream, whose headers were sent before it happened."""
+    """In a header and the body; in a stream, whose headers were sent before it happened, in the last chunk."""
     moved = "the device cuda:0 failed twice; the CPU computed the rest of this answer"
 
     def finished_elsewhere(request: Request) -> list[Any]:
@@ -172,7 +172,7 @@ CALLS = [
 
 
 async def test_tool_calls_and_reasoning_whole() -> None:
-    """Known failure 24: a call is in tool_calls and nowhere in content."""
+    """Known failure 24: a call is in `tool_calls` and nowhere in the content."""
     async with site(ScriptedService(lambda request: list(TOOL_STEPS))) as at:
         body = (await post(at, chat())).json()
     message = body["choices"][0]["message"]
@@ -183,7 +183,9 @@ async def test_tool_calls_and_reasoning_whole() -> None:
 
 
 async def test_tool_calls_and_reasoning_in_chunks() -> None:
-    """Known failure 24: id, type and name once; argument pieces join to the JSON; no content beside them."""
+    """Known failure 24: id, type and name come once, the pieces of the arguments join to the JSON, and no content has
+    them.
+    """
     async with site(ScriptedService(lambda request: list(TOOL_STEPS))) as at:
         *chunks, _ = events((await post(at, chat(stream=True))).text)
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
@@ -283,7 +285,7 @@ async def test_messages_as_the_chat_gets_them() -> None:
 
 async def test_every_sampling_option_reaches_the_request() -> None:
     """Known failures 10, 50: no option is accepted and ignored."""
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "temperature": 0.3,
         "top_k": 7,
         "top_p": 0.8,
@@ -304,7 +306,7 @@ async def test_every_sampling_option_reaches_the_request() -> None:
     }
     service = ScriptedService()
     async with site(service) as at:
-        assert (await post(at, chat(**given))).status_code == 200
+        assert (await post(at, chat(**options))).status_code == 200
         assert (await post(at, chat())).status_code == 200
     request = service.streams[0].request
     sampling = request.sampling
@@ -339,9 +341,9 @@ async def test_the_servers_order_of_samplers_and_a_requests_own() -> None:
         assert wrong.json()["error"]["message"].startswith("samplers must be a list of names")
         assert (await post(at, chat(samplers=["top_k", "dry", "xtc"], dry_multiplier=0))).status_code == 200
         props = (await http.get("/props")).json()["default_generation_settings"]["params"]
-    found = [one.request.sampling for one in service.streams]
-    assert [one.temperature_last for one in found[:6]] == [True, True, False, False, False, False]
-    assert [one.top_p for one in found[4:6]] == [1.0, 1.0], "what is not in the list does not apply"
+    results = [stream.request.sampling for stream in service.streams]
+    assert [result.temperature_last for result in results[:6]] == [True, True, False, False, False, False]
+    assert [result.top_p for result in results[4:6]] == [1.0, 1.0], "a sampler that is not listed does not apply"
     assert props["samplers"] == ["penalties", "top_k", "top_p", "min_p", "temperature"]
 
 
@@ -377,7 +379,7 @@ async def test_prompt_forms(prompt: Any, tokens: list[tuple[int, ...]]) -> None:
     service = ScriptedService(lambda request: [Delta(text=f"<{len(request.prompt)}>"), done()])
     async with site(service) as at:
         body = (await post(at, complete(prompt=prompt, n=2), "/v1/completions")).json()
-    assert [stream.request.prompt for stream in service.streams] == [one for one in tokens for _ in range(2)]
+    assert [stream.request.prompt for stream in service.streams] == [token for token in tokens for _ in range(2)]
     assert [choice["index"] for choice in body["choices"]] == list(range(2 * len(tokens)))
     assert body["usage"]["prompt_tokens"] == 3 * len(tokens)
 
@@ -386,14 +388,14 @@ def entry(token: int, logprob: float) -> TokenLogprob:
     return TokenLogprob(token, logprob, ((token, logprob), (120, -3.0)))
 
 
-async def test_a_suffix_is_what_the_middle_is_filled_in_before() -> None:
+async def test_a_suffix_makes_a_fill_in_the_middle_prompt() -> None:
     service = ScriptedService(lambda request: [Delta(text="b", tokens=(98,)), done()])
     async with site(service) as at:
         plain = await post(at, complete(prompt="a", suffix="c"), "/v1/completions")
         service.tokenizer.middle = Middle(prefix=257, suffix=258, middle=259)
         for prompt in ("a<256>", [97, 256]):
-            found = await post(at, complete(prompt=prompt, suffix="c<256>"), "/v1/completions")
-            assert found.json()["choices"][0]["text"] == "b"
+            response = await post(at, complete(prompt=prompt, suffix="c<256>"), "/v1/completions")
+            assert response.json()["choices"][0]["text"] == "b"
         await post(at, complete(prompt="<256>", suffix="<256>", parse_special=False), "/v1/completions")
         await post(at, complete(prompt="<256>", suffix="", parse_special=False), "/v1/completions")
         echoed = await post(at, complete(suffix="c", echo=True), "/v1/completions")
@@ -438,8 +440,8 @@ async def test_echo_with_logprobs() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-async def test_the_prompts_log_probabilities_as_vllm_tells_them(path: str) -> None:
-    """Beside as many of the answer's as were asked for, whichever are more."""
+async def test_prompt_logprobs_have_vllms_shape(path: str) -> None:
+    """It has as many alternatives as the prompt or the answer asked for, whichever is more."""
 
     def script(request: Request) -> list[Any]:
         assert request.sampling.prompt_logprobs and request.sampling.top_logprobs == 2
@@ -454,17 +456,17 @@ async def test_the_prompts_log_probabilities_as_vllm_tells_them(path: str) -> No
     async with site(ScriptedService(script)) as at:
         make = chat if chats else complete
         more = {"logprobs": True, "top_logprobs": 2} if chats else {"logprobs": 2}
-        found = (await post(at, make(prompt_logprobs=1, **more), path)).json()
-        told = found["prompt_logprobs"] if chats else found["choices"][0]["prompt_logprobs"]
+        body = (await post(at, make(prompt_logprobs=1, **more), path)).json()
+        logprobs = body["prompt_logprobs"] if chats else body["choices"][0]["prompt_logprobs"]
         first = {"logprob": -0.5, "rank": 1, "decoded_token": "j"}
-        assert told == [
+        assert logprobs == [
             None,
             {"105": {"logprob": -1.0, "rank": None, "decoded_token": "i"}, "106": first},
             {"104": {"logprob": -5.0, "rank": None, "decoded_token": "h"}, "106": first},
         ]
-        found = (await post(at, make(prompt_logprobs=2), path)).json()
-        told = found["prompt_logprobs"] if chats else found["choices"][0]["prompt_logprobs"]
-        assert told[1]["105"]["rank"] == 2 and found["choices"][0]["logprobs"] is None
+        body = (await post(at, make(prompt_logprobs=2), path)).json()
+        logprobs = body["prompt_logprobs"] if chats else body["choices"][0]["prompt_logprobs"]
+        assert logprobs[1]["105"]["rank"] == 2 and body["choices"][0]["logprobs"] is None
         for wrong in ({"prompt_logprobs": 21}, {"prompt_logprobs": -1}, {"prompt_logprobs": 1, "stream": True}):
             refused = await post(at, make(**wrong), path)
             assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt_logprobs"
@@ -487,8 +489,8 @@ async def test_a_completion_keeps_its_space_and_the_offsets_fit(echo: bool, tmp_
     service.tokenizer = tokenizer  # type: ignore[assignment]
     service.spec = msgspec.structs.replace(SPEC, vocab=1000)
     async with site(service) as at:
-        found = await post(at, complete(prompt="the quick", echo=echo, logprobs=1), "/v1/completions")
-    choice = found.json()["choices"][0]
+        response = await post(at, complete(prompt="the quick", echo=echo, logprobs=1), "/v1/completions")
+    choice = response.json()["choices"][0]
     assert choice["text"] == ("the quick The lazy dog" if echo else " The lazy dog")
     ends = [*choice["logprobs"]["text_offset"][1:], len(choice["text"])]
     for start, end, token in zip(choice["logprobs"]["text_offset"], ends, choice["logprobs"]["tokens"], strict=True):
@@ -514,8 +516,8 @@ async def test_default_max_tokens_fits_the_context() -> None:
     assert service.streams[0].request.sampling.max_tokens == 8
 
 
-async def test_what_could_never_wait_together_is_refused_for_good() -> None:
-    """A 429 would have the client come back for ever."""
+async def test_choices_beyond_an_empty_queues_limits_are_a_400() -> None:
+    """A 429 would make the client retry for ever."""
     config = Config(max_running=2, max_queue=5, max_queue_tokens=40)
     async with site(ScriptedService(), config) as at:
         for prompts, length, status in (
@@ -526,15 +528,15 @@ async def test_what_could_never_wait_together_is_refused_for_good() -> None:
             (7, 1, 200),
             (8, 1, 400),
         ):
-            found = await post(at, complete(prompt=["x" * length] * prompts), "/v1/completions")
-            assert found.status_code == status, (prompts, length)
+            response = await post(at, complete(prompt=["x" * length] * prompts), "/v1/completions")
+            assert response.status_code == status, (prompts, length)
             if status == 400:
-                assert found.json()["error"]["param"] == "prompt"
-                assert ("40" if prompts < 8 else "7") in found.json()["error"]["message"]
+                assert response.json()["error"]["param"] == "prompt"
+                assert ("40" if prompts < 8 else "7") in response.json()["error"]["message"]
         for n, text, status in ((3, "x" * 60, 200), (4, "x" * 60, 400), (7, "x", 200), (8, "x", 400)):
-            found = await post(at, chat(n=n, messages=[{"role": "user", "content": text}]))
-            assert found.status_code == status, n
-            assert status == 200 or found.json()["error"]["param"] == "n"
+            response = await post(at, chat(n=n, messages=[{"role": "user", "content": text}]))
+            assert response.status_code == status, n
+            assert status == 200 or response.json()["error"]["param"] == "n"
 
 
 # ----------------------------------------------------------------------------------------------- the openai client
@@ -563,7 +565,7 @@ async def test_openai_client() -> None:
 
 
 async def test_openai_client_takes_an_assistant_message_back() -> None:
-    """What the client library makes of an answer can be sent back as history."""
+    """An answer as the client library parses it can be sent back as history."""
     service = ScriptedService(lambda request: list(TOOL_STEPS))
     async with site(service) as at, at.openai() as client:
         first = await client.chat.completions.create(model="scripted", messages=HI)
@@ -577,11 +579,11 @@ async def test_openai_client_takes_an_assistant_message_back() -> None:
 
 @pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "weather", "parameters": {}}}]])
 async def test_openai_client_takes_a_message_of_its_stream_helper_back(tools: Any) -> None:
-    """Which adds fields of its own to it, and to its calls."""
+    """The stream helper adds fields of its own to the message and its calls."""
     service = ScriptedService(lambda request: list(TOOL_STEPS) if tools else [Delta(text="hi", tokens=(97,)), done()])
     async with site(service) as at, at.openai() as client:
-        given: Any = {"tools": tools} if tools else {}
-        async with client.chat.completions.stream(model="scripted", messages=HI, **given) as stream:
+        more: Any = {"tools": tools} if tools else {}
+        async with client.chat.completions.stream(model="scripted", messages=HI, **more) as stream:
             message = (await stream.get_final_completion()).choices[0].message
         results = [{"role": "tool", "tool_call_id": call.id, "content": "ok"} for call in message.tool_calls or ()]
         history: Any = [*HI, message, *results, {"role": "user", "content": "more"}]
@@ -600,7 +602,7 @@ async def test_openai_client_sees_typed_errors() -> None:
 
 
 async def test_openai_client_raises_on_an_error_in_the_stream() -> None:
-    """Known failures 15, 47: it does not look like an answer that ended well."""
+    """Known failures 15, 47: the stream must not look like an answer that ended well."""
     script = [Delta(text="par"), 0.01, GenerationFailed("the logits are not finite")]
     async with site(ScriptedService(lambda request: list(script))) as at, at.openai() as client:
         stream = await client.chat.completions.create(model="scripted", messages=HI, stream=True)
@@ -616,7 +618,7 @@ async def test_openai_client_raises_on_an_error_in_the_stream() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_error_before_the_answer_is_a_status(stream: bool) -> None:
-    """Known failure 41: 429 carries the Retry-After that the error states."""
+    """Known failure 41: a 429 carries the Retry-After that the error states."""
 
     def refuse(request: Request) -> list[Any]:
         raise Overloaded("the queue is full", retry_after=2.2)
@@ -631,7 +633,7 @@ async def test_an_error_before_the_answer_is_a_status(stream: bool) -> None:
 
 @pytest.mark.parametrize("marked", [{}, {"X-Cairn-Resumable": "1"}])
 async def test_a_queued_stream_has_its_headers_at_once_and_can_be_cancelled_by_its_id(marked: dict[str, str]) -> None:
-    """Who waits in the queue must be able to give up, and to say which request that is. No heartbeat helps here."""
+    """Heartbeats do not help here: a client in the queue must be able to give up, and needs the request's id for it."""
     service = ScriptedService(lambda request: [600.0])
     async with asyncio.timeout(60), site(service, Config(heartbeat=500.0)) as at, at.http() as http:
         own = marked | {"X-Request-ID": "job-7"}
@@ -644,7 +646,7 @@ async def test_a_queued_stream_has_its_headers_at_once_and_can_be_cancelled_by_i
         assert json.loads(text)["error"]["code"] == "cancelled"
 
 
-async def test_a_name_in_flight_twice_cancels_nobody_and_is_no_other_tenants() -> None:
+async def test_an_ambiguous_name_cancels_nobody_and_is_private_to_its_tenant() -> None:
     config = Config(api_key=(Secret("alpha"), Secret("beta")))
     service = ScriptedService(lambda request: [Delta(text="x"), 600.0])
     async with site(service, config) as at, at.http() as http, contextlib.AsyncExitStack() as stack:
@@ -667,7 +669,7 @@ async def test_a_name_in_flight_twice_cancels_nobody_and_is_no_other_tenants() -
 
 
 @pytest.mark.parametrize("name", ["a/b", "x" * 129, "two words", "\u00e9".encode().decode("latin-1")])
-async def test_a_name_that_cannot_be_used_means_nothing(name: str) -> None:
+async def test_an_unusable_name_is_ignored(name: str) -> None:
     async with site(ScriptedService()) as at:
         response = await post(at, chat(), headers={"X-Request-ID": name.encode("latin-1")})
         assert response.json()["id"] == "chatcmpl-" + response.headers["x-request-id"]
@@ -681,7 +683,11 @@ async def test_time_limits_and_priority_of_a_request() -> None:
         for path, body in (("/v1/chat/completions", chat()), ("/v1/completions", complete())):
             await post(at, body | {"timeout": 2.5, "first_token_timeout": 1, "priority": -7}, path)
             asked = service.streams[-1].request
-            assert (asked.timeout, asked.first_token_timeout, asked.priority) == (2.5, 1.0, 7)  # inside, more is sooner
+            assert (asked.timeout, asked.first_token_timeout, asked.priority) == (
+                2.5,
+                1.0,
+                7,
+            )  # internally, higher is sooner
             await post(at, body, path)
             asked = service.streams[-1].request
             assert (asked.timeout, asked.first_token_timeout, asked.priority) == (100, None, 0)
@@ -711,7 +717,7 @@ async def test_the_access_log_has_a_line_for_each_request_and_no_text(caplog: py
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 async def test_an_error_in_the_stream_is_an_event_and_the_end(path: str) -> None:
-    """Known failures 15, 47: a well-formed error event, then the end; no finish_reason, no [DONE]."""
+    """Known failures 15, 47: a well-formed error event ends the stream, without finish_reason and [DONE]."""
     script = [Delta(text="par"), 0.01, Unavailable("the server is shutting down", retry_after=1)]
     async with site(ScriptedService(lambda request: list(script))) as at:
         response = await post(at, (chat if "chat" in path else complete)(stream=True), path)
@@ -722,7 +728,7 @@ async def test_an_error_in_the_stream_is_an_event_and_the_end(path: str) -> None
 
 @pytest.mark.parametrize("reason", [FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.ERROR])
 async def test_an_end_that_is_no_success_never_looks_like_one(reason: FinishReason) -> None:
-    """Known failure 15: a timeout or an error is never a finish_reason of an answer."""
+    """Known failure 15: a timeout or an error is never a finish_reason."""
     async with site(ScriptedService(lambda request: [Delta(text="x"), done(reason)])) as at:
         whole = await post(at, chat())
         stream = await post(at, chat(stream=True))
@@ -782,7 +788,7 @@ async def test_a_closed_connection_cancels(stream: bool, begun: bool) -> None:
 
 
 async def test_a_client_that_sends_more_still_cancels_when_it_leaves() -> None:
-    """Known failure 42: a second request behind the first does not hide the disconnect."""
+    """Known failure 42: a pipelined second request does not hide the disconnect."""
     service = ScriptedService(lambda request: [60.0])
     async with site(service) as at:
         _, writer = await at.raw()
@@ -815,7 +821,7 @@ async def test_an_error_after_a_heartbeat_is_an_event() -> None:
 
 
 async def test_events_that_are_there_together_go_out_together() -> None:
-    """One write a wake-up."""
+    """There is one write per wake-up."""
     together: list[Any] = [[Delta(text="a"), Delta(text="b"), done()]]
     async with site(ScriptedService(lambda request: list(together))) as at:
         reader, writer = await at.raw()
@@ -838,8 +844,8 @@ async def test_connections_are_reused() -> None:
 
 
 @pytest.mark.parametrize(("stream", "headers"), [(False, {}), (True, {}), (True, {"X-Cairn-Resumable": "1"})])
-async def test_what_is_refused_late_names_the_field_that_the_client_sent(stream: bool, headers: dict[str, str]) -> None:
-    """A prompt beyond the KV pool is found when it is handed over; a chat has no field `prompt`."""
+async def test_a_late_refusal_names_the_clients_field(stream: bool, headers: dict[str, str]) -> None:
+    """A prompt larger than the KV pool is only noticed when it reaches the worker, and a chat has no field `prompt`."""
 
     def refuse(request: Request) -> Any:
         raise InvalidRequest("the prompt has 1808 tokens and the whole KV pool holds 608", field="prompt")
@@ -870,7 +876,7 @@ async def test_a_budget_of_reasoning_by_any_of_its_names(name: str) -> None:
 @pytest.mark.parametrize(
     "error", [OSError(errno.EMFILE, "too many files"), MemoryError(), RuntimeError("can't start new thread")]
 )
-async def test_a_machine_that_has_nothing_left_is_a_503_that_says_when_to_come_back(error: Exception) -> None:
+async def test_an_exhausted_machine_is_a_503_with_retry_after(error: Exception) -> None:
     def script(request: Request) -> list[Any]:
         raise error
 

@@ -1,4 +1,4 @@
-"""Vectors and scores of a real server process, seen through the clients that people use."""
+"""Embeddings and reranking of a real server process, through the clients that people use."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def post(server: Served, path: str, **body: Any) -> httpx.Response:
 
 
 def message(server: Served, path: str, **body: Any) -> str:
-    found = post(server, path, **body)
-    assert found.status_code == 400, found.text
-    return str(found.json()["error"]["message"])
+    response = post(server, path, **body)
+    assert response.status_code == 400, response.text
+    return str(response.json()["error"]["message"])
 
 
 def words(count: int, seed: int = 0) -> str:
@@ -68,29 +68,29 @@ def test_the_openai_client_gets_256_texts_in_order(server: Served, folder: Path)
     texts = [words(1 + seed % 40, seed) for seed in range(256)]
     http = httpx.Client(trust_env=False, verify=False, timeout=60)
     with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, http_client=http) as api:
-        found = api.embeddings.create(model="encoder", input=texts)  # the client asks for base64
+        result = api.embeddings.create(model="encoder", input=texts)  # the client asks for base64
         plain = api.embeddings.create(model="encoder", input=texts[7], encoding_format="float")
-    assert [one.index for one in found.data] == list(range(256))
-    assert len(found.data[0].embedding) == 48
-    assert np.float32(found.data[7].embedding).tobytes() == np.float32(plain.data[0].embedding).tobytes()
+    assert [item.index for item in result.data] == list(range(256))
+    assert len(result.data[0].embedding) == 48
+    assert np.float32(result.data[7].embedding).tobytes() == np.float32(plain.data[0].embedding).tobytes()
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    assert found.usage.prompt_tokens == found.usage.total_tokens == sum(len(tokenizer.encode(t).ids) for t in texts)
-    assert all(abs(np.linalg.norm(one.embedding) - 1) < 1e-5 for one in found.data)
+    assert result.usage.prompt_tokens == result.usage.total_tokens == sum(len(tokenizer.encode(t).ids) for t in texts)
+    assert all(abs(np.linalg.norm(item.embedding) - 1) < 1e-5 for item in result.data)
 
 
 def test_every_form_of_input_gives_the_same_vector(server: Served, folder: Path) -> None:
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode("hello there").ids
     forms: list[Any] = ["hello there", ["hello there"], ids, [ids]]
-    found = [post(server, "/v1/embeddings", input=form, user="me", dimensions=None).json()["data"] for form in forms]
-    assert all(one == found[0] for one in found) and len(found[0]) == 1
-    assert post(server, "/embeddings", input="hello there").json()["data"] == found[0]
-    assert post(server, "/embed", inputs="hello there").json() == [found[0][0]["embedding"]]
+    results = [post(server, "/v1/embeddings", input=form, user="me", dimensions=None).json()["data"] for form in forms]
+    assert all(result == results[0] for result in results) and len(results[0]) == 1
+    assert post(server, "/embeddings", input="hello there").json()["data"] == results[0]
+    assert post(server, "/embed", inputs="hello there").json() == [results[0][0]["embedding"]]
     packed = post(server, "/v1/embeddings", input=ids, encoding_format="base64").json()["data"][0]["embedding"]
-    assert np.frombuffer(base64.b64decode(packed), "<f4").tolist() == found[0][0]["embedding"]
+    assert np.frombuffer(base64.b64decode(packed), "<f4").tolist() == results[0][0]["embedding"]
 
 
 def test_token_ids_of_another_tokenizer_are_refused_if_detectable(server: Served, folder: Path) -> None:
-    """LangChain sends batches of ids through OpenAI's client, and says nothing of the encoding."""
+    """LangChain sends batches of token ids through OpenAI's client and does not name the encoding."""
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode("hello there").ids
     http = httpx.Client(trust_env=False, verify=False, timeout=60)
     with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, http_client=http) as api:
@@ -110,7 +110,7 @@ PARTS = {"content": [{"type": "text", "text": "hello "}, {"type": "text", "text"
 
 
 @pytest.mark.parametrize(
-    ("given", "count"),
+    ("content", "count"),
     [
         ("", 1),
         ("hello there", 1),
@@ -125,14 +125,14 @@ PARTS = {"content": [{"type": "text", "text": "hello "}, {"type": "text", "text"
         (["one", OBJECT, PARTS], 3),
     ],
 )
-def test_every_form_of_llamas_input(given: Any, count: int, server: Served) -> None:
-    """Texts, ids and both in one list, alone and together, at both routes: the same vectors."""
-    data = post(server, "/v1/embeddings", input=given).json()["data"]
-    assert len(data) == count and all(abs(np.linalg.norm(one["embedding"]) - 1) < 1e-5 for one in data)
-    assert [one["index"] for one in data] == list(range(count))
+def test_every_form_of_llamas_input(content: Any, count: int, server: Served) -> None:
+    """Texts, ids and lists that mix them, one and several at a time, give the same vectors on both routes."""
+    data = post(server, "/v1/embeddings", input=content).json()["data"]
+    assert len(data) == count and all(abs(np.linalg.norm(item["embedding"]) - 1) < 1e-5 for item in data)
+    assert [item["index"] for item in data] == list(range(count))
     for name in ("input", "content"):
-        found = post(server, "/embedding", **{name: given}).json()
-        assert found == [{"index": one["index"], "embedding": [one["embedding"]]} for one in data]
+        answer = post(server, "/embedding", **{name: content}).json()
+        assert answer == [{"index": item["index"], "embedding": [item["embedding"]]} for item in data]
 
 
 def test_the_text_of_an_object_is_embedded(server: Served, folder: Path) -> None:
@@ -151,7 +151,7 @@ def test_llamas_route_has_vectors_as_the_model_makes_them_too(server: Served) ->
     assert "embd_normalize must be" in message(server, "/embedding", content="x", embd_normalize=0)
     assert "too large" in message(server, "/embedding", content=words(POSITIONS))
     many = post(server, "/v1/embeddings", input=["the same"] * 5).json()
-    assert all(one["embedding"] == many["data"][0]["embedding"] for one in many["data"])
+    assert all(item["embedding"] == many["data"][0]["embedding"] for item in many["data"])
     assert (
         many["usage"]["prompt_tokens"]
         == 5 * post(server, "/v1/embeddings", input="the same").json()["usage"]["total_tokens"]
@@ -227,10 +227,12 @@ def test_a_judge_ranks_as_transformers_scores(judge: tuple[Served, Any, Path]) -
             types = torch.tensor([pair.type_ids])
             want.append(float(torch.sigmoid(model(torch.tensor([pair.ids]), token_type_ids=types).logits[0, 0])))
     order = sorted(range(4), key=lambda at: -want[at])
-    found = post(server, "/v1/rerank", query=query, documents=texts, return_documents=True).json()
-    assert [one["index"] for one in found["results"]] == order
-    assert [one["document"]["text"] for one in found["results"]] == [texts[at] for at in order]
-    np.testing.assert_allclose([one["relevance_score"] for one in found["results"]], sorted(want)[::-1], atol=1e-5)
+    answer = post(server, "/v1/rerank", query=query, documents=texts, return_documents=True).json()
+    assert [result["index"] for result in answer["results"]] == order
+    assert [result["document"]["text"] for result in answer["results"]] == [texts[at] for at in order]
+    np.testing.assert_allclose(
+        [result["relevance_score"] for result in answer["results"]], sorted(want)[::-1], atol=1e-5
+    )
     objects = [{"text": text} for text in texts]
     assert len(post(server, "/rerank", query=query, documents=objects, top_n=2).json()["results"]) == 2
     assert post(server, "/v2/rerank", query=query, documents=texts).status_code == 200
@@ -282,8 +284,8 @@ def test_tokenize_shows_what_an_encoder_reads(server: Served, folder: Path) -> N
 
 def test_a_decoder_serves_chats_and_embeddings(chat: Served) -> None:
     assert "input is empty: it has no tokens" in message(chat, "/v1/embeddings", input="")
-    found = post(chat, "/v1/embeddings", input=["one text", "another", "one text"]).json()["data"]
-    assert found[0]["embedding"] == found[2]["embedding"] != found[1]["embedding"]
+    items = post(chat, "/v1/embeddings", input=["one text", "another", "one text"]).json()["data"]
+    assert items[0]["embedding"] == items[2]["embedding"] != items[1]["embedding"]
     said = post(chat, "/v1/chat/completions", messages=[{"role": "user", "content": "hi"}], max_tokens=2)
     assert said.status_code == 200
     assert 0.99 < post(chat, "/v1/score", text_1="a", text_2="a").json()["data"][0]["score"] < 1.01
@@ -291,9 +293,9 @@ def test_a_decoder_serves_chats_and_embeddings(chat: Served) -> None:
 
 def test_ollamas_routes(server: Served) -> None:
     whole = post(server, "/v1/embeddings", input=["hello", "there"]).json()
-    found = post(server, "/api/embed", input=["hello", "there"], model="any", keep_alive="5m").json()
-    assert found["embeddings"] == [one["embedding"] for one in whole["data"]]
-    assert found["prompt_eval_count"] == whole["usage"]["prompt_tokens"]
+    answer = post(server, "/api/embed", input=["hello", "there"], model="any", keep_alive="5m").json()
+    assert answer["embeddings"] == [item["embedding"] for item in whole["data"]]
+    assert answer["prompt_eval_count"] == whole["usage"]["prompt_tokens"]
     plain = post(server, "/v1/embeddings", input="hello", normalize=False).json()["data"][0]["embedding"]
     assert post(server, "/api/embeddings", prompt="hello").json()["embedding"] == plain
     long = " ".join(["hello"] * 2 * POSITIONS)
@@ -320,11 +322,11 @@ def test_passages_of_a_collection_are_judged_where_a_reranker_is_loaded(
             assert post(server, "/v1/collections/c/documents", name="a.txt", text=text).json()["chunks"] == 1
         ranked = post(server, "/v1/rerank", query="a cat", documents=texts).json()
         best = ranked["results"][:2]
-        found = post(server, "/v1/collections/c/search", query="a cat", top_k=2).json()
-        assert found["reranked_by"] == ranked["model"]
-        assert [one["text"] for one in found["data"]] == [texts[one["index"]] for one in best]
+        answer = post(server, "/v1/collections/c/search", query="a cat", top_k=2).json()
+        assert answer["reranked_by"] == ranked["model"]
+        assert [item["text"] for item in answer["data"]] == [texts[one["index"]] for one in best]
         scores = [one["relevance_score"] for one in best]
-        assert [one["rerank_score"] for one in found["data"]] == pytest.approx(scores, abs=1e-5)
+        assert [item["rerank_score"] for item in answer["data"]] == pytest.approx(scores, abs=1e-5)
         plain = post(server, "/v1/collections/c/search", query="a cat", rerank=False).json()
         assert plain["reranked_by"] is None and "rerank_score" not in plain["data"][0]
         said = message(server, "/v1/collections/c/search", query="a cat", rerank_model="embeds")
@@ -333,4 +335,4 @@ def test_passages_of_a_collection_are_judged_where_a_reranker_is_loaded(
         by_judge = post(server, "/v1/vector_stores/c/search", **store).json()["data"]
         assert [one["score"] for one in by_judge] == pytest.approx(scores, abs=1e-5)
         alone = post(server, "/v1/vector_stores/c/search", **store, ranking_options={"ranker": "none"}).json()["data"]
-        assert [one["score"] for one in alone] == pytest.approx([one["score"] for one in plain["data"][:2]], abs=1e-5)
+        assert [one["score"] for one in alone] == pytest.approx([item["score"] for item in plain["data"][:2]], abs=1e-5)

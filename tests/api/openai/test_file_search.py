@@ -1,4 +1,4 @@
-"""The tool `file_search` of responses with OpenAI's own client: a model that says a script, over the real engine."""
+"""The tool `file_search` of responses, with OpenAI's own client: a scripted model on the real engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def the_only(app: App) -> Service:
 
 
 async def store_of(ai: AsyncOpenAI) -> tuple[str, str]:
-    """Make a vector store with a file."""
+    """Create a vector store with one file."""
     store = await ai.vector_stores.create(name="docs")
     file = await ai.vector_stores.files.upload_and_poll(
         vector_store_id=store.id, file=("cairns.md", CAIRNS), attributes={"year": 1999}
@@ -43,7 +43,7 @@ def tool(*stores: str, **more: Any) -> Any:
     return [{"type": "file_search", "vector_store_ids": list(stores), **more}]
 
 
-LOW: Any = {"ranking_options": {"score_threshold": -1}}  # a chat model's vectors say little
+LOW: Any = {"ranking_options": {"score_threshold": -1}}  # scores from a chat model's vectors are low
 
 
 async def test_an_answer_cites_what_was_found(tmp_path: Path) -> None:
@@ -60,13 +60,17 @@ async def test_an_answer_cites_what_was_found(tmp_path: Path) -> None:
         search, message = whole.output
         assert search.type == "file_search_call" and search.status == "completed"
         assert search.queries == ["What is a cairn?"] and search.results is not None
-        assert {one.text for one in search.results} == {"A cairn is a heap of stones.", "Bread is made of flour."}
-        assert {(one.file_id, one.filename) for one in search.results} == {(file, "cairns.md")}
+        assert {result.text for result in search.results} == {"A cairn is a heap of stones.", "Bread is made of flour."}
+        assert {(result.file_id, result.filename) for result in search.results} == {(file, "cairns.md")}
         assert search.results[0].attributes == {"year": 1999.0}
         assert message.type == "message" and whole.output_text == TEXT, "[9] names no source"
         (part,) = message.content
         assert part.type == "output_text"
-        cited = [(one.index, one.file_id, one.filename) for one in part.annotations if one.type == "file_citation"]
+        cited = [
+            (annotation.index, annotation.file_id, annotation.filename)
+            for annotation in part.annotations
+            if annotation.type == "file_citation"
+        ]
         assert cited == [(TEXT.index("[1]"), file, "cairns.md"), (TEXT.index("[2]"), file, "cairns.md")]
 
         events: list[Any] = []
@@ -89,9 +93,9 @@ async def test_an_answer_cites_what_was_found(tmp_path: Path) -> None:
         assert shown.output_text == TEXT and shown.output[1] == message and shown.tools == whole.tools
         assert shown.output[0].type == "file_search_call" and shown.output[0].queries == search.queries
         items = await ai.responses.input_items.list(whole.id)
-        (told,) = items.data
-        assert told.type == "message" and told.content[0].type == "input_text"
-        assert told.content[0].text == "What is a cairn?", "what was found is none of the client's message"
+        (item,) = items.data
+        assert item.type == "message" and item.content[0].type == "input_text"
+        assert item.content[0].text == "What is a cairn?", "results are not part of the client's message"
         again = await ai.responses.create(**ask | {"input": "And bread?"}, previous_response_id=whole.id)
         assert again.usage is not None and whole.usage is not None
         assert again.usage.input_tokens_details.cached_tokens >= whole.usage.input_tokens // 16 * 16
@@ -134,13 +138,13 @@ def test_citations_have_their_places_however_the_text_comes() -> None:
     text = "".join(SAID)
     sources = [CitedFile("a", "a.md"), CitedFile("b", "b.md")]
     for size in (1, 2, 5, 100):
-        cites, told, found = CitedText(sources), "", list[dict[str, Any]]()
+        cites, shown, citations = CitedText(sources), "", list[dict[str, Any]]()
         for at in range(0, len(text), size):
             piece, some = cites.push(text[at : at + size])
-            told, found = told + piece, found + some
+            shown, citations = shown + piece, citations + some
         piece, some = cites.finish()
-        assert told + piece == TEXT
-        assert [(one["index"], one["file_id"]) for one in found + some] == [
+        assert shown + piece == TEXT
+        assert [(one["index"], one["file_id"]) for one in citations + some] == [
             (TEXT.index("[1]"), "a"),
             (TEXT.index("[2]"), "b"),
         ]

@@ -24,7 +24,7 @@ ASK = {"type": "message", "role": "user", "content": "How warm is it in Oslo?"}
 
 
 def calling(folder: Path) -> Path:
-    """A model that thinks, says something and calls a tool."""
+    """Return a model that thinks, says something and calls a tool."""
     return write_scripted(folder / "m.gguf", PIECES, template=text_models.QWEN_TEMPLATE, kinds=KINDS)
 
 
@@ -33,7 +33,7 @@ def reference(id: str, *, typed: bool = True) -> dict[str, Any]:
 
 
 async def prompt_of(at: Site, input: Any) -> int:
-    """Return the length in tokens of an input's prompt."""
+    """Return the number of prompt tokens of an input."""
     counted = await post(at, {"input": input, "tools": [TOOL]}, "/v1/responses/input_tokens")
     assert counted.status_code == 200, counted.text
     return int(counted.json()["input_tokens"])
@@ -41,7 +41,7 @@ async def prompt_of(at: Site, input: Any) -> int:
 
 @pytest.mark.parametrize("typed", [True, False])
 async def test_the_second_step_refers_to_the_first(tmp_path: Path, typed: bool) -> None:
-    """Every kind of item, also behind a restart: the prompt is the one of the items themselves, and is in the cache."""
+    """Every kind of item, also after a restart: the prompt is that of the items themselves, and is cached."""
     model = calling(tmp_path)
     more = {"engine": "cpu"}
     async with keeping(tmp_path / "agents", model, **more) as at:
@@ -88,7 +88,7 @@ def tenant(name: str) -> TenantKeys:
 
 
 async def test_missing_items_are_one_404(tmp_path: Path) -> None:
-    """Of another tenant, deleted, never stored or made up: nobody learns which."""
+    """Items of another tenant, deleted ones and made-up ones look alike, so that nobody can probe for them."""
     config = Config(tenants=(tenant("ada"), tenant("bob")))
     said = set()
     async with keeping(tmp_path / "agents", make_model(tmp_path / "tiny"), config) as at, at.http() as http:
@@ -105,27 +105,27 @@ async def test_missing_items_are_one_404(tmp_path: Path) -> None:
         await http.delete(f"/v1/responses/{gone['id']}", headers={"authorization": "Bearer bob"})
         made_up = ("msg_00000000000000ff_0", mine[:-1] + "7", "msg_x", "", "rs_" + "9" * 100 + "_0", "resp_1")
         for id in (mine, aside, gone["output"][0]["id"], *made_up):
-            found = await ask("bob", input=[ASK, reference(id)])
-            assert found.status_code == 404, found.text
-            error = found.json()["error"]
+            result = await ask("bob", input=[ASK, reference(id)])
+            assert result.status_code == 404, result.text
+            error = result.json()["error"]
             assert error["param"] == "input[1]" and error["message"].startswith("input[1]: there is no item")
             said.add(error["message"].replace(repr(id[:100]), "ID"))
         assert (await ask("ada", input=[reference(mine)])).status_code == 200
         many = await ask("bob", input=[reference(f"msg_{n:016x}_in_0") for n in range(MAX_SOURCES + 1)])
-        assert many.status_code == 404, "the first that is not there"
+        assert many.status_code == 404, "the first missing item"
     assert len(said) == 1
 
 
-async def test_a_server_that_keeps_nothing_says_the_same() -> None:
+async def test_a_server_without_storage_gives_the_same_404() -> None:
     async with site(ScriptedService()) as at:
-        found = await post(at, {"input": [reference("msg_00000000000000ff_0")]})
-        assert found.status_code == 404 and "there is no item" in found.json()["error"]["message"]
+        response = await post(at, {"input": [reference("msg_00000000000000ff_0")]})
+        assert response.status_code == 404 and "there is no item" in response.json()["error"]["message"]
         wrong = await post(at, {"input": [{"type": "item_reference"}]})
         assert wrong.status_code == 400 and "input[0].id" in wrong.json()["error"]["message"]
 
 
 async def test_references_are_bounded(tmp_path: Path) -> None:
-    """Each conversation may be long, so one request looks through so many and no more."""
+    """A conversation may be long, so the number of items one request looks through has a limit."""
     async with keeping(tmp_path / "agents", make_model(tmp_path / "tiny")) as at:
         made = []
         for _ in range(MAX_SOURCES + 1):

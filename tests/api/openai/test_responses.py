@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: wire shapes, what becomes of a prompt, and responses that are kept."""
+"""OpenAI's Responses API: wire shapes, prompts, errors, and stored responses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from cairn.system.posix import SystemClock, SystemFiles, SystemRng
 from cairn.types.errors import CairnError, ContextTooLong, GenerationFailed, Overloaded
 from cairn.types.outputs import Delta, FinishReason, TokenKind, ToolCallDelta
 from tests.api.process import Served, served
-from tests.api.scripted import ScriptedService, done
+from tests.api.scripted import Heard, ScriptedService, done
 from tests.api.sockets import Site, site
 from tests.scripted_model import CONTROLS, write_scripted
 from tests.service.tiny import TEMPLATE, make_model, serving
@@ -57,8 +57,8 @@ async def post(at: Site, value: Any, path: str = "/v1/responses") -> httpx.Respo
 
 
 def events(text: str) -> list[Any]:
-    """The events of a stream, with numbers that rise by one; comments are passed over."""
-    found = []
+    """Return the events of a stream without comments; fail unless their numbers rise by one."""
+    results = []
     for block in text.split("\n\n"):
         lines = [line for line in block.split("\n") if line and not line.startswith(("id: ", ":"))]
         if not lines:
@@ -66,14 +66,14 @@ def events(text: str) -> list[Any]:
         kind, data = lines
         value = json.loads(data.removeprefix("data: "))
         assert kind == "event: " + value["type"]
-        found.append(value)
-    numbers = [value["sequence_number"] for value in found]
+        results.append(value)
+    numbers = [value["sequence_number"] for value in results]
     assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-    return found
+    return results
 
 
 KNOWN = {get_args(kind.model_fields["type"].annotation)[0] for kind in get_args(get_args(ResponseStreamEvent)[0])}
-"""The types of events that the client library knows."""
+"""Event types that the client library knows."""
 
 
 # ------------------------------------------------------------------------------------------------------- the answers
@@ -83,28 +83,28 @@ async def test_response_object() -> None:
     async with site(ScriptedService(lambda request: list(STEPS))) as at:
         answer = await post(at, body(tools=[TOOL], include=["reasoning.encrypted_content"]))
     assert answer.status_code == 200, answer.text
-    found = answer.json()
-    TypeAdapter(Response).validate_python(found)
-    assert found["id"].startswith("resp_") and found["object"] == "response" and found["status"] == "completed"
-    reasoning, message, call = found["output"]
+    reply = answer.json()
+    TypeAdapter(Response).validate_python(reply)
+    assert reply["id"].startswith("resp_") and reply["object"] == "response" and reply["status"] == "completed"
+    reasoning, message, call = reply["output"]
     assert reasoning["content"] == [{"type": "reasoning_text", "text": "hm"}] and reasoning["summary"] == []
     assert message["content"][0]["text"] == "Hello" and message["status"] == "completed"
     assert (call["type"], call["call_id"], call["name"]) == ("function_call", "call_1", "weather")
     assert call["arguments"] == '{"place": "Oslo"}'
-    assert found["usage"]["output_tokens_details"] == {
+    assert reply["usage"]["output_tokens_details"] == {
         "reasoning_tokens": 2,
         "accepted_prediction_tokens": 1,
         "rejected_prediction_tokens": 2,
     }
-    assert found["usage"]["input_tokens_details"]["cached_tokens"] == 0 and found["usage"]["total_tokens"] == 7
+    assert reply["usage"]["input_tokens_details"]["cached_tokens"] == 0 and reply["usage"]["total_tokens"] == 7
 
 
 @pytest.mark.parametrize("summary", [None, "auto"])
 async def test_stream_of_all_kinds_of_items(summary: str | None) -> None:
     async with site(ScriptedService(lambda request: list(STEPS))) as at:
         answer = await post(at, body(stream=True, tools=[TOOL], reasoning={"summary": summary, "effort": "high"}))
-    found = events(answer.text)
-    kinds = [value["type"] for value in found]
+    chunks = events(answer.text)
+    kinds = [value["type"] for value in chunks]
     thought = [
         "response.reasoning_summary_part.added" if summary else "response.content_part.added",
         *[f"response.reasoning_{'summary_text' if summary else 'text'}.delta"] * 2,
@@ -132,11 +132,11 @@ async def test_stream_of_all_kinds_of_items(summary: str | None) -> None:
     ]
     assert set(kinds) <= KNOWN
     adapter: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-    for value in found:
+    for value in chunks:
         adapter.validate_python(value)
-    items = [value["item"] for value in found if value["type"] == "response.output_item.done"]
-    assert found[-1]["response"]["output"] == items and found[-1]["response"]["usage"]["output_tokens"] == 5
-    assert [value["output_index"] for value in found if value["type"] == "response.output_item.added"] == [0, 1, 2]
+    items = [value["item"] for value in chunks if value["type"] == "response.output_item.done"]
+    assert chunks[-1]["response"]["output"] == items and chunks[-1]["response"]["usage"]["output_tokens"] == 5
+    assert [value["output_index"] for value in chunks if value["type"] == "response.output_item.added"] == [0, 1, 2]
 
 
 async def test_an_answer_that_was_cut_is_incomplete() -> None:
@@ -144,11 +144,11 @@ async def test_an_answer_that_was_cut_is_incomplete() -> None:
         whole = (await post(at, body(max_output_tokens=1))).json()
         last = events((await post(at, body(stream=True, max_output_tokens=1))).text)[-1]
     assert last["type"] == "response.incomplete"
-    for found in (whole, last["response"]):
-        assert found["status"] == "incomplete" and found["incomplete_details"] == {"reason": "max_output_tokens"}
+    for response in (whole, last["response"]):
+        assert response["status"] == "incomplete" and response["incomplete_details"] == {"reason": "max_output_tokens"}
 
 
-async def test_silence_is_broken_by_events() -> None:
+async def test_silent_streams_get_heartbeat_events() -> None:
     service = ScriptedService(lambda request: [0.35, Delta(text="hi", tokens=(1,)), done()])
     async with site(service, Config(heartbeat=0.1)) as at:
         kinds = [value["type"] for value in events((await post(at, body(stream=True))).text)]
@@ -183,7 +183,9 @@ async def test_tools_of_a_namespace_and_of_free_text_are_called_by_their_own_nam
 
 
 async def test_a_free_text_tool_follows_its_grammar_or_gives_a_warning() -> None:
-    """Lark whose rules do not come back to themselves is a pattern; of any other the client hears that it is not."""
+    """A Lark grammar without recursion becomes a pattern; for any other one the client gets a warning that it does not
+    apply.
+    """
     nested = 'start: "(" start ")" | "x"\n'
 
     def custom(syntax: Any, definition: Any = "[a-z]+") -> dict[str, Any]:
@@ -197,12 +199,12 @@ async def test_a_free_text_tool_follows_its_grammar_or_gives_a_warning() -> None
         assert answer.headers["x-cairn-warning"] == (
             "tools[2]: the model reads this grammar and is not held to it: it comes back to its rule start"
         )
-        (_, (regex, lark, told), *_), wanted = at.app.service.prompts[0], at.app.service.wanted[0]  # type: ignore[union-attr]
+        (_, (regex, lark, function), *_), wanted = at.app.service.prompts[0], at.app.service.wanted[0]  # type: ignore[union-attr]
         assert regex["function"]["parameters"]["properties"]["input"]["pattern"] == "^(?:[a-z]+)$"
         pattern = lark["function"]["parameters"]["properties"]["input"]["pattern"]
         assert re.fullmatch(pattern, "abc") and not re.fullmatch(pattern, "a1")
-        assert "start: X+" in lark["function"]["description"] and nested in told["function"]["description"]
-        assert "pattern" not in told["function"]["parameters"]["properties"]["input"]
+        assert "start: X+" in lark["function"]["description"] and nested in function["function"]["description"]
+        assert "pattern" not in function["function"]["parameters"]["properties"]["input"]
         assert wanted.choice.strict == ("of_regex", "of_lark")
         for wrong, field in ((custom("ebnf"), "syntax"), (custom("lark", 5), "definition")):
             refused = await post(at, body(tools=[wrong]))
@@ -219,18 +221,10 @@ async def test_a_warning_that_no_header_can_hold_is_still_sent() -> None:
 # ------------------------------------------------------------------------------------------------------- the prompts
 
 
-class Heard:
-    def __init__(self) -> None:
-        self.warnings: list[str] = []
-
-    def warn(self, sentence: str) -> None:
-        self.warnings.append(sentence)
-
-
 def read(value: dict[str, Any]) -> dict[str, Any]:
     heard: Any = Heard()
-    found = parse(ResponseBody, value, Config())
-    return chat_of(found, Tools(found.tools, heard), heard)
+    result = parse(ResponseBody, value, Config())
+    return chat_of(result, Tools(result.tools, heard), heard)
 
 
 def test_texts_and_parts_of_equal_text_are_the_same_chat() -> None:
@@ -243,7 +237,7 @@ def test_texts_and_parts_of_equal_text_are_the_same_chat() -> None:
 
 
 async def test_the_items_of_an_answer_come_back_as_the_message_that_was_sampled() -> None:
-    """Whatever is included, and in whatever place developer messages stand."""
+    """Whatever fields are included, and wherever developer messages stand."""
     service = ScriptedService(lambda request: list(STEPS))
     async with site(service) as at:
         for more in (
@@ -364,13 +358,13 @@ PARTS = st.dictionaries(
 
 @settings(max_examples=60 if settings.default.derandomize else 150, suppress_health_check=list(HealthCheck))
 @given(JSON, PARTS)
-def test_no_body_gets_past_the_reader_but_as_a_chat_or_an_error(given_input: Any, parts: dict[str, Any]) -> None:
+def test_any_body_becomes_a_chat_or_an_error(given_input: Any, parts: dict[str, Any]) -> None:
     try:
-        found = read(body(input=given_input) | parts)
+        result = read(body(input=given_input) | parts)
     except CairnError as error:
         assert 400 <= error.status < 500
     else:
-        assert isinstance(found["messages"], list)
+        assert isinstance(result["messages"], list)
 
 
 # ---------------------------------------------------------------------------------------------- responses that are kept
@@ -378,7 +372,7 @@ def test_no_body_gets_past_the_reader_but_as_a_chat_or_an_error(given_input: Any
 
 @asynccontextmanager
 async def keeping(folder: Path, model: Path, site_config: Config | None = None, **options: Any) -> AsyncIterator[Site]:
-    """A site whose responses are kept in a folder."""
+    """Yield a site that stores responses in a folder."""
     async with serving(model, **options) as service, site(service, site_config) as at:
         clock = SystemClock()
         agents = await Agents.open(service, SystemFiles(), folder, clock, SystemRng(), Config(), salts(Config()))
@@ -390,7 +384,7 @@ async def keeping(folder: Path, model: Path, site_config: Config | None = None, 
 
 
 def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every token takes 20 ms."""
+    """Make every token take 20 ms."""
     decode = FakeEngine.decode
 
     def slow(self: FakeEngine, rows: Any) -> Any:
@@ -415,12 +409,12 @@ async def test_a_response_goes_on_from_another_and_is_found_in_the_cache(tmp_pat
         assert shown["usage"]["input_tokens"] == one["usage"]["input_tokens"]
         two = (await post(at, kept(instructions=rules, input="more", previous_response_id=one["id"]))).json()
         other = (await post(at, kept(instructions=rules, input="else", previous_response_id=one["id"]))).json()
-        for found in (two, other):
+        for later in (two, other):
             before = one["usage"]["total_tokens"]
-            assert found["usage"]["input_tokens_details"]["cached_tokens"] >= before - 16 - 1
+            assert later["usage"]["input_tokens_details"]["cached_tokens"] >= before - 16 - 1
         items = (await http.get(f"/v1/responses/{two['id']}/input_items")).json()
         texts = [item["content"][0]["text"] for item in items["data"]]
-        assert texts == ["more", one["output"][0]["content"][0]["text"], "hi"], "all that it was made from, last first"
+        assert texts == ["more", one["output"][0]["content"][0]["text"], "hi"], "all items it was made from, last first"
         changed = (await post(at, kept(instructions="Other rules.", input="x", previous_response_id=two["id"]))).json()
         count = {"instructions": "Other rules.", "input": "x", "previous_response_id": two["id"]}
         counted = (await post(at, count, "/v1/responses/input_tokens")).json()
@@ -433,7 +427,7 @@ async def test_a_response_goes_on_from_another_and_is_found_in_the_cache(tmp_pat
         gone = await post(at, kept(previous_response_id=one["id"]))
         assert gone.status_code == 400 and gone.json()["error"]["code"] == "previous_response_not_found"
         three = await post(at, kept(instructions=rules, previous_response_id=two["id"]))
-        assert three.status_code == 200, "what followed it stays"
+        assert three.status_code == 200, "later responses stay"
 
 
 async def test_a_response_reports_what_differs_from_another(tmp_path: Path) -> None:
@@ -451,8 +445,8 @@ async def test_a_response_reports_what_differs_from_another(tmp_path: Path) -> N
         ):
             answer = (await post(at, same | more)).json()
             TypeAdapter(Response).validate_python(answer)
-            found = answer["prompt_cache_diagnostics"]
-            assert (found["type"], found.get("reason")) == (kind, reason)
+            prompt_cache_diagnostics = answer["prompt_cache_diagnostics"]
+            assert (prompt_cache_diagnostics["type"], prompt_cache_diagnostics.get("reason")) == (kind, reason)
 
 
 async def test_a_conversation_is_compacted_to_items_that_stand_for_it(tmp_path: Path) -> None:
@@ -464,15 +458,15 @@ async def test_a_conversation_is_compacted_to_items_that_stand_for_it(tmp_path: 
         {"role": "assistant", "content": "hello"},
     ]
     async with site(service) as at:
-        found = (
+        answer = (
             await post(at, {"model": "any", "input": said, "instructions": "rules"}, "/v1/responses/compact")
         ).json()
-        assert found["object"] == "response.compaction" and found["usage"]["total_tokens"] > 0
-        developer, item = found["output"]
+        assert answer["object"] == "response.compaction" and answer["usage"]["total_tokens"] > 0
+        developer, item = answer["output"]
         assert developer["role"] == "developer" and item["type"] == "compaction"
         asked = [message["role"] for message in service.prompts[-1][0]]
         assert asked == ["system", "developer", "user", "assistant", "user"]
-        await post(at, body(input=[*found["output"], {"role": "user", "content": "more"}]))
+        await post(at, body(input=[*answer["output"], {"role": "user", "content": "more"}]))
         kept, summary, more = service.prompts[-1][0]
         assert kept == {"role": "developer", "content": "be kind"} and more["content"] == "more"
         assert summary == {"role": "user", "content": "Summary of the conversation so far:\nThey said hi."}
@@ -516,23 +510,23 @@ async def test_a_response_is_cancelled(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 async def test_a_response_in_the_background_needs_no_reader(tmp_path: Path) -> None:
-    """Nobody reads it for longer than the time of grace."""
+    """Nobody reads it for longer than the grace period."""
     service = make_model(tmp_path / "tiny")
     async with keeping(tmp_path / "agents", service, site_config=Config(reconnect_grace=0.05)) as at, at.http() as http:
         asked = kept(background=True, max_output_tokens=600)
         queued = (await post(at, asked)).json()
         assert queued["status"] == "queued" and queued["output"] == []
-        while (found := (await http.get(f"/v1/responses/{queued['id']}")).json())["status"] == "in_progress":
+        while (response := (await http.get(f"/v1/responses/{queued['id']}")).json())["status"] == "in_progress":
             await asyncio.sleep(0.02)
-        assert found["status"] in ("completed", "incomplete") and found["background"] is True
-        assert found["usage"]["output_tokens"] > 0
+        assert response["status"] in ("completed", "incomplete") and response["background"] is True
+        assert response["usage"]["output_tokens"] > 0
         streamed = events((await post(at, asked | {"stream": True})).text)
         kinds = [value["type"] for value in streamed]
         assert kinds[:3] == ["response.created", "response.queued", "response.in_progress"]
         assert (await post(at, asked | {"store": False})).status_code == 400
 
 
-async def test_a_prewarmed_prompt_is_found_and_says_nothing(tmp_path: Path) -> None:
+async def test_a_prewarming_request_fills_the_cache_and_has_no_output(tmp_path: Path) -> None:
     text = "What is asked later. " * 10
     async with keeping(tmp_path / "agents", make_model(tmp_path / "tiny")) as at, at.http() as http:
         warm = (await post(at, kept(input=text, prompt_cache_options={"prewarm": True}))).json()
@@ -543,7 +537,7 @@ async def test_a_prewarmed_prompt_is_found_and_says_nothing(tmp_path: Path) -> N
 
 
 async def test_a_client_that_sends_everything_again_finds_the_answers_as_they_were_sampled(tmp_path: Path) -> None:
-    """Also behind a restart: what was sampled is in the log beside the turn."""
+    """Also after a restart: the sampled token ids are in the log beside the turn."""
     pieces = ["<think>", "I see", ".", "</think>", "\n\n", "The sky", " is", " blue."]
     kinds = dict.fromkeys([*CONTROLS], 3) | {"<think>": 4, "</think>": 4}
     path = write_scripted(tmp_path / "said.gguf", pieces, template=TEMPLATE + "{# <think> #}", kinds=kinds)
@@ -557,11 +551,11 @@ async def test_a_client_that_sends_everything_again_finds_the_answers_as_they_we
         ids = await whole.context("default", again.json()["id"])
         assert at.app.service is not None
         text = at.app.service.tokenizer.decode(ids, skip_special=False)
-    assert text.count("<think>I see.</think>") == 2, "a template that knows no reasoning has not said it"
+    assert text.count("<think>I see.</think>") == 2, "a template without reasoning did not render it"
     assert agent["messages"][1]["reasoning_content"] == "I see."
 
 
-async def test_a_conversation_is_gone_on_with_by_name(tmp_path: Path) -> None:
+async def test_a_conversation_is_continued_by_name(tmp_path: Path) -> None:
     model = make_model(tmp_path / "tiny")
     async with keeping(tmp_path / "agents", model) as at:
         client = at.openai()
@@ -586,8 +580,8 @@ async def test_a_conversation_is_gone_on_with_by_name(tmp_path: Path) -> None:
         texts = [item.content[0].text for item in items if item.type == "message" and item.role == "user"]
         assert texts == ["before", "first", "aside", "second"]
         assert len(items) == 6
-        found = await client.conversations.items.retrieve(items[2].id, conversation_id=made.id)  # type: ignore[arg-type]
-        assert found == items[2]
+        result = await client.conversations.items.retrieve(items[2].id, conversation_id=made.id)  # type: ignore[arg-type]
+        assert result == items[2]
         await client.conversations.items.delete(items[0].id, conversation_id=made.id)  # type: ignore[arg-type]
         left = [item async for item in await client.conversations.items.list(made.id, order="asc", limit=2)]
         assert len(left) == 5
@@ -632,7 +626,7 @@ async def test_erasing_the_last_response_restores_the_conversation_before_it(tmp
         assert (await post(at, ask)).status_code == 200
 
 
-async def test_what_is_held_of_a_conversation_is_bounded(tmp_path: Path) -> None:
+async def test_memory_for_a_conversation_is_bounded(tmp_path: Path) -> None:
     async with keeping(tmp_path / "agents", make_model(tmp_path / "tiny")) as at:
         path = f"/v1/conversations/{(await post(at, {}, '/v1/conversations')).json()['id']}"
         item = {"role": "user", "content": "x" * 3_000_000}
@@ -662,7 +656,7 @@ async def test_a_response_and_a_conversation_are_exported_and_imported(tmp_path:
 
 
 async def test_an_agent_with_a_responses_id_is_not_a_response(tmp_path: Path) -> None:
-    """Nor like a conversation; whoever makes agents names them, and says what their metadata are."""
+    """Nor is it a conversation. Clients choose agents' names and metadata, so these prove nothing."""
     looks: list[dict[str, str]] = [
         {"object": "response"},
         {"object": "response", "root": "r", "head": "{}", "called": "{}", "include": ""},
@@ -732,12 +726,12 @@ async def test_the_openai_client(tmp_path: Path) -> None:
 
 
 async def test_fields_of_open_responses_are_reported_and_sampling_applies(tmp_path: Path) -> None:
-    """Five fields that every response has to have; and four that chats have had for long."""
+    """Open Responses requires five fields in every response; four sampling options are those of chats."""
     service = ScriptedService()
     sampling = {"presence_penalty": 0.5, "frequency_penalty": -0.25, "seed": 7, "stop": ["END"]}
     async with site(service) as at:
         asked = body(max_tool_calls=3, safety_identifier="me", service_tier="flex", **sampling)
-        found = (await post(at, asked)).json()
+        answer = (await post(at, asked)).json()
         plain = (await post(at, body(stop=""))).json()
         wrong = await post(at, body(presence_penalty=9))
     params = service.streams[0].request.sampling
@@ -745,7 +739,7 @@ async def test_fields_of_open_responses_are_reported_and_sampling_applies(tmp_pa
     assert service.streams[0].request.stop == ("END",) and not service.streams[1].request.stop
     assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "presence_penalty"
     five = ("presence_penalty", "frequency_penalty", "max_tool_calls", "safety_identifier", "service_tier")
-    assert [found[name] for name in five] == [0.5, -0.25, 3, "me", "default"]
+    assert [answer[name] for name in five] == [0.5, -0.25, 3, "me", "default"]
     assert [plain[name] for name in five] == [0.0, 0.0, None, None, "default"]
     async with keeping(tmp_path / "agents", make_model(tmp_path / "tiny")) as at, at.http() as http:
         made = (await post(at, kept(max_tool_calls=3, presence_penalty=0.5))).json()
@@ -766,7 +760,9 @@ async def test_only_a_response_that_runs_is_cancelled(tmp_path: Path, monkeypatc
         slowly(monkeypatch)
         running = (await post(at, kept(background=True, max_output_tokens=1500))).json()["id"]
         answers = [(await http.post(f"/v1/responses/{running}/cancel")) for _ in range(2)]
-        assert [answer.json()["status"] for answer in answers] == ["cancelled"] * 2, "twice is as once"
+        assert [answer.json()["status"] for answer in answers] == ["cancelled"] * 2, (
+            "deleting twice is like deleting once"
+        )
         assert (await http.post("/v1/responses/resp_00000000000000ff/cancel")).status_code == 404
 
 

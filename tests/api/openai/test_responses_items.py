@@ -1,4 +1,4 @@
-"""Input items as messages: what an assistant thought, said and called is one, however many items it is."""
+"""Input items as messages: an assistant's reasoning, text and calls become one message, however many items they are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cairn.api.http.call import BodyBudget, HTTPCall
 from cairn.api.openai.responses_items import messages_of
 
 SECONDS = 2.0
-"""Of processor time; it took half a minute and more."""
+"""Limit in CPU seconds; it took half a minute and more before."""
 
 
 def read(items: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -75,8 +75,10 @@ async def test_files_are_kept_as_they_were_uploaded(folder: Path, tmp_path: Path
 async def test_a_connection_is_reused_after_a_file_download(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answer ends with the last byte that was announced: what came before its end was taken for a second request
-    at a time, which closes a connection."""
+    """The body ends with the last announced byte.
+
+    Before, a request sent right then was taken for a pipelined one, which closes the connection.
+    """
     pieces = FileStore.pieces
 
     def lingering(store: FileStore, file: StoredFile) -> Iterator[bytes]:
@@ -115,9 +117,12 @@ async def test_a_vector_store_from_creation_to_deletion(folder: Path, tmp_path: 
         )
         assert (file.status, file.last_error, file.usage_bytes) == ("completed", None, len(CAIRNS))
         assert file.attributes == {"year": 2026.0, "new": True}
-        found = [one async for one in ai.vector_stores.search(store.id, query="flour", max_num_results=2)]
-        assert {one.content[0].text for one in found} == {"A cairn is a heap of stones.", "Bread is made of flour."}
-        assert {(one.file_id, one.filename) for one in found} == {(file.id, "cairns.md")}
+        results = [one async for one in ai.vector_stores.search(store.id, query="flour", max_num_results=2)]
+        assert {result.content[0].text for result in results} == {
+            "A cairn is a heap of stones.",
+            "Bread is made of flour.",
+        }
+        assert {(result.file_id, result.filename) for result in results} == {(file.id, "cairns.md")}
         old: Any = {"type": "and", "filters": [{"type": "lt", "key": "year", "value": 2000}]}
         assert [one async for one in ai.vector_stores.search(store.id, query="flour", filters=old)] == []
         changed = await ai.vector_stores.files.update(file.id, vector_store_id=store.id, attributes={"year": 1999})
@@ -143,11 +148,11 @@ async def test_a_vector_store_from_creation_to_deletion(folder: Path, tmp_path: 
 async def test_files_go_in_together_and_each_says_how_it_ended(folder: Path, tmp_path: Path) -> None:
     async with client(folder, tmp_path) as ai:
         contents = {"a.md": CAIRNS, "b.pdf": pdf(["Stones by the path"]), "c.pdf": b"broken", "d.txt": b"\xff"}
-        files = [await ai.files.create(file=one, purpose="assistants") for one in contents.items()]
+        files = [await ai.files.create(file=item, purpose="assistants") for item in contents.items()]
         store = await ai.vector_stores.create()
         batch = await ai.vector_stores.file_batches.create_and_poll(
             store.id,
-            file_ids=[one.id for one in files],
+            file_ids=[file.id for file in files],
             attributes={"x": "y"},
             chunking_strategy={
                 "type": "static",
@@ -157,9 +162,9 @@ async def test_files_go_in_together_and_each_says_how_it_ended(folder: Path, tmp
         )
         assert (batch.status, batch.file_counts.completed, batch.file_counts.failed) == ("completed", 2, 2)
         ended = {
-            one.id: one async for one in ai.vector_stores.file_batches.list_files(batch.id, vector_store_id=store.id)
+            file.id: file async for file in ai.vector_stores.file_batches.list_files(batch.id, vector_store_id=store.id)
         }
-        assert [ended[one.id].status for one in files] == ["completed", "completed", "failed", "failed"]
+        assert [ended[file.id].status for file in files] == ["completed", "completed", "failed", "failed"]
         broken, binary = ended[files[2].id].last_error, ended[files[3].id].last_error
         assert broken is not None and broken.code == "invalid_file" and "cannot be read" in broken.message
         assert binary is not None and "not UTF-8 text" in binary.message
@@ -167,9 +172,9 @@ async def test_files_go_in_together_and_each_says_how_it_ended(folder: Path, tmp
         assert (strategy.static.max_chunk_size_tokens, strategy.static.chunk_overlap_tokens) == (100, 20)
         failed = [one.id async for one in ai.vector_stores.files.list(store.id, filter="failed", order="asc")]
         assert failed == [files[2].id, files[3].id]
-        await ai.files.delete(files[1].id)  # and what the store has of it
-        found = [one async for one in ai.vector_stores.search(store.id, query=["stones", "flour"])]
-        assert {one.file_id for one in found} == {files[0].id} and len(found) == 2
+        await ai.files.delete(files[1].id)  # along with its documents in the store
+        results = [one async for one in ai.vector_stores.search(store.id, query=["stones", "flour"])]
+        assert {result.file_id for result in results} == {files[0].id} and len(results) == 2
         made = await ai.vector_stores.create(file_ids=[files[0].id])
         assert made.file_counts.total == 1
         with pytest.raises(openai.NotFoundError, match="there is no file nothing"):
@@ -309,8 +314,8 @@ def test_unfinished_files_are_reported_after_a_restart(tmp_path: Path) -> None:
     Attachments(store.database, lambda: 1.0).begin(one, [vector_stores.WantedFile("f")], "")
     store.close()
     store = DocumentStore(tmp_path / "c.sqlite", lambda: 1.0)
-    found = Attachments(store.database, lambda: 1.0).get(store.collection("me", "c"), "f")
-    assert (found.state, found.code) == ("failed", "server_error") and "the server ended" in found.why
+    result = Attachments(store.database, lambda: 1.0).get(store.collection("me", "c"), "f")
+    assert (result.state, result.code) == ("failed", "server_error") and "the server ended" in result.why
     store.close()
 
 
@@ -327,7 +332,7 @@ def test_a_file_of_the_first_form_is_brought_to_the_newest(tmp_path: Path, monke
     old.close()
     monkeypatch.setattr(document_store, "MIGRATIONS", forms)
     new = DocumentStore(tmp_path / "c.sqlite", lambda: 1.0)
-    found = new.collection("me", "c")
-    assert (found.name, found.documents) == ("", 0)
+    result = new.collection("me", "c")
+    assert (result.name, result.documents) == ("", 0)
     assert NewDocument("d", "d.txt", "txt", "", 1, {}).sizes is None
     new.close()

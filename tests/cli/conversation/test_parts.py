@@ -1,4 +1,4 @@
-"""The parts of a conversation in the terminal: joined lines, wrapped words, blocks of Markdown, files of chats."""
+"""Parts of a conversation in the terminal: joined lines, wrapped words, Markdown blocks, chat files."""
 
 from __future__ import annotations
 
@@ -128,15 +128,15 @@ def test_the_older_half_is_whole_turns() -> None:
 
 
 class Narrow:
-    """A model of few tokens, one for each character, whose answers are as long as they may be."""
+    """A model with one token per character and a small context, whose answers are as long as they may be."""
 
     def __init__(self, context: int) -> None:
         self.context = context
         self.asked: list[list[dict[str, Any]]] = []
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> Any:
-        self.asked.append([dict(one) for one in messages])
-        size = sum(len(one["content"]) for one in messages)
+        self.asked.append([dict(message) for message in messages])
+        size = sum(len(message["content"]) for message in messages)
         if size >= self.context:
             raise ContextTooLong("too long", prompt_tokens=size, context=self.context)
         room = min(self.context - size, sampling["max_tokens"])
@@ -168,8 +168,10 @@ class Said:
 
 @pytest.mark.parametrize("context", [600, None])
 @pytest.mark.parametrize("sizes", [(500, 90), (250, 200, 120), (100, 150, 100)])
-def test_a_summary_is_made_of_what_has_room(sizes: tuple[int, ...], context: int | None) -> None:
-    """Whether one turn fills the context, so that the question for a summary does not fit, or several do."""
+def test_a_summary_is_made_of_the_turns_that_fit(sizes: tuple[int, ...], context: int | None) -> None:
+    """Some cases have one turn that fills the context, so that the summary's prompt does not fit; others have
+    several.
+    """
     model = Narrow(600)
     older = [
         {"role": role, "content": f"{role} {number} ".ljust(size // 2, "x") + "end"}
@@ -199,7 +201,7 @@ def test_chats_of_files(tmp_path: Path) -> None:
         (tmp_path / "chats" / "bad.json").write_text(text)
         with pytest.raises(CairnError, match=words):
             chats.load("bad")
-    assert len(chats.newest(9)) == 3, "a file that is broken hides no other"
+    assert len(chats.newest(9)) == 3, "a broken file hides no other"
     chats.delete("20261122-x")
     chats.delete("20261122-x")
     assert len(chats.newest(9)) == 2

@@ -1,4 +1,4 @@
-"""`cairn chat` as a person meets it: typing, pasting, history, commands, chats that are kept, and a full context."""
+"""`cairn chat` as a person uses it: typing, pasting, history, commands, stored chats, and a full context."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ END = {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 4}}
 
 @pytest.fixture
 def asked(canned) -> list[dict[str, Any]]:  # noqa: F811
-    """The bodies that a server was asked, which answers "answer 1", "answer 2", ... unless a test says otherwise."""
+    """Collect the bodies sent to a server that answers "answer 1", "answer 2", ... unless a test scripts it
+    otherwise.
+    """
     bodies: list[dict[str, Any]] = []
     canned.say = lambda body: f"answer {len(bodies)}"
     canned.refuse = lambda body: None
@@ -56,7 +58,7 @@ def chat(canned, *more: str) -> Terminal:  # noqa: F811
 
 
 def questions(body: dict[str, Any]) -> list[str]:
-    return [one["content"] for one in body["messages"] if one["role"] == "user"]
+    return [message["content"] for message in body["messages"] if message["role"] == "user"]
 
 
 def leave(terminal: Terminal) -> None:
@@ -88,8 +90,8 @@ def test_lines_in_triple_quotes_or_with_alt_enter_are_one_question(canned, asked
     assert questions(asked[-1]) == ["first\nsecond", "a\nb", "c\nd"]
 
 
-def test_what_is_typed_during_an_answer_waits_for_the_next_prompt(canned, asked):  # noqa: F811
-    """It is neither shown in the answer nor lost; pasted lines stay one question."""
+def test_keys_typed_during_an_answer_wait_for_the_next_prompt(canned, asked):  # noqa: F811
+    """It is neither mixed into the answer nor lost, and pasted lines stay one question."""
     going, shown = threading.Event(), threading.Event()
 
     def say(body):
@@ -166,7 +168,12 @@ def test_a_chat_is_kept_and_goes_on(canned, asked, elsewhere):  # noqa: F811
         terminal.type("Who am I?\r")
         terminal.expect("tokens in")
         leave(terminal)
-    assert [one["content"] for one in asked[-1]["messages"]] == ["Be brief.", "I am Ada.", "answer 1", "Who am I?"]
+    assert [message["content"] for message in asked[-1]["messages"]] == [
+        "Be brief.",
+        "I am Ada.",
+        "answer 1",
+        "Who am I?",
+    ]
     with Terminal("chat", "--host", canned.url, "--resume") as terminal:
         terminal.expect("continuing: I am Ada.; 2 questions so far")
         terminal.expect("> ")
@@ -179,12 +186,12 @@ def test_a_chat_is_kept_and_goes_on(canned, asked, elsewhere):  # noqa: F811
 
 
 def test_a_script_keeps_no_chats(canned, asked, elsewhere):  # noqa: F811
-    assert run("chat", "--host", canned.url, given='"""a\nb"""\nc\n').returncode == 0
+    assert run("chat", "--host", canned.url, typed='"""a\nb"""\nc\n').returncode == 0
     assert questions(asked[-1]) == ["a\nb", "c"]
     assert not (elsewhere / ".local").exists()
 
 
-def test_what_can_be_set(canned, asked):  # noqa: F811
+def test_options_can_be_set_in_a_conversation(canned, asked):  # noqa: F811
     lines = [
         "/set parameter temperature 0.5",
         "/set repeat_penalty 1.1",
@@ -203,7 +210,7 @@ def test_what_can_be_set(canned, asked):  # noqa: F811
         "/bye",
         "never",
     ]
-    done = run("chat", "--host", canned.url, given="\n".join(lines) + "\n")
+    done = run("chat", "--host", canned.url, typed="\n".join(lines) + "\n")
     first, second = asked
     assert (first["temperature"], first["repetition_penalty"]) == (0.5, 1.1)
     assert first["messages"][0] == {"role": "system", "content": "Be kind."}
@@ -242,26 +249,26 @@ def test_a_full_context_offers_three_ways_on(canned, asked, elsewhere, way, left
     if left is not None:
         assert questions(asked[-1]) == left
         kept = [
-            json.loads(one.read_text())["messages"] for one in (elsewhere / ".local/share/cairn/chats").glob("*.json")
+            json.loads(path.read_text())["messages"] for path in (elsewhere / ".local/share/cairn/chats").glob("*.json")
         ]
         assert [one["content"] for one in min(kept, key=lambda one: one[0]["content"] != "a")] == [
             "a",
             "answer 1",
             "b",
             "answer 2",
-        ], "what was said is still kept whole"
+        ], "the conversation is still stored whole"
 
 
 def test_a_full_context_is_no_dead_end_in_a_script(canned, asked):  # noqa: F811
     canned.refuse = lambda body: FULL if len(questions(body)) > 1 else None
-    done = run("chat", "--host", canned.url, given="a\nb\n/drop\nc\n")
+    done = run("chat", "--host", canned.url, typed="a\nb\n/drop\nc\n")
     assert "/drop, /summarise or /clear make room" in done.stderr and "taken back" in done.stderr
     assert questions(asked[-1]) == ["c"] and done.returncode == 0
 
 
 def test_a_context_filled_by_an_answer_is_reported(canned, asked):  # noqa: F811
     canned.answers["/v1/models"] = (200, '{"data": [{"id": "m", "max_model_len": 13}]}')
-    done = run("chat", "--host", canned.url, given="a\n")
+    done = run("chat", "--host", canned.url, typed="a\n")
     assert "the context of 13 tokens is full: /drop, /summarise or /clear make room" in done.stderr
 
 
@@ -271,7 +278,7 @@ def test_a_context_filled_by_an_answer_is_reported(canned, asked):  # noqa: F811
 @pytest.mark.parametrize("command", ["run", "chat", "generate"])
 def test_model_and_prompt_are_given_alike_and_a_pipe_comes_behind(canned, asked, command):  # noqa: F811
     where = ("--host", canned.url)
-    done = run(command, "m", "Summarise:", *where, given="a long text\n")
+    done = run(command, "m", "Summarise:", *where, typed="a long text\n")
     assert (done.returncode, done.stdout) == (0, "answer 1\n"), done.stderr
     assert questions(asked[-1]) == ["Summarise:\n\na long text"] and asked[-1]["model"] == "m"
     assert run(command, "m", "No pipe", *where).returncode == 0
@@ -280,7 +287,7 @@ def test_model_and_prompt_are_given_alike_and_a_pipe_comes_behind(canned, asked,
 
 @pytest.mark.parametrize("command", ["run", "generate"])
 def test_a_pipe_alone_is_the_prompt(canned, asked, command):  # noqa: F811
-    assert run(command, "m", "--host", canned.url, given="one\ntwo\n").stdout == "answer 1\n"
+    assert run(command, "m", "--host", canned.url, typed="one\ntwo\n").stdout == "answer 1\n"
     assert questions(asked[-1]) == ["one\ntwo"]
 
 
@@ -347,7 +354,7 @@ print("hello")
 
 
 def plain(text: str) -> str:
-    """What a terminal shows, without its colours."""
+    """Return what a terminal shows, without its colours."""
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
 
 

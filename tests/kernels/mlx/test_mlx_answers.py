@@ -1,4 +1,4 @@
-"""On MLX's CPU an answer has the same bits alone, in a batch, in chunks and from the cache, if its products have."""
+"""Answers on MLX's CPU: the same bits alone, in a batch, in chunks and from the cache, if matrix products have them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.quantized_models import mlx, write_quantized
 from tests.tiny_models import MODELS, Driver, load, prompt, write_model
 
 OFTEN = {"llama 2", "gemma 3", "olmoe", "deepseek 3", "qwen 3.5, one head of keys", "nemotron h", "gpt-oss"}
-"""Families that are tried each time; the others by `make prove`."""
+"""Families that are always tested; `make prove` tests the others."""
 BOUND = 2e-4
-"""How far a logit may be off where products depend on their rows, as a share of the largest."""
+"""Largest error of a logit, relative to the largest, where products depend on the batch."""
 
 
 def products_keep_bits() -> bool:
-    """Tell whether rows of MLX's products have the same bits in matrices of other heights, on this machine."""
+    """Return whether rows of a matrix product on this machine have the same bits in matrices of other heights."""
     rng = np.random.default_rng(1)
     for inner, out in ((48, 160), (80, 48), (512, 256)):
         x, weight = (mx.array(rng.standard_normal(shape).astype(np.float32)) for shape in ((65, inner), (out, inner)))
@@ -66,7 +66,7 @@ def check(engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch, length: int, 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_alone_is_batched_is_cached(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prove: bool) -> None:
-    """A prompt of 200 tokens whole, in chunks, beside others, and its last tokens decoded beside others and alone."""
+    """A prompt of 200 tokens whole, in chunks and in batches; its last tokens decoded in batches and alone."""
     assert set(MODELS) >= OFTEN
     if not prove and name not in OFTEN:
         pytest.skip("only with --prove")
@@ -95,27 +95,27 @@ def test_packed_and_narrow_weights_and_long_contexts(
 def test_a_folder_of_mlx_community_is_computed_as_it_is_stored(
     bits: int, group: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In its own groups and with its own scales: logits are those of its numbers written out."""
+    """With the folder's group size and scales: logits equal those of the dequantised numbers."""
     plain, packed = write_quantized(
         tmp_path, mlx(bits, group), {"group_size": group, "bits": bits}, num_hidden_layers=2
     )
-    found = []
+    results = []
     for folder, options in ((plain, {"kernels": "reference", "weights": "f32"}), (packed, {"device": "mlx-cpu"})):
         engine = load(folder, kv_dtype="f32", **{"weights": "stored", **options})
         driver = Driver(engine, monkeypatch)
-        found.append(driver.logits(prompt(40), [40], driver.tables(40)))
+        results.append(driver.logits(prompt(40), [40], driver.tables(40)))
         if options.get("device"):
             called = [call for call in engine._body.calls if call.kernel == "project"]
             parts = [part for call in called for part in call.arguments[1].parts if isinstance(part, CodedPart)]
             assert {(part.group, part.bits) for part in parts} == {(group, bits)} and len(parts) == 14
             assert bits == 8 or all(part.scale.dtype == mx.bfloat16 for part in parts)
         engine.close()
-    assert np.abs(found[0] - found[1]).max() <= BOUND * np.abs(found[0]).max()
+    assert np.abs(results[0] - results[1]).max() <= BOUND * np.abs(results[0]).max()
 
 
 @pytest.fixture
 def compiling(prove: bool) -> Iterator[None]:
-    """On a CPU `mx.compile` calls a C++ compiler, for 10 s a model: only with --prove. Else it compiles nothing."""
+    """Disable `mx.compile` unless --prove is given: on a CPU it calls a C++ compiler, for 10 s a model."""
     if not prove:
         mx.disable_compile()
     yield
@@ -128,7 +128,7 @@ def compiling(prove: bool) -> Iterator[None]:
 def test_a_compiled_step_computes_what_its_operations_do(
     name: str, graphs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU: a graph of single tokens is made once for each size, and run with other blocks and states."""
+    """As on a GPU: one graph of single tokens is built per size, and run with other blocks and states."""
     monkeypatch.setattr(program, "_GRAPHS", graphs)
     made: list[MlxKernels] = []
 
@@ -138,7 +138,7 @@ def test_a_compiled_step_computes_what_its_operations_do(
 
     monkeypatch.setattr("cairn.kernels.devices.load", kernels)
     folder, tokens = write_model(tmp_path, **MODELS[name]), prompt(24)
-    found = []
+    results = []
     for _ in range(2):
         engine = load(folder, device="mlx-cpu", kv_dtype="f32")
         driver = Driver(engine, monkeypatch)
@@ -147,6 +147,6 @@ def test_a_compiled_step_computes_what_its_operations_do(
         for at in range(4):
             one = driver.row(tokens, 20 + at, 21 + at, first, 20 + at)
             driver.step([one, driver.row(tokens, 9 + at, 10 + at, second, 9 + at)])
-        found.append(np.concatenate([logits for _, logits in driver.seen]))
+        results.append(np.concatenate([logits for _, logits in driver.seen]))
         engine.close()
-    assert np.abs(found[0] - found[1]).max() <= BOUND * np.abs(found[0]).max()
+    assert np.abs(results[0] - results[1]).max() <= BOUND * np.abs(results[0]).max()

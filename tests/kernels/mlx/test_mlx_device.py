@@ -1,4 +1,4 @@
-"""What is told of MLX's devices, and how much memory they take."""
+"""MLX's devices: what is reported, and how much memory is used."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GIB = 1 << 30
     ("memory", "recommended", "taken", "left"),
     [
         (16, 11, 0, 11),  # what Metal recommends
-        (16, 15, 0, 14),  # an eighth is the system's
+        (16, 15, 0, 14),  # an eighth is left to the system
         (8, 7, 0, 6),  # and 2 GiB at least
         (64, 48, 40, 8),
         (64, 48, 60, 0),
@@ -73,7 +73,7 @@ def test_an_mlx_that_cannot_be_loaded_is_reported(monkeypatch: pytest.MonkeyPatc
 
 
 def held(built: Any) -> int:
-    """Bytes of a model's arrays."""
+    """Return the bytes of a model's arrays."""
     return sum(one.nbytes for one in built)
 
 
@@ -84,9 +84,10 @@ def test_weights_take_the_memory_that_was_estimated(
 ) -> None:
     folder = write_model(tmp_path, **{**MODELS[name], "hidden_size": 64, "intermediate_size": 128})
     spec = load_spec(folder)
-    told = weight_memory(spec, HeldWeights(open_weights(folder, spec), form), "mlx")
+    result = weight_memory(spec, HeldWeights(open_weights(folder, spec), form), "mlx")
     made: list[Any] = []
-    monkeypatch.setattr("cairn.kernels.self_test.worst", lambda kernels: ("norm", 0.0))  # which makes matrices, too
+    # The self-test makes matrices, too
+    monkeypatch.setattr("cairn.kernels.self_test.worst", lambda kernels: ("norm", 0.0))
     for packing in ("vector", "matrix", "table"):
         before = getattr(MlxKernels, packing)
 
@@ -107,8 +108,8 @@ def test_weights_take_the_memory_that_was_estimated(
                 if hasattr(part, field):
                     arrays[id(getattr(part, field))] = getattr(part, field)
     engine.close()
-    # The most that they take: scales in bfloat16 and groups of 64 take less.
-    assert 0.7 * told.held < held(arrays.values()) <= told.held + 4096, (told, held(arrays.values()))
+    # The estimate's maximum: scales in bfloat16 and groups of 64 take less.
+    assert 0.7 * result.held < held(arrays.values()) <= result.held + 4096, (result, held(arrays.values()))
 
 
 def test_kv_of_8_bits_is_for_the_cpu(tmp_path: Path) -> None:
@@ -118,7 +119,7 @@ def test_kv_of_8_bits_is_for_the_cpu(tmp_path: Path) -> None:
 
 
 def test_pages_have_the_bytes_of_their_numbers() -> None:
-    """Of any type, and as another pool takes them."""
+    """For every type, and in the layout that another pool accepts."""
     for dtype in ("float32", "float16", "bfloat16"):
         kernels = MlxKernels("cpu")
         pools = [kernels.allocate((4, 2, 2, 3, 16, 8), dtype) for _ in range(2)]

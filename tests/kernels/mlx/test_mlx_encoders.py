@@ -1,4 +1,4 @@
-"""Encoders on MLX's CPU: vectors and scores are those of the reference, whatever texts are beside them."""
+"""Encoders on MLX's CPU: embeddings and scores equal the reference's, whatever else is in the batch."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def test_vectors_and_scores_are_those_of_the_reference(
 ) -> None:
     write_encoder(tmp_path, family, task, **fields)
     rows = [text_row([token + 3 for token in prompt(length, 117, seed=length)]) for length in LENGTHS]
-    found = []
+    results = []
     for options in ({"kernels": "reference"}, {"device": "mlx-cpu"}):
         engine = load_encoder(tmp_path, **options)
-        found.append(vectors(engine, rows))
+        results.append(vectors(engine, rows))
         alone = [vectors(engine, [row])[0] for row in rows]
-        for together, apart in zip(found[-1], alone, strict=True):
+        for together, apart in zip(results[-1], alone, strict=True):
             np.testing.assert_allclose(together, apart, rtol=0, atol=BOUND * np.abs(apart).max())
         engine.close()
-    for ours, theirs in zip(*found, strict=True):
+    for ours, theirs in zip(*results, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=BOUND * np.abs(theirs).max())

@@ -1,4 +1,4 @@
-"""The Metal kernel's body, compiled as C++, beside the plain operations that it stands for."""
+"""The Metal kernel's body, compiled as C++, compared with the plain operations that it replaces."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def test_the_body_computes_what_the_operations_do(compiled: Any, corrected: bool
         **{name: (ROWS, TOKENS, HEADS) for name in ("decay", "share")},
         **{"value": (ROWS, TOKENS, HEADS, VALUES), "state": (ROWS, HEADS, KEYS, VALUES)},
     }
-    given = {name: rng.standard_normal(shapes[name]).astype(np.float32) for name in metal.INPUTS}
+    inputs = {name: rng.standard_normal(shapes[name]).astype(np.float32) for name in metal.INPUTS}
     made, after = np.zeros(shapes["value"], np.float32), np.zeros(shapes["state"], np.float32)
-    arrays = [np.ascontiguousarray(one) for one in (*given.values(), made, after)]
-    pointers = [one.ctypes.data_as(ctypes.c_void_p) for one in arrays]
+    arrays = [np.ascontiguousarray(one) for one in (*inputs.values(), made, after)]
+    pointers = [array.ctypes.data_as(ctypes.c_void_p) for array in arrays]
     shape = (ctypes.c_int * 4)(*shapes["value"])
     compiled(*pointers, shape, int(corrected))
-    wanted = scan(*(from_numpy(given[name]) for name in metal.INPUTS), corrected)
+    wanted = scan(*(from_numpy(inputs[name]) for name in metal.INPUTS), corrected)
     for ours, theirs in zip(arrays[-2:], wanted, strict=True):
         np.testing.assert_allclose(ours, np.array(theirs), rtol=0, atol=1e-5)
 
@@ -81,7 +81,7 @@ def test_a_program_hands_it_what_the_operations_would_get(kernel: str, monkeypat
     asked = []
 
     def instead(*arguments: Any) -> Any:
-        asked.append([one.shape for one in arguments[:-1]])
+        asked.append([argument.shape for argument in arguments[:-1]])
         return scan(*arguments)
 
     monkeypatch.setattr(metal, "scan", instead)

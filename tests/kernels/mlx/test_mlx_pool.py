@@ -1,4 +1,4 @@
-"""MLX writes into a pool in place: no step copies it, whatever has read it before."""
+"""In-place writes into the KV pool by MLX: no step copies it, whatever has read it before."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 
 class PoolStep:
-    """A pool of 256 MiB, and a program that writes each of 16 layers and attends to it."""
+    """A pool of 256 MiB, and a step that writes each of 16 layers and attends to it."""
 
     def __init__(self, rows: int = TOKENS) -> None:
         self.kernels = MlxKernels("cpu")
@@ -52,12 +52,12 @@ class PoolStep:
         tables = np.arange(4 * TOKENS, dtype=np.int32).reshape(TOKENS, 4)
         slots = tables[:, 2] * BLOCK_TOKENS + starts % BLOCK_TOKENS
         rows = np.stack([np.arange(TOKENS), np.ones(TOKENS), starts], axis=1)
-        given: list[tuple[Cell, np.ndarray]] = [(self.cells["qkv"], numbers), (self.cells["tables"], tables)]
-        given += [(self.cells["slots"], slots.astype(np.int32)), (self.cells["rows"], rows.astype(np.int32))]
-        self.kernels.upload(given)
+        uploads: list[tuple[Cell, np.ndarray]] = [(self.cells["qkv"], numbers), (self.cells["tables"], tables)]
+        uploads += [(self.cells["slots"], slots.astype(np.int32)), (self.cells["rows"], rows.astype(np.int32))]
+        self.kernels.upload(uploads)
 
     def run(self) -> tuple[float, float]:
-        """Seconds of a step, and MiB beyond what was held before it."""
+        """Return the seconds of a step, and its additional peak memory in MiB."""
         held = mx.get_active_memory()
         mx.reset_peak_memory()
         start = time.perf_counter()
@@ -78,16 +78,16 @@ def test_16_writes_into_a_pool_of_256_mib_copy_nothing(
     monkeypatch.setattr(step.program, "_compiled", compiled)
     step.run()
     held = mx.get_active_memory()
-    found = [step.run() for _ in range(5)]
-    assert max(more for _, more in found) < 32, found
+    results = [step.run() for _ in range(5)]
+    assert max(more for _, more in results) < 32, results
     assert mx.get_peak_memory() - before < (256 + 48) * MIB
     copying = []
     with step.kernels.active():
         for _ in range(3):
             start = time.perf_counter()
-            mx.eval([one + 1 for one in step.pool.as_pool().arrays])
+            mx.eval([array + 1 for array in step.pool.as_pool().arrays])
             copying.append(time.perf_counter() - start)
-    assert min(seconds for seconds, _ in found) < min(copying), (found, copying)
+    assert min(seconds for seconds, _ in results) < min(copying), (results, copying)
     assert abs(mx.get_active_memory() - held) < 8 * MIB
 
 
@@ -104,7 +104,7 @@ def test_pages_that_were_read_do_not_make_the_next_step_copy() -> None:
 
 
 def test_a_view_of_a_layer_copies_that_layer_alone() -> None:
-    """What the pool's form is for: of one array of all layers this would copy everything."""
+    """The reason for one array per layer: with one array for all, this would copy everything."""
     step = PoolStep()
     step.run()
     with step.kernels.active():
@@ -141,7 +141,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, times: int, text: str) -> None:
 
 
 def test_a_step_without_memory_leaves_the_pools(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one whose pools cannot be had says that the device failed, so that the worker ends."""
+    """If the pools cannot be restored, the step raises DeviceError, so that the worker ends."""
     step = PoolStep()
     step.run()
     before = bytes(step.kernels.read_pages(step.pool, [0])[0])
@@ -158,7 +158,7 @@ def test_a_step_without_memory_leaves_the_pools(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_step_that_cannot_be_built_leaves_the_pools(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tokens of its own rows may be written in some layers; they are computed again."""
+    """Its own tokens may be written in some layers; they are computed again."""
     step = PoolStep()
     step.run()
     page = bytes(step.kernels.read_pages(step.pool, [2])[0])
@@ -179,7 +179,7 @@ def test_a_step_that_cannot_be_built_leaves_the_pools(compiled: bool, monkeypatc
     with pytest.raises(ValueError, match="not built"):
         step.run()
     for _ in range(2):
-        found = step.kernels.read_pages(step.pool, [2, BLOCKS - 1])
-        assert [bytes(one) for one in found] == [page, bytes(filled)]
+        result = step.kernels.read_pages(step.pool, [2, BLOCKS - 1])
+        assert [bytes(one) for one in result] == [page, bytes(filled)]
         step.run()
     mx.enable_compile()

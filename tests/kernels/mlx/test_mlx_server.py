@@ -1,4 +1,4 @@
-"""`cairn serve --device mlx-cpu`: an agent whose server is killed goes on with the same tokens, from KV on the disk."""
+"""`cairn serve --device mlx-cpu`: an agent whose server is killed continues with the same tokens, from KV on disk."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ TIDE = "The tide comes in twice a day, and the harbour lives by it. " * 8
 def turn(server: Served, text: str) -> dict[str, Any]:
     messages = [{"role": "user", "content": text}]
     body = {"messages": messages, "max_tokens": 24, "temperature": 0}
-    found: dict[str, Any] = server.post("/v1/agents/ada/turns", body)
-    return found
+    result: dict[str, Any] = server.post("/v1/agents/ada/turns", body)
+    return result
 
 
 def said(answer: dict[str, Any]) -> tuple[str, int]:
@@ -31,7 +31,7 @@ def said(answer: dict[str, Any]) -> tuple[str, int]:
 
 
 def stored(folder: Path) -> int:
-    """Bytes in a folder of KV; files may come and go meanwhile."""
+    """Return the bytes in a folder of KV; files may come and go meanwhile."""
     return sum(os.path.getsize(place) for place in folder.rglob("*") if os.path.isfile(place))
 
 
@@ -51,7 +51,7 @@ def test_an_agent_goes_on_after_kill_9(tmp_path: Path, prove: bool) -> None:
         until = time.monotonic() + 120
         while not stored(killed / "kv") and time.monotonic() < until:
             time.sleep(0.05)
-        time.sleep(1)  # what is being written may end, or be cut off
+        time.sleep(1)  # pending writes may end, or be cut off
         body = {"prompt": "Once upon a time", "n_predict": 900, "stream": True, "ignore_eos": True}
         request = urllib.request.Request(
             server.url + "/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}

@@ -1,4 +1,4 @@
-"""Experts of the CPU beside a device: who computes what meanwhile, and that each copy is waited for."""
+"""Experts on the CPU beside a device: the division of work, and synchronisation of every copy."""
 
 from __future__ import annotations
 
@@ -23,15 +23,17 @@ TOKENS, HIDDEN, WIDE, COUNT, CHOSEN = 12, 16, 24, 5, 2
 
 
 class DelayedCopies(HostCopies):
-    """A GPU that takes its time: copies to the host are done when somebody waits, and those to the device read their
-    source until then."""
+    """A slow GPU.
+
+    Copies to the host happen only when they are waited for; copies to the device read their source until then.
+    """
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
         self.submitted: list[Callable[[], None]] = []
 
     def fetch(self, source: Any, target: Any) -> None:
-        then = source.clone()  # what the device's work before it has made
+        then = source.clone()  # what the device's earlier work produced
         self.submitted.append(lambda: target.copy_(then))
 
     def give(self, source: Any, target: Any) -> None:
@@ -55,7 +57,7 @@ class DelayedCopies(HostCopies):
 
 
 class Model:
-    """Two layers of experts with a shared one beside the first, over a device's kernels."""
+    """Two layers of experts, the first with a shared one, over a device's kernels."""
 
     def __init__(self, kernels: CpuExperts) -> None:
         self.kernels, rng = kernels, np.random.default_rng(3)
@@ -84,7 +86,7 @@ class Model:
         self.program = kernels.program(calls)
 
     def run(self, first: int, last: int) -> np.ndarray:
-        """Rows `first` to `last` of the same inputs, as one step."""
+        """Compute rows `first` to `last` of the same inputs as one step."""
         rng, count = np.random.default_rng(7), last - first
         values = rng.standard_normal((TOKENS, HIDDEN)).astype(np.float32)
         chosen = np.sort(np.array([rng.permutation(COUNT)[:CHOSEN] for _ in range(TOKENS)], np.int32))
@@ -92,8 +94,8 @@ class Model:
         for array, source in ((self.x, values), (self.chosen, chosen), (self.shares, shares)):
             array[:count] = torch.from_numpy(source[first:last])
         self.program.replay({"tokens": count, "rows": 1, "logits": 0, "blocks": 1})
-        found: np.ndarray = self.kernels.fetch(self.x[:count])
-        return found
+        result: np.ndarray = self.kernels.fetch(self.x[:count])
+        return result
 
 
 @pytest.fixture
@@ -123,10 +125,10 @@ def test_a_row_has_the_same_bits_alone_and_beside_others(kernels: str, made: Cal
         np.testing.assert_array_equal(model.run(first, last), whole[first:last])
 
 
-def test_the_device_goes_on_where_it_has_something_to_do(
+def test_the_device_works_while_the_cpu_computes_experts(
     made: Callable[..., Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first layer has a shared expert; in the second the thread that drives the device computes itself."""
+    """The first layer has a shared expert. In the second, the thread that drives the device computes, too."""
     model, seen = made(), list[str]()
     order = [call.kernel for call in model.program.calls]
     assert order == [
@@ -147,7 +149,7 @@ def test_the_device_goes_on_where_it_has_something_to_do(
 def test_late_copies_change_nothing_and_a_missing_wait_is_caught(
     made: Callable[..., Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Known failure 18: on a stream where all is done later, each wait that is left out must show."""
+    """Known failure 18: on a stream where everything is late, each missing wait must show."""
     wanted = made().run(0, TOKENS)
     late = made(copies=DelayedCopies())
     for _ in range(2):  # the second step finds the first one's rows in the host's memory
@@ -159,7 +161,7 @@ def test_late_copies_change_nothing_and_a_missing_wait_is_caught(
 
 
 def test_memory_that_is_still_copied_is_not_written(made: Callable[..., Model]) -> None:
-    """The check of the stand-in: a host that computes before its last sum has left is caught."""
+    """A check of the stand-in: it must catch a host that computes before its last sum was copied."""
     copies = DelayedCopies()
     source, target = torch.zeros(4), torch.zeros(4)
     copies.give(source, target)
@@ -172,7 +174,7 @@ def test_memory_that_is_still_copied_is_not_written(made: Callable[..., Model]) 
 def test_a_step_that_fails_in_between_leaves_nothing_behind(
     made: Callable[..., Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device has no memory left while the CPU computes: the next step waits for that, and has its own rows."""
+    """The device runs out of memory while the CPU computes: the next step waits for that, and computes its own rows."""
     model = made()
     wanted, busy, go = model.run(0, TOKENS), list[int](), threading.Event()
     compute, fetch, settle = cpu_experts.HostLayer.compute, cpu_experts.HostRows.fetch, CpuExperts._settle

@@ -1,4 +1,4 @@
-"""Sampling on a torch device beside the reference: the same bits, and no whole lines of logits on the host."""
+"""Sampling on a torch device: the same bits as the reference, and no whole rows of logits on the host."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def test_a_line_gets_what_the_reference_gives(prove: bool) -> None:
         lines = [line_of(random_row(rng, vocab), random_mask(rng, vocab)) for _ in logits]
         lines[:2] = [Line(None), Line(None, 3, asked=(0,))]
         lines[4] = lines[4]._replace(place=max(1, lines[4].length - 3))
-        given = torch.from_numpy(logits.copy())
-        expected, found = NUMPY.choose(lines, logits.copy()), sampler.choose(lines, given)
-        for line, one, other in zip(lines, expected, found, strict=True):
+        on_device = torch.from_numpy(logits.copy())
+        expected, chosen = NUMPY.choose(lines, logits.copy()), sampler.choose(lines, on_device)
+        for line, one, other in zip(lines, expected, chosen, strict=True):
             assert one == other, f"seed {seed}, {line.row and line.row.sampling}"
-        assert np.array_equal(given.numpy(), logits, equal_nan=True), "the logits were changed"
+        assert np.array_equal(on_device.numpy(), logits, equal_nan=True), "the logits were changed"
 
 
 def with_extras(row: Row, extras: SamplingExtras) -> Row:
@@ -48,7 +48,7 @@ def with_extras(row: Row, extras: SamplingExtras) -> Row:
 
 
 def test_a_line_with_extras_gets_what_the_reference_gives(prove: bool) -> None:
-    """Those that the device takes and those that it does not, among lines without any."""
+    """Extras that the device supports and ones that it does not, among rows without any."""
     sampler, taken, cut = TorchSampler(), 0, 0
     for seed in range(3_000 if prove else 300):
         rng = np.random.default_rng(seed)
@@ -56,18 +56,18 @@ def test_a_line_with_extras_gets_what_the_reference_gives(prove: bool) -> None:
         logits, lines = lines_of_logits(rng, 6, vocab), []
         for row in (random_row(rng, vocab) for _ in logits):
             extras = random_extras(rng, vocab)
-            if rng.random() < 0.7:  # what only the host does is rare
+            if rng.random() < 0.7:  # extras for the host are rare
                 extras = msgspec.structs.replace(extras, typical_p=1.0, top_n_sigma=0.0, dynatemp_range=0.0, mirostat=0)
             if extras.any and rng.random() < 0.8:
                 row = with_extras(row, extras)
                 taken += sampler.takes(extras)
                 cut += sampler.takes(extras) and cuts_top(Line(row), extras)
             lines.append(line_of(row, random_mask(rng, vocab)))
-        given = torch.from_numpy(logits.copy())
-        expected, found = extras_of.choose(NUMPY, lines, logits.copy()), extras_of.choose(sampler, lines, given)
-        for line, one, other in zip(lines, expected, found, strict=True):
+        on_device = torch.from_numpy(logits.copy())
+        expected, chosen = extras_of.choose(NUMPY, lines, logits.copy()), extras_of.choose(sampler, lines, on_device)
+        for line, one, other in zip(lines, expected, chosen, strict=True):
             assert one == other, f"seed {seed}, {line.row and line.row.sampling}"
-        assert np.array_equal(given.numpy(), logits), "the logits were changed"
+        assert np.array_equal(on_device.numpy(), logits), "the logits were changed"
     assert taken > 300 and cut > 50
 
 
@@ -88,7 +88,7 @@ def test_a_weight_has_the_same_bits_without_float64() -> None:
 
 
 def test_no_line_of_logits_comes_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only what the sampler reads from the device: flags, tokens, sums, and the logits of named tokens."""
+    """Only what the sampler needs is copied: flags, tokens, sums, and the logits of named tokens."""
     vocab, read = 5000, list[int]()
     for name in ("tolist", "cpu", "numpy", "item"):
         plain = getattr(torch.Tensor, name)

@@ -1,4 +1,4 @@
-"""A server with `--device torch-cpu`, and what its clients see where torch fails in the middle of their answers."""
+"""A server with `--device torch-cpu` whose torch fails in the middle of answers, as its clients see it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.api.process import Served, served
+from tests.api.test_device_failures import health, text
 
 pytest.importorskip("torch", reason="torch is not installed: no server computes with it")
 
@@ -29,7 +30,7 @@ def options(mode: str = "", **more: Any) -> dict[str, Any]:
 
 
 def asked(server: Served, prompt: str | list[int], **more: Any) -> Any:
-    """An open answer of so many tokens."""
+    """Start an answer of this many tokens; return the open response."""
     fields = {"prompt": prompt, "max_tokens": LENGTH, "temperature": 0, "ignore_eos": True} | more
     request = urllib.request.Request(
         server.url + "/v1/completions", json.dumps(fields).encode(), {"Content-Type": "application/json"}
@@ -38,24 +39,15 @@ def asked(server: Served, prompt: str | list[int], **more: Any) -> Any:
 
 
 def streamed(server: Served, prompt: str) -> list[Any]:
-    """The events of a streamed answer."""
+    """Return the events of a streamed answer."""
     with asked(server, prompt, stream=True, stream_options={"include_usage": True}) as stream:
         lines = [line.removeprefix(b"data: ").strip() for line in stream if line.startswith(b"data: ")]
     assert lines[-1] == b"[DONE]"
     return [json.loads(line) for line in lines[:-1]]
 
 
-def text(events: list[Any]) -> str:
-    return "".join(choice["text"] for event in events for choice in event["choices"])
-
-
 def warned(events: list[Any]) -> list[str]:
     return [warning for event in events for warning in event.get("warnings", ())]
-
-
-def health(server: Served) -> Any:
-    with urllib.request.urlopen(server.url + "/health", timeout=60) as answer:
-        return json.load(answer)
 
 
 @pytest.fixture(scope="module")
@@ -66,26 +58,26 @@ def plain() -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def undisturbed(plain: Served) -> dict[str, str]:
-    """What each prompt is answered where nothing fails."""
+    """Return each prompt's answer where nothing fails."""
     return {prompt: text(streamed(plain, prompt)) for prompt in PROMPTS}
 
 
 def all_streamed(server: Served) -> list[list[Any]]:
-    """All prompts at the same time."""
+    """Stream the answers to all prompts at the same time."""
     with ThreadPoolExecutor(len(PROMPTS)) as threads:
         return list(threads.map(lambda prompt: streamed(server, prompt), PROMPTS))
 
 
 def whole(events: list[Any]) -> None:
-    """An answer has as many tokens as were asked for, each once, and one end."""
+    """Fail unless an answer has all its tokens, each once, and one end."""
     assert [event["usage"]["completion_tokens"] for event in events if event.get("usage")] == [LENGTH]
     assert [choice["finish_reason"] for event in events for choice in event["choices"]].count("length") == 1
     assert not any("error" in event for event in events)
 
 
 def test_the_bundled_model_answers_with_torch(plain: Served, undisturbed: dict[str, str]) -> None:
-    found = health(plain)
-    assert (found["status"], found["devices"]) == ("ok", ["torch-cpu"])
+    result = health(plain)
+    assert (result["status"], result["devices"]) == ("ok", ["torch-cpu"])
     with urllib.request.urlopen(plain.url + "/v1/models", timeout=60) as answer:
         name = json.load(answer)["data"][0]["id"]
     with urllib.request.urlopen(plain.url + f"/v1/models/{name}", timeout=60) as answer:
@@ -99,7 +91,7 @@ def test_the_bundled_model_answers_with_torch(plain: Served, undisturbed: dict[s
 def test_streams_go_on_where_torch_fails_in_a_step(
     faults: int, undisturbed: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the first failure on the device, and nobody is told; after the second on the CPU, and all are."""
+    """After the first failure they continue on the device, without a warning; after the second on the CPU, with one."""
     monkeypatch.setenv("FAULTS", str(tmp_path))
     monkeypatch.setenv("FAULTS_MOST", str(faults))
     with served(**options("fails")) as server:
@@ -108,25 +100,25 @@ def test_streams_go_on_where_torch_fails_in_a_step(
         for prompt, events in zip(PROMPTS, answers, strict=True):
             whole(events)
             assert warned(events) == [MOVED] * (faults - 1)
-            assert text(events)[:8] == undisturbed[prompt][:8], "what was sent before stays"
+            assert text(events)[:8] == undisturbed[prompt][:8], "events sent before stay"
         with asked(server, PROMPTS[0]) as later:
             assert "X-Cairn-Warning" not in later.headers and json.load(later)["usage"]["completion_tokens"] == LENGTH
-        found = health(server)
-        assert found["devices"] == (["torch-cpu"] if faults == 1 else ["cpu"])
+        result = health(server)
+        assert result["devices"] == (["torch-cpu"] if faults == 1 else ["cpu"])
         if faults == 1:
-            assert not found["troubles"]
+            assert not result["troubles"]
         else:
-            assert found["troubles"][0].startswith(
+            assert result["troubles"][0].startswith(
                 "the device torch-cpu failed twice (the device failed: CUDA error: an"
             )
-            assert "more lines" not in found["troubles"][0]
+            assert "more lines" not in result["troubles"][0]
         server.signal()
         assert server.wait() == 0
         assert ("failed twice" in server.stderr()) == (faults == 2)
 
 
 def test_a_request_that_needs_too_much_memory_ends_alone(undisturbed: dict[str, str]) -> None:
-    """Whoever is in its steps goes on with the tokens that they would have had."""
+    """Other requests in its steps continue with the tokens that they would have had."""
     with served(**options("short")) as server, ThreadPoolExecutor(1) as threads:
         others = threads.submit(all_streamed, server)
         with pytest.raises(urllib.error.HTTPError) as refused:
@@ -141,9 +133,9 @@ def test_a_request_that_needs_too_much_memory_ends_alone(undisturbed: dict[str, 
         assert "the device has no memory left" in events and "finish_reason" not in events.replace(
             '"finish_reason":null', ""
         )
-        for prompt, found in zip(PROMPTS, others.result(), strict=True):
-            whole(found)
-            assert not warned(found) and text(found) == undisturbed[prompt]
+        for prompt, answer in zip(PROMPTS, others.result(), strict=True):
+            whole(answer)
+            assert not warned(answer) and text(answer) == undisturbed[prompt]
         assert health(server)["troubles"] == []
         server.signal()
         assert server.wait() == 0

@@ -1,4 +1,4 @@
-"""Captured steps: which are captured, and that a graph's launch is what its sizes need."""
+"""Captured steps: which steps are captured, and that a graph's launches match its sizes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.tiny_models import GREEDY, MODELS, Driver, load, prompt, write_model
 
 
 class Graphs:
-    """Captures nothing but counts: a replay runs what would have been captured."""
+    """A stand-in that captures by counting: a replay runs what would have been captured."""
 
     def __init__(self) -> None:
         self.captured = self.launched = 0
@@ -95,7 +95,7 @@ def test_the_graph_used_least_recently_is_dropped(monkeypatch: pytest.MonkeyPatc
 
 
 class Baked(Graphs):
-    """Graphs as a GPU would launch them: with the inputs that the host had when they were captured."""
+    """Graphs as a GPU would launch them: with the host's inputs at the time of capture."""
 
     def __init__(self, kernels: Any) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Baked(Graphs):
 
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> list[Baked]:
-    """All programs of the interpreter's kernels as on a GPU; reading anything back in a graph is an error."""
+    """Compile all programs as on a GPU, in the interpreter; reading anything back within a graph is an error."""
     graphs: list[Baked] = []
 
     def make(self: Any, calls: Any) -> CapturedProgram:
@@ -131,7 +131,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[Baked]:
 
         def reads(self: Any, *given: Any, plain: Any = plain, name: str = name, **named: Any) -> Any:
             caller = sys._getframe(1).f_code.co_filename
-            assert "/cairn/" not in caller or not any(one.busy for one in graphs), f"{name} in a graph, by {caller}"
+            assert "/cairn/" not in caller or not any(graph.busy for graph in graphs), f"{name} in a graph, by {caller}"
             return plain(self, *given, **named)
 
         monkeypatch.setattr(torch.Tensor, name, reads)
@@ -142,7 +142,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[Baked]:
 def test_whole_models_decode_from_graphs_with_the_same_bits(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, captured: list[Baked], prove: bool
 ) -> None:
-    """Layers and head, with a packed table of embeddings; and hidden states, which nothing captures."""
+    """Layers and head, with a packed embedding table; and hidden states, which are not captured."""
     if not prove and name == "gemma 3":
         pytest.skip("only with --prove")
     folder = write_model(tmp_path, **MODELS[name] | {"hidden_size": 64, "num_hidden_layers": 2})
@@ -151,8 +151,8 @@ def test_whole_models_decode_from_graphs_with_the_same_bits(
     driver = Driver(load(folder, **options), monkeypatch)
     whole = driver.logits(tokens, [20], driver.tables(20))
     assert not any(one.captured for one in captured), "a prompt was captured"
-    found = driver.logits(tokens, [16, 1, 1, 1, 1], driver.tables(20))
-    np.testing.assert_array_equal(found, whole)
+    result = driver.logits(tokens, [16, 1, 1, 1, 1], driver.tables(20))
+    np.testing.assert_array_equal(result, whole)
     body, head = captured[0], captured[1]
     assert (body.captured, body.launched) == (head.captured, head.launched) == (1, 3)
     driver.engine.embed([Row(tokens, 0, 20, driver.tables(20), None, 20, GREEDY, 0, want="hidden")]).wait()
@@ -162,20 +162,20 @@ def test_whole_models_decode_from_graphs_with_the_same_bits(
 def test_rows_with_adapters_run_kernel_by_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, captured: list[Baked], prove: bool
 ) -> None:
-    """Their matrices are chosen on the host: a graph would add the adapters of the row that it was captured with."""
+    """Their matrices are chosen on the host: a graph would add the adapters of the captured rows."""
     if not prove:
         pytest.skip("only with --prove")
     folder = write_model(tmp_path / "model", **MODELS["llama 2"])
     engine = load(folder, device=devices.INTERPRETED, kv_dtype="f32")
     places = [random_peft(tmp_path / f"adapter {seed}", folder, seed) for seed in (1, 2)]
-    digests = [engine.attach(engine.read_adapter(one)).digest for one in places]
+    digests = [engine.attach(engine.read_adapter(place)).digest for place in places]
     tokens, answers = prompt(6), list[list[int | None]]()
     for digest in (digests[0], digests[1]):
-        tables, found = tuple([0] for _ in engine.info.groups), list[int | None]()
+        tables, used = tuple([0] for _ in engine.info.groups), list[int | None]()
         for at in range(6):
             row = Row(tokens, at, at + 1, tables, at, 6, GREEDY, 0, adapters=((digest, 1.0),))
-            found.append(engine.decode([row]).wait()[0].token)
-        answers.append(found)
+            used.append(engine.decode([row]).wait()[0].token)
+        answers.append(used)
     assert answers[0] != answers[1], "the adapters do something else"
     assert not any(one.captured for one in captured if one is not captured[1]), "only the head is captured"
     engine.close()

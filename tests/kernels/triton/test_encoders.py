@@ -1,5 +1,7 @@
-"""Encoders, and decoders that make embeddings, over the Triton kernels in the interpreter: near the reference, and the
-same bits alone and in company."""
+"""Encoders, and decoders that make embeddings, over the Triton kernels in the interpreter.
+
+Results are near the reference, and bit for bit equal alone and in batches.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from tests.tiny_models import MODELS, prompt, write_model
 BOUND = 2e-4
 LENGTHS = (1, 18)
 OFTEN = "qwen 3 reranker"
-"""The one that is tried each time; the others by `make gpu-gate`."""
+"""The encoder that is always tested; `make gpu-gate` tests the others."""
 
 
 def _gemma(folder: Path) -> None:
@@ -55,20 +57,20 @@ def test_a_text_is_near_the_reference_and_the_same_in_any_company(name: str, tmp
         pytest.skip("only with --prove")
     FOLDERS[name](folder := tmp_path / "model")
     rows = [text_row([token + 3 for token in prompt(length, 110, seed=length)]) for length in LENGTHS]
-    found = []
+    results = []
     for options in ({"kernels": "reference"}, {"device": devices.INTERPRETED}):
         config = Config(step_tokens=256, max_running=4, threads=1, kv_gb=0.01, kv_dtype="f32", context=100, **options)
         spec, engine = load_engine(config, folder)
-        given = rows
-        if not spec.whole:  # a decoder that judges by its last states keeps KV
+        batch = rows
+        if not spec.whole:  # a reranking decoder keeps KV
             tables = [tuple([[at, at + 1, at + 2]] * len(engine.info.groups)) for at in range(0, 3 * len(rows), 3)]
-            given = [msgspec.structs.replace(row, tables=table) for row, table in zip(rows, tables, strict=True)]
-        answers = engine.embed(given).wait()
-        alone = [engine.embed([row]).wait()[0].hidden for row in given]
-        assert not any(one.error for one in answers)
-        assert [one.hidden for one in answers] == alone
-        found.append([np.frombuffer(one.hidden, np.float32) for one in answers])
+            batch = [msgspec.structs.replace(row, tables=table) for row, table in zip(rows, tables, strict=True)]
+        answers = engine.embed(batch).wait()
+        alone = [engine.embed([row]).wait()[0].hidden for row in batch]
+        assert not any(answer.error for answer in answers)
+        assert [answer.hidden for answer in answers] == alone
+        results.append([np.frombuffer(answer.hidden, np.float32) for answer in answers])
         engine.close()
-    for ours, theirs in zip(found[1], found[0], strict=True):
+    for ours, theirs in zip(results[1], results[0], strict=True):
         assert np.abs(ours - theirs).max() <= BOUND * max(1.0, float(np.abs(theirs).max()))
-        assert len(ours) == 1 or ours.std() > 0.001, "numbers that hardly differ would hide mistakes"
+        assert len(ours) == 1 or ours.std() > 0.001, "nearly equal numbers would hide mistakes"

@@ -1,4 +1,6 @@
-"""Whole models over the Triton kernels, in the interpreter: near the reference, and the same bits in every schedule."""
+"""Whole models over the Triton kernels, in the interpreter: near the reference, with the same bits in every
+schedule.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,10 @@ from cairn.kernels import devices
 from tests.tiny_models import MODELS, Driver, load, prompt, write_model
 
 BOUND = 2e-4
-"""How far a logit may be off, as a share of the largest: another order of float32 sums, and its way through layers."""
+"""Largest error of a logit, relative to the largest: float32 sums have another order, in every layer."""
 LENGTH = 37
 OFTEN = {"llama 2", "qwen 3.5, one head of keys"}
-"""Families that are tried each time; the others by `make gpu-gate`."""
+"""Families that are always tested; `make gpu-gate` tests the others."""
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,6 +1,6 @@
-"""Kernels read nothing behind their tensors: each tensor ends where a page begins that nobody may read.
+"""Reads beyond tensors: each tensor ends where an inaccessible page begins.
 
-The interpreter reads memory without asking whose it is, and a GPU often does, too. In a process of its own, since a
+The interpreter reads any memory, and so does a GPU in many cases. Each check runs in a process of its own, since a
 wrong read ends it.
 """
 
@@ -20,7 +20,7 @@ pytest.importorskip("torch", reason="torch is not installed: kernels on devices 
 pytest.importorskip("triton", reason="triton is not installed: kernels for GPUs are not tested")
 
 KERNELS = ("attention", "convolve", "project", "rope_write", "norm", "gate", "mamba2", "latent_attention")
-"""Those that compute addresses from tables, or whose rows are no multiple of a tile."""
+"""Kernels that compute addresses from tables, or whose rows are no multiple of a tile."""
 PAGE = mmap.PAGESIZE
 
 
@@ -60,8 +60,8 @@ def run(kernels: list[str]) -> None:
     seen = set()
     for call in calls():
         if call.kernel in kernels:
-            given = [guarded(one) if isinstance(one, torch.Tensor) else one for one in call.given(k)]
-            getattr(k, call.kernel)(*given)
+            guarded_arguments = [guarded(one) if isinstance(one, torch.Tensor) else one for one in call.given(k)]
+            getattr(k, call.kernel)(*guarded_arguments)
             seen.add(call.kernel)
     assert seen == set(kernels)
     print("done")
@@ -85,4 +85,4 @@ def test_a_planted_read_is_caught() -> None:
 
 if __name__ == "__main__":
     run(sys.argv[1:])
-    os._exit(0)  # the mappings are still lent to tensors
+    os._exit(0)  # tensors still point into the mappings

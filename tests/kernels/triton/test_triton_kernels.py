@@ -1,4 +1,4 @@
-"""Every kernel in Triton beside the reference, in Triton's interpreter."""
+"""Every kernel in Triton compared with the reference, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ NARROW = (np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16))
 
 
 def is_narrow(call: Call) -> bool:
-    """Tell whether a call reads 16-bit weights or KV: what is multiplied with them is rounded to their type."""
-    parts = [part for one in call.arguments for part in (one if isinstance(one, list) else [one])]
+    """Return whether a call reads 16-bit weights or KV, whose other operand is rounded to their type."""
+    parts = [part for argument in call.arguments for part in (argument if isinstance(argument, list) else [argument])]
     arrays = [array for part in parts for array in (part.parts if isinstance(part, Weights) else [part])]
     return any(getattr(array, "dtype", None) in NARROW for array in arrays)
 

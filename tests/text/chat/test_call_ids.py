@@ -1,4 +1,4 @@
-"""Ids of calls as templates take them: found out when a model is loaded, and the same in a call and its result."""
+"""Call ids as templates accept them: detected when a model is loaded, and equal in a call and its result."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ REFUSING = (
     '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, "id": "{{ c.id }}"}'
     "{% if not loop.last %}, {% endif %}{% endfor %}]" + _TAIL
 )
-"""In the manner of Mistral's: any id of another size is an error."""
+"""As in Mistral's template: an id of another length is an error."""
 _LONGER = REFUSING.replace("length != 9", "length < 9")
 ENDS = _LONGER.replace("{{ id }}", "{{ id[-9:] }}").replace("{{ c.id }}", "{{ c.id[-9:] }}")
-"""Takes longer ones, and writes the last nine characters of each."""
+"""Accepts longer ids, and writes the last nine characters of each."""
 KIMI = (
     _HEAD
     + "## Return of {{ id }}\n{{ m.content }}"
@@ -42,14 +42,14 @@ KIMI = (
     + "<|tool_calls_section_begin|>{% for c in m.tool_calls %}<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>"
     "{{ c.function.arguments | tojson }}<|tool_call_end|>{% endfor %}<|tool_calls_section_end|>" + _TAIL
 )
-"""In the manner of Kimi K2's: the id says which tool is called, and nothing else does."""
+"""As in Kimi K2's template: the tool's name is only in the id."""
 ANY = REFUSING.replace("length != 9", "length < 1")
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("f", "g")]
 Turn = list[tuple[str, str | None]]
 
 
 def conversation(*turns: Turn) -> list[dict[str, Any]]:
-    """Turns of calls (name, id), each answered, its result named by the id."""
+    """Return turns of calls (name, id), each followed by a result with the same id."""
     made: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
     for turn in turns:
         calls = [
@@ -133,14 +133,14 @@ async def test_an_agents_turn_goes_on_with_the_same_ids(template: str, tmp_path:
 
 @pytest.mark.parametrize("kind", ["nine", "kimi"])
 @pytest.mark.parametrize("client", CLIENTS)
-def test_what_follows_changes_no_id_before_it(kind: Any, client: str) -> None:
+def test_later_messages_change_no_earlier_id(kind: Any, client: str) -> None:
     messages = CLIENTS[client]
     whole = with_ids(messages, kind)
     for size in range(len(messages)):
         assert with_ids(messages[:size], kind) == whole[:size]
 
 
-def test_an_id_that_the_model_wrote_goes_with_its_call_through_the_client() -> None:
+def test_an_id_written_by_the_model_survives_the_client() -> None:
     from cairn.text.output.call_formats import BY_NAME, name_of
     from cairn.types.request import OfferedTool, OutputFormat
 

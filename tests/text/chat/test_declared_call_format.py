@@ -1,4 +1,4 @@
-"""How a model writes calls, as its tokenizer_config.json declares it, read as transformers reads it."""
+"""Call formats declared in tokenizer_config.json, read as transformers reads them."""
 
 from __future__ import annotations
 
@@ -100,24 +100,24 @@ DECLARED: dict[str, tuple[dict[str, Any], str, str]] = {
         "mistral_v11",
     ),
 }  # fmt: skip
-"""A declaration, what its model says, and which form of the table it is, if it is one."""
+"""A declaration, an answer of its model, and the name of the table's format if it is one."""
 
 
 def read(form: CallFormat, text: str, seed: int) -> list[tuple[str, Any]]:
     rng, at, pieces = random.Random(seed), 0, []
-    told = "" if form.plain else name_of(form)
-    reader = splitter(OutputFormat(tools=True, calls=told, xml=form.name == "qwen_xml", offered=OFFERED), 1, 0)
+    name = "" if form.plain else name_of(form)
+    reader = splitter(OutputFormat(tools=True, calls=name, xml=form.name == "qwen_xml", offered=OFFERED), 1, 0)
     while at < len(text):
         size = rng.choice([1, 2, 5, 60])
         pieces += reader.push(text[at : at + size])
         at += size
     pieces += reader.finish(by_model=True)
-    assert "".join(one[1] for one in pieces if not isinstance(one, ToolCallDelta)) == "Well."
+    assert "".join(piece[1] for piece in pieces if not isinstance(piece, ToolCallDelta)) == "Well."
     return read_calls(pieces)
 
 
 @pytest.mark.parametrize("name", DECLARED)
-def test_what_a_model_declares_is_read_as_transformers_reads_it(name: str) -> None:
+def test_a_declaration_is_read_as_transformers_reads_it(name: str) -> None:
     template, text, known = DECLARED[name]
     form = declared_form(template, {"<|eot|>"})
     assert form is not None and sound(form)
@@ -163,5 +163,5 @@ OPEN = {"open": "<call>", "close": "</call>", "content": "json"}
     ],
 )  # fmt: skip
 def test_an_unknown_declaration_is_ignored(template: Any) -> None:
-    """Whatever stands in the file: nothing raises, and no pattern of it is ever run."""
+    """Whatever the file contains: nothing raises, and none of its patterns is ever run."""
     assert declared_form(template) is None

@@ -1,4 +1,4 @@
-"""How a model writes calls is found out from its template's own renderings."""
+"""Call formats derived from what a model's template renders."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from tests.text.output.call_pieces import read_calls
 from tests.text.text_models import QWEN_CONFIG, byte_level, write_model
 from tests.text.walks import checked, walk
 
-WORDS = {"type": "string", "enum": ["x", "y z"]}  # free texts in tags of nobody's would not end by chance
+# In tags of an unknown format, free text would hardly ever end by chance
+WORDS = {"type": "string", "enum": ["x", "y z"]}
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}, "s": WORDS}, "required": ["n", "s"]}
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("f", "g")]
 
@@ -45,13 +46,13 @@ def read(text: str, name: str, rng: random.Random) -> tuple[str, list[tuple[str,
 
 
 @pytest.mark.parametrize("name", TABLE)
-async def test_a_form_of_the_table_is_what_its_template_shows(name: str) -> None:
-    """The signs of a template play no part: what it writes alone says which of the table's forms it is."""
+async def test_a_known_call_format_is_derived_from_its_template(name: str) -> None:
+    """Markers in the template's source are not used: the renderings alone identify the table's format."""
     form = await derived(TABLE[name], "<escape>" if name == "function_gemma" else '<|"|>')
     assert form is not None
     assert known_form(form) is BY_NAME[name]
-    if name != "llama":  # an answer that is an object and nothing else is no section
-        assert form is not BY_NAME[name], "what was told of it, and not taken from the table"
+    if name != "llama":  # a call that is a bare JSON object has no section to derive
+        assert form is not BY_NAME[name], "derived, not taken from the table"
 
 
 def test_the_table_has_a_template_for_every_form() -> None:
@@ -60,12 +61,12 @@ def test_the_table_has_a_template_for_every_form() -> None:
 
 @pytest.mark.parametrize("name", FURTHER)
 async def test_an_unknown_call_format_is_derived_and_enforced(name: str) -> None:
-    """It reads what the template writes, travels as a text, and reads whatever its own grammar allows."""
+    """It parses what the template writes, survives serialisation, and parses whatever its own grammar allows."""
     form = await derived(FURTHER[name])
     assert form is not None
     assert known_form(form) is form and form_by(name_of(form)) == form
-    found = await written(template(FURTHER[name]))
-    assert reads(form, found) and len(found) >= len(CHECKS) - 2  # a template may know one call at most
+    result = await written(template(FURTHER[name]))
+    assert reads(form, result) and len(result) >= len(CHECKS) - 2  # some templates write at most one call
     whole = 0
     for seed in range(12):
         rng = random.Random(seed)
@@ -87,14 +88,14 @@ async def test_an_ambiguous_rendering_gives_no_format(name: str) -> None:
 
 
 @pytest.mark.parametrize("more", ["{{ c.name }} " * 9, "x" * 100_000])
-async def test_what_a_template_writes_at_length_is_not_read(more: str) -> None:
-    """That would take time that grows with a power of its length."""
+async def test_an_overlong_rendering_is_not_read(more: str) -> None:
+    """Deriving takes time that grows with a power of the length."""
     section = f"<call>{EACH}{more}{{{{ c.name }}}}|{{{{ c.arguments | tojson }}}}{{% endfor %}}</call>"
     assert await written(template(section)) == {}
     assert await written(template(section.replace(more, "x"))) != {}
 
 
-async def test_brackets_that_nobody_can_nest_show_no_form() -> None:
+async def test_brackets_nested_too_deep_give_no_format() -> None:
     deep = '{"a":' + "[" * 30_000
     section = f"<call>{EACH}{deep}{{{{ c.name }}}}|{{{{ c.arguments | tojson }}}}{{% endfor %}}</call>"
     assert await written(template(section)) != {}
@@ -102,16 +103,16 @@ async def test_brackets_that_nobody_can_nest_show_no_form() -> None:
 
 
 async def test_a_format_that_misreads_its_own_call_is_rejected() -> None:
-    found = await written(template(TABLE["glm"]))
-    assert reads(BY_NAME["glm"], found)
-    for check, text in found.items():
-        assert not reads(BY_NAME["glm"], {**found, check: text.replace("probe_first", "probe_second")})
-        assert not reads(BY_NAME["glm"], {**found, check: text + " more"})
-    assert not reads(BY_NAME["minimax"], found)
+    result = await written(template(TABLE["glm"]))
+    assert reads(BY_NAME["glm"], result)
+    for check, text in result.items():
+        assert not reads(BY_NAME["glm"], {**result, check: text.replace("probe_first", "probe_second")})
+        assert not reads(BY_NAME["glm"], {**result, check: text + " more"})
+    assert not reads(BY_NAME["minimax"], result)
 
 
 async def test_a_model_uses_what_its_template_shows(tmp_path: Path) -> None:
-    """Tools are the template's to show, calls are read as it writes them, and nothing is told by instruction."""
+    """The template lists the tools, calls are parsed as it writes them, and no instructions are added to the prompt."""
     folder = write_model(tmp_path / "m", byte_level(), QWEN_CONFIG, template(FURTHER["other names"]))
     chat = await Chat.start(folder, Config())
     try:
@@ -130,9 +131,7 @@ async def test_a_model_uses_what_its_template_shows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tags", "keys of its own", "objects"])
-async def test_what_a_model_declares_comes_first_if_it_reads_what_its_template_writes(
-    name: str, tmp_path: Path
-) -> None:
+async def test_a_declaration_comes_first_if_it_reads_the_templates_calls(name: str, tmp_path: Path) -> None:
     declared, _, _ = DECLARED[name]
     section = {"tags": TABLE["qwen_xml"], "objects": TABLE["hermes"]}.get(name, "")
     own = '<|invoke|>{"tool": "{{ c.name }}", "args": {{ c.arguments | tojson }}}<|over|>{% endfor %}'
@@ -146,13 +145,13 @@ async def test_what_a_model_declares_comes_first_if_it_reads_what_its_template_w
         if name == "keys of its own":
             form = form_by(output.calls)
             assert form is not None and form.named == "tool"
-        else:  # known by the table too, or written in another way than is declared
+        else:  # either the table knows it, too, or the template writes calls differently from the declaration
             assert output.calls == "" and output.xml == (name == "tags")
     finally:
         await chat.close()
 
 
-async def test_what_a_model_declares_counts_where_its_template_shows_no_calls(tmp_path: Path) -> None:
+async def test_a_declaration_counts_where_the_template_shows_no_calls(tmp_path: Path) -> None:
     declared, _, _ = DECLARED["a name in a tag"]
     text = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
     folder = write_model(tmp_path / "m", byte_level(), {**QWEN_CONFIG, "response_template": declared}, text)
@@ -164,7 +163,7 @@ async def test_what_a_model_declares_counts_where_its_template_shows_no_calls(tm
         await chat.close()
 
 
-async def test_a_given_template_stands_in_place_of_what_a_model_declares(tmp_path: Path) -> None:
+async def test_a_given_template_overrides_a_declaration(tmp_path: Path) -> None:
     declared, _, _ = DECLARED["keys of its own"]
     folder = write_model(tmp_path / "m", byte_level(), {**QWEN_CONFIG, "response_template": declared}, "{{ messages }}")
     chat = await Chat.start(folder, Config(chat_template="chatml"))

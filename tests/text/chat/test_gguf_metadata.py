@@ -1,4 +1,4 @@
-"""A folder's tokenizer, written as GGUF metadata and read back, is the same tokenizer; or it is not written."""
+"""A folder's tokenizer as GGUF metadata: reading it back gives the same tokenizer, or writing is refused."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tests.text.test_gguf_text import published, rescored, strings
 VOCAB = 1000
 
 
-def wrote(path: Path, found: dict[str, Any]) -> Path:
+def wrote(path: Path, metadata: dict[str, Any]) -> Path:
     writer = gguf.GGUFWriter(path, "llama")
-    gguf_files.put(writer, found)
+    gguf_files.put(writer, metadata)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -36,14 +36,14 @@ def wrote(path: Path, found: dict[str, Any]) -> Path:
 def test_byte_level_tokenizers_come_back(pre: str, tmp_path: Path) -> None:
     config = {"add_bos_token": False, **text_models.QWEN_CONFIG}
     folder = text_models.write_model(tmp_path / "m", published(pre), config, text_models.QWEN_TEMPLATE)
-    found = texts_of(folder, VOCAB, (5,))
-    path = wrote(tmp_path / "m.gguf", found)
+    result = texts_of(folder, VOCAB, (5,))
+    path = wrote(tmp_path / "m.gguf", result)
     check_same(folder, path)
     ours, theirs = Tokenizer.load(folder), Tokenizer.load(path)
     assert all(ours.encode(text) == theirs.encode(text) for text in strings(100))
     assert ours.special_tokens == theirs.special_tokens and ours.special_ids == theirs.special_ids
     assert load_templates(path) == {"default": text_models.QWEN_TEMPLATE}
-    assert found["tokenizer.ggml.eos_token_id"] == ours.eos_id and found["tokenizer.ggml.eot_token_id"] == 5
+    assert result["tokenizer.ggml.eos_token_id"] == ours.eos_id and result["tokenizer.ggml.eot_token_id"] == 5
 
 
 def test_sentencepiece_comes_back_with_its_bos(tmp_path: Path) -> None:
@@ -69,20 +69,20 @@ def test_a_tokenizer_that_gguf_has_no_name_for_is_refused(tmp_path: Path) -> Non
         texts_of(folder, VOCAB, ())
 
 
-def test_more_ends_than_have_names_are_a_list(tmp_path: Path) -> None:
+def test_end_tokens_without_a_key_become_a_list(tmp_path: Path) -> None:
     folder = text_models.write_model(tmp_path / "m", published("qwen2"), text_models.QWEN_CONFIG)
     eos = Tokenizer.load(folder).eos_id
     assert texts_of(folder, VOCAB, (1, 2, 3))["tokenizer.ggml.eos_token_ids"] == [eos, 1, 2, 3]
     assert "tokenizer.ggml.eos_token_ids" not in texts_of(folder, VOCAB, (1, 2))
 
 
-def test_a_tokenizer_that_became_another_one_is_seen(tmp_path: Path) -> None:
+def test_a_tokenizer_that_does_not_come_back_is_detected(tmp_path: Path) -> None:
     folder = text_models.write_model(tmp_path / "m", published("qwen2"), text_models.QWEN_CONFIG, "{{ messages }}")
-    found = texts_of(folder, VOCAB, ())
-    for number, change in enumerate(({"ggml.pre": "gpt-2"}, {"ggml.merges": found["tokenizer.ggml.merges"][:50]})):
-        bent = wrote(tmp_path / f"{number}.gguf", found | {f"tokenizer.{key}": value for key, value in change.items()})
+    result = texts_of(folder, VOCAB, ())
+    for number, change in enumerate(({"ggml.pre": "gpt-2"}, {"ggml.merges": result["tokenizer.ggml.merges"][:50]})):
+        bent = wrote(tmp_path / f"{number}.gguf", result | {f"tokenizer.{key}": value for key, value in change.items()})
         with pytest.raises(ModelError, match="its tokenizer cannot be written as GGUF"):
             check_same(folder, bent)
-    bent = wrote(tmp_path / "t.gguf", found | {"tokenizer.chat_template": "x"})
+    bent = wrote(tmp_path / "t.gguf", result | {"tokenizer.chat_template": "x"})
     with pytest.raises(ModelError, match="its chat templates cannot be written as GGUF"):
         check_same(folder, bent)

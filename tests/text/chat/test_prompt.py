@@ -70,7 +70,7 @@ Start = Callable[..., Coroutine[Any, Any, Chat]]
 
 @pytest.fixture
 async def start(tmp_path: Path) -> AsyncIterator[Start]:
-    """Start chats on models made from a tokenizer, a config and a template."""
+    """Yield a function that starts chats on models built from a tokenizer, a config and a template."""
     chats: list[Chat] = []
 
     async def start(
@@ -102,7 +102,7 @@ def decoded(chat: Chat, tokens: tuple[int, ...]) -> str:
 
 
 def reference(chat_folder: Path, messages: list[dict[str, Any]], **options: Any) -> tuple[str, list[int]]:
-    """What transformers renders, and encodes as one whole text."""
+    """Return what transformers renders, and encodes as one whole text."""
     from transformers import PreTrainedTokenizerFast
 
     made = PreTrainedTokenizerFast.from_pretrained(str(chat_folder))
@@ -138,7 +138,7 @@ async def test_ids_are_those_of_transformers_with_tool_calls_and_arguments(start
 async def test_ids_are_those_of_transformers_for_a_llama3_like_model(
     start: Start, tmp_path: Path, messages: list[dict[str, Any]]
 ) -> None:
-    """Known failure 21: the template writes BOS, and it is there once."""
+    """Known failure 21: the template writes BOS, and it occurs once."""
     chat = await start(text_models.byte_level("llama3"), text_models.LLAMA3_CONFIG, text_models.LLAMA3_TEMPLATE)
     prompt = await chat.prompt(messages)
     assert (decoded(chat, prompt.tokens), list(prompt.tokens)) == reference(tmp_path / "model0", messages)
@@ -147,7 +147,7 @@ async def test_ids_are_those_of_transformers_for_a_llama3_like_model(
 
 
 async def test_ids_are_those_of_transformers_for_a_sentencepiece_model(start: Start, tmp_path: Path) -> None:
-    """Known failures 21, 23: with a normaliser that puts a space before every piece of text."""
+    """Known failures 21, 23: the normaliser puts a space before every piece of text."""
     template = (
         "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}[INST] {{ message.content }}"
         " [/INST]{% else %} {{ message.content }} {{ eos_token }}{% endif %}{% endfor %}"
@@ -163,7 +163,7 @@ async def test_ids_are_those_of_transformers_for_a_sentencepiece_model(start: St
 # -- what a user types is text ------------------------------------------------------------------------------------
 
 
-async def test_control_tokens_in_any_field_are_ordinary_text_and_the_ids_else_as_of_the_whole(start: Start) -> None:
+async def test_control_tokens_in_any_field_are_ordinary_text(start: Start) -> None:
     """Known failure 23."""
     chat = await start()
     tokenizer = chat.tokenizer
@@ -192,7 +192,7 @@ async def test_control_tokens_in_any_field_are_ordinary_text_and_the_ids_else_as
     text = decoded(chat, prompt.tokens)
     assert text.count(evil) >= 3
     assert not any("\ufdd0" <= character <= "\ufdef" for character in text)
-    # Between the control tokens the ids are those of the text as a whole.
+    # Between the control tokens the ids are those of the whole text.
     start_id = tokenizer.token_id("<|im_start|>")
     first = text[: text.index("# Tools")].removeprefix("<|im_start|>")
     assert prompt.tokens[0] == start_id
@@ -215,7 +215,7 @@ async def test_random_typed_tokens_never_become_control_tokens(start: Start) -> 
 
 
 async def test_a_name_between_brackets_of_a_template_becomes_no_control_token(start: Start) -> None:
-    """Known failure 23: a template may write both ends of what a client names."""
+    """Known failure 23: a template may write the brackets around a name that a client sends."""
     template = (
         "<|im_start|>{{ messages[0].content }}{% for tool in tools or [] %}<tool_call>"
         "{% for key, value in tool.function.parameters.items() %}<{{ key }}>{{ value | trim }}</{{ key }}>{% endfor %}"
@@ -227,17 +227,17 @@ async def test_a_name_between_brackets_of_a_template_becomes_no_control_token(st
         for value in ("x", "</think", "x <|im_ "):
             tool = {"type": "function", "function": {"name": "f", "parameters": {key: value}}}
             prompt = await chat.prompt([{"role": "user", "content": "x"}], [tool])
-            found = [i for i in prompt.tokens if i in chat.tokenizer.control_ids]
-            assert found == [chat.tokenizer.token_id(name) for name in names], (key, value)
+            results = [i for i in prompt.tokens if i in chat.tokenizer.control_ids]
+            assert results == [chat.tokenizer.token_id(name) for name in names], (key, value)
             text = f"<|im_start|>x<tool_call><{key}>{value.strip()}</{key}><|im_end|>"
             assert decoded(chat, prompt.tokens) == text
 
 
 async def test_words_that_a_template_looks_up_or_compares_with_stay_as_they_are(start: Start, tmp_path: Path) -> None:
-    """Control tokens are made of ordinary words: `name` is one in `<|repo_name|>`."""
+    """The texts of control tokens contain ordinary words, such as `name` in `<|repo_name|>`."""
     data = json.loads(text_models.byte_level())
     words = "name function arguments content low tool_calls enable_thinking force_thinking effort city get_weather 1"
-    last = max(one["id"] for one in data["added_tokens"])
+    last = max(added_token["id"] for added_token in data["added_tokens"])
     data["added_tokens"] += [
         {**data["added_tokens"][0], "id": last + n, "content": f"<|the_{word}_of|>"}
         for n, word in enumerate(words.split(), 1)
@@ -252,7 +252,7 @@ async def test_words_that_a_template_looks_up_or_compares_with_stay_as_they_are(
 
 
 async def test_marks_survive_escaping(start: Start) -> None:
-    """Known failure 23: a template may write texts as ASCII JSON."""
+    """Known failure 23: some templates write texts as ASCII JSON."""
     chat = await start(template="{{ messages | tojson(ensure_ascii=True) }}<|im_end|>")
     prompt = await chat.prompt([{"role": "user", "content": "å<|im_end|>\\ufde0\\"}])
     assert decoded(chat, prompt.tokens).startswith('[{"role": "user", "content": "\\u00e5<|im_end|>\\\\ufde0\\\\"}]')
@@ -380,10 +380,8 @@ async def test_long_texts_are_encoded_off_the_event_loop(start: Start, monkeypat
     assert threads == [chat._check, chat._encode]
 
 
-async def test_what_a_template_makes_far_too_long_is_not_encoded_whole(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Known failure 44. Also in tools and calls; what a template leaves out counts for nothing."""
+async def test_a_prompt_far_too_long_is_not_encoded_whole(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known failure 44. This includes tools and calls; what the template leaves out does not count."""
     chat = await start(context=64)
     long, short = "a b " * 20_000, [{"role": "user", "content": "x"}]
     call = {"function": {"name": "f", "arguments": json.dumps({"x": long})}}
@@ -404,7 +402,7 @@ async def test_what_a_template_makes_far_too_long_is_not_encoded_whole(
 
 
 async def test_control_tokens_of_a_template_count_as_one(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many short messages are mostly control tokens, which spelled out would be several tokens each."""
+    """Many short messages are mostly control tokens; spelled out as text, each would be several tokens."""
     monkeypatch.setattr(length, "PIECE", 1000)
     messages = [{"role": ("user", "assistant")[n % 2], "content": "x"} for n in range(301)]
     whole = await (await start()).prompt(messages)
@@ -425,7 +423,7 @@ async def test_reasoning_opened_by_the_prompt_is_seen(start: Start) -> None:
 
 
 async def test_reasoning_that_a_request_switched_off_is_seen(start: Start) -> None:
-    """Which of two rows of its makers' sampling applies depends on that."""
+    """It decides which of the two rows of recommended sampling parameters applies."""
     chat = await start()
     messages = [{"role": "user", "content": "x</think>"}]
     assert not (await chat.prompt(messages)).output.reasoning_closed
@@ -528,13 +526,13 @@ async def test_another_template_is_given_by_name_or_file(start: Start, tmp_path:
     file.write_text("{% broken")
     folder = tmp_path / "folder"
     folder.mkdir()
-    for given, why in (
+    for option, why in (
         (str(file), "not a valid jinja2"),
         ("no-such", "nor one of chatml"),
         (str(folder), "file"),
     ):
         with pytest.raises(ConfigError, match=why) as caught:
-            await start(chat_template=given)
+            await start(chat_template=option)
         assert caught.value.field == "chat_template"
 
 
@@ -570,13 +568,13 @@ END = "<|im_end|>{% endfor %}"
     ],
 )  # fmt: skip
 async def test_a_template_that_reads_parts_gets_parts(start: Start, content: str, roles: set[str]) -> None:
-    """Guard models do: the user's text was missing from the prompt."""
+    """Templates of guard models read parts, and the user's text was missing from the prompt."""
     chat = await start(template=EACH + content + END)
     assert chat._traits["default"][0].parts == roles
     messages = [{"role": "system", "content": "Be brief."}, *CONVERSATIONS[2]]
     prompt = await chat.prompt(messages)
     assert decoded(chat, prompt.tokens) == "".join(
-        f"<|im_start|>{one['role']}: {one['content']}<|im_end|>" for one in messages
+        f"<|im_start|>{message['role']}: {message['content']}<|im_end|>" for message in messages
     )
     # An answer that was sampled here comes back in parts, too.
     tokens = odd(chat, "so it is")
@@ -586,7 +584,7 @@ async def test_a_template_that_reads_parts_gets_parts(start: Start, content: str
 
 
 async def test_calls_and_results_that_a_template_does_not_know_are_text(start: Start) -> None:
-    """They vanished, or the template refused them."""
+    """They vanished, or the template raised an error."""
     talk = [*TOOL_CONVERSATION, {"role": "user", "content": "thanks"}]
     for template in (text_models.LLAMA3_TEMPLATE, EACH + "{{ m.content }}" + END):
         style = text_models.byte_level("llama3") if template is text_models.LLAMA3_TEMPLATE else ""
@@ -608,9 +606,11 @@ async def test_calls_and_results_that_a_template_does_not_know_are_text(start: S
 
 
 async def test_names_of_fields_stay_as_they_are_in_any_vocabulary(start: Start) -> None:
-    """A control token such as `<repo_name>` is made of one: a template that knows no calls looks none of them up."""
+    """A control token such as `<repo_name>` contains a field's name; a template that knows no calls reads no such
+    field.
+    """
     data = json.loads(text_models.byte_level())
-    last = max(one["id"] for one in data["added_tokens"])
+    last = max(added_token["id"] for added_token in data["added_tokens"])
     words = "name function arguments tool_calls id type content role"
     data["added_tokens"] += [
         {**data["added_tokens"][0], "id": last + n, "content": f"<the_{word}_of>"}
@@ -621,7 +621,7 @@ async def test_names_of_fields_stay_as_they_are_in_any_vocabulary(start: Start) 
 
 
 async def test_text_beside_a_call_comes_before_it(start: Start) -> None:
-    """As in Llama 3.1, whose template writes either."""
+    """As in Llama 3.1, whose template writes only one of the two."""
     either = (
         EACH + "{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}({{ m.tool_calls[0].function.arguments }})"
         "{% else %}{{ m.content }}{% endif %}" + END
@@ -654,7 +654,7 @@ async def test_a_message_that_a_template_leaves_out_is_named(start: Start, templ
 
 @pytest.mark.parametrize("write", ["m.content | upper", "m.content | tojson(ensure_ascii=True)", "m.content | trim",
                                    "m.content.split('</think>')[-1]", "m.content.replace('\\n', ' ')"])  # fmt: skip
-async def test_a_message_that_a_template_writes_in_its_own_way_is_there(start: Start, write: str) -> None:
+async def test_a_message_that_a_template_rewrites_is_recognised(start: Start, write: str) -> None:
     chat = await start(template=EACH + "{{ " + write + " }}" + END)
     messages = [{"role": "user", "content": " Größe\n?\n"}, {"role": "assistant", "content": "r</think>a"}]
     assert (await chat.prompt([*messages, {"role": "user", "content": ""}])).tokens
@@ -706,7 +706,7 @@ async def test_absent_tools_are_none_or_undefined_as_the_template_needs(start: S
 
 
 async def test_calls_are_read_as_the_template_teaches_them(start: Start) -> None:
-    """In XML with the kinds of values that the tools' schemas name; and they are replayed exactly."""
+    """XML whose values are read by the types in the tools' schemas, and replayed exactly."""
     xml = text_models.QWEN_TEMPLATE.replace("Answer with <tool_call>", "Answer with <tool_call><function=...>")
     chat = await start(template=xml)
     properties = {
@@ -739,7 +739,7 @@ async def test_an_answer_that_is_one_json_object_is_replayed_exactly(start: Star
 
 
 async def test_an_answer_that_ends_with_its_first_call_is_replayed_exactly(start: Start) -> None:
-    """Also where the pair of tags around it holds another call."""
+    """Also where the same pair of tags encloses a second call."""
     chat = await start()
     talk = Talk(chat)
     await talk.prompt("q")
@@ -774,7 +774,7 @@ async def test_a_busy_template_refuses_with_a_time_to_wait(start: Start) -> None
 
 
 class Talk:
-    """A conversation as a client has it, and what was really said, token by token."""
+    """A conversation as the client has it, and what was really generated, token by token."""
 
     def __init__(self, chat: Chat, tenant: str = "default", **arguments: Any) -> None:
         self.chat = chat
@@ -783,7 +783,7 @@ class Talk:
         self.messages: list[dict[str, Any]] = []
         self.said: tuple[int, ...] = ()
         self.context: list[int] | None = None
-        """The ids so far as the next turn has them."""
+        """Token ids of the context so far, which the next turn must begin with."""
 
     async def prompt(self, content: str, role: str = "user") -> tuple[int, ...]:
         self.messages.append({"role": role, "content": content})
@@ -793,7 +793,7 @@ class Talk:
         return prompt.tokens
 
     def answer(self, tokens: list[int], stop: tuple[str, ...] = (), *, keep_reasoning: bool = False) -> None:
-        """The model samples `tokens`; the client keeps what it is shown."""
+        """Let the model sample `tokens` and the client keep what it is shown."""
         request = Request(
             id=1, prompt=self.tokens, sampling=SamplingParams(max_tokens=99), stop=stop, output=self.output
         )
@@ -819,7 +819,7 @@ class Talk:
 
 
 def odd(chat: Chat, text: str) -> list[int]:
-    """Ids that encoding `text` would not give, then the end token."""
+    """Return ids that encoding `text` would not give, followed by the end token."""
     tokenizer = chat.tokenizer
     at, ids = 0, []
     for start, end in [*tokenizer.controls.find(text), (len(text), len(text))]:
@@ -836,7 +836,7 @@ CALLS = 'On it.\n<tool_call>\n{"name": "get_weather", "arguments": {"city":"x", 
 
 @pytest.mark.parametrize("arguments", [{}, {"enable_thinking": False}, {"force_thinking": True}])
 async def test_every_turn_begins_with_the_very_ids_of_the_one_before(start: Start, arguments: dict[str, Any]) -> None:
-    """Known failure 23: over reasoning that is left out, calls written anew and answers equal to each other."""
+    """Known failure 23: with reasoning left out, calls written anew, and several equal answers."""
     chat = await start()
     talk = Talk(chat, **arguments)
     answers = ["ok then", THOUGHT, "ok then", CALLS, "ok then", THOUGHT + "\n" + CALLS]
@@ -858,15 +858,15 @@ async def test_every_turn_begins_with_the_very_ids_of_the_one_before(start: Star
         talk.answer(odd(chat, text))
     last = await talk.prompt("rain", "tool")
     assert last[: len(talk.said)] == talk.said
-    # The client may write the arguments of a call anew, and repeat the reasoning.
+    # The client may write the arguments of a call anew, and send the reasoning again.
     for message in talk.messages:
-        for one in message.get("tool_calls") or ():
-            one["function"]["arguments"] = json.dumps(json.loads(one["function"]["arguments"]), indent=3)
+        for tool_call in message.get("tool_calls") or ():
+            tool_call["function"]["arguments"] = json.dumps(json.loads(tool_call["function"]["arguments"]), indent=3)
     assert (await chat.prompt(talk.messages, TOOLS, template_args=arguments)).tokens == last
 
 
 async def test_a_conversation_is_not_extended_where_the_template_hides_its_answers(start: Start) -> None:
-    """Then it is rendered whole. The same where nothing but a control token could tell an answer's end."""
+    """It is rendered whole instead, also where only a control token could mark an answer's end."""
     question = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     more = [{"role": "user", "content": "more"}]
     silent = await start(template="{% for m in messages if m.role == 'user' %}<|im_start|>{{ m.content }}{% endfor %}")
@@ -887,13 +887,13 @@ async def test_reasoning_may_be_left_to_the_template(start: Start) -> None:
         tokens = await talk.prompt("more")
         assert (tokens[: len(talk.said)] == talk.said) is replayed
         assert ("Let me see." in decoded(chat, tokens)) is replayed
-        # Answers without reasoning come back exactly either way.
+        # Answers without reasoning come back exactly in both cases.
         talk.answer(odd(chat, "plain"))
         tokens = await talk.prompt("and more")
         assert tokens[: len(talk.said)] == talk.said
 
 
-async def test_whatever_the_client_changed_wins(start: Start) -> None:
+async def test_an_answer_that_the_client_changed_is_used_as_changed(start: Start) -> None:
     chat = await start()
     fresh = await start()
     talk = Talk(chat)
@@ -918,7 +918,7 @@ async def test_whatever_the_client_changed_wins(start: Start) -> None:
     assert other == (await fresh.prompt(talk.messages, TOOLS)).tokens != replayed
 
 
-async def test_what_a_stop_string_cut_off_does_not_come_back(start: Start) -> None:
+async def test_text_behind_a_stop_string_does_not_come_back(start: Start) -> None:
     """Known failure 22."""
     chat = await start()
     talk = Talk(chat)
@@ -963,7 +963,7 @@ async def test_a_template_that_trims_answers_still_gets_them_whole(start: Start)
 
 
 async def test_a_template_that_wants_the_answers_as_they_are_gets_them(start: Start) -> None:
-    """What stands in for an answer that was sampled here is not one that every template takes."""
+    """Some templates reject the placeholder that stands for an answer sampled here."""
     other = "messages if m.role == 'assistant' and m.content != 'spaced out'"
     wants = "{% for m in " + other + " %}{{ raise_exception('no') }}{% endfor %}"
     chat = await start(text_models.byte_level("llama3"), text_models.LLAMA3_CONFIG, wants + text_models.LLAMA3_TEMPLATE)
@@ -1011,14 +1011,14 @@ async def test_a_chat_with_the_bundled_model_keeps_its_very_ids(demo: Chat) -> N
 
 
 def test_an_open_thought_is_read_in_one_pass() -> None:
-    """Each line break was tried as the end of those before the thought: minutes for what is read here at once."""
+    """Each line break was tried as the end of the text before the reasoning, which took minutes."""
     thought = "<think>" + "\n" * 200_000
     assert plain_message({"role": "assistant", "content": thought}, 0, thinks=True)["content"] == thought
     closed = plain_message({"role": "assistant", "content": thought + "a\n\n</think>\n\nb"}, 0, thinks=True)
     assert (closed["reasoning_content"], closed["content"]) == ("a\n", "b")
 
 
-def test_marks_are_characters_that_nothing_has() -> None:
+def test_marks_are_characters_that_no_text_has() -> None:
     first = unused_marks(["plain", "\u00e9"])
     second = unused_marks(["plain " + first[0], first[1]])
     assert not {*first} & {*second} and len({*first, *second}) == 4
@@ -1027,7 +1027,7 @@ def test_marks_are_characters_that_nothing_has() -> None:
 
 
 async def test_long_chats_are_read_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of reasoning, which most templates drop, there may be megabytes."""
+    """There may be megabytes of reasoning, which most templates drop."""
     seen = []
 
     def read(self: Chat, *chat: object) -> None:
@@ -1042,7 +1042,9 @@ async def test_long_chats_are_read_beside_the_loop(monkeypatch: pytest.MonkeyPat
 
 
 async def test_many_values_without_text_are_read_beside_the_loop(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have no characters, so they were read on the loop, and each cost its depth: it stood still for seconds."""
+    """They have no characters, so they were parsed on the event loop at a cost of their depth each, and blocked it
+    for seconds.
+    """
     chat = await start(context=131_072)
     seen = []
     real = chat._check
@@ -1059,12 +1061,12 @@ async def test_many_values_without_text_are_read_beside_the_loop(start: Start, m
 
 
 @pytest.mark.parametrize("value", ["", None, 1, [], {}])
-def test_what_has_no_characters_counts_too(value: object) -> None:
+def test_values_without_characters_count_too(value: object) -> None:
     assert json_texts.length([value] * 5000) > INLINE
     assert json_texts.length([value] * 5) == 6
 
 
-def test_counting_ends_where_there_is_more_than_enough() -> None:
+def test_counting_stops_beyond_the_limit() -> None:
     read = []
 
     class Told(list[str]):
@@ -1077,7 +1079,7 @@ def test_counting_ends_where_there_is_more_than_enough() -> None:
     assert len(read) < INLINE // 2
 
 
-def test_texts_are_those_of_keys_and_values() -> None:
+def test_counted_texts_include_keys_and_values() -> None:
     value = {"a": ["b", ("c", 1, None), {"d": "e"}], "f": {}, "g": [[]]}
     assert sorted(json_texts.texts_in(value)) == ["a", "b", "c", "d", "e", "f", "g"]
     with pytest.raises(InvalidRequest, match="the key 1"):
@@ -1085,7 +1087,7 @@ def test_texts_are_those_of_keys_and_values() -> None:
 
 
 def test_a_list_that_holds_itself_is_refused() -> None:
-    """JSON has none; a caller of the Python API may."""
+    """JSON has none, but a caller of the Python API may pass one."""
     endless: list[Any] = ["a"]
     endless.append(endless)
     with pytest.raises(InvalidRequest, match="nested too deeply"):
@@ -1094,7 +1096,7 @@ def test_a_list_that_holds_itself_is_refused() -> None:
 
 @pytest.mark.parametrize(("depth", "read"), [(MAX_DEPTH, True), (MAX_DEPTH + 1, False), (400, False), (100_000, False)])
 def test_arguments_deeper_than_a_call_may_be_stay_a_text(depth: int, read: bool) -> None:
-    """Or a call that a client made up, or edited, would spoil every later turn."""
+    """Otherwise a call that a client edited or made up would fail every later turn."""
     arguments = '{"a":' + "[" * (depth - 1) + "]" * (depth - 1) + "}"
     call = {"function": {"name": "f", "arguments": arguments}}
     message = plain_message({"role": "assistant", "content": "", "tool_calls": [call]}, 0, thinks=True)

@@ -20,9 +20,9 @@ def call(arguments: Any, name: str = "f") -> dict[str, Any]:
 
 
 def answer(content: str, reasoning: str = "") -> AnswerIdentity:
-    found = answer_of(said(content, reasoning_content=reasoning))
-    assert found is not None
-    return found
+    result = answer_of(said(content, reasoning_content=reasoning))
+    assert result is not None
+    return result
 
 
 def test_visible_content_counts_byte_for_byte() -> None:
@@ -63,7 +63,7 @@ def test_ambiguous_answers_are_never_replayed(message: dict[str, Any]) -> None:
 
 
 def test_a_cut_call_is_recognised_by_its_text() -> None:
-    """Known failure 24: it is none that is whole, and none that was cut elsewhere."""
+    """Known failure 24: its key differs from that of a whole call, and of one cut elsewhere."""
     cut = [answer_of(said("", tool_calls=[call(text)])) for text in ('{"cut', '{"cut', '"{\\"cut"', '{"cu', "{'cut")]
     assert None not in cut and cut[0] == cut[1] and len({one for one in cut if one}) == 4
 
@@ -72,7 +72,7 @@ def test_a_cut_call_is_recognised_by_its_text() -> None:
 
 
 def test_found_only_by_tenant_ids_before_and_answer() -> None:
-    """Known failures 29, 40: nobody gets what another tenant was told."""
+    """Known failures 29, 40: nobody gets another tenant's answer."""
     table = ReplayTable()
     before = Prefix().digest([1, 2, 3])
     table.put("a", before, answer("hi"), [7, 8])
@@ -138,7 +138,7 @@ def encode(text: str) -> list[int]:
 
 
 class Table:
-    """Sampled ids by (text before, answer)."""
+    """A table of sampled ids by (text before, answer)."""
 
     def __init__(self, **known: tuple[str, Sequence[int]]) -> None:
         self.known = {name: (Prefix().digest(encode(before)), ids) for name, (before, ids) in known.items()}
@@ -146,12 +146,12 @@ class Table:
 
     def find(self, before: bytes, answer: AnswerIdentity) -> Sequence[int] | None:
         self.asked += 1
-        found = self.known.get(answer.reasoning)
-        return found[1] if found and found[0] == before else None
+        result = self.known.get(answer.reasoning)
+        return result[1] if result and result[0] == before else None
 
 
 def put(plain: str, marked: str, table: Table, answers: Sequence[str]) -> list[int]:
-    """`marked` has *n* where the answer named answers[n] stands."""
+    """Put answers into a prompt: *n* in `marked` stands where answers[n] goes."""
     marks = {f"*{n}*": AnswerIdentity(b"", name) for n, name in enumerate(answers)}
     return assemble(plain, marked, marks, encode, table.find, lambda text: "#" in text)
 
@@ -162,12 +162,12 @@ def test_sampled_ids_stand_where_the_answer_stood() -> None:
 
 
 def test_later_answers_are_found_behind_the_ids_of_earlier_ones() -> None:
-    """Known failure 23: everything before is exact, so what was computed for it can be used again."""
+    """Known failure 23: everything before is exact, so its KV is reused."""
     table = Table(one=("#q", [1000]))
     table.known["two"] = (Prefix().digest([*encode("#q"), 1000, *encode("#r")]), [2000])
     got = put("#qhello#rthere#s", "#q*0*#r*1*#s", table, ["one", "two"])
     assert got == [*encode("#q"), 1000, *encode("#r"), 2000, *encode("#s")]
-    # If the first is not found, the ids before the second differ, and it is not found either.
+    # If the first is not found, the ids before the second differ, so it is not found either.
     del table.known["one"]
     assert put("#qhello#rthere#s", "#q*0*#r*1*#s", table, ["one", "two"]) == encode("#qhello#rthere#s")
 
@@ -191,7 +191,7 @@ def test_an_empty_thought_before_an_answer_belongs_to_it() -> None:
     "marked",
     ["#q#r", "#q*0**0*#r", "#q* 0 *#r", "#Q*0*#r", "#q*0*#R", "#q*0*r", "*#q*0*#r", "#qhello#r#q*0*#qhello#r"],
 )
-def test_where_the_renderings_do_not_fit_the_plain_one_is_used(marked: str) -> None:
+def test_the_plain_rendering_is_used_where_the_marked_one_differs(marked: str) -> None:
     table = Table(one=("#q", [1000]))
     assert put("#qhello#r", marked, table, ["one"]) == encode("#qhello#r")
 

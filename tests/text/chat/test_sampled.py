@@ -36,7 +36,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def seen(
     tokenizer: Tokenizer, tokens: list[int], output: OutputFormat, stop: tuple[str, ...] = (), ended: bool = False
 ) -> tuple[Any, list[int]]:
-    """The message a client gets for `tokens`, and the ids that counted."""
+    """Return the message that a client gets for `tokens`, and the ids that counted."""
     request = Request(id=1, prompt=(1,), sampling=SamplingParams(max_tokens=99), stop=stop, output=output)
     stream = TextStream(tokenizer, request)
     deltas = [delta for token in tokens for delta in stream.push((token,))]
@@ -52,7 +52,7 @@ def seen(
 
 
 def split_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids that no encoder would give for a text: a character at a time."""
+    """Return ids that no encoder would give for a text: one token per character."""
     return [i for character in text for i in tokenizer.encode(character)]
 
 
@@ -94,7 +94,7 @@ XML = f"<tool_call>\n<function=f>\n<parameter=n>\n3\n</parameter>\n<parameter=te
 def test_a_call_keeps_its_ids_broken_or_cut_or_in_many_pieces(
     qwen: Tokenizer, text: str, whole: bool, ended: bool
 ) -> None:
-    """A context that was computed once is found again: what was seen of a call is what is read of its ids."""
+    """The ids found for the returned message are those that were sampled, so its context is reused."""
     values = ("n",) if text.startswith(XML[:20]) else ()
     output = msgspec.structs.replace(BOTH, xml=bool(values), offered=(OfferedTool("f", values), OfferedTool("g")))
     ids = qwen.encode(text, special=True)
@@ -202,8 +202,8 @@ REQUIRED = OutputFormat(tools=True, calls_only=True)
 AGAIN = CALL.replace("   1", "1")
 
 
-def test_a_call_that_comes_again_where_calls_were_asked_for_is_dropped(qwen: Tokenizer) -> None:
-    """The answer ends there, and what the next prompt holds of it is the first call alone."""
+def test_a_repeated_forced_call_is_dropped(qwen: Tokenizer) -> None:
+    """The answer ends there, and the next prompt holds the first call alone."""
     whole = f"{CALL}\n{AGAIN}\n"
     message, tokens = seen(qwen, split_ids(qwen, whole), REQUIRED)
     assert len(message["tool_calls"]) == 1 and not message["content"]
@@ -217,7 +217,7 @@ def test_a_call_that_comes_again_where_calls_were_asked_for_is_dropped(qwen: Tok
 
 
 @pytest.mark.parametrize("cut", [3, 8, len("<tool_call>"), len("<tool_call>") + 9, len(CALL) - 20])
-def test_what_a_limit_leaves_of_a_call_is_no_content_where_calls_alone_may_come(cut: int, qwen: Tokenizer) -> None:
+def test_a_forced_call_cut_by_the_limit_is_no_content(cut: int, qwen: Tokenizer) -> None:
     message, tokens = seen(qwen, split_ids(qwen, f"{CALL}\n{CALL.replace('1', '2')[:cut]}"), REQUIRED)
     assert len(message["tool_calls"]) == 1 and not message["content"]
     ids = visible_ids(qwen, tokens, message, REQUIRED)

@@ -1,4 +1,4 @@
-"""Messages are made to fit a template, and looked for in what it renders, in about one pass over the text."""
+"""Fitting messages to a template and finding them in its rendering, in about one pass over the text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from cairn.text.chat.template_traits import LOOKS, Traits, fitted, left_out
 
 SECONDS = 2.0
-"""Of processor time; what was mended took from five seconds to minutes."""
+"""Limit in CPU seconds; before, it took from five seconds to minutes."""
 
 
 def call(name: str) -> dict[str, Any]:
@@ -23,18 +23,18 @@ def said(content: str, role: str = "user", *names: str) -> dict[str, Any]:
     return message | ({"tool_calls": [call(name) for name in names]} if names else {})
 
 
-def test_what_is_left_out_is_found_wherever_the_rest_stands() -> None:
+def test_left_out_messages_are_found_whatever_the_order() -> None:
     messages = [said("one"), said(" two\n"), said("three", "assistant", "f", "g"), said("four", "tool"), said("")]
     assert left_out(messages, "one two three f g four") == []
     assert left_out(messages, "four three f one g two") == []  # moved
     assert left_out(messages, "one three g f four") == [(1, "content")]
     assert left_out(messages, "one two three f four") == [(2, "tool_calls")]
     assert left_out(messages, "") == [(0, "content"), (1, "content"), (2, "content"), (2, "tool_calls"), (3, "content")]
-    assert left_out([said("a"), said("b"), said("a")], "a b") == []  # said twice, shown once
+    assert left_out([said("a"), said("b"), said("a")], "a b") == []  # sent twice, rendered once
 
 
-def test_no_more_is_looked_for_than_takes_so_many_passes() -> None:
-    """What is not found costs a pass or two each; behind the last the rest counts as shown."""
+def test_the_search_stops_after_a_number_of_passes() -> None:
+    """A message that is not found costs a pass or two. After the limit, all further ones count as rendered."""
     messages = [said(f"message {at} of many") for at in range(4096)]
     lost = left_out(messages, "x" * 1_000_000)
     assert lost == [(at, "content") for at in range(len(lost))] and LOOKS // 2 <= len(lost) <= LOOKS
@@ -57,7 +57,7 @@ NAMES = [f"tool_number_{at}" for at in range(15_000)]
     ],
     ids=["calls", "calls behind", "calls the other way", "no calls", "one name", "no contents", "moved", "nearly"],
 )  # fmt: skip
-def test_looking_takes_about_one_pass(messages: list[dict[str, Any]], text: str) -> None:
+def test_the_search_takes_about_one_pass(messages: list[dict[str, Any]], text: str) -> None:
     began = time.process_time()
     left_out(messages, text)
     assert time.process_time() - began < SECONDS
@@ -81,7 +81,7 @@ def test_many_messages_that_become_one_are_joined_once() -> None:
 
 
 def as_it_was(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same rule, said by joining two texts at a time."""
+    """Apply the same rule by joining two texts at a time."""
     made: list[dict[str, Any]] = []
     folded = False
     for message in messages:

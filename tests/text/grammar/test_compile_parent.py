@@ -1,5 +1,4 @@
-"""The helper that compiles grammars: within its bounds, for one tenant after the other, and no longer than anybody
-waits for it."""
+"""The helper process that compiles grammars: its bounds, fairness among tenants, and how long callers wait."""
 
 from __future__ import annotations
 
@@ -26,15 +25,17 @@ from cairn.types.request import OutputFormat
 from tests.text import text_models
 
 SLOW = "|".join(f"(a{{{n},{n + 900}}}b)" for n in range(300))
-"""Takes a second or more."""
+"""Takes a second or more to compile."""
 HEAVY = {"allOf": [{"type": "string", "pattern": f"a{{{n},{n + 900}}}b"} for n in range(60)]}
-"""Takes all memory, or all time."""
+"""Exceeds the limit of memory or of time."""
 MULTIPLES = {"anyOf": [{"type": "integer", "multipleOf": 99_991 - 2 * n} for n in range(10)]}
 
 
 @pytest.fixture(autouse=True)
 def busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests are about processor time: a machine that has none for them for long is no fault of theirs."""
+    """Raise the limit on waiting to minutes: these tests are about processor time, which a busy machine may not
+    have.
+    """
     monkeypatch.setattr(compile_parent, "STALLED", 300.0)
 
 
@@ -61,8 +62,8 @@ def regex(text: str) -> Compile:
     return made("regex", text)
 
 
-def schema(given: Any, **more: Any) -> Compile:
-    return made("json", json.dumps(given), **more)
+def schema(value: Any, **more: Any) -> Compile:
+    return made("json", json.dumps(value), **more)
 
 
 def children(pid: int | None) -> list[str]:
@@ -70,12 +71,12 @@ def children(pid: int | None) -> list[str]:
 
 
 def children_seconds(pid: int | None) -> float:
-    """Return the processor time of a process's children that ended."""
+    """Return the processor time of a process's ended children, in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
 
 
-async def test_a_verdict_has_what_a_grammar_holds_and_how_it_grows(helper: GrammarHelper) -> None:
+async def test_a_verdict_has_a_grammars_memory_and_its_growth(helper: GrammarHelper) -> None:
     small = await helper.compile(schema({"type": "boolean"}), "x", "a")
     large = await helper.compile(schema({"type": "integer", "multipleOf": 99_991}), "x", "a")
     growing = await helper.compile(regex(r"\p{L}{1,1000}\p{N}"), "x", "a")
@@ -129,7 +130,7 @@ async def test_a_cancelled_compilation_stops(helper: GrammarHelper) -> None:
         task.cancel()
         before = children_seconds(helper.pid)
         verdict = await helper.compile(regex("b"), "x", "b")
-        assert not verdict.ended and not children(helper.pid), "and nobody else's is given up for it"
+        assert not verdict.ended and not children(helper.pid), "and nobody else's compilation is cancelled for it"
         assert children_seconds(helper.pid) - before < moment + 1.0 < SECONDS, "processor time, not the clock's"
         assert task.cancelled()
 
@@ -157,10 +158,10 @@ async def test_only_the_tenant_that_keeps_it_busy_is_refused(
     try:
         await helper.compile(regex("a"), "x", "a")
         asked = [helper.compile(schema({"multipleOf": 99_991 - 2 * n, "type": "integer"}), "x", "a") for n in range(5)]
-        *found, other = await asyncio.gather(*asked, helper.compile(regex("b"), "x", "b"), return_exceptions=True)
+        *verdicts, other = await asyncio.gather(*asked, helper.compile(regex("b"), "x", "b"), return_exceptions=True)
     finally:
         await helper.close()
-    assert any(isinstance(one, Overloaded) and "the compiler of grammars is busy" in str(one) for one in found)
+    assert any(isinstance(one, Overloaded) and "the compiler of grammars is busy" in str(one) for one in verdicts)
     assert isinstance(other, GrammarVerdict) and not other.ended
 
 
@@ -192,7 +193,7 @@ async def test_closing_ends_what_is_being_compiled(table: TokenTable) -> None:
     await helper.close()
     with pytest.raises(Unavailable):
         await task
-    async with asyncio.timeout(60):  # what the helper had started is nobody's child now: nothing says when it is gone
+    async with asyncio.timeout(60):  # the helper's own child now has no parent here, so nothing reports its end
         while any(Path(f"/proc/{gone}/exe").exists() for gone in (pid, child)):
             await asyncio.sleep(0.01)
     with pytest.raises(Unavailable):
@@ -216,7 +217,7 @@ async def test_errors_name_the_fault_and_known_verdicts_are_cached(tmp_path: Pat
                 await chat.grammar(structure, OutputFormat(), share="a")
         assert good.grammar is not None and good.grammar.bytes > 0
         assert await chat.grammar(Structure(kind="regex", text="a"), OutputFormat(), share="a") == good
-        with pytest.raises(TypeError):  # another tenant does not find out what this one asked
+        with pytest.raises(TypeError):  # another tenant must not learn what this one asked for
             await chat.grammar(large, OutputFormat(), share="b")
     finally:
         await chat.close()

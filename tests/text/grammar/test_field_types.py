@@ -1,6 +1,6 @@
-"""Every type of field that pydantic and zod make a schema of: held to with `strict: true`, or told why not.
+"""Field types that pydantic and zod turn into a schema: enforced with `strict: true`, or refused with a reason.
 
-pydantic's schemas are its own. Zod's are written down as its `toJSONSchema` gives them.
+pydantic's schemas are generated here. Zod's are written down as its `toJSONSchema` returns them.
 """
 
 from __future__ import annotations
@@ -204,13 +204,13 @@ def held(schema: Any, *, strict: bool = True) -> str:
     return checked(Shape(structure=Structure(kind="json", text=json.dumps(schema), strict=strict)))
 
 
-def test_there_are_all_of_them() -> None:
+def test_every_field_type_is_listed() -> None:
     assert len(PYDANTIC) + len(NOT_HELD) + len(ZOD) >= 51
 
 
 @pytest.mark.parametrize("name", PYDANTIC)
 def test_a_field_of_pydantics(name: str) -> None:
-    """What is accepted pydantic reads, and what the grammar may say by itself too."""
+    """pydantic parses what the grammar accepts, and what the grammar generates on its own."""
     kind, good, bad = PYDANTIC[name]
     model = pydantic.create_model("Answer", x=(kind, ...))
     grammar = held(model.model_json_schema())
@@ -230,7 +230,7 @@ def test_a_field_of_pydantics(name: str) -> None:
         "AnyUrl",
         "IPv6Address",
     ):
-        for seed in range(5):  # those whose formats say nothing, or less than pydantic asks for
+        for seed in range(5):  # the others have formats that say nothing, or less than pydantic demands
             said = walk(grammar, random.Random(seed), most=400)
             if said is not None:
                 model.model_validate_json(said)
@@ -250,7 +250,7 @@ def test_a_field_of_zods(name: str) -> None:
     schema, good, bad = ZOD[name]
     for whole, wrapped in ((schema, False), ({"type": "object", "properties": {"x": schema}, "required": ["x"]}, True)):
         if wrapped and "#" in json.dumps(schema):
-            continue  # it points to itself
+            continue  # the schema refers to its root
         grammar = held({"$schema": "https://json-schema.org/draft/2020-12/schema", **whole})
         for value in good:
             assert accepts(grammar, json.dumps({"x": value} if wrapped else value, ensure_ascii=False)), value

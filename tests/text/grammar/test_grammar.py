@@ -1,4 +1,4 @@
-"""What is refused of a grammar before anything is compiled: a sentence that names the limit."""
+"""Grammars that are refused before anything is compiled, with an error that names the limit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def text_of(kind: Kind, text: str) -> str:
 
 @pytest.mark.parametrize("multiple", [100_001, 1e6, 1e300, -100_001, 12345.678, 1.00001, 10**400])
 def test_a_large_multiple_is_refused(multiple: Any) -> None:
-    """It has as many states as it is large, which took 3.6 GB of the worker by integers."""
+    """It needs as many states as its value: 3.6 GB of the worker for an integer."""
     schema = {"type": "object", "properties": {"n": {"anyOf": [{"type": "number", "multipleOf": multiple}]}}}
     for refused in (
         lambda: text_of("json", json.dumps(schema)),
@@ -32,11 +32,11 @@ def test_a_large_multiple_is_refused(multiple: Any) -> None:
 
 
 @pytest.mark.parametrize("multiple", [1, 2.5, 100_000, 1e5, 0.00001, 99999.0, True, "x"])
-def test_others_are_not(multiple: Any) -> None:
+def test_a_large_bound_is_not_refused(multiple: Any) -> None:
     assert text_of("json", json.dumps({"type": "number", "multipleOf": multiple}))
 
 
-def test_an_object_has_so_many_optional_properties() -> None:
+def test_optional_properties_are_bounded() -> None:
     def schema(count: int, needed: int) -> str:
         names = [f"p{n}" for n in range(count)]
         return json.dumps({"type": "object", "properties": {name: {} for name in names}, "required": names[:needed]})

@@ -1,4 +1,4 @@
-"""Grammars in Lark as patterns: what they allow, as Python's own expressions see it, and what is said of the others."""
+"""Lark grammars as patterns: what they accept, compared with Python's `re`, and why others are refused."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_grammar_without_a_pattern_is_refused(grammar: str, why: str) -> None:
 
 @pytest.mark.parametrize("form", [one for one in FORMATS if one.kind != "braces"], ids=lambda one: one.name)
 def test_a_call_is_held_to_it_in_every_form(form: CallFormat) -> None:
-    """As JSON, or as it is between tags."""
+    """Both as JSON and as plain text between tags."""
     text = {"type": "string", "pattern": f"^(?:{pattern_of(PATCH)})$"}
     schema = {"type": "object", "properties": {"input": text}, "required": ["input"], "additionalProperties": False}
     offered = [Offered("apply_patch", schema)]
@@ -107,22 +107,24 @@ def test_a_call_is_held_to_it_in_every_form(form: CallFormat) -> None:
 
 
 def _call(form: CallFormat, said: dict[str, str]) -> str:
-    ((name, given),) = said.items()
+    ((name, pattern),) = said.items()
     kind, begin, end = form.kind, form.begin, form.end
     if kind == "object":
         head = form.head.replace("{index}", "0")
-        inner = f'{{{head}{json.dumps(name)}, "{form.arguments}": {json.dumps({"input": given})}}}'
+        inner = f'{{{head}{json.dumps(name)}, "{form.arguments}": {json.dumps({"input": pattern})}}}'
         inner = f"[{inner}]" if form.listed else inner
     elif kind == "channel":
-        inner = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{json.dumps({'input': given})}"
+        inner = (
+            f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{json.dumps({'input': pattern})}"
+        )
     elif kind == "python":
-        inner = f"[{name}(input={json.dumps(given)})]"
+        inner = f"[{name}(input={json.dumps(pattern)})]"
     else:
         opened = form.open.replace("{name}", name).replace("{index}", "0")
         if kind == "named":
-            inner = json.dumps({"input": given})
+            inner = json.dumps({"input": pattern})
         else:
-            inner = f"{form.key[0]}input{form.key[1]}{given}{form.value_end}"
+            inner = f"{form.key[0]}input{form.key[1]}{pattern}{form.value_end}"
         inner = opened + inner + form.close
     return begin + inner + end
 

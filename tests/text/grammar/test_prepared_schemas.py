@@ -1,4 +1,4 @@
-"""What becomes of a client's schema before answers are held to it."""
+"""Preparation of a client's schema before it constrains answers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def takes(schema: Any, good: list[Any], bad: list[Any]) -> None:
         {"propertyNames": {}},
         {"propertyNames": True},
         {"uniqueItems": False},
-        {"uniqueItems": True},  # of a list, and this is none
+        {"uniqueItems": True},  # it applies to lists, and this is none
         {"not": False},
         {"if": {"required": ["a"]}},
         {"then": {"required": ["b"]}},
@@ -63,9 +63,9 @@ def takes(schema: Any, good: list[Any], bad: list[Any]) -> None:
         {"contentSchema": {"type": "object"}},
     ],
 )
-def test_what_says_nothing_passes(more: dict[str, Any]) -> None:
-    found = prepared({"type": "object", "properties": {"a": {"type": "integer"}}, **more}, strict=True)
-    assert not found.warnings
+def test_keywords_without_effect_are_accepted(more: dict[str, Any]) -> None:
+    result = prepared({"type": "object", "properties": {"a": {"type": "integer"}}, **more}, strict=True)
+    assert not result.warnings
     takes({"type": "object", "properties": {"a": {"type": "integer"}}, **more}, [{}, {"a": 1}], [{"a": "x"}, []])
 
 
@@ -135,7 +135,7 @@ B: dict[str, Any] = {"type": "object", "properties": {"b": {"type": "integer"}}}
         ({"$defs": {"A": A}, "properties": {"in": {"allOf": [{"$ref": "#/$defs/A"}], "title": "t"}}},
          [{"in": {"a": 1}}], [{"in": {"x": 1}}]),
         ({"type": "object", "properties": {}}, [{}], [{"x": 1}]),
-        # Open, since it says so.
+        # open, as it says so
         ({**A, "additionalProperties": True}, [{"a": 1, "x": 1}], [{"a": "x"}]),
         ({**A, "additionalProperties": {"type": "string"}}, [{"a": 1, "x": "y"}], [{"x": 1}]),
         ({**A, "unevaluatedProperties": True}, [{"a": 1, "x": 1}], [{"a": "x"}]),
@@ -145,7 +145,7 @@ B: dict[str, Any] = {"type": "object", "properties": {"b": {"type": "integer"}}}
         ({"type": "object"}, [{"x": 1}], [5]),
         ({"type": "object", "required": ["x"]}, [{"x": 1}], [{}]),
         ({"properties": {"in": {**A, "additionalProperties": True}}}, [{"in": {"x": 1}}], [{"x": 1}]),
-        # Put together from parts, none of which names all properties.
+        # composed of parts, none of which names all properties
         ({"allOf": [A, B]}, [{"a": 1, "b": 1}], [{"a": "x"}]),
         ({**A, "allOf": [B]}, [{"a": 1, "b": 1}], [{"b": "x"}]),
         ({**A, "anyOf": [{"required": ["a"]}, B]}, [{"a": 1, "b": 1}], [{"a": "x"}]),
@@ -169,10 +169,10 @@ def test_a_schema_that_comes_back_to_itself_is_closed_at_every_depth() -> None:
 
 
 def test_closing_changes_nothing_of_the_schema_that_was_given() -> None:
-    given = {"properties": {"in": {"properties": {"a": {}}}}, "items": [A], "anyOf": [A]}
-    before = json.dumps(given)
-    closed(given)
-    assert json.dumps(given) == before
+    schema = {"properties": {"in": {"properties": {"a": {}}}}, "items": [A], "anyOf": [A]}
+    before = json.dumps(schema)
+    closed(schema)
+    assert json.dumps(schema) == before
 
 
 # ----------------------------------------------------------------------------------------- numbers
@@ -316,14 +316,14 @@ def test_look_ahead_is_rewritten_where_possible(pattern: str, good: list[str], b
     "pattern",
     [r"^(?!a)b", r"a(?=b)", r"(?<=a)b", r"(?<!a)b", r"(a)\1", r"^(?=a)b|c", r"^(?=a(?!b))c", r"(?<n>a)\k<n>", r"(?=a)"],
 )
-def test_look_ahead_that_cannot(pattern: str) -> None:
+def test_look_ahead_that_cannot_be_rewritten_is_reported(pattern: str) -> None:
     assert without_look_ahead(pattern) is None
 
 
 @pytest.mark.parametrize(
     "pattern", [r"a\(?=b", r"[(?=]", r"\\(a)", r"(?:a)", r"(?<n>a)", r"(?P<n>a)", r"[(]?=", r"\d\\1"]
 )
-def test_what_only_looks_like_look_ahead(pattern: str) -> None:
+def test_text_that_only_looks_like_look_ahead_is_kept(pattern: str) -> None:
     assert without_look_ahead(pattern) == [pattern]
 
 
@@ -350,15 +350,15 @@ CANNOT: list[tuple[Any, str, Any]] = [
 def test_unenforceable_keywords_are_an_error_if_strict_and_a_warning_if_not(schema: Any, word: str, wrong: Any) -> None:
     with pytest.raises(GrammarError, match=re.escape(word)):
         held(schema)
-    found = held(schema, strict=False)
-    assert len(found.warnings) == 1 and found.warnings[0].startswith("form: ") and f'"{word}' in found.warnings[0]
-    assert accepts(found.text, json.dumps(wrong)), "it is not enforced"
+    result = held(schema, strict=False)
+    assert len(result.warnings) == 1 and result.warnings[0].startswith("form: ") and f'"{word}' in result.warnings[0]
+    assert accepts(result.text, json.dumps(wrong)), "it is not enforced"
     inner = {"type": "object", "properties": {"x": schema, "y": {"type": "integer"}}, "required": ["x", "y"]}
-    found = held(inner, strict=False)
-    assert accepts(found.text, json.dumps({"x": wrong, "y": 1})), "and all else is"
-    assert not accepts(found.text, json.dumps({"x": wrong, "y": "1"}))
-    (told,) = found.warnings
-    assert word in ("oneOf",) or "at properties.x, " in told
+    result = held(inner, strict=False)
+    assert accepts(result.text, json.dumps({"x": wrong, "y": 1})), "and everything else is"
+    assert not accepts(result.text, json.dumps({"x": wrong, "y": "1"}))
+    (warning,) = result.warnings
+    assert word in ("oneOf",) or "at properties.x, " in warning
 
 
 @pytest.mark.parametrize(
@@ -424,8 +424,8 @@ def test_a_count_may_be_written_as_a_float() -> None:
 
 def test_half_a_surrogate_in_a_tools_schema_is_no_error() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", "description": "\ud800"}}}
-    (found,) = callable_tools([{"function": {"name": "f", "parameters": schema}}], None, None)
-    assert found.schema["properties"].keys() == {"a"}
+    (callable_tool,) = callable_tools([{"function": {"name": "f", "parameters": schema}}], None, None)
+    assert callable_tool.schema["properties"].keys() == {"a"}
 
 
 def test_schemas_of_tools_are_bounded() -> None:
@@ -437,7 +437,7 @@ def test_schemas_of_tools_are_bounded() -> None:
         callable_tools([tool("f", MAX_TEXT)], None, None)
     with pytest.raises(GrammarError, match=f"^f4: .*of all tools {4 * MAX_TEXT}"):
         callable_tools([tool(f"f{at}", MAX_TEXT - 100) for at in range(5)], None, None)
-    assert len(callable_tools([tool(f"f{at}", MAX_TEXT) for at in range(5)], None, ())) == 5, "those that hold nothing"
+    assert len(callable_tools([tool(f"f{at}", MAX_TEXT) for at in range(5)], None, ())) == 5, "those without effect"
 
 
 def test_a_schema_takes_time_that_grows_with_its_length() -> None:

@@ -1,4 +1,4 @@
-"""Puts the pieces of calls together as clients do."""
+"""Assembly of streamed calls, as clients do it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from cairn.types.outputs import ToolCallDelta
 
 
 def whole_calls(pieces: Iterable[Piece]) -> list[tuple[str, str]]:
-    """(name, arguments) of each call: only its first piece names it, and no other call's pieces stand within."""
+    """Return (name, arguments) of each call; fail unless only its first piece has the name and no call interrupts
+    another.
+    """
     calls: list[tuple[str, str]] = []
     for piece in pieces:
         if not isinstance(piece, ToolCallDelta):
@@ -27,7 +29,7 @@ def whole_calls(pieces: Iterable[Piece]) -> list[tuple[str, str]]:
 
 
 def read_calls(pieces: Iterable[Piece]) -> list[tuple[str, Any]]:
-    """(name, arguments) of each call; what is no JSON stays a text."""
+    """Return (name, parsed arguments) of each call; arguments that are not JSON stay strings."""
     return [(name, _read(arguments)) for name, arguments in whole_calls(pieces)]
 
 

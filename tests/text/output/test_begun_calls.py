@@ -1,5 +1,4 @@
-"""Calls are passed on while they are written, and are calls from then on: however they end, and however the text is
-cut into pieces."""
+"""Calls that are streamed while they are written: they stay calls, however they end and however the text is cut."""
 
 from __future__ import annotations
 
@@ -56,7 +55,7 @@ WRITTEN = {
     "harmony": f"<|channel|>commentary to=functions.write <|constrain|>json<|message|>{JSON}<|call|>",
 }
 HEADS = {name: text.partition(JSON)[0] for name, text in WRITTEN.items()}
-"""Up to where the arguments begin."""
+"""The text in front of the arguments."""
 HEADS |= {name: WRITTEN[name].partition("path")[0] for name in ("qwen_xml", "minimax", "seed", "glm")}
 CUTS = 12
 
@@ -75,13 +74,13 @@ def output_of(name: str, **more: Any) -> OutputFormat:
 
 
 def said(pieces: list[Piece]) -> str:
-    return "".join(one[1] for one in pieces if not isinstance(one, ToolCallDelta))
+    return "".join(piece[1] for piece in pieces if not isinstance(piece, ToolCallDelta))
 
 
 def read(
     text: str, output: OutputFormat, rng: random.Random | None = None, *, by_model: bool = True
 ) -> tuple[str, list[tuple[str, str]], int, bool]:
-    """Content, calls, how many of them are complete, and whether something could not be read."""
+    """Return content, calls, the number of complete calls, and whether anything could not be parsed."""
     reader, at, pieces = splitter(output, 1, 0), 0, []
     while at < len(text):
         size = len(text) if rng is None else rng.choice([1, 1, 2, 7, 50])
@@ -92,10 +91,12 @@ def read(
 
 
 def alike(text: str, output: OutputFormat, *, by_model: bool = True) -> tuple[str, list[tuple[str, str]], int, bool]:
-    found = read(text, output, by_model=by_model)
+    result = read(text, output, by_model=by_model)
     for seed in range(CUTS):
-        assert read(text, output, random.Random(seed), by_model=by_model) == found, f"how it is cut decides: {text!r}"
-    return found
+        assert read(text, output, random.Random(seed), by_model=by_model) == result, (
+            f"the result depends on how it is cut: {text!r}"
+        )
+    return result
 
 
 @pytest.mark.parametrize("held", [False, True])
@@ -121,7 +122,7 @@ def test_names_and_arguments_come_as_they_are_written(name: str, held: bool) -> 
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_call_that_is_cut_stays_cut(name: str) -> None:
-    """Never is a part of it content; before its arguments begin all of it is."""
+    """No part of it becomes content; before its arguments begin, all of it does."""
     text, rng = WRITTEN[name], random.Random(1)
     whole = json.dumps(GIVEN)
     for size in {*range(1, len(HEADS[name])), *rng.sample(range(len(HEADS[name]) + 20, len(text)), 30)}:
@@ -134,7 +135,7 @@ def test_a_call_that_is_cut_stays_cut(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_a_call_that_its_model_breaks_off_is_one_all_the_same(name: str) -> None:
+def test_a_call_that_its_model_breaks_off_is_still_a_call(name: str) -> None:
     text = WRITTEN[name][: len(HEADS[name]) + 300]
     content, calls, complete, unread = alike(text, output_of(name))
     assert (content, complete, unread) == ("", 1, True)
@@ -145,7 +146,7 @@ def test_a_call_that_its_model_breaks_off_is_one_all_the_same(name: str) -> None
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_what_only_looks_like_the_beginning_of_a_call_is_content(name: str) -> None:
-    """The mark alone, a tool that nobody offered, a name behind which something else stands."""
+    """The opening tag alone, a tool that was not offered, or a name followed by something else."""
     text, output = WRITTEN[name], output_of(name)
     head = HEADS[name]
     for other in (
@@ -159,7 +160,7 @@ def test_what_only_looks_like_the_beginning_of_a_call_is_content(name: str) -> N
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_whatever_is_broken_is_read_alike_at_every_cut(name: str) -> None:
+def test_broken_calls_are_read_alike_at_every_cut(name: str) -> None:
     form, output = BY_NAME[name], output_of(name)
     parts = ["", "{", "}", '"', "\\", "\\d", "x", "]", ",", "\n", form.end, form.close, form.begin, "</parameter>", "é"]
     short = WRITTEN[name].replace(json.dumps(TEXT)[1:-1], "a, b").replace(TEXT, "a, b")
@@ -177,7 +178,7 @@ def test_whatever_is_broken_is_read_alike_at_every_cut(name: str) -> None:
         alike(text[: rng.randrange(len(text))], output, by_model=False)
 
 
-def test_what_follows_a_broken_call_is_read() -> None:
+def test_text_behind_a_broken_call_is_read() -> None:
     hermes, xml, kimi = output_of("hermes"), output_of("qwen_xml"), output_of("kimi")
     good = WRITTEN["hermes"]
     bad = '<tool_call>{"name": "write", "arguments": {"path": "a" "b"}}'
@@ -191,8 +192,8 @@ def test_what_follows_a_broken_call_is_read() -> None:
     assert (content, complete) == ("Done.", 1) and calls[0][1].startswith('{"pa"th')
 
 
-def test_a_path_that_may_be_meant_otherwise_is_passed_on_as_written() -> None:
-    """Its backslashes have two meanings, so it must not come out as the wrong one."""
+def test_an_ambiguous_path_is_passed_on_as_written() -> None:
+    """Its backslashes are ambiguous, so it must not be streamed with the wrong meaning."""
     text = '<tool_call>{"name": "write", "arguments": {"path": "C:\\dir\\new", "mode": 1}}</tool_call>'
     content, calls, complete, unread = alike(text, output_of("hermes"))
     assert (content, complete, unread) == ("", 1, True) and calls[0][1] == '{"path": "C:\\dir\\new", "mode": 1}}'
@@ -214,13 +215,13 @@ def test_ids_are_those_that_stand_before_the_arguments() -> None:
             reader, pieces = splitter(output, 1, 0), []
             for at in range(0, len(text), size):
                 pieces += reader.push(text[at : at + size])
-            ids |= {one.id for one in pieces if isinstance(one, ToolCallDelta) and one.id}
+            ids |= {piece.id for piece in pieces if isinstance(piece, ToolCallDelta) and piece.id}
         (id,) = ids
         assert written_id(id) == ("" if where == "behind" else "abcdefghi"), where
 
 
 def test_of_forced_calls_only_the_first_is_passed_on_before_it_is_whole() -> None:
-    """One that comes again ends the answer, and is known by all of it."""
+    """A repeated call ends the answer, and only a complete call can be recognised as a repetition."""
     output = output_of("hermes", calls_only=True, held=True)
     call = WRITTEN["hermes"]
     other = call.replace("a.txt", "b.txt")
@@ -245,7 +246,7 @@ def test_a_forced_call_without_marks_is_passed_on() -> None:
     pieces += reader.push(text[300:]) + reader.finish(by_model=True)
     assert whole_calls(pieces) == [("write", JSON)] and reader.complete_calls == 1
     free = splitter(output_of("llama"), 1, 0)
-    assert free.push(text[:300]) == [], "what nothing holds to it may go on as text"
+    assert free.push(text[:300]) == [], "an unconstrained answer may continue as text"
 
 
 def test_what_is_certain_of_json_never_changes() -> None:
@@ -288,8 +289,8 @@ def test_what_is_certain_of_json_never_changes() -> None:
             passed = scanner.between(0, end)
             assert whole.text.startswith(passed) or whole.failed
             alone = JsonScanner()
-            alone.feed(text[:place] + " ")  # what ends a number
-            assert alone.text.startswith(passed), "it was read from so many characters"
+            alone.feed(text[:place] + " ")  # ends a number
+            assert alone.text.startswith(passed), "it was certain after this many characters"
         assert (scanner.done, scanner.failed, scanner.text) == (whole.done, whole.failed, whole.text)
         assert scanner.certain[1] == whole.certain[1] and scanner.ends == whole.ends
         for (_, value), end in zip(scanner.members, scanner.ends, strict=True):

@@ -1,4 +1,6 @@
-"""A grammar that is made of a form of calls is read by the parser of the same form, whatever the tools."""
+"""Grammars made from a call format: the parser of the same format reads everything they generate, whatever the
+tools.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def output_of(form: CallFormat, tools: list[dict[str, Any]]) -> OutputFormat:
 
 
 def read(text: str, output: OutputFormat, rng: random.Random | None = None) -> tuple[str, list[tuple[str, Any]]]:
-    """Content and calls of an answer that the model ended, read in random pieces."""
+    """Return content and calls of a complete answer that is read in random pieces."""
     reader, at, pieces = splitter(output, 1, 0), 0, []
     while at < len(text):
         size = len(text) if rng is None else rng.choice([1, 1, 2, 7, 50])
@@ -69,8 +71,8 @@ def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
 def random_object(rng: random.Random, depth: int = 0) -> dict[str, Any]:
     names = rng.sample(["path", "old_text", "n", "x-y", "a.b", "über", "values", "flag"], rng.randint(0, 4))
     required = [name for name in names if rng.random() < 0.6]
-    found: dict[str, Any] = {"type": "object", "properties": {name: random_schema(rng, depth) for name in names}}
-    return {**found, "required": required, "additionalProperties": False}
+    results: dict[str, Any] = {"type": "object", "properties": {name: random_schema(rng, depth) for name in names}}
+    return {**results, "required": required, "additionalProperties": False}
 
 
 def random_tools(rng: random.Random) -> list[dict[str, Any]]:
@@ -80,19 +82,19 @@ def random_tools(rng: random.Random) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def forms() -> list[CallFormat]:
-    """The table's, those that are told of a template's renderings, and those that models declare."""
+    """Return the table's formats, those derived from templates, and those that models declare."""
 
     async def told() -> list[CallFormat | None]:
         return [await derived(section) for section in FURTHER.values()]
 
     said = [declared_form(template, {"<|eot|>"}) for template, _, _ in DECLARED.values()]
-    found = [form for form in [*asyncio.run(told()), *said] if form is not None]
-    assert len(found) == len(FURTHER) + len(DECLARED)
-    return [*FORMATS, *found]
+    results = [form for form in [*asyncio.run(told()), *said] if form is not None]
+    assert len(results) == len(FURTHER) + len(DECLARED)
+    return [*FORMATS, *results]
 
 
 @pytest.mark.parametrize("part", range(10))
-def test_what_a_grammar_allows_is_read_as_calls(part: int, prove: bool, forms: list[CallFormat]) -> None:
+def test_everything_a_grammar_allows_is_read_as_calls(part: int, prove: bool, forms: list[CallFormat]) -> None:
     whole, sets = 0, 10_000 if prove else 250
     for seed in range(part, sets, 10):
         rng = random.Random(seed)
@@ -173,16 +175,16 @@ def test_calls_as_models_write_them(name: str) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_that_is_broken_anywhere_is_text(name: str) -> None:
-    """Whatever is cut out, nothing is lost, nothing raises, and no piece decides."""
+    """Whatever is cut out, nothing is lost, nothing raises, and the result does not depend on the pieces."""
     output, text = output_of(BY_NAME[name], F), CALLS[name]
     for seed in range(60):
         rng = random.Random(seed)
         start = rng.randrange(len(text))
         broken = "Hi " + text[:start] + rng.choice(["", "{", "x", "]"]) + text[start + rng.randint(0, 9) :] + " more"
         content, calls = read(broken, output)
-        assert read(broken, output, rng) == (content, calls), "how a text is cut decides what it is"
+        assert read(broken, output, rng) == (content, calls), "the result depends on how the text is cut"
         if not calls:
-            assert content.replace("\n", "") == broken.replace("\n", ""), "a text that is no call is content, all of it"
+            assert content.replace("\n", "") == broken.replace("\n", ""), "a text that is no call is content as a whole"
 
 
 @pytest.mark.parametrize("name", [*CALLS, "llama"])
@@ -229,7 +231,7 @@ def test_a_pattern_of_a_whole_text_is_held_to(form: CallFormat) -> None:
 
 @pytest.mark.parametrize("name", ["gemma", "lfm2"])
 def test_a_grammar_of_tools_grows_no_faster_than_they_do(name: str) -> None:
-    """It is made where all requests are read: types that are listed again, and arguments that all may be left out."""
+    """It is built on the event loop. Covers types that are listed repeatedly and arguments that are all optional."""
     nested: dict[str, Any] = {"type": "integer"}
     for _ in range(20):
         nested = {"type": ["object"] * 4, "properties": {"a": nested}, "required": ["a"]}

@@ -1,4 +1,4 @@
-"""Answers of gpt-oss: channels, calls, and what is neither."""
+"""Answers of gpt-oss: channels, calls, and text that is neither."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CALL = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1
 
 
 def read(text: str, output: OutputFormat = OUTPUT, seed: int | None = None, *, by_model: bool = True) -> Any:
-    """(reasoning, content, calls), read at once or in pieces of random sizes."""
+    """Return (reasoning, content, calls), read at once or in random pieces."""
     rng, at = random.Random(seed), 0
     reader, pieces = splitter(output, 1, 0), []
     while at < len(text):
@@ -72,7 +72,7 @@ def read(text: str, output: OutputFormat = OUTPUT, seed: int | None = None, *, b
 def test_answers_of_gpt_oss(text: str, wanted: Any) -> None:
     assert read(text) == wanted
     for seed in range(20):
-        assert read(text, seed=seed) == wanted, "how a text is cut decides what it is"
+        assert read(text, seed=seed) == wanted, "the result depends on how the text is cut"
 
 
 def test_a_call_that_was_cut_stays_cut_and_one_that_is_not_offered_is_content() -> None:
@@ -83,7 +83,7 @@ def test_a_call_that_was_cut_stays_cut_and_one_that_is_not_offered_is_content() 
     assert read(CALL, without) == ("", CALL, [])
 
 
-def test_the_answer_ends_with_its_first_call_where_one_is_wanted() -> None:
+def test_the_answer_ends_with_its_first_call_without_parallel_calls() -> None:
     reader = splitter(OutputFormat(thoughts="harmony", tools=True, one_call=True), 1, 0)
     pieces = reader.push(CALL + "<|end|><|start|>assistant" + FINAL + "more")
     assert len(pieces) == 1 and reader.over and not reader.finish(by_model=True)

@@ -17,7 +17,7 @@ VALUES = st.recursive(
 
 
 def scan(text: str, sizes: random.Random | None = None) -> tuple[JsonScanner, int]:
-    """Feed in random pieces; the scanner and the characters it read."""
+    """Feed a text in random pieces; return the scanner and the number of characters it read."""
     scanner = JsonScanner()
     at = 0
     while at < len(text) and not scanner.done and not scanner.failed:
@@ -72,7 +72,7 @@ def test_valid_json_is_read_unchanged(text: str, seed: int) -> None:
         ('{"a": True}', '{"a": true}'),
     ],
 )
-def test_what_has_one_meaning_is_mended(text: str, strict: str) -> None:
+def test_unambiguous_faults_are_mended(text: str, strict: str) -> None:
     for sizes in (None, *[random.Random(n) for n in range(5)]):
         scanner, at = scan(text, sizes)
         assert (scanner.done, at, scanner.text) == (True, len(text), strict)
@@ -95,7 +95,7 @@ def test_a_text_with_an_invalid_and_a_doubtful_escape_is_ambiguous(text: str) ->
         ('{"a": {"b": 1} <', 1), ('{"a": 1, <', 0), ('{"a": 1x', 0),
     ],
 )  # fmt: skip
-def test_braces_that_lack_are_counted_and_added(text: str, lacking: int) -> None:
+def test_missing_braces_are_counted_and_added(text: str, lacking: int) -> None:
     for sizes in (None, random.Random(3)):
         scanner, _ = scan(text, sizes)
         assert scanner.lacking == lacking

@@ -1,4 +1,4 @@
-"""Reading what a model says takes time that grows with its length alone, however it comes and whatever it repeats."""
+"""Parsing of answers: its time grows linearly with their length, whatever repeats and however it is cut."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from cairn.types.request import OfferedTool, OutputFormat, Request, SamplingPara
 from tests.text import text_models
 
 SIZE = 800_000
-"""Characters: what a context of a quarter of a million tokens holds."""
+"""Characters in a context of a quarter of a million tokens."""
 SECONDS = 6.0
-"""Of processor time for them, several times what it takes on a slow machine. What was mended took from a quarter of a
-minute to hours."""
+"""Limit in CPU seconds for them, several times what a slow machine takes.
+
+Before, it took from a quarter of a minute to hours.
+"""
 OFFERED = (OfferedTool("f", ("x",)),)
 
 
@@ -82,17 +84,17 @@ def test_a_long_answer_is_read_in_one_pass(name: str, step: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["members of a bare call", "a text value", "sections"])
-def test_it_is_so_token_by_token(name: str) -> None:
+def test_a_long_answer_is_read_in_one_pass_token_by_token(name: str) -> None:
     kind, text = LONG[name]
     assert seconds(form(kind), text[: SIZE // 2], 4) < SECONDS
 
 
 @pytest.mark.parametrize("name", ["arguments", "sections", "messages"])
 def test_eight_times_the_text_takes_about_eight_times_as_long(name: str) -> None:
-    """In one piece, as what was said comes back after a restart. It took 20 to 30 times as long."""
+    """In one piece, as an answer is parsed again after a restart. It took 20 to 30 times as long."""
     kind, text = LONG[name]
     close = "y=1)]<|tool_call_end|>" if name == "arguments" else ""
-    # A quadratic reader takes 64 times as long each time; a busy machine makes one measurement of three slow.
+    # A quadratic parser takes 64 times as long each time; a busy machine makes one measurement of three slow.
     small = min(seconds(form(kind), text[: len(text) // 8] + close, 1 << 30) for _ in range(3))
     assert any(seconds(form(kind), text, 1 << 30) < 20 * small for _ in range(3))
 
@@ -120,7 +122,7 @@ COSTLY: dict[str, tuple[str, str, str, str]] = {
         "minimax", f"<think>{MINIMAX}", "<minimax:tool_call></minimax:tool_call>", "</parameter></invoke>x</think>x",
     ),
 }  # fmt: skip
-"""A form, what an answer begins with, what is repeated, and how it ends."""
+"""A format, the beginning of an answer, the repeated unit, and the end."""
 
 
 @pytest.mark.parametrize("name", COSTLY)
@@ -152,7 +154,7 @@ PARTS = [
 
 
 def test_no_mixture_of_parts_takes_longer_than_its_length(prove: bool) -> None:
-    """Units of a form's own parts, repeated behind a beginning: 8 times the text may take 24 times as long."""
+    """Parts of a format's own markup, repeated after a beginning: 8 times the text may take 24 times as long."""
     rng = random.Random(1)
     for one in FORMATS:
         own = [one.begin, one.end, one.open.replace("{name}", "f"), one.close, one.joint, *one.key, one.value_end]
@@ -164,13 +166,13 @@ def test_no_mixture_of_parts_takes_longer_than_its_length(prove: bool) -> None:
             small = seconds(form(one.name), before + unit * (4_000 // len(unit)), step)
             if small < 0.01:
                 continue
-            # A quadratic reader takes 64 times as long each time; a busy machine makes one measurement of three slow.
+            # A quadratic parser takes 64 times as long each time; a busy machine makes one measurement of three slow.
             text = before + unit * (32_000 // len(unit))
             limit = max(1.0, 24 * small)
             assert any(seconds(form(one.name), text, step) < limit for _ in range(3)), (one.name, before, unit, step)
 
 
-def test_calls_in_python_are_as_they_were() -> None:
+def test_python_calls_are_parsed_or_refused() -> None:
     assert python_calls("[f(x=[1]]") is None
     assert python_calls("[f(x=1]") is None
     assert python_calls("f(x=1") is None
@@ -196,8 +198,10 @@ def stream(tokenizer: Tokenizer, *stop: str) -> TextStream:
 
 
 def test_a_control_token_within_a_long_call_costs_no_copy_of_it(tokenizer: Tokenizer) -> None:
-    """A stop that ends with a control token is looked for at each of them: only where it may be complete what was held
-    back of a call is read to its end. One that has begun is passed on, and no stop counts within it."""
+    """A stop sequence that ends with a control token is checked at each of them: the held-back part of a call is
+    parsed to its end only where the stop may be complete. Once a call is being streamed, no stop applies within
+    it.
+    """
     begun = tokenizer.encode('<tool_call>{"name": "of no tool", "arguments": {"x": "', special=True)
     mark = tokenizer.encode("<|im_start|>", special=True)
     text: Sequence[int] = tokenizer.encode("abc abd ", special=True)

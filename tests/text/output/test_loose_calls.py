@@ -1,4 +1,4 @@
-"""Calls that models write otherwise than their template teaches, and beside each a text that only looks like one."""
+"""Calls in other formats than the template's, and next to each a text that only looks like one."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ Read = tuple[str, str, list[tuple[str, Any]]]
 
 
 def read_once(text: str, output: OutputFormat, rng: random.Random | None = None, *, by_model: bool = True) -> Read:
-    """Content, reasoning and calls of an answer, read at once or in random pieces."""
+    """Return content, reasoning and calls of an answer, read at once or in random pieces."""
     reader, at, pieces = splitter(output, 1, 0), 0, []
     while at < len(text):
         size = len(text) if rng is None else rng.choice([1, 1, 2, 5, 30])
@@ -72,10 +72,12 @@ def read_once(text: str, output: OutputFormat, rng: random.Random | None = None,
 
 def read(name: str, text: str, *, by_model: bool = True, **more: Any) -> Read:
     output = output_of(BY_NAME[name], **more)
-    found = read_once(text, output, by_model=by_model)
+    result = read_once(text, output, by_model=by_model)
     for seed in range(15):
-        assert read_once(text, output, random.Random(seed), by_model=by_model) == found, "how a text is cut decides"
-    return found
+        assert read_once(text, output, random.Random(seed), by_model=by_model) == result, (
+            "the result depends on how the text is cut"
+        )
+    return result
 
 
 # ---------------------------------------------------------------------------------------- in the marks of a form
@@ -86,13 +88,13 @@ ARG = "<arg_key>path</arg_key>\n<arg_value>a.txt</arg_value>\n"
 @pytest.mark.parametrize(
     ("text", "content", "calls"),
     [
-        # A name is one that was offered.
+        # Only names of offered tools count.
         ("<tool_call>the name of it</tool_call> is how", None, []),
         (f"<tool_call>read\n{ARG}</tool_call>", None, []),
         ('<tool_call>{"name": "read", "arguments": {"path": "a.txt"}}</tool_call>', None, []),
         ("<tool_call>now</tool_call>", "", [("now", {})]),
         (f"Well.\n<tool_call>write\n{ARG}</tool_call>", "Well.", [P]),
-        # JSON, or a name and JSON.
+        # JSON, or a name followed by JSON.
         ('<tool_call>{"name": "write", "arguments": {"path": "a.txt"}}</tool_call>', "", [P]),
         ('<tool_call>\n{"name": "write", "arguments": {"path": "a.txt"}}\n</tool_call>\nx', "x", [P]),
         ('<tool_call>write {"path": "a.txt"}</tool_call>', "", [P]),
@@ -107,7 +109,7 @@ ARG = "<arg_key>path</arg_key>\n<arg_value>a.txt</arg_value>\n"
         (f"<tool_call>write\n{ARG.replace('</arg_value>', '')}</tool_call>\n<tool_call>now</tool_call>",
          "", [P, ("now", {})]),
         (f"<tool_call>write\n{ARG.replace('</arg_value>', '')}</tool_call> Done.", " Done.", [P]),
-        # And here it is not: the text speaks of tags.
+        # No closing tag is missing here: the value mentions tags.
         ("<tool_call>write\n<arg_key>path</arg_key>\n<arg_value>a.txt</arg_value>\n<arg_key>text</arg_key>\n"
          "<arg_value>`<arg_key>mode</arg_key>` and </tool_call> end it, <arg_key>x</arg_key> too</arg_value>\n"
          "</tool_call>",
@@ -120,7 +122,7 @@ def test_calls_of_glm(text: str, content: str | None, calls: Any) -> None:
 
 
 def xml(*parameters: str, name: str = "write") -> str:
-    return f"<function={name}>\n" + "".join(f"<parameter={one}\n" for one in parameters) + "</function>"
+    return f"<function={name}>\n" + "".join(f"<parameter={parameter}\n" for parameter in parameters) + "</function>"
 
 
 @pytest.mark.parametrize(
@@ -228,9 +230,9 @@ def test_what_only_looks_like_a_call(name: str) -> None:
         f"~~~\n{call}\n~~~",
         f"````\n```\n{call}\n```\n````",
         call.replace("write", "read", 1),  # not offered
-        call[:-1],  # not whole
-        call.replace("path", "paths"),  # not of the tool
-        call.replace("path", "how"),  # not one of its values, and what it needs is missing
+        call[:-1],  # incomplete
+        call.replace("path", "paths"),  # not a parameter of the tool
+        call.replace("path", "how"),  # unknown parameter, and a required one is missing
         f"<think>\nI could say\n{call}\nor not.</think>",
     ):
         content, reasoning, calls = read(name, text)
@@ -373,7 +375,7 @@ NEVER_ENDING = {
 
 @pytest.mark.parametrize(("name", "piece"), [(name, piece) for name in NEVER_ENDING for piece in NEVER_ENDING[name]])
 @pytest.mark.parametrize("before", ["", "<think>"])
-def test_what_never_ends_is_read_in_linear_time(name: str, piece: str, before: str) -> None:
+def test_a_call_that_never_ends_is_read_in_linear_time(name: str, piece: str, before: str) -> None:
     times = []
     for size in (1500, 6000):
         text, reader = before + piece * size, splitter(output_of(BY_NAME[name]), 1, 0)
@@ -460,4 +462,4 @@ def test_random_answers_are_read_alike_however_they_are_cut(name: str, thoughts:
             assert read_once(text, output, rng, by_model=by_model) == (content, reasoning, calls), (seed, text)
         if not calls:
             left = re.sub(r"</?(?:think|answer)>|\s", "", reasoning + content)
-            assert left == re.sub(r"</?(?:think|answer)>|\s", "", text), "a text that is no call is there, all of it"
+            assert left == re.sub(r"</?(?:think|answer)>|\s", "", text), "a text that is no call is content as a whole"

@@ -19,7 +19,7 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"x": [1, "a"]}}\n</tool_call>'
 def run(
     text: str, output: OutputFormat = BOTH, rng: random.Random | None = None, by_model: bool = True
 ) -> tuple[str, str, list[tuple[str, str]], int]:
-    """Content, reasoning, calls (name, arguments), and how many of them are complete."""
+    """Return content, reasoning, calls (name, arguments), and the number of complete calls."""
     splitter = Splitter(output, 1, 0)
     pieces: list[Piece] = []
     at = 0
@@ -32,7 +32,7 @@ def run(
 
 
 def joined(pieces: list[Piece], splitter: Splitter) -> tuple[str, str, list[tuple[str, str]], int]:
-    """What a client puts together of them."""
+    """Return what a client assembles from the pieces."""
     calls: dict[int, tuple[str, str]] = {}
     texts = {"text": "", "reasoning": ""}
     for piece in pieces:
@@ -58,14 +58,14 @@ CASES = [
     (f"<tool_call>{OBJECT}</tool_ call>", "</tool_ call>", "", 1),
     (f"<tool_call>{OBJECT}\n", "", "", 1),
     (f"<tool_call>{OBJECT}{OBJECT[:9]}", OBJECT[:9], "", 1),
-    # What is wrong behind the arguments is content, and whatever is without a tool that was offered.
+    # Junk behind the arguments is content; with a tool that was not offered, everything is.
     (f"{BROKEN} oops</tool_call>", " oops</tool_call>", "", 1),
     (f'{BROKEN}, "more": nope}}</tool_call>', ', "more": nope}</tool_call>', "", 1),
     (f'{BROKEN}, "name": "g"}}</tool_call>', "", "", 1),
     (f"{BROKEN}]</tool_call>{CALL}", "]</tool_call>", "", 2),
     (f"{BROKEN.replace('f', 'h', 1)} oops</tool_call>", f"{BROKEN.replace('f', 'h', 1)} oops</tool_call>", "", 0),
     (f'<tool_call>{{"name": "h", "arguments": {{"x": "\n</tool_call>\n{CALL}', None, "", 1),
-    # What is, is mended.
+    # What is missing is added.
     (BROKEN, "", "", 1),
     (f"{BROKEN}\n</tool_call>\nx", "x", "", 1),
     (f"{OBJECT[:-2]}</tool_call>".join(["<tool_call>", "x"]), "x", "", 1),
@@ -73,7 +73,7 @@ CASES = [
     (f'{BROKEN}, "more": {{"y": 2}}, "type": 5}}\n</tool_call>\nx', "x", "", 1),
     (f"<tool_call>{OBJECT.replace('arguments', 'parameters')}</tool_call>", "", "", 1),
     (f'<tool_call>{{"type": "function", "function": {OBJECT}}}</tool_call>', "", "", 1),
-    # Reasoning stands at the beginning or nowhere.
+    # Reasoning stands at the beginning or not at all.
     ("Hello\nworld\n", "Hello\nworld\n", "", 0),
     ("<think>\nhm\n\nok\n</think>\n\nHello", "Hello", "hm\n\nok", 0),
     (" \n<think>hm</think>Hello", "Hello", "hm", 0),
@@ -144,7 +144,7 @@ def test_a_call_cut_before_its_arguments_is_all_content() -> None:
             assert run("x\n" + CALL[:size], by_model=by_model) == ("x\n" + CALL[:size], "", [], 0)
 
 
-def test_a_brace_that_lacks_is_added_only_if_the_model_ended_there() -> None:
+def test_a_missing_brace_is_added_only_if_the_model_ended_there() -> None:
     """Known failure 15."""
     whole = [("f", '{"x": [1, "a"]}')]
     assert run(BROKEN, by_model=True) == ("", "", whole, 1)
@@ -166,7 +166,7 @@ def test_an_answer_in_json_is_held_back_no_longer_than_it_may_be_a_call() -> Non
     splitter = Splitter(BOTH, 1, 0)
     assert splitter.push('{"name": "Ada"') == [("text", '{"name": "Ada"')]
     splitter = Splitter(OutputFormat(tools=True), 1, 0)
-    assert splitter.push('{"name": "f"') == [("text", '{"name": "f"')]  # no tool was offered
+    assert splitter.push('{"name": "f"') == [("text", '{"name": "f"')]  # no tools were offered
 
 
 XML = OutputFormat(tools=True, xml=True, offered=(OfferedTool("f", ("n", "list", "on")),))
@@ -201,7 +201,7 @@ def test_calls_in_xml_tags(body: str, arguments: dict[str, Any] | None) -> None:
             assert (content, calls) == (text + "\n.", [])
         else:
             assert (content, complete) == (".", 1)
-            assert [(name, json.loads(given)) for name, given in calls] == [("f", arguments)]
+            assert [(name, json.loads(text_of_arguments)) for name, text_of_arguments in calls] == [("f", arguments)]
 
 
 def test_xml_goes_on_where_json_may_stand_and_ends_with_the_answer() -> None:
@@ -226,7 +226,7 @@ def test_reasoning_that_the_prompt_opened() -> None:
 
 
 def tagged(text: str) -> str:
-    """What is left of a text when everything that may be dropped is."""
+    """Return a text without the tags and line breaks that may be dropped."""
     return re.sub(r"</?think>|\n", "", text)
 
 
@@ -251,12 +251,12 @@ def test_random_texts_give_the_same_in_any_pieces_and_lose_nothing() -> None:
         for _ in range(3):
             assert run(text, rng=rng) == whole, text
         if not whole[2]:
-            # No call was read: every character but tags and line breaks is content or reasoning.
+            # No call was parsed: every character except tags and line breaks is content or reasoning.
             assert len(tagged(whole[0]) + tagged(whole[1])) == len(tagged(re.sub(r"\A\s*(?=<think>)", "", text)))
 
 
 def test_whatever_is_wrong_with_a_call_is_read_the_same_at_every_cut() -> None:
-    """Known failures 15, 24: and arguments are JSON, unless they are the last thing that went wrong."""
+    """Known failures 15, 24: arguments are valid JSON unless the answer broke off in them."""
     rng = random.Random(7)
     typed = '{"name": "f", "arguments": {"a": -1.5e3, "b": [true, "\\u00e5"]}, "id": 1}'
     for _ in range(100):
@@ -282,7 +282,7 @@ def is_object(text: str) -> bool:
 
 
 def test_long_text_is_split_in_linear_steps() -> None:
-    """A held line break or bracket is searched again only as far as a tag is long."""
+    """A held-back line break or bracket is searched again only within the length of a tag."""
     splitter = Splitter(BOTH, 1, 0)
     for _ in range(20_000):
         splitter.push("\n")

@@ -1,4 +1,4 @@
-"""Values and calls in Python's syntax and in braces: what they mean, what is none, and that one pass reads them."""
+"""Values and calls in Python syntax and in braces: their meaning, texts that are none, and linear time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LONG = "long text, it\\'s " * 1000
 
 
 def test_calls_with_many_values() -> None:
-    """What would be no UTF-8 is written as an escape."""
+    """Lone surrogates, which UTF-8 cannot hold, are written as escapes."""
     many = ", ".join(f"'a{number}'" for number in range(300))
     (call,) = python_calls(f"[f(x=[{many}], y=('(', \"b)\", {{'c': 'it\\'s'}}), z='\\ud800')]") or ()
     assert call.arguments.encode()
@@ -86,7 +86,7 @@ def test_invalid_python_values(said: str) -> None:
         ('{content:"has } brace"}', {"content": "has } brace"}),
         ("{a:1,}", {"a": 1}),
         ("()", {}),
-        # No marks and no quotes at all: where a text ends is a guess.
+        # Neither marks nor quotes: the end of a string is a guess.
         ("{q:Tokyo}", None),
         ('{q:Oslo,b:<|"|>x<|"|>}', None),
         ("(q=Tokyo)", None),
@@ -104,7 +104,7 @@ def test_calls_of_gemma_as_it_writes_them_now_and_then(said: str, meant: Any) ->
 
 @pytest.mark.parametrize("piece", ["'", "'a", "\\'", "''a", "[", "{'a':", "'x', ", '"', "('", "\\", MARK, f"{MARK},"])
 def test_values_are_read_in_one_pass(piece: str) -> None:
-    """Four times the text takes no more than a few times as long, whatever it is made of."""
+    """Four times the text takes only a few times as long, whatever it consists of."""
     times = []
     for size in (5_000, 20_000):
         text = "[" + piece * size

@@ -1,4 +1,4 @@
-"""Reasoning in the marks of each family, and texts that only mention them."""
+"""Reasoning in each family's markup, and texts that only mention it."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ MARKS = {
 
 
 def read(name: str, text: str, **more: Any) -> tuple[str, str, int]:
-    """Content, reasoning and number of calls, however the text is cut."""
+    """Return content, reasoning and number of calls; fail if they depend on how the text is cut."""
     output = OutputFormat(reasoning=True, thoughts=name, **more)
-    found = None
+    first = None
     for seed in range(20):
         rng, reader, at, pieces = random.Random(seed), splitter(output, 1, 0), 0, []
         while at < len(text):
@@ -43,10 +43,10 @@ def read(name: str, text: str, **more: Any) -> tuple[str, str, int]:
             if not isinstance(piece, ToolCallDelta):
                 said[piece[0]] += piece[1]
         calls = len(read_calls(pieces))
-        found = found or (said["text"], said["reasoning"], calls)
-        assert (said["text"], said["reasoning"], calls) == found, "how a text is cut decides"
-    assert found is not None
-    return found
+        first = first or (said["text"], said["reasoning"], calls)
+        assert (said["text"], said["reasoning"], calls) == first, "the result depends on how the text is cut"
+    assert first is not None
+    return first
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -77,7 +77,7 @@ def test_text_between_the_marks_is_reasoning(name: str) -> None:
         ("<answer>\nYes.\n</answer>", "Yes.", ""),
         ("<think>Hm.</think>\n<answer>cut of", "cut of", "Hm."),
         ("<think>Hm.</think>Yes.", "Yes.", "Hm."),
-        # A content may speak of the tags, and those that are its own are the first and the last.
+        # Content may mention the tags: the first and the last ones are the markup.
         ("<answer>Write </answer> at the end.</answer>", "Write </answer> at the end.", ""),
         ("<answer>a</answer></answer>", "a</answer>", ""),
         ("Write <answer>x</answer>", "Write <answer>x</answer>", ""),

@@ -1,4 +1,4 @@
-"""Answers that only repeat themselves: where they end, and which repetitions are honest."""
+"""Answers that repeat themselves: where they are ended, and which repetitions are legitimate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.scripted_model import write_scripted
 
 
 def looped_at(tokens: list[int]) -> int | None:
-    """How many tokens it takes to find a loop."""
+    """Return after how many tokens a loop is detected."""
     watch = RepetitionWatch()
     for count, token in enumerate(tokens, 1):
         watch.push(token)
@@ -31,7 +31,7 @@ def test_a_loop_is_found_once_it_is_long_enough(period: int) -> None:
 
 
 def test_texts_without_a_loop() -> None:
-    assert looped_at(list(range(MAX_PERIOD + 1)) * 40) is None, "the piece is longer than what is looked for"
+    assert looped_at(list(range(MAX_PERIOD + 1)) * 40) is None, "the piece is longer than the longest that is detected"
     assert looped_at([1, 2, 3] * (MIN_REPEATED // 3)) is None, "a little too short"
     rows = [token for number in range(200) for token in (1, 2, 3, 4, 100 + number)]
     assert looped_at(rows) is None, "a table, whose rows differ"
@@ -52,13 +52,13 @@ def test_a_loop_is_the_same_as_the_plain_definition() -> None:
     for _ in range(30):
         piece = [rng.randrange(3) for _ in range(rng.randint(1, 70))]
         tokens = [rng.randrange(3) for _ in range(rng.randint(0, 300))] + piece * rng.randint(1, 14)
-        found = looped_at(tokens)
-        assert found == next((n for n in range(1, len(tokens) + 1) if plain(tokens[:n])), None)
+        result = looped_at(tokens)
+        assert result == next((n for n in range(1, len(tokens) + 1) if plain(tokens[:n])), None)
 
 
 @pytest.fixture(scope="module")
 def loops(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that never ends: it says the same 5 pieces again and again."""
+    """A model that never ends and repeats the same 5 tokens."""
     return write_scripted(tmp_path_factory.mktemp("loops") / "loops.gguf", [" a", " b", " c", " d", "."], end=None)
 
 
@@ -75,6 +75,6 @@ def test_an_answer_that_loops_ends(loops: Path) -> None:
         assert whole.tokens[: len(ended.tokens)] == ended.tokens
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "string", "minLength": 500}}}
         held = llm.chat(asked, repetition_stop=True, max_tokens=400, temperature=0, response_format=form)
-        assert held.detail == "" and len(held.tokens) == 400, "an answer that is held to a form goes on"
+        assert held.detail == "" and len(held.tokens) == 400, "an answer with a grammar goes on"
         with pytest.raises(InvalidRequest, match="repetition_stop must be true or false"):
             llm.chat(asked, repetition_stop=1)

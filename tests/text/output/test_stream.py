@@ -24,13 +24,17 @@ ARGUMENTS = '{"city": "Århus", "days": [1, 2]}'
 
 @pytest.fixture(scope="module", params=["plain", "added", "special"])
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """The tags of reasoning and tool calls as plain text, as added tokens, or as special tokens."""
+    """Return a tokenizer whose reasoning and tool call tags are plain text, added tokens, or special tokens."""
     data = json.loads(text_models.byte_level())
-    tags = [one for one in data["added_tokens"] if one["content"].strip("</>") in ("think", "tool_call")]
+    tags = [
+        added_token
+        for added_token in data["added_tokens"]
+        if added_token["content"].strip("</>") in ("think", "tool_call")
+    ]
     if request.param == "plain":
-        data["added_tokens"] = [one for one in data["added_tokens"] if one["special"]]
-    for one in tags:
-        one["special"] = request.param == "special"
+        data["added_tokens"] = [added_token for added_token in data["added_tokens"] if added_token["special"]]
+    for tag in tags:
+        tag["special"] = request.param == "special"
     folder = tmp_path_factory.mktemp("model")
     return Tokenizer.load(text_models.write_model(folder, json.dumps(data), text_models.QWEN_CONFIG))
 
@@ -54,7 +58,7 @@ def run(
     rng: random.Random | None = None,
     reason: FinishReason = FinishReason.STOP,
 ) -> tuple[list[Delta], FinishReason]:
-    """All deltas. Pushing goes on after a stop, as a server that is a step behind does."""
+    """Return all deltas. Pushing continues after a stop, as a worker that is a step ahead does."""
     deltas = [delta for chunk in chunks(tokens, rng) for delta in stream.push(chunk)]
     last, reason = stream.finish(reason)
     return deltas + last, reason
@@ -69,7 +73,7 @@ def reasoning_of(deltas: Sequence[Delta]) -> str:
 
 
 def calls_of(deltas: Sequence[Delta]) -> list[tuple[str, str, str]]:
-    """(id, name, arguments) of each call."""
+    """Return (id, name, arguments) of each call."""
     calls: list[list[str]] = []
     for piece in (piece for delta in deltas for piece in delta.tool_calls):
         if piece.index == len(calls):
@@ -79,11 +83,11 @@ def calls_of(deltas: Sequence[Delta]) -> list[tuple[str, str, str]]:
         else:
             assert not piece.id
             calls[piece.index][2] += piece.arguments
-    return [(one[0], one[1], one[2]) for one in calls]
+    return [(call[0], call[1], call[2]) for call in calls]
 
 
 def test_plain_text_streams_exactly(tokenizer: Tokenizer) -> None:
-    """Known failures 19, 22: any chunking joins to the decoded whole."""
+    """Known failures 19, 22: the pieces join to the decoded whole however it is chunked."""
     rng = random.Random(1)
     for text in text_models.TEXTS:
         tokens = tokenizer.encode(text)
@@ -98,7 +102,7 @@ def test_plain_text_streams_exactly(tokenizer: Tokenizer) -> None:
 
 
 def test_random_tokens_give_the_same_deltas_in_any_pieces(tokenizer: Tokenizer) -> None:
-    """Known failures 19, 22, 24: with everything on, whatever the model says."""
+    """Known failures 19, 22, 24: everything is on, and the model generates anything."""
     rng = random.Random(2)
     words = [
         CALL,
@@ -125,7 +129,7 @@ def test_random_tokens_give_the_same_deltas_in_any_pieces(tokenizer: Tokenizer) 
         fields = {"output": BOTH, "stop": ("stop", "\n\nx", "ðŁ", *controls)}
         deltas, reason = run(TextStream(tokenizer, request(**fields)), tokens)
         expected = (text_of(deltas), reasoning_of(deltas), calls_of(deltas), reason)
-        assert controls or "stop" not in expected[0]  # a control token that is looked for may stand within it
+        assert controls or "stop" not in expected[0]  # a stop with a control token may contain it
         for _ in range(3):
             stream = TextStream(tokenizer, request(**fields))
             deltas, reason = run(stream, tokens, rng)
@@ -134,7 +138,7 @@ def test_random_tokens_give_the_same_deltas_in_any_pieces(tokenizer: Tokenizer) 
 
 
 def test_reasoning_content_and_a_call(tokenizer: Tokenizer) -> None:
-    """Known failure 24, with the tags as plain text and as single tokens, special or not."""
+    """Known failure 24: tags as plain text, and as single tokens, special or not."""
     text = f"<think>\nWhat now?\n</think>\n\nLet me look.\n{CALL}"
     tokens = [*tokenizer.encode(text, special=True), tokenizer.eos_id]
     deltas, reason = run(TextStream(tokenizer, request(output=BOTH)), tokens)  # type: ignore[arg-type]
@@ -174,7 +178,7 @@ def test_a_malformed_call_is_content_unchanged(tokenizer: Tokenizer) -> None:
 
 
 def test_arguments_that_were_complete_are_json_whatever_follows(tokenizer: Tokenizer) -> None:
-    """Known failure 15: and what follows them is another call, passed over, or content."""
+    """Known failure 15: what follows is another call, dropped, or content."""
     one = '{"name": "f", "arguments": {"x": 1}'
     other = '{"name": "g\\ud800", "arguments": {}}'
     for said, content, names in (
@@ -210,7 +214,7 @@ def test_a_stop_string_never_leaks_and_ends_the_count(tokenizer: Tokenizer) -> N
 
 
 def test_stop_strings_do_not_touch_reasoning_or_calls(tokenizer: Tokenizer) -> None:
-    """Known failure 22: a stop is looked for in content only."""
+    """Known failure 22: stop sequences are matched in content only."""
     text = f"<think>go rhus stop</think>\n\n{CALL}"
     stream = TextStream(tokenizer, request(output=BOTH, stop=("stop", "rhus")))
     deltas, reason = run(stream, tokenizer.encode(text, special=True))
@@ -280,7 +284,7 @@ def test_the_end_token_is_no_text_even_where_it_is_not_special(tmp_path: Path) -
     stream = TextStream(made, request(sampling={"stop_token_ids": (end,)}))
     assert text_of(run(stream, tokens)[0]) == "bye"  # type: ignore[arg-type]
     assert stream.completion_tokens == len(tokens)
-    # A stop token of the caller's own choice is text like any other.
+    # A stop token that the caller chose is text like any other.
     own = made.encode("bye")[-1]
     assert text_of(run(TextStream(made, request(sampling={"stop_token_ids": (own,)})), made.encode("bye"))[0]) == "bye"
 
@@ -301,8 +305,8 @@ def test_tokens_generated_before_are_context_and_not_reported(tokenizer: Tokeniz
 
 
 @pytest.mark.parametrize("kind", text_models.KINDS)
-def test_what_continues_a_text_keeps_its_space(kind: str, tmp_path: Path) -> None:
-    """A decoder may drop the space before a text's first word, which the first word of an answer need not be."""
+def test_a_continued_text_keeps_its_space(kind: str, tmp_path: Path) -> None:
+    """A decoder may drop the space before the first word of a text, which the first word of an answer need not be."""
     made = Tokenizer.load(text_models.write_model(tmp_path, text_models.KINDS[kind](), {}))
     ids = made.encode("the quick brown fox jumps over the lazy dog")
     raw = OutputFormat(continues=True)
@@ -313,14 +317,14 @@ def test_what_continues_a_text_keeps_its_space(kind: str, tmp_path: Path) -> Non
         assert whole + said == made.decode(ids)
         again = TextStream(made, request(prompt=tuple(before), output=raw, generated=tuple(after[:1])))
         assert said.endswith(text_of(run(again, after[1:])[0]))
-        # A chat's answer is a text of its own, and so is what follows nothing but control tokens.
+        # A chat's answer is a text of its own, and so is what follows control tokens only.
         assert text_of(run(TextStream(made, request(prompt=tuple(before))), after)[0]) == rest
         for nothing in sorted(made.special_ids)[:1]:
             assert text_of(run(TextStream(made, request(prompt=(nothing,), output=raw)), after)[0]) == rest
 
 
 def test_other_endings_are_passed_on(tokenizer: Tokenizer) -> None:
-    """Known failure 15: an ending that is no success is not made one."""
+    """Known failure 15: an ending that is not a success is not turned into one."""
     tokens = tokenizer.encode(CALL, special=True)
     for reason in (FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.ERROR, FinishReason.LENGTH):
         assert run(TextStream(tokenizer, request(output=BOTH)), tokens, reason=reason)[1] is reason
@@ -330,7 +334,7 @@ def test_order_is_kept_where_kinds_alternate(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, request(output=BOTH))
     tokens = tokenizer.encode(f"<think>a</think>b{CALL}c{CALL}", special=True)
     deltas = stream.push(tokens) + stream.finish(FinishReason.STOP)[0]
-    assert [(one.reasoning, one.text, len(one.tool_calls)) for one in deltas] == [("a", "b", 1), ("", "c", 1)]
+    assert [(delta.reasoning, delta.text, len(delta.tool_calls)) for delta in deltas] == [("a", "b", 1), ("", "c", 1)]
 
 
 def test_a_tag_in_content_is_shown_whatever_its_token_is(tokenizer: Tokenizer) -> None:

@@ -1,4 +1,4 @@
-"""What each token of an answer is a part of: the characters of a kind are exactly those that are shown as that kind."""
+"""Kinds of an answer's tokens: the characters of each kind are exactly those that are shown as that kind."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ C, R, T, H = (bytes([kind]) for kind in (TokenKind.CONTENT, TokenKind.REASONING,
 
 
 def shown_as(pieces: Sequence[Piece], kind: str) -> str:
-    return "".join(one[1] for one in pieces if not isinstance(one, ToolCallDelta) and one[0] == kind)
+    return "".join(piece[1] for piece in pieces if not isinstance(piece, ToolCallDelta) and piece[0] == kind)
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("output", "words"), [(BOTH, HERMES), (OPENED, HERMES), (HARMONY, CHANNELS)])
-def test_every_character_is_of_the_kind_as_which_it_is_shown(output: OutputFormat, words: list[str], seed: int) -> None:
+def test_every_character_has_the_kind_as_which_it_is_shown(output: OutputFormat, words: list[str], seed: int) -> None:
     rng = random.Random(seed)
     texts = ["".join(rng.choice(words) for _ in range(rng.randrange(9))) for _ in range(400)]
     texts += [text for text, *_ in CASES] if output is BOTH else []
@@ -73,14 +73,14 @@ def test_every_character_is_of_the_kind_as_which_it_is_shown(output: OutputForma
         assert len(kinds) <= len(text)
         content = "".join(char for char, kind in zip(text, kinds, strict=False) if kind == "1")
         thought = "".join(char for char, kind in zip(text, kinds, strict=False) if kind == "2")
-        apart = "\n" if output is HARMONY else ""  # set between two messages, and no character of the answer
+        apart = "\n" if output is HARMONY else ""  # put between two messages, not part of the answer
         assert content.replace(apart, "") == shown_as(pieces, "text").replace(apart, ""), text
         assert thought.replace(apart, "") == shown_as(pieces, "reasoning").replace(apart, ""), text
 
 
 def run(stream: TextStream, tokens: Sequence[int], rng: random.Random | None = None) -> list[Delta]:
-    found = [delta for piece in chunks(tokens, rng) for delta in stream.push(piece)]
-    return [*found, *stream.finish(FinishReason.STOP)[0]]
+    results = [delta for piece in chunks(tokens, rng) for delta in stream.push(piece)]
+    return [*results, *stream.finish(FinishReason.STOP)[0]]
 
 
 def kinds_of(deltas: Sequence[Delta]) -> bytes:
@@ -88,7 +88,7 @@ def kinds_of(deltas: Sequence[Delta]) -> bytes:
 
 
 def test_kinds_come_with_the_text_of_their_tokens(tokenizer: Tokenizer) -> None:
-    """Each token once, and none with a text that is not there yet, however the answer comes."""
+    """Each token comes once, never before its text, however the answer is delivered."""
     rng = random.Random(5)
     words = [*HERMES, "stop", "st", "op", "😀", "Århus", "<|im_end|>"]
     for number in range(150):
@@ -103,7 +103,7 @@ def test_kinds_come_with_the_text_of_their_tokens(tokenizer: Tokenizer) -> None:
         assert len(kinds) == len(stream.tokens)
         for delta, text_, kind in itertools.product(whole, ("text", "reasoning"), (C, R)):
             if (text_ == "text") == (kind == C) and kind in delta.kinds:
-                assert getattr(delta, text_), "a token of a text comes with it"
+                assert getattr(delta, text_), "a token comes together with its text"
         again = TextStream(tokenizer, request)
         assert kinds_of(run(again, tokens, rng)) == kinds
 
@@ -130,14 +130,14 @@ def test_kinds_of_one_byte_tokens(tmp_path: Path, text: str, kinds: bytes) -> No
     assert eos is not None
     request = Request(id=1, prompt=(1,), sampling=SCORED, stop=("stop",), output=BOTH)
     stream = TextStream(bytewise, request)
-    found = kinds_of(run(stream, [*tokens, eos]))
-    assert found == (kinds if stream.stopped else kinds + H)
+    result = kinds_of(run(stream, [*tokens, eos]))
+    assert result == (kinds if stream.stopped else kinds + H)
     plain = TextStream(bytewise, Request(id=1, prompt=(1,), sampling=SCORED))
     assert kinds_of(run(plain, [*tokens, eos])) == C * len(tokens) + H
 
 
 def test_log_probabilities_are_those_of_the_kinds(tokenizer: Tokenizer) -> None:
-    """Also where a consumer lags, and of a request that goes on after tokens whose log-probabilities are not known."""
+    """Also where a consumer lags, and for a resumed request whose first log-probabilities are unknown."""
     tokens = [
         *tokenizer.encode("<think>so and so</think>\n\nHello there <tool_x>", special=True),
         tokenizer.eos_id or 0,
@@ -152,7 +152,7 @@ def test_log_probabilities_are_those_of_the_kinds(tokenizer: Tokenizer) -> None:
             deltas += [event for event in state.take() if isinstance(event, Delta)]
         state.end(FinishReason.STOP, None, None)
         deltas += [event for event in state.take() if isinstance(event, Delta)]
-        assert [one for delta in deltas for one in delta.logprobs] == scores[known:]
+        assert [logprob for delta in deltas for logprob in delta.logprobs] == scores[known:]
         content = [one.token for d in deltas for one in logprobs_of(TokenKind.CONTENT, d.kinds, d.logprobs)]
         assert tokenizer.decode(content) == "Hello there <tool_x>"
         assert all(len(delta.kinds) == len(delta.logprobs) for delta in deltas)

@@ -21,7 +21,7 @@ GOOD = [
     ('{"name":"f","arguments":"{\\"a\\": \\"\\ud800\\"}"}', "f", '{"a": "\ufffd"}'),
     ('{"name":"f","arguments":{"x":1},"extra":[{"arguments":2}]}', "f", '{"x":1}'),
     ('{"name":"f\\u0041","arguments":{"a":"\\ud83d\\ude00 \\n"}}', "fA", '{"a":"\\ud83d\\ude00 \\n"}'),
-    # One meaning, written badly.
+    # Unambiguous, though badly written.
     ('{"name": "f", "arguments": {"a": "x\ny\tz"}}', "f", '{"a": "x\\ny\\tz"}'),
     (r'{"name": "f", "arguments": {"a": "\d+"}}', "f", r'{"a": "\\d+"}'),
     ('{"name": "f", "arguments": {"a": 1,},}', "f", '{"a": 1}'),
@@ -55,7 +55,7 @@ BAD = [
 
 
 def run(text: str, rng: random.Random | None = None) -> tuple[CallReader, list[ParsedCall], str]:
-    """Read in random pieces: the reader, its calls, and what it left unread."""
+    """Read a text in random pieces; return the reader, its calls, and what it left unread."""
     reader = CallReader(OPEN, OutputFormat(tools=True))
     calls: list[ParsedCall] = []
     at = 0
@@ -71,7 +71,7 @@ def run(text: str, rng: random.Random | None = None) -> tuple[CallReader, list[P
 
 @pytest.mark.parametrize(("text", "name", "arguments"), GOOD)
 def test_a_call_is_read_however_it_is_cut(text: str, name: str, arguments: str | None) -> None:
-    """Known failure 24: arguments are passed on exactly as written, where that is JSON."""
+    """Known failure 24: arguments that are valid JSON are passed on exactly as written."""
     rng = random.Random(2)
     for pieces in (None, *[rng] * 20):
         reader, calls, left = run(text + CLOSE + "after", pieces)
@@ -80,7 +80,7 @@ def test_a_call_is_read_however_it_is_cut(text: str, name: str, arguments: str |
         (call,) = calls
         assert call.name == name
         assert arguments is None or call.arguments == arguments
-        (name + call.arguments).encode()  # goes out as UTF-8, which has no lone surrogates
+        (name + call.arguments).encode()  # must encode as UTF-8, which has no lone surrogates
         assert json.loads(call.arguments) == json.loads(arguments or json.dumps(json.loads(text)["arguments"]))
 
 

@@ -31,15 +31,15 @@ async def test_a_waiter_is_refused_only_for_time_its_own_tenant_used() -> None:
     await settle()
     slots.give("a", 0.6)
     await waiting[0]
-    slots.give("a", 0.6)  # more than 1 s in all
-    await asyncio.wait_for(closing, 20)  # no one who waits without patience is before it
+    slots.give("a", 0.6)  # more than 1 s in total
+    await asyncio.wait_for(closing, 20)  # the impatient ones before it have been refused
     assert [type(task.exception()) for task in waiting[2:]] == [Overloaded, Overloaded]
     slots.give("a", 5.0)
     await slots.take("a")  # nobody is before it
     late = asyncio.create_task(slots.take("a"))
     await settle()
     slots.give("a", 0.9)
-    late.cancel()  # as the turn comes
+    late.cancel()  # just as its turn comes
     with pytest.raises(asyncio.CancelledError):
         await late
     await slots.take("a")
@@ -57,14 +57,15 @@ async def test_a_tenant_waits_for_one_job_of_another_however_many_wait() -> None
     await settle()
     slots.give("a", 0.6)
     await settle()
-    for _ in range(20):  # whoever has the turn takes 0.6 s of it
+    for _ in range(20):  # each holder takes 0.6 s
         slots.give(order[-1], 0.6)
         await settle()
         if all(task.done() for task in tasks):
             break
     assert order == ["a", "b", "b"]
     errors = [task.exception() for task in tasks]
-    assert [error is None for error in errors] == [True] + 6 * [False] + 2 * [True]  # all of the tenant's own making
+    # Refused for their own tenant's use
+    assert [error is None for error in errors] == [True] + 6 * [False] + 2 * [True]
     assert all(isinstance(error, Overloaded) and error.retry_after for error in errors if error)
 
 
@@ -101,7 +102,7 @@ async def test_long_texts_are_worked_on_few_at_a_time_and_the_next_tenant_comes_
     for _ in range(AT_ONCE):
         assert await asyncio.to_thread(begun.acquire, timeout=30)
     assert order == ["a"] * AT_ONCE
-    tasks[0].cancel()  # its thread goes on, and keeps the place
+    tasks[0].cancel()  # its thread goes on and keeps the slot
     with pytest.raises(asyncio.CancelledError):
         await tasks[0]
     assert order == ["a"] * AT_ONCE
@@ -134,8 +135,8 @@ async def test_a_tenant_that_keeps_the_template_busy_makes_no_others_chat_a_429(
         busy = [asyncio.create_task(renderer.render(job, "a")) for _ in range(9)]
         await settle()
         assert await renderer.render(job, "b") == ["slow"]
-        found = await asyncio.gather(*busy, return_exceptions=True)
-        assert sum(isinstance(one, Overloaded) for one in found) >= 7
+        results = await asyncio.gather(*busy, return_exceptions=True)
+        assert sum(isinstance(result, Overloaded) for result in results) >= 7
     finally:
         await renderer.close()
 

@@ -23,18 +23,20 @@ from cairn.types.errors import CairnError, InvalidRequest, ModelFileError, Unava
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 NOON = 1_000_000_000.0 + 12 * 3600
-"""On 9 September 2001, or the day after it."""
+"""Noon of 9 September 2001."""
 
 
 @pytest.fixture(autouse=True)
 def busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests are about processor time: a machine that has none for them for long is no fault of theirs."""
+    """Raise the limit on waiting to minutes: these tests are about processor time, which a busy machine may not
+    have.
+    """
     monkeypatch.setattr("cairn.text.render.parent.STALLED", 300.0)
 
 
 @pytest.fixture
 async def renderer() -> AsyncIterator[Renderer]:
-    """Templates by name; `content` renders what it is given."""
+    """Return a renderer of templates by name; `content` renders its variable."""
     templates = {
         "content": "{{ messages[0].content }}",
         "endless": ENDLESS,
@@ -56,7 +58,7 @@ def job(template: str, content: str = "x", **fields: str) -> Job:
 
 
 async def one(template: str, timeout: float = 1.0, content: str = "x") -> str:
-    """Render with a template of its own; always ends the process."""
+    """Render a template in a process of its own, and end that process."""
     made = Renderer(Setup(templates={"default": template}, variables={}, timeout=timeout))
     try:
         await made.start()
@@ -66,7 +68,7 @@ async def one(template: str, timeout: float = 1.0, content: str = "x") -> str:
 
 
 def gone(pid: int, seconds: float) -> bool:
-    """Whether a process is no more within some seconds."""
+    """Return whether a process ends within some seconds."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:
@@ -101,7 +103,7 @@ async def test_overrunning_is_an_error_and_the_process_is_replaced(renderer: Ren
     assert renderer.pid != before
 
 
-async def test_what_a_template_refuses_or_cannot_do_is_the_requests_fault(renderer: Renderer) -> None:
+async def test_an_error_in_a_template_is_a_4xx(renderer: Renderer) -> None:
     pid = renderer.pid
     with pytest.raises(InvalidRequest, match="refuses these messages: no way"):
         await renderer.render(job("raise", "way"))
@@ -114,7 +116,7 @@ async def test_what_a_template_refuses_or_cannot_do_is_the_requests_fault(render
 async def test_a_cancelled_caller_leaves_no_answer_behind_for_the_next(renderer: Renderer) -> None:
     """Known failure 9."""
     task = asyncio.create_task(renderer.render(job("slow")))
-    await asyncio.sleep(0.01)  # a fast machine is through it in 80 ms
+    await asyncio.sleep(0.01)  # a fast machine is done in 80 ms
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -148,7 +150,7 @@ async def test_a_process_killed_while_it_renders_is_not_the_messages_fault(rende
 
 
 async def test_a_busy_machine_is_not_the_messages_fault() -> None:
-    """The limit is on the process's own time: it may wait for a processor, and others for it, as long as it takes."""
+    """The limit is on the process's own CPU time; it may wait for a processor as long as it takes."""
     made = Renderer(Setup(templates={"default": "{{ messages[0].content }}"}, variables={}, timeout=0.1))
     await made.start()
     assert made.pid is not None
@@ -163,12 +165,12 @@ async def test_a_busy_machine_is_not_the_messages_fault() -> None:
 
 
 def ticks(pid: int) -> int:
-    """Processor time of a process, in the system's hundredths of a second."""
+    """Return a process's CPU time in clock ticks, hundredths of a second."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11])
 
 
-async def test_time_in_which_it_has_no_processor_counts_for_nothing(renderer: Renderer) -> None:
-    """It is stopped in the midst of a job for longer than that may take."""
+async def test_time_without_a_processor_does_not_count(renderer: Renderer) -> None:
+    """The process is stopped in the middle of a job for longer than the job's limit."""
     pid = renderer.pid
     assert pid is not None
     before = ticks(pid)
@@ -242,14 +244,14 @@ async def test_bombs_cost_their_own_request_and_little_memory(bomb: str) -> None
     peaks: list[int] = []
 
     def look() -> bool:
-        """Note the most memory that the process ever held, in KiB; False once it has ended."""
+        """Record the process's peak memory in KiB; return False once it has ended."""
         try:
             lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         except (FileNotFoundError, ProcessLookupError):
             return False
-        found = [int(line.split()[1]) for line in lines if line.startswith("VmHWM")]
-        peaks.extend(found)
-        return bool(found)
+        results = [int(line.split()[1]) for line in lines if line.startswith("VmHWM")]
+        peaks.extend(results)
+        return bool(results)
 
     def watch() -> None:
         while look():
@@ -281,7 +283,7 @@ async def test_bombs_cost_their_own_request_and_little_memory(bomb: str) -> None
     ],
 )
 async def test_a_template_that_reaches_beyond_its_variables_is_refused(template: str, why: str) -> None:
-    """For that reason: a template that is too slow is refused, too."""
+    """The error names that reason: a template that is too slow is refused, too."""
     with pytest.raises(InvalidRequest, match=why):
         await one(template, timeout=20.0)
 
@@ -311,7 +313,7 @@ async def test_a_bomb_that_goes_off_while_compiling_is_the_models_fault(template
         await one(template)
 
 
-async def test_what_hub_templates_rely_on() -> None:
+async def test_features_that_hub_templates_rely_on_work() -> None:
     assert await one("{% for x in [1, 2, 3] %}{% if x == 2 %}{% continue %}{% endif %}{{ x }}{% endfor %}") == "13"
     assert await one("{% for x in [1, 2, 3] %}{% if x == 2 %}{% break %}{% endif %}{{ x }}{% endfor %}") == "1"
     assert await one("a\n    {% if true %}\nb\n    {% endif %}\nc") == "a\nb\nc"
@@ -360,8 +362,8 @@ def test_frames_have_a_longest_length() -> None:
         frame(Job(template="x", payload=bytes(MAX_FRAME + 1), marks="", now=0.0))
 
 
-async def test_templates_are_rendered_where_no_key_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They come with a model: whatever one of them may reach, no key is there."""
+async def test_the_rendering_process_has_no_api_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Templates come with a model: whatever one may reach in its process, there is no API key."""
     monkeypatch.setenv("CAIRN_API_KEY", "hush")
     monkeypatch.setenv("HF_TOKEN", "hush")
     made = Renderer(Setup(templates={"content": "x"}, variables={}, timeout=1.0))
@@ -417,7 +419,7 @@ async def test_a_start_that_is_cancelled_leaves_no_socket(monkeypatch: pytest.Mo
 
 
 def sockets(monkeypatch: pytest.MonkeyPatch) -> list[socket.socket]:
-    """Every socket of the pairs that are made from here on."""
+    """Collect every socket of the pairs that are created from here on."""
     made: list[socket.socket] = []
     real = socket.socketpair
 

@@ -15,14 +15,14 @@ from tests.text import text_models
 
 @pytest.fixture(scope="module", params=text_models.KINDS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Library]:
-    """A tokenizer of each kind, ours and the library's own."""
+    """Return a tokenizer of each kind, ours and the library's own."""
     text = text_models.KINDS[request.param]()
     folder = text_models.write_model(tmp_path_factory.mktemp("model"), text, {})
     return Tokenizer.load(folder), Library.from_str(text)
 
 
 def joined(stream: Detokenizer, ids: Sequence[int], rng: random.Random) -> str:
-    """Push in random pieces."""
+    """Push ids in random pieces; return the joined text."""
     pieces, at = [], 0
     while at < len(ids):
         size = rng.choice((1, 1, 1, 2, 5))
@@ -32,7 +32,7 @@ def joined(stream: Detokenizer, ids: Sequence[int], rng: random.Random) -> str:
 
 
 def test_pieces_join_to_the_decoded_whole_for_random_ids(pair: tuple[Tokenizer, Library]) -> None:
-    """Known failure 19: any ids, also ones that cut characters or are no text at all."""
+    """Known failure 19: any ids, also such that cut characters or are no text at all."""
     ours, library = pair
     rng = random.Random(7)
     for _ in range(400):
@@ -43,7 +43,7 @@ def test_pieces_join_to_the_decoded_whole_for_random_ids(pair: tuple[Tokenizer, 
 
 
 def test_pieces_join_to_the_text(pair: tuple[Tokenizer, Library]) -> None:
-    """Known failure 19: multi-byte characters and newlines survive being cut."""
+    """Known failure 19: multi-byte characters and newlines may be cut anywhere."""
     ours, library = pair
     rng = random.Random(8)
     for text in [*text_models.TEXTS, " leading", "  two", "\n\n\n", "a\u0301", "tail ", "😀" * 9]:
@@ -63,7 +63,8 @@ def test_byte_level_text_survives_exactly() -> None:
 def test_a_character_is_passed_on_with_its_last_byte_and_not_before() -> None:
     """Known failure 19."""
     ours = Tokenizer(Library.from_str(text_models.byte_level()), {"type": "ByteLevel"}, {})
-    ids = [ours.encode("a")[0]] + [ours.token_id(one) for one in "ðŁĺĢ"]  # the four bytes of U+1F600, spelt
+    # The four bytes of U+1F600 in the vocabulary's alphabet
+    ids = [ours.encode("a")[0]] + [ours.token_id(char) for char in "ðŁĺĢ"]
     stream = ours.detokenizer()
     assert [stream.push((i,)) for i in ids] == ["a", "", "", "", "😀"]
     stream = ours.detokenizer()
@@ -71,15 +72,15 @@ def test_a_character_is_passed_on_with_its_last_byte_and_not_before() -> None:
 
 
 def test_byte_fallback_runs() -> None:
-    """Known failure 19: a run of byte tokens is one text if it is valid as a whole."""
+    """Known failure 19: a run of byte tokens becomes one text if it is valid as a whole."""
     text = text_models.sentencepiece()
     library = Library.from_str(text)
     ours = Tokenizer(library, json.loads(text)["decoder"], {})
 
     def byte(value: int) -> int:
-        found = library.token_to_id(f"<0x{value:02X}>")
-        assert found is not None
-        return found
+        result = library.token_to_id(f"<0x{value:02X}>")
+        assert result is not None
+        return result
 
     euro = [byte(value) for value in "€".encode()]
     stream = ours.detokenizer()
@@ -108,14 +109,14 @@ def test_an_unusual_decoder_streams_ordinary_text(tmp_path: Path) -> None:
     assert "".join([*pieces, stream.flush()]).split() == Library.from_str(text).decode(ids).split()
 
 
-def test_bytes_that_are_no_text_are_not_decoded_ever_again() -> None:
-    """A decoder of no usual kind: what is held back is bounded, and a character that comes behind it is whole."""
+def test_invalid_bytes_are_not_decoded_again_and_again() -> None:
+    """With an unknown kind of decoder, what is held back is bounded, and a character behind it comes out whole."""
     data = json.loads(text_models.byte_level())
     replace = {"type": "Replace", "pattern": {"String": "\0"}, "content": "0"}
     data["decoder"] = {"type": "Sequence", "decoders": [data["decoder"], replace]}
     library = Library.from_str(json.dumps(data))
     ours = Tokenizer(library, data["decoder"], {})
-    bad, *character = (library.token_to_id(one) for one in "ĢðŁĺĢ")  # the byte 0x80, the four of U+1F600
+    bad, *character = (library.token_to_id(char) for char in "ĢðŁĺĢ")  # byte 0x80, then the four of U+1F600
     stream = ours.detokenizer()
     pieces = []
     for _ in range(4000):
@@ -140,7 +141,7 @@ def test_token_bytes_join_to_the_text(pair: tuple[Tokenizer, Library]) -> None:
 @pytest.mark.parametrize("said", ["你好吗", "a"])
 @pytest.mark.parametrize("cut", [0, 1])
 def test_an_answer_after_a_prompt_that_ends_within_a_character_loses_no_text(said: str, cut: int) -> None:
-    """A decoder of no usual kind looks at some ids before: what it cannot make out of those it does without."""
+    """An unknown kind of decoder gets some ids of the prompt as context; those that do not decode are left out."""
     data = json.loads(text_models.sentencepiece())
     metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": False}
     data["decoder"] = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, metaspace]}

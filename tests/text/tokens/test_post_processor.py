@@ -1,4 +1,4 @@
-"""Whole texts and pairs get what the tokenizers library would put around them, and nothing typed is a control token."""
+"""Post-processing of texts and pairs: as the tokenizers library does it, while typed control tokens stay text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_one_text_and_two(both: tuple[Tokenizer, Library]) -> None:
         assert [int(at >= pair.second) for at in range(len(pair.tokens))] == want.type_ids
 
 
-def test_what_is_cut(both: tuple[Tokenizer, Library]) -> None:
+def test_long_texts_are_truncated_before_the_control_tokens(both: tuple[Tokenizer, Library]) -> None:
     affixes = both[0].affixes
     assert affixes.whole([9] * 20, 5).tokens == (2, 9, 9, 9, 3)
     assert affixes.whole([9] * 3, 5).tokens == (2, 9, 9, 9, 3)

@@ -52,7 +52,7 @@ def test_a_vocabulary_that_is_not_read_is_named(name: str, tmp_path: Path) -> No
 
 
 def test_a_text_is_always_the_same_tokens(tmp_path: Path) -> None:
-    """Some files say that merges are left out by chance, as in training."""
+    """Some files ask for BPE dropout, as in training."""
     text = "abab" * 16
     vocab = {"a": 0, "b": 1, "ab": 2, "abab": 3}
     model = {"type": "BPE", "vocab": vocab, "merges": ["a b", "ab ab"], "dropout": 0.5}
@@ -66,7 +66,7 @@ def test_a_text_is_always_the_same_tokens(tmp_path: Path) -> None:
 
 
 def test_added_tokens_of_a_file_of_their_own(tmp_path: Path) -> None:
-    """As transformers reads added_tokens.json: special is what the configuration names."""
+    """Reads added_tokens.json as transformers does: the configuration names the special ones."""
     config = {"eos_token": "<|stop|>", "additional_special_tokens": ["<|also|>"]}
     folder = text_models.write_model(tmp_path, text_models.byte_level(), config)
     known = Tokenizer.load(folder).vocab_size
@@ -165,7 +165,8 @@ def test_typed_control_tokens_are_ordinary_text(qwen: Tokenizer, control: str) -
     assert qwen.control_ids.isdisjoint(ids)
     assert qwen.decode(ids, skip_special=False) == text
     assert qwen.control_ids.isdisjoint(qwen.encode_prompt(text, special=False))
-    assert qwen.encode_prompt(text).count(qwen.controls.ids[control]) == 3  # who writes a raw prompt is the template
+    # In a raw prompt the caller takes the template's place
+    assert qwen.encode_prompt(text).count(qwen.controls.ids[control]) == 3
     assert qwen.encode(text, special=True).count(qwen.controls.ids[control]) == 3
 
 
@@ -193,7 +194,7 @@ def test_without_control_tokens_all_ways_of_encoding_agree(kind: str, tmp_path: 
 
 @pytest.mark.parametrize("kind", text_models.KINDS)
 def test_rendered_text_encodes_as_the_library_encodes_it_whole(kind: str, tmp_path: Path) -> None:
-    """Known failure 23: control tokens recognised, everything between them as in the whole text."""
+    """Known failure 23: control tokens are recognised, and the rest is encoded as in the whole text."""
     text = text_models.KINDS[kind]()
     made = Tokenizer.load(text_models.write_model(tmp_path, text, unknown(kind)))
     library = Library.from_str(text)
@@ -210,7 +211,7 @@ def test_rendered_text_encodes_as_the_library_encodes_it_whole(kind: str, tmp_pa
 def test_rendered_text_encodes_as_the_whole_with_every_flag_of_a_token(
     kind: str, flags: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Known failure 23: tokens that swallow spaces, or that are looked for after normalising."""
+    """Known failure 23: tokens that swallow spaces, or that are matched after normalising."""
     data = json.loads(text_models.KINDS[kind]())
     for one in data["added_tokens"]:
         one |= dict.fromkeys(flags, True)
@@ -226,11 +227,11 @@ def test_rendered_text_encodes_as_the_whole_with_every_flag_of_a_token(
 
 
 def test_control_tokens_that_a_normaliser_hides_are_seen_in_a_template(tmp_path: Path) -> None:
-    """Known failure 21: early Llama files mark them as normalised beside a normaliser that puts a space in front."""
+    """Known failure 21: early Llama files mark them as normalised, with a normaliser that puts a space in front."""
     data = json.loads(text_models.sentencepiece())
     plain = Tokenizer.load(text_models.write_model(tmp_path / "a", json.dumps(data), text_models.LLAMA2_CONFIG))
-    for one in data["added_tokens"]:
-        one["normalized"] = True
+    for added_token in data["added_tokens"]:
+        added_token["normalized"] = True
     hidden = Tokenizer.load(text_models.write_model(tmp_path / "b", json.dumps(data), text_models.LLAMA2_CONFIG))
     text = "<s>the fox</s><s> quick</s>"
     assert hidden.encode("x</s>x", special=True).count(hidden.eos_id or 0) == 0
@@ -301,7 +302,7 @@ def test_marks_never_stand_at_an_end() -> None:
         assert broken == broken.strip(MARK)
 
 
-def test_what_counts_as_control() -> None:
+def test_flags_and_names_make_a_token_a_control_token() -> None:
     def token(text: str, special: bool = False) -> bool:
         return is_control(AddedToken(text, special=special))
 
@@ -324,7 +325,7 @@ def test_lone_surrogates_do_no_harm(qwen: Tokenizer) -> None:
 
 
 def in_vocabulary(folder: Path, config: dict[str, Any]) -> Tokenizer:
-    """A tokenizer of bytes whose vocabulary has tokens that tokenizer.json does not list as added ones."""
+    """Return a byte-level tokenizer with tokens in its vocabulary that are not among added_tokens."""
     words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<s>", "<|im_end|>", "<think>"]
     library = Library(models.BPE({word: n for n, word in enumerate(words)}, []))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -341,7 +342,7 @@ def test_tokens_of_the_vocabulary_that_only_the_config_marks_as_special(tmp_path
     assert made.control_ids.isdisjoint(made.encode("<s>a<|im_end|>"))
     assert made.decode([256, 64, 257]) == "a"
     assert made.vocab_size == 259
-    assert made.decode(made.encode("hi!")) == "hi!"  # a padding of one character is text
+    assert made.decode(made.encode("hi!")) == "hi!"  # a padding token of one character is text
 
 
 def test_a_special_token_of_the_vocabulary_keeps_its_id(tmp_path: Path) -> None:
@@ -395,9 +396,11 @@ def test_a_vocabulary_with_holes(tmp_path: Path) -> None:
     vocab = data["model"]["vocab"]
     size = len(vocab)
     piece = max(vocab, key=lambda one: vocab[one])
-    # The control token lives in the vocabulary, behind a hole, and the id that an alias would get is taken.
+    # The control token is in the vocabulary, behind a hole, and the id that an alias would get is taken.
     vocab["<|im_end|>"], vocab[piece] = size, size + 1
-    data["added_tokens"] = [one for one in data["added_tokens"] if one["content"] == "<|im_end|>"]
+    data["added_tokens"] = [
+        added_token for added_token in data["added_tokens"] if added_token["content"] == "<|im_end|>"
+    ]
     data["added_tokens"][0]["id"] = size
     made = Tokenizer.load(text_models.write_model(tmp_path, json.dumps(data), {}))
     library = Library.from_str(json.dumps(data))

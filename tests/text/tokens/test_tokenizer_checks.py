@@ -1,4 +1,4 @@
-"""Tokenizers that strangers made: what they may do to a text is bounded, and their faults are sentences."""
+"""Untrusted tokenizer files: limits on what they do to a text, and readable errors for broken ones."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_growth_is_estimated_from_the_file(step: Any, most: float) -> None:
 
 
 def spoilt(folder: Path, **parts: Any) -> Path:
-    """A model's tokenizer with other parts."""
+    """Return a model's tokenizer with some parts replaced."""
     folder.mkdir(exist_ok=True)
     (folder / "tokenizer.json").write_text(json.dumps(json.loads(text_models.byte_level()) | parts))
     return folder
@@ -78,21 +78,21 @@ def test_a_pattern_that_backtracks_for_ever_is_refused_by_name(tmp_path: Path, p
 
 
 def test_a_table_that_fails_on_text_is_refused() -> None:
-    """Its file is read, and what it says of a letter is beyond its end: the library panics."""
+    """The file loads, but its entry for a letter points past the end of a table, and the library panics."""
     wrong = fault(charsmap(b"a"), None)
     assert wrong is not None and "fails on a text made to try it" in wrong
 
 
-def test_what_tries_a_tokenizer_has_limits_of_time_and_memory() -> None:
-    """Told by the process itself, in the place of the first text that it would try."""
-    told = (
+def test_the_process_that_tries_a_tokenizer_has_limits() -> None:
+    """The process that tries the first text reports its own limits."""
+    program = (
         "import resource; from cairn.text.tokens import tokenizer_checks as checks; "
         "checks.probes = lambda _: [print(*(resource.getrlimit(kind)[0] for kind in "
         "(resource.RLIMIT_CPU, resource.RLIMIT_AS)))] and (); checks.main()"
     )
     parts = json.dumps([charsmap(), None])
     run = subprocess.run(
-        [sys.executable, "-c", told], input=parts, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program], input=parts, capture_output=True, text=True, timeout=60, check=True
     )
     assert f"{CPU_SECONDS} {MEMORY}" in run.stdout.splitlines()
 
@@ -129,20 +129,20 @@ def test_a_panic_of_the_library_is_the_requests_own_error() -> None:
 def test_counts_that_no_model_has_are_refused_before_anything_is_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens, merges in both ways to write them, pieces, and all that is beside them; at the limit they load."""
+    """Tokens, merges in both notations, pieces, and everything else in the file; at the limit they load."""
     monkeypatch.setattr(tokenizer, "_COMMAS", 2)
     monkeypatch.setattr(tokenizer, "MAX_LISTED", 8)
     bpe: dict[str, Any] = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"] * 8}
     Tokenizer.load(spoilt(tmp_path / "m", model=bpe))
     Tokenizer.load(spoilt(tmp_path / "m", model=bpe | {"merges": [["a", "b"]] * 8}))
     monkeypatch.setattr(tokenizer, "_library", lambda *_: pytest.fail("it was built"))
-    for model, what in (
+    for model, counted in (
         (bpe | {"merges": ["a b"] * 12}, "12 merges"),
         (bpe | {"merges": [["a", "b"]] * 12}, "12 merges"),
         (bpe | {"vocab": {str(i): i for i in range(12)}}, "12 tokens"),
         ({"type": "Unigram", "vocab": [["a", 0]] * 12}, "12 tokens"),
     ):
-        with pytest.raises(ModelFileError, match=f"holds some {what}; the limit is 8"):
+        with pytest.raises(ModelFileError, match=f"holds some {counted}; the limit is 8"):
             Tokenizer.load(spoilt(tmp_path / "m", model=model))
     monkeypatch.setattr(tokenizer, "MAX_JSON_VALUES", 100)
     with pytest.raises(ModelFileError, match="more than 100 values beside its tokens and merges"):
