@@ -176,16 +176,17 @@ class FakeEngine:
             found = [RowResult() for _ in plain]
         else:
             found = sample(plain, self._logits(self._states(wanted)), self._sampler)
-        sampled = iter(found)
-        results = [next(sampled) if row.want == "token" else self._hidden(row) for row in rows]
+        results = found
+        if len(plain) < len(rows):
+            sampled = iter(found)
+            results = [next(sampled) if row.want == "token" else self._hidden(row) for row in rows]
+        for number in missing:
+            results[number] = RowResult(error=NO_TOKEN)
         for number, row in enumerate(rows):
             if row.states_from is not None and not results[number].error:
                 places = [(row, place) for place in range(row.states_from, row.end)]
                 results[number] = msgspec.structs.replace(results[number], states=self._states(places).tobytes())
-        for number in missing:
-            results[number] = RowResult(error=NO_TOKEN)
-        for number, row in enumerate(rows):
-            if not self._attached.issuperset(digest for digest, _ in row.adapters):
+            if row.adapters and not self._attached.issuperset(digest for digest, _ in row.adapters):
                 results[number] = RowResult(error=NO_ADAPTER)
         self._sampled = [result.token for result in results]
         return Ready(results)

@@ -30,17 +30,17 @@ class LogitsQuestion:
     def __init__(self, rows: Sequence[Row]) -> None:
         """`rows` with all their tokens: no pending ones. Waits for the masks of those that have one."""
         self._rows = rows
-        self._counts = [0 if row.logits_from is None else row.end - row.logits_from for row in rows]
-        self.count = sum(self._counts)
-        self._greedy = self.count == len(rows) and all(map(_plain_greedy, rows))
-        """Whether each row asks for the highest logit of one position and nothing else."""
-        self._lines: list[Line] = []
-        self._masks: list[tuple[bytes | None, ...]] = []
-        if not self._greedy:
-            self._masks = [_masks(row) for row in rows]
-            self._lines = [line for row, mask in zip(rows, self._masks, strict=True) for line in _lines(row, mask)]
         self._tokens: list[int] = []
         self._choices: list[TokenChoice] = []
+        self._greedy = all(map(_plain_greedy, rows))
+        """Whether each row asks for the highest logit of one position and nothing else."""
+        if self._greedy:
+            self.count = len(rows)
+            return
+        self._counts = [0 if row.logits_from is None else row.end - row.logits_from for row in rows]
+        self.count = sum(self._counts)
+        self._masks = [_masks(row) for row in rows]
+        self._lines = [line for row, mask in zip(rows, self._masks, strict=True) for line in _lines(row, mask)]
 
     def answer(self, sampler: Sampler, logits: Any, count: int) -> None:
         """Decide the next `count` lines, of which `logits` [count, vocab] are the kernels' numbers."""
@@ -79,10 +79,11 @@ def sample(rows: Sequence[Row], logits: Any, sampler: Sampler = NUMPY) -> list[R
 
 
 def _plain_greedy(row: Row) -> bool:
-    """Whether the highest raw logit is the answer and nothing else was asked for."""
+    """Whether the highest raw logit of one position is the answer and nothing else was asked for."""
     params = row.sampling
     return (
-        row.samples
+        row.logits_from == row.end - 1
+        and row.samples
         and row.mask is None
         and not row.draft
         and params.temperature < GREEDY_BELOW
