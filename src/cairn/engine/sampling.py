@@ -91,7 +91,9 @@ def _plain_greedy(row: Row) -> bool:
         and not params.logit_bias
         and not params.min_tokens
         and params.extras is None
-        and not params.needs_history
+        and params.repetition_penalty == 1
+        and params.presence_penalty == 0
+        and params.frequency_penalty == 0
     )
 
 

@@ -161,7 +161,7 @@ class Scheduler:
         self._cache.recheck(running=bool(self._running))
         work: dict[Sequence, int] = {}
         prompts, again = self._decode(work)
-        drafts = self._guess(work, again) if self._speculation is not None else {}
+        drafts = self._guess(work, again) if work and self._speculation is not None else {}
         extra = again + sum(map(len, drafts.values())) if drafts else again
         budget = StepBudget(self._step_tokens - len(work) - extra, self._pace.tokens(len(work), extra))
         for sequence in prompts:
@@ -240,8 +240,7 @@ class Scheduler:
 
     def _guess(self, work: Mapping[Sequence, int], again: int) -> dict[Sequence, list[int]]:
         """Return the guesses for the sequences that decode, which compute so many tokens again."""
-        if self._speculation is None or not work:
-            return {}
+        assert self._speculation is not None
         return self._speculation.guess(work, (self._step_tokens - len(work) - again) // GUESSES_PART)
 
     def _allocate_guesses(self, work: Iterable[Sequence], drafts: Mapping[Sequence, list[int]]) -> int:
@@ -338,7 +337,7 @@ class Scheduler:
         self, work: dict[Sequence, int], budget: StepBudget, now: float, ended: list[Output], started: list[int]
     ) -> None:
         """Start waiting sequences in order, while the step has tokens and rows and the pool has blocks."""
-        if self._cache.blocked == len(self._waiting):
+        if not (waiting := len(self._waiting)) or self._cache.blocked == waiting:
             return
         skipped = Skipped()
         for sequence in self._waiting:

@@ -106,6 +106,8 @@ class WriteBehind:
         self._flushes = Flushes()
         self._drops = 0
         """Calls of `drop` that are not done yet."""
+        self._tails_at = -math.inf
+        """Time before which no tail is to be noted: they wait in the order of their ends."""
         self._going: set[bytes] = set()
         """Chunks that stores are about to drop, and those that would extend them."""
         self._breaks = 0
@@ -194,7 +196,7 @@ class WriteBehind:
     def turn(self, idle: bool) -> bool:
         """Copy noted chunks into the queue, up to a turn's bytes; return whether there is more to do at once."""
         self._settle()
-        if self.waiting.tails:
+        if self.waiting.tails and self._clock.now() >= self._tails_at:
             self._take_tails(self._limits.idle_seconds)
         room, more = self._limits.turn_bytes, self._ready(idle)
         while room > 0 and more and (following := self.waiting.next) is not None:
@@ -412,6 +414,8 @@ class WriteBehind:
                 self.waiting.insert(self.waiting.tails, dataclasses.replace(tail, at=now))
             else:
                 self._start(tail)
+        if idle and self.waiting.tails:
+            self._tails_at = next(iter(self.waiting.tails.values())).at + idle
 
     def _start(self, tail: NotedChunk) -> None:
         """Note a tail, unless a stored chunk contains it or its parent is not stored."""
