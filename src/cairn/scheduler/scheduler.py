@@ -89,6 +89,7 @@ class Scheduler:
         self._max_rows = min(limits.max_running, cache.info.max_rows, self._step_tokens)
         self._pace = PrefillPace(limits.step_seconds, limits.least_tokens)
         self._longest = min(cache.info.context, cache.longest)
+        self._block_tokens = cache.info.block_tokens
         self._sequences: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(limits.weights, limits.priorities, clock.now)
         self._running: list[Sequence] = []
@@ -381,7 +382,7 @@ class Scheduler:
                 return Admission.PASSES
             if not budget.short(missing):
                 return Admission.STOPS
-            ahead = skipped.needs(self._cache.info.block_tokens)
+            ahead = skipped.needs(self._block_tokens)
         covered = self._cache.open(kv, sequence.tokens, match, reuse=reuse, spare=spare, ahead=ahead)
         if covered is None:
             sequence.ahead = ahead
@@ -397,7 +398,7 @@ class Scheduler:
             return None
         beside = kept > 0 and not sequence.kv.claim.tried
         if isinstance(match.blocked_on, BlockPool):
-            spare, ahead = len(self._running), skipped.needs(self._cache.info.block_tokens) if beside else 0
+            spare, ahead = len(self._running), skipped.needs(self._block_tokens) if beside else 0
             short = not beside or sequence.target - match.covered <= kept
             fewer = spare >= sequence.spare and ahead >= sequence.ahead
             return Admission.STOPS if self._running and short and fewer else None
@@ -436,7 +437,7 @@ class Scheduler:
         if result.states and self._speculation is not None:
             self._speculation.take_states(sequence, row, result.states, row.end)
         end = sequence.computed = row.end
-        if end - row.start > 1 or end % self._cache.info.block_tokens in self._cache.turns:
+        if end - row.start > 1 or end % self._block_tokens in self._cache.turns:
             sequence.again = 0
             self._cache.publish(sequence.kv, sequence.tokens, end)
         if result.prompt_logprobs:
@@ -449,6 +450,8 @@ class Scheduler:
         cache = timing = None
         if sequence.first_token is None:
             sequence.first_token, cache, timing = now, sequence.report, sequence.timing(now)
+        elif finish is None and not (result.mu is not None or result.logprob or result.prompt_logprobs):
+            return Output(id=sequence.request.id, tokens=tokens)
         return Output(
             id=sequence.request.id,
             tokens=tokens,
@@ -514,7 +517,7 @@ class Scheduler:
     def _fail(self, sequence: Sequence, now: float, reason: FinishReason, error: str = "") -> Output:
         if error:
             # What a failed step left behind is undefined; the full blocks of earlier steps are published, and kept.
-            sequence.computed -= sequence.computed % self._cache.info.block_tokens
+            sequence.computed -= sequence.computed % self._block_tokens
         return Output(id=sequence.request.id, finish=reason, error=error, timing=self._end(sequence, State.FAILED, now))
 
     def _end(self, sequence: Sequence, state: State, now: float) -> Timing:
