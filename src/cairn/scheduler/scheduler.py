@@ -214,13 +214,13 @@ class Scheduler:
         prompts, again = list[Sequence](), 0
         for sequence in tuple(self._running):
             end = sequence.computed + 1
-            if sequence.missing > 1:
+            if sequence.target > end:
                 if not self._computes_again(sequence, again):
                     prompts.append(sequence)
                     continue
                 again += sequence.again
                 end += sequence.again
-            if self._fit(sequence, end):
+            if end <= sequence.kv.table.capacity or self._fit(sequence, end):
                 work[sequence] = end
         return prompts, again
 
@@ -442,9 +442,9 @@ class Scheduler:
             self._cache.publish(sequence.kv, sequence.tokens, end)
         if result.prompt_logprobs:
             sequence.scored += len(result.prompt_logprobs)
-        if not row.samples or row.want == "hidden":
-            return self._unsampled(sequence, row, result, now)
         if result.token is None:
+            if not row.samples or row.want == "hidden":
+                return self._unsampled(sequence, row, result, now)
             return self._fail(sequence, now, FinishReason.ERROR, "the engine gave neither a token nor an error")
         finish, tokens = sequence.take(result.token, result.mu, in_time)
         cache = timing = None
