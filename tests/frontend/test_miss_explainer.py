@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+from array import array
 from pathlib import Path
 
 import pytest
 
+from cairn.frontend import miss_explainer
 from cairn.frontend.miss_explainer import (
     CONTEXTS,
     SHOWN,
@@ -194,8 +197,40 @@ def test_a_context_that_is_continued_counts_once() -> None:
     for size in range(2, 2 + 3 * CONTEXTS):
         recent.note(MINE, range(size), size)
     recent.note(MINE, range(3), 3)
-    (context,) = recent._tenants[MINE]
-    assert len(context.ids) == 4 * (1 + 3 * CONTEXTS)
+    (ids,) = recent._tenants[MINE].by_ids
+    assert len(ids) == 4 * (1 + 3 * CONTEXTS)
+
+
+def test_the_nearest_of_many_contexts_is_found_without_comparing_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table answers as one that compares a prompt with each of its contexts would."""
+    rng, recent, compared = random.Random(5), RecentContexts(), 0
+    kept: list[tuple[list[int], list[bytes]]] = []
+    common = miss_explainer._common
+
+    def counted(one: bytes, other: bytes) -> int:
+        nonlocal compared
+        compared += 1
+        return common(one, other)
+
+    monkeypatch.setattr(miss_explainer, "_common", counted)
+    for _ in range(600):
+        ids = [rng.choice((1, 256, 70000)) for _ in range(rng.randint(1, 9))]
+        said = [bytes([rng.randrange(4)]) * 8 for _ in range(rng.randint(0, 3))]
+        same = max((alike(ids, other) for other, _ in kept), default=0)
+        ranked = [
+            (len(set(said) & set(theirs)), n) for n, (other, theirs) in enumerate(kept) if alike(ids, other) == same
+        ]
+        at, _, known = recent._nearest(MINE, array("I", ids).tobytes(), said)
+        assert at == same and known == (array("I", kept[max(ranked)[1]][0]).tobytes() if same else b"")
+        if all(alike(ids, other) < min(len(ids), len(other)) for other, _ in kept):
+            recent.note(MINE, ids, 0, said)
+            kept = [*kept, (ids, said)][-CONTEXTS:]
+    assert len(kept) > 100 and compared <= 2 * 600
+
+
+def alike(one: list[int], other: list[int]) -> int:
+    """Return how many leading ids two lists have in common."""
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 async def test_a_service_explains_a_miss_to_the_same_tenant_only(folder: Path) -> None:

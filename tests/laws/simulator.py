@@ -314,7 +314,7 @@ class Flight:
         rows = [
             msgspec.structs.replace(row, tables=tuple(list(table) for table in row.tables)) for row in self.plan.rows
         ]
-        return dataclasses.replace(self, plan=dataclasses.replace(self.plan, rows=rows), given=self.plan)
+        return dataclasses.replace(self, plan=msgspec.structs.replace(self.plan, rows=rows), given=self.plan)
 
 
 @dataclass

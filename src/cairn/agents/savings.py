@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from functools import reduce
 
 import msgspec
 
@@ -41,6 +42,8 @@ class SavingsTotals:
 
     def __init__(self) -> None:
         self.totals: dict[str, Savings] = {}
+        self._total: Savings | None = None
+        """Sum over all tenants; None if it is to be added up anew."""
         self.dirty: set[str] = set()
         """Tenants whose total is not written yet."""
         self.days: dict[str, dict[int, Savings]] = {}
@@ -69,7 +72,7 @@ class SavingsTotals:
 
     def load(self, tenant: str, savings: Savings) -> None:
         """Set a tenant's total that the log recorded."""
-        self.totals[tenant] = savings
+        self.totals[tenant], self._total = savings, None
 
     def load_day(self, tenant: str, day: int, savings: Savings) -> None:
         """Set a tenant's day that the log recorded."""
@@ -81,6 +84,7 @@ class SavingsTotals:
         Return the prefill speed at which it was valued, in seconds a token.
         """
         speed, day = self.speed, int(now // DAY_SECONDS)
+        self._total = counted(self.total, done, speed)
         self.totals[tenant] = counted(self.totals.get(tenant, Savings()), done, speed)
         days = self.days.setdefault(tenant, {})
         days[day] = counted(days.get(day, Savings()), done, speed)
@@ -105,10 +109,9 @@ class SavingsTotals:
     @property
     def total(self) -> Savings:
         """Sum over all tenants."""
-        total = Savings()
-        for savings in self.totals.values():
-            total = summed(total, savings)
-        return total
+        if self._total is None:
+            self._total = reduce(summed, self.totals.values(), Savings())
+        return self._total
 
     @property
     def speed(self) -> float:

@@ -176,23 +176,24 @@ class FakeEngine:
             found = [RowResult() for _ in plain]
         else:
             found = sample(plain, self._logits(self._states(wanted)), self._sampler)
-        sampled = iter(found)
-        results = [next(sampled) if row.want == "token" else self._hidden(row) for row in rows]
+        results = found
+        if len(plain) < len(rows):
+            sampled = iter(found)
+            results = [next(sampled) if row.want == "token" else self._hidden(row) for row in rows]
+        for number in missing:
+            results[number] = RowResult(error=NO_TOKEN)
         for number, row in enumerate(rows):
             if row.states_from is not None and not results[number].error:
                 places = [(row, place) for place in range(row.states_from, row.end)]
                 results[number] = msgspec.structs.replace(results[number], states=self._states(places).tobytes())
-        for number in missing:
-            results[number] = RowResult(error=NO_TOKEN)
-        for number, row in enumerate(rows):
-            if not self._attached.issuperset(digest for digest, _ in row.adapters):
+            if row.adapters and not self._attached.issuperset(digest for digest, _ in row.adapters):
                 results[number] = RowResult(error=NO_ADAPTER)
         self._sampled = [result.token for result in results]
         return Ready(results)
 
     def _with_tokens(self, rows: Sequence[Row]) -> tuple[Sequence[Row], list[int]]:
         """Return the rows with their pending tokens, and the numbers of those whose token never came."""
-        if all(row.pending is None for row in rows):
+        if not [row for row in rows if row.pending is not None]:
             return rows, []
         known, missing = list(rows), list[int]()
         for number, row in enumerate(rows):
@@ -221,7 +222,7 @@ class FakeEngine:
 
     def decode(self, rows: Sequence[Row]) -> EngineCall[list[RowResult]]:
         """Implement `Engine.decode`."""
-        if any(row.end - row.start != 1 for row in rows):
+        if [row for row in rows if row.end - row.start != 1]:
             raise ValueError("decode takes rows of exactly one token")
         return self.prefill(rows)
 
@@ -307,7 +308,7 @@ class FakeEngine:
     def _check(self, rows: Sequence[Row]) -> None:
         """Refuse rows that break the contract of `Row`, or that write one block from two rows."""
         size, info = self._block_tokens, self._info
-        if len(rows) > info.max_rows or sum(row.end - row.start for row in rows) > info.max_tokens:
+        if len(rows) > info.max_rows or sum([row.end - row.start for row in rows]) > info.max_tokens:
             raise ValueError("more rows or tokens in one call than the engine takes")
         written: list[tuple[int, int]] = []
         begun = set[tuple[int, int]]()
@@ -329,7 +330,7 @@ class FakeEngine:
                 blocks = table[first : (row.end - 1) // size + 1]
                 if len(blocks) != (row.end - 1) // size + 1 - first or min(blocks) <= NO_BLOCK:
                     raise ValueError("a block table lacks blocks that the row reads or writes")
-                written.extend((number, block) for block in table[row.start // size : (row.end - 1) // size + 1])
+                written += [(number, block) for block in table[row.start // size : (row.end - 1) // size + 1]]
         if len(set(written)) != len(written):
             raise ValueError("two rows of one step write the same block")
         if not begun.isdisjoint(written):
@@ -378,8 +379,10 @@ class FakeEngine:
         starts = np.array([row.start for row in rows])
         digests[starts == 0] = self._seeds[number]
         tokens = np.array([row.tokens[row.start] for row in rows], dtype=np.uint64)
-        adapters = np.array([_word_of(row.adapters) for row in rows], dtype=np.uint64)
-        digests = digests * _STEP + _mix(tokens + self._salt[starts] + self._seeds[number] + adapters)
+        parts = tokens + self._salt[starts] + self._seeds[number]
+        if [row for row in rows if row.adapters]:
+            parts += np.array([_word_of(row.adapters) for row in rows], dtype=np.uint64)
+        digests = digests * _STEP + _mix(parts)
         slots = [row.tables[number][row.start // size] * size + row.start % size for row in rows]
         kv.reshape(-1)[slots] = digests
         for row, digest in zip(rows, digests, strict=True):

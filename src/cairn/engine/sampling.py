@@ -31,17 +31,17 @@ class LogitsQuestion:
     def __init__(self, rows: Sequence[Row]) -> None:
         """List the lines of these rows, which have no pending tokens. Wait for the rows' masks."""
         self._rows = rows
-        self._counts = [0 if row.logits_from is None else row.end - row.logits_from for row in rows]
-        self.count = sum(self._counts)
-        self._greedy = self.count == len(rows) and all(map(_plain_greedy, rows))
-        """Whether each row asks for the highest logit of one position and nothing else."""
-        self._lines: list[Line] = []
-        self._masks: list[tuple[bytes | None, ...]] = []
-        if not self._greedy:
-            self._masks = [_masks(row) for row in rows]
-            self._lines = [line for row, mask in zip(rows, self._masks, strict=True) for line in _lines(row, mask)]
         self._tokens: list[int] = []
         self._choices: list[TokenChoice] = []
+        self._greedy = all(map(_plain_greedy, rows))
+        """Whether each row asks for the highest logit of one position and nothing else."""
+        if self._greedy:
+            self.count = len(rows)
+            return
+        self._counts = [0 if row.logits_from is None else row.end - row.logits_from for row in rows]
+        self.count = sum(self._counts)
+        self._masks = [_masks(row) for row in rows]
+        self._lines = [line for row, mask in zip(rows, self._masks, strict=True) for line in _lines(row, mask)]
 
     def answer(self, sampler: Sampler, logits: Any, count: int) -> None:
         """Let the sampler choose for the next `count` lines, whose logits are `logits` [count, vocab]."""
@@ -80,10 +80,11 @@ def sample(rows: Sequence[Row], logits: Any, sampler: Sampler = NUMPY) -> list[R
 
 
 def _plain_greedy(row: Row) -> bool:
-    """Return whether a row wants the token with the highest raw logit and nothing else."""
+    """Return whether a row wants the token with the highest raw logit of one position and nothing else."""
     params = row.sampling
     return (
-        row.samples
+        row.logits_from == row.end - 1
+        and row.samples
         and row.mask is None
         and not row.draft
         and params.temperature < GREEDY_BELOW
@@ -91,7 +92,9 @@ def _plain_greedy(row: Row) -> bool:
         and not params.logit_bias
         and not params.min_tokens
         and params.extras is None
-        and not params.needs_history
+        and params.repetition_penalty == 1
+        and params.presence_penalty == 0
+        and params.frequency_penalty == 0
     )
 
 

@@ -8,8 +8,10 @@ tenant is known by its salt, which no two share; nothing here is ever compared w
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from array import array
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -49,37 +51,80 @@ class PromptOrigin(NamedTuple):
 
 
 class _Context(NamedTuple):
-    ids: bytes
+    serial: int
+    """Number of the note that made it: the latest has the highest."""
     prompts: tuple[tuple[int, bytes], ...]
     """(tokens, concatenated digests of messages) of the prompts that it begins with."""
+    messages: frozenset[bytes]
+    """Digests of the longest prompt's messages."""
+
+
+class _Contexts:
+    """The contexts of one tenant, by their ids as bytes. None of them begins with another."""
+
+    __slots__ = ("_ordered", "_serials", "_size", "by_ids")
+
+    def __init__(self) -> None:
+        self.by_ids: dict[bytes, _Context] = {}
+        """In the order of use, the latest last."""
+        self._ordered: list[bytes] = []
+        """The same ids, sorted: contexts with a common beginning are neighbours."""
+        self._serials = itertools.count()
+        self._size = 0
+
+    def note(self, ids: bytes, prompt: int, messages: Sequence[bytes]) -> None:
+        """Add a context, in the place of those that it continues or that continue it."""
+        prompts = {prompt: b"".join(messages)} if messages else {}
+        at = bisect_left(self._ordered, ids)
+        if at < len(self._ordered) and self._ordered[at].startswith(ids):
+            ids = self._ordered[at]
+            prompts = dict(self._remove(ids, at).prompts) | prompts
+        elif at and ids.startswith(self._ordered[at - 1]):  # all between the two would begin with it, so none is
+            at -= 1
+            prompts = dict(self._remove(self._ordered[at], at).prompts) | prompts
+        self._ordered.insert(at, ids)
+        self._size += len(ids)
+        kept = tuple(prompts.items())[-CONTEXTS:]
+        longest = kept[-1][1] if kept else b""
+        digests = frozenset(longest[n : n + _DIGEST] for n in range(0, len(longest), _DIGEST))
+        self.by_ids[ids] = _Context(next(self._serials), kept, digests)
+        while len(self.by_ids) > CONTEXTS or self._size > TOKENS * _ID:
+            oldest = next(iter(self.by_ids))
+            self._remove(oldest, bisect_left(self._ordered, oldest))
+
+    def _remove(self, ids: bytes, at: int) -> _Context:
+        del self._ordered[at]
+        self._size -= len(ids)
+        return self.by_ids.pop(ids)
+
+    def nearest(self, ids: bytes) -> tuple[int, Sequence[bytes]]:
+        """Return how many leading ids of a prompt the nearest contexts have, and these contexts; none for 0."""
+        ordered = self._ordered
+        first = last = bisect_left(ordered, ids)
+        same = max((_common(one, ids) for one in ordered[max(0, first - 1) : first + 1]), default=0)
+        if not same:
+            return 0, ()
+        wanted = ids[: same * _ID]
+        while first and ordered[first - 1].startswith(wanted):
+            first -= 1
+        while last < len(ordered) and ordered[last].startswith(wanted):
+            last += 1
+        return same, ordered[first:last]
 
 
 class RecentContexts:
     """The table of contexts. Bounded in tenants, contexts and tokens; the least recently used are evicted."""
 
     def __init__(self) -> None:
-        self._tenants: OrderedDict[bytes, list[_Context]] = OrderedDict()
+        self._tenants: OrderedDict[bytes, _Contexts] = OrderedDict()
 
-    def note(self, salt: bytes, ids: Sequence[int], prompt: int, messages: tuple[bytes, ...] = ()) -> None:
+    def note(self, salt: bytes, ids: Sequence[int], prompt: int, messages: Sequence[bytes] = ()) -> None:
         """Add a context that was computed; its first `prompt` ids were rendered from `messages`."""
         data = array("I", ids).tobytes()
         if len(data) > TOKENS * _ID:
             return
-        contexts = self._tenants.setdefault(salt, [])
+        self._tenants.setdefault(salt, _Contexts()).note(data, prompt, messages)
         self._tenants.move_to_end(salt)
-        prompts = {prompt: b"".join(messages)} if messages else {}
-        kept = []
-        for other in contexts:
-            if data.startswith(other.ids) or other.ids.startswith(data):
-                data = max(data, other.ids, key=len)
-                prompts = dict(other.prompts) | prompts
-            else:
-                kept.append(other)
-        kept.append(_Context(data, tuple(prompts.items())[-CONTEXTS:]))
-        size = sum(len(one.ids) for one in kept)
-        while len(kept) > CONTEXTS or size > TOKENS * _ID:
-            size -= len(kept.pop(0).ids)
-        self._tenants[salt] = kept
         if len(self._tenants) > TENANTS:
             self._tenants.popitem(last=False)
 
@@ -96,16 +141,16 @@ class RecentContexts:
         if origin.why is not None:
             return msgspec.structs.replace(miss, reason=origin.why)
         at, again, known = self._nearest(salt, array("I", ids).tobytes(), origin.messages)
-        if known is None or at < miss.position:
+        if not known or at < miss.position:
             return miss
-        size, end = len(known.ids) // _ID, (miss.position // CHUNK_TOKENS + 1) * CHUNK_TOKENS
+        size, end = len(known) // _ID, (miss.position // CHUNK_TOKENS + 1) * CHUNK_TOKENS
         if at > miss.position + BLOCK_TOKENS:
             # The first missing block was computed before, but only whole chunks may have been stored.
             return msgspec.structs.replace(miss, reason="evicted" if at >= end and size > end else "not stored")
         if at < size and at < len(ids):
             differs = Differs(
                 position=at,
-                known=_shown(decode, array("I", known.ids[at * _ID : (at + SHOWN_TOKENS) * _ID])),
+                known=_shown(decode, array("I", known[at * _ID : (at + SHOWN_TOKENS) * _ID])),
                 given=_shown(decode, ids[at : at + SHOWN_TOKENS]),
             )
             reason: MissReason = "template" if again else "different tokens"
@@ -114,24 +159,24 @@ class RecentContexts:
             return Miss(position=miss.position, reason=reason, differs=differs)
         return miss
 
-    def _nearest(self, salt: bytes, data: bytes, messages: Sequence[bytes]) -> tuple[int, bool, _Context | None]:
+    def _nearest(self, salt: bytes, data: bytes, messages: Sequence[bytes]) -> tuple[int, bool, bytes]:
         """Return the longest common prefix's length, whether the messages are the same, and the context that has it.
 
         "The same" means that a template rendered other ids from the same messages. Of several contexts, prefer one with
         the same messages, then the one with most of the prompt's messages in any place, since an edited message is
-        followed by unedited ones, then the latest.
+        followed by unedited ones, then the latest. The context is empty if none begins with the prompt's first id.
         """
-        digests, best, known, wanted = b"".join(messages), (0, False, 0), None, data[:_ID]
-        for context in self._tenants.get(salt, ()):
-            if not context.ids.startswith(wanted):  # most differ early, and are cheap to rule out
-                continue
-            if (same := _common(context.ids, data, len(wanted) // _ID)) > best[0]:
-                wanted = data[: same * _ID]
+        if (contexts := self._tenants.get(salt)) is None:
+            return 0, False, b""
+        same, nearest = contexts.nearest(data)
+        digests, best, known = b"".join(messages), (False, -1, 0), b""
+        for ids in nearest:
+            context = contexts.by_ids[ids]
             again = any(same < _rendered(length, which, digests) for length, which in context.prompts)
-            near = same, again, _shared(context, messages)
-            if near >= best:
-                best, known = near, context
-        return best[0], best[1], known
+            rank = again, len(context.messages.intersection(messages)), context.serial
+            if rank > best:
+                best, known = rank, ids
+        return same, best[0], known
 
 
 def describe_prompt(
@@ -160,13 +205,6 @@ def _digest(message: Mapping[str, Any]) -> bytes:
     return digest[: _DIGEST - 1] + bytes([digest[_DIGEST] & 0xFE | (message.get("role") == "assistant")])
 
 
-def _shared(context: _Context, messages: Sequence[bytes]) -> int:
-    """Return how many of these messages the longest prompt of a context has."""
-    which = context.prompts[-1][1] if context.prompts else b""
-    there = {which[at : at + _DIGEST] for at in range(0, len(which), _DIGEST)}
-    return sum(message in there for message in messages)
-
-
 def _rendered(length: int, which: bytes, said: bytes) -> int:
     """Return how many ids of a prompt with the messages `which` the same template renders for `said` too.
 
@@ -178,9 +216,9 @@ def _rendered(length: int, which: bytes, said: bytes) -> int:
     return length - OPENING if follows and not follows[-1] & 1 else length
 
 
-def _common(one: bytes, other: bytes, known: int) -> int:
-    """Return the number of leading ids that two contexts have in common, of which `known` are known to be equal."""
-    size, low, step = min(len(one), len(other)), known * _ID, _ID
+def _common(one: bytes, other: bytes) -> int:
+    """Return the number of leading ids that two contexts have in common."""
+    size, low, step = min(len(one), len(other)), 0, _ID
     while low < size and one[low : low + step] == other[low : low + step]:
         low, step = low + step, 2 * step
     left, right = one[low : min(low + step, size)], other[low : min(low + step, size)]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from itertools import combinations
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from cairn.types.errors import InvalidRequest, Unsupported
@@ -255,7 +257,18 @@ def arrange(values: Mapping[str, float], samplers: object = None, default: Sampl
     `values`: of every name in `NEUTRAL` and `NUMBERS`. `samplers`: None for the order `default`. Raise InvalidRequest
     or Unsupported for a list that cannot be followed.
     """
-    listed = _WHOLE[default] if samplers is None else _names(samplers)
+    if samplers is None:
+        return _in_order(tuple(values.items()), default)
+    return _arranged(values, _names(samplers))
+
+
+@lru_cache(256)
+def _in_order(values: tuple[tuple[str, float], ...], order: SamplerOrder) -> Arranged:
+    """Return `arrange` of an order of ours. Most requests name the same few values, or none."""
+    return _arranged(dict(values), _WHOLE[order])
+
+
+def _arranged(values: Mapping[str, float], listed: Sequence[str]) -> Arranged:
     values = {name: value if _owner(name) in (None, *listed) else _neutral(name) for name, value in values.items()}
     working = [name for name in listed if _works(name, values)]
     place = {name: at for at, name in enumerate(working)}
@@ -269,7 +282,7 @@ def arrange(values: Mapping[str, float], samplers: object = None, default: Sampl
         raise Unsupported(
             f"samplers cannot apply in the order {', '.join(working)}; there are two orders: {orders}", field=_FIELD
         )
-    return Arranged(values, late)
+    return Arranged(MappingProxyType(values), late)
 
 
 def _before(place: Mapping[str, int], one: str, other: str) -> bool:

@@ -135,12 +135,16 @@ async def merge(
         while alive:
             news: list[tuple[int, Event]] = []
             failed: Exception | None = None
+            over = False
             for index, stream in alive:
                 try:
-                    news += [(index, event) for event in stream.take()]
+                    for event in stream.take():
+                        news.append((index, event))
                 except Exception as error:
                     failed = failed or error
-            alive = [pair for pair in alive if not pair[1].over]
+                over |= stream.over
+            if over:
+                alive = [pair for pair in alive if not pair[1].over]
             if news:
                 yield news
             if failed is not None:

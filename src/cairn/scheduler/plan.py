@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from cairn.kv.pool.blocks import Copy
 from cairn.scheduler.sequence import Matcher, Sequence
 from cairn.types.errors import DeviceMemoryError
@@ -206,8 +208,7 @@ def sizes(rows: list[Row], sequences: Iterable[Sequence], *, prompts: bool) -> t
     return (sum(lengths) - singles, singles) if prompts else (0, len(rows))
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """One step: the rows for one engine call, and requests that ended before it. Commit it even if `rows` is empty."""
 
     rows: list[Row]
@@ -273,8 +274,7 @@ class Plan:
         return engine.prefill(self.rows)
 
 
-@dataclass(frozen=True, slots=True)
-class SubmittedStep:
+class SubmittedStep(msgspec.Struct, frozen=True):
     """A step that the engine computes, or refused."""
 
     plan: Plan

@@ -89,6 +89,7 @@ class Scheduler:
         self._max_rows = min(limits.max_running, cache.info.max_rows, self._step_tokens)
         self._pace = PrefillPace(limits.step_seconds, limits.least_tokens)
         self._longest = min(cache.info.context, cache.longest)
+        self._block_tokens = cache.info.block_tokens
         self._sequences: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(limits.weights, limits.priorities, clock.now)
         self._running: list[Sequence] = []
@@ -161,7 +162,7 @@ class Scheduler:
         self._cache.recheck(running=bool(self._running))
         work: dict[Sequence, int] = {}
         prompts, again = self._decode(work)
-        drafts = self._guess(work, again) if self._speculation is not None else {}
+        drafts = self._guess(work, again) if work and self._speculation is not None else {}
         extra = again + sum(map(len, drafts.values())) if drafts else again
         budget = StepBudget(self._step_tokens - len(work) - extra, self._pace.tokens(len(work), extra))
         for sequence in prompts:
@@ -213,13 +214,13 @@ class Scheduler:
         prompts, again = list[Sequence](), 0
         for sequence in tuple(self._running):
             end = sequence.computed + 1
-            if sequence.missing > 1:
+            if sequence.target > end:
                 if not self._computes_again(sequence, again):
                     prompts.append(sequence)
                     continue
                 again += sequence.again
                 end += sequence.again
-            if self._fit(sequence, end):
+            if end <= sequence.kv.table.capacity or self._fit(sequence, end):
                 work[sequence] = end
         return prompts, again
 
@@ -240,8 +241,7 @@ class Scheduler:
 
     def _guess(self, work: Mapping[Sequence, int], again: int) -> dict[Sequence, list[int]]:
         """Return the guesses for the sequences that decode, which compute so many tokens again."""
-        if self._speculation is None or not work:
-            return {}
+        assert self._speculation is not None
         return self._speculation.guess(work, (self._step_tokens - len(work) - again) // GUESSES_PART)
 
     def _allocate_guesses(self, work: Iterable[Sequence], drafts: Mapping[Sequence, list[int]]) -> int:
@@ -338,7 +338,7 @@ class Scheduler:
         self, work: dict[Sequence, int], budget: StepBudget, now: float, ended: list[Output], started: list[int]
     ) -> None:
         """Start waiting sequences in order, while the step has tokens and rows and the pool has blocks."""
-        if self._cache.blocked == len(self._waiting):
+        if not (waiting := len(self._waiting)) or self._cache.blocked == waiting:
             return
         skipped = Skipped()
         for sequence in self._waiting:
@@ -382,7 +382,7 @@ class Scheduler:
                 return Admission.PASSES
             if not budget.short(missing):
                 return Admission.STOPS
-            ahead = skipped.needs(self._cache.info.block_tokens)
+            ahead = skipped.needs(self._block_tokens)
         covered = self._cache.open(kv, sequence.tokens, match, reuse=reuse, spare=spare, ahead=ahead)
         if covered is None:
             sequence.ahead = ahead
@@ -398,7 +398,7 @@ class Scheduler:
             return None
         beside = kept > 0 and not sequence.kv.claim.tried
         if isinstance(match.blocked_on, BlockPool):
-            spare, ahead = len(self._running), skipped.needs(self._cache.info.block_tokens) if beside else 0
+            spare, ahead = len(self._running), skipped.needs(self._block_tokens) if beside else 0
             short = not beside or sequence.target - match.covered <= kept
             fewer = spare >= sequence.spare and ahead >= sequence.ahead
             return Admission.STOPS if self._running and short and fewer else None
@@ -437,19 +437,21 @@ class Scheduler:
         if result.states and self._speculation is not None:
             self._speculation.take_states(sequence, row, result.states, row.end)
         end = sequence.computed = row.end
-        if end - row.start > 1 or end % self._cache.info.block_tokens in self._cache.publish_offsets:
+        if end - row.start > 1 or end % self._block_tokens in self._cache.publish_offsets:
             sequence.again = 0
             self._cache.publish(sequence.kv, sequence.tokens, end)
         if result.prompt_logprobs:
             sequence.scored += len(result.prompt_logprobs)
-        if not row.samples or row.want == "hidden":
-            return self._unsampled(sequence, row, result, now)
         if result.token is None:
+            if not row.samples or row.want == "hidden":
+                return self._unsampled(sequence, row, result, now)
             return self._fail(sequence, now, FinishReason.ERROR, "the engine gave neither a token nor an error")
         finish, tokens = sequence.take(result.token, result.mu, in_time)
         cache = timing = None
         if sequence.first_token is None:
             sequence.first_token, cache, timing = now, sequence.report, sequence.timing(now)
+        elif finish is None and not (result.mu is not None or result.logprob or result.prompt_logprobs):
+            return Output(id=sequence.request.id, tokens=tokens)
         return Output(
             id=sequence.request.id,
             tokens=tokens,
@@ -515,7 +517,7 @@ class Scheduler:
     def _fail(self, sequence: Sequence, now: float, reason: FinishReason, error: str = "") -> Output:
         if error:
             # What a failed step left behind is undefined; the full blocks of earlier steps are published, and kept.
-            sequence.computed -= sequence.computed % self._cache.info.block_tokens
+            sequence.computed -= sequence.computed % self._block_tokens
         return Output(id=sequence.request.id, finish=reason, error=error, timing=self._end(sequence, State.FAILED, now))
 
     def _end(self, sequence: Sequence, state: State, now: float) -> Timing:

@@ -29,15 +29,15 @@ class Speculation:
         """
         found, rows = dict[Sequence, list[int]](), len(sequences)
         for sequence in sequences:
-            # The answer's last token needs no guess behind it.
-            room = min(most, sequence.longest - len(sequence.tokens) - 1)
-            if room < 1 or not sequence.speculates or sequence.again or sequence.first_token is None:
+            if not sequence.speculates or sequence.again or sequence.first_token is None:
                 continue
-            if (drafter := self._drafter(sequence)) is None:
+            length = len(sequence.tokens)
+            room = min(most, sequence.longest - length - 1)  # the answer's last token needs no guess behind it
+            if room < 1 or (drafter := sequence.drafter or self._open(sequence)) is None:
                 continue
-            if sequence.known < len(sequence.tokens):  # before `width`, which may ask what the drafter makes of them
+            if sequence.known < length:  # before `width`, which may ask what the drafter makes of them
                 drafter.extend(sequence.tokens[sequence.known :])
-                sequence.known = len(sequence.tokens)
+                sequence.known = length
             if sequence.matcher is not None:
                 drafter.expect(sequence.matcher.likely())
             width = min(room, self.policy.width(drafter, rows))
@@ -79,16 +79,16 @@ class Speculation:
             self.policy.record(sequence.drafter, row.draft, accepted)
         return accepted
 
-    def _drafter(self, sequence: Sequence) -> Drafter | None:
-        if sequence.drafter is None:
-            sequence.drafter = drafter = self.policy.open(sequence.request, sequence.tokens)
-            sequence.known = len(sequence.tokens)
-            sequence.speculates = drafter is not None
-            if drafter is not None:
-                for part in sequence.unread:
-                    drafter.take_states(*part)
-            sequence.unread.clear()
-        return sequence.drafter
+    def _open(self, sequence: Sequence) -> Drafter | None:
+        """Open the sequence's drafter; None if it is to have none."""
+        sequence.drafter = drafter = self.policy.open(sequence.request, sequence.tokens)
+        sequence.known = len(sequence.tokens)
+        sequence.speculates = drafter is not None
+        if drafter is not None:
+            for part in sequence.unread:
+                drafter.take_states(*part)
+        sequence.unread.clear()
+        return drafter
 
     def _guesses(self, sequence: Sequence, drafter: Drafter, width: int) -> list[int]:
         """Return a drafter's guesses up to the first stop token, unknown token, or token that the grammar forbids."""

@@ -82,13 +82,10 @@ def _takes(stream: TextIO) -> bool:
 class SystemClock:
     """The machine's clocks."""
 
-    def now(self) -> float:
-        """Return seconds of the monotonic clock."""
-        return time.monotonic()
-
-    def time_ns(self) -> int:
-        """Return nanoseconds of the wall clock."""
-        return time.time_ns()
+    now = staticmethod(time.monotonic)
+    """Returns seconds of the monotonic clock. Without a frame of its own: each step reads it some ten times."""
+    time_ns = staticmethod(time.time_ns)
+    """Returns nanoseconds of the wall clock."""
 
 
 class SystemRng:

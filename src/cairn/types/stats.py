@@ -5,7 +5,6 @@ Frozen msgspec structs like those of `cairn.types.request`: they cross the wire 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -157,8 +156,7 @@ class KvStats(msgspec.Struct, frozen=True, kw_only=True):
     """Loads that ended early: too slow, a chunk missing, or no room in the pool."""
 
 
-@dataclass(frozen=True, slots=True)
-class GroupUse:
+class GroupUse(msgspec.Struct, frozen=True):
     """Blocks of one group's pool. `free + cached + held` is its size."""
 
     free: int

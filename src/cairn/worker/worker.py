@@ -238,7 +238,7 @@ class WorkerLoop:
                 self._tiers.load_policy.computed(counted, seconds)
             self._progress += plan.singles + plan.chunked
         outputs = self._scheduler.commit(plan, results, seconds)
-        self._progress += sum(output.finish is not None for output in outputs)
+        self._progress += sum([output.finish is not None for output in outputs])
         ids, tokens, others = _columns(outputs)
         return wire.StepOutputs(
             stats=self._stats(kv), ids=ids, tokens=tokens, outputs=others, started=tuple(plan.started)
@@ -246,7 +246,7 @@ class WorkerLoop:
 
     def _stats(self, kv: KvStats | None) -> wire.Stats:
         stats = self._scheduler.stats()
-        usage = max((use.held / max(1, use.free + use.cached + use.held) for use in stats.groups), default=0.0)
+        usage = max([use.held / max(1, use.free + use.cached + use.held) for use in stats.groups], default=0.0)
         return wire.Stats(
             running=stats.running,
             waiting=stats.waiting,

@@ -292,7 +292,8 @@ def timings_of(pace: AnswerTimes, choices: Sequence[ChoiceStream]) -> dict[str, 
 
 def _progress_chunks(pace: AnswerTimes, index: int, delta: Delta, nothing: Callable[[int], bytes]) -> bytes:
     """Return the chunks that report prompt progress before a delta."""
-    return b"".join(with_fields(nothing(index), told) for told in pace.heard(index, delta))
+    reports = pace.heard(index, delta)
+    return b"".join([with_fields(nothing(index), told) for told in reports]) if reports else b""
 
 
 def _timed(pace: AnswerTimes, index: int, chunks: bytes) -> bytes:

@@ -235,15 +235,15 @@ class Exchange:
                 data = self.adapter.begin() if say else b""
                 try:
                     async for batch in found:
-                        said = self._say(batch, say, keep_logprobs=not stream)
-                        if say and not said and not self.over and silence is not None and not silence.left:
-                            said = self.adapter.heartbeat()
-                        data += said
+                        data += self._say(batch, say, keep_logprobs=not stream)
+                        over = self.over
+                        if say and not data and not over and silence is not None and not silence.left:
+                            data = self.adapter.heartbeat()
                         if data and silence is not None:
                             silence.broken()
-                        if self.over and self.attribution is not None:
+                        if over and self.attribution is not None:
                             await self.attribution.written()
-                        if say and self.over:
+                        if say and over:
                             data += self.adapter.end()
                         if data and say:
                             yield data
@@ -278,7 +278,10 @@ class Exchange:
     @property
     def over(self) -> bool:
         """Whether all choices have ended."""
-        return all(choice.done is not None for choice in self.choices)
+        for choice in self.choices:  # noqa: SIM110 - asked for each event: three times as fast as all()
+            if choice.done is None:
+                return False
+        return True
 
     @property
     def tokens(self) -> tuple[int, int]:

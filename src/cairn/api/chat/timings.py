@@ -44,6 +44,8 @@ class AnswerTimes:
 
         The first report has the cached tokens, the last the whole prompt, each in `prompt_progress` and `timings`.
         """
+        if index in self._first and not delta.progress:
+            return []
         places = [place for one in delta.progress for place in (one.cached, one.processed)]
         cached = delta.progress[0].cached if delta.progress else 0
         if index not in self._first and (delta.tokens or delta.text or delta.reasoning):

@@ -14,6 +14,7 @@ import ipaddress
 import re
 import ssl
 from dataclasses import dataclass
+from functools import lru_cache
 
 from cairn.api.http.call import AUTHORITY, Headers, HTTPCall, shown
 from cairn.config.config import Config
@@ -340,14 +341,22 @@ def _client(call: HTTPCall) -> str:
 
     All callers on this machine have one address; there the agent that the request names is added.
     """
-    address = (call.scope.get("client") or ("",))[0]
+    network, local = _network((call.scope.get("client") or ("",))[0])
+    if local and (agent := call.header(AGENT)) is not None:
+        return f"{network} {shown(agent.decode('latin-1'))}"
+    return network
+
+
+@lru_cache(1024)
+def _network(address: str) -> tuple[str, bool]:
+    """Return what identifies the callers at an address, and whether they are on this machine."""
     try:
         found = _ip(address)
     except ValueError:  # a socket of another kind
-        return address
-    if found.is_loopback and (agent := call.header(AGENT)) is not None:
-        return f"{found} {shown(agent.decode('latin-1'))}"
-    return str(ipaddress.IPv6Network((found, 64), strict=False)) if found.version == 6 else str(found)
+        return address, False
+    if found.is_loopback or found.version == 4:
+        return str(found), found.is_loopback
+    return str(ipaddress.IPv6Network((found, 64), strict=False)), False
 
 
 def _credential(call: HTTPCall) -> bytes:

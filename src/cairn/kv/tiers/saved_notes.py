@@ -35,8 +35,10 @@ class SavedNotes:
 
     def turn(self) -> None:
         """Save the blocks that were seen since the last time, at most once in `SAVE_SECONDS`."""
+        if self._notes is None:
+            return
         now = self._clock.now()
-        if self._notes is None or now - self._saved_at < SAVE_SECONDS or not (news := self._seen.news()):
+        if now - self._saved_at < SAVE_SECONDS or not (news := self._seen.news()):
             return
         self._saved_at, self._appended = now, self._appended + len(news)
         if self._appended > SEEN_BYTES:

@@ -176,7 +176,7 @@ class Tiers:
 
         `idle`: no request has wanted a step for a while. A failing store raises nothing here.
         """
-        landing = [self._land(seq_kv, *item) for seq_kv, item in tuple(self._loads.items())]
+        landing = [self._land(seq_kv, *item) for seq_kv, item in tuple(self._loads.items())] if self._loads else ()
         self._notes.turn()
         while self._answers:
             self._answers.popleft()()

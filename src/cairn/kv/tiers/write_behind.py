@@ -106,6 +106,8 @@ class WriteBehind:
         self._flushes = Flushes()
         self._drops = 0
         """Calls of `drop` that are not done yet."""
+        self._tails_at = -math.inf
+        """Time before which no tail is to be noted: they wait in the order of their ends."""
         self._going: set[bytes] = set()
         """Chunks that stores are about to drop, and those that would extend them."""
         self._breaks = 0
@@ -194,12 +196,16 @@ class WriteBehind:
     def turn(self, idle: bool) -> bool:
         """Copy noted chunks into the queue, up to a turn's bytes; return whether there is more to do at once."""
         self._settle()
-        self._take_tails(self._limits.idle_seconds)
-        room = self._limits.turn_bytes
-        while room > 0 and self._ready(idle) and (following := self.waiting.next) is not None:
+        if self.waiting.tails and self._clock.now() >= self._tails_at:
+            self._take_tails(self._limits.idle_seconds)
+        room, more = self._limits.turn_bytes, self._ready(idle)
+        while room > 0 and more and (following := self.waiting.next) is not None:
             room -= self._copy(following)
-        self._flushes.answer(lambda: next(iter(self._outstanding.values()), math.inf))
-        return self._ready(idle)
+            more = self._ready(idle)
+        if self._flushes:
+            self._flushes.answer(lambda: next(iter(self._outstanding.values()), math.inf))
+            more = self._ready(idle)
+        return more
 
     def flush(self, done: Flushed, *, counts: bool = True) -> None:
         """Call `done` when everything computed until now that should be stored is stored.
@@ -286,8 +292,10 @@ class WriteBehind:
 
     def _ready(self, idle: bool) -> bool:
         """Return whether to copy the next chunk now; `idle` as in `Tiers.turn`."""
+        if self._drops or not (self.waiting.noted or (idle and self.waiting.spare)):  # most often: turns are frequent
+            return False
         following = self.waiting.next
-        if self._drops or following is None or not self._fits(following):
+        if following is None or not self._fits(following):
             return False
         return idle or (not following.spare and self._pressing(following))
 
@@ -406,6 +414,8 @@ class WriteBehind:
                 self.waiting.insert(self.waiting.tails, dataclasses.replace(tail, at=now))
             else:
                 self._start(tail)
+        if idle and self.waiting.tails:
+            self._tails_at = next(iter(self.waiting.tails.values())).at + idle
 
     def _start(self, tail: NotedChunk) -> None:
         """Note a tail, unless a stored chunk contains it or its parent is not stored."""

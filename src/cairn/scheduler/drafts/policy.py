@@ -114,8 +114,7 @@ class MeasuredPolicy:
         chances = drafter.chances(WIDEST)
         if self._fixed:
             return self._fixed
-        before = rows + self._guesses
-        if not chances or before + len(chances) > LARGEST_STEP:
+        if not chances or (before := rows + self._guesses) + len(chances) > LARGEST_STEP:
             return 0
         cost, tokens = self._cost, rows + self._expected
         best, width, expected, gain = _MARGIN * tokens / cost.of(before), 0, 0.0, 0.0

@@ -42,17 +42,19 @@ class StepCost:
         if not 0 < tokens <= MOST_TOKENS or seconds <= 0:
             return
         self._steps += 1
-        expected = self.of(tokens)
+        fresh = self._fresh(tokens)
+        expected = self._cost[tokens] if fresh else self.of(tokens)
         if not self._speed:
             self._speed = seconds / expected
         surprise = max(1 / _MOST_CHANGE, min(_MOST_CHANGE, seconds / (self._speed * expected)))
-        if self._fresh(tokens):
+        if fresh:
             self._speed *= surprise**_SPEED_WEIGHT
             self._cost[tokens] = expected * surprise**_SHAPE_WEIGHT
         else:  # the cost was a guess, and the speed is known from other sizes
             self._cost[tokens] = expected * surprise**_FIRST_WEIGHT
         self._measured[tokens] = self._steps
-        self._top = max(self._top, tokens)
+        if tokens > self._top:
+            self._top = tokens
 
     def of(self, tokens: int) -> float:
         """Return the relative cost of a step: as measured, or between the next smaller and larger measured sizes."""
@@ -73,4 +75,5 @@ class StepCost:
         return seconds / self._speed if self._speed else 0.0
 
     def _fresh(self, tokens: int) -> bool:
-        return self._steps - self._measured[tokens] < _FRESH_STEPS and self._measured[tokens] > 0
+        measured = self._measured[tokens]
+        return measured > 0 and self._steps - measured < _FRESH_STEPS

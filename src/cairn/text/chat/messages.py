@@ -52,16 +52,16 @@ class MessageBuilder:
 
     def add(self, delta: Delta) -> None:
         """Append the next delta."""
-        self._say("reasoning", delta.reasoning)
-        self._say("text", delta.text)
+        if delta.reasoning:
+            self._say("reasoning", delta.reasoning)
+        if delta.text:
+            self._say("text", delta.text)
         for piece in delta.tool_calls:
             if piece.index not in self._calls:
                 self._order.append(["call", piece.index])
             self._calls.setdefault(piece.index, [piece.id, piece.name]).append(piece.arguments)
 
     def _say(self, kind: str, text: str) -> None:
-        if not text:
-            return
         self._pieces[kind].append(text)
         if self._order and self._order[-1][0] == kind:
             self._order[-1][1] += len(text)
