@@ -160,6 +160,8 @@ async def chat_exchange(
             max_choices=config.max_choices,
         )
         check_together(made, config, service.info.max_rows)
+    if call.on_prompt is not None:
+        call.on_prompt(service, made[0])
     tied = await attribution.tie(call, body, store=store)
     asked = _durable(made, tied)
     choices = [ChoiceStream(request) for request in asked]
@@ -210,6 +212,8 @@ async def text_exchange(
         for prompt in prompts:
             asked += service.make_requests(prompt, options, params, ids=draw, max_choices=config.max_choices)
         check_together(asked, config, service.info.max_rows)
+    if call.on_prompt is not None and len(prompts) == 1:
+        call.on_prompt(service, asked[0])
     tied = await attribution.tie(call, body, store=store)
     asked = _durable(asked, tied)
     choices = [ChoiceStream(request) for request in asked]
