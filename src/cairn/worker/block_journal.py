@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 from cairn.cluster.kv_events import block_hash
-from cairn.kv.pool.blocks import Published
+from cairn.kv.pool.blocks import BlockPool, Published
 from cairn.kv.pool.cache import Cache
 from cairn.kv.pool.sequence_kv import TierName
 from cairn.kv.tiers.store import Watch
@@ -58,21 +59,23 @@ class BlockJournal:
 
     def _stop(self) -> None:
         self._follows = False
-        self._pool.watch = None
+        if self._pool is not None:
+            self._pool.watch = None
         if self._tiers is not None:
             self._tiers.watch(None)
         self._changes.clear()
 
     def _watch(self) -> None:
-        for published in self._pool.all_published():
-            self._in_pool(True, published)
-        self._pool.watch = self._in_pool
+        if self._pool is not None:
+            for published in self._pool.all_published():
+                self._in_pool(self._pool, True, published)
+            self._pool.watch = partial(self._in_pool, self._pool)
         if self._tiers is not None:
             self._tiers.watch(self._watch_of)
 
-    def _in_pool(self, stored: bool, published: Published) -> None:
+    def _in_pool(self, pool: BlockPool, stored: bool, published: Published) -> None:
         if len(published.tokens) == self._block_tokens:  # a part is no block to others
-            parent = block_hash(published.parent) if self._pool.knows(published.parent) else None
+            parent = block_hash(published.parent) if pool.knows(published.parent) else None
             self._note(BlockChange("GPU", (block_hash(published.key),), stored, parent))
 
     def _watch_of(self, name: TierName) -> Watch:

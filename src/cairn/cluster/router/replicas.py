@@ -84,7 +84,9 @@ class Replica:
     loads: float | None = None
     """Prompt tokens a second whose KV it loads."""
     queue: float = 0.0
-    """Seconds until all that wait for it have begun."""
+    """Seconds until all that waited for it had begun, when it was asked last."""
+    told_at: float = 0.0
+    """When that was."""
     shares: bool = False
     """Whether it can load what other replicas stored."""
     computing: float = 0.0
@@ -220,7 +222,7 @@ class Replicas:
         with contextlib.suppress(msgspec.MsgspecError):
             said = msgspec.json.decode(b"".join(parts), type=_Role)
             replica.role, replica.computes, replica.loads = said.role, said.computes, said.loads
-            replica.queue, replica.shares = said.queue_seconds, said.shares
+            replica.queue, replica.told_at, replica.shares = said.queue_seconds, time.monotonic(), said.shares
 
     def failed(self, replica: Replica) -> None:
         """Note that a replica went away: it gets no more requests until it is ready again."""
@@ -294,7 +296,7 @@ class Replicas:
         loading = min(computing, 1 / one.loads) if one.loads else computing
         loaded = max(most if one.shares else 0, has.cached) - has.pool
         missing = known.total - has.pool - loaded
-        queue = max(one.queue, one.computing - now)
+        queue = max(0.0, one.told_at + one.queue - now, one.computing - now)
         return queue + missing * computing + loaded * loading + one.busy * BUSY_SECONDS
 
     def find(self, url: str) -> Replica | None:

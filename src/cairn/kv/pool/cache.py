@@ -101,9 +101,9 @@ class Cache:
         states, after the first token, from where on nothing reads the state at the end of the block before."""
 
     @property
-    def leading_pool(self) -> BlockPool:
-        """The pool of the leading group."""
-        return self.pools[self._lead]
+    def leading_pool(self) -> BlockPool | None:
+        """The pool of the leading group; None for a model that keeps no KV."""
+        return self.pools[self._lead] if self.pools else None
 
     @property
     def longest(self) -> int:
