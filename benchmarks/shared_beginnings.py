@@ -32,7 +32,7 @@ from cluster_real import up  # noqa: E402
 from router import Caller  # noqa: E402
 
 BLOCK = 16
-WAYS = ("round-robin", "least-load", "names", "kv")
+WAYS = ("round-robin", "names", "kv")
 AGENTS, TURNS, TRIES = 8, 3, 3
 """Sub-agents of a team, turns of one, and tries of its last turn."""
 SYSTEM, TASK, ANSWER = 700, 40, 16
@@ -89,7 +89,7 @@ def simulated(turns: list[Turn], servers: int, way: str, pool: int = 1 << 40) ->
         path = beginnings(turn)
         held = [max((size for key, size in path if key in one), default=0) for one in kept]
         by_hash = random.Random(f"{turn.team} {turn.agent}").randrange(servers)
-        if way in ("round-robin", "least-load"):  # one request at a time: the least busy is any
+        if way == "round-robin":
             chosen = number % servers
         elif way == "names" or not max(held):
             chosen = by_hash
@@ -164,7 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--teams", type=int, default=4)
     parser.add_argument("--servers", type=int, default=3)
-    parser.add_argument("--beside", type=int, default=4, help="requests beside each other")
+    parser.add_argument("--beside", type=int, default=1, help="requests beside each other")
     parser.add_argument("--simulate", action="store_true")
     given = parser.parse_args()
     if given.simulate:
@@ -176,7 +176,7 @@ def main() -> None:
     told = {way: simulated(turns, given.servers, way) for way in WAYS}
     real = {way: run(turns, given.servers, way, given.beside)[1] for way in WAYS}
     print(f"| {len(turns)} requests, {given.servers} servers | {' | '.join(WAYS)} | names : kv |")
-    print("|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|")
     for title, found in (("simulated", told), ("run", real)):
         figures = " | ".join(f"{found[way]:,.0f}" for way in WAYS)
         print(f"| {title} | {figures} | {found['names'] / found['kv']:.2f} |")

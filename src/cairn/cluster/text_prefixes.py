@@ -29,6 +29,7 @@ FINE_BYTES = FINEST * 64
 DIGEST_BYTES = 8
 _CACHE_MARKS = re.compile(rb',?\s*"cache_control"\s*:\s*\{[^{}]*\}')
 """Marks that clients of Anthropic move from one message to the next, and that are no text."""
+_BRACKETS = b']" \t\r\n'
 _EMPTY = msgspec.Raw(b"")
 
 
@@ -73,10 +74,10 @@ def text_prefixes(path: str, headers: Mapping[bytes, bytes], body: bytes) -> Tex
     except (msgspec.MsgspecError, RecursionError, ValueError):
         return NO_PREFIXES  # refused elsewhere
     last = bytes(found.messages) or bytes(found.prompt) or bytes(found.input)
-    if not last:
+    if not last.strip(_BRACKETS + b"["):
         return NO_PREFIXES
     parts = [bytes(one) for one in (found.tools, found.system, found.instructions)]
-    text = b"\0".join([*parts, last.rstrip(b']" \t\r\n')])  # what goes on a list or a text follows here
+    text = b"\0".join([*parts, last.rstrip(_BRACKETS)])  # what goes on a list or a text follows here
     if b'"cache_control"' in text:
         text = _CACHE_MARKS.sub(b"", text)
     seed = hashlib.blake2b(b"\0".join([*(headers.get(name, b"") for name in KEY_HEADERS), bytes(found.model)]))

@@ -296,7 +296,9 @@ class Replicas:
         loading = min(computing, 1 / one.loads) if one.loads else computing
         loaded = max(most if one.shares else 0, has.cached) - has.pool
         missing = known.total - has.pool - loaded
-        queue = max(0.0, one.told_at + one.queue - now, one.computing - now)
+        # What it told is up to a second old: without a request in hand there, those that waited then are over.
+        told = one.told_at + one.queue - now if one.busy else 0.0
+        queue = max(0.0, told, one.computing - now)
         return queue + missing * computing + loaded * loading + one.busy * BUSY_SECONDS
 
     def find(self, url: str) -> Replica | None:
