@@ -130,14 +130,17 @@ class BlockFeed:
         if whole:
             self.wanted = len(answers) < len(services)
             self._services, self._told = services, now
-            self.wholes, self.told_at = self.wholes + 1, self.last
             self._news = [(text, *of) for text, of in self._texts.items()]
-        self._tell(changes, services, cleared=whole)
-        for at in range(0, len(self._news), PIECE):
-            self._add(TEXTS_EVENT, TextBlocks(self._news[at : at + PIECE]))
-        self._news = []
+        first = self.last
+        await self._tell(changes, services, cleared=whole)
+        news, self._news = self._news, []
+        for at in range(0, len(news), PIECE):
+            self._add(TEXTS_EVENT, TextBlocks(news[at : at + PIECE]))
+        if whole:
+            self.wholes, self.told_at = self.wholes + 1, first
 
-    def _tell(self, changes: Sequence[BlockChange], services: Sequence[Service], *, cleared: bool) -> None:
+    async def _tell(self, changes: Sequence[BlockChange], services: Sequence[Service], *, cleared: bool) -> None:
+        """Add events for changes. Of more than are kept for readers the last ones are left out."""
         size = services[0].info.layout.block_tokens if services else 0
         seconds = self._state.clock.time_ns() / 1e9
         events: list[KVEvent] = [AllBlocksCleared()] if cleared else []
@@ -146,16 +149,23 @@ class BlockFeed:
                 events.append(BlockStored(list(one.blocks), one.parent, [], size, medium=one.medium))
             else:
                 events.append(BlockRemoved(list(one.blocks), one.medium))
+        added = 0
         for at in range(0, len(events), PIECE):
-            self._add(EVENT, KVEventBatch(seconds, events[at : at + PIECE]))
+            added += self._add(EVENT, KVEventBatch(seconds, events[at : at + PIECE]))
+            if added > KEPT_BYTES // 2:
+                log.warning("more KV is held than a reader of its events is told: %d of %d changes", at, len(events))
+                return
+            await asyncio.sleep(0)
 
-    def _add(self, name: str, value: KVEventBatch | TextBlocks) -> None:
+    def _add(self, name: str, value: KVEventBatch | TextBlocks) -> int:
+        """Add an event and return its bytes."""
         self.last += 1
         data = b"id: %b-%d\nevent: %b\ndata: %b\n\n" % (self.epoch.encode(), self.last, name.encode(), encode(value))
         self._events.append(_Numbered(self.last, data))
         self._bytes += len(data)
         while self._bytes > KEPT_BYTES and len(self._events) > 1:
             self._bytes -= len(self._events.popleft().data)
+        return len(data)
 
     # -------------------------------------------------------------------------------------------------------- reading
 
