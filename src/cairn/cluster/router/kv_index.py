@@ -124,8 +124,9 @@ class KvIndex:
     def learn(self, texts: Sequence[tuple[int, int, int]]) -> None:
         """Take (text, block, tokens) that a server told."""
         for text, block, tokens in texts:
-            self._texts[text] = block, tokens
-            self._texts.move_to_end(text)
+            if tokens > 0:
+                self._texts[text] = block, tokens
+                self._texts.move_to_end(text)
         while len(self._texts) > MOST_TEXTS:
             self._texts.popitem(last=False)
 
