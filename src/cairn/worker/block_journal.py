@@ -38,7 +38,7 @@ class BlockJournal:
         if ask.what == "unfollow":
             self._stop()
         blocks = BlockChanges() if ask.what == "unfollow" else self._changed(whole=ask.whole)
-        self._channel.send(wire.KVAnswer(ask.id, blocks=blocks))
+        self._channel.send(wire.KVAnswer(ask.id, blocks=blocks, routine=True))
 
     def _changed(self, *, whole: bool) -> BlockChanges:
         """Return what changed since the last call: all blocks at the first, if `whole`, or if changes were lost."""

@@ -254,6 +254,8 @@ class KVAnswer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     adapter: AdapterFacts | None = None
     """The adapter that was attached."""
     blocks: BlockChanges = BlockChanges()
+    routine: bool = False
+    """Whether the question is asked all the while, so that its answer is no progress of the worker."""
     refused: str = ""
     """Why an adapter cannot be attached, as a sentence: the caller's mistake."""
 

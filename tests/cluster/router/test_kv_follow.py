@@ -243,6 +243,16 @@ async def test_texts_without_tokens_are_not_learned() -> None:
         assert len(app.replicas.index) == 1 and await by(app, body("told")) in ("s0", "s1")
 
 
+async def test_prompts_of_tokens_go_by_kv_too() -> None:
+    async with followed() as (app, _):
+        await until(lambda: all(one.held.follows for one in app.replicas.all))
+        found = set()
+        for n in range(5):
+            got = await ask(app, "POST", "/v1/completions", {"prompt": [*range(1000, 2000), n]})
+            found.add(got.json()["by"])
+        assert len(found) == 1 and app.replicas.index.hits == 4
+
+
 async def test_a_stale_index_costs_time_alone_and_is_counted() -> None:
     async with followed(2) as (app, tellers):
         tellers[0].tell(event(1, batch(stored(*range(1, 13)))))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 
 import msgspec
 
@@ -23,6 +24,8 @@ REFUSED_SECONDS = 60.0
 MOST_BYTES = 4 << 20
 """Longest event; a server sends far shorter ones."""
 
+_PLACE = re.compile(rb"[0-9a-zA-Z-]{1,64}")
+"""An event's id, which stands in the path of the next request."""
 _batches = msgspec.json.Decoder(KVEventBatch)
 _texts = msgspec.json.Decoder(TextBlocks)
 
@@ -106,8 +109,8 @@ class KvFollowers:
             replica.held.apply(batch.events)
         elif name == TEXTS_EVENT:
             self._index.learn(_texts.decode(data).texts)
-        if place := lines.get(b"id"):
-            replica.held.position = place.decode("latin-1")[:64]
+        if (place := lines.get(b"id")) is not None and _PLACE.fullmatch(place):
+            replica.held.position = place.decode()
 
     def _note_refusal(self, replica: Replica, status: int) -> None:
         if replica not in self._refused:

@@ -137,6 +137,11 @@ class Choice(NamedTuple):
     """Tokens of its prompt that the replica is expected to have; 0 also where nobody looked."""
 
 
+def _beginning(text: TextPrefixes) -> bytes:
+    """Return what ranks replicas for a text that has no other key; empty without text."""
+    return text.digests[0].to_bytes(8, "big") if text.digests else b""
+
+
 def replica_of(url: str) -> Replica:
     """Return the replica at a URL. Raise ConfigError for one that is no http:// address with a port."""
     parts = urlsplit(url)
@@ -250,7 +255,7 @@ class Replicas:
 
         `tried`: replicas to use only where there are no others.
         """
-        key = wanted.key
+        key = wanted.key or (_beginning(wanted.text()) if self._routing == "kv" else b"")
         up = [one for one in self.all if one.up and one not in tried] or [one for one in self.all if one.up]
         able = [one for one in up if not one.draining] or up
         able = [one for one in able if one.role != "prefill"] or able
