@@ -83,6 +83,6 @@ def test_what_is_no_prompt_has_none(body: bytes) -> None:
 def test_the_number_of_places_grows_with_the_logarithm(size: int) -> None:
     found = list(places(size))
     assert found == sorted(set(found)) and (not found or found[-1] == size)
-    assert len(found) <= 65 + 64 * max(0, (size // FINE_BYTES).bit_length())
+    assert len(found) <= 65 + 32 * max(0, (size // FINE_BYTES).bit_length())
     longer = list(places(2 * size + 1000))
     assert set(found[:-1]) <= set(longer), "the places of a text are those of a longer one"

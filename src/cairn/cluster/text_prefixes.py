@@ -24,7 +24,7 @@ PROMPT_PATHS = frozenset(
 ) | {"/api/chat", "/api/generate"}
 """Paths whose body holds the text of a prompt."""
 FINEST = 256
-"""Bytes between two places in the first `FINE_BYTES` bytes; twice as many from each doubling on."""
+"""Bytes between two places in the first `FINE_BYTES` bytes; from there on twice as many, and again from each doubling on."""
 FINE_BYTES = FINEST * 64
 DIGEST_BYTES = 8
 _CACHE_MARKS = re.compile(rb',?\s*"cache_control"\s*:\s*\{[^{}]*\}')
@@ -92,11 +92,11 @@ def text_prefixes(path: str, headers: Mapping[bytes, bytes], body: bytes) -> Tex
 
 
 def places(size: int) -> Iterator[int]:
-    """Yield the places at which a text of `size` bytes is cut, its end last: 64, and 64 more for each doubling."""
+    """Yield the places at which a text of `size` bytes is cut, its end last: 64, and 32 more for each doubling."""
     at, step = FINEST, FINEST
     while at < size:
         yield at
-        if at >= FINE_BYTES and at == FINE_BYTES * (step // FINEST) * 2:
+        if at >= FINE_BYTES * (step // FINEST):
             step *= 2
         at += step
     if size:

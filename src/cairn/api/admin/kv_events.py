@@ -106,7 +106,6 @@ class BlockFeed:
                     reader.wake()
                 await asyncio.sleep(TICK)
         finally:
-            self.wanted = True
             for service in self._services:
                 with contextlib.suppress(CairnError):
                     await service.unfollow_blocks()
@@ -170,11 +169,11 @@ class BlockFeed:
     # -------------------------------------------------------------------------------------------------------- reading
 
     def place(self, given: str) -> int | None:
-        """Return the number in an event's id if the events after it are still kept; else None."""
+        """Return the number in the id of an event of this feed; None for anything else."""
         epoch, _, number = given.partition("-")
         if epoch != self.epoch or not (number.isascii() and number.isdigit() and len(number) <= 18):
             return None
-        return int(number) if self.keeps(int(number)) else None
+        return int(number)
 
     def keeps(self, number: int) -> bool:
         """Return whether every event after this one is still kept."""

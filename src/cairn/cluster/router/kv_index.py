@@ -133,7 +133,7 @@ class KvIndex:
     def known(self, text: TextPrefixes) -> KnownText:
         """Return what is known of a request's text. Tokens behind its known beginning are reckoned by bytes."""
         blocks, tokens = list[int](), list[int]()
-        counted, at, rate = 0, 0, TEXT_BYTES
+        counted, at, rate, longest = 0, 0, TEXT_BYTES, 0
         for digest, end in zip(text.digests, text.ends, strict=True):
             found = self._texts.get(digest)
             if found is None:
@@ -141,12 +141,11 @@ class KvIndex:
                 tokens.append(counted + int((end - at) / rate))
                 continue
             block, counted = found
-            at, rate = end, max(0.5, end / counted)
+            at, rate, longest = end, max(0.5, end / counted), digest
             blocks.append(block)
             tokens.append(counted)
-        for digest, block in zip(text.digests, blocks, strict=True):
-            if block:
-                self._texts.move_to_end(digest)
+        if longest:  # the others are asked for only where this one's block is gone
+            self._texts.move_to_end(longest)
         return KnownText(text, tuple(blocks), tuple(tokens))
 
     def held(self, held: HeldBlocks, known: KnownText, now: float) -> HeldPrompt:
