@@ -24,7 +24,7 @@ PROMPT_PATHS = frozenset(
 ) | {"/api/chat", "/api/generate"}
 """Paths whose body holds the text of a prompt."""
 FINEST = 256
-"""Bytes between two places in the first `FINE_BYTES` bytes; from there on twice as many, and again from each doubling on."""
+"""Bytes between two places in the first `FINE_BYTES` bytes; twice as many from there on, and from each doubling on."""
 FINE_BYTES = FINEST * 64
 DIGEST_BYTES = 8
 _CACHE_MARKS = re.compile(rb',?\s*"cache_control"\s*:\s*\{[^{}]*\}')
