@@ -257,6 +257,15 @@ async def test_a_place_that_is_none_is_a_new_reader_and_a_long_one_an_error(fold
         assert (await http.head("/v1/cache/events")).status_code == 200
 
 
+async def test_a_stream_without_news_shows_that_it_lives(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_events, "MOST_SILENCE", 0.1)
+    async with home(folder) as (_, http), http.stream("GET", "/v1/cache/events") as response:
+        async with asyncio.timeout(60):
+            lines = response.aiter_lines()
+            while "still here" not in await anext(lines):
+                pass
+
+
 async def test_readers_are_limited(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_events, "MOST_READERS", 1)
     async with home(folder) as (_, http), reading(http) as reader:

@@ -56,6 +56,8 @@ PIECE = 512
 AGAIN = 2.0
 """Seconds between two times that all blocks are told, at least."""
 MOST_READERS = 8
+MOST_SILENCE = 15.0
+"""Seconds after which something is sent, if only a comment: a router takes a longer silence for a lost connection."""
 INLINE = 4096
 """Tokens of a prompt whose blocks are named on the event loop; those of longer ones on a thread."""
 
@@ -101,8 +103,9 @@ class BlockFeed:
                     self._left = now
                 elif now - self._left > GRACE:
                     break
+                before = self.last
                 await self._look(now)
-                for reader in self.readers:
+                for reader in self.readers if self.last > before else ():
                     reader.wake()
                 await asyncio.sleep(TICK)
         finally:
@@ -270,7 +273,7 @@ class BlockEvents:
             if at is not None and (data := feed.read(at)):
                 at = feed.last
                 await call.write(data)
-            elif not await waker.sleep(self._state.config.heartbeat):
+            elif not await waker.sleep(min(self._state.config.heartbeat, MOST_SILENCE)):
                 await call.write(HEARTBEAT)
 
     def _start(self) -> None:
