@@ -174,6 +174,16 @@ async def test_a_busy_holder_is_left_where_computing_elsewhere_is_sooner() -> No
         assert await by(app, body("b")) == "s1", "1.5 s of computing instead of 10 s of waiting"
 
 
+async def test_a_replica_that_measured_nothing_yet_counts_as_the_others() -> None:
+    """One that was started again has its KV on the disk, and no figures."""
+    async with followed(2) as (app, tellers):
+        tellers[0].tell(event(1, batch(stored(*range(1, 13), medium="DISK"))))
+        tellers[0].tell(event(2, texts("told")))
+        await until(lambda: len(app.replicas.index) and held(app, 0).held.blocks)
+        held(app, 1).computes = 10_000.0
+        assert {await by(app, body(f"task {n}")) for n in range(4)} == {"s0"}
+
+
 async def test_requests_at_once_go_where_the_first_of_them_went() -> None:
     async with followed() as (app, _):
         await until(lambda: all(one.held.follows for one in app.replicas.all))

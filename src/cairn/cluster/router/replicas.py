@@ -42,7 +42,9 @@ BUSY_SECONDS = 0.02
 ABOUT = 0.01
 """Seconds within which two replicas count as equally soon."""
 USUAL_SPEED = 2000.0
-"""Prompt tokens a second of a replica that has not measured its own."""
+"""Prompt tokens a second where no replica has measured its own yet."""
+USUAL_GAIN = 10.0
+"""How many times faster than computing a replica loads that has not loaded anything yet."""
 FORGET_SECONDS = 600.0
 DEATH_SECONDS = 15.0
 """How long after a replica went away a turn that is said to run elsewhere may be its last."""
@@ -287,7 +289,9 @@ class Replicas:
         self.index.misses += most == 0
         chosen = 0
         if most:
-            times = [self._seconds(one, known, has, most, now) for one, has in zip(ranked, held, strict=True)]
+            speeds = [one.computes for one in ranked if one.computes]
+            usual = sum(speeds) / len(speeds) if speeds else USUAL_SPEED
+            times = [self._seconds(one, known, has, most, now, usual) for one, has in zip(ranked, held, strict=True)]
             chosen = min(range(len(ranked)), key=lambda number: (round(times[number] / ABOUT), number))
         replica, has = ranked[chosen], held[chosen]
         if (missing := known.total - has.cached) > 0 and replica.computes:
@@ -295,10 +299,13 @@ class Replicas:
         replica.held.send(text, known.tokens, now)
         return Choice(replica, has.cached)
 
-    def _seconds(self, one: Replica, known: KnownText, has: HeldPrompt, most: int, now: float) -> float:
-        """Return about how long a replica takes until it has a prompt, of which some replica holds `most` tokens."""
-        computing = 1 / (one.computes or USUAL_SPEED)
-        loading = min(computing, 1 / one.loads) if one.loads else computing
+    def _seconds(self, one: Replica, known: KnownText, has: HeldPrompt, most: int, now: float, usual: float) -> float:
+        """Return about how long a replica takes until it has a prompt, of which some replica holds `most` tokens.
+
+        `usual`: prompt tokens a second of one that has not measured its own.
+        """
+        computing = 1 / (one.computes or usual)
+        loading = min(computing, 1 / one.loads) if one.loads else computing / USUAL_GAIN
         loaded = max(most if one.shares else 0, has.cached) - has.pool
         missing = known.total - has.pool - loaded
         # What it told is up to a second old: without a request in hand there, those that waited then are over.
