@@ -40,7 +40,7 @@ from cairn.cluster.router.follow import EVENT_END, Delivered, split
 from cairn.cluster.router.keys import Asked
 from cairn.cluster.router.lists import LISTS, ListRefused, merged_list
 from cairn.cluster.router.prefill import PrefillGate
-from cairn.cluster.router.replicas import DRAIN_SECONDS, Choice, Replica, Replicas, Restart, Wanted
+from cairn.cluster.router.replicas import DRAIN_SECONDS, Choice, Destination, Replica, Replicas, Restart
 from cairn.cluster.router.upstream import DROPPED, UpstreamConnection, UpstreamLost, request_bytes
 from cairn.cluster.router.ways import Apart
 from cairn.system.interfaces import Rng
@@ -232,7 +232,7 @@ class Passing:
         if self._asked.is_turn and ONCE not in dict(self._headers):
             self._headers.append((ONCE, f"router-{app._rng.bits64():016x}{app._rng.bits64():016x}".encode()))
         self._first = app.answered(self._asked)
-        self._wanted = Wanted(self._asked.key, not app.replicas.by_kv or self._asked.named, self._asked.text)
+        self._wanted = Destination(self._asked.key, not app.replicas.by_kv or self._asked.named, self._asked.text)
         self._expected = 0
         """Tokens of the prompt that the replica is expected to have."""
         self._receive = receive

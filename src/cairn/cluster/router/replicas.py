@@ -120,7 +120,7 @@ class Replica:
         }
 
 
-class Wanted(NamedTuple):
+class Destination(NamedTuple):
     """What decides where a request goes."""
 
     key: bytes
@@ -252,7 +252,7 @@ class Replicas:
         """Whether requests go where their KV is."""
         return self._routing == "kv"
 
-    def choose(self, wanted: Wanted, tried: Collection[Replica] = ()) -> Choice | None:
+    def choose(self, wanted: Destination, tried: Collection[Replica] = ()) -> Choice | None:
         """Return the replica for a request; None if there is none.
 
         `tried`: replicas to use only where there are no others.
