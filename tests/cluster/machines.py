@@ -37,11 +37,12 @@ class Cluster:
 
         `roles`: of the servers; `routed`: options of the router; `options`: of all servers.
         """
-        self._folder, self._roles, self._routed = folder, roles, routed
+        self._folder, self._roles, self.routed = folder, roles, routed
         self.key = folder / "cluster.key"
         with os.fdopen(os.open(self.key, os.O_CREAT | os.O_WRONLY, 0o600), "w") as out:
             out.write(new_key_file(SystemRng()))
         self._options = options
+        self._admin = {"X-Cairn-Admin-Key": options["admin_key"]} if "admin_key" in options else {}
         self.ports = [free_port() for _ in range(count)]
         self.servers = [self._serve(number) for number in range(count)]
         self.port = free_port()
@@ -65,7 +66,7 @@ class Cluster:
         """Start the router and wait until it knows that all servers are up."""
         replicas = [word for port in self.ports for word in ("--replica", f"http://127.0.0.1:{port}")]
         self.router = subprocess.Popen(
-            [sys.executable, "-m", "cairn", "route", "--port", str(self.port), *replicas, *self._routed],
+            [sys.executable, "-m", "cairn", "route", "--port", str(self.port), *replicas, *self.routed],
             stderr=subprocess.DEVNULL,
             env={name: value for name, value in os.environ.items() if not name.startswith("CAIRN_")},
         )
@@ -116,7 +117,7 @@ class Cluster:
     ) -> Any:
         """Return the open response. Raise AssertionError with its text for an error."""
         data = None if body is None else json.dumps(body).encode()
-        headers = ({"Content-Type": "application/json"} if data else {}) | dict(more or {})
+        headers = ({"Content-Type": "application/json"} if data else {}) | self._admin | dict(more or {})
         url = f"http://127.0.0.1:{port or self.port}{path}"
         try:
             return urllib.request.urlopen(urllib.request.Request(url, data, headers, method=method), timeout=90)

@@ -498,6 +498,17 @@ async def test_deaths_far_apart_of_a_worker_that_answers_are_not_in_a_row(folder
         assert service._supervisor.gave_up == ""
 
 
+async def test_telling_which_blocks_it_has_is_no_progress_of_a_worker(folder: Path) -> None:
+    """A router asks all the while: a worker that dies of every request would count as well for ever."""
+    async with serving(folder) as service:
+        link = service._supervisor._link
+        assert link is not None
+        await service.block_changes()
+        assert not link.progressed
+        await service.where((1, 2, 3))
+        assert link.progressed
+
+
 @pytest.mark.parametrize(("seconds", "failures"), [(300, 0), (5, 1)])
 async def test_a_worker_that_was_idle_for_long_dies_for_the_first_time(seconds: int, failures: int) -> None:
     """Known failure 2."""

@@ -20,6 +20,7 @@ from typing import Any
 
 from cairn.api.admin import health
 from cairn.api.admin.adapters import AdapterAdmin
+from cairn.api.admin.kv_events import BlockEvents
 from cairn.api.admin.models import ModelAdmin
 from cairn.api.admin.requests import Admin, Props, StoredRoutes
 from cairn.api.anthropic.messages import Anthropic
@@ -82,9 +83,11 @@ class App:
             *(Ollama, OllamaEmbeddings, OllamaModels, Admin, Llama, TokenRoutes, Props),
         )
         page = Page(config, self.described)
+        self._kv = BlockEvents(state)
         self.router = Router(
             [
                 *(route for table in tables for route in table(state).routes()),
+                *self._kv.routes(),
                 *page.routes(),
                 *health.routes(page=config.page),
             ]
@@ -166,6 +169,7 @@ class App:
         registry = state.registry
         if state.draining and call.scope["method"] == "POST" and not call.path.endswith("/cancel"):
             raise Unavailable("the server is shutting down", retry_after=max(1.0, state.config.shutdown_grace))
+        self._kv.attend(call)
         DEADLINE.set(deadline_of(call, state.clock))  # of this call's task, and of those that it starts
         with state.rates.counted(call, admin=route.access == "admin"):
             await state.attribution.refresh(call)

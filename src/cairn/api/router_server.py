@@ -14,6 +14,7 @@ from cairn.api.http.listener import Listener
 from cairn.api.lifetime import FLUSH_SECONDS, Signals, address
 from cairn.api.server import bind, raise_file_limit, return_freed_memory
 from cairn.cluster.router.app import RouterApp
+from cairn.cluster.router.kv_follow import KvFollowers
 from cairn.cluster.router.replicas import Replicas, Restart
 from cairn.cluster.router.ways import Apart, Routing
 from cairn.config.config import Config
@@ -31,7 +32,7 @@ def serve_router(
     beside: Beside | None = None,
     restart: Restart | None = None,
     *,
-    routing: Routing = "names",
+    routing: Routing = "kv",
     apart: Apart = "auto",
 ) -> None:
     """Serve until SIGTERM or SIGINT. Raise ConfigError for addresses, keys or certificates that cannot be used.
@@ -47,14 +48,17 @@ def serve_router(
     with bind(config.host, config.port) as sock, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         admin_key = "" if config.admin_key is None else config.admin_key.reveal()
         app = RouterApp(known, SystemRng(), admin_key, restart, apart)
-        runner.run(_serve(config, sock, app, beside))
+        runner.run(_serve(config, sock, app, KvFollowers(known, admin_key), beside))
 
 
-async def _serve(config: Config, sock: socket.socket, app: RouterApp, beside: Beside | None) -> None:
+async def _serve(
+    config: Config, sock: socket.socket, app: RouterApp, followers: KvFollowers, beside: Beside | None
+) -> None:
     replicas = app.replicas
     stop, over = Signals(), asyncio.Event()
     listener = Listener(app, config, lambda path: "")
     replicas.start()
+    followers.start()
     await listener.start(sock)
     url = address(config.host, sock, tls=config.tls_cert is not None)
     log.info("the router listens on %s, for %s", url, ", ".join(one.url for one in replicas.all))
@@ -69,5 +73,6 @@ async def _serve(config: Config, sock: socket.socket, app: RouterApp, beside: Be
         await asyncio.gather(signalled, ended, return_exceptions=True)
         if running is not None:
             await asyncio.gather(running, return_exceptions=True)
+        await followers.close()
         await replicas.close()
         stop.close()

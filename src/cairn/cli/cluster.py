@@ -56,7 +56,7 @@ def register(app: typer.Typer) -> None:
                 metavar="URL", help="A server, such as http://10.0.0.5:8000; repeat for all. More can be added."
             ),
         ] = None,
-        routing: _Routing = "names",
+        routing: _Routing = "kv",
         apart: _Apart = "auto",
     ) -> None:
         """Pass requests on to servers that share a store; agents and sessions stay with a server while it is up."""
@@ -83,7 +83,7 @@ def register(app: typer.Typer) -> None:
         prefill: Annotated[
             int, typer.Option(min=0, max=63, help="How many of them compute long prompts for the others.")
         ] = 0,
-        routing: _Routing = "names",
+        routing: _Routing = "kv",
         apart: _Apart = "auto",
     ) -> None:
         """Start servers, a router and their shared store on this machine, and keep them running.

@@ -12,7 +12,7 @@ from cairn.frontend.supervisor import Supervisor
 from cairn.kv.tiers.store import Standing
 from cairn.system.metrics import Metrics
 from cairn.types.errors import Unavailable
-from cairn.types.stats import ImportedKv, KvStats, Placed, Swept
+from cairn.types.stats import BlockChanges, ImportedKv, KvStats, Placed, Swept
 from cairn.worker import wire
 
 log = logging.getLogger(__name__)
@@ -98,6 +98,17 @@ class StoredKv:
     async def where(self, tokens: Sequence[int], salt: bytes = b"") -> Placed:
         """Return how many leading tokens of this context each tier has."""
         return self._answered(await self._supervisor.ask("where", tokens=tuple(tokens), salt=salt)).placed
+
+    async def block_changes(self, *, whole: bool = False) -> BlockChanges:
+        """Return how the blocks that the worker holds changed since the last call; all of them at the first call.
+
+        It notes changes until `unfollow_blocks`. `whole`: return all blocks in any case.
+        """
+        return self._answered(await self._supervisor.ask("follow", whole=whole)).blocks
+
+    async def unfollow_blocks(self) -> None:
+        """Have the worker note no changes of its blocks any more."""
+        await self._supervisor.ask("unfollow")
 
     async def scrub(self) -> Swept:
         """Read and verify every stored chunk, and remove the damaged ones."""

@@ -322,7 +322,7 @@ class Supervisor:
             if self._suspects:
                 self._next_trial()
         elif isinstance(message, wire.KVAnswer):
-            link.progressed = True
+            link.progressed |= not message.routine
             self._questions.take(message)
         elif isinstance(message, wire.Refused):
             self._sent.discard(message.id)

@@ -277,7 +277,8 @@ class WorkerConnection:
             if isinstance(message, wire.Beat):
                 self.watchdog.beat(message.cpu)
                 continue
-            self.watchdog.stepped(message.stats if isinstance(message, wire.StepOutputs) else None)
+            if not (isinstance(message, wire.KVAnswer) and message.routine):
+                self.watchdog.stepped(message.stats if isinstance(message, wire.StepOutputs) else None)
             try:
                 self._receive(message)
             except Exception as error:  # this message is lost, but not earlier tokens: another worker continues

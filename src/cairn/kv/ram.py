@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from cairn.kv.tiers.store import HEAD_BYTES, Chunk, Standing, Standings, later, spared
+from cairn.kv.tiers.store import HEAD_BYTES, Chunk, Standing, Standings, Watch, later, spared
 from cairn.types.stats import TierStats
 
 _CHUNK_OVERHEAD = 1024
@@ -93,6 +93,7 @@ class RamStore:
         self._pinned: frozenset[bytes] = frozenset()
         """Heads of all pinned blocks."""
         self._stats = TierStats(budget=budget)
+        self._watch: Watch | None = None
 
     def match_prefix(self, keys: Sequence[bytes]) -> int:
         """See `Store`."""
@@ -151,6 +152,8 @@ class RamStore:
                 if chunk.key not in self._children:
                     self._leaves.add(chunk.key)
                 self._count(chunks=1, bytes=_size(chunk), written=_size(chunk))
+                if self._watch is not None:
+                    self._watch(True, _heads(chunk), chunk.parent[:HEAD_BYTES])
                 tails = [one for head in chunk.heads for one in self._having[head] if one[:HEAD_BYTES] == head]
                 self._drop(tails)
             return len(chunks)
@@ -182,6 +185,14 @@ class RamStore:
         """See `Store`."""
         with self._lock:
             self._leaves.mark(keys, standing)
+
+    def watch(self, watch: Watch | None) -> None:
+        """See `WatchedStore`."""
+        with self._lock:
+            self._watch = watch
+            if watch is not None:
+                for chunk in self._chunks.values():
+                    watch(True, _heads(chunk), chunk.parent[:HEAD_BYTES])
 
     def durable(self) -> None:
         """Return None: the store ends with the process."""
@@ -221,10 +232,14 @@ class RamStore:
         chunk = self._chunks.pop(key, None)
         if chunk is None:
             return False
+        gone = []
         for head in _heads(chunk):
             self._having[head].discard(key)
             if not self._having[head]:
                 del self._having[head]
+                gone.append(head)
+        if gone and self._watch is not None:
+            self._watch(False, gone, chunk.parent[:HEAD_BYTES])
         self._leaves.remove(key, chunk.parent)
         siblings = self._children[chunk.parent]
         siblings.discard(key)

@@ -61,6 +61,12 @@ def speeds(models: Models) -> tuple[float | None, float | None]:
     return min(computed, default=None), min(loaded, default=None)
 
 
+def shares(models: Models) -> bool:
+    """Return whether all loaded models have a store in common with other servers."""
+    loaded = [loaded.service for _, loaded in models.loaded()]
+    return bool(loaded) and all(one.kv().shared is not None for one in loaded)
+
+
 def queue_seconds(models: Models) -> float:
     """Return the seconds until all requests that wait now have begun, of the model whose queue takes longest."""
     return max((loaded.service.queue_seconds() for _, loaded in models.loaded()), default=0.0)

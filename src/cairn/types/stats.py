@@ -89,6 +89,29 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
     shared: int = 0
 
 
+Medium = Literal["GPU", "CPU", "DISK"]
+"""Where KV is, in the words of vLLM's events: the pool on any device, memory below it, the disk."""
+
+
+class BlockChange(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks of one context that a tier has now, or has no longer."""
+
+    medium: Medium
+    blocks: tuple[int, ...]
+    """Hashes (`cluster.kv_events.block_hash`), each the parent of the next."""
+    stored: bool
+    parent: int | None = None
+    """The block before the first; None at the beginning of a context, or if unknown."""
+
+
+class BlockChanges(msgspec.Struct, frozen=True, array_like=True):
+    """How the blocks that a worker holds changed since it was last asked."""
+
+    changes: tuple[BlockChange, ...] = ()
+    whole: bool = False
+    """Whether they are all that it holds, and nothing said before counts."""
+
+
 class Swept(msgspec.Struct, frozen=True, kw_only=True):
     """Result of a scan over the stored chunks."""
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from cairn.kv.pool.cache import Cache
+from cairn.kv.pool.prefix import Layout
 from cairn.kv.pool.sequence_kv import TierName
 from cairn.kv.tiers.store import Store
 from cairn.kv.tiers.tiers import Tiers
@@ -223,6 +224,7 @@ def _assemble(channel: wire.Channel, order: wire.LoadModel, opened: _Opened, sta
         device=known.device,
         device_text=known.device_text,
         cpu_experts=known.cpu_experts,
+        layout=Layout(known.block_tokens, known.groups),
     )
     ends = opened.spec.eos_ids
     vocabulary = partial(read_vocabulary, Path(order.folder), config.tokenizer, known.vocab, ends)

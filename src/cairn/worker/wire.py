@@ -16,12 +16,13 @@ import msgspec
 
 from cairn.config.config import Config
 from cairn.config.values import TenantTurns
+from cairn.kv.pool.prefix import Layout
 from cairn.kv.tiers.store import Standing
 from cairn.types.errors import CairnError
 from cairn.types.model_spec import ModelSpec
 from cairn.types.outputs import FinishReason, Output
 from cairn.types.request import Request
-from cairn.types.stats import ImportedKv, KvStats, Placed, Swept
+from cairn.types.stats import BlockChanges, ImportedKv, KvStats, Placed, Swept
 from cairn.types.step import AdapterFacts
 
 MAX_FRAME = 64 << 20
@@ -100,6 +101,8 @@ What = Literal[
     "prune",
     "attach",
     "detach",
+    "follow",
+    "unfollow",
 ]
 """Operations on stored KV and on adapters; the methods of `Service` with these names define them."""
 
@@ -126,6 +129,8 @@ class KVQuery(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     """Identity of the context's model if it is not this worker's: its KV is erased from that model's store."""
     adapter: bytes = b""
     """Digest of the adapter to detach."""
+    whole: bool = False
+    """Whether to answer with all blocks that are held, not with what changed."""
 
 
 ToWorker = LoadModel | StartLoading | Add | Drop | KVQuery
@@ -156,6 +161,8 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
     """What it is and what computes on it, for a person."""
     cpu_experts: str = ""
     """See `EngineInfo`."""
+    layout: Layout = Layout(0, ())
+    """How tokens become blocks."""
 
 
 class Stats(msgspec.Struct, frozen=True, array_like=True):
@@ -246,6 +253,9 @@ class KVAnswer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     taken: ImportedKv = ImportedKv()
     adapter: AdapterFacts | None = None
     """The adapter that was attached."""
+    blocks: BlockChanges = BlockChanges()
+    routine: bool = False
+    """Whether the question is asked all the while, so that its answer is no progress of the worker."""
     refused: str = ""
     """Why an adapter cannot be attached, as a sentence: the caller's mistake."""
 

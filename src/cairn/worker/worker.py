@@ -28,6 +28,7 @@ from cairn.types.request import Request
 from cairn.types.stats import KvStats
 from cairn.worker import wire
 from cairn.worker.adapters import AdapterLoads
+from cairn.worker.block_journal import BlockJournal
 from cairn.worker.kv_queries import KVQueries
 from cairn.worker.loading import LoadedEngine, load, load_visibly
 
@@ -93,6 +94,14 @@ class WorkerLoop:
         self._grammars = loaded.grammars
         self._answers = KVQueries(channel, loaded.cache, loaded.tiers)
         self._adapters = AdapterLoads(channel, loaded.engine)
+        journal = BlockJournal(channel, loaded.cache, loaded.tiers)
+        self._takers: dict[wire.What, AdapterLoads | BlockJournal] = {
+            "attach": self._adapters,
+            "detach": self._adapters,
+            "follow": journal,
+            "unfollow": journal,
+        }
+        """Who answers which queries; `_answers` all others."""
         self._clock = loaded.clock
         self._pulse = pulse
         self._failures = 0
@@ -169,7 +178,7 @@ class WorkerLoop:
             self._grammars.drop(message.id)
             self._scheduler.drop(message.id, message.reason)
         elif isinstance(message, wire.KVQuery):
-            (self._adapters if message.what in ("attach", "detach") else self._answers).take(message)
+            self._takers.get(message.what, self._answers).take(message)
         else:
             raise wire.WireError("a worker loads one model only once")
 

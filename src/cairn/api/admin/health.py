@@ -126,11 +126,16 @@ async def ready(call: HTTPCall, state: ServerHealth) -> None:
 
 
 async def role(call: HTTPCall, state: ServerHealth) -> None:
-    """Return what this server does in a cluster, how fast it computes prompts and loads their KV, and its queue."""
+    """Return what this server does in a cluster, how fast it computes prompts and loads their KV, and its queue.
+
+    `shares`: whether it can load KV that other servers stored.
+    """
     computes, loads, queue = None, None, 0.0
     if state.models is not None:
         (computes, loads), queue = model_health.speeds(state.models), model_health.queue_seconds(state.models)
-    await call.json({"role": state.role, "computes": computes, "loads": loads, "queue_seconds": queue})
+    shares = state.models is not None and model_health.shares(state.models)
+    facts = {"computes": computes, "loads": loads, "queue_seconds": queue, "shares": shares}
+    await call.json({"role": state.role} | facts)
 
 
 async def startup(call: HTTPCall, state: ServerHealth) -> None:

@@ -155,6 +155,8 @@ async def chat_exchange(
             max_choices=config.max_choices,
         )
         check_together(made, config, service.info.max_rows)
+    if call.on_prompt is not None:
+        call.on_prompt(service, made[0])
     tied = await attribution.tie(call, body, store=store)
     origin = describe_prompt(plain_messages(body.messages), store=store)
     exchange = _exchange(service, made, tied, adapter, origin, _keeper(tied, service, call.tenant))
@@ -196,6 +198,8 @@ async def text_exchange(
         for prompt in prompts:
             asked += service.make_requests(prompt, options, params, ids=draw, max_choices=config.max_choices)
         check_together(asked, config, service.info.max_rows)
+    if call.on_prompt is not None and len(prompts) == 1:
+        call.on_prompt(service, asked[0])
     tied = await attribution.tie(call, body, store=store)
     exchange = _exchange(service, asked, tied, adapter, PromptOrigin(store=store), _keeper(tied))
     exchange.names, exchange.warnings = names, held.warnings

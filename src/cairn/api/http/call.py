@@ -215,6 +215,8 @@ class HTTPCall:
         "model",
         "name",
         "number",
+        "on_body",
+        "on_prompt",
         "path",
         "payer",
         "route",
@@ -253,6 +255,10 @@ class HTTPCall:
         """The tenant, or without keys the client's address, whose limits it counts against."""
         self.arrived: Callable[[int], Awaitable[None]] | None = None
         """Counts the bytes of each piece of the body, and raises if they are too many."""
+        self.on_body: Callable[[HTTPCall, bytes], None] | None = None
+        """Called with the whole body once it is read."""
+        self.on_prompt: Callable[[Any, Any], None] | None = None
+        """Called with the service and the first request that the call's prompt is asked with."""
         self.settled: Callable[[], None] = _nothing
         """Ends the counting of what arrived: the route counts itself how much it keeps."""
         self.identity = b""
@@ -302,7 +308,11 @@ class HTTPCall:
             self._held += len(part)
             parts.append(part)
         body = parts[0] if len(parts) == 1 else b"".join(parts)
-        return await self._unpacked(body) if self.coding in GZIP else body
+        if self.coding in GZIP:
+            body = await self._unpacked(body)
+        if self.on_body is not None:
+            self.on_body(self, body)
+        return body
 
     @property
     def coding(self) -> bytes:

@@ -76,7 +76,8 @@ class ChangeFeed:
         self.readers: dict[Waker, bool] = {}
         """Readers, and whether each may see the server's figures."""
         self.over = False
-        self.last = 0
+        self.last = self._shown = 0
+        """Number of the last event, and of the last one that readers were woken for."""
         self._salt, self._tenant, self._services, self._first = salt, tenant, services, first
         self._events: deque[_Event] = deque()
         self._bytes = 0
@@ -96,8 +97,10 @@ class ChangeFeed:
                 self._left = began
             self.look(attribution)
             self.over = ending() or began - self._left > GRACE
-            for reader in self.readers:
-                reader.wake()
+            if self.over or self.last > self._shown:
+                self._shown = self.last
+                for reader in self.readers:
+                    reader.wake()
             if not self.over:
                 await asyncio.sleep(max(TICK, SHARE * (time.monotonic() - began)))
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -39,7 +40,7 @@ from cairn.cluster.router.follow import EVENT_END, Delivered, split
 from cairn.cluster.router.keys import Asked
 from cairn.cluster.router.lists import LISTS, ListRefused, merged_list
 from cairn.cluster.router.prefill import PrefillGate
-from cairn.cluster.router.replicas import DRAIN_SECONDS, Replica, Replicas, Restart
+from cairn.cluster.router.replicas import DRAIN_SECONDS, Choice, Destination, Replica, Replicas, Restart
 from cairn.cluster.router.upstream import DROPPED, UpstreamConnection, UpstreamLost, request_bytes
 from cairn.cluster.router.ways import Apart
 from cairn.system.interfaces import Rng
@@ -54,6 +55,11 @@ WHOLE_BYTES = 4 << 20
 """Longest answer that is read as a whole before any of it is passed on."""
 MOST_NAMES = 10_000
 """Requests whose replica is remembered, for those that ask for their events."""
+LEAST_EXPECTED = 64
+"""Tokens below which nobody counts whether they were there."""
+CACHED = re.compile(rb'"(?:cached_tokens|cache_read_input_tokens)": ?([0-9]{1,9})')
+USAGE_BYTES = 4096
+"""Bytes at the end of an answer in which its usage stands."""
 ONCE = b"idempotency-key"
 EVENTS = b"text/event-stream"
 LOST = b'data: {"error":{"message":"the server that answered went away, and no other gives the same answer; send the \
@@ -226,6 +232,9 @@ class Passing:
         if self._asked.is_turn and ONCE not in dict(self._headers):
             self._headers.append((ONCE, f"router-{app._rng.bits64():016x}{app._rng.bits64():016x}".encode()))
         self._first = app.answered(self._asked)
+        self._wanted = Destination(self._asked.key, not app.replicas.by_kv or self._asked.named, self._asked.text)
+        self._expected = 0
+        """Tokens of the prompt that the replica is expected to have."""
         self._receive = receive
         self._path: str = scope["path"]
         self._apart = self._method == "POST"
@@ -251,8 +260,9 @@ class Passing:
 
     async def _answer(self) -> None:
         while True:
-            replica = self._first or self._replicas.choose(self._asked.key, self._tried)
+            choice = Choice(self._first) if self._first else self._replicas.choose(self._wanted, self._tried)
             self._first = None
+            replica, self._expected = (None, 0) if choice is None else choice
             if replica is None:
                 if time.monotonic() < self._end and (self._sent_again or self._tried):
                     await asyncio.sleep(PAUSE)
@@ -341,6 +351,7 @@ class Passing:
         size = int(headers.get(b"content-length", b"-1"))
         if 0 <= size <= WHOLE_BYTES:
             body = b"" if self._method == "HEAD" else await read_whole(connection)
+            self._check_expected(body)
             await self._respond(replica, connection, body)
             return
         await self._start(replica, connection)
@@ -352,6 +363,11 @@ class Passing:
             self._counts.lost += 1
             raise ClientLeft from None
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _check_expected(self, answer: bytes) -> None:
+        """Count a replica that had less than half of the prompt that it was expected to have, where it says so."""
+        if self._expected >= LEAST_EXPECTED and (said := CACHED.search(answer, max(0, len(answer) - USAGE_BYTES))):
+            self._replicas.index.stale += int(said[1]) < self._expected // 2
 
     async def _start(self, replica: Replica, connection: UpstreamConnection) -> None:
         headers = [one for one in connection.headers if one[0] not in DROPPED and one[0] != b"date"]
@@ -370,7 +386,7 @@ class Passing:
         delivered = Delivered()
         keep = self._asked.followable and connection.status == 200
         try:
-            rest = b""
+            rest = last = b""
             while data := await connection.read():
                 data = rest + data if rest else data
                 end = data.rfind(EVENT_END)
@@ -381,8 +397,10 @@ class Passing:
                 rest, data = data[end:], data[:end] if end < len(data) else data
                 if keep:
                     delivered.add(data)
+                last = data
                 await self._send({"type": "http.response.body", "body": data, "more_body": True})
             await self._send({"type": "http.response.body", "body": rest, "more_body": False})
+            self._check_expected(last)
             return
         except UpstreamLost:
             self._replicas.failed(replica)
@@ -399,10 +417,11 @@ class Passing:
         self._end = time.monotonic() + PATIENCE
         delivered.measure()
         while time.monotonic() < self._end:
-            replica = self._replicas.choose(self._asked.key, self._tried)
-            if replica is None:
+            choice = self._replicas.choose(self._wanted, self._tried)
+            if choice is None:
                 await asyncio.sleep(PAUSE)
                 continue
+            replica = choice.replica
             connection = None
             replica.busy += 1
             try:

@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from cairn.cluster.text_prefixes import KEY_HEADERS, TextPrefixes, text_prefixes
+
 AGENT_PATH = re.compile(r"/v1/agents/([^/]+)")
 TURN_PATH = re.compile(r"/v1/agents/[^/]+/turns")
 NAMED_PATHS = re.compile(
@@ -16,7 +18,6 @@ NAMED_PATHS = re.compile(
 )
 AGENT_HEADER = b"x-cairn-agent"
 SESSION_HEADERS = (b"x-claude-code-session-id", b"x-session-id", b"session-id")
-KEY_HEADERS = (b"authorization", b"x-api-key", b"api-key")
 COMPUTES = frozenset(
     (
         *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/messages"),
@@ -54,7 +55,7 @@ class Asked:
 
     def __init__(self, method: str, path: str, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
         self.method, self.path = method, path
-        self._headers = dict(headers)
+        self._headers, self._raw = dict(headers), body
         self._body = (
             _decoded(body) if method == "POST" and body[:1] in (b"{", b" ", b"\n", b"\r", b"\t") else _SessionFields()
         )
@@ -62,7 +63,7 @@ class Asked:
     @property
     def key(self) -> bytes:
         """What it names, with the tenant's key; empty for nothing."""
-        named = self._named()
+        named = self._named() or self._beginning()
         if not named:
             return b""
         digest = hashlib.blake2b(digest_size=16)
@@ -92,7 +93,16 @@ class Asked:
         for one in names:
             if isinstance(one, str) and one:
                 return b"agent\0" + one.encode("utf-8", "replace")
-        return self._beginning()
+        return b""
+
+    @property
+    def named(self) -> bool:
+        """Whether it names an agent or a session."""
+        return bool(self._named())
+
+    def text(self) -> TextPrefixes:
+        """Return the digests of its prompt's text."""
+        return text_prefixes(self.path, self._headers, self._raw)
 
     def _beginning(self) -> bytes:
         """Return what recognises a conversation that is sent again as a whole."""

@@ -3,6 +3,9 @@
 A request that names an agent or a session goes to the replica that ranks first for that name (rendezvous hashing), so
 its KV is there. Replicas that come and go move only the names that they rank first for. One that has far more in hand
 than the others is passed over: with a shared store any replica can answer, for the price of loading.
+
+Routing `kv`: a request that names nothing, or whose first replica is passed over, goes where it will have begun soonest
+by what is known: the queue, the part of the prompt that the replica does not hold (`kv_index`), and its load.
 """
 
 from __future__ import annotations
@@ -14,12 +17,15 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
 
+from cairn.cluster.router.kv_index import HeldBlocks, HeldPrompt, KnownText, KvIndex
 from cairn.cluster.router.upstream import UpstreamConnection, UpstreamLost, UpstreamPool, request_bytes
 from cairn.cluster.router.ways import Routing
+from cairn.cluster.text_prefixes import NO_PREFIXES, TextPrefixes
 from cairn.types.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -31,6 +37,14 @@ SILENT_CHECKS = 2
 CROWDED = 1.5
 """How many times the mean of requests in hand a replica may have, beside SLACK, before it is passed over."""
 SLACK = 4
+BUSY_SECONDS = 0.02
+"""How much longer a request takes for each that the replica has in hand, since their steps share the device."""
+ABOUT = 0.01
+"""Seconds within which two replicas count as equally soon."""
+USUAL_SPEED = 2000.0
+"""Prompt tokens a second where no replica has measured its own yet."""
+USUAL_GAIN = 10.0
+"""How many times faster than computing a replica loads that has not loaded anything yet."""
 FORGET_SECONDS = 600.0
 DEATH_SECONDS = 15.0
 """How long after a replica went away a turn that is said to run elsewhere may be its last."""
@@ -49,6 +63,7 @@ class _Role(msgspec.Struct):
     computes: float | None = None
     loads: float | None = None
     queue_seconds: float = 0.0
+    shares: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +86,14 @@ class Replica:
     loads: float | None = None
     """Prompt tokens a second whose KV it loads."""
     queue: float = 0.0
-    """Seconds until all that wait for it have begun."""
+    """Seconds until all that waited for it had begun, when it was asked last."""
+    told_at: float = 0.0
+    """When that was."""
+    shares: bool = False
+    """Whether it can load what other replicas stored."""
+    computing: float = 0.0
+    """Time at which it will have computed the prompts that were sent to it."""
+    held: HeldBlocks = field(default_factory=HeldBlocks)
     silent: int = 0
     """Checks in a row that were not answered in time."""
     last_check: str = field(default="not asked yet")
@@ -92,8 +114,34 @@ class Replica:
             "queue_seconds": self.queue,
             "requests": self.requests,
             "failures": self.failures,
+            "kv_blocks": len(self.held.blocks),
+            "kv_followed": self.held.follows,
             "state": self.last_check,
         }
+
+
+class Destination(NamedTuple):
+    """What decides where a request goes."""
+
+    key: bytes
+    """What it names, or how its conversation begins; empty for nothing."""
+    named: bool = True
+    """Whether it names an agent or a session."""
+    text: Callable[[], TextPrefixes] = lambda: NO_PREFIXES
+    """Returns the digests of its text, which are made where they are needed."""
+
+
+class Choice(NamedTuple):
+    """Where a request goes."""
+
+    replica: Replica
+    cached: int = 0
+    """Tokens of its prompt that the replica is expected to have; 0 also where nobody looked."""
+
+
+def _beginning(text: TextPrefixes) -> bytes:
+    """Return what ranks replicas for a text that has no other key; empty without text."""
+    return text.digests[0].to_bytes(8, "big") if text.digests else b""
 
 
 def replica_of(url: str) -> Replica:
@@ -119,6 +167,7 @@ class Replicas:
         if len({one.url for one in self.all}) != len(self.all):
             raise ConfigError("a replica is named twice", field="replica")
         self._routing, self._turn = routing, 0
+        self.index = KvIndex()
         self._added: dict[Replica, float] = {}
         """Replicas that were added later, and when they were last up: one that is down for long is forgotten."""
         self._task: asyncio.Task[None] | None = None
@@ -180,7 +229,7 @@ class Replicas:
         with contextlib.suppress(msgspec.MsgspecError):
             said = msgspec.json.decode(b"".join(parts), type=_Role)
             replica.role, replica.computes, replica.loads = said.role, said.computes, said.loads
-            replica.queue = said.queue_seconds
+            replica.queue, replica.told_at, replica.shares = said.queue_seconds, time.monotonic(), said.shares
 
     def failed(self, replica: Replica) -> None:
         """Note that a replica went away: it gets no more requests until it is ready again."""
@@ -189,6 +238,8 @@ class Replicas:
         replica.up = False
         replica.failures += 1
         replica.pool.close()
+        replica.held.forget()
+        replica.computing = 0.0
         self._died = time.monotonic()
 
     @property
@@ -196,11 +247,17 @@ class Replicas:
         """Whether a replica went away a short time ago."""
         return time.monotonic() - self._died < DEATH_SECONDS
 
-    def choose(self, key: bytes, tried: Collection[Replica] = ()) -> Replica | None:
+    @property
+    def by_kv(self) -> bool:
+        """Whether requests go where their KV is."""
+        return self._routing == "kv"
+
+    def choose(self, wanted: Destination, tried: Collection[Replica] = ()) -> Choice | None:
         """Return the replica for a request; None if there is none.
 
-        `key`: what it names, empty for nothing. `tried`: replicas to use only where there are no others.
+        `tried`: replicas to use only where there are no others.
         """
+        key = wanted.key or (_beginning(wanted.text()) if self._routing == "kv" else b"")
         up = [one for one in self.all if one.up and one not in tried] or [one for one in self.all if one.up]
         able = [one for one in up if not one.draining] or up
         able = [one for one in able if one.role != "prefill"] or able
@@ -208,12 +265,53 @@ class Replicas:
             return None
         if self._routing == "round-robin":
             self._turn += 1
-            return able[self._turn % len(able)]
+            return Choice(able[self._turn % len(able)])
         if not key or self._routing == "least-load":
-            return min(able, key=lambda one: one.busy)
+            return Choice(min(able, key=lambda one: one.busy))
         ranked = sorted(able, key=lambda one: hashlib.blake2b(key, key=one.seed[:64], digest_size=8).digest())
         limit = CROWDED * sum(one.busy for one in able) / len(able) + SLACK
-        return next((one for one in ranked if one.busy < limit), ranked[0])
+        free = [one for one in ranked if one.busy < limit] or ranked
+        if self._routing == "kv" and len(able) > 1 and not (wanted.named and free[0] is ranked[0]):
+            return self._soonest(free, wanted.text())
+        return Choice(free[0])
+
+    def _soonest(self, ranked: Sequence[Replica], text: TextPrefixes) -> Choice:
+        """Return the replica that will have computed a prompt soonest; the first ranked of those about as soon.
+
+        The first ranked one takes a prompt that nobody holds.
+        """
+        if not text.digests:
+            return Choice(ranked[0])
+        known, now = self.index.known(text), time.monotonic()
+        held = [self.index.held(one.held, known, now) for one in ranked]
+        most = max(one.cached for one in held)
+        self.index.hits += most > 0
+        self.index.misses += most == 0
+        chosen = 0
+        if most:
+            speeds = [one.computes for one in ranked if one.computes]
+            usual = sum(speeds) / len(speeds) if speeds else USUAL_SPEED
+            times = [self._seconds(one, known, has, most, now, usual) for one, has in zip(ranked, held, strict=True)]
+            chosen = min(range(len(ranked)), key=lambda number: (round(times[number] / ABOUT), number))
+        replica, has = ranked[chosen], held[chosen]
+        if (missing := known.total - has.cached) > 0 and replica.computes:
+            replica.computing = max(replica.computing, now) + missing / replica.computes
+        replica.held.send(text, known.tokens, now)
+        return Choice(replica, has.cached)
+
+    def _seconds(self, one: Replica, known: KnownText, has: HeldPrompt, most: int, now: float, usual: float) -> float:
+        """Return about how long a replica takes until it has a prompt, of which some replica holds `most` tokens.
+
+        `usual`: prompt tokens a second of one that has not measured its own.
+        """
+        computing = 1 / (one.computes or usual)
+        loading = min(computing, 1 / one.loads) if one.loads else computing / USUAL_GAIN
+        loaded = max(most if one.shares else 0, has.cached) - has.pool
+        missing = known.total - has.pool - loaded
+        # What it told is up to a second old: without a request in hand there, those that waited then are over.
+        told = one.told_at + one.queue - now if one.busy else 0.0
+        queue = max(0.0, told, one.computing - now)
+        return queue + missing * computing + loaded * loading + one.busy * BUSY_SECONDS
 
     def find(self, url: str) -> Replica | None:
         """Return the replica of this address."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-Routing = Literal["names", "round-robin", "least-load"]
-"""By what requests name, in turn, or to whoever has the fewest in hand."""
+Routing = Literal["kv", "names", "round-robin", "least-load"]
+"""By what requests name, and else by who holds their KV; by names or the conversation's beginning; in turn; or to
+whoever has the fewest in hand."""
 ROUTING: tuple[str, ...] = get_args(Routing)
 Apart = Literal["auto", "always", "never"]
 """When prefill replicas compute prompts; auto: where it pays."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from cairn.kv.disk.chunk_file import Name
-from cairn.kv.tiers.store import HEAD_BYTES, Standing, Standings, later
+from cairn.kv.tiers.store import HEAD_BYTES, Standing, Standings, Watch, later
 
 KEY_BYTES = 32
 """Bytes of a chunk's key, which ends its id."""
@@ -95,6 +95,8 @@ class DiskIndex:
         """Number of pinned blocks by tag and head."""
         self._having: dict[bytes, tuple[IndexEntry, ...]] = {}
         """Live chunks by tag and head of each block that they contain."""
+        self._watched: tuple[bytes, Watch] | None = None
+        """The tag of the chunks that are watched, and who is told."""
 
     def __len__(self) -> int:
         """Return the number of live chunks."""
@@ -194,6 +196,24 @@ class DiskIndex:
         if self._is_pinned(entry):
             self._protect([entry.id])
         self._rank(entry)
+        self._tell(entry, stored=True)
+
+    def watch(self, tag: bytes, watch: Watch | None) -> None:
+        """Tell of a model's blocks, as `WatchedStore` says."""
+        self._watched = None if watch is None else (tag, watch)
+        if watch is not None:
+            for entry in chains(one for one in self.live() if one.name.tag == tag):
+                self._tell(entry, stored=True)
+
+    def _tell(self, entry: IndexEntry, *, stored: bool) -> None:
+        """Tell that a chunk's blocks are here, or that those are gone which no other chunk has."""
+        if self._watched is None or entry.name.tag != self._watched[0]:
+            return
+        heads = [*entry.name.heads, entry.name.key[:HEAD_BYTES]]
+        if not stored:
+            heads = [head for head in heads if entry.name.tag + head not in self._having]
+        if heads:
+            self._watched[1](stored, heads, entry.name.parent[:HEAD_BYTES])
 
     def use(self, entry: IndexEntry, now: float) -> None:
         """Record a use of a chunk."""
@@ -258,6 +278,7 @@ class DiskIndex:
                 self._having[head] = left
             else:
                 del self._having[head]
+        self._tell(entry, stored=False)
         if self._protected is not None and entry.id in self._protected:
             self._protected = None
         parent = self._entries.get(entry.parent)
@@ -293,6 +314,10 @@ class DiskIndex:
     def emptied(self) -> DiskIndex:
         """Return an index with the same pins and no chunks."""
         index = DiskIndex()
+        index._watched = self._watched
+        self._having.clear()
+        for entry in self.live():
+            self._tell(entry, stored=False)
         index.standings = self.standings
         for owner, ids in self._pins.items():
             index.pin(owner, ids)

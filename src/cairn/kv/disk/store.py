@@ -29,7 +29,7 @@ from cairn.kv.disk.model_folders import ModelFolders
 from cairn.kv.disk.notes import Notes, write_layout
 from cairn.kv.disk.pins import Pins, pin_bytes, pin_name
 from cairn.kv.pool.prefix import Layout
-from cairn.kv.tiers.store import HEAD_BYTES, Chunk, Scrubbed, Standing
+from cairn.kv.tiers.store import HEAD_BYTES, Chunk, Scrubbed, Standing, Watch
 from cairn.system.interfaces import Clock, FileSystem, Lock
 from cairn.types.errors import ConfigError, Conflict
 from cairn.types.stats import ImportedKv, TierStats
@@ -179,6 +179,11 @@ class DiskStore:
         """See `Store`. A chunk that is here counts as kept; one without its parent here or before it is refused."""
         self._try_again()
         return self._writer.keep(chunks)
+
+    def watch(self, watch: Watch | None) -> None:
+        """See `WatchedStore`. Tells of this engine's blocks."""
+        with self._state.mutex:
+            self._state.index.watch(self._tag, watch)
 
     def drop(self, keys: Sequence[bytes]) -> int:
         """See `Store`. Pinned chunks too. On return the bytes are gone for good; if the disk failed, they go later."""

@@ -57,6 +57,8 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self.leaving: Callable[[bytes], None] = lambda key: None
         """Called with the key of a published block just before its eviction, while it can still be found and read."""
+        self.watch: Callable[[bool, Published], None] | None = None
+        """Called with whether a block was published or evicted, and what it holds; None: nobody follows."""
 
     @property
     def free(self) -> int:
@@ -81,6 +83,15 @@ class BlockPool:
     def holders(self, block: int) -> int:
         """Return how many tables name the block."""
         return self._holders[block]
+
+    def knows(self, key: bytes) -> bool:
+        """Return whether a block is published under this key."""
+        return key in self._index
+
+    def all_published(self) -> list[Published]:
+        """Return what all published blocks hold, each after the one that it extends."""
+        blocks = (self._published[block] for block in self._index.values())
+        return [one for one in blocks if one is not None]
 
     def published(self, block: int) -> Published | None:
         """Return the block's published content; None if it is not published."""
@@ -139,6 +150,8 @@ class BlockPool:
             self._index[key] = block
             if parent:
                 self._insert(block, published)
+            if self.watch is not None:
+                self.watch(True, published)
             return block
         twin = self.find(key, tokens)
         if twin is not None:
@@ -204,6 +217,8 @@ class BlockPool:
         if published.parent:
             self._remove(block, published)
         self._published[block] = None
+        if self.watch is not None:
+            self.watch(False, published)
 
     def _insert(self, block: int, published: Published) -> None:
         """Index a block by its first tokens and evict the part that it begins with."""

@@ -101,6 +101,11 @@ class Cache:
         states, after the first token, from where on nothing reads the state at the end of the block before."""
 
     @property
+    def leading_pool(self) -> BlockPool | None:
+        """The pool of the leading group; None for a model that keeps no KV."""
+        return self.pools[self._lead] if self.pools else None
+
+    @property
     def longest(self) -> int:
         """The longest sequence, in tokens, that fits when it has every pool to itself."""
         return longest(self._groups, [pool.size for pool in self.pools], self._block_tokens)

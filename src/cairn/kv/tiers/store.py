@@ -67,6 +67,10 @@ class Standings:
         return changed
 
 
+Watch = Callable[[bool, Sequence[bytes], bytes], None]
+"""Called with whether blocks came or went, their heads, each the parent of the next, and the head of the block before
+them, empty for none. Called under a lock, from any thread."""
+
 HEAD_BYTES = 8
 """Bytes of a block's *head*, the beginning of its key. By their heads a chunk's blocks before its last are found; its
 tokens are compared afterwards."""
@@ -199,6 +203,15 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Release the folder. No call follows."""
+        ...
+
+
+@runtime_checkable
+class WatchedStore(Store, Protocol):
+    """A tier that says which blocks come and go."""
+
+    def watch(self, watch: Watch | None) -> None:
+        """Tell `watch` of all blocks that are here, and from now on of those that come and go; None: tell nobody."""
         ...
 
 

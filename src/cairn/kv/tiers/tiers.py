@@ -22,7 +22,16 @@ from cairn.kv.pool.sequence_kv import SequenceKV, TierName
 from cairn.kv.tiers.chunk_lookup import ChunkLookup
 from cairn.kv.tiers.reader import Arrival, ContextLoad, LoadMode, LoadPolicy, StoreReader, Want
 from cairn.kv.tiers.saved_notes import SavedNotes
-from cairn.kv.tiers.store import Chunk, DurableStore, SettlingStore, Standing, Store, chunk_sizes
+from cairn.kv.tiers.store import (
+    Chunk,
+    DurableStore,
+    SettlingStore,
+    Standing,
+    Store,
+    Watch,
+    WatchedStore,
+    chunk_sizes,
+)
 from cairn.kv.tiers.store_writer import StoreWriter
 from cairn.kv.tiers.write_behind import WriteBehind, WriteLimits
 from cairn.system.interfaces import Clock
@@ -88,6 +97,12 @@ class Tiers:
     def loading(self) -> bool:
         """Whether any sequence is being loaded."""
         return bool(self._loads)
+
+    def watch(self, watches: Callable[[TierName], Watch] | None) -> None:
+        """Have every tier that can tell its blocks, as `WatchedStore` says; None: none of them any more."""
+        for name, store in self._stores.items():
+            if isinstance(store, WatchedStore):
+                store.watch(None if watches is None else watches(name))
 
     # ------------------------------------------------------------------------------------- what the cache says
 

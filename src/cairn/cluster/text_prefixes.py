@@ -1,0 +1,103 @@
+"""Digests of the beginnings of a request's text, by which a router and its servers mean the same context.
+
+The text is what a prompt is rendered from, as the client wrote it: tools, system text, then messages or a prompt. It is
+cut at fixed places, and the digest at a place covers the model's name, the caller's key and all text before it. So two
+requests that begin alike have the same first digests, a server can say which tokens belong to one, and nobody without
+the key can test a guess of a text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+KEY_HEADERS = (b"authorization", b"x-api-key", b"api-key")
+"""Headers with the caller's key."""
+PROMPT_PATHS = frozenset(
+    f"{version}/{name}"
+    for version in ("", "/v1")
+    for name in ("chat/completions", "completions", "messages", "responses")
+) | {"/api/chat", "/api/generate"}
+"""Paths whose body holds the text of a prompt."""
+FINEST = 256
+"""Bytes between two places in the first `FINE_BYTES` bytes; twice as many from there on, and from each doubling on."""
+FINE_BYTES = FINEST * 64
+DIGEST_BYTES = 8
+_CACHE_MARKS = re.compile(rb',?\s*"cache_control"\s*:\s*\{[^{}]*\}')
+"""Marks that clients of Anthropic move from one message to the next, and that are no text."""
+_BRACKETS = b']" \t\r\n'
+_EMPTY = msgspec.Raw(b"")
+
+
+class _PromptFields(msgspec.Struct):
+    """The fields that a prompt's text comes from, unparsed."""
+
+    model: msgspec.Raw = _EMPTY
+    tools: msgspec.Raw = _EMPTY
+    system: msgspec.Raw = _EMPTY
+    instructions: msgspec.Raw = _EMPTY
+    messages: msgspec.Raw = _EMPTY
+    prompt: msgspec.Raw = _EMPTY
+    input: msgspec.Raw = _EMPTY
+
+
+_decoder = msgspec.json.Decoder(_PromptFields)
+
+
+class TextPrefixes(NamedTuple):
+    """The beginnings of one request's text, the shortest first."""
+
+    digests: tuple[int, ...]
+    """64-bit numbers."""
+    ends: tuple[int, ...]
+    """Bytes of text that each covers."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole text."""
+        return self.ends[-1] if self.ends else 0
+
+
+NO_PREFIXES = TextPrefixes((), ())
+
+
+def text_prefixes(path: str, headers: Mapping[bytes, bytes], body: bytes) -> TextPrefixes:
+    """Return the digests of a request's text; none for a path or a body without any. Takes time linear in the body."""
+    if path not in PROMPT_PATHS:
+        return NO_PREFIXES
+    try:
+        found = _decoder.decode(body)
+    except (msgspec.MsgspecError, RecursionError, ValueError):
+        return NO_PREFIXES  # refused elsewhere
+    last = bytes(found.messages) or bytes(found.prompt) or bytes(found.input)
+    if not last.strip(_BRACKETS + b"["):
+        return NO_PREFIXES
+    parts = [bytes(one) for one in (found.tools, found.system, found.instructions)]
+    text = b"\0".join([*parts, last.rstrip(_BRACKETS)])  # what goes on a list or a text follows here
+    if b'"cache_control"' in text:
+        text = _CACHE_MARKS.sub(b"", text)
+    seed = hashlib.blake2b(b"\0".join([*(headers.get(name, b"") for name in KEY_HEADERS), bytes(found.model)]))
+    digest = hashlib.blake2b(key=seed.digest(), digest_size=DIGEST_BYTES)
+    digests, ends, view, at = list[int](), list[int](), memoryview(text), 0
+    for end in places(len(text)):
+        digest.update(view[at:end])
+        digests.append(int.from_bytes(digest.digest(), "big"))
+        ends.append(end)
+        at = end
+    return TextPrefixes(tuple(digests), tuple(ends))
+
+
+def places(size: int) -> Iterator[int]:
+    """Yield the places at which a text of `size` bytes is cut, its end last: 64, and 32 more for each doubling."""
+    at, step = FINEST, FINEST
+    while at < size:
+        yield at
+        if at >= FINE_BYTES * (step // FINEST):
+            step *= 2
+        at += step
+    if size:
+        yield size
