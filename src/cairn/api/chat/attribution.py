@@ -38,7 +38,8 @@ MAX_USER_ID = 2000
 """Characters of a user id that are looked at."""
 
 AGENTS = "/v1/agents"
-AGENT_ROUTE = AGENTS + "/{id}"
+JOURNALS: Mapping[str, str] = {"/v1/teams": "team", "/v1/workflows/runs": "run"}
+"""Rooms of the journals that are named below these paths."""
 
 
 class AgentAttribution:
@@ -68,14 +69,20 @@ class AgentAttribution:
         return self.failing if self.agents is None else self.agents.refuses
 
     async def refresh(self, call: HTTPCall) -> None:
-        """Update the agent named in the path from the shared store, if the server has one.
+        """Update the agent, team or run named in the path from the shared store, if the server has one.
 
         If the store fails, calls that only read are answered from this server's own copy.
         """
-        if self.agents is None or not call.route.startswith(AGENT_ROUTE):
+        if self.agents is None:
+            return
+        path = next((one for one in (AGENTS, *JOURNALS) if call.route.startswith(one + "/{id}")), None)
+        if path is None:
             return
         try:
-            await self.agents.refresh(call.tenant, call.path_part(AGENTS))
+            if path == AGENTS:
+                await self.agents.refresh(call.tenant, call.path_part(path))
+            else:
+                await self.agents.journals.refresh(JOURNALS[path], call.tenant, call.path_part(path))
         except (Unavailable, Damaged):
             if call.scope["method"] in ("POST", "PATCH"):
                 raise

@@ -22,7 +22,7 @@ from cairn.agents.log.records import EndRecord
 from cairn.agents.log.segment import Record
 from cairn.agents.log.writer import Writer
 from cairn.agents.pending_writes import PendingWrites
-from cairn.agents.shared_bodies import (
+from cairn.agents.shared.shared_bodies import (
     Replayed,
     SharedAgent,
     SharedEnd,
