@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 pytest.importorskip("cryptography", reason="cryptography is not installed: nothing can be sealed")
 
+from cairn.cluster.folder import TEMPORARY
 from tests.cluster.machines import Cluster, cluster, events
 from tests.workflows.test_checks import node
 
@@ -54,11 +56,23 @@ TEAM = {
 TEAMS = "/v1/teams"
 
 
+CHAT = {"temperature": 0.8, "max_tokens": 60, "ignore_eos": True}
+
+
+class Chatted(NamedTuple):
+    """A conversation that was sent again as a whole each time."""
+
+    answers: list[str]
+    sizes: list[int]
+    """Tokens of the prompts."""
+
+
 class Alone(NamedTuple):
     """What a server says that nothing happens to."""
 
     run: dict[str, Any]
     said: list[str]
+    chat: Chatted
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +82,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
         run = one.call("POST", RUNS, RUN, port)
         one.call("POST", TEAMS, TEAM, port)
         one.call("POST", f"{TEAMS}/review/rounds", {"content": "What now?", "rounds": 2}, port)
-        return Alone(run, said(one, port))  # two rounds
+        return Alone(run, said(one, port), chatted(one, [port] * 5))
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +96,36 @@ def said(made: Cluster, port: int | None = None) -> list[str]:
     """Return what a team has said, in order."""
     entries = made.call("GET", f"{TEAMS}/review/transcript", port=port)["entries"]
     return [f"{one['member']}: {one['content']}" for one in entries if one["type"] == "turn"]
+
+
+def chatted(made: Cluster, ports: list[int], *, agent: str = "", store: Path | None = None) -> Chatted:
+    """Have a conversation with one port after another. `store`: where each answer's tokens have to come first."""
+    messages: list[dict[str, str]] = []
+    headers = {"X-Cairn-Agent": agent} if agent else {}
+    found = Chatted([], [])
+    for number, port in enumerate(ports):
+        messages.append({"role": "user", "content": f"Question {number}: what of it?"})
+        before = replays(store)
+        answer = made.call("POST", "/v1/chat/completions", CHAT | {"messages": messages, "seed": number}, port, headers)
+        found.answers.append(answer["choices"][0]["message"]["content"])
+        found.sizes.append(answer["usage"]["prompt_tokens"])
+        messages.append({"role": "assistant", "content": found.answers[-1]})
+        # Before the answer's end on a machine that has time; an ordinary chat waits for the store no longer than that.
+        wait_for(lambda before=before: store is None or replays(store) > before)  # type: ignore[misc]
+    return found
+
+
+def replays(store: Path | None) -> set[Path]:
+    """Return the files of answers in a shared folder."""
+    files = () if store is None else (store / "replays").glob("*/*")
+    return {file for file in files if not file.name.startswith(TEMPORARY)}
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def outputs(run: dict[str, Any]) -> dict[str, Any]:
@@ -191,3 +235,19 @@ def test_a_team_goes_on_at_another_server_in_the_midst_of_a_round(made: Cluster,
     for port in made.ports:
         with pytest.raises(AssertionError, match=": 404 "):
             made.call("GET", f"{TEAMS}/review", port=port)
+
+
+@pytest.mark.parametrize("agent", ["", "session"])
+def test_an_ordinary_chat_has_the_same_tokens_at_another_server(made: Cluster, alone: Alone, agent: str) -> None:
+    one, two, three = made.ports
+    assert chatted(made, [two, three, two, one, one], agent=agent, store=made.store) == alone.chat
+
+
+def test_an_answer_that_is_not_to_be_stored_is_in_no_store(made: Cluster) -> None:
+    messages = [{"role": "user", "content": "Keep nothing of this."}]
+    before = replays(made.store)
+    made.call("POST", "/v1/chat/completions", CHAT | {"messages": messages, "store": False})
+    made.call("POST", "/v1/chat/completions", CHAT | {"messages": [*messages, *messages]})
+    wait_for(lambda: len(replays(made.store)) > len(before))
+    time.sleep(0.2)
+    assert len(replays(made.store)) == len(before) + 1, "of the second alone"

@@ -37,6 +37,7 @@ from cairn.agents.replay_records import ReplayRecords, newest
 from cairn.agents.running_turn import RunningTurn
 from cairn.agents.shared.shared_agents import UNSHARED, SharedAgents
 from cairn.agents.shared.shared_journals import SharedJournals
+from cairn.agents.shared.shared_replays import SharedReplays
 from cairn.agents.turn_tree import Agent
 from cairn.agents.turns import TurnParams, Turns
 from cairn.agents.types import AgentInfo, AgentPage, TurnInfo
@@ -103,6 +104,8 @@ class Agents:
             self.journals.shared = SharedJournals(shared, self._agents.shared.holder, self._agents.shared.beats.alive)
         self.chats = ChatRecords(services, self._agents, self._replays, log=config.log)
         """Records of ordinary requests, which belong to no turn."""
+        if shared is not None and self._agents.shared is not None:
+            self._agents.shared.replays = self.chats.shared = SharedReplays(shared)
         self._turns = Turns(services, self._agents, self._archive, clock)
         self._maintenance = Maintenance(self._agents, self._replays, orphans)
         self._find = self._agents.find
@@ -161,6 +164,8 @@ class Agents:
                 await turn.close()
         if self.journals.shared is not None:
             await self.journals.shared.close()
+        if self.chats.shared is not None:
+            await self.chats.shared.close()
         if self._agents.shared is not None:
             await self._agents.shared.close()
         with contextlib.suppress(Unavailable):

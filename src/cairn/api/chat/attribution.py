@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import msgspec
 
@@ -20,7 +21,7 @@ from cairn.agents.turn_tree import Agent
 from cairn.api.chat.schemas import Generation
 from cairn.api.http.auth import AGENT
 from cairn.api.http.call import HTTPCall
-from cairn.text.chat.prompt import Sampled
+from cairn.text.chat.prompt import Recall, Sampled
 from cairn.types.errors import Conflict, Damaged, InvalidRequest, NotFound, Overloaded, QuotaExceeded, Unavailable
 from cairn.types.outputs import Done, Timing
 from cairn.types.request import Request
@@ -94,6 +95,18 @@ class AgentAttribution:
     def missing(self, why: str) -> None:
         """Note that agents were asked for and cannot be opened now."""
         self.why_not, self.failing = f"this server keeps no agents: {why}", True
+
+    def recall(self, call: HTTPCall, body: Generation) -> Recall | None:
+        """Return a function that finds what other servers sampled in a conversation; None without a shared store."""
+        replays = None if self.agents is None else self.agents.chats.shared
+        if replays is None:
+            return None
+        header = call.header(HEADER)
+        if header is not None:
+            names = [header.decode("latin-1")]
+        else:
+            names = session_names(call, body.metadata or {}, body.prompt_cache_key)
+        return partial(replays.find, call.tenant, names, call.identity)
 
     async def tie(self, call: HTTPCall, body: Generation, *, store: bool) -> Attribution | None:
         """Attach the request to the agent named in its headers; None if nothing is recorded.

@@ -26,7 +26,7 @@ from cairn.frontend.admission import check_together
 from cairn.frontend.miss_explainer import PromptOrigin, describe_prompt
 from cairn.frontend.requests import RequestParams, SamplingOptions
 from cairn.frontend.service import Service
-from cairn.text.chat.prompt import RESERVED, Prompt
+from cairn.text.chat.prompt import RESERVED, Prompt, Recall
 from cairn.text.tokens import length
 from cairn.types.errors import InvalidRequest, UnknownModel
 from cairn.types.request import OutputFormat, Request
@@ -141,7 +141,7 @@ async def chat_exchange(
     `allow_empty` permits an answer of no tokens, to have only the prompt computed.
     """
     with rename_fields(names):
-        prompt = await chat_prompt(call, service, config, body)
+        prompt = await chat_prompt(call, service, config, body, attribution.recall(call, body))
         store = is_stored(body.store, config)
         options = await with_prediction(call, service, body, body.chat_options())
         made = service.make_requests(
@@ -169,7 +169,7 @@ async def chat_exchange(
         adapter=adapter(choices),
         source=generating(service, choices, told),
         cancel=lambda: [service.abort(request.id) for request in asked],
-        keep=chat_keeper(service, call.tenant, tied),
+        keep=chat_keeper(service, call.tenant, tied, prompt.told),
         attribution=tied,
         names=names,
         warnings=prompt.warnings,
@@ -232,8 +232,10 @@ def _durable(requests: Sequence[Request], tied: Attribution | None) -> list[Requ
     return [msgspec.structs.replace(request, durable=True) for request in requests]
 
 
-async def chat_prompt(call: HTTPCall, service: Service, config: Config, body: ChatBody) -> Prompt:
-    """Check a chat and return its prompt."""
+async def chat_prompt(
+    call: HTTPCall, service: Service, config: Config, body: ChatBody, recall: Recall | None = None
+) -> Prompt:
+    """Check a chat and return its prompt. `recall` is asked for answers that another server sampled."""
     check_chat(body, config)
     check_lora(body, service)
     check_model(body.model, service)
@@ -252,6 +254,7 @@ async def chat_prompt(call: HTTPCall, service: Service, config: Config, body: Ch
         share=call.share,
         template_args=body.template_args(service.chat.mentions),
         wanted=body.wanted(),
+        recall=recall,
     )
 
 
@@ -276,11 +279,14 @@ def warn_of_thinking(call: HTTPCall, service: Service, body: Templated) -> None:
         call.warn("the model reasons all the same: its chat template has no switch for it")
 
 
-def chat_keeper(service: Service, tenant: str, tied: Attribution | None) -> Callable[[ChoiceStream], None]:
-    """Return a function that keeps an answer's exact tokens, for when it comes back as history, and its cost."""
+def chat_keeper(service: Service, tenant: str, tied: Attribution | None, told: bytes) -> Callable[[ChoiceStream], None]:
+    """Return a function that keeps an answer's exact tokens, for when it comes back as history, and its cost.
+
+    `told`: `Prompt.told` of the prompt.
+    """
 
     def keep(choice: ChoiceStream) -> None:
-        sampled = service.chat.remember(tenant, choice.request.prompt, choice.tokens, choice.said.message())
+        sampled = service.chat.remember(tenant, choice.request.prompt, choice.tokens, choice.said.message(), told)
         if tied is not None and choice.done is not None:
             tied.done(choice.request, choice.tokens, choice.done, sampled)
 
