@@ -164,6 +164,7 @@ def test_a_run_whose_server_is_killed_ends_at_another_with_the_same_outputs(made
     assert all(begun.count(key) == 1 for key in {*begun} - {"talk"}), "what was done is not asked again"
     for port in made.ports:
         if port != made.ports[killed]:
+            assert run in [one["id"] for one in made.call("GET", RUNS, port=port)["data"]]
             assert outputs(made.call("GET", f"{RUNS}/{run}", port=port)) == outputs(alone.run)
     made.restart(killed)
     made.wait_up(3)

@@ -307,6 +307,34 @@ async def test_a_deleted_run_is_gone_everywhere_and_leaves_one_record(benches: B
     assert len([name for name in benches.blobs.objects if name.startswith("runs/")]) == 1
 
 
+async def test_runs_of_all_servers_are_listed_at_each_for_their_tenant(benches: Benches) -> None:
+    await benches.begin()
+    await benches.benches["two"].runs.create("me", workflow_of(REPAIR), {"task": "x"}, id="s")
+    await benches.benches["two"].runs.create("you", workflow_of(REPAIR), {"task": "x"}, id="t")
+    third = benches.benches["three"]
+    assert sorted(await third.runs.ids("me")) == ["r", "s"] and await third.runs.ids("you") == ["t"]
+    await third.runs.refresh("me", ["r", "s"])
+    assert third.runs.get("me", "s").state == "interrupted"
+    await third.runs.delete("me", "s")
+    for bench in benches.benches.values():
+        ids = await bench.runs.ids("me")
+        await bench.runs.refresh("me", ids)
+        assert await bench.runs.ids("me") == ["r"]
+    (name,) = (name for name in benches.blobs.objects if name.startswith("run-ids/") and name not in before_of(benches))
+    benches.blobs.objects[name] = b"something else"
+    benches.share("two", 7, "two again")
+    assert await benches.benches["two"].runs.ids("you") == ["t"], "its own is listed all the same"
+    benches.lines["three"].cut = True
+    assert await third.runs.ids("me") == ["r"], "what it has itself"
+
+
+def before_of(benches: Benches) -> set[str]:
+    """Return the names in the list of the tenant `me`."""
+    shared = benches.benches["one"].journals.shared
+    assert shared is not None
+    return {name for name in benches.blobs.objects if name.startswith(shared._list_folder("run", "me"))}
+
+
 async def test_a_run_that_was_made_before_the_store_was_shared_is_put_there(benches: Benches) -> None:
     first = benches.benches["one"]
     shared, first.journals.shared = first.journals.shared, None

@@ -11,6 +11,7 @@ it is in the log, and `refresh` applies what other servers wrote.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from bisect import bisect_right, insort
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -24,6 +25,7 @@ from cairn.agents.log.segment import Record
 from cairn.agents.log.writer import Writer
 from cairn.agents.pending_writes import PendingWrites
 from cairn.agents.shared.shared_journals import (
+    AT_ONCE,
     EntriesAdded,
     JournalChange,
     JournalMade,
@@ -33,7 +35,7 @@ from cairn.agents.shared.shared_journals import (
 )
 from cairn.cluster.chain import Moved
 from cairn.system.interfaces import Rng
-from cairn.types.errors import Conflict, Damaged, NotFound, Overloaded
+from cairn.types.errors import Conflict, Damaged, NotFound, Overloaded, Unavailable
 
 MAX_JOURNALS = 1_000
 """Journals of one room and tenant."""
@@ -187,6 +189,26 @@ class Journals:
             journal for (where, whose, _), journal in self._journals.items() if (where, whose) == (room, tenant)
         ]
         return sorted(journals, key=lambda journal: (-journal.record.created, journal.id))
+
+    async def ids(self, room: str, tenant: str) -> list[str]:
+        """Return the ids of a tenant's journals on all servers that share the store, most recently created first.
+
+        Those of this server alone, if the store does not answer.
+        """
+        found = {journal.id: journal.record.created for journal in self.of(room, tenant)}
+        if self.shared is not None:
+            with contextlib.suppress(Unavailable):
+                found = await self.shared.listed(room, tenant) | found
+        return sorted(found, key=lambda id: (-found[id], id))
+
+    async def refresh_listed(self, room: str, tenant: str, ids: Sequence[str]) -> None:
+        """Update the server's own copies of listed journals, as far as the shared store answers."""
+        with contextlib.suppress(Unavailable):
+            for at in range(0, len(ids) if self.shared is not None else 0, AT_ONCE):
+                some = (self.refresh(room, tenant, id) for id in ids[at : at + AT_ONCE])
+                for failed in await asyncio.gather(*some, return_exceptions=True):
+                    if isinstance(failed, BaseException) and not isinstance(failed, Damaged):
+                        raise failed
 
     def keys_of(self, tenant: str) -> set[int]:
         """Return the keys of all records of a tenant's journals."""

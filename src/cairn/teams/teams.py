@@ -68,9 +68,13 @@ class Teams:
         """Return the current state of a team."""
         return self._state(self._find(tenant, id))
 
-    def ids(self, tenant: str) -> list[str]:
+    async def ids(self, tenant: str) -> list[str]:
         """Return the ids of a tenant's teams, most recently created first."""
-        return [journal.id for journal in self._journals.of(ROOM, tenant)]
+        return await self._journals.ids(ROOM, tenant)
+
+    async def refresh(self, tenant: str, ids: Sequence[str]) -> None:
+        """Update these teams from the shared store, if there is one, as far as it answers."""
+        await self._journals.refresh_listed(ROOM, tenant, ids)
 
     def entries(self, tenant: str, id: str, member: str = "") -> tuple[Team, Sequence[JournalEntry]]:
         """Return a team and its journal's entries. Raise InvalidRequest if it has no such `member`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
@@ -71,9 +71,13 @@ class Runs:
         """Return the current state of a run."""
         return self._state(self._find(tenant, id))
 
-    def ids(self, tenant: str) -> list[str]:
+    async def ids(self, tenant: str) -> list[str]:
         """Return the ids of a tenant's runs, most recently created first."""
-        return [journal.id for journal in self._journals.of(ROOM, tenant)]
+        return await self._journals.ids(ROOM, tenant)
+
+    async def refresh(self, tenant: str, ids: Sequence[str]) -> None:
+        """Update these runs from the shared store, if there is one, as far as it answers."""
+        await self._journals.refresh_listed(ROOM, tenant, ids)
 
     def check_open(self, tenant: str, id: str) -> None:
         """Raise Conflict if a run is at work or finished, Running if it is at work on another server."""

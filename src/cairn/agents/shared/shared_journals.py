@@ -7,6 +7,8 @@
     taken      the work of a server that is silent was interrupted by another one
     gone       deleted
 
+The journals of a tenant are listed by one small object each, which has the id and the time of the journal's making.
+
 An entry is in the chain before anybody learns of it. A server that lost the journal meanwhile cannot add one. After a
 failed write nobody knows whether it is in the chain; the next `news` tells.
 """
@@ -14,6 +16,7 @@ failed write nobody knows whether it is in the chain; the next `news` tells.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -22,7 +25,7 @@ from typing import NamedTuple
 import msgspec
 
 from cairn.agents.log.records import JournalRecord
-from cairn.cluster.chain import AgentChain, ChainRecord, Kind, Moved, Running
+from cairn.cluster.chain import AgentChain, ChainRecord, Kind, Moved, Running, unavailable
 from cairn.cluster.shared import SharedStore
 from cairn.types.errors import Conflict, Damaged, Unavailable, trace
 
@@ -34,6 +37,10 @@ RETRY_SECONDS = 1.0
 """Pause between attempts to write the end of work that nobody waits for."""
 END_SECONDS = 2.0
 """How long the end of work is waited for. It is written later if the store does not take it by then."""
+AT_ONCE = 8
+"""Objects that are read at once."""
+MOST_LISTED = 100_000
+"""Listed journals that are kept in memory."""
 AT_WORK = 1
 """What a chain says to be running while a server works on the journal."""
 
@@ -66,6 +73,13 @@ class EntriesRemoved(msgspec.Struct, frozen=True, tag="removed"):
 
 JournalChange = JournalMade | EntriesAdded | EntriesRemoved | None
 """What a record changes; None: the journal is deleted."""
+
+
+class ListedJournal(msgspec.Struct, frozen=True, array_like=True):
+    """A journal in its tenant's list."""
+
+    id: str
+    created: float
 
 
 class JournalName(NamedTuple):
@@ -109,6 +123,8 @@ class SharedJournals:
         """Write as `holder`; `alive` returns whether another holder may still be at work. No chain is read yet."""
         self._store, self._holder, self._alive = store, holder, alive
         self._followed: OrderedDict[JournalName, _FollowedJournal] = OrderedDict()
+        self._listed: OrderedDict[str, ListedJournal] = OrderedDict()
+        """Listed journals by the names of their objects."""
         self._ending: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
@@ -176,6 +192,40 @@ class SharedJournals:
         """Note that the server's own copy may lack what the chain has: all of it is read again."""
         self._follow(name).known = False
 
+    async def listed(self, room: str, tenant: str) -> dict[str, float]:
+        """Return when each of a tenant's journals was made, by id. Raise Unavailable if the store does not answer."""
+        blobs, keys = self._store.blobs.soon, self._store.keys
+        try:
+            names = await blobs.list(self._list_folder(room, tenant))
+            new = [name for name in names if name not in self._listed]
+            for at in range(0, len(new), AT_ONCE):
+                some = new[at : at + AT_ONCE]
+                for name, data in zip(some, await asyncio.gather(*map(blobs.read, some)), strict=True):
+                    content = None if data is None else keys.open(name, data)
+                    with contextlib.suppress(msgspec.DecodeError):  # also one that was changed
+                        self._listed[name] = msgspec.msgpack.decode(content or b"", type=ListedJournal)
+        except OSError as error:
+            raise unavailable(error) from error
+        while len(self._listed) > MOST_LISTED:
+            self._listed.popitem(last=False)
+        return {one.id: one.created for name in names if (one := self._listed.get(name)) is not None}
+
+    def _list_folder(self, room: str, tenant: str) -> str:
+        return f"{room}-ids/{self._store.keys.name(b'ids', room.encode(), tenant.encode())}"
+
+    def _list_name(self, name: JournalName) -> str:
+        return f"{self._list_folder(name.room, name.tenant)}/{self._store.keys.name(b'id', name.id.encode())}"
+
+    async def _list(self, name: JournalName, head: JournalRecord) -> None:
+        """Put a journal that is about to be made into its tenant's list. Raise Unavailable as `listed` does."""
+        blobs, at = self._store.blobs.soon, self._list_name(name)
+        data = self._store.keys.seal(at, msgspec.msgpack.encode(ListedJournal(name.id, head.created)))
+        try:
+            if not await blobs.create(at, data):
+                await blobs.replace(at, data)
+        except OSError as error:
+            raise unavailable(error) from error
+
     # ------------------------------------------------------------------------------------------------------- writing
     # These raise Unavailable if the store does not answer, Moved if another server has written, Running while one
     # works on the journal. The caller then undoes its change; the next `news` tells whether it is in the chain.
@@ -188,6 +238,7 @@ class SharedJournals:
             if followed.chain.tail.kind != "gone":
                 followed.known = False
                 raise Conflict(f"there is a {name.room} {name.id} already", field="id")
+            await self._list(name, made.head)
             await self._append(followed, "made", made)
             followed.known = True
 
@@ -263,11 +314,20 @@ class SharedJournals:
         async with followed.lock:
             try:
                 await followed.chain.news()
+                if followed.chain.tail.kind != "gone":
+                    await self._append(followed, "gone", None)
+                await followed.chain.forget()
             except Damaged:  # then nothing can follow it, and nobody can use it
-                return await followed.chain.erase()
-            if followed.chain.tail.kind != "gone":
-                await self._append(followed, "gone", None)
-            await followed.chain.forget()
+                await followed.chain.erase()
+            await self._unlist(name)
+
+    async def _unlist(self, name: JournalName) -> None:
+        at = self._list_name(name)
+        self._listed.pop(at, None)
+        try:
+            await self._store.blobs.soon.delete([at])
+        except OSError as error:
+            raise unavailable(error) from error
 
     async def _change(
         self, followed: _FollowedJournal, name: JournalName, change: EntriesAdded | EntriesRemoved, whole: Whole
@@ -284,7 +344,9 @@ class SharedJournals:
         try:
             if followed.chain.tail.kind == "gone":
                 await followed.chain.expect_no_news()
-                await followed.chain.append("made", msgspec.msgpack.encode(whole()))
+                made = whole()
+                await self._list(name, made.head)
+                await followed.chain.append("made", msgspec.msgpack.encode(made))
             await followed.chain.hold(self._alive)
         except BaseException as error:
             followed.known = isinstance(error, Running)

@@ -166,9 +166,9 @@ class WorkflowRoutes:
         if not (limit.isascii() and limit.isdigit() and len(limit) <= 3 and 1 <= int(limit) <= MOST_LISTED):
             raise InvalidRequest(f"limit must be 1 to {MOST_LISTED}", field="limit")
         runs = self._runs()
-        ids = runs.ids(call.tenant)
-        show = partial(_listed, runs, call.tenant)
-        await call.json(await page_by_id(ids, int(limit), asked.get("after"), show))
+        ids = await runs.ids(call.tenant)
+        show, refresh = partial(_listed, runs, call.tenant), partial(runs.refresh, call.tenant)
+        await call.json(await page_by_id(ids, int(limit), asked.get("after"), show, refresh))
 
     async def show(self, call: HTTPCall, service: Service) -> None:
         """Return a run: its nodes with their outputs, its result and conflicts."""
