@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from cairn.agents.agents import Agents
+from cairn.agents.concurrency import together
 from cairn.agents.journals import Journal, JournalEntry
 from cairn.agents.log.records import check
 from cairn.teams import prompts
@@ -177,8 +178,8 @@ class Teams:
 
     async def _refresh_agents(self, tenant: str, team: Team) -> None:
         """Update the team's agents from the shared store, if there is one. Raise as `Agents.refresh` does."""
-        for id in (team.shared_agent, *map(team.agent, team.names)):
-            await self._agents.refresh(tenant, id)
+        ids = (team.shared_agent, *map(team.agent, team.names))
+        await together([self._agents.refresh(tenant, id) for id in ids])
 
     def _there(self, tenant: str, agent: str, team: Team) -> bool:
         """Return whether an agent of the team exists. Raise Conflict if another agent has its id."""
