@@ -20,6 +20,7 @@ from cairn.cluster.shared import SharedStore
 from cairn.system.posix import SystemClock
 from cairn.types.errors import Conflict, Damaged, NotFound, Unavailable
 from cairn.workflows.definition import workflow_of
+from cairn.workflows.runner import NodeEnded
 from tests.cluster.stores import MemoryBlobs, keys
 from tests.cluster.test_keys import tampered
 from tests.workflows.scripted_answerer import ASKER, Bench, run
@@ -34,6 +35,8 @@ class Line:
 
     def __init__(self, blobs: MemoryBlobs) -> None:
         self._blobs, self.cut = blobs, False
+        self.cut_after = 0
+        """Cut after this many more objects are made, with no answer to the last; 0 for never."""
 
     def _through(self) -> MemoryBlobs:
         if self.cut:
@@ -41,7 +44,11 @@ class Line:
         return self._blobs
 
     def create(self, name: str, data: bytes) -> bool:
-        return self._through().create(name, data)
+        made = self._through().create(name, data)
+        if self.cut_after:
+            self.cut_after -= 1
+            self.cut = not self.cut_after
+        return self._through() is not None and made
 
     def replace(self, name: str, data: bytes) -> None:
         self._through().replace(name, data)
@@ -150,18 +157,18 @@ async def test_a_run_at_work_is_not_taken_from_a_server_that_is_alive(benches: B
         for call in (lambda: second.runs.work(ASKER, "r", print), _later(lambda: second.runs.interrupt("me", "r"))):
             with pytest.raises(Running):
                 await call()
+        with pytest.raises(Running):
+            await second.journals.append(second.journals.find("run", "me", "r"), NodeEnded(key="x", state="done"))
 
-    tasks: list[asyncio.Task[None]] = []
+    answer = first.answerer.answer
 
-    def script(prompt: str) -> Any:
-        if not tasks:
-            tasks.append(asyncio.get_running_loop().create_task(try_it()))
-        return answers(prompt)
+    async def slow(*given: Any) -> Any:
+        if not tried:
+            await try_it()
+        return await answer(*given)
 
-    first.answerer.script = script
-    first.answerer.rng = random.Random(1)
+    first.answerer.answer = slow  # type: ignore[method-assign]
     await first.work()
-    await tasks[0]
     assert tried == ["running"] and second.answerer.asked == []
     await second.journals.refresh("run", "me", "r")
     assert second.state.state == "finished"
@@ -204,6 +211,26 @@ async def test_a_server_that_was_stopped_cannot_add_to_a_run_that_was_taken_over
     assert done == {"plan"}, "nothing is told that is not in the chain"
     first = await benches.at("one")
     assert first.state.ended == ended and first.state.nodes == second.state.nodes
+
+
+async def test_an_entry_whose_writing_had_no_answer_is_looked_for_before_the_run_goes_on(benches: Benches) -> None:
+    first, line = await benches.begin(), benches.lines["one"]
+    line.cut_after = 2  # the beginning of the work, and the end of the first node
+    with pytest.raises(Unavailable):
+        await first.work()
+    assert line.cut and not first.state.nodes
+    line.cut = False
+    shared = first.journals.shared
+    assert shared is not None
+    shared._store.blobs._breaker.worked()
+    await asyncio.gather(*shared._ending)  # it is known where the chain ends, but not what is in it
+    with pytest.raises(Moved):
+        await first.work()
+    first = await benches.at("one")
+    assert [*first.state.nodes] == ["plan"]
+    alone = await run(REPAIR, answers, task="build it")
+    assert await first.work() == alone.state.ended
+    assert first.answerer.asked == alone.answerer.asked
 
 
 async def test_entries_that_come_at_once_are_one_record(benches: Benches) -> None:
