@@ -313,7 +313,8 @@ class Passing:
             body = await read_whole(connection)
             if b'"turn_running"' in body and (others or self._sent_again or self._replicas.death_is_near):
                 # Another replica is at work on it, or was until it died. This one did nothing.
-                self._tried.append(replica)
+                if others:
+                    self._tried.append(replica)
                 await asyncio.sleep(0 if others else PAUSE)
                 return True
             await self._respond(replica, connection, body)
