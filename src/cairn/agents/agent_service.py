@@ -25,7 +25,7 @@ from cairn.agents.log.segment import Record
 from cairn.agents.log.writer import Writer
 from cairn.agents.pending_writes import PendingWrites
 from cairn.agents.replay_records import ReplayRecords
-from cairn.agents.shared.shared_agents import UNSHARED, SharedAgents
+from cairn.agents.shared_agents import UNSHARED, SharedAgents
 from cairn.agents.turn_tree import NOBODY, Agent, Turn
 from cairn.config.values import TenantLimits
 from cairn.system.interfaces import Rng

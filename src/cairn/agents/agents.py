@@ -35,9 +35,9 @@ from cairn.agents.pending_writes import PendingWrites
 from cairn.agents.portable import import_kv, with_kv
 from cairn.agents.replay_records import ReplayRecords, newest
 from cairn.agents.running_turn import RunningTurn
-from cairn.agents.shared.shared_agents import UNSHARED, SharedAgents
 from cairn.agents.shared.shared_journals import SharedJournals
 from cairn.agents.shared.shared_replays import SharedReplays
+from cairn.agents.shared_agents import UNSHARED, SharedAgents
 from cairn.agents.turn_tree import Agent
 from cairn.agents.turns import TurnParams, Turns
 from cairn.agents.types import AgentInfo, AgentPage, TurnInfo

@@ -1,1 +1,1 @@
-"""Agents, and the journals of their work, in a store that several servers share."""
+"""Journals, and the exact tokens of ordinary chats, in a store that several servers share."""

@@ -22,7 +22,8 @@ from cairn.agents.log.records import EndRecord
 from cairn.agents.log.segment import Record
 from cairn.agents.log.writer import Writer
 from cairn.agents.pending_writes import PendingWrites
-from cairn.agents.shared.shared_bodies import (
+from cairn.agents.shared.shared_replays import SharedReplays
+from cairn.agents.shared_bodies import (
     Replayed,
     SharedAgent,
     SharedEnd,
@@ -34,7 +35,6 @@ from cairn.agents.shared.shared_bodies import (
     shared_agent,
     shared_turn,
 )
-from cairn.agents.shared.shared_replays import SharedReplays
 from cairn.agents.turn_tree import Agent, Turn
 from cairn.cluster.beats import Beats
 from cairn.cluster.chain import AgentChain, ChainRecord, Kind, Moved, Running
