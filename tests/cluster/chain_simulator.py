@@ -100,6 +100,8 @@ class Acknowledged:
     asked: float
     answered: float | None = None
     """When it was acknowledged; None if the client does not know the outcome."""
+    tried: bool = False
+    """Whether its beginning may be in the chain."""
 
 
 class SimulatedReplica:
@@ -134,7 +136,7 @@ class SimulatedReplica:
         records = await self.chain.news()
         self.known = True
         for record in records:
-            if record.kind == "ended" and record.body != INTERRUPTED:
+            if record.kind in ("ended", "changed") and record.body != INTERRUPTED:
                 self.ended.append(record.body)
 
     async def settle(self, since: int) -> None:
@@ -170,7 +172,7 @@ class SimulatedReplica:
             self.known = False
             if isinstance(error, Damaged):
                 raise
-            if not isinstance(error, Moved) and turn in self.world.history:
+            if not isinstance(error, Moved) and turn.tried:
                 tail = self.chain.tail
                 self.world.spawn(self, self.settle(tail.since if tail.running else tail.number + 1))
         finally:
@@ -183,7 +185,7 @@ async def run_turn(replica: SimulatedReplica, turn: Acknowledged) -> None:
     await replica.bring()
     chain = replica.chain
     await chain.hold(replica.beats.alive)
-    turn.saw = tuple(replica.ended)
+    turn.saw, turn.tried = tuple(replica.ended), True
     world.history.append(turn)
     number = len(replica.ended) + 1
     await chain.append("began", turn.value, number)
@@ -191,6 +193,43 @@ async def run_turn(replica: SimulatedReplica, turn: Acknowledged) -> None:
     await chain.end(number, turn.value)
     replica.ended.append(turn.value)
     turn.answered = world.now
+
+
+ENTRIES = 3
+"""Entries that work adds to a journal."""
+
+
+async def add_entry(replica: SimulatedReplica, entry: Acknowledged) -> None:
+    """Write an entry to the chain, as `SharedJournals` does while it works."""
+    chain = replica.chain
+    if not (chain.mine and chain.tail.running):
+        await chain.hold(replica.beats.alive)
+    await chain.append("changed", entry.value, chain.tail.running)
+
+
+async def run_work(
+    replica: SimulatedReplica,
+    work: Acknowledged,
+    add: Callable[[SimulatedReplica, Acknowledged], Coroutine[Any, Any, None]] = add_entry,
+) -> None:
+    """The order of calls that `SharedJournals` makes for work on a journal, which adds entries.
+
+    Each entry is one of the history: it is built on all before it, those of others too, and is told once it is there.
+    """
+    world = replica.world
+    await replica.bring()
+    chain = replica.chain
+    await chain.hold(replica.beats.alive)
+    work.tried = True
+    await chain.append("began", b"", 1)
+    for number in range(ENTRIES):
+        await Point(world.rng.choice((0.0, 0.1, 1.0, 4.0)))
+        entry = Acknowledged(b"%b.%d" % (work.value, number), tuple(replica.ended), world.now)
+        world.history.append(entry)
+        await add(replica, entry)
+        replica.ended.append(entry.value)
+        entry.answered = world.now
+    await chain.settle(chain.tail.since, INTERRUPTED)
 
 
 @dataclass

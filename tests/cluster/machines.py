@@ -38,7 +38,7 @@ class Cluster:
         `roles`: of the servers; `routed`: options of the router; `options`: of all servers.
         """
         self._folder, self._roles, self.routed = folder, roles, routed
-        self.key = folder / "cluster.key"
+        self.key, self.store = folder / "cluster.key", folder / "store"
         with os.fdopen(os.open(self.key, os.O_CREAT | os.O_WRONLY, 0o600), "w") as out:
             out.write(new_key_file(SystemRng()))
         self._options = options
@@ -59,7 +59,7 @@ class Cluster:
             kv_dir=str(self._folder / f"kv-{number}"),
             cluster_key_file=str(self.key),
             **({"role": self._roles[number]} if self._roles else {}),
-            **{"shared_store": str(self._folder / "store"), **self._options},
+            **{"shared_store": str(self.store), **self._options},
         )
 
     def start_router(self) -> None:

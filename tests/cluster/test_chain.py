@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,15 @@ from cairn.cluster import chain as chains
 from cairn.cluster.beats import BEAT_SECONDS, LEASE_SECONDS, Beats
 from cairn.cluster.chain import AgentChain, ChainRecord, Moved, Running
 from cairn.types.errors import CairnError, Damaged, Unavailable
-from tests.cluster.chain_simulator import Acknowledged, Point, SimulatedReplica, run_turn, simulate
+from tests.cluster.chain_simulator import (
+    Acknowledged,
+    Point,
+    SimulatedReplica,
+    add_entry,
+    run_turn,
+    run_work,
+    simulate,
+)
 from tests.cluster.stores import Awaited, MemoryBlobs, keys
 from tests.cluster.test_keys import tampered
 from tests.kv.stored import Time
@@ -197,6 +206,18 @@ def test_turns_happen_one_after_another_whatever_fails(prove: bool, figure: Call
     figure("acknowledged turns in them, kills, stops and cuts", f"{turns:,}, {broken:,}")
 
 
+def test_entries_of_journals_are_added_one_after_another_whatever_fails(
+    prove: bool, figure: Callable[[str, str], None]
+) -> None:
+    count = 1000 if prove else 60
+    worlds = [simulate(seed, run_turn=run_work) for seed in range(count)]
+    entries = sum(entry.answered is not None for world in worlds for entry in world.history)
+    broken = sum(world.kills + world.stops + world.cuts for world in worlds)
+    assert entries > 10 * count and broken > 3 * count
+    figure("histories of shared journals that are linearizable", f"{count} of {count}")
+    figure("acknowledged entries in them, kills, stops and cuts", f"{entries:,}, {broken:,}")
+
+
 class _Overwrites(AgentChain):
     async def _create(self, name: str, data: bytes) -> bool:
         try:
@@ -267,9 +288,46 @@ async def _acknowledges_what_failed(replica: SimulatedReplica, turn: Acknowledge
         turn.answered = replica.world.now if turn in replica.world.history else None
 
 
+async def _works_without_reading(replica: SimulatedReplica, work: Acknowledged) -> None:
+    replica.known = True  # although a write failed
+    await run_work(replica, work)
+
+
+async def _tells_before_it_is_there(replica: SimulatedReplica, entry: Acknowledged) -> None:
+    entry.answered = replica.world.now
+    await add_entry(replica, entry)
+
+
+async def _goes_on_after_a_failure(replica: SimulatedReplica, entry: Acknowledged) -> None:
+    with contextlib.suppress(Unavailable):
+        await add_entry(replica, entry)
+
+
+async def _adds_while_another_works(replica: SimulatedReplica, entry: Acknowledged) -> None:
+    try:
+        await add_entry(replica, entry)
+    except Moved:
+        await replica.chain.news()
+        await replica.chain.append("changed", entry.value, 1)
+
+
+def working(add: Callable[[SimulatedReplica, Acknowledged], Any]) -> Callable[[SimulatedReplica, Acknowledged], Any]:
+    """Return work whose entries are written in another way."""
+
+    async def work(replica: SimulatedReplica, work: Acknowledged) -> None:
+        await run_work(replica, work, add)
+
+    work.__name__ = add.__name__
+    return work
+
+
 @pytest.mark.parametrize(
     "bug",
     [
+        {"run_turn": _works_without_reading},
+        {"run_turn": working(_tells_before_it_is_there)},
+        {"run_turn": working(_goes_on_after_a_failure)},
+        {"run_turn": working(_adds_while_another_works)},
         {"chains": _Overwrites},
         {"chains": _TakesAnyForItsOwn},
         {"chains": _EndsWithoutLooking},

@@ -76,7 +76,8 @@ class Bench:
         assert log is not None
         self.writer = Writer(log)
         pending = PendingWrites(AgentRegistry(), self.writer, Time(), ReplayRecords())
-        self.runs = Runs(Journals(self.writer, pending, SeededRng(), log.recovered), self.answerer)
+        self.journals = Journals(self.writer, pending, SeededRng(), log.recovered)
+        self.runs = Runs(self.journals, self.answerer)
 
     async def begin(self, workflow: dict[str, Any], **inputs: Any) -> None:
         await self.runs.create("me", workflow_of(workflow), inputs, id="r", seed=3)

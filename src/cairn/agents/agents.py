@@ -35,6 +35,8 @@ from cairn.agents.pending_writes import PendingWrites
 from cairn.agents.portable import import_kv, with_kv
 from cairn.agents.replay_records import ReplayRecords, newest
 from cairn.agents.running_turn import RunningTurn
+from cairn.agents.shared.shared_journals import SharedJournals
+from cairn.agents.shared.shared_replays import SharedReplays
 from cairn.agents.shared_agents import UNSHARED, SharedAgents
 from cairn.agents.turn_tree import Agent
 from cairn.agents.turns import TurnParams, Turns
@@ -98,8 +100,12 @@ class Agents:
             if shared is not None
             else None
         )
+        if shared is not None and self._agents.shared is not None:
+            self.journals.shared = SharedJournals(shared, self._agents.shared.holder, self._agents.shared.beats.alive)
         self.chats = ChatRecords(services, self._agents, self._replays, log=config.log)
         """Records of ordinary requests, which belong to no turn."""
+        if shared is not None and self._agents.shared is not None:
+            self._agents.shared.replays = self.chats.shared = SharedReplays(shared)
         self._turns = Turns(services, self._agents, self._archive, clock)
         self._maintenance = Maintenance(self._agents, self._replays, orphans)
         self._find = self._agents.find
@@ -156,6 +162,10 @@ class Agents:
             await turn.stop()
             if not turn.over.is_set():
                 await turn.close()
+        if self.journals.shared is not None:
+            await self.journals.shared.close()
+        if self.chats.shared is not None:
+            await self.chats.shared.close()
         if self._agents.shared is not None:
             await self._agents.shared.close()
         with contextlib.suppress(Unavailable):

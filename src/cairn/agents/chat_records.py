@@ -6,12 +6,14 @@ then owns its KV and its costs.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
 
 from cairn.agents.agent_service import AgentService
 from cairn.agents.log.index import RecordKind
 from cairn.agents.replay_records import ReplayRecords
+from cairn.agents.shared.shared_replays import SharedReplays
 from cairn.agents.turn_tree import Agent
 from cairn.router.services import Services
 from cairn.text.chat.prompt import Sampled
@@ -30,6 +32,8 @@ class ChatRecords:
         self._services, self._agents, self._replays, self._log = services, agents, replays, log
         self._registry, self._writer = agents.registry, agents.writer
         self._pending, self._kv = agents.pending, agents.kv
+        self.shared: SharedReplays | None = None
+        """What was sampled at all servers that share a store, if this one does."""
 
     def named(self, tenant: str, id: str) -> Agent:
         """Return the agent in whose name a request is made, which counts as used now.
@@ -77,14 +81,17 @@ class ChatRecords:
         with contextlib.suppress(Unavailable):  # the log is closed
             self._writer.append(record)
             self._replays.add(record, now, key)
+        if self.shared is not None:
+            self.shared.keep(tenant, "" if agent is None else agent.id, payload.identity, sampled)
 
     async def written(self) -> None:
-        """Wait until what `keep` recorded would survive this process, for up to WRITTEN_SECONDS.
+        """Wait until what `keep` recorded would survive this process, and others find it: WRITTEN_SECONDS at most.
 
         A client that has an answer sends it back with its next request. If its sampled tokens were not known then, the
         text could be tokenized differently, and the next answer could change.
         """
-        await self._writer.written(WRITTEN_SECONDS)
+        shared = () if self.shared is None else (self.shared.written(WRITTEN_SECONDS),)
+        await asyncio.gather(self._writer.written(WRITTEN_SECONDS), *shared)
 
     def cut(self, agent: Agent, ids: Sequence[int], identity: bytes = b"") -> None:
         """Record the context of a request in the agent's name: its KV is deleted with the agent."""

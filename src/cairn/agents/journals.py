@@ -4,12 +4,17 @@ A journal has a head, which describes it and is rewritten when that changes, and
 is durable before anybody learns of it. An entry that nobody has learned of yet may be appended without waiting
 (`note`); it is durable once any later one is, because the log is written in order. The room that made a journal defines
 what heads and entries hold; they are bytes here until that room reads them.
+
+Servers that share a store share their journals (`shared/shared_journals.py`): a change is in the journal's chain before
+it is in the log, and `refresh` applies what other servers wrote.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from bisect import bisect_right, insort
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,8 +24,18 @@ from cairn.agents.log.records import EntryRecord, JournalRecord, check, decode
 from cairn.agents.log.segment import Record
 from cairn.agents.log.writer import Writer
 from cairn.agents.pending_writes import PendingWrites
+from cairn.agents.shared.shared_journals import (
+    AT_ONCE,
+    EntriesAdded,
+    JournalChange,
+    JournalMade,
+    JournalName,
+    SharedEntry,
+    SharedJournals,
+)
+from cairn.cluster.chain import Moved
 from cairn.system.interfaces import Rng
-from cairn.types.errors import Conflict, NotFound, Overloaded
+from cairn.types.errors import Conflict, Damaged, NotFound, Overloaded, Unavailable
 
 MAX_JOURNALS = 1_000
 """Journals of one room and tenant."""
@@ -45,8 +60,12 @@ class Journal:
         """Numbers of entries that are being written."""
         self.gone = False
         """Whether it was removed, so that nothing more is written to it."""
+        self.at_work = False
+        """Whether this server works on it."""
+        self.notes: dict[int, Record] = {}
+        """Records of notes that no later entry has made durable, by number."""
         self._next = 1
-        self._read = False
+        self._undecoded = False
 
     @property
     def id(self) -> str:
@@ -58,10 +77,28 @@ class Journal:
         """Tenant that it belongs to."""
         return self.record.tenant
 
+    @property
+    def name(self) -> JournalName:
+        """What names it on all servers."""
+        return JournalName(self.record.room, self.record.tenant, self.record.id)
+
+    def shared(self) -> JournalMade:
+        """Return all of it in the form that is shared. Raise NotFound if it was removed."""
+        if self.gone:
+            raise NotFound(f"there is no {self.record.room} {self.id}", field="id")
+        return JournalMade(self.record, tuple(SharedEntry(one.number, _encoded(one.value)) for one in self.entries))
+
+    def drop(self, numbers: Iterable[int]) -> list[int]:
+        """Remove entries by their numbers; return their keys."""
+        gone = set(numbers)
+        keys = [entry.key for entry in self.entries if entry.number in gone]
+        self.entries = [entry for entry in self.entries if entry.number not in gone]
+        return keys
+
     def read(self, kind: Any) -> list[JournalEntry]:
         """Return the entries with their values decoded as `kind`; those that cannot be decoded are left out."""
-        if not self._read:
-            self._read = True
+        if self._undecoded:
+            self._undecoded = False
             self.entries = [found for one in self.entries if (found := _decoded(one, kind)) is not None]
         return self.entries
 
@@ -80,6 +117,7 @@ class Journal:
         """Insert an entry at its position."""
         insort(self.entries, entry, key=lambda one: one.number)
         self._next = max(self._next, entry.number + 1)
+        self._undecoded |= isinstance(entry.value, bytes)
 
 
 def _decoded(entry: JournalEntry, kind: Any) -> JournalEntry | None:
@@ -91,11 +129,17 @@ def _decoded(entry: JournalEntry, kind: Any) -> JournalEntry | None:
         return None
 
 
+def _encoded(value: Any) -> bytes:
+    return value if isinstance(value, bytes) else msgspec.msgpack.encode(value)
+
+
 class Journals:
     """All journals of one log."""
 
     def __init__(self, writer: Writer, pending: PendingWrites, rng: Rng, recovered: Sequence[Record]) -> None:
         self._writer, self._pending, self._rng = writer, pending, rng
+        self.shared: SharedJournals | None = None
+        """The chains of journals in the shared store, if there is one."""
         self._journals: dict[tuple[str, str, str], Journal] = {}
         """Journals by (room, tenant, id)."""
         self._load(recovered)
@@ -146,6 +190,26 @@ class Journals:
         ]
         return sorted(journals, key=lambda journal: (-journal.record.created, journal.id))
 
+    async def ids(self, room: str, tenant: str) -> list[str]:
+        """Return the ids of a tenant's journals on all servers that share the store, most recently created first.
+
+        Those of this server alone, if the store does not answer.
+        """
+        found = {journal.id: journal.record.created for journal in self.of(room, tenant)}
+        if self.shared is not None:
+            with contextlib.suppress(Unavailable):
+                found = await self.shared.listed(room, tenant) | found
+        return sorted(found, key=lambda id: (-found[id], id))
+
+    async def refresh_listed(self, room: str, tenant: str, ids: Sequence[str]) -> None:
+        """Update the server's own copies of listed journals, as far as the shared store answers."""
+        with contextlib.suppress(Unavailable):
+            for at in range(0, len(ids) if self.shared is not None else 0, AT_ONCE):
+                some = (self.refresh(room, tenant, id) for id in ids[at : at + AT_ONCE])
+                for failed in await asyncio.gather(*some, return_exceptions=True):
+                    if isinstance(failed, BaseException) and not isinstance(failed, Damaged):
+                        raise failed
+
     def keys_of(self, tenant: str) -> set[int]:
         """Return the keys of all records of a tenant's journals."""
         journals = [journal for (_, whose, _), journal in self._journals.items() if whose == tenant]
@@ -170,6 +234,8 @@ class Journals:
             raise Overloaded(f"there are {MAX_JOURNALS} {room}s, the limit; delete some", retry_after=60.0)
         id = f"{room}-{self._rng.bits64():016x}" if id is None else id
         if (room, tenant, id) in self._journals:
+            await self.refresh(room, tenant, id)
+        if (room, tenant, id) in self._journals:
             raise Conflict(f"there is a {room} {id} already", field="id")
         check(msgspec.to_builtins(body), room)
         head = JournalRecord(
@@ -187,23 +253,48 @@ class Journals:
         for entry, copy in copies:
             journal.add(entry._replace(key=copy.key))
         try:
+            if self.shared is not None:
+                await self.shared.made(journal.name, journal.shared())
             await self._pending.sync(*(copy for _, copy in copies), record)
         except BaseException:
-            del self._journals[room, tenant, id]
+            self._doubt(journal)
+            if self._journals.get((room, tenant, id)) is journal:
+                del self._journals[room, tenant, id]
             self._pending.erase_later([record.key, *(copy.key for _, copy in copies)])
             raise
         return journal
 
-    async def update(self, journal: Journal, body: msgspec.Struct) -> None:
-        """Replace the body of a journal's head. On Unavailable nothing has changed."""
-        check(msgspec.to_builtins(body), journal.record.room)
-        before = journal.record
-        journal.record = msgspec.structs.replace(before, body=msgspec.msgpack.encode(body))
+    @contextlib.asynccontextmanager
+    async def working(self, journal: Journal) -> AsyncIterator[None]:
+        """Keep other servers from writing to the journal while entered.
+
+        Raise Running while another server works on it, Moved if one has written meanwhile, Unavailable if the shared
+        store does not answer.
+        """
+        journal.at_work = True
         try:
-            await self._pending.sync(self._writer.record(RecordKind.JOURNAL, journal.record, journal.key))
-        except BaseException:
-            journal.record = before
-            raise
+            if self.shared is None:
+                yield
+                return
+            await self.shared.begin(journal.name, journal.shared)
+            try:
+                if self._journals.get(journal.name) is not journal:
+                    raise Moved(f"{journal.record.room} {journal.id} was read again; send the request again")
+                yield
+            finally:
+                if not journal.gone:
+                    await self.shared.end(journal.name)
+        finally:
+            journal.at_work = False
+
+    def at_work_elsewhere(self, journal: Journal) -> bool:
+        """Return whether another server works on the journal, as far as this one knows."""
+        return self.shared is not None and self.shared.at_work_elsewhere(journal.name)
+
+    def check_free(self, journal: Journal) -> None:
+        """Raise Running while another server works on the journal, as far as this one knows."""
+        if self.shared is not None:
+            self.shared.check_free(journal.name)
 
     async def append(self, journal: Journal, value: msgspec.Struct) -> JournalEntry:
         """Append an entry; it is durable, and in the journal, on return. Raise NotFound if the journal was removed."""
@@ -212,8 +303,12 @@ class Journals:
         record = self._record(journal, number, value)
         journal.pending.add(number)
         try:
-            await self._pending.sync(record)
+            if self.shared is not None:
+                await self.shared.add(journal.name, SharedEntry(number, _encoded(value)), journal.shared)
+            notes = [journal.notes.pop(one) for one in sorted(journal.notes) if one < number]
+            await self._pending.sync(*notes, record)
         except BaseException:
+            self._doubt(journal)
             self._pending.erase_later([record.key])
             raise
         finally:
@@ -227,18 +322,27 @@ class Journals:
         self._check_there(journal)
         number = journal.take()
         record = self._record(journal, number, value)
-        self._writer.append(record)
+        if self.shared is not None:
+            journal.notes[number] = record
+            self.shared.note(journal.name, SharedEntry(number, _encoded(value)))
+        else:
+            self._writer.append(record)
         entry = JournalEntry(number, record.key, value)
         journal.add(entry)
         return entry
+
+    def _doubt(self, journal: Journal) -> None:
+        if self.shared is not None:
+            self.shared.doubt(journal.name)
 
     def _check_there(self, journal: Journal) -> None:
         if journal.gone:
             raise NotFound(f"there is no {journal.record.room} {journal.id}", field="id")
 
-    def _record(self, journal: Journal, number: int, value: msgspec.Struct) -> Record:
-        body = msgspec.msgpack.encode(value)
-        return self._writer.record(RecordKind.ENTRY, EntryRecord(journal=journal.key, number=number, body=body))
+    def _record(self, journal: Journal, number: int, value: Any) -> Record:
+        return self._writer.record(
+            RecordKind.ENTRY, EntryRecord(journal=journal.key, number=number, body=_encoded(value))
+        )
 
     async def cut(self, journal: Journal, after: int) -> None:
         """Erase all entries of higher numbers.
@@ -246,21 +350,115 @@ class Journals:
         Raise Unavailable if the disk refuses: they are gone all the same, and their bytes go as soon as it works.
         """
         at = bisect_right(journal.entries, after, key=lambda one: one.number)
-        gone, journal.entries = journal.entries[at:], journal.entries[:at]
-        if gone:
-            await self._pending.erase([entry.key for entry in gone])
+        await self.drop(journal, journal.entries[at:])
 
     async def drop(self, journal: Journal, gone: Sequence[JournalEntry]) -> None:
-        """Erase these entries. Raise Unavailable as `cut` does."""
-        keys = {entry.key for entry in gone}
-        journal.entries = [entry for entry in journal.entries if entry.key not in keys]
-        if keys:
-            await self._pending.erase(sorted(keys))
+        """Erase these entries. Raise Unavailable as `cut` does, or if the shared store refuses; then they stay."""
+        if not gone:
+            return
+        numbers = [entry.number for entry in gone]
+        if self.shared is not None:
+            await self.shared.remove_entries(journal.name, numbers, journal.shared)
+        await self._pending.erase(sorted(journal.drop(numbers)))
 
     async def remove(self, journal: Journal) -> None:
-        """Erase a journal with its entries. Raise Unavailable as `cut` does."""
+        """Erase a journal with its entries. Raise Unavailable as `cut` does, or if the shared store refuses."""
         journal.gone = True
-        self._journals.pop((journal.record.room, journal.tenant, journal.id), None)
+        if self.shared is not None:
+            try:
+                await self.shared.gone(journal.name)
+            except BaseException:
+                journal.gone = False
+                raise
+        await self._pending.erase(self._forget(journal))
+
+    def _forget(self, journal: Journal) -> list[int]:
+        """Remove a journal from memory; return the keys of its records."""
+        journal.gone = True
+        if self._journals.get(journal.name) is journal:
+            del self._journals[journal.name]
         keys = [journal.key, *(entry.key for entry in journal.entries)]
         journal.entries = []
-        await self._pending.erase(keys)
+        return keys
+
+    # ----------------------------------------------------------------------------------------------- of other servers
+
+    async def refresh(self, room: str, tenant: str, id: str) -> None:
+        """Update the server's own copy of a journal from the shared store, if there is one.
+
+        Raise Unavailable if the store does not answer, Damaged if the chain cannot be used.
+        """
+        name = JournalName(room, tenant, id)
+        here = self._journals.get(name)
+        if self.shared is None or (here is not None and here.at_work):
+            return
+        news = await self.shared.news(name, here=here is not None)
+        here = self._journals.get(name)
+        if not (news.changes or news.whole) or (here is not None and here.at_work):
+            return
+        try:
+            if news.whole:
+                await self._replace(name, news.changes)
+            elif here is not None:
+                self._pending.erase_later(here.drop([*here.notes]))
+                here.notes.clear()
+                await self._pending.sync(*self._apply(here, news.changes))
+        except BaseException:
+            self.shared.doubt(name)
+            raise
+
+    def _apply(self, journal: Journal, changes: Iterable[JournalChange]) -> list[Record]:
+        """Apply changes to a journal in memory; return the records to write."""
+        written: dict[int, Record] = {}
+        for change in changes:
+            if isinstance(change, EntriesAdded | JournalMade):
+                for one in change.entries:
+                    record = written[one.number] = self._record(journal, one.number, one.body)
+                    journal.add(JournalEntry(one.number, record.key, one.body))
+            elif change is not None:
+                self._pending.erase_later(journal.drop(change.numbers))
+                for number in change.numbers:
+                    written.pop(number, None)
+        return [*written.values()]
+
+    async def _replace(self, name: JournalName, changes: Sequence[JournalChange]) -> None:
+        """Make the server's own copy as the whole chain says, unless it is so already."""
+        begins = [at for at, change in enumerate(changes) if change is None or isinstance(change, JournalMade)]
+        last = changes[begins[-1]] if begins else None
+        here = self._journals.get(name)
+        if not changes:
+            return  # it was never shared
+        if not isinstance(last, JournalMade):
+            if here is not None:
+                self._pending.erase_later(self._forget(here))
+            return
+        head = msgspec.structs.replace(last.head, room=name.room, tenant=name.tenant, id=name.id)
+        record = self._writer.record(RecordKind.JOURNAL, head)
+        made = Journal(record.key, head)
+        written = self._apply(made, changes[begins[-1] :])
+        if here is not None and here.record.created == head.created:
+            there = made.shared().entries
+            own = [one for one in here.shared().entries if one.number not in here.notes]
+            if tuple(own) == there and not here.notes:
+                return
+            self._check_kept(name, own, changes[begins[-1] :])
+        if here is not None:
+            self._pending.erase_later(self._forget(here))
+        self._journals[name] = made
+        await self._pending.sync(*written, record)
+
+    @staticmethod
+    def _check_kept(name: JournalName, own: Sequence[SharedEntry], changes: Sequence[JournalChange]) -> None:
+        """Raise Damaged if the chain never had an entry of the server's own copy, which was acknowledged here."""
+        known = {
+            entry.number
+            for change in changes
+            if isinstance(change, EntriesAdded | JournalMade)
+            for entry in change.entries
+        }
+        lost = next((entry.number for entry in own if entry.number not in known), None)
+        if lost is not None:
+            raise Damaged(
+                f"the shared store has lost entry {lost} of {name.room} {name.id}, which this server acknowledged; "
+                "delete it, or start this server without the store to read it"
+            )

@@ -22,6 +22,7 @@ from cairn.agents.log.records import EndRecord
 from cairn.agents.log.segment import Record
 from cairn.agents.log.writer import Writer
 from cairn.agents.pending_writes import PendingWrites
+from cairn.agents.shared.shared_replays import SharedReplays
 from cairn.agents.shared_bodies import (
     Replayed,
     SharedAgent,
@@ -83,6 +84,8 @@ class SharedAgents:
         """Random id of this server process among those that share the store."""
         self.beats = Beats(store.blobs.soon, store.keys, clock, self.holder)
         self.beats.start()
+        self.replays: SharedReplays | None = None
+        """What was sampled for ordinary requests, which goes with the agent in whose name they were made."""
         self._followed: OrderedDict[tuple[str, str], _Followed] = OrderedDict()
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -306,6 +309,8 @@ class SharedAgents:
             if followed.chain.tail.kind != "gone":
                 await self._append(followed, "gone")
             await followed.chain.forget()
+        if self.replays is not None:
+            await self.replays.forget(agent.tenant, agent.id)
 
     async def _hold(self, followed: _Followed, agent: Agent) -> None:
         """Acquire the right to write to the chain; see `AgentChain.hold`.

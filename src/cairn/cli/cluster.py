@@ -141,11 +141,12 @@ def register(app: typer.Typer) -> None:
     @cluster.command()
     @configured(("shared_store",), model=False)
     def prune(
-        resolved: Resolved, days: Annotated[int, typer.Option(min=1, help="Age in days, of KV and announcements.")] = 30
+        resolved: Resolved,
+        days: Annotated[int, typer.Option(min=1, help="Age in days, of KV and replayed answers.")] = 30,
     ) -> None:
-        """Remove KV from a shared folder that is older than so many days. Agents stay.
+        """Remove KV and replayed answers from a shared folder that are older than so many days. Agents stay.
 
-        Of an object store a rule of the bucket does this: for names that begin with kv/ and feed/.
+        Of an object store a rule of the bucket does this: for names that begin with kv/, feed/ and replays/.
         """
         print(f"{_prune(resolved.config.shared_store, days):,} files removed")
 
@@ -226,13 +227,13 @@ def _write_key(file: Path, old: str) -> None:
 
 
 def _prune(store: str | None, days: int) -> int:
-    """Remove old files of KV from a shared folder; return how many."""
+    """Remove old files of KV and of replayed answers from a shared folder; return how many."""
     import time
 
     if store is None or "://" in store:
         raise ConfigError("shared_store must be a folder here; give --shared-store FOLDER", field="shared_store")
     end, count = time.time() - days * DAY, 0
-    for part in ("kv", "feed"):
+    for part in ("kv", "feed", "replays"):
         for path in (Path(store).expanduser() / part).rglob("*"):
             with contextlib.suppress(FileNotFoundError):
                 if path.is_file() and path.stat().st_mtime < end:

@@ -2,6 +2,8 @@
 
     agents/NAME/0000000000, agents/NAME/0000000001, ...
 
+Journals of teams and workflow runs have chains of the same form, below `teams/` and `runs/`.
+
 A record is created under the next number, which fails if somebody else has it. So the chain has one order, and of two
 writers one learns that it is not the writer any more: nothing that it still does can be acknowledged. Each record
 names its writer (the *holder* of the agent), the epoch, which grows by one with every new holder, and the digest of the
@@ -73,10 +75,13 @@ class Running(Unavailable):
 class AgentChain:
     """One chain. Its owner allows one call at a time."""
 
-    def __init__(self, blobs: AsyncBlobs, keys: ClusterKeys, tenant: str, id: str, holder: str) -> None:
-        """Name a chain. `holder`: the name of this replica, new with each start."""
-        self._blobs, self._keys, self._holder, self._id = blobs, keys, holder, id
-        self._folder = f"agents/{keys.name(b'agent', tenant.encode(), id.encode())}"
+    def __init__(
+        self, blobs: AsyncBlobs, keys: ClusterKeys, tenant: str, id: str, holder: str, *, room: str = "agent"
+    ) -> None:
+        """Name a chain. `holder`: the name of this replica, new with each start. `room`: `agent`, `team` or `run`."""
+        self._blobs, self._keys, self._holder = blobs, keys, holder
+        self._subject = f"{room} {id}"
+        self._folder = f"{room}s/{keys.name(room.encode(), tenant.encode(), id.encode())}"
         self.tail = Tail()
 
     @property
@@ -165,7 +170,7 @@ class AgentChain:
         """Raise Running while another replica that is `alive` runs a turn of the agent."""
         tail = self.tail
         if tail.running and not self.mine and alive(tail.holder):
-            raise Running(f"turn {tail.running} of agent {self._id} is running on another server", retry_after=1.0)
+            raise Running(f"{self._subject} is running on another server", retry_after=1.0)
 
     async def end(self, turn: int, body: bytes) -> None:
         """Write the end of a turn of this replica. When it returns, the turn is acknowledged.
@@ -187,7 +192,7 @@ class AgentChain:
             await self.append("ended", body)
 
     def _moved(self) -> Moved:
-        return Moved(f"another server has gone on with agent {self._id}; send the request again", retry_after=1.0)
+        return Moved(f"another server has gone on with {self._subject}; send the request again", retry_after=1.0)
 
     async def _create(self, name: str, data: bytes) -> bool:
         for left in reversed(range(TRIES)):
@@ -217,7 +222,7 @@ class AgentChain:
         return f"{self._folder}/{number:010d}"
 
     def _damaged(self, number: int, what: str) -> Damaged:
-        return Damaged(f"record {number} of agent {self._id} in the shared store {what}; no turn is built on it")
+        return Damaged(f"record {number} of {self._subject} in the shared store {what}; nothing is built on it")
 
 
 def _after(record: ChainRecord, content: bytes, before: Tail) -> Tail:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from cairn.agents.agents import Agents
+from cairn.agents.concurrency import together
 from cairn.agents.journals import Journal, JournalEntry
 from cairn.agents.log.records import check
 from cairn.teams import prompts
@@ -27,7 +28,7 @@ from cairn.teams.entries import Item, Poll, Posted, RoundBegan, RoundDone, ToolA
 from cairn.teams.team_round import Emit, TeamRound, last_turn
 from cairn.teams.tool_calls import ToolsWaitError, open_calls
 from cairn.teams.voice import AgentVoice, Caller, Voice
-from cairn.types.errors import CairnError, Conflict, InvalidRequest, NotFound
+from cairn.types.errors import CairnError, Conflict, Damaged, InvalidRequest, NotFound, Unavailable
 
 ROOM = "team"
 KIND = "team.member"
@@ -68,9 +69,13 @@ class Teams:
         """Return the current state of a team."""
         return self._state(self._find(tenant, id))
 
-    def ids(self, tenant: str) -> list[str]:
+    async def ids(self, tenant: str) -> list[str]:
         """Return the ids of a tenant's teams, most recently created first."""
-        return [journal.id for journal in self._journals.of(ROOM, tenant)]
+        return await self._journals.ids(ROOM, tenant)
+
+    async def refresh(self, tenant: str, ids: Sequence[str]) -> None:
+        """Update these teams from the shared store, if there is one, as far as it answers."""
+        await self._journals.refresh_listed(ROOM, tenant, ids)
 
     def entries(self, tenant: str, id: str, member: str = "") -> tuple[Team, Sequence[JournalEntry]]:
         """Return a team and its journal's entries. Raise InvalidRequest if it has no such `member`."""
@@ -83,7 +88,9 @@ class Teams:
     async def shared_tokens(self, tenant: str, id: str) -> int | None:
         """Return the length in tokens of the common prefix of all members that have spoken; None for fewer than two."""
         journal = self._find(tenant, id)
-        team, contexts = _team(journal), []
+        team, contexts = _team(journal), list[tuple[int, ...]]()
+        with contextlib.suppress(Unavailable, Damaged):  # this server's own copy will do
+            await self._refresh_agents(tenant, team)
         for name in team.names:
             if last_turn(journal.read(Item), name):
                 contexts.append(await self._agents.context(tenant, team.agent(name)))
@@ -101,7 +108,7 @@ class Teams:
         decided = [one.decision for one in values if isinstance(one, Voted | RoundDone) and one.decision is not None]
         calls = open_calls(entries)
         cut = "waiting" if calls else "interrupted" if _cut_off(entries) else "idle"
-        state = "running" if journal.key in self._running else cut
+        state = "running" if journal.key in self._running or self._journals.at_work_elsewhere(journal) else cut
         return TeamState(
             team=_team(journal),
             created=journal.record.created,
@@ -118,6 +125,7 @@ class Teams:
 
     def _idle(self, tenant: str, id: str) -> Journal:
         journal = self._find(tenant, id)
+        self._journals.check_free(journal)
         if journal.key in self._running:
             raise Conflict(f"team {id} is at work; wait for its round, or interrupt it")
         return journal
@@ -146,6 +154,7 @@ class Teams:
 
     async def _make_agents(self, tenant: str, team: Team, model: str = "") -> None:
         """Create the team's missing agents: the shared beginning, and a fork of it for each member."""
+        await self._refresh_agents(tenant, team)
         if not self._there(tenant, team.shared_agent, team):
             metadata = {"object": "team.beginning", "team": team.id}
             messages = prompts.beginning(team)
@@ -166,6 +175,11 @@ class Teams:
         for one in made:
             if isinstance(one, BaseException):
                 raise one
+
+    async def _refresh_agents(self, tenant: str, team: Team) -> None:
+        """Update the team's agents from the shared store, if there is one. Raise as `Agents.refresh` does."""
+        ids = (team.shared_agent, *map(team.agent, team.names))
+        await together([self._agents.refresh(tenant, id) for id in ids])
 
     def _there(self, tenant: str, agent: str, team: Team) -> bool:
         """Return whether an agent of the team exists. Raise Conflict if another agent has its id."""
@@ -255,8 +269,10 @@ class Teams:
         return TeamRound(_team(journal), self._journals, journal, self._voice, caller, number, emit)
 
     def interrupt(self, tenant: str, id: str) -> bool:
-        """Cancel what the team does now; return whether it was at work."""
-        task = self._running.get(self._find(tenant, id).key)
+        """Cancel what the team does now; return whether it was at work. Raise Running if it is on another server."""
+        journal = self._find(tenant, id)
+        self._journals.check_free(journal)
+        task = self._running.get(journal.key)
         if task is not None:
             task.cancel()
         return task is not None
@@ -267,6 +283,7 @@ class Teams:
         async with self._at_work(journal):
             await self._journals.cut(journal, _end(journal.read(Item), to))
             team = _team(journal)
+            await self._refresh_agents(tenant, team)
             for name in team.names:
                 with contextlib.suppress(CairnError):  # if this fails, the member's next turn does it
                     turn = last_turn(journal.read(Item), name)
@@ -284,6 +301,7 @@ class Teams:
         team = msgspec.structs.replace(old, id=new_id, origin=old.id, origin_round=at)
         check_team(team)
         async with self._at_work(journal):
+            await self._refresh_agents(tenant, old)
             made = await self._journals.create(ROOM, tenant, team.id, team, kept, model=journal.record.model)
             try:
                 pairs = [(name, old.agent(name), last_turn(kept, name)) for name in old.names]
@@ -308,6 +326,8 @@ class Teams:
     async def _drop(self, tenant: str, journal: Journal) -> None:
         team = _team(journal)
         agents = [*(team.agent(name) for name in team.names), team.shared_agent]
+        with contextlib.suppress(Unavailable, Damaged):
+            await self._refresh_agents(tenant, team)
         ours = [agent for agent in agents if self._ours(tenant, agent, team)]
         await self._journals.remove(journal)
         for agent in ours:
@@ -330,7 +350,8 @@ class Teams:
             raise Conflict(f"team {journal.id} is at work; wait for its round, or interrupt it")
         self._running[journal.key] = task
         try:
-            yield
+            async with self._journals.working(journal):
+                yield
         finally:
             del self._running[journal.key]
 

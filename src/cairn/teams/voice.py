@@ -17,6 +17,7 @@ from cairn.agents.agents import Agents
 from cairn.agents.running_turn import RunningTurn
 from cairn.agents.turns import Gate, TurnParams
 from cairn.agents.types import TurnInfo
+from cairn.cluster.chain import Running
 from cairn.frontend.requests import SamplingOptions
 from cairn.frontend.service import Service
 from cairn.text.chat.messages import MessageBuilder
@@ -228,10 +229,13 @@ def _told(turn: TurnInfo, heard: Heard) -> Spoken:
 
 
 async def _patiently(begin: Callable[[], Awaitable[T]]) -> T:
-    """Retry while the queue is full - a team may be larger than it - or the model is being loaded."""
+    """Retry while the queue is full - a team may be larger than it - or the model is being loaded.
+
+    Also while a server that has just died counts as alive: it runs the turn that is to be resumed.
+    """
     for _ in range(PATIENCE - 1):
         try:
             return await begin()
-        except (NotLoaded, Overloaded) as error:
+        except (NotLoaded, Overloaded, Running) as error:
             await asyncio.sleep(min(error.retry_after or 1.0, 5.0))
     return await begin()

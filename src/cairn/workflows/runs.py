@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
@@ -71,12 +71,17 @@ class Runs:
         """Return the current state of a run."""
         return self._state(self._find(tenant, id))
 
-    def ids(self, tenant: str) -> list[str]:
+    async def ids(self, tenant: str) -> list[str]:
         """Return the ids of a tenant's runs, most recently created first."""
-        return [journal.id for journal in self._journals.of(ROOM, tenant)]
+        return await self._journals.ids(ROOM, tenant)
+
+    async def refresh(self, tenant: str, ids: Sequence[str]) -> None:
+        """Update these runs from the shared store, if there is one, as far as it answers."""
+        await self._journals.refresh_listed(ROOM, tenant, ids)
 
     def check_open(self, tenant: str, id: str) -> None:
-        """Raise Conflict if a run is at work or finished."""
+        """Raise Conflict if a run is at work or finished, Running if it is at work on another server."""
+        self._journals.check_free(self._find(tenant, id))
         state = self.get(tenant, id).state
         if state in ("running", "finished"):
             raise Conflict(f"run {id} is {state}")
@@ -100,8 +105,13 @@ class Runs:
             await self._journals.drop(journal, lost)
 
     def interrupt(self, tenant: str, id: str) -> bool:
-        """Interrupt a run, which can be resumed; return whether it was running."""
-        task = self._running.get(self._find(tenant, id).key)
+        """Interrupt a run, which can be resumed; return whether it was running.
+
+        Raise Running if it is at work on another server.
+        """
+        journal = self._find(tenant, id)
+        self._journals.check_free(journal)
+        task = self._running.get(journal.key)
         if task is not None:
             task.cancel()
         return task is not None
@@ -122,7 +132,7 @@ class Runs:
         values = [entry.value for entry in journal.read(RunItem)]
         nodes = {one.key: one for one in values if isinstance(one, NodeEnded)}
         ended = next((one for one in values if isinstance(one, RunEnded)), None)
-        running = journal.key in self._running
+        running = journal.key in self._running or self._journals.at_work_elsewhere(journal)
         state: RunStatus = "running" if running else ended.state if ended is not None else "interrupted"
         prompt = sum(one.prompt_tokens for one in nodes.values())
         cached = sum(one.cached_tokens for one in nodes.values())
@@ -143,7 +153,8 @@ class Runs:
         assert task is not None
         self._running[journal.key] = task
         try:
-            yield
+            async with self._journals.working(journal):
+                yield
         finally:
             del self._running[journal.key]
 

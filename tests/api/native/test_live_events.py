@@ -110,7 +110,7 @@ async def test_a_stream_begins_with_a_snapshot_and_continues_with_changes(folder
 async def test_a_stream_without_news_shows_that_it_lives(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each look woke its readers, so that their silence never lasted until a comment was due."""
     monkeypatch.setattr(changes, "MOST_SILENCE", 0.1)
-    async with home(folder) as (_, _, http), http.stream("GET", "/v1/events") as response:
+    async with open_house(folder) as (_, _, http), http.stream("GET", "/v1/events") as response:
         async with asyncio.timeout(60):
             lines = response.aiter_lines()
             while "still here" not in await anext(lines):

@@ -315,6 +315,74 @@ async def test_a_resource_of_one_replica_is_looked_up_on_all() -> None:
         assert (await ask(app, "GET", "/v1/nothing")).status in (200, 404)
 
 
+async def test_work_is_asked_for_where_it_is_done() -> None:
+    async def busy(stub: Stub, path: str, headers: object, body: bytes, writer: asyncio.StreamWriter) -> None:
+        here = stub.name == "s2"
+        await as_json(writer, {"by": stub.name} if here else {"error": {"code": "turn_running"}}, 200 if here else 409)
+
+    async with routed(busy, busy, busy) as (app, _):
+        for n in range(6):
+            assert (await ask(app, "POST", f"/v1/workflows/runs/{n}/interrupt", {})).json() == {"by": "s2"}
+            assert (await ask(app, "POST", f"/v1/teams/{n}/messages", {})).json() == {"by": "s2"}
+    async with routed(busy, busy) as (app, stubs):
+        assert (await ask(app, "POST", "/v1/teams/n/rounds", {})).status == 409
+        assert [len(stub.asked) for stub in stubs] == [1, 1]
+
+
+async def test_a_team_and_a_run_stay_with_a_replica() -> None:
+    async with routed(named, named, named) as (app, _):
+        for path in ("/v1/teams/a", "/v1/workflows/runs/run-1"):
+            assert len({(await ask(app, "GET", path)).json()["by"] for _ in range(6)}) == 1
+        found = [(await ask(app, "GET", f"/v1/teams/team-{n}")).json()["by"] for n in range(40)]
+        assert len(set(found)) == 3
+
+
+def told(*kinds: str) -> bytes:
+    """Return the events of a run."""
+    return b"".join(b"data: " + json.dumps({"type": kind}).encode() + b"\n\n" for kind in kinds)
+
+
+RUN_HEAD = head(200, "text/event-stream", None).replace(b"\r\n\r\n", b"\r\nx-cairn-run: run-7\r\n\r\n")
+
+
+@pytest.mark.parametrize("path", ["/v1/workflows/runs", "/v1/workflows/runs/run-7/resume"])
+@pytest.mark.parametrize("over", [False, True])
+async def test_a_run_whose_replica_dies_goes_on_at_another(path: str, over: bool) -> None:
+    tries: list[tuple[str, bytes]] = []
+
+    async def answers(stub: Stub, path: str, headers: object, body: bytes, writer: asyncio.StreamWriter) -> None:
+        tries.append((path, body))
+        if len(tries) == 1:
+            writer.write(RUN_HEAD + piece(told("run.started", "node.done")) + piece(b'data: {"type": "no'))
+            await writer.drain()
+            await asyncio.sleep(0.05)
+            await stub.die()
+        elif len(tries) == 2:
+            await as_json(writer, {"error": {"code": "turn_running"}}, 409)
+        elif not over:
+            writer.write(RUN_HEAD + piece(told("run.started", "node.done", "run.done")) + b"0\r\n\r\n")
+            await writer.drain()
+        elif path.endswith("/resume"):
+            await as_json(writer, {"error": {"code": "conflict"}}, 409)
+        else:
+            state = {"state": "finished", "result": {"a": 1}, "sources": {}, "conflicts": [], "why": None}
+            await as_json(writer, state | {"nodes": {}})
+
+    async with routed(answers, answers) as (app, _):
+        got = await ask(app, "POST", path, {"stream": True})
+        events = [json.loads(line[6:]) for line in got.body.decode().split("\n\n") if line.startswith("data: {")]
+        begun = ["run.started", "node.done"]
+        assert [one["type"] for one in events] == [*begun, *([] if over else begun), "run.done"]
+        assert tries[1] == ("/v1/workflows/runs/run-7/resume", b'{"stream":true}') and app.counts.followed == 1
+        if over:
+            assert events[-1] == {"type": "run.done", "state": "finished", "result": {"a": 1}} | {
+                "sources": {},
+                "conflicts": [],
+                "why": "",
+            }
+            assert tries[-1] == ("/v1/workflows/runs/run-7", b"") and got.body.endswith(b"data: [DONE]\n\n")
+
+
 async def test_follow_ups_of_a_response_go_to_the_replica_that_keeps_it() -> None:
     async with routed(named, named, named) as (app, _):
         for n in range(6):

@@ -34,9 +34,9 @@ from cairn.cluster.kv_events import (
     TextBlocks,
 )
 from cairn.cluster.text_prefixes import TextPrefixes, text_prefixes
-from cairn.frontend.request_state import Waker
 from cairn.frontend.service import Service
 from cairn.frontend.text_blocks import text_blocks
+from cairn.frontend.waker import Waker
 from cairn.types.errors import CairnError, InvalidRequest, Overloaded, trace
 from cairn.types.request import Request
 from cairn.types.stats import BlockChange

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import msgspec
 
@@ -20,7 +21,7 @@ from cairn.agents.turn_tree import Agent
 from cairn.api.chat.schemas import Generation
 from cairn.api.http.auth import AGENT
 from cairn.api.http.call import HTTPCall
-from cairn.text.chat.prompt import Sampled
+from cairn.text.chat.prompt import Recall, Sampled
 from cairn.types.errors import Conflict, Damaged, InvalidRequest, NotFound, Overloaded, QuotaExceeded, Unavailable
 from cairn.types.outputs import Done, Timing
 from cairn.types.request import Request
@@ -38,7 +39,8 @@ MAX_USER_ID = 2000
 """Characters of a user id that are looked at."""
 
 AGENTS = "/v1/agents"
-AGENT_ROUTE = AGENTS + "/{id}"
+JOURNALS: Mapping[str, str] = {"/v1/teams": "team", "/v1/workflows/runs": "run"}
+"""Rooms of the journals that are named below these paths."""
 
 
 class AgentAttribution:
@@ -68,14 +70,20 @@ class AgentAttribution:
         return self.failing if self.agents is None else self.agents.refuses
 
     async def refresh(self, call: HTTPCall) -> None:
-        """Update the agent named in the path from the shared store, if the server has one.
+        """Update the agent, team or run named in the path from the shared store, if the server has one.
 
         If the store fails, calls that only read are answered from this server's own copy.
         """
-        if self.agents is None or not call.route.startswith(AGENT_ROUTE):
+        if self.agents is None:
+            return
+        path = next((one for one in (AGENTS, *JOURNALS) if call.route.startswith(one + "/{id}")), None)
+        if path is None:
             return
         try:
-            await self.agents.refresh(call.tenant, call.path_part(AGENTS))
+            if path == AGENTS:
+                await self.agents.refresh(call.tenant, call.path_part(path))
+            else:
+                await self.agents.journals.refresh(JOURNALS[path], call.tenant, call.path_part(path))
         except (Unavailable, Damaged):
             if call.scope["method"] in ("POST", "PATCH"):
                 raise
@@ -87,6 +95,18 @@ class AgentAttribution:
     def missing(self, why: str) -> None:
         """Note that agents were asked for and cannot be opened now."""
         self.why_not, self.failing = f"this server keeps no agents: {why}", True
+
+    def recall(self, call: HTTPCall, body: Generation) -> Recall | None:
+        """Return a function that finds what other servers sampled in a conversation; None without a shared store."""
+        replays = None if self.agents is None else self.agents.chats.shared
+        if replays is None:
+            return None
+        header = call.header(HEADER)
+        if header is not None:
+            names = [header.decode("latin-1")]
+        else:
+            names = session_names(call, body.metadata or {}, body.prompt_cache_key)
+        return partial(replays.find, call.tenant, names, call.identity)
 
     async def tie(self, call: HTTPCall, body: Generation, *, store: bool) -> Attribution | None:
         """Attach the request to the agent named in its headers; None if nothing is recorded.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from cairn.api.http.call import HTTPCall, query, shown
@@ -37,13 +37,19 @@ def page(items: Sequence[dict[str, Any]], limit: int, after: str | None) -> dict
 
 
 async def page_by_id(
-    ids: Sequence[str], limit: int, after: str | None, show: Callable[[str], dict[str, Any]]
+    ids: Sequence[str],
+    limit: int,
+    after: str | None,
+    show: Callable[[str], dict[str, Any]],
+    refresh: Callable[[Sequence[str]], Awaitable[object]] | None = None,
 ) -> dict[str, Any]:
     """Return a part of a list. Only its items are made, by `show`, and others get their turn between them.
 
-    An item that is deleted meanwhile is left out.
+    `refresh` is given their ids before. An item that is deleted meanwhile is left out.
     """
     found = page([{"id": id} for id in ids], limit, after)
+    if refresh is not None:
+        await refresh([item["id"] for item in found["data"]])
     data: list[dict[str, Any]] = []
     for item in found["data"]:
         with contextlib.suppress(NotFound):

@@ -10,6 +10,7 @@ GET  /v1/teams/{id}/transcript?format=&member=
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -97,7 +98,8 @@ class TeamRoutes:
         def show(id: str) -> dict[str, Any]:
             return team_object(teams.get(call.tenant, id))
 
-        await call.json(await page_by_id(teams.ids(call.tenant), int(limit), asked.get("after"), show))
+        ids, refresh = await teams.ids(call.tenant), partial(teams.refresh, call.tenant)
+        await call.json(await page_by_id(ids, int(limit), asked.get("after"), show, refresh))
 
     async def show(self, call: HTTPCall, service: Service) -> None:
         """Return a team. `report.shared_tokens`: how many leading tokens all members' contexts share."""

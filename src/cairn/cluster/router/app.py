@@ -20,6 +20,7 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -37,7 +38,7 @@ from cairn.cluster.router.calls import (
 )
 from cairn.cluster.router.counts import Counts
 from cairn.cluster.router.follow import EVENT_END, Delivered, split
-from cairn.cluster.router.keys import Asked
+from cairn.cluster.router.keys import RUN_HEADER, RUNS_PATH, Asked, last_part
 from cairn.cluster.router.lists import LISTS, ListRefused, merged_list
 from cairn.cluster.router.prefill import PrefillGate
 from cairn.cluster.router.replicas import DRAIN_SECONDS, Choice, Destination, Replica, Replicas, Restart
@@ -110,8 +111,8 @@ class RouterApp:
     def remember(self, headers: Sequence[tuple[bytes, bytes]], replica: Replica) -> None:
         """Remember which replica answered, by the ids in its answer's headers."""
         for name, value in headers:
-            if name in (b"x-request-id", b"x-cairn-request-id"):
-                self._where[value] = replica
+            if name in (b"x-request-id", b"x-cairn-request-id", RUN_HEADER):
+                self._where[last_part(value.decode("latin-1"))] = replica
                 if len(self._where) > MOST_NAMES:
                     self._where.popitem(last=False)
 
@@ -315,12 +316,16 @@ class Passing:
             self._tried.append(replica)
             await asyncio.sleep(PAUSE if not others else 0)
             return True
-        if status == 409 and self._asked.is_turn and now < self._end:
-            if not (self._sent_again or self._replicas.death_is_near):
+        if status == 409 and (self._asked.is_turn or self._asked.is_work) and now < self._end:
+            others = others if self._asked.is_work else []
+            if not (others or self._sent_again or self._replicas.death_is_near):
                 return False
             body = await read_whole(connection)
-            if b'"turn_running"' in body:
-                await asyncio.sleep(PAUSE)
+            if b'"turn_running"' in body and (others or self._sent_again or self._replicas.death_is_near):
+                # Another replica is at work on it, or was until it died. This one did nothing.
+                if others:
+                    self._tried.append(replica)
+                await asyncio.sleep(0 if others else PAUSE)
                 return True
             await self._respond(replica, connection, body)
             self._started = True
@@ -409,13 +414,20 @@ class Passing:
         if keep and delivered.whole and await self._follow(delivered):
             self._counts.followed += 1
             return
+        if (run := self._asked.run(dict(connection.headers))) and await self._resume_run(run):
+            self._counts.followed += 1
+            return
         self._counts.lost += 1
         await self._send({"type": "http.response.body", "body": LOST, "more_body": False})
 
-    async def _follow(self, delivered: Delivered) -> bool:
-        """Pass on the rest of a stream from other replicas; return False if none gives it."""
+    async def _follow(self, delivered: Delivered | None) -> bool:
+        """Pass on the rest of a stream from other replicas; return False if none gives it.
+
+        `delivered`: what the client has, to be cut off; None to pass on all.
+        """
         self._end = time.monotonic() + PATIENCE
-        delivered.measure()
+        if delivered is not None:
+            delivered.measure()
         while time.monotonic() < self._end:
             choice = self._replicas.choose(self._wanted, self._tried)
             if choice is None:
@@ -432,7 +444,9 @@ class Passing:
                     return True
                 if connection.status not in (409, 429, 503):
                     return False
-                await read_whole(connection)
+                refusal = await read_whole(connection)
+                if delivered is None and connection.status == 409 and await self._is_over(replica, refusal):
+                    return True
                 await asyncio.sleep(PAUSE)
             except UpstreamLost:
                 self._replicas.failed(replica)
@@ -444,13 +458,43 @@ class Passing:
                     replica.pool.give(connection)
         return False
 
-    async def _rest(self, delivered: Delivered, connection: UpstreamConnection) -> None:
+    async def _resume_run(self, id: str) -> bool:
+        """Let another replica go on with a run, and pass on its events; return False if none does.
+
+        What was done is told again, after an event that says that the run was resumed.
+        """
+        self._method, self._body = "POST", b'{"stream":true}'
+        self._target = f"{RUNS_PATH}/{id}/resume".encode()
+        return await self._follow(None)
+
+    async def _is_over(self, replica: Replica, refusal: bytes) -> bool:
+        """Send the last event of a run that had ended before its replica died; return whether it had."""
+        if b'"turn_running"' in refusal:
+            return False
+        connection = await replica.pool.exchange(
+            request_bytes("GET", self._target.removesuffix(b"/resume"), replica.host, self._headers, b"")
+        )
+        try:
+            run = msgspec.json.decode(await read_whole(connection), type=dict[str, Any])
+        except msgspec.MsgspecError:
+            return False
+        finally:
+            replica.pool.give(connection)
+        if run.get("state") not in ("finished", "failed"):
+            return False
+        event = {name: run.get(name) for name in ("state", "result", "sources", "conflicts", "why")}
+        data = b"data: " + msgspec.json.encode({"type": "run.done", **event, "why": event["why"] or ""}) + EVENT_END
+        data += b"data: [DONE]" + EVENT_END
+        await self._send({"type": "http.response.body", "body": data, "more_body": False})
+        return True
+
+    async def _rest(self, delivered: Delivered | None, connection: UpstreamConnection) -> None:
         rest = b""
         while data := await connection.read():
             data = rest + data
             end = data.rfind(EVENT_END) + len(EVENT_END) if EVENT_END in data else 0
             rest, data = data[end:], data[:end]
-            news = b"".join(map(delivered.rest, split(data)))
+            news = data if delivered is None else b"".join(map(delivered.rest, split(data)))
             if news:
                 await self._send({"type": "http.response.body", "body": news, "more_body": True})
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})

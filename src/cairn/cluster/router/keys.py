@@ -13,9 +13,13 @@ from cairn.cluster.text_prefixes import KEY_HEADERS, TextPrefixes, text_prefixes
 
 AGENT_PATH = re.compile(r"/v1/agents/([^/]+)")
 TURN_PATH = re.compile(r"/v1/agents/[^/]+/turns")
+WORK_PATH = re.compile(r"/v1/(?:teams|workflows/runs)/([^/]+)")
+RUNS_PATH = "/v1/workflows/runs"
+RESUME_PATH = re.compile(RUNS_PATH + r"/([^/]+)/resume")
 NAMED_PATHS = re.compile(
     r"/(?:v1/)?(?:requests|responses|conversations|teams|workflows/runs|collections|vector_stores|files)/([^/]+)"
 )
+RUN_HEADER = b"x-cairn-run"
 AGENT_HEADER = b"x-cairn-agent"
 SESSION_HEADERS = (b"x-claude-code-session-id", b"x-session-id", b"session-id")
 COMPUTES = frozenset(
@@ -73,7 +77,7 @@ class Asked:
         return digest.digest()
 
     def _named(self) -> bytes:
-        if (found := AGENT_PATH.match(self.path)) is not None:
+        if (found := AGENT_PATH.match(self.path) or WORK_PATH.match(self.path)) is not None:
             return b"agent\0" + found[1].encode()
         for name in (AGENT_HEADER, *SESSION_HEADERS):
             if value := self._headers.get(name):
@@ -121,6 +125,20 @@ class Asked:
         return self.method == "POST" and TURN_PATH.fullmatch(self.path) is not None
 
     @property
+    def is_work(self) -> bool:
+        """Whether it is about a team or a run, which one replica at a time may work on."""
+        return WORK_PATH.match(self.path) is not None
+
+    def run(self, headers: Mapping[bytes, bytes]) -> str:
+        """Return the id of the run whose events are answered with these headers; empty for none."""
+        if self.method != "POST":
+            return ""
+        if self.path == RUNS_PATH:
+            return headers.get(RUN_HEADER, b"").decode("latin-1")
+        found = RESUME_PATH.fullmatch(self.path)
+        return "" if found is None else found[1]
+
+    @property
     def repeatable(self) -> bool:
         """Whether it may be sent again although a replica may have had it."""
         return self.method in ("GET", "HEAD", "OPTIONS") or self.path in COMPUTES or self.is_turn
@@ -137,12 +155,17 @@ class Asked:
         """The ids of requests whose answers it is about, without what is in front of them."""
         named = [found[1]] if (found := NAMED_PATHS.match(self.path)) is not None else []
         named += [one for one in (self._body.previous_response_id, self._body.conversation) if isinstance(one, str)]
-        return [re.split(r"[-_]", one)[-1].encode("utf-8", "replace") for one in named]
+        return [last_part(one) for one in named]
 
     @property
     def elsewhere(self) -> bool:
         """Whether it is about something that one replica alone may have: the others answer 404, and do nothing."""
         return NAMED_PATHS.match(self.path) is not None
+
+
+def last_part(id: str) -> bytes:
+    """Return an id without what is in front of it."""
+    return re.split(r"[-_]", id)[-1].encode("utf-8", "replace")
 
 
 def _decoded(body: bytes) -> _SessionFields:

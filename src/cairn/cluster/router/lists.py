@@ -1,7 +1,7 @@
 """Lists over all replicas: agents, teams, runs, collections and files, each of which one replica may know alone.
 
 Every replica is asked for all that it has, page by page, so an item's place does not depend on who has it. Items of one
-id, which is an agent that several replicas know, are one: the one with most turns.
+id, which several replicas know, are one: the one with most turns or rounds.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ async def merged_list(replicas: Sequence[Replica], path: str, query: bytes, head
     if not lists:
         raise UpstreamLost("no replica answered", sent=True)
     ascending = asked.get("order") == "asc"
-    items = {one["id"]: one for one in sorted(_items(lists), key=lambda one: one.get("turns") or 0)}
+    items = {
+        one["id"]: one for one in sorted(_items(lists), key=lambda one: one.get("turns") or one.get("rounds") or 0)
+    }
     ordered = sorted(items.values(), key=lambda one: (_created(one) * (1 if ascending else -1), str(one["id"])))
     return _page([pages[0] for pages in lists], ordered, int(limit), after, ascending=ascending)
 

@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -38,6 +38,8 @@ from cairn.text.chat.replay import (
     assemble,
     offered_by,
     opener,
+    told_after,
+    told_of,
     visible_ids,
 )
 from cairn.text.chat.template_traits import Traits, find_traits, fitted, in_parts, left_out, standing_in
@@ -90,6 +92,8 @@ class Prompt(msgspec.Struct, frozen=True):
     """`Request.grammar`: the constraint on the answer."""
     warnings: tuple[str, ...] = ()
     """Requested constraints that are not enforced."""
+    told: bytes = b""
+    """Digest of the messages; empty if nobody asked for it."""
 
 
 class Sampled(NamedTuple):
@@ -101,6 +105,12 @@ class Sampled(NamedTuple):
     ids: Sequence[int]
     opened: int
     """How many of the ids come from the end of the prompt: the template opened the reasoning there."""
+    told: bytes = b""
+    """Digest of the conversation up to the answer; empty if it is not known."""
+
+
+Recall = Callable[[Sequence[bytes]], Awaitable[Sequence[Sampled]]]
+"""Finds what was sampled elsewhere, by the digests of a conversation up to each of its answers, the newest last."""
 
 
 class _CheckedChat(NamedTuple):
@@ -267,16 +277,18 @@ class Chat:
         share: str = "",
         template_args: Mapping[str, Any] | None = None,
         wanted: Wanted = ANYTHING,
+        recall: Recall | None = None,
     ) -> Prompt:
         """Render and encode a chat up to the beginning of the assistant's next message.
 
         Messages are OpenAI's: role, content (text or text parts), reasoning_content, tool_calls, tool_call_id, name.
         `template_args` are variables of the template, such as enable_thinking; `share` is the tenant whose time is
-        used; `wanted` is the constraint on the answer. Raises InvalidRequest or Unsupported naming the field,
-        ContextTooLong for a chat far beyond the context, Overloaded if too many requests of `share` wait to be
-        rendered.
+        used; `wanted` is the constraint on the answer; `recall` is asked for answers that were sampled elsewhere.
+        Raises InvalidRequest or Unsupported naming the field, ContextTooLong for a chat far beyond the context,
+        Overloaded if too many requests of `share` wait to be rendered.
         """
         chat = await self._checked(share, messages, tools, template_args)
+        told = b"" if recall is None else await self._recalled(tenant, share, chat.clean, recall)
         found = dict(self._answers(tenant, chat.clean))
         answers = {f"{chat.edge}{n}{chat.edge}": answer for n, answer in found.items()}
         conversations = [chat.plain]
@@ -296,7 +308,16 @@ class Chat:
             tokens = await self.long.run(share, self._encode, texts, chat.mark, answers, tenant)
         else:
             tokens = self._encode(texts, chat.mark, answers, tenant)
-        return await self._with_grammar(chat, self._prompt(chat, texts[0], tokens), wanted, tools, share)
+        prompt = msgspec.structs.replace(self._prompt(chat, texts[0], tokens), told=told)
+        return await self._with_grammar(chat, prompt, wanted, tools, share)
+
+    async def _recalled(self, tenant: str, share: str, messages: list[dict[str, Any]], recall: Recall) -> bytes:
+        """Take over what was sampled elsewhere for a chat's answers; return the digest of the messages."""
+        told = await self.long.run(share, told_of, messages) if length(messages) > INLINE else told_of(messages)
+        answers = [told[n] for n, message in enumerate(messages) if message["role"] == "assistant"]
+        for sampled in await recall(answers) if answers else ():
+            self.recall(tenant, sampled)
+        return told[-1]
 
     async def extend(
         self,
@@ -493,15 +514,22 @@ class Chat:
         )
 
     def remember(
-        self, tenant: str, prompt_tokens: Sequence[int], generated_tokens: Sequence[int], message: Mapping[str, Any]
+        self,
+        tenant: str,
+        prompt_tokens: Sequence[int],
+        generated_tokens: Sequence[int],
+        message: Mapping[str, Any],
+        told: bytes = b"",
     ) -> Sampled | None:
         """Store the ids sampled for `message` (as the client saw it), to be reused when the message comes back.
 
-        Returns the stored entry, for `recall` after a restart; None if the ids of the visible text are not certain.
+        `told`: `Prompt.told` of the prompt, if it is known. Returns the stored entry, for `recall` after a restart;
+        None if the ids of the visible text are not certain.
         """
         sampled = self.sampled(prompt_tokens, generated_tokens, message)
         if sampled is not None:
             self.recall(tenant, sampled)
+            sampled = sampled._replace(told=told_after(told, sampled.answer)) if told else sampled
         return sampled
 
     def recall(self, tenant: str, sampled: Sampled) -> None:

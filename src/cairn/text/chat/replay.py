@@ -83,6 +83,31 @@ def parsed_arguments(arguments: Any) -> Any:
         return arguments
 
 
+def told_of(messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
+    """Return a digest of the conversation up to each message, with it: what the client sees, without reasoning."""
+    found, before = list[bytes](), b""
+    for message in messages:
+        answer = answer_of(message) if message["role"] == "assistant" else None
+        before = _told(before, _seen(message) if answer is None else answer.visible)
+        found.append(before)
+    return found
+
+
+def told_after(before: bytes, answer: AnswerIdentity) -> bytes:
+    """Return the digest of a conversation after an answer, as `told_of` does. `before`: the digest before it."""
+    return _told(before, answer.visible)
+
+
+def _told(before: bytes, seen: bytes) -> bytes:
+    return hashlib.sha256(b"told" + before + seen).digest()
+
+
+def _seen(message: Mapping[str, Any]) -> bytes:
+    seen = [message["role"], message.get("content"), message.get("tool_calls"), message.get("name")]
+    text = json.dumps(seen, ensure_ascii=False, sort_keys=True)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+
+
 class Prefix:
     """The ids before a message and their digest; ids can be appended."""
 

@@ -1,0 +1,410 @@
+"""Journals that several servers share. A journal's chain in the shared store is authoritative; each server has a copy.
+
+    made       the head and all entries
+    began      a server works on it: a round of a team, a run of a workflow; until the end no other may write
+    changed    entries that were added or removed, several in one record where they come at once
+    ended      the work is over
+    taken      the work of a server that is silent was interrupted by another one
+    gone       deleted
+
+The journals of a tenant are listed by one small object each, which has the id and the time of the journal's making.
+
+An entry is in the chain before anybody learns of it. A server that lost the journal meanwhile cannot add one. After a
+failed write nobody knows whether it is in the chain; the next `news` tells.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from cairn.agents.log.records import JournalRecord
+from cairn.cluster.chain import AgentChain, ChainRecord, Kind, Moved, Running, unavailable
+from cairn.cluster.shared import SharedStore
+from cairn.types.errors import Conflict, Damaged, Unavailable, trace
+
+log = logging.getLogger(__name__)
+
+MOST_CHAINS = 10_000
+"""Most chains whose position is kept in memory; any other is read from its beginning."""
+RETRY_SECONDS = 1.0
+"""Pause between attempts to write the end of work that nobody waits for."""
+END_SECONDS = 2.0
+"""How long the end of work is waited for. It is written later if the store does not take it by then."""
+AT_ONCE = 8
+"""Objects that are read at once."""
+MOST_LISTED = 100_000
+"""Listed journals that are kept in memory."""
+AT_WORK = 1
+"""What a chain says to be running while a server works on the journal."""
+
+
+class SharedEntry(msgspec.Struct, frozen=True, array_like=True):
+    """An entry of a journal."""
+
+    number: int
+    body: bytes
+
+
+class JournalMade(msgspec.Struct, frozen=True, tag="made"):
+    """A whole journal."""
+
+    head: JournalRecord
+    entries: tuple[SharedEntry, ...] = ()
+
+
+class EntriesAdded(msgspec.Struct, frozen=True, tag="added"):
+    """Entries that were added."""
+
+    entries: tuple[SharedEntry, ...]
+
+
+class EntriesRemoved(msgspec.Struct, frozen=True, tag="removed"):
+    """Numbers of entries that were removed."""
+
+    numbers: tuple[int, ...]
+
+
+JournalChange = JournalMade | EntriesAdded | EntriesRemoved | None
+"""What a record changes; None: the journal is deleted."""
+
+
+class ListedJournal(msgspec.Struct, frozen=True, array_like=True):
+    """A journal in its tenant's list."""
+
+    id: str
+    created: float
+
+
+class JournalName(NamedTuple):
+    """What names a journal."""
+
+    room: str
+    tenant: str
+    id: str
+
+
+class JournalNews(NamedTuple):
+    """What others wrote to a journal."""
+
+    whole: bool
+    """Whether `changes` are all of the chain, so that the copy is to be made anew."""
+    changes: Sequence[JournalChange]
+
+
+Whole = Callable[[], JournalMade]
+"""Returns the server's own copy, for a journal that was made before the store was shared."""
+
+
+class _FollowedJournal:
+    """A journal's chain that this server follows."""
+
+    __slots__ = ("chain", "flushing", "known", "lock", "waiting")
+
+    def __init__(self, chain: AgentChain) -> None:
+        self.chain, self.lock = chain, asyncio.Lock()
+        self.known = False
+        """Whether the server's own copy agrees with the chain up to `chain.tail`."""
+        self.waiting: list[tuple[SharedEntry, asyncio.Future[None] | None]] = []
+        """Entries to write, and who waits for them; nobody for a note, which goes with the next entry."""
+        self.flushing: asyncio.Task[None] | None = None
+
+
+class SharedJournals:
+    """The chains of a server's journals. Runs on the event loop."""
+
+    def __init__(self, store: SharedStore, holder: str, alive: Callable[[str], bool]) -> None:
+        """Write as `holder`; `alive` returns whether another holder may still be at work. No chain is read yet."""
+        self._store, self._holder, self._alive = store, holder, alive
+        self._followed: OrderedDict[JournalName, _FollowedJournal] = OrderedDict()
+        self._listed: OrderedDict[str, ListedJournal] = OrderedDict()
+        """Listed journals by the names of their objects."""
+        self._ending: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        """Wait briefly for pending ends of work to be written, then stop."""
+        if self._ending:
+            await asyncio.wait(self._ending, timeout=2 * RETRY_SECONDS)
+        tasks = {*self._ending, *(one.flushing for one in self._followed.values() if one.flushing is not None)}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _chain(self, name: JournalName) -> AgentChain:
+        blobs, keys = self._store.blobs.soon, self._store.keys
+        return AgentChain(blobs, keys, name.tenant, name.id, self._holder, room=name.room)
+
+    def _follow(self, name: JournalName) -> _FollowedJournal:
+        found = self._followed.get(name)
+        if found is None:
+            found = self._followed[name] = _FollowedJournal(self._chain(name))
+        self._followed.move_to_end(name)
+        if len(self._followed) > MOST_CHAINS:
+            idle = (key for key, one in self._followed.items() if not (one.lock.locked() or one.waiting))
+            if (oldest := next(idle, None)) is not None and oldest != name:
+                del self._followed[oldest]
+        return found
+
+    # ------------------------------------------------------------------------------------------------------- reading
+
+    def at_work_elsewhere(self, name: JournalName) -> bool:
+        """Return whether another server works on a journal, as far as this one has read and heard."""
+        followed = self._followed.get(name)
+        if followed is None:
+            return False
+        tail = followed.chain.tail
+        return bool(tail.running) and not followed.chain.mine and self._alive(tail.holder)
+
+    def check_free(self, name: JournalName) -> None:
+        """Raise Running if `at_work_elsewhere`."""
+        if (followed := self._followed.get(name)) is not None:
+            followed.chain.check_free(self._alive)
+
+    async def news(self, name: JournalName, *, here: bool) -> JournalNews:
+        """Return what the chain has beyond the server's own copy, which has it from then on. `here`: there is a copy.
+
+        Raise Unavailable if the store does not answer, Damaged if the chain cannot be used.
+        """
+        followed = self._follow(name)
+        async with followed.lock:
+            if followed.known and not here and followed.chain.tail.kind != "gone":
+                followed.known = False  # it was removed here alone
+            if followed.known:
+                records = await followed.chain.news()
+                if records:
+                    followed.waiting = [one for one in followed.waiting if one[1] is not None]
+                if not any(record.kind in ("made", "gone") for record in records):
+                    return JournalNews(False, _changes(records))
+            followed.known, followed.chain = False, self._chain(name)
+            records = await followed.chain.news()
+            changes = _changes(records)
+            followed.known = True
+            followed.waiting = [one for one in followed.waiting if one[1] is not None]
+            return JournalNews(True, changes)
+
+    def doubt(self, name: JournalName) -> None:
+        """Note that the server's own copy may lack what the chain has: all of it is read again."""
+        self._follow(name).known = False
+
+    async def listed(self, room: str, tenant: str) -> dict[str, float]:
+        """Return when each of a tenant's journals was made, by id. Raise Unavailable if the store does not answer."""
+        blobs, keys = self._store.blobs.soon, self._store.keys
+        try:
+            names = await blobs.list(self._list_folder(room, tenant))
+            new = [name for name in names if name not in self._listed]
+            for at in range(0, len(new), AT_ONCE):
+                some = new[at : at + AT_ONCE]
+                for name, data in zip(some, await asyncio.gather(*map(blobs.read, some)), strict=True):
+                    content = None if data is None else keys.open(name, data)
+                    with contextlib.suppress(msgspec.DecodeError):  # also one that was changed
+                        self._listed[name] = msgspec.msgpack.decode(content or b"", type=ListedJournal)
+        except OSError as error:
+            raise unavailable(error) from error
+        while len(self._listed) > MOST_LISTED:
+            self._listed.popitem(last=False)
+        return {one.id: one.created for name in names if (one := self._listed.get(name)) is not None}
+
+    def _list_folder(self, room: str, tenant: str) -> str:
+        return f"{room}-ids/{self._store.keys.name(b'ids', room.encode(), tenant.encode())}"
+
+    def _list_name(self, name: JournalName) -> str:
+        return f"{self._list_folder(name.room, name.tenant)}/{self._store.keys.name(b'id', name.id.encode())}"
+
+    async def _list(self, name: JournalName, head: JournalRecord) -> None:
+        """Put a journal that is about to be made into its tenant's list. Raise Unavailable as `listed` does."""
+        blobs, at = self._store.blobs.soon, self._list_name(name)
+        data = self._store.keys.seal(at, msgspec.msgpack.encode(ListedJournal(name.id, head.created)))
+        try:
+            if not await blobs.create(at, data):
+                await blobs.replace(at, data)
+        except OSError as error:
+            raise unavailable(error) from error
+
+    # ------------------------------------------------------------------------------------------------------- writing
+    # These raise Unavailable if the store does not answer, Moved if another server has written, Running while one
+    # works on the journal. The caller then undoes its change; the next `news` tells whether it is in the chain.
+
+    async def made(self, name: JournalName, made: JournalMade) -> None:
+        """Write a new journal. Raise Conflict if the id is taken."""
+        followed = self._follow(name)
+        async with followed.lock:
+            await followed.chain.news()
+            if followed.chain.tail.kind != "gone":
+                followed.known = False
+                raise Conflict(f"there is a {name.room} {name.id} already", field="id")
+            await self._list(name, made.head)
+            await self._append(followed, "made", made)
+            followed.known = True
+
+    async def add(self, name: JournalName, entry: SharedEntry, whole: Whole) -> None:
+        """Write an entry, together with notes and with others that come meanwhile."""
+        followed = self._follow(name)
+        written = asyncio.get_running_loop().create_future()
+        followed.waiting.append((entry, written))
+        if followed.flushing is None:
+            followed.flushing = asyncio.create_task(self._flush(followed, name, whole))
+        try:
+            await written
+        except asyncio.CancelledError:
+            followed.known = False  # it may be there
+            raise
+
+    def note(self, name: JournalName, entry: SharedEntry) -> None:
+        """Write an entry together with the next one."""
+        self._follow(name).waiting.append((entry, None))
+
+    async def _flush(self, followed: _FollowedJournal, name: JournalName, whole: Whole) -> None:
+        """Write what waits, as one record each time, until nobody waits."""
+        try:
+            while any(written is not None for _, written in followed.waiting):
+                async with followed.lock:
+                    batch, followed.waiting = followed.waiting, []
+                    failed: BaseException | None = None
+                    try:
+                        added = EntriesAdded(tuple(entry for entry, _ in batch))
+                        await self._change(followed, name, added, whole)
+                    except BaseException as error:
+                        failed = error
+                for _, written in batch:
+                    if written is None or written.done():
+                        continue
+                    if failed is None:
+                        written.set_result(None)
+                    else:
+                        written.set_exception(failed if isinstance(failed, Exception) else _closing())
+                if failed is not None and not isinstance(failed, Exception):
+                    raise failed
+        finally:
+            followed.flushing = None
+
+    async def remove_entries(self, name: JournalName, numbers: Sequence[int], whole: Whole) -> None:
+        """Write that entries are removed."""
+        followed = self._follow(name)
+        async with followed.lock:
+            await self._change(followed, name, EntriesRemoved(tuple(numbers)), whole)
+
+    async def begin(self, name: JournalName, whole: Whole) -> None:
+        """Begin to work on a journal; until the end no other server may write. Takes over from one that is silent."""
+        followed = self._follow(name)
+        async with followed.lock:
+            await self._hold(followed, name, whole)
+            at = followed.chain.tail.number + 1
+            try:
+                await self._append(followed, "began", None, AT_WORK)
+            except Moved:
+                raise
+            except BaseException:  # it may be there
+                self._settle(name, at)
+                raise
+
+    async def end(self, name: JournalName) -> None:
+        """Write the end of the work; later, if the store does not take it now."""
+        task = self._settle(name, self._follow(name).chain.tail.since)
+        await asyncio.wait({task}, timeout=END_SECONDS)
+
+    async def gone(self, name: JournalName) -> None:
+        """Record that a journal is deleted, and remove its other records."""
+        followed = self._follow(name)
+        async with followed.lock:
+            try:
+                await followed.chain.news()
+                if followed.chain.tail.kind != "gone":
+                    await self._append(followed, "gone", None)
+                await followed.chain.forget()
+            except Damaged:  # then nothing can follow it, and nobody can use it
+                await followed.chain.erase()
+            await self._unlist(name)
+
+    async def _unlist(self, name: JournalName) -> None:
+        at = self._list_name(name)
+        self._listed.pop(at, None)
+        try:
+            await self._store.blobs.soon.delete([at])
+        except OSError as error:
+            raise unavailable(error) from error
+
+    async def _change(
+        self, followed: _FollowedJournal, name: JournalName, change: EntriesAdded | EntriesRemoved, whole: Whole
+    ) -> None:
+        tail = followed.chain.tail
+        if not (followed.known and followed.chain.mine and tail.running):
+            await self._hold(followed, name, whole)
+        await self._append(followed, "changed", change, followed.chain.tail.running)
+
+    async def _hold(self, followed: _FollowedJournal, name: JournalName, whole: Whole) -> None:
+        """Acquire the right to write to the chain; see `AgentChain.hold`."""
+        if not followed.known:
+            raise Moved(f"{name.room} {name.id} is being read again; send the request again", retry_after=1.0)
+        try:
+            if followed.chain.tail.kind == "gone":
+                await followed.chain.expect_no_news()
+                made = whole()
+                await self._list(name, made.head)
+                await followed.chain.append("made", msgspec.msgpack.encode(made))
+            await followed.chain.hold(self._alive)
+        except BaseException as error:
+            followed.known = isinstance(error, Running)
+            raise
+
+    async def _append(self, followed: _FollowedJournal, kind: Kind, change: JournalChange, running: int = 0) -> None:
+        body = b"" if change is None else msgspec.msgpack.encode(change)
+        try:
+            await followed.chain.append(kind, body, running)
+        except BaseException:
+            followed.known = False
+            raise
+
+    def _settle(self, name: JournalName, since: int) -> asyncio.Task[None]:
+        """End the work that record `since` of the chain began, if the chain says that it goes on, in a task."""
+
+        async def write() -> None:
+            while since >= 0:
+                followed = self._follow(name)
+                try:
+                    async with followed.lock:
+                        before = followed.chain.tail
+                        await followed.chain.settle(since, b"")
+                        # What `settle` read of others is not in the server's own copy.
+                        followed.known &= followed.chain.mine and followed.chain.tail.number - before.number <= 1
+                        return
+                except Moved:
+                    self.doubt(name)
+                    return
+                except Unavailable:
+                    self.doubt(name)
+                    await asyncio.sleep(RETRY_SECONDS)
+                except Exception as error:
+                    self.doubt(name)
+                    log.error("the end of work on a journal could not be shared: %s", trace(error))
+                    return
+
+        task = asyncio.create_task(write())
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        return task
+
+
+def _closing() -> Unavailable:
+    return Unavailable("the server is shutting down", retry_after=5.0)
+
+
+def _changes(records: Sequence[ChainRecord]) -> list[JournalChange]:
+    """Return what records change. Raise Damaged for one of another version."""
+    found: list[JournalChange] = []
+    for record in records:
+        if record.kind == "gone":
+            found.append(None)
+        elif record.kind in ("made", "changed"):
+            try:
+                found.append(msgspec.msgpack.decode(record.body, type=JournalMade | EntriesAdded | EntriesRemoved))
+            except (msgspec.DecodeError, ValueError) as error:
+                raise Damaged(
+                    f"a record in the shared store was written by another version of Cairn: {error}"
+                ) from None
+    return found
