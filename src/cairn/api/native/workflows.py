@@ -10,6 +10,7 @@ GET  /v1/workflows/runs/{id}/graph?format=  mermaid, svg or png, coloured by the
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -166,10 +167,7 @@ class WorkflowRoutes:
             raise InvalidRequest(f"limit must be 1 to {MOST_LISTED}", field="limit")
         runs = self._runs()
         ids = runs.ids(call.tenant)
-
-        def show(id: str) -> dict[str, Any]:
-            return run_object(runs.get(call.tenant, id), whole=False)
-
+        show = partial(_listed, runs, call.tenant)
         await call.json(await page_by_id(ids, int(limit), asked.get("after"), show))
 
     async def show(self, call: HTTPCall, service: Service) -> None:
