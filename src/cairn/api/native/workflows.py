@@ -223,7 +223,3 @@ def _drawn(state: RunState, form: str) -> tuple[bytes, bytes]:
     if form == "svg":
         return svg(workflow, states).encode(), b"image/svg+xml"
     return mermaid(workflow, states).encode(), b"text/plain; charset=utf-8"
-
-
-def _listed(runs: Runs, tenant: str, id: str) -> dict[str, Any]:
-    return run_object(runs.get(tenant, id), whole=False)
