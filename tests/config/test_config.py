@@ -1,13 +1,15 @@
+import difflib
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from cairn.config.config import Config, turns_of
-from cairn.config.option import closest, options
+from cairn.config.option import closest, options, slip_of
 from cairn.config.resolve import resolve
 from cairn.config.values import AdapterOptions, ModelOptions, Secret, TenantKeys, TenantLimits, TenantTurns
 from cairn.types.errors import ConfigError
@@ -479,6 +481,21 @@ def test_a_near_word_is_looked_for_in_a_moment() -> None:
     began = time.process_time()
     assert closest("option_" * 1_000_000, known) == "" and closest("x" * 64, known) == ""
     assert time.process_time() - began < 1.0
+
+
+def test_words_are_compared_once_however_often_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared, compare = list[str](), difflib.get_close_matches
+
+    def counted(word: str, words: Sequence[str], n: int, cutoff: float) -> list[str]:
+        compared.append(word)
+        return compare(word, words, n, cutoff)
+
+    monkeypatch.setattr(difflib, "get_close_matches", counted)
+    for _ in range(20):
+        assert closest("tempretaure_1", ["top_p", "temperature_1"]) == "; did you mean temperature_1?"
+        assert slip_of("tempreature_1", ["top_p", "temperature_1"]) == "temperature_1"
+    assert compared == ["tempretaure_1", "tempreature_1"]
+    assert closest("tempretaure_1", ["top_p"]) == ""
 
 
 @pytest.mark.parametrize("value", ["on", "0", "-1", "16", "3.5", "auto ", "Off", "", 0, 16, 3.0, True])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Literal
 
 import msgspec
@@ -193,11 +193,17 @@ LEAST_START = 3
 """Characters from which a word may be the beginning of the one that was meant: temp, temperature."""
 MAX_WORD = 64
 """Characters of a word for which a near one is looked for: the comparison takes time that grows with their square."""
+_ANSWERS = 256
+"""Answers kept by each look-up: a client sends the same unknown fields with all its requests."""
 
 
 def slip_of(word: str, known: Iterable[str]) -> str | None:
     """Return the known word that another is most likely a slip of: spelt otherwise alone, or nearly so."""
-    words = list(known)
+    return None if len(word) > MAX_WORD else _slip_of(word, tuple(known))
+
+
+@lru_cache(_ANSWERS)
+def _slip_of(word: str, words: tuple[str, ...]) -> str | None:
     plain = _plain(word)
     alike = next((one for one in words if _plain(one) == plain), None)
     near = difflib.get_close_matches(word.lower(), words, n=1, cutoff=SLIP)
@@ -210,9 +216,11 @@ def _plain(word: str) -> str:
 
 def closest(word: str, known: Iterable[str]) -> str:
     """Return `; did you mean ...?` for the known word nearest to an unknown one, or an empty string."""
-    if len(word) > MAX_WORD:
-        return ""
-    words = list(known)
+    return "" if len(word) > MAX_WORD else _closest(word, tuple(known))
+
+
+@lru_cache(_ANSWERS)
+def _closest(word: str, words: tuple[str, ...]) -> str:
     longer = [one for one in words if len(word) >= LEAST_START and one.startswith(word)]
     near = sorted(longer, key=len)[:1] or difflib.get_close_matches(word, words, n=1, cutoff=0.6)
     return f"; did you mean {near[0]}?" if near else ""
